@@ -27,6 +27,7 @@ from ipc.pipes import write_frame
 from ipc.start_messages import Prepared, Ready, StartFailed, StartPhase, StartReport
 
 EXIT_START_FAILED = 2
+_STORE_S = 5.0  # for KV blocks that wait to be written to files
 _LOG_S = 0.5  # for the last lines on standard error
 _PACKAGES = ("core", "ipc", "kernels")
 
@@ -92,8 +93,10 @@ def main(arguments: list[str]) -> int:
     if started is None:
         return EXIT_START_FAILED
     try:
-        return run(started.engine, started.io, started.executor.prepare_ahead, started.box.turn)
+        return run(started.engine, started.io, started.executor.prepare_ahead, started.turn)
     finally:
+        if started.store is not None:
+            started.store.close(_STORE_S)
         started.close_capture()
         started.executor.close()
 

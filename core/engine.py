@@ -9,6 +9,9 @@ from core.batch.request import requests_from_message
 from core.execution.executor import Executor, ExecutorEndedError
 from core.execution.pipeline import Pipeline, StepWatcher
 from core.inputs import (
+    BlocksArrived,
+    BlocksFound,
+    BlocksStored,
     EndPause,
     EngineInput,
     EngineReply,
@@ -18,8 +21,10 @@ from core.inputs import (
     ReleaseClient,
     RenewKVEvents,
     SetClientWeight,
+    StoreNews,
 )
 from core.kv.event_feed import KVFeed
+from core.kv.orders import Order
 from core.scheduling.explain import explain
 from core.scheduling.scheduler import Scheduler
 from ipc.call import Call
@@ -91,6 +96,8 @@ class EngineCore:
 
     def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> list[tuple[int, EngineReply]]:
         """Take in (client, message) pairs, run one step, and return the (client, message) pairs to send."""
+        if self.scheduler.exchange is not None:
+            self.scheduler.exchange.begin_step(now_ns)
         replies = self._receive(inbox, now_ns)
         plan = self.scheduler.schedule(now_ns)
         done = self.pipeline.execute(plan)
@@ -126,9 +133,27 @@ class EngineCore:
                 case ExecutorRestored():
                     self.pipeline.go_on()
                     self.scheduler.has_executor = True
+                case BlocksFound() | BlocksArrived() | BlocksStored():
+                    self._take_news(message)
                 case Call():
                     replies.append((client, self._answer(client, message, now_ns)))
         return replies
+
+    def _take_news(self, message: StoreNews) -> None:
+        exchange = self.scheduler.exchange
+        assert exchange is not None, f"{message}, and this engine has asked no store"
+        match message:
+            case BlocksFound():
+                exchange.found(message)
+            case BlocksArrived():
+                exchange.arrived(message)
+            case BlocksStored():
+                exchange.stored(message)
+
+    def take_orders(self) -> list[Order]:
+        """Return what the last step wants of the store of KV blocks beyond the host; empty where there is none."""
+        exchange = self.scheduler.exchange
+        return [] if exchange is None else exchange.take_orders()
 
     def _answer(self, client: int, message: Call, now_ns: int) -> EngineReply:
         answer = HANDLERS[type(message)](self, client, message, now_ns)
@@ -145,6 +170,7 @@ class EngineCore:
         """Return counters and gauges, as the answer to this call. now_ns: the clock of the step, in ns."""
         scheduler, swap_space = self.scheduler, self.scheduler.preemption.swap_space
         num_running, num_waiting = scheduler.get_request_counts()
+        exchange = scheduler.exchange
         gauges = {
             "call": call,
             "num_running": num_running,
@@ -160,6 +186,8 @@ class EngineCore:
             "num_host_blocks": scheduler.batch.host_cache.num_slots,
             "num_kept_blocks": scheduler.batch.host_cache.num_kept,
             "num_host_hits": scheduler.batch.host_cache.num_hits,
+            "num_fetched_blocks": 0 if exchange is None else exchange.num_fetched,
+            "num_stored_blocks": 0 if exchange is None else exchange.num_stored,
             "engine_ns": now_ns,
             "step_tokens": scheduler.stats.step_tokens.copy(),
         }

@@ -57,6 +57,32 @@ class ExecutorRestored(msgspec.Struct, frozen=True, array_like=True, tag=126):
     """The executor takes plans again, and knows of no request."""
 
 
+class BlocksFound(msgspec.Struct, frozen=True, array_like=True, tag=127):
+    """So many blocks in a row are beyond the host; the answer to a Look (core/kv/orders.py)."""
+
+    ticket: int
+    count: int
+
+
+class BlocksArrived(msgspec.Struct, frozen=True, array_like=True, tag=128):
+    """The first `count` blocks of a Fetch are in their slots; the others are missing or damaged."""
+
+    ticket: int
+    count: int
+
+
+class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=129):
+    """A Store has ended: `count` of its blocks were written. Its slots are not read any more.
+
+    Ticket 0: so many blocks were written that requests have left in the KV cache.
+    """
+
+    ticket: int
+    count: int
+
+
+#: What a store of blocks beyond the host answers.
+StoreNews: TypeAlias = BlocksFound | BlocksArrived | BlocksStored
 #: What an executor with processes of its own tells the core.
 ExecutorNews: TypeAlias = ExecutorLost | ExecutorRestored
 #: Messages that the border passes to the engine. Requests are validated before that.
@@ -71,5 +97,6 @@ EngineInput: TypeAlias = (
     | RenewKVEvents
     | EndPause
     | ExecutorNews
+    | StoreNews
 )
 EngineReply: TypeAlias = Outputs | RequestFailed | Statistics | Explanation | KVEvents | CallDone | CallFailed

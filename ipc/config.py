@@ -28,8 +28,8 @@ KVCacheDtype = Literal["auto", "int8"]
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Options of one engine. None means that the engine decides at its start.
 
-    A resolved config (core/process/resolve.py) has None only in `model`, `capture`, `flight_recorder_folder` and
-    `speculative_config`.
+    A resolved config (core/process/resolve.py) has None only in `model`, `capture`, `kv_dir`,
+    `flight_recorder_folder` and `speculative_config`.
 
     Errors: ConfigError that names the option and what is allowed.
     """
@@ -164,14 +164,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         ),
     ] = None
     kv_host_bytes: Annotated[
-        int,
-        Option(
-            "KV cache", "host memory for blocks that the KV cache evicts, in bytes or as 512M, 2G; 0 = none", 0, 2**44
-        ),
+        int, Option("KV cache", "host memory for blocks that the KV cache evicts, as 512M, 2G; 0 = none", 0, 2**44)
     ] = 0
     num_host_blocks: Annotated[
         int | None, Option("KV cache", "exact number of KV blocks in that memory; default: what fits", 0, 2**30)
     ] = None
+    kv_dir: Annotated[
+        str | None, Option("KV cache", "folder of files with KV blocks, also after a restart; needs kv_host_bytes")
+    ] = None
+    kv_dir_bytes: Annotated[
+        int, Option("KV cache", "bytes of these files, as 512M, 2G; the least recently used go first", 2**20, 2**50)
+    ] = 32 << 30
     enable_prefix_caching: Annotated[bool, Option("KV cache", "reuse the KV blocks of equal beginnings")] = True
     scheduling_policy: Annotated[
         SchedulingPolicy,
@@ -386,9 +389,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
             raise ConfigError("long_prefill_token_threshold cuts prompts, which enable_chunked_prefill=false forbids")
         sizes = self.distributed_executor_backend, self.tensor_parallel_size
-        if (self.kv_host_bytes or self.num_host_blocks) and not self.enable_prefix_caching:
-            raise ConfigError("kv_host_bytes keeps blocks of the prefix cache, and enable_prefix_caching is false")
         has_workers = checks.check_workers(self.executor, *sizes, enable_lora=self.enable_lora)
+        checks.check_kv_tiers(self, has_workers=has_workers)
         checks.check_overlap(self.executor, self.device, is_wanted=self.async_scheduling and not has_workers)
         checks.check_adapters(self.enable_lora, self.lora_modules, self.device)
         checks.check_speculation(self.speculative_config, self.executor, self.device, self.tensor_parallel_size)

@@ -1,7 +1,12 @@
 """Checks of options that are no plain choices or numbers (names, paths, weights), or that depend on others."""
 
+from typing import TYPE_CHECKING
+
 from ipc.errors import ConfigError
 from ipc.speculation import SpeculativeConfig
+
+if TYPE_CHECKING:
+    from ipc.config import EngineConfig
 
 #: Executors that are no plug-ins.
 BUILT_IN_EXECUTORS = ("local", "fake")
@@ -57,6 +62,28 @@ def check_texts(capture: object, flight_recorder_folder: object, generation_conf
         raise ConfigError(
             f"generation_config must be 'auto', 'vllm' or the path of a folder; got {generation_config!r}"
         )
+
+
+def check_kv_tiers(config: "EngineConfig", *, has_workers: bool) -> None:
+    """Check the options of what keeps evicted KV blocks, not whether the folder is there. Errors: ConfigError."""
+    has_host, kv_dir = bool(config.kv_host_bytes or config.num_host_blocks), config.kv_dir
+    if has_host and not config.enable_prefix_caching:
+        raise ConfigError("kv_host_bytes keeps blocks of the prefix cache, and enable_prefix_caching is false")
+    if kv_dir is None:
+        return
+    if not isinstance(kv_dir, str) or not kv_dir or "\0" in kv_dir:
+        raise ConfigError(f"kv_dir must be the path of a folder; got {kv_dir!r:.80}")
+    if not has_host:
+        raise ConfigError("kv_dir reads blocks into the host's memory, of which there is none: give kv_host_bytes, too")
+    if config.executor not in BUILT_IN_EXECUTORS or config.device != "cpu":
+        raise ConfigError(
+            f"kv_dir is for executor='local' on device='cpu'; got {config.executor!r:.80} on {config.device!r}"
+        )
+    if has_workers:
+        raise ConfigError("kv_dir reads and writes blocks of the engine process: leave out the workers, or kv_dir")
+    speculation = config.speculative_config
+    if speculation is not None and (speculation.runs_model or speculation.runs_head):
+        raise ConfigError("kv_dir has no blocks of a model that drafts: leave out kv_dir, or take method='ngram'")
 
 
 def check_flight_recorder(num_bytes: int) -> None:

@@ -31,11 +31,9 @@ from ipc.scheduling_messages import (
 
 PROTOCOL_MAJOR = 1
 #: 1: leases, reconnection, bounds, control calls; choices, logprobs, bad words. 2: request events, Explain, KV events.
-#: 3: default sampling. 4: engines started again, measurements of requests, speculation, grammars, pooling, adapters,
-#: features.
+#: 3: default sampling. 4: engines started again, measurements, speculation, grammars, pooling, adapters, features.
 PROTOCOL_MINOR = 4
-#: The first minor of engines that take structured_outputs.
-STRUCTURED_OUTPUTS_MINOR = 4
+STRUCTURED_OUTPUTS_MINOR = 4  # the first of engines that take structured_outputs
 
 #: Largest frame the core accepts, bytes: a prompt of a million tokens and its parameters.
 MAX_CLIENT_MESSAGE_BYTES = 8 << 20
@@ -297,6 +295,8 @@ class Statistics(msgspec.Struct, array_like=True, tag=81):
     num_host_blocks: int = 0  # room for blocks that the KV cache evicts
     num_kept_blocks: int = 0  # now: of these, in use
     num_host_hits: int = 0  # blocks that came back from there
+    num_fetched_blocks: int = 0  # read from files into that memory
+    num_stored_blocks: int = 0  # written from there to files
 
 
 class CallDone(msgspec.Struct, frozen=True, array_like=True, tag=82):

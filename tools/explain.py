@@ -168,6 +168,8 @@ def describe_reason(one: RequestExplanation) -> str:
             return "its client does not read its outputs"
         case Reason.FIRST_CHOICE:
             return "waits for the prompt, which another choice of its request computes"
+        case Reason.FETCHING:
+            return "KV blocks of its prompt are being read from files"
         case Reason.NO_REPLICA:
             return "no replica of the fleet takes it"
         case Reason.NO_BLOCKS:

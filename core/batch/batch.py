@@ -35,6 +35,7 @@ class Batch:
         self.forks = Forks(self.table, self.pool, self.prefix_cache, self.in_flight)
         self.carried = Carried()
         self.host_cache = HostCache(self, config.num_host_blocks or 0, config.num_swap_blocks or 0)
+        self.before_release: list[Callable[[Rows], None]] = []  # called with rows that are about to be released
         self.on_release: list[Callable[[Request], None]] = []  # called for each request that loses its row
 
     def __len__(self) -> int:
@@ -75,6 +76,8 @@ class Batch:
 
     def release(self, rows: Rows) -> list[Request]:
         """Free the rows and their blocks, tail first, and return their requests."""
+        for notice in self.before_release:
+            notice(rows)
         table = self.table
         counts = table.num_blocks[rows]
         ends = counts.cumsum()

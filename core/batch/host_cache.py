@@ -5,6 +5,7 @@ plan that gives it away. Slots that a plan copies to or from are pinned until it
 here, too, and is not copied out again.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from core.batch.request import Request
 from core.kv.block_names import UNNAMED, BlockNames
 from core.kv.block_ring import BlockRing
-from ipc.arrays import BlockIds, Int32s, Ints
+from ipc.arrays import BlockIds, Bools, Int32s, Ints
 
 if TYPE_CHECKING:
     from core.batch.batch import Batch
@@ -34,6 +35,10 @@ class HostCache:
         self._num_blank = num_slots
         self._ring = BlockRing(num_slots)  # of slots with a name that are not pinned
         self._pinned: list[Ints] = []
+        self._written: list[Ints] = []  # of the pinned ones: those that the plan being made copies to
+        #: Slots that something beyond the host reads or writes: they have a name or not, and are in no list.
+        self.is_busy: Bools = np.zeros(num_slots, np.bool_)
+        self.on_written: Callable[[Ints], None] | None = None  # called with the slots that a finished plan copies to
         if num_slots:
             batch.pool.tiers.append(self)
 
@@ -51,7 +56,7 @@ class HostCache:
         slots = np.array([names.block_of_key.get(key, UNKNOWN) for key in keys.tolist()], np.int64)
         known = slots[slots != UNKNOWN]
         kept = known[self._ring.holds(known)]
-        self._touch(kept)  # these are the last that make room
+        self.touch(kept)  # these are the last that make room
         room = min(len(self._ring) - len(kept) + self._num_blank, int(np.count_nonzero(slots == UNKNOWN)))
         if not room:
             return
@@ -59,6 +64,7 @@ class HostCache:
         slots, contents = self._take(room), self._batch.pool.names.content[blocks[new]]
         names.adopt(slots, contents, keys[new], parents[new], token_ids[new])
         self._pinned.append(slots)  # a plan copies to a slot once
+        self._written.append(slots)
         out = self._batch.carried.out
         out.sources.append(blocks[new].astype(np.int32))
         out.targets.append((slots + self._first).astype(np.int32))
@@ -111,9 +117,40 @@ class HostCache:
         if self._pinned:
             slots = self._all_pinned()
             named = self.names.content[slots] != UNNAMED
-            self._ring.push(slots[named])
-            self._push_blank(slots[~named])  # forgotten meanwhile
+            idle = ~self.is_busy[slots]
+            self._ring.push(slots[named & idle])
+            self._push_blank(slots[~named & idle])  # forgotten meanwhile
             self._pinned.clear()
+        if self._written:
+            slots = np.concatenate(self._written)
+            self._written.clear()
+            if self.on_written is not None:
+                self.on_written(slots[self.names.content[slots] != UNNAMED])
+
+    # --- what is beyond the host -----------------------------------------------------------------------------------
+
+    def in_plan(self, slots: Ints) -> Int32s:
+        """Return the numbers that plans have for these slots."""
+        return (slots + self._first).astype(np.int32)
+
+    def reserve(self, count: int) -> Ints:
+        """Take up to `count` slots, without a name, for something that writes them until unlock()."""
+        slots = self._take(min(count, len(self._ring) + self._num_blank))
+        self.is_busy[slots] = True
+        return slots
+
+    def lock(self, slots: Ints) -> None:
+        """Let no other block take these slots until unlock(): something reads them. They are found meanwhile."""
+        self._ring.discard(slots)
+        self.is_busy[slots] = True
+
+    def unlock(self, slots: Ints) -> None:
+        """Let these slots be used again; those with a name are the most recent ones."""
+        self.is_busy[slots] = False
+        slots = slots[~np.isin(slots, self._all_pinned())]
+        named = self.names.content[slots] != UNNAMED
+        self._ring.push(slots[named])
+        self._push_blank(slots[~named])
 
     # --- slots ----------------------------------------------------------------------------------------------------
 
@@ -128,7 +165,9 @@ class HostCache:
         self.names.forget(evicted)
         return np.concatenate([slots, evicted])
 
-    def _touch(self, slots: Ints) -> None:
+    def touch(self, slots: Ints) -> None:
+        """Let those of these slots that could make room be the last to do so."""
+        slots = slots[self._ring.holds(slots)]
         self._ring.discard(slots)
         self._ring.push(slots)
 
@@ -151,8 +190,9 @@ class HostCache:
         states[self._blank[: self._num_blank], 0] = True
         states[:, 1] = self._ring.holds(slots)
         states[self._all_pinned(), 2] = True
+        states[self.is_busy, 2] = True
         odd = np.flatnonzero(states.sum(1) != 1)
-        assert not len(odd), f"slots {odd[:8]} are (blank, kept, pinned) = {states[odd[:8]].tolist()}"
+        assert not len(odd), f"slots {odd[:8]} are (blank, kept, pinned or busy) = {states[odd[:8]].tolist()}"
         assert self._num_blank == states[:, 0].sum(), "a slot is blank twice"
         named = self.names.content != UNNAMED
         assert named[states[:, 1]].all(), "a kept slot has no name"

@@ -65,6 +65,8 @@ class Request(msgspec.Struct, eq=False):
     is_whole: bool = False  # no token's computation may be taken from a cache, because all of them are looked at
     has_started: bool = False
     is_finished: bool = False
+    awaits: int = 0  # ticket of the blocks that it waits for, which something beyond the host may have; 0 = none
+    has_asked: bool = False  # for such blocks, and had its answer
     #: Derived from `params`, and stored because a start looks at them several times:
     sampling: SamplingParams | None = None  # the parameters of its tokens; None for a pooling request, which has none
     searches: bool = False  # it is a beam of a beam search

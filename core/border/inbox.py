@@ -3,7 +3,7 @@
 import time
 from queue import SimpleQueue
 
-from core.inputs import EngineInput, ExecutorNews
+from core.inputs import EngineInput, ExecutorNews, StoreNews
 from ipc.messages import Abort, Submission
 from ipc.pooling_params import PoolingParams
 from ipc.sampling_params import SamplingParams
@@ -80,8 +80,8 @@ class Inbox:
             self._tokens_put += num_tokens(message)
         self._queue.put((client, message, time.monotonic_ns()))
 
-    def put_news(self, client: int, message: ExecutorNews) -> None:
-        """Queue what the executor tells; for any thread, because it counts nothing."""
+    def put_news(self, client: int, message: ExecutorNews | StoreNews) -> None:
+        """Queue what the executor or the store of KV blocks tells; for any thread, because it counts nothing."""
         self._queue.put((client, message, time.monotonic_ns()))
 
     def begin_preparation(self, message: Submission) -> None:

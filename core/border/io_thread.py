@@ -26,7 +26,7 @@ from core.border.doorway import Doorway, max_connections, monitor_of
 from core.border.preparation import Preparer
 from core.border.reception import Served
 from core.border.socket_rounds import NOBODY, AddressedMessage, Border
-from core.inputs import EngineInput, ExecutorNews
+from core.inputs import EngineInput, ExecutorNews, StoreNews
 from ipc.messages import EngineStopping
 from ipc.sockets import BoundRouter, Context, signal_fd
 from ipc.start_messages import Isolate
@@ -123,8 +123,8 @@ class IOThread:
         if self._is_asleep:
             self._wake_up()
 
-    def put_news(self, news: ExecutorNews) -> None:
-        """Pass on to the engine thread what its executor tells, from any thread."""
+    def put_news(self, news: ExecutorNews | StoreNews) -> None:
+        """Pass on to the engine thread what its executor or the store of KV blocks tells, from any thread."""
         self.inbox.put_news(NOBODY, news)
         if self._engine_is_asleep:
             os.eventfd_write(self._wake_engine, 1)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from core.capture.records import (
     FORMAT_MAJOR,
+    FORMAT_MINOR,
     MAGIC,
     TAGS,
     Checkpoint,
@@ -143,7 +144,13 @@ class CaptureFile:
         try:
             return decode_record(frame.tag, frame.payload)
         except CaptureFileError as error:
-            raise CaptureFileError(f"{self.path}: {_place(frame)}: {error}") from None
+            text = f"{self.path}: {_place(frame)}: {error}"
+            if self.header.minor > FORMAT_MINOR:
+                text = (
+                    f"{self.path}: a capture of format {FORMAT_MAJOR}.{self.header.minor}, and this version knows "
+                    f"{FORMAT_MAJOR}.{FORMAT_MINOR}: use the release of engine-core that wrote it ({error})"
+                )
+            raise CaptureFileError(text) from None
 
     def _check_order(self, frame: Frame) -> None:
         if frame.offset == 0:

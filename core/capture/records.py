@@ -16,7 +16,9 @@ from ipc.messages import DECODE_ERRORS
 
 MAGIC = "engine-core capture"
 FORMAT_MAJOR = 1
-FORMAT_MINOR = 4
+#: 1: several tokens of a row. 3: received_ns, times. 4: checkpoints, redaction. 5: inputs of executors that die and of
+#: stores of KV blocks (tags 125 to 129 of core/inputs.py), at which a reader of an older minor stops.
+FORMAT_MINOR = 5
 #: In Step.result_step: no plan's result arrived in this step.
 NO_RESULT = -1
 

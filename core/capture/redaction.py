@@ -117,7 +117,10 @@ class _Redaction:
             stops.update(message.params.stop_token_ids or ())
         self._renaming = Renaming(model.vocab_size, model.eos_token_ids, stops)
         weights = {self._renaming.tokens.word(name): weight for name, weight in config.client_weights.items()}
-        config = msgspec.structs.replace(config, client_weights=weights, capture_rotate_bytes=0, capture_keep_files=0)
+        kept = {"kv_dir": None if config.kv_dir is None else "redacted"}
+        config = msgspec.structs.replace(
+            config, client_weights=weights, capture_rotate_bytes=0, capture_keep_files=0, **kept
+        )
         self.header = msgspec.structs.replace(file.header, config=encode_config(config), is_redacted=True)
         self._executor, self._log = _RenamedExecutor(file, self._renaming), _Log()
         self._engine = CapturedEngine(config, self._executor, self._log, file.header.epoch)

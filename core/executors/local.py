@@ -8,6 +8,7 @@ import numpy as np
 
 from core.execution.executor import Costs, FinishedStep, StepCosts, StepHandle
 from core.execution.plan import SchedulerOutput
+from core.execution.shared_blocks import BlockMemory, SharedBlocks
 from core.executors.adapters import model_adapters
 from core.executors.features import model_features
 from core.executors.load import load, load_drafting_model
@@ -84,6 +85,12 @@ class LocalExecutor:
         vision = self._loaded.source.vision
         self._run = self.runner.execute if vision is None else vision.turns.in_turn(self.runner.execute)
         self._ahead = BlocksAhead(self.runner.cache)
+
+    @property
+    def shared_blocks(self) -> SharedBlocks | None:
+        """The KV cache and the host pool; None: there is no host pool."""
+        cache, host = self.runner.cache, self.runner.swap_cache
+        return None if host is None else SharedBlocks(BlockMemory(cache.memory), BlockMemory(host.memory), host.layout)
 
     def _make_drafter(self, max_model_len: int, sizes: RunnerSizes) -> Drafter | None:
         """Return the drafter of this executor's draft model or head. Errors: MemoryError."""

@@ -95,7 +95,7 @@ class BlockNames:
         parents [n]: contents before the blocks; token_ids [n, block_size]: tokens in the blocks. Returns the contents
         [n]. The first block of a content keeps the name, because block tables are append-only.
         """
-        contents = self._new_contents(len(blocks))
+        contents = self.new_contents(len(blocks))
         owners = self._enter(blocks, contents, parents, token_ids)
         if owners is not None:
             old = (owners != blocks).nonzero()[0]
@@ -113,14 +113,15 @@ class BlockNames:
         The first block of a run has a new content, so the contents that follow are new too. Their numbers count up.
         """
         ends = lengths.cumsum()
-        contents = self._new_contents(len(blocks))
+        contents = self.new_contents(len(blocks))
         before = contents - 1
         before[ends - lengths] = parents
         self._enter(blocks, contents, before, token_ids)
         lasts: Ints = contents[ends - 1]
         return lasts
 
-    def _new_contents(self, count: int) -> Ints:
+    def new_contents(self, count: int) -> Ints:
+        """Return numbers [count] of contents that no block has had."""
         self._num_contents += count
         return np.arange(self._num_contents + 1 - count, self._num_contents + 1)
 

@@ -25,8 +25,11 @@ from core.execution.executor import Executor, ModelInfo, MortalExecutor
 from core.features.store import encoder_ns
 from core.grammars.checker import CheckedGrammars
 from core.process.black_box import BlackBox
+from core.process.kv_store import open_folder, start_store, with_orders
 from core.process.loop import Engine
 from core.process.prepare import Prepared, Report, adapters_of, features_of, prepare
+from core.tiers.block_folder import BlockFolder
+from core.tiers.store_thread import StoreThread
 from ipc.config import EngineConfig
 from ipc.messages import (
     MAX_CLIENT_MESSAGE_BYTES,
@@ -52,7 +55,8 @@ class StartedEngine(NamedTuple):
     engine: Engine
     executor: Executor
     io: IOThread  # bound, not yet running
-    box: BlackBox
+    turn: Callable[[int], None]  # called at the end of each round of the loop
+    store: StoreThread | None
     close_capture: Callable[[], None]  # writes what is pending; from any thread, more than once
 
 
@@ -115,12 +119,19 @@ def start_engine(start: Start, bound: Bound, report: Report, prepared: Prepared 
     io = IOThread(bound.context, bound.router, served, preparers, adapters)
     if isinstance(executor, MortalExecutor):
         executor.follow(io.put_news)
+    folder = open_folder(config, executor)
     box = BlackBox(start.black_box_fd, config.max_num_seqs, start.epoch, warm_up_ns, encoder_ns(features))
-    return _make_engine(start, config, executor, io, capture, box)
+    return _make_engine(start, config, executor, io, capture, box, folder)
 
 
 def _make_engine(
-    start: Start, config: EngineConfig, executor: Executor, io: IOThread, capture: str | None, box: BlackBox
+    start: Start,
+    config: EngineConfig,
+    executor: Executor,
+    io: IOThread,
+    capture: str | None,
+    box: BlackBox,
+    folder: BlockFolder | None,
 ) -> StartedEngine:
     """Return the engine, whose steps are noted in its black box.
 
@@ -136,10 +147,13 @@ def _make_engine(
     else:
         core = EngineCore(config, executor, start.epoch, [box])
         box.watch(core.scheduler)
-        return StartedEngine(core, executor, io, box, lambda: None)
+        store = start_store(folder, executor, core, io.put_news)
+        return StartedEngine(core, executor, io, with_orders(box.turn, core, store), store, lambda: None)
     captured = CapturedEngine(config, executor, writer, start.epoch, [box], io.inbox.received_ns)
-    box.watch(captured.engine.scheduler)
-    return StartedEngine(captured, executor, io, box, writer.close)
+    core = captured.engine
+    box.watch(core.scheduler)
+    store = start_store(folder, executor, core, io.put_news)
+    return StartedEngine(captured, executor, io, with_orders(box.turn, core, store), store, writer.close)
 
 
 def _meter(config: EngineConfig) -> RequestMeter | None:

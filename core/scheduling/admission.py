@@ -8,6 +8,7 @@ from core.batch.batch import Batch
 from core.batch.request import Request
 from core.batch.table import RequestStart
 from core.kv.block_pool import NULL_BLOCK
+from core.scheduling.block_exchange import BlockExchange
 from core.scheduling.decisions import Cause, Examined, Verdict
 from core.scheduling.delay import Delay
 from core.scheduling.draft import Draft
@@ -63,6 +64,7 @@ class Admission:
         max_partial = config.max_num_partial_prefills or config.max_num_seqs
         self._partial_prefills = PartialPrefills(batch.table, policy, max_partial)  # asked where a prompt is cut
         self._limits: list[Limit] = []  # asked for every request
+        self.exchange: BlockExchange | None = None  # where blocks may be beyond the host
 
     def add_limit(self, limit: Limit) -> None:
         """Ask this limit, too, before a request starts. Call it before the first step."""
@@ -117,6 +119,8 @@ class Admission:
         kept: list[Request] = []
         passed: Request | None = None  # the first that did not fit
         while (request := self._waiting.pop()) is not None:
+            if self.exchange is not None and self.exchange.ask(request, draft.now_ns):
+                continue
             refusal = self._try(request, draft, room)
             if refusal is None:
                 if passed is not None:

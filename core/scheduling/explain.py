@@ -90,7 +90,7 @@ class _Explainer:
         ready = self._scheduler.waiting.ready(limit)
         self._positions |= {_key(request): at for at, request in enumerate(ready)}
         queue = self._scheduler.waiting
-        waiting = [*ready, *queue.followers(), *queue.unbegun(), *queue.held()]
+        waiting = [*ready, *queue.aside(), *queue.unbegun(), *queue.held()]
         num_waiting = min(len(waiting), max(limit - limit // 2, limit - len(self._rows)))
         running = self._rows[: limit - num_waiting]
         requests = [self._scheduler.table.request[row] for row in running]
@@ -164,6 +164,8 @@ class _Explainer:
             return (Reason.ON_HOLD, 0, 0), None
         if request.follows:
             return (Reason.FIRST_CHOICE, 0, 0), None
+        if request.awaits:
+            return (Reason.FETCHING, 0, 0), None
         if not request.ticket or self._pause is PauseMode.ALL:
             return (Reason.PAUSED, 0, 0), None
         if (own := self._examined.get(key)) is not None:

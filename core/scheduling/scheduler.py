@@ -21,6 +21,7 @@ from core.execution.plan import FAILED_TOKEN, ModelRunnerOutput, SchedulerOutput
 from core.scheduling.adapter_slots import AdapterSlots
 from core.scheduling.admission import Admission
 from core.scheduling.beam_searches import BeamSearches
+from core.scheduling.block_exchange import make_exchange
 from core.scheduling.decisions import Decision
 from core.scheduling.draft import Draft, finish_plan
 from core.scheduling.ends import Ends
@@ -48,8 +49,7 @@ class Scheduler:
     """
 
     def __init__(self, config: EngineConfig, eos_token_ids: tuple[int, ...], epoch: int = 0) -> None:
-        self.block_size = config.block_size
-        self.max_num_seqs = config.max_num_seqs
+        self.block_size, self.max_num_seqs = config.block_size, config.max_num_seqs
         assert config.max_num_batched_tokens is not None, "the config is not resolved"
         self.max_num_batched_tokens = self._token_budget = config.max_num_batched_tokens
         self.stats = new_stats()
@@ -63,17 +63,18 @@ class Scheduler:
         self.admission = Admission(config, self.batch, self.waiting, self.policy, self.preemption)
         if config.enable_lora:
             self.admission.add_limit(AdapterSlots(config.max_loras))
-        reserve = self.admission.num_watermark_blocks
-        self.speculation = Speculation(config, self.batch, self.waiting, self.policy, self.stats, reserve)
+        shared = self.batch, self.waiting, self.policy, self.stats, self.admission.num_watermark_blocks
+        self.speculation = Speculation(config, *shared)
         self.starts_alone = not config.enable_chunked_prefill
         self._fill = self._prompts_first if self.starts_alone else self._running_first
+        self.exchange = self.admission.exchange = make_exchange(config, self.batch, self.waiting)
         self._requests = RequestIndex()
         self._parties = Parties(self.policy, config.client_weights)
         self._leads = Leads(self.table, self.batch.forks, self.waiting)
         served = self.batch, self.waiting, self.policy, self.preemption
         self._ends = Ends(*served, self.outputs, self.stats, self._requests, self._parties, self._leads)
-        told = self.outputs, self.stats, eos_token_ids
-        self.beams = BeamSearches(self.batch, self.waiting, self.preemption, self._ends, *told)
+        beside = self.preemption, self._ends, self.outputs, self.stats, eos_token_ids
+        self.beams = BeamSearches(self.batch, self.waiting, *beside)
         self._group_rows: GroupRows | None = None  # from the first beam search on
         self.has_executor = True  # which can take plans
         self._step = 0

@@ -1,7 +1,7 @@
 """WaitingQueue: requests that have no row, in the order of the scheduling policy.
 
-Requests of a client on hold wait apart. So do choices whose prompt another choice computes, and, while the queue is
-shut, requests that have not started.
+Requests of a client on hold wait apart. So do choices whose prompt another choice computes, requests whose blocks are
+being fetched, and, while the queue is shut, requests that have not started.
 """
 
 from collections.abc import Collection
@@ -11,8 +11,8 @@ from core.scheduling.waiting_lines import FairLine, Line
 
 
 class WaitingQueue:
-    """Waiting requests: those that may start, those of clients on hold, those that follow another choice, and those set
-    aside by shut().
+    """Waiting requests: those that may start, those of clients on hold, those that follow another choice or wait for
+    blocks, and those set aside by shut().
 
     num_tokens: tokens of all of them.
     """
@@ -21,13 +21,13 @@ class WaitingQueue:
         self._line = line
         self._held: dict[int, dict[tuple[int, int], Request]] = {}  # by client; (number, choice), in order of arrival
         self._num_held = 0
-        self._followers: dict[tuple[int, int, int], Request] = {}  # by client, number, choice
+        self._aside: dict[tuple[int, int, int], Request] = {}  # followers, and those that wait for blocks; by key
         self._unbegun: dict[tuple[int, int, int], Request] | None = None  # by client, number, choice; None = not shut
         self.num_tokens = 0
 
     def __len__(self) -> int:
         """Return the number of all waiting requests."""
-        return len(self._line) + self._num_held + len(self._followers) + self.num_unbegun
+        return len(self._line) + self._num_held + len(self._aside) + self.num_unbegun
 
     @property
     def num_ready(self) -> int:
@@ -74,8 +74,8 @@ class WaitingQueue:
         self.num_tokens += len(request.token_ids)
         lane = self._held.get(request.client)
         if lane is None:
-            if request.follows:
-                self._followers[_key(request)] = request
+            if request.follows or request.awaits:
+                self._aside[_key(request)] = request
             elif self._unbegun is not None and not request.has_started:
                 self._unbegun[_key(request)] = request
             else:
@@ -89,8 +89,8 @@ class WaitingQueue:
         self.num_tokens -= len(request.token_ids)
         lane = self._held.get(request.client)
         if lane is None:
-            if request.follows:
-                del self._followers[_key(request)]
+            if request.follows or request.awaits:
+                del self._aside[_key(request)]
             elif self._unbegun is None or self._unbegun.pop(_key(request), None) is None:
                 self._line.discard(request)
         else:
@@ -104,6 +104,15 @@ class WaitingQueue:
             return
         self.discard(request)
         request.follows = follows
+        self.push(request)
+
+    def await_blocks(self, request: Request, ticket: int) -> None:
+        """Let a waiting request wait for the blocks of this ticket, or, with 0, end that."""
+        if self.is_held(request.client):
+            request.awaits = ticket
+            return
+        self.discard(request)
+        request.awaits = ticket
         self.push(request)
 
     def peek(self) -> Request | None:
@@ -151,9 +160,9 @@ class WaitingQueue:
         """Return all requests that wait for the queue to reopen, in the order in which they were set aside."""
         return list(self._unbegun.values()) if self._unbegun is not None else []
 
-    def followers(self) -> list[Request]:
-        """Return all requests that wait for another choice of their message, in the order of their arrival here."""
-        return list(self._followers.values())
+    def aside(self) -> list[Request]:
+        """Return all requests that wait for another choice or for blocks, in the order of their arrival here."""
+        return list(self._aside.values())
 
     def held(self) -> list[Request]:
         """Return all requests of clients on hold."""

@@ -61,6 +61,12 @@ class KVCache:
         self.memory = list(whole)
         return self.memory
 
+    @property
+    def layout(self) -> str:
+        """What the bytes of a block depend on besides the numbers in it."""
+        shape = self.block_size, self.num_kv_heads, self.head_dim
+        return f"{type(self).__name__} {shape} {len(self.memory)} x {self.memory[0].shape[1:]} {self.memory[0].dtype}"
+
     def copy_blocks(self, sources: Int32s, target: "KVCache", targets: Int32s) -> None:
         """Copy whole blocks of all layers to a cache of the same layout, sources[i] to targets[i].
 

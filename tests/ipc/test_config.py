@@ -26,7 +26,14 @@ OPTIONAL = [name for name, declared in OPTIONS.items() if declared.is_optional]
 
 def test_every_option_is_checked_by_some_rule() -> None:
     others = {"model", "capture", "client_weights", "generation_config", "speculative_config", "fake_poison"}
-    others |= {"classifier_from_token", "executor", "executor_options", "lora_modules", "flight_recorder_folder"}
+    others |= {
+        "classifier_from_token",
+        "executor",
+        "executor_options",
+        "lora_modules",
+        "flight_recorder_folder",
+        "kv_dir",
+    }
     assert set(FIELDS) == {*CHOICES, *names_of(bool), *names_of(int), *names_of(float), *others}
     assert list(OPTIONS) == list(FIELDS)
 

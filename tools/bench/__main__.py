@@ -20,6 +20,7 @@ from tools.bench.http import measure_http
 from tools.bench.http_model import measure_http_model
 from tools.bench.images import measure_images
 from tools.bench.ipc import measure_ipc
+from tools.bench.kv_tiers import measure_kv_tiers
 from tools.bench.lora import measure_lora
 from tools.bench.metrics_cost import measure_metrics
 from tools.bench.quiet import wait_until_quiet
@@ -63,6 +64,7 @@ DEFAULTS = {
     "structured": [],
     "beam-search": [],
     "lora": [],
+    "kv-tiers": [],
     "images": [],
 }
 #: Engine options whose defaults differ from the engine's: results name their dtype, and prompts may have any id.
@@ -81,6 +83,11 @@ _OWN_ENGINE: dict[str, Callable[..., Iterable[dict[str, Any]]]] = {
     "hostile": measure_hostile,
     "tenants": measure_tenants,
     "scheduler": measure_scheduler,
+}
+_IN_ROUNDS: dict[str, Callable[..., Iterable[dict[str, Any]]]] = {
+    "images": measure_images,
+    "lora": measure_lora,
+    "kv-tiers": measure_kv_tiers,
 }
 HOST = "host256"  # runs on a separate engine, with the tiny model
 
@@ -195,12 +202,8 @@ def _run_own_engine(parsed: argparse.Namespace, options: dict[str, Any]) -> None
         for record in measure_beam_search(options, rounds=parsed.reps):
             print_record(record)
         return
-    if parsed.benchmark == "images":
-        for record in measure_images(options, rounds=parsed.reps):
-            print_record(record)
-        return
-    if parsed.benchmark == "lora":
-        for record in measure_lora(options, rounds=parsed.reps):
+    if (in_rounds := _IN_ROUNDS.get(parsed.benchmark)) is not None:
+        for record in in_rounds(options, rounds=parsed.reps):
             print_record(record)
         return
     if parsed.benchmark in ("gemm", "kernels", "step", "structured", "workers"):

@@ -17,7 +17,7 @@ from core.engine import EngineCore
 from core.execution.executor import Executor
 from core.execution.pipeline import StepWatcher
 from core.executors.by_name import load_executor
-from core.inputs import EngineReply
+from core.inputs import BlocksArrived, EngineReply
 from ipc.columns import unpack_numbers
 from ipc.config import EngineConfig
 from ipc.errors import CaptureFileError, EngineCoreError, InvalidRequestError
@@ -206,10 +206,16 @@ def rerun(
 def _check_inputs(file: CaptureFile, turn: Turn, *, has_features: bool) -> None:
     """Check the inbox. has_features: the executor needs none, or has those of requests.
 
-    Errors: CaptureFileError for a message that the IO thread would have refused; OtherModelError for features.
+    Errors: CaptureFileError for a message that the IO thread would have refused; OtherModelError for features, and
+    for KV blocks that no step has computed.
     """
     model, max_logprobs = file.header.model, decode_config(file.header).max_logprobs
     for client, message in turn.inbox:
+        if isinstance(message, BlocksArrived) and message.count and not has_features:
+            raise OtherModelError(
+                f"{file.path}: step {turn.step_index}: KV blocks came from files (kv_dir), which a capture does not "
+                "have: the model cannot run it again; leave out --mode full"
+            )
         if not isinstance(message, Submission):
             continue
         where = f"{file.path}: step {turn.step_index}: request {message.number} of client {client}"

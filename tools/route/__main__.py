@@ -57,7 +57,8 @@ def main(arguments: Sequence[str]) -> int:
     with contextlib.ExitStack() as stack:
         context: Context = zmq.Context()
         keys = keys_of(parsed.listen)
-        start_zap(context, None if keys is None else AllowList(keys))
+        allowed = None if keys is None else AllowList(keys)
+        start_zap(context, allowed)
         router = bind_router(context, parsed.listen)
         links = Links()
         stack.callback(links.end)
@@ -80,14 +81,13 @@ def main(arguments: Sequence[str]) -> int:
             context.term()
             raise
         meter = RequestMeter(served.welcome.limits.max_model_len, None)
-        io = IOThread(context, router, msgspec.structs.replace(served, meter=meter))
+        own = {"meter": meter, "quota_of": None if allowed is None else allowed.quota_of}
+        io = IOThread(context, router, msgspec.structs.replace(served, **own))
         io.wake_engine_on(links.fd)
         io.start()
         stop.serve(io)
-        names = (
-            f"{served.welcome.model_name}, numerics {served.welcome.numerics}, {len(fleet.replicas.sessions)} replicas"
-        )
-        text = f"engine-core: ready at {router.address} ({names})"
+        names = f"{served.welcome.model_name}, numerics {served.welcome.numerics}"
+        text = f"engine-core: ready at {router.address} ({names}, {len(fleet.replicas.sessions)} replicas)"
         print(text, flush=True)
         notify(f"READY=1\nSTATUS={text.removeprefix('engine-core: ')}")
         engine = RouterEngine(driver)
@@ -102,7 +102,12 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--listen", required=True, metavar="ADDR", help="where clients connect, as `serve --listen`")
     parser.add_argument(
-        "--replica", required=True, nargs="+", action="extend", metavar="ADDR", help="engines of the same model"
+        "--replica",
+        required=True,
+        nargs="+",
+        action="extend",
+        metavar="ADDR",
+        help="engines of the same model, as clients name them",
     )
     parser.add_argument(
         "--route",

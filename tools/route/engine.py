@@ -4,6 +4,9 @@ import time
 from collections.abc import Callable, Sequence
 
 from core.inputs import (
+    BlocksArrived,
+    BlocksFound,
+    BlocksStored,
     EndPause,
     EngineInput,
     ExecutorLost,
@@ -79,7 +82,7 @@ class RouterEngine:
                 fleet.resume(now)
             case SetClientWeight() | RenewKVEvents():
                 pass  # shares are the replicas' affair, and no client of a fleet follows KV events
-            case ExecutorLost() | ExecutorRestored():
-                pass  # a router has no executor
+            case ExecutorLost() | ExecutorRestored() | BlocksFound() | BlocksArrived() | BlocksStored():
+                pass  # a router has no executor and no blocks
             case Call():
                 fleet.call(client, message, now)

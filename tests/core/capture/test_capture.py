@@ -6,12 +6,24 @@ import stat
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from core.capture import writer as capture_writer
 from core.capture.engine import CapturedEngine, capture_path, start_capture
 from core.capture.file import CaptureFile
-from core.capture.records import TAGS, Close, Gap, Header, Input, Step, decode_config, decode_record, encode_record
+from core.capture.records import (
+    FORMAT_MINOR,
+    TAGS,
+    Close,
+    Gap,
+    Header,
+    Input,
+    Step,
+    decode_config,
+    decode_record,
+    encode_record,
+)
 from core.capture.writer import CaptureWriter, open_capture
 from core.execution.executor import ModelInfo
 from core.execution.plan import SchedulerOutput
@@ -279,6 +291,17 @@ def test_records_of_a_later_minor_are_counted(copy: Path) -> None:
     frames = frames_of(copy)[:10]
     write_frames(copy, [*frames, frames[1]._replace(sequence=10, tag=200)])
     assert CaptureFile(copy).num_unknown == 1
+
+
+def test_an_input_of_a_later_minor_names_the_format(copy: Path) -> None:
+    """It is no damage: a later version has messages that this one does not know."""
+    frames = frames_of(copy)
+    place = next(place for place, frame in enumerate(frames) if frame.tag == TAGS[Input])
+    frames[place] = frames[place]._replace(payload=msgspec.msgpack.encode([0, [199, "new"], 0]))
+    write_frames(copy, frames)
+    assert "its content is not" in refused(copy)
+    change(copy, 0, replaced(minor=FORMAT_MINOR + 1))
+    assert f"a capture of format 1.{FORMAT_MINOR + 1}, and this version knows 1.{FORMAT_MINOR}" in refused(copy)
 
 
 @pytest.mark.parametrize(

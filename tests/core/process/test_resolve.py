@@ -36,6 +36,7 @@ def test_nothing_is_left_open() -> None:
     assert [name for name in config.__struct_fields__ if getattr(config, name) is None] == [
         "model",
         "classifier_from_token",
+        "kv_dir",
         "capture",
         "flight_recorder_folder",
         "speculative_config",

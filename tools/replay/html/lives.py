@@ -27,6 +27,7 @@ _WAITS = {
     Reason.PAUSED: "waits for the end of a pause",
     Reason.ON_HOLD: "is on hold: its client does not read",
     Reason.FIRST_CHOICE: "waits for the prompt that another choice computes",
+    Reason.FETCHING: "waits for KV blocks from files",
     Reason.NO_BLOCKS: "waits for KV blocks",
     Reason.PARTIAL_PREFILLS: "waits for other prompts (max_num_partial_prefills)",
     Reason.IN_FLIGHT: "runs, its last token in flight",

@@ -35,7 +35,8 @@ def read_workload(file: CaptureFile) -> Workload:
 
     Errors: CaptureFileError, OtherModelError.
     """
-    config = msgspec.structs.replace(replay_config(file.header), speculative_config=None, client_weights={})
+    left_out: dict[str, Any] = {"speculative_config": None, "client_weights": {}, "kv_dir": None}
+    config = msgspec.structs.replace(replay_config(file.header), **left_out)
     try:
         requests = read_recording(file).requests
     except CaptureFileError:

@@ -28,7 +28,8 @@ _NAMES = {
 
 def run_what_if(file: CaptureFile, texts: Sequence[str], *, is_open: bool, as_json: bool) -> None:
     """Simulate and print. texts: NAME=VALUE[,VALUE...]. Errors: ConfigError, CaptureFileError, OtherModelError."""
-    changes, config = parse_changes(texts), replay_config(file.header)
+    changes = parse_changes(texts)
+    config = msgspec.structs.replace(replay_config(file.header), kv_dir=None)  # nobody would read the files
     recording = read_recording(file)
     time = fit(recording.features, recording.durations)
     report = what_if(str(file.path), Simulator(config, file.header.model, recording, time, is_open), changes)

@@ -1,0 +1,265 @@
+"""BlockExchange: KV blocks come from a store beyond the host's memory, and go there, between the steps.
+
+A request that may find blocks there waits aside, without a row and without blocks, until they have been read into slots
+of the host pool. Then it starts as one whose blocks the host has. Each answer of the store is an input of the core.
+"""
+
+from collections import deque
+
+import msgspec
+import numpy as np
+
+from core.batch.batch import Batch
+from core.batch.request import Request
+from core.inputs import BlocksArrived, BlocksFound, BlocksStored
+from core.kv.block_names import UNNAMED, block_key
+from core.kv.orders import Fetch, Leave, Look, Order, Store
+from core.scheduling.waiting_queue import WaitingQueue
+from ipc.arrays import BlockIds, Int32s, Ints, Rows
+from ipc.config import EngineConfig
+
+#: Fewest missing blocks for which a request waits: the store's answer takes as long as computing some tokens.
+MIN_BLOCKS = 4
+#: Most looks and fetches that are not answered yet.
+MAX_FETCHES = 16
+#: Longest time that a request waits for the store; then it computes.
+MAX_WAIT_NS = 2_000_000_000
+_STORED_AT_ONCE = 32  # blocks of one Store
+_MAX_STORES = 2  # that are not answered yet
+
+
+class PendingFetch(msgspec.Struct, eq=False):
+    """Blocks that requests wait for."""
+
+    ticket: int
+    waiters: list[Request]  # the first one has asked; some may have ended
+    first: int  # block of their prompts
+    num_blocks: int  # wanted from there on
+    asked_ns: int
+    slots: Int32s | None = None  # None: it is not known yet how many blocks there are
+    is_stale: bool = False  # the cache has been emptied meanwhile
+
+
+class BlockExchange:
+    """What is asked of the store, and what is done with its answers.
+
+    orders: of the last step, until take_orders() or the next step.
+    """
+
+    def __init__(self, batch: Batch, waiting: WaitingQueue) -> None:
+        self._batch, self._waiting, self._host = batch, waiting, batch.host_cache
+        self.orders: list[Order] = []
+        self.num_fetched = self.num_stored = 0  # blocks, since the engine started
+        self._fetches: dict[int, PendingFetch] = {}  # by ticket
+        self._stores: dict[int, Ints] = {}  # slots by ticket
+        self._unstored: deque[tuple[int, int]] = deque()  # (slot, content), oldest first
+        self._num_tickets = 0
+        self.evictions: Ints = np.zeros(batch.pool.num_blocks, np.int64)  # of each block, since the engine started
+        batch.before_release.append(self.leave)
+        batch.host_cache.on_written = self.queue_stores
+        batch.pool.tiers.append(self)
+
+    def begin_step(self, now_ns: int) -> None:
+        """Drop orders that nobody has taken, and let requests go that have waited too long."""
+        self.orders.clear()
+        for pending in self._fetches.values():
+            if pending.waiters and now_ns - pending.asked_ns > MAX_WAIT_NS:
+                self._end_wait(pending)
+
+    def take_orders(self) -> list[Order]:
+        """Return the orders of the last step, for whoever carries them out."""
+        taken, self.orders = self.orders, []
+        return taken
+
+    # --- in ----------------------------------------------------------------------------------------------------------
+
+    def ask(self, request: Request, now_ns: int) -> bool:
+        """Let a request that is in no queue wait for the store; return False if it need not."""
+        if request.has_asked or request.swapped is not None or request.needs_whole_prompt or request.choices:
+            return False
+        wanted = self._wanted(request)
+        if wanted < MIN_BLOCKS:
+            return False
+        first = self._num_found(request)[0]
+        if wanted - first < MIN_BLOCKS:
+            return False
+        pending = self._same(request, first)
+        if pending is None:
+            if len(self._fetches) >= MAX_FETCHES:
+                return False
+            ticket = self._next_ticket()
+            self._fetches[ticket] = pending = PendingFetch(ticket, [], first, wanted - first, now_ns)
+            self.orders.append(Look(ticket, request.root, self._tokens(request, wanted), first))
+        pending.waiters.append(request)
+        request.awaits = pending.ticket
+        self._waiting.push(request)
+        return True
+
+    def found(self, message: BlocksFound) -> None:
+        """Fetch the blocks that the store has found, or let the requests go that wait for them."""
+        pending = self._fetches.get(message.ticket)
+        if pending is None or pending.slots is not None:
+            return
+        asker = _first_live(pending)
+        if asker is None or pending.is_stale or not 0 < message.count <= pending.num_blocks:
+            self._end_wait(self._fetches.pop(message.ticket))
+            return
+        end = pending.first + message.count
+        pending.first, _, on_host = self._num_found(asker)
+        self._host.touch(on_host)  # so that these do not make room for the blocks behind them
+        slots = self._host.reserve(max(0, min(end - pending.first, self._room() - len(on_host))))
+        if not len(slots):
+            self._end_wait(self._fetches.pop(message.ticket))
+            return
+        pending.slots = slots.astype(np.int32)
+        token_ids = self._tokens(asker, pending.first + len(slots))
+        places = self._host.in_plan(slots)
+        self.orders.append(Fetch(message.ticket, asker.root, token_ids, pending.first, places))
+
+    def arrived(self, message: BlocksArrived) -> None:
+        """Name the blocks that have been read, and let the requests go that wait for them."""
+        pending = self._fetches.get(message.ticket)
+        if pending is None or pending.slots is None:
+            return
+        del self._fetches[message.ticket]
+        asker = _first_live(pending)
+        if asker is not None and not pending.is_stale:
+            self._name(asker, pending.first, pending.slots[: max(0, message.count)])
+        self._host.unlock(pending.slots.astype(np.int64))
+        self._end_wait(pending)
+
+    def _name(self, request: Request, first: int, slots: Int32s) -> None:
+        """Name slots that hold blocks `first`, `first` + 1, ... of a request's tokens."""
+        known, content, _ = self._num_found(request)
+        if not first <= known < first + len(slots):
+            return  # the blocks before these are gone, or others have computed all of them
+        slots = slots[known - first :]
+        end, size, names = known + len(slots), self._batch.block_size, self._batch.pool.names
+        contents = names.new_contents(len(slots))
+        parents = np.concatenate([np.array([content], np.int64), contents[:-1]])
+        keys = block_key(parents.view(np.uint64), np.array(request.block_hashes[known:end], np.uint64))
+        token_ids = request.token_ids[known * size : end * size].reshape(-1, size)
+        self._host.names.adopt(slots.astype(np.int64), contents, keys, parents, token_ids)
+        self.num_fetched += len(slots)
+
+    def _end_wait(self, pending: PendingFetch) -> None:
+        """Let the requests queue up. The one that has asked does not ask again."""
+        waiters, pending.waiters = pending.waiters, []
+        live = [request for request in waiters if not request.is_finished]
+        for request in live[:1]:
+            request.has_asked = True
+        for request in live:
+            self._waiting.await_blocks(request, 0)
+
+    def _wanted(self, request: Request) -> int:
+        """Return how many blocks of the request's tokens may be anywhere: whole ones, without the last token."""
+        return _num_portable(request.token_ids[:-1], self._batch.block_size)
+
+    def _num_found(self, request: Request) -> tuple[int, int, Ints]:
+        """Return (number of first blocks that the cache and the host have, content of the last, slots on the host)."""
+        hits, content = self._batch.prefix_cache.find(request)
+        slots, content = self._host.find(request, len(hits), content)
+        on_host = np.zeros(0, np.int64) if slots is None else slots.astype(np.int64)
+        return len(hits) + len(on_host), content, on_host
+
+    def _tokens(self, request: Request, num_blocks: int) -> Int32s:
+        return request.token_ids[: num_blocks * self._batch.block_size].copy()
+
+    def _same(self, request: Request, first: int) -> PendingFetch | None:
+        """Return the fetch whose first block is the request's first missing one, too."""
+        size = (first + 1) * self._batch.block_size
+        for pending in self._fetches.values():
+            other = _first_live(pending)
+            if other is None or pending.is_stale or pending.first != first or other.root != request.root:
+                continue
+            if np.array_equal(other.token_ids[:size], request.token_ids[:size]):
+                return pending
+        return None
+
+    def _room(self) -> int:
+        """Return how many slots may be reserved: half of them are always left to the host cache."""
+        taken = sum(len(pending.slots) for pending in self._fetches.values() if pending.slots is not None)
+        return self._host.num_slots // 2 - taken
+
+    # --- out ---------------------------------------------------------------------------------------------------------
+
+    def leave(self, rows: Rows) -> None:
+        """Tell the store of the blocks of rows that are about to be released."""
+        table, names, size = self._batch.table, self._batch.pool.names, self._batch.block_size
+        for row in rows.tolist():
+            request, named = table.request[row], int(table.num_named_blocks[row])
+            if not named or request is None:
+                continue
+            token_ids = table.tokens.read(row, 0, named * size)
+            if (named := _num_portable(token_ids, size)) > 0:
+                blocks = table.blocks.read(row, 0, named).copy()
+                what = token_ids[: named * size].copy(), blocks, names.content[blocks], self.evictions[blocks]
+                self.orders.append(Leave(request.root, *what))
+
+    def queue_stores(self, slots: Ints) -> None:
+        """Store blocks that the finished plan copies to these slots."""
+        self._unstored.extend(zip(slots.tolist(), self._host.names.content[slots].tolist(), strict=True))
+        while len(self._unstored) > self._host.num_slots:
+            self._unstored.popleft()
+        self._issue_stores()
+
+    def stored(self, message: BlocksStored) -> None:
+        """Let slots be used again that have been written to the store. Ticket 0: blocks came from the KV cache."""
+        if not message.ticket:
+            self.num_stored += message.count
+        if (slots := self._stores.pop(message.ticket, None)) is not None:
+            self.num_stored += message.count
+            self._host.unlock(slots)
+            self._issue_stores()
+
+    def _issue_stores(self) -> None:
+        while self._unstored and len(self._stores) < _MAX_STORES:
+            slots: dict[int, int] = {}  # content by slot
+            while self._unstored and len(slots) < _STORED_AT_ONCE:
+                slot, content = self._unstored.popleft()
+                if content != UNNAMED and self._host.names.content[slot] == content and not self._host.is_busy[slot]:
+                    slots[slot] = content
+            if slots:
+                ticket, places = self._next_ticket(), np.array(list(slots), np.int64)
+                self._stores[ticket] = places
+                self._host.lock(places)
+                contents = np.array(list(slots.values()), np.int64)
+                self.orders.append(Store(ticket, self._host.in_plan(places), contents))
+
+    def _next_ticket(self) -> int:
+        self._num_tickets += 1
+        return self._num_tickets
+
+    # --- as a tier of the pool ---------------------------------------------------------------------------------------
+
+    def keep(self, blocks: BlockIds) -> None:
+        """Count evictions. The host takes the blocks, and they go on from there."""
+        self.evictions[blocks] += 1
+
+    def forget(self) -> None:
+        """Let nothing in that is on its way: the cache is emptied, or the executor is lost."""
+        for pending in self._fetches.values():
+            pending.is_stale = True
+        self._unstored.clear()
+
+    def forget_contents(self, contents: Ints) -> None:
+        """Let nothing in that is on its way: some of it may follow these contents."""
+        self.forget()
+
+
+def make_exchange(config: EngineConfig, batch: Batch, waiting: WaitingQueue) -> BlockExchange | None:
+    """Return the exchange of an engine with this config; None: it has no store beyond the host."""
+    return BlockExchange(batch, waiting) if config.kv_dir is not None and batch.host_cache.num_slots else None
+
+
+def _num_portable(token_ids: Int32s, block_size: int) -> int:
+    """Return how many whole blocks another engine would name in the same way.
+
+    Ids below 0 stand for features, and another engine has other numbers for these.
+    """
+    negative = np.flatnonzero(token_ids < 0)
+    return (int(negative[0]) if len(negative) else len(token_ids)) // block_size
+
+
+def _first_live(pending: PendingFetch) -> Request | None:
+    return next((request for request in pending.waiters if not request.is_finished), None)

@@ -1,0 +1,225 @@
+"""BlockFolder: KV blocks as files of a folder, for several engines at once, now and after a restart.
+
+The folder is its owner's alone (0700, files 0600); a link, or a folder or file of somebody else, is refused. Names are
+digests (core/tiers/portable_names.py), so equal names mean equal bytes, and writers need no lock: a file appears whole,
+by a rename. Whatever is wrong with a file makes it a miss. Not for several threads at once.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from core.tiers.block_file import HEAD_BYTES, read_block, write_block
+from core.tiers.portable_names import KEY_BYTES
+from ipc.errors import ConfigError
+
+_KEY_FILE = "key"
+_BLOCKS = "blocks"
+_SUFFIX = ".kv"
+_UNFINISHED = ".tmp"
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+#: Unfinished files that are so much older than the last change were left by an engine that has died. Nanoseconds.
+_UNFINISHED_NS = 600 * 10**9
+#: The files are counted again when this engine has written this share of the bound since the last count, because
+#: other engines write too. When they are too many, as many go as leave this share free.
+_SHARE = 16
+
+
+class _File(NamedTuple):
+    used_ns: int  # its time of modification, set by each use; files sort by it
+    name: str
+    num_bytes: int
+
+
+class BlockFolder:
+    """An open folder of at most about max_bytes bytes of blocks. It is made where it is missing.
+
+    Errors: ConfigError that says what is wrong with the folder.
+    """
+
+    def __init__(self, path: str, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path, 0o700)
+            self._fd = os.open(path, _DIRECTORY)
+        except OSError as error:
+            raise ConfigError(f"kv_dir={path!r} cannot be used: {_reason(error)}") from error
+        try:
+            self._check(path)
+            self.key = self._read_key()
+            _make_folder(self._fd, _BLOCKS)
+            self._blocks = _open_folder(self._fd, _BLOCKS)
+        except OSError as error:
+            os.close(self._fd)
+            raise ConfigError(f"kv_dir={path!r} cannot be used: {_reason(error)}") from error
+        except ConfigError:
+            os.close(self._fd)
+            raise
+        self._num_written = 0  # files, by this engine
+        self.num_bytes = self._new_bytes = 0  # at the last count and after it, by this engine
+
+    def close(self) -> None:
+        """Close the folder."""
+        os.close(self._blocks)
+        os.close(self._fd)
+
+    def has(self, name: bytes) -> bool:
+        """Return whether there is a file of this name, which may yet be damaged."""
+        try:
+            return _is_own_file(os.stat(_file_of(name), dir_fd=self._blocks, follow_symlinks=False))
+        except OSError:
+            return False
+
+    def read(self, name: bytes, parts: Sequence[memoryview]) -> bool:
+        """Read a block into these parts; return False, with anything in them, where there is no unharmed file of it.
+
+        A damaged file is removed.
+        """
+        file = _file_of(name)
+        try:
+            fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self._blocks)
+        except OSError:
+            return False
+        try:
+            if not _is_own_file(os.fstat(fd)):
+                return False
+            if read_block(fd, name, parts):
+                with contextlib.suppress(OSError):
+                    os.utime(fd)
+                return True
+            os.unlink(file, dir_fd=self._blocks)
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+        return False
+
+    def write(self, name: bytes, parts: Sequence[memoryview], is_still_so: Callable[[], bool] = lambda: True) -> bool:
+        """Write a block unless there is a file of it; return whether it was written. Errors: OSError.
+
+        is_still_so: asked when the bytes have been read; False = they may have changed meanwhile, so there is no file.
+        """
+        file = _file_of(name)
+        with contextlib.suppress(FileNotFoundError):
+            os.utime(file, dir_fd=self._blocks, follow_symlinks=False)
+            return False
+        size = HEAD_BYTES + sum(map(len, parts))
+        if size > self._max_bytes:
+            return False
+        self._num_written += 1
+        new = f"{os.getpid()}-{self._num_written}-{secrets.token_hex(4)}{_UNFINISHED}"
+        fd = os.open(new, _NEW_FILE, 0o600, dir_fd=self._blocks)
+        try:
+            try:
+                write_block(fd, name, parts)
+            finally:
+                os.close(fd)
+            if not is_still_so():
+                os.unlink(new, dir_fd=self._blocks)
+                return False
+            os.rename(new, file, src_dir_fd=self._blocks, dst_dir_fd=self._blocks)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(new, dir_fd=self._blocks)
+            raise
+        self._new_bytes += size
+        if self._new_bytes * _SHARE > self._max_bytes or self.num_bytes + self._new_bytes > self._max_bytes:
+            self.make_room()
+        return True
+
+    def make_room(self) -> None:
+        """Count the files of all engines, and remove those unused for longest where there are too many."""
+        files = sorted(self._files())
+        self.num_bytes, self._new_bytes = sum(file.num_bytes for file in files), 0
+        if self.num_bytes <= self._max_bytes:
+            return
+        for file in files:
+            if self.num_bytes <= self._max_bytes - self._max_bytes // _SHARE:
+                break
+            with contextlib.suppress(FileNotFoundError):  # another engine was faster
+                os.unlink(file.name, dir_fd=self._blocks)
+            self.num_bytes -= file.num_bytes
+
+    def _files(self) -> Iterator[_File]:
+        """Yield all blocks; remove unfinished files that nobody will finish."""
+        oldest_ns = os.fstat(self._blocks).st_mtime_ns - _UNFINISHED_NS  # something was written later
+        with os.scandir(self._blocks) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # it has gone meanwhile
+                    found = entry.stat(follow_symlinks=False)
+                    if entry.name.endswith(_SUFFIX):
+                        yield _File(found.st_mtime_ns, entry.name, found.st_size)
+                    elif entry.name.endswith(_UNFINISHED) and found.st_mtime_ns < oldest_ns:
+                        os.unlink(entry.name, dir_fd=self._blocks)
+
+    def _check(self, path: str) -> None:
+        found = os.fstat(self._fd)
+        if found.st_uid != os.geteuid():
+            raise ConfigError(f"kv_dir={path!r} belongs to user {found.st_uid}, and this one is {os.geteuid()}")
+        if found.st_mode & 0o077:
+            raise ConfigError(
+                f"kv_dir={path!r} is open to others (mode {found.st_mode & 0o777:o}), and prompts could be worked out "
+                f"from its files: chmod 700 {path}"
+            )
+
+    def _read_key(self) -> bytes:
+        """Return the folder's secret, which its first engine makes. Errors: OSError, ConfigError."""
+        with contextlib.suppress(FileExistsError):
+            self._write_key()
+        fd = os.open(_KEY_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self._fd)
+        try:
+            is_own, key = _is_own_file(os.fstat(fd)), os.read(fd, KEY_BYTES + 1)
+        finally:
+            os.close(fd)
+        if not is_own or len(key) != KEY_BYTES:
+            raise ConfigError(f"the file {_KEY_FILE!r} of kv_dir is not one that an engine has made: remove the folder")
+        return key
+
+    def _write_key(self) -> None:
+        """Make the secret under another name first, so that it appears whole. Errors: FileExistsError, OSError."""
+        name = f"{_KEY_FILE}-{secrets.token_hex(8)}{_UNFINISHED}"
+        fd = os.open(name, _NEW_FILE, 0o600, dir_fd=self._fd)
+        try:
+            try:
+                os.write(fd, secrets.token_bytes(KEY_BYTES))
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            os.link(name, _KEY_FILE, src_dir_fd=self._fd, dst_dir_fd=self._fd)  # unlike a rename it replaces nothing
+        finally:
+            os.unlink(name, dir_fd=self._fd)
+
+
+def _file_of(name: bytes) -> str:
+    return name.hex() + _SUFFIX
+
+
+def _make_folder(parent: int, name: str) -> None:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=parent)
+
+
+def _open_folder(parent: int, name: str) -> int:
+    """Open a folder of our own. Errors: OSError."""
+    fd = os.open(name, _DIRECTORY, dir_fd=parent)
+    found = os.fstat(fd)
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        os.close(fd)
+        raise PermissionError(errno.EPERM, f"{name!r} in it belongs to another user, or is open to others")
+    return fd
+
+
+def _is_own_file(found: os.stat_result) -> bool:
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077
+
+
+def _reason(error: OSError) -> str:
+    if error.errno in (errno.ELOOP, errno.ENOTDIR):
+        return "it is a link or no folder; name the folder itself"
+    return error.strerror or str(error)

@@ -1,0 +1,152 @@
+"""BlockStore: carries out the scheduler's orders (core/kv/orders.py) on a folder of blocks.
+
+No error reaches a request: what cannot be read is a miss, and what cannot be written is left out; after an error of the
+disk nothing is written for a while.
+"""
+
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from core import log
+from core.execution.shared_blocks import SharedBlocks
+from core.inputs import BlocksArrived, BlocksFound, BlocksStored, StoreNews
+from core.kv.block_names import UNNAMED
+from core.kv.orders import Fetch, Leave, Look, Order, Store
+from core.tiers.block_folder import BlockFolder
+from core.tiers.portable_names import PortableNames
+from ipc.arrays import Ints
+
+_PAUSE_S = 30.0  # without writing, after an error of the disk
+#: Contents whose names are remembered, for each block that the caches hold: contents live as long as their blocks.
+_NAMES_PER_BLOCK = 4
+#: Most blocks in the KV cache that wait to be written; the oldest give way.
+_MAX_UNSAVED = 1 << 16
+
+
+class _Left(NamedTuple):
+    """A block in the KV cache that is to be written."""
+
+    name: bytes
+    block: int
+    content: int
+    evictions: int
+
+
+class BlockStore:
+    """The blocks of a folder, for one thread at a time.
+
+    contents, evictions [blocks of the KV cache]: the scheduler's columns, which change meanwhile; see Leave.
+    """
+
+    def __init__(
+        self, folder: BlockFolder, names: PortableNames, blocks: SharedBlocks, contents: Ints, evictions: Ints
+    ) -> None:
+        self._folder, self._names, self._host, self._cache = folder, names, blocks.host, blocks.cache
+        self._contents, self._evictions = contents, evictions
+        self._unsaved: deque[_Left] = deque(maxlen=_MAX_UNSAVED)
+        self._num_saved = 0  # of these, since the last answer
+        self._most_names = _NAMES_PER_BLOCK * (len(contents) + len(blocks.host.arrays[0]))
+        self._name_of: OrderedDict[int, bytes] = OrderedDict()  # by content, most recently noted last
+        self._paused_until = 0.0  # monotonic seconds
+
+    def open(self) -> None:
+        """Bring the folder within its bound: it may be that of a larger one."""
+        try:
+            self._folder.make_room()
+        except OSError as error:
+            self._pause(error)
+
+    def close(self) -> None:
+        """Close the folder."""
+        self._folder.close()
+
+    def carry_out(self, order: Order) -> StoreNews | None:
+        """Carry out one order and return the answer, if it has any."""
+        match order:
+            case Look():
+                return BlocksFound(order.ticket, self._look(order))
+            case Fetch():
+                return BlocksArrived(order.ticket, self._fetch(order))
+            case Store():
+                return BlocksStored(order.ticket, self._store(order))
+            case Leave():
+                self._leave(order)
+                return None
+
+    @property
+    def has_unsaved(self) -> bool:
+        """Return whether blocks in the KV cache wait to be written."""
+        return bool(self._unsaved)
+
+    def save_one(self) -> StoreNews | None:
+        """Write one of the blocks that requests have left in the KV cache; after the last of them return an answer."""
+        left = self._unsaved.popleft()
+        if self._is_there(left):
+            views = self._cache.views(left.block)
+            self._num_saved += self._write(left.name, views, lambda: self._is_there(left))
+        if self._unsaved or not self._num_saved:
+            return None
+        saved, self._num_saved = self._num_saved, 0
+        return BlocksStored(0, saved)
+
+    def _is_there(self, left: _Left) -> bool:
+        contents, evictions = self._contents, self._evictions
+        return bool(contents[left.block] == left.content and evictions[left.block] == left.evictions)
+
+    def _look(self, order: Look) -> int:
+        count = 0
+        for index, name in enumerate(self._names.chain(order.root, order.token_ids)):
+            if index >= order.first:
+                if not self._folder.has(name):
+                    break
+                count += 1
+        return count
+
+    def _fetch(self, order: Fetch) -> int:
+        names = list(self._names.chain(order.root, order.token_ids))[order.first :]
+        for count, (name, slot) in enumerate(zip(names, order.slots.tolist(), strict=True)):
+            if not self._folder.read(name, self._host.views(slot)):
+                return count
+        return len(names)
+
+    def _leave(self, order: Leave) -> None:
+        """Work out the names of contents that are not known yet, and note their blocks for save_one()."""
+        name, known, size = self._names.root(order.root), self._name_of, len(order.token_ids) // len(order.contents)
+        columns = order.contents.tolist(), order.blocks.tolist(), order.evictions.tolist()
+        for index, (content, block, evictions) in enumerate(zip(*columns, strict=True)):
+            found = known.get(content) if content != UNNAMED else None
+            if found is None:
+                found = self._names.after(name, order.token_ids[index * size : (index + 1) * size])
+            if content != UNNAMED:
+                if content not in known:
+                    self._unsaved.append(_Left(found, block, content, evictions))
+                known[content] = found
+                known.move_to_end(content)
+            name = found
+        while len(known) > self._most_names:
+            known.popitem(last=False)
+
+    def _store(self, order: Store) -> int:
+        """Return how many of the blocks have been written."""
+        stored = 0
+        for slot, content in zip(order.slots.tolist(), order.contents.tolist(), strict=True):
+            name = self._name_of.get(content)
+            if name is not None:
+                stored += self._write(name, self._host.views(slot))
+        return stored
+
+    def _write(self, name: bytes, parts: Sequence[memoryview], is_still_so: Callable[[], bool] = lambda: True) -> bool:
+        """Write a block if the disk takes it; return whether it did."""
+        if time.monotonic() < self._paused_until:
+            return False
+        try:
+            return self._folder.write(name, parts, is_still_so)
+        except OSError as error:
+            self._pause(error)
+            return False
+
+    def _pause(self, error: OSError) -> None:
+        self._paused_until = time.monotonic() + _PAUSE_S
+        log.say(f"engine-core: kv_dir: {error.strerror or error}; no blocks are written for {_PAUSE_S:.0f} s")

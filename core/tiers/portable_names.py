@@ -1,0 +1,50 @@
+"""PortableNames: names of KV blocks that every engine gives to the same content, and that nobody else can work out.
+
+A name is a keyed BLAKE2b digest of 16 bytes: of the name before it and the block's tokens, and at the beginning of what
+the bytes of a block depend on besides tokens (model, kernels, layout) and of the root, which has the cache salt, the
+tenant and the adapter. So requests that share no blocks in the engine share none here. The key is a secret of the
+folder in which the blocks are.
+"""
+
+from collections.abc import Iterator
+from hashlib import blake2b
+
+import numpy as np
+
+from ipc.arrays import TokenIds
+
+NAME_BYTES = 16
+KEY_BYTES = 32
+_PERSON = b"engine-core kv 1"  # 16 bytes at most
+
+
+class PortableNames:
+    """The names of one engine's blocks.
+
+    key: KEY_BYTES secret bytes. content: text of all that a block's bytes depend on besides its tokens and its root.
+    """
+
+    def __init__(self, key: bytes, content: str, block_size: int) -> None:
+        assert len(key) == KEY_BYTES, f"a key of {len(key)} bytes"
+        self._key = key
+        self._begin = self._digest(f"{block_size}\n{content}".encode())
+        self._block_size = block_size
+
+    def root(self, root: int) -> bytes:
+        """Return the name before the first block under this root (ipc/block_roots.py)."""
+        return self._digest(self._begin + root.to_bytes(8, "little", signed=True))
+
+    def chain(self, root: int, token_ids: TokenIds) -> Iterator[bytes]:
+        """Yield the name of each whole block of token_ids, in order."""
+        name, size = self.root(root), 4 * self._block_size
+        data = token_ids.astype("<i4", copy=False).tobytes()
+        for begin in range(0, len(data) // size * size, size):
+            name = self._digest(name + data[begin : begin + size])
+            yield name
+
+    def after(self, name: bytes, token_ids: TokenIds) -> bytes:
+        """Return the name of the block with these tokens behind the block of this name."""
+        return self._digest(name + np.ascontiguousarray(token_ids, "<i4").tobytes())
+
+    def _digest(self, data: bytes) -> bytes:
+        return blake2b(data, digest_size=NAME_BYTES, key=self._key, person=_PERSON).digest()

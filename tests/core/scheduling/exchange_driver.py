@@ -1,0 +1,88 @@
+"""Shared by the tests of stores of KV blocks: a Driver whose host pool is exchanged with a real folder.
+
+The store's answers come when the test lets them come, so every order of events can be played.
+"""
+
+import random
+from pathlib import Path
+
+from core.execution.shared_blocks import BlockMemory, SharedBlocks
+from core.inputs import EngineInput, StoreNews
+from core.kv.orders import Fetch, Look, Order
+from core.tiers.block_folder import BlockFolder
+from core.tiers.block_store import BlockStore
+from core.tiers.portable_names import PortableNames
+from ipc.config import EngineConfig
+from ipc.messages import AddRequest
+from tests.core.driving import Driver, Received, small_config
+
+BLOCK = 4
+
+
+def exchange_config(num_host_blocks: int = 40, num_blocks: int = 12, **options: object) -> EngineConfig:
+    return small_config(num_blocks, num_host_blocks=num_host_blocks, kv_dir="given", **options)  # type: ignore[arg-type]
+
+
+class ExchangeDriver:
+    """A Driver and its store. rng: None = the store answers before the next step."""
+
+    def __init__(
+        self, folder: Path, config: EngineConfig | None = None, rng: random.Random | None = None, max_bytes: int = 2**30
+    ) -> None:
+        self.config = config or exchange_config()
+        self.driver = Driver(self.config)
+        self.engine, self.exchange = self.driver.engine, self.driver.scheduler.exchange
+        self.folder = BlockFolder(str(folder), max_bytes)
+        cache = self.driver.executor._kv.reshape(-1, BLOCK)
+        blocks = SharedBlocks(BlockMemory([cache]), BlockMemory([self.driver.executor._host]), "paged executor")
+        names = PortableNames(self.folder.key, self.driver.executor.info.fingerprint, BLOCK)
+        assert self.exchange is not None
+        columns = self.driver.scheduler.pool.names.content, self.exchange.evictions
+        self.store = BlockStore(self.folder, names, blocks, *columns)
+        self.orders: list[Order] = []  # not carried out yet
+        self.reads: list[tuple[int, int]] = []  # (ticket, blocks) of each Fetch
+        self.num_looks = 0
+        self.saves = True  # blocks in the KV cache are written
+        self._rng = rng
+
+    def step(self, *messages: AddRequest, now_ns: int = 0, others: list[tuple[int, EngineInput]] | None = None) -> None:
+        """Let the store answer, then run a step with the answers and these messages of client 0."""
+        inbox: list[tuple[int, EngineInput]] = [(0, answer) for answer in self.answers()]
+        self.driver.step([*inbox, *((0, message) for message in messages), *(others or [])], now_ns)
+        self.orders += self.engine.take_orders()
+
+    def answers(self) -> list[StoreNews]:
+        """Carry out what the store gets around to now."""
+        count = len(self.orders) if self._rng is None else self._rng.randrange(len(self.orders) + 1)
+        orders, self.orders = self.orders[:count], self.orders[count:]
+        answers: list[StoreNews] = []
+        for order in orders:
+            answer = self.store.carry_out(order)
+            if isinstance(order, Look):
+                self.num_looks += 1
+            if isinstance(order, Fetch):
+                self.reads.append((order.ticket, len(order.slots)))
+            if answer is not None:
+                answers.append(answer)
+        while self.saves and self.store.has_unsaved and (self._rng is None or self._rng.random() < 0.8):
+            if (saved := self.store.save_one()) is not None:
+                answers.append(saved)
+        return answers
+
+    def drain(self, limit: int = 5000) -> None:
+        """Step until nothing is to be done, neither by the engine nor by the store."""
+        for _ in range(limit):
+            if not (self.engine.has_unfinished or self.orders or (self.saves and self.store.has_unsaved)):
+                return
+            self.step()
+        raise AssertionError(f"still at work after {limit} steps")
+
+    def run(self, message: AddRequest) -> Received:
+        """Run one request and return what its client has."""
+        self.step(message)
+        self.drain()
+        return self.driver.inbox.received[0, message.number]
+
+    def close(self) -> None:
+        """End the engine, with all that is written; a further one may open the folder."""
+        self.store.close()

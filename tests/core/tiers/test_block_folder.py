@@ -1,0 +1,264 @@
+"""A folder of KV blocks: what is wrong with a file makes it a miss, and nobody else gets at the blocks."""
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from core.tiers import block_folder
+from core.tiers.block_file import HEAD_BYTES
+from core.tiers.block_folder import BlockFolder
+from core.tiers.portable_names import KEY_BYTES, PortableNames
+from ipc.errors import ConfigError
+
+pytestmark = pytest.mark.timeout(60)
+NAME = bytes(range(16))
+DATA = bytes(range(1, 61))
+
+
+def parts(data: bytes = DATA, count: int = 3) -> list[memoryview]:
+    size = len(data) // count
+    return [memoryview(bytearray(data[size * index : size * (index + 1)])) for index in range(count)]
+
+
+def read(folder: BlockFolder, name: bytes = NAME, size: int = len(DATA)) -> bytes | None:
+    into = parts(bytes(size))
+    return b"".join(into) if folder.read(name, into) else None
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> BlockFolder:
+    made = BlockFolder(str(tmp_path / "kv"), 2**30)
+    assert made.write(NAME, parts())
+    return made
+
+
+def file_of(folder: Path, name: bytes = NAME) -> Path:
+    return folder / "kv" / "blocks" / f"{name.hex()}.kv"
+
+
+def test_a_block_comes_back_also_in_other_parts(folder: BlockFolder) -> None:
+    assert folder.has(NAME)
+    assert read(folder) == DATA
+    into = parts(bytes(len(DATA)), 1)
+    assert folder.read(NAME, into)
+    assert bytes(into[0]) == DATA
+    assert not folder.has(bytes(16))
+    assert read(folder, bytes(16)) is None
+
+
+def test_it_is_there_after_a_restart(folder: BlockFolder, tmp_path: Path) -> None:
+    key = folder.key
+    folder.close()
+    again = BlockFolder(str(tmp_path / "kv"), 2**30)
+    assert again.key == key
+    assert len(key) == KEY_BYTES
+    assert read(again) == DATA
+
+
+def test_every_byte_flipped_is_a_miss(folder: BlockFolder, tmp_path: Path) -> None:
+    whole = file_of(tmp_path).read_bytes()
+    assert len(whole) == HEAD_BYTES + len(DATA)
+    for index in range(len(whole)):
+        damaged = bytearray(whole)
+        damaged[index] ^= 0xFF
+        file_of(tmp_path).write_bytes(damaged)
+        assert read(folder) is None, index
+        assert not file_of(tmp_path).exists(), "a damaged file goes"
+        assert folder.write(NAME, parts())
+
+
+def test_every_length_but_the_right_one_is_a_miss(folder: BlockFolder, tmp_path: Path) -> None:
+    whole = file_of(tmp_path).read_bytes()
+    for size in (*range(len(whole)), len(whole) + 1):
+        file_of(tmp_path).write_bytes((whole + b"x")[:size])
+        assert read(folder) is None, size
+        assert folder.write(NAME, parts())
+    assert read(folder) == DATA
+
+
+def test_a_file_under_another_name_is_a_miss(folder: BlockFolder, tmp_path: Path) -> None:
+    other = bytes(reversed(NAME))
+    os.rename(file_of(tmp_path), file_of(tmp_path, other))
+    assert read(folder, other) is None
+
+
+def test_a_block_of_another_size_is_a_miss(folder: BlockFolder) -> None:
+    assert read(folder, size=30) is None
+
+
+def test_a_file_that_is_cut_while_it_is_read(
+    folder: BlockFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readv = os.readv
+
+    def cut(fd: int, buffers: list[memoryview]) -> int:
+        os.truncate(file_of(tmp_path), HEAD_BYTES + 5)
+        return readv(fd, buffers)
+
+    monkeypatch.setattr(os, "readv", cut)
+    assert read(folder) is None
+
+
+def test_short_reads_and_writes_go_on(folder: BlockFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    readv, writev, other = os.readv, os.writev, bytes(16)
+    monkeypatch.setattr(os, "readv", lambda fd, buffers: readv(fd, [buffers[0][:7]]))
+    monkeypatch.setattr(os, "writev", lambda fd, buffers: writev(fd, [memoryview(buffers[0])[:7]]))
+    assert folder.write(other, parts())
+    assert read(folder, other) == DATA
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/etc/passwd", path)])
+def test_what_is_no_file_of_ours_is_a_miss(folder: BlockFolder, tmp_path: Path, make: Callable[[Path], None]) -> None:
+    file_of(tmp_path).unlink()
+    make(file_of(tmp_path))
+    assert read(folder) is None
+    assert not folder.has(NAME)
+
+
+def test_a_file_that_others_may_read_is_a_miss(folder: BlockFolder, tmp_path: Path) -> None:
+    file_of(tmp_path).chmod(0o640)
+    assert read(folder) is None
+    assert not folder.has(NAME)
+
+
+def test_all_is_the_owners_alone(folder: BlockFolder, tmp_path: Path) -> None:
+    for path in (tmp_path / "kv").rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+    assert stat.S_IMODE((tmp_path / "kv").stat().st_mode) == 0o700
+
+
+def test_links_files_and_open_folders_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir(0o700)
+    (tmp_path / "link").symlink_to("real")
+    with pytest.raises(ConfigError, match="it is a link or no folder"):
+        BlockFolder(str(tmp_path / "link"), 2**30)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="it is a link or no folder"):
+        BlockFolder(str(tmp_path / "file"), 2**30)
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o750)
+    with pytest.raises(ConfigError, match="open to others"):
+        BlockFolder(str(tmp_path / "open"), 2**30)
+    (tmp_path / "real" / "blocks").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="it is a link or no folder"):
+        BlockFolder(str(tmp_path / "real"), 2**30)
+    with pytest.raises(ConfigError, match="No such file"):
+        BlockFolder(str(tmp_path / "nowhere" / "kv"), 2**30)
+
+
+def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kv").mkdir(0o700)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    with pytest.raises(ConfigError, match="belongs to user"):
+        BlockFolder(str(tmp_path / "kv"), 2**30)
+
+
+def test_a_damaged_key_is_refused(folder: BlockFolder, tmp_path: Path) -> None:
+    (tmp_path / "kv" / "key").write_bytes(b"short")
+    with pytest.raises(ConfigError, match="remove the folder"):
+        BlockFolder(str(tmp_path / "kv"), 2**30)
+
+
+def test_engines_that_open_a_folder_together_have_one_key(tmp_path: Path) -> None:
+    keys: list[bytes] = []
+    threads = [
+        threading.Thread(target=lambda: keys.append(BlockFolder(str(tmp_path / "kv"), 2**30).key)) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(keys) == 8
+    assert len(set(keys)) == 1
+
+
+def name_of(number: int) -> bytes:
+    return number.to_bytes(16, "little")
+
+
+def age(folder: Path, number: int, seconds: int) -> None:
+    path = file_of(folder, name_of(number))
+    os.utime(path, (0, path.stat().st_mtime - seconds))
+
+
+def test_the_oldest_go_when_the_bound_is_reached(tmp_path: Path) -> None:
+    size = HEAD_BYTES + len(DATA)
+    folder = BlockFolder(str(tmp_path / "kv"), 20 * size)
+    for number in range(20):
+        folder.write(name_of(number), parts())
+        age(tmp_path, number, 1000 - number)
+    assert read(folder, name_of(0)) == DATA, "it is in use"
+    folder.write(name_of(20), parts())
+    left = [number for number in range(21) if folder.has(name_of(number))]
+    assert left == [0, *range(4, 21)], "of 21 blocks those stay that leave a sixteenth of the bound free"
+
+
+def test_blocks_of_other_engines_count(tmp_path: Path) -> None:
+    size = HEAD_BYTES + len(DATA)
+    one, other = (BlockFolder(str(tmp_path / "kv"), 32 * size) for _ in range(2))
+    for number in range(200):
+        (one, other)[number % 2].write(name_of(number), parts())
+    held = sum(path.stat().st_size for path in (tmp_path / "kv" / "blocks").iterdir())
+    assert held <= 32 * size * 18 // 16, "each engine may be a sixteenth above the bound"
+
+
+def test_unfinished_files_go_when_they_are_old(folder: BlockFolder, tmp_path: Path) -> None:
+    blocks = tmp_path / "kv" / "blocks"
+    old, new = blocks / "1-1-aa.tmp", blocks / "1-2-bb.tmp"
+    for path in (old, new):
+        path.write_bytes(b"x")
+    os.utime(old, (0, 0))
+    folder.make_room()
+    assert not old.exists()
+    assert new.exists()
+    assert folder.has(NAME)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT])
+def test_a_full_disk_leaves_nothing_behind(
+    folder: BlockFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def fail(fd: int, name: bytes, parts: list[memoryview]) -> None:
+        os.write(fd, b"half")
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(block_folder, "write_block", fail)
+    with pytest.raises(OSError, match=os.strerror(code)):
+        folder.write(bytes(16), parts())
+    assert [path.name for path in (tmp_path / "kv" / "blocks").iterdir()] == [file_of(tmp_path).name]
+
+
+def test_a_block_larger_than_the_bound_is_not_written(tmp_path: Path) -> None:
+    folder = BlockFolder(str(tmp_path / "kv"), 50)
+    assert not folder.write(NAME, parts())
+    assert not folder.has(NAME)
+
+
+def test_a_block_that_is_there_is_not_written_again(folder: BlockFolder, tmp_path: Path) -> None:
+    os.utime(file_of(tmp_path), (0, 0))
+    assert not folder.write(NAME, parts())
+    assert file_of(tmp_path).stat().st_mtime > 0, "but counts as used"
+
+
+def test_names_depend_on_all_that_the_bytes_depend_on() -> None:
+    import numpy as np
+
+    tokens = np.arange(8, dtype=np.int32)
+
+    def last(key: bytes = bytes(32), content: str = "model", size: int = 4, root: int = -1, first: int = 0) -> bytes:
+        ids = tokens.copy()
+        ids[0] = first
+        return list(PortableNames(key, content, size).chain(root, ids))[-1]
+
+    names = [last(), last(key=bytes(31) + b"x"), last(content="other"), last(size=8), last(root=-2), last(first=9)]
+    assert len(set(names)) == len(names)
+    assert last() == last()
+    one = PortableNames(bytes(32), "model", 4)
+    first, second = one.chain(-1, tokens)
+    assert one.after(one.root(-1), tokens[:4]) == first
+    assert one.after(first, tokens[4:]) == second

@@ -1,0 +1,135 @@
+"""The store of KV blocks and its thread: orders in, answers out, and no error of the disk in either."""
+
+import errno
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from core.execution.shared_blocks import BlockMemory, SharedBlocks
+from core.inputs import BlocksArrived, BlocksFound, BlocksStored, StoreNews
+from core.kv.orders import Fetch, Leave, Look, Store
+from core.tiers import block_store
+from core.tiers.block_folder import BlockFolder
+from core.tiers.block_store import BlockStore
+from core.tiers.portable_names import PortableNames
+from core.tiers.store_thread import StoreThread
+
+pytestmark = pytest.mark.timeout(60)
+SIZE = 4  # tokens of a block
+TOKENS = np.arange(3 * SIZE, dtype=np.int32)
+
+
+class Parts:
+    """A store with memory of 8 blocks in the cache and 8 on the host, in two layers each."""
+
+    def __init__(self, folder: Path) -> None:
+        rng = np.random.default_rng(1)
+        self.cache = [rng.integers(0, 2**16, (8, 5), np.uint16) for _ in range(2)]
+        self.host = [np.zeros((8, 5), np.uint16) for _ in range(2)]
+        self.folder = BlockFolder(str(folder), 2**20)
+        self.contents, self.evictions = np.arange(8), np.zeros(8, np.int64)
+        blocks = SharedBlocks(BlockMemory(self.cache), BlockMemory(self.host), "layout")
+        self.names = PortableNames(self.folder.key, "model", SIZE)
+        self.store = BlockStore(self.folder, self.names, blocks, self.contents, self.evictions)
+
+    def leave(self) -> Leave:
+        """A request leaves its tokens in blocks 1, 2 and 3."""
+        blocks = np.array([1, 2, 3], np.int32)
+        return Leave(-1, TOKENS, blocks, self.contents[blocks], self.evictions[blocks])
+
+    def save(self) -> list[StoreNews]:
+        answers: list[StoreNews] = []
+        while self.store.has_unsaved:
+            if (answer := self.store.save_one()) is not None:
+                answers.append(answer)
+        return answers
+
+
+def fetch(ticket: int = 7) -> Fetch:
+    return Fetch(ticket, -1, TOKENS, 0, np.array([5, 6, 7], np.int32))
+
+
+@pytest.fixture(name="parts")
+def make_parts(tmp_path: Path) -> Parts:
+    return Parts(tmp_path / "kv")
+
+
+def test_what_a_request_leaves_can_be_fetched(parts: Parts) -> None:
+    assert parts.store.carry_out(parts.leave()) is None
+    assert parts.save() == [BlocksStored(0, 3)]
+    assert parts.store.carry_out(Look(1, -1, TOKENS, 1)) == BlocksFound(1, 2)
+    assert parts.store.carry_out(Look(2, -2, TOKENS, 0)) == BlocksFound(2, 0)
+    assert parts.store.carry_out(fetch()) == BlocksArrived(7, 3)
+    for cache, host in zip(parts.cache, parts.host, strict=True):
+        assert np.array_equal(host[5:], cache[1:4])
+
+
+def test_what_was_evicted_before_it_was_written_is_not_written(parts: Parts) -> None:
+    parts.store.carry_out(parts.leave())
+    parts.contents[2] = 99
+    parts.evictions[3] = 1
+    assert parts.save() == [BlocksStored(0, 1)]
+
+
+def test_blocks_on_the_host_are_written_under_the_names_that_were_left(parts: Parts) -> None:
+    order = Store(3, np.array([4, 5], np.int32), np.array([2, 77]))
+    assert parts.store.carry_out(order) == BlocksStored(3, 0), "nobody has left these contents"
+    parts.store.carry_out(parts.leave())
+    assert parts.store.carry_out(order) == BlocksStored(3, 1)
+    assert parts.store.carry_out(Look(1, -1, TOKENS, 1)) == BlocksFound(1, 1)
+
+
+def test_a_fetch_ends_before_the_first_damaged_block(parts: Parts, tmp_path: Path) -> None:
+    parts.store.carry_out(parts.leave())
+    parts.save()
+    _, second, _ = parts.names.chain(-1, TOKENS)
+    file = tmp_path / "kv" / "blocks" / f"{second.hex()}.kv"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert parts.store.carry_out(fetch()) == BlocksArrived(7, 1)
+
+
+def test_an_error_of_the_disk_stops_writing_for_a_while(
+    parts: Parts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock, calls = [100.0], []
+
+    def full(*arguments: Any) -> bool:
+        calls.append(arguments)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(block_store.time, "monotonic", lambda: clock[0])
+    said: list[str] = []
+    monkeypatch.setattr(block_store.log, "say", said.append)
+    with monkeypatch.context() as patch:
+        patch.setattr(parts.folder, "write", full)
+        parts.store.carry_out(parts.leave())
+        assert parts.save() == []
+    assert len(calls) == len(said) == 1
+    assert "No space left" in said[0]
+    order = Store(3, np.array([4], np.int32), np.array([2]))
+    assert parts.store.carry_out(order) == BlocksStored(3, 0)
+    clock[0] += 31
+    assert parts.store.carry_out(order) == BlocksStored(3, 1)
+
+
+def test_the_thread_answers_and_ends_with_all_that_is_left(parts: Parts) -> None:
+    answers: list[StoreNews] = []
+    has_arrived = threading.Event()
+
+    def tell(news: StoreNews) -> None:
+        answers.append(news)
+        if isinstance(news, BlocksArrived):
+            has_arrived.set()
+
+    thread = StoreThread(parts.store, tell)
+    thread.put([])
+    thread.put([parts.leave(), Look(1, -1, TOKENS, 0), fetch()])
+    assert has_arrived.wait(30)
+    thread.close(30)
+    assert answers[-1] == BlocksStored(0, 3)
+    assert {type(answer) for answer in answers[:-1]} == {BlocksFound, BlocksArrived}
+    assert "kv files" not in [one.name for one in threading.enumerate()]

@@ -1,0 +1,92 @@
+"""LLM with a folder of KV blocks: a second engine finds what the first one has left there, and no token changes."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine_core import LLM, SamplingParams
+from ipc.errors import ConfigError, EngineStartError
+from tools.bench.tiny_model import write_tiny_model
+from tools.replay.__main__ import EXIT_OTHER_MODEL
+from tools.replay.__main__ import main as replay
+
+SIZES: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_model_len": 256, "block_size": 8}
+SIZES |= {"skip_tokenizer_init": True, "num_blocks_override": 34, "num_host_blocks": 40}
+PARAMS = SamplingParams(temperature=0.8, seed=5, max_tokens=8, ignore_eos=True, logprobs=3)
+PROMPTS = [[number, *range(3, 163)] for number in range(3, 7)]
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module", name="model")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny_model(folder)
+    return str(folder)
+
+
+def wait_for_stored(llm: LLM, count: int) -> None:
+    end = time.monotonic() + 60
+    while llm.statistics().num_stored_blocks < count:
+        assert time.monotonic() < end, llm.statistics()
+        time.sleep(0.01)
+
+
+def answers(llm: LLM, *, stores: bool = False) -> tuple[list[Any], list[int | None]]:
+    """(tokens with the bits of their log probabilities, cached tokens) of the prompts, one after the other."""
+    found: tuple[list[Any], list[int | None]] = ([], [])
+    for prompt in PROMPTS:
+        (output,) = llm.generate([{"prompt_token_ids": prompt}], PARAMS, use_tqdm=False)
+        logprobs = output.outputs[0].logprobs
+        assert logprobs is not None
+        if stores:
+            wait_for_stored(llm, 20 * (1 + len(found[0])))
+        found[0].append([[(token, one.logprob) for token, one in place.items()] for place in logprobs])
+        found[1].append(output.num_cached_tokens)
+    return found
+
+
+def test_blocks_outlive_the_engine_and_damage_is_computed_again(model: str, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    with LLM(model, **SIZES, kv_dir=folder) as llm:
+        first = answers(llm, stores=True)
+    assert first[1] == [0] * 4
+    capture = tmp_path / "run.cap"
+    with LLM(model, **SIZES, kv_dir=folder, capture=str(capture)) as llm:
+        second = answers(llm)
+        assert llm.statistics().num_fetched_blocks > 0
+    assert second[0] == first[0]
+    assert second[1][:2] == [160, 160]
+    assert replay([str(capture)]) == 0
+    assert replay([str(capture), "--mode", "full"]) == EXIT_OTHER_MODEL
+    for path in (folder / "blocks").glob("*.kv"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    with LLM(model, **SIZES, kv_dir=folder) as llm:
+        assert answers(llm) == first
+
+
+def test_a_folder_that_cannot_be_used_fails_the_start_with_its_reason(model: str, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match="link or no folder"):
+        LLM(model, **SIZES, kv_dir=tmp_path / "link")
+    with pytest.raises(ConfigError, match="keeps no blocks"):
+        LLM(executor="fake", num_host_blocks=10, kv_dir=tmp_path / "kv")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_host_blocks": 0}, "give kv_host_bytes, too"),
+        ({"distributed_executor_backend": "mp"}, "leave out the workers"),
+        ({"tensor_parallel_size": 2}, "leave out the workers"),
+        ({"device": "cuda"}, "executor='local' on device='cpu'"),
+        ({"kv_dir": ""}, "path of a folder"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ConfigError, EngineStartError), match=message):
+        LLM(**{**SIZES, "kv_dir": "somewhere", **options})

@@ -1,0 +1,88 @@
+"""Time to the first token of a prompt of 2,000 tokens: computed, from the host's memory, and from files.
+
+The KV cache has room for one such prompt. So a second one evicts the first, which the host keeps and the folder gets.
+The files are in the page cache, because they have just been written. Medians over the rounds, each with new prompts,
+taken in turn: the time of a request for one token, with its way to the engine and back.
+"""
+
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from frontend.llm import LLM
+from ipc.errors import EngineCoreError
+from ipc.sampling_params import SamplingParams
+from ipc.version import NAME, VERSION
+from tools.bench.workloads import ID_LOW, ID_SPAN
+
+_PROMPT_TOKENS = 2000
+_BLOCK_SIZE = 16
+_NUM_BLOCKS = _PROMPT_TOKENS // _BLOCK_SIZE + 6
+_STORED_S = 30.0  # longest wait until the evicted blocks are in files
+_CASES = ("computed", "host", "directory")
+
+
+def measure_kv_tiers(options: dict[str, Any], *, rounds: int) -> Iterator[dict[str, Any]]:
+    """Yield a record for each case. options: of the engine. Errors: those of LLM."""
+    sizes = {"num_blocks_override": _NUM_BLOCKS, "num_host_blocks": 3 * _NUM_BLOCKS, "block_size": _BLOCK_SIZE}
+    sizes |= {"max_model_len": _PROMPT_TOKENS + _BLOCK_SIZE}
+    times: dict[str, list[float]] = {case: [] for case in _CASES}
+    cached: dict[str, int] = {}
+    with (
+        tempfile.TemporaryDirectory(prefix="engine-core-bench-") as folder,
+        LLM(**{**sizes, **options, "kv_dir": folder, "skip_tokenizer_init": True}) as llm,
+    ):
+        for round_ in range(-1, rounds):  # the first warms up
+            prompts = [[ID_LOW + (4 * round_ + kind + 8) % ID_SPAN, *_body()] for kind in range(2)]
+            before = llm.statistics().num_stored_blocks
+            found = {"computed": _first_token(llm, prompts[0])}
+            _first_token(llm, prompts[1])  # evicts the first one
+            _wait_until_stored(llm, before)
+            found["host"] = _first_token(llm, prompts[0])
+            llm.reset_prefix_cache()  # the files stay
+            found["directory"] = _first_token(llm, prompts[0])
+            llm.reset_prefix_cache()
+            for case, (seconds, num_cached) in found.items():
+                if round_ >= 0:
+                    times[case].append(seconds)
+                    cached[case] = num_cached
+    usual = statistics.median(times["computed"])
+    for case in _CASES:
+        median = statistics.median(times[case])
+        yield {
+            "engine": NAME,
+            "version": VERSION,
+            "workload": "kv-tiers",
+            "case": case,
+            "dtype": options.get("dtype"),
+            "rounds": rounds,
+            "prompt_tokens": _PROMPT_TOKENS,
+            "cached_tokens": cached[case],
+            "ttft_ms": round(median * 1000, 2),
+            "ttft_ms_max": round(max(times[case]) * 1000, 2),
+            "share_of_computing": round(median / usual, 4),
+        }
+
+
+def _body() -> list[int]:
+    return [ID_LOW + number * 7 % ID_SPAN for number in range(_PROMPT_TOKENS - 1)]
+
+
+def _first_token(llm: LLM, prompt: list[int]) -> tuple[float, int]:
+    """Return (seconds, cached tokens) of a request for one token."""
+    begin = time.perf_counter()
+    (output,) = llm.generate(
+        {"prompt_token_ids": prompt}, SamplingParams(max_tokens=1, temperature=0.0), use_tqdm=False
+    )
+    return time.perf_counter() - begin, output.num_cached_tokens or 0
+
+
+def _wait_until_stored(llm: LLM, before: int) -> None:
+    """Wait until most of a prompt's blocks have gone to files. Errors: EngineCoreError after _STORED_S."""
+    wanted, end = before + _NUM_BLOCKS - 16, time.monotonic() + _STORED_S
+    while (stored := llm.statistics().num_stored_blocks) < wanted:
+        if time.monotonic() > end:
+            raise EngineCoreError(f"{stored - before} of {wanted - before} blocks are in files after {_STORED_S:.0f} s")
+        time.sleep(0.05)
