@@ -304,6 +304,34 @@ _GGUF_EXPERTS = {
 
 _ROUTED = (
     Architecture(
+        name="GptOssForCausalLM",
+        base_name="GptOssModel",
+        model_type="gpt_oss",
+        gguf="gpt-oss",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "sliding_window_pattern": 2,
+            "attention_bias": True,
+            "swiglu_alpha": 1.702,
+            "swiglu_limit": 7.0,
+        },
+        only={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
+        activation_key=None,  # hidden_act says silu
+        activation="clamped_silu",
+        attention_bias="as configured",
+        attention_sinks=True,
+        sliding="by sliding_window_pattern",
+        rope_theta=150_000.0,
+        gguf_yarn_truncates=False,
+        fused_gate_up=True,
+        experts=ExpertRow(
+            size_key="intermediate_size", normalises=True, gguf_gating=3, has_biases=True, is_turned=True
+        ),
+        gguf_names={**_GGUF_EXPERTS, "self_attn.sinks": "attn_sinks", "post_attention_layernorm": "post_attention_norm"},
+    ),
+    Architecture(
         name="Qwen3MoeForCausalLM",
         base_name="Qwen3MoeModel",
         model_type="qwen3_moe",

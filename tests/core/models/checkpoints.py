@@ -183,6 +183,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoe",
         {"num_local_experts": 5, "embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logits_scaling": 3.0},
     ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 100,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
     "glm": ("glm", {"head_dim": 16}),
     "glm4": ("glm4", {"head_dim": 20}),
 }
