@@ -92,6 +92,16 @@ KINDS: dict[str, ModelConfig] = {
     "soft caps": msgspec.structs.replace(TINY, scores_cap=2.0, logits_cap=3.0, **_MULTIPLIERS),
     "norms after": msgspec.structs.replace(TINY, pre_norms=False, post_norms=True, **_ROW_NORMS),
     "experts": msgspec.structs.replace(TINY, experts=_EXPERTS),
+    "sinks": msgspec.structs.replace(
+        TINY,
+        attention_sinks=True,
+        hidden_act="clamped_silu",
+        qkv_bias=True,
+        output_bias=True,
+        sliding_window=90,
+        sliding_layers=(0, 2),
+        experts=msgspec.structs.replace(_EXPERTS, has_biases=True, dense_layers=()),
+    ),
 }
 
 DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
