@@ -367,6 +367,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             'guess tokens ahead, as a JSON object: {"method": "ngram", "num_speculative_tokens": 7}; no token changes',
         ),
     ] = None
+    kv_window: Annotated[
+        int | None,
+        Option(
+            "KV cache",
+            "tokens of a request whose KV blocks are kept, as all layers have a sliding window; 0 = all tokens; "
+            "default: the model's window, if all layers have one",
+            0,
+            2**24,
+        ),
+    ] = None
 
     @property
     def num_host_slots(self) -> int:

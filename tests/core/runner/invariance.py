@@ -186,8 +186,9 @@ class Recorder(ModelRunner):
         pool, table, rows = self.scheduler.pool, self.table, self.scheduler.running
         is_readable = np.repeat(((pool.ref_count == 0) & (pool.names.content != 0))[:, None], self.block_size, 1)
         is_readable[0] = True  # the null block holds zeros
-        counts = table.num_computed_tokens[rows]
-        positions = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        first = table.num_released[rows] * self.block_size
+        counts = table.num_computed_tokens[rows] - first
+        positions = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts - first, counts)
         blocks = table.blocks.get(np.repeat(rows, counts), positions // self.block_size)
         is_readable[blocks, positions % self.block_size] = True
         return is_readable
