@@ -81,7 +81,9 @@ class BatchTable(Columns):
     num_in_draft: Ints = column()  # drafts in the step in flight that has any
     num_drafted: Ints = column()  # drafts of the request that steps have verified, and those that became tokens
     num_accepted: Ints = column()
-    num_released: Ints = column()  # of num_blocks: the first ones, which the row has given back; see Batch.release_passed()
+    num_released: Ints = (
+        column()
+    )  # of num_blocks: the first ones, which the row has given back; see Batch.release_passed()
     keeps_blocks: Ints = column()  # 0 or 1: it gives back none before its end, as other choices may start with them
 
     def __init__(self, num_rows: int) -> None:

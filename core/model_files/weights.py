@@ -253,7 +253,9 @@ def _take(found: dict[str, StoredTensor], name: str, shape: tuple[int, ...], whe
     return stored
 
 
-def _take_packed(found: dict[str, StoredTensor], name: str, shape: tuple[int, ...], packing: Packing) -> PackedTensor | None:
+def _take_packed(
+    found: dict[str, StoredTensor], name: str, shape: tuple[int, ...], packing: Packing
+) -> PackedTensor | None:
     """Remove the tensors of a packed matrix from `found` and check them; None if the weight is stored plainly.
 
     Errors: ModelFileError.
@@ -347,7 +349,9 @@ def _release(file: mmap.mmap, stored: StoredTensor) -> None:
         file.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
-def _to_weight(data: UInt8s, stored: StoredTensor, library: CpuLibrary | None, release: Callable[[], None]) -> StoredMatrix:
+def _to_weight(
+    data: UInt8s, stored: StoredTensor, library: CpuLibrary | None, release: Callable[[], None]
+) -> StoredMatrix:
     """Return the stored tensor as a matrix; a vector becomes a matrix of one row."""
     if stored.begin % 4:
         data = data.copy()  # no type is wider than 4 bytes, and a safetensors header may have any length

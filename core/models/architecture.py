@@ -15,10 +15,12 @@ class ExpertRow(msgspec.Struct, frozen=True, kw_only=True):
     normalises: bool | None = None  # the weights of a token's experts sum to 1; None: if norm_topk_prob is true
     gguf_normalises: bool = True  # for llama.cpp, which has no key for it
     gguf: str | None = None  # general.architecture that another row has; this one if the file has experts
-    gguf_gating: int = 1  # llama.cpp's number of the function that makes weights of the router's numbers, if it is named
+    gguf_gating: int = (
+        1  # llama.cpp's number of the function that makes weights of the router's numbers, if it is named
+    )
     has_biases: bool = False
     #: Safetensors have the matrices of all experts as [experts, in, out], or in MXFP4 as blocks and scales
-    #: (core/model_files/turned_experts.py); rows of gate and up take turns.
+    #: (core/model_files/stacked_experts.py); rows of gate and up take turns.
     is_turned: bool = False
 
 

@@ -329,7 +329,11 @@ _ROUTED = (
         experts=ExpertRow(
             size_key="intermediate_size", normalises=True, gguf_gating=3, has_biases=True, is_turned=True
         ),
-        gguf_names={**_GGUF_EXPERTS, "self_attn.sinks": "attn_sinks", "post_attention_layernorm": "post_attention_norm"},
+        gguf_names={
+            **_GGUF_EXPERTS,
+            "self_attn.sinks": "attn_sinks",
+            "post_attention_layernorm": "post_attention_norm",
+        },
     ),
     Architecture(
         name="Qwen3MoeForCausalLM",

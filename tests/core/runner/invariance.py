@@ -186,7 +186,7 @@ class Recorder(ModelRunner):
         pool, table, rows = self.scheduler.pool, self.table, self.scheduler.running
         is_readable = np.repeat(((pool.ref_count == 0) & (pool.names.content != 0))[:, None], self.block_size, 1)
         is_readable[0] = True  # the null block holds zeros
-        first = table.num_released[rows] * self.block_size
+        first = self.scheduler.table.num_released[rows] * self.block_size
         counts = table.num_computed_tokens[rows] - first
         positions = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts - first, counts)
         blocks = table.blocks.get(np.repeat(rows, counts), positions // self.block_size)
@@ -360,6 +360,7 @@ def small_config(
     policy: SchedulingPolicy = "fcfs",
     speculative: SpeculativeConfig | None = None,
     max_loras: int = 0,
+    kv_window: int = 0,
 ) -> EngineConfig:
     return EngineConfig(
         enable_lora=max_loras > 0,
@@ -373,6 +374,7 @@ def small_config(
         async_scheduling=depth == 2,
         scheduling_policy=policy,
         speculative_config=speculative,
+        kv_window=kv_window,
     )
 
 
