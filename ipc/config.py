@@ -333,13 +333,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         Option("model", "default sampling parameters; auto = the model's own, vllm = neutral ones, else a folder's"),
     ] = "auto"
     max_logprobs: Annotated[
-        int,
-        Option(
-            "log probabilities",
-            "log probabilities that a request may ask for at each position; -1 = any number",
-            -1,
-            2**24,
-        ),
+        int, Option("log probabilities", "most that a request may ask for at a position; -1 = any number", -1, 2**24)
     ] = 20
     logprobs_mode: Annotated[
         LogprobsMode,
@@ -368,14 +362,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         ),
     ] = None
     kv_window: Annotated[
-        int | None,
-        Option(
-            "KV cache",
-            "tokens of a request whose KV blocks are kept, as all layers have a sliding window; 0 = all tokens; "
-            "default: the model's window, if all layers have one",
-            0,
-            2**24,
-        ),
+        int | None, Option("KV cache", "tokens that keep their KV; 0 = all; default: the model's window", 0, 2**24)
     ] = None
 
     @property

@@ -112,7 +112,7 @@ class Batch:
             self._free(rows, table.num_released[rows], passed)
             table.num_released[rows] = passed
 
-    def _free(self, rows: Rows, firsts: Ints, lasts: Ints) -> Ints:
+    def _free(self, rows: Rows, firsts: Ints, lasts: Ints) -> BlockIds:
         """Free the rows' blocks from firsts[i] to before lasts[i], row after row, tail first; return them."""
         counts = lasts - firsts
         ends = counts.cumsum()

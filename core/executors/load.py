@@ -96,7 +96,7 @@ def load_drafting_model(config: EngineConfig, loaded: Loaded) -> Model | DraftHe
 
 
 def _kv_window(model: Model, config: EngineConfig) -> int:
-    """Return ModelInfo.kv_window. A draft model reads what it likes, and the GPU's kernels multiply what is not seen."""
+    """Return ModelInfo.kv_window. A draft model sees other tokens; the GPU multiplies those not seen."""
     drafts = config.speculative_config is not None and config.speculative_config.runs_model
     windows = model.windows if isinstance(model, Llama) and config.device == "cpu" and not drafts else (None,)
     return 0 if None in windows else max(window for window in windows if window is not None)

@@ -6,10 +6,9 @@ weights, as long as half of each factor is a float16. Rows with other factors be
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from core.models.stored_matrix import StoredMatrix, StoredPart
-from ipc.arrays import Floats, UInt8s
+from ipc.arrays import Bools, Floats, UInt8s
 from kernels.cpu.library import CpuLibrary
 
 MXFP4 = "MXFP4"
@@ -24,7 +23,8 @@ _FIVE_BITS = (_DOUBLED + 16).astype(np.uint8)
 def _of_bytes(of_code: UInt8s) -> UInt8s:
     """Return uint8 [256]: for a byte of two codes, the byte of what belongs to each, which has four bits."""
     both = np.arange(256)
-    return of_code[both & 15] | of_code[both >> 4] << np.uint8(4)
+    pairs: UInt8s = of_code[both & 15] | of_code[both >> 4] << np.uint8(4)
+    return pairs
 
 
 _NIBBLES = _of_bytes(_FIVE_BITS & np.uint8(15))
@@ -37,7 +37,7 @@ def mxfp4_rows(rows: UInt8s, library: CpuLibrary | None) -> StoredMatrix:
 
 
 def in_gguf_order(codes: UInt8s) -> UInt8s:
-    """Return uint8 [rows, blocks, 16], whose bytes hold weights i and i + 16, of such bytes of neighbours, low first."""
+    """Return uint8 [rows, blocks, 16] with weights i and i + 16 in a byte, from bytes of neighbours, low half first."""
     single = np.stack((codes & np.uint8(15), codes >> np.uint8(4)), -1).reshape(*codes.shape[:2], _BLOCK)
     ordered: UInt8s = single[:, :, :16] | single[:, :, 16:] << np.uint8(4)
     return ordered
@@ -48,8 +48,8 @@ def mxfp4_matrix(exponents: UInt8s, codes: UInt8s, library: CpuLibrary | None = 
 
     Its parts are Q5_0 or F32. Both are uint8; rows are at least one.
     """
-    is_zero = ~(codes & np.uint8(0x77)).any(-1)
-    fits = ((exponents >= _LOWEST) & (exponents <= _HIGHEST) | is_zero).all(1)
+    is_zero: Bools = (codes & np.uint8(0x77)).max(-1) == 0
+    fits: Bools = ((exponents >= _LOWEST) & (exponents <= _HIGHEST) | is_zero).min(1)
     ends = [*(np.flatnonzero(fits[1:] != fits[:-1]) + 1).tolist(), len(fits)]
     parts, begin = list[StoredPart](), 0
     for end in ends:
@@ -67,7 +67,7 @@ def mxfp4_matrix(exponents: UInt8s, codes: UInt8s, library: CpuLibrary | None = 
 def _as_q5_0(exponents: UInt8s, codes: UInt8s) -> UInt8s:
     """Return the blocks of Q5_0, uint8 [rows, blocks * 22]: scale, fifth bits, the other four bits."""
     scales = np.ldexp(np.float32(1), exponents.astype(np.int32) - _BIAS).astype("<f2")
-    is_high: NDArray[np.bool_] = np.concatenate((~codes >> np.uint8(3) & 1, ~codes >> np.uint8(7)), 2) > 0
+    is_high: Bools = np.concatenate((~codes >> np.uint8(3) & 1, ~codes >> np.uint8(7)), 2) > 0
     is_high |= _magnitudes(codes) == 0  # minus zero
     fifth = np.packbits(is_high, axis=2, bitorder="little")
     blocks = np.concatenate((scales[:, :, None].view(np.uint8), fifth, _NIBBLES[codes]), 2)

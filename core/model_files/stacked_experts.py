@@ -14,7 +14,7 @@ _TURNED = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(|_bias|_blocks|_s
 
 
 def unstacked(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors, with those of all experts cut: x.weight [experts, rows, depth] -> x.0.weight; so is x.bias."""
+    """Return the tensors, with those of all experts cut: x.weight [experts, rows, depth] -> x.0.weight, x.bias too."""
     tensors: dict[str, StoredTensor] = {}
     for name, stored in found.items():
         stem, _, kind = name.rpartition(".")
@@ -26,7 +26,7 @@ def unstacked(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def unturned(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors of gpt-oss's safetensors as matrices [out, in] of single experts, under names that end as ours.
+    """Return the tensors of gpt-oss's safetensors as matrices [out, in] of single experts, with names that end as ours.
 
     The file has gate_up_proj [experts, in, out], or gate_up_proj_blocks and _scales [experts, out, ...], and so
     down_proj. The outputs of gate and up take turns; the matrices have all rows of gate first.

@@ -34,15 +34,15 @@ def resolve(
     """Return the config with every size decided.
 
     Set are dtype, max_model_len, max_num_batched_tokens, kv_cache_memory_bytes, num_blocks_override (the number of KV
-    blocks, null block included), threads, num_swap_blocks, num_host_blocks and kv_window. The costs of preemption are left to
-    resolve_costs(), which needs the cache. device_bytes: free bytes for the cache on a device with memory of its own;
-    None: the device shares the machine's memory.
+    blocks, null block included), threads, num_swap_blocks, num_host_blocks and kv_window. The costs of preemption
+    are left to resolve_costs(), which needs the cache. device_bytes: free bytes for the cache on a device with memory
+    of its own; None: the device shares the machine's memory.
 
     An encoder's prompts are computed in one step each, and not cached.
 
-    Errors: ConfigError when max_model_len exceeds the model's, when kv_window is less than the model's, or, without
-    chunked prefill, for the given max_num_batched_tokens. OutOfMemoryError when the cache cannot hold one request of max_model_len tokens; it states
-    the numbers and what to change.
+    Errors: ConfigError when max_model_len exceeds the model's, kv_window is less than the model's, or, without chunked
+    prefill, max_model_len exceeds the given max_num_batched_tokens. OutOfMemoryError when the cache cannot hold one
+    request of max_model_len tokens; it states the numbers and what to change.
     """
     if info.is_encoder:
         config = msgspec.structs.replace(config, enable_chunked_prefill=False, enable_prefix_caching=False)

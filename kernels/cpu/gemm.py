@@ -45,8 +45,9 @@ class PackedMatrix:
     see kernels/cpu/compact.h). Such a `packed` contains its own addresses and must not be moved. `is_kept` says that
     the CPU's caches keep the weights from one product to the next. Compact weights gain nothing then.
 
-    With `gate`, weight is [2 * out, in] and bias [2 * out]: the gates, then the values they scale (up). y = f(gate) * up;
-    gate and up are rounded to out_dtype first. With `activation`, a gelu's name in GATES, y = f(x @ weight.T + bias).
+    With `gate`, weight is [2 * out, in] and bias [2 * out]: the gates, then the values they scale (up). y = f(gate) *
+    up; gate and up are rounded to out_dtype first. With `activation`, a gelu's name in GATES, y = f(x @ weight.T +
+    bias).
     """
 
     def __init__(

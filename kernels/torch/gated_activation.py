@@ -1,4 +1,4 @@
-"""The gated activations of MLPs: f(gate) * up (Shazeer 2020, arXiv 2002.05202), f = silu or the tanh form of gelu; and gpt-oss's."""
+"""The gated activations of MLPs (Shazeer 2020, arXiv 2002.05202): f(gate) * up with silu, the tanh gelu, or clamps."""
 
 import torch
 from torch.nn.functional import silu

@@ -65,6 +65,9 @@ _MULTIPLIERS: dict[str, Any] = {"residual_multiplier": 0.4, "embedding_multiplie
 _MULTIPLIERS |= {"unrotated_layers": (1,), "rotary_dim": 12}
 _ROW_NORMS: dict[str, Any] = {"qk_norm": True, "qk_norm_of_rows": True, "sliding_window": 90, "sliding_layers": (1,)}
 _EXPERTS = ExpertParts(num_experts=9, num_chosen=3, intermediate_size=80, normalises=True, dense_layers=(1,))
+_SINKS: dict[str, Any] = {"attention_sinks": True, "hidden_act": "clamped_silu", "qkv_bias": True, "output_bias": True}
+_SINKS |= {"sliding_window": 90, "sliding_layers": (0, 2)}
+_SINKS |= {"experts": msgspec.structs.replace(_EXPERTS, has_biases=True, dense_layers=())}
 
 #: What changes attention, rotation or the head, by name. Windows end within KV tiles of 128 tokens and blocks of 16;
 #: scalings begin within the prompt.
@@ -92,16 +95,7 @@ KINDS: dict[str, ModelConfig] = {
     "soft caps": msgspec.structs.replace(TINY, scores_cap=2.0, logits_cap=3.0, **_MULTIPLIERS),
     "norms after": msgspec.structs.replace(TINY, pre_norms=False, post_norms=True, **_ROW_NORMS),
     "experts": msgspec.structs.replace(TINY, experts=_EXPERTS),
-    "sinks": msgspec.structs.replace(
-        TINY,
-        attention_sinks=True,
-        hidden_act="clamped_silu",
-        qkv_bias=True,
-        output_bias=True,
-        sliding_window=90,
-        sliding_layers=(0, 2),
-        experts=msgspec.structs.replace(_EXPERTS, has_biases=True, dense_layers=()),
-    ),
+    "sinks": msgspec.structs.replace(TINY, **_SINKS),
 }
 
 DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
