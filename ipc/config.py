@@ -336,13 +336,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         Option("model", "default sampling parameters; auto = the model's own, vllm = neutral ones, else a folder's"),
     ] = "auto"
     max_logprobs: Annotated[
-        int,
-        Option(
-            "log probabilities",
-            "log probabilities that a request may ask for at each position; -1 = any number",
-            -1,
-            2**24,
-        ),
+        int, Option("log probabilities", "most that a request may ask for at a position; -1 = any number", -1, 2**24)
     ] = 20
     logprobs_mode: Annotated[
         LogprobsMode,
@@ -369,6 +363,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             "speculation",
             'guess tokens ahead, as a JSON object: {"method": "ngram", "num_speculative_tokens": 7}; no token changes',
         ),
+    ] = None
+    kv_window: Annotated[
+        int | None, Option("KV cache", "tokens that keep their KV; 0 = all; default: the model's window", 0, 2**24)
     ] = None
 
     @property

@@ -6,8 +6,6 @@ executor know digests only.
 """
 
 import threading
-import weakref
-from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +15,7 @@ from core.adapters.adapter import AdapterWeights
 from core.adapters.gguf_adapter import GgufMatrix, read_gguf_adapter
 from core.adapters.peft_folder import read_peft_folder
 from core.adapters.remembered import RememberedModules
+from core.holders import Holders
 from ipc.config import EngineConfig
 from ipc.errors import EngineCoreError, InvalidRequestError, ModelFileError
 from ipc.lora_messages import AdapterId, LoraAdapter
@@ -60,8 +59,7 @@ class Adapters:
         self._memory = RememberedModules(-1)
         self._names: dict[str, LoraAdapter] = {}
         self._packed: dict[str, PackedAdapter] = {}  # by digest
-        self._num_held: dict[str, int] = {}  # by digest: AdapterIds that live, and those in _gone
-        self._gone: deque[str] = deque()  # digests of AdapterIds that have ended; appended to without the lock
+        self._held = Holders[str](self._lock, self._drop_if_unused)  # digests of the AdapterIds that live
         for name, path in config.lora_modules.items():
             self.load(name, path)
 
@@ -103,7 +101,7 @@ class Adapters:
     def unload(self, name: str) -> bool:
         """Forget a name; return whether there was one."""
         with self._lock:
-            self._settle()
+            self._held.settle()
             listed = self._names.pop(name, None)
             if listed is not None:
                 self._drop_if_unused(listed.digest)
@@ -127,8 +125,7 @@ class Adapters:
                     f"no adapter with the digest {digest!r:.40} is loaded: its owner has unloaded it, or its files "
                     "have changed; load it again"
                 )
-            self._num_held[digest] = self._num_held.get(digest, 0) + 1
-        weakref.finalize(adapter, self._let_go, digest).atexit = False
+            self._held.hold(adapter, digest)
 
     def find(self, digest: str) -> Any:
         """Return an adapter that a request has, packed for the model.
@@ -147,24 +144,6 @@ class Adapters:
             return read_gguf_adapter(path, self._host.gguf_names, self._host.shapes, self._max_rank)
         return read_peft_folder(path, self._host.shapes, self._max_rank)
 
-    def _let_go(self, digest: str) -> None:
-        """Note the end of an AdapterId. The collector may run this in a thread that has the lock already."""
-        self._gone.append(digest)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._settle()
-            finally:
-                self._lock.release()
-
-    def _settle(self) -> None:
-        """Count the ends that were noted, under the lock."""
-        while self._gone:
-            digest = self._gone.popleft()
-            self._num_held[digest] -= 1
-            if not self._num_held[digest]:
-                del self._num_held[digest]
-                self._drop_if_unused(digest)
-
     def _drop_if_unused(self, digest: str) -> None:
-        if digest not in self._num_held and all(listed.digest != digest for listed in self._names.values()):
+        if digest not in self._held and all(listed.digest != digest for listed in self._names.values()):
             self._packed.pop(digest, None)

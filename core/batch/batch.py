@@ -34,6 +34,7 @@ class Batch:
         self.in_flight: deque[tuple[int, Ints, Ints]] = deque()  # (step, the plan's rows, their tenancies)
         self.forks = Forks(self.table, self.pool, self.prefix_cache, self.in_flight)
         self.carried = Carried()
+        self._window = config.kv_window or 0  # tokens that a token sees; 0: all before it
         self.host_cache = HostCache(self, config.num_host_blocks or 0, config.num_swap_blocks or 0)
         self.before_release: list[Callable[[Rows], None]] = []  # called with rows that are about to be released
         self.on_release: list[Callable[[Request], None]] = []  # called for each request that loses its row
@@ -79,13 +80,7 @@ class Batch:
         for notice in self.before_release:
             notice(rows)
         table = self.table
-        counts = table.num_blocks[rows]
-        ends = counts.cumsum()
-        offsets = ends.repeat(counts) - np.arange(1, int(ends[-1]) + 1)
-        blocks = table.blocks.get(rows.repeat(counts), offsets)
-        if self._tells_urgency:  # ring 0, 1, 2: less urgent than the default priority, equal, more
-            self.pool.urgency[blocks] = (1 - np.sign(table.level[rows])).repeat(counts)
-        self.pool.free(blocks, self.in_flight[-1][0] if self.in_flight else None)
+        blocks = self._free(rows, table.num_released[rows], table.num_blocks[rows])
         self.stop_check.remove(rows)
         if len(rows) == 1:
             self.rows = self.rows[self.rows != rows[0]]
@@ -101,6 +96,35 @@ class Batch:
             for request in removed:
                 listener(request)
         return removed
+
+    def release_passed(self) -> None:
+        """Free the blocks that no row reads again: of tokens before the window of the row's next token.
+
+        They keep their names, so the prefix cache has them until they are allocated again; a row's blocks are named
+        before they are freed. The executor's tables still have them, and its kernels do not read them.
+        """
+        if not self._window or not len(self.rows):
+            return
+        table, rows = self.table, self.rows
+        passed = (table.num_computed_tokens[rows] - (self._window - 1)) >> self._shift
+        if self.prefix_cache.is_enabled:
+            np.minimum(passed, table.num_named_blocks[rows], out=passed)
+        due = (passed > table.num_released[rows]) & (table.keeps_blocks[rows] == 0)
+        if np.count_nonzero(due):
+            rows, passed = rows[due], passed[due]
+            self._free(rows, table.num_released[rows], passed)
+            table.num_released[rows] = passed
+
+    def _free(self, rows: Rows, firsts: Ints, lasts: Ints) -> BlockIds:
+        """Free the rows' blocks from firsts[i] to before lasts[i], row after row, tail first; return them."""
+        counts = lasts - firsts
+        ends = counts.cumsum()
+        places = (ends + firsts).repeat(counts) - np.arange(1, int(ends[-1]) + 1)
+        blocks = self.table.blocks.get(rows.repeat(counts), places)
+        if self._tells_urgency:  # ring 0, 1, 2: less urgent than the default priority, equal, more
+            self.pool.urgency[blocks] = (1 - np.sign(self.table.level[rows])).repeat(counts)
+        self.pool.free(blocks, self.in_flight[-1][0] if self.in_flight else None)
+        return blocks
 
     def take_carried(self) -> Carried:
         """Return what the plan being finished carries; what comes from now on is the next plan's."""

@@ -81,6 +81,10 @@ class BatchTable(Columns):
     num_in_draft: Ints = column()  # drafts in the step in flight that has any
     num_drafted: Ints = column()  # drafts of the request that steps have verified, and those that became tokens
     num_accepted: Ints = column()
+    num_released: Ints = (
+        column()
+    )  # of num_blocks: the first ones, which the row has given back; see Batch.release_passed()
+    keeps_blocks: Ints = column()  # 0 or 1: it gives back none before its end, as other choices may start with them
 
     def __init__(self, num_rows: int) -> None:
         super().__init__(num_rows)
@@ -130,8 +134,8 @@ class BatchTable(Columns):
         return self.tokens.read(row, 0, int(self.num_tokens[row]))
 
     def block_ids(self, row: int) -> Int32s:
-        """Return the row's KV blocks [num_blocks], in the order of its tokens."""
-        return self.blocks.read(row, 0, int(self.num_blocks[row]))
+        """Return the row's KV blocks [num_blocks - num_released], in the order of its tokens."""
+        return self.blocks.read(row, int(self.num_released[row]), int(self.num_blocks[row]))
 
     def address(self, rows: Rows) -> tuple[Ints, Ints, Ints]:
         """Return (client, number, choice) of each row."""
@@ -198,6 +202,8 @@ class BatchTable(Columns):
         assert (self.num_tokens[used] < self.max_total_tokens[used]).all(), "a finished request is still running"
         assert (self.num_placeholders[used] >= 0).all(), f"placeholders {self.num_placeholders[used]}"
         assert (self.num_named_blocks[used] <= self.num_blocks[used]).all(), "more names than blocks"
+        assert (self.num_released[used] <= self.num_blocks[used]).all(), "more blocks are given back than there are"
+        assert not self.num_released[used[self.keeps_blocks[used] == 1]].any(), "a row that keeps its blocks lacks some"
 
 
 def _entries(start: RequestStart, tenancy: int) -> tuple[int, ...]:
@@ -232,4 +238,6 @@ def _entries(start: RequestStart, tenancy: int) -> tuple[int, ...]:
         0,
         request.num_drafted,
         request.num_accepted,
+        0,
+        bool(request.choices),
     )

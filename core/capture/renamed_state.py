@@ -69,6 +69,7 @@ def _rename_row(scheduler: Scheduler, renaming: Renaming, row: int, states: dict
     named = int(table.num_named_blocks[row])
     contents = scheduler.pool.names.content[table.blocks.read(row, 0, named)].tolist() if named else []
     if named:
+        contents[: int(table.num_released[row])] = [0] * int(table.num_released[row])  # others may have these blocks
         contents[-1] = int(table.content[row])
     old, state, parts = table.token_ids(row), renaming.begin(request.root), []
     for index, content in enumerate(contents):

@@ -37,6 +37,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     #: The model's tokens see the whole prompt, so a step computes all of it, and no K or V is kept after the step.
     is_encoder: bool = False
     num_token_kinds: int = 1  # ids of tokens of kind k are k * vocab_size higher than those of kind 0
+    #: A token's K and V are read by so many tokens, its own included, and never again. 0: by all that follow.
+    kv_window: int = 0
 
 
 class StepHandle(Protocol):

@@ -60,6 +60,7 @@ def load(config: EngineConfig, usual_dtype: Callable[[Path], Dtype], rank: Rank 
         whole_prompt_tasks=() if pooler is None else pooler.whole_prompt_tasks,
         is_encoder=source.encoder is not None,
         num_token_kinds=1 if source.encoder is None else max(1, source.encoder.num_kinds),
+        kv_window=_kv_window(model, config),
     )
     return Loaded(model, info, source, dtype)
 
@@ -92,6 +93,13 @@ def load_drafting_model(config: EngineConfig, loaded: Loaded) -> Model | DraftHe
             f"{loaded.model.vocab_size}: use one with the same vocabulary"
         )
     return model
+
+
+def _kv_window(model: Model, config: EngineConfig) -> int:
+    """Return ModelInfo.kv_window. A draft model sees other tokens; the GPU multiplies those not seen."""
+    drafts = config.speculative_config is not None and config.speculative_config.runs_model
+    windows = model.windows if isinstance(model, Llama) and config.device == "cpu" and not drafts else (None,)
+    return 0 if None in windows else max(window for window in windows if window is not None)
 
 
 def _fingerprint(source: LoadedModel, dtype: Dtype) -> str:

@@ -10,13 +10,13 @@ equal content, and the prefix cache needs no further key. No number is given twi
 
 import threading
 import time
-import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from typing import Protocol
 
 import msgspec
 import numpy as np
 
+from core.holders import Holders
 from ipc.arrays import Floats, UInt8s
 from ipc.errors import InvalidRequestError
 from ipc.feature_messages import (
@@ -76,8 +76,7 @@ class Features:
         self._rows: dict[bytes, Floats] = {}  # by digest
         self._idle: OrderedDict[bytes, None] = OrderedDict()  # digests of _rows that no request has, oldest first
         self._cached_bytes = 0  # of _rows
-        self._num_held: dict[bytes, int] = {}  # by digest: FeatureUses that live, and those in _gone
-        self._gone: deque[bytes] = deque()  # digests of FeatureUses that have ended; appended to without the lock
+        self._held = Holders[bytes](self._lock, self._end)  # digests of the FeatureUses that live
         self._numbers: OrderedDict[bytes, int] = OrderedDict()
         self._num_numbered = 0
         self.num_encoded = 0  # images that the encoder has run for
@@ -150,7 +149,7 @@ class Features:
             raise InvalidRequestError("this engine has given all ids of features: start it anew")
         end = 0
         with self._lock:
-            self._settle()
+            self._held.settle()
             for use in uses:
                 if not end <= use.position < use.position + use.num_rows <= len(ids):
                     raise InvalidRequestError(
@@ -164,7 +163,8 @@ class Features:
                 if use.digest not in self._rows and isinstance(kept, PutFeature):
                     self._wanted[use.digest] = kept
                 ids[use.position : use.position + use.num_rows] = -1 - self._number(use.digest)
-                self._hold(use)
+                self._held.hold(use, use.digest)
+                self._idle.pop(use.digest, None)
         return msgspec.structs.replace(message, prompt_token_ids=ids.tobytes())
 
     def _check(self, client: int, use: FeatureUse) -> None:
@@ -236,7 +236,7 @@ class Features:
             raise InvalidRequestError("a feature of the request has numbers that are not finite")
         with self._lock:
             self._rows[digest] = rows
-            if digest not in self._num_held:
+            if digest not in self._held:
                 self._idle[digest] = None
             self._wanted.pop(digest, None)
             self._cached_bytes += rows.nbytes
@@ -266,30 +266,11 @@ class Features:
 
     # --- lives ---
 
-    def _hold(self, use: FeatureUse) -> None:
-        self._num_held[use.digest] = self._num_held.get(use.digest, 0) + 1
-        self._idle.pop(use.digest, None)
-        weakref.finalize(use, self._let_go, use.digest).atexit = False
-
-    def _let_go(self, digest: bytes) -> None:
-        """Note the end of a FeatureUse. The collector may run this in a thread that has the lock already."""
-        self._gone.append(digest)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._settle()
-            finally:
-                self._lock.release()
-
-    def _settle(self) -> None:
-        """Count the ends that were noted, under the lock."""
-        while self._gone:
-            digest = self._gone.popleft()
-            self._num_held[digest] -= 1
-            if not self._num_held[digest]:
-                del self._num_held[digest]
-                self._wanted.pop(digest, None)
-                if digest in self._rows:
-                    self._idle[digest] = None
+    def _end(self, digest: bytes) -> None:
+        """Note that no request has this feature any more; under the lock."""
+        self._wanted.pop(digest, None)
+        if digest in self._rows:
+            self._idle[digest] = None
         self._drop_unheld()
 
     def _drop_unheld(self) -> None:

@@ -48,7 +48,8 @@ def experts(values: Values, architecture: Architecture, sizes: dict[str, Any]) -
     count = "num_experts" if values.get("num_experts") is not None else "num_local_experts"
     normalises = values.boolean("norm_topk_prob") if row.normalises is None else row.normalises
     parts = expert_parts(values, count, row.size_key, normalises=normalises)
-    return msgspec.structs.replace(parts, dense_layers=_dense_layers(values, sizes["num_hidden_layers"]))
+    dense = _dense_layers(values, sizes["num_hidden_layers"])
+    return msgspec.structs.replace(parts, dense_layers=dense, has_biases=row.has_biases)
 
 
 def expert_parts(values: Values, count: str, size: str, *, normalises: bool) -> ExpertParts:

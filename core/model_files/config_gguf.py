@@ -54,7 +54,6 @@ _KEYS = {
 #: Keys of features that are not implemented -> their value without effect.
 _WITHOUT_EFFECT: dict[str, Any] = {
     "attention.clamp_kqv": 0.0,
-    "expert_gating_func": 1,  # softmax
     "expert_shared_count": 0,
     "expert_weights_scale": 1.0,
     "leading_dense_block_count": 0,
@@ -129,7 +128,8 @@ def read_gguf_config(path: Path) -> ModelConfig:
 
 
 def _refuse_features(values: Values, name: str, architecture: Architecture) -> None:
-    for key, plain in _WITHOUT_EFFECT.items():
+    gating = 1 if architecture.experts is None else architecture.experts.gguf_gating
+    for key, plain in {**_WITHOUT_EFFECT, "expert_gating_func": gating}.items():
         if values.values.get(f"{name}.{key}", plain) != plain:
             values.refuse(f"{name}.{key}", f"only {plain!r} is")
     if not _may_slide(architecture) and values.get("sliding_window") not in (None, 0):
@@ -163,6 +163,7 @@ def _features(header: GgufHeader, architecture: Architecture, sizes: dict[str, A
         "qk_norm_of_rows": architecture.qk_norm_of_rows,
         "pre_norms": architecture.pre_norms,
         "post_norms": architecture.post_norms,
+        "attention_sinks": architecture.attention_sinks,
         "scale_embeddings": architecture.scale_embeddings,
         "query_pre_attn_scalar": scalar,
         "fused_qkv": architecture.fused_qkv,
@@ -178,7 +179,7 @@ def _experts(values: Values, header: GgufHeader, architecture: Architecture, num
     normalises = values.boolean("norm_topk_prob", architecture.experts.gguf_normalises)
     dense = tuple(layer for layer in range(num_layers) if f"blk.{layer}.ffn_gate.weight" in header.tensors)
     parts = expert_parts(values, "num_experts", size, normalises=normalises)
-    return msgspec.structs.replace(parts, dense_layers=dense)
+    return msgspec.structs.replace(parts, dense_layers=dense, has_biases=architecture.experts.has_biases)
 
 
 def _rotary_dim(values: Values, architecture: Architecture, head_dim: int) -> int:

@@ -5,7 +5,7 @@ Settings that would change the arithmetic and are not implemented are refused by
 
 import json
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 
@@ -16,13 +16,14 @@ from core.model_files.rope_scaling import read_rope_scaling
 from core.model_files.values import Values, model_sizes
 from core.model_files.vision_settings import PROCESSOR_FILE, has_vision, read_vision, text_values
 from core.models.architectures import ARCHITECTURES, FORMS, Architecture, Form
-from core.models.config import Activation, ModelConfig
+from core.models.config import ModelConfig
 from core.models.encoder_architectures import EncoderArchitecture, EncoderForm
 from core.models.rope_scaling import YarnScaling
 from ipc.errors import ModelFileError
 from ipc.files.model_files import read_small_file
 
 _NAMES = ", ".join(ARCHITECTURES)
+_NAMED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 #: Settings of related architectures that are not implemented -> their value without effect.
 _WITHOUT_EFFECT: dict[str, Any] = {
@@ -158,9 +159,10 @@ def _dtype(values: Values) -> str:
 def _features(values: Values, architecture: Architecture, sizes: dict[str, Any]) -> dict[str, Any]:
     """Return the layer features by ModelConfig's names, without rotation and window."""
     configured = values.boolean("attention_bias") and architecture.attention_bias == "as configured"
-    activation = values.get(architecture.activation_key)
-    if activation not in (None, *get_args(Activation)):
-        values.refuse(architecture.activation_key, f"{' and '.join(map(repr, get_args(Activation)))} are")
+    key = architecture.activation_key
+    activation = None if key is None else values.get(key)
+    if key is not None and activation not in (None, *_NAMED_ACTIVATIONS):
+        values.refuse(key, f"{' and '.join(map(repr, _NAMED_ACTIVATIONS))} are")
     scalar = None
     if architecture.query_pre_attn_scalar:
         scalar = values.number("query_pre_attn_scalar", 1e-6, 1e6)
@@ -172,6 +174,7 @@ def _features(values: Values, architecture: Architecture, sizes: dict[str, Any])
         "qk_norm_of_rows": architecture.qk_norm_of_rows,
         "pre_norms": architecture.pre_norms,
         "post_norms": architecture.post_norms,
+        "attention_sinks": architecture.attention_sinks,
         "norm_offset": architecture.norm_offset,
         "scale_embeddings": architecture.scale_embeddings,
         "query_pre_attn_scalar": scalar,

@@ -47,6 +47,7 @@ def gguf_rope_scaling(
             attention_factor=1.0 if architecture.query_growth else yarn_attention_factor(factor),
             beta_fast=values.number("beta_fast", 1e-6, 1e6, 32.0),
             beta_slow=values.number("beta_slow", 1e-6, 1e6, 1.0),
+            truncate=architecture.gguf_yarn_truncates,
         )
     return LinearScaling(factor) if kind == "linear" else None
 

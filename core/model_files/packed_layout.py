@@ -11,6 +11,8 @@ ends. The tensors of a matrix [out, in] with codes of b bits:
     compressed-tensors  weight_packed int32 [out, in * b / 32], codes plus 2^(b-1); weight_scale [out, groups];
                         weight_zero_point int32 [out * b / 32, groups], if any; weight_g_idx. Or weight int8 or
                         F8_E4M3 [out, in], with weight_scale [out, groups] or [out / rows, in / columns] of blocks
+    mxfp4               blocks uint8 [out, in / 32, 16] of two codes, the low one first; exponents uint8 [out, in / 32]
+                        (gpt-oss, under other names: core/model_files/stacked_experts.py)
     fp8                 weight F8_E4M3 [out, in]; weight_scale_inv [out / rows, in / columns], or weight_scale
                         (DeepSeek V3, Qwen3-FP8)
 """
@@ -35,6 +37,8 @@ _DTYPES = {
     "weight_scale_inv": ("F16", "BF16", "F32"),
     "weight_zero_point": ("I32", "I8"),
     "weight": ("I8", "F8_E4M3"),
+    "blocks": ("U8",),
+    "exponents": ("U8",),
 }
 #: The kinds that a matrix can be stored as, by packing; those after "" may be missing.
 _KINDS: dict[Packing, tuple[tuple[str, ...], ...]] = {
@@ -46,6 +50,7 @@ _KINDS: dict[Packing, tuple[tuple[str, ...], ...]] = {
         ("weight_packed", "weight_scale", "", "weight_zero_point", "weight_g_idx"),
         ("weight", "weight_scale", "", "weight_zero_point"),
     ),
+    "mxfp4": (("blocks", "exponents"),),
     "fp8": (("weight", "weight_scale_inv"), ("weight", "weight_scale")),
 }
 #: Kinds that do not change a weight: scales of activations and of the cache, and the shape that the config says too.
@@ -84,6 +89,10 @@ def _expected(kind: str, found: Mapping[str, Shape], shape: Shape, packing: Pack
     match kind:
         case "weight":
             return (shape,)
+        case "blocks":
+            return ((rows, columns // 32, 16),)
+        case "exponents":
+            return ((rows, columns // 32),)
         case "g_idx" | "weight_g_idx":
             return ((columns,),)
         case "qweight" if packing == "awq":

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from core.model_files.mxfp4 import in_gguf_order, mxfp4_matrix
 from core.model_files.packed_layout import BLOCK_ROWS, Shape, bits_of
 from core.models.config import Packing
 from core.models.stored_matrix import StoredMatrix, StoredPart
@@ -21,6 +22,7 @@ ELEMENT_DTYPES: dict[str, Dtype] = {
     "I32": np.dtype(np.int32),
     "I8": np.dtype(np.int8),
     "F8_E4M3": np.dtype(np.uint8),
+    "U8": np.dtype(np.uint8),
     "F16": FLOAT16,
     "BF16": BFLOAT16,
     "F32": FLOAT32,
@@ -48,6 +50,8 @@ def unpack(tensors: Mapping[str, NDArray[Any]], shape: Shape, packing: Packing, 
     one scale, which is a float16, and if the codes less their zeros have at most 8 bits. Dense weights are computed in
     float32 and rounded once. Errors: ValueError for groups that do not exist.
     """
+    if packing == "mxfp4":
+        return mxfp4_matrix(tensors["exponents"], in_gguf_order(tensors["blocks"]))
     codes = _READERS[packing](tensors, shape, packing)
     part = _as_blocks(codes)
     return StoredMatrix([part]) if part is not None else StoredMatrix.of(_dense(codes, dtype))

@@ -20,7 +20,7 @@ def read_packing(values: Values) -> Packing:
     config = values.group("quantization_config")
     if config is None:
         return "none"
-    method = _one_of(config, "quant_method", "gptq", "awq", "auto-round", "compressed-tensors", "fp8")
+    method = _one_of(config, "quant_method", "gptq", "awq", "auto-round", "compressed-tensors", "fp8", "mxfp4")
     if method == "gptq":
         return _gptq(config)
     if method == "auto-round":
@@ -30,6 +30,8 @@ def read_packing(values: Values) -> Packing:
     if method == "awq":
         _one_of(config, "version", None, "gemm", "GEMM")
         return "awq"
+    if method == "mxfp4":
+        return "mxfp4"
     _one_of(config, "fmt", None, "e4m3")
     return "fp8"
 

@@ -17,8 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.model_files.encoder_weights import encoder_shapes, with_our_names
+from core.model_files.mxfp4 import MXFP4, mxfp4_rows
 from core.model_files.packed_layout import UNUSED_KINDS, fault_of, kinds_of
 from core.model_files.packed_matrix import ELEMENT_DTYPES, unpack
+from core.model_files.stacked_experts import unstacked, unturned
+from core.model_files.stored_tensor import PackedTensor, StoredTensor
 from core.model_files.tensor_names import gguf_name, head_order, json_name
 from core.models.architectures import ARCHITECTURES
 from core.models.config import ModelConfig, Packing
@@ -39,32 +42,13 @@ from kernels.elements import FLOAT32, Dtype
 _SAFETENSORS_TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 _INTEGER_TYPES = {"I64": "<i8", "I32": "<i4"}
 
+#: Types of single tensors that become weights.
+_TYPES = (*BLOCK_SIZES, MXFP4)
+
 #: Tables of rotary embedding in files; the config contains their information already.
 _HARMLESS = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|blk\.\d+\.attn_rot_embd\.weight|rope_freqs\.weight"
 )
-
-
-class _Stored(msgspec.Struct, frozen=True):
-    """The location and format of one tensor."""
-
-    path: Path
-    source_name: str  # the tensor's name in its file
-    type: str
-    shape: tuple[int, ...]
-    begin: int  # bytes from the start of the file
-    end: int
-    heads: int = 0  # leading heads whose rows are reordered
-    order: tuple[int, ...] = ()  # of a head's rows: where each is in the file
-
-
-class _Packed(msgspec.Struct, frozen=True):
-    """The tensors that a packed matrix is stored as (core/model_files/packed_layout.py)."""
-
-    stem: str  # of the matrix's name
-    parts: dict[str, _Stored]  # by kind
-    shape: tuple[int, ...]
-    packing: Packing
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -104,6 +88,8 @@ def layer_shapes(config: ModelConfig, layer: int = 0) -> dict[str, tuple[int, ..
     shapes["self_attn.o_proj.weight"] = (hidden, query_size)
     if config.output_bias:
         shapes["self_attn.o_proj.bias"] = (hidden,)
+    if config.attention_sinks:
+        shapes["self_attn.sinks.weight"] = (config.num_attention_heads,)
     norms = ["post_attention_layernorm"]
     if config.post_norms:
         norms += ["pre_feedforward_layernorm"] if config.pre_norms else []
@@ -115,6 +101,9 @@ def layer_shapes(config: ModelConfig, layer: int = 0) -> dict[str, tuple[int, ..
     shapes["mlp.router.weight"] = (experts.num_experts, hidden)
     for number in range(experts.num_experts):
         shapes |= _mlp_shapes(config, f"mlp.experts.{number}.", experts.intermediate_size)
+    if experts.has_biases:
+        routed = {name: shape for name, shape in shapes.items() if name.startswith("mlp.")}
+        shapes |= {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in routed.items()}
     return shapes
 
 
@@ -165,7 +154,7 @@ def load_tensors(
     return _convert(plan, dtype, None)
 
 
-def _as_matrix(stored: _Stored) -> _Stored:
+def _as_matrix(stored: StoredTensor) -> StoredTensor:
     shape = stored.shape
     return msgspec.structs.replace(stored, shape=(shape[0], math.prod(shape[1:]))) if len(shape) > 2 else stored
 
@@ -185,26 +174,26 @@ def read_integers(folder: Path, name: str) -> Ints | None:
         return np.frombuffer(file[stored.begin : stored.end], _INTEGER_TYPES[stored.type]).astype(np.int64)
 
 
-def _plan_gguf(path: Path, config: ModelConfig) -> Mapping[str, _Stored | _Packed]:
+def _plan_gguf(path: Path, config: ModelConfig) -> Mapping[str, StoredTensor | PackedTensor]:
     found = {
-        name: _Stored(path, name, tensor.type, tensor.shape, tensor.offset, tensor.offset + tensor.num_bytes)
+        name: StoredTensor(path, name, tensor.type, tensor.shape, tensor.offset, tensor.offset + tensor.num_bytes)
         for name, tensor in read_gguf(path).tensors.items()
     }
-    row, found = ARCHITECTURES[config.architecture], _unstacked(found)
+    row, found = ARCHITECTURES[config.architecture], unstacked(found)
     plan = {name: _take(found, gguf_name(name, config), shape, path) for name, shape in expected_shapes(config).items()}
     _check_rest(found, config)
     return _in_our_order(plan, config, row.interleaves_heads or row.gguf_interleaves_heads)
 
 
-def _folder_tensors(folder: Path) -> dict[str, _Stored]:
+def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
     return {
-        name: _Stored(path, name, _SAFETENSORS_TYPES.get(t.dtype, t.dtype), t.shape, t.begin, t.end)
+        name: StoredTensor(path, name, _SAFETENSORS_TYPES.get(t.dtype, t.dtype), t.shape, t.begin, t.end)
         for path, tensors in read_safetensors_folder(folder).items()
         for name, t in tensors.items()
     }
 
 
-def _plan_folder(folder: Path, config: ModelConfig) -> Mapping[str, _Stored | _Packed]:
+def _plan_folder(folder: Path, config: ModelConfig) -> Mapping[str, StoredTensor | PackedTensor]:
     found = _folder_tensors(folder)
     if config.encoder is not None:
         found = with_our_names(found, config)
@@ -212,8 +201,9 @@ def _plan_folder(folder: Path, config: ModelConfig) -> Mapping[str, _Stored | _P
         found = {text_name(name): stored for name, stored in found.items() if not IS_VISION.fullmatch(name)}
     elif "model.embed_tokens.weight" not in found:  # saved from a model without a head
         found = {name if name.startswith(("lm_head.", "score.")) else f"model.{name}": t for name, t in found.items()}
-    found = _unstacked(found)
-    plan: dict[str, _Stored | _Packed] = {}
+    turns = config.encoder is None and (experts := ARCHITECTURES[config.architecture].experts) and experts.is_turned
+    found = unturned(found) if turns else unstacked(found)
+    plan: dict[str, StoredTensor | PackedTensor] = {}
     for name, shape in expected_shapes(config).items():
         theirs = json_name(name, config)
         plan[name] = _take_packed(found, theirs, shape, config.packing) or _take(found, theirs, shape, folder)
@@ -223,26 +213,9 @@ def _plan_folder(folder: Path, config: ModelConfig) -> Mapping[str, _Stored | _P
     return _in_our_order(plan, config, ARCHITECTURES[config.architecture].interleaves_heads)
 
 
-def _unstacked(found: dict[str, _Stored]) -> dict[str, _Stored]:
-    """Return the tensors with those of all experts [experts, rows, depth] cut into matrices: x.weight -> x.0.weight."""
-    matrices: dict[str, _Stored] = {}
-    for name, stored in found.items():
-        if len(stored.shape) != 3:
-            matrices[name] = stored
-            continue
-        stem, kind = name.rsplit(".", 1)
-        size = (stored.end - stored.begin) // max(stored.shape[0], 1)
-        for number in range(stored.shape[0]):
-            begin = stored.begin + number * size
-            matrices[f"{stem}.{number}.{kind}"] = msgspec.structs.replace(
-                stored, shape=stored.shape[1:], begin=begin, end=begin + size
-            )
-    return matrices
-
-
 def _in_our_order(
-    plan: Mapping[str, _Stored | _Packed], config: ModelConfig, interleaves: bool
-) -> Mapping[str, _Stored | _Packed]:
+    plan: Mapping[str, StoredTensor | PackedTensor], config: ModelConfig, interleaves: bool
+) -> Mapping[str, StoredTensor | PackedTensor]:
     """Return the plan with the order of the heads' rows of Q and K. interleaves: see head_order().
 
     Errors: UnsupportedModelError for packed matrices, whose rows cannot be reordered.
@@ -256,31 +229,33 @@ def _in_our_order(
     ordered = dict(plan)
     for name, stored in plan.items():
         count = heads.get(name.split(".")[-2], 0)
-        if count and isinstance(stored, _Packed):
+        if count and isinstance(stored, PackedTensor):
             raise UnsupportedModelError(
                 f"matrix {stored.stem} is quantized, and a {config.architecture} has the rows of Q and K in another "
                 "order than the kernels; safetensors in F32, F16 or BF16, or a GGUF file, run"
             )
-        if count and isinstance(stored, _Stored):
+        if count and isinstance(stored, StoredTensor):
             ordered[name] = msgspec.structs.replace(stored, heads=count, order=order)
     return ordered
 
 
-def _take(found: dict[str, _Stored], name: str, shape: tuple[int, ...], where: Path) -> _Stored:
+def _take(found: dict[str, StoredTensor], name: str, shape: tuple[int, ...], where: Path) -> StoredTensor:
     """Remove a tensor from `found`, check it and return it. Errors: ModelFileError, UnsupportedModelError."""
     stored = found.pop(name, None)
     if stored is None:
         raise ModelFileError(f"{where}: tensor {name} is missing; expected shape {shape}")
     if stored.shape != shape:
         raise ModelFileError(f"{stored.path}: tensor {name} has shape {stored.shape}; the config says {shape}")
-    if stored.type not in BLOCK_SIZES:
+    if stored.type not in _TYPES:
         raise UnsupportedModelError(
-            f"{stored.path}: tensor {name} has type {stored.type}; supported are {', '.join(BLOCK_SIZES)}"
+            f"{stored.path}: tensor {name} has type {stored.type}; supported are {', '.join(_TYPES)}"
         )
     return stored
 
 
-def _take_packed(found: dict[str, _Stored], name: str, shape: tuple[int, ...], packing: Packing) -> _Packed | None:
+def _take_packed(
+    found: dict[str, StoredTensor], name: str, shape: tuple[int, ...], packing: Packing
+) -> PackedTensor | None:
     """Remove the tensors of a packed matrix from `found` and check them; None if the weight is stored plainly.
 
     Errors: ModelFileError.
@@ -293,10 +268,10 @@ def _take_packed(found: dict[str, _Stored], name: str, shape: tuple[int, ...], p
     fault = fault_of({kind: (part.type, part.shape) for kind, part in parts.items()}, shape, packing)
     if fault:
         raise ModelFileError(f"{parts[kinds[0]].path}: matrix {stem}: {fault}")
-    return _Packed(stem, parts, shape, packing)
+    return PackedTensor(stem, parts, shape, packing)
 
 
-def _check_rest(found: dict[str, _Stored], config: ModelConfig) -> None:
+def _check_rest(found: dict[str, StoredTensor], config: ModelConfig) -> None:
     """Refuse unused tensors, except for a few harmless ones: ignoring them would change the model's output.
 
     Errors: UnsupportedModelError.
@@ -316,7 +291,7 @@ def _check_rest(found: dict[str, _Stored], config: ModelConfig) -> None:
         )
 
 
-def _is_zero_bias(stored: _Stored) -> bool:
+def _is_zero_bias(stored: StoredTensor) -> bool:
     """Return whether a tensor is a bias of zeros; AutoGPTQ gives one to each matrix that has none."""
     if not stored.source_name.endswith("_proj.bias"):
         return False
@@ -325,11 +300,11 @@ def _is_zero_bias(stored: _Stored) -> bool:
 
 
 def _convert(
-    plan: Mapping[str, _Stored | _Packed], dtype: Dtype, library: CpuLibrary | None
+    plan: Mapping[str, StoredTensor | PackedTensor], dtype: Dtype, library: CpuLibrary | None
 ) -> Iterator[tuple[str, Weight]]:
     files: dict[Path, mmap.mmap] = {}
     for name, stored in plan.items():
-        if isinstance(stored, _Packed):
+        if isinstance(stored, PackedTensor):
             yield name, _unpack(stored, files, dtype)
             continue
         file, data = _data_of(stored, files)
@@ -344,7 +319,7 @@ def _convert(
         _release(file, stored)
 
 
-def _data_of(stored: _Stored, files: dict[Path, mmap.mmap]) -> tuple[mmap.mmap, UInt8s]:
+def _data_of(stored: StoredTensor, files: dict[Path, mmap.mmap]) -> tuple[mmap.mmap, UInt8s]:
     """Return the mapped file of a tensor, and the tensor's bytes in it. files: those mapped so far."""
     file = files.get(stored.path)
     if file is None:
@@ -354,11 +329,12 @@ def _data_of(stored: _Stored, files: dict[Path, mmap.mmap]) -> tuple[mmap.mmap, 
     return file, np.frombuffer(file, np.uint8, stored.end - stored.begin, stored.begin)
 
 
-def _unpack(packed: _Packed, files: dict[Path, mmap.mmap], dtype: Dtype) -> StoredMatrix:
+def _unpack(packed: PackedTensor, files: dict[Path, mmap.mmap], dtype: Dtype) -> StoredMatrix:
     tensors: dict[str, NDArray[Any]] = {}
     for kind, stored in packed.parts.items():
         _, data = _data_of(stored, files)
-        tensors[kind] = np.array(data).view(ELEMENT_DTYPES[stored.type]).reshape(stored.shape)
+        tensor = np.array(data).view(ELEMENT_DTYPES[stored.type]).reshape(stored.shape)
+        tensors[kind] = tensor[list(stored.order)] if stored.order else tensor
         _release(files[stored.path], stored)
     try:
         return unpack(tensors, packed.shape, packed.packing, dtype)
@@ -366,20 +342,27 @@ def _unpack(packed: _Packed, files: dict[Path, mmap.mmap], dtype: Dtype) -> Stor
         raise ModelFileError(f"{next(iter(packed.parts.values())).path}: matrix {packed.stem}: {error}") from None
 
 
-def _release(file: mmap.mmap, stored: _Stored) -> None:
+def _release(file: mmap.mmap, stored: StoredTensor) -> None:
     """Release the mapping's pages that hold only this tensor. A later access reads them from the file again."""
     begin, end = round_up(stored.begin, mmap.PAGESIZE), stored.end // mmap.PAGESIZE * mmap.PAGESIZE
     if end > begin:
         file.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
 
-def _to_weight(data: UInt8s, stored: _Stored, library: CpuLibrary | None, release: Callable[[], None]) -> StoredMatrix:
+def _to_weight(
+    data: UInt8s, stored: StoredTensor, library: CpuLibrary | None, release: Callable[[], None]
+) -> StoredMatrix:
     """Return the stored tensor as a matrix; a vector becomes a matrix of one row."""
     if stored.begin % 4:
         data = data.copy()  # no type is wider than 4 bytes, and a safetensors header may have any length
+    if stored.is_turned:
+        rows, columns = stored.shape
+        data = data.reshape(columns, rows, -1).swapaxes(0, 1).reshape(-1)
     if stored.heads:
         data = _reordered(data.reshape(stored.shape[0], -1), stored.heads, stored.order)
     rows = stored.shape[0] if len(stored.shape) > 1 else 1
+    if stored.type == MXFP4:
+        return mxfp4_rows(data.reshape(rows, -1), library)
     return StoredMatrix([StoredPart(stored.type, data.reshape(rows, -1), stored.shape[-1], library, release)])
 
 

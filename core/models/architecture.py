@@ -15,6 +15,13 @@ class ExpertRow(msgspec.Struct, frozen=True, kw_only=True):
     normalises: bool | None = None  # the weights of a token's experts sum to 1; None: if norm_topk_prob is true
     gguf_normalises: bool = True  # for llama.cpp, which has no key for it
     gguf: str | None = None  # general.architecture that another row has; this one if the file has experts
+    gguf_gating: int = (
+        1  # llama.cpp's number of the function that makes weights of the router's numbers, if it is named
+    )
+    has_biases: bool = False
+    #: Safetensors have the matrices of all experts as [experts, in, out], or in MXFP4 as blocks and scales
+    #: (core/model_files/stacked_experts.py); rows of gate and up take turns.
+    is_turned: bool = False
 
 
 class Architecture(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,7 +36,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     #: Settings that have other values in related models, which are refused -> the only value.
     only: Mapping[str, Any] = msgspec.field(default_factory=dict)
     size_key: str = "intermediate_size"  # the setting of the MLP's size
-    activation_key: str = "hidden_act"
+    activation_key: str | None = "hidden_act"  # None: all have `activation`, whatever their files name
     activation: Activation = "silu"  # if a file does not name one
     #: The biases of attention. "qkv": on Q, K and V. "as configured": on Q, K, V and the output, if the setting
     #: attention_bias is true.
@@ -65,7 +72,9 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     query_growth: bool = False  # the setting llama_4_scaling_beta exists; GGUF: attention.temperature_scale
     longrope: bool = False  # the scaling exists
     interleaves_heads: bool = False  # the rows of q and k have pairs of rotated numbers as neighbours, in every file
+    gguf_yarn_truncates: bool = True  # whether the ends of YaRN's transition are whole dimensions; no key says so
     gguf_interleaves_heads: bool = False  # llama.cpp's converter reorders the rows of q and k so
+    attention_sinks: bool = False
     soft_caps: bool = False  # the settings attn_logit_softcapping and final_logit_softcapping exist
     multipliers: Literal["none", "granite", "minicpm"] = "none"  # whose names the settings have
     experts: ExpertRow | None = None  # of architectures with routed MLPs

@@ -1,8 +1,7 @@
 """ROWS: one row for each in-tree architecture, with the properties that its files do not state."""
 
-from core.models.architecture import Architecture, ExpertRow
-
-_QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
+from core.models.architecture import Architecture
+from core.models.routed_rows import QWEN_WINDOW, ROUTED_ROWS
 
 _DENSE = (
     Architecture(
@@ -26,7 +25,7 @@ _DENSE = (
         base_name="Qwen2Model",
         model_type="qwen2",
         gguf="qwen2",
-        defaults={"num_key_value_heads": 32, **_QWEN_WINDOW},
+        defaults={"num_key_value_heads": 32, **QWEN_WINDOW},
         attention_bias="qkv",
         sliding="from max_window_layers",
     ),
@@ -35,7 +34,7 @@ _DENSE = (
         base_name="MiMoModel",
         model_type="mimo",
         gguf=None,
-        defaults={"num_key_value_heads": 32, **_QWEN_WINDOW},
+        defaults={"num_key_value_heads": 32, **QWEN_WINDOW},
         attention_bias="qkv",
         sliding="from max_window_layers",
         mtp="model.mtp_layers.",
@@ -45,7 +44,7 @@ _DENSE = (
         base_name="Qwen3Model",
         model_type="qwen3",
         gguf="qwen3",
-        defaults={"num_key_value_heads": 32, "head_dim": 128, **_QWEN_WINDOW},
+        defaults={"num_key_value_heads": 32, "head_dim": 128, **QWEN_WINDOW},
         attention_bias="as configured",
         sliding="from max_window_layers",
         qk_norm=True,
@@ -294,77 +293,4 @@ _DENSE = (
     ),
 )
 
-#: GGUF's names of routed MLPs.
-_GGUF_EXPERTS = {
-    "mlp.router": "ffn_gate_inp",
-    "mlp.experts.*.gate_proj": "ffn_gate_exps.*",
-    "mlp.experts.*.up_proj": "ffn_up_exps.*",
-    "mlp.experts.*.down_proj": "ffn_down_exps.*",
-}
-
-_ROUTED = (
-    Architecture(
-        name="Qwen3MoeForCausalLM",
-        base_name="Qwen3MoeModel",
-        model_type="qwen3_moe",
-        gguf="qwen3moe",
-        defaults={"num_key_value_heads": 4, **_QWEN_WINDOW},
-        attention_bias="as configured",
-        sliding="from max_window_layers",
-        qk_norm=True,
-        experts=ExpertRow(),
-        names={"mlp.router": "mlp.gate"},
-        gguf_names=_GGUF_EXPERTS,
-    ),
-    Architecture(
-        name="MixtralForCausalLM",
-        base_name="MixtralModel",
-        model_type="mixtral",
-        gguf=None,
-        defaults={"num_key_value_heads": 8, "sliding_window": None, "num_local_experts": 8, "num_experts_per_tok": 2},
-        sliding="all",
-        rope_theta=1_000_000.0,
-        gguf_interleaves_heads=True,
-        experts=ExpertRow(size_key="intermediate_size", normalises=True, gguf="llama"),
-        names={
-            "mlp.router": "block_sparse_moe.gate",
-            "mlp.experts.*.gate_proj": "block_sparse_moe.experts.*.w1",
-            "mlp.experts.*.up_proj": "block_sparse_moe.experts.*.w3",
-            "mlp.experts.*.down_proj": "block_sparse_moe.experts.*.w2",
-        },
-        gguf_names=_GGUF_EXPERTS,
-    ),
-    Architecture(
-        name="OlmoeForCausalLM",
-        base_name="OlmoeModel",
-        model_type="olmoe",
-        gguf="olmoe",
-        defaults={"num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8},
-        attention_bias="as configured",
-        qk_norm=True,
-        qk_norm_of_rows=True,
-        experts=ExpertRow(size_key="intermediate_size", gguf_normalises=False),
-        names={"mlp.router": "mlp.gate"},
-        gguf_names=_GGUF_EXPERTS,
-    ),
-    Architecture(
-        name="GraniteMoeForCausalLM",
-        base_name="GraniteMoeModel",
-        model_type="granitemoe",
-        gguf="granitemoe",
-        defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
-        attention_bias="as configured",
-        gguf_interleaves_heads=True,
-        multipliers="granite",
-        fused_gate_up=True,
-        experts=ExpertRow(size_key="intermediate_size", normalises=True),
-        names={
-            "mlp.router": "block_sparse_moe.router.layer",
-            "mlp.experts.*.gate_up_proj": "block_sparse_moe.input_linear.*",
-            "mlp.experts.*.down_proj": "block_sparse_moe.output_linear.*",
-        },
-        gguf_names=_GGUF_EXPERTS,
-    ),
-)
-
-ROWS = (*_DENSE, *_ROUTED)
+ROWS = (*_DENSE, *ROUTED_ROWS)

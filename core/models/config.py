@@ -12,11 +12,12 @@ import msgspec
 from core.models.rope_scaling import RopeScaling
 from core.models.vision_parts import VisionParts
 
-Activation = Literal["silu", "gelu_pytorch_tanh"]
+#: clamped_silu: min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (1 + up), with up between -7 and 7 (gpt-oss).
+Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_silu"]
 EncoderActivation = Literal["gelu", "gelu_pytorch_tanh"]
 #: How the matrices of a safetensors folder are stored: as they are, or as codes and scales in several tensors
 #: (core/model_files/packed_layout.py).
-Packing = Literal["none", "gptq", "gptq_v2", "awq", "compressed-tensors", "fp8"]
+Packing = Literal["none", "gptq", "gptq_v2", "awq", "compressed-tensors", "fp8", "mxfp4"]
 #: What stands between the pooled state and the labels of an encoder that classifies: a linear layer and tanh, or a
 #: linear layer, gelu and a norm.
 ClassifierHead = Literal["none", "tanh", "gelu and norm"]
@@ -46,6 +47,7 @@ class ExpertParts(msgspec.Struct, frozen=True, kw_only=True):
     intermediate_size: int  # of an expert
     normalises: bool  # the weights of a token's chosen experts sum to 1
     dense_layers: tuple[int, ...] = ()  # indices of layers without a router
+    has_biases: bool = False  # the router and the experts' products have biases
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +95,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     logits_multiplier: float = 1.0
     logits_cap: float | None = None  # logits become cap * tanh(logits / cap)
     scores_cap: float | None = None  # so do attention's scores
+    attention_sinks: bool = False  # each head has a further score without a value: it takes a part of the weights
     fused_qkv: bool = False  # the file has Q, K and V as one matrix
     fused_gate_up: bool = False  # the file has the MLP's gate and up as one matrix
     experts: ExpertParts | None = None  # None: no layer has a router

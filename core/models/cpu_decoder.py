@@ -75,6 +75,7 @@ def _parts(layer: Layer) -> LayerParts:
         norms_of_rows=layer.attention.rope.of_rows,
         scale=layer.attention.scale,
         cap=layer.attention.cap,
+        sinks=layer.attention.sinks,
         o=_matrix(layer.o),
         attention_out_norm=None if layer.attention_out is unchanged else _norm(layer.attention_out),
         mlp_norm=_norm(layer.mlp_norm),

@@ -15,7 +15,7 @@ from core.models.token_adapters import TokenAdapters
 from core.models.unchanged import unchanged
 from core.models.weight_form import WeightForm
 from ipc.arrays import AnyInts, Floats, Ints
-from kernels.cpu.attention import CpuAttention
+from kernels.cpu.attention import CpuAttention, sink_scores
 from kernels.cpu.attention_plan import TILE, AttentionPlan, AttentionPlanner
 from kernels.cpu.decoder_parts import exceed_caches
 from kernels.cpu.embedding import CpuEmbedding
@@ -54,10 +54,11 @@ class CpuAttend:
     kind: int
     scale: float
     cap: float | None = None  # of the scores
+    sinks: Floats | None = None  # [H], of sink_scores()
 
     def __call__(self, qkv: Numbers, step: CpuStep, index: int) -> Numbers:
         q = self.rope(qkv, step.tables[self.kind], step.positions, step.cache, index, step.slots)
-        return self.attention(q, step.cache, index, step.work[self.kind], self.scale, self.cap)
+        return self.attention(q, step.cache, index, step.work[self.kind], self.scale, self.cap, self.sinks)
 
 
 class CpuExpert(Protocol):
@@ -133,9 +134,11 @@ class CpuOperations:
         """Return the norm with this weight [d] float32."""
         return CpuNorm(self.library, weight, eps, dtype, multiplier=self._config.residual_multiplier)
 
-    def gate_up(self, weight: StoredMatrix, function: Activation | EncoderActivation) -> tuple[PackedMatrix, Operation]:
+    def gate_up(
+        self, weight: StoredMatrix, function: Activation | EncoderActivation, bias: Floats | None = None
+    ) -> tuple[PackedMatrix, Operation]:
         """Return a product that applies the activation itself, and `unchanged`."""
-        return self._packed(weight, gate=function), unchanged
+        return self._packed(weight, bias, gate=function), unchanged
 
     def _packed(
         self,
@@ -164,10 +167,10 @@ class CpuOperations:
             is_kept=self._is_kept,
         )
 
-    def router(self, weight: StoredMatrix) -> PackedMatrix:
+    def router(self, weight: StoredMatrix, bias: Floats | None = None) -> PackedMatrix:
         """Return the product of a routed MLP's router; 8 bits would choose other experts."""
         numbers = weight.dense(self._dtype)
-        return PackedMatrix(self.library, numbers, dtype=self._dtype, out_dtype=FLOAT32, is_kept=self._is_kept)
+        return PackedMatrix(self.library, numbers, bias, dtype=self._dtype, out_dtype=FLOAT32, is_kept=self._is_kept)
 
     def experts(
         self, router: PackedMatrix, experts: Sequence["CpuExpert"], num_chosen: int, *, normalises: bool
@@ -176,13 +179,14 @@ class CpuOperations:
         gate_ups, downs = [each.gate_up for each in experts], [each.down for each in experts]
         return CpuExperts(self.library, router, gate_ups, downs, num_chosen, normalises=normalises)
 
-    def attention(self, kind: int, norms: Floats | None) -> CpuAttend:
+    def attention(self, kind: int, norms: Floats | None, sinks: Floats | None = None) -> CpuAttend:
         """Return the attention of one layer."""
         config = self._config
         rope = CpuRope(
             self.library, config.num_attention_heads, norms, config.rms_norm_eps, of_rows=config.qk_norm_of_rows
         )
-        return CpuAttend(rope, self._attention, kind, config.scores_scale, config.scores_cap)
+        scores = None if sinks is None else sink_scores(sinks)
+        return CpuAttend(rope, self._attention, kind, config.scores_scale, config.scores_cap, scores)
 
     def settle_length(self, length: int) -> None:
         """Fix the rotary embeddings that depend on the length of the longest context."""

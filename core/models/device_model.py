@@ -33,6 +33,7 @@ def missing_on_device(config: ModelConfig) -> str | None:
     """Return the name of a feature of the model that the device's kernels do not have; None: they have all."""
     features = {
         "soft cap of attention's scores": config.scores_cap is not None,
+        "attention sinks": config.attention_sinks,
         "norms of whole rows of Q and K": config.qk_norm_of_rows,
         "layers without norms before attention": not config.pre_norms,
         "queries that grow with the position": config.query_growth is not None,

@@ -73,12 +73,13 @@ def build_layer(
     # In the order of the weights' iterator, so that each is packed before the next is read.
     qkv = product([f"{attention}{name}_proj" for name in (("qkv",) if config.fused_qkv else "qkv")], config.qkv_bias)
     o = product([f"{attention}o_proj"], config.output_bias)
+    sinks = parts.take(f"{attention}sinks.weight") if config.attention_sinks else None
     mlp = build_mlp(operations, parts, config, index)
     return Layer(
         kind=kind,
         input_norm=norm_before("input_layernorm"),
         qkv=qkv,
-        attention=operations.attention(kind, _query_key_norms(parts, attention, config)),
+        attention=operations.attention(kind, _query_key_norms(parts, attention, config), sinks),
         o=o,
         attention_out=norm("post_attention_layernorm", FLOAT32) if config.post_norms else unchanged,
         mlp_norm=norm_before("pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"),

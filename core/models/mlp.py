@@ -7,6 +7,7 @@ from core.models.config import ModelConfig
 from core.models.operations import Operations, Product
 from core.models.tensor import Operation, Tensor
 from core.models.weight_parts import WeightParts
+from ipc.arrays import Floats
 from kernels.elements import FLOAT32
 
 
@@ -59,18 +60,23 @@ def build_mlp(operations: Operations, parts: WeightParts, config: ModelConfig, i
     halves = ("gate_up",) if config.fused_gate_up else ("gate", "up")
 
     def gate_up(name: str) -> tuple[Product, Operation]:
-        return operations.gate_up(
-            parts.take_matrix(*(f"{name}{half}_proj.weight" for half in halves)), config.hidden_act
-        )
+        names = [f"{name}{half}_proj" for half in halves]
+        weight = parts.take_matrix(*(f"{one}.weight" for one in names))
+        return operations.gate_up(weight, config.hidden_act, bias(*names))
+
+    def bias(*names: str) -> Floats | None:
+        has_biases = routed is not None and routed.has_biases and index not in routed.dense_layers
+        return parts.take(*(f"{name}.bias" for name in names)) if has_biases else None
 
     if routed is None or index in routed.dense_layers:
         return DenseMlp(*gate_up(prefix), operations.linear(parts.take_matrix(f"{prefix}down_proj.weight")))
     # In the order of the weights' iterator, so that each is packed before the next is read.
-    router = operations.router(parts.take_matrix(f"{prefix}router.weight"))
+    router = operations.router(parts.take_matrix(f"{prefix}router.weight"), bias(f"{prefix}router"))
     experts = []
     for number in range(routed.num_experts):
         name = f"{prefix}experts.{number}."
         product, activation = gate_up(name)
-        down = operations.linear(parts.take_matrix(f"{name}down_proj.weight"), out_dtype=FLOAT32)
+        weight = parts.take_matrix(f"{name}down_proj.weight")
+        down = operations.linear(weight, bias(f"{name}down_proj"), out_dtype=FLOAT32)
         experts.append(DenseMlp(product, activation, down))
     return RoutedMlp(operations.experts(router, experts, routed.num_chosen, normalises=routed.normalises))

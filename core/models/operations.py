@@ -79,13 +79,15 @@ class Operations(Protocol):
     def norm(self, weight: Floats | None, eps: float, dtype: Dtype) -> Norm:
         """Return the norm with weight [d] float32; results are of dtype. None: it rounds to dtype, and no more."""
 
-    def gate_up(self, weight: StoredMatrix, function: Activation) -> tuple[Product, Operation]:
+    def gate_up(
+        self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
+    ) -> tuple[Product, Operation]:
         """Return a product, and the operation that makes f(gate) * up [T, I] of its result.
 
-        weight [2 * I, in]: the rows of gate, then those of up.
+        weight [2 * I, in], bias [2 * I]: the rows of gate, then those of up.
         """
 
-    def router(self, weight: StoredMatrix) -> Product:
+    def router(self, weight: StoredMatrix, bias: Floats | None = None) -> Product:
         """Return the product of a routed MLP's router, to float32; its weights keep the model's dtype in every form."""
 
     def experts(self, router: Any, experts: Sequence[Any], num_chosen: int, *, normalises: bool) -> Product:
@@ -96,12 +98,14 @@ class Operations(Protocol):
         numbers; with normalises their weights are divided by their sum.
         """
 
-    def attention(self, kind: int, norms: Floats | None) -> Callable[[Tensor, Any, int], Tensor]:
+    def attention(
+        self, kind: int, norms: Floats | None, sinks: Floats | None = None
+    ) -> Callable[[Tensor, Any, int], Tensor]:
         """Return the function (qkv [T, (H + 2 * Hkv) * D], step, index of the layer) -> [T, H * D].
 
         It normalises the heads of Q and K with norms [H + Hkv, D] float32 (None: not at all), each by itself or, with
         qk_norm_of_rows, Q's together and K's together; rotates them, stores K and V and attends. kind: see
-        layer_kinds.py.
+        layer_kinds.py. sinks [H] float32: the heads' scores that have no value but take part in the softmax.
         """
 
     def settle_length(self, length: int) -> None:

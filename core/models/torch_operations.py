@@ -19,7 +19,7 @@ from kernels.low_rank import LowRank, ProductShape
 from kernels.memory.kv_cache import KVCache, bytes_per_block
 from kernels.rotary import query_factors
 from kernels.torch.attention import AttentionMetadata, attention_metadata, paged_attention
-from kernels.torch.gated_activation import gelu_tanh_mul, silu_mul
+from kernels.torch.gated_activation import clamped_silu_mul, gelu_tanh_mul, silu_mul
 from kernels.torch.kv_cache import TorchKVCache
 from kernels.torch.linear import TorchLinear
 from kernels.torch.lora import TorchAdapter
@@ -27,7 +27,11 @@ from kernels.torch.rms_norm import rms_norm
 from kernels.torch.rope import rope_kv_write, rotary_tables
 from kernels.torch.tensors import DTYPES, to_array, to_tensor
 
-GATES: dict[Activation, Operation] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
+GATES: dict[Activation, Operation] = {
+    "silu": silu_mul,
+    "gelu_pytorch_tanh": gelu_tanh_mul,
+    "clamped_silu": clamped_silu_mul,
+}
 
 
 @dataclass(frozen=True)
@@ -114,13 +118,15 @@ class TorchOperations:
         tensor = None if weight is None else to_tensor(weight)
         return TorchNorm(tensor, eps, DTYPES[dtype], self._config.residual_multiplier)
 
-    def gate_up(self, weight: StoredMatrix, function: Activation) -> tuple[TorchLinear, Operation]:
+    def gate_up(
+        self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
+    ) -> tuple[TorchLinear, Operation]:
         """Return the product of gate and up, and the operation that makes f(gate) * up of its result."""
-        return self.linear(weight), GATES[function]
+        return self.linear(weight, bias), GATES[function]
 
-    def router(self, weight: StoredMatrix) -> TorchLinear:
+    def router(self, weight: StoredMatrix, bias: Floats | None = None) -> TorchLinear:
         """Return the product of a routed MLP's router."""
-        return self.linear(weight, out_dtype=FLOAT32)
+        return self.linear(weight, bias, out_dtype=FLOAT32)
 
     def experts(
         self, router: TorchLinear, experts: Sequence[TorchExpert], num_chosen: int, *, normalises: bool
@@ -128,9 +134,12 @@ class TorchOperations:
         """Return the routed MLP of these experts."""
         return TorchExperts(router, tuple(experts), num_chosen, normalises)
 
-    def attention(self, kind: int, norms: Floats | None) -> Callable[[torch.Tensor, TorchStep, int], torch.Tensor]:
+    def attention(
+        self, kind: int, norms: Floats | None, sinks: Floats | None = None
+    ) -> Callable[[torch.Tensor, TorchStep, int], torch.Tensor]:
         """Return the attention of one layer; see Operations."""
         scale, cap = self._config.scores_scale, self._config.scores_cap
+        scores = None if sinks is None else to_tensor(sinks)
         normed = self._head_norms(norms)
 
         def attend(qkv: torch.Tensor, step: TorchStep, index: int) -> torch.Tensor:
@@ -138,7 +147,7 @@ class TorchOperations:
             q = rope_kv_write(qkv, cos, sin, step.cache, index, step.write_rows, step.write_tokens, normed)
             if step.query_factors is not None:
                 q = q * step.query_factors
-            return paged_attention(q, step.cache, index, step.work[kind], scale, cap)
+            return paged_attention(q, step.cache, index, step.work[kind], scale, cap, scores)
 
         return attend
 

@@ -95,20 +95,25 @@ class TritonOperations:
         assert weight is not None, "device_model() refuses models without norms before attention"
         return TritonNorm(self._send(weight), eps, DTYPES[dtype])
 
-    def gate_up(self, weight: StoredMatrix, function: Activation) -> tuple[DeviceLinear, Operation]:
+    def gate_up(
+        self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
+    ) -> tuple[DeviceLinear, Operation]:
         """Return the product of gate and up, and the operation that makes f(gate) * up of its result."""
-        return self.linear(weight), GATES[function]
+        return self.linear(weight, bias), GATES[function]
 
-    def router(self, weight: StoredMatrix) -> DeviceLinear:
+    def router(self, weight: StoredMatrix, bias: Floats | None = None) -> DeviceLinear:
         """Return the product of a routed MLP's router."""
-        return self.linear(weight, out_dtype=FLOAT32)
+        return self.linear(weight, bias, out_dtype=FLOAT32)
 
     def experts(self, router: Any, experts: Sequence[Any], num_chosen: int, *, normalises: bool) -> Product:
         """Refuse. Errors: UnsupportedModelError."""
         raise UnsupportedModelError("device='cuda' has no routed MLPs; use device='cpu'")
 
-    def attention(self, kind: int, norms: Floats | None) -> Callable[[torch.Tensor, TritonStep, int], torch.Tensor]:
+    def attention(
+        self, kind: int, norms: Floats | None, sinks: Floats | None = None
+    ) -> Callable[[torch.Tensor, TritonStep, int], torch.Tensor]:
         """Return the attention of one layer; see Operations."""
+        assert sinks is None, "device_model() refuses models with attention sinks"
         config, scale = self._config, self._config.scores_scale
         head_norms = None if norms is None else self._send(norms)
         rope = TritonRope(config.num_attention_heads, head_norms, config.rms_norm_eps)

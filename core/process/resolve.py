@@ -34,15 +34,15 @@ def resolve(
     """Return the config with every size decided.
 
     Set are dtype, max_model_len, max_num_batched_tokens, kv_cache_memory_bytes, num_blocks_override (the number of KV
-    blocks, null block included), threads, num_swap_blocks and num_host_blocks. The costs of preemption are left to
-    resolve_costs(), which needs the cache. device_bytes: free bytes for the cache on a device with memory of its own;
-    None: the device shares the machine's memory.
+    blocks, null block included), threads, num_swap_blocks, num_host_blocks and kv_window. The costs of preemption
+    are left to resolve_costs(), which needs the cache. device_bytes: free bytes for the cache on a device with memory
+    of its own; None: the device shares the machine's memory.
 
     An encoder's prompts are computed in one step each, and not cached.
 
-    Errors: ConfigError when max_model_len exceeds the model's, or, without chunked prefill, the given
-    max_num_batched_tokens. OutOfMemoryError when the cache cannot hold one request of max_model_len tokens; it states
-    the numbers and what to change.
+    Errors: ConfigError when max_model_len exceeds the model's, kv_window is less than the model's, or, without chunked
+    prefill, max_model_len exceeds the given max_num_batched_tokens. OutOfMemoryError when the cache cannot hold one
+    request of max_model_len tokens; it states the numbers and what to change.
     """
     if info.is_encoder:
         config = msgspec.structs.replace(config, enable_chunked_prefill=False, enable_prefix_caching=False)
@@ -69,6 +69,7 @@ def resolve(
         threads=config.threads or min(max(1, num_cpus), 1024),
         num_swap_blocks=_num_swap_blocks(config, bytes_per_block),
         num_host_blocks=_num_host_blocks(config, bytes_per_block),
+        kv_window=_kv_window(config, info),
     )
 
 
@@ -90,6 +91,14 @@ def resolve_costs(
         swap_ns_per_block=config.swap_ns_per_block or costs.swap_ns_per_block,
         speculative_config=speculative,
     )
+
+
+def _kv_window(config: EngineConfig, info: ModelInfo) -> int:
+    given = config.kv_window
+    if given and not 0 < info.kv_window <= given:
+        seen = f"{info.kv_window} tokens" if info.kv_window else "all tokens before it"
+        raise ConfigError(f"kv_window={given}: a token of {info.name} may see {seen}; leave it out, or use 0")
+    return info.kv_window if given is None else given
 
 
 def _num_swap_blocks(config: EngineConfig, bytes_per_block: int) -> int:

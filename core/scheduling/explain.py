@@ -104,7 +104,7 @@ class _Explainer:
 
     def _running(self, request: Request) -> RequestExplanation:
         table, row = self._scheduler.table, request.row
-        num_tokens, num_blocks = int(table.num_tokens[row]), int(table.num_blocks[row])
+        num_tokens, num_blocks = int(table.num_tokens[row]), len(table.block_ids(row))
         count = self._counts.get(row, 0)
         reason, needed, available = (Reason.NONE, 0, 0) if count else self._why_skipped(row)
         return self._explanation(

@@ -123,6 +123,8 @@ class Preemption:
             return None  # prompt logprobs of a step in flight would be lost; computed again, they are reported
         if request.searches:
             return None  # beams share blocks, and copies on the host would not
+        if table.num_released[row]:
+            return None  # the copy would lack the first blocks, which it would get back under their names
         kept = int(min(table.num_computed_tokens[row], table.num_tokens[row] - 1))
         count = ceil_div(kept, self._batch.block_size)
         if not 0 < count <= self.swap_space.num_free or not self._prefers_swap(kept, count):

@@ -253,6 +253,7 @@ class Scheduler:
         draft = Draft(self._step, now_ns, self._token_budget if self.has_executor else 0)
         if self.beams:
             self.beams.mend(draft)
+        self.batch.release_passed()
         self._fill(draft)
         if self.batch.forks.kept:
             self.batch.forks.drop()

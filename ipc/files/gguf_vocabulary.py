@@ -30,11 +30,24 @@ _SPLIT_BY_DIGITS = (
 _LLAMA3_SPLIT = _SPLIT_BY_DIGITS.format(digits="{1,3}")
 _QWEN2_SPLIT = _SPLIT_BY_DIGITS.format(digits="")
 
+#: o200k's, which gpt-oss has: a word begins with capitals and goes on with small letters, and takes an 's with it.
+_GPT4O_SPLIT = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
 _GPT2_NAMES = ("default", "gpt-2", "phi-2")
 _DIGITS_NAMES = ("smollm", "starcoder", "refact")
 _LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
 _QWEN2_NAMES = ("qwen2", "deepseek-r1-qwen")
-PRE_TOKENIZERS = (*_GPT2_NAMES, *_DIGITS_NAMES, *_LLAMA3_NAMES, *_QWEN2_NAMES)
+_GPT4O_NAMES = ("gpt-4o",)
+PRE_TOKENIZERS = (*_GPT2_NAMES, *_DIGITS_NAMES, *_LLAMA3_NAMES, *_QWEN2_NAMES, *_GPT4O_NAMES)
+_SPLITS = {
+    **dict.fromkeys(_LLAMA3_NAMES, _LLAMA3_SPLIT),
+    **dict.fromkeys(_QWEN2_NAMES, _QWEN2_SPLIT),
+    **dict.fromkeys(_GPT4O_NAMES, _GPT4O_SPLIT),
+}
 
 _Item = TypeVar("_Item", str, int, float)
 
@@ -127,8 +140,7 @@ def _pre_tokenizer(pre: str) -> Any:
     if pre in _DIGITS_NAMES:
         first: Any = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([first, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    split = _LLAMA3_SPLIT if pre in _LLAMA3_NAMES else _QWEN2_SPLIT
-    first = pre_tokenizers.Split(tokenizers.Regex(split), behavior="isolated")
+    first = pre_tokenizers.Split(tokenizers.Regex(_SPLITS[pre]), behavior="isolated")
     return pre_tokenizers.Sequence([first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 

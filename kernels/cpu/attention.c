@@ -100,10 +100,18 @@ static void fold(float *maximum, float *sums, float joining_maximum, const float
     }
 }
 
+/* Return the reciprocal of the sum of a row's weights, with that of the head's sink; weights are relative to `maximum`. */
+static float reciprocal_with_sink(const Attention *args, int head, float maximum, float sum) {
+    const float score = maximum * args->scale, sink = args->sinks[head], largest = sink > score ? sink : score;
+    const float kept = exp2_negative(all_floats(score - largest))[0];
+    return kept / (sum * kept + exp2_negative(all_floats(sink - largest))[0]);
+}
+
 /* Write a row of the output: the weighted sum of V divided by the sum of the weights. */
-static void finish_row(const Attention *args, int token, int head, const float *sums) {
+static void finish_row(const Attention *args, int token, int head, float maximum, const float *sums) {
     const int head_dim = args->shape.head_dim, dtype = args->shape.dtype;
-    const float factor = 1.0f / sum_of(load_floats(sums)), *values = sums + LANES;
+    const float sum = sum_of(load_floats(sums)), *values = sums + LANES;
+    const float factor = args->sinks ? reciprocal_with_sink(args, head, maximum, sum) : 1.0f / sum;
     const size_t row = (size_t)token * args->num_heads + head;
     char *out = (char *)args->out + row * head_dim * element_bytes(dtype);
     for (int dim = 0; dim < head_dim; dim += LANES) {
@@ -115,13 +123,13 @@ static void finish_row(const Attention *args, int token, int head, const float *
     }
 }
 
-/* Write the output rows of some tokens and a KV head. Their sums are `stride` floats apart. */
-static void finish_rows(const Attention *args, int token, int num_tokens, int kv_head, const float *sums,
-                        size_t stride) {
+/* Write the output rows of some tokens and a KV head. Their maxima are maxima_stride floats apart, their sums `stride`. */
+static void finish_rows(const Attention *args, int token, int num_tokens, int kv_head, const float *maxima,
+                        size_t maxima_stride, const float *sums, size_t stride) {
     const int group = args->num_heads / args->shape.num_kv_heads;
     for (int end = token + num_tokens; token < end; token++)
-        for (int head = kv_head * group; head < (kv_head + 1) * group; head++, sums += stride)
-            finish_row(args, token, head, sums);
+        for (int head = kv_head * group; head < (kv_head + 1) * group; head++, maxima += maxima_stride, sums += stride)
+            finish_row(args, token, head, *maxima, sums);
 }
 
 static char *take(char **scratch, size_t bytes) {
@@ -184,7 +192,8 @@ static void finish_item(const Work *work) {
     else if (item->partial >= 0)
         keep_rows(work, 0, work->rows, item->partial);
     else
-        finish_rows(work->args, item->token, item->num_tokens, item->kv_head, work->state.sums, LANES + work->width);
+        finish_rows(work->args, item->token, item->num_tokens, item->kv_head, work->state.maxima, 1, work->state.sums,
+                    LANES + work->width);
 }
 
 static void run_item(const Attention *args, const AttentionItem *item, const AttentionItem *next, char *scratch) {
@@ -213,7 +222,7 @@ static void run_merge(const Attention *args, const AttentionMerge *merge) {
             float *to = first + row * stride, *other = to + i * rows * stride;
             fold(&to[0], to + LANES, other[0], other + LANES, LANES + width, args->scale);
         }
-    finish_rows(args, merge->token, merge->num_tokens, merge->kv_head, first + LANES, stride);
+    finish_rows(args, merge->token, merge->num_tokens, merge->kv_head, first, stride, first + LANES, stride);
 }
 
 EXPORT int64_t attention_partial_floats(int32_t head_dim) { return 2 * LANES + padded_dim(head_dim); }

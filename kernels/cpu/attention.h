@@ -6,6 +6,9 @@
  * are merged with those of the tiles before, in ascending order. A tile or chunk that a row does not see adds exact
  * zeros. So a row's bits depend on its own tokens only, whichever item computes it.
  *
+ * A head's sink (Xiao et al. 2024, arXiv 2309.17453, as gpt-oss has it) is a further score of every row, without a value:
+ * its weight joins the sum of weights when a row is finished, so it does not matter how a context was cut.
+ *
  * Scores, sums and accumulators are float32. With a bfloat16 cache, q and the weights are rounded to bfloat16 before
  * they are multiplied; the sum of weights uses the rounded ones.
  */
@@ -56,6 +59,7 @@ typedef struct {
     int32_t ahead;  /* tokens after its own that a row sees, within its context; 0 = causal attention */
     float scale;    /* factor of the scores, times log2(e); with a cap the cap, times log2(e) */
     float cap_factor; /* with a cap the factor of the scores, divided by the cap: they become its tanh; else 0 */
+    const float *sinks; /* [num_heads]: a score, times log2(e), of each head that no value belongs to; or NULL */
 } Attention;
 
 void attention_part(const Attention *args, int thread, int num_threads);

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 
+from kernels.arrays import Floats
 from kernels.cpu.attention_plan import AttentionPlan
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
@@ -19,6 +20,11 @@ def score_factors(scale: float, cap: float | None) -> tuple[float, float]:
     if cap is None:
         return scale * math.log2(math.e), 0.0
     return cap * math.log2(math.e), scale / cap
+
+
+def sink_scores(sinks: Floats) -> Floats:
+    """Return the heads' sinks [H] float32 as the kernel takes them, in units of log2."""
+    return np.ascontiguousarray(sinks * np.float32(math.log2(math.e)), np.float32)
 
 
 class CpuAttention:
@@ -45,17 +51,19 @@ class CpuAttention:
         plan: AttentionPlan,
         scale: float,
         cap: float | None = None,
+        sinks: Floats | None = None,
     ) -> Numbers:
         """Return the attention of a mixed batch: [T, H * D] of q's dtype.
 
         q is [T, H, D], contiguous, rotated and of the cache's dtype. `scale` multiplies the scores, which then become
-        cap * tanh(score / cap). This step's K and V must be in the cache already."""
+        cap * tanh(score / cap). sinks: of sink_scores(). This step's K and V must be in the cache already."""
         assert q.dtype == cache.dtype, (q.dtype, cache.dtype)
         assert q.flags.c_contiguous, q.strides
         num_heads = q.shape[1]
         out = aligned_empty((q.shape[0], num_heads * cache.head_dim), q.dtype)
         arguments = AttentionArguments(q=q.ctypes.data, layer=cache.layers[layer].ctypes.data, out=out.ctypes.data)
         arguments.scale, arguments.cap_factor = score_factors(scale, cap)
+        arguments.sinks = None if sinks is None else sinks.ctypes.data
         work = plan.arguments
         arguments.block_tables, arguments.table_width = work.blocks, work.width
         arguments.items, arguments.num_items, arguments.members = work.items, work.num_items, work.members

@@ -185,7 +185,7 @@ static void attend(const Share *share, int is_narrow) {
     use_plan(&args, kind->plan, is_narrow);
     args.q = share->step->q, args.layer = *share->cache;
     args.out = share->decoder->group ? share->step->own_attended : share->step->attended;
-    args.scale = layer->scale, args.cap_factor = layer->cap_factor;
+    args.scale = layer->scale, args.cap_factor = layer->cap_factor, args.sinks = layer->sinks;
     attention_part(&args, share->thread, share->num_threads);
 }
 

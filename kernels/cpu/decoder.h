@@ -27,6 +27,7 @@ typedef struct {
     int64_t tap;                              /* place + 1 among the taps of what the layer reads; 0 = none */
     int32_t norms_of_rows;                    /* see rope.h */
     const Experts *experts;                   /* instead of gate_up and down; or NULL */
+    const float *sinks;                       /* see attention.h; or NULL */
 } DecoderLayer;
 
 /* A layer's products, as adapters number them: layer * LAYER_PRODUCTS + one of these. */

@@ -43,6 +43,7 @@ class LayerParts(NamedTuple):
     kind: int  # index into a step's plans and tables, one for each kind of layer
     norms_of_rows: bool = False
     cap: float | None = None  # of the scores
+    sinks: Floats | None = None  # of attention: [H], of sink_scores()
 
 
 def widths_of(width: int, layers: Sequence[LayerParts]) -> dict[str, int]:
@@ -119,4 +120,5 @@ def layer_arguments(parts: LayerParts) -> LayerArguments:
         cap_factor=cap_factor,
         kind=parts.kind,
         norms_of_rows=parts.norms_of_rows,
+        sinks=None if parts.sinks is None else parts.sinks.ctypes.data,
     )

@@ -110,6 +110,16 @@ static void store_row(const Gemm *args, const float *sums, int64_t row, int64_t 
     for (; i < num_columns; i++) y[i] = bfloat16_of_float(sums[i]);
 }
 
+/* Add the bias to the sums [rows][PANEL_COLUMNS] of a panel with a gate, which begins with column `column` of y. */
+static void add_gated_bias(const Gemm *args, float *sums, int rows, int64_t column, int64_t columns) {
+    const float *bias = args->bias + column;
+    for (int i = 0; i < rows; i++, sums += PANEL_COLUMNS)
+        for (int64_t j = 0; j < columns; j++) {
+            sums[j] += bias[j];
+            sums[PANEL_COLUMNS / 2 + j] += bias[args->num_columns / 2 + j];
+        }
+}
+
 /* Write `columns` columns of y from [row, column] on, from the sums [rows][PANEL_COLUMNS] of a panel with a gate. */
 INLINE void store_gated(const Gemm *args, const float *sums, int64_t row, int rows, int64_t column, int64_t columns,
                         const int function, const int dtype) {
@@ -132,14 +142,17 @@ INLINE void store_gated_as(const Gemm *args, const float *sums, int64_t row, int
         store_gated(args, sums, row, rows, column, columns, SILU, dtype);
     else if (args->gate == GELU_TANH)
         store_gated(args, sums, row, rows, column, columns, GELU_TANH, dtype);
-    else
+    else if (args->gate == GELU)
         store_gated(args, sums, row, rows, column, columns, GELU, dtype);
+    else
+        store_gated(args, sums, row, rows, column, columns, CLAMPED_SILU, dtype);
 }
 
 void gemm_store_panel(const Gemm *args, float *sums, int64_t row, int rows, int64_t panel) {
     if (args->lora) lora_add(args->lora, sums, row, rows, panel, args->dtype);
     const int64_t parts = args->gate ? 2 : 1, in_panel = PANEL_COLUMNS / parts, column = panel * in_panel;
     const int64_t left = args->num_columns / parts - column, columns = left < in_panel ? left : in_panel;
+    if (args->gate && args->bias) add_gated_bias(args, sums, rows, column, columns);
     if (!args->gate)
         for (int i = 0; i < rows; i++) store_row(args, sums + i * PANEL_COLUMNS, row + i, column, columns);
     else if (args->y_dtype == BFLOAT16)

@@ -13,8 +13,8 @@
  * an activation: y = f(sum + bias), rounded once.
  *
  * With a gate (gate.h) the first half of the columns are gates, and the second half are the values that they scale
- * (up). A panel has PANEL_COLUMNS / 2 of each, so one thread has both sums and writes f(gate) * up. The sums are
- * rounded to y's dtype before that, as if they had been stored.
+ * (up). A panel has PANEL_COLUMNS / 2 of each, so one thread has both sums and writes f(gate) * up. The sums with their
+ * bias are rounded to y's dtype before that, as if they had been stored.
  */
 #ifndef GEMM_H
 #define GEMM_H
@@ -30,7 +30,7 @@ enum { WHOLE_WEIGHTS = 0, COMPACT_WEIGHTS = 1, QUANTIZED_WEIGHTS = 2, INT8_WEIGH
 typedef struct Gemm {
     const void *x;       /* [num_rows, depth] of dtype, rows x_stride elements apart */
     const void *weights; /* packed, of dtype, 64-byte aligned */
-    const float *bias;   /* [num_columns] or NULL; must be NULL with a gate */
+    const float *bias;   /* [num_columns] or NULL */
     void *y;             /* [num_rows, num_columns; half with a gate] of y_dtype, rows y_stride elements apart */
     int64_t num_rows, num_columns, depth, x_stride, y_stride;
     int32_t dtype;   /* BFLOAT16 or FLOAT32 */

@@ -15,7 +15,7 @@ WHOLE, COMPACT, QUANTIZED, INT8 = range(4)  # enum in gemm.h
 #: Version of the arithmetic of products in 8 bits, a part of the fingerprint.
 INT8_ARITHMETIC = 1
 #: Activations by their names in transformers; enum in gate.h.
-GATES = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu": 3}
+GATES = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu": 3, "clamped_silu": 4}
 
 
 _BLOCK, _BLOCK_BYTES = 32, 48  # numbers, and bytes of Int8Block, in int8.h
@@ -45,8 +45,9 @@ class PackedMatrix:
     see kernels/cpu/compact.h). Such a `packed` contains its own addresses and must not be moved. `is_kept` says that
     the CPU's caches keep the weights from one product to the next. Compact weights gain nothing then.
 
-    With `gate`, weight is [2 * out, in]: the gates, then the values they scale (up). y = f(gate) * up; gate and up are
-    rounded to out_dtype first. With `activation`, a gelu's name in GATES, y = f(x @ weight.T + bias).
+    With `gate`, weight is [2 * out, in] and bias [2 * out]: the gates, then the values they scale (up). y = f(gate) *
+    up; gate and up are rounded to out_dtype first. With `activation`, a gelu's name in GATES, y = f(x @ weight.T +
+    bias).
     """
 
     def __init__(
@@ -61,7 +62,6 @@ class PackedMatrix:
         activation: str | None = None,
         is_kept: bool = False,
     ) -> None:
-        assert gate is None or bias is None, gate
         assert activation is None or (gate is None and bias is not None and "gelu" in activation), activation
         if isinstance(weight, QuantizedMatrix):
             assert dtype in (None, BFLOAT16) or (weight.in_8_bits and not weight.has_whole_panels), dtype

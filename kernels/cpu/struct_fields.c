@@ -47,7 +47,7 @@ EXPORT const StructField struct_fields[] = {
 #define STRUCT Attention
     WHOLE FIELD(q) FIELD(layer) FIELD(out) FIELD(block_tables) FIELD(items) FIELD(members) FIELD(merges) FIELD(partials)
     FIELD(scratch) FIELD(shape) FIELD(num_heads) FIELD(table_width) FIELD(num_items) FIELD(num_merges)
-    FIELD(max_item_tokens) FIELD(window) FIELD(ahead) FIELD(scale) FIELD(cap_factor)
+    FIELD(max_item_tokens) FIELD(window) FIELD(ahead) FIELD(scale) FIELD(cap_factor) FIELD(sinks)
 #undef STRUCT
 #define STRUCT AttentionPlan
     WHOLE FIELD(num_tokens) FIELD(context_lens) FIELD(items) FIELD(merges) FIELD(members) FIELD(tile_users) FIELD(places)
@@ -88,7 +88,7 @@ EXPORT const StructField struct_fields[] = {
 #define STRUCT DecoderLayer
     WHOLE FIELD(qkv) FIELD(o) FIELD(gate_up) FIELD(down) FIELD(input_norm) FIELD(mlp_norm) FIELD(attention_out_norm)
     FIELD(mlp_out_norm) FIELD(norms) FIELD(scale) FIELD(cap_factor) FIELD(kind) FIELD(tap) FIELD(norms_of_rows)
-    FIELD(experts)
+    FIELD(experts) FIELD(sinks)
 #undef STRUCT
 #define STRUCT Place
     WHOLE FIELD(first) FIELD(width)

@@ -72,6 +72,7 @@ class AttentionArguments(CStruct):
         ("shape", CacheShape),
         *_fields("num_heads table_width num_items num_merges max_item_tokens window ahead", _INT32),
         *_fields("scale cap_factor", _FLOAT),
+        ("sinks", _POINTER),
     )
 
 
@@ -186,7 +187,7 @@ class LayerArguments(CStruct):
         ("kind", _INT32),
         ("tap", _INT64),
         ("norms_of_rows", _INT32),
-        ("experts", _POINTER),
+        *_fields("experts sinks", _POINTER),
     )
 
 

@@ -99,19 +99,27 @@ def paged_attention(
     metadata: AttentionMetadata,
     scale: float,
     cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute the causal attention of a mixed batch: q [T, H, D] float32 (rotated) -> [T, H * D], the cache's dtype.
 
     The step's own K and V are in the cache already. scale multiplies scores, which then become cap * tanh(score / cap).
+    sinks [H] float32: a further score of each head, without a value.
     """
     out = torch.empty(q.shape, dtype=cache.layers[layer].dtype)
     for group in metadata.groups:
-        out.index_copy_(0, group.tokens, _attend(q, cache, layer, group, scale, cap).to(out.dtype))
+        out.index_copy_(0, group.tokens, _attend(q, cache, layer, group, scale, cap, sinks).to(out.dtype))
     return out.flatten(1)
 
 
 def _attend(
-    q: torch.Tensor, cache: TorchKVCache, layer: int, group: WorkGroup, scale: float, cap: float | None
+    q: torch.Tensor,
+    cache: TorchKVCache,
+    layer: int,
+    group: WorkGroup,
+    scale: float,
+    cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return the outputs of a group's tokens [n * T, H, D] float32."""
     n, num_heads, num_kv_heads, head_dim = group.num_requests, q.shape[1], cache.num_kv_heads, cache.head_dim
@@ -131,5 +139,13 @@ def _attend(
         is_bad = ~values.isfinite().all(-1).view(n, num_kv_heads, 1, 1, group.context)
         by_token.masked_fill_(is_bad & group.is_visible, torch.nan)
         values.nan_to_num_(0.0, 0.0, 0.0)
-    out = torch.bmm(scores.softmax(-1), values).view(n, num_kv_heads, num_heads // num_kv_heads, -1, head_dim)
+    weights = scores.softmax(-1) if sinks is None else _softmax_with_sinks(by_token, sinks).view(scores.shape)
+    out = torch.bmm(weights, values).view(n, num_kv_heads, num_heads // num_kv_heads, -1, head_dim)
     return out.permute(0, 3, 1, 2, 4).reshape(-1, num_heads, head_dim)
+
+
+def _softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+    """Return the weights of scores [n, Hkv, G, T, L] where each head has one more score, of sinks [H]."""
+    n, num_kv_heads, group_size, num_tokens, _ = scores.shape
+    own = sinks.view(1, num_kv_heads, group_size, 1, 1).expand(n, -1, -1, num_tokens, 1)
+    return torch.cat((scores, own), -1).softmax(-1)[..., :-1].contiguous()

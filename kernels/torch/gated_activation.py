@@ -1,9 +1,10 @@
-"""The gated activations of MLPs: f(gate) * up (Shazeer 2020, arXiv 2002.05202), f = silu or the tanh form of gelu."""
+"""The gated activations of MLPs (Shazeer 2020, arXiv 2002.05202): f(gate) * up with silu, the tanh gelu, or clamps."""
 
 import torch
 from torch.nn.functional import silu
 
 _SQRT_8_OVER_PI = 1.5957691216057308
+_LIMIT, _STEEPNESS = 7.0, 1.702
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
@@ -21,3 +22,10 @@ def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     # x * (1 + tanh(u)) / 2 = x * sigmoid(2 u): the small results of large negative numbers keep their digits.
     twice_u = gate.square().mul_(0.044715).add_(1.0).mul_(gate).mul_(_SQRT_8_OVER_PI)
     return twice_u.sigmoid_().mul_(gate).mul_(up).to(gate_up.dtype)
+
+
+def clamped_silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Compute gate * sigmoid(1.702 * gate) * (1 + up) like silu_mul, with gate at most 7 and up between -7 and 7."""
+    gate, up = (half.float() for half in gate_up.chunk(2, -1))
+    gate = gate.clamp(max=_LIMIT)
+    return (gate * _STEEPNESS).sigmoid_().mul_(gate).mul_(up.clamp(-_LIMIT, _LIMIT) + 1.0).to(gate_up.dtype)

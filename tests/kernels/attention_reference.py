@@ -8,7 +8,12 @@ from kernels.torch.kv_cache import TorchKVCache
 
 
 def reference_attention(
-    q: torch.Tensor, cache: TorchKVCache, layer: int, metadata: AttentionMetadata, scale: float
+    q: torch.Tensor,
+    cache: TorchKVCache,
+    layer: int,
+    metadata: AttentionMetadata,
+    scale: float,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute what paged_attention() does, in float64 -> [T, H * D] float64.
 
@@ -27,7 +32,9 @@ def reference_attention(
         for position in range(context_len - num_tokens, context_len):
             seen = slice(first_seen(metadata.window, position), position + 1)
             scores = torch.einsum("hd,lhd->hl", q[token].double(), keys[seen]) * scale
-            out[token] = torch.einsum("hl,lhd->hd", scores.softmax(-1), values[seen])
+            if sinks is not None:
+                scores = torch.cat((scores, sinks.double()[:, None]), -1)
+            out[token] = torch.einsum("hl,lhd->hd", scores.softmax(-1)[:, : len(values[seen])], values[seen])
             token += 1
     return out.flatten(1)
 

@@ -78,6 +78,8 @@ def test_each_entry_of_a_start_is_in_the_column_of_its_name() -> None:
             "num_in_draft": 0,
             "num_drafted": 0,
             "num_accepted": 0,
+            "num_released": 0,
+            "keeps_blocks": 0,
         }
         assert len(table.token_ids(row)) == first + 3
         assert len(table.block_ids(row)) == first + 14

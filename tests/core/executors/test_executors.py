@@ -1,6 +1,9 @@
 """The executors are made of the same parts and none of another executor: each answers the whole protocol itself."""
 
 import inspect
+import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,8 @@ from core.executors.run import caches_that_fit, runner_sizes
 from core.grammars.grammars import Grammars
 from ipc.config import EngineConfig
 from ipc.errors import OutOfMemoryError
+from ipc.speculation import SpeculativeConfig
+from tools.bench.tiny_model import write_tiny_model
 
 INFO = ModelInfo("tiny", "00", "float32", 64, 96, (2,), "L0")
 EXECUTORS = [LocalExecutor, CudaExecutor, FakeExecutor]
@@ -45,3 +50,19 @@ def test_a_cache_that_does_not_fit_is_an_error_that_names_the_options() -> None:
         raise MemoryError("9 blocks")
     with pytest.raises(torch.OutOfMemoryError), caches_that_fit():
         raise torch.OutOfMemoryError("a device's own error stays what it is")
+
+
+def test_what_the_window_passes_is_given_back_where_all_layers_have_one(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+
+    def window(sliding: int | None, **options: Any) -> int:
+        mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": sliding}
+        (tmp_path / "config.json").write_text(json.dumps(settings | mistral))
+        config = EngineConfig(model=str(tmp_path), dtype="float32", threads=1, load_format="dummy", **options)
+        return LocalExecutor(config).info.kv_window
+
+    assert window(40) == 40
+    assert window(None) == 0
+    drafting = SpeculativeConfig(method="draft_model", model=str(tmp_path), num_speculative_tokens=2)
+    assert window(40, speculative_config=drafting) == 0

@@ -182,7 +182,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "layer_types=.*all layers of a GraniteMoeHybridForCausalLM have full attention",
     ),
     ({"architectures": ["Qwen2MoeForCausalLM"]}, "architectures=.*supported are LlamaForCausalLM"),
-    ({"architectures": ["GptOssForCausalLM"]}, "architectures=.*supported are LlamaForCausalLM"),
+    ({"model_type": "gpt_oss", **ROUTED, "swiglu_limit": 10.0}, "swiglu_limit=10.0.*only 7.0 is"),
     ({"architectures": ["Lfm2ForCausalLM"]}, "architectures=.*supported are LlamaForCausalLM"),
     ({"architectures": ["Gemma3ForConditionalGeneration"]}, "architectures=.*supported are LlamaForCausalLM, Mistral"),
     ({"model_type": "mistral", "layer_types": ["full_attention"] * 8}, "layer_types=.*all layers of a Mistral"),
@@ -326,7 +326,7 @@ def test_windows_of_gguf_files(tmp_path: Path) -> None:
 GGUF_REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"embedding_scale": 12.0}, "llama.embedding_scale=12.0 is not supported; only 1.0 is"),
     ("gemma3", {"attn_logit_softcapping": 50.0}, "gemma3.attn_logit_softcapping=50.0 is not supported"),
-    ("qwen2", {"attention.sliding_window": 9}, "only gemma3, gemma2, phi3, olmo2, exaone4, mistral3 have one"),
+    ("qwen2", {"attention.sliding_window": 9}, "only gemma3, gemma2, phi3, olmo2, exaone4, mistral3, gpt-oss have one"),
     ("qwen2", {"rope.scaling.attn_factor": 1.2}, "attn_factor=1.2.* is not supported; only 1.0 is"),
     ("qwen3", {"expert_count": 8}, "qwen3.expert_count=8 is not supported; only 0 is"),
     ("qwen3moe", {"expert_gating_func": 2}, "qwen3moe.expert_gating_func=2 is not supported; only 1 is"),

@@ -320,9 +320,9 @@ def test_missing_unexpected_and_misshapen_tensors_of_a_gguf_file(tmp_path: Path)
 
 @pytest.mark.usefixtures("no_conversion")
 def test_a_quantization_that_is_not_supported(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "m.gguf", to_gguf(random_weights()), "MXFP4")
+    path = write_gguf(tmp_path / "m.gguf", to_gguf(random_weights()), "IQ4_NL")
     with pytest.raises(
-        UnsupportedModelError, match=r"token_embd\.weight has type MXFP4; supported are F32, F16, BF16, Q8_0"
+        UnsupportedModelError, match=r"token_embd\.weight has type IQ4_NL; supported are F32, F16, BF16, Q8_0"
     ):
         load_weights(path, CONFIG, FLOAT32)
 

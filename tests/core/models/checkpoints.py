@@ -183,6 +183,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "granitemoe",
         {"num_local_experts": 5, "embedding_multiplier": 6.0, "residual_multiplier": 0.3, "logits_scaling": 3.0},
     ),
+    "gpt-oss": (
+        "gpt_oss",
+        {
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "sliding_window": 100,
+            "rope_parameters": {**YARN, "truncate": False},
+        },
+    ),
     "glm": ("glm", {"head_dim": 16}),
     "glm4": ("glm4", {"head_dim": 20}),
 }
@@ -195,11 +206,12 @@ class Golden(NamedTuple):
     errors: list[torch.Tensor]  # transformers' float32 error
 
 
-def build(case: str) -> Any:
+def build(case: str, **other: Any) -> Any:
     import transformers
 
     model_type, settings = CASES[case]
-    config = transformers.AutoConfig.for_model(model_type, **{**SIZES, **settings}, attn_implementation="eager")
+    settings = {**SIZES, **settings, **other}
+    config = transformers.AutoConfig.for_model(model_type, **settings, attn_implementation="eager")
     # The other implementations of experts have no float64.
     options = {"experts_implementation": "eager"} if hasattr(config, "num_local_experts") else {}
     model = transformers.AutoModelForCausalLM.from_config(config, **options).eval()
@@ -219,16 +231,20 @@ _GOLDENS: dict[str, Golden] = {}
 
 def golden(case: str) -> Golden:
     if case not in _GOLDENS:
-        model = build(case)
-        prompts = [np.random.default_rng(n).integers(3, SIZES["vocab_size"], n) for n in PROMPT_LENGTHS]  # type: ignore[call-overload]
-        with torch.inference_mode():
-            theirs = [model(torch.from_numpy(ids)[None]).logits[0] for ids in prompts]
-            model.double()
-            exact = [model(torch.from_numpy(ids)[None]).logits[0] for ids in prompts]
-            model.float()
-        errors = [(mine - truth).abs() for mine, truth in zip(theirs, exact, strict=True)]
-        _GOLDENS[case] = Golden(model, prompts, exact, errors)
+        _GOLDENS[case] = golden_of(build(case))
     return _GOLDENS[case]
+
+
+def golden_of(model: Any) -> Golden:
+    """What transformers makes of the model, in float32 and in float64."""
+    prompts = [np.random.default_rng(n).integers(3, SIZES["vocab_size"], n) for n in PROMPT_LENGTHS]  # type: ignore[call-overload]
+    with torch.inference_mode():
+        theirs = [model(torch.from_numpy(ids)[None]).logits[0] for ids in prompts]
+        model.double()
+        exact = [model(torch.from_numpy(ids)[None]).logits[0] for ids in prompts]
+        model.float()
+    errors = [(mine - truth).abs() for mine, truth in zip(theirs, exact, strict=True)]
+    return Golden(model, prompts, exact, errors)
 
 
 def our_logits(

@@ -40,6 +40,7 @@ GGUF_CASES = {
     "olmoe": "olmoe",
     "mixtral": "llama",
     "granite-moe": "granitemoe",
+    "gpt-oss": "gpt-oss",
 }
 #: Architectures whose rows of q and k the converter interleaves; llama.cpp rotates neighbours in these.
 INTERLEAVED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "minicpm")
@@ -65,8 +66,9 @@ def converted(model: Any, architecture: str) -> dict[str, torch.Tensor]:
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor + 1
         if "experts." in name or "router" in name or "mlp.gate." in name:
-            tensors |= of_experts(name, tensor)
+            tensors |= of_gpt_oss(name, tensor) if config.model_type == "gpt_oss" else of_experts(name, tensor)
             continue
+        name = f"{name}.weight" if name.endswith(".sinks") else name
         stem, kind = name.rsplit(".", 1)
         tensors[f"{names.get_name(stem)}.{kind}"] = tensor
     rope = config.rope_parameters
@@ -84,6 +86,19 @@ def of_experts(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         gate, up = tensor.chunk(2, 1)
         return {f"{block}.ffn_gate_exps.weight": gate.contiguous(), f"{block}.ffn_up_exps.weight": up.contiguous()}
     return {f"{block}.ffn_{'down_exps' if name.endswith('down_proj') else 'gate_inp'}.weight": tensor}
+
+
+def of_gpt_oss(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The same for matrices whose rows are inputs, and biases; the outputs of gate and up take turns."""
+    block, part = f"blk.{name.split('.')[2]}", name.rsplit(".", 1)[1].removesuffix("_bias")
+    kind = "bias" if "bias" in name else "weight"
+    if "router" in name:
+        return {f"{block}.ffn_gate_inp.{kind}": tensor}
+    tensor = tensor.transpose(1, 2) if kind == "weight" else tensor
+    parts = {"ffn_down_exps": tensor}
+    if part == "gate_up_proj":
+        parts = {"ffn_gate_exps": tensor[:, ::2], "ffn_up_exps": tensor[:, 1::2]}
+    return {f"{block}.{name}.{kind}": each.contiguous() for name, each in parts.items()}
 
 
 def divisors(config: Any) -> torch.Tensor:
@@ -134,7 +149,10 @@ def special_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_expert_used_count(config.num_experts_per_tok)
     if config.model_type == "qwen3_moe":
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    if config.model_type == "gemma3_text":
+    if config.model_type == "gpt_oss":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_sliding_window(config.sliding_window)
+    elif config.model_type == "gemma3_text":
         writer.add_sliding_window(config.sliding_window)
         writer.add_sliding_window_pattern(2)
     elif config.model_type in ("olmo3", "exaone4") and config.sliding_window is not None:

@@ -29,7 +29,7 @@ def one_thread() -> Iterator[None]:
 
 
 #: Cases whose checkpoint is read from several files, too: of each way in which tensors become weights one.
-SHARDED = ("llama2", "llama-biased-linear", "qwen3", "gemma3-scaled", "phi3", "mixtral", "granite-moe")
+SHARDED = ("llama2", "llama-biased-linear", "qwen3", "gemma3-scaled", "phi3", "mixtral", "granite-moe", "gpt-oss")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -77,6 +77,8 @@ WRONG: list[tuple[str, str, Any]] = [
     ("gemma2", "scores_cap", None),
     ("gemma2", "logits_cap", None),
     ("smollm3", "unrotated_layers", ()),
+    ("gpt-oss", "hidden_act", "silu"),
+    ("gpt-oss", "sliding_window", 101),
     ("granite", "embedding_multiplier", 1.0),
     ("granite", "residual_multiplier", 1.0),
     ("granite", "logits_multiplier", 1.0),

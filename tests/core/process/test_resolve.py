@@ -160,3 +160,20 @@ def test_a_block_of_one_token_is_not_enough_for_prompt_and_output() -> None:
 def test_length_beyond_the_model() -> None:
     with pytest.raises(ConfigError, match="max_model_len=2049 is more than the 2048 tokens that tiny was made for"):
         resolved(max_model_len=2049)
+
+
+def test_the_window_of_the_kv_cache_is_the_models() -> None:
+    sliding = msgspec.structs.replace(INFO, kv_window=64)
+
+    def window(info: ModelInfo, **given: int) -> int | None:
+        config = EngineConfig(**given)
+        return resolve(config, info, blocks_in, total_memory_bytes=GIB, num_cpus=1).kv_window
+
+    assert window(sliding) == 64
+    assert window(INFO) == 0
+    assert window(sliding, kv_window=0) == 0
+    assert window(sliding, kv_window=100) == 100
+    with pytest.raises(ConfigError, match="kv_window=63: a token of tiny may see 64 tokens"):
+        window(sliding, kv_window=63)
+    with pytest.raises(ConfigError, match="kv_window=64: a token of tiny may see all tokens before it"):
+        window(INFO, kv_window=64)

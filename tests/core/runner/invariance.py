@@ -65,6 +65,9 @@ _MULTIPLIERS: dict[str, Any] = {"residual_multiplier": 0.4, "embedding_multiplie
 _MULTIPLIERS |= {"unrotated_layers": (1,), "rotary_dim": 12}
 _ROW_NORMS: dict[str, Any] = {"qk_norm": True, "qk_norm_of_rows": True, "sliding_window": 90, "sliding_layers": (1,)}
 _EXPERTS = ExpertParts(num_experts=9, num_chosen=3, intermediate_size=80, normalises=True, dense_layers=(1,))
+_SINKS: dict[str, Any] = {"attention_sinks": True, "hidden_act": "clamped_silu", "qkv_bias": True, "output_bias": True}
+_SINKS |= {"sliding_window": 90, "sliding_layers": (0, 2)}
+_SINKS |= {"experts": msgspec.structs.replace(_EXPERTS, has_biases=True, dense_layers=())}
 
 #: What changes attention, rotation or the head, by name. Windows end within KV tiles of 128 tokens and blocks of 16;
 #: scalings begin within the prompt.
@@ -92,6 +95,7 @@ KINDS: dict[str, ModelConfig] = {
     "soft caps": msgspec.structs.replace(TINY, scores_cap=2.0, logits_cap=3.0, **_MULTIPLIERS),
     "norms after": msgspec.structs.replace(TINY, pre_norms=False, post_norms=True, **_ROW_NORMS),
     "experts": msgspec.structs.replace(TINY, experts=_EXPERTS),
+    "sinks": msgspec.structs.replace(TINY, **_SINKS),
 }
 
 DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
@@ -176,8 +180,9 @@ class Recorder(ModelRunner):
         pool, table, rows = self.scheduler.pool, self.table, self.scheduler.running
         is_readable = np.repeat(((pool.ref_count == 0) & (pool.names.content != 0))[:, None], self.block_size, 1)
         is_readable[0] = True  # the null block holds zeros
-        counts = table.num_computed_tokens[rows]
-        positions = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        first = self.scheduler.table.num_released[rows] * self.block_size
+        counts = table.num_computed_tokens[rows] - first
+        positions = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts - first, counts)
         blocks = table.blocks.get(np.repeat(rows, counts), positions // self.block_size)
         is_readable[blocks, positions % self.block_size] = True
         return is_readable
@@ -349,6 +354,7 @@ def small_config(
     policy: SchedulingPolicy = "fcfs",
     speculative: SpeculativeConfig | None = None,
     max_loras: int = 0,
+    kv_window: int = 0,
 ) -> EngineConfig:
     return EngineConfig(
         enable_lora=max_loras > 0,
@@ -362,6 +368,7 @@ def small_config(
         async_scheduling=depth == 2,
         scheduling_policy=policy,
         speculative_config=speculative,
+        kv_window=kv_window,
     )
 
 

@@ -36,7 +36,10 @@ def variant(request: pytest.FixtureRequest) -> Iterator[str]:
     load_cpu_library(request.param).stop_threads()
 
 
-@pytest.mark.parametrize("kind", [pytest.param("plain", marks=pytest.mark.soak), "local and global"])
+SOAKED = [pytest.param(kind, marks=pytest.mark.soak) for kind in ("plain", "sinks")]
+
+
+@pytest.mark.parametrize("kind", [*SOAKED, "local and global"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_request_in_any_company_has_the_logits_it_has_alone(dtype: str, kind: str, variant: str) -> None:
     model = tiny_model(DTYPES[dtype], kind, variant)

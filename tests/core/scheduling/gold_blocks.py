@@ -36,7 +36,7 @@ class GoldBlocks:
 
     def given(self, victims: list[Entry], hits: list[Block]) -> int:
         """Blocks that their end would give, these aside; what they share goes with the last owner."""
-        held = [block for r in victims for block in r.blocks if block not in hits]
+        held = [block for r in victims for block in r.blocks[r.gone :] if block not in hits]
         return sum(held.count(block) == block.owners for block in set(held)) + self.promised(victims)
 
     def allocate(self, count: int) -> list[Block]:
@@ -71,11 +71,23 @@ class GoldBlocks:
             r.blocks += self.allocate(self.growth([r]))
 
     def release(self, entry: Entry, steps_in_flight: int) -> None:
-        for block in entry.blocks:
-            block.urgency = entry.urgency
-        self.drop(entry.blocks, steps_in_flight)
+        self.give_back(entry, len(entry.blocks), steps_in_flight)
+        entry.gone = 0
         entry.blocks, entry.pending, entry.computed, entry.n, entry.stay = [], 0, 0, 0, entry.stay + 1
         self.lift(0)
+
+    def give_back(self, entry: Entry, end: int, steps_in_flight: int) -> None:
+        """Its blocks before this place, those aside that are gone."""
+        for block in entry.blocks[entry.gone : end]:
+            block.urgency = entry.urgency
+        self.drop(entry.blocks[entry.gone : end], steps_in_flight)
+        entry.gone = max(entry.gone, end)
+
+    def slide(self, entry: Entry, window: int, steps_in_flight: int) -> None:
+        """Nobody sees tokens before its next token's window."""
+        end = max(0, entry.computed - window + 1) // self.size
+        if not entry.choices:
+            self.give_back(entry, min(end, entry.named) if self.caching else end, steps_in_flight)
 
     def drop(self, blocks: list[Block], steps_in_flight: int) -> None:
         for block in reversed(blocks):

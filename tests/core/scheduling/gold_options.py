@@ -50,8 +50,9 @@ class GoldWithOptions(Gold):
     def preempt(self, r: Entry, cause: int) -> None:
         kept = min(r.computed, len(r.tokens) - 1)
         is_cheap = self.c.preemption_mode == "swap" or self.copy(kept) < self.again(kept)
+        is_whole = not r.gone
         super().preempt(r, cause)
-        if 0 < self.b.up(kept) <= self.slots and is_cheap:
+        if 0 < self.b.up(kept) <= self.slots and is_cheap and is_whole:
             r.kept, self.copied[r] = kept, self.b.up(kept)
             self.slots -= self.copied[r]
 

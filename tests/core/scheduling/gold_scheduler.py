@@ -62,6 +62,9 @@ class Gold:
         self.starts, self.refused = list[Entry](), dict[Entry, str]()
         for r in self.running + self.waiting:
             r.drafts = []
+        for r in sorted(self.running, key=lambda r: (r.rank, r.serial)) if self.c.kv_window else []:
+            self.b.slide(r, self.c.kv_window or 0, len(self.in_flight))
+        self.b.lift(0)
         self.grow()
         self.admit()
         self.guess()

@@ -33,6 +33,7 @@ PLAIN: dict[str, st.SearchStrategy[Any]] = {
     "scheduling_policy": st.sampled_from(["fcfs", "priority", "fair"]),
     "priority_aging_seconds": st.sampled_from([0.0, 0.012, 0.003]),
     "fair_quantum": st.sampled_from([4, 0, 40]),
+    "kv_window": st.sampled_from([0, 0, 1, 5, 9]),
     "watermark": st.just(0.0),
     "admission_lookahead": st.just(0),
 }

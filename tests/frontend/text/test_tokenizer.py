@@ -154,6 +154,9 @@ def _metadata(pre: str = "gpt-2", **changes: Any) -> dict[str, Any]:
         ("qwen2", "  1231", ["Ġ", "Ġ", "1", "2", "3", "1"]),
         ("qwen2", "e\u0301", ["Ã", "©"]),
         ("gpt-2", "e\u0301", ["e", "Ì", "ģ"]),
+        ("gpt-4o", "  1231'S/\n", ["Ġ", "Ġ", "123", "1", "'S", "/", "Ċ"]),
+        ("gpt-4o", "a'Sab", ["a", "'S", "ab"]),
+        ("gpt-4o", "abAB ab", ["ab", "A", "B", "Ġ", "ab"]),
         ("llama-bpe", "abcab", ["abcab"]),  # a word its merges do not reach
         ("gpt-2", "abcab", ["ab", "c", "ab"]),
     ],

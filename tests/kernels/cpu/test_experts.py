@@ -28,6 +28,8 @@ class Weights:
         self.dtype, self.router = dtype, numbers(EXPERTS, WIDTH)
         self.gate_up = [numbers(2 * SIZE, WIDTH) for _ in range(EXPERTS)]
         self.down = [numbers(WIDTH, SIZE) for _ in range(EXPERTS)]
+        #: Of the router, and of each expert's two products.
+        self.biases = [rng.standard_normal(size, np.float32) for size in (EXPERTS, 2 * SIZE, WIDTH)]
 
     def packed(self, library: CpuLibrary, *, normalises: bool = True, in_8_bits: bool = False) -> CpuExperts:
         def matrix(weight: Numbers, **options: Any) -> PackedMatrix:
@@ -83,6 +85,38 @@ def test_the_result_is_that_of_the_definition(dtype: Dtype, normalises: bool, li
     got = to_floats(weights.packed(library, normalises=normalises)(x))
     expected = weights.defined(x, normalises=normalises)
     assert np.abs(got - expected).max() <= (2e-6 if dtype == FLOAT32 else 2e-2) * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
+def test_biases_and_clamped_gates(dtype: Dtype, library: CpuLibrary) -> None:
+    """As gpt-oss has them; numbers go beyond both ends of the clamps. A row's bits are its own here, too."""
+    weights, x = Weights(dtype), rows_of(40, dtype)
+    weights.gate_up = [rounded(to_floats(each) * np.float32(4), dtype) for each in weights.gate_up]
+    router, gate_up, down = weights.biases
+    experts = CpuExperts(
+        library,
+        PackedMatrix(library, weights.router, router, dtype=dtype, out_dtype=FLOAT32),
+        [PackedMatrix(library, each, gate_up, dtype=dtype, gate="clamped_silu") for each in weights.gate_up],
+        [PackedMatrix(library, each, down, dtype=dtype, out_dtype=FLOAT32) for each in weights.down],
+        CHOSEN,
+        normalises=True,
+    )
+    expected, most = np.zeros(x.shape), 0.0
+    for row, numbers in enumerate(to_floats(x).astype(np.float64)):
+        logits = to_floats(weights.router) @ numbers + router
+        chosen = np.argsort(-logits, kind="stable")[:CHOSEN]
+        shares = np.exp(logits[chosen] - logits[chosen].max())
+        for expert, share in zip(chosen, shares / shares.sum(), strict=True):
+            both = to_floats(weights.gate_up[expert]).astype(np.float64) @ numbers + gate_up
+            most = max(most, np.abs(both).max())
+            gate, up = np.split(to_floats(rounded(both.astype(np.float32), dtype)).astype(np.float64), 2)
+            gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+            gated = rounded((gate / (1 + np.exp(-1.702 * gate)) * (up + 1)).astype(np.float32), dtype)
+            expected[row] += share * (to_floats(weights.down[expert]) @ to_floats(gated) + down)
+    got = experts(x)
+    assert most > 10
+    assert np.abs(to_floats(got) - expected).max() <= (4e-6 if dtype == FLOAT32 else 2e-2) * np.abs(expected).max()
+    assert b"".join(experts(x[row : row + 1]).tobytes() for row in range(len(x))) == got.tobytes()
 
 
 @pytest.mark.parametrize("in_8_bits", [False, True], ids=["plain", "int8"])

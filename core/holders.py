@@ -1,0 +1,47 @@
+"""Holders: which keys living objects hold, counted by the ends of these objects."""
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+_Key = TypeVar("_Key")
+
+
+class Holders(Generic[_Key]):
+    """A count of the living objects that hold each key. Its methods are called under the owner's lock.
+
+    on_unheld: is called under that lock for a key whose last holder has ended.
+    """
+
+    def __init__(self, lock: threading.Lock, on_unheld: Callable[[_Key], None]) -> None:
+        self._lock, self._on_unheld = lock, on_unheld
+        self._counts: dict[_Key, int] = {}  # of objects that live, and of those in _gone
+        self._gone: deque[_Key] = deque()  # keys of objects that have ended; appended to without the lock
+
+    def __contains__(self, key: _Key) -> bool:
+        return key in self._counts
+
+    def hold(self, holder: object, key: _Key) -> None:
+        """Hold the key as long as this object lives."""
+        self._counts[key] = self._counts.get(key, 0) + 1
+        weakref.finalize(holder, self._let_go, key).atexit = False
+
+    def _let_go(self, key: _Key) -> None:
+        """Note the end of a holder. The collector may run this in a thread that has the lock already."""
+        self._gone.append(key)
+        if self._lock.acquire(blocking=False):
+            try:
+                self.settle()
+            finally:
+                self._lock.release()
+
+    def settle(self) -> None:
+        """Count the ends that were noted."""
+        while self._gone:
+            key = self._gone.popleft()
+            self._counts[key] -= 1
+            if not self._counts[key]:
+                del self._counts[key]
+                self._on_unheld(key)
