@@ -6,10 +6,10 @@ A replay is a capture too: the same inputs go into a CapturedEngine whose log co
 import struct
 import time
 from collections.abc import Callable, Sequence
-from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from core import log
+from core.capture.packed_steps import digest_of, is_plain, pack_step
 from core.capture.records import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
@@ -39,7 +39,6 @@ from core.inputs import EngineInput, EngineReply
 from ipc.arrays import Int32s
 from ipc.config import EngineConfig
 
-DIGEST_BYTES = 8
 _TIMES = struct.Struct("<3i")
 _REMOVED, _ROWS, _COUNTS = map(
     SchedulerOutput.__struct_fields__.index, ("removed_rows", "rows", "num_scheduled_tokens")
@@ -60,6 +59,14 @@ class CaptureLog(Protocol):
         """Take the engine's state behind the last record; see Checkpoint."""
 
 
+@runtime_checkable
+class PackedLog(CaptureLog, Protocol):
+    """A log that takes plain steps packed (core/capture/packed_steps.py), which costs the engine thread less."""
+
+    def add_packed(self, payload: bytes, now_ns: int) -> None:
+        """Take the next record, a packed step. now_ns: its clock value."""
+
+
 class CapturedEngine:
     """An EngineCore that is logged from its first step on. Its interface is that of EngineCore.
 
@@ -77,12 +84,16 @@ class CapturedEngine:
         received: Callable[[], Sequence[int]] | None = None,
     ) -> None:
         self._log = log
+        self._packed_log = log if isinstance(log, PackedLog) else None
         self._received = received
         self._num_steps = self._num_inputs = 0
         self._can_checkpoint = True
         self._space = CopySpace()
         self._last_rows = self._last_counts = b""  # of the last plan
-        self._forget()
+        self._planned_ns = self._result_ns = 0  # of the step that runs, like all below
+        self._plan: SchedulerOutput | None = None
+        self._added: list[tuple[int, int, int, int]] = []  # of the plan
+        self._result: ModelRunnerOutput | None = None
         self.engine = EngineCore(config, executor, epoch, [*watchers, self])
 
     @property
@@ -101,17 +112,22 @@ class CapturedEngine:
 
     def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> list[tuple[int, EngineReply]]:
         """Run EngineCore.step and log it. A step that raises is logged too, with its error."""
-        received = [0] * len(inbox) if self._received is None else self._received()
-        for (client, message), received_ns in zip(inbox, received, strict=True):
-            self._log.add(Input(client, message, received_ns))
-        self._forget()
+        if inbox:
+            received = [0] * len(inbox) if self._received is None else self._received()
+            for (client, message), received_ns in zip(inbox, received, strict=True):
+                self._log.add(Input(client, message, received_ns))
+        self._plan = self._result = None
+        self._planned_ns = self._result_ns = 0
         self._begin_ns = time.monotonic_ns()
         try:
             replies = self.engine.step(inbox, now_ns)
         except Exception as error:
             self._log.add(self._record(now_ns, f"{type(error).__name__}: {error}"))
             raise
-        self._log.add(self._record(now_ns))
+        if self._packed_log is not None and is_plain(self._plan, self._result):
+            self._packed_log.add_packed(self._packed(now_ns), now_ns)
+        else:
+            self._log.add(self._record(now_ns))
         self._num_steps += 1
         self._num_inputs += len(inbox)
         if self._log.wants_checkpoint and self._can_checkpoint:
@@ -144,22 +160,18 @@ class CapturedEngine:
         self.engine.take_over(state)
         self._num_steps, self._num_inputs = checkpoint.num_steps, checkpoint.num_inputs
 
-    def _forget(self) -> None:
-        self._planned_ns = self._result_ns = 0
-        self._plan: SchedulerOutput | None = None
-        self._added: list[tuple[int, int, int, int]] = []
-        self._result: ModelRunnerOutput | None = None
-
     def begin(self, plan: SchedulerOutput) -> None:
         """Note the plan inside the step, because requests that the step ends leave the table before it returns."""
         self._plan = plan
         self._planned_ns = time.monotonic_ns()
-        if starts := plan.starts:
+        if plan.added or plan.added_pooling:
             table = self.engine.scheduler.table
             self._added = [
                 (new.row, int(table.client[new.row]), int(table.number[new.row]), new.num_computed_tokens)
-                for new in starts
+                for new in plan.starts
             ]
+        elif self._added:
+            self._added = []
 
     def end(self, output: ModelRunnerOutput) -> None:
         """Note the result of a step."""
@@ -172,7 +184,7 @@ class CapturedEngine:
         digest = rows = counts = removed = b""
         if plan is not None:
             fields = plan_fields(plan)
-            digest = blake2b(encode_fields(fields), digest_size=DIGEST_BYTES).digest()
+            digest = digest_of(encode_fields(fields))
             removed, all_rows, all_counts = fields[_REMOVED], fields[_ROWS], fields[_COUNTS]
             rows = b"" if all_rows == self._last_rows else all_rows
             counts = b"" if all_counts == self._last_counts else all_counts
@@ -184,7 +196,7 @@ class CapturedEngine:
             rows=rows,
             counts=counts,
             removed_rows=removed,
-            added=self._added,
+            added=self._added if plan is not None else [],
             num_preemptions=scheduler.stats.num_preemptions,
             num_waiting=len(scheduler.waiting),
             num_free_blocks=scheduler.pool.num_free,
@@ -199,14 +211,43 @@ class CapturedEngine:
             **_candidates(None if result is None else result.candidates),
         )
 
+    def _packed(self, now_ns: int) -> bytes:
+        """Return a plain step that ends now, packed."""
+        end_ns = time.monotonic_ns()
+        scheduler, plan, result = self.engine.scheduler, self._plan, self._result
+        times = self._durations(end_ns) or (-1, -1, -1)
+        removed = block_rows = block_ids = rows = counts = b""
+        step = 0
+        if plan is not None:
+            step, removed = plan.step, plan.removed_rows.tobytes()
+            block_rows, block_ids = plan.block_rows.tobytes(), plan.block_ids.tobytes()
+            rows, counts = plan.rows.tobytes(), plan.num_scheduled_tokens.tobytes()
+            if rows == self._last_rows:
+                rows = b""
+            else:
+                self._last_rows = rows
+            if counts == self._last_counts:
+                counts = b""
+            else:
+                self._last_counts = counts
+        result_step, tokens = (NO_RESULT, b"") if result is None else (result.step, result.token_ids.tobytes())
+        stats = scheduler.stats.num_preemptions, len(scheduler.waiting), scheduler.pool.num_free
+        numbers = (plan is not None, now_ns, end_ns - self._begin_ns, step, result_step, *stats, *times)
+        return pack_step(numbers, (removed, block_rows, block_ids, rows, counts, tokens))
+
     def _times(self, end_ns: int) -> bytes:
         """Return Step.times of a call that ends now."""
+        times = self._durations(end_ns)
+        return b"" if times is None else _TIMES.pack(*times)
+
+    def _durations(self, end_ns: int) -> tuple[int, int, int] | None:
+        """Return the three durations of Step.times of a call that ends now; None: it ran nothing."""
         if not (self._planned_ns or self._result_ns):
-            return b""
+            return None
         planned = self._planned_ns or self._begin_ns  # a result was there and nothing new to run
         result = self._result_ns or end_ns  # the result comes with a later call
         begin = self._begin_ns
-        return _TIMES.pack((planned - begin) // 1000, (result - planned) // 1000, (end_ns - result) // 1000)
+        return (planned - begin) // 1000, (result - planned) // 1000, (end_ns - result) // 1000
 
 
 def start_capture(path: str, config: EngineConfig, model: ModelInfo, engine_version: str, epoch: int) -> CaptureWriter:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from core import log
+from core.capture.packed_steps import PACKED_TAG
 from core.capture.records import TAGS, Checkpoint, Header, Input, Step, encode_record
 from core.capture.snapshot import Snapshot
 from ipc.flight_ring import HALF, HALVES_AT, half_at, ring_half_bytes
@@ -44,7 +45,7 @@ class FlightRecorder:
         self._generation = 1
         self._sequence = 0  # of the last record
         self._is_full = False  # a record did not fit
-        self._is_due = False
+        self.wants_checkpoint = False  # the other half is to be begun
         self._kept: list[bytes] | None = None  # frames since the checkpoint that is being encoded; None: none is
         self._num_kept_bytes = 0
         self._ready = -1  # bytes of the other half once its checkpoint is there; 0: it did not fit. Set by the thread
@@ -62,18 +63,21 @@ class FlightRecorder:
             self._keep(frame)
         self._write(frame)
         if type(record) is Step:
-            self._now_ns = now_ns = record.now_ns
-            self._due_ns = self._due_ns or now_ns + self._period_ns
-            self._is_due = self._used > self._due_bytes or now_ns > self._due_ns
+            self._end_step(record.now_ns)
 
-    @property
-    def wants_checkpoint(self) -> bool:
-        """Return whether the other half is to be begun."""
-        return self._is_due and self._kept is None and self._now_ns >= self._least_ns
+    def add_packed(self, payload: bytes, now_ns: int) -> None:
+        """Write the next record, a packed step. Only the engine thread calls this."""
+        self._sequence = sequence = self._sequence + 1
+        frame = pack_frame(sequence, PACKED_TAG, payload)
+        if self._kept is not None:
+            self._keep(frame)
+        self._write(frame)
+        self._end_step(now_ns)
 
     def add_checkpoint(self, snapshot: Snapshot, num_steps: int, num_inputs: int) -> None:
         """Begin the other half with this state; see Checkpoint. Only the engine thread calls this."""
         self._kept, self._num_kept_bytes = [], 0
+        self.wants_checkpoint = False
         self._least_ns = self._now_ns + _LEAST_NS
         self._queue.put((snapshot, num_steps, num_inputs, self._sequence))
 
@@ -82,6 +86,13 @@ class FlightRecorder:
         self._queue.put(None)
 
     # --- the engine thread ---
+
+    def _end_step(self, now_ns: int) -> None:
+        """Note a step with this clock value, and set whether the other half is to be begun."""
+        self._now_ns = now_ns
+        self._due_ns = due_ns = self._due_ns or now_ns + self._period_ns
+        if self._used > self._due_bytes or now_ns > due_ns:
+            self.wants_checkpoint = self._kept is None and now_ns >= self._least_ns
 
     def _write(self, frame: bytes) -> None:
         begin, used = self._at + self._used, self._used + len(frame)
@@ -124,7 +135,8 @@ class FlightRecorder:
 
     def _begin(self, half: int, used: int) -> None:
         """Go on in a half that has so many bytes."""
-        self._half, self._used, self._is_full, self._is_due = half, used, False, False
+        self._half, self._used, self._is_full = half, used, False
+        self.wants_checkpoint = False
         self._at, self._numbers_at = HALVES_AT + half * self._half_bytes, half_at(half)
         self._due_ns = self._now_ns and self._now_ns + self._period_ns
         self._least_ns = self._now_ns + _LEAST_NS
