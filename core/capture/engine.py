@@ -3,13 +3,12 @@
 A replay is a capture too: the same inputs go into a CapturedEngine whose log compares instead of writing.
 """
 
-import struct
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from core import log
-from core.capture.packed_steps import digest_of, is_plain, pack_step
+from core.capture.packed_steps import digest_of, is_plain, pack_step, step_times
 from core.capture.records import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
@@ -39,7 +38,6 @@ from core.inputs import EngineInput, EngineReply
 from ipc.arrays import Int32s
 from ipc.config import EngineConfig
 
-_TIMES = struct.Struct("<3i")
 _REMOVED, _ROWS, _COUNTS = map(
     SchedulerOutput.__struct_fields__.index, ("removed_rows", "rows", "num_scheduled_tokens")
 )
@@ -116,7 +114,6 @@ class CapturedEngine:
             received = [0] * len(inbox) if self._received is None else self._received()
             for (client, message), received_ns in zip(inbox, received, strict=True):
                 self._log.add(Input(client, message, received_ns))
-        self._plan = self._result = None
         self._planned_ns = self._result_ns = 0
         self._begin_ns = time.monotonic_ns()
         try:
@@ -128,6 +125,7 @@ class CapturedEngine:
             self._packed_log.add_packed(self._packed(now_ns), now_ns)
         else:
             self._log.add(self._record(now_ns))
+        self._plan = self._result = None  # their memory is free for the next step's
         self._num_steps += 1
         self._num_inputs += len(inbox)
         if self._log.wants_checkpoint and self._can_checkpoint:
@@ -206,7 +204,7 @@ class CapturedEngine:
             token_counts=b"" if result is None or result.counts is None else _column(result.counts),
             draft_counts=b"" if result is None or result.draft_counts is None else _column(result.draft_counts),
             draft_tokens=b"" if result is None else _column(result.draft_token_ids),
-            times=self._times(end_ns),
+            times=step_times(self._begin_ns, self._planned_ns, self._result_ns, end_ns),
             pooled=None if result is None or result.pooled is None else _pooled(result.pooled),
             **_candidates(None if result is None else result.candidates),
         )
@@ -215,13 +213,14 @@ class CapturedEngine:
         """Return a plain step that ends now, packed."""
         end_ns = time.monotonic_ns()
         scheduler, plan, result = self.engine.scheduler, self._plan, self._result
-        times = self._durations(end_ns) or (-1, -1, -1)
-        removed = block_rows = block_ids = rows = counts = b""
-        step = 0
+        step, removed, block_rows, block_ids, rows, counts = NO_RESULT, b"", b"", b"", b"", b""
         if plan is not None:
-            step, removed = plan.step, plan.removed_rows.tobytes()
-            block_rows, block_ids = plan.block_rows.tobytes(), plan.block_ids.tobytes()
-            rows, counts = plan.rows.tobytes(), plan.num_scheduled_tokens.tobytes()
+            step, rows, counts = plan.step, plan.rows.tobytes(), plan.num_scheduled_tokens.tobytes()
+            removed, block_rows, block_ids = (
+                plan.removed_rows.tobytes(),
+                plan.block_rows.tobytes(),
+                plan.block_ids.tobytes(),
+            )
             if rows == self._last_rows:
                 rows = b""
             else:
@@ -231,23 +230,11 @@ class CapturedEngine:
             else:
                 self._last_counts = counts
         result_step, tokens = (NO_RESULT, b"") if result is None else (result.step, result.token_ids.tobytes())
-        stats = scheduler.stats.num_preemptions, len(scheduler.waiting), scheduler.pool.num_free
-        numbers = (plan is not None, now_ns, end_ns - self._begin_ns, step, result_step, *stats, *times)
-        return pack_step(numbers, (removed, block_rows, block_ids, rows, counts, tokens))
-
-    def _times(self, end_ns: int) -> bytes:
-        """Return Step.times of a call that ends now."""
-        times = self._durations(end_ns)
-        return b"" if times is None else _TIMES.pack(*times)
-
-    def _durations(self, end_ns: int) -> tuple[int, int, int] | None:
-        """Return the three durations of Step.times of a call that ends now; None: it ran nothing."""
-        if not (self._planned_ns or self._result_ns):
-            return None
-        planned = self._planned_ns or self._begin_ns  # a result was there and nothing new to run
-        result = self._result_ns or end_ns  # the result comes with a later call
-        begin = self._begin_ns
-        return (planned - begin) // 1000, (result - planned) // 1000, (end_ns - result) // 1000
+        return pack_step(
+            (now_ns, self._begin_ns, self._planned_ns, self._result_ns, end_ns, step, result_step)
+            + (scheduler.stats.num_preemptions, len(scheduler.waiting), scheduler.pool.num_free),
+            (removed, block_rows, block_ids, rows, counts, tokens),
+        )
 
 
 def start_capture(path: str, config: EngineConfig, model: ModelInfo, engine_version: str, epoch: int) -> CaptureWriter:

@@ -72,7 +72,9 @@ class FlightRecorder:
         if self._kept is not None:
             self._keep(frame)
         self._write(frame)
-        self._end_step(now_ns)
+        self._now_ns = now_ns
+        if self._used > self._due_bytes or now_ns > self._due_ns:
+            self._end_step(now_ns)
 
     def add_checkpoint(self, snapshot: Snapshot, num_steps: int, num_inputs: int) -> None:
         """Begin the other half with this state; see Checkpoint. Only the engine thread calls this."""

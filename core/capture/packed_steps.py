@@ -22,25 +22,24 @@ PACKED_TAG = 255
 DIGEST_BYTES = 8
 #: What begins a packed step: Numbers, then the bytes of its columns: rows given up, rows and ids of appended blocks,
 #: the batch, the counts, the tokens. The columns follow.
-_HEAD = struct.Struct("<?5q5i6I")
+_HEAD = struct.Struct("<8q2i6I")
 _TIMES = struct.Struct("<3i")
 _INT32 = np.dtype("<i4")
 
 
 class Numbers(NamedTuple):
-    """The numbers of a packed step, as in Step."""
+    """The numbers of a packed step. Those in ns are on the monotonic clock, but for now_ns."""
 
-    has_plan: bool
-    now_ns: int
-    elapsed_ns: int
-    plan_step: int
+    now_ns: int  # the step's clock value
+    begin_ns: int
+    planned_ns: int  # when the plan was made; 0: none was
+    result_ns: int  # when a result was there; 0: none came
+    end_ns: int
+    plan_step: int  # NO_RESULT: there is no plan
     result_step: int
     num_preemptions: int
     num_waiting: int
     num_free_blocks: int
-    scheduling_us: int  # all three are -1 where the call ran nothing
-    model_us: int
-    update_us: int
 
 
 _NUM_NUMBERS = len(Numbers._fields)
@@ -70,9 +69,7 @@ def is_plain(plan: SchedulerOutput | None, result: ModelRunnerOutput | None) -> 
 
 def pack_step(numbers: tuple[int, ...], columns: tuple[bytes, bytes, bytes, bytes, bytes, bytes]) -> bytes:
     """Return the payload of a packed step. numbers: those of Numbers; columns: int32, in the order of the head."""
-    removed, block_rows, block_ids, rows, counts, tokens = columns
-    sizes = (len(removed), len(block_rows), len(block_ids), len(rows), len(counts), len(tokens))
-    return b"".join((_HEAD.pack(*numbers, *sizes), *columns))
+    return b"".join((_HEAD.pack(*numbers, *map(len, columns)), *columns))
 
 
 def unpack_steps(frames: Iterable[Frame]) -> Iterator[Frame]:
@@ -92,6 +89,15 @@ def unpack_steps(frames: Iterable[Frame]) -> Iterator[Frame]:
         yield frame
 
 
+def step_times(begin_ns: int, planned_ns: int, result_ns: int, end_ns: int) -> bytes:
+    """Return Step.times of a call; planned_ns, result_ns: as in Numbers."""
+    if not (planned_ns or result_ns):
+        return b""
+    planned = planned_ns or begin_ns  # a result was there and nothing new to run
+    result = result_ns or end_ns  # the result comes with a later call
+    return _TIMES.pack((planned - begin_ns) // 1000, (result - planned) // 1000, (end_ns - result) // 1000)
+
+
 def digest_of(encoded_plan: bytes) -> bytes:
     """Return Step.digest of an encoded plan."""
     return blake2b(encoded_plan, digest_size=DIGEST_BYTES).digest()
@@ -107,11 +113,10 @@ def _unpack(payload: bytes, last_rows: bytes, last_counts: bytes) -> Step:
         at += size
     removed, block_rows, block_ids, rows, counts, tokens = columns
     plan = (removed, block_rows, block_ids, rows or last_rows, counts or last_counts)
-    times = numbers[-3:]
     return Step(
         now_ns=numbers.now_ns,
-        elapsed_ns=numbers.elapsed_ns,
-        digest=_digest(numbers.plan_step, *map(_column, plan)) if numbers.has_plan else b"",
+        elapsed_ns=numbers.end_ns - numbers.begin_ns,
+        digest=_digest(numbers.plan_step, *map(_column, plan)) if numbers.plan_step != NO_RESULT else b"",
         rows=rows,
         counts=counts,
         removed_rows=removed,
@@ -120,8 +125,8 @@ def _unpack(payload: bytes, last_rows: bytes, last_counts: bytes) -> Step:
         num_waiting=numbers.num_waiting,
         num_free_blocks=numbers.num_free_blocks,
         result_step=numbers.result_step,
-        tokens=tokens if numbers.result_step != NO_RESULT else b"",
-        times=b"" if times[0] < 0 else _TIMES.pack(*times),
+        tokens=tokens,
+        times=step_times(numbers.begin_ns, numbers.planned_ns, numbers.result_ns, numbers.end_ns),
     )
 
 
