@@ -24,10 +24,16 @@ AZURE = DATA / "azure2023_conv_50.csv"
 
 
 def run(
-    path: Path, time_scale: float, num_replicas: int, route: str = "least_loaded", *, joins_steps: bool = True
+    path: Path,
+    time_scale: float,
+    num_replicas: int,
+    route: str = "least_loaded",
+    *,
+    joins_steps: bool = True,
+    options: dict[str, Any] | None = None,
 ) -> FleetRun:
     parsed = _parser().parse_args([str(path)])
-    config = _config({}, parsed)
+    config = _config(options or {}, parsed)
     workload = make_workload(
         read_trace(path), max_tokens=8192, time_scale=time_scale, num_clients=1, vocab_size=config.fake_vocab_size
     )
@@ -54,6 +60,17 @@ def test_joined_steps_are_the_single_ones(path: Path, time_scale: float) -> None
     for name in ("ttft_mean", "ttft_p99", "tpot_mean", "e2e_mean", "e2e_p99", "tokens_per_s"):
         assert values[1][name] == pytest.approx(values[0][name], rel=0.05 if name == "ttft_p99" else 0.02), name
     assert values[0]["unfinished"] == values[1]["unfinished"] == 0
+
+
+@pytest.mark.parametrize("policy", ["fcfs", "priority"])
+def test_steps_are_joined_while_all_rows_are_taken(policy: str) -> None:
+    """Where others wait for a row, and no policy takes one for them: the same times to a thousandth."""
+    options = {"max_num_seqs": 4, "scheduling_policy": policy}
+    single, joined = (run(AZURE, 0.2, 1, joins_steps=joins, options=options) for joins in (False, True))
+    assert (2 * joined.num_calls < single.num_calls) == (policy == "fcfs")
+    values = [values_of(one) for one in (single, joined)]
+    assert values[0]["ttft_mean"] > 2000, "nothing waited"
+    assert all(values[1][name] == pytest.approx(values[0][name], rel=0.001) for name in values[0])
 
 
 def test_one_replica_is_the_scheduler_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -35,6 +35,7 @@ from tools.bench.startup import kernel_cache, measure_cleanly
 from tools.bench.startup_parts import has_parts, measure_parts
 from tools.bench.tenants import measure_tenants
 from tools.bench.tiny_model import write_tiny_model
+from tools.bench.what_if import measure_what_if
 from tools.bench.workloads import ID_LOW, ID_SPAN, WORKLOADS, Workload, make_workload, read_workload
 from tools.options import ArgumentParser, add_engine_options, engine_options
 
@@ -51,6 +52,7 @@ DEFAULTS = {
     "black-box": [],
     "recorder": [],
     "checkpoint": [],
+    "what-if": [],
     "restart": [],
     "route": [],
     "hostile": [],
@@ -78,6 +80,7 @@ _OWN_ENGINE: dict[str, Callable[..., Iterable[dict[str, Any]]]] = {
     "black-box": measure_black_box,
     "recorder": measure_recorder,
     "checkpoint": measure_checkpoint,
+    "what-if": measure_what_if,
     "restart": measure_restart,
     "route": measure_route,
     "hostile": measure_hostile,
@@ -210,7 +213,7 @@ def _run_own_engine(parsed: argparse.Namespace, options: dict[str, Any]) -> None
         _run_kernels(parsed, options)
         return
     measure = _OWN_ENGINE[parsed.benchmark]
-    own = {} if parsed.benchmark == "http-model" else {"executor": "fake", "max_num_seqs": 256}
+    own = {} if parsed.benchmark in ("http-model", "what-if") else {"executor": "fake", "max_num_seqs": 256}
     config = config_from_options(**{**own, **options})
     for rep in range(parsed.reps):
         wait_until_quiet(parsed.quiet_seconds)

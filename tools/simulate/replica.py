@@ -1,6 +1,7 @@
 """Replica: one engine of a simulated fleet: the real scheduler under a virtual clock, with made-up tokens.
 
-While nothing waits and every row decodes, what comes next is known: each step gives each row one token. Then several
+While nothing waits and every row decodes, what comes next is known: each step gives each row one token. So it is where
+requests wait in the order of their arrival, and all rows are taken: none starts before the first row ends. Then several
 steps are one call of the engine, in which the executor yields several tokens of each row; how many is decided when
 something happens: a request arrives, or the first row ends. The clock counts each of them, and a request that arrives
 is taken in at the next boundary between two of them.
@@ -95,6 +96,8 @@ class Replica:
         self._executor.engine = self._engine
         self._time, self._joins = time, joins_steps
         self._budget = config.max_num_batched_tokens or 1
+        #: Rows of which none is taken from a running request for a waiting one; 0: a policy may do so.
+        self._safe_rows = config.max_num_seqs if config.scheduling_policy == "fcfs" else 0
         self._inbox: list[tuple[int, EngineInput]] = []
         self._most_steps, self._first_ns, self._more_ns = 1, 0.0, 0.0  # of the next call: see _look_ahead()
         self.now_ns = 0  # begin of the next step
@@ -164,7 +167,9 @@ class Replica:
         """Set how many steps the next call may stand for, the ns of the first, and how many more each later one has."""
         scheduler, self._most_steps = self._engine.scheduler, 1
         rows, table = scheduler.running, scheduler.table
-        if not self._joins or not len(rows) or len(scheduler.waiting):
+        if not self._joins or not len(rows):
+            return
+        if len(scheduler.waiting) and len(rows) != self._safe_rows:
             return
         lengths = table.num_tokens[rows]
         left = int((table.max_total_tokens[rows] - lengths).min())
