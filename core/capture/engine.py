@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from core import log
+from core.capture.early_copies import EarlyCopies
 from core.capture.packed_steps import digest_of, is_plain, pack_step, step_times
 from core.capture.records import (
     FORMAT_MAJOR,
@@ -69,7 +70,8 @@ class CapturedEngine:
     """An EngineCore that is logged from its first step on. Its interface is that of EngineCore.
 
     log: gets each step's inputs, then the step. watchers: told of each step beside this object. received: returns when
-    each message of the next inbox was received, in ns; None = not known.
+    each message of the next inbox was received, in ns; None = not known. copies_early: a checkpoint may come some steps
+    after it is wanted, so that none of them takes long.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class CapturedEngine:
         epoch: int = 0,
         watchers: Sequence[StepWatcher] = (),
         received: Callable[[], Sequence[int]] | None = None,
+        copies_early: bool = False,
     ) -> None:
         self._log = log
         self._packed_log = log if isinstance(log, PackedLog) else None
@@ -87,6 +90,8 @@ class CapturedEngine:
         self._num_steps = self._num_inputs = 0
         self._can_checkpoint = True
         self._space = CopySpace()
+        self._copies_early = copies_early
+        self._early: EarlyCopies | None = None  # for the checkpoint that is wanted
         self._last_rows = self._last_counts = b""  # of the last plan
         self._planned_ns = self._result_ns = 0  # of the step that runs, like all below
         self._plan: SchedulerOutput | None = None
@@ -128,13 +133,24 @@ class CapturedEngine:
         self._plan = self._result = None  # their memory is free for the next step's
         self._num_steps += 1
         self._num_inputs += len(inbox)
-        if self._log.wants_checkpoint and self._can_checkpoint:
+        if self._log.wants_checkpoint and self._can_checkpoint and self._is_prepared():
             self._checkpoint()
         return replies
 
+    def _is_prepared(self) -> bool:
+        """Return whether a checkpoint can be made now; if not, do a part of what makes it short."""
+        if not self._copies_early:
+            return True
+        if self._early is None:
+            self._early = EarlyCopies(self.engine.scheduler.waiting.entries())
+        elif not self._early.is_done:
+            self._early.copy_some()
+        return self._early.is_done
+
     def _checkpoint(self) -> None:
+        early, self._early = self._early, None
         try:
-            snapshot = Snapshot(self.engine.state(), self._space)
+            snapshot = Snapshot(self.engine.state(), self._space, early)
         except UnknownObjectError as error:  # of a scheduler that is not ours alone
             self._can_checkpoint = False
             log.say(f"engine-core: this engine makes no checkpoints: {error}")

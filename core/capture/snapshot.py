@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 
 from core.batch.request import Request
+from core.capture.early_copies import EarlyCopies
 from core.scheduling.draft import Draft
 
 #: Packages whose classes a snapshot may name.
@@ -80,17 +81,24 @@ class CopySpace:
 class Snapshot:
     """The state that can be reached from `root`, as it is now.
 
-    space: the caller's, the same for each of its snapshots. Errors: UnknownObjectError.
+    space: the caller's, the same for each of its snapshots. early: copies of some requests. Errors: UnknownObjectError.
     """
 
-    def __init__(self, root: object, space: CopySpace | None = None) -> None:
+    def __init__(self, root: object, space: CopySpace | None = None, early: EarlyCopies | None = None) -> None:
         self._root = root
         self._space = space or CopySpace()
         self._nodes: list[tuple[object, Any]] = []  # an object, and a copy of its parts
         self._place: dict[int, int] = {}  # by id of the object, which its node keeps alive
+        self._known: set[int] = set()  # by id: what has nothing that is not in a node already
         collects = gc.isenabled()
         gc.disable()  # thousands of copies would set it off, and none of them is garbage: it was half of the time
         try:
+            if early is not None:
+                entries, nodes = early.valid()
+                self._nodes += nodes
+                self._place.update({id(one): place for place, (one, _) in enumerate(nodes)})
+                self._known.update(map(id, entries))
+                self._known.update(self._place)
             self._take(root)
         finally:
             if collects:
@@ -109,8 +117,10 @@ class Snapshot:
                 self._place[id(value)] = len(self._nodes)
                 self._nodes.append((value, self._space.copy(value)))
                 continue
-            take = _TAKERS.get(type(value)) or _taker_of(type(value))
-            parts, children = take(value)
+            if self._known and type(value) is list:
+                parts, children = self._take_known(value)
+            else:
+                parts, children = (_TAKERS.get(type(value)) or _taker_of(type(value)))(value)
             if parts is not None:
                 self._place[id(value)] = len(self._nodes)
                 self._nodes.append((value, parts))
@@ -121,15 +131,18 @@ class Snapshot:
                 children = () if len(kinds) == 1 else [one for one in children if type(one) is not Request]
             pending += children
 
+    def _take_known(self, value: list[Any]) -> "_Taken":
+        """Take a list without a look at what is known: to look at thousands of objects costs more than to copy it."""
+        known = self._known
+        return value.copy(), _take_list([one for one in value if id(one) not in known])[1]
+
     def _take_requests(self, requests: Collection[Request], pending: list[Any]) -> None:
         """Take requests, of which there are thousands: all at once, without a call of ours for each.
 
         Their tokens, which are never written to, are no nodes.
         """
         place, first = self._place, len(self._nodes)
-        fresh = dict(zip(map(id, requests), requests, strict=True))
-        for known in fresh.keys() & place.keys():
-            del fresh[known]
+        fresh = {key: one for one in requests if (key := id(one)) not in place}
         copies: list[Request] = list(map(_copy_request, fresh.values()))
         num_hashes = map(len, map(_block_hashes, copies))  # nothing but more of them is ever done to the list
         for one in copies:
@@ -144,12 +157,15 @@ class Snapshot:
 
     def encode(self, pause: Callable[[], None] = lambda: None) -> bytes:
         """Return the bytes, once. Any thread may call this; pause is called now and then, to let other threads run."""
-        batches = []
-        for first in range(0, len(self._nodes), _BATCH):
+        batches, nodes, arrays = [], self._nodes, list[_Array]()
+        for first in range(0, len(nodes), _BATCH):
             pause()
-            batch = [self._node(value, parts) for value, parts in self._nodes[first : first + _BATCH]]
-            batches.append(msgspec.Raw(_encoder.encode(batch)))
-        self._space.give_back(parts for _, parts in self._nodes if type(parts) is np.ndarray)
+            some = nodes[first : first + _BATCH]
+            batches.append(msgspec.Raw(_encoder.encode([self._node(value, parts) for value, parts in some])))
+            arrays += [parts for _, parts in some if type(parts) is np.ndarray]
+            # The copies are freed here, some at a time. The objects stay: another one may not get the id of one.
+            nodes[first : first + _BATCH] = [(value, None) for value, _ in some]
+        self._space.give_back(arrays)
         pause()
         data = _encoder.encode([batches, self._value(self._root)])
         pause()

@@ -149,7 +149,7 @@ def _make_engine(
         box.watch(core.scheduler)
         store = start_store(folder, executor, core, io.put_news)
         return StartedEngine(core, executor, io, with_orders(box.turn, core, store), store, lambda: None)
-    captured = CapturedEngine(config, executor, writer, start.epoch, [box], io.inbox.received_ns)
+    captured = CapturedEngine(config, executor, writer, start.epoch, [box], io.inbox.received_ns, copies_early=True)
     core = captured.engine
     box.watch(core.scheduler)
     store = start_store(folder, executor, core, io.put_news)

@@ -1,10 +1,13 @@
 """The orders in which requests wait: one line for all, or a line per client with the least served client first."""
 
 import heapq
+from typing import TypeAlias
 
 from core.batch.request import Request
 from core.scheduling.virtual_time import VirtualTime
 
+#: (rank, serial, ticket, request) in a line; stale where the ticket is not the request's.
+Entry: TypeAlias = tuple[int, int, int, Request]
 #: Stale entries that a line may hold in addition to one for each waiting request.
 _MAX_SPARE = 64
 
@@ -16,7 +19,7 @@ class Line:
     """
 
     def __init__(self) -> None:
-        self._heap: list[tuple[int, int, int, Request]] = []
+        self._heap: list[Entry] = []
         self._num_pushed = 0  # the last ticket
         self._length = 0
 
@@ -77,6 +80,10 @@ class Line:
         key = (request.rank, request.serial, request.ticket)
         return sum([1 for entry in self._heap if entry < key and entry[2] == entry[3].ticket])
 
+    def entries(self) -> list[Entry]:
+        """Return the entries of all requests, and stale ones, in no order. O(n)."""
+        return self._heap.copy()
+
     def in_order(self) -> list[Request]:
         """Return all requests in order; O(n log n)."""
         return [entry[3] for entry in sorted(self._heap, key=lambda entry: entry[:3]) if entry[2] == entry[3].ticket]
@@ -132,6 +139,10 @@ class FairLine:
             self._lines[first.party].pop()
             self._length -= 1
         return first
+
+    def entries(self) -> list[Entry]:
+        """Return the entries of all requests, and stale ones, in no order. O(n)."""
+        return [entry for line in self._lines.values() for entry in line.entries()]
 
     def in_order(self) -> list[Request]:
         """Return all requests in the order that holds while no client is served; O(n log n)."""

@@ -7,7 +7,7 @@ being fetched, and, while the queue is shut, requests that have not started.
 from collections.abc import Collection
 
 from core.batch.request import Request
-from core.scheduling.waiting_lines import FairLine, Line
+from core.scheduling.waiting_lines import Entry, FairLine, Line
 
 
 class WaitingQueue:
@@ -129,6 +129,10 @@ class WaitingQueue:
     def ready(self, count: int) -> list[Request]:
         """Return the first `count` requests that may start, in order; O(n log count)."""
         return self._line.first(count)
+
+    def entries(self) -> list[Entry]:
+        """Return the entries of all requests that may start, and stale ones, in no order. O(n)."""
+        return self._line.entries()
 
     def position(self, request: Request) -> int | None:
         """Return how many requests may start before this one; None where it may not start. O(n)."""

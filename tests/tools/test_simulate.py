@@ -64,13 +64,13 @@ def test_joined_steps_are_the_single_ones(path: Path, time_scale: float) -> None
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_steps_are_joined_while_all_rows_are_taken(policy: str) -> None:
-    """Where others wait for a row, and no policy takes one for them: the same times to a thousandth."""
+    """Where others wait for a row, and no policy takes one for them: the same times to half a percent."""
     options = {"max_num_seqs": 4, "scheduling_policy": policy}
     single, joined = (run(AZURE, 0.2, 1, joins_steps=joins, options=options) for joins in (False, True))
     assert (2 * joined.num_calls < single.num_calls) == (policy == "fcfs")
     values = [values_of(one) for one in (single, joined)]
     assert values[0]["ttft_mean"] > 2000, "nothing waited"
-    assert all(values[1][name] == pytest.approx(values[0][name], rel=0.001) for name in values[0])
+    assert values[1] == {name: pytest.approx(value, rel=0.005) for name, value in values[0].items()}
 
 
 def test_one_replica_is_the_scheduler_alone(capsys: pytest.CaptureFixture[str]) -> None:

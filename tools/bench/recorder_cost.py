@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from core.capture.early_copies import EarlyCopies
 from core.capture.engine import CapturedEngine, make_header
 from core.capture.flight_recorder import FlightRecorder
 from core.capture.snapshot import CopySpace, Snapshot
@@ -72,21 +73,30 @@ def _measure_checkpoint(config: EngineConfig, rows: int, waiting: int) -> dict[s
         engine.step([(1, _request(number, _PROMPT_TOKENS))], number)
     for step in range(100):
         engine.step([], 10_000 + step)
-    stops, encodes, size, space = [], [], 0, CopySpace()
+    stops, parts, encodes, size, space = list[float](), list[float](), list[float](), 0, CopySpace()
     Snapshot(engine.state(), space).encode()
     for _ in range(_NUM_CHECKPOINTS):
-        engine.step([], time.monotonic_ns())
+        early = EarlyCopies(engine.scheduler.waiting.entries())
+        while True:
+            engine.step([], time.monotonic_ns())
+            if early.is_done:
+                break
+            begin = time.perf_counter()
+            early.copy_some()
+            parts.append((time.perf_counter() - begin) * 1e3)
         begin = time.perf_counter()
-        snapshot = Snapshot(engine.state(), space)
+        snapshot = Snapshot(engine.state(), space, early)
         stops.append((time.perf_counter() - begin) * 1e3)
         begin = time.perf_counter()
         size = len(snapshot.encode())
         encodes.append((time.perf_counter() - begin) * 1e3)
+        del snapshot, early
     return {
         "rows": rows,
         "waiting": engine.count_waiting()[0],
         "stop_ms": round(statistics.median(stops), 3),
         "longest_stop_ms": round(max(stops), 3),
+        "early_copies_ms": round(statistics.median(parts), 3) if parts else 0.0,
         "encode_ms": round(statistics.median(encodes), 1),
         "bytes": size,
     }

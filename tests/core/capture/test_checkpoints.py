@@ -1,7 +1,9 @@
 """Checkpoints: a replay from each of them makes the decisions of the engine that went on. That engine is the oracle."""
 
+import itertools
 import os
 import random
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from core.batch.request import Request, request_from_message
+from core.capture import early_copies
 from core.capture import writer as capture_writer
+from core.capture.early_copies import EarlyCopies
 from core.capture.engine import CapturedEngine, start_capture
 from core.capture.file import CaptureFile
 from core.capture.restore import restore
@@ -20,13 +25,14 @@ from core.executors.by_name import load_executor
 from core.inputs import EngineInput, HoldClient, ReleaseClient
 from ipc.config import EngineConfig
 from ipc.errors import CaptureFileError
-from ipc.messages import AddRequest, Pause, PauseMode, Resume
+from ipc.messages import Abort, AddRequest, Pause, PauseMode, Resume
 from ipc.pooling_messages import AddPooling
 from ipc.pooling_params import PoolingParams
 from ipc.sampling_params import SamplingParams
 from ipc.scheduling_messages import FollowKVEvents
 from ipc.speculation import SpeculativeConfig
 from tests.captures import CONFIG, make_request
+from tests.columns import pack_numbers
 from tools.replay.__main__ import main
 from tools.replay.rerun import recorded_executor, replay_config, rerun
 
@@ -193,3 +199,87 @@ def test_a_checkpoint_that_is_no_engines_is_refused() -> None:
         Snapshot([os.stat("/")])
     state = restore(whole)
     state[1].check_integrity()
+
+
+def canonical(data: bytes) -> bytes:
+    """A snapshot's bytes with its objects in the order in which they are found from the root."""
+    return zlib.decompress(Snapshot(restore(data)).encode())
+
+
+def queueing_engine(name: str, seed: int, num_steps: int) -> tuple[EngineCore, Callable[[], None]]:
+    """An engine with some forty waiting requests, and what runs its next step."""
+    rng = random.Random(seed)
+    config = msgspec.structs.replace(CONFIG, **{**VARIANTS[name], "max_num_seqs": 3})
+    executor = load_executor(config)
+    executor.initialize_cache(config)
+    engine, count = EngineCore(config, executor), itertools.count()
+
+    def step() -> None:
+        inbox = other_inputs(rng)
+        number = next(count)
+        if number < 40 or rng.random() < 0.3:
+            inbox.append((number % 3, make_any(number, rng)))
+        if rng.random() < 0.1:
+            inbox.append((rng.randrange(3), Abort(pack_numbers([rng.randrange(number + 1)]))))
+        engine.step(inbox, 10**12 + number * 1_000_000)
+
+    for _ in range(num_steps):
+        step()
+    return engine, step
+
+
+@pytest.mark.parametrize("name", ["plain", "fair", "priority", "swap"])
+def test_early_copies_change_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that are some steps old, and a snapshot that has them: the same state as without."""
+    monkeypatch.setattr(early_copies, "_MOST", 7)
+    num_old = 0
+    for seed in range(2):
+        engine, step = queueing_engine(name, seed, 45)
+        for _ in range(3):
+            early = EarlyCopies(engine.scheduler.waiting.entries())
+            while not early.is_done:
+                early.copy_some()
+                step()
+            num_old += len(early.valid()[1])
+            data = Snapshot(engine.state(), early=early).encode()
+            assert canonical(data) == canonical(Snapshot(engine.state()).encode())
+    assert num_old > 10, "nothing that was copied early was used"
+
+
+def test_what_changes_in_a_waiting_request_unseen_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The comparison above sees each field that a step may change without a new ticket."""
+    rng, engine = random.Random(1), EngineCore(CONFIG, load_executor(CONFIG))
+    for number in range(20):
+        message = msgspec.structs.replace(make_request(number, rng), params=SamplingParams(max_tokens=30))
+        engine.scheduler.add_request([request_from_message(message, 0, number, 120)], 1, 0)
+    for field in Request.__struct_fields__:
+        early = EarlyCopies(engine.scheduler.waiting.entries())
+        early.copy_some()
+        (request, _), *_ = early.valid()[1]
+        before = getattr(request, field)
+        if type(before) is not int or field in ("client", "number"):
+            continue
+        monkeypatch.setattr(request, field, before + 1)
+        data = Snapshot(engine.state(), early=early).encode()
+        is_same = canonical(data) == canonical(Snapshot(engine.state()).encode())
+        assert is_same == (field in ("ticket", "num_overtaken")), field
+        monkeypatch.undo()
+
+
+def test_a_checkpoint_that_is_copied_early_comes_some_steps_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(early_copies, "_MOST", 5)
+    monkeypatch.setattr(capture_writer, "CHECKPOINT_BYTES", 9000)
+    monkeypatch.setattr(capture_writer, "CLOSE_S", 60.0)
+    path, rng = tmp_path / "a.cap", random.Random(2)
+    config = msgspec.structs.replace(CONFIG, max_num_seqs=2)
+    executor = load_executor(config)
+    executor.initialize_cache(config)
+    writer = start_capture(str(path), config, executor.info, "test", 0)
+    engine = CapturedEngine(config, executor, writer, copies_early=True)
+    num_due = 0
+    for index in range(160):
+        engine.step([(index % 3, make_request(index, rng))] if index < 60 else [], 10**12 + index * 1_000_000)
+        num_due += writer.wants_checkpoint
+    writer.close()
+    assert replay_from_each(path) >= 2
+    assert num_due > 8, "the checkpoints came at once"

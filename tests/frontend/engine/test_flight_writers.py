@@ -154,16 +154,16 @@ def test_every_kill_leaves_a_file(tmp_path: Path) -> None:
         for index in range(NUM_KILLS):
             numbers = submit(client, rng.choice([1, 8, 24]), ENDLESS)
             run_until(engine, 1)
-            time.sleep(rng.random() * 2)
+            time.sleep(rng.random() * 3)
             num_begun = engine.process.black_box.read().num_begun
             most_bytes = max(most_bytes, private_bytes(engine.process.pid))
             kill(engine.process, signal.SIGKILL)
+            client.abort(numbers)
             path = wait_for_file(tmp_path / "a", known)
             file = replays(path, num_begun)
             assert file.num_steps > 0, (index, num_begun)
             num_inside += file.begins_inside
             num_steps += file.num_steps
-            client.abort(numbers)
             path.unlink()
     assert num_inside > 0 or NUM_KILLS < 20
     assert most_bytes < MOST_BYTES
