@@ -1,8 +1,8 @@
 """EarlyCopies: copies of waiting requests, made some steps before the snapshot that has them.
 
 Thousands of requests may wait, and copying all of them between two steps would stop the engine for milliseconds. A
-request keeps its ticket as long as it waits in one place, and there nothing is done to it but being overtaken. So a copy
-is as good as new while both are what they were; a request of which that is not true is copied again.
+request keeps its ticket as long as it waits in one place, and there nothing is done to it but being overtaken. So a
+copy is as good as new while both are what they were; a request of which that is not true is copied again.
 """
 
 import operator

@@ -246,11 +246,10 @@ class CapturedEngine:
             else:
                 self._last_counts = counts
         result_step, tokens = (NO_RESULT, b"") if result is None else (result.step, result.token_ids.tobytes())
-        return pack_step(
-            (now_ns, self._begin_ns, self._planned_ns, self._result_ns, end_ns, step, result_step)
-            + (scheduler.stats.num_preemptions, len(scheduler.waiting), scheduler.pool.num_free),
-            (removed, block_rows, block_ids, rows, counts, tokens),
-        )
+        times = now_ns, self._begin_ns, self._planned_ns, self._result_ns, end_ns
+        stats = scheduler.stats.num_preemptions, len(scheduler.waiting), scheduler.pool.num_free
+        columns = removed, block_rows, block_ids, rows, counts, tokens
+        return pack_step((*times, step, result_step, *stats), columns)
 
 
 def start_capture(path: str, config: EngineConfig, model: ModelInfo, engine_version: str, epoch: int) -> CaptureWriter:

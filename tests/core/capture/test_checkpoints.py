@@ -266,7 +266,9 @@ def test_what_changes_in_a_waiting_request_unseen_is_found(monkeypatch: pytest.M
         monkeypatch.undo()
 
 
-def test_a_checkpoint_that_is_copied_early_comes_some_steps_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_checkpoint_that_is_copied_early_comes_some_steps_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(early_copies, "_MOST", 5)
     monkeypatch.setattr(capture_writer, "CHECKPOINT_BYTES", 9000)
     monkeypatch.setattr(capture_writer, "CLOSE_S", 60.0)

@@ -167,7 +167,9 @@ def test_every_kill_leaves_a_file(tmp_path: Path) -> None:
             path.unlink()
     assert num_inside > 0 or NUM_KILLS < 20
     assert most_bytes < MOST_BYTES
-    print(f"{NUM_KILLS} kills, {num_steps} steps replayed, {num_inside} files from a checkpoint, {most_bytes >> 20} MiB")
+    print(
+        f"{NUM_KILLS} kills, {num_steps} steps replayed, {num_inside} files from a checkpoint, {most_bytes >> 20} MiB"
+    )
 
 
 def test_a_file_that_takes_too_long_is_given_up() -> None:
