@@ -2,7 +2,8 @@
 
 Thousands of requests may wait, and copying all of them between two steps would stop the engine for milliseconds. A
 request keeps its ticket as long as it waits in one place, and there nothing is done to it but being overtaken. So a
-copy is as good as new while both are what they were; a request of which that is not true is copied again.
+copy is as good as new while both are what they were; a request of which that is not true is copied again. What else
+changes together with the ticket, and is cheap to see, is compared, too.
 """
 
 import operator
@@ -17,7 +18,8 @@ from core.scheduling.waiting_lines import Entry
 RequestNode: TypeAlias = tuple[Request, tuple[Request, int]]
 
 _MOST = 128  # copies in one step: some 0.2 ms
-_marks_of: Callable[[Request], tuple[int, int]] = operator.attrgetter("ticket", "num_overtaken")
+_Marks: TypeAlias = tuple[int, int, int, bool]
+_marks_of: Callable[[Request], _Marks] = operator.attrgetter("ticket", "num_overtaken", "awaits", "has_asked")
 _copy_request: Callable[[Request], Request] = Request.__copy__  # type: ignore[attr-defined]
 
 
@@ -31,7 +33,7 @@ class EarlyCopies:
         self._left = entries
         self._entries: list[Entry] = []  # whose requests were copied
         self._nodes: list[RequestNode] = []  # of each
-        self._marks: list[tuple[int, int]] = []  # of each request when it was copied
+        self._marks: list[_Marks] = []  # of each request when it was copied
 
     @property
     def is_done(self) -> bool:
