@@ -5,8 +5,7 @@ flight will sample) and num_computed_tokens. Each step gives it the difference, 
 prefix hits, resumption after preemption and plain decode are this one subtraction, done for all running rows as
 columns. Python touches a single request only on an event: it arrives, starts, is preempted or ends.
 
-The parts: policies.py orders requests, running_rows.py serves running rows, admission.py starts waiting requests,
-preemption.py makes room, core/batch/batch.py holds the rows and their blocks.
+The parts: policies.py, running_rows.py, admission.py, preemption.py; core/batch/batch.py holds rows and blocks.
 """
 
 from collections.abc import Callable, Mapping
