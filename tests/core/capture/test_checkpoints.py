@@ -47,6 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "limits": {"max_num_partial_prefills": 1, "scheduler_delay_factor": 1.5, "num_blocks_override": 16},
     "drafts": {"speculative_config": SpeculativeConfig(method="ngram", num_speculative_tokens=3)},
     "several": {"fake_tokens_per_step": 3, "enable_prefix_caching": False},
+    "window": {"kv_window": 48, "num_blocks_override": 24},
 }
 
 
