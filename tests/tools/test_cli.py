@@ -251,7 +251,7 @@ def test_a_closed_pipe_is_quiet() -> None:
 @pytest.mark.parametrize(
     ("redirection", "status", "text"),
     [
-        ("| head -c 1 > /dev/null; exit ${PIPESTATUS[0]}", 141, ""),
+        ("| true; exit ${PIPESTATUS[0]}", 141, ""),
         (">&-", 0, ""),
         ("> /dev/full", 1, "engine-core: error: cannot write the output: No space left on device"),
     ],

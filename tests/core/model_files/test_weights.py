@@ -82,7 +82,8 @@ def write_gguf(path: Path, tensors: dict[str, torch.Tensor], kind: str = "F32") 
     writer = gguf.GGUFWriter(path, "llama")
     for name, tensor in tensors.items():
         stored = gguf.GGMLQuantizationType[kind if tensor.dim() > 1 else "F32"]
-        writer.add_tensor(name, gguf.quantize(tensor.numpy(), stored), raw_dtype=stored)
+        made = gguf.GGMLQuantizationType.Q4_0 if kind == "IQ4_NL" and tensor.dim() > 1 else stored  # of equal size
+        writer.add_tensor(name, gguf.quantize(tensor.numpy(), made), raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
