@@ -13,6 +13,7 @@ import resource
 import signal
 import socket
 import sys
+import threading
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
 _NICE = 10  # with 19, a grammar of a millisecond would wait a tenth of a second beside an engine that computes
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _LOG_S = 0.5  # for the last lines on standard error
+#: Of the thread that compiles here: half of the least that a thread of the engine has (glibc's without a limit). So a
+#: grammar that passes does not nest too deeply for the engine.
+_STACK_BYTES = 1 << 20
 
 
 def main(arguments: list[str]) -> int:
@@ -44,9 +48,16 @@ def main(arguments: list[str]) -> int:
     fd, max_cpu_ms, max_memory_bytes = map(int, arguments)
     channel = Channel(socket.socket(fileno=fd))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    with contextlib.suppress(ChannelEndedError):
-        serve(channel, max_cpu_ms / 1000, max_memory_bytes)
+    threading.stack_size(_STACK_BYTES)
+    thread = threading.Thread(target=_serve_to_the_end, args=(channel, max_cpu_ms / 1000, max_memory_bytes))
+    thread.start()
+    thread.join()
     return 0
+
+
+def _serve_to_the_end(channel: Channel, max_cpu_s: float, max_memory_bytes: int) -> None:
+    with contextlib.suppress(ChannelEndedError):
+        serve(channel, max_cpu_s, max_memory_bytes)
 
 
 def serve(channel: Channel, max_cpu_s: float, max_memory_bytes: int) -> None:

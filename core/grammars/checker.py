@@ -4,12 +4,14 @@ Compiling takes the engine's cores and Python's lock from its steps. What is wro
 either. The process (core/grammars/check.py) is started for the first request with a grammar.
 """
 
+import select
 import signal
 import socket
 import threading
+from collections import OrderedDict
 
 from core.grammars.check_messages import Check, decode_verdict, encode_message
-from core.grammars.grammars import Grammars, constraint_of
+from core.grammars.grammars import GrammarKey, Grammars, constraint_of, key_of
 from core.grammars.vocabulary import Vocabulary
 from ipc.channel import Channel, ChannelEndedError
 from ipc.child_process import describe_exit, run_package
@@ -19,10 +21,20 @@ from ipc.structured_outputs import StructuredOutputsParams
 
 #: What a grammar may take to compile, and the engine compiles what passes once more: of CPU time, and of memory.
 MAX_CPU_MS, MAX_MEMORY_BYTES = 1000, 1 << 30
-#: What the process needs not: a thread for each core, and its memory.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+#: What the process needs not: a thread for each core, its memory, and address space that is set aside for a thread.
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "MALLOC_ARENA_MAX": "1",
+}
 #: Attempts of a grammar. The first process may have been killed by somebody.
 _MAX_ATTEMPTS = 2
+#: Seconds until an answer, with the vocabulary to be made before it: longer ones are of a process that is stopped.
+_MAX_ANSWER_S = 120.0
+#: Grammars that have ended the process: they are refused without another try while they are among the last ones.
+_MAX_REMEMBERED = 64
+_ITS_OWN_SIGNALS = {-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV}  # of time, memory and depth
 
 
 class _Process:
@@ -48,6 +60,10 @@ class _Process:
     def ask(self, params: StructuredOutputsParams) -> str:
         """Return why the grammar cannot be used; "" = it can. Errors: ChannelEndedError."""
         self.channel.send(encode_message(Check(params)))
+        poller = select.poll()
+        poller.register(self.channel.socket, select.POLLIN)
+        if not poller.poll(_MAX_ANSWER_S * 1000):
+            self.kill()
         return decode_verdict(self.channel.receive()).error
 
     def kill(self) -> None:
@@ -71,6 +87,7 @@ class CheckedGrammars:
         self._grammars = grammars
         self._bounds = max_cpu_ms, max_memory_bytes
         self._process: _Process | None = None
+        self._fatal: OrderedDict[GrammarKey, str] = OrderedDict()  # why a grammar is refused; for prepare()
         self._is_closed = self._is_asking = False
         self._lock = threading.Lock()  # of these
 
@@ -82,6 +99,8 @@ class CheckedGrammars:
         """Compile the request's grammar; return False: nothing is left. Errors: InvalidRequestError."""
         params = constraint_of(message)
         if params is not None and self._grammars.needs(message):  # one compiled meanwhile has passed
+            if (why := self._fatal.get(key_of(params))) is not None:
+                raise InvalidRequestError(why)
             self._check(params)
             self._grammars.prepare(message)
         return False
@@ -122,6 +141,10 @@ class CheckedGrammars:
             if error:
                 raise InvalidRequestError(error)
             return
+        if code in _ITS_OWN_SIGNALS:
+            self._fatal[key_of(params)] = self._why(code)
+            if len(self._fatal) > _MAX_REMEMBERED:
+                self._fatal.popitem(last=False)
         raise InvalidRequestError(self._why(code))
 
     def _start_asking(self) -> tuple[_Process, bool]:

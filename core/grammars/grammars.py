@@ -30,7 +30,7 @@ MAX_CACHED = 256
 #: Seconds that Python's lock is held while the vocabulary is made, apart from calls that hold it to their end.
 _SWITCH_S = 0.0005
 
-_Key = tuple[object, ...]
+GrammarKey = tuple[object, ...]
 
 
 class Grammars:
@@ -48,7 +48,7 @@ class Grammars:
         self._vocabulary: LLTokenizer | None = None
         self._compiling = threading.Lock()  # one grammar at a time
         self._lock = threading.Lock()  # of both maps
-        self._cache: OrderedDict[_Key, LLMatcher] = OrderedDict()  # the one used last is the last
+        self._cache: OrderedDict[GrammarKey, LLMatcher] = OrderedDict()  # the one used last is the last
         self._held: dict[int, LLMatcher] = {}  # by id() of the params of living requests
 
     def use_files(self, files: Mapping[str, bytes]) -> None:
@@ -97,8 +97,9 @@ class Grammars:
         A step may need it: it does not wait for a grammar that is compiled meanwhile.
         """
         fresh = self._compile(params)
+        self._keep(params, fresh)
         with self._lock:
-            self._cache[_key(params)] = self._held[id(params)] = fresh
+            self._held[id(params)] = fresh
         return fresh.deep_copy()
 
     @property
@@ -116,18 +117,23 @@ class Grammars:
             found = self._hold(params)
             if found is None:
                 found = self._compile(params)
-                with self._lock:
-                    self._cache[_key(params)] = found
-                    if len(self._cache) > MAX_CACHED:
-                        self._cache.popitem(last=False)
+                self._keep(params, found)
                 self._hold(params)
         return found
+
+    def _keep(self, params: StructuredOutputsParams, matcher: "LLMatcher") -> None:
+        """Keep a compiled grammar for later requests, as the one used last."""
+        with self._lock:
+            self._cache[key := key_of(params)] = matcher
+            self._cache.move_to_end(key)
+            if len(self._cache) > MAX_CACHED:
+                self._cache.popitem(last=False)
 
     def _hold(self, params: StructuredOutputsParams) -> "LLMatcher | None":
         """Return the compiled grammar of these params and keep it while they live; None if it is not compiled."""
         with self._lock:
             found = self._held.get(id(params))
-            if found is None and (found := self._cache.get(key := _key(params))) is not None:
+            if found is None and (found := self._cache.get(key := key_of(params))) is not None:
                 self._cache.move_to_end(key)
                 self._held[id(params)] = found
                 weakref.finalize(params, self._held.pop, id(params), None).atexit = False
@@ -171,7 +177,8 @@ def model_grammars(config: EngineConfig, vocab_size: int, eos_token_ids: tuple[i
     return Grammars(lambda: tokenizer_files_of(config), vocab_size, eos_token_ids)
 
 
-def _key(params: StructuredOutputsParams) -> _Key:
+def key_of(params: StructuredOutputsParams) -> GrammarKey:
+    """Return what grammars are told apart by."""
     return tuple(tuple(value) if isinstance(value, list) else value for value in _fields(params))
 
 

@@ -80,6 +80,19 @@ def test_a_grammar_that_takes_too_long_or_too_much_is_refused_and_the_next_one_i
         assert not checked.needs(small)
 
 
+def test_a_grammar_that_has_ended_the_process_is_not_tried_again(make: Make) -> None:
+    checked = make(max_cpu_ms=20)
+    for _ in range(2):
+        with pytest.raises(InvalidRequestError, match="takes more than 20 ms of CPU time"):
+            checked.prepare(request(LARGE))
+        assert checked._process is None
+    checked.prepare(request(structured(regex="a+")))
+    before = pid_of(checked)
+    with pytest.raises(InvalidRequestError, match="takes more than 20 ms of CPU time"):
+        checked.prepare(request(LARGE))
+    assert pid_of(checked) == before
+
+
 def test_a_process_that_was_killed_is_replaced(make: Make) -> None:
     checked = make()
     checked.prepare(request(structured(regex="a+")))
