@@ -19,7 +19,7 @@ from pathlib import Path
 from core import log
 from core.border.doorway import raise_descriptor_limit
 from core.process.lease import Lease
-from core.process.loop import run
+from core.process.loop import EXIT_FAILED, run
 from core.process.standby import dying_first, prepare_standby
 from core.process.start import StartedEngine, bind, start_engine
 from ipc.errors import EngineCoreError, EngineStartError, OutOfMemoryError
@@ -92,13 +92,20 @@ def main(arguments: list[str]) -> int:
     started = _start(lease_fd, report_fd)
     if started is None:
         return EXIT_START_FAILED
+    return _serve(started)
+
+
+def _serve(started: StartedEngine) -> int:
+    """Serve until the end; return the exit code. Only an engine that was drained has time to write its KV blocks."""
+    code = EXIT_FAILED
     try:
-        return run(started.engine, started.io, started.executor.prepare_ahead, started.turn)
+        code = run(started.engine, started.io, started.executor.prepare_ahead, started.turn)
     finally:
         if started.store is not None:
-            started.store.close(_STORE_S)
+            started.store.close(0.0 if code == EXIT_FAILED else _STORE_S)
         started.close_capture()
         started.executor.close()
+    return code
 
 
 def _start(lease_fd: int, report_fd: int) -> StartedEngine | None:

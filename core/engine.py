@@ -74,7 +74,9 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Return whether a step can do anything; if not, only a message or a deadline changes that."""
-        return self.scheduler.has_work or self.pipeline.num_in_flight > 0
+        exchange = self.scheduler.exchange
+        is_freeing = exchange is not None and exchange.is_freeing
+        return self.scheduler.has_work or self.pipeline.num_in_flight > 0 or is_freeing
 
     @property
     def has_unfinished(self) -> bool:

@@ -54,7 +54,8 @@ def rename_state(state: list[Any], renaming: Renaming, weights: Mapping[str, flo
 
     rename_blocks([scheduler.pool.names, scheduler.batch.host_cache.names], renaming.root, tokens_of)
     if scheduler.exchange is not None:
-        scheduler.exchange.orders.clear()  # they have tokens, and a replay carries none out
+        name_all, begin = renaming.tokens.name_all, renaming.begin
+        scheduler.exchange.rename(renaming.root, lambda root, token_ids: name_all(begin(root), token_ids)[0])
     scheduler.batch.stop_check.rename(renaming.stop)
     scheduler.rename_tenants(renaming.tokens.word, weights)
     # Of plans in flight, the tokens of starting requests were read already.

@@ -6,6 +6,7 @@ from core.engine import EngineCore
 from core.execution.executor import Executor
 from core.execution.shared_blocks import shared_blocks_of
 from core.inputs import StoreNews
+from core.tiers.block_file import HEAD_BYTES
 from core.tiers.block_folder import BlockFolder
 from core.tiers.block_store import BlockStore
 from core.tiers.portable_names import PortableNames
@@ -17,12 +18,19 @@ from ipc.errors import ConfigError
 def open_folder(config: EngineConfig, executor: Executor) -> BlockFolder | None:
     """Open the folder that the config names; None: it names none, or the engine caches no prefixes.
 
-    Errors: ConfigError for a folder that cannot be used, or an executor that does not share its blocks.
+    Errors: ConfigError for a folder that cannot be used or has no room for a block, or an executor that does not share its blocks.
     """
     if config.kv_dir is None or not config.num_host_blocks:
         return None
-    if shared_blocks_of(executor) is None:
+    blocks = shared_blocks_of(executor)
+    if blocks is None:
         raise ConfigError(f"kv_dir: executor {config.executor!r} keeps no blocks in this process: leave it out")
+    file_bytes = HEAD_BYTES + blocks.cache.bytes_per_block
+    if config.kv_dir_bytes < file_bytes:
+        raise ConfigError(
+            f"kv_dir_bytes={config.kv_dir_bytes} is less than the file of one KV block, which has {file_bytes} bytes: "
+            f"set it to at least {file_bytes}, and to as much as the disk has for it"
+        )
     return BlockFolder(config.kv_dir, config.kv_dir_bytes)
 
 

@@ -11,6 +11,8 @@ from ipc.errors import ConfigError, OutOfMemoryError
 from ipc.rounding import ceil_div
 
 MAX_DEFAULT_CACHE_BYTES = 4 << 30
+#: Fewest blocks on the host for kv_dir: half of them may be read into at once.
+MIN_EXCHANGE_BLOCKS = 2
 _PROBE_BYTES = 1 << 40  # divided by the number of blocks that fit, gives the bytes of a block
 
 #: A function from (memory in bytes, tokens per block) to the number of KV blocks that fit, null block included.
@@ -40,8 +42,8 @@ def resolve(
 
     An encoder's prompts are computed in one step each, and not cached.
 
-    Errors: ConfigError when max_model_len exceeds the model's, kv_window is less than the model's, or, without chunked
-    prefill, max_model_len exceeds the given max_num_batched_tokens. OutOfMemoryError when the cache cannot hold one
+    Errors: ConfigError when max_model_len exceeds the model's, kv_window is less than the model's, kv_dir has too few
+    blocks on the host, or, without chunked prefill, max_model_len exceeds the given max_num_batched_tokens. OutOfMemoryError when the cache cannot hold one
     request of max_model_len tokens; it states the numbers and what to change.
     """
     if info.is_encoder:
@@ -112,9 +114,17 @@ def _num_swap_blocks(config: EngineConfig, bytes_per_block: int) -> int:
 def _num_host_blocks(config: EngineConfig, bytes_per_block: int) -> int:
     if not config.enable_prefix_caching:
         return 0
-    if config.num_host_blocks is not None:
-        return config.num_host_blocks
-    return min(config.kv_host_bytes // bytes_per_block, 2**30)
+    count = config.num_host_blocks
+    if count is None:
+        count = min(config.kv_host_bytes // bytes_per_block, 2**30)
+    if config.kv_dir is not None and count < MIN_EXCHANGE_BLOCKS:
+        given = "num_host_blocks" if config.num_host_blocks is not None else "kv_host_bytes"
+        least = MIN_EXCHANGE_BLOCKS * (1 if config.num_host_blocks is not None else bytes_per_block)
+        raise ConfigError(
+            f"kv_dir needs room for {MIN_EXCHANGE_BLOCKS} KV blocks on the host, and {given}={getattr(config, given)} "
+            f"is {count} (a block has {bytes_per_block} bytes): set {given} to at least {least}, or leave out kv_dir"
+        )
+    return count
 
 
 def _max_model_len(

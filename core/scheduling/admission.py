@@ -120,6 +120,8 @@ class Admission:
         passed: Request | None = None  # the first that did not fit
         while (request := self._waiting.pop()) is not None:
             if self.exchange is not None and self.exchange.ask(request, draft.now_ns):
+                if self.exchange.asks_left <= 0:
+                    break  # the others are examined in the next step
                 continue
             refusal = self._try(request, draft, room)
             if refusal is None:

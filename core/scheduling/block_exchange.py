@@ -5,6 +5,7 @@ of the host pool. Then it starts as one whose blocks the host has. Each answer o
 """
 
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
@@ -12,7 +13,7 @@ import numpy as np
 from core.batch.batch import Batch
 from core.batch.request import Request
 from core.inputs import BlocksArrived, BlocksFound, BlocksStored
-from core.kv.block_names import UNNAMED, block_key
+from core.kv.block_names import UNNAMED, block_key, hash_blocks
 from core.kv.orders import Fetch, Leave, Look, Order, Store
 from core.scheduling.waiting_queue import WaitingQueue
 from ipc.arrays import BlockIds, Int32s, Ints, Rows
@@ -24,18 +25,22 @@ MIN_BLOCKS = 4
 MAX_FETCHES = 16
 #: Longest time that a request waits for the store; then it computes.
 MAX_WAIT_NS = 2_000_000_000
+#: Most requests that begin to wait in one step, and most that end it, because thousands may wait for the same blocks.
+MAX_AT_ONCE = 64
 _STORED_AT_ONCE = 32  # blocks of one Store
 _MAX_STORES = 2  # that are not answered yet
 
 
 class PendingFetch(msgspec.Struct, eq=False):
-    """Blocks that requests wait for."""
+    """Blocks that requests wait for: those of the tokens of the first of them, whatever becomes of it."""
 
     ticket: int
-    waiters: list[Request]  # the first one has asked; some may have ended
-    first: int  # block of their prompts
-    num_blocks: int  # wanted from there on
+    root: int
+    token_ids: Int32s  # of whole blocks, from the prompt's beginning to the last block that is wanted
+    hashes: list[int]  # of these blocks
+    first: int  # block that is missing
     asked_ns: int
+    waiters: list[Request] = msgspec.field(default_factory=list)  # the first one has asked; some may have ended
     slots: Int32s | None = None  # None: it is not known yet how many blocks there are
     is_stale: bool = False  # the cache has been emptied meanwhile
 
@@ -43,7 +48,8 @@ class PendingFetch(msgspec.Struct, eq=False):
 class BlockExchange:
     """What is asked of the store, and what is done with its answers.
 
-    orders: of the last step, until take_orders() or the next step.
+    orders: of the last step, until take_orders() or the next step. asks_left: requests that may yet begin to wait in
+    this step.
     """
 
     def __init__(self, batch: Batch, waiting: WaitingQueue) -> None:
@@ -54,6 +60,8 @@ class BlockExchange:
         self._stores: dict[int, Ints] = {}  # slots by ticket
         self._unstored: deque[tuple[int, int]] = deque()  # (slot, content), oldest first
         self._num_tickets = 0
+        self._freed: deque[Request] = deque()  # their wait has ended, and they are not in their queue yet
+        self.asks_left = self._frees_left = MAX_AT_ONCE  # in this step
         self.evictions: Ints = np.zeros(batch.pool.num_blocks, np.int64)  # of each block, since the engine started
         batch.before_release.append(self.leave)
         batch.host_cache.on_written = self.queue_stores
@@ -62,9 +70,16 @@ class BlockExchange:
     def begin_step(self, now_ns: int) -> None:
         """Drop orders that nobody has taken, and let requests go that have waited too long."""
         self.orders.clear()
+        self.asks_left = self._frees_left = MAX_AT_ONCE
+        self._free_some()
         for pending in self._fetches.values():
             if pending.waiters and now_ns - pending.asked_ns > MAX_WAIT_NS:
-                self._end_wait(pending)
+                self._end_wait(pending, has_come=False)
+
+    @property
+    def is_freeing(self) -> bool:
+        """Return whether requests that wait no more are let go in the next steps."""
+        return bool(self._freed)
 
     def take_orders(self) -> list[Order]:
         """Return the orders of the last step, for whoever carries them out."""
@@ -77,22 +92,26 @@ class BlockExchange:
         """Let a request that is in no queue wait for the store; return False if it need not."""
         if request.has_asked or request.swapped is not None or request.needs_whole_prompt or request.choices:
             return False
-        wanted = self._wanted(request)
+        size = self._batch.block_size
+        wanted = _num_portable(request.token_ids[:-1], size)  # the last token is computed in any case
         if wanted < MIN_BLOCKS:
             return False
-        first = self._num_found(request)[0]
+        token_ids, hashes = request.token_ids[: wanted * size], request.block_hashes[:wanted]
+        first = self._find(request.root, token_ids, hashes)[0]
         if wanted - first < MIN_BLOCKS:
             return False
         pending = self._same(request, first)
         if pending is None:
             if len(self._fetches) >= MAX_FETCHES:
                 return False
-            ticket = self._next_ticket()
-            self._fetches[ticket] = pending = PendingFetch(ticket, [], first, wanted - first, now_ns)
-            self.orders.append(Look(ticket, request.root, self._tokens(request, wanted), first))
+            ticket, token_ids = self._next_ticket(), token_ids.copy()
+            pending = PendingFetch(ticket, request.root, token_ids, hashes, first, now_ns)
+            self._fetches[ticket] = pending
+            self.orders.append(Look(ticket, request.root, token_ids, first))
         pending.waiters.append(request)
         request.awaits = pending.ticket
         self._waiting.push(request)
+        self.asks_left -= 1
         return True
 
     def found(self, message: BlocksFound) -> None:
@@ -100,21 +119,13 @@ class BlockExchange:
         pending = self._fetches.get(message.ticket)
         if pending is None or pending.slots is not None:
             return
-        asker = _first_live(pending)
-        if asker is None or pending.is_stale or not 0 < message.count <= pending.num_blocks:
-            self._end_wait(self._fetches.pop(message.ticket))
-            return
-        end = pending.first + message.count
-        pending.first, _, on_host = self._num_found(asker)
-        self._host.touch(on_host)  # so that these do not make room for the blocks behind them
-        slots = self._host.reserve(max(0, min(end - pending.first, self._room() - len(on_host))))
+        slots = self._reserve(pending, message.count)
         if not len(slots):
-            self._end_wait(self._fetches.pop(message.ticket))
+            self._end_wait(self._fetches.pop(message.ticket), has_come=False)
             return
         pending.slots = slots.astype(np.int32)
-        token_ids = self._tokens(asker, pending.first + len(slots))
-        places = self._host.in_plan(slots)
-        self.orders.append(Fetch(message.ticket, asker.root, token_ids, pending.first, places))
+        token_ids = pending.token_ids[: (pending.first + len(slots)) * self._batch.block_size]
+        self.orders.append(Fetch(message.ticket, pending.root, token_ids, pending.first, self._host.in_plan(slots)))
 
     def arrived(self, message: BlocksArrived) -> None:
         """Name the blocks that have been read, and let the requests go that wait for them."""
@@ -122,57 +133,76 @@ class BlockExchange:
         if pending is None or pending.slots is None:
             return
         del self._fetches[message.ticket]
-        asker = _first_live(pending)
-        if asker is not None and not pending.is_stale:
-            self._name(asker, pending.first, pending.slots[: max(0, message.count)])
+        count = 0 if pending.is_stale else max(0, message.count)
+        has_come = self._name(pending, pending.slots[:count])
         self._host.unlock(pending.slots.astype(np.int64))
-        self._end_wait(pending)
+        self._end_wait(pending, has_come=has_come)
 
-    def _name(self, request: Request, first: int, slots: Int32s) -> None:
-        """Name slots that hold blocks `first`, `first` + 1, ... of a request's tokens."""
-        known, content, _ = self._num_found(request)
+    def _reserve(self, pending: PendingFetch, count: int) -> Ints:
+        """Return slots for those of `count` blocks that are still missing, and for which there is room."""
+        end = pending.first + count
+        if pending.is_stale or not pending.first < end <= len(pending.hashes) or not _has_live(pending):
+            return np.zeros(0, np.int64)
+        pending.first, _, on_host = self._find(pending.root, pending.token_ids, pending.hashes)
+        self._host.touch(on_host)  # so that these do not make room for the blocks behind them
+        return self._host.reserve(max(0, min(end - pending.first, self._room() - len(on_host))))
+
+    def _name(self, pending: PendingFetch, slots: Int32s) -> bool:
+        """Name slots that hold the first of the missing blocks, by the tokens that were asked for.
+
+        Return whether the first of them is there now.
+        """
+        first = pending.first
+        known, content, _ = self._find(pending.root, pending.token_ids, pending.hashes)
         if not first <= known < first + len(slots):
-            return  # the blocks before these are gone, or others have computed all of them
+            return known > first  # others have computed all of them, or the blocks before these are gone
         slots = slots[known - first :]
         end, size, names = known + len(slots), self._batch.block_size, self._batch.pool.names
         contents = names.new_contents(len(slots))
         parents = np.concatenate([np.array([content], np.int64), contents[:-1]])
-        keys = block_key(parents.view(np.uint64), np.array(request.block_hashes[known:end], np.uint64))
-        token_ids = request.token_ids[known * size : end * size].reshape(-1, size)
+        keys = block_key(parents.view(np.uint64), np.array(pending.hashes[known:end], np.uint64))
+        token_ids = pending.token_ids[known * size : end * size].reshape(-1, size)
         self._host.names.adopt(slots.astype(np.int64), contents, keys, parents, token_ids)
         self.num_fetched += len(slots)
+        return True
 
-    def _end_wait(self, pending: PendingFetch) -> None:
-        """Let the requests queue up. The one that has asked does not ask again."""
+    def _end_wait(self, pending: PendingFetch, *, has_come: bool) -> None:
+        """Let the requests queue up, a portion of them in each step.
+
+        The one that has asked does not ask again. If nothing has come, nobody does who has waited for it: the others
+        would wait once more for the same first block.
+        """
         waiters, pending.waiters = pending.waiters, []
-        live = [request for request in waiters if not request.is_finished]
-        for request in live[:1]:
+        for request in waiters[:1] if has_come else waiters:
             request.has_asked = True
-        for request in live:
-            self._waiting.await_blocks(request, 0)
+        self._freed.extend(waiters)
+        self._free_some()
 
-    def _wanted(self, request: Request) -> int:
-        """Return how many blocks of the request's tokens may be anywhere: whole ones, without the last token."""
-        return _num_portable(request.token_ids[:-1], self._batch.block_size)
+    def _free_some(self) -> None:
+        while self._freed and self._frees_left:
+            request = self._freed.popleft()
+            if not request.is_finished:
+                self._waiting.await_blocks(request, 0)
+                self._frees_left -= 1
 
-    def _num_found(self, request: Request) -> tuple[int, int, Ints]:
-        """Return (number of first blocks that the cache and the host have, content of the last, slots on the host)."""
-        hits, content = self._batch.prefix_cache.find(request)
-        slots, content = self._host.find(request, len(hits), content)
-        on_host = np.zeros(0, np.int64) if slots is None else slots.astype(np.int64)
-        return len(hits) + len(on_host), content, on_host
+    def _find(self, root: int, token_ids: Int32s, hashes: list[int]) -> tuple[int, int, Ints]:
+        """Return (number of first blocks that the cache and the host have, content of the last, slots on the host).
 
-    def _tokens(self, request: Request, num_blocks: int) -> Int32s:
-        return request.token_ids[: num_blocks * self._batch.block_size].copy()
+        token_ids: of whole blocks; hashes: one of each.
+        """
+        blocks = token_ids.reshape(-1, self._batch.block_size)
+        hits, content = self._batch.pool.names.find(root, blocks, hashes)
+        count = len(hits)
+        slots, content = self._host.names.find(content, blocks[count:], hashes[count:])
+        return count + len(slots), content, slots.astype(np.int64)
 
     def _same(self, request: Request, first: int) -> PendingFetch | None:
         """Return the fetch whose first block is the request's first missing one, too."""
         size = (first + 1) * self._batch.block_size
         for pending in self._fetches.values():
-            other = _first_live(pending)
-            if other is None or pending.is_stale or pending.first != first or other.root != request.root:
+            if pending.is_stale or pending.first != first or pending.root != request.root or not _has_live(pending):
                 continue
-            if np.array_equal(other.token_ids[:size], request.token_ids[:size]):
+            if np.array_equal(pending.token_ids[:size], request.token_ids[:size]):
                 return pending
         return None
 
@@ -193,7 +223,9 @@ class BlockExchange:
             token_ids = table.tokens.read(row, 0, named * size)
             if (named := _num_portable(token_ids, size)) > 0:
                 blocks = table.blocks.read(row, 0, named).copy()
-                what = token_ids[: named * size].copy(), blocks, names.content[blocks], self.evictions[blocks]
+                contents = names.content[blocks]
+                contents[: int(table.num_released[row])] = UNNAMED  # others may have these blocks
+                what = token_ids[: named * size].copy(), blocks, contents, self.evictions[blocks]
                 self.orders.append(Leave(request.root, *what))
 
     def queue_stores(self, slots: Ints) -> None:
@@ -246,6 +278,19 @@ class BlockExchange:
         """Let nothing in that is on its way: some of it may follow these contents."""
         self.forget()
 
+    # --- redaction ---------------------------------------------------------------------------------------------------
+
+    def rename(self, root: Callable[[int], int], tokens: Callable[[int, Int32s], Int32s]) -> None:
+        """Give what is under way other roots and tokens, and drop the orders: a replay carries none out.
+
+        tokens: returns those of a sequence, given (new root, tokens).
+        """
+        self.orders.clear()
+        for pending in self._fetches.values():
+            pending.root = root(pending.root)
+            pending.token_ids = tokens(pending.root, pending.token_ids)
+            pending.hashes = hash_blocks(pending.token_ids.reshape(-1, self._batch.block_size)).tolist()
+
 
 def make_exchange(config: EngineConfig, batch: Batch, waiting: WaitingQueue) -> BlockExchange | None:
     """Return the exchange of an engine with this config; None: it has no store beyond the host."""
@@ -261,5 +306,5 @@ def _num_portable(token_ids: Int32s, block_size: int) -> int:
     return (int(negative[0]) if len(negative) else len(token_ids)) // block_size
 
 
-def _first_live(pending: PendingFetch) -> Request | None:
-    return next((request for request in pending.waiters if not request.is_finished), None)
+def _has_live(pending: PendingFetch) -> bool:
+    return any(not request.is_finished for request in pending.waiters)

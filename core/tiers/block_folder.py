@@ -37,7 +37,7 @@ class _File(NamedTuple):
 
 
 class BlockFolder:
-    """An open folder of at most about max_bytes bytes of blocks. It is made where it is missing.
+    """An open folder of at most about max_bytes bytes of blocks. It is made where it is missing, with its parents.
 
     Errors: ConfigError that says what is wrong with the folder.
     """
@@ -45,8 +45,7 @@ class BlockFolder:
     def __init__(self, path: str, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         try:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(path, 0o700)
+            _make_path(path)
             self._fd = os.open(path, _DIRECTORY)
         except OSError as error:
             raise ConfigError(f"kv_dir={path!r} cannot be used: {_reason(error)}") from error
@@ -198,6 +197,17 @@ class BlockFolder:
 
 def _file_of(name: bytes) -> str:
     return name.hex() + _SUFFIX
+
+
+def _make_path(path: str) -> None:
+    """Make a folder and its missing parents, all of them for their owner alone. Errors: OSError."""
+    missing, folder = [path], os.path.dirname(os.path.abspath(path))
+    while not os.path.lexists(folder):
+        missing.append(folder)
+        folder = os.path.dirname(folder)
+    for folder in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(folder, 0o700)
 
 
 def _make_folder(parent: int, name: str) -> None:

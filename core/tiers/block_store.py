@@ -19,10 +19,13 @@ from core.tiers.portable_names import PortableNames
 from ipc.arrays import Ints
 
 _PAUSE_S = 30.0  # without writing, after an error of the disk
+#: A block that requests use in memory counts as used on the disk so often at most. If its file has gone it is written
+#: again.
+_RENEW_S = 60.0
 #: Contents whose names are remembered, for each block that the caches hold: contents live as long as their blocks.
 _NAMES_PER_BLOCK = 4
 #: Most blocks in the KV cache that wait to be written; the oldest give way.
-_MAX_UNSAVED = 1 << 16
+MAX_UNSAVED = 1 << 16
 
 
 class _Left(NamedTuple):
@@ -45,10 +48,11 @@ class BlockStore:
     ) -> None:
         self._folder, self._names, self._host, self._cache = folder, names, blocks.host, blocks.cache
         self._contents, self._evictions = contents, evictions
-        self._unsaved: deque[_Left] = deque(maxlen=_MAX_UNSAVED)
+        self._unsaved: deque[_Left] = deque()
         self._num_saved = 0  # of these, since the last answer
         self._most_names = _NAMES_PER_BLOCK * (len(contents) + len(blocks.host.arrays[0]))
         self._name_of: OrderedDict[int, bytes] = OrderedDict()  # by content, most recently noted last
+        self._due_at: dict[int, float] = {}  # by content that is written or about to be: monotonic seconds, see _RENEW_S
         self._paused_until = 0.0  # monotonic seconds
 
     def open(self) -> None:
@@ -56,7 +60,7 @@ class BlockStore:
         try:
             self._folder.make_room()
         except OSError as error:
-            self._pause(error)
+            self.pause(error)
 
     def close(self) -> None:
         """Close the folder."""
@@ -83,9 +87,12 @@ class BlockStore:
     def save_one(self) -> StoreNews | None:
         """Write one of the blocks that requests have left in the KV cache; after the last of them return an answer."""
         left = self._unsaved.popleft()
+        due_at = self._due_at.pop(left.content, None)
         if self._is_there(left):
-            views = self._cache.views(left.block)
-            self._num_saved += self._write(left.name, views, lambda: self._is_there(left))
+            count = self._write(left.name, self._cache.views(left.block), lambda: self._is_there(left))
+            self._num_saved += count or 0
+            if count is not None and due_at is not None and self._is_there(left):
+                self._due_at[left.content] = due_at
         if self._unsaved or not self._num_saved:
             return None
         saved, self._num_saved = self._num_saved, 0
@@ -112,21 +119,25 @@ class BlockStore:
         return len(names)
 
     def _leave(self, order: Leave) -> None:
-        """Work out the names of contents that are not known yet, and note their blocks for save_one()."""
+        """Work out the names of contents that are not known yet, and note blocks for save_one()."""
         name, known, size = self._names.root(order.root), self._name_of, len(order.token_ids) // len(order.contents)
+        now = time.monotonic()
         columns = order.contents.tolist(), order.blocks.tolist(), order.evictions.tolist()
         for index, (content, block, evictions) in enumerate(zip(*columns, strict=True)):
             found = known.get(content) if content != UNNAMED else None
             if found is None:
                 found = self._names.after(name, order.token_ids[index * size : (index + 1) * size])
             if content != UNNAMED:
-                if content not in known:
+                if self._due_at.get(content, now) <= now:
+                    self._due_at[content] = now + _RENEW_S
                     self._unsaved.append(_Left(found, block, content, evictions))
                 known[content] = found
                 known.move_to_end(content)
             name = found
         while len(known) > self._most_names:
-            known.popitem(last=False)
+            self._due_at.pop(known.popitem(last=False)[0], None)
+        while len(self._unsaved) > MAX_UNSAVED:
+            self._due_at.pop(self._unsaved.popleft().content, None)
 
     def _store(self, order: Store) -> int:
         """Return how many of the blocks have been written."""
@@ -134,19 +145,22 @@ class BlockStore:
         for slot, content in zip(order.slots.tolist(), order.contents.tolist(), strict=True):
             name = self._name_of.get(content)
             if name is not None:
-                stored += self._write(name, self._host.views(slot))
+                stored += self._write(name, self._host.views(slot)) or 0
         return stored
 
-    def _write(self, name: bytes, parts: Sequence[memoryview], is_still_so: Callable[[], bool] = lambda: True) -> bool:
-        """Write a block if the disk takes it; return whether it did."""
+    def pause(self, error: OSError) -> None:
+        """Write nothing for a while, after an error of the disk."""
+        self._paused_until = time.monotonic() + _PAUSE_S
+        log.say(f"engine-core: kv_dir: {error.strerror or error}; no blocks are written for {_PAUSE_S:.0f} s")
+
+    def _write(
+        self, name: bytes, parts: Sequence[memoryview], is_still_so: Callable[[], bool] = lambda: True
+    ) -> bool | None:
+        """Write a block if the disk takes it; return whether it was not there yet. None: the disk does not take it."""
         if time.monotonic() < self._paused_until:
-            return False
+            return None
         try:
             return self._folder.write(name, parts, is_still_so)
         except OSError as error:
-            self._pause(error)
-            return False
-
-    def _pause(self, error: OSError) -> None:
-        self._paused_until = time.monotonic() + _PAUSE_S
-        log.say(f"engine-core: kv_dir: {error.strerror or error}; no blocks are written for {_PAUSE_S:.0f} s")
+            self.pause(error)
+            return None

@@ -1,26 +1,36 @@
 """StoreThread: carries out the scheduler's orders on a store of blocks, off the step's path.
 
-Reading goes first, and what is in the KV cache is written last.
+Reading goes first, and what is in the KV cache is written last. Whatever becomes of the disk or of the thread, each
+order that has an answer gets one, so nobody waits for ever.
 """
 
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from core.inputs import StoreNews
+from core import log
+from core.inputs import BlocksArrived, BlocksFound, BlocksStored, StoreNews
 from core.kv.orders import Fetch, Leave, Look, Order, Store
 from core.tiers.block_store import BlockStore
 
+#: Most Leaves that wait, and most bytes of them, because a disk may hang; then the oldest are dropped: what they tell
+#: of is not written.
+MAX_LEAVES = 4096
+MAX_LEAVE_BYTES = 64 << 20
+
 
 class StoreThread:
-    """One thread with a queue. tell: called from the thread with each answer."""
+    """One thread with a queue. tell: called with each answer, from the thread, or, after its death, by put()."""
 
     def __init__(self, store: BlockStore, tell: Callable[[StoreNews], None]) -> None:
         self._store, self._tell = store, tell
-        self._urgent: deque[Look | Fetch] = deque()
-        self._later: deque[Leave | Store] = deque()
+        self._reads: deque[Look | Fetch] = deque()
+        self._leaves: deque[Leave] = deque()
+        self._leave_bytes = 0
+        self._writes: deque[Store] = deque()  # the scheduler bounds them
+        self._at_work: Order | None = None
         self._wake = threading.Condition()
-        self._is_closing = False
+        self._is_closing = self._gives_up = self._has_died = False
         self._thread = threading.Thread(target=self._run, name="kv files", daemon=True)
         self._thread.start()
 
@@ -30,35 +40,109 @@ class StoreThread:
             return
         with self._wake:
             for order in orders:
-                if isinstance(order, Look | Fetch):
-                    self._urgent.append(order)
-                else:
-                    self._later.append(order)
+                match order:
+                    case Look() | Fetch():
+                        self._reads.append(order)
+                    case Store():
+                        self._writes.append(order)
+                    case Leave():
+                        self._add_leave(order)
+            left = self._take_all() if self._has_died else []
             self._wake.notify()
+        self._refuse(left)
 
     def close(self, timeout: float) -> None:
-        """Carry out what is queued, for up to `timeout` seconds, and end; what is left over then is lost."""
+        """Carry out what is queued, for up to `timeout` seconds, and end; what is left over then is lost.
+
+        With 0 the thread ends after the order at work.
+        """
         with self._wake:
             self._is_closing = True
+            if not timeout:
+                self._gives_up = True
+                self._take_all()
             self._wake.notify()
         self._thread.join(timeout)
 
+    def _add_leave(self, order: Leave) -> None:
+        self._leaves.append(order)
+        self._leave_bytes += _bytes_of(order)
+        while len(self._leaves) > MAX_LEAVES or self._leave_bytes > MAX_LEAVE_BYTES:
+            self._leave_bytes -= _bytes_of(self._leaves.popleft())
+
+    def _take_all(self) -> list[Order]:
+        """Return all orders that are queued, which are not any more. Call it with the lock."""
+        taken: list[Order] = [*self._reads, *self._leaves, *self._writes]
+        self._reads.clear()
+        self._leaves.clear()
+        self._writes.clear()
+        self._leave_bytes = 0
+        return taken
+
+    def _refuse(self, orders: Sequence[Order]) -> None:
+        for order in orders:
+            if (answer := _answer_of_none(order)) is not None:
+                self._tell(answer)
+
     def _run(self) -> None:
-        self._store.open()
+        """Serve until closed. An error that is none of the disk's is for threading.excepthook, and ends the thread."""
+        has_ended = False
+        try:
+            self._store.open()
+            self._serve()
+            self._store.close()
+            has_ended = True
+        finally:
+            if not has_ended:
+                log.say("engine-core: kv_dir: its thread has died: no blocks are read or written any more")
+                with self._wake:
+                    self._has_died = True
+                    left = self._take_all()
+                    if self._at_work is not None:
+                        left.append(self._at_work)
+                self._refuse(left)
+
+    def _serve(self) -> None:
         while True:
-            order = self._next()
-            if order is None and not self._store.has_unsaved:
-                break
-            answer = self._store.save_one() if order is None else self._store.carry_out(order)
+            order = self._at_work = self._next()
+            if order is None and (self._gives_up or not self._store.has_unsaved):
+                return
+            try:
+                answer = self._store.save_one() if order is None else self._store.carry_out(order)
+            except OSError as error:
+                self._store.pause(error)
+                answer = None if order is None else _answer_of_none(order)
             if answer is not None:
                 self._tell(answer)
-        self._store.close()
 
     def _next(self) -> Order | None:
         """Wait for the next order; None: a block may be saved, or else the thread ends."""
         with self._wake:
-            while not (self._urgent or self._later):
+            while not (self._reads or self._leaves or self._writes):
                 if self._is_closing or self._store.has_unsaved:
                     return None
                 self._wake.wait()
-            return self._urgent.popleft() if self._urgent else self._later.popleft()
+            if self._reads:
+                return self._reads.popleft()
+            if not self._leaves:
+                return self._writes.popleft()
+            leave = self._leaves.popleft()  # before the writes, which need the names that it brings
+            self._leave_bytes -= _bytes_of(leave)
+            return leave
+
+
+def _bytes_of(leave: Leave) -> int:
+    return leave.token_ids.nbytes + leave.blocks.nbytes + leave.contents.nbytes + leave.evictions.nbytes
+
+
+def _answer_of_none(order: Order) -> StoreNews | None:
+    """Return the answer to an order of which nothing was carried out; None: it has none."""
+    match order:
+        case Look():
+            return BlocksFound(order.ticket, 0)
+        case Fetch():
+            return BlocksArrived(order.ticket, 0)
+        case Store():
+            return BlocksStored(order.ticket, 0)
+        case Leave():
+            return None
