@@ -18,7 +18,7 @@ from core.execution.plan import (
 )
 from core.execution.runner_table import RunnerTable
 from core.executors.fake import FakeExecutor, checksum, choice_seed, fake_candidates, mix, next_token
-from ipc.arrays import UInt64s
+from ipc.arrays import Int32s, UInt64s
 from ipc.beam_search import num_candidates
 from ipc.config import EngineConfig
 
@@ -26,7 +26,8 @@ from ipc.config import EngineConfig
 class PagedExecutor:
     """Fake tokens computed from what the blocks hold. `poison`: a request with this id among its tokens fails.
 
-    Each slot holds the checksum of the whole prefix up to its token; -1 marks what no step has written.
+    Each slot holds the checksum of the whole prefix up to its token; -1 marks what no step has written. With kv_window a
+    token reads back only what it sees.
     """
 
     def __init__(self, config: EngineConfig, poison: int | None = None) -> None:
@@ -36,6 +37,7 @@ class PagedExecutor:
         self.in_flight: list[tuple[int, set[int]]] = []  # (step, blocks that it touches)
         self._poison = poison
         self._block_size = config.block_size
+        self._window = config.kv_window or config.num_blocks_override * config.block_size
         self._kv = np.zeros(config.num_blocks_override * config.block_size, np.uint64)
         self._host = np.zeros((config.num_host_slots, config.block_size), np.uint64)
         self.table = RunnerTable(config.max_num_seqs, config.block_size)
@@ -152,9 +154,10 @@ class PagedExecutor:
     def token(self, row: int, end: int | None = None) -> int:
         """Next token of the row after `end` tokens, all computed ones, after its whole context has been read back."""
         end = int(self.table.num_computed_tokens[row]) if end is None else end
-        sums = self._prefix_sums(row, end)
-        found = self._kv[self._slots(row, 0, end)]
-        wrong = np.flatnonzero(found != sums)
+        first = max(0, end - self._window)
+        sums = self._prefix_sums(row, end)[first:]
+        found = self._kv[self._slots(row, first, end)]
+        wrong = first + np.flatnonzero(found != sums)
         assert not len(wrong), f"row {row}: foreign content at positions {wrong[:8]}"
         if self._poison is not None and self._poison in self.table.tokens.read(row, 0, end):
             return FAILED_TOKEN
@@ -162,10 +165,7 @@ class PagedExecutor:
         return int(next_token(found[-1:], position, self.seed[row : row + 1], self.info.vocab_size)[0])
 
     def _prefix_sums(self, row: int, end: int) -> UInt64s:
-        ids = self.table.tokens.read(row, 0, end)
-        positions = np.arange(1, end + 1, dtype=np.uint64)
-        golden = np.uint64(0x9E3779B97F4A7C15)
-        return np.cumsum(mix((ids.astype(np.uint64) + np.uint64(1)) * golden + mix(positions)))
+        return prefix_sums(self.table.tokens.read(row, 0, end))
 
     def _blocks(self, row: int) -> list[int]:
         blocks: list[int] = self.table.blocks.read(row, 0, int(self.table.num_blocks[row])).tolist()
@@ -175,6 +175,13 @@ class PagedExecutor:
         positions = np.arange(start, end)
         blocks = np.array(self._blocks(row), np.int64)[positions // self._block_size]
         return blocks * self._block_size + positions % self._block_size
+
+
+def prefix_sums(ids: Int32s) -> UInt64s:
+    """What the slots of these tokens hold, from the first token on."""
+    positions = np.arange(1, len(ids) + 1, dtype=np.uint64)
+    golden = np.uint64(0x9E3779B97F4A7C15)
+    return np.cumsum(mix((ids.astype(np.uint64) + np.uint64(1)) * golden + mix(positions)))
 
 
 class _Handle:

@@ -4,17 +4,23 @@ The store's answers come when the test lets them come, so every order of events 
 """
 
 import random
+from collections.abc import Iterable
 from pathlib import Path
+
+import numpy as np
 
 from core.execution.shared_blocks import BlockMemory, SharedBlocks
 from core.inputs import EngineInput, StoreNews
 from core.kv.orders import Fetch, Look, Order
+from core.tiers.block_file import HEAD_BYTES
 from core.tiers.block_folder import BlockFolder
 from core.tiers.block_store import BlockStore
 from core.tiers.portable_names import PortableNames
+from ipc.block_roots import root_of_message
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest
-from tests.core.driving import Driver, Received, small_config
+from tests.core.driving import Driver, Received, expected_tokens, small_config
+from tests.core.paged_executor import prefix_sums
 
 BLOCK = 4
 
@@ -35,7 +41,8 @@ class ExchangeDriver:
         self.folder = BlockFolder(str(folder), max_bytes)
         cache = self.driver.executor._kv.reshape(-1, BLOCK)
         blocks = SharedBlocks(BlockMemory([cache]), BlockMemory([self.driver.executor._host]), "paged executor")
-        names = PortableNames(self.folder.key, self.driver.executor.info.fingerprint, BLOCK)
+        self._path = folder
+        self.names = names = PortableNames(self.folder.key, self.driver.executor.info.fingerprint, BLOCK)
         assert self.exchange is not None
         columns = self.driver.scheduler.pool.names.content, self.exchange.evictions
         self.store = BlockStore(self.folder, names, blocks, *columns)
@@ -82,6 +89,20 @@ class ExchangeDriver:
         self.step(message)
         self.drain()
         return self.driver.inbox.received[0, message.number]
+
+    def check_files(self, messages: Iterable[AddRequest]) -> int:
+        """Compare all files with what the blocks of these requests hold; return how many there are."""
+        right: dict[str, bytes] = {}
+        for message in messages:
+            tokens = expected_tokens(message, self.config.max_model_len or 0)
+            ids = np.concatenate([np.frombuffer(message.prompt_token_ids, "<i4"), np.array(tokens, np.int32)])
+            sums = prefix_sums(ids)
+            for index, name in enumerate(self.names.chain(root_of_message(message), ids)):
+                right[f"{name.hex()}.kv"] = sums[index * BLOCK : (index + 1) * BLOCK].tobytes()
+        paths = sorted((self._path / "blocks").iterdir())
+        for path in paths:
+            assert right.get(path.name) == path.read_bytes()[HEAD_BYTES:], "a file is not what its name says"
+        return len(paths)
 
     def close(self) -> None:
         """End the engine, with all that is written; a further one may open the folder."""
