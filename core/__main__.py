@@ -92,11 +92,11 @@ def main(arguments: list[str]) -> int:
     started = _start(lease_fd, report_fd)
     if started is None:
         return EXIT_START_FAILED
-    return _serve(started)
+    return serve(started)
 
 
-def _serve(started: StartedEngine) -> int:
-    """Serve until the end; return the exit code. Only an engine that was drained has time to write its KV blocks."""
+def serve(started: StartedEngine) -> int:
+    """Serve until the end; return the exit code. Only a drained engine takes time to write its KV blocks."""
     code = EXIT_FAILED
     try:
         code = run(started.engine, started.io, started.executor.prepare_ahead, started.turn)

@@ -18,7 +18,8 @@ from ipc.errors import ConfigError
 def open_folder(config: EngineConfig, executor: Executor) -> BlockFolder | None:
     """Open the folder that the config names; None: it names none, or the engine caches no prefixes.
 
-    Errors: ConfigError for a folder that cannot be used or has no room for a block, or an executor that does not share its blocks.
+    Errors: ConfigError for a folder that cannot be used or has no room for a block, or an executor that does not share
+    its blocks.
     """
     if config.kv_dir is None or not config.num_host_blocks:
         return None

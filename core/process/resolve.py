@@ -43,8 +43,9 @@ def resolve(
     An encoder's prompts are computed in one step each, and not cached.
 
     Errors: ConfigError when max_model_len exceeds the model's, kv_window is less than the model's, kv_dir has too few
-    blocks on the host, or, without chunked prefill, max_model_len exceeds the given max_num_batched_tokens. OutOfMemoryError when the cache cannot hold one
-    request of max_model_len tokens; it states the numbers and what to change.
+    blocks on the host, or, without chunked prefill, max_model_len exceeds the given max_num_batched_tokens.
+    OutOfMemoryError when the cache cannot hold one request of max_model_len tokens; it states the numbers and what to
+    change.
     """
     if info.is_encoder:
         config = msgspec.structs.replace(config, enable_chunked_prefill=False, enable_prefix_caching=False)

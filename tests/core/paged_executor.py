@@ -26,8 +26,8 @@ from ipc.config import EngineConfig
 class PagedExecutor:
     """Fake tokens computed from what the blocks hold. `poison`: a request with this id among its tokens fails.
 
-    Each slot holds the checksum of the whole prefix up to its token; -1 marks what no step has written. With kv_window a
-    token reads back only what it sees.
+    Each slot holds the checksum of the whole prefix up to its token; -1 marks what no step has written. With kv_window
+    a token reads back only what it sees.
     """
 
     def __init__(self, config: EngineConfig, poison: int | None = None) -> None:

@@ -177,3 +177,18 @@ def test_the_window_of_the_kv_cache_is_the_models() -> None:
         window(sliding, kv_window=63)
     with pytest.raises(ConfigError, match="kv_window=64: a token of tiny may see all tokens before it"):
         window(INFO, kv_window=64)
+
+
+@pytest.mark.parametrize(
+    ("host", "told"),
+    [
+        ({"kv_host_bytes": 2 * 16 * BYTES_PER_TOKEN - 1}, "kv_host_bytes=131071 is 1 .*at least 131072"),
+        ({"kv_host_bytes": 100}, "kv_host_bytes=100 is 0 .*65536 bytes"),
+        ({"num_host_blocks": 1}, "num_host_blocks=1 is 1 .*at least 2"),
+    ],
+)
+def test_files_of_blocks_need_room_for_two_on_the_host(host: dict[str, int], told: str) -> None:
+    options = {"executor": "local", "block_size": 16, **host}
+    assert (resolved(**options).num_host_blocks or 0) < 2, "the host's memory alone may have any size"
+    with pytest.raises(ConfigError, match=told):
+        resolved(**options, kv_dir="kv")

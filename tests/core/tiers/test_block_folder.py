@@ -147,8 +147,16 @@ def test_links_files_and_open_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "real" / "blocks").symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="it is a link or no folder"):
         BlockFolder(str(tmp_path / "real"), 2**30)
-    with pytest.raises(ConfigError, match="No such file"):
-        BlockFolder(str(tmp_path / "nowhere" / "kv"), 2**30)
+    with pytest.raises(ConfigError, match="it is a link or no folder"):
+        BlockFolder(str(tmp_path / "file" / "kv"), 2**30)
+
+
+def test_missing_parents_are_made_for_their_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "cache" / "engine" / "kv"
+    for _ in range(2):
+        BlockFolder(f"{path}/", 2**30).close()
+    for made in (path, *path.parents[:2]):
+        assert stat.S_IMODE(made.stat().st_mode) == 0o700
 
 
 def test_a_folder_of_somebody_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

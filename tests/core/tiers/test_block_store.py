@@ -1,8 +1,7 @@
-"""The store of KV blocks and its thread: orders in, answers out, and no error of the disk in either."""
+"""The store of KV blocks: orders in, answers out, and no error of the disk in either."""
 
 import errno
 import os
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ from core.tiers import block_store
 from core.tiers.block_folder import BlockFolder
 from core.tiers.block_store import BlockStore
 from core.tiers.portable_names import PortableNames
-from core.tiers.store_thread import StoreThread
 
 pytestmark = pytest.mark.timeout(60)
 SIZE = 4  # tokens of a block
@@ -27,6 +25,7 @@ class Parts:
     """A store with memory of 8 blocks in the cache and 8 on the host, in two layers each."""
 
     def __init__(self, folder: Path) -> None:
+        self.path = folder
         rng = np.random.default_rng(1)
         self.cache = [rng.integers(0, 2**16, (8, 5), np.uint16) for _ in range(2)]
         self.host = [np.zeros((8, 5), np.uint16) for _ in range(2)]
@@ -116,20 +115,57 @@ def test_an_error_of_the_disk_stops_writing_for_a_while(
     assert parts.store.carry_out(order) == BlocksStored(3, 1)
 
 
-def test_the_thread_answers_and_ends_with_all_that_is_left(parts: Parts) -> None:
-    answers: list[StoreNews] = []
-    has_arrived = threading.Event()
+def test_what_was_not_written_is_written_when_it_is_left_again(
+    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once after an error of the disk, and within a minute after its file has gone."""
+    clock = [100.0]
 
-    def tell(news: StoreNews) -> None:
-        answers.append(news)
-        if isinstance(news, BlocksArrived):
-            has_arrived.set()
+    def full(*arguments: Any) -> bool:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    thread = StoreThread(parts.store, tell)
-    thread.put([])
-    thread.put([parts.leave(), Look(1, -1, TOKENS, 0), fetch()])
-    assert has_arrived.wait(30)
-    thread.close(30)
-    assert answers[-1] == BlocksStored(0, 3)
-    assert {type(answer) for answer in answers[:-1]} == {BlocksFound, BlocksArrived}
-    assert "kv files" not in [one.name for one in threading.enumerate()]
+    monkeypatch.setattr(block_store.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(block_store.log, "say", lambda text: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(parts.folder, "write", full)
+        parts.store.carry_out(parts.leave())
+        assert parts.save() == []
+    clock[0] += 31
+    parts.store.carry_out(parts.leave())
+    assert parts.save() == [BlocksStored(0, 3)]
+    for path in (tmp_path / "kv" / "blocks").iterdir():
+        path.unlink()  # as the folder's bound does
+    parts.store.carry_out(parts.leave())
+    assert not parts.store.has_unsaved
+    clock[0] += 60
+    parts.store.carry_out(parts.leave())
+    assert parts.save() == [BlocksStored(0, 3)]
+
+
+def test_a_block_that_is_used_in_memory_counts_as_used_on_the_disk(
+    parts: Parts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once a minute, so that not each request touches all of its files."""
+    clock = [100.0]
+    monkeypatch.setattr(block_store.time, "monotonic", lambda: clock[0])
+    parts.store.carry_out(parts.leave())
+    parts.save()
+    paths = list((tmp_path / "kv" / "blocks").iterdir())
+    for path in paths:
+        os.utime(path, (0, 0))
+    clock[0] += 59
+    parts.store.carry_out(parts.leave())
+    assert not parts.store.has_unsaved
+    clock[0] += 1
+    parts.store.carry_out(parts.leave())
+    assert parts.save() == []
+    assert all(path.stat().st_mtime > 0 for path in paths)
+
+
+def test_the_oldest_blocks_that_wait_to_be_written_give_way(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(block_store, "MAX_UNSAVED", 2)
+        parts.store.carry_out(parts.leave())
+    assert parts.save() == [BlocksStored(0, 2)]
+    parts.store.carry_out(parts.leave())
+    assert parts.save() == [BlocksStored(0, 1)], "the one that had given way"

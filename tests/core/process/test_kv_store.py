@@ -1,0 +1,75 @@
+"""The store of KV blocks at the engine's start and end: what it needs, and how long it may write."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from core import __main__ as process
+from core.execution.executor import Executor
+from core.execution.shared_blocks import BlockMemory, SharedBlocks
+from core.process.kv_store import open_folder
+from core.process.loop import EXIT_FAILED
+from core.process.start import StartedEngine
+from core.tiers.block_file import HEAD_BYTES
+from ipc.config import EngineConfig
+from ipc.errors import ConfigError
+from ipc.start_messages import EXIT_RESTART
+
+MIB = 1 << 20
+
+
+class _Sharing:
+    """An executor with two host blocks of one MiB in two parts."""
+
+    shared_blocks = SharedBlocks(*(BlockMemory([np.zeros((2, MIB // 2), np.uint8)] * 2) for _ in range(2)), "layout")
+
+
+def test_a_bound_below_the_file_of_one_block_is_refused_with_the_numbers(tmp_path: Path) -> None:
+    def opened(kv_dir_bytes: int) -> None:
+        config = EngineConfig(
+            executor="local", num_host_blocks=2, kv_dir=str(tmp_path / "kv"), kv_dir_bytes=kv_dir_bytes
+        )
+        folder = open_folder(config, cast("Executor", _Sharing()))
+        assert folder is not None
+        folder.close()
+
+    with pytest.raises(ConfigError, match=f"kv_dir_bytes={MIB} is less .* {MIB + HEAD_BYTES} bytes"):
+        opened(MIB)
+    assert not (tmp_path / "kv").exists()
+    opened(MIB + HEAD_BYTES)
+
+
+class _Part:
+    """The executor, IO thread and store of a started engine, which note their ends."""
+
+    def __init__(self, ended: list[object]) -> None:
+        self._ended = ended
+
+    def prepare_ahead(self) -> bool:
+        return False
+
+    def close(self, timeout: float | None = None) -> None:
+        self._ended.append(timeout)
+
+
+@pytest.mark.parametrize(("code", "seconds"), [(0, 5.0), (EXIT_RESTART, 5.0), (EXIT_FAILED, 0.0), (None, 0.0)])
+def test_only_a_drained_engine_takes_time_to_write(
+    monkeypatch: pytest.MonkeyPatch, code: int | None, seconds: float
+) -> None:
+    def run(*_: Any) -> int:
+        if code is None:
+            raise KeyboardInterrupt
+        return code
+
+    monkeypatch.setattr(process, "run", run)
+    ended: list[object] = []
+    part = cast("Any", _Part(ended))
+    started = StartedEngine(part, part, part, lambda _: None, part, lambda: ended.append("capture"))
+    if code is None:
+        with pytest.raises(KeyboardInterrupt):
+            process.serve(started)
+    else:
+        assert process.serve(started) == code
+    assert ended == [seconds, "capture", None]
