@@ -52,9 +52,8 @@ class BlockStore:
         self._num_saved = 0  # of these, since the last answer
         self._most_names = _NAMES_PER_BLOCK * (len(contents) + len(blocks.host.arrays[0]))
         self._name_of: OrderedDict[int, bytes] = OrderedDict()  # by content, most recently noted last
-        self._due_at: dict[
-            int, float
-        ] = {}  # by content that is written or about to be: monotonic seconds, see _RENEW_S
+        #: When a content that is written, or about to be, is due again, in monotonic seconds; see _RENEW_S.
+        self._due_at: dict[int, float] = {}
         self._paused_until = 0.0  # monotonic seconds
 
     def open(self) -> None:
