@@ -68,6 +68,7 @@ def main(arguments: Sequence[str]) -> int:
             stack.callback(_unlink, parsed.owner_file)
         fleet = Fleet(policy=parsed.route, seed=parsed.seed, name="router", patience_s=parsed.patience)
         driver, stop = Driver(fleet, links), _Stop()
+        stack.callback(stop.end)
         for address in parsed.replica:
             fleet.membership.join(address)
         try:
@@ -175,6 +176,11 @@ class _Stop:
         if self._count:
             io.drain()
 
+    def end(self) -> None:
+        """Ignore signals from now on: the end has begun, and Python would give them back their power to kill."""
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
     def _tell(self) -> None:
         self._count += 1
         if self._io is None:
@@ -182,7 +188,8 @@ class _Stop:
         if self._count == 1:
             os.write(2, b"engine-core: draining\n")
             notify("STOPPING=1")
-            self._io.drain()
+            # Not here: the signal may have come while this very thread holds the lock that drain() takes.
+            threading.Thread(target=self._io.drain, daemon=True).start()
         elif self._count == 2:
             threading.Thread(target=self._stop, args=(self._io,), daemon=True).start()
 
