@@ -16,13 +16,12 @@ from frontend.engine.signs import DEFAULT_HANG_S
 from frontend.http.keys import digest_of, read_keys
 from frontend.http.listen import bind_http, is_loopback, url_of
 from frontend.http.options import HttpOptions
-from frontend.http.worker import HttpWorker
-from ipc.errors import ConfigError, EngineStartError
-from tools.options import ArgumentParser, parse_bytes, print_error
+from frontend.http.supervised_worker import SupervisedWorker
+from ipc.errors import ConfigError
+from tools.options import ArgumentParser, parse_bytes
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
 _NEEDED = ("httptools",)
-_RETRY_S = 1.0  # between attempts to start a worker again
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -180,41 +179,20 @@ class HttpFront:
         self._options = read_http_options(parsed)
         self._bound = bind_http(parsed.http)
         self.url = url_of(self._bound)
-        self._worker: HttpWorker | None = None
-        self._is_ending = False
+        self._worker: SupervisedWorker | None = None
 
     def start(self, address: str) -> None:
         """Start the worker, for the engine at this address. Errors: EngineStartError."""
-        self._worker = HttpWorker(address, [self._bound], self._options)
+        self._worker = SupervisedWorker(address, [self._bound], self._options, self._tell)
         self._worker.start()
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the worker again whenever it dies before drain(); the socket stays open meanwhile."""
-        worker = self._worker
-        assert worker is not None, "watch() before start()"
-
-        def on_death() -> None:
-            loop.remove_reader(worker.pidfd)
-            if self._is_ending:
-                return
-            worker.stop()
-            self._tell("the HTTP server died and is started again")
-            start_again()
-
-        def start_again() -> None:
-            try:
-                worker.start()
-            except EngineStartError as error:  # such as an engine that is being started again itself
-                print_error(str(error))
-                loop.call_later(_RETRY_S, start_again)
-            else:
-                loop.add_reader(worker.pidfd, on_death)
-
-        loop.add_reader(worker.pidfd, on_death)
+        """Let a worker that dies or hangs be followed by another one, until drain()."""
+        assert self._worker is not None, "watch() before start()"
+        self._worker.watch(loop)
 
     def drain(self) -> None:
         """Take no more requests; the worker ends after the last answer. Does not wait."""
-        self._is_ending = True
         if self._worker is not None:
             self._worker.drain()
 

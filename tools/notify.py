@@ -1,5 +1,6 @@
 """systemd's notifications (sd_notify(3)): a service of Type=notify says that it is ready, and what it does."""
 
+import asyncio
 import contextlib
 import os
 import socket
@@ -17,3 +18,20 @@ def notify(state: str) -> None:
     with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
         sender.connect(name)
         sender.send(state.encode())
+
+
+def keep_watchdog(loop: asyncio.AbstractEventLoop) -> None:
+    """Say from now on, as often as the manager's WatchdogSec= wants, that this loop turns; without that do nothing.
+
+    A manager that hears nothing for so long ends the service and starts it again.
+    """
+    wanted = os.environ.get("WATCHDOG_USEC", "")
+    if not wanted.isdigit() or os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
+        return
+    every_s = int(wanted) * 1e-6 / 2
+
+    def beat() -> None:
+        notify("WATCHDOG=1")
+        loop.call_later(every_s, beat)
+
+    beat()

@@ -34,7 +34,7 @@ from tools.address import default_address, fresh_owner_file
 from tools.control import write_owner_file
 from tools.http import HttpFront, add_http_options, http_address
 from tools.metrics import measuring, served_metrics
-from tools.notify import notify
+from tools.notify import keep_watchdog, notify
 from tools.options import ArgumentParser, add_engine_options, engine_options
 from tools.start import phase_printer
 
@@ -268,6 +268,7 @@ async def _watch(engine: SupervisedEngine, stop: _Stop, front: HttpFront | None)
     for number in stop.signals:
         loop.add_signal_handler(number, on_signal)
     limit()  # for signals before
+    keep_watchdog(loop)
     if front is not None:
         front.watch(loop)
     loop.add_reader(engine.ended_fd, ended.set)

@@ -5,6 +5,7 @@ import select
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 from frontend.engine.death import Cause, Death, classify, count_oom_kills
@@ -128,6 +129,17 @@ class SupervisedEngine:
     # --- the thread ---
 
     def _run(self) -> None:
+        try:
+            self._supervise()
+        except Exception as error:  # such as a lack of descriptors: an engine that nobody watches is not left alone
+            self.supervisor.fail(f"could not be watched any more and was ended: {type(error).__name__}: {error}")
+            self._tell(f"{self.describe_end()}\n{traceback.format_exc()}")
+            with self._lock:
+                self.process.stop(0)
+        finally:
+            self._end()
+
+    def _supervise(self) -> None:
         while not self._is_closing and self.supervisor.state is not State.ENDED:
             if self.supervisor.state is State.READY:
                 self._watch()
@@ -137,7 +149,6 @@ class SupervisedEngine:
                 self._wait(delay_s)
             else:
                 self._start_again()
-        self._end()
 
     def _watch(self) -> None:
         """Wait for the end of the process or for the next look."""
@@ -301,7 +312,9 @@ class SupervisedEngine:
             self._standby = None  # and its flight recorder
         self._ended.set()
         is_owed = self.supervisor.is_stopped or not self._is_closing
-        if is_owed and not self.supervisor.has_told and self.process.is_public:
-            say_last_words(self.process.last_address, self.describe_end(), _LAST_WORDS_S)
-        if self.ended_fd >= 0:
-            os.eventfd_write(self.ended_fd, 1)
+        try:
+            if is_owed and not self.supervisor.has_told and self.process.is_public:
+                say_last_words(self.process.last_address, self.describe_end(), _LAST_WORDS_S)
+        finally:
+            if self.ended_fd >= 0:
+                os.eventfd_write(self.ended_fd, 1)

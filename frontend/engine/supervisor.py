@@ -90,6 +90,10 @@ class Supervisor:
         """End it for good between two processes, because it was told to stop."""
         self.state, self.text = State.ENDED, f"{self.text}; it was told to stop, so it is not started again"
 
+    def fail(self, text: str) -> None:
+        """End it for good because what watches the engine failed. text: what follows "the engine process"."""
+        self.state, self.text, self.has_told = State.ENDED, text, False
+
     def take_standby(self) -> bool:
         """Return whether the standby becomes the next process, which starts now; else it is of no use any more."""
         return self.standby.take(self._last_cause)

@@ -1,11 +1,12 @@
 """The HTTP worker's process: `python -m frontend.http LEASE_FD REPORT_FD`, started by frontend/http/worker.py.
 
 The lease brings WorkerStart and maybe BEGIN_DRAIN; at its end the worker ends too. The report is one line: "ready", or
-why it did not start.
+why it did not start; and behind "ready" a byte for each second in which the loop turned.
 """
 
 import asyncio
 import contextlib
+import faulthandler
 import os
 import signal
 import socket
@@ -15,7 +16,7 @@ import msgspec
 import uvloop
 
 from frontend.http.json_log import log_as_json
-from frontend.http.options import WorkerStart
+from frontend.http.options import READY, TURNED, WorkerStart
 from frontend.http.server import HttpServer, open_engine, raise_file_limit
 from frontend.session import EngineHandle
 from ipc.errors import EngineCoreError
@@ -25,9 +26,11 @@ from ipc.pipes import FrameReader
 def main() -> int:
     """Serve until the lease ends; return the exit status."""
     lease, report = map(int, sys.argv[1:3])
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # the owner sends it to a worker that hangs: where is each thread?
     for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends them to the owner too, who decides
         signal.signal(number, signal.SIG_IGN)
-    start = _read_start(lease)
+    start, is_draining = _read_start(lease)
     if start is None:
         return 0
     if start.options.log_format == "json":
@@ -36,26 +39,28 @@ def main() -> int:
     try:
         engine = open_engine(start.connect)
     except EngineCoreError as error:
-        _say(report, str(error))
+        _write(report, f"{error}\n".encode())
         return 1
     try:
-        uvloop.run(_serve(start, engine, lease, report))
+        uvloop.run(_serve(start, engine, lease, report, is_draining=is_draining))
     finally:
         engine.close()
     return 0
 
 
-def _read_start(lease: int) -> WorkerStart | None:
-    """Return the first frame of the lease; None where it ended before."""
+def _read_start(lease: int) -> tuple[WorkerStart | None, bool]:
+    """Return the first frame of the lease, None where it ended before, and whether BEGIN_DRAIN came behind it."""
     reader = FrameReader()
     while data := os.read(lease, 65_536):
-        for frame in reader.feed(data):
-            return msgspec.msgpack.decode(frame, type=WorkerStart)
-    return None
+        if frames := reader.feed(data):
+            return msgspec.msgpack.decode(frames[0], type=WorkerStart), len(frames) > 1
+    return None, False
 
 
-async def _serve(start: WorkerStart, engine: EngineHandle, lease: int, report: int) -> None:
+async def _serve(start: WorkerStart, engine: EngineHandle, lease: int, report: int, *, is_draining: bool) -> None:
     server = HttpServer(engine, start.options)
+    if is_draining:
+        server.drain()
     loop = asyncio.get_running_loop()
 
     def on_lease() -> None:
@@ -66,12 +71,14 @@ async def _serve(start: WorkerStart, engine: EngineHandle, lease: int, report: i
             server.stop()
 
     loop.add_reader(lease, on_lease)
-    await server.serve([socket.socket(fileno=fd) for fd in start.fds], lambda: _say(report, "ready"))
+    os.set_blocking(report, False)  # an owner that is stopped holds up nobody
+    sockets = [socket.socket(fileno=fd) for fd in start.fds]
+    await server.serve(sockets, lambda: _write(report, READY), lambda: _write(report, TURNED))
 
 
-def _say(report: int, text: str) -> None:
-    with contextlib.suppress(BrokenPipeError):
-        os.write(report, text.encode() + b"\n")
+def _write(report: int, data: bytes) -> None:
+    with contextlib.suppress(BrokenPipeError, BlockingIOError):
+        os.write(report, data)
 
 
 if __name__ == "__main__":

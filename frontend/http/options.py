@@ -34,7 +34,11 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 #: What a worker is told, after its start, to let it take no more requests and end after the last answer.
-BEGIN_DRAIN = b"drain\n"
+BEGIN_DRAIN = bytes(4)  # a frame without content, which may come right behind the start message
+#: A worker's first words, where it serves; else a line with the reason why it does not.
+READY = b"ready\n"
+#: What a worker that serves writes to its report once a second, whenever its loop turns.
+TURNED = b"."
 
 
 class WorkerStart(msgspec.Struct, frozen=True):

@@ -40,8 +40,10 @@ class HttpServer:
         self._listeners: list[asyncio.Server] = []
         self._stop = asyncio.Event()
 
-    async def serve(self, sockets: Sequence[socket.socket], on_ready: Callable[[], None]) -> None:
-        """Serve until stop(), then end: see _end()."""
+    async def serve(
+        self, sockets: Sequence[socket.socket], on_ready: Callable[[], None], on_turn: Callable[[], None] = lambda: None
+    ) -> None:
+        """Serve until stop(), then end: see _end(). on_turn: called once a second, which shows that the loop turns."""
         loop = asyncio.get_running_loop()
         for one in sockets:
             self._listeners.append(await loop.create_server(self._make_protocol, sock=one, backlog=_BACKLOG))
@@ -52,6 +54,7 @@ class HttpServer:
         try:
             while not self._stop.is_set():
                 self._tick()
+                on_turn()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), _TICK_S)
             await self._end()

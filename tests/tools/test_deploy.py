@@ -54,7 +54,7 @@ ready() { until [ "$(show NRestarts) $(show SubState)" = "$1 running" ]; do slee
 streaming() { until $ENGINE top --connect "$ADDRESS" --once --interval 0.05 | grep -q "running 1/"; do :; done; }
 systemctl --user start engine-core
 ready 0
-$ENGINE generate --connect "$ADDRESS" --max-tokens 3000 --quiet 7 > "$FOLDER/whole" &
+$ENGINE generate --connect "$ADDRESS" --max-tokens 7000 --quiet 7 > "$FOLDER/whole" &
 STREAM=$!
 streaming
 kill -9 "$(cat /proc/"$(show MainPID)"/task/*/children | cut -d ' ' -f 1)"
@@ -63,6 +63,8 @@ $ENGINE control upgrade --connect "$ADDRESS" --owner-file "$FOLDER/owner"
 until grep -q "epoch 2" "$FOLDER/err"; do sleep 0.05; done
 kill -9 "$(show MainPID)"
 ready 1
+kill -STOP "$(show MainPID)"  # its watchdog ends it
+ready 2
 wait $STREAM
 $ENGINE generate --connect "$ADDRESS" --max-tokens 500 --quiet 7 > "$FOLDER/drained" &
 STREAM=$!
@@ -78,6 +80,7 @@ def unit_of_a_user(folder: Path, address: str) -> str:
     kept, protection = UNIT.read_text().split("DynamicUser=yes")
     _, install = protection.split("[Install]")
     program = " ".join(command("serve", "--listen", address, "--owner-file", str(folder / "owner")))
+    kept = kept.replace("WatchdogSec=30", "WatchdogSec=3")
     kept = re.sub(r"(?m)^ExecStart=.*json", f"ExecStart={program} --log-format json", kept)
     arguments = "ENGINE_CORE_ARGS=--executor fake --fake-step-us 3000 --fake-max-model-len 100000"
     added = f'Environment=PYTHONPATH={ROOT}\nEnvironment="{arguments}"\nStandardError=append:{folder}/err\n'
@@ -88,7 +91,7 @@ def unit_of_a_user(folder: Path, address: str) -> str:
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(not Path("/lib/systemd/systemd").exists() or os.geteuid() != 0, reason="needs systemd and root")
 def test_a_systemd_manager_runs_it(tmp_path: Path) -> None:
-    """In namespaces of its own: start, kill -9 of the engine, upgrade, kill -9 of the supervisor, stop."""
+    """In namespaces of its own: start, kill -9 of the engine, upgrade, kill -9 and SIGSTOP of the supervisor, stop."""
     units, runtime, address = tmp_path / "units", tmp_path / "run", f"ipc://{tmp_path}/s"
     units.mkdir()
     runtime.mkdir(mode=0o700)
@@ -99,7 +102,7 @@ def test_a_systemd_manager_runs_it(tmp_path: Path) -> None:
     done = subprocess.run(inside, env=environment() | paths | names, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "inactive success"
-    expected = [str(token) for token in fake_tokens([7], 3000, vocab_size=32_000)]
+    expected = [str(token) for token in fake_tokens([7], 7000, vocab_size=32_000)]
     assert (tmp_path / "whole").read_text().split() == expected
     assert (tmp_path / "drained").read_text().split() == expected[:500]
 
@@ -111,15 +114,18 @@ def test_serve_tells_the_service_manager(tmp_path: Path) -> None:
         manager.settimeout(20)
         with subprocess.Popen(
             command("serve", "--executor", "fake", "--listen", f"ipc://{tmp_path}/e"),
-            env=environment() | {"NOTIFY_SOCKET": path},
+            env=environment() | {"NOTIFY_SOCKET": path, "WATCHDOG_USEC": "100000"},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         ) as server:
             states = [manager.recv(1000).decode()]
             while "READY=1" not in states[-1]:
                 states.append(manager.recv(1000).decode())
+            assert [manager.recv(1000) for _ in range(3)] == [b"WATCHDOG=1"] * 3
             server.terminate()
-            assert manager.recv(1000) == b"STOPPING=1"
+            while (state := manager.recv(1000)) == b"WATCHDOG=1":
+                pass
+            assert state == b"STOPPING=1"
             assert server.wait(20) == 0
     assert states[0].startswith("STATUS=starting: ")
     assert "STATUS=ready at" in states[-1]

@@ -271,6 +271,19 @@ def test_who_waits_for_an_engine_that_is_told_to_stop_knows_at_once(is_starting:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_engine_that_cannot_be_watched_is_ended_and_said_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would run on, and its next death would be the end of all streams without a word."""
+    with supervised(FAKE, listen=f"ipc://{tmp_path}/s") as engine:
+        client = connected(engine)
+        number = client.submit([1], SamplingParams(max_tokens=50_000, ignore_eos=True), seed=0)
+        monkeypatch.setattr(engine._watchdog, "look", lambda *_: 1 / 0)
+        with pytest.raises(EngineDeadError, match="could not be watched any more and was ended: ZeroDivisionError"):
+            client.wait(np.array([number]), PATIENCE_S)
+        assert wait_for_end(engine)
+        client.close()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_sigterm_to_the_engine_itself_drains_it(tmp_path: Path) -> None:
     with supervised(FAKE, listen=f"ipc://{tmp_path}/s") as engine:
         client = connected(engine)
