@@ -1,4 +1,3 @@
-#define _GNU_SOURCE
 #include "group.h"
 
 #include <limits.h>

@@ -27,9 +27,9 @@ enum { PIECE = 4 };
 static int64_t num_panels(const Gemm *args) { return (args->num_columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS; }
 
 static const Int8Functions *functions(void) {
-#if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__AVX512F__) && !defined(__AVX512VNNI__) && defined(__GNUC__) && !defined(__clang__)
     if (__builtin_cpu_supports("avx512vnni")) return &int8_vnni;
-#elif defined(__AVX2__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+#elif defined(__AVX2__) && !defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
     if (__builtin_cpu_supports("avxvnni")) return &int8_avx_vnni;
 #endif
     return &int8_plain;

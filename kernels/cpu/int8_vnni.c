@@ -1,5 +1,5 @@
-/* Products in 8 bits by AVX512_VNNI, for the variants of AVX-512. Not all of their CPUs have it. */
-#if defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__)
+/* Products in 8 bits by AVX512_VNNI, for the variants whose CPUs have AVX-512 and may lack it. */
+#if defined(__AVX512F__) && !defined(__AVX512VNNI__) && defined(__GNUC__) && !defined(__clang__)
 #pragma GCC target("avx512vnni")
 #ifndef __AVX512VNNI__
 #define __AVX512VNNI__ 1

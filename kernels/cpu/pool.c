@@ -1,4 +1,3 @@
-#define _GNU_SOURCE
 #include "pool.h"
 
 #include <limits.h>

@@ -213,8 +213,8 @@ def test_what_is_prebuilt_and_does_not_load_is_built(cache):
 @pytest.mark.parametrize(
     ("vendor", "extra", "best"),
     [
-        ("AuthenticAMD", "avx512_bf16", "avx512bf16"),
-        ("GenuineIntel", "avx512_bf16", "avx512"),
+        ("AuthenticAMD", "avx512_bf16 avx512_vnni", "avx512bf16"),
+        ("GenuineIntel", "avx512_bf16 avx512_vnni", "avx512"),
         ("GenuineIntel", "", "avx512"),
     ],
 )
@@ -232,6 +232,21 @@ def test_a_variant_this_cpu_lacks_is_refused(monkeypatch):
     monkeypatch.setattr(kernels.cpu.library_file, "runnable_variants", lambda: ["portable"])
     with pytest.raises(CpuLibraryError, match="runs the kernels portable; not 'avx2'"):
         load_cpu_library("avx2")
+
+
+@pytest.mark.parametrize("refused", ["", "c-header"])
+def test_many_files_share_a_compiled_header_where_the_compiler_makes_one(refused, cache, monkeypatch, tmp_path):
+    for number in range(kernels.cpu.build._MANY_FILES):
+        (kernels.cpu.build.SOURCE_FOLDER / f"more_{number}.c").write_text(f"int more_{number}(void) {{ return 0; }}\n")
+    runs, compiler = tmp_path / "runs", tmp_path / "noting-cc"
+    refusal = f"*{refused}*) exit 1 ;;" if refused else ""
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {runs}\ncase "$*" in {refusal} esac\nexec cc "$@"\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    assert load_cpu_library("portable").variant == "portable"
+    lines = runs.read_text().splitlines()
+    assert sum("c-header" in line for line in lines) == 1
+    assert sum("-include common.h" in line for line in lines) == kernels.cpu.build._MANY_FILES + 1
 
 
 def test_who_starts_together_builds_once(cache, monkeypatch, tmp_path):
