@@ -108,6 +108,11 @@ async def refuse(service: Service, request: Request) -> Response:
     raise HttpError(501, "this server serves the model that it was started with; its owner changes it")
 
 
+def error_body(error: HttpError) -> bytes:
+    """Return the body of an error in Ollama's form, whose clients take its value for a text."""
+    return json_bytes({"error": error.fields()["message"]})
+
+
 class OllamaFormat:
     """Answers of /api/chat and /api/generate."""
 
@@ -139,7 +144,7 @@ class OllamaFormat:
 
     def failure(self, error: HttpError) -> bytes:
         """Return the line of an error."""
-        return json_bytes({"error": error.fields()["message"]}) + b"\n"
+        return error_body(error) + b"\n"
 
     def whole(self, choices: list[CompletionOutput], prompts: list[PromptSide], usage: Usage) -> bytes:
         """Return the body of a whole answer."""

@@ -54,6 +54,19 @@ class Route(NamedTuple):
     error_body: Callable[[HttpError], bytes] = HttpError.body
 
 
+_Row = tuple[str, str, Handler, type[msgspec.Struct] | None]
+_OLLAMA: tuple[_Row, ...] = (
+    ("POST", "/api/chat", ollama.chat, OllamaChatBody),
+    ("POST", "/api/generate", ollama.generate, OllamaGenerateBody),
+    ("POST", "/api/embed", embeddings.embed, embeddings.OllamaEmbedBody),
+    ("GET", "/api/tags", ollama.list_tags, None),
+    ("GET", "/api/ps", ollama.list_running, None),
+    ("POST", "/api/show", ollama.show, None),
+    ("GET", "/api/version", ollama.get_version, None),
+    *(("POST", f"/api/{name}", ollama.refuse, None) for name in ("pull", "push", "create", "copy")),
+    ("DELETE", "/api/delete", ollama.refuse, None),
+)
+
 ROUTES = (
     Route("POST", "/v1/chat/completions", chat.create_chat_completion, body=ChatBody),
     Route("POST", "/v1/completions", completions.create_completion, body=CompletionBody),
@@ -74,15 +87,7 @@ ROUTES = (
     Route("POST", "/tokenize", models.tokenize, body=TokenizeBody),
     Route("POST", "/detokenize", models.detokenize, body=DetokenizeBody),
     Route("GET", "/tokenizer_info", models.get_tokenizer_info),
-    Route("POST", "/api/chat", ollama.chat, body=OllamaChatBody),
-    Route("POST", "/api/generate", ollama.generate, body=OllamaGenerateBody),
-    Route("POST", "/api/embed", embeddings.embed, body=embeddings.OllamaEmbedBody),
-    Route("GET", "/api/tags", ollama.list_tags),
-    Route("GET", "/api/ps", ollama.list_running),
-    Route("POST", "/api/show", ollama.show),
-    Route("GET", "/api/version", ollama.get_version),
-    *(Route("POST", f"/api/{name}", ollama.refuse) for name in ("pull", "push", "create", "copy")),
-    Route("DELETE", "/api/delete", ollama.refuse),
+    *(Route(*row[:3], body=row[3], error_body=ollama.error_body) for row in _OLLAMA),
     Route("GET", "/v1/load", load.get_load),
     Route("GET", "/", page.get_page, Access.OPEN),
     Route("GET", "/openapi.json", openapi.get_description),

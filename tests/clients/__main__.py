@@ -1,14 +1,17 @@
 """Run real HTTP clients against `engine-core serve --http` on the demo model: `make clients`.
 
 Each folder here with a requirements.txt is an environment of its own (litellm needs another openai than the others).
-Each of its use_*.py is a program as the client's users write it, and fails by its exit code. The output has each client
-with its version, the result, and each distinct request that the client was seen to send.
+node/ is one too, whose clients need Node.js 20 and npm; without these they are left out, which the output says. Each
+use_*.py and use_*.mjs is a program as the client's users write it, and fails by its exit code. The output has each
+client with its version, the result, and each distinct request that the client was seen to send.
 """
 
 import argparse
 import importlib.metadata
+import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,6 +19,7 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from typing import NamedTuple
 
 from tests.clients.recorder import Recorder
 
@@ -32,6 +36,18 @@ def environment(folder: Path, where: Path) -> Path:
         install = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps"]
         subprocess.run([*install, "-r", folder / "requirements.txt"], check=True)
     return python
+
+
+def node_environment(folder: Path, where: Path) -> Path:
+    """Install the packages of this folder, unless they are there -> where its programs run: they import from there."""
+    home = where / folder.name
+    if not (home / "node_modules").exists():
+        home.mkdir(parents=True, exist_ok=True)
+        shutil.copy(folder / "package.json", home)
+        subprocess.run(["npm", "install", "--silent", "--no-audit", "--no-fund"], cwd=home, check=True)
+    for script in folder.glob("use_*.mjs"):
+        shutil.copy(script, home)
+    return home
 
 
 def free_port() -> int:
@@ -56,6 +72,32 @@ def serve(port: int) -> subprocess.Popen[bytes]:
             time.sleep(0.1)
     server.kill()
     raise SystemExit(f"the server was not ready after {PATIENCE_S} s")
+
+
+class Client(NamedTuple):
+    """One program: its name and version, and its command."""
+
+    version: str
+    command: list[str | Path]
+
+
+def client_of(script: Path, where: Path) -> Client:
+    """Make the environment of a script, and return it as a client."""
+    if script.suffix == ".mjs":
+        home, (name,) = node_environment(script.parent, where), re.findall(r"^// ([\w@/-]+)", script.read_text())
+        package = json.loads((home / "node_modules" / name / "package.json").read_text())
+        return Client(f"{name} {package['version']}", ["node", home / script.name])
+    python = environment(script.parent, where)
+    return Client(version(python, script), [python, script])
+
+
+def scripts() -> list[Path]:
+    """Return all programs that can run here."""
+    found = [*HERE.glob("*/use_*.py"), *HERE.glob("*/use_*.mjs")]
+    if shutil.which("node") is None or shutil.which("npm") is None:
+        print("left out: the clients in JavaScript, which need Node.js and npm")
+        found = [script for script in found if script.suffix == ".py"]
+    return sorted(found)
 
 
 def version(python: Path, script: Path) -> str:
@@ -83,21 +125,19 @@ def main() -> int:
         variables = {**os.environ, "BASE_URL": f"{base}/v1", "SERVER": base, "MODEL": model}
         variables |= {"ENGINE_PYTHON": sys.executable, "ROOT": str(ROOT)}
         recorder.requests()
-        for script in sorted(HERE.glob("*/use_*.py")):
+        for script in scripts():
             if parsed.names and not any(name in script.name for name in parsed.names):
                 continue
-            python = environment(script.parent, parsed.environments)
+            client = client_of(script, parsed.environments)
             begin = time.monotonic()
             try:
-                run = subprocess.run(
-                    [python, script], env=variables, capture_output=True, text=True, timeout=PATIENCE_S
-                )
+                run = subprocess.run(client.command, env=variables, capture_output=True, text=True, timeout=PATIENCE_S)
                 failed, errors = run.returncode != 0, run.stderr
             except subprocess.TimeoutExpired:
                 failed, errors = True, f"not done after {PATIENCE_S} s"
             num_failed += failed
             result = "failed" if failed else "ok"
-            print(f"{result:7}{version(python, script):28}{time.monotonic() - begin:6.1f} s", flush=True)
+            print(f"{result:7}{client.version:34}{time.monotonic() - begin:6.1f} s", flush=True)
             for line in recorder.requests():
                 print(f"       {line}", flush=True)
             if failed:
