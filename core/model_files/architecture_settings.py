@@ -6,11 +6,8 @@ Each function returns fields of ModelConfig. Errors of all: ModelFileError namin
 import math
 from typing import Any
 
-import msgspec
-
 from core.model_files.values import Values
 from core.models.architectures import Architecture
-from core.models.config import ExpertParts
 
 _MOST = 1e6  # of a multiplier
 
@@ -35,40 +32,6 @@ def multipliers(values: Values, architecture: Architecture, sizes: dict[str, Any
         "residual_multiplier": number("scale_depth") / math.sqrt(sizes["num_hidden_layers"]),
         "logits_multiplier": number("dim_model_base", sizes["hidden_size"]) / sizes["hidden_size"],
     }
-
-
-def experts(values: Values, architecture: Architecture, sizes: dict[str, Any]) -> ExpertParts | None:
-    """Return the properties of the routed MLPs; None for an architecture without them."""
-    row = architecture.experts
-    if row is None:
-        return None
-    for name in ("clip_qkv", "shared_expert_intermediate_size", "shared_intermediate_size"):
-        if values.get(name) not in (None, 0):
-            values.refuse(name, "only null is")
-    count = "num_experts" if values.get("num_experts") is not None else "num_local_experts"
-    normalises = values.boolean("norm_topk_prob") if row.normalises is None else row.normalises
-    parts = expert_parts(values, count, row.size_key, normalises=normalises)
-    dense = _dense_layers(values, sizes["num_hidden_layers"])
-    return msgspec.structs.replace(parts, dense_layers=dense, has_biases=row.has_biases)
-
-
-def expert_parts(values: Values, count: str, size: str, *, normalises: bool) -> ExpertParts:
-    """Return the properties of routed MLPs from the settings with these names, in all layers."""
-    number, chosen = values.integer(count), values.integer("num_experts_per_tok")
-    if chosen > number:
-        values.fail("num_experts_per_tok", f"must be at most {values.key(count)}={number}, got {chosen}")
-    return ExpertParts(
-        num_experts=number, num_chosen=chosen, intermediate_size=values.integer(size), normalises=normalises
-    )
-
-
-def _dense_layers(values: Values, num_layers: int) -> tuple[int, ...]:
-    """Return the layers without a router: those of mlp_only_layers, and all but every decoder_sparse_step-th one."""
-    named = values.get("mlp_only_layers") or []
-    if not isinstance(named, list) or any(type(layer) is not int for layer in named):
-        values.fail("mlp_only_layers", f"must be a list of layers, got {named!r:.80}")
-    step = values.integer("decoder_sparse_step", 1)
-    return tuple(layer for layer in range(num_layers) if layer in named or (layer + 1) % step)
 
 
 def caps(values: Values, architecture: Architecture) -> dict[str, Any]:

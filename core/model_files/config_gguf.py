@@ -6,14 +6,13 @@ Settings that would change the arithmetic and are not implemented are refused by
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from core.model_files.architecture_settings import every, expert_parts, unrotated_beside
+from core.model_files.architecture_settings import every, unrotated_beside
 from core.model_files.config_json import pattern_layers
+from core.model_files.gguf_experts import gguf_experts
 from core.model_files.gguf_rope import gguf_rope_scaling
 from core.model_files.values import Values, model_sizes
 from core.models.architectures import GGUF_ARCHITECTURES, GGUF_ROUTED, Architecture
-from core.models.config import ExpertParts, ModelConfig
+from core.models.config import ModelConfig
 from ipc.files.gguf import GgufHeader, read_gguf
 
 #: Setting -> its key, without the architecture's name in front.
@@ -42,6 +41,13 @@ _KEYS = {
     "num_experts_per_tok": "expert_used_count",
     "norm_topk_prob": "expert_weights_norm",
     "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "expert_gating": "expert_gating_func",
+    "routed_scaling_factor": "expert_weights_scale",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "first_k_dense_replace": "leading_dense_block_count",
     "attention_factor": "rope.scaling.attn_factor",
     "rotary_dim": "rope.dimension_count",
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -54,9 +60,6 @@ _KEYS = {
 #: Keys of features that are not implemented -> their value without effect.
 _WITHOUT_EFFECT: dict[str, Any] = {
     "attention.clamp_kqv": 0.0,
-    "expert_shared_count": 0,
-    "expert_weights_scale": 1.0,
-    "leading_dense_block_count": 0,
     "rope.scale_linear": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
@@ -123,13 +126,12 @@ def read_gguf_config(path: Path) -> ModelConfig:
         **window,
         **(_features(header, architecture, sizes) | _multipliers(values, architecture)),
         **_caps(values, architecture),
-        experts=_experts(values, header, architecture, sizes["num_hidden_layers"]),
+        experts=gguf_experts(values, header, architecture, sizes["num_hidden_layers"]),
     )
 
 
 def _refuse_features(values: Values, name: str, architecture: Architecture) -> None:
-    gating = 1 if architecture.experts is None else architecture.experts.gguf_gating
-    for key, plain in {**_WITHOUT_EFFECT, "expert_gating_func": gating}.items():
+    for key, plain in _WITHOUT_EFFECT.items():
         if values.values.get(f"{name}.{key}", plain) != plain:
             values.refuse(f"{name}.{key}", f"only {plain!r} is")
     if not _may_slide(architecture) and values.get("sliding_window") not in (None, 0):
@@ -169,17 +171,6 @@ def _features(header: GgufHeader, architecture: Architecture, sizes: dict[str, A
         "fused_qkv": architecture.fused_qkv,
         "fused_gate_up": architecture.fused_gate_up and architecture.experts is None,
     }
-
-
-def _experts(values: Values, header: GgufHeader, architecture: Architecture, num_layers: int) -> ExpertParts | None:
-    """Return the routed MLPs' properties. Older files say by the architecture alone whether weights sum to 1."""
-    if architecture.experts is None:
-        return None
-    size = "moe_intermediate_size" if values.get("moe_intermediate_size") is not None else "intermediate_size"
-    normalises = values.boolean("norm_topk_prob", architecture.experts.gguf_normalises)
-    dense = tuple(layer for layer in range(num_layers) if f"blk.{layer}.ffn_gate.weight" in header.tensors)
-    parts = expert_parts(values, "num_experts", size, normalises=normalises)
-    return msgspec.structs.replace(parts, dense_layers=dense, has_biases=architecture.experts.has_biases)
 
 
 def _rotary_dim(values: Values, architecture: Architecture, head_dim: int) -> int:

@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from core.model_files.architecture_settings import caps, experts, multipliers, rotary_dim, unrotated_layers
+from core.model_files.architecture_settings import caps, multipliers, rotary_dim, unrotated_layers
 from core.model_files.encoder_config import encoder_of, most_tokens_of, read_encoder_config
+from core.model_files.expert_settings import experts
 from core.model_files.quantization import read_packing
 from core.model_files.rope_scaling import read_rope_scaling
 from core.model_files.values import Values, model_sizes
@@ -51,6 +52,7 @@ def decoder_config(folder: Path, values: Values, architecture: Architecture, for
     """Return the configuration of a decoder from the settings in config.json. Errors: those of read_json_config()."""
     values.values = {**architecture.defaults, **values.values}
     _refuse_features(values, architecture)
+    routed = experts(values, architecture)
     if architecture.size_key != "intermediate_size":
         values.values["intermediate_size"] = values.integer(architecture.size_key)
     vocab_size = values.integer("vocab_size")
@@ -75,7 +77,7 @@ def decoder_config(folder: Path, values: Values, architecture: Architecture, for
         **(window := _window(values, architecture, sizes["num_hidden_layers"])),
         **_features(values, architecture, sizes),
         **caps(values, architecture),
-        experts=experts(values, architecture, sizes),
+        experts=routed,
         unrotated_layers=unrotated_layers(values, architecture, sizes, window.get("sliding_layers", ())),
     )
 

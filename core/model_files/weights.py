@@ -99,11 +99,17 @@ def layer_shapes(config: ModelConfig, layer: int = 0) -> dict[str, tuple[int, ..
     if experts is None or layer in experts.dense_layers:
         return shapes | _mlp_shapes(config, "mlp.", config.intermediate_size)
     shapes["mlp.router.weight"] = (experts.num_experts, hidden)
+    if experts.has_shared_gate:
+        shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
+    if experts.has_correction:
+        shapes["mlp.router_correction.bias"] = (experts.num_experts,)
     for number in range(experts.num_experts):
         shapes |= _mlp_shapes(config, f"mlp.experts.{number}.", experts.intermediate_size)
     if experts.has_biases:
         routed = {name: shape for name, shape in shapes.items() if name.startswith("mlp.")}
         shapes |= {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in routed.items()}
+    if experts.shared_size:
+        shapes |= _mlp_shapes(config, "mlp.shared_expert.", experts.shared_size)
     return shapes
 
 
@@ -244,6 +250,8 @@ def _take(found: dict[str, StoredTensor], name: str, shape: tuple[int, ...], whe
     stored = found.pop(name, None)
     if stored is None:
         raise ModelFileError(f"{where}: tensor {name} is missing; expected shape {shape}")
+    if stored.shape != shape and stored.shape in ((1, *shape), shape[1:]) and 1 in (*shape[:1], *stored.shape[:1]):
+        stored = msgspec.structs.replace(stored, shape=shape)  # one row, as a matrix or as a vector
     if stored.shape != shape:
         raise ModelFileError(f"{stored.path}: tensor {name} has shape {stored.shape}; the config says {shape}")
     if stored.type not in _TYPES:

@@ -7,6 +7,9 @@ import msgspec
 
 from core.models.config import Activation
 
+#: llama.cpp's numbers of functions that make weights of a router's numbers: of all, sigmoids, of the chosen ones.
+SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
+
 
 class ExpertRow(msgspec.Struct, frozen=True, kw_only=True):
     """The routed MLPs of one architecture."""
@@ -15,10 +18,17 @@ class ExpertRow(msgspec.Struct, frozen=True, kw_only=True):
     normalises: bool | None = None  # the weights of a token's experts sum to 1; None: if norm_topk_prob is true
     gguf_normalises: bool = True  # for llama.cpp, which has no key for it
     gguf: str | None = None  # general.architecture that another row has; this one if the file has experts
-    gguf_gating: int = (
-        1  # llama.cpp's number of the function that makes weights of the router's numbers, if it is named
-    )
+    #: llama.cpp's numbers of functions that make weights of the router's numbers; the first one, if none is named.
+    gguf_gating: tuple[int, ...] = (SOFTMAX,)
     has_biases: bool = False
+    shared_size_key: str | None = None  # the setting of the size of an expert that all tokens have
+    shared_count_key: str | None = None  # or of the number of experts that it is as large as
+    has_shared_gate: bool = False
+    is_sigmoid: bool = False  # experts' scores are sigmoids
+    has_correction: bool = False  # numbers that are added to scores choose experts
+    scales: bool = False  # the setting routed_scaling_factor exists
+    groups: Literal["none", "group_limited_greedy", "always"] = "none"  # by n_group; with this topk_method, or always
+    best_of_group: int = 1
     #: Safetensors have the matrices of all experts as [experts, in, out], or in MXFP4 as blocks and scales
     #: (core/model_files/stacked_experts.py); rows of gate and up take turns.
     is_turned: bool = False

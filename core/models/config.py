@@ -48,6 +48,15 @@ class ExpertParts(msgspec.Struct, frozen=True, kw_only=True):
     normalises: bool  # the weights of a token's chosen experts sum to 1
     dense_layers: tuple[int, ...] = ()  # indices of layers without a router
     has_biases: bool = False  # the router and the experts' products have biases
+    shared_size: int = 0  # of an expert that all tokens have; 0 = there is none
+    has_shared_gate: bool = False  # the sigmoid of a number of the router is its weight; else 1
+    #: How experts are chosen: see kernels/routing.py.
+    is_sigmoid: bool = False
+    num_groups: int = 1
+    num_chosen_groups: int = 1
+    best_of_group: int = 1
+    scaling: float = 1.0
+    has_correction: bool = False
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,5 +127,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 self.num_hidden_layers - len(self.experts.dense_layers),
             )
             routed = self.experts.num_experts * (1 + 3 * self.experts.intermediate_size)
+            routed += 3 * self.experts.shared_size
         products = self.num_hidden_layers * heads + num_dense * 3 * self.intermediate_size + num_routed * routed
         return (products + self.vocab_size) * self.hidden_size

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from kernels.cpu.attention import CpuAttention, sink_scores
 from kernels.cpu.attention_plan import TILE, AttentionPlan, AttentionPlanner
 from kernels.cpu.decoder_parts import exceed_caches
 from kernels.cpu.embedding import CpuEmbedding
-from kernels.cpu.experts import CpuExperts
+from kernels.cpu.experts import CpuExperts, ExpertProducts
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import ARITHMETIC, CpuLibrary
@@ -33,6 +33,7 @@ from kernels.dequantize import PLAIN_TYPES
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers, to_floats
 from kernels.low_rank import LowRank, ProductShape
 from kernels.memory.kv_cache import KVCache
+from kernels.routing import Routing
 
 
 class CpuStep(NamedTuple):
@@ -59,18 +60,6 @@ class CpuAttend:
     def __call__(self, qkv: Numbers, step: CpuStep, index: int) -> Numbers:
         q = self.rope(qkv, step.tables[self.kind], step.positions, step.cache, index, step.slots)
         return self.attention(q, step.cache, index, step.work[self.kind], self.scale, self.cap, self.sinks)
-
-
-class CpuExpert(Protocol):
-    """The products of one expert of a routed MLP."""
-
-    @property
-    def gate_up(self) -> PackedMatrix:
-        """The product with a gate."""
-
-    @property
-    def down(self) -> PackedMatrix:
-        """The product that follows."""
 
 
 class CpuOperations:
@@ -173,11 +162,14 @@ class CpuOperations:
         return PackedMatrix(self.library, numbers, bias, dtype=self._dtype, out_dtype=FLOAT32, is_kept=self._is_kept)
 
     def experts(
-        self, router: PackedMatrix, experts: Sequence["CpuExpert"], num_chosen: int, *, normalises: bool
+        self,
+        router: PackedMatrix,
+        experts: Sequence[ExpertProducts],
+        routing: Routing,
+        shared: ExpertProducts | None = None,
     ) -> CpuExperts:
         """Return the routed MLP of these experts."""
-        gate_ups, downs = [each.gate_up for each in experts], [each.down for each in experts]
-        return CpuExperts(self.library, router, gate_ups, downs, num_chosen, normalises=normalises)
+        return CpuExperts(self.library, router, experts, routing, shared)
 
     def attention(self, kind: int, norms: Floats | None, sinks: Floats | None = None) -> CpuAttend:
         """Return the attention of one layer."""

@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from typing import Protocol
 
-from core.models.config import ModelConfig
+from core.models.config import ExpertParts, ModelConfig
 from core.models.operations import Operations, Product
 from core.models.tensor import Operation, Tensor
 from core.models.weight_parts import WeightParts
 from ipc.arrays import Floats
 from kernels.elements import FLOAT32
+from kernels.routing import Routing
 
 
 class Mlp(Protocol):
@@ -41,7 +42,7 @@ class DenseMlp:
 
 @dataclass(frozen=True)
 class RoutedMlp:
-    """The weighted sum of the experts that the router chooses for each token."""
+    """The weighted sum of the experts that the router chooses for each token, and of one that all have."""
 
     experts: Product
 
@@ -71,12 +72,29 @@ def build_mlp(operations: Operations, parts: WeightParts, config: ModelConfig, i
     if routed is None or index in routed.dense_layers:
         return DenseMlp(*gate_up(prefix), operations.linear(parts.take_matrix(f"{prefix}down_proj.weight")))
     # In the order of the weights' iterator, so that each is packed before the next is read.
-    router = operations.router(parts.take_matrix(f"{prefix}router.weight"), bias(f"{prefix}router"))
-    experts = []
-    for number in range(routed.num_experts):
-        name = f"{prefix}experts.{number}."
+    gate = (f"{prefix}shared_expert_gate.weight",) if routed.has_shared_gate else ()
+    router = operations.router(parts.take_matrix(f"{prefix}router.weight", *gate), bias(f"{prefix}router"))
+    correction = parts.take(f"{prefix}router_correction.bias") if routed.has_correction else None
+
+    def expert(name: str) -> DenseMlp:
         product, activation = gate_up(name)
         weight = parts.take_matrix(f"{name}down_proj.weight")
-        down = operations.linear(weight, bias(f"{name}down_proj"), out_dtype=FLOAT32)
-        experts.append(DenseMlp(product, activation, down))
-    return RoutedMlp(operations.experts(router, experts, routed.num_chosen, normalises=routed.normalises))
+        return DenseMlp(product, activation, operations.linear(weight, bias(f"{name}down_proj"), out_dtype=FLOAT32))
+
+    experts = [expert(f"{prefix}experts.{number}.") for number in range(routed.num_experts)]
+    shared = expert(f"{prefix}shared_expert.") if routed.shared_size else None
+    return RoutedMlp(operations.experts(router, experts, _routing(routed, correction), shared))
+
+
+def _routing(routed: ExpertParts, correction: Floats | None) -> Routing:
+    return Routing(
+        routed.num_chosen,
+        routed.normalises,
+        routed.is_sigmoid,
+        routed.num_groups,
+        routed.num_chosen_groups,
+        routed.best_of_group,
+        routed.scaling,
+        correction,
+        routed.has_shared_gate,
+    )

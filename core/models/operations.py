@@ -17,6 +17,7 @@ from kernels.cpu.sampling import CpuSampler
 from kernels.elements import Dtype
 from kernels.low_rank import LowRank, ProductShape
 from kernels.memory.kv_cache import KVCache
+from kernels.routing import Routing
 
 #: A step's attention work for the layers of one window. Its type depends on the operations that made it.
 AttentionWork = Any
@@ -90,12 +91,12 @@ class Operations(Protocol):
     def router(self, weight: StoredMatrix, bias: Floats | None = None) -> Product:
         """Return the product of a routed MLP's router, to float32; its weights keep the model's dtype in every form."""
 
-    def experts(self, router: Any, experts: Sequence[Any], num_chosen: int, *, normalises: bool) -> Product:
-        """Return the routed MLP whose router gives float32, one number for each expert.
+    def experts(self, router: Any, experts: Sequence[Any], routing: Routing, shared: Any = None) -> Product:
+        """Return the routed MLP whose router gives float32, one number for each expert, and one for a shared gate.
 
-        experts: each one's gate_up and activation, of gate_up(), and down, of linear().
-        A row's weights are the softmax of these numbers. The num_chosen largest count, of equal ones those with lower
-        numbers; with normalises their weights are divided by their sum.
+        experts: each one's gate_up and activation, of gate_up(), and down, of linear(). shared: the same of an expert
+        that all rows have, with the weight 1 or, with a shared gate, the sigmoid of its number; it may have another
+        size. None = there is none.
         """
 
     def attention(

@@ -1,6 +1,8 @@
 """ROUTED_ROWS: the rows of architectures with routed MLPs; core/models/architecture_rows.py has all."""
 
-from core.models.architecture import Architecture, ExpertRow
+import msgspec
+
+from core.models.architecture import SOFTMAX_OF_CHOSEN, Architecture, ExpertRow
 
 #: Defaults of the windows of all Qwen models.
 QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
@@ -11,7 +13,33 @@ _GGUF_EXPERTS = {
     "mlp.experts.*.gate_proj": "ffn_gate_exps.*",
     "mlp.experts.*.up_proj": "ffn_up_exps.*",
     "mlp.experts.*.down_proj": "ffn_down_exps.*",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.router_correction": "exp_probs_b",
 }
+
+_GRANITE_MOE = Architecture(
+    name="GraniteMoeForCausalLM",
+    base_name="GraniteMoeModel",
+    model_type="granitemoe",
+    gguf="granitemoe",
+    defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
+    attention_bias="as configured",
+    gguf_interleaves_heads=True,
+    multipliers="granite",
+    fused_gate_up=True,
+    experts=ExpertRow(size_key="intermediate_size", normalises=True, shared_size_key="shared_intermediate_size"),
+    names={
+        "mlp.router": "block_sparse_moe.router.layer",
+        "mlp.experts.*.gate_up_proj": "block_sparse_moe.input_linear.*",
+        "mlp.experts.*.down_proj": "block_sparse_moe.output_linear.*",
+        "mlp.shared_expert.gate_up_proj": "shared_mlp.input_linear",
+        "mlp.shared_expert.down_proj": "shared_mlp.output_linear",
+    },
+    gguf_names=_GGUF_EXPERTS,
+)
 
 ROUTED_ROWS = (
     Architecture(
@@ -38,7 +66,11 @@ ROUTED_ROWS = (
         gguf_yarn_truncates=False,
         fused_gate_up=True,
         experts=ExpertRow(
-            size_key="intermediate_size", normalises=True, gguf_gating=3, has_biases=True, is_turned=True
+            size_key="intermediate_size",
+            normalises=True,
+            gguf_gating=(SOFTMAX_OF_CHOSEN,),
+            has_biases=True,
+            is_turned=True,
         ),
         gguf_names={
             **_GGUF_EXPERTS,
@@ -90,22 +122,51 @@ ROUTED_ROWS = (
         names={"mlp.router": "mlp.gate"},
         gguf_names=_GGUF_EXPERTS,
     ),
-    Architecture(
-        name="GraniteMoeForCausalLM",
-        base_name="GraniteMoeModel",
-        model_type="granitemoe",
-        gguf="granitemoe",
-        defaults={"num_local_experts": 8, "num_experts_per_tok": 2},
+    _GRANITE_MOE,
+    msgspec.structs.replace(
+        _GRANITE_MOE,
+        name="GraniteMoeSharedForCausalLM",
+        base_name="GraniteMoeSharedModel",
+        model_type="granitemoeshared",
+        gguf=None,
+    ),
+    Architecture(  # without recurrent layers; GGUF files of those without experts are granite's
+        name="GraniteMoeHybridForCausalLM",
+        base_name="GraniteMoeHybridModel",
+        model_type="granitemoehybrid",
+        gguf=None,
+        defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 1024},
+        size_key="shared_intermediate_size",
         attention_bias="as configured",
-        gguf_interleaves_heads=True,
+        unrotated="by position_embedding_type",
         multipliers="granite",
         fused_gate_up=True,
-        experts=ExpertRow(size_key="intermediate_size", normalises=True),
+        experts=_GRANITE_MOE.experts,
         names={
-            "mlp.router": "block_sparse_moe.router.layer",
-            "mlp.experts.*.gate_up_proj": "block_sparse_moe.input_linear.*",
-            "mlp.experts.*.down_proj": "block_sparse_moe.output_linear.*",
+            **_GRANITE_MOE.names,
+            "mlp.gate_up_proj": "shared_mlp.input_linear",
+            "mlp.down_proj": "shared_mlp.output_linear",
         },
+    ),
+    Architecture(
+        name="Qwen2MoeForCausalLM",
+        base_name="Qwen2MoeModel",
+        model_type="qwen2_moe",
+        gguf="qwen2moe",
+        defaults={
+            "num_key_value_heads": 16,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "shared_expert_intermediate_size": 5632,
+            "use_sliding_window": False,
+            "qkv_bias": True,
+        },
+        only={"use_sliding_window": False, "qkv_bias": True},
+        attention_bias="qkv",
+        experts=ExpertRow(
+            gguf_normalises=False, shared_size_key="shared_expert_intermediate_size", has_shared_gate=True
+        ),
+        names={"mlp.router": "mlp.gate"},
         gguf_names=_GGUF_EXPERTS,
     ),
 )

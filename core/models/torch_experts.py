@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 
 from core.models.tensor import Operation
+from kernels.routing import Routing
 from kernels.torch.linear import TorchLinear
 
 
@@ -31,8 +32,8 @@ class TorchExperts:
 
     router: TorchLinear
     experts: tuple[TorchExpert, ...]
-    num_chosen: int
-    normalises: bool
+    routing: Routing
+    shared: TorchExpert | None = None
 
     @property
     def variant(self) -> str:
@@ -42,15 +43,37 @@ class TorchExperts:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the output [T, d] of x [T, d], of its dtype."""
         logits = self.router(x)
-        # A stable sort: of equal logits those of lower numbers come first.
-        chosen = logits.argsort(dim=-1, descending=True, stable=True)[:, : self.num_chosen]
-        weights = logits.softmax(-1).gather(1, chosen)
-        if self.normalises:
-            weights /= weights.sum(-1, keepdim=True)
+        chosen, weights = _choose(self.routing, logits[:, : len(self.experts)])
         out = torch.zeros(x.shape, dtype=torch.float32)
         for number in sorted(set(chosen.flatten().tolist())):
             rows, places = (chosen == number).nonzero(as_tuple=True)
-            expert = self.experts[number]
-            result = expert.down(expert.activation(expert.gate_up(x[rows])))
-            out.index_add_(0, rows, result * weights[rows, places, None])
+            out.index_add_(0, rows, _result(self.experts[number], x[rows]) * weights[rows, places, None])
+        if self.shared is not None:
+            result = _result(self.shared, x)
+            out += result * logits[:, -1:].sigmoid() if self.routing.has_shared_gate else result
         return out.to(x.dtype)
+
+
+def _result(expert: TorchExpert, x: torch.Tensor) -> torch.Tensor:
+    return expert.down(expert.activation(expert.gate_up(x)))
+
+
+def _choose(routing: Routing, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each row's experts and their weights, both [T, num_chosen]; logits [T, experts]."""
+    scores = logits.sigmoid() if routing.is_sigmoid else logits.softmax(-1)
+    keys = logits if routing.correction is None else scores + torch.from_numpy(routing.correction)
+    if routing.num_chosen_groups < routing.num_groups:
+        groups = keys.view(len(keys), routing.num_groups, -1)
+        best = groups.topk(routing.best_of_group, -1).values.sum(-1)
+        left_out = torch.ones_like(best, dtype=torch.bool).scatter_(1, _largest(best, routing.num_chosen_groups), False)
+        keys = groups.masked_fill(left_out[:, :, None], -torch.inf).view_as(keys)
+    chosen = _largest(keys, routing.num_chosen)
+    weights = scores.gather(1, chosen)
+    if routing.normalises:
+        weights /= weights.sum(-1, keepdim=True).clamp(min=1e-20)
+    return chosen, weights * routing.scaling
+
+
+def _largest(numbers: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the places of the largest numbers [T, n] of each row; of equal ones, the first: the sort is stable."""
+    return numbers.argsort(dim=-1, descending=True, stable=True)[:, :count]

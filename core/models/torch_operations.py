@@ -18,6 +18,7 @@ from kernels.elements import FLOAT32, Dtype
 from kernels.low_rank import LowRank, ProductShape
 from kernels.memory.kv_cache import KVCache, bytes_per_block
 from kernels.rotary import query_factors
+from kernels.routing import Routing
 from kernels.torch.attention import AttentionMetadata, attention_metadata, paged_attention
 from kernels.torch.gated_activation import clamped_silu_mul, gelu_tanh_mul, silu_mul
 from kernels.torch.kv_cache import TorchKVCache
@@ -129,10 +130,14 @@ class TorchOperations:
         return self.linear(weight, bias, out_dtype=FLOAT32)
 
     def experts(
-        self, router: TorchLinear, experts: Sequence[TorchExpert], num_chosen: int, *, normalises: bool
+        self,
+        router: TorchLinear,
+        experts: Sequence[TorchExpert],
+        routing: Routing,
+        shared: TorchExpert | None = None,
     ) -> TorchExperts:
         """Return the routed MLP of these experts."""
-        return TorchExperts(router, tuple(experts), num_chosen, normalises)
+        return TorchExperts(router, tuple(experts), routing, shared)
 
     def attention(
         self, kind: int, norms: Floats | None, sinks: Floats | None = None

@@ -19,6 +19,7 @@ from ipc.arrays import AnyInts, Floats
 from ipc.errors import UnsupportedModelError
 from kernels.elements import FLOAT32, Dtype, Numbers
 from kernels.memory.kv_cache import KVCache, bytes_per_block
+from kernels.routing import Routing
 from kernels.torch.rope import rotary_tables
 from kernels.torch.tensors import DTYPES, to_array, to_tensor
 from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
@@ -105,7 +106,7 @@ class TritonOperations:
         """Return the product of a routed MLP's router."""
         return self.linear(weight, bias, out_dtype=FLOAT32)
 
-    def experts(self, router: Any, experts: Sequence[Any], num_chosen: int, *, normalises: bool) -> Product:
+    def experts(self, router: Any, experts: Sequence[Any], routing: Routing, shared: Any = None) -> Product:
         """Refuse. Errors: UnsupportedModelError."""
         raise UnsupportedModelError("device='cuda' has no routed MLPs; use device='cpu'")
 

@@ -1,7 +1,5 @@
 #include "experts.h"
 
-#include <math.h>
-
 #include "int8.h"
 #include "pool.h"
 #include "vector_math.h"
@@ -27,63 +25,20 @@ static void route(const Batch *batch) {
     gemm_part(&args, batch->thread, batch->num_threads);
 }
 
-/* Find the largest logits, of equal ones those with lower numbers, and write their numbers in ascending order. */
-static void choose_largest(const float *logits, int num_experts, int32_t *chosen, int num_chosen) {
-    int count = 0;
-    for (int expert = 0; expert < num_experts; expert++) {
-        int at = count;
-        while (at > 0 && logits[expert] > logits[chosen[at - 1]]) at--;
-        if (at >= num_chosen) continue;
-        if (count < num_chosen) count++;
-        for (int i = count - 1; i > at; i--) chosen[i] = chosen[i - 1];
-        chosen[at] = expert;
-    }
-    for (int i = 1; i < num_chosen; i++) {
-        const int32_t expert = chosen[i];
-        int at = i;
-        for (; at > 0 && chosen[at - 1] > expert; at--) chosen[at] = chosen[at - 1];
-        chosen[at] = expert;
-    }
-}
-
-/* Return exp(x) as the other kernels compute it, for x <= 0. */
-static float power(float x) { return exponential(all_floats(x))[0]; }
-
-/* Choose the experts of a row, and compute their weights. */
-static void choose_row(const Batch *batch, int64_t row) {
-    const Experts *experts = batch->experts;
-    const int num_chosen = experts->num_chosen;
-    const float *logits = batch->room->logits + row * experts->num_experts;
-    int32_t *chosen = batch->room->chosen + row * num_chosen;
-    float *weights = batch->room->weights + row * num_chosen, largest = -INFINITY, sum = 0.0f;
-    int is_finite = 1;
-    for (int i = 0; i < experts->num_experts; i++) {
-        is_finite &= isfinite(logits[i]) != 0;
-        largest = logits[i] > largest ? logits[i] : largest;
-    }
-    if (!is_finite) { /* no comparison with a NaN is true */
-        for (int i = 0; i < num_chosen; i++) chosen[i] = i, weights[i] = NAN;
-        return;
-    }
-    choose_largest(logits, experts->num_experts, chosen, num_chosen);
-    for (int i = 0; i < num_chosen; i++) weights[i] = power(logits[chosen[i]] - largest);
-    if (experts->normalises)
-        for (int i = 0; i < num_chosen; i++) sum += weights[i];
-    else
-        for (int i = 0; i < experts->num_experts; i++) sum += power(logits[i] - largest);
-    for (int i = 0; i < num_chosen; i++) weights[i] /= sum;
-}
-
 static void choose_rows(const Batch *batch) {
+    const Routing *routing = &batch->experts->routing;
+    const ExpertsRoom *room = batch->room;
     const int64_t end = share_of(batch->num_rows, batch->thread + 1, batch->num_threads);
     for (int64_t row = share_of(batch->num_rows, batch->thread, batch->num_threads); row < end; row++)
-        choose_row(batch, row);
+        choose_experts(routing, room->logits + row * batch->experts->router.num_columns,
+                       room->keys + row * (routing->num_experts + routing->num_groups),
+                       room->chosen + row * routing->num_chosen, room->weights + row * routing->num_chosen);
 }
 
 /* Give each chosen expert of each row a place among the gathered rows, expert after expert. */
 static void sort_rows(const Batch *batch) {
-    const int num_experts = batch->experts->num_experts;
-    const int64_t count = batch->num_rows * batch->experts->num_chosen;
+    const int num_experts = batch->experts->routing.num_experts;
+    const int64_t count = batch->num_rows * batch->experts->routing.num_chosen;
     const ExpertsRoom *room = batch->room;
     int32_t *starts = room->starts, num_active = 0;
     for (int expert = 0; expert <= num_experts; expert++) starts[expert] = 0;
@@ -100,7 +55,7 @@ static void sort_rows(const Batch *batch) {
 
 /* Copy a thread's share of the rows to their places. */
 static void gather(const Batch *batch) {
-    const int num_chosen = batch->experts->num_chosen;
+    const int num_chosen = batch->experts->routing.num_chosen;
     const int64_t bytes = batch->experts->width * element_bytes(batch->dtype);
     const int64_t end = share_of(batch->num_rows, batch->thread + 1, batch->num_threads);
     for (int64_t row = share_of(batch->num_rows, batch->thread, batch->num_threads); row < end; row++)
@@ -109,78 +64,114 @@ static void gather(const Batch *batch) {
                    batch->x + row * bytes, bytes);
 }
 
-/* Return the product of an expert with its gathered rows. x and y have all rows. */
-static Gemm product_of(const Batch *batch, const Gemm *weights, int expert, const void *x, void *y) {
-    const ExpertsRoom *room = batch->room;
-    const int64_t first = room->starts[expert];
-    Gemm args = weights[expert];
+/* One of the two products of all experts: with x and y as gathered, and of the shared expert with all rows. */
+typedef struct {
+    const Gemm *weights, *shared; /* shared: NULL = there is none */
+    const void *x, *shared_x;
+    void *y, *shared_y;
+} Stage;
+
+/* Return a product with num_rows rows of x and y from row `first` on. quantized: of x's first row. */
+static Gemm product_of(const Batch *batch, const Gemm *weights, const void *x, void *y, int64_t first, int64_t num_rows,
+                       int64_t quantized) {
+    Gemm args = *weights;
     args.x_stride = args.depth, args.y_stride = args.gate ? args.num_columns / 2 : args.num_columns;
     args.x = (const char *)x + first * args.x_stride * element_bytes(args.dtype);
     args.y = (char *)y + first * args.y_stride * element_bytes(args.y_dtype);
-    args.num_rows = room->starts[expert + 1] - first;
-    args.quantized_stride = room->quantized_stride;
-    if (room->quantized) args.quantized = (Int8Block *)room->quantized + first * room->quantized_stride;
+    args.num_rows = num_rows;
+    args.quantized_stride = batch->room->quantized_stride;
+    if (batch->room->quantized)
+        args.quantized = (Int8Block *)batch->room->quantized + (quantized + first) * args.quantized_stride;
     return args;
 }
 
-/* Quantize a thread's share of all rows of x, if the products are in 8 bits. */
-static void quantize(const Batch *batch, const Gemm *weights, const void *x) {
-    const ExpertsRoom *room = batch->room;
-    const int64_t count = batch->num_rows * batch->experts->num_chosen;
-    Gemm args = weights[room->active[0]];
-    args.x = x, args.x_stride = args.depth;
-    args.quantized = room->quantized, args.quantized_stride = room->quantized_stride;
-    int8_quantize(&args, share_of(count, batch->thread, batch->num_threads),
-                  share_of(count, batch->thread + 1, batch->num_threads));
+static int64_t num_gathered(const Batch *batch) { return batch->num_rows * batch->experts->routing.num_chosen; }
+
+static Gemm product_of_expert(const Batch *batch, const Stage *stage, int expert) {
+    const int32_t *starts = batch->room->starts;
+    return product_of(batch, stage->weights + expert, stage->x, stage->y, starts[expert],
+                      starts[expert + 1] - starts[expert], 0);
 }
 
-static int is_in_8_bits(const Batch *batch, const Gemm *weights) {
-    for (int i = 0; i < batch->experts->num_experts; i++)
-        if (weights[i].packing == INT8_WEIGHTS) return 1;
-    return 0;
+static Gemm product_of_shared(const Batch *batch, const Stage *stage) {
+    return product_of(batch, stage->shared, stage->shared_x, stage->shared_y, 0, batch->num_rows, num_gathered(batch));
 }
 
-/* Multiply all gathered rows of x with their experts' matrices. The panels of all experts are divided among threads; first
- * a thread computes its own, then those left of the others. */
-static void multiply(const Batch *batch, const Gemm *weights, const void *x, void *y) {
+/* Quantize a thread's share of the product's rows of x. */
+static void quantize_rows(const Batch *batch, Gemm args, int64_t num_rows) {
+    args.num_rows = num_rows;
+    int8_quantize(&args, share_of(num_rows, batch->thread, batch->num_threads),
+                  share_of(num_rows, batch->thread + 1, batch->num_threads));
+}
+
+/* Quantize a thread's share of all rows of x, if products are in 8 bits; return whether any is. */
+static int quantize(const Batch *batch, const Stage *stage) {
+    int is_routed = 0, is_shared = stage->shared && stage->shared->packing == INT8_WEIGHTS;
+    for (int i = 0; i < batch->experts->routing.num_experts; i++) is_routed |= stage->weights[i].packing == INT8_WEIGHTS;
+    if (is_routed) quantize_rows(batch, product_of(batch, stage->weights, stage->x, stage->y, 0, 0, 0), num_gathered(batch));
+    if (is_shared) quantize_rows(batch, product_of_shared(batch, stage), batch->num_rows);
+    return is_routed | is_shared;
+}
+
+static int64_t panels_of(const Gemm *weights) { return (weights->num_columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS; }
+
+/* Multiply piece `at` of a product. */
+static void multiply_piece(const Gemm *args, int64_t at, int64_t piece) {
+    const int64_t num_panels = panels_of(args), first = at * piece;
+    gemm_panels(args, first, first + piece < num_panels ? first + piece : num_panels);
+}
+
+/* Multiply all rows of x with their experts' matrices. The panels of all experts, the shared one's first, are divided among
+ * threads; first a thread computes its own, then those left of the others. */
+static void multiply(const Batch *batch, const Stage *stage) {
     const int32_t *active = batch->room->active;
-    if (is_in_8_bits(batch, weights)) {
-        quantize(batch, weights, x);
-        pool_barrier();
-    }
-    const int64_t num_panels = (weights->num_columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS;
-    Gemm most = weights[0];
+    if (quantize(batch, stage)) pool_barrier();
+    Gemm most = stage->weights[0];
     most.num_rows = batch->num_rows;
-    const int64_t piece = gemm_piece(&most), pieces = (num_panels + piece - 1) / piece;
-    const int64_t count = pieces * active[batch->experts->num_experts];
+    const int64_t piece = gemm_piece(&most), pieces = (panels_of(&most) + piece - 1) / piece;
+    const int64_t shared = stage->shared ? (panels_of(stage->shared) + piece - 1) / piece : 0;
+    const int64_t count = shared + pieces * active[batch->experts->routing.num_experts];
     for (int i = 0; i < batch->num_threads; i++) {
         const int owner = (batch->thread + i) % batch->num_threads;
         const int64_t begin = share_of(count, owner, batch->num_threads);
         const int64_t end = share_of(count, owner + 1, batch->num_threads);
         for (int64_t next = 0, at; (at = begin + (batch->num_threads > 1 ? pool_take(owner) : next++)) < end;) {
-            const int64_t first = at % pieces * piece, last = first + piece < num_panels ? first + piece : num_panels;
-            const Gemm args = product_of(batch, weights, active[at / pieces], x, y);
-            gemm_panels(&args, first, last);
+            const int64_t place = at - shared; /* among the chosen experts' */
+            const Gemm args = place < 0 ? product_of_shared(batch, stage)
+                                        : product_of_expert(batch, stage, active[place / pieces]);
+            multiply_piece(&args, place < 0 ? at : place % pieces, piece);
         }
     }
 }
 
+/* Return the router's last logit of a row. */
+static float shared_logit(const Batch *batch, int64_t row) {
+    const Routing *routing = &batch->experts->routing;
+    return batch->room->logits[row * batch->experts->router.num_columns + routing->num_experts];
+}
+
+/* Return sum + weight * numbers, of at most LANES numbers from place i on; `count` are left. */
+static Floats add_weighted(const float *from, int i, int count, float weight, Floats sum) {
+    const Floats numbers = count >= LANES ? load_floats(from + i) : load_tail(from, i, count, FLOAT32);
+    return multiply_add(numbers, all_floats(weight), sum);
+}
+
 /* y of a thread's rows = the weighted sums of their experts' results. */
 static void combine(const Batch *batch) {
-    const int num_chosen = batch->experts->num_chosen, width = batch->experts->width;
+    const int num_chosen = batch->experts->routing.num_chosen, width = batch->experts->width;
     const int64_t end = share_of(batch->num_rows, batch->thread + 1, batch->num_threads);
     for (int64_t row = share_of(batch->num_rows, batch->thread, batch->num_threads); row < end; row++) {
         const float *weights = batch->room->weights + row * num_chosen;
         const int32_t *places = batch->room->places + row * num_chosen;
+        const float shared = batch->experts->has_shared_gate ? sigmoid_of(shared_logit(batch, row)) : 1.0f;
         char *y = batch->y + row * width * element_bytes(batch->dtype);
         for (int i = 0; i < width; i += LANES) {
             const int count = width - i; /* at most LANES are added */
             Floats sum = all_floats(0.0f);
-            for (int j = 0; j < num_chosen; j++) {
-                const float *from = batch->room->results + (int64_t)places[j] * width;
-                const Floats numbers = count >= LANES ? load_floats(from + i) : load_tail(from, i, count, FLOAT32);
-                sum = multiply_add(numbers, all_floats(weights[j]), sum);
-            }
+            for (int j = 0; j < num_chosen; j++)
+                sum = add_weighted(batch->room->results + (int64_t)places[j] * width, i, count, weights[j], sum);
+            if (batch->experts->shared)
+                sum = add_weighted(batch->room->shared_results + row * width, i, count, shared, sum);
             if (count >= LANES)
                 store_numbers(y, i, sum, batch->dtype);
             else
@@ -190,7 +181,12 @@ static void combine(const Batch *batch) {
 }
 
 static void run_batch(const Batch *batch) {
+    const Experts *experts = batch->experts;
     const ExpertsRoom *room = batch->room;
+    const Gemm *shared = experts->shared;
+    const Stage gate_up = {experts->gate_up, shared, room->gathered, batch->x, room->gated, room->shared_gated};
+    const Stage down = {experts->down, shared ? shared + 1 : NULL, room->gated, room->shared_gated, room->results,
+                        room->shared_results};
     route(batch);
     pool_barrier();
     choose_rows(batch);
@@ -199,9 +195,9 @@ static void run_batch(const Batch *batch) {
     pool_barrier();
     gather(batch);
     pool_barrier();
-    multiply(batch, batch->experts->gate_up, room->gathered, room->gated);
+    multiply(batch, &gate_up);
     pool_barrier();
-    multiply(batch, batch->experts->down, room->gated, room->results);
+    multiply(batch, &down);
     pool_barrier();
     combine(batch);
 }

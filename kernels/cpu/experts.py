@@ -2,56 +2,85 @@
 
 import ctypes
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from kernels.cpu.gemm import INT8, PackedMatrix, blocks_in_8_bits, row_bytes_in_8_bits
 from kernels.cpu.library import CpuLibrary
-from kernels.cpu.structs import ExpertsArguments, ExpertsRoom, ExpertsStepArguments, GemmArguments
+from kernels.cpu.structs import ExpertsArguments, ExpertsRoom, ExpertsStepArguments, GemmArguments, RoutingArguments
 from kernels.elements import FLOAT32, Dtype, Numbers
 from kernels.memory.aligned import aligned_empty
+from kernels.routing import Routing
 
 _EXPERT_ROWS = 512  # enum in experts.h
 _INT32 = np.dtype(np.int32)
 
 
-class CpuExperts:
-    """Computes the weighted sum of num_chosen gated MLPs for each row, those with the row's largest router logits.
+class ExpertProducts(Protocol):
+    """The products of one expert."""
 
-    A row's weights are the softmax of its logits; with `normalises` those of the chosen experts sum to 1. A row's bits
-    do not depend on other rows. Weights of experts that no row has chosen are not read."""
+    @property
+    def gate_up(self) -> PackedMatrix:
+        """The product with a gate."""
+
+    @property
+    def down(self) -> PackedMatrix:
+        """The product that follows, to float32."""
+
+
+class CpuExperts:
+    """Computes the weighted sum of some gated MLPs for each row, which the router chooses, and of a shared one.
+
+    A row's bits do not depend on other rows. Weights of experts that no row has chosen are not read."""
 
     def __init__(
         self,
         library: CpuLibrary,
         router: PackedMatrix,
-        gate_ups: Sequence[PackedMatrix],
-        downs: Sequence[PackedMatrix],
-        num_chosen: int,
-        *,
-        normalises: bool,
+        experts: Sequence[ExpertProducts],
+        routing: Routing,
+        shared: ExpertProducts | None = None,
     ) -> None:
-        """Prepare the C structs. router: [experts, width] to float32. gate_ups, downs: of each expert; the first have a
-        gate, the second give float32. All gate_ups have one shape, and so have all downs."""
+        """Prepare the C structs. router: [experts, width] to float32, one column more with a shared gate. All experts
+        have products of the same shapes. shared: the expert that all rows have, of any size."""
         assert router.out_dtype == FLOAT32, router.out_dtype
-        assert downs[0].out_dtype == FLOAT32, downs[0].out_dtype
-        self.router, self.gate_ups, self.downs, self.num_chosen = router, tuple(gate_ups), tuple(downs), num_chosen
-        self._matrices = [(GemmArguments * len(each))(*(one.arguments for one in each)) for each in (gate_ups, downs)]
+        assert router.out_features == len(experts) + routing.has_shared_gate, (router.out_features, len(experts))
+        assert len(experts) % routing.num_groups == 0, (len(experts), routing.num_groups)
+        everyone = (*experts, shared) if shared is not None else tuple(experts)
+        assert all(each.down.out_dtype == FLOAT32 for each in everyone), experts[0].down.out_dtype
+        self.router, self.experts, self.shared, self.routing = router, tuple(experts), shared, routing
+        gate_ups, downs = [each.gate_up for each in experts], [each.down for each in experts]
+        own = [] if shared is None else [[shared.gate_up, shared.down]]
+        self._matrices = [
+            (GemmArguments * len(each))(*(one.arguments for one in each)) for each in (gate_ups, downs, *own)
+        ]
+        self._correction = None if routing.correction is None else np.ascontiguousarray(routing.correction, np.float32)
         #: The C struct; it points into this object.
         self.arguments = ExpertsArguments(
             router=router.arguments,
             gate_up=ctypes.addressof(self._matrices[0]),
             down=ctypes.addressof(self._matrices[1]),
-            num_experts=len(gate_ups),
-            num_chosen=num_chosen,
-            normalises=normalises,
+            shared=ctypes.addressof(self._matrices[2]) if own else None,
+            routing=RoutingArguments(
+                correction=None if self._correction is None else self._correction.ctypes.data,
+                scaling=routing.scaling,
+                num_experts=len(experts),
+                num_chosen=routing.num_chosen,
+                is_sigmoid=routing.is_sigmoid,
+                normalises=routing.normalises,
+                num_groups=routing.num_groups,
+                num_chosen_groups=routing.num_chosen_groups,
+                best_of_group=routing.best_of_group,
+            ),
+            has_shared_gate=routing.has_shared_gate,
             width=router.in_features,
         )
         self._run = library.function("experts", ctypes.POINTER(ExpertsStepArguments))
 
     def __call__(self, x: Numbers) -> Numbers:
         """Return the MLP's output [T, width] of the model's dtype. x is [T, width] of that dtype, contiguous."""
-        assert x.dtype == self.gate_ups[0].dtype, x.dtype
+        assert x.dtype == self.experts[0].gate_up.dtype, x.dtype
         assert x.flags.c_contiguous, x.strides
         y, room = aligned_empty(x.shape, x.dtype), Room()
         room.reserve(len(x), self)
@@ -64,12 +93,19 @@ class CpuExperts:
     @property
     def variant(self) -> str:
         """Name of the choices that fix the results' bits; part of the fingerprint."""
-        return f"{self.router.variant}+{self.gate_ups[0].variant}+{self.downs[0].variant}"
+        first, own = self.experts[0], "" if self.shared is None else "+shared"
+        return f"{self.router.variant}+{first.gate_up.variant}+{first.down.variant}{own}"
+
+    @property
+    def matrices(self) -> list[PackedMatrix]:
+        """The matrices of all experts."""
+        everyone = self.experts if self.shared is None else (*self.experts, self.shared)
+        return [matrix for each in everyone for matrix in (each.gate_up, each.down)]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all weights."""
-        return sum(each.packed.nbytes for each in (self.router, *self.gate_ups, *self.downs))
+        return sum(each.packed.nbytes for each in (self.router, *self.matrices))
 
     def set_streams(self, streams: bool) -> None:
         """Say whether the caches cannot keep the weights from one step to the next (gemm.h)."""
@@ -92,9 +128,11 @@ class Room:
         if rows <= self._rows:
             return
         self._rows = rows = min(1 << (rows - 1).bit_length(), _EXPERT_ROWS)
-        gate_up, down, num_experts = experts.gate_ups[0], experts.downs[0], len(experts.gate_ups)
-        chosen = rows * experts.num_chosen
-        self._keep("logits", (rows, num_experts), FLOAT32)
+        gate_up, down, shared = experts.experts[0].gate_up, experts.experts[0].down, experts.shared
+        num_experts, routing = len(experts.experts), experts.routing
+        chosen = rows * routing.num_chosen
+        self._keep("logits", (rows, experts.router.out_features), FLOAT32)
+        self._keep("keys", (rows, num_experts + routing.num_groups), FLOAT32)
         self._keep("chosen", (chosen,), _INT32)
         self._keep("weights", (chosen,), FLOAT32)
         self._keep("places", (chosen,), _INT32)
@@ -103,9 +141,11 @@ class Room:
         self._keep("gathered", (chosen, gate_up.in_features), gate_up.dtype)
         self._keep("gated", (chosen, down.in_features), down.dtype)
         self._keep("results", (chosen, down.out_features), FLOAT32)
-        matrices = (*experts.gate_ups, *experts.downs)
-        if deepest := max((each.in_features for each in matrices if each.packing == INT8), default=0):
-            self._keep("quantized", (chosen, row_bytes_in_8_bits(deepest)), np.dtype(np.uint8))
+        if shared is not None:
+            self._keep("shared_gated", (rows, shared.down.in_features), down.dtype)
+            self._keep("shared_results", (rows, down.out_features), FLOAT32)
+        if deepest := max((each.in_features for each in experts.matrices if each.packing == INT8), default=0):
+            self._keep("quantized", (chosen + rows, row_bytes_in_8_bits(deepest)), np.dtype(np.uint8))
             self.arguments.quantized_stride = blocks_in_8_bits(deepest)
 
     def _keep(self, name: str, shape: tuple[int, ...], dtype: Dtype) -> None:

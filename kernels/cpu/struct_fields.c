@@ -57,11 +57,16 @@ EXPORT const StructField struct_fields[] = {
     FIELD(num_wanted_items) FIELD(num_wanted_merges)
 #undef STRUCT
 #define STRUCT Experts
-    WHOLE FIELD(router) FIELD(gate_up) FIELD(down) FIELD(num_experts) FIELD(num_chosen) FIELD(normalises) FIELD(width)
+    WHOLE FIELD(router) FIELD(gate_up) FIELD(down) FIELD(shared) FIELD(routing) FIELD(has_shared_gate) FIELD(width)
+#undef STRUCT
+#define STRUCT Routing
+    WHOLE FIELD(correction) FIELD(scaling) FIELD(num_experts) FIELD(num_chosen) FIELD(is_sigmoid) FIELD(normalises)
+    FIELD(num_groups) FIELD(num_chosen_groups) FIELD(best_of_group)
 #undef STRUCT
 #define STRUCT ExpertsRoom
     WHOLE FIELD(logits) FIELD(chosen) FIELD(weights) FIELD(places) FIELD(starts) FIELD(active) FIELD(gathered)
-    FIELD(gated) FIELD(results) FIELD(quantized) FIELD(quantized_stride)
+    FIELD(gated) FIELD(results) FIELD(quantized) FIELD(quantized_stride) FIELD(keys) FIELD(shared_gated)
+    FIELD(shared_results)
 #undef STRUCT
 #define STRUCT ExpertsStep
     WHOLE FIELD(experts) FIELD(room) FIELD(x) FIELD(y) FIELD(num_rows)

@@ -110,14 +110,26 @@ class GemmArguments(CStruct):
     )
 
 
+class RoutingArguments(CStruct):
+    """How a routed MLP chooses experts (routing.h)."""
+
+    c_name = "Routing"
+    _fields_ = (
+        ("correction", _POINTER),
+        ("scaling", _FLOAT),
+        *_fields("num_experts num_chosen is_sigmoid normalises num_groups num_chosen_groups best_of_group", _INT32),
+    )
+
+
 class ExpertsArguments(CStruct):
     """Weights and constants of a routed MLP (experts.h)."""
 
     c_name = "Experts"
     _fields_ = (
         ("router", GemmArguments),
-        *_fields("gate_up down", _POINTER),
-        *_fields("num_experts num_chosen normalises width", _INT32),
+        *_fields("gate_up down shared", _POINTER),
+        ("routing", RoutingArguments),
+        *_fields("has_shared_gate width", _INT32),
     )
 
 
@@ -126,7 +138,8 @@ class ExpertsRoom(CStruct):
 
     c_name = "ExpertsRoom"
     _fields_ = (
-        *_fields("logits chosen weights places starts active gathered gated results quantized", _POINTER),
+        *_fields("logits keys chosen weights places starts active gathered gated results", _POINTER),
+        *_fields("shared_gated shared_results quantized", _POINTER),
         ("quantized_stride", _INT64),
     )
 

@@ -13,11 +13,12 @@ import numpy as np
 from core.model_files.model_config import ModelConfig
 from core.models.config import ExpertParts
 from core.models.stored_matrix import StoredMatrix
-from kernels.cpu.decoder_parts import exceed_caches
+from kernels.cpu.decoder_parts import DenseParts, exceed_caches
 from kernels.cpu.experts import CpuExperts
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import CpuLibrary
 from kernels.elements import FLOAT32, Dtype, Numbers, rounded, to_floats
+from kernels.routing import Routing
 
 _SECONDS = 1.0  # for each number of rows
 
@@ -67,10 +68,11 @@ def _experts(
     experts = CpuExperts(
         library,
         PackedMatrix(library, router, dtype=dtype, out_dtype=FLOAT32),
-        [packed(gate_up, gate=config.hidden_act) for _ in range(parts.num_experts)],
-        [packed(down, out_dtype=FLOAT32) for _ in range(parts.num_experts)],
-        parts.num_chosen,
-        normalises=parts.normalises,
+        [
+            DenseParts(packed(gate_up, gate=config.hidden_act), packed(down, out_dtype=FLOAT32))
+            for _ in range(parts.num_experts)
+        ],
+        Routing(parts.num_chosen, parts.normalises),
     )
     experts.set_streams(streams)
     return experts

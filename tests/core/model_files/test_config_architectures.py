@@ -169,19 +169,33 @@ def test_routed_mlps(tmp_path: Path) -> None:
     assert experts(model_type="olmoe") == (64, 8, 96, False, ())
     assert experts(model_type="granitemoe", num_local_experts=3) == (3, 2, 96, True, ())
     assert read(tmp_path, model_type="qwen3").experts is None
+    assert read(tmp_path, model_type="granitemoehybrid", num_local_experts=0).experts is None
+
+
+def test_shared_experts(tmp_path: Path) -> None:
+    def shared(**settings: Any) -> tuple[int, bool]:
+        parts = read(tmp_path, **settings).experts
+        assert parts is not None
+        return parts.shared_size, parts.has_shared_gate
+
+    assert shared(model_type="qwen2_moe", **ROUTED, shared_expert_intermediate_size=24) == (24, True)
+    assert shared(model_type="qwen2_moe", **ROUTED, shared_expert_intermediate_size=0) == (0, False)
+    assert shared(model_type="granitemoeshared", shared_intermediate_size=24) == (24, False)
+    assert shared(model_type="granitemoe") == (0, False)
+    assert shared(model_type="granitemoehybrid", shared_intermediate_size=40) == (40, False)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "llama", "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5.*only 1 is"),
     ({"model_type": "llama", "rope_scaling": {"type": "longrope"}}, "rope_scaling.type='longrope'.*'yarn' are"),
+    ({"model_type": "olmoe", "shared_intermediate_size": 8}, "shared_intermediate_size=8.*only null is"),
+    ({"model_type": "qwen2_moe", "use_sliding_window": True}, "use_sliding_window=True.*only false is"),
     ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv=8.0.*only null is"),
     ({"model_type": "ernie4_5", "use_bias": True}, "use_bias=True.*only false is"),
-    ({"model_type": "granitemoehybrid", "num_local_experts": 4}, "num_local_experts=4.*only 0 is"),
     (
         {"model_type": "granitemoehybrid", "num_local_experts": 0, "layer_types": ["mamba", "attention"] * 4},
         "layer_types=.*all layers of a GraniteMoeHybridForCausalLM have full attention",
     ),
-    ({"architectures": ["Qwen2MoeForCausalLM"]}, "architectures=.*supported are LlamaForCausalLM"),
     ({"model_type": "gpt_oss", **ROUTED, "swiglu_limit": 10.0}, "swiglu_limit=10.0.*only 7.0 is"),
     ({"architectures": ["Lfm2ForCausalLM"]}, "architectures=.*supported are LlamaForCausalLM"),
     ({"architectures": ["Gemma3ForConditionalGeneration"]}, "architectures=.*supported are LlamaForCausalLM, Mistral"),
@@ -216,7 +230,7 @@ SENSELESS: list[tuple[dict[str, Any], str]] = [
         "num_experts_per_tok must be at most num_experts=8",
     ),
     ({"model_type": "qwen3_moe", **ROUTED, "mlp_only_layers": 3}, "mlp_only_layers must be a list of layers, got 3"),
-    ({"model_type": "qwen3_moe"}, "num_local_experts is missing"),
+    ({"model_type": "qwen3_moe"}, "num_experts is missing"),
     (
         {"model_type": "glm4", "partial_rotary_factor": 0.01},
         "partial_rotary_factor must rotate an even number of the 128",
@@ -329,9 +343,13 @@ GGUF_REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2", {"attention.sliding_window": 9}, "only gemma3, gemma2, phi3, olmo2, exaone4, mistral3, gpt-oss have one"),
     ("qwen2", {"rope.scaling.attn_factor": 1.2}, "attn_factor=1.2.* is not supported; only 1.0 is"),
     ("qwen3", {"expert_count": 8}, "qwen3.expert_count=8 is not supported; only 0 is"),
-    ("qwen3moe", {"expert_gating_func": 2}, "qwen3moe.expert_gating_func=2 is not supported; only 1 is"),
+    ("qwen3moe", {"expert_gating_func": 2}, "qwen3moe.expert_gating_func=2 is not supported; 1 .softmax. is"),
     ("olmoe", {"attention.clamp_kqv": 8.0}, "olmoe.attention.clamp_kqv=8.0 is not supported"),
-    ("granitemoe", {"expert_shared_count": 1}, "granitemoe.expert_shared_count=1 is not supported"),
+    (
+        "qwen3moe",
+        {"expert_count": 8, "expert_used_count": 2, "expert_shared_count": 1},
+        "qwen3moe.expert_shared_count=1 is not",
+    ),
 ]
 
 

@@ -124,7 +124,7 @@ def test_eos_ids_of_both_files_are_merged(in_config: Any, in_generation: Any, ex
 @pytest.mark.parametrize(
     "edit",
     [
-        {"architectures": ["Qwen2MoeForCausalLM"]},
+        {"architectures": ["MambaForCausalLM"]},
         {"architectures": ["LlamaForTokenClassification"]},
         {"architectures": "LlamaForCausalLM"},
         {"architectures": []},

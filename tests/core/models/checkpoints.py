@@ -16,6 +16,7 @@ from core.models.llama import Llama
 from ipc.arrays import Ints
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.elements import FLOAT32
+from tests.core.models.routed_checkpoints import ROUTED_CASES
 from tests.core.models.test_golden import generate
 from tests.core.models.test_llama import Requests
 
@@ -196,6 +197,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm": ("glm", {"head_dim": 16}),
     "glm4": ("glm4", {"head_dim": 20}),
+    **ROUTED_CASES,
 }
 
 
@@ -213,7 +215,8 @@ def build(case: str, **other: Any) -> Any:
     settings = {**SIZES, **settings, **other}
     config = transformers.AutoConfig.for_model(model_type, **settings, attn_implementation="eager")
     # The other implementations of experts have no float64.
-    options = {"experts_implementation": "eager"} if hasattr(config, "num_local_experts") else {}
+    is_routed = any(hasattr(config, name) for name in ("num_local_experts", "num_experts"))
+    options = {"experts_implementation": "eager"} if is_routed else {}
     model = transformers.AutoModelForCausalLM.from_config(config, **options).eval()
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():

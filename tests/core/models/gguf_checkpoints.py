@@ -40,6 +40,8 @@ GGUF_CASES = {
     "olmoe": "olmoe",
     "mixtral": "llama",
     "granite-moe": "granitemoe",
+    "granite-moe-shared": "granitemoe",
+    "qwen2-moe": "qwen2moe",
     "gpt-oss": "gpt-oss",
 }
 #: Architectures whose rows of q and k the converter interleaves; llama.cpp rotates neighbours in these.
@@ -65,7 +67,10 @@ def converted(model: Any, architecture: str) -> dict[str, torch.Tensor]:
             tensor = interleaved(tensor, config.num_attention_heads if "q_" in name else config.num_key_value_heads)
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor + 1
-        if "experts." in name or "router" in name or "mlp.gate." in name:
+        if "shared_mlp" in name:
+            tensors |= of_shared_mlp(name, tensor)
+            continue
+        if ".experts." in name or "router" in name or "mlp.gate." in name:
             tensors |= of_gpt_oss(name, tensor) if config.model_type == "gpt_oss" else of_experts(name, tensor)
             continue
         name = f"{name}.weight" if name.endswith(".sinks") else name
@@ -86,6 +91,16 @@ def of_experts(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         gate, up = tensor.chunk(2, 1)
         return {f"{block}.ffn_gate_exps.weight": gate.contiguous(), f"{block}.ffn_up_exps.weight": up.contiguous()}
     return {f"{block}.ffn_{'down_exps' if name.endswith('down_proj') else 'gate_inp'}.weight": tensor}
+
+
+def of_shared_mlp(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Granite's shared expert, whose gate and up are one matrix in safetensors."""
+    block = f"blk.{name.split('.')[2]}"
+    if "output_linear" in name:
+        return {f"{block}.ffn_down_shexp.weight": tensor}
+    return {
+        f"{block}.ffn_{part}_shexp.weight": half for part, half in zip(("gate", "up"), tensor.chunk(2), strict=True)
+    }
 
 
 def of_gpt_oss(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -144,10 +159,14 @@ def metadata(writer: gguf.GGUFWriter, config: Any) -> None:
 def special_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     """What the converters of single architectures write."""
     kinds = getattr(config, "layer_types", None) or []
-    if (number := getattr(config, "num_local_experts", None)) is not None:
+    if number := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
         writer.add_expert_count(number)
         writer.add_expert_used_count(config.num_experts_per_tok)
-    if config.model_type == "qwen3_moe":
+    if size := getattr(config, "shared_intermediate_size", None) or getattr(
+        config, "shared_expert_intermediate_size", 0
+    ):
+        writer.add_expert_shared_feed_forward_length(size)
+    if config.model_type in ("qwen2_moe", "qwen3_moe"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if config.model_type == "gpt_oss":
         writer.add_expert_feed_forward_length(config.intermediate_size)
@@ -165,7 +184,7 @@ def special_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_sliding_window(config.sliding_window)
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    elif config.model_type in ("granite", "granitemoe"):
+    elif config.model_type in ("granite", "granitemoe", "granitemoeshared"):
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)

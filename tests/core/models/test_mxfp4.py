@@ -150,9 +150,7 @@ def test_stored_experts_give_the_bits_of_dequantized_ones(tmp_path: Path) -> Non
         weights = load_weights(folder, config, BFLOAT16)
         model = Llama(config, weights, BFLOAT16, library=load_cpu_library(), form=form)
         experts: Any = model.layers[0].products["experts"]
-        assert {each.packing == QUANTIZED for each in (*experts.gate_ups, *experts.downs)} == {
-            form is WeightForm.STORED
-        }
+        assert {each.packing == QUANTIZED for each in experts.matrices} == {form is WeightForm.STORED}
         results.append(Requests(model, expected.prompts[1:2]).step({0: len(expected.prompts[1])})[0])
     assert torch.equal(*results)
 

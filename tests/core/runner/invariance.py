@@ -17,9 +17,7 @@ from core.features.store import Features
 from core.inputs import EngineInput
 from core.model_files.model_config import ModelConfig
 from core.model_files.weights import expected_shapes
-from core.models.config import ExpertParts
 from core.models.llama import Llama
-from core.models.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from core.models.step import StepResult
 from core.runner.accepted import accepted
 from core.runner.model_runner import ModelRunner
@@ -38,65 +36,12 @@ from kernels.cpu.library import load_cpu_library
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers, rounded
 from tests.core.runner.given_features import with_features
 from tests.core.runner.heard import Heard
+from tests.core.runner.invariance_kinds import KINDS as KINDS
+from tests.core.runner.invariance_kinds import TINY as TINY
 from tests.numbers import nan
 
 TARGET = 1000  # number and seed of the request that is watched
 TARGET_CLIENT = 7  # has no other request
-
-TINY = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=500,
-    hidden_size=96,
-    intermediate_size=192,
-    num_hidden_layers=3,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    head_dim=16,
-    rms_norm_eps=1e-5,
-    rope_theta=10_000.0,
-    max_position_embeddings=2048,
-    tie_word_embeddings=True,
-    bos_token_id=None,
-    eos_token_ids=(0,),
-    dtype="float32",
-)
-
-_MULTIPLIERS: dict[str, Any] = {"residual_multiplier": 0.4, "embedding_multiplier": 5.0, "logits_multiplier": 0.5}
-_MULTIPLIERS |= {"unrotated_layers": (1,), "rotary_dim": 12}
-_ROW_NORMS: dict[str, Any] = {"qk_norm": True, "qk_norm_of_rows": True, "sliding_window": 90, "sliding_layers": (1,)}
-_EXPERTS = ExpertParts(num_experts=9, num_chosen=3, intermediate_size=80, normalises=True, dense_layers=(1,))
-_SINKS: dict[str, Any] = {"attention_sinks": True, "hidden_act": "clamped_silu", "qkv_bias": True, "output_bias": True}
-_SINKS |= {"sliding_window": 90, "sliding_layers": (0, 2)}
-_SINKS |= {"experts": msgspec.structs.replace(_EXPERTS, has_biases=True, dense_layers=())}
-
-#: What changes attention, rotation or the head, by name. Windows end within KV tiles of 128 tokens and blocks of 16;
-#: scalings begin within the prompt.
-KINDS: dict[str, ModelConfig] = {
-    "plain": TINY,
-    "untied head": msgspec.structs.replace(TINY, tie_word_embeddings=False),
-    "llama3 rope": msgspec.structs.replace(TINY, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 64.0)),
-    "yarn rope": msgspec.structs.replace(TINY, rope_scaling=YarnScaling(4.0, 64.0, 1.2), query_growth=0.2),
-    "sliding window": msgspec.structs.replace(TINY, sliding_window=90, sliding_layers=(0, 1, 2), qkv_bias=True),
-    "head norms": msgspec.structs.replace(TINY, qk_norm=True, head_dim=24, output_bias=True),
-    "local and global": msgspec.structs.replace(
-        TINY,
-        sliding_window=139,
-        sliding_layers=(0, 2),
-        sliding_rope_theta=1000.0,
-        rope_scaling=LinearScaling(8.0),
-        query_pre_attn_scalar=40.0,
-        hidden_act="gelu_pytorch_tanh",
-        head_dim=32,
-        qk_norm=True,
-        post_norms=True,
-        norm_offset=1.0,
-        scale_embeddings=True,
-    ),
-    "soft caps": msgspec.structs.replace(TINY, scores_cap=2.0, logits_cap=3.0, **_MULTIPLIERS),
-    "norms after": msgspec.structs.replace(TINY, pre_norms=False, post_norms=True, **_ROW_NORMS),
-    "experts": msgspec.structs.replace(TINY, experts=_EXPERTS),
-    "sinks": msgspec.structs.replace(TINY, **_SINKS),
-}
 
 DTYPES = {"float32": FLOAT32, "bfloat16": BFLOAT16}
 

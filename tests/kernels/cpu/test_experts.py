@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from ipc.arrays import Floats
+from kernels.cpu.decoder_parts import DenseParts
 from kernels.cpu.experts import CpuExperts
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.cpu.quantized import BlockRows, in_q8_0, quantize
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers, rounded, to_floats
+from kernels.routing import Routing
 
 WIDTH, SIZE, EXPERTS, CHOSEN = 64, 96, 7, 3
 
@@ -31,24 +33,28 @@ class Weights:
         #: Of the router, and of each expert's two products.
         self.biases = [rng.standard_normal(size, np.float32) for size in (EXPERTS, 2 * SIZE, WIDTH)]
 
+    def matrix(self, library: CpuLibrary, weight: Numbers, in_8_bits: bool, **options: Any) -> PackedMatrix:
+        if not in_8_bits:
+            return PackedMatrix(library, weight, dtype=self.dtype, **options)
+        name = "BF16" if self.dtype == BFLOAT16 else "F32"
+        blocks = in_q8_0(library, BlockRows(name, weight.view(np.uint8)))
+        assert blocks is not None
+        stored = quantize(library, [blocks], is_gated="gate" in options)
+        assert stored is not None
+        return PackedMatrix(library, stored._replace(in_8_bits=True), dtype=self.dtype, **options)
+
     def packed(self, library: CpuLibrary, *, normalises: bool = True, in_8_bits: bool = False) -> CpuExperts:
         def matrix(weight: Numbers, **options: Any) -> PackedMatrix:
-            if not in_8_bits:
-                return PackedMatrix(library, weight, dtype=self.dtype, **options)
-            name = "BF16" if self.dtype == BFLOAT16 else "F32"
-            blocks = in_q8_0(library, BlockRows(name, weight.view(np.uint8)))
-            assert blocks is not None
-            stored = quantize(library, [blocks], is_gated="gate" in options)
-            assert stored is not None
-            return PackedMatrix(library, stored._replace(in_8_bits=True), dtype=self.dtype, **options)
+            return self.matrix(library, weight, in_8_bits, **options)
 
         return CpuExperts(
             library,
             PackedMatrix(library, self.router, dtype=self.dtype, out_dtype=FLOAT32),
-            [matrix(weight, gate="silu") for weight in self.gate_up],
-            [matrix(weight, out_dtype=FLOAT32) for weight in self.down],
-            CHOSEN,
-            normalises=normalises,
+            [
+                DenseParts(matrix(gate_up, gate="silu"), matrix(down, out_dtype=FLOAT32))
+                for gate_up, down in zip(self.gate_up, self.down, strict=True)
+            ],
+            Routing(CHOSEN, normalises),
         )
 
     def defined(self, x: Numbers, *, normalises: bool) -> Floats:
@@ -96,10 +102,14 @@ def test_biases_and_clamped_gates(dtype: Dtype, library: CpuLibrary) -> None:
     experts = CpuExperts(
         library,
         PackedMatrix(library, weights.router, router, dtype=dtype, out_dtype=FLOAT32),
-        [PackedMatrix(library, each, gate_up, dtype=dtype, gate="clamped_silu") for each in weights.gate_up],
-        [PackedMatrix(library, each, down, dtype=dtype, out_dtype=FLOAT32) for each in weights.down],
-        CHOSEN,
-        normalises=True,
+        [
+            DenseParts(
+                PackedMatrix(library, first, gate_up, dtype=dtype, gate="clamped_silu"),
+                PackedMatrix(library, second, down, dtype=dtype, out_dtype=FLOAT32),
+            )
+            for first, second in zip(weights.gate_up, weights.down, strict=True)
+        ],
+        Routing(CHOSEN, normalises=True),
     )
     expected, most = np.zeros(x.shape), 0.0
     for row, numbers in enumerate(to_floats(x).astype(np.float64)):
@@ -159,3 +169,95 @@ def test_a_row_that_is_not_finite_is_nan_and_changes_no_other(bad: float, librar
     got = experts(x)
     assert np.isnan(got[4]).all()
     assert np.delete(got, 4, 0).tobytes() == np.delete(expected, 4, 0).tobytes()
+
+
+#: Of routing.h: what each part of it changes.
+ROUTINGS = {
+    "softmax of all, scaled": {"normalises": False, "scaling": 2.5},
+    "sigmoids": {"normalises": False, "is_sigmoid": True},
+    "sigmoids that sum to the scaling": {"normalises": True, "is_sigmoid": True, "scaling": 1.5},
+    "corrected sigmoids": {"normalises": True, "is_sigmoid": True, "correction": True},
+    "corrected softmax": {"normalises": True, "correction": True},
+    "groups by their largest": {"normalises": False, "num_groups": 4, "num_chosen_groups": 2},
+    "groups by two, corrected": {
+        "normalises": True,
+        "is_sigmoid": True,
+        "correction": True,
+        "num_groups": 4,
+        "num_chosen_groups": 2,
+        "best_of_group": 2,
+    },
+}
+
+
+def chosen_by_definition(logits: Floats, routing: Routing) -> dict[int, float]:
+    """The experts of one row and their weights, in float64."""
+    numbers = logits.astype(np.float64)
+    scores = 1 / (1 + np.exp(-numbers)) if routing.is_sigmoid else np.exp(numbers) / np.exp(numbers).sum()
+    keys = scores if routing.correction is None else scores + routing.correction
+    groups = keys.reshape(routing.num_groups, -1)
+    best = np.sort(groups, axis=1)[:, -routing.best_of_group :].sum(1)
+    allowed = np.argsort(-best, kind="stable")[: routing.num_chosen_groups]
+    keys = np.concatenate([one if place in allowed else one * 0 - np.inf for place, one in enumerate(groups)])
+    chosen = sorted(np.argsort(-keys, kind="stable")[: routing.num_chosen].tolist())
+    total = scores[chosen].sum() if routing.normalises else 1.0
+    return {expert: scores[expert] / total * routing.scaling for expert in chosen}
+
+
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_experts_are_chosen_and_weighted_by_the_definition(name: str, library: CpuLibrary) -> None:
+    """Each expert yields its own number, so the result names the experts and their weights."""
+    rng, count = np.random.default_rng(11), 12
+    router = rng.standard_normal((count, WIDTH), np.float32) * np.float32(0.3)
+    settings: dict[str, Any] = dict(ROUTINGS[name])
+    if settings.get("correction"):
+        settings["correction"] = rng.standard_normal(count).astype(np.float32)
+    routing = Routing(CHOSEN, **settings)
+    experts = CpuExperts(
+        library,
+        PackedMatrix(library, router, dtype=FLOAT32, out_dtype=FLOAT32),
+        [yields(library, np.eye(WIDTH, dtype=np.float32)[number]) for number in range(count)],
+        routing,
+    )
+    x = rows_of(50, FLOAT32)
+    for row, got in zip(x, experts(x), strict=True):
+        expected = np.zeros(WIDTH)
+        for expert, weight in chosen_by_definition(router @ row, routing).items():
+            expected[expert] = weight
+        assert np.abs(got - expected).max() <= 2e-6 * max(1.0, routing.scaling)
+
+
+def yields(library: CpuLibrary, result: Floats) -> DenseParts:
+    """An expert whose result is always this: its bias."""
+    zeros = np.zeros((2 * SIZE, WIDTH), np.float32)
+    gate_up = PackedMatrix(library, zeros, dtype=FLOAT32, gate="silu")
+    return DenseParts(
+        gate_up, PackedMatrix(library, zeros[:WIDTH, :1].repeat(SIZE, 1), result, dtype=FLOAT32, out_dtype=FLOAT32)
+    )
+
+
+@pytest.mark.parametrize("in_8_bits", [False, True], ids=["plain", "int8"])
+@pytest.mark.parametrize("has_gate", [False, True], ids=["whole", "gated"])
+def test_a_shared_expert_joins_every_row(has_gate: bool, in_8_bits: bool, library: CpuLibrary) -> None:
+    """It has another size than the others. The sum is theirs and its own; a row's bits are its own, in any number."""
+    weights, rng = Weights(FLOAT32), np.random.default_rng(4)
+    gate = rng.standard_normal((1, WIDTH), np.float32)
+    gate_up, down = (rng.standard_normal(shape, np.float32) * np.float32(0.1) for shape in ((320, WIDTH), (WIDTH, 160)))
+    plain = weights.packed(library, in_8_bits=in_8_bits)
+    shared = DenseParts(
+        weights.matrix(library, gate_up, in_8_bits, gate="silu"),
+        weights.matrix(library, down, in_8_bits, out_dtype=FLOAT32),
+    )
+    router = np.concatenate([weights.router, gate]) if has_gate else weights.router
+    packed = PackedMatrix(library, router, dtype=FLOAT32, out_dtype=FLOAT32)
+    experts = CpuExperts(library, packed, plain.experts, Routing(CHOSEN, True, has_shared_gate=has_gate), shared)
+    x = rows_of(700, FLOAT32)
+    share = 1 / (1 + np.exp(-(x @ gate.T))) if has_gate else 1.0
+    expected = plain(x) + share * shared.down(shared.gate_up(x))
+    alone = np.concatenate([experts(x[row : row + 1]) for row in range(20)])
+    for num_threads in (1, 2):
+        library.start_threads(num_threads)
+        got = experts(x)
+        assert np.abs(got - expected).max() <= 2e-6 * np.abs(expected).max()
+        assert got[:20].tobytes() == alone.tobytes()
+        assert experts(x[:7]).tobytes() == alone[:7].tobytes()

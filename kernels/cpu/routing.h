@@ -1,0 +1,32 @@
+/* Which experts a row of a routed MLP has (experts.h), and the weights of their results.
+ *
+ * An expert's score is the softmax or the sigmoid of its logit. Chosen are the experts with the largest scores; of equal
+ * ones the lower number. With a correction (Wang et al. 2024, arXiv 2408.15664) the scores plus it are compared. With
+ * groups (DeepSeek V2, arXiv 2405.04434) only experts of some groups of neighbours can be chosen: of those whose best ones
+ * have the largest sum. A weight is the expert's score, without the correction; the weights of a row may be divided by their
+ * sum; then they are multiplied by the scaling.
+ */
+#ifndef ROUTING_H
+#define ROUTING_H
+
+#include <stdint.h>
+
+typedef struct {
+    const float *correction; /* [num_experts] is added to the scores that are compared; or NULL */
+    float scaling;           /* of the weights */
+    int32_t num_experts, num_chosen;
+    int32_t is_sigmoid; /* scores are sigmoids, else a softmax */
+    int32_t normalises; /* the weights of a row's chosen experts sum to 1 before they are scaled */
+    int32_t num_groups, num_chosen_groups; /* all groups are chosen: there are none */
+    int32_t best_of_group; /* so many of a group's largest compared numbers are added up: 1 or 2 */
+} Routing;
+
+/* Choose the experts of a row with these logits [num_experts]: their numbers in ascending order and their weights, both
+ * [num_chosen]. keys: room for num_experts + num_groups numbers, of which some may be written. If a logit is not finite all
+ * weights are NaN. */
+void choose_experts(const Routing *routing, const float *logits, float *keys, int32_t *chosen, float *weights);
+
+/* Return the sigmoid of x. */
+float sigmoid_of(float x);
+
+#endif

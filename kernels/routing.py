@@ -1,0 +1,19 @@
+"""Routing: how a routed MLP chooses experts for a row; kernels/cpu/routing.h has the definition."""
+
+from typing import NamedTuple
+
+from kernels.arrays import Floats
+
+
+class Routing(NamedTuple):
+    """The constants of a choice among experts by their scores."""
+
+    num_chosen: int  # experts of a row
+    normalises: bool  # the weights of a row's experts sum to 1 before they are scaled
+    is_sigmoid: bool = False  # scores are sigmoids of the router's numbers, else their softmax
+    num_groups: int = 1  # of neighbours
+    num_chosen_groups: int = 1  # whose experts can be chosen
+    best_of_group: int = 1  # so many of a group's largest numbers are added up to choose groups
+    scaling: float = 1.0  # of the weights
+    correction: Floats | None = None  # [experts] is added to the scores that choose, and not to weights
+    has_shared_gate: bool = False  # the router's last number is that of the shared expert's gate

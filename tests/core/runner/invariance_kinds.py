@@ -1,0 +1,67 @@
+"""KINDS: tiny models that differ in what changes attention, rotation, the MLP or the head."""
+
+from typing import Any
+
+import msgspec
+
+from core.models.config import ExpertParts, ModelConfig
+from core.models.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
+
+TINY = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=500,
+    hidden_size=96,
+    intermediate_size=192,
+    num_hidden_layers=3,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    rope_theta=10_000.0,
+    max_position_embeddings=2048,
+    tie_word_embeddings=True,
+    bos_token_id=None,
+    eos_token_ids=(0,),
+    dtype="float32",
+)
+
+_MULTIPLIERS: dict[str, Any] = {"residual_multiplier": 0.4, "embedding_multiplier": 5.0, "logits_multiplier": 0.5}
+_MULTIPLIERS |= {"unrotated_layers": (1,), "rotary_dim": 12}
+_ROW_NORMS: dict[str, Any] = {"qk_norm": True, "qk_norm_of_rows": True, "sliding_window": 90, "sliding_layers": (1,)}
+_EXPERTS = ExpertParts(num_experts=9, num_chosen=3, intermediate_size=80, normalises=True, dense_layers=(1,))
+_CHOICE: dict[str, Any] = {"is_sigmoid": True, "has_correction": True, "scaling": 1.5, "dense_layers": (0,)}
+_CHOICE |= {"num_groups": 3, "num_chosen_groups": 2, "best_of_group": 2}
+_SHARED = msgspec.structs.replace(_EXPERTS, shared_size=72, has_shared_gate=True, **_CHOICE)
+_SINKS: dict[str, Any] = {"attention_sinks": True, "hidden_act": "clamped_silu", "qkv_bias": True, "output_bias": True}
+_SINKS |= {"sliding_window": 90, "sliding_layers": (0, 2)}
+_SINKS |= {"experts": msgspec.structs.replace(_EXPERTS, has_biases=True, dense_layers=())}
+
+#: What changes attention, rotation or the head, by name. Windows end within KV tiles of 128 tokens and blocks of 16;
+#: scalings begin within the prompt.
+KINDS: dict[str, ModelConfig] = {
+    "plain": TINY,
+    "untied head": msgspec.structs.replace(TINY, tie_word_embeddings=False),
+    "llama3 rope": msgspec.structs.replace(TINY, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 64.0)),
+    "yarn rope": msgspec.structs.replace(TINY, rope_scaling=YarnScaling(4.0, 64.0, 1.2), query_growth=0.2),
+    "sliding window": msgspec.structs.replace(TINY, sliding_window=90, sliding_layers=(0, 1, 2), qkv_bias=True),
+    "head norms": msgspec.structs.replace(TINY, qk_norm=True, head_dim=24, output_bias=True),
+    "local and global": msgspec.structs.replace(
+        TINY,
+        sliding_window=139,
+        sliding_layers=(0, 2),
+        sliding_rope_theta=1000.0,
+        rope_scaling=LinearScaling(8.0),
+        query_pre_attn_scalar=40.0,
+        hidden_act="gelu_pytorch_tanh",
+        head_dim=32,
+        qk_norm=True,
+        post_norms=True,
+        norm_offset=1.0,
+        scale_embeddings=True,
+    ),
+    "soft caps": msgspec.structs.replace(TINY, scores_cap=2.0, logits_cap=3.0, **_MULTIPLIERS),
+    "norms after": msgspec.structs.replace(TINY, pre_norms=False, post_norms=True, **_ROW_NORMS),
+    "experts": msgspec.structs.replace(TINY, experts=_EXPERTS),
+    "shared experts": msgspec.structs.replace(TINY, experts=_SHARED),
+    "sinks": msgspec.structs.replace(TINY, **_SINKS),
+}
