@@ -28,8 +28,7 @@ KVCacheDtype = Literal["auto", "int8"]
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Options of one engine. None means that the engine decides at its start.
 
-    A resolved config (core/process/resolve.py) has None only in `model`, `capture`, `kv_dir`,
-    `flight_recorder_folder` and `speculative_config`.
+    A resolved config (core/process/resolve.py) has None only in options that are off without a value.
 
     Errors: ConfigError that names the option and what is allowed.
     """
@@ -175,6 +174,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     kv_dir_bytes: Annotated[
         int, Option("KV cache", "bytes of these files, as 512M, 2G; the least recently used go first", 2**20, 2**50)
     ] = 32 << 30
+    kv_listen: Annotated[str | None, Option("KV cache", "address where other engines fetch KV blocks")] = None
+    kv_peers: Annotated[str | None, Option("KV cache", "engines to fetch KV blocks from, by their kv_listen")] = None
+    kv_key_file: Annotated[str | None, Option("KV cache", "key of `engine-core keys blocks`, equal at peers")] = None
     enable_prefix_caching: Annotated[bool, Option("KV cache", "reuse the KV blocks of equal beginnings")] = True
     scheduling_policy: Annotated[
         SchedulingPolicy,

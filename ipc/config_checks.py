@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from ipc.block_stores import addresses_of, stores_of
 from ipc.errors import ConfigError
 from ipc.speculation import SpeculativeConfig
 
@@ -65,25 +66,43 @@ def check_texts(capture: object, flight_recorder_folder: object, generation_conf
 
 
 def check_kv_tiers(config: "EngineConfig", *, has_workers: bool) -> None:
-    """Check the options of what keeps evicted KV blocks, not whether the folder is there. Errors: ConfigError."""
-    has_host, kv_dir = bool(config.kv_host_bytes or config.num_host_blocks), config.kv_dir
+    """Check the options of what keeps evicted KV blocks, not whether folder, key and peers are there. Errors:
+    ConfigError.
+    """
+    has_host = bool(config.kv_host_bytes or config.num_host_blocks)
     if has_host and not config.enable_prefix_caching:
         raise ConfigError("kv_host_bytes keeps blocks of the prefix cache, and enable_prefix_caching is false")
-    if kv_dir is None:
-        return
-    if not isinstance(kv_dir, str) or not kv_dir or "\0" in kv_dir:
-        raise ConfigError(f"kv_dir must be the path of a folder; got {kv_dir!r:.80}")
-    if not has_host:
-        raise ConfigError("kv_dir reads blocks into the host's memory, of which there is none: give kv_host_bytes, too")
-    if config.executor not in BUILT_IN_EXECUTORS or config.device != "cpu":
-        raise ConfigError(
-            f"kv_dir is for executor='local' on device='cpu'; got {config.executor!r:.80} on {config.device!r}"
-        )
-    if has_workers:
-        raise ConfigError("kv_dir reads and writes blocks of the engine process: leave out the workers, or kv_dir")
-    speculation = config.speculative_config
-    if speculation is not None and (speculation.runs_model or speculation.runs_head):
-        raise ConfigError("kv_dir has no blocks of a model that drafts: leave out kv_dir, or take method='ngram'")
+    _check_kv_names(config)
+    for name in stores_of(config):
+        if not has_host:
+            raise ConfigError(f"{name} is behind the host's memory, of which there is none: give kv_host_bytes, too")
+        if config.executor not in BUILT_IN_EXECUTORS or config.device != "cpu":
+            raise ConfigError(
+                f"{name} is for executor='local' on device='cpu'; got {config.executor!r:.80} on {config.device!r}"
+            )
+        if has_workers:
+            raise ConfigError(f"{name} reads and writes blocks of the engine process: leave out the workers, or {name}")
+        speculation = config.speculative_config
+        if speculation is not None and (speculation.runs_model or speculation.runs_head):
+            raise ConfigError(f"{name} has no blocks of a model that drafts: leave out {name}, or take method='ngram'")
+
+
+def _check_kv_names(config: "EngineConfig") -> None:
+    for name, what in (("kv_dir", "a folder"), ("kv_key_file", "a file")):
+        path = getattr(config, name)
+        if path is not None and (not isinstance(path, str) or not path or "\0" in path):
+            raise ConfigError(f"{name} must be the path of {what}; got {path!r:.80}")
+    for name in ("kv_listen", "kv_peers"):
+        address = getattr(config, name)
+        if address is None:
+            continue
+        if not isinstance(address, str) or not addresses_of(address):
+            raise ConfigError(f"{name} must be an address, such as ipc:///run/user/1000/kv.sock; got {address!r:.80}")
+        if config.kv_key_file is None:
+            raise ConfigError(
+                f"{name} needs kv_key_file, by which peers name blocks: make one with `engine-core keys blocks FILE`, "
+                "and give all of them the same"
+            )
 
 
 def check_flight_recorder(num_bytes: int) -> None:

@@ -70,7 +70,7 @@ class Reason(IntEnum):
     ON_HOLD = 8  # its client does not read
     FIRST_CHOICE = 9  # another choice of its request computes their prompt, and it starts with that
     NO_REPLICA = 10  # it waits in a fleet's queue: no replica takes it
-    FETCHING = 11  # KV blocks of its prompt are being read from files (kv_dir)
+    FETCHING = 11  # KV blocks of its prompt are being read from files, or from another engine
     NO_BLOCKS = 16  # blocks: those left are too few, see the other numbers
     PARTIAL_PREFILLS = 17  # max_num_partial_prefills prompts are being computed in chunks
     NO_ADAPTER = 18  # requests with max_loras other adapters run

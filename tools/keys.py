@@ -3,13 +3,14 @@
 import argparse
 from collections.abc import Sequence
 
+from ipc.block_stores import make_key_file
 from ipc.curve import add_client, limit_client, make_engine_keys, read_allowed, remove_client
 from ipc.quota import Quota, read_quota
 from tools.options import ArgumentParser
 
 _USAGE = (
     "engine-core keys {new FOLDER | add FOLDER NAME FILE [LIMIT ...] | limit FOLDER NAME [LIMIT ...] | "
-    "remove FOLDER NAME | list FOLDER}"
+    "remove FOLDER NAME | list FOLDER | blocks FILE}"
 )
 _LIMITS = {
     "concurrent": "unfinished requests at once",
@@ -32,6 +33,7 @@ def main(arguments: Sequence[str]) -> int:
         ("limit", ("folder", "name"), "give a client these limits, in place of those that it has"),
         ("remove", ("folder", "name"), "let a client in no more; a connection that it has stays"),
         ("list", ("folder",), "print the names of the clients that may connect"),
+        ("blocks", ("file",), "write a new key for kv_key_file: engines with the same key find each other's KV blocks"),
     ):
         action = actions.add_parser(name, help=text, description=text)
         for word in words:
@@ -48,6 +50,8 @@ def main(arguments: Sequence[str]) -> int:
         limit_client(parsed.folder, parsed.name, _quota(parsed))
     elif parsed.action == "remove":
         remove_client(parsed.folder, parsed.name)
+    elif parsed.action == "blocks":
+        make_key_file(parsed.file)
     else:
         for client in read_allowed(parsed.folder).values():
             print(client.name, *client.quota.words())

@@ -29,7 +29,8 @@ class HostCache:
         self.num_slots = num_slots
         self.num_hits = 0  # blocks copied back, since the engine started
         self._batch = batch
-        self._first = first
+        self.first = first
+        self.times_given: Ints = np.zeros(num_slots, np.int64)  # how often each slot has been taken for another block
         self.names = BlockNames(num_slots, batch.block_size)
         self._blank = np.arange(num_slots - 1, -1, -1)  # a stack: the top is the end
         self._num_blank = num_slots
@@ -67,7 +68,7 @@ class HostCache:
         self._written.append(slots)
         out = self._batch.carried.out
         out.sources.append(blocks[new].astype(np.int32))
-        out.targets.append((slots + self._first).astype(np.int32))
+        out.targets.append((slots + self.first).astype(np.int32))
 
     def forget(self) -> None:
         """Forget all blocks: the cache is emptied, or the pool is lost."""
@@ -109,7 +110,7 @@ class HostCache:
         self._batch.pool.names.adopt(blocks, names.content[slots], keys, parents, token_ids)
         self.num_hits += len(slots)
         back = self._batch.carried.back
-        back.sources.append(slots + np.int32(self._first))
+        back.sources.append(slots + np.int32(self.first))
         back.targets.append(blocks)
 
     def end_plan(self) -> None:
@@ -131,7 +132,7 @@ class HostCache:
 
     def in_plan(self, slots: Ints) -> Int32s:
         """Return the numbers that plans have for these slots."""
-        return (slots + self._first).astype(np.int32)
+        return (slots + self.first).astype(np.int32)
 
     def reserve(self, count: int) -> Ints:
         """Take up to `count` slots, without a name, for something that writes them until unlock()."""
@@ -159,11 +160,12 @@ class HostCache:
         from_blank = min(count, self._num_blank)
         slots = self._blank[self._num_blank - from_blank : self._num_blank][::-1].copy()
         self._num_blank -= from_blank
-        if from_blank == count:
-            return slots
-        evicted = self._ring.pop(count - from_blank)
-        self.names.forget(evicted)
-        return np.concatenate([slots, evicted])
+        if from_blank < count:
+            evicted = self._ring.pop(count - from_blank)
+            self.names.forget(evicted)
+            slots = np.concatenate([slots, evicted])
+        self.times_given[slots] += 1
+        return slots
 
     def touch(self, slots: Ints) -> None:
         """Let those of these slots that could make room be the last to do so."""

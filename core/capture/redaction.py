@@ -23,6 +23,7 @@ from core.capture.restore import restore
 from core.capture.snapshot import Snapshot
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from core.scheduling.scheduler import Scheduler
+from ipc.block_stores import NO_STORE
 from ipc.config import EngineConfig
 from ipc.errors import CaptureFileError
 from ipc.messages import DECODE_ERRORS, AddRequest
@@ -117,7 +118,7 @@ class _Redaction:
             stops.update(message.params.stop_token_ids or ())
         self._renaming = Renaming(model.vocab_size, model.eos_token_ids, stops)
         weights = {self._renaming.tokens.word(name): weight for name, weight in config.client_weights.items()}
-        kept = {"kv_dir": None if config.kv_dir is None else "redacted"}
+        kept = {name: None if getattr(config, name) is None else "redacted" for name in NO_STORE}
         config = msgspec.structs.replace(
             config, client_weights=weights, capture_rotate_bytes=0, capture_keep_files=0, **kept
         )

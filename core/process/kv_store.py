@@ -1,59 +1,146 @@
-"""The folder of KV blocks that an engine's config names, between its scheduler and its executor."""
+"""The stores of KV blocks that an engine's config names, a folder and peers, between its scheduler and its executor."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
+import zmq
+
+from core.border.allow_list import AllowList
+from core.border.socket_rounds import AddressedMessage
+from core.border.zap import start_zap
 from core.engine import EngineCore
 from core.execution.executor import Executor
-from core.execution.shared_blocks import shared_blocks_of
-from core.inputs import StoreNews
+from core.execution.shared_blocks import SharedBlocks, shared_blocks_of
+from core.inputs import EngineInput, StoreNews
+from core.process.loop import Engine
 from core.tiers.block_file import HEAD_BYTES
 from core.tiers.block_folder import BlockFolder
-from core.tiers.block_store import BlockStore
+from core.tiers.block_store import BlocksServed, BlockStore
+from core.tiers.memory_shelf import MemoryShelf
+from core.tiers.peer_server import PeerServer, Shelf
+from core.tiers.peers import Peers
 from core.tiers.portable_names import PortableNames
 from core.tiers.store_thread import StoreThread
+from ipc.block_stores import addresses_of, read_key_file, stores_of
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
+from ipc.sockets import BoundRouter, Context, bind_router, check_address, keys_of
 
 
-def open_folder(config: EngineConfig, executor: Executor) -> BlockFolder | None:
-    """Open the folder that the config names; None: it names none, or the engine caches no prefixes.
+class OpenStores(NamedTuple):
+    """What an engine's config names, checked and open. key: of the blocks' names."""
 
-    Errors: ConfigError for a folder that cannot be used or has no room for a block, or an executor that does not share
-    its blocks.
+    blocks: SharedBlocks
+    key: bytes
+    folder: BlockFolder | None
+    peers: Peers | None
+    listening: tuple[Context, BoundRouter] | None
+
+
+def open_stores(config: EngineConfig, executor: Executor) -> OpenStores | None:
+    """Open what the config names; None: it names nothing, or the engine caches no prefixes.
+
+    Errors: ConfigError for a folder or key that cannot be used, a folder without room for a block, and an executor
+    that does not share its blocks; AddressError.
     """
-    if config.kv_dir is None or not config.num_host_blocks:
+    stores = stores_of(config)
+    if not stores or not config.num_host_blocks:
         return None
     blocks = shared_blocks_of(executor)
     if blocks is None:
-        raise ConfigError(f"kv_dir: executor {config.executor!r} keeps no blocks in this process: leave it out")
+        raise ConfigError(f"{stores[0]}: executor {config.executor!r} keeps no blocks in this process: leave it out")
+    key = b"" if config.kv_key_file is None else read_key_file(config.kv_key_file)
+    peers = None if config.kv_peers is None else _peers(config.kv_peers)
+    listening = None if config.kv_listen is None else _listen(config.kv_listen)
+    try:
+        folder = None if config.kv_dir is None else _open_folder(config.kv_dir, config.kv_dir_bytes, blocks)
+    except BaseException:
+        if listening is not None:
+            listening[1].close(0)
+            listening[0].destroy(0)
+        raise
+    assert key or folder is not None, "no key: config_checks.check_kv_tiers() asks for kv_key_file"
+    return OpenStores(blocks, key or (folder.key if folder is not None else b""), folder, peers, listening)
+
+
+def _open_folder(path: str, max_bytes: int, blocks: SharedBlocks) -> BlockFolder:
     file_bytes = HEAD_BYTES + blocks.cache.bytes_per_block
-    if config.kv_dir_bytes < file_bytes:
+    if max_bytes < file_bytes:
         raise ConfigError(
-            f"kv_dir_bytes={config.kv_dir_bytes} is less than the file of one KV block, which has {file_bytes} bytes: "
+            f"kv_dir_bytes={max_bytes} is less than the file of one KV block, which has {file_bytes} bytes: "
             f"set it to at least {file_bytes}, and to as much as the disk has for it"
         )
-    return BlockFolder(config.kv_dir, config.kv_dir_bytes)
+    return BlockFolder(path, max_bytes)
+
+
+def _peers(kv_peers: str) -> Peers:
+    addresses = addresses_of(kv_peers)
+    for address in addresses:
+        check_address(address, binding=False)
+    return Peers(addresses)
+
+
+def _listen(address: str) -> tuple[Context, BoundRouter]:
+    """Return a bound socket, for peers with the address's keys, or of this machine, with the context that it has."""
+    context: Context = zmq.Context()
+    try:
+        keys = keys_of(address)
+        start_zap(context, None if keys is None else AllowList(keys))
+        return context, bind_router(context, address)
+    except BaseException:
+        context.term()
+        raise
 
 
 def start_store(
-    folder: BlockFolder | None, executor: Executor, core: EngineCore, tell: Callable[[StoreNews], None]
+    stores: OpenStores | None, executor: Executor, core: EngineCore, tell: Callable[[StoreNews], None]
 ) -> StoreThread | None:
     """Start the thread that carries out the core's orders. tell: called from it with each answer."""
-    exchange, blocks = core.scheduler.exchange, shared_blocks_of(executor)
-    if folder is None or exchange is None or blocks is None:
+    scheduler = core.scheduler
+    if stores is None or scheduler.exchange is None:
         return None
+    blocks, evictions, pool = stores.blocks, scheduler.exchange.evictions, scheduler.pool
     content = f"{executor.info.fingerprint}\n{executor.info.dtype}\n{blocks.layout}"
-    names = PortableNames(folder.key, content, core.scheduler.block_size)
-    return StoreThread(BlockStore(folder, names, blocks, core.scheduler.pool.names.content, exchange.evictions), tell)
+    names, served = PortableNames(stores.key, content, scheduler.block_size), None
+    if stores.listening is not None:
+        host = scheduler.batch.host_cache
+        cache_shelf = MemoryShelf(blocks.cache, pool.names.content, evictions)
+        host_shelf = MemoryShelf(blocks.host, host.names.content, host.times_given, host.first)
+        shelves: list[Shelf] = [cache_shelf, host_shelf, *([] if stores.folder is None else [stores.folder])]
+        served = BlocksServed(cache_shelf, host_shelf, PeerServer(*stores.listening, shelves))
+    store = BlockStore(stores.folder, names, blocks, pool.names.content, evictions, stores.peers, served)
+    return StoreThread(store, tell)
 
 
-def with_orders(turn: Callable[[int], None], core: EngineCore, store: StoreThread | None) -> Callable[[int], None]:
-    """Return what the loop calls after each round: `turn`, and the orders of the step given to the store."""
-    if store is None:
-        return turn
+class WithOrders:
+    """An engine whose orders are given to the store after each step, before anybody learns what the step has brought:
+    who asks a peer for the blocks of a request that has ended finds them.
+    """
 
-    def both(num_waiting: int) -> None:
-        turn(num_waiting)
-        store.put(core.take_orders())
+    def __init__(self, engine: Engine, core: EngineCore, store: StoreThread) -> None:
+        self._engine, self._core, self._store = engine, core, store
 
-    return both
+    @property
+    def has_work(self) -> bool:
+        """Return what the engine returns."""
+        return self._engine.has_work
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Return what the engine returns."""
+        return self._engine.has_unfinished
+
+    def count_waiting(self) -> tuple[int, int]:
+        """Return what the engine returns."""
+        return self._engine.count_waiting()
+
+    def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> Sequence[AddressedMessage]:
+        """Run a step, and give its orders to the store."""
+        messages = self._engine.step(inbox, now_ns)
+        self._store.put(self._core.take_orders())
+        return messages
+
+
+def with_orders(engine: Engine, core: EngineCore, store: StoreThread | None) -> Engine:
+    """Return the engine, whose orders are given to the store; itself where there is none."""
+    return engine if store is None else WithOrders(engine, core, store)

@@ -6,12 +6,13 @@ import msgspec
 
 from core.execution.executor import Costs, ModelInfo, StepCosts
 from core.execution.token_budget import token_budget
+from ipc.block_stores import stores_of
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
 from ipc.rounding import ceil_div
 
 MAX_DEFAULT_CACHE_BYTES = 4 << 30
-#: Fewest blocks on the host for kv_dir: half of them may be read into at once.
+#: Fewest blocks on the host for a store behind it: half of them may be read into at once.
 MIN_EXCHANGE_BLOCKS = 2
 _PROBE_BYTES = 1 << 40  # divided by the number of blocks that fit, gives the bytes of a block
 
@@ -118,12 +119,14 @@ def _num_host_blocks(config: EngineConfig, bytes_per_block: int) -> int:
     count = config.num_host_blocks
     if count is None:
         count = min(config.kv_host_bytes // bytes_per_block, 2**30)
-    if config.kv_dir is not None and count < MIN_EXCHANGE_BLOCKS:
+    stores = stores_of(config)
+    if stores and count < MIN_EXCHANGE_BLOCKS:
         given = "num_host_blocks" if config.num_host_blocks is not None else "kv_host_bytes"
         least = MIN_EXCHANGE_BLOCKS * (1 if config.num_host_blocks is not None else bytes_per_block)
         raise ConfigError(
-            f"kv_dir needs room for {MIN_EXCHANGE_BLOCKS} KV blocks on the host, and {given}={getattr(config, given)} "
-            f"is {count} (a block has {bytes_per_block} bytes): set {given} to at least {least}, or leave out kv_dir"
+            f"{stores[0]} needs room for {MIN_EXCHANGE_BLOCKS} KV blocks on the host, and "
+            f"{given}={getattr(config, given)} is {count} (a block has {bytes_per_block} bytes): set {given} to at "
+            f"least {least}, or leave out {stores[0]}"
         )
     return count
 

@@ -25,10 +25,9 @@ from core.execution.executor import Executor, ModelInfo, MortalExecutor
 from core.features.store import encoder_ns
 from core.grammars.checker import CheckedGrammars
 from core.process.black_box import BlackBox
-from core.process.kv_store import open_folder, start_store, with_orders
+from core.process.kv_store import OpenStores, open_stores, start_store, with_orders
 from core.process.loop import Engine
 from core.process.prepare import Prepared, Report, adapters_of, features_of, prepare
-from core.tiers.block_folder import BlockFolder
 from core.tiers.store_thread import StoreThread
 from ipc.config import EngineConfig
 from ipc.messages import (
@@ -119,9 +118,9 @@ def start_engine(start: Start, bound: Bound, report: Report, prepared: Prepared 
     io = IOThread(bound.context, bound.router, served, preparers, adapters)
     if isinstance(executor, MortalExecutor):
         executor.follow(io.put_news)
-    folder = open_folder(config, executor)
+    stores = open_stores(config, executor)
     box = BlackBox(start.black_box_fd, config.max_num_seqs, start.epoch, warm_up_ns, encoder_ns(features))
-    return _make_engine(start, config, executor, io, capture, box, folder)
+    return _make_engine(start, config, executor, io, capture, box, stores)
 
 
 def _make_engine(
@@ -131,7 +130,7 @@ def _make_engine(
     io: IOThread,
     capture: str | None,
     box: BlackBox,
-    folder: BlockFolder | None,
+    stores: OpenStores | None,
 ) -> StartedEngine:
     """Return the engine, whose steps are noted in its black box.
 
@@ -147,13 +146,13 @@ def _make_engine(
     else:
         core = EngineCore(config, executor, start.epoch, [box])
         box.watch(core.scheduler)
-        store = start_store(folder, executor, core, io.put_news)
-        return StartedEngine(core, executor, io, with_orders(box.turn, core, store), store, lambda: None)
+        store = start_store(stores, executor, core, io.put_news)
+        return StartedEngine(with_orders(core, core, store), executor, io, box.turn, store, lambda: None)
     captured = CapturedEngine(config, executor, writer, start.epoch, [box], io.inbox.received_ns, copies_early=True)
     core = captured.engine
     box.watch(core.scheduler)
-    store = start_store(folder, executor, core, io.put_news)
-    return StartedEngine(captured, executor, io, with_orders(box.turn, core, store), store, writer.close)
+    store = start_store(stores, executor, core, io.put_news)
+    return StartedEngine(with_orders(captured, core, store), executor, io, box.turn, store, writer.close)
 
 
 def _meter(config: EngineConfig) -> RequestMeter | None:

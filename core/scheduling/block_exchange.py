@@ -17,6 +17,7 @@ from core.kv.block_names import UNNAMED, block_key, hash_blocks
 from core.kv.orders import Fetch, Leave, Look, Order, Store
 from core.scheduling.waiting_queue import WaitingQueue
 from ipc.arrays import BlockIds, Int32s, Ints, Rows
+from ipc.block_stores import asks_store, stores_of
 from ipc.config import EngineConfig
 
 #: Fewest missing blocks for which a request waits: the store's answer takes as long as computing some tokens.
@@ -49,11 +50,12 @@ class BlockExchange:
     """What is asked of the store, and what is done with its answers.
 
     orders: of the last step, until take_orders() or the next step. asks_left: requests that may yet begin to wait in
-    this step.
+    this step. asks: requests may find blocks there; False: blocks only go there.
     """
 
-    def __init__(self, batch: Batch, waiting: WaitingQueue) -> None:
+    def __init__(self, batch: Batch, waiting: WaitingQueue, *, asks: bool = True) -> None:
         self._batch, self._waiting, self._host = batch, waiting, batch.host_cache
+        self._asks = asks
         self.orders: list[Order] = []
         self.num_fetched = self.num_stored = 0  # blocks, since the engine started
         self._fetches: dict[int, PendingFetch] = {}  # by ticket
@@ -90,7 +92,13 @@ class BlockExchange:
 
     def ask(self, request: Request, now_ns: int) -> bool:
         """Let a request that is in no queue wait for the store; return False if it need not."""
-        if request.has_asked or request.swapped is not None or request.needs_whole_prompt or request.choices:
+        if (
+            not self._asks
+            or request.has_asked
+            or request.swapped is not None
+            or request.needs_whole_prompt
+            or request.choices
+        ):
             return False
         size = self._batch.block_size
         wanted = _num_portable(request.token_ids[:-1], size)  # the last token is computed in any case
@@ -294,7 +302,9 @@ class BlockExchange:
 
 def make_exchange(config: EngineConfig, batch: Batch, waiting: WaitingQueue) -> BlockExchange | None:
     """Return the exchange of an engine with this config; None: it has no store beyond the host."""
-    return BlockExchange(batch, waiting) if config.kv_dir is not None and batch.host_cache.num_slots else None
+    if not stores_of(config) or not batch.host_cache.num_slots:
+        return None
+    return BlockExchange(batch, waiting, asks=asks_store(config))
 
 
 def _num_portable(token_ids: Int32s, block_size: int) -> int:

@@ -1,4 +1,4 @@
-"""The file of one KV block: a head with its name and a checksum, then the block's bytes.
+"""The file of one KV block: a head with its name and a checksum, then the block's bytes. Peers send the same bytes.
 
 A file that is not exactly what was written (another length, one bit) is no block. It is read into memory first and
 checked there, so a file that changes under the reader is found too.
@@ -49,6 +49,41 @@ def read_block(fd: int, name: bytes, parts: Sequence[memoryview]) -> bool:
     if (magic, found, found_size) != (MAGIC, name, size):
         return False
     return bool(checksum == _checksum(name, size, parts))
+
+
+def pack_block(name: bytes, parts: Sequence[memoryview]) -> bytearray:
+    """Return what the file of a block would have."""
+    size = sum(map(len, parts))
+    data, at = bytearray(HEAD_BYTES + size), HEAD_BYTES
+    for part in parts:
+        data[at : at + len(part)] = part
+        at += len(part)
+    _HEAD.pack_into(data, 0, MAGIC, name, size, _checksum(name, size, [memoryview(data)[HEAD_BYTES:]]))
+    return data
+
+
+def is_block(data: memoryview, name: bytes) -> bool:
+    """Return whether these are the bytes of a block of this name, unharmed."""
+    size = len(data) - HEAD_BYTES
+    if size < 0:
+        return False
+    magic, found, found_size, checksum = _HEAD.unpack_from(data)
+    if (magic, found, found_size) != (MAGIC, name, size):
+        return False
+    return bool(checksum == _checksum(name, size, [data[HEAD_BYTES:]]))
+
+
+def unpack_block(data: memoryview, name: bytes, parts: Sequence[memoryview]) -> bool:
+    """Copy a packed block into these parts; return False, without a copy, where it is not that of this name and size,
+    unharmed.
+    """
+    if len(data) != HEAD_BYTES + sum(map(len, parts)) or not is_block(data, name):
+        return False
+    at = HEAD_BYTES
+    for part in parts:
+        part[:] = data[at : at + len(part)]
+        at += len(part)
+    return True
 
 
 def _checksum(name: bytes, size: int, parts: Sequence[memoryview]) -> int:

@@ -2,7 +2,7 @@
 
 The folder is its owner's alone (0700, files 0600); a link, or a folder or file of somebody else, is refused. Names are
 digests (core/tiers/portable_names.py), so equal names mean equal bytes, and writers need no lock: a file appears whole,
-by a rename. Whatever is wrong with a file makes it a miss. Not for several threads at once.
+by a rename. Whatever is wrong with a file makes it a miss. Not for several threads at once, but for has() and pack().
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from core.tiers.block_file import HEAD_BYTES, read_block, write_block
+from core.tiers.block_file import HEAD_BYTES, is_block, read_block, write_block
 from core.tiers.portable_names import KEY_BYTES
 from ipc.errors import ConfigError
 
@@ -22,6 +22,7 @@ _BLOCKS = "blocks"
 _SUFFIX = ".kv"
 _UNFINISHED = ".tmp"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 #: Unfinished files that are so much older than the last change were left by an engine that has died. Nanoseconds.
 _UNFINISHED_NS = 600 * 10**9
@@ -82,7 +83,7 @@ class BlockFolder:
         """
         file = _file_of(name)
         try:
-            fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self._blocks)
+            fd = os.open(file, _FILE, dir_fd=self._blocks)
         except OSError:
             return False
         try:
@@ -98,6 +99,17 @@ class BlockFolder:
         finally:
             os.close(fd)
         return False
+
+    def pack(self, name: bytes) -> bytearray | None:
+        """Return the bytes of a file of a block; None: there is no unharmed one. Errors: OSError."""
+        try:
+            fd = os.open(_file_of(name), _FILE, dir_fd=self._blocks)
+        except OSError:
+            return None
+        with open(fd, "rb") as file:
+            found = os.fstat(fd)
+            data = bytearray(file.read(found.st_size)) if _is_own_file(found) else bytearray()
+        return data if is_block(memoryview(data), name) else None
 
     def write(self, name: bytes, parts: Sequence[memoryview], is_still_so: Callable[[], bool] = lambda: True) -> bool:
         """Write a block unless there is a file of it; return whether it was written. Errors: OSError.
@@ -171,7 +183,7 @@ class BlockFolder:
         """Return the folder's secret, which its first engine makes. Errors: OSError, ConfigError."""
         with contextlib.suppress(FileExistsError):
             self._write_key()
-        fd = os.open(_KEY_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=self._fd)
+        fd = os.open(_KEY_FILE, _FILE, dir_fd=self._fd)
         try:
             is_own, key = _is_own_file(os.fstat(fd)), os.read(fd, KEY_BYTES + 1)
         finally:

@@ -1,7 +1,8 @@
-"""BlockStore: carries out the scheduler's orders (core/kv/orders.py) on a folder of blocks.
+"""BlockStore: carries out the scheduler's orders (core/kv/orders.py) on a folder of blocks and on peers.
 
-No error reaches a request: what cannot be read is a miss, and what cannot be written is left out; after an error of the
-disk nothing is written for a while.
+A block is looked for in the folder first, then at the peers; it is written to the folder alone. No error reaches a
+request: what cannot be read is a miss, and what cannot be written is left out; after an error of the disk nothing is
+written for a while.
 """
 
 import time
@@ -15,6 +16,9 @@ from core.inputs import BlocksArrived, BlocksFound, BlocksStored, StoreNews
 from core.kv.block_names import UNNAMED
 from core.kv.orders import Fetch, Leave, Look, Order, Store
 from core.tiers.block_folder import BlockFolder
+from core.tiers.memory_shelf import MemoryShelf
+from core.tiers.peer_server import PeerServer
+from core.tiers.peers import Peers
 from core.tiers.portable_names import PortableNames
 from ipc.arrays import Ints
 
@@ -37,16 +41,34 @@ class _Left(NamedTuple):
     evictions: int
 
 
-class BlockStore:
-    """The blocks of a folder, for one thread at a time.
+class BlocksServed(NamedTuple):
+    """What peers get of this engine's blocks: which are where in memory, and who sends them."""
 
-    contents, evictions [blocks of the KV cache]: the scheduler's columns, which change meanwhile; see Leave.
+    cache: MemoryShelf
+    host: MemoryShelf
+    server: PeerServer
+
+
+class BlockStore:
+    """The blocks of a folder and of peers, for one thread at a time.
+
+    folder, peers, served: None = there is none. contents, evictions [blocks of the KV cache]: the scheduler's columns,
+    which change meanwhile; see Leave.
     """
 
     def __init__(
-        self, folder: BlockFolder, names: PortableNames, blocks: SharedBlocks, contents: Ints, evictions: Ints
+        self,
+        folder: BlockFolder | None,
+        names: PortableNames,
+        blocks: SharedBlocks,
+        contents: Ints,
+        evictions: Ints,
+        peers: Peers | None = None,
+        served: BlocksServed | None = None,
     ) -> None:
         self._folder, self._names, self._host, self._cache = folder, names, blocks.host, blocks.cache
+        self._peers, self._served = peers, served
+        self.settle: Callable[[], None] = lambda: None  # waits until each Leave that was given has been carried out
         self._contents, self._evictions = contents, evictions
         self._unsaved: deque[_Left] = deque()
         self._num_saved = 0  # of these, since the last answer
@@ -57,15 +79,25 @@ class BlockStore:
         self._paused_until = 0.0  # monotonic seconds
 
     def open(self) -> None:
-        """Bring the folder within its bound: it may be that of a larger one."""
-        try:
-            self._folder.make_room()
-        except OSError as error:
-            self.pause(error)
+        """Bring the folder within its bound, as it may be that of a larger one; connect to peers, and answer them."""
+        if self._peers is not None:
+            self._peers.open()
+        if self._served is not None:
+            self._served.server.start(lambda: self.settle())
+        if self._folder is not None:
+            try:
+                self._folder.make_room()
+            except OSError as error:
+                self.pause(error)
 
     def close(self) -> None:
-        """Close the folder."""
-        self._folder.close()
+        """End the connections, and close the folder."""
+        if self._peers is not None:
+            self._peers.close()
+        if self._served is not None:
+            self._served.server.close()
+        if self._folder is not None:
+            self._folder.close()
 
     def carry_out(self, order: Order) -> StoreNews | None:
         """Carry out one order and return the answer, if it has any."""
@@ -104,20 +136,27 @@ class BlockStore:
         return bool(contents[left.block] == left.content and evictions[left.block] == left.evictions)
 
     def _look(self, order: Look) -> int:
-        count = 0
-        for index, name in enumerate(self._names.chain(order.root, order.token_ids)):
-            if index >= order.first:
-                if not self._folder.has(name):
-                    break
-                count += 1
-        return count
+        names = list(self._names.chain(order.root, order.token_ids))[order.first :]
+        count = self._count_in_folder(names)
+        if self._peers is None or count == len(names):
+            return count
+        return count + self._peers.find(order.ticket, names[count:])
+
+    def _count_in_folder(self, names: list[bytes]) -> int:
+        if self._folder is None:
+            return 0
+        return next((count for count, name in enumerate(names) if not self._folder.has(name)), len(names))
 
     def _fetch(self, order: Fetch) -> int:
         names = list(self._names.chain(order.root, order.token_ids))[order.first :]
-        for count, (name, slot) in enumerate(zip(names, order.slots.tolist(), strict=True)):
-            if not self._folder.read(name, self._host.views(slot)):
-                return count
-        return len(names)
+        places = [self._host.views(slot) for slot in order.slots.tolist()]
+        count = 0
+        if self._folder is not None:
+            while count < len(names) and self._folder.read(names[count], places[count]):
+                count += 1
+        if self._peers is None or count == len(names):
+            return count
+        return count + self._peers.read(order.ticket, names[count:], places[count:])
 
     def _leave(self, order: Leave) -> None:
         """Work out the names of contents that are not known yet, and note blocks for save_one()."""
@@ -129,9 +168,11 @@ class BlockStore:
             if found is None:
                 found = self._names.after(name, order.token_ids[index * size : (index + 1) * size])
             if content != UNNAMED:
-                if self._due_at.get(content, now) <= now:
+                if self._folder is not None and self._due_at.get(content, now) <= now:
                     self._due_at[content] = now + _RENEW_S
                     self._unsaved.append(_Left(found, block, content, evictions))
+                if self._served is not None:
+                    self._served.cache.put(found, block, content, evictions)
                 known[content] = found
                 known.move_to_end(content)
             name = found
@@ -145,8 +186,11 @@ class BlockStore:
         stored = 0
         for slot, content in zip(order.slots.tolist(), order.contents.tolist(), strict=True):
             name = self._name_of.get(content)
-            if name is not None:
-                stored += self._write(name, self._host.views(slot)) or 0
+            if name is None:
+                continue
+            stored += self._write(name, self._host.views(slot)) or 0
+            if self._served is not None:
+                self._served.host.put(name, slot, content)
         return stored
 
     def pause(self, error: OSError) -> None:
@@ -158,7 +202,7 @@ class BlockStore:
         self, name: bytes, parts: Sequence[memoryview], is_still_so: Callable[[], bool] = lambda: True
     ) -> bool | None:
         """Write a block if the disk takes it; return whether it was not there yet. None: the disk does not take it."""
-        if time.monotonic() < self._paused_until:
+        if self._folder is None or time.monotonic() < self._paused_until:
             return None
         try:
             return self._folder.write(name, parts, is_still_so)

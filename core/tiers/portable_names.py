@@ -3,7 +3,7 @@
 A name is a keyed BLAKE2b digest of 16 bytes: of the name before it and the block's tokens, and at the beginning of what
 the bytes of a block depend on besides tokens (model, kernels, layout) and of the root, which has the cache salt, the
 tenant and the adapter. So requests that share no blocks in the engine share none here. The key is a secret of the
-folder in which the blocks are.
+folder in which the blocks are, or of the engines that are peers.
 """
 
 from collections.abc import Iterator

@@ -17,6 +17,7 @@ from core.tiers.block_store import BlockStore
 #: of is not written.
 MAX_LEAVES = 4096
 MAX_LEAVE_BYTES = 64 << 20
+_SETTLE_S = 0.05
 
 
 class StoreThread:
@@ -31,6 +32,7 @@ class StoreThread:
         self._at_work: Order | None = None
         self._wake = threading.Condition()
         self._is_closing = self._gives_up = self._has_died = False
+        store.settle = self.settle
         self._thread = threading.Thread(target=self._run, name="kv files", daemon=True)
         self._thread.start()
 
@@ -48,8 +50,13 @@ class StoreThread:
                     case Leave():
                         self._add_leave(order)
             left = self._take_all() if self._has_died else []
-            self._wake.notify()
+            self._wake.notify_all()
         self._refuse(left)
+
+    def settle(self) -> None:
+        """Wait a moment until all that requests have left is known; for another thread."""
+        with self._wake:
+            self._wake.wait_for(lambda: not self._leaves and not isinstance(self._at_work, Leave), _SETTLE_S)
 
     def close(self, timeout: float) -> None:
         """Carry out what is queued, for up to `timeout` seconds, and end; what is left over then is lost.
@@ -61,7 +68,7 @@ class StoreThread:
             if not timeout:
                 self._gives_up = True
                 self._take_all()
-            self._wake.notify()
+            self._wake.notify_all()
         self._thread.join(timeout)
 
     def _add_leave(self, order: Leave) -> None:
@@ -114,6 +121,14 @@ class StoreThread:
                 answer = None if order is None else _answer_of_none(order)
             if answer is not None:
                 self._tell(answer)
+            if isinstance(order, Leave):
+                self._end_leave()
+
+    def _end_leave(self) -> None:
+        with self._wake:
+            self._at_work = None
+            if not self._leaves:
+                self._wake.notify_all()  # settle()
 
     def _next(self) -> Order | None:
         """Wait for the next order; None: a block may be saved, or else the thread ends."""
@@ -126,7 +141,7 @@ class StoreThread:
                 return self._reads.popleft()
             if not self._leaves:
                 return self._writes.popleft()
-            leave = self._leaves.popleft()  # before the writes, which need the names that it brings
+            leave = self._at_work = self._leaves.popleft()  # before the writes, which need the names that it brings
             self._leave_bytes -= _bytes_of(leave)
             return leave
 

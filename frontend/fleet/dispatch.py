@@ -14,6 +14,7 @@ from frontend.fleet.placement import Placement
 from frontend.fleet.prefix_index import PrefixIndex
 from frontend.fleet.replicas import NO_REPLICA, Replica, Replicas, ReplicaState
 from frontend.fleet.requests import RoutedRequests
+from frontend.fleet.stages import Stages
 from frontend.fleet.suspects import Suspects
 from ipc.messages import Abort, encode
 
@@ -28,11 +29,12 @@ class TooLong(NamedTuple):
 
 
 class Dispatch:
-    """The queue and the placements. send: takes a frame for a replica."""
+    """The queue and the placements. send: takes a frame for a replica. prefill_min_tokens: see Stages."""
 
-    def __init__(self, policy: str, seed: int, send: Send) -> None:
+    def __init__(self, policy: str, seed: int, send: Send, prefill_min_tokens: int) -> None:
         self.replicas = Replicas()
         self.requests = RoutedRequests()
+        self.stages = Stages(self.replicas, self.requests, prefill_min_tokens)
         self.index = PrefixIndex()
         self.suspects = Suspects()
         self.pauses_new = self.pauses_all = False
@@ -86,6 +88,8 @@ class Dispatch:
         matches = self.index.match(int(requests.root[row]), tokens) if self._placement.needs_matches else {}
         closed = [one for one in without if replicas.is_open[one]]
         replicas.is_open[closed] = False
+        closed += (of_other_stage := self.stages.closed_for(row, matches, num_tokens))
+        replicas.is_open[of_other_stage] = False
         at = self._placement.choose(matches, num_tokens)
         replicas.is_open[closed] = True
         if at == NO_REPLICA:
@@ -95,13 +99,14 @@ class Dispatch:
         if requests.placed[row]:
             requests.renew_ticket(row)
         requests.placed[row], requests.moved[row] = True, requests.begun[row]
-        frames = [encode(message) for message in requests.messages(row, now)]
+        self.stages.begin(row, at, matches, num_tokens)
+        frames = [encode(message) for message in self.stages.messages(row, requests.messages(row, now))]
         requests.waits[row] = False
         if len(frames[0]) > replica.welcome.limits.max_message_bytes:
             too_long.append(TooLong(row, len(frames[0])))
             return True
         cached = matches.get(at, 0)
-        missing = max(1, num_tokens - cached)
+        missing = 1 if requests.prefilled[row] else max(1, num_tokens - cached)
         self.num_cached_tokens += cached
         self.num_moved += bool(requests.moved[row])
         requests.replica[row], requests.missing[row] = at, missing

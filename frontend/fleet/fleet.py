@@ -26,6 +26,8 @@ from ipc.messages import (
 )
 
 _TICK_S = 0.02  # between looks at deadlines and suspects
+#: Prompts with fewer tokens to compute are computed where their output is: the way through another replica costs more.
+PREFILL_MIN_TOKENS = 256
 
 
 class Fleet:
@@ -33,8 +35,8 @@ class Fleet:
 
     policy: prefix, least_loaded or round_robin. seed: decides between replicas that are equal otherwise. name: the
     fleet's as a client of its replicas. max_queued: requests that may wait while no replica takes any. patience_s: how
-    long they wait while there is no replica at all. to_clients, orders: messages and orders to be taken by the fleet's
-    home.
+    long they wait while there is no replica at all. prefill_min_tokens: see Stages. to_clients, orders: messages and
+    orders to be taken by the fleet's home.
     """
 
     def __init__(
@@ -46,10 +48,13 @@ class Fleet:
         max_queued: int = 1 << 20,
         patience_s: float = 60.0,
         epoch: int = 0,
+        prefill_min_tokens: int = PREFILL_MIN_TOKENS,
     ) -> None:
         self.to_clients: list[tuple[int, ServerMessage]] = []
         self.orders: list[Order] = []
-        self.dispatch = Dispatch(policy, seed, lambda row, frame: self.orders.append(Send(row, frame)))
+        self.dispatch = Dispatch(
+            policy, seed, lambda row, frame: self.orders.append(Send(row, frame)), prefill_min_tokens
+        )
         self.requests, self.replicas = self.dispatch.requests, self.dispatch.replicas
         self.membership = Membership(self.dispatch, name, self.orders)
         self.calls = Calls(self)

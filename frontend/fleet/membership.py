@@ -58,15 +58,15 @@ class Membership:
         self._retry_at: dict[int, float] = {}  # by row: when to say Hello again
         self.on_session_end: Callable[[int], None] = lambda row: None
 
-    def join(self, address: str) -> Replica:
-        """Take a replica in; it gets requests when it has answered."""
+    def join(self, address: str, *, prefills: bool = False) -> Replica:
+        """Take a replica in; it gets requests when it has answered. prefills: see frontend/fleet/stages.py."""
         replica = self._replicas.find(address)
         if replica is not None:
             replica.is_leaving, replica.move_at = False, None
             if replica.state is ReplicaState.LEAVING:
                 self._open(replica)
             return replica
-        replica = self._replicas.add(address)
+        replica = self._replicas.add(address, prefills=prefills)
         self._say_hello(replica)
         return replica
 

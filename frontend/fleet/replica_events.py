@@ -65,7 +65,7 @@ class ReplicaEvents:
             return
         requests, dispatch = self._requests, self._dispatch
         try:
-            routed = only_new(requests, message)
+            routed, moving = dispatch.stages.end(only_new(requests, message))
             self._to_clients += forward(requests, routed, self._ends.epoch)
             news = requests.apply_columns(routed.outputs, routed.columns, routed.rows, now)
         except MalformedMessageError as error:
@@ -80,6 +80,9 @@ class ReplicaEvents:
             for row in requests.firsts(routed.rows[routed.columns.finish > 0]):
                 if requests.is_over(row):
                     dispatch.forget(row)
+        for row in moving:
+            dispatch.release(row)
+            self._ends.free(row, "its first stage has ended")
         if replica.is_leaving:
             self.finish_leaving(replica, now)
         if dispatch.num_queued:

@@ -49,17 +49,19 @@ class Replicas(Columns):
     live: Ints = column()  # requests placed there
     given: Ints = column()  # tokens to compute of all requests ever placed there
     is_open: Bools = column()  # takes requests
+    prefills: Bools = column()  # computes prompts for the others; see frontend/fleet/stages.py
 
     def __init__(self) -> None:
         super().__init__(_FIRST_ROWS)
         self.by_row: dict[int, Replica] = {}
 
-    def add(self, address: str) -> Replica:
+    def add(self, address: str, *, prefills: bool = False) -> Replica:
         """Add a replica that is not connected yet."""
         row = next(row for row in range(len(self.by_row) + 1) if row not in self.by_row)
         if row >= self.num_column_rows:
             self.grow_columns(2 * self.num_column_rows)
         self.clear_columns(slice(row, row + 1))
+        self.prefills[row] = prefills
         replica = self.by_row[row] = Replica(row, address)
         return replica
 

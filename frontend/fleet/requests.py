@@ -37,6 +37,8 @@ class RoutedRequests(Journal):
     parked: Bools = column()  # it waits for its client, or for the end of a pause, outside the queue
     placed: Bools = column()  # it was sent to a replica under its present ticket, or an earlier one
     moved: Bools = column()  # it had begun elsewhere before it was placed where it is now
+    prefilling: Bools = column()  # it is placed where only its first token is computed
+    prefilled: Bools = column()  # its prompt has been computed so
 
     def __init__(self) -> None:
         super().__init__()

@@ -33,6 +33,9 @@ def test_every_option_is_checked_by_some_rule() -> None:
         "lora_modules",
         "flight_recorder_folder",
         "kv_dir",
+        "kv_listen",
+        "kv_peers",
+        "kv_key_file",
     }
     assert set(FIELDS) == {*CHOICES, *names_of(bool), *names_of(int), *names_of(float), *others}
     assert list(OPTIONS) == list(FIELDS)

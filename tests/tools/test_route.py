@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,7 +60,7 @@ class Router:
         for engine in new.values():
             engine.wait_ready()
 
-    def start(self, *names: str) -> str:
+    def start(self, *names: str, options: Sequence[str] = ()) -> str:
         """Start the router; return its first line."""
         command = [
             sys.executable,
@@ -73,7 +73,10 @@ class Router:
             self.owner_file,
         ]
         self._router = subprocess.Popen(
-            [*command, "--replica", *map(self.at, names)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*command, "--replica", *map(self.at, names), *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         assert self._router.stdout is not None
         return self._router.stdout.readline()

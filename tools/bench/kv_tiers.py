@@ -1,17 +1,20 @@
-"""Time to the first token of a prompt of 2,000 tokens: computed, from the host's memory, and from files.
+"""Time to the first token of a prompt of 2,000 tokens: computed, from the host's memory, from files, and from a peer.
 
 The KV cache has room for one such prompt. So a second one evicts the first, which the host keeps and the folder gets.
-The files are in the page cache, because they have just been written. Medians over the rounds, each with new prompts,
-taken in turn: the time of a request for one token, with its way to the engine and back.
+The files are in the page cache, because they have just been written. The peer is a second engine of this machine, which
+has computed a third prompt. Medians over the rounds, each with new prompts, taken in turn: the time of a request for
+one token, with its way to the engine and back.
 """
 
 import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from frontend.llm import LLM
+from ipc.block_stores import make_key_file
 from ipc.errors import EngineCoreError
 from ipc.sampling_params import SamplingParams
 from ipc.version import NAME, VERSION
@@ -21,21 +24,28 @@ _PROMPT_TOKENS = 2000
 _BLOCK_SIZE = 16
 _NUM_BLOCKS = _PROMPT_TOKENS // _BLOCK_SIZE + 6
 _STORED_S = 30.0  # longest wait until the evicted blocks are in files
-_CASES = ("computed", "host", "directory")
+_CASES = ("computed", "host", "directory", "peer")
 
 
 def measure_kv_tiers(options: dict[str, Any], *, rounds: int) -> Iterator[dict[str, Any]]:
     """Yield a record for each case. options: of the engine. Errors: those of LLM."""
-    sizes = {"num_blocks_override": _NUM_BLOCKS, "num_host_blocks": 3 * _NUM_BLOCKS, "block_size": _BLOCK_SIZE}
+    sizes: dict[str, Any] = {
+        "num_blocks_override": _NUM_BLOCKS,
+        "num_host_blocks": 3 * _NUM_BLOCKS,
+        "block_size": _BLOCK_SIZE,
+    }
     sizes |= {"max_model_len": _PROMPT_TOKENS + _BLOCK_SIZE}
     times: dict[str, list[float]] = {case: [] for case in _CASES}
     cached: dict[str, int] = {}
+    sizes |= {**options, "skip_tokenizer_init": True}
     with (
         tempfile.TemporaryDirectory(prefix="engine-core-bench-") as folder,
-        LLM(**{**sizes, **options, "kv_dir": folder, "skip_tokenizer_init": True}) as llm,
+        _key_file(folder) as key,
+        LLM(**sizes, kv_listen=f"ipc://{folder}/peer", **key) as peer,
+        LLM(**sizes, kv_dir=f"{folder}/kv", kv_peers=f"ipc://{folder}/peer", **key) as llm,
     ):
         for round_ in range(-1, rounds):  # the first warms up
-            prompts = [[ID_LOW + (4 * round_ + kind + 8) % ID_SPAN, *_body()] for kind in range(2)]
+            prompts = [[ID_LOW + (4 * round_ + kind + 8) % ID_SPAN, *_body()] for kind in range(3)]
             before = llm.statistics().num_stored_blocks
             found = {"computed": _first_token(llm, prompts[0])}
             _first_token(llm, prompts[1])  # evicts the first one
@@ -43,6 +53,9 @@ def measure_kv_tiers(options: dict[str, Any], *, rounds: int) -> Iterator[dict[s
             found["host"] = _first_token(llm, prompts[0])
             llm.reset_prefix_cache()  # the files stay
             found["directory"] = _first_token(llm, prompts[0])
+            llm.reset_prefix_cache()
+            _first_token(peer, prompts[2])
+            found["peer"] = _first_token(llm, prompts[2])
             llm.reset_prefix_cache()
             for case, (seconds, num_cached) in found.items():
                 if round_ >= 0:
@@ -64,6 +77,13 @@ def measure_kv_tiers(options: dict[str, Any], *, rounds: int) -> Iterator[dict[s
             "ttft_ms_max": round(max(times[case]) * 1000, 2),
             "share_of_computing": round(median / usual, 4),
         }
+
+
+@contextmanager
+def _key_file(folder: str) -> Iterator[dict[str, Any]]:
+    """Make a key for the names of blocks; yield the option that names it."""
+    make_key_file(f"{folder}/key")
+    yield {"kv_key_file": f"{folder}/key"}
 
 
 def _body() -> list[int]:

@@ -213,8 +213,8 @@ def _check_inputs(file: CaptureFile, turn: Turn, *, has_features: bool) -> None:
     for client, message in turn.inbox:
         if isinstance(message, BlocksArrived) and message.count and not has_features:
             raise OtherModelError(
-                f"{file.path}: step {turn.step_index}: KV blocks came from files (kv_dir), which a capture does not "
-                "have: the model cannot run it again; leave out --mode full"
+                f"{file.path}: step {turn.step_index}: KV blocks came from files or from a peer, which a capture does "
+                "not have: the model cannot run it again; leave out --mode full"
             )
         if not isinstance(message, Submission):
             continue

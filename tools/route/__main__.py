@@ -24,7 +24,7 @@ from core.border.meter import RequestMeter
 from core.border.zap import start_zap
 from core.process.loop import run
 from frontend.fleet.driver import Driver
-from frontend.fleet.fleet import Fleet
+from frontend.fleet.fleet import PREFILL_MIN_TOKENS, Fleet
 from frontend.fleet.links import Links
 from frontend.fleet.placement import POLICIES
 from ipc.errors import ConfigError
@@ -48,10 +48,7 @@ def main(arguments: Sequence[str]) -> int:
     EngineStartError where no replica answers.
     """
     parsed = _parse(arguments)
-    for address in parsed.replica:
-        check_address(address, binding=False)
-    if len(set(parsed.replica)) < len(parsed.replica):
-        raise ConfigError(f"--replica names one address twice: {' '.join(parsed.replica)}")
+    addresses = _addresses(parsed)
     log.use_format(parsed.log_format)
     raise_descriptor_limit()
     with contextlib.ExitStack() as stack:
@@ -66,11 +63,12 @@ def main(arguments: Sequence[str]) -> int:
         if parsed.owner_file is not None:
             write_owner_file(parsed.owner_file, token)  # its descriptor, and so its lock, lasts to our end
             stack.callback(_unlink, parsed.owner_file)
-        fleet = Fleet(policy=parsed.route, seed=parsed.seed, name="router", patience_s=parsed.patience)
+        own = {"patience_s": parsed.patience, "prefill_min_tokens": parsed.prefill_min_tokens}
+        fleet = Fleet(policy=parsed.route, seed=parsed.seed, name="router", **own)
         driver, stop = Driver(fleet, links), _Stop()
         stack.callback(stop.end)
-        for address in parsed.replica:
-            fleet.membership.join(address)
+        for address in addresses:
+            fleet.membership.join(address, prefills=address in parsed.prefill)
         try:
             wait_for_replicas(driver, links, parsed.start_timeout, stop.is_asked)
             bounds = Bounds(
@@ -82,8 +80,8 @@ def main(arguments: Sequence[str]) -> int:
             context.term()
             raise
         meter = RequestMeter(served.welcome.limits.max_model_len, None)
-        own = {"meter": meter, "quota_of": None if allowed is None else allowed.quota_of}
-        io = IOThread(context, router, msgspec.structs.replace(served, **own))
+        at_border = {"meter": meter, "quota_of": None if allowed is None else allowed.quota_of}
+        io = IOThread(context, router, msgspec.structs.replace(served, **at_border))
         io.wake_engine_on(links.fd)
         io.start()
         stop.serve(io)
@@ -95,6 +93,16 @@ def main(arguments: Sequence[str]) -> int:
         return run(engine, io, engine.look_ahead, engine.turn, _IDLE_S)
 
 
+def _addresses(parsed: argparse.Namespace) -> list[str]:
+    """Return the addresses of all replicas. Errors: AddressError, ConfigError for one that is named twice."""
+    addresses = [*parsed.replica, *parsed.prefill]
+    for address in addresses:
+        check_address(address, binding=False)
+    if len(set(addresses)) < len(addresses):
+        raise ConfigError(f"--replica and --prefill name one address twice: {' '.join(addresses)}")
+    return addresses
+
+
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = ArgumentParser(
         prog="engine-core route",
@@ -102,14 +110,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         description="Serve several running engines as one.",
     )
     parser.add_argument("--listen", required=True, metavar="ADDR", help="where clients connect, as `serve --listen`")
-    parser.add_argument(
-        "--replica",
-        required=True,
-        nargs="+",
-        action="extend",
-        metavar="ADDR",
-        help="engines of the same model, as clients name them",
-    )
+    _add_replicas(parser)
     parser.add_argument(
         "--route",
         choices=tuple(POLICIES),
@@ -132,6 +133,32 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of lines on standard error")
     parsed: argparse.Namespace = parser.parse_args(arguments)
     return parsed
+
+
+def _add_replicas(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--replica",
+        required=True,
+        nargs="+",
+        action="extend",
+        metavar="ADDR",
+        help="engines of the same model, as clients name them",
+    )
+    parser.add_argument(
+        "--prefill",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="ADDR",
+        help="engines that compute long prompts for the replicas, which fetch the KV blocks from them (--kv-peers)",
+    )
+    parser.add_argument(
+        "--prefill-min-tokens",
+        type=int,
+        default=PREFILL_MIN_TOKENS,
+        metavar="N",
+        help="a prompt is long with so many tokens to compute; default: %(default)d",
+    )
 
 
 def _add_times(parser: ArgumentParser) -> None:

@@ -9,7 +9,7 @@ import pytest
 from core import __main__ as process
 from core.execution.executor import Executor
 from core.execution.shared_blocks import BlockMemory, SharedBlocks
-from core.process.kv_store import open_folder
+from core.process.kv_store import open_stores
 from core.process.loop import EXIT_FAILED
 from core.process.start import StartedEngine
 from core.tiers.block_file import HEAD_BYTES
@@ -31,9 +31,10 @@ def test_a_bound_below_the_file_of_one_block_is_refused_with_the_numbers(tmp_pat
         config = EngineConfig(
             executor="local", num_host_blocks=2, kv_dir=str(tmp_path / "kv"), kv_dir_bytes=kv_dir_bytes
         )
-        folder = open_folder(config, cast("Executor", _Sharing()))
-        assert folder is not None
-        folder.close()
+        stores = open_stores(config, cast("Executor", _Sharing()))
+        assert stores is not None
+        assert stores.folder is not None
+        stores.folder.close()
 
     with pytest.raises(ConfigError, match=f"kv_dir_bytes={MIB} is less .* {MIB + HEAD_BYTES} bytes"):
         opened(MIB)

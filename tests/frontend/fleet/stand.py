@@ -87,9 +87,11 @@ class PlayedReplica:
 
 
 class Stand:
-    """A fleet, its replicas by address, and what its clients have received."""
+    """A fleet, its replicas by address, and what its clients have received. num_prefill: how many of them, the last,
+    compute prompts for the others.
+    """
 
-    def __init__(self, count: int = 3, config: EngineConfig = CONFIG, **options: object) -> None:
+    def __init__(self, count: int = 3, config: EngineConfig = CONFIG, num_prefill: int = 0, **options: object) -> None:
         self.fleet = Fleet(**options)  # type: ignore[arg-type]
         self.driver = Driver(self.fleet, self)
         self.now = 100.0
@@ -106,7 +108,7 @@ class Stand:
         self._arrived: list[tuple[int, bytes | None]] = []
         for index in range(count):
             self.start(f"ipc:///{index}")
-            self.fleet.membership.join(f"ipc:///{index}")
+            self.fleet.membership.join(f"ipc:///{index}", prefills=index >= count - num_prefill)
         self.turn(3)
 
     def start(self, address: str, **changes: object) -> PlayedReplica:

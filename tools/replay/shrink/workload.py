@@ -9,6 +9,7 @@ import numpy as np
 from core.capture.file import CaptureFile
 from core.execution.executor import ModelInfo
 from core.executors.fake import FakeExecutor
+from ipc.block_stores import NO_STORE
 from ipc.config import EngineConfig
 from ipc.errors import CaptureFileError
 from ipc.messages import AddRequest
@@ -35,7 +36,7 @@ def read_workload(file: CaptureFile) -> Workload:
 
     Errors: CaptureFileError, OtherModelError.
     """
-    left_out: dict[str, Any] = {"speculative_config": None, "client_weights": {}, "kv_dir": None}
+    left_out: dict[str, Any] = {"speculative_config": None, "client_weights": {}, **NO_STORE}
     config = msgspec.structs.replace(replay_config(file.header), **left_out)
     try:
         requests = read_recording(file).requests

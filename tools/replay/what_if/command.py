@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from core.capture.file import CaptureFile
+from ipc.block_stores import NO_STORE
 from tools.replay.rerun import replay_config
 from tools.replay.what_if.options import parse_changes
 from tools.replay.what_if.recording import read_recording
@@ -29,7 +30,7 @@ _NAMES = {
 def run_what_if(file: CaptureFile, texts: Sequence[str], *, is_open: bool, as_json: bool) -> None:
     """Simulate and print. texts: NAME=VALUE[,VALUE...]. Errors: ConfigError, CaptureFileError, OtherModelError."""
     changes = parse_changes(texts)
-    config = msgspec.structs.replace(replay_config(file.header), kv_dir=None)  # nobody would read the files
+    config = msgspec.structs.replace(replay_config(file.header), **NO_STORE)  # nobody would read the blocks
     recording = read_recording(file)
     time = fit(recording.features, recording.durations)
     report = what_if(str(file.path), Simulator(config, file.header.model, recording, time, is_open), changes)

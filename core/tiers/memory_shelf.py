@@ -1,0 +1,62 @@
+"""MemoryShelf: which named KV blocks are in this engine's memory, for another thread that sends them to peers.
+
+A block is what it was while its content is the same and its place has not been given away since. Both are looked up
+before and after it is copied, so nothing is held for a peer: what is overwritten meanwhile is not sent.
+"""
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+from core.execution.shared_blocks import BlockMemory
+from core.tiers.block_file import pack_block
+from ipc.arrays import Ints
+
+#: Names that are remembered for each block of a memory: several may have been there, one after the other.
+_NAMES_PER_BLOCK = 2
+
+
+class _Place(NamedTuple):
+    at: int  # in the memory
+    content: int
+    times_given: int
+
+
+class MemoryShelf:
+    """The blocks of one memory. One thread puts, another asks and packs.
+
+    contents, times_given: columns of the scheduler, which change meanwhile: the content at each place, and how often
+    the place has been given away. first: the place in memory that the columns begin with.
+    """
+
+    def __init__(self, memory: BlockMemory, contents: Ints, times_given: Ints, first: int = 0) -> None:
+        self._memory, self._contents, self._times_given, self._first = memory, contents, times_given, first
+        self._most = _NAMES_PER_BLOCK * len(contents)
+        self._places: OrderedDict[bytes, _Place] = OrderedDict()
+
+    def put(self, name: bytes, index: int, content: int, times_given: int | None = None) -> None:
+        """Note where a block is. times_given: of its place when it came there; None: now, since it cannot be given away
+        meanwhile.
+        """
+        index -= self._first
+        given = int(self._times_given[index]) if times_given is None else times_given
+        self._places[name] = _Place(index, content, given)
+        self._places.move_to_end(name)
+        while len(self._places) > self._most:
+            self._places.popitem(last=False)
+
+    def has(self, name: bytes) -> bool:
+        """Return whether a block is here now."""
+        place = self._places.get(name)
+        return place is not None and self._is_there(place)
+
+    def pack(self, name: bytes) -> bytearray | None:
+        """Return a copy of a block as its file would have it; None: it is not here, or has gone meanwhile."""
+        place = self._places.get(name)
+        if place is None or not self._is_there(place):
+            return None
+        data = pack_block(name, self._memory.views(self._first + place.at))
+        return data if self._is_there(place) else None
+
+    def _is_there(self, place: _Place) -> bool:
+        content, given = self._contents[place.at], self._times_given[place.at]
+        return bool(content == place.content and given == place.times_given)

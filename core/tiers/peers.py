@@ -1,0 +1,183 @@
+"""Peers: other engines that are asked for KV blocks by name.
+
+A peer that is not connected, does not answer in time, or sends what is not the block is a miss: the blocks are
+computed. Each wait has an end, and a peer that let one pass is left alone for a while.
+"""
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from core import log
+from core.tiers.block_file import unpack_block
+from core.tiers.peer_messages import (
+    MAX_BLOCKS,
+    FindBlocks,
+    GetBlocks,
+    Question,
+    decode_answer,
+    encode,
+)
+from ipc.sockets import Context, Socket, connect_dealer
+
+#: Longest wait for the answers to one look, and for the blocks of one fetch, in seconds. A request waits 2 s at most
+#: (core/scheduling/block_exchange.py); what has come by then is used.
+LOOK_S = 0.2
+FETCH_S = 1.5
+#: How long a peer that has not answered in time is not asked, and one that has sent what is no block, in seconds.
+PAUSE_S = 5.0
+DISTRUST_S = 60.0
+_IN_FLIGHT = 3  # questions for blocks, of MAX_BLOCKS each
+_MAX_FOUND = 64  # looks whose peer is remembered: the scheduler has fewer at a time
+
+
+class Peers:
+    """The peers at these addresses, for one thread from open() to close(). clock: monotonic seconds."""
+
+    def __init__(self, addresses: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._addresses, self._clock = addresses, clock
+        self._peers: list[_Peer] = []
+        self._found: dict[int, _Peer] = {}  # by ticket: which peer has the blocks
+        self._numbers = itertools.count(1)
+        self._context: Context | None = None
+
+    def open(self) -> None:
+        """Connect, in the background. Errors: AddressError."""
+        self._context = zmq.Context()
+        self._peers = [_Peer(self._context, address) for address in self._addresses]
+
+    def close(self) -> None:
+        """End the connections."""
+        for peer in self._peers:
+            peer.close()
+        if self._context is not None:
+            self._context.term()
+        self._peers, self._context = [], None
+
+    def find(self, ticket: int, names: list[bytes]) -> int:
+        """Return how many of these blocks, from the first on, one peer has; read() with this ticket reads from it."""
+        number, now = next(self._numbers), self._clock()
+        question = FindBlocks(number, b"".join(names))
+        waits = [peer for peer in self._peers if peer.paused_until <= now and peer.ask(question)]
+        most, end = 0, now + LOOK_S
+        poller = zmq.Poller()
+        for peer in waits:
+            peer.watch(poller)
+        while waits and most < len(names) and (left := end - self._clock()) > 0:
+            ready = dict(poller.poll(int(left * 1000) + 1))
+            for peer in [one for one in waits if one.socket in ready or one.monitor in ready]:
+                if (here := peer.receive(number)) is None and peer.is_connected():
+                    continue
+                waits.remove(peer)
+                peer.unwatch(poller)
+                if here is not None and most < (count := min(here[0], len(names))):
+                    most, self._found[ticket] = count, peer
+        if most < len(names):
+            for peer in waits:
+                peer.pause(self._clock(), f"has not answered within {LOOK_S:g} s")
+        while len(self._found) > _MAX_FOUND:
+            del self._found[next(iter(self._found))]
+        return most
+
+    def read(self, ticket: int, names: list[bytes], places: Sequence[Sequence[memoryview]]) -> int:
+        """Read blocks into their places from the peer that has them; return how many have come, from the first on."""
+        peer = self._found.pop(ticket, None)
+        if peer is None:
+            return 0
+        count, end, asked = 0, self._clock() + FETCH_S, 0  # blocks
+        numbers: deque[int] = deque()
+        while count < len(names):
+            while asked < len(names) and len(numbers) < _IN_FLIGHT:
+                numbers.append(next(self._numbers))
+                if not peer.ask(GetBlocks(numbers[-1], b"".join(names[asked : asked + MAX_BLOCKS]))):
+                    return count
+                asked += MAX_BLOCKS
+            number, wanted = numbers.popleft(), min(MAX_BLOCKS, len(names) - count)
+            frames = self._wait(peer, number, end)
+            if frames is None:
+                return count
+            for frame in frames[:wanted]:
+                if not unpack_block(frame, names[count], places[count]):
+                    peer.pause(self._clock(), "has sent a KV block that is damaged, or none", DISTRUST_S)
+                    return count
+                count += 1
+            if len(frames) < wanted:
+                return count  # they have gone there
+        return count
+
+    def _wait(self, peer: "_Peer", number: int, end: float) -> list[memoryview] | None:
+        """Wait for the answer to a question for blocks; None: it has not come in time, or the peer has gone."""
+        poller = zmq.Poller()
+        peer.watch(poller)
+        while (left := end - self._clock()) > 0:
+            poller.poll(int(left * 1000) + 1)
+            if (sent := peer.receive(number)) is not None:
+                return sent[1]
+            if not peer.is_connected():
+                return None
+        peer.pause(self._clock(), f"has not sent what it has within {FETCH_S:g} s")
+        return None
+
+
+class _Peer:
+    """One peer."""
+
+    monitor: Socket
+
+    def __init__(self, context: Context, address: str) -> None:
+        self.address = address
+        self.socket = connect_dealer(context, address, self._prepare)
+        self._is_connected = False
+        self.paused_until = 0.0  # monotonic seconds
+
+    def _prepare(self, socket: Socket) -> None:
+        """Send only where there is a connection; and learn of each from the first on, so before it is made."""
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        self.monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(0)
+
+    def watch(self, poller: zmq.Poller) -> None:
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(self.monitor, zmq.POLLIN)
+
+    def unwatch(self, poller: zmq.Poller) -> None:
+        poller.unregister(self.socket)
+        poller.unregister(self.monitor)
+
+    def is_connected(self) -> bool:
+        """Return whether there is a connection now."""
+        while self.monitor.poll(0):
+            self._is_connected = recv_monitor_message(self.monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+        return self._is_connected
+
+    def ask(self, question: Question) -> bool:
+        """Send a question; return False where there is no connection."""
+        if not self.is_connected():
+            return False
+        try:
+            self.socket.send(encode(question), zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def receive(self, number: int) -> tuple[int, list[memoryview]] | None:
+        """Return (count, frames) of the answer to a question, if it has arrived; None: this is another's, or none."""
+        try:
+            head, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            answer = decode_answer(head.buffer)
+        except (zmq.Again, msgspec.MsgspecError):
+            return None
+        return (answer.count, [frame.buffer for frame in frames]) if answer.number == number else None
+
+    def pause(self, now: float, reason: str, seconds: float = PAUSE_S) -> None:
+        self.paused_until = now + seconds
+        log.say(f"engine-core: kv_peers: {self.address} {reason}; it is not asked for {seconds:g} s")
