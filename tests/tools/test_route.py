@@ -292,4 +292,4 @@ def test_no_replica_answers(router: Router) -> None:
     twice = subprocess.run(
         [*command, "--replica", "ipc:///a", "ipc:///a"], capture_output=True, text=True, timeout=_PATIENCE_S
     )
-    assert "names one address twice" in twice.stderr
+    assert "named twice, by --replica or --prefill" in twice.stderr

@@ -99,7 +99,7 @@ def _addresses(parsed: argparse.Namespace) -> list[str]:
     for address in addresses:
         check_address(address, binding=False)
     if len(set(addresses)) < len(addresses):
-        raise ConfigError(f"--replica and --prefill name one address twice: {' '.join(addresses)}")
+        raise ConfigError(f"a replica is named twice, by --replica or --prefill: {' '.join(addresses)}")
     return addresses
 
 
