@@ -153,11 +153,18 @@ class App:
         return None, ""
 
 
+#: Headers by which browsers say which page sends a POST. curl and other programs send none of them.
+_OF_PAGES = (b"origin", b"sec-fetch-site")
+
+
 def _check_content_type(request: Request) -> None:
-    """Take JSON only: what a browser sends to other sites without asking is of another type."""
+    """Take nothing but JSON from pages: a browser sends other types to other sites without asking.
+
+    Programs may name another type, or none: `curl -d` says that JSON is a form, and Ollama's users leave it so."""
     given = request.headers.get(b"content-type", b"").split(b";", 1)[0].strip().lower()
-    if given != JSON:
-        raise HttpError(415, f"the content type must be application/json; got {given.decode('latin-1')!r:.80}")
+    if given != JSON and any(name in request.headers for name in _OF_PAGES):
+        kind = given.decode("latin-1")
+        raise HttpError(415, f"a page must send JSON with content-type: application/json; got {kind!r:.80}")
 
 
 async def _answer_preflight(service: Service, request: Request) -> Response:

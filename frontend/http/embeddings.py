@@ -1,4 +1,4 @@
-"""/v1/embeddings and Ollama's /api/embed: the handlers, and the form of their answers."""
+"""/v1/embeddings and Ollama's /api/embed and /api/embeddings: the handlers, and the form of their answers."""
 
 import base64
 import time
@@ -41,7 +41,17 @@ class OllamaEmbedBody(msgspec.Struct, kw_only=True):
     keep_alive: Any = None
 
 
+class OllamaOldBody(msgspec.Struct, kw_only=True):
+    """The body of /api/embeddings, which embeds one text."""
+
+    model: str
+    prompt: str
+    options: Any = None
+    keep_alive: Any = None
+
+
 _decoder = msgspec.json.Decoder(EmbeddingBody)
+_old_decoder = msgspec.json.Decoder(OllamaOldBody)
 _ollama_decoder = msgspec.json.Decoder(OllamaEmbedBody)
 
 
@@ -77,6 +87,14 @@ async def embed(service: Service, request: Request) -> Response:
     took = time.monotonic_ns() - begin
     answer = {"model": name, "embeddings": [_numbers(output) for output in outputs], "total_duration": took}
     return Response(json_bytes({**answer, "load_duration": 0, "prompt_eval_count": _num_tokens(outputs)}))
+
+
+async def embed_one(service: Service, request: Request) -> Response:
+    """Embed one text, for Ollama's older programs."""
+    body = request.decode(_old_decoder)
+    service.check_model(request, body.model.removesuffix(":latest"))
+    outputs = await pool(service, request, [body.prompt], PoolingParams(truncate_prompt_tokens=-1), "embed")
+    return Response(json_bytes({"embedding": _numbers(outputs[0])}))
 
 
 def _numbers(output: PoolingRequestOutput) -> list[float]:

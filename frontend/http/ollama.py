@@ -16,7 +16,7 @@ from frontend.http.answer_format import PromptSide, json_bytes
 from frontend.http.bodies import ChatBody, CompletionBody, Json
 from frontend.http.chat_request import PreparedChat, prepare_chat
 from frontend.http.errors import HttpError
-from frontend.http.ollama_bodies import OllamaBody, OllamaChatBody, OllamaGenerateBody, sampling_fields
+from frontend.http.ollama_bodies import OllamaBody, OllamaChatBody, OllamaGenerateBody, sampling_fields, with_parts
 from frontend.http.reply import Reply
 from frontend.http.request import Request, Response
 from frontend.http.sampling import read_sampling
@@ -27,6 +27,7 @@ from ipc.version import VERSION
 
 _Body = TypeVar("_Body", ChatBody, CompletionBody)
 _TAG = ":latest"
+_ARCHITECTURE = "engine-core"  # Ollama's programs read the context's length under the architecture's name
 _chat_decoder = msgspec.json.Decoder(OllamaChatBody)
 _generate_decoder = msgspec.json.Decoder(OllamaGenerateBody)
 
@@ -39,24 +40,26 @@ class _ShowBody(msgspec.Struct):
 _show_decoder = msgspec.json.Decoder(_ShowBody)
 
 
-async def chat(service: Service, request: Request) -> Reply:
+async def chat(service: Service, request: Request) -> Reply | Response:
     """Answer a chat."""
     given = request.decode(_chat_decoder)
     name = service.check_model(request, given.model.removesuffix(_TAG))
-    if any(message.get("images") for message in given.messages):
-        raise HttpError(400, "this API takes text only: send images to /v1/chat/completions", param="messages")
-    body = _chat_body(service, given, given.messages, given.tools)
+    if not given.messages:
+        return _loaded(name, {"message": {"role": "assistant", "content": ""}})
+    body = _chat_body(service, given, [with_parts(message) for message in given.messages], given.tools)
     prepared = await prepare_chat(service, request, body)
     return service.submit(request, prepared.requests, OllamaFormat(name, prepared.scanners, is_chat=True))
 
 
-async def generate(service: Service, request: Request) -> Reply:
+async def generate(service: Service, request: Request) -> Reply | Response:
     """Answer a prompt: as a chat of one message, or with raw=true as it stands."""
     given = request.decode(_generate_decoder)
     name = service.check_model(request, given.model.removesuffix(_TAG))
-    for field in ("images", "suffix", "template", "context"):
+    for field in ("suffix", "template", "context", *(("images",) if given.raw else ())):
         if getattr(given, field):
-            raise HttpError(400, f"{field} is not supported by this server", param=field)
+            raise HttpError(400, f"{field} is not supported {'with raw ' * (field == 'images')}here", param=field)
+    if not given.prompt and not given.images:
+        return _loaded(name, {"response": ""})
     if given.raw:
         body = _convert(CompletionBody, {**sampling_fields(given, service.max_model_len), "prompt": given.prompt})
         params = read_sampling(body, service.default_sampling, max_tokens=None, logprobs=None)
@@ -68,7 +71,7 @@ async def generate(service: Service, request: Request) -> Reply:
         )
     else:
         system: list[Json] = [{"role": "system", "content": given.system}] if given.system else []
-        messages = [*system, {"role": "user", "content": given.prompt}]
+        messages = [*system, with_parts({"role": "user", "content": given.prompt, "images": given.images})]
         prepared = await prepare_chat(service, request, _chat_body(service, given, messages, None))
     return service.submit(request, prepared.requests, OllamaFormat(name, prepared.scanners, is_chat=False))
 
@@ -88,14 +91,39 @@ async def show(service: Service, request: Request) -> Response:
     """Describe the model."""
     body = request.decode(_show_decoder)
     name = service.check_model(request, (body.model or body.name or "").removesuffix(_TAG))
-    tokenizer = service.engine.tokenizer
+    tokenizer, length = service.engine.tokenizer, service.max_model_len
+    lengths = {"general.context_length": length, f"{_ARCHITECTURE}.context_length": length}
     answer = {
         "template": tokenizer.chat_template or "" if tokenizer is not None else "",
         "details": _card(service, name)["details"],
-        "model_info": {"general.basename": name, "general.context_length": service.max_model_len},
-        "capabilities": ["completion"],
+        "model_info": {"general.architecture": _ARCHITECTURE, "general.basename": name, **lengths},
+        "capabilities": _capabilities(service),
     }
     return Response(json_bytes(answer))
+
+
+def _capabilities(service: Service) -> list[str]:
+    """Return what the model can do, in Ollama's words; programs offer tools and images by these."""
+    welcome = service.engine.client.welcome
+    found = ["completion", "tools"] if not welcome.tasks or "generate" in welcome.tasks else []
+    if "embed" in welcome.tasks:
+        found.append("embedding")
+    if welcome.features is not None and welcome.features.image_size:
+        found.append("vision")
+    if service.form.reasoning is not None or service.form.is_harmony:
+        found.append("thinking")
+    return found
+
+
+def _loaded(name: str, content: Json) -> Response:
+    """Return the answer to a request without a prompt, by which Ollama's programs load a model or unload it.
+
+    The model is loaded before and after it."""
+    return Response(json_bytes({"model": name, "created_at": _now(), **content, "done": True, "done_reason": "load"}))
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
 
 
 async def get_version(service: Service, request: Request) -> Response:
@@ -155,8 +183,7 @@ class OllamaFormat:
         shown: Json = {"message": {"role": "assistant", **fields}}
         if not self._is_chat:
             shown = {("response" if name == "content" else name): value for name, value in fields.items()}
-        now = datetime.now(UTC).isoformat().replace("+00:00", "Z")
-        return json_bytes({"model": self._name, "created_at": now, **shown, **more}) + b"\n"
+        return json_bytes({"model": self._name, "created_at": _now(), **shown, **more}) + b"\n"
 
     def _end(self, usage: Usage) -> Json:
         """Return the counts and the times, in nanoseconds."""

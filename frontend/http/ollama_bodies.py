@@ -65,6 +65,18 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
     context: Any = None
 
 
+def with_parts(message: Json) -> Json:
+    """Return a message with its images, which Ollama has in base64 beside the text, as parts before the text."""
+    images = message.get("images")
+    if not images or not isinstance(images, list):
+        return message
+    urls = [f"data:image/png;base64,{image}" for image in images]  # the kind is read from the bytes
+    parts: list[Json] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    if text := message.get("content"):
+        parts.append({"type": "text", "text": text})
+    return {**{name: value for name, value in message.items() if name != "images"}, "content": parts}
+
+
 def sampling_fields(body: OllamaBody, max_model_len: int) -> Json:
     """Return the options as fields of SamplingFields. Errors: HttpError 400, also for a num_ctx above max_model_len."""
     found: Json = {"stream": body.stream is not False}

@@ -89,7 +89,8 @@ def test_every_route_without_a_key(keyed: tuple[Caller, Path]) -> None:
                 continue
             assert answer.status == 401, path
             assert answer.headers["www-authenticate"] == "Bearer"
-            assert answer.json["error"]["type"] in ("AuthenticationError", "authentication_error")
+            error = answer.json["error"]  # Ollama's is a text
+            assert isinstance(error, str) or error["type"] in ("AuthenticationError", "authentication_error"), path
         for other in (f"/{path}", f"{path}/", path.replace("/", "%2f"), path.upper(), f"{path};x", f"/.{path}"):
             if other not in {route.path for route in ROUTES}:
                 assert served.call(route.method, other, b"{}" if route.method == "POST" else None).status in (

@@ -39,6 +39,7 @@ def test_ollama(served: Caller, llm: LLM) -> None:
     answer = served.post("/api/embed", {"model": "demo:latest", "input": TEXTS}).json
     assert answer["embeddings"] == wanted(llm)
     assert (answer["model"], answer["total_duration"] > 0) == ("demo", True)
+    assert served.post("/api/embeddings", {"model": "demo", "prompt": TEXTS[0]}).json == {"embedding": wanted(llm)[0]}
     long = served.post("/api/embed", {"model": "demo", "input": "word " * 5000})
     assert (long.status, long.json["prompt_eval_count"]) == (200, 4096)
     assert served.post("/api/embed", {"model": "demo", "input": "word " * 5000, "truncate": False}).status == 400

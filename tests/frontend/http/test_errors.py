@@ -130,10 +130,14 @@ def test_each_wrong_call(served: Caller, method: str, path: str, body: bytes | N
         assert set(answer.json["error"]) == {"message", "type", "param", "code"}
 
 
-def test_only_json_is_taken(served: Caller) -> None:
-    for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
-        answer = served.post("/v1/chat/completions", CHAT, {"content-type": kind})
-        assert answer.status == 415
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+def test_only_json_is_taken_from_pages_and_programs_may_call_it_anything(served: Caller, kind: str) -> None:
+    for of_page in ({"origin": "https://elsewhere.example"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}):
+        assert served.post("/v1/chat/completions", CHAT, {"content-type": kind, **of_page}).status == 415
+    assert served.post("/v1/chat/completions", CHAT, {"content-type": kind}).status == 200
+
+
+def test_a_content_type_may_have_parameters(served: Caller) -> None:
     assert served.post("/v1/chat/completions", CHAT, {"content-type": "Application/JSON; charset=utf-8"}).status == 200
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from frontend.http.ollama_bodies import with_parts
 from frontend.llm import LLM
 from ipc.sampling_params import SamplingParams
 from tests.frontend.http.caller import Answer, Caller
@@ -52,7 +53,7 @@ def test_generate_with_and_without_the_template(served: Caller, llm: LLM) -> Non
         ({"options": {"speed": 1}}, 400, "speed"),
         ({"options": {"temperature": "hot"}}, 400, "temperature"),
         ({"format": "xml"}, 400, "format"),
-        ({"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, 400, "images"),
+        ({"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, 400, "image"),
         ({"model": "nobody"}, 404, "nobody"),
     ],
 )
@@ -69,6 +70,40 @@ def test_what_programs_ask_first(served: Caller) -> None:
     assert [one["name"] for one in served.get("/api/tags").json["models"]] == ["demo", "other/name"]
     assert served.get("/api/ps").json["models"]
     assert served.get("/api/version").json["version"]
-    assert served.post("/api/show", {"model": "demo"}).json["model_info"]["general.context_length"] == 4096
+    shown = served.post("/api/show", {"model": "demo"}).json
+    assert shown["model_info"]["general.context_length"] == 4096
+    assert shown["model_info"][f"{shown['model_info']['general.architecture']}.context_length"] == 4096
+    assert shown["capabilities"] == ["completion", "tools", "embedding"]  # of the fake executor
     assert served.post("/api/pull", {"model": "x"}).status == 501
     assert served.call("DELETE", "/api/delete").status == 501
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "empty"),
+    [
+        ("/api/generate", {"keep_alive": "5m"}, {"response": ""}),
+        ("/api/generate", {"prompt": "", "stream": False}, {"response": ""}),
+        ("/api/chat", {"messages": []}, {"message": {"role": "assistant", "content": ""}}),
+        ("/api/chat", {"keep_alive": 0}, {"message": {"role": "assistant", "content": ""}}),
+    ],
+)
+def test_a_request_without_a_prompt_asks_for_the_model_to_be_loaded_which_it_is(
+    served: Caller, path: str, body: dict[str, Any], empty: dict[str, Any]
+) -> None:
+    (answer,) = lines(served.post(path, {"model": "demo", **body}))
+    assert answer.pop("created_at").endswith("Z")
+    assert answer == {"model": "demo", **empty, "done": True, "done_reason": "load"}
+
+
+def test_images_beside_a_text_become_parts_before_it() -> None:
+    message = {"role": "user", "content": "What?", "images": ["aGk=", "eW91"]}
+    first, second = (
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}} for data in ("aGk=", "eW91")
+    )
+    assert with_parts(message) == {"role": "user", "content": [first, second, {"type": "text", "text": "What?"}]}
+    assert with_parts({"role": "user", "content": "What?", "images": []}) == {
+        "role": "user",
+        "content": "What?",
+        "images": [],
+    }
+    assert message["images"]
