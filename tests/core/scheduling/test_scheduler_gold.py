@@ -274,12 +274,12 @@ def run(machine: type[GoldMachine], max_examples: int, derandomize: bool) -> Non
 
 @pytest.mark.timeout(400)
 def test_decisions_equal_the_gold_models() -> None:
-    run(PlainMachine, 75, True)  # make soak runs tens of thousands
+    run(PlainMachine, 50, True)  # make soak runs tens of thousands
 
 
 @pytest.mark.timeout(400)
 def test_decisions_under_all_options_equal_the_gold_models() -> None:
-    run(OptionsMachine, 75, True)
+    run(OptionsMachine, 35, True)
 
 
 @pytest.mark.soak

@@ -2,6 +2,8 @@
 neighbours change one. tests/core/sampling/test_sampler.py tests what it draws, beside torch's
 operations."""
 
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -26,6 +28,12 @@ def columns(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
     return (*filters, seeds, rng.integers(0, 2**31, ROWS), rng.integers(0, 100, ROWS))
 
 
+def some_logits(size, scale):
+    logits = torch.randn(ROWS, size, generator=torch.Generator().manual_seed(size)) * scale
+    logits[3, 1:] = logits[4, : size - 1] = -torch.inf
+    return logits
+
+
 @pytest.mark.parametrize("scale", [0.0, 0.5, 4.0, 40.0])
 @pytest.mark.parametrize("size", [1, 77, 128, 5003])
 @pytest.mark.parametrize(
@@ -33,13 +41,16 @@ def columns(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 )
 def test_draws_are_those_of_numpy(filters, size, scale, library):
     """The sums of logits and noise have NumPy's bits: of equal logits the noise alone decides."""
-    logits = torch.randn(ROWS, size, generator=torch.Generator().manual_seed(size)) * scale
-    logits[3, 1:] = logits[4, : size - 1] = -torch.inf
-    given = columns(**filters)
-    temperature, top_k, top_p, min_p, *stream = given
+    logits = some_logits(size, scale)
+    drawn = CpuSampler(library)(logits, columns(**filters))
+    assert np.array_equal(drawn, drawn_by_numpy(tuple(filters.items()), size, scale))
+
+
+@functools.cache  # of all variants
+def drawn_by_numpy(filters, size, scale):
+    temperature, top_k, top_p, min_p, *stream = columns(**dict(filters))
     types = temperature.astype(np.float32), top_k.astype(np.int64), top_p.astype(np.float32), min_p.astype(np.float32)
-    expected = sample(logits.numpy().copy(), SamplingInputs(*types, *stream))
-    assert np.array_equal(CpuSampler(library)(logits, given), expected)
+    return sample(some_logits(size, scale).numpy(), SamplingInputs(*types, *stream))
 
 
 @pytest.mark.parametrize(
@@ -102,7 +113,7 @@ def test_logits_that_the_temperature_makes_equal_are_ties(top_k, library):
     assert set(drawn.tolist()) == {7, *range(130, 130 + top_k)}
 
 
-@pytest.mark.parametrize("size", [200, 5003, 49_152])
+@pytest.mark.parametrize("size", [200, 5003, pytest.param(49_152, marks=pytest.mark.soak)])
 def test_of_equal_logits_all_remain(size, library):
     """top_k keeps the ties of the last token that it keeps, as transformers' TopKLogitsWarper and vLLM do. So equal
     logits are drawn as without it, and top_p keeps the lower ids; -0 equals 0."""

@@ -66,9 +66,9 @@ class SharingBench(CpuBench):
         return outputs
 
 
-def compare(attention, heads, dtype, **kinds):
+def compare(attention, heads, dtype, threads=(2,), **kinds):
     usual = SharingBench(heads, dtype, shares=False, **kinds).decode_alone(attention)
-    for num_threads in (1, 2):
+    for num_threads in threads:
         attention.library.start_threads(num_threads)
         outputs = SharingBench(heads, dtype, shares=True, **kinds).decode_all(attention)
         attention.library.stop_threads()
@@ -80,7 +80,7 @@ def compare(attention, heads, dtype, **kinds):
 @pytest.mark.parametrize("variant", usable_variants())
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_bits_are_those_of_a_request_alone(dtype, variant):
-    compare(attention_of(load_cpu_library(variant)), (6, 2, 20), dtype)
+    compare(attention_of(load_cpu_library(variant)), (6, 2, 20), dtype, threads=(1, 2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -100,7 +100,7 @@ def test_block_sizes_change_no_bit(block_size, c_library):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("window", [1090, 1200, 5000])
+@pytest.mark.parametrize("window", [1090, pytest.param(1200, marks=pytest.mark.soak), 5000])
 def test_windows_change_no_bit(window, dtype, c_library):
     compare(attention_of(c_library), (6, 2, 16), dtype, window=window)
 
