@@ -13,7 +13,7 @@ from tests.build_wheel.suite import build, install
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file, with two variants of the kernels; `make test-wheel` builds all. Workers of one run share it: compiling
+    """The file, with one variant of the kernels; `make test-wheel` builds all. Workers of one run share it: compiling
     is most of a build.
     """
     base = tmp_path_factory.getbasetemp()
@@ -22,7 +22,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not any(folder.glob("*.whl")):
-            build(folder, "--wheel", **{WANTED: f"{usable_variants()[0]},portable"})
+            build(folder, "--wheel", **{WANTED: usable_variants()[0]})
     (path,) = folder.glob("*.whl")
     return path
 

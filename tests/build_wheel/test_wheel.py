@@ -22,7 +22,6 @@ pytestmark = [pytest.mark.checkout, pytest.mark.timeout(400)]  # the wheel's ker
 END_TO_END = (
     "tests/core/process/test_start.py",
     "tests/frontend/test_async_llm.py",
-    "tests/frontend/test_llm.py",
     "tests/frontend/test_model_files_end_to_end.py",
     "tests/frontend/test_vllm_scripts.py",
 )

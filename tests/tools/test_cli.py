@@ -257,7 +257,7 @@ def test_a_closed_pipe_is_quiet() -> None:
     ],
 )
 def test_an_output_that_fails_is_one_line_at_most(redirection: str, status: int, text: str) -> None:
-    words = command("generate", "--executor", "fake", "--max-tokens", "3000", "--ignore-eos", "--quiet", "5", "6")
+    words = command("generate", "--executor", "fake", "--max-tokens", "300", "--ignore-eos", "--quiet", "5", "6")
     script = f"{shlex.join(words)} {redirection}"
     result = subprocess.run(["bash", "-c", script], env=environment(), capture_output=True, text=True)
     assert result.returncode == status, result.stderr

@@ -20,7 +20,7 @@ from ipc.messages import AddRequest, Logprobs, Outputs
 from ipc.sampling_params import SamplingParams
 from kernels.elements import FLOAT32
 from tests.core.models.test_llama import Requests, prompts, random_weights, tiny_config
-from tests.triton_device import ANYWHERE, DEVICE, ON_GPU
+from tests.triton_device import ANYWHERE, DEVICE, GPU_ONLY, ON_GPU
 
 pytestmark = ANYWHERE
 
@@ -237,8 +237,10 @@ def test_choices_and_beams_that_fork(depth: int) -> None:
     assert len({tuple(tokens) for tokens in (*got.tokens, *got.others.values())}) == 5
 
 
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("depth", "mode"),
+    [(1, "recompute"), (2, "swap"), *(pytest.param(*each, marks=GPU_ONLY) for each in ((2, "recompute"), (1, "swap")))],
+)
 def test_preempted_requests_give_the_same_tokens(depth: int, mode: PreemptionMode) -> None:
     requests = [(ids(14, seed), SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)) for seed in range(3)]
     expected = run("torch", requests)

@@ -96,7 +96,7 @@ def generate(model: Path, prompts: list[list[int]], count: int, cpu_kernels: Cpu
 @pytest.mark.parametrize(("source", "cpu_kernels"), [("gguf", "c"), ("safetensors", "torch")])
 def test_greedy_tokens_equal_transformers(source: str, cpu_kernels: CpuKernels, request: pytest.FixtureRequest) -> None:
     model = resolve_model(None) if source == "gguf" else request.getfixturevalue("safetensors_folder")
-    count = 64 if cpu_kernels == "c" else 24  # torch's path takes three times as long
+    count = 48 if cpu_kernels == "c" else 12  # torch's path takes three times as long
     tokens = generate(model, [row["prompt_token_ids"] for row in GOLDEN], count, cpu_kernels)
     for row, got in zip(GOLDEN, tokens, strict=True):
         assert got == row["token_ids"][:count], f"{row['name']}: {got} instead of {row['token_ids'][:count]}"

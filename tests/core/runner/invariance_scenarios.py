@@ -70,6 +70,9 @@ SCENARIOS: dict[str, Scenario] = {
     "prefix cache, other chunks": Scenario("cached", {"first": [request(1, PROMPT, 9, 0.0)], "budget": 11}),
 }
 
+#: One scenario of each group, and chunks that end within a KV block.
+ONE_OF_EACH = [*{each.group: name for name, each in reversed(SCENARIOS.items())}.values(), "chunks of 7"]
+
 
 def scenario(name: str, model: Llama, *, reads_cache: bool = True, **target: Any) -> Run:
     """The target with these arguments of run(), in the scenario, which must have done what it is named after.

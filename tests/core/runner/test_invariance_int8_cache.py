@@ -16,10 +16,7 @@ from tests.core.models.test_cpu_decoder import run as run_steps
 from tests.core.models.test_cpu_decoder import same_bits
 from tests.core.runner import test_preemption_model
 from tests.core.runner.invariance import DTYPES, KINDS, difference, random_weights, run, tiny_model
-from tests.core.runner.invariance_scenarios import PROMPT, SCENARIOS, scenario
-
-#: One scenario of each group, and the chunks that end within the cache's own chunks of 16 tokens.
-FIRST = {**{each.group: name for name, each in reversed(SCENARIOS.items())}, "odd chunks": "chunks of 7"}
+from tests.core.runner.invariance_scenarios import ONE_OF_EACH, PROMPT, scenario
 
 #: As DIGESTS of test_cpu_variants.py, with this cache.
 DIGESTS: dict[tuple[int, str, str], str] = {
@@ -52,7 +49,7 @@ def test_a_request_in_any_company_has_the_logits_that_it_has_alone(dtype: str, v
     model, library = model_of("local and global", DTYPES[dtype], variant), load_cpu_library(variant)
     alone = run(model, PROMPT, temperature=0.0)
     library.start_threads(2)
-    for name in FIRST.values():
+    for name in ONE_OF_EACH:
         assert difference(scenario(name, model, temperature=0.0), alone) == "", name
     digest = hashlib.blake2b(alone.logits[0].tobytes(), digest_size=8).hexdigest()
     assert DIGESTS.get((ARITHMETIC, variant, dtype)) == digest

@@ -12,7 +12,6 @@ from tests.frontend.engine.fault_matrix import FAULTS, MOMENTS, VICTIMS, Cell, a
 #: What breaks first when something breaks: a death in each moment, and one cell of each other kind.
 CHOICE = (
     Cell("SEGV", "engine", "prefill"),
-    Cell("STOP", "engine", "decode"),
     Cell("KILL", "engine", "upgrading"),
     Cell("TERM", "engine", "finishing"),
     Cell("KILL", "supervisor", "decode"),

@@ -130,7 +130,7 @@ def mutate(draw: random.Random, body: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize(
-    ("seed", "count"), [(0, 120), *(pytest.param(seed, 5000, marks=pytest.mark.soak) for seed in range(1, 4))]
+    ("seed", "count"), [(0, 60), *(pytest.param(seed, 5000, marks=pytest.mark.soak) for seed in range(1, 4))]
 )
 def test_no_body_is_an_error_of_the_server(engine: EngineHandle, path: str, seed: int, count: int) -> None:
     draw = random.Random(f"{path} {seed}")

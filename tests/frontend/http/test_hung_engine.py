@@ -21,7 +21,7 @@ def test_health_tells_that_the_engine_hangs() -> None:
     metrics = f"127.0.0.1:{free_port()}"
     with serving(*SLOW_STEPS, "--metrics", metrics) as caller:
         client = EngineClient(ZmqTransport(caller.connect))
-        number = client.submit([1, 2], SamplingParams(max_tokens=200, ignore_eos=True), seed=0)
+        number = client.submit([1, 2], SamplingParams(max_tokens=60, ignore_eos=True), seed=0)
         assert caller.get("/health").status == 200
         time.sleep(0.2)  # some steps, so that their usual time is known
         pid = client.welcome.pid
