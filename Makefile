@@ -6,6 +6,7 @@
 # make programs  programs for vLLM (lm_eval and others), unchanged (installs them into .programs/)
 # make gpu    the tests that need an NVIDIA GPU (TORCH has to be a CUDA build)
 # make check  the same without the tests
+# make kernels  build the C kernels of every variant that this CPU runs, as `make test` does beside the checks
 # make map    write docs/map.md anew
 # make venv   only set up
 #
@@ -31,14 +32,15 @@ ASK := -- "$$ENGINE_PROMPT"
 endif
 
 .DEFAULT_GOAL := run
-.PHONY: run test test-wheel soak clients programs gpu check map venv clean
+.PHONY: run test test-wheel soak clients programs gpu check kernels map venv clean
 
 run: venv
 	$(BIN)/engine-core generate $(ASK) < /dev/null
 
 # Of thousands of tests with real processes one may lose a race on a machine that others use. What fails is run once more,
 # alone; a failure that the second run does not show is still a fault to be found, and the first run's output names it.
-test: check
+test: $(DEV_STAMP)
+	$(MAKE) --no-print-directory -j 2 check kernels
 	$(BIN)/python -m pytest -n 2 -q tests || \
 	  { [ $$? = 1 ] && $(BIN)/python -m pytest -q --last-failed --last-failed-no-failures none tests; }
 
@@ -62,6 +64,9 @@ check: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+kernels: $(DEV_STAMP)
+	$(BIN)/python -m tests.build_kernels
 
 map: $(DEV_STAMP)
 	$(BIN)/python -m tests.make_map

@@ -107,7 +107,8 @@ def check_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 def copy_without_vocabulary(source: Path, path: Path, num_layers: int) -> Path:
-    """The same settings and the tensors of the first layers, and of none. The gguf package and transformers take 10 s to read a vocabulary."""
+    """The same settings, and the tensors of the first layers and of none. The gguf package and transformers take ten
+    seconds to read a vocabulary."""
     header = read_gguf(source)
     data = np.memmap(source, np.uint8, "r")
     kinds = {int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}
@@ -134,8 +135,8 @@ def copy_without_vocabulary(source: Path, path: Path, num_layers: int) -> Path:
 def test_demo_model_equals_transformers_reading_of_it(
     num_layers: int, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The weights of the first layers, and of all 30, in float32. from_pretrained(gguf_file=...) refuses to run without accelerate; the
-    converter behind it does not need it."""
+    """The weights of the first layers, and of all 30, in float32. from_pretrained(gguf_file=...) refuses to run without
+    accelerate; the converter behind it does not need it."""
     from transformers import LlamaConfig, LlamaForCausalLM, modeling_gguf_pytorch_utils
 
     monkeypatch.setattr(modeling_gguf_pytorch_utils, "tqdm", lambda tensors, **_: tensors)
