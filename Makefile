@@ -3,6 +3,7 @@
 # make soak   the counts that are too large for every change
 # make test-wheel  the suite against an installed wheel (ARGS="..." for pytest)
 # make clients  real HTTP clients against the server (ARGS="openai" runs only those; installs them into .clients/)
+# make ray    replicas as actors of a real Ray cluster on this machine (installs Ray into .ray/)
 # make programs  programs for vLLM (lm_eval and others), unchanged (installs them into .programs/)
 # make gpu    the tests that need an NVIDIA GPU (TORCH has to be a CUDA build)
 # make check  the same without the tests
@@ -32,7 +33,7 @@ ASK := -- "$$ENGINE_PROMPT"
 endif
 
 .DEFAULT_GOAL := run
-.PHONY: run test test-wheel soak clients programs gpu check kernels map venv clean
+.PHONY: run test test-wheel soak clients ray programs gpu check kernels map venv clean
 
 run: venv
 	$(BIN)/engine-core generate $(ASK) < /dev/null
@@ -52,6 +53,14 @@ soak: $(DEV_STAMP)
 
 clients: $(DEV_STAMP)
 	$(BIN)/python -m tests.clients $(ARGS)
+
+ray: .ray/installed
+	.ray/bin/python -m tests.ray_cluster
+
+.ray/installed: pyproject.toml
+	$(PYTHON) -m venv .ray
+	.ray/bin/python -m pip --disable-pip-version-check install --quiet -e '.[ray]'
+	touch $@
 
 programs: $(DEV_STAMP)
 	$(BIN)/python -m tests.programs $(ARGS)
@@ -88,4 +97,4 @@ $(DEV_STAMP): $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .clients .programs build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .clients .programs .ray build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

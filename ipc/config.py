@@ -57,7 +57,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     distributed_executor_backend: Annotated[
         DistributedExecutorBackend,
         Option(
-            "machine", "mp = the executor runs in workers, which may die; uni = in the engine; auto = uni if it can"
+            "machine",
+            "mp = the executor runs in workers, which may die; uni = in the engine; auto = uni if it can",
+            refused={"ray": checks.NOT_BY_RAY},
         ),
     ] = "auto"
     tensor_parallel_size: Annotated[
@@ -168,9 +170,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     num_host_blocks: Annotated[
         int | None, Option("KV cache", "exact number of KV blocks in that memory; default: what fits", 0, 2**30)
     ] = None
-    kv_dir: Annotated[
-        str | None, Option("KV cache", "folder of files with KV blocks, also after a restart; needs kv_host_bytes")
-    ] = None
+    kv_dir: Annotated[str | None, Option("KV cache", "folder of files with KV blocks; needs kv_host_bytes")] = None
     kv_dir_bytes: Annotated[
         int, Option("KV cache", "bytes of these files, as 512M, 2G; the least recently used go first", 2**20, 2**50)
     ] = 32 << 30

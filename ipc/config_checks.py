@@ -11,6 +11,11 @@ if TYPE_CHECKING:
 
 #: Executors that are no plug-ins.
 BUILT_IN_EXECUTORS = ("local", "fake")
+#: Why distributed_executor_backend has no "ray".
+NOT_BY_RAY = (
+    "the workers of an engine live and die with it, by pipes, on its machine; Ray places engines: engine-core ray, "
+    "engine_core.ray.deploy() (docs/scale_out.md)"
+)
 _MIN_WEIGHT, _MAX_WEIGHT = 1e-3, 1e3
 #: Least size of a flight recorder that is on: two halves, each with a header and a small checkpoint.
 MIN_FLIGHT_BYTES = 1 << 16

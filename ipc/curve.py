@@ -42,12 +42,22 @@ class AllowedClient(NamedTuple):
 
 def make_engine_keys(folder: str) -> None:
     """Make an engine's keys in a new or empty folder, with nobody allowed. Errors: ConfigError."""
+    write_engine_keys(folder, new_keys())
+
+
+def new_keys() -> Keys:
+    """Return new keys of an engine. Errors: ConfigError where libzmq has no CURVE."""
     _check_curve()
+    public, secret = (key.decode() for key in zmq.curve_keypair())
+    return Keys(public, secret, public)
+
+
+def write_engine_keys(folder: str, keys: Keys) -> None:
+    """Write an engine's keys to a new or empty folder, with nobody allowed. Errors: ConfigError."""
     path = Path(folder)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        public, secret = (key.decode() for key in zmq.curve_keypair())
-        _write(path / ENGINE_FILE, msgspec.json.encode(Keys(public, secret, public)), is_new=True)
+        _write(path / ENGINE_FILE, msgspec.json.encode(keys), is_new=True)
         _write(path / ALLOWED_FILE, b"", is_new=True)
     except OSError as error:
         raise ConfigError(f"no keys can be made in {folder}: {error.strerror} ({error.filename})") from None
