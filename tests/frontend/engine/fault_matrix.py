@@ -1,7 +1,8 @@
 """One cell of the fault matrix: a fault, its victim and the moment, in real processes, against golden streams.
 
 The service is `engine-core serve` with the fake executor. 64 streams of a client that knows only its address are
-compared with undisturbed ones, token by token. What a cell may end in is in `promise()`.
+compared with undisturbed ones, token by token. What a cell may end in is in `promise()`. Victim "http" is the HTTP
+server's process: its callers may be cut, and what they got is right; the 64 streams must be whole.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from ipc.errors import EngineCoreError
 from tests.frontend.engine.fault_service import NUM_STREAMS, PATIENCE_S, POISONS, ROOT, Service, Streams
+from tests.frontend.engine.http_streams import HttpStreams, free_port
 from tools.control import read_owner_file
 
 SIGNALS = {
@@ -31,7 +33,7 @@ SIGNALS = {
 }
 FAULTS = (*SIGNALS, *POISONS)
 MOMENTS = ("starting", "idle", "prefill", "decode", "finishing", "draining", "upgrading", "restarting")
-VICTIMS = ("engine", "client", "supervisor", "standby")
+VICTIMS = ("engine", "client", "supervisor", "standby", "http")
 
 UNPOISONED = ("supervisor", "standby")
 
@@ -86,7 +88,7 @@ def all_cells() -> list[Cell]:
 def promise(cell: Cell) -> str:
     """Return "exact" (every stream is whole), or "told" (the service may end as it was told: what came is right)."""
     fault, victim, moment = cell
-    if victim in ("client", "standby"):
+    if victim in ("client", "standby", "http"):
         return "exact"
     if victim == "engine":
         if moment == "starting":
@@ -118,12 +120,13 @@ def _victim_client(address: str, fault: str) -> "Iterator[subprocess.Popen[str]]
         process.stdout.close()
 
 
-def run_cell(cell: Cell, folder: Path) -> None:
-    """Play one cell. Errors: AssertionError that says what was lost."""
-    fault = "" if cell.victim == "client" else cell.fault
-    service = Service(folder, fault, cell.moment, has_standby=cell.victim == "standby")
+def run_cell(cell: Cell, folder: Path, *, is_over_http: bool = False) -> None:
+    """Play one cell; is_over_http: with streams over HTTP. Errors: AssertionError that says what was lost."""
+    fault = "" if cell.victim in ("client", "http") else cell.fault
+    port = free_port() if is_over_http or cell.victim == "http" else None
+    service = Service(folder, fault, cell.moment, has_standby=cell.victim == "standby", http_port=port)
     try:
-        if cell.moment == "starting" and cell.victim != "standby":
+        if cell.moment == "starting" and cell.victim not in ("standby", "http"):
             _strike(cell, service, service.engine_pid(), None)
             if promise(cell) == "told" and not service.wait_ready():
                 assert service.process.wait(PATIENCE_S) != 0 or cell.fault in ("TERM", "TERM2", "INT"), "it ended well"
@@ -134,14 +137,18 @@ def run_cell(cell: Cell, folder: Path) -> None:
             other = None
             if cell.victim == "client":
                 other = stack.enter_context(_victim_client(service.address, cell.fault))
-            _play(cell, service, other)
+            if cell.victim == "http":
+                assert port is not None
+                play_http_victim(cell, service, port)
+            else:
+                _play(cell, service, other, port)
     finally:
         service.close()
 
 
-def _play(cell: Cell, service: Service, other: "subprocess.Popen[str] | None") -> None:
+def _play(cell: Cell, service: Service, other: "subprocess.Popen[str] | None", port: int | None) -> None:
     try:
-        streams = Streams(service.address)
+        streams = Streams(service.address) if port is None else HttpStreams(service.address, port)
     except EngineCoreError:
         assert promise(cell) == "told"
         return
@@ -158,7 +165,7 @@ def _play(cell: Cell, service: Service, other: "subprocess.Popen[str] | None") -
             os.kill(service.process.pid, signal.SIGCONT)
         streams.check(promise(cell))
     finally:
-        streams.client.close()
+        streams.close()
 
 
 def _reach_and_strike(cell: Cell, service: Service, streams: Streams, other: "subprocess.Popen[str] | None") -> None:
@@ -190,11 +197,47 @@ def _reach(moment: str, streams: Streams) -> None:
     match moment:
         case "prefill":
             streams.wait_for(lambda lengths, _: sum(lengths) > 0)
-            streams.client.statistics()  # all were read before this: a drain refuses what comes after it
+            streams.wait_until_read()
         case "decode" | "draining" | "upgrading" | "restarting":
             streams.wait_for(lambda lengths, _: min(lengths) >= 5)
         case "finishing":
             streams.wait_for(lambda _, num_finished: num_finished >= NUM_STREAMS // 4)
+
+
+def play_http_victim(cell: Cell, service: Service, port: int) -> None:
+    """Strike the HTTP server under eight callers of its own and 64 streams of another client."""
+    (Path(service.owner_file).parent / "fault").write_text(cell.fault)
+    streams, callers = Streams(service.address), HttpStreams(service.address, port, 8)
+    try:
+        if cell.moment not in ("starting", "idle"):
+            streams.submit()
+            callers.submit()
+        elif cell.moment == "starting":
+            worker = service.worker_pid()
+            os.kill(worker, signal.SIGKILL)
+            service.worker_pid(other_than=worker)
+        _reach(cell.moment, streams)
+        worker = service.worker_pid()
+        if cell.moment == "draining":
+            os.kill(service.process.pid, signal.SIGTERM)
+            time.sleep(0.02)
+        elif cell.moment == "upgrading":
+            _upgrade(service)
+        elif cell.moment == "restarting":
+            os.kill(streams.client.welcome.pid, signal.SIGKILL)
+        _signal(cell.fault, worker)
+        if cell.moment in ("starting", "idle"):
+            streams.submit()
+            callers.submit()
+        streams.finish()
+        streams.check("exact")
+        if cell.moment != "draining":
+            callers.ask_again()
+        callers.finish()
+        callers.check("told")
+    finally:
+        streams.close()
+        callers.close()
 
 
 def _strike_standby(cell: Cell, service: Service, streams: Streams) -> None:
@@ -220,7 +263,7 @@ def _strike_standby(cell: Cell, service: Service, streams: Streams) -> None:
 
 
 def _signal(fault: str, pid: int) -> None:
-    for number in SIGNALS[fault]:
+    for number in SIGNALS.get(fault, [signal.SIGUSR2]):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
         time.sleep(0.05 if fault == "TERM2" else 0)

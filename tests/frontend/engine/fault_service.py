@@ -28,29 +28,53 @@ _PLACES = {"idle": 0, "prefill": 0, "decode": PROMPT + 20, "finishing": PROMPT +
 _LATER = PROMPT + 30
 
 
+#: sitecustomize.py of an HTTP server's process: what it does on SIGUSR2, as the file "fault" beside it says.
+_HARM = """
+import pathlib, signal, sys
+def fault(*_):
+    word = (pathlib.Path(__file__).parent / "fault").read_text()
+    if word == "exception":
+        raise RuntimeError("planted")
+    if word == "MemoryError":
+        raise MemoryError("planted")
+    while True:
+        pass
+if "frontend.http" in sys.orig_argv:
+    signal.signal(signal.SIGUSR2, fault)
+"""
+
+
 class Service:
     """`engine-core serve` at one address, started anew where the fault was its supervisor's."""
 
-    def __init__(self, folder: Path, fault: str, moment: str, *, has_standby: bool = False) -> None:
+    def __init__(
+        self, folder: Path, fault: str, moment: str, *, has_standby: bool = False, http_port: int | None = None
+    ) -> None:
         self.address, self.owner_file = f"ipc://{folder}/s", str(folder / "owner")
+        self._folder, self._has_http = folder, http_port is not None
         self._options = ["--fake-vocab-size", "1000", "--max-num-seqs", str(NUM_STREAMS + 8), "--fake-step-us", "2000"]
         self._options += ["--max-num-batched-tokens", "96", "--restarts", "60", "--hang-timeout", "0.5"]
         self._options += ["--executor", "fake", "--owner-file", self.owner_file, "--listen", self.address]
         self._options += ["--standby", "model", "--start-timeout", "30"] if has_standby else ["--start-timeout", "15"]
+        if http_port is not None:
+            self._options += ["--http", f"127.0.0.1:{http_port}"]
+            (folder / "sitecustomize.py").write_text(_HARM)
         if fault in POISONS:
             self._options += ["--fake-poison", f"{POISONS[fault]}:{POISON_TOKEN}:{_PLACES.get(moment, _LATER)}"]
         self.process = self._spawn()
 
     def _spawn(self) -> "subprocess.Popen[str]":
         command = [sys.executable, "-m", "engine_core", "serve", *self._options]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        path = f"{ROOT}:{self._folder}" if self._has_http else str(ROOT)
+        environment = {**os.environ, "PYTHONPATH": path}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
         return subprocess.Popen(command, env=environment, **pipes)  # type: ignore[call-overload,no-any-return]
 
     def wait_ready(self) -> bool:
         """Return whether it became ready."""
         assert self.process.stdout is not None
-        return "ready" in self.process.stdout.readline()
+        is_ready = "ready" in self.process.stdout.readline()
+        return is_ready and (not self._has_http or "HTTP at" in self.process.stdout.readline())
 
     def start_again(self) -> None:
         """Start it at its address, as a service manager does with a service that has died."""
@@ -68,13 +92,22 @@ class Service:
             time.sleep(0.002)
         return 0
 
-    def _engines(self) -> list[int]:
-        """Return the processes that are an engine or a standby."""
+    def worker_pid(self, *, other_than: int = 0) -> int:
+        """Return the HTTP server's process, or another one of its kind, as soon as there is one."""
+        end = time.monotonic() + PATIENCE_S
+        while time.monotonic() < end and self.process.poll() is None:
+            if found := [pid for pid in self._engines(b"-m\0frontend.http") if pid != other_than]:
+                return found[0]
+            time.sleep(0.002)
+        return 0
+
+    def _engines(self, words: bytes = b"-m\0core") -> list[int]:
+        """Return the processes that are an engine or a standby, or have other words in their command line."""
         found = []
         with contextlib.suppress(OSError):
             for children in Path(f"/proc/{self.process.pid}/task").glob("*/children"):
                 pids = map(int, children.read_text().split())
-                found += [pid for pid in pids if b"-m\0core" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+                found += [pid for pid in pids if words in Path(f"/proc/{pid}/cmdline").read_bytes()]
         return found
 
     def standby_pid(self, engine: int, *, is_prepared: bool) -> int:
@@ -96,7 +129,7 @@ class Service:
 
     def close(self) -> None:
         """End it, and all that it has started."""
-        engines = [] if self.process.poll() is not None else self._engines()
+        engines = [] if self.process.poll() is not None else self._engines(b"-m\0")
         for pid in (*engines, self.process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
@@ -151,6 +184,14 @@ class Streams:
             if is_reached([len(one.token_ids) for one in progress], num_finished) or num_finished == NUM_STREAMS:
                 return
             time.sleep(0.002)
+
+    def wait_until_read(self) -> None:
+        """Wait until the engine has read all requests: a drain refuses what comes after it."""
+        self.client.statistics()  # answered behind what was sent before
+
+    def close(self) -> None:
+        """Leave."""
+        self.client.close()
 
     def finish(self) -> None:
         """Wait for all ends."""

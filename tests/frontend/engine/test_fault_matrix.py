@@ -17,6 +17,7 @@ CHOICE = (
     Cell("KILL", "supervisor", "decode"),
     Cell("MemoryError", "client", "draining"),
     Cell("KILL", "standby", "decode"),
+    Cell("SEGV", "http", "decode"),
 )
 
 
@@ -31,9 +32,20 @@ def test_every_other_cell(cell: Cell, tmp_path: Path) -> None:
     run_cell(cell, tmp_path)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "cell",
+    [cell for cell in all_cells() if cell.victim in ("engine", "standby") and cell.moment != "starting"],
+    ids=str,
+)
+def test_every_cell_over_http(cell: Cell, tmp_path: Path) -> None:
+    """Where the engine or its standby is struck: callers over HTTP see a pause, too."""
+    run_cell(cell, tmp_path, is_over_http=True)
+
+
 def test_the_matrix_is_whole() -> None:
     cells = all_cells()
-    assert len(cells) == len(set(cells)) == 80 - 3 + 70 + 80 - 24 + 56
+    assert len(cells) == len(set(cells)) == 80 - 3 + 70 + 80 - 24 + 56 + 80
     assert {cell.fault for cell in cells} == set(FAULTS)
     assert {cell.moment for cell in cells} == set(MOMENTS)
     assert {cell.victim for cell in cells} == set(VICTIMS)
