@@ -1,7 +1,6 @@
 """SupervisedWorker: an HTTP server in a process of its own that is started again when it dies or hangs."""
 
 import asyncio
-import math
 import os
 import signal
 import socket
@@ -21,8 +20,9 @@ class SupervisedWorker:
     """The worker of some sockets, and those that follow it; the sockets stay open meanwhile.
 
     start() starts the first one, whose failure is the caller's error. From watch() on an event loop sees to it that
-    there is one, and never waits for it. options.hang_timeout: seconds beyond _TURN_S for which a worker's loop may
-    stand still, of those in which this process ran itself; 0 = for ever. on_news: called with a line for each death.
+    there is one, and never waits for it. options.hang_timeout: seconds beyond _TURN_S for which a worker may show no
+    sign, of those in which this process ran itself; 0 = for ever. Signs are turns of its loop, and in its start that it
+    computes. on_news: called with a line for each death.
     """
 
     def __init__(
@@ -36,6 +36,7 @@ class SupervisedWorker:
         self._said = b""  # by a worker that does not serve yet
         self._silent_s = 0.0  # since the last sign of the present worker
         self._looked_at = self._spawned_at = 0.0
+        self._worked = -1  # ticks of CPU time that the present worker had taken at the last look, in its start
         self._is_killed = False  # the present worker is being killed for its silence
         self._timer: asyncio.TimerHandle | None = None
 
@@ -80,18 +81,15 @@ class SupervisedWorker:
         self._silent_s += min(now - self._looked_at, 2 * _LOOK_S)
         self._looked_at = now
         self._timer = self._loop.call_later(_LOOK_S, self._look)
-        if self._silent_s > self._limit_s() and not (self._is_ending or self._is_killed):
-            self._tell(f"the HTTP server ({self.worker.pid}) hangs: it has said nothing for {self._silent_s:.1f} s")
+        if not self._is_ready and (worked := _cpu_ticks(self.worker.pid)) != self._worked:
+            self._worked, self._silent_s = worked, 0.0  # a start has no loop yet, but it computes
+        is_late = not self._is_ready and now - self._spawned_at > START_S
+        if (is_late or 0 < self._hang_s < self._silent_s - _TURN_S) and not (self._is_ending or self._is_killed):
+            self._tell(f"the HTTP server ({self.worker.pid}) hangs: no sign of it for {self._silent_s:.1f} s")
             self._is_killed = True
             if self._is_ready:  # it prints the stacks of its threads; before it is ready the signal would be its end
                 self.worker.send(signal.SIGUSR1)
             self._loop.call_later(_STACKS_S, self._kill, self.worker.pid)
-
-    def _limit_s(self) -> float:
-        """Return the seconds without a sign after which the present worker counts as hung."""
-        if not self._is_ready:
-            return START_S
-        return _TURN_S + self._hang_s if self._hang_s > 0 else math.inf
 
     def _kill(self, pid: int) -> None:
         if self._is_killed and not self._is_ending and self.worker.pid == pid:
@@ -127,3 +125,13 @@ class SupervisedWorker:
             self._loop.call_later(_RETRY_S, self._spawn)
         else:
             self._follow()
+
+
+def _cpu_ticks(pid: int) -> int:
+    """Return the CPU time that a process has taken, in clock ticks; 0 for one that has ended."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[11]) + int(fields[12])  # utime and stime

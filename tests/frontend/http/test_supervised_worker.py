@@ -80,7 +80,7 @@ def test_one_that_hangs_is_killed_and_followed(watched: Watched) -> None:
     first = watched.pid
     os.kill(first, signal.SIGSTOP)
     wait_for(lambda: len(watched.news) == 2)
-    assert watched.news[0].startswith(f"the HTTP server ({first}) hangs: it has said nothing for 2.")
+    assert watched.news[0].startswith(f"the HTTP server ({first}) hangs: no sign of it for 2.")
     assert watched.news[1] == "the HTTP server was killed by SIGKILL; it is started again"
     wait_for(watched.is_live)
     assert watched.pid != first
