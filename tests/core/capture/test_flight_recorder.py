@@ -103,6 +103,19 @@ def test_the_ring_replays_after_any_number_of_steps(tmp_path: Path) -> None:
     assert file.begins_inside
 
 
+def test_the_ring_gets_its_pages_before_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if tuple(map(int, os.uname().release.split(".")[:2])) < (5, 14):
+        pytest.skip("a kernel before Linux 5.14 makes each page when it is first written to")
+    monkeypatch.setattr(flight_recorder, "_SETTLE_S", 0.0)
+    one = start(ring_bytes=1 << 20)
+    end = time.monotonic() + 10.0
+    while os.fstat(one.ring.fd).st_blocks * 512 < 1 << 20:
+        assert time.monotonic() < end, "pages are missing"
+        one.run(1)
+    one.run(50)
+    assert one.write(tmp_path / "a.cap").num_steps == one.num_steps, "nothing that was written is gone"
+
+
 @pytest.mark.usefixtures("capsys")
 def test_it_replays_while_a_checkpoint_is_being_encoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_go_on = threading.Event()
