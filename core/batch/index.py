@@ -1,6 +1,7 @@
 """RequestIndex: the live requests by client and number (one for each choice) and by deadline."""
 
 import heapq
+from itertools import chain
 from typing import Any
 
 from core.batch.request import Request
@@ -35,9 +36,8 @@ class RequestIndex:
 
     def parts(self) -> dict[str, Any]:
         """Return the index as one list, for a snapshot (core/capture/snapshot.py)."""
-        clients = self._clients.values()
-        requests = [request for numbers in clients for choices in numbers.values() for request in choices]
-        return {**self.__dict__, "_clients": requests}
+        numbers = chain.from_iterable(map(dict.values, self._clients.values()))
+        return {**self.__dict__, "_clients": list(chain.from_iterable(numbers))}
 
     def set_parts(self, parts: dict[str, Any]) -> None:
         """Become the index with these parts."""

@@ -9,7 +9,7 @@ changes together with the ticket, and is cheap to see, is compared, too.
 import operator
 from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from core.batch.request import Request
 from core.scheduling.waiting_lines import Entry
@@ -23,6 +23,14 @@ _marks_of: Callable[[Request], _Marks] = operator.attrgetter("ticket", "num_over
 _copy_request: Callable[[Request], Request] = Request.__copy__  # type: ignore[attr-defined]
 
 
+class ValidCopies(NamedTuple):
+    """Copies that are as good as new ones. Objects are known by their ids; those in `nodes` keep them alive."""
+
+    known: set[int]  # of these requests and of their entries
+    nodes: list[RequestNode]
+    places: dict[int, int]  # in nodes, of the requests
+
+
 class EarlyCopies:
     """Copies of those requests that wait in the queue's lines. Only the engine thread uses this, between two steps.
 
@@ -32,8 +40,11 @@ class EarlyCopies:
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._left = entries
         self._entries: list[Entry] = []  # whose requests were copied
-        self._nodes: list[RequestNode] = []  # of each
-        self._marks: list[_Marks] = []  # of each request when it was copied
+        self._requests: list[Request] = []  # of each
+        self._nodes: list[RequestNode] = []
+        self._marks: list[_Marks] = []  # when it was copied
+        self._known: set[int] = set()  # as in ValidCopies, like the next one
+        self._places: dict[int, int] = {}
 
     @property
     def is_done(self) -> bool:
@@ -46,14 +57,19 @@ class EarlyCopies:
         for entry in some:
             _, _, ticket, request = entry
             if ticket == request.ticket and not request.choices and request.swapped is None:
+                self._known.update((id(entry), id(request)))
+                self._places[id(request)] = len(self._nodes)
                 self._entries.append(entry)
+                self._requests.append(request)
                 self._nodes.append((request, (_copy_request(request), len(request.block_hashes))))
                 self._marks.append(_marks_of(request))
 
-    def valid(self) -> tuple[list[Entry], list[RequestNode]]:
-        """Return the entries whose requests are what they were when they were copied, and the nodes of these."""
-        now = [_marks_of(request) for request, _ in self._nodes]
+    def valid(self) -> ValidCopies:
+        """Return the copies of requests that are what they were when they were copied. This is for one snapshot."""
+        now = list(map(_marks_of, self._requests))
         if now == self._marks:
-            return self._entries, self._nodes
+            return ValidCopies(self._known, self._nodes, self._places)
         is_valid = list(map(operator.eq, now, self._marks))
-        return list(compress(self._entries, is_valid)), list(compress(self._nodes, is_valid))
+        nodes, entries = list(compress(self._nodes, is_valid)), compress(self._entries, is_valid)
+        places = {id(request): place for place, (request, _) in enumerate(nodes)}
+        return ValidCopies({*map(id, entries), *places}, nodes, places)

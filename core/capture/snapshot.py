@@ -94,11 +94,8 @@ class Snapshot:
         gc.disable()  # thousands of copies would set it off, and none of them is garbage: it was half of the time
         try:
             if early is not None:
-                entries, nodes = early.valid()
+                self._known, nodes, self._place = early.valid()
                 self._nodes += nodes
-                self._place.update({id(one): place for place, (one, _) in enumerate(nodes)})
-                self._known.update(map(id, entries))
-                self._known.update(self._place)
             self._take(root)
         finally:
             if collects:
@@ -134,6 +131,8 @@ class Snapshot:
     def _take_known(self, value: list[Any]) -> "_Taken":
         """Take a list without a look at what is known: to look at thousands of objects costs more than to copy it."""
         known = self._known
+        if known.issuperset(map(id, value)):
+            return value.copy(), ()
         return value.copy(), _take_list([one for one in value if id(one) not in known])[1]
 
     def _take_requests(self, requests: Collection[Request], pending: list[Any]) -> None:
