@@ -9,10 +9,12 @@ from typing import Any
 from core.model_files.architecture_settings import every, unrotated_beside
 from core.model_files.config_json import pattern_layers
 from core.model_files.gguf_experts import gguf_experts
+from core.model_files.gguf_latent import gguf_latent, scale_of
 from core.model_files.gguf_rope import gguf_rope_scaling
+from core.model_files.latent_settings import as_one_head
 from core.model_files.values import Values, model_sizes
 from core.models.architectures import GGUF_ARCHITECTURES, GGUF_ROUTED, Architecture
-from core.models.config import ModelConfig
+from core.models.config import LatentParts, ModelConfig
 from ipc.files.gguf import GgufHeader, read_gguf
 
 #: Setting -> its key, without the architecture's name in front.
@@ -47,7 +49,12 @@ _KEYS = {
     "routed_scaling_factor": "expert_weights_scale",
     "n_group": "expert_group_count",
     "topk_group": "expert_group_used_count",
-    "first_k_dense_replace": "leading_dense_block_count",
+    "q_lora_rank": "attention.q_lora_rank",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "key_length_mla": "attention.key_length_mla",
+    "v_head_dim": "attention.value_length_mla",
+    "value_length": "attention.value_length",
+    "num_nextn_predict_layers": "nextn_predict_layers",
     "attention_factor": "rope.scaling.attn_factor",
     "rotary_dim": "rope.dimension_count",
     "attn_logit_softcapping": "attn_logit_softcapping",
@@ -86,6 +93,43 @@ def read_gguf_config(path: Path) -> ModelConfig:
     cannot run.
     """
     header = read_gguf(path)
+    values, architecture = _named(header, path)
+    tokens = header.metadata.get("tokenizer.ggml.tokens")
+    vocab_size = values.integer("vocab_size", len(tokens) if isinstance(tokens, list) else None)
+    sizes, latent = model_sizes(values), gguf_latent(values, header, architecture)
+    sizes |= _own_sizes(values, architecture, sizes, latent)
+    rotated_from = sizes["head_dim"] if latent is None else latent.rotated_dim
+    width = _rotary_dim(values, architecture, rotated_from)
+    window = _window(values, architecture, sizes["num_hidden_layers"])
+    eos: tuple[int, ...] = ()
+    for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"):
+        eos += values.token_ids(key, vocab_size)
+    bos = values.token_ids("tokenizer.ggml.bos_token_id", vocab_size)
+    first = "attn_qkv" if architecture.fused_qkv else "attn_kv_a_mqa" if architecture.latent else "attn_q"
+    matrix = header.tensors.get(f"blk.0.{first}.weight")
+    return ModelConfig(
+        architecture=architecture.name,
+        vocab_size=vocab_size,
+        tie_word_embeddings="output.weight" not in header.tensors,
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+        dtype=_DTYPES.get(matrix.type, "float32") if matrix else "float32",
+        rope_theta=values.number("rope_theta", 1.0, 1e12, architecture.rope_theta),
+        rope_scaling=gguf_rope_scaling(values, header, path, architecture, sizes["max_position_embeddings"], width),
+        query_growth=_query_growth(values, architecture),
+        rotary_dim=width if width != rotated_from else None,
+        unrotated_layers=_unrotated(architecture, window, sizes["num_hidden_layers"]),
+        **sizes,
+        **window,
+        **(_features(header, architecture, sizes) | _multipliers(values, architecture) | scale_of(values, latent)),
+        **_caps(values, architecture),
+        latent=latent,
+        experts=gguf_experts(values, header, architecture, sizes["num_hidden_layers"]),
+    )
+
+
+def _named(header: GgufHeader, path: Path) -> tuple[Values, Architecture]:
+    """Return the file's settings by their names in config.json, and its architecture. Errors: UnsupportedModelError."""
     values = Values(header.metadata, str(path))
     name = header.metadata.get("general.architecture")
     known = ", ".join(map(repr, GGUF_ARCHITECTURES))
@@ -97,37 +141,22 @@ def read_gguf_config(path: Path) -> ModelConfig:
     is_routed = values.get("num_experts") not in (None, 0) and str(name) in GGUF_ROUTED
     architecture = (GGUF_ROUTED if is_routed else GGUF_ARCHITECTURES)[str(name)]
     _refuse_features(values, str(name), architecture)
-    tokens = header.metadata.get("tokenizer.ggml.tokens")
-    vocab_size = values.integer("vocab_size", len(tokens) if isinstance(tokens, list) else None)
-    sizes = model_sizes(values)
-    key = f"{name}.attention.value_length"
-    if header.metadata.get(key, sizes["head_dim"]) != sizes["head_dim"]:
-        values.refuse(key, f"only the head dimension {sizes['head_dim']} is")
-    width = _rotary_dim(values, architecture, sizes["head_dim"])
-    window = _window(values, architecture, sizes["num_hidden_layers"])
-    eos: tuple[int, ...] = ()
-    for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"):
-        eos += values.token_ids(key, vocab_size)
-    bos = values.token_ids("tokenizer.ggml.bos_token_id", vocab_size)
-    matrix = header.tensors.get("blk.0.attn_qkv.weight" if architecture.fused_qkv else "blk.0.attn_q.weight")
-    return ModelConfig(
-        architecture=architecture.name,
-        vocab_size=vocab_size,
-        tie_word_embeddings="output.weight" not in header.tensors,
-        bos_token_id=bos[0] if bos else None,
-        eos_token_ids=tuple(dict.fromkeys(eos)),
-        dtype=_DTYPES.get(matrix.type, "float32") if matrix else "float32",
-        rope_theta=values.number("rope_theta", 1.0, 1e12, architecture.rope_theta),
-        rope_scaling=gguf_rope_scaling(values, header, path, architecture, sizes["max_position_embeddings"], width),
-        query_growth=_query_growth(values, architecture),
-        rotary_dim=width if width != sizes["head_dim"] else None,
-        unrotated_layers=_unrotated(architecture, window, sizes["num_hidden_layers"]),
-        **sizes,
-        **window,
-        **(_features(header, architecture, sizes) | _multipliers(values, architecture)),
-        **_caps(values, architecture),
-        experts=gguf_experts(values, header, architecture, sizes["num_hidden_layers"]),
-    )
+    return values, architecture
+
+
+def _own_sizes(
+    values: Values, architecture: Architecture, sizes: dict[str, Any], latent: LatentParts | None
+) -> dict[str, int]:
+    """Return the sizes that are others than those of model_sizes(): without layers that are not read, with one head."""
+    changed = {} if latent is None else as_one_head(latent)
+    if latent is None and values.get("value_length") not in (None, sizes["head_dim"]):
+        values.refuse("value_length", f"only the head dimension {sizes['head_dim']} is")
+    if architecture.further_layers and values.get("num_nextn_predict_layers") not in (None, 0):
+        further, count = values.integer("num_nextn_predict_layers"), sizes["num_hidden_layers"]
+        if further >= count:
+            values.fail("num_nextn_predict_layers", f"must be less than {values.key('num_hidden_layers')}={count}")
+        changed["num_hidden_layers"] = count - further
+    return changed
 
 
 def _refuse_features(values: Values, name: str, architecture: Architecture) -> None:
@@ -138,7 +167,7 @@ def _refuse_features(values: Values, name: str, architecture: Architecture) -> N
         names = ", ".join(name for name, row in GGUF_ARCHITECTURES.items() if _may_slide(row))
         values.refuse("sliding_window", f"in a GGUF file only {names} have one; safetensors are the alternative")
     absent = {} if architecture.soft_caps else _CAPS
-    absent = absent | ({} if architecture.query_growth else _GROWTH)
+    absent = absent | ({} if architecture.query_growth or architecture.latent else _GROWTH)
     absent = absent | ({"num_experts": 0} if architecture.experts is None else {})
     absent = absent | (_MULTIPLIERS if architecture.multipliers == "none" else {})
     for setting, plain in absent.items():
@@ -161,7 +190,8 @@ def _features(header: GgufHeader, architecture: Architecture, sizes: dict[str, A
         "hidden_act": architecture.activation,
         "qkv_bias": architecture.attention_bias == "qkv" or "blk.0.attn_q.bias" in header.tensors,
         "output_bias": "blk.0.attn_output.bias" in header.tensors,
-        "qk_norm": architecture.qk_norm,
+        "qk_norm": architecture.qk_norm
+        or (architecture.qk_norm_key is not None and "blk.0.attn_q_norm.weight" in header.tensors),
         "qk_norm_of_rows": architecture.qk_norm_of_rows,
         "pre_norms": architecture.pre_norms,
         "post_norms": architecture.post_norms,

@@ -12,6 +12,7 @@ import msgspec
 from core.model_files.architecture_settings import caps, multipliers, rotary_dim, unrotated_layers
 from core.model_files.encoder_config import encoder_of, most_tokens_of, read_encoder_config
 from core.model_files.expert_settings import experts
+from core.model_files.latent_settings import as_one_head, latent_features, latent_parts
 from core.model_files.quantization import read_packing
 from core.model_files.rope_scaling import read_rope_scaling
 from core.model_files.values import Values, model_sizes
@@ -55,8 +56,10 @@ def decoder_config(folder: Path, values: Values, architecture: Architecture, for
     routed = experts(values, architecture)
     if architecture.size_key != "intermediate_size":
         values.values["intermediate_size"] = values.integer(architecture.size_key)
-    vocab_size = values.integer("vocab_size")
+    vocab_size, latent = values.integer("vocab_size"), latent_parts(values, architecture)
+    values.values |= {} if latent is None else as_one_head(latent)
     sizes = model_sizes(values)
+    features = _features(values, architecture, sizes) | ({} if latent is None else latent_features(values, latent))
     bos = values.token_ids("bos_token_id", vocab_size)
     eos = values.token_ids("eos_token_id", vocab_size)
     generation = folder / "generation_config.json"
@@ -73,10 +76,11 @@ def decoder_config(folder: Path, values: Values, architecture: Architecture, for
         dtype=_dtype(values),
         packing=read_packing(values),
         **sizes,
-        **_rope(values, architecture, sizes),
+        **_rope(values, architecture, sizes if latent is None else {**sizes, "head_dim": latent.rotated_dim}),
         **(window := _window(values, architecture, sizes["num_hidden_layers"])),
-        **_features(values, architecture, sizes),
+        **features,
         **caps(values, architecture),
+        latent=latent,
         experts=routed,
         unrotated_layers=unrotated_layers(values, architecture, sizes, window.get("sliding_layers", ())),
     )
@@ -172,7 +176,7 @@ def _features(values: Values, architecture: Architecture, sizes: dict[str, Any])
         "hidden_act": activation or architecture.activation,
         "qkv_bias": configured or architecture.attention_bias == "qkv",
         "output_bias": configured and values.boolean("attention_out_bias", True),
-        "qk_norm": architecture.qk_norm,
+        "qk_norm": architecture.qk_norm if (key := architecture.qk_norm_key) is None else values.boolean(key),
         "qk_norm_of_rows": architecture.qk_norm_of_rows,
         "pre_norms": architecture.pre_norms,
         "post_norms": architecture.post_norms,

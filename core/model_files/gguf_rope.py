@@ -39,12 +39,13 @@ def gguf_rope_scaling(
     if values.get("factor") in (None, 0, 1):
         return None
     factor = values.number("factor", 1e-6, 1e6)
+    has_equal_scales = architecture.query_growth or architecture.latent
     if kind == "yarn":
         return YarnScaling(
             factor=factor,
             original_max_position_embeddings=values.number(_LENGTH, 1, 2**24, max_positions),
-            # Ministral 3's mscale and mscale_all_dim are equal, so its factor is 1; llama.cpp computes no other.
-            attention_factor=1.0 if architecture.query_growth else yarn_attention_factor(factor),
+            # Ministral 3's mscale and mscale_all_dim are equal, and so are DeepSeek's: llama.cpp computes no other.
+            attention_factor=1.0 if has_equal_scales else yarn_attention_factor(factor),
             beta_fast=values.number("beta_fast", 1e-6, 1e6, 32.0),
             beta_slow=values.number("beta_slow", 1e-6, 1e6, 1.0),
             truncate=architecture.gguf_yarn_truncates,

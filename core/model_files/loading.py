@@ -101,6 +101,7 @@ def _undivided(model: ModelConfig) -> str:
     """Return what of a model no rank can have a part of; "" if there is nothing."""
     reasons = {
         "routed MLPs": model.experts is not None,
+        "latent attention": model.latent is not None,
         "a cap of its logits": model.logits_cap is not None,
         "norms of whole rows of Q and K": model.qk_norm_of_rows,
         "fused matrices": model.fused_qkv or model.fused_gate_up,

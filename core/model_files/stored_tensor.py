@@ -28,3 +28,5 @@ class PackedTensor(msgspec.Struct, frozen=True):
     parts: dict[str, StoredTensor]  # by kind
     shape: tuple[int, ...]
     packing: Packing
+    heads: int = 0  # see StoredTensor
+    order: tuple[int, ...] = ()

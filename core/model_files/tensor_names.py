@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from core.models.architectures import ARCHITECTURES
 from core.models.config import ModelConfig
 
-_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(\w+)")
+#: Parts that are numbered: matrices of experts, and those of heads of latent attention.
+_NUMBERED = re.compile(r"(mlp\.experts|self_attn\.heads)\.(\d+)\.(\w+)")
 _GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -88,9 +89,17 @@ def gguf_name(name: str, config: ModelConfig) -> str:
     return f"blk.{layer}.{_part_name(part, names)}.{kind}"
 
 
+def is_of_further_layer(name: str, config: ModelConfig) -> bool:
+    """Return whether a tensor of a file is of a layer past the last one, which this architecture may have."""
+    if config.encoder is not None or not ARCHITECTURES[config.architecture].further_layers:
+        return False
+    match = re.match(r"(?:model\.layers|blk)\.(\d+)\.", name)
+    return match is not None and int(match[1]) >= config.num_hidden_layers
+
+
 def _part_name(part: str, names: Mapping[str, str]) -> str:
     """Return the file's name of a part of a layer; a part without one keeps its name."""
-    if (match := _EXPERT.fullmatch(part)) is None:
+    if (match := _NUMBERED.fullmatch(part)) is None:
         return names.get(part, part)
-    pattern = f"mlp.experts.*.{match[2]}"
-    return names.get(pattern, pattern).replace("*", match[1])
+    pattern = f"{match[1]}.*.{match[3]}"
+    return names.get(pattern, pattern).replace("*", match[2])

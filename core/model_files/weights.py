@@ -17,12 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.model_files.encoder_weights import encoder_shapes, with_our_names
+from core.model_files.latent_tensors import latent_orders, latent_shapes
 from core.model_files.mxfp4 import MXFP4, mxfp4_rows
 from core.model_files.packed_layout import UNUSED_KINDS, fault_of, kinds_of
 from core.model_files.packed_matrix import ELEMENT_DTYPES, unpack
 from core.model_files.stacked_experts import unstacked, unturned
 from core.model_files.stored_tensor import PackedTensor, StoredTensor
-from core.model_files.tensor_names import gguf_name, head_order, json_name
+from core.model_files.tensor_names import gguf_name, head_order, is_of_further_layer, json_name
 from core.models.architectures import ARCHITECTURES
 from core.models.config import ModelConfig, Packing
 from core.models.rope_scaling import LongropeScaling
@@ -71,25 +72,8 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 def layer_shapes(config: ModelConfig, layer: int = 0) -> dict[str, tuple[int, ...]]:
     """Return the shape of every weight of a layer by name, without the layer's prefix."""
     hidden = config.hidden_size
-    query_size = config.num_attention_heads * config.head_dim
-    kv_size = config.num_key_value_heads * config.head_dim
-    products = {"q": query_size, "k": kv_size, "v": kv_size}
-    if config.fused_qkv:
-        products = {"qkv": query_size + 2 * kv_size}
     shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)} if config.pre_norms else {}
-    for name, size in products.items():
-        shapes[f"self_attn.{name}_proj.weight"] = (size, hidden)
-    if config.qkv_bias:
-        for name, size in products.items():
-            shapes[f"self_attn.{name}_proj.bias"] = (size,)
-    if config.qk_norm:
-        widths = (query_size, kv_size) if config.qk_norm_of_rows else (config.head_dim, config.head_dim)
-        shapes |= {f"self_attn.{name}_norm.weight": (width,) for name, width in zip("qk", widths, strict=True)}
-    shapes["self_attn.o_proj.weight"] = (hidden, query_size)
-    if config.output_bias:
-        shapes["self_attn.o_proj.bias"] = (hidden,)
-    if config.attention_sinks:
-        shapes["self_attn.sinks.weight"] = (config.num_attention_heads,)
+    shapes |= _attention_shapes(config) if config.latent is None else latent_shapes(config, config.latent)
     norms = ["post_attention_layernorm"]
     if config.post_norms:
         norms += ["pre_feedforward_layernorm"] if config.pre_norms else []
@@ -110,6 +94,30 @@ def layer_shapes(config: ModelConfig, layer: int = 0) -> dict[str, tuple[int, ..
         shapes |= {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in routed.items()}
     if experts.shared_size:
         shapes |= _mlp_shapes(config, "mlp.shared_expert.", experts.shared_size)
+    return shapes
+
+
+def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden = config.hidden_size
+    query_size = config.num_attention_heads * config.head_dim
+    kv_size = config.num_key_value_heads * config.head_dim
+    products = {"q": query_size, "k": kv_size, "v": kv_size}
+    if config.fused_qkv:
+        products = {"qkv": query_size + 2 * kv_size}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, size in products.items():
+        shapes[f"self_attn.{name}_proj.weight"] = (size, hidden)
+    if config.qkv_bias:
+        for name, size in products.items():
+            shapes[f"self_attn.{name}_proj.bias"] = (size,)
+    if config.qk_norm:
+        widths = (query_size, kv_size) if config.qk_norm_of_rows else (config.head_dim, config.head_dim)
+        shapes |= {f"self_attn.{name}_norm.weight": (width,) for name, width in zip("qk", widths, strict=True)}
+    shapes["self_attn.o_proj.weight"] = (hidden, query_size)
+    if config.output_bias:
+        shapes["self_attn.o_proj.bias"] = (hidden,)
+    if config.attention_sinks:
+        shapes["self_attn.sinks.weight"] = (config.num_attention_heads,)
     return shapes
 
 
@@ -193,10 +201,15 @@ def _plan_gguf(path: Path, config: ModelConfig) -> Mapping[str, StoredTensor | P
 
 def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
     return {
-        name: StoredTensor(path, name, _SAFETENSORS_TYPES.get(t.dtype, t.dtype), t.shape, t.begin, t.end)
+        _ended(name): StoredTensor(path, name, _SAFETENSORS_TYPES.get(t.dtype, t.dtype), t.shape, t.begin, t.end)
         for path, tensors in read_safetensors_folder(folder).items()
         for name, t in tensors.items()
     }
+
+
+def _ended(name: str) -> str:
+    """Return the name with .bias at the end where a file has _bias after the name of no matrix."""
+    return name.replace("e_score_correction_bias", "e_score_correction.bias")
 
 
 def _plan_folder(folder: Path, config: ModelConfig) -> Mapping[str, StoredTensor | PackedTensor]:
@@ -222,25 +235,19 @@ def _plan_folder(folder: Path, config: ModelConfig) -> Mapping[str, StoredTensor
 def _in_our_order(
     plan: Mapping[str, StoredTensor | PackedTensor], config: ModelConfig, interleaves: bool
 ) -> Mapping[str, StoredTensor | PackedTensor]:
-    """Return the plan with the order of the heads' rows of Q and K. interleaves: see head_order().
-
-    Errors: UnsupportedModelError for packed matrices, whose rows cannot be reordered.
-    """
-    order = head_order(config.head_dim, config.rotary_dim or config.head_dim, interleaves=interleaves)
-    if order == tuple(range(config.head_dim)):
-        return plan
-    query, kv = config.num_attention_heads, config.num_key_value_heads
-    heads = {"q_proj": query, "k_proj": kv, "qkv_proj": query + kv}
-    heads |= {"q_norm": query, "k_norm": kv} if config.qk_norm_of_rows else {"q_norm": 1, "k_norm": 1}
+    """Return the plan with the order of the heads' rows of Q and K. interleaves: see head_order()."""
+    if config.latent is not None:
+        heads = latent_orders(config, config.latent, interleaves)
+    else:
+        order = head_order(config.head_dim, config.rotary_dim or config.head_dim, interleaves=interleaves)
+        query, kv = config.num_attention_heads, config.num_key_value_heads
+        counts = {"q_proj": query, "k_proj": kv, "qkv_proj": query + kv}
+        counts |= {"q_norm": query, "k_norm": kv} if config.qk_norm_of_rows else {"q_norm": 1, "k_norm": 1}
+        heads = {name: (count, order) for name, count in counts.items() if order != tuple(range(len(order)))}
     ordered = dict(plan)
     for name, stored in plan.items():
-        count = heads.get(name.split(".")[-2], 0)
-        if count and isinstance(stored, PackedTensor):
-            raise UnsupportedModelError(
-                f"matrix {stored.stem} is quantized, and a {config.architecture} has the rows of Q and K in another "
-                "order than the kernels; safetensors in F32, F16 or BF16, or a GGUF file, run"
-            )
-        if count and isinstance(stored, StoredTensor):
+        count, order = heads.get(name.split(".")[-2], (0, ()))
+        if count:
             ordered[name] = msgspec.structs.replace(stored, heads=count, order=order)
     return ordered
 
@@ -292,6 +299,8 @@ def _check_rest(found: dict[str, StoredTensor], config: ModelConfig) -> None:
         if config.packing != "none" and (name.rpartition(".")[2] in UNUSED_KINDS or _is_zero_bias(stored)):
             continue
         if config.encoder is None and (prefix := ARCHITECTURES[config.architecture].mtp) and name.startswith(prefix):
+            continue
+        if is_of_further_layer(name, config):
             continue
         raise UnsupportedModelError(
             f"{stored.path}: unexpected tensor {name!r:.80} of shape {stored.shape}; "
@@ -345,9 +354,14 @@ def _unpack(packed: PackedTensor, files: dict[Path, mmap.mmap], dtype: Dtype) ->
         tensors[kind] = tensor[list(stored.order)] if stored.order else tensor
         _release(files[stored.path], stored)
     try:
-        return unpack(tensors, packed.shape, packed.packing, dtype)
+        matrix = unpack(tensors, packed.shape, packed.packing, dtype)
     except ValueError as error:
         raise ModelFileError(f"{next(iter(packed.parts.values())).path}: matrix {packed.stem}: {error}") from None
+    if packed.heads:
+        parts = [part._replace(data=_reordered(part.data, packed.heads, packed.order)) for part in matrix.parts]
+        assert len(parts) == 1, packed.stem
+        matrix = StoredMatrix(parts)
+    return matrix
 
 
 def _release(file: mmap.mmap, stored: StoredTensor) -> None:
@@ -367,7 +381,7 @@ def _to_weight(
         rows, columns = stored.shape
         data = data.reshape(columns, rows, -1).swapaxes(0, 1).reshape(-1)
     if stored.heads:
-        data = _reordered(data.reshape(stored.shape[0], -1), stored.heads, stored.order)
+        data = _reordered(data.reshape(stored.shape[0], -1), stored.heads, stored.order).reshape(-1)
     rows = stored.shape[0] if len(stored.shape) > 1 else 1
     if stored.type == MXFP4:
         return mxfp4_rows(data.reshape(rows, -1), library)
@@ -375,7 +389,7 @@ def _to_weight(
 
 
 def _reordered(rows: UInt8s, heads: int, order: tuple[int, ...]) -> UInt8s:
-    """Return the bytes of rows whose leading heads are put in this order; rows consist of whole blocks."""
+    """Return rows of bytes, the leading heads put in this order; rows consist of whole blocks."""
     count = heads * len(order)
     leading = rows[:count].reshape(heads, len(order), -1)[:, list(order)]
-    return np.concatenate((leading.reshape(count, -1), rows[count:])).reshape(-1)
+    return np.concatenate((leading.reshape(count, -1), rows[count:]))

@@ -63,6 +63,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
         "by layer_types, else all",
     ] = "none"
     qk_norm: bool = False
+    qk_norm_key: str | None = None  # the setting that says whether there is qk_norm; a GGUF file has its tensors or not
     qk_norm_of_rows: bool = False
     pre_norms: bool = True
     post_norms: bool = False
@@ -91,6 +92,10 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     fused_qkv: bool = False
     fused_gate_up: bool = False
     mtp: str = ""  # prefix of the weights of layers that guess further tokens; speculation alone reads them
+    further_layers: bool = (
+        False  # files may have layers past the last one, that guess further tokens; they are not read
+    )
+    latent: bool = False  # attention is latent: the settings kv_lora_rank and others exist
     #: Our name of a layer's tensor, without weight or bias, -> the name in safetensors; and in GGUF files. The number
     #: of an expert is a * in both; a name that ends with it is of one tensor for all experts.
     names: Mapping[str, str] = msgspec.field(default_factory=dict)

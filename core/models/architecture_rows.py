@@ -1,6 +1,7 @@
 """ROWS: one row for each in-tree architecture, with the properties that its files do not state."""
 
 from core.models.architecture import Architecture
+from core.models.latent_rows import LATENT_ROWS
 from core.models.routed_rows import QWEN_WINDOW, ROUTED_ROWS
 
 _DENSE = (
@@ -279,4 +280,4 @@ _DENSE = (
     ),
 )
 
-ROWS = (*_DENSE, *ROUTED_ROWS)
+ROWS = (*_DENSE, *ROUTED_ROWS, *LATENT_ROWS)

@@ -59,6 +59,21 @@ class ExpertParts(msgspec.Struct, frozen=True, kw_only=True):
     has_correction: bool = False
 
 
+class LatentParts(msgspec.Struct, frozen=True, kw_only=True):
+    """The properties of latent attention (kernels/cpu/latent.h): all heads' K and V follow from one vector of a token.
+
+    ModelConfig describes attention as it is computed: of one KV head, with heads of latent_dim + rotated_dim.
+    """
+
+    query_dim: int | None  # of queries' own latent vector; None = they have none
+    latent_dim: int
+    plain_dim: int  # numbers of a query's head that meet the latent vector
+    rotated_dim: int  # those that are rotated
+    value_dim: int  # of a head's value
+    norm_eps: float = 1e-6  # of the norms of latent vectors; no file states it
+    is_split: bool = False  # the file has the matrices of K and those of V as two tensors, the first transposed
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The sizes and constants of one model, under transformers' names."""
 
@@ -107,6 +122,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     attention_sinks: bool = False  # each head has a further score without a value: it takes a part of the weights
     fused_qkv: bool = False  # the file has Q, K and V as one matrix
     fused_gate_up: bool = False  # the file has the MLP's gate and up as one matrix
+    latent: LatentParts | None = None  # None: K and V are cached
     experts: ExpertParts | None = None  # None: no layer has a router
     encoder: EncoderParts | None = None  # None: a decoder
     vision: VisionParts | None = None  # None: the model takes no images
@@ -117,9 +133,25 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return 1 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
 
     @property
+    def table_dim(self) -> int:
+        """Numbers of a head that the rotary tables have an angle for."""
+        return self.head_dim if self.latent is None else self.latent.rotated_dim
+
+    @property
+    def num_attention_weights(self) -> int:
+        """Number of weights of a layer's attention, divided by the hidden size."""
+        if (latent := self.latent) is None:
+            return (2 * self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim  # Q and O, K, V
+        heads, width = self.num_attention_heads, latent.plain_dim + latent.rotated_dim
+        queries = heads * width
+        if latent.query_dim is not None:
+            queries = latent.query_dim + latent.query_dim * heads * width // self.hidden_size
+        own = latent.latent_dim * heads * (latent.plain_dim + latent.value_dim) // self.hidden_size
+        return queries + latent.latent_dim + latent.rotated_dim + own + heads * latent.value_dim
+
+    @property
     def num_matrix_weights(self) -> int:
         """Number of weights that steps multiply with, head and all experts included."""
-        heads = (2 * self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim  # Q and O, K, V
         num_dense, num_routed, routed = self.num_hidden_layers, 0, 0
         if self.experts is not None:
             num_dense, num_routed = (
@@ -128,5 +160,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
             routed = self.experts.num_experts * (1 + 3 * self.experts.intermediate_size)
             routed += 3 * self.experts.shared_size
-        products = self.num_hidden_layers * heads + num_dense * 3 * self.intermediate_size + num_routed * routed
+        products = (
+            self.num_hidden_layers * self.num_attention_weights
+            + num_dense * 3 * self.intermediate_size
+            + num_routed * routed
+        )
         return (products + self.vocab_size) * self.hidden_size

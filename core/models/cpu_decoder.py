@@ -1,8 +1,10 @@
 """cpu_decoder: the C decoder of a model, which runs all layers of a step in one call."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from core.models.config import ModelConfig
+from core.models.cpu_latent import CpuLatentAttend
 from core.models.cpu_operations import CpuAttend, CpuOperations
 from core.models.layer import Layer
 from core.models.mlp import DenseMlp, Mlp, RoutedMlp
@@ -67,15 +69,18 @@ def _group(config: ModelConfig, rank: Rank) -> DecoderGroup:
 
 
 def _parts(layer: Layer) -> LayerParts:
-    assert isinstance(layer.attention, CpuAttend), type(layer.attention)
+    attention = layer.attention
+    if isinstance(attention, CpuLatentAttend):
+        own: dict[str, Any] = {"norms": None, "latent": attention.latent}
+    else:
+        assert isinstance(attention, CpuAttend), type(attention)
+        rope = attention.rope
+        own = {"norms": rope.norms, "norms_of_rows": rope.of_rows, "cap": attention.cap, "sinks": attention.sinks}
     return LayerParts(
         input_norm=_norm(layer.input_norm),
         qkv=_matrix(layer.qkv),
-        norms=layer.attention.rope.norms,
-        norms_of_rows=layer.attention.rope.of_rows,
-        scale=layer.attention.scale,
-        cap=layer.attention.cap,
-        sinks=layer.attention.sinks,
+        scale=attention.scale,
+        **own,
         o=_matrix(layer.o),
         attention_out_norm=None if layer.attention_out is unchanged else _norm(layer.attention_out),
         mlp_norm=_norm(layer.mlp_norm),

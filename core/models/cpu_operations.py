@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from core.models.config import Activation, EncoderActivation, ModelConfig
+from core.models.config import Activation, EncoderActivation, LatentParts, ModelConfig
+from core.models.cpu_latent import CpuLatentAttend
+from core.models.latent_weights import LatentWeights
 from core.models.layer_kinds import windows
 from core.models.rotary import of_each_kind, rotary_embeddings
 from core.models.stored_matrix import StoredMatrix
@@ -22,6 +24,7 @@ from kernels.cpu.embedding import CpuEmbedding
 from kernels.cpu.experts import CpuExperts, ExpertProducts
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.kv_cache import CpuKVCache
+from kernels.cpu.latent import CpuLatent
 from kernels.cpu.library import ARITHMETIC, CpuLibrary
 from kernels.cpu.lora import CpuAdapter, LoraRows, multiply_adapted
 from kernels.cpu.norm import CpuNorm
@@ -180,6 +183,25 @@ class CpuOperations:
         scores = None if sinks is None else sink_scores(sinks)
         return CpuAttend(rope, self._attention, kind, config.scores_scale, config.scores_cap, scores)
 
+    def latent_attention(self, kind: int, latent: LatentParts, weights: LatentWeights) -> CpuLatentAttend:
+        """Return latent attention with these weights; the heads' own matrices are not multiplied in 8 bits."""
+        parts = CpuLatent(
+            self.library,
+            [self._head_product(each) for each in weights.keys],
+            [self._head_product(each) for each in weights.values],
+            weights.latent_norm,
+            latent.rotated_dim,
+            latent.norm_eps,
+            query=None if weights.query is None else self._packed(weights.query),
+            query_norm=weights.query_norm,
+        )
+        return CpuLatentAttend(parts, self._attention, kind, self._config.scores_scale)
+
+    def _head_product(self, weight: StoredMatrix) -> PackedMatrix:
+        if self.form is not WeightForm.INT8:
+            return self._packed(weight)
+        return PackedMatrix(self.library, weight.dense(self._dtype), dtype=self._dtype, is_kept=self._is_kept)
+
     def settle_length(self, length: int) -> None:
         """Fix the rotary embeddings that depend on the length of the longest context."""
         for table, rotary in zip(self.tables, rotary_embeddings(self._config, length), strict=True):
@@ -235,14 +257,14 @@ class CpuOperations:
         """Return the bytes of KV cache of one block, all layers together; heads are padded."""
         config = self._config
         sizes = (config.num_key_value_heads, config.head_dim, self._num_caches, self._dtype)
-        return self._cache_type.bytes_per_block(block_size, *sizes)
+        return self._cache_type.bytes_per_block(block_size, *sizes, num_sides=2 if config.latent is None else 1)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> CpuKVCache:
         """Allocate a KV cache. Errors: MemoryError."""
         config = self._config
-        return self._cache_type(
-            self._num_caches, num_blocks, block_size, config.num_key_value_heads, config.head_dim, self._dtype
-        )
+        value_dim = None if config.latent is None else config.latent.latent_dim
+        sizes = (config.num_key_value_heads, config.head_dim, self._dtype, value_dim)
+        return self._cache_type(self._num_caches, num_blocks, block_size, *sizes)
 
 
 def lora_rows(adapters: TokenAdapters) -> LoraRows:

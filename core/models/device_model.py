@@ -39,6 +39,7 @@ def missing_on_device(config: ModelConfig) -> str | None:
         "queries that grow with the position": config.query_growth is not None,
         "longrope": isinstance(config.rope_scaling, LongropeScaling),
         "routed MLPs": config.experts is not None,
+        "latent attention": config.latent is not None,
         "multiplier of residuals": config.residual_multiplier != 1.0,
     }
     return next((name for name, is_wanted in features.items() if is_wanted), None)

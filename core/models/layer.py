@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 
 from core.models.config import ModelConfig
+from core.models.latent import build_latent
 from core.models.layer_kinds import kind_of
 from core.models.mlp import Mlp, build_mlp
-from core.models.operations import Norm, Operations, Product
+from core.models.operations import LatentAttention, Norm, Operations, Product
 from core.models.tensor import Operation, Tensor
 from core.models.unchanged import unchanged
 from core.models.weight_parts import WeightParts
@@ -35,10 +36,13 @@ class Layer:
     mlp: Mlp
     mlp_out: Operation
 
+    latent: LatentAttention | None = None  # the same as `attention`; None = K and V are cached
+
     @property
-    def products(self) -> dict[str, Product]:
-        """The layer's products by name; all experts are one."""
-        return {"qkv": self.qkv, "o": self.o, **self.mlp.products}
+    def products(self) -> dict[str, Any]:
+        """The layer's products by name; all experts are one, and so are those within latent attention."""
+        inner = {} if self.latent is None else {"latent": self.latent}
+        return {"qkv": self.qkv, **inner, "o": self.o, **self.mlp.products}
 
 
 def build_norm(operations: Operations, parts: WeightParts, name: str, config: ModelConfig, dtype: Dtype) -> Norm:
@@ -71,7 +75,12 @@ def build_layer(
 
     kind = kind_of(config, index)
     # In the order of the weights' iterator, so that each is packed before the next is read.
-    qkv = product([f"{attention}{name}_proj" for name in (("qkv",) if config.fused_qkv else "qkv")], config.qkv_bias)
+    latent = None
+    if config.latent is not None:
+        qkv, latent = build_latent(operations, parts, attention, config, kind, dtype)
+    else:
+        names = [f"{attention}{name}_proj" for name in (("qkv",) if config.fused_qkv else "qkv")]
+        qkv = product(names, config.qkv_bias)
     o = product([f"{attention}o_proj"], config.output_bias)
     sinks = parts.take(f"{attention}sinks.weight") if config.attention_sinks else None
     mlp = build_mlp(operations, parts, config, index)
@@ -79,12 +88,13 @@ def build_layer(
         kind=kind,
         input_norm=norm_before("input_layernorm"),
         qkv=qkv,
-        attention=operations.attention(kind, _query_key_norms(parts, attention, config), sinks),
+        attention=latent or operations.attention(kind, _query_key_norms(parts, attention, config), sinks),
         o=o,
         attention_out=norm("post_attention_layernorm", FLOAT32) if config.post_norms else unchanged,
         mlp_norm=norm_before("pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm"),
         mlp=mlp,
         mlp_out=norm("post_feedforward_layernorm", FLOAT32) if config.post_norms else unchanged,
+        latent=latent,
     )
 
 

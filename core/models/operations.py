@@ -3,8 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from core.models.config import Activation, ModelConfig
+from core.models.config import Activation, LatentParts, ModelConfig
 from core.models.cpu_operations import CpuOperations
+from core.models.latent_weights import LatentWeights
 from core.models.stored_matrix import StoredMatrix
 from core.models.tensor import Operation, Tensor
 from core.models.token_adapters import TokenAdapters
@@ -42,6 +43,20 @@ class Product(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product [T, out] of x [T, in]."""
+
+
+class LatentAttention(Protocol):
+    """Attention whose K and V of all heads follow from one vector of a token."""
+
+    @property
+    def variant(self) -> str:
+        """Name of the choices that fix the bits of the products within; part of the fingerprint."""
+
+    def __call__(self, x: Tensor, step: Any, index: int) -> Tensor:
+        """Return the heads' values [T, H * value_dim] of the layer's first product [T, columns]; index: the layer's.
+
+        The columns are those of the queries, or of their latent vector; of the latent vector; and the rotated ones.
+        """
 
 
 class Operations(Protocol):
@@ -108,6 +123,9 @@ class Operations(Protocol):
         qk_norm_of_rows, Q's together and K's together; rotates them, stores K and V and attends. kind: see
         layer_kinds.py. sinks [H] float32: the heads' scores that have no value but take part in the softmax.
         """
+
+    def latent_attention(self, kind: int, latent: LatentParts, weights: LatentWeights) -> LatentAttention:
+        """Return latent attention with these weights. kind: see layer_kinds.py."""
 
     def settle_length(self, length: int) -> None:
         """Fix the rotary embeddings that depend on the length of the longest context, in tokens; before any step."""

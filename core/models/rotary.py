@@ -25,7 +25,7 @@ _Made = TypeVar("_Made")
 class Rotary(NamedTuple):
     """One rotary embedding: the arguments of kernels.rotary.rotary_tables."""
 
-    frequencies: Floats  # [head_dim / 2] float32, radians per token; 0 = a pair that is not rotated
+    frequencies: Floats  # [table_dim / 2] float32, radians per token; 0 = a pair that is not rotated
     factor: float  # multiplies cosine and sine of rotated pairs
     growth: tuple[float, float] | None = None  # of queries: the arguments of kernels.rotary.query_factors
 
@@ -39,7 +39,7 @@ def rotary_embeddings(config: ModelConfig, length: int | None = None) -> tuple[R
     full = sliding = _rotary(config, config.rope_theta, config.rope_scaling, length)
     if config.sliding_rope_theta is not None:
         sliding = _rotary(config, config.sliding_rope_theta, None, length)
-    none = Rotary(np.zeros(config.head_dim // 2, np.float32), 1.0)
+    none = Rotary(np.zeros(config.table_dim // 2, np.float32), 1.0)
 
     def of(kind: LayerKind) -> Rotary:
         if not kind.is_rotated:
@@ -57,11 +57,11 @@ def of_each_kind(make: Callable[[_Kind], _Made], rotaries: Sequence[_Kind]) -> t
 
 def _rotary(config: ModelConfig, theta: float, scaling: RopeScaling | None, length: int) -> Rotary:
     """Return the embedding; dimensions of a head that are not rotated have the frequency 0."""
-    frequencies, factor, _ = _scaled(config.rotary_dim or config.head_dim, theta, scaling, length)
+    frequencies, factor, _ = _scaled(config.rotary_dim or config.table_dim, theta, scaling, length)
     growth = None
     if config.query_growth is not None and isinstance(scaling, YarnScaling):
         growth = config.query_growth, scaling.original_max_position_embeddings
-    return Rotary(np.pad(frequencies, (0, config.head_dim // 2 - len(frequencies))), factor, growth)
+    return Rotary(np.pad(frequencies, (0, config.table_dim // 2 - len(frequencies))), factor, growth)
 
 
 def _scaled(width: int, theta: float, scaling: RopeScaling | None, length: int) -> Rotary:

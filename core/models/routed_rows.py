@@ -2,13 +2,13 @@
 
 import msgspec
 
-from core.models.architecture import SOFTMAX_OF_CHOSEN, Architecture, ExpertRow
+from core.models.architecture import SIGMOID, SOFTMAX_OF_CHOSEN, Architecture, ExpertRow
 
 #: Defaults of the windows of all Qwen models.
 QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
 #: GGUF's names of routed MLPs.
-_GGUF_EXPERTS = {
+GGUF_EXPERTS = {
     "mlp.router": "ffn_gate_inp",
     "mlp.experts.*.gate_proj": "ffn_gate_exps.*",
     "mlp.experts.*.up_proj": "ffn_up_exps.*",
@@ -19,6 +19,23 @@ _GGUF_EXPERTS = {
     "mlp.shared_expert.down_proj": "ffn_down_shexp",
     "mlp.router_correction": "exp_probs_b",
 }
+
+#: Names in safetensors of mixtures as DeepSeek's.
+DEEPSEEK_NAMES = {
+    "mlp.router": "mlp.gate",
+    "mlp.router_correction": "mlp.gate.e_score_correction",
+    **{f"mlp.shared_expert.{part}_proj": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+}
+#: Experts with scores that are sigmoids, chosen by corrected scores within groups (DeepSeek V3).
+SIGMOID_EXPERTS = ExpertRow(
+    gguf_gating=(SIGMOID,),
+    shared_count_key="n_shared_experts",
+    is_sigmoid=True,
+    has_correction=True,
+    scales=True,
+    groups="always",
+    best_of_group=2,
+)
 
 _GRANITE_MOE = Architecture(
     name="GraniteMoeForCausalLM",
@@ -38,7 +55,7 @@ _GRANITE_MOE = Architecture(
         "mlp.shared_expert.gate_up_proj": "shared_mlp.input_linear",
         "mlp.shared_expert.down_proj": "shared_mlp.output_linear",
     },
-    gguf_names=_GGUF_EXPERTS,
+    gguf_names=GGUF_EXPERTS,
 )
 
 ROUTED_ROWS = (
@@ -73,7 +90,7 @@ ROUTED_ROWS = (
             is_turned=True,
         ),
         gguf_names={
-            **_GGUF_EXPERTS,
+            **GGUF_EXPERTS,
             "self_attn.sinks": "attn_sinks",
             "post_attention_layernorm": "post_attention_norm",
         },
@@ -89,7 +106,7 @@ ROUTED_ROWS = (
         qk_norm=True,
         experts=ExpertRow(),
         names={"mlp.router": "mlp.gate"},
-        gguf_names=_GGUF_EXPERTS,
+        gguf_names=GGUF_EXPERTS,
     ),
     Architecture(
         name="MixtralForCausalLM",
@@ -107,7 +124,7 @@ ROUTED_ROWS = (
             "mlp.experts.*.up_proj": "block_sparse_moe.experts.*.w3",
             "mlp.experts.*.down_proj": "block_sparse_moe.experts.*.w2",
         },
-        gguf_names=_GGUF_EXPERTS,
+        gguf_names=GGUF_EXPERTS,
     ),
     Architecture(
         name="OlmoeForCausalLM",
@@ -120,7 +137,7 @@ ROUTED_ROWS = (
         qk_norm_of_rows=True,
         experts=ExpertRow(size_key="intermediate_size", gguf_normalises=False),
         names={"mlp.router": "mlp.gate"},
-        gguf_names=_GGUF_EXPERTS,
+        gguf_names=GGUF_EXPERTS,
     ),
     _GRANITE_MOE,
     msgspec.structs.replace(
@@ -167,6 +184,63 @@ ROUTED_ROWS = (
             gguf_normalises=False, shared_size_key="shared_expert_intermediate_size", has_shared_gate=True
         ),
         names={"mlp.router": "mlp.gate"},
-        gguf_names=_GGUF_EXPERTS,
+        gguf_names=GGUF_EXPERTS,
+    ),
+    Architecture(
+        name="Glm4MoeForCausalLM",
+        base_name="Glm4MoeModel",
+        model_type="glm4_moe",
+        gguf="glm4moe",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "attention_out_bias": False,
+            "partial_rotary_factor": 0.5,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 1,
+            "scoring_func": "sigmoid",
+        },
+        only={"scoring_func": "sigmoid"},
+        attention_bias="as configured",
+        qk_norm_key="use_qk_norm",
+        partial_rotary=True,
+        experts=SIGMOID_EXPERTS,
+        further_layers=True,
+        names=DEEPSEEK_NAMES,
+        gguf_names={**GGUF_EXPERTS, "post_attention_layernorm": "post_attention_norm"},
+    ),
+    Architecture(
+        name="Dots1ForCausalLM",
+        base_name="Dots1Model",
+        model_type="dots1",
+        gguf="dots1",
+        defaults={"num_key_value_heads": 32, "sliding_window": None, "scoring_func": "sigmoid"},
+        only={"sliding_window": None, "scoring_func": "sigmoid"},
+        attention_bias="as configured",
+        qk_norm=True,
+        experts=SIGMOID_EXPERTS,
+        names=DEEPSEEK_NAMES,
+        gguf_names=GGUF_EXPERTS,
+    ),
+    Architecture(
+        name="Ernie4_5_MoeForCausalLM",
+        base_name="Ernie4_5_MoeModel",
+        model_type="ernie4_5_moe",
+        gguf="ernie4_5-moe",
+        defaults={
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "moe_num_experts": 64,
+            "moe_k": 6,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_norm_min": 1e-12,
+        },
+        only={"moe_norm_min": 1e-12},
+        rope_theta=500_000.0,
+        interleaves_heads=True,
+        experts=ExpertRow(normalises=True, shared_count_key="moe_num_shared_experts", has_correction=True),
+        names={**DEEPSEEK_NAMES, "mlp.router_correction": "mlp.moe_statics.e_score_correction.0"},
+        gguf_names=GGUF_EXPERTS,
     ),
 )

@@ -7,12 +7,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from core.models.config import Activation, ModelConfig
+from core.models.config import Activation, LatentParts, ModelConfig
+from core.models.latent_weights import LatentWeights
 from core.models.rotary import of_each_kind, rotary_embeddings
 from core.models.stored_matrix import StoredMatrix
 from core.models.tensor import Operation
 from core.models.token_adapters import TokenAdapters
 from core.models.torch_experts import TorchExpert, TorchExperts
+from core.models.torch_latent import TorchLatentAttend
 from ipc.arrays import AnyInts, Floats, Ints
 from kernels.elements import FLOAT32, Dtype
 from kernels.low_rank import LowRank, ProductShape
@@ -155,6 +157,10 @@ class TorchOperations:
             return paged_attention(q, step.cache, index, step.work[kind], scale, cap, scores)
 
         return attend
+
+    def latent_attention(self, kind: int, latent: LatentParts, weights: LatentWeights) -> TorchLatentAttend:
+        """Return latent attention with these weights."""
+        return TorchLatentAttend(latent, weights, kind, self._config.scores_scale, DTYPES[self._dtype], self._dtype)
 
     def _head_norms(self, norms: Floats | None) -> Operation:
         """Return the operation on heads of Q and K [T, H + Hkv, D] before they are rotated, to float32."""

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from core.models.config import Activation, ModelConfig
-from core.models.operations import Product
+from core.models.config import Activation, LatentParts, ModelConfig
+from core.models.latent_weights import LatentWeights
+from core.models.operations import LatentAttention, Product
 from core.models.rotary import of_each_kind, rotary_embeddings
 from core.models.stored_matrix import StoredMatrix
 from core.models.tensor import Operation, Tensor
@@ -109,6 +110,10 @@ class TritonOperations:
     def experts(self, router: Any, experts: Sequence[Any], routing: Routing, shared: Any = None) -> Product:
         """Refuse. Errors: UnsupportedModelError."""
         raise UnsupportedModelError("device='cuda' has no routed MLPs; use device='cpu'")
+
+    def latent_attention(self, kind: int, latent: LatentParts, weights: LatentWeights) -> LatentAttention:
+        """Refuse. Errors: UnsupportedModelError."""
+        raise UnsupportedModelError("device='cuda' has no latent attention; use device='cpu'")
 
     def attention(
         self, kind: int, norms: Floats | None, sinks: Floats | None = None

@@ -10,7 +10,7 @@ enum { FETCHED_CHUNKS = 4 };
 /* Copy a chunk of V to room, with 0 for numbers that are not finite: 0 * NaN would be NaN in rows that do not see the
  * token. Rows that see such a token still get NaN, because its K is NaN too (rope.h). */
 static const char *clean_values(const CacheShape *shape, const char *chunk, char *room) {
-    size_t bytes = chunk_bytes(shape);
+    size_t bytes = value_chunk_bytes(shape);
     for (size_t i = 0; i < bytes; i += VECTOR_BYTES) {
         Words x = load_words(chunk + i);
         x &= finite_numbers(x, shape->dtype);
@@ -31,7 +31,7 @@ static void fetch_codes(const Attention *args, const AttentionItem *item, int to
     if (token >= item->end || shape->block_size < CHUNK) return;
     const int32_t *table = args->block_tables + (size_t)item->request * args->table_width;
     const size_t bytes = stored_bytes(shape, CHUNK);
-    for (int is_value = 0; is_value < 2; is_value++) {
+    for (int is_value = 0; is_value < shape->num_sides; is_value++) {
         const char *chunk = stored_chunk(shape, args->layer, table, is_value, item->kv_head, token);
         for (size_t line = 0; line < bytes; line += 64) __builtin_prefetch(chunk + line);
     }
@@ -46,7 +46,7 @@ static void find_tile(const Work *work, int first, Tile *tile) {
     const int seen_by_all = window ? max(0, last_row - window + 1) : 0; /* and up to seen_to */
     const int seen_to = args->ahead ? min(item->position + args->ahead, item->end - 1) : item->position;
     const int end = min(first + TILE, item->end);
-    const size_t bytes = chunk_bytes(&args->shape);
+    const size_t bytes = chunk_bytes(&args->shape), value_bytes = value_chunk_bytes(&args->shape);
     tile->first = first;
     tile->begin = max(0, first_seen(args, item) - first) / CHUNK;
     tile->end = (end - first + CHUNK - 1) / CHUNK;
@@ -55,10 +55,13 @@ static void find_tile(const Work *work, int first, Tile *tile) {
         if (args->shape.is_quantized) fetch_codes(args, item, token + FETCHED_CHUNKS * CHUNK);
         tile->keys[i] = find_chunk(&args->shape, args->layer, table, 0, item->kv_head, token, item->end - 1,
                                    work->keys + i * bytes);
-        tile->values[i] = find_chunk(&args->shape, args->layer, table, 1, item->kv_head, token, item->end - 1,
-                                     work->values + i * bytes);
+        char *room = work->values + i * value_bytes;
+        if (args->shape.num_sides == 1)
+            tile->values[i] = values_of_keys(&args->shape, tile->keys[i], room);
+        else
+            tile->values[i] = find_chunk(&args->shape, args->layer, table, 1, item->kv_head, token, item->end - 1, room);
         if (token + CHUNK - 1 <= seen_to && token >= seen_by_all) continue;
-        tile->values[i] = clean_values(&args->shape, tile->values[i], work->values + i * bytes);
+        tile->values[i] = clean_values(&args->shape, tile->values[i], room);
     }
 }
 
@@ -109,7 +112,7 @@ static float reciprocal_with_sink(const Attention *args, int head, float maximum
 
 /* Write a row of the output: the weighted sum of V divided by the sum of the weights. */
 static void finish_row(const Attention *args, int token, int head, float maximum, const float *sums) {
-    const int head_dim = args->shape.head_dim, dtype = args->shape.dtype;
+    const int head_dim = args->shape.value_dim, dtype = args->shape.dtype;
     const float sum = sum_of(load_floats(sums)), *values = sums + LANES;
     const float factor = args->sinks ? reciprocal_with_sink(args, head, maximum, sum) : 1.0f / sum;
     const size_t row = (size_t)token * args->num_heads + head;
@@ -162,14 +165,14 @@ static void gather_q(const Work *work) {
 }
 
 static Work start_item(const Attention *args, const AttentionItem *item, const AttentionItem *next, char *scratch) {
-    const int group = args->num_heads / args->shape.num_kv_heads, width = padded_dim(args->shape.head_dim);
+    const int group = args->num_heads / args->shape.num_kv_heads, width = padded_dim(args->shape.value_dim);
     Work work = {.args = args, .item = item, .group = group, .rows = item->num_tokens * group, .width = width};
     work.next = next;
     work.units = (int)(args->shape.head_dim * element_bytes(args->shape.dtype) / 4);
     work.q = (uint32_t *)take(&scratch, sizeof(uint32_t) * work.rows * work.units);
     work.state = take_state(&scratch, work.rows, width);
     work.keys = take(&scratch, TILE_CHUNKS * chunk_bytes(&args->shape));
-    work.values = take(&scratch, TILE_CHUNKS * chunk_bytes(&args->shape));
+    work.values = take(&scratch, TILE_CHUNKS * value_chunk_bytes(&args->shape));
     gather_q(&work);
     return work;
 }
@@ -213,7 +216,7 @@ static void run_item(const Attention *args, const AttentionItem *item, const Att
 }
 
 static void run_merge(const Attention *args, const AttentionMerge *merge) {
-    const int width = padded_dim(args->shape.head_dim);
+    const int width = padded_dim(args->shape.value_dim);
     const int rows = merge->num_tokens * (args->num_heads / args->shape.num_kv_heads);
     const size_t stride = attention_partial_floats(width);
     float *first = args->partials + merge->partial * stride;
@@ -225,13 +228,13 @@ static void run_merge(const Attention *args, const AttentionMerge *merge) {
     finish_rows(args, merge->token, merge->num_tokens, merge->kv_head, first, stride, first + LANES, stride);
 }
 
-EXPORT int64_t attention_partial_floats(int32_t head_dim) { return 2 * LANES + padded_dim(head_dim); }
+EXPORT int64_t attention_partial_floats(int32_t value_dim) { return 2 * LANES + padded_dim(value_dim); }
 
 EXPORT int64_t attention_scratch_bytes(const CacheShape *shape, int32_t num_heads, int32_t max_item_tokens) {
     const int64_t rows = (int64_t)max_item_tokens * (num_heads / shape->num_kv_heads);
-    const int64_t width = padded_dim(shape->head_dim);
-    const int64_t chunk_room = 2 * TILE_CHUNKS * (int64_t)chunk_bytes(shape);
-    return rows * width * 4 + (rows + LANES) * 4 + rows * (LANES + width) * 4 + chunk_room + 5 * 64;
+    const int64_t width = padded_dim(shape->head_dim), value_width = padded_dim(shape->value_dim);
+    const int64_t chunk_room = TILE_CHUNKS * (int64_t)(chunk_bytes(shape) + value_chunk_bytes(shape));
+    return rows * width * 4 + (rows + LANES) * 4 + rows * (LANES + value_width) * 4 + chunk_room + 5 * 64;
 }
 
 /* Return a thread's item in a round, or NULL. Items are sorted by size. The thread order is reversed in every other

@@ -46,7 +46,7 @@ typedef struct {
 typedef struct {
     const void *q;     /* [rows, num_heads, head_dim] of dtype */
     const void *layer; /* this layer of the cache */
-    void *out;         /* [rows, num_heads, head_dim] of dtype */
+    void *out;         /* [rows, num_heads, value_dim] of dtype */
     const int32_t *block_tables; /* [R, table_width] */
     const AttentionItem *items;  /* longest first */
     const AttentionMember *members; /* of the items that several requests share */
@@ -66,6 +66,6 @@ void attention_part(const Attention *args, int thread, int num_threads);
 void attention(const Attention *args);
 
 int64_t attention_scratch_bytes(const CacheShape *shape, int32_t num_heads, int32_t max_item_tokens);
-int64_t attention_partial_floats(int32_t head_dim);
+int64_t attention_partial_floats(int32_t value_dim);
 
 #endif

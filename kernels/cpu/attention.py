@@ -53,14 +53,14 @@ class CpuAttention:
         cap: float | None = None,
         sinks: Floats | None = None,
     ) -> Numbers:
-        """Return the attention of a mixed batch: [T, H * D] of q's dtype.
+        """Return the attention of a mixed batch: [T, H * Dv] of q's dtype; Dv: the cache's value_dim.
 
         q is [T, H, D], contiguous, rotated and of the cache's dtype. `scale` multiplies the scores, which then become
         cap * tanh(score / cap). sinks: of sink_scores(). This step's K and V must be in the cache already."""
         assert q.dtype == cache.dtype, (q.dtype, cache.dtype)
         assert q.flags.c_contiguous, q.strides
         num_heads = q.shape[1]
-        out = aligned_empty((q.shape[0], num_heads * cache.head_dim), q.dtype)
+        out = aligned_empty((q.shape[0], num_heads * cache.value_dim), q.dtype)
         arguments = AttentionArguments(q=q.ctypes.data, layer=cache.layers[layer].ctypes.data, out=out.ctypes.data)
         arguments.scale, arguments.cap_factor = score_factors(scale, cap)
         arguments.sinks = None if sinks is None else sinks.ctypes.data
@@ -80,12 +80,12 @@ class CpuAttention:
 
         The addresses are valid until the next call."""
         num_threads, most = self._num_threads(), plan.arguments.max_item_tokens
-        wanted = (num_threads, num_heads, cache.num_kv_heads, cache.head_dim, cache.dtype, most)
+        wanted = (num_threads, num_heads, cache.num_kv_heads, cache.head_dim, cache.value_dim, cache.dtype, most)
         if wanted != self._reserved or plan.arguments.num_partials > self._max_partials:
             self._reserved, self._max_partials = wanted, plan.num_partials
             scratch_bytes = self._scratch_bytes(cache.shape, num_heads, most) + ALIGNMENT
             scratch = self._scratch.get("scratch", (scratch_bytes * num_threads,), np.dtype(np.uint8))
-            num_floats = plan.num_partials * self._partial_floats(cache.head_dim)
+            num_floats = plan.num_partials * self._partial_floats(cache.value_dim)
             partials = self._scratch.get("partials", (num_floats,), FLOAT32)
             self._places = partials.ctypes.data, scratch.ctypes.data
         arguments.partials, arguments.scratch = self._places

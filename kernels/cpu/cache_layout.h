@@ -7,7 +7,10 @@
  * them.
  *
  * A quantized cache has a byte for each number, in the same order, and 16 scales after each chunk; after the rows of a
- * small block as many scales as tokens (cache_codes.h). find_chunk() makes chunks of numbers of them. */
+ * small block as many scales as tokens (cache_codes.h). find_chunk() makes chunks of numbers of them.
+ *
+ * A cache of one side has K only: of a latent vector and a rotated part (latent.h), for all query heads. V is the latent
+ * vector; values_of_keys() makes chunks of V of those of K. */
 #ifndef CACHE_LAYOUT_H
 #define CACHE_LAYOUT_H
 
@@ -21,6 +24,10 @@ INLINE size_t chunk_bytes(const CacheShape *shape) {
     return (size_t)CHUNK * padded_dim(shape->head_dim) * number_bytes(shape);
 }
 
+INLINE size_t value_chunk_bytes(const CacheShape *shape) {
+    return (size_t)CHUNK * padded_dim(shape->value_dim) * number_bytes(shape);
+}
+
 /* Bytes that the cache has for `tokens` tokens of a head: of a chunk, or of a block. */
 INLINE size_t stored_bytes(const CacheShape *shape, int tokens) {
     return (size_t)tokens * shape->token_bytes;
@@ -28,7 +35,7 @@ INLINE size_t stored_bytes(const CacheShape *shape, int tokens) {
 
 /* Byte offset of one head's K (is_value 0) or V (1) of a block within the layer. */
 INLINE size_t head_offset(const CacheShape *shape, int64_t block, int is_value, int head) {
-    return ((size_t)(block * 2 + is_value) * shape->num_kv_heads + head) * stored_bytes(shape, shape->block_size);
+    return ((size_t)(block * shape->num_sides + is_value) * shape->num_kv_heads + head) * stored_bytes(shape, shape->block_size);
 }
 
 /* Copy one token's row of head_dim numbers, K or V of a head, into a chunk. */
@@ -81,6 +88,36 @@ INLINE void put_values(void *chunk, const CacheShape *shape, const char *rows, s
         }
         for (; dim < head_dim; dim++) units[dim] = first[dim] | (uint32_t)second[dim] << 16;
     }
+}
+
+/* Write V of a chunk to room, from K of the same tokens: a cache of one side. */
+static __attribute__((noinline)) const char *values_of_keys(const CacheShape *shape, const char *keys, char *room) {
+    const int width = padded_dim(shape->value_dim), is_float = shape->dtype == FLOAT32;
+    for (int unit = 0; unit < (is_float ? width : width / 2); unit += LANES) {
+        uint32_t rows[CHUNK * LANES] __attribute__((aligned(64))); /* [token][LANES] units */
+        for (int token = 0; token < CHUNK; token += LANES) {
+            Floats square[LANES];
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) square[i] = load_floats(keys + ((unit + i) * CHUNK + token) * 4);
+            transpose(square);
+#pragma GCC unroll 16
+            for (int i = 0; i < LANES; i++) store_floats(rows + (token + i) * LANES, square[i]);
+        }
+        if (is_float) {
+            for (int token = 0; token < CHUNK; token++)
+                memcpy(room + (token * width + unit) * 4, rows + token * LANES, LANES * 4);
+            continue;
+        }
+        for (int token = 0; token < CHUNK; token += 2) {
+            const uint32_t *first = rows + token * LANES, *second = first + LANES;
+            uint32_t *out = (uint32_t *)room + token / 2 * width + unit * 2;
+            for (int i = 0; i < LANES; i++) {
+                out[2 * i] = (first[i] & 0xffff) | second[i] << 16;
+                out[2 * i + 1] = first[i] >> 16 | (second[i] & 0xffff0000);
+            }
+        }
+    }
+    return room;
 }
 
 /* Quantize one token's row and store it at `token` of a chunk, or of a small block's rows. */

@@ -177,6 +177,38 @@ static void rotate(const Share *share) {
     rope_kv_write_part(&args, share->thread, share->num_threads);
 }
 
+/* Compute q from the layer's first product, and write the cache: latent attention. */
+static void begin_latent(const Share *share) {
+    const DecoderStep *step = share->step;
+    const DecoderKind *kind = &step->kinds[share->layer->kind];
+    const LatentStep args = {
+        .latent = share->layer->latent,
+        .qkv = step->qkv,
+        .queries = step->queries,
+        .cos = kind->cos,
+        .sin = kind->sin,
+        .query_cos = kind->query_cos,
+        .query_sin = kind->query_sin,
+        .positions = step->positions,
+        .slots = step->slots,
+        .q = step->q,
+        .layer = *share->cache,
+        .shape = kind->attention.shape,
+        .num_rows = step->num_tokens,
+        .quantized = step->quantized,
+        .quantized_stride = step->quantized_stride,
+    };
+    latent_begin_part(&args, share->thread, share->num_threads);
+}
+
+/* Compute the heads' values from what latent attention yields, [num_rows, latent vectors of all heads]; return them. */
+static const void *expand_values(const Share *share, const void *attended) {
+    const LatentValues args = {share->layer->latent, attended, share->step->values, share->num_rows};
+    latent_values_part(&args, share->thread, share->num_threads);
+    go_on_by_rows(share);
+    return args.values;
+}
+
 /* Run attention for all tokens; with is_narrow for those of the narrowed plan only. */
 static void attend(const Share *share, int is_narrow) {
     const DecoderLayer *layer = share->layer;
@@ -208,7 +240,10 @@ static void begin_layer(const Share *share) {
     const DecoderLayer *layer = share->layer;
     multiply_adapted(share, &layer->qkv, QKV_PRODUCT, share->step->x, share->step->qkv, NULL, &layer->o);
     go_on_by_rows(share);
-    rotate(share);
+    if (layer->latent)
+        begin_latent(share);
+    else
+        rotate(share);
 }
 
 static void begin_step(const Share *share) {
@@ -222,6 +257,7 @@ static void begin_step(const Share *share) {
 static void add_attention(const Share *share, const void *attended) {
     const DecoderLayer *layer = share->layer;
     const DecoderGroup *group = share->decoder->group;
+    if (layer->latent) attended = expand_values(share, attended);
     multiply_adapted(share, &layer->o, O_PRODUCT, attended, share->step->added, group ? &group->hidden : NULL,
                      layer->experts ? NULL : &layer->gate_up);
     gather(share);
@@ -313,7 +349,9 @@ static void find_largest_logits(const Share *share) {
 
 /* Add attention's output in the last layer, for the rows that have logits. */
 static void add_picked_attention(const Share *share) {
-    pick_rows(share, share->layer->o.depth * element_bytes(share->decoder->dtype));
+    const Latent *latent = share->layer->latent;
+    const int64_t width = latent ? (int64_t)latent->num_heads * latent->latent_dim : share->layer->o.depth;
+    pick_rows(share, width * element_bytes(share->decoder->dtype));
     go_on_by_rows(share);
     add_attention(share, share->step->qkv);
 }

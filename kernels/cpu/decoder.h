@@ -13,6 +13,7 @@
 #include "attention_plan.h"
 #include "experts.h"
 #include "gemm.h"
+#include "latent.h"
 #include "lora.h"
 #include "norm.h"
 
@@ -28,6 +29,7 @@ typedef struct {
     int32_t norms_of_rows;                    /* see rope.h */
     const Experts *experts;                   /* instead of gate_up and down; or NULL */
     const float *sinks;                       /* see attention.h; or NULL */
+    const Latent *latent;                     /* around attention; qkv has the columns of LatentStep.qkv. Or NULL */
 } DecoderLayer;
 
 /* A layer's products, as adapters number them: layer * LAYER_PRODUCTS + one of these. */
@@ -80,6 +82,7 @@ typedef struct {
     float *hidden;                      /* [T, hidden_size]; after the step the last layer's input */
     void *x;                            /* [max(T, S), hidden_size] of dtype; those below have other widths */
     void *qkv, *q, *attended, *gated;
+    void *queries, *values;             /* of latent attention: its queries; its heads' values; else NULL */
     float *embedded;                    /* of a group: [T, hidden_size], shared; else NULL */
     void *own_attended;                 /* of a rank of a group: attention's output for its heads; else NULL */
     void *added;                        /* of x's size: a layer's output that is added to hidden */

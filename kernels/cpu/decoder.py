@@ -136,6 +136,8 @@ class CpuDecoder:
             layer.qkv.streams = layer.o.streams = layer.gate_up.streams = layer.down.streams = streams
         for experts in self._experts:
             experts.set_streams(streams)
+        for latent in (parts.latent for parts in self._kept[0] if parts.latent is not None):
+            latent.set_streams(streams)
 
     def __call__(
         self,

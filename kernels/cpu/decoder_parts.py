@@ -11,6 +11,7 @@ from kernels.cpu.attention import score_factors
 from kernels.cpu.embedding import CpuEmbedding, address
 from kernels.cpu.experts import CpuExperts
 from kernels.cpu.gemm import INT8, PackedMatrix
+from kernels.cpu.latent import CpuLatent
 from kernels.cpu.library import ELEMENT_NUMBERS
 from kernels.cpu.norm import CpuNorm
 from kernels.cpu.structs import DecoderArguments, GemmArguments, LayerArguments, NormWeights
@@ -44,12 +45,18 @@ class LayerParts(NamedTuple):
     norms_of_rows: bool = False
     cap: float | None = None  # of the scores
     sinks: Floats | None = None  # of attention: [H], of sink_scores()
+    latent: CpuLatent | None = None  # latent attention
 
 
 def widths_of(width: int, layers: Sequence[LayerParts]) -> dict[str, int]:
     """Return the numbers in a row of each buffer of the model's dtype, by name."""
     first, dense = layers[0], [parts.mlp for parts in layers if isinstance(parts.mlp, DenseParts)]
     inner = {"qkv": first.qkv.out_features, "q": first.o.in_features, "attended": first.o.in_features}
+    if (latent := first.latent) is not None:
+        attended = latent.num_heads * latent.latent_dim
+        inner = {"q": attended + latent.num_heads * latent.rotated_dim, "attended": attended}
+        inner["qkv"] = max(first.qkv.out_features, attended)  # also picked rows of `attended`
+        inner |= {"queries": latent.queries_width, "values": first.o.in_features}
     gated = max((mlp.down.in_features for mlp in dense), default=1)
     return {"x": width, "added": width, **inner, "gated": gated}
 
@@ -68,7 +75,8 @@ def deepest_in_8_bits(layers: Sequence[LayerParts], head: PackedMatrix | None) -
 def _matrices(layers: Sequence[LayerParts], head: PackedMatrix | None) -> list[PackedMatrix]:
     own = [] if head is None else [head]
     dense = [matrix for parts in layers if isinstance(parts.mlp, DenseParts) for matrix in parts.mlp]
-    return [*own, *dense, *(matrix for parts in layers for matrix in (parts.qkv, parts.o))]
+    latent = [matrix for parts in layers if parts.latent is not None for matrix in parts.latent.matrices]
+    return [*own, *dense, *latent, *(matrix for parts in layers for matrix in (parts.qkv, parts.o))]
 
 
 def exceed_caches(num_bytes: int) -> bool:
@@ -121,4 +129,5 @@ def layer_arguments(parts: LayerParts) -> LayerArguments:
         kind=parts.kind,
         norms_of_rows=parts.norms_of_rows,
         sinks=None if parts.sinks is None else parts.sinks.ctypes.data,
+        latent=None if parts.latent is None else ctypes.addressof(parts.latent.arguments),
     )

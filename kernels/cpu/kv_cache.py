@@ -31,14 +31,26 @@ class CpuKVCache(KVCache):
     stored_as: ClassVar[str] = ""
 
     def __init__(
-        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: Dtype
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: Dtype,
+        value_dim: int | None = None,
     ) -> None:
+        """value_dim: V is not stored, it is the first value_dim numbers of K. None = V is stored."""
         width, stored = self.stored_width(head_dim, dtype)
-        super().__init__(num_layers, num_blocks, block_size, num_kv_heads, width, stored)
+        self.num_sides = 2 if value_dim is None else 1
+        super().__init__(num_layers, num_blocks, block_size, num_kv_heads, width, stored, self.num_sides)
         self.head_dim, self.dtype = head_dim, dtype
         self.chunk = min(CHUNK, block_size)  # tokens that are stored together
         sizes, is_quantized = (num_kv_heads, head_dim, block_size), bool(self.stored_as)
-        self.shape = CacheShape(*sizes, ELEMENT_NUMBERS[dtype], is_quantized, width * stored.itemsize)
+        token_bytes = width * stored.itemsize
+        self.value_dim = head_dim if value_dim is None else value_dim
+        element = ELEMENT_NUMBERS[dtype]
+        self.shape = CacheShape(*sizes, element, is_quantized, token_bytes, self.num_sides, self.value_dim)
 
     @staticmethod
     def stored_width(head_dim: int, dtype: Dtype) -> tuple[int, Dtype]:
@@ -46,10 +58,12 @@ class CpuKVCache(KVCache):
         return padded_dim(head_dim), dtype
 
     @classmethod
-    def bytes_per_block(cls, block_size: int, num_kv_heads: int, head_dim: int, num_layers: int, dtype: Dtype) -> int:
-        """Return the bytes that one block takes in all layers, K and V together."""
+    def bytes_per_block(
+        cls, block_size: int, num_kv_heads: int, head_dim: int, num_layers: int, dtype: Dtype, num_sides: int = 2
+    ) -> int:
+        """Return the bytes that one block takes in all layers, K and V together. num_sides: 1 = only K is stored."""
         width, stored = cls.stored_width(head_dim, dtype)
-        return bytes_per_block(block_size, num_kv_heads, width, num_layers, stored)
+        return bytes_per_block(block_size, num_kv_heads, width, num_layers, stored, num_sides)
 
     def keys(self, layer: int) -> Numbers:
         """Return a copy of a layer's K in logical order: [num_blocks, block_size, num_kv_heads, head_dim]."""
@@ -57,17 +71,24 @@ class CpuKVCache(KVCache):
 
     def values(self, layer: int) -> Numbers:
         """Return a copy of a layer's V in logical order: [num_blocks, block_size, num_kv_heads, head_dim]."""
+        if self.num_sides == 1:
+            return self.keys(layer)[..., : self.value_dim]
         return self._logical(self._values(layer).swapaxes(4, 5))
 
     def write(self, layer: int, slots: Ints, kv: Numbers) -> None:
-        """Store kv [T, 2 * Hkv * D] (K heads, then V heads) of the cache's dtype at these slots [T]."""
+        """Store kv [T, 2 * Hkv * D] (K heads, then V heads) of the cache's dtype at these slots [T].
+
+        A cache of one side stores K only."""
         heads = kv.reshape(len(kv), 2, self.num_kv_heads, self.head_dim)
         keys, values = heads[:, 0], heads[:, 1]
         block, chunk, token = self._places(slots)
-        to_keys, to_values = self._keys(layer), self._values(layer)
+        to_keys = self._keys(layer)
         pair = to_keys.shape[-1]
         width = self.head_dim // pair
         to_keys[block, :, chunk, :width, token] = keys.reshape(len(kv), self.num_kv_heads, width, pair)
+        if self.num_sides == 1:
+            return
+        to_values = self._values(layer)
         to_values[block, :, chunk, token // pair, : self.head_dim, token % pair] = values
 
     def _places(self, slots: Ints) -> tuple[Ints, Ints, Ints]:

@@ -49,6 +49,8 @@ class QuantizedKVCache(CpuKVCache):
 
     def values(self, layer: int) -> Numbers:
         """Return a layer's V as it is read, in logical order: [num_blocks, block_size, num_kv_heads, head_dim]."""
+        if self.num_sides == 1:
+            return self.keys(layer)[..., : self.value_dim]
         return self._read(super().values(layer), layer, 1)
 
     def write(self, layer: int, slots: Ints, kv: Numbers) -> None:
@@ -56,7 +58,7 @@ class QuantizedKVCache(CpuKVCache):
         codes, scales = quantized(kv.reshape(len(kv), 2, self.num_kv_heads, self.head_dim))
         super().write(layer, slots, codes.reshape(kv.shape))
         block, chunk, token = self._places(slots)
-        for which in range(2):
+        for which in range(self.num_sides):
             self._scales(layer, which)[block, :, chunk, token] = scales[:, which]
 
     def _numbers(self, layer: int, which: int) -> Numbers:

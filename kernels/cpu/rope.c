@@ -8,32 +8,6 @@ enum {
     CHUNK_HEAD_DIM = 256, /* limit for rotating a whole chunk's heads on the stack */
 };
 
-/* Rotate one vector of each half, from `index` on. */
-INLINE void rotate_vectors(const void *x, const int x_dtype, const float *cos, const float *sin, int half, int index,
-                           void *out, const int dtype) {
-    const int other = index + half;
-    const Floats a = load_numbers(x, index, x_dtype), b = load_numbers(x, other, x_dtype);
-    store_numbers(out, index, a * load_floats(cos + index) + b * load_floats(sin + index), dtype);
-    store_numbers(out, other, b * load_floats(cos + other) + a * load_floats(sin + other), dtype);
-}
-
-/* Rotate x [2 * half] of x_dtype to out of dtype; the two must not overlap. */
-INLINE void rotate(const void *x, const int x_dtype, const float *cos, const float *sin, int half, void *out,
-                   const int dtype) {
-    int i = 0;
-    for (; i + LANES <= half; i += LANES) rotate_vectors(x, x_dtype, cos, sin, half, i, out, dtype);
-    if (i == half) return;
-    if (half >= LANES) { /* some numbers are computed twice, with the same result */
-        rotate_vectors(x, x_dtype, cos, sin, half, half - LANES, out, dtype);
-        return;
-    }
-    const Floats a = load_tail(x, 0, half, x_dtype), b = load_tail(x, half, half, x_dtype);
-    const Floats cos_a = load_tail(cos, 0, half, FLOAT32), cos_b = load_tail(cos, half, half, FLOAT32);
-    const Floats sin_a = load_tail(sin, 0, half, FLOAT32), sin_b = load_tail(sin, half, half, FLOAT32);
-    store_tail(out, 0, half, a * cos_a + b * sin_a, dtype);
-    store_tail(out, half, half, b * cos_b + a * sin_b, dtype);
-}
-
 INLINE void rotate_numbers(const RopeKvWrite *args, int token, int head, const void *x, void *out, const int dtype) {
     const int head_dim = args->shape.head_dim;
     const int64_t at = args->cos ? args->positions[token] * head_dim : 0;
@@ -63,14 +37,6 @@ static __attribute__((noinline)) void rotate_head(const RopeKvWrite *args, int t
         rotate_numbers(args, token, head, x, out, FLOAT32);
     else
         rotate_numbers(args, token, head, x, out, BFLOAT16);
-}
-
-INLINE int is_finite_row(const char *x, int bytes, const int dtype) {
-    Words finite = all_words(0xffffffff), tail = {0};
-    int i = 0;
-    for (; i + VECTOR_BYTES <= bytes; i += VECTOR_BYTES) finite &= finite_numbers(load_words(x + i), dtype);
-    if (i < bytes) memcpy(&tail, x + i, bytes - i);
-    return !is_any_set(~(finite & finite_numbers(tail, dtype)));
 }
 
 static int is_finite_head(const CacheShape *shape, const char *x) {

@@ -92,4 +92,39 @@ INLINE void convert(const float *x, int64_t width, void *out, const int dtype) {
     if (i < width) store_tail(out, i, width - i, load_tail(x, i, width - i, FLOAT32), dtype);
 }
 
+/* Rotate one vector of each half, from `index` on. */
+INLINE void rotate_vectors(const void *x, const int x_dtype, const float *cos, const float *sin, int half, int index,
+                           void *out, const int dtype) {
+    const int other = index + half;
+    const Floats a = load_numbers(x, index, x_dtype), b = load_numbers(x, other, x_dtype);
+    store_numbers(out, index, a * load_floats(cos + index) + b * load_floats(sin + index), dtype);
+    store_numbers(out, other, b * load_floats(cos + other) + a * load_floats(sin + other), dtype);
+}
+
+/* Rotate x [2 * half] of x_dtype to out of dtype; the two must not overlap. */
+INLINE void rotate(const void *x, const int x_dtype, const float *cos, const float *sin, int half, void *out,
+                   const int dtype) {
+    int i = 0;
+    for (; i + LANES <= half; i += LANES) rotate_vectors(x, x_dtype, cos, sin, half, i, out, dtype);
+    if (i == half) return;
+    if (half >= LANES) { /* some numbers are computed twice, with the same result */
+        rotate_vectors(x, x_dtype, cos, sin, half, half - LANES, out, dtype);
+        return;
+    }
+    const Floats a = load_tail(x, 0, half, x_dtype), b = load_tail(x, half, half, x_dtype);
+    const Floats cos_a = load_tail(cos, 0, half, FLOAT32), cos_b = load_tail(cos, half, half, FLOAT32);
+    const Floats sin_a = load_tail(sin, 0, half, FLOAT32), sin_b = load_tail(sin, half, half, FLOAT32);
+    store_tail(out, 0, half, a * cos_a + b * sin_a, dtype);
+    store_tail(out, half, half, b * cos_b + a * sin_b, dtype);
+}
+
+/* Return whether the numbers in these bytes are finite. */
+INLINE int is_finite_row(const char *x, int bytes, const int dtype) {
+    Words finite = all_words(0xffffffff), tail = {0};
+    int i = 0;
+    for (; i + VECTOR_BYTES <= bytes; i += VECTOR_BYTES) finite &= finite_numbers(load_words(x + i), dtype);
+    if (i < bytes) memcpy(&tail, x + i, bytes - i);
+    return !is_any_set(~(finite & finite_numbers(tail, dtype)));
+}
+
 #endif

@@ -26,6 +26,7 @@ typedef struct {
 EXPORT const StructField struct_fields[] = {
 #define STRUCT CacheShape
     WHOLE FIELD(num_kv_heads) FIELD(head_dim) FIELD(block_size) FIELD(dtype) FIELD(is_quantized) FIELD(token_bytes)
+    FIELD(num_sides) FIELD(value_dim)
 #undef STRUCT
 #define STRUCT BlockTables
     WHOLE FIELD(blocks) FIELD(width) FIELD(block_size)
@@ -55,6 +56,18 @@ EXPORT const StructField struct_fields[] = {
     FIELD(group) FIELD(window) FIELD(ahead) FIELD(max_item_tokens) FIELD(max_split_rows) FIELD(max_members)
     FIELD(num_items) FIELD(num_merges) FIELD(num_members) FIELD(num_partials) FIELD(num_tile_users) FIELD(num_rows) FIELD(longest)
     FIELD(num_wanted_items) FIELD(num_wanted_merges)
+#undef STRUCT
+#define STRUCT Latent
+    WHOLE FIELD(query) FIELD(keys) FIELD(values) FIELD(query_norm) FIELD(latent_norm) FIELD(num_heads) FIELD(query_dim)
+    FIELD(latent_dim) FIELD(plain_dim) FIELD(rotated_dim) FIELD(value_dim) FIELD(eps) FIELD(reserved)
+#undef STRUCT
+#define STRUCT LatentStep
+    WHOLE FIELD(latent) FIELD(qkv) FIELD(queries) FIELD(cos) FIELD(sin) FIELD(query_cos) FIELD(query_sin)
+    FIELD(positions) FIELD(slots) FIELD(q) FIELD(layer) FIELD(shape) FIELD(num_rows) FIELD(quantized)
+    FIELD(quantized_stride)
+#undef STRUCT
+#define STRUCT LatentValues
+    WHOLE FIELD(latent) FIELD(attended) FIELD(values) FIELD(num_rows)
 #undef STRUCT
 #define STRUCT Experts
     WHOLE FIELD(router) FIELD(gate_up) FIELD(down) FIELD(shared) FIELD(routing) FIELD(has_shared_gate) FIELD(width)
@@ -93,7 +106,7 @@ EXPORT const StructField struct_fields[] = {
 #define STRUCT DecoderLayer
     WHOLE FIELD(qkv) FIELD(o) FIELD(gate_up) FIELD(down) FIELD(input_norm) FIELD(mlp_norm) FIELD(attention_out_norm)
     FIELD(mlp_out_norm) FIELD(norms) FIELD(scale) FIELD(cap_factor) FIELD(kind) FIELD(tap) FIELD(norms_of_rows)
-    FIELD(experts) FIELD(sinks)
+    FIELD(experts) FIELD(sinks) FIELD(latent)
 #undef STRUCT
 #define STRUCT Place
     WHOLE FIELD(first) FIELD(width)
@@ -111,7 +124,8 @@ EXPORT const StructField struct_fields[] = {
 #undef STRUCT
 #define STRUCT DecoderStep
     WHOLE FIELD(decoder) FIELD(kinds) FIELD(cache) FIELD(token_ids) FIELD(positions) FIELD(slots) FIELD(logits_rows)
-    FIELD(hidden) FIELD(x) FIELD(qkv) FIELD(q) FIELD(attended) FIELD(gated) FIELD(embedded) FIELD(own_attended) FIELD(added)
+    FIELD(hidden) FIELD(x) FIELD(qkv) FIELD(q) FIELD(attended) FIELD(gated) FIELD(queries)
+    FIELD(values) FIELD(embedded) FIELD(own_attended) FIELD(added)
     FIELD(normed) FIELD(last_hidden) FIELD(logits) FIELD(largest) FIELD(taps) FIELD(quantized) FIELD(quantized_stride)
     FIELD(experts_room) FIELD(num_tokens) FIELD(num_logits) FIELD(num_taps) FIELD(is_narrow)
     FIELD(adapters) FIELD(picked) FIELD(lowered) FIELD(lowered_stride) FIELD(given)

@@ -1,31 +1,24 @@
 """The C kernels' structs as ctypes classes; kernels/cpu/struct_check.py compares them with the loaded library.
 
 Each class mirrors one struct of kernels/cpu/*.h, field by field; kernels/cpu/struct_fields.c exports the C side.
+kernels/cpu/latent_structs.py has those of latent attention.
 """
 
-import ctypes
-from collections.abc import Iterator
-from typing import ClassVar
-
-_POINTER, _INT32, _INT64, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
-
-
-def _fields(names: str, ctype: type) -> Iterator[tuple[str, type]]:
-    """Return fields of one type, named by these words, in their order."""
-    return ((name, ctype) for name in names.split())
-
-
-class CStruct(ctypes.Structure):
-    """A struct that Python fills for the C kernels."""
-
-    c_name: ClassVar[str]  # its name in kernels/cpu/*.h
+from kernels.cpu.c_struct import FLOAT as _FLOAT
+from kernels.cpu.c_struct import INT32 as _INT32
+from kernels.cpu.c_struct import INT64 as _INT64
+from kernels.cpu.c_struct import POINTER as _POINTER
+from kernels.cpu.c_struct import CStruct
+from kernels.cpu.c_struct import fields as _fields
 
 
 class CacheShape(CStruct):
     """Shape and dtype of the KV cache (cache_shape.h)."""
 
     c_name = "CacheShape"
-    _fields_ = (*_fields("num_kv_heads head_dim block_size dtype is_quantized token_bytes", _INT32),)
+    _fields_ = (
+        *_fields("num_kv_heads head_dim block_size dtype is_quantized token_bytes num_sides value_dim", _INT32),
+    )
 
 
 class BlockTables(CStruct):
@@ -200,7 +193,7 @@ class LayerArguments(CStruct):
         ("kind", _INT32),
         ("tap", _INT64),
         ("norms_of_rows", _INT32),
-        *_fields("experts sinks", _POINTER),
+        *_fields("experts sinks latent", _POINTER),
     )
 
 
@@ -262,7 +255,7 @@ class StepArguments(CStruct):
     c_name = "DecoderStep"
     _fields_ = (
         *_fields("decoder kinds cache token_ids positions slots logits_rows", _POINTER),
-        *_fields("hidden x qkv q attended gated embedded own_attended", _POINTER),
+        *_fields("hidden x qkv q attended gated queries values embedded own_attended", _POINTER),
         *_fields("added normed last_hidden logits largest taps quantized", _POINTER),
         ("quantized_stride", _INT64),
         ("experts_room", _POINTER),
@@ -373,4 +366,3 @@ class SoftCapArguments(CStruct):
 
 
 #: Every struct of this file.
-STRUCTS: tuple[type[CStruct], ...] = tuple(CStruct.__subclasses__())

@@ -2,8 +2,9 @@
 
 Logically each layer holds keys and values [num_blocks, block_size, num_kv_heads, head_dim]; block 0 is the null block,
 which holds zeros and is never written. Physically a layer is one array [num_blocks, 2 (K, V), num_kv_heads,
-block_size, head_dim]. One head's tokens of a block lie together. So gathering whole (block, K or V, head) runs already
-yields the operands of a batched product per head, without a transposition.
+block_size, head_dim]; a cache of one side has K only (kernels/cpu/latent.h). One head's tokens of a block lie together.
+So gathering whole (block, K or V, head) runs already yields the operands of a batched product per head, without a
+transposition.
 """
 
 from collections.abc import Sequence
@@ -15,9 +16,11 @@ from kernels.memory.aligned import aligned_empty
 from kernels.memory.huge_pages import want_huge_pages
 
 
-def bytes_per_block(block_size: int, num_kv_heads: int, head_dim: int, num_layers: int, dtype: Dtype) -> int:
-    """Return the bytes that one block takes in all layers, K and V together."""
-    return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
+def bytes_per_block(
+    block_size: int, num_kv_heads: int, head_dim: int, num_layers: int, dtype: Dtype, num_sides: int = 2
+) -> int:
+    """Return the bytes that one block takes in all layers, K and V together. num_sides: 1 = only K is stored."""
+    return num_sides * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
 
 
 class KVCache:
@@ -36,7 +39,14 @@ class KVCache:
     memory: Sequence[Numbers] = ()
 
     def __init__(
-        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: Dtype
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: Dtype,
+        num_sides: int = 2,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
@@ -44,9 +54,9 @@ class KVCache:
         self.head_dim = head_dim
         self.dtype = dtype
         try:
-            self.layers = self._allocate(num_layers, (num_blocks, 2, num_kv_heads, block_size, head_dim))
+            self.layers = self._allocate(num_layers, (num_blocks, num_sides, num_kv_heads, block_size, head_dim))
         except (RuntimeError, MemoryError) as error:
-            size = num_blocks * bytes_per_block(block_size, num_kv_heads, head_dim, num_layers, dtype)
+            size = num_blocks * bytes_per_block(block_size, num_kv_heads, head_dim, num_layers, dtype, num_sides)
             raise MemoryError(
                 f"the KV cache of {num_blocks} blocks of {block_size} tokens needs {size} bytes "
                 f"in {num_layers} layers, which cannot be allocated: {error}"

@@ -6,13 +6,13 @@ run's rows have chosen, which are those that are read.
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from core.model_files.model_config import ModelConfig
 from core.models.config import ExpertParts
-from core.models.stored_matrix import StoredMatrix
+from core.models.stored_matrix import StoredMatrix, StoredPart
 from kernels.cpu.decoder_parts import DenseParts, exceed_caches
 from kernels.cpu.experts import CpuExperts
 from kernels.cpu.gemm import PackedMatrix
@@ -23,14 +23,31 @@ from kernels.routing import Routing
 _SECONDS = 1.0  # for each number of rows
 
 
+class _Form(NamedTuple):
+    """A form of the weights in memory."""
+
+    name: str  # behind the kernel's
+    is_4_bits: bool = False  # Q4_0, as GPTQ, AWQ and GGUF files have it; else numbers of the model, or Q8_0 for 8 bits
+    in_8_bits: bool = False  # products in 8 bits
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether weights are quantized."""
+        return self.is_4_bits or self.in_8_bits
+
+
+_FORMS = (_Form(""), _Form("-q4_0", is_4_bits=True), _Form("-q4_0-int8", True, True), _Form("-int8", in_8_bits=True))
+
+
 def measure_experts(
     library: CpuLibrary, config: ModelConfig, parts: ExpertParts, dtype: Dtype, rows: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
     """Yield a record for each form of the weights and number of rows; us is the least time of a run."""
     rng = np.random.default_rng(0)
     router = _random(rng, parts.num_experts, config.hidden_size, dtype)
-    for name, in_8_bits in ((f"c-{library.variant}", False), (f"c-{library.variant}-int8", True)):
-        experts = _experts(library, config, parts, router, dtype, in_8_bits=in_8_bits)
+    for form in _FORMS:
+        name = f"c-{library.variant}{form.name}"
+        experts = _experts(library, config, parts, router, dtype, form)
         each = (experts.num_bytes - experts.router.packed.nbytes) / parts.num_experts
         for num_rows in rows:
             seconds, num_chosen = _measure(experts, to_floats(router), parts.num_chosen, num_rows, dtype, rng)
@@ -50,8 +67,16 @@ def _random(rng: np.random.Generator, rows: int, depth: int, dtype: Dtype) -> Nu
     return rounded(rng.standard_normal((rows, depth), np.float32) * np.float32(depth**-0.5), dtype)
 
 
+def _as_q4_0(matrix: Numbers) -> StoredMatrix:
+    """Return a matrix of random blocks of Q4_0: 32 codes of 4 bits and a float16 scale."""
+    rng = np.random.default_rng(2)
+    blocks = rng.integers(0, 256, (len(matrix), matrix.shape[1] // 32, 18), np.uint8)
+    blocks[..., :2] = np.array([0.01], np.float16).view(np.uint8)
+    return StoredMatrix([StoredPart("Q4_0", blocks.reshape(len(matrix), -1), matrix.shape[1])])
+
+
 def _experts(
-    library: CpuLibrary, config: ModelConfig, parts: ExpertParts, router: Numbers, dtype: Dtype, *, in_8_bits: bool
+    library: CpuLibrary, config: ModelConfig, parts: ExpertParts, router: Numbers, dtype: Dtype, form: _Form
 ) -> CpuExperts:
     """Return the routed MLP of one layer, whose experts have equal weights, each in memory of its own."""
     rng, hidden = np.random.default_rng(1), config.hidden_size
@@ -60,10 +85,11 @@ def _experts(
     streams = exceed_caches(parts.num_experts * (gate_up.nbytes + down.nbytes))
 
     def packed(weight: Numbers, gate: str | None = None, out_dtype: Dtype | None = None) -> PackedMatrix:
-        form: Any = weight
-        if in_8_bits:
-            form = StoredMatrix.of(weight).quantized(library, is_gated=gate is not None, in_8_bits=True)
-        return PackedMatrix(library, form, dtype=dtype, gate=gate, out_dtype=out_dtype, is_kept=not streams)
+        stored: Any = weight
+        if form.is_stored:
+            matrix = _as_q4_0(weight) if form.is_4_bits else StoredMatrix.of(weight)
+            stored = matrix.quantized(library, is_gated=gate is not None, in_8_bits=form.in_8_bits)
+        return PackedMatrix(library, stored, dtype=dtype, gate=gate, out_dtype=out_dtype, is_kept=not streams)
 
     experts = CpuExperts(
         library,

@@ -186,10 +186,15 @@ def _measure_read(library: CpuLibrary | None, threads: int, rep: int) -> dict[st
 def _shapes(config: ModelConfig) -> list[Shape]:
     heads = config.num_attention_heads * config.head_dim
     kv_heads = config.num_key_value_heads * config.head_dim
+    first = heads + 2 * kv_heads
+    if (latent := config.latent) is not None:
+        queries = config.num_attention_heads * (latent.plain_dim + latent.rotated_dim)
+        first = (latent.query_dim or queries) + latent.latent_dim + latent.rotated_dim
+        heads = config.num_attention_heads * latent.value_dim
     hidden, intermediate, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers
     dense = layers if config.experts is None else len(config.experts.dense_layers)
     shapes = [
-        Shape("qkv", heads + 2 * kv_heads, hidden, layers),
+        Shape("qkv", first, hidden, layers),
         Shape("o", hidden, heads, layers),
         Shape("gate_up", 2 * intermediate, hidden, dense),
         Shape("down", hidden, intermediate, dense),

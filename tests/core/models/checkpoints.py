@@ -215,7 +215,7 @@ def build(case: str, **other: Any) -> Any:
     settings = {**SIZES, **settings, **other}
     config = transformers.AutoConfig.for_model(model_type, **settings, attn_implementation="eager")
     # The other implementations of experts have no float64.
-    is_routed = any(hasattr(config, name) for name in ("num_local_experts", "num_experts"))
+    is_routed = any(hasattr(config, name) for name in ("num_local_experts", "num_experts", "n_routed_experts"))
     options = {"experts_implementation": "eager"} if is_routed else {}
     model = transformers.AutoModelForCausalLM.from_config(config, **options).eval()
     generator = torch.Generator().manual_seed(11)
@@ -226,6 +226,9 @@ def build(case: str, **other: Any) -> Any:
                 parameter.copy_(parameter + 0.3 * numbers if "norm" in name else 0.5 * numbers)
             else:
                 parameter.copy_(numbers * 1.5 * parameter.shape[-1] ** -0.5)
+        for name, correction in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                correction.copy_(torch.randn(correction.shape, generator=generator) * 0.3)
     return model
 
 

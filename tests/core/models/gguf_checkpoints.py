@@ -11,6 +11,7 @@ import gguf
 import torch
 
 from tests.core.models.checkpoints import Golden
+from tests.core.models.routed_gguf import ROUTED_GGUF_CASES, routed_metadata, special_tensors
 
 #: Case -> llama.cpp's name of its architecture.
 GGUF_CASES = {
@@ -43,6 +44,7 @@ GGUF_CASES = {
     "granite-moe-shared": "granitemoe",
     "qwen2-moe": "qwen2moe",
     "gpt-oss": "gpt-oss",
+    **ROUTED_GGUF_CASES,
 }
 #: Architectures whose rows of q and k the converter interleaves; llama.cpp rotates neighbours in these.
 INTERLEAVED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "minicpm")
@@ -67,8 +69,8 @@ def converted(model: Any, architecture: str) -> dict[str, torch.Tensor]:
             tensor = interleaved(tensor, config.num_attention_heads if "q_" in name else config.num_key_value_heads)
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             tensor = tensor + 1
-        if "shared_mlp" in name:
-            tensors |= of_shared_mlp(name, tensor)
+        if (special := special_tensors(name, tensor, config)) is not None:
+            tensors |= special
             continue
         if ".experts." in name or "router" in name or "mlp.gate." in name:
             tensors |= of_gpt_oss(name, tensor) if config.model_type == "gpt_oss" else of_experts(name, tensor)
@@ -91,16 +93,6 @@ def of_experts(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         gate, up = tensor.chunk(2, 1)
         return {f"{block}.ffn_gate_exps.weight": gate.contiguous(), f"{block}.ffn_up_exps.weight": up.contiguous()}
     return {f"{block}.ffn_{'down_exps' if name.endswith('down_proj') else 'gate_inp'}.weight": tensor}
-
-
-def of_shared_mlp(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Granite's shared expert, whose gate and up are one matrix in safetensors."""
-    block = f"blk.{name.split('.')[2]}"
-    if "output_linear" in name:
-        return {f"{block}.ffn_down_shexp.weight": tensor}
-    return {
-        f"{block}.ffn_{part}_shexp.weight": half for part, half in zip(("gate", "up"), tensor.chunk(2), strict=True)
-    }
 
 
 def of_gpt_oss(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -139,7 +131,7 @@ def metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    head_dim = getattr(config, "head_dim", None)
+    head_dim = None if hasattr(config, "kv_lora_rank") else getattr(config, "head_dim", None)
     if head_dim is not None:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
@@ -159,6 +151,7 @@ def metadata(writer: gguf.GGUFWriter, config: Any) -> None:
 def special_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     """What the converters of single architectures write."""
     kinds = getattr(config, "layer_types", None) or []
+    routed_metadata(writer, config)
     if number := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
         writer.add_expert_count(number)
         writer.add_expert_used_count(config.num_experts_per_tok)

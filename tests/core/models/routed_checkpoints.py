@@ -4,6 +4,32 @@ from typing import Any
 
 _GRANITE: dict[str, Any] = {"num_local_experts": 5, "shared_intermediate_size": 56, "residual_multiplier": 0.22}
 
+_CHOICE: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 40}
+_SIGMOIDS: dict[str, Any] = {
+    **_CHOICE,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.7,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 0,
+}
+_GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2}
+_LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+}
+_YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "original_max_position_embeddings": 256,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+}
+
 #: Name -> transformers' model_type and settings beside SIZES.
 ROUTED_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "granite-moe-shared": ("granitemoeshared", {**_GRANITE, "logits_scaling": 3.0}),
@@ -24,6 +50,55 @@ ROUTED_CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts_per_tok": 3,
             "moe_intermediate_size": 40,
             "shared_expert_intermediate_size": 72,
+        },
+    ),
+    "glm4-moe": ("glm4_moe", {**_SIGMOIDS, **_GROUPS, "head_dim": 16, "attention_bias": True, "use_qk_norm": True}),
+    "glm4.5-air": ("glm4_moe", {**_SIGMOIDS, "head_dim": 16, "attention_bias": True}),
+    "dots1": ("dots1", {**_SIGMOIDS, "head_dim": 16, "sliding_window": None}),
+    "ernie4.5-moe": (
+        "ernie4_5_moe",
+        {"head_dim": 16, "moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 40, "moe_num_shared_experts": 2},
+    ),
+    "deepseek-v2-lite": (
+        "deepseek_v2",
+        {**_LATENT, **_CHOICE, "q_lora_rank": None, "first_k_dense_replace": 1, "rope_parameters": _YARN},
+    ),
+    "deepseek-v2": (
+        "deepseek_v2",
+        {
+            **_LATENT,
+            **_CHOICE,
+            **_GROUPS,
+            "q_lora_rank": 20,
+            "topk_method": "group_limited_greedy",
+            "routed_scaling_factor": 3.0,
+        },
+    ),
+    "deepseek-v3": (
+        "deepseek_v3",
+        {
+            **_LATENT,
+            **_SIGMOIDS,
+            **_GROUPS,
+            "q_lora_rank": 20,
+            "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "glm4.7-flash": ("glm4_moe_lite", {**_LATENT, **_SIGMOIDS, "q_lora_rank": 20, "v_head_dim": 14}),
+    "minicpm3": (
+        "minicpm3",
+        {
+            **_LATENT,
+            "q_lora_rank": 20,
+            "v_head_dim": 12,
+            "dim_model_base": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 4,
+                "short_factor": [1.0, 1.5, 2.0, 3.0],
+                "long_factor": [1.0, 2.0, 4.0, 8.0],
+            },
         },
     ),
 }

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -85,9 +86,35 @@ WRONG: list[tuple[str, str, Any]] = [
     ("glm4", "rotary_dim", 8),
     ("exaone4", "unrotated_layers", ()),
     ("ministral3", "query_growth", None),
+    ("deepseek-v2-lite", "query_pre_attn_scalar", 20.0),
+    ("minicpm3", "residual_multiplier", 1.0),
     ("mixtral", "experts", ExpertParts(num_experts=4, num_chosen=2, intermediate_size=80, normalises=False)),
     ("mixtral", "experts", ExpertParts(num_experts=4, num_chosen=3, intermediate_size=80, normalises=True)),
 ]
+
+
+#: Case -> a field of its experts and a wrong value.
+WRONG_EXPERTS: list[tuple[str, str, Any]] = [
+    ("qwen2-moe", "normalises", True),
+    ("deepseek-v2", "num_chosen_groups", 4),
+    ("deepseek-v2", "scaling", 1.0),
+    ("deepseek-v3", "best_of_group", 1),
+    ("deepseek-v3", "num_groups", 2),
+    ("glm4.5-air", "is_sigmoid", False),
+    ("dots1", "scaling", 1.0),
+]
+
+
+@pytest.mark.parametrize(("case", "field", "value"), WRONG_EXPERTS)
+def test_a_wrong_setting_of_experts_is_seen(case: str, field: str, value: Any, tmp_path: Path) -> None:
+    expected = golden(case)
+    expected.model.save_pretrained(tmp_path)
+    experts = read_model_config(tmp_path).experts
+    assert experts is not None
+    assert getattr(experts, field) != value
+    wrong = msgspec.structs.replace(experts, **{field: value})
+    logits = our_logits(tmp_path, expected.prompts[2:], experts=wrong)[0]
+    assert (logits - expected.exact[2]).abs().max() > 100 * expected.errors[2].max()
 
 
 @pytest.mark.parametrize(

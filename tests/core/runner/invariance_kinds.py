@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from core.models.config import ExpertParts, ModelConfig
+from core.models.config import ExpertParts, LatentParts, ModelConfig
 from core.models.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 
 TINY = ModelConfig(
@@ -36,6 +36,9 @@ _SINKS: dict[str, Any] = {"attention_sinks": True, "hidden_act": "clamped_silu",
 _SINKS |= {"sliding_window": 90, "sliding_layers": (0, 2)}
 _SINKS |= {"experts": msgspec.structs.replace(_EXPERTS, has_biases=True, dense_layers=())}
 
+_LATENT = LatentParts(query_dim=None, latent_dim=64, plain_dim=20, rotated_dim=8, value_dim=24)
+_ONE_HEAD: dict[str, Any] = {"num_key_value_heads": 1, "head_dim": 72, "query_pre_attn_scalar": 28.0}
+
 #: What changes attention, rotation or the head, by name. Windows end within KV tiles of 128 tokens and blocks of 16;
 #: scalings begin within the prompt.
 KINDS: dict[str, ModelConfig] = {
@@ -64,4 +67,12 @@ KINDS: dict[str, ModelConfig] = {
     "experts": msgspec.structs.replace(TINY, experts=_EXPERTS),
     "shared experts": msgspec.structs.replace(TINY, experts=_SHARED),
     "sinks": msgspec.structs.replace(TINY, **_SINKS),
+    "latent attention": msgspec.structs.replace(TINY, latent=_LATENT, **_ONE_HEAD),
+    "latent queries": msgspec.structs.replace(
+        TINY,
+        latent=msgspec.structs.replace(_LATENT, query_dim=36),
+        rope_scaling=YarnScaling(4.0, 64.0, 1.0),
+        experts=msgspec.structs.replace(_SHARED, has_shared_gate=False),
+        **_ONE_HEAD,
+    ),
 }
