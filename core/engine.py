@@ -47,6 +47,7 @@ from ipc.messages import (
 )
 from ipc.pooling_messages import AddPooling
 from ipc.scheduling_messages import Explain, FollowKVEvents, StopRequest, UnfollowKVEvents
+from ipc.workers import most_in_flight
 
 NS_PER_MS = 1_000_000
 
@@ -69,7 +70,7 @@ class EngineCore:
         self.scheduler = Scheduler(config, executor.info.eos_token_ids, epoch)
         self.scheduling_policy = config.scheduling_policy
         self.kv_feed = KVFeed(self.scheduler.pool.names, epoch)
-        self.pipeline = Pipeline(executor, depth=2 if config.async_scheduling else 1, watchers=watchers)
+        self.pipeline = Pipeline(executor, depth=most_in_flight(config), watchers=watchers)
 
     @property
     def has_work(self) -> bool:

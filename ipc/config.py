@@ -65,6 +65,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     tensor_parallel_size: Annotated[
         int, Option("machine", "workers that compute the model together, each a part", 1, 256, flags=("-tp",))
     ] = 1
+    pipeline_parallel_size: Annotated[
+        int, Option("machine", "stages: groups of workers with some of the layers each", 1, 256, flags=("-pp",))
+    ] = 1
     load_format: Annotated[
         LoadFormat, Option("model", "format of the weights; 'dummy' makes them up, for benchmarks of a config")
     ] = "auto"
@@ -387,12 +390,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             raise ConfigError(f"block_size must be a power of two from 1 to 128; got {self.block_size}")
         if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
             raise ConfigError("long_prefill_token_threshold cuts prompts, which enable_chunked_prefill=false forbids")
-        sizes = self.distributed_executor_backend, self.tensor_parallel_size
-        has_workers = checks.check_workers(self.executor, *sizes, enable_lora=self.enable_lora)
-        checks.check_kv_tiers(self, has_workers=has_workers)
-        checks.check_overlap(self.executor, self.device, is_wanted=self.async_scheduling and not has_workers)
+        checks.check_kv_tiers(self, has_workers=checks.check_workers(self))
+        checks.check_overlap(self)
         checks.check_adapters(self.enable_lora, self.lora_modules, self.device)
-        checks.check_speculation(self.speculative_config, self.executor, self.device, self.tensor_parallel_size)
+        checks.check_speculation(self)
 
 
 #: Every option by name, in the order of the fields.

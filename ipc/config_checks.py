@@ -4,7 +4,6 @@ from typing import TYPE_CHECKING
 
 from ipc.block_stores import addresses_of, stores_of
 from ipc.errors import ConfigError
-from ipc.speculation import SpeculativeConfig
 
 if TYPE_CHECKING:
     from ipc.config import EngineConfig
@@ -116,26 +115,26 @@ def check_flight_recorder(num_bytes: int) -> None:
         raise ConfigError(f"flight_recorder_bytes must be 0, or at least {MIN_FLIGHT_BYTES}; got {num_bytes}")
 
 
-def check_speculation(
-    speculative_config: SpeculativeConfig | None, executor: str, device: str, tensor_parallel_size: int
-) -> None:
+def check_speculation(config: "EngineConfig") -> None:
     """Check that this executor can guess tokens in this way. Errors: ConfigError."""
-    if speculative_config is None:
+    settings, executor = config.speculative_config, config.executor
+    if settings is None:
         return
-    if executor == "local" and device == "cuda":
+    if executor == "local" and config.device == "cuda":
         raise ConfigError("speculative_config runs on device=cpu only; leave it out, or device=cuda")
-    if speculative_config.runs_model and executor != "local":
+    if settings.runs_model and executor != "local":
         raise ConfigError(f"executor={executor!r} runs no model that drafts; use executor='local'")
-    if speculative_config.runs_head and tensor_parallel_size > 1:
+    if settings.runs_head and (sizes := given_sizes(config)):
         raise ConfigError(
-            f"speculative_config: method={speculative_config.method!r} reads the whole model's states and embeddings, "
-            "of which each of several workers has a part: leave tensor_parallel_size out"
+            f"speculative_config: method={settings.method!r} reads the whole model's states and embeddings, "
+            f"of which each of several workers has a part: leave {sizes[0][0]} out"
         )
 
 
-def check_overlap(executor: str, device: str, *, is_wanted: bool) -> None:
+def check_overlap(config: "EngineConfig") -> None:
     """Check that an executor in this process can run a step while the next one is scheduled. Errors: ConfigError."""
-    if is_wanted and executor == "local" and device == "cpu":
+    is_alone = config.executor == "local" and config.device == "cpu" and not check_workers(config)
+    if config.async_scheduling and is_alone:
         raise ConfigError(
             "async_scheduling=true needs an executor that overlaps: device=cuda or distributed_executor_backend=mp"
         )
@@ -151,18 +150,24 @@ def check_adapters(enable_lora: bool, modules: object, device: str) -> None:
         raise ConfigError("enable_lora runs on device=cpu only: the GPU's steps have no adapters yet; leave it out")
 
 
-def check_workers(executor: str, backend: str, size: int, *, enable_lora: bool) -> bool:
+def given_sizes(config: "EngineConfig") -> list[tuple[str, int]]:
+    """Return the names and values of the sizes above 1, which take several workers."""
+    names = "tensor_parallel_size", "pipeline_parallel_size"
+    return [(name, size) for name in names if (size := getattr(config, name)) > 1]
+
+
+def check_workers(config: "EngineConfig") -> bool:
     """Return whether there are worker processes. Errors: ConfigError for an executor that cannot run in so many."""
-    if enable_lora and (backend == "mp" or size > 1):
+    backend, executor, sizes = config.distributed_executor_backend, config.executor, given_sizes(config)
+    if config.enable_lora and (backend == "mp" or sizes):
         raise ConfigError("enable_lora runs in the engine's process only: leave out the workers, or enable_lora")
-    if size == 1:
+    if not sizes:
         return backend == "mp"
+    name, size = sizes[0]
     if backend == "uni":
-        raise ConfigError(
-            f"tensor_parallel_size={size} takes worker processes: leave distributed_executor_backend out, or give 'mp'"
-        )
+        raise ConfigError(f"{name}={size} takes worker processes: leave distributed_executor_backend out, or give 'mp'")
     if executor not in BUILT_IN_EXECUTORS:
-        raise ConfigError(f"tensor_parallel_size={size} is for executor='local'; got executor={executor!r:.80}")
+        raise ConfigError(f"{name}={size} is for executor='local'; got executor={executor!r:.80}")
     return True
 
 

@@ -189,7 +189,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "override_generation_config": ({},),
     "override_neuron_config": ({},),
     "override_pooler_config": (),
-    "pipeline_parallel_size": (1,),
     "pooler_config": (),
     "prefill_context_parallel_size": (1,),
     "qlora_adapter_name_or_path": (),

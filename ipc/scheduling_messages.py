@@ -78,6 +78,7 @@ class Reason(IntEnum):
     SKIPPED_BUDGET = 33  # it runs, and those served before it took the step's tokens
     SKIPPED_BLOCKS = 34  # it runs and keeps its blocks, and those served before it took the free ones
     PROMPTS_FIRST = 35  # it runs, and the step was one of prompts (enable_chunked_prefill=false)
+    NEXT_TURN = 36  # it runs, and its turn comes in a later step (pipeline_parallel_size)
 
 
 class RequestExplanation(msgspec.Struct, frozen=True, array_like=True):

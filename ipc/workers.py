@@ -7,10 +7,28 @@ from ipc.config import EngineConfig
 
 def has_workers(config: EngineConfig) -> bool:
     """Return whether the executor runs in processes of its own."""
-    return config.distributed_executor_backend == "mp" or config.tensor_parallel_size > 1
+    return config.distributed_executor_backend == "mp" or num_workers(config) > 1
+
+
+def num_workers(config: EngineConfig) -> int:
+    """Return the number of processes that compute the model together."""
+    return config.tensor_parallel_size * config.pipeline_parallel_size
 
 
 def in_one_process(config: EngineConfig) -> EngineConfig:
     """Return the config of an executor in the process that creates it: a worker's, or that of a replay."""
-    changed = {"distributed_executor_backend": "uni", "tensor_parallel_size": 1, "async_scheduling": False}
-    return msgspec.structs.replace(config, **changed)
+    return msgspec.structs.replace(
+        config,
+        distributed_executor_backend="uni",
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        async_scheduling=False,
+    )
+
+
+def most_in_flight(config: EngineConfig) -> int:
+    """Return the number of steps that are begun before the result of the first is awaited: one for each stage.
+
+    With async_scheduling one more, which waits while its stage is busy.
+    """
+    return config.pipeline_parallel_size + config.async_scheduling

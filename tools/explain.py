@@ -184,6 +184,8 @@ def describe_reason(one: RequestExplanation) -> str:
             return f"skipped: wants {one.needed} tokens, {one.available} were left after those before it"
         case Reason.PROMPTS_FIRST:
             return "the last step was one of prompts, which go first without chunked prefill"
+        case Reason.NEXT_TURN:
+            return "its turn comes in a later step: the stages of the pipeline have others"
         case Reason.SKIPPED_BLOCKS:
             return f"skipped: lacks {one.needed} KV blocks, {one.available} were free"
 

@@ -40,7 +40,6 @@ FLAGS: dict[str, str] = {
     "--keepalive": "nothing is unloaded behind your back; leave it out",
     "--keep-alive": "nothing is unloaded behind your back; leave it out",
     "--verbose": "the log has --log-requests and --log-format",
-    "--pipeline-parallel-size": "one device runs a model; only 1 is possible, so leave it out",
     "--data-parallel-size": "start several engines, each with its own --listen",
     "--swap-space": "it is --swap-space-bytes, as 4G",
     "--max-seq-len": "it is --max-model-len",

@@ -6,7 +6,7 @@ from ipc.errors import ConfigError
 from ipc.neutral_options import check_neutral, is_neutral, is_switch, value_of
 from tools.hints import FLAGS
 
-_SHORT = {"-pp": "pipeline_parallel_size", "-dp": "data_parallel_size"}
+_SHORT = {"-dp": "data_parallel_size"}
 
 
 def without_neutral(words: Sequence[str], known: Container[str]) -> list[str]:

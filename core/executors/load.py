@@ -14,6 +14,7 @@ from core.models.draft_head import DraftHead
 from core.models.interface import Model
 from core.models.llama import Llama
 from core.models.rank import Rank
+from core.models.stage import Stage
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from ipc.files.hub_name import hub_name
@@ -39,14 +40,20 @@ class Loaded(NamedTuple):
         return msgspec.structs.replace(self.info, fingerprint=_fingerprint(self.source, self.dtype))
 
 
-def load(config: EngineConfig, usual_dtype: Callable[[Path], Dtype], rank: Rank | None = None) -> Loaded:
-    """Load the config's model on the config's device. usual_dtype: the dtype of a model for "auto". rank: see Llama.
+def load(
+    config: EngineConfig,
+    usual_dtype: Callable[[Path], Dtype],
+    rank: Rank | None = None,
+    stage: Stage | None = None,
+) -> Loaded:
+    """Load the config's model on the config's device.
 
-    Errors: ModelFileError, UnsupportedModelError, ConfigError, OutOfMemoryError.
+    usual_dtype: the dtype of a model for "auto". rank: see Llama. stage: the part to load; None = all layers. Errors:
+    ModelFileError, UnsupportedModelError, ConfigError, OutOfMemoryError.
     """
     path = resolve_model(config.model)
     dtype = ELEMENT_TYPES[config.dtype] if config.dtype != "auto" else usual_dtype(path)
-    source = load_model(path, dtype, config, rank)
+    source = load_model(path, dtype, config, rank, stage)
     model, pooler = source.model, source.pooler
     info = ModelInfo(
         name=hub_name(path) or path.name,
@@ -98,7 +105,7 @@ def load_drafting_model(config: EngineConfig, loaded: Loaded) -> Model | DraftHe
 def _kv_window(model: Model, config: EngineConfig) -> int:
     """Return ModelInfo.kv_window. A draft model sees other tokens; the GPU multiplies those not seen."""
     drafts = config.speculative_config is not None and config.speculative_config.runs_model
-    windows = model.windows if isinstance(model, Llama) and config.device == "cpu" and not drafts else (None,)
+    windows = model.windows_of_model if isinstance(model, Llama) and config.device == "cpu" and not drafts else (None,)
     return 0 if None in windows else max(window for window in windows if window is not None)
 
 

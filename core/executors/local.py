@@ -18,6 +18,7 @@ from core.model_files.model_config import read_model_config
 from core.models.draft_head import DraftHead
 from core.models.llama import Llama
 from core.models.rank import Rank
+from core.models.stage import Stage
 from core.models.weight_form import fits
 from core.runner.draft_blocks import num_spare_blocks
 from core.runner.drafter import Drafter
@@ -34,16 +35,20 @@ class LocalExecutor:
     """An Executor on the CPU."""
 
     def __init__(
-        self, config: EngineConfig, rank: Rank | None = None, make_runner: Callable[..., ModelRunner] = ModelRunner
+        self,
+        config: EngineConfig,
+        rank: Rank | None = None,
+        make_runner: Callable[..., ModelRunner] = ModelRunner,
+        stage: Stage | None = None,
     ) -> None:
         """Load the config's model.
 
         rank: of this process in a group whose processes compute the model together; None = it is alone. make_runner:
-        the class of the runner, or what makes one with the same arguments. Errors: ModelFileError,
+        the class of the runner, or what makes one with the same arguments. stage: see load(). Errors: ModelFileError,
         UnsupportedModelError, ConfigError.
         """
         self._make_runner = make_runner
-        self._loaded = load(config, usual_dtype, rank)
+        self._loaded = load(config, usual_dtype, rank, stage)
         self._model, self.info = self._loaded.model, self._loaded.info
         library = self._model.library if rank is None and isinstance(self._model, Llama) else None
         #: The caller is one of the kernels' threads. Its CPU time stands still while it waits for a core. Ranks sleep

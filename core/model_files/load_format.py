@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,33 +38,39 @@ def open_weights(
     config: ModelConfig,
     dtype: Dtype,
     library: CpuLibrary | None = None,
+    reads: Callable[[str], bool] = lambda name: True,
 ) -> OpenedWeights:
     """Open the weights of a model in the form that load_format selects.
 
-    library: the C kernels that dequantize; None = NumPy dequantizes. Errors: ConfigError for a load_format that does
-    not fit the files; the errors of load_weights().
+    library: the C kernels that dequantize; None = NumPy dequantizes. reads: whether the weight of a name is wanted;
+    others are not read. Errors: ConfigError for a load_format that does not fit the files; the errors of
+    load_weights().
     """
+    wanted = {name: shape for name, shape in expected_shapes(config).items() if reads(name)}
     if load_format == "dummy":
         identity = hashlib.sha256(msgspec.json.encode(config)).hexdigest()
-        return OpenedWeights(
-            counted(made_up(expected_shapes(config), dtype), expected_shapes(config)), identity, "dummy-"
-        )
+        return OpenedWeights(counted(made_up(expected_shapes(config), dtype, reads), wanted), identity, "dummy-")
     found = "gguf" if path.suffix == ".gguf" else "safetensors"
     if load_format not in ("auto", found):
         raise ConfigError(f"load_format={load_format!r} does not fit {path}, which is {found}; use 'auto'")
-    tensors = counted(load_weights(path, config, dtype, library), expected_shapes(config))
+    tensors = counted(load_weights(path, config, dtype, library, reads), wanted)
     return OpenedWeights(tensors, model_fingerprint(path), "")
 
 
-def made_up(shapes: Mapping[str, tuple[int, ...]], dtype: Dtype) -> Iterator[tuple[str, Numbers]]:
+def made_up(
+    shapes: Mapping[str, tuple[int, ...]], dtype: Dtype, reads: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, Numbers]]:
     """Yield made-up weights of these shapes: matrices of fixed normally distributed numbers, norms of 1, biases of 0.
 
-    Norms and biases are float32, as in load_weights().
+    Norms and biases are float32, as in load_weights(). reads: see open_weights().
     """
     generator = np.random.Generator(np.random.PCG64(0))
     pattern = rounded(generator.standard_normal(_PERIOD, np.float32) * np.float32(_STD), dtype)
     start = 0
     for name, shape in shapes.items():
+        if not reads(name):
+            start = (start + math.prod(shape) * (len(shape) > 1)) % _PERIOD
+            continue
         if len(shape) == 1:
             yield name, np.full(shape, 0.0 if name.endswith(".bias") else 1.0, np.float32)
             continue

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from core.device import cuda_device, start_cpu_kernels, start_torch
 from core.model_files.load_format import open_weights
@@ -18,6 +18,8 @@ from core.models.encoder import Encoder
 from core.models.interface import Model
 from core.models.llama import Llama
 from core.models.rank import Rank
+from core.models.stage import Stage
+from core.models.stage_llama import StageLlama
 from core.models.stored_matrix import Weight
 from core.models.vision_encoder import VisionEncoder
 from core.models.weight_form import WeightForm, best_form
@@ -32,7 +34,7 @@ from kernels.cpu.quantized_kv_cache import QuantizedKVCache
 from kernels.elements import Dtype
 
 _NO_INT8_CACHE = "kv_cache_dtype='int8' needs the C kernels at numerics level L2, and a decoder of our own"
-_NO_GROUP = "tensor_parallel_size > 1 needs the C kernels at numerics level L2"
+_NO_PARTS = " > 1 needs the C kernels at numerics level L2"
 
 
 class LoadedModel(NamedTuple):
@@ -46,38 +48,33 @@ class LoadedModel(NamedTuple):
     vision: VisionEncoder | None = None  # of a model that takes images
 
 
-def load_model(path: Path, dtype: Dtype, config: EngineConfig, rank: Rank | None = None) -> LoadedModel:
-    """Load the model of a folder or .gguf file, to run in dtype on the config's device. rank: see Llama.
+def load_model(
+    path: Path, dtype: Dtype, config: EngineConfig, rank: Rank | None = None, stage: Stage | None = None
+) -> LoadedModel:
+    """Load the model of a folder or .gguf file, to run in dtype on the config's device. rank, stage: of a part of it.
 
     Errors: ModelFileError, UnsupportedModelError; ConfigError for options that do not fit the model; OutOfMemoryError
     if the weights do not fit the GPU.
     """
     if config.model_impl == "native" or (config.model_impl == "auto" and not _is_foreign(path)):
         model_config = read_model_config(path)
-        _check_fit(path, config, rank, model_config)
+        _check_fit(path, config, rank, stage, model_config)
         if config.device == "cuda":
-            if config.quantization in ("stored", "int8"):
-                raise ConfigError(f"quantization={config.quantization!r} is of device='cpu': a GPU's is 'none'")
-            if pools(config, path, model_config):
-                raise ConfigError(f"{path} pools, and device='cuda' generates only: use device='cpu'")
-            weights = open_weights(config.load_format, path, model_config, dtype)
-            # Imported here: only this path needs torch and triton.
-            from core.models.device_model import device_model
-
-            model = device_model(model_config, weights.tensors, dtype, cuda_device())
-            return LoadedModel(model, weights.fingerprint, weights.label)
+            return _load_for_gpu(path, dtype, config, model_config)
         library = start_cpu_kernels(config)
         _check_encoder(path, config, library, model_config)
         if library is None or config.numerics == "L0":
             start_torch(config)
         form = _weight_form(config, model_config, library)
-        weights = open_weights(config.load_format, path, model_config, dtype, library)
-        native = _native(model_config, weights.tensors, dtype, config, library, form, rank)
-        pooler = read_pooler(config, path, native) if pools(config, path, model_config) else None
+        reads = stage.reads(model_config) if stage is not None else lambda name: True
+        weights = open_weights(config.load_format, path, model_config, dtype, library, reads)
+        native = _native(model_config, weights.tensors, dtype, config, library, form, rank, stage)
+        has_pooler = (stage is None or stage.is_last) and pools(config, path, model_config)
+        pooler = read_pooler(config, path, native, model_config) if has_pooler else None
         rest = pooler, model_config.encoder, _vision(path, model_config, dtype, config, native)
         _return_free_memory()
         return LoadedModel(native, weights.fingerprint, weights.label, *rest)
-    _check_fit(path, config, rank, None)
+    _check_fit(path, config, rank, stage, None)
     if config.quantization in ("stored", "int8"):
         raise ConfigError(f"quantization={config.quantization!r} does not fit {path}, which transformers' code runs")
     if config.runner == "pooling":
@@ -97,6 +94,20 @@ def load_model(path: Path, dtype: Dtype, config: EngineConfig, rank: Rank | None
     return LoadedModel(foreign, model_fingerprint(path), "")
 
 
+def _load_for_gpu(path: Path, dtype: Dtype, config: EngineConfig, model_config: ModelConfig) -> LoadedModel:
+    """Load a model of our own for a GPU. Errors: those of load_model()."""
+    if config.quantization in ("stored", "int8"):
+        raise ConfigError(f"quantization={config.quantization!r} is of device='cpu': a GPU's is 'none'")
+    if pools(config, path, model_config):
+        raise ConfigError(f"{path} pools, and device='cuda' generates only: use device='cpu'")
+    weights = open_weights(config.load_format, path, model_config, dtype)
+    # Imported here: only this path needs torch and triton.
+    from core.models.device_model import device_model
+
+    model = device_model(model_config, weights.tensors, dtype, cuda_device())
+    return LoadedModel(model, weights.fingerprint, weights.label)
+
+
 def _undivided(model: ModelConfig) -> str:
     """Return what of a model no rank can have a part of; "" if there is nothing."""
     reasons = {
@@ -109,22 +120,34 @@ def _undivided(model: ModelConfig) -> str:
     return ", ".join(reason for reason, has_it in reasons.items() if has_it)
 
 
-def _check_rank(path: Path, config: EngineConfig, rank: Rank | None, model: ModelConfig | None) -> None:
-    """Check that ranks can compute the model together. model: None = transformers' code. Errors: ConfigError."""
-    if rank is None:
+def _check_parts(
+    path: Path, config: EngineConfig, rank: Rank | None, stage: Stage | None, model: ModelConfig | None
+) -> None:
+    """Check that workers can compute the model together. model: None = transformers' code. Errors: ConfigError."""
+    if rank is None and stage is None:
         return
+    option = _option(rank)
     if config.device == "cuda" or config.numerics == "L0" or config.cpu_kernels == "torch":
-        raise ConfigError(f"{_NO_GROUP}: leave out device, numerics and cpu_kernels, or tensor_parallel_size")
-    if model is not None and (reason := _undivided(model)):
-        raise ConfigError(f"{path} has {reason}, which ranks do not divide: leave tensor_parallel_size out")
+        raise ConfigError(f"{option}{_NO_PARTS}: leave out device, numerics and cpu_kernels, or {option}")
     if model is None or model.encoder is not None:
         kind = "needs transformers' code" if model is None else "is an encoder"
-        raise ConfigError(f"{_NO_GROUP}, for decoders of our own, and {path} {kind}: leave tensor_parallel_size out")
+        raise ConfigError(f"{option}{_NO_PARTS}, for decoders of our own, and {path} {kind}: leave {option} out")
+    if stage is not None:
+        stage.layers(model)
+    if rank is None:
+        return
+    if reason := _undivided(model):
+        raise ConfigError(f"{path} has {reason}, which ranks do not divide: leave tensor_parallel_size out")
     if rank.shard.size > model.num_attention_heads:
         raise ConfigError(
             f"tensor_parallel_size={rank.shard.size} is more than the {model.num_attention_heads} query heads of "
             f"{path}: use at most {model.num_attention_heads}"
         )
+
+
+def _option(rank: Rank | None) -> str:
+    """Return the option that makes this process compute a part of a model only. rank: None = as a stage."""
+    return "pipeline_parallel_size" if rank is None else "tensor_parallel_size"
 
 
 def _check_cache(path: Path, config: EngineConfig, model: ModelConfig | None) -> None:
@@ -149,9 +172,11 @@ def _cache_type(config: EngineConfig, library: CpuLibrary | None) -> type[CpuKVC
     return QuantizedKVCache
 
 
-def _check_fit(path: Path, config: EngineConfig, rank: Rank | None, model: ModelConfig | None) -> None:
+def _check_fit(
+    path: Path, config: EngineConfig, rank: Rank | None, stage: Stage | None, model: ModelConfig | None
+) -> None:
     """Refuse options that do not fit a model. model: None = transformers' code. Errors: ConfigError."""
-    _check_rank(path, config, rank, model)
+    _check_parts(path, config, rank, stage, model)
     _check_cache(path, config, model)
 
 
@@ -176,13 +201,19 @@ def _native(
     library: CpuLibrary | None,
     form: WeightForm,
     rank: Rank | None,
+    stage: Stage | None,
 ) -> Llama | Encoder:
-    """Return a model of our own with its weights. Errors: ModelFileError; ConfigError for ranks without C kernels."""
-    if rank is not None and library is None:
-        raise ConfigError(f"{_NO_GROUP}, and there are no C kernels here: leave tensor_parallel_size out")
+    """Return a model of our own with its weights. Errors: ModelFileError; ConfigError for parts without C kernels."""
+    if (rank is not None or stage is not None) and library is None:
+        option = _option(rank)
+        raise ConfigError(f"{option}{_NO_PARTS}, and there are no C kernels here: leave {option} out")
     if model.encoder is None:
         caches = _cache_type(config, library)
-        llama = Llama(model, weights, dtype, config.numerics, library, form=form, rank=rank, cache_type=caches)
+        options: dict[str, Any] = {"library": library, "form": form, "rank": rank, "cache_type": caches}
+        if stage is None:
+            llama = Llama(model, weights, dtype, config.numerics, **options)
+        else:
+            llama = StageLlama(model, weights, dtype, stage, numerics=config.numerics, **options)
         if config.max_model_len is not None:  # known already: of a resolved config
             llama.settle_length(config.max_model_len)
         return llama

@@ -53,8 +53,8 @@ def pools(config: EngineConfig, path: Path, model: ModelConfig) -> bool:
     return is_pooled
 
 
-def read_pooler(config: EngineConfig, path: Path, model: Llama | Encoder) -> Pooler:
-    """Return how the model of a folder or .gguf file pools.
+def read_pooler(config: EngineConfig, path: Path, model: Llama | Encoder, whole: ModelConfig) -> Pooler:
+    """Return how the model of a folder or .gguf file pools. whole: its config, where `model` is a part of it.
 
     Errors: ModelFileError, UnsupportedModelError, ConfigError.
     """
@@ -65,7 +65,7 @@ def read_pooler(config: EngineConfig, path: Path, model: Llama | Encoder) -> Poo
         weight = to_floats(model.classifier).astype(np.float64)
         return Pooler("last", hidden_size, classifier=(Dense(weight, None),), activation=_activation(path, len(weight)))
     if config.classifier_from_token is not None:
-        weight = _token_difference(config, path, model)
+        weight = _token_difference(config, path, model, whole)
         return Pooler("last", hidden_size, classifier=(Dense(weight, None),), activation="sigmoid")
     if path.suffix == ".gguf":
         metadata = read_gguf(path).metadata
@@ -194,7 +194,7 @@ def _activation(path: Path, num_labels: int) -> Activation:
     return "sigmoid" if num_labels == 1 else "softmax"
 
 
-def _token_difference(config: EngineConfig, path: Path, model: Llama) -> Doubles:
+def _token_difference(config: EngineConfig, path: Path, model: Llama, whole: ModelConfig) -> Doubles:
     """Return the weights [1, hidden] of a classifier whose logit is that of the second token less the first's."""
     names = (config.classifier_from_token or "").split(",")
     if len(names) != 2 or not all(names):
@@ -207,9 +207,9 @@ def _token_difference(config: EngineConfig, path: Path, model: Llama) -> Doubles
     for name, token in zip(names, ids, strict=True):
         if token is None:
             raise ConfigError(f"classifier_from_token: {name!r} is not a token of this model")
-    head = "model.embed_tokens.weight" if model.config.tie_word_embeddings else "lm_head.weight"
-    tensors = open_weights(config.load_format, path, model.config, model.dtype).tensors
-    weight = next(weight for name, weight in tensors if name == head)
+    head = "model.embed_tokens.weight" if whole.tie_word_embeddings else "lm_head.weight"
+    tensors = open_weights(config.load_format, path, whole, model.dtype, reads=lambda name: name == head).tensors
+    weight = next(weight for _, weight in tensors)
     matrix = StoredMatrix.of(weight) if isinstance(weight, np.ndarray) else weight
     rows = to_floats(matrix.dense(model.dtype)[np.array(ids, np.int64)]).astype(np.float64)
     return rows[1:] - rows[:1]

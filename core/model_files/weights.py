@@ -132,9 +132,13 @@ def _mlp_shapes(config: ModelConfig, prefix: str, size: int) -> dict[str, tuple[
 
 
 def load_weights(
-    path: Path, config: ModelConfig, dtype: Dtype, library: CpuLibrary | None = None
+    path: Path,
+    config: ModelConfig,
+    dtype: Dtype,
+    library: CpuLibrary | None = None,
+    reads: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[str, Weight]]:
-    """Return an iterator over (name, weight) for every name of expected_shapes, in its order.
+    """Return an iterator over (name, weight) for every name of expected_shapes that `reads` wants, in its order.
 
     Matrices of a GGUF file stay as they are stored; other matrices are in dtype, and packed ones of a quantized folder
     are blocks or in dtype. Vectors are in float32, the dtype in which norms and biases are computed. All checks are
@@ -149,7 +153,7 @@ def load_weights(
     for a type that cannot be converted.
     """
     plan = _plan_gguf(path, config) if path.suffix == ".gguf" else _plan_folder(path, config)
-    return _convert(plan, dtype, library)
+    return _convert({name: stored for name, stored in plan.items() if reads(name)}, dtype, library)
 
 
 def load_tensors(

@@ -28,12 +28,13 @@ def cpu_decoder(
     embedding: Operation,
     norm: Norm,
     float_norm: Norm,
-    head: Product,
+    head: Product | None,
     rank: Rank | None = None,
 ) -> CpuDecoder | None:
     """Return the decoder made of these parts of a model; None if its operations are not the C kernels'.
 
-    config: the whole model's. rank: of the process in a group, whose parts these are.
+    config: that of all ranks. head: None = logits are never asked for. rank: of the process in a group, whose parts
+    these are.
     """
     if not isinstance(operations, CpuOperations):
         return None
@@ -44,7 +45,7 @@ def cpu_decoder(
         embedding,
         _norm(norm),
         _norm(float_norm),
-        _matrix(head),
+        None if head is None else _matrix(head),
         operations.tables,
         num_heads=config.num_attention_heads if rank is None else rank.shard.heads(config)[0].length,
         residual_multiplier=config.residual_multiplier,
@@ -65,6 +66,7 @@ def _group(config: ModelConfig, rank: Rank) -> DecoderGroup:
         hidden=(shard.columns(config.hidden_size).first, config.hidden_size),
         gated=(shard.columns(config.intermediate_size).first, config.intermediate_size),
         vocabulary=(shard.columns(config.vocab_size).first, config.vocab_size),
+        num_words=shard.columns(config.vocab_size).length,
     )
 
 

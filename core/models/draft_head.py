@@ -123,6 +123,7 @@ class DraftHead:
         self._embedding = _unscaled(target.embedding)
         if config.eagle3 is None:
             self._joint: _Joint = _mtp_joint(operations, parts, own, self._layer, dtype)
+            assert target.head is not None, "the target is whole"
             self._head: Product = target.head
         else:
             self._joint = _eagle3_joint(operations, parts, config.eagle3, own, self._layer, dtype)

@@ -30,7 +30,7 @@ from kernels.elements import FLOAT32, Dtype, Numbers, rounded, to_floats
 from kernels.memory.kv_cache import KVCache
 
 
-def _embedding_scale(config: ModelConfig, dtype: Dtype) -> float:
+def embedding_scale(config: ModelConfig, dtype: Dtype) -> float:
     """Return the factor of embeddings; one that follows from the width is rounded to dtype, as models are trained."""
     if not config.scale_embeddings:
         return config.embedding_multiplier
@@ -74,25 +74,36 @@ class Llama:
         self.operations = operations
         self.sampler, self.wake = operations.sampler, operations.wake
         self.numerics: Numerics = "L2" if numerics == "L2" and operations.is_exact else "L0"
-        self.windows = windows(config)
+        #: Of each kind of layer here, and of those of the whole model, of which this may be a part.
+        self.windows = self.windows_of_model = windows(config)
         parts = WeightParts(weights) if rank is None else rank.shard.parts(whole, weights)
-        table = parts.take_matrix("model.embed_tokens.weight")
-        head = self._make_head(table) if config.tie_word_embeddings else None
-        self.embedding = operations.embedding(table, _embedding_scale(config, dtype), head)
-        del table  # operations that need it have a copy
+        self.head: Product | None = None
+        self.classifier: Numbers | None = None  # [labels, hidden] of a classifier of prompts
+        head = self._build_begin(parts)
         indices = range(config.num_hidden_layers)
         self.layers = [build_layer(operations, parts, config, index, dtype) for index in indices]
-        norm = parts.take("model.norm.weight") + np.float32(config.norm_offset)
-        self._float_norm = operations.norm(norm, config.rms_norm_eps, FLOAT32)
-        # The head's product is linear: its input has the logits' multiplier.
-        self._norm = operations.norm(norm * np.float32(config.logits_multiplier), config.rms_norm_eps, dtype)
-        self.head = self._make_head(parts.take_matrix("lm_head.weight")) if head is None else head
-        self.classifier: Numbers | None = None  # [labels, hidden] of a classifier of prompts
-        if config.num_labels:
-            self.classifier = parts.take_matrix("score.weight").dense(dtype).copy()
+        self._build_end(parts, head)
         self._decoder = cpu_decoder(
             whole, operations, self.layers, self.embedding, self._norm, self._float_norm, self.head, rank
         )
+
+    def _build_begin(self, parts: WeightParts) -> Product | None:
+        """Build the embedding, and return the head where it has the same weights."""
+        table = parts.take_matrix("model.embed_tokens.weight")
+        head = self._make_head(table) if self.config.tie_word_embeddings else None
+        self.embedding = self.operations.embedding(table, embedding_scale(self.config, self.dtype), head)
+        return head
+
+    def _build_end(self, parts: WeightParts, head: Product | None) -> None:
+        """Build what follows the layers. head: None = it has weights of its own."""
+        config, operations = self.config, self.operations
+        norm = parts.take("model.norm.weight") + np.float32(config.norm_offset)
+        self._float_norm = operations.norm(norm, config.rms_norm_eps, FLOAT32)
+        # The head's product is linear: its input has the logits' multiplier.
+        self._norm = operations.norm(norm * np.float32(config.logits_multiplier), config.rms_norm_eps, self.dtype)
+        self.head = self._make_head(parts.take_matrix("lm_head.weight")) if head is None else head
+        if config.num_labels:
+            self.classifier = parts.take_matrix("score.weight").dense(self.dtype).copy()
 
     def _make_head(self, weight: StoredMatrix) -> Product:
         return self.operations.linear(weight, out_dtype=FLOAT32)
@@ -103,11 +114,18 @@ class Llama:
 
         Together with config, weights and dtype it fixes the bits of each logit.
         """
-        products = {**self.layers[0].products, **self.layers[-1].products, "head": self.head}
-        parts = [f"{name}={product.variant}" for name, product in products.items()]
+        parts = [f"{name}={variant}" for name, variant in self.product_variants.items()]
         if isinstance(self.config.rope_scaling, LongropeScaling):
             parts.append(f"longrope={'long' if self.config.rope_scaling.is_long(self._length) else 'short'}")
         return " ".join((*parts, self.operations.variant))
+
+    @property
+    def product_variants(self) -> dict[str, str]:
+        """The variants of the products by name: of the first layer's, of the last layer's, and of the head."""
+        products = {**self.layers[0].products, **self.layers[-1].products}
+        if self.head is not None:
+            products["head"] = self.head
+        return {name: product.variant for name, product in products.items()}
 
     @property
     def library(self) -> CpuLibrary | None:
@@ -199,5 +217,6 @@ class Llama:
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """Return the logits [n, vocab] float32 of these rows [n] of hidden_states(), where the operations compute."""
+        assert self.head is not None, "this part of a model has no head"
         logits = self.head(self._norm(self.operations.pick(hidden, rows)))
         return logits if self.config.logits_cap is None else self.operations.capped(logits, self.config.logits_cap)

@@ -223,12 +223,11 @@ class ModelRunner:
 
         As measure_costs(), it must run before the first step.
         """
+        return measure_steps(self._trial_step, self._most_tokens, used)
 
-        def step(num_tokens: int) -> None:
-            result = self.forward(self._trial_inputs(num_tokens, num_tokens))
-            sample(result.logits, trial_sampling(num_tokens), self.model.sampler, result.largest)
-
-        return measure_steps(step, self._most_tokens, used)
+    def _trial_step(self, num_tokens: int) -> None:
+        result = self.forward(self._trial_inputs(num_tokens, num_tokens))
+        sample(result.logits, trial_sampling(num_tokens), self.model.sampler, result.largest)
 
     def measure_drafts(self, used: Clock = time.perf_counter_ns) -> int:
         """Return the duration of the drafter's drafts for one row, in ns, as `used` measures; 0: there is none."""

@@ -125,7 +125,9 @@ class _Explainer:
             return Reason.PAUSED, 0, 0
         known = int(table.num_tokens[row] + table.num_placeholders[row])
         is_drafting = table.num_in_draft[row] > 0
-        if decision is None or is_drafting or (table.num_placeholders[row] and known >= table.max_total_tokens[row]):
+        takes_turns = self._scheduler.takes_turns
+        is_awaited = table.num_placeholders[row] and (takes_turns or known >= table.max_total_tokens[row])
+        if decision is None or is_drafting or is_awaited:
             return Reason.IN_FLIGHT, 0, 0
         if self._scheduler.starts_alone and decision.num_started:
             return Reason.PROMPTS_FIRST, 0, 0
@@ -134,6 +136,8 @@ class _Explainer:
         missing = int(self._scheduler.batch.num_blocks_of(ends)[0] - table.num_blocks[row])
         if missing > 0 and (decision.budget or missing > decision.num_free_blocks):
             return Reason.SKIPPED_BLOCKS, missing, decision.num_free_blocks
+        if takes_turns and decision.budget:
+            return Reason.NEXT_TURN, 0, 0
         return Reason.SKIPPED_BUDGET, wanted, decision.budget
 
     # --- waiting ---

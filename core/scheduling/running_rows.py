@@ -71,19 +71,24 @@ class RunningRows:
         known = table.num_tokens[rows] + placeholders
         computed = table.num_computed_tokens[rows]
         wanted = known - computed
-        # A row whose last token is being sampled by a step in flight has nothing left to compute.
-        wanted[(known >= table.max_total_tokens[rows]) & (placeholders > 0)] = 0
         if self._long_prefill and len(rows) + len(self._waiting) > 1:
             np.minimum(wanted, self._long_prefill, out=wanted)
         if num_growing is not None:
             held = rows[num_growing:]
             room = table.num_blocks[held] * self._batch.block_size - table.num_computed_tokens[held]
             np.minimum(wanted[num_growing:], room, out=wanted[num_growing:])
+        self._leave_out(rows, wanted, placeholders)
         num_wanted = int(wanted.sum())
         if num_wanted > budget:
             wanted, num_wanted = np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted), budget
         needs = np.maximum(self._batch.num_blocks_of(computed + wanted) - table.num_blocks[rows], 0)
         return wanted, num_wanted, needs, int(needs.sum())
+
+    def _leave_out(self, rows: Rows, wanted: Ints, placeholders: Ints) -> None:
+        """Set to 0 the tokens `wanted` [n] of the rows that this step leaves out."""
+        # A row whose last token is being sampled by a step in flight has nothing left to compute.
+        table = self._batch.table
+        wanted[(table.num_tokens[rows] + placeholders >= table.max_total_tokens[rows]) & (placeholders > 0)] = 0
 
     def _first_short(self, needs: Ints) -> int:
         """Return the index of the first row for which the free blocks do not suffice."""

@@ -30,7 +30,7 @@ from core.scheduling.outputs import ClientOutput, OutputCollector
 from core.scheduling.parties import Parties
 from core.scheduling.policies import build_policy
 from core.scheduling.preemption import Preemption
-from core.scheduling.running_rows import RunningRows
+from core.scheduling.rows_in_turn import RowsInTurn, running_rows
 from core.scheduling.speculation import Speculation
 from core.scheduling.stats import new_stats
 from core.scheduling.waiting_queue import WaitingQueue
@@ -57,7 +57,8 @@ class Scheduler:
         self.policy = build_policy(config, self.table)
         self.waiting = WaitingQueue(self.policy.line)
         self.preemption = Preemption(config, self.batch, self.waiting, self.policy, self.stats)
-        self._running_rows = RunningRows(config, self.batch, self.waiting, self.policy, self.preemption)
+        self._running_rows = running_rows(config, self.batch, self.waiting, self.policy, self.preemption)
+        self.takes_turns = isinstance(self._running_rows, RowsInTurn)  # rows, see there
         self.admission = Admission(config, self.batch, self.waiting, self.policy, self.preemption)
         if config.enable_lora:
             self.admission.add_limit(AdapterSlots(config.max_loras))

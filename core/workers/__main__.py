@@ -1,7 +1,7 @@
-"""A worker process: `python -P -m core.workers FD [GROUP_FD PEER_FD ...]`, started by core/workers/crew.py.
+"""A worker process: `python -P -m core.workers FD`, started by core/workers/crew.py.
 
-FD is one end of a socket pair, whose other end is the engine's. GROUP_FD is the memory file of a group of workers that
-compute a model together, and PEER_FDs are ends of socket pairs between the first of them and the others.
+FD is one end of a socket pair, whose other end is the engine's. What connects it with other workers are descriptors
+that it has inherited; the first message has their numbers.
 
 It mirrors the batch from the plans that it gets, and runs them on an executor of its own. It ends when the other end of
 its socket closes, whatever it does then, and when its engine dies.
@@ -17,6 +17,7 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from typing import NoReturn, assert_never
 
 import msgspec
@@ -47,7 +48,8 @@ from core.workers.messages import (
     decode_question,
     encode_message,
 )
-from core.workers.placement import place
+from core.workers.placement import bind
+from core.workers.wires import Place, Wires
 from ipc.channel import Channel, ChannelEndedError
 from ipc.config import EngineConfig
 from ipc.errors import EngineCoreError, OutOfMemoryError
@@ -59,7 +61,7 @@ _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 def main(arguments: list[str]) -> int:
     """Serve until the engine is gone; return the exit code. arguments: see above."""
-    if len(arguments) < 1 or not all(argument.isdigit() for argument in arguments):
+    if len(arguments) != 1 or not arguments[0].isdigit():
         print(f"usage: {__doc__}", file=sys.stderr)
         return 2
     faulthandler.enable()
@@ -72,7 +74,7 @@ def main(arguments: list[str]) -> int:
     threading.Thread(target=_watch, args=(engine.fileno(),), name="lease", daemon=True).start()
     channel = Channel(engine)
     try:
-        Worker(channel, [int(argument) for argument in arguments[1:]]).serve()
+        Worker(channel).serve()
     except ChannelEndedError:
         return 0
     except BaseException as error:
@@ -103,10 +105,12 @@ def _describe(error: BaseException) -> Failed:
 class Worker:
     """The executor of one worker process, and who asks it."""
 
-    def __init__(self, channel: Channel, group: list[int]) -> None:
-        """Serve this channel. group: the descriptors of the group's memory and peers; empty = the worker is alone."""
-        self._channel, self._group = channel, group
-        self._rank = 0
+    def __init__(self, channel: Channel) -> None:
+        """Serve this channel."""
+        self._channel = channel
+        self._place = Place()
+        #: Tells the executor tokens of steps; one that runs whole steps knows them.
+        self._learn: Callable[[list[tuple[bytes, bytes | None]]], None] = lambda sampled: None
         self._executor: Executor | None = None
         self._has_cache = False
 
@@ -124,14 +128,16 @@ class Worker:
 
     def _answer(self, question: Question) -> Answer | None:
         match question:
-            case Run(plan):
+            case Run(plan, sampled):
+                if sampled:
+                    self._learn(sampled)
                 output = self._ready.execute(decode_plan(plan)).result()
-                return None if self._rank else Result(encode_output(output))
-            case Load(config, rank, size):
-                self._rank = rank
+                return Result(encode_output(output)) if self._place.answers else None
+            case Load(config, place, wires):
+                self._place = place
                 log.use_format(config.log_format)
                 with following(lambda share: self._channel.send(encode_message(Progress(share)))):
-                    self._executor = self._load(config, rank, size)
+                    self._executor = self._load(config, wires)
                 return Loaded(self._executor.info)
             case Allocate(config):
                 self._ready.initialize_cache(config)
@@ -150,17 +156,17 @@ class Worker:
             case _:
                 assert_never(question)
 
-    def _load(self, config: EngineConfig, rank: int, size: int) -> Executor:
-        if size == 1 or config.executor != "local":
+    def _load(self, config: EngineConfig, wires: Wires) -> Executor:
+        if self._place.count == 1 or config.executor != "local":
             return load_executor(config)
-        num_threads = place(rank, size)
+        num_threads = bind(self._place.number, self._place.count)
         config = msgspec.structs.replace(config, threads=config.threads or num_threads)
-        memory, *peers = self._group
-        channels = [Channel(socket.socket(fileno=fd)) for fd in peers]
-        # Imported here: only ranks of a group need it, and it takes time.
-        from core.workers.rank_executor import create_rank
+        # Imported here: only parts of a model need it, and it takes time.
+        from core.workers.part_executor import PartExecutor
 
-        return create_rank(config, rank, size, memory, channels)
+        executor = PartExecutor(config, self._place, wires)
+        self._learn = executor.learn
+        return executor
 
     @property
     def _ready(self) -> Executor:

@@ -1,7 +1,6 @@
 """Crew: the worker processes of one executor, from their start to their end. They live and die together."""
 
 import contextlib
-import fcntl
 import os
 import select
 import signal
@@ -11,7 +10,9 @@ import threading
 from collections import deque
 from typing import TypeVar
 
+from core.execution.encoding import decode_output
 from core.execution.executor import ModelInfo
+from core.execution.plan import ModelRunnerOutput
 from core.model_files import progress
 from core.workers.messages import (
     Allocate,
@@ -28,6 +29,7 @@ from core.workers.messages import (
     decode_answer,
     encode_message,
 )
+from core.workers.wires import Place, Wires, above, make_wires
 from ipc import errors
 from ipc.channel import Channel, ChannelEndedError
 from ipc.child_process import describe_exit, run_package
@@ -35,6 +37,7 @@ from ipc.config import EngineConfig
 from ipc.errors import EngineCoreError, EngineStartError
 
 AnswerT = TypeVar("AnswerT", bound=Answer)
+Value = TypeVar("Value")
 
 _STACKS_S = 0.3  # for processes that hang to print their stacks
 _PATIENCE_S = 1800.0  # for an answer
@@ -48,9 +51,12 @@ class Crew:
     talk to the workers are for one thread, while any thread may kill them: who waits for an answer gets an error then.
     """
 
-    def __init__(self, config: EngineConfig, size: int) -> None:
-        """Start the processes, and let them load the model. Errors: OSError, EngineStartError."""
+    def __init__(self, config: EngineConfig, places: list[Place]) -> None:
+        """Start a process for each place, and let them load the model. Errors: OSError, EngineStartError."""
         self._config = config
+        self._places = places
+        self._answering = next(place.number for place in places if place.answers)
+        self._sampled: list[tuple[bytes, bytes | None]] = []  # of steps taken since the last run()
         self._channels: list[Channel] = []
         self._processes: list[subprocess.Popen[bytes]] = []
         self._pidfds: list[int] = []
@@ -60,30 +66,30 @@ class Crew:
         self.is_mourned = threading.Event()  # set when the core has been told of their end
         self.is_final = False  # and if they are not started again
         try:
-            for rank, group in enumerate(_groups(size)):
-                self._start(rank, size, group)
+            for place, wires in zip(places, make_wires(places[0].size, places[0].num_stages), strict=True):
+                self._start(place, wires)
         except BaseException:
             self.end()
             raise
 
-    def _start(self, rank: int, size: int, group: list[int]) -> None:
-        """Start a process. group: descriptors that it gets, and that are closed here."""
+    def _start(self, place: Place, wires: Wires) -> None:
+        """Start a process. wires: descriptors that it gets, and that are closed here."""
         ours, theirs = socket.socketpair()
         self._channels.append(Channel(ours))
         with theirs:
-            fd = _above(theirs.fileno())
+            fd = above(theirs.fileno())
         try:
-            process = run_package("core.workers", [str(one) for one in (fd, *group)], [fd, *group], {})
+            process = run_package("core.workers", [str(fd)], [fd, *wires.descriptors], {})
         finally:
-            for one in (fd, *group):
-                os.close(one)
+            os.close(fd)
+            wires.close()
         self._processes.append(process)
         self._pidfds.append(os.pidfd_open(process.pid))
-        self._channels[rank].send(encode_message(Load(self._config, rank, size)))
+        self._channels[-1].send(encode_message(Load(self._config, place, wires)))
 
     @property
     def pids(self) -> list[int]:
-        """Return the process ids, by rank."""
+        """Return the process ids, by the workers' numbers."""
         return [process.pid for process in self._processes]
 
     @property
@@ -93,18 +99,27 @@ class Crew:
 
     def load(self) -> ModelInfo:
         """Wait until all have loaded the model. Errors: the workers'; EngineStartError when one has died."""
-        return self._gather(Loaded)[0].info
+        return self._gather(Loaded)[self._answering].info
 
     def allocate(self, config: EngineConfig) -> ModelInfo:
         """Allocate the KV caches of a resolved config. Errors: as load()."""
-        return self.ask(Allocate(config), Loaded)[0].info
+        return self.ask(Allocate(config), Loaded)[self._answering].info
 
     def warm_up(self) -> int:
-        """Run a first step and return the ns that the slowest took; 0: it is not known. Errors: as load()."""
-        return max(answer.value or 0 for answer in self.ask(WarmUp(), Number))
+        """Run a first step and return its ns, in each stage those of its slowest rank; 0: it is not known.
+
+        Errors: as load().
+        """
+        answers = [answer.value or 0 for answer in self.ask(WarmUp(), Number)]
+        return sum(max(stage) for stage in self.by_stage(answers))
+
+    def by_stage(self, answers: list[Value]) -> list[list[Value]]:
+        """Return the answers of ask() by stage, and in it by rank."""
+        size = self._places[0].size
+        return [answers[first : first + size] for first in range(0, len(answers), size)]
 
     def ask(self, question: Question, kind: type[AnswerT]) -> list[AnswerT]:
-        """Return the workers' answers, by rank. Errors: as load()."""
+        """Return the workers' answers, by their numbers. Errors: as load()."""
         message = encode_message(question)
         for channel in self._channels:
             with contextlib.suppress(ChannelEndedError):  # the answer fails then
@@ -140,15 +155,21 @@ class Crew:
     def run(self, plan: bytes) -> None:
         """Let all run a step. Of workers that are gone nothing is said; take() does."""
         message = encode_message(Run(plan))
-        for channel in self._channels:
+        earlier = encode_message(Run(plan, self._sampled)) if self._sampled else message
+        self._sampled = []
+        for place, channel in zip(self._places, self._channels, strict=True):
             with contextlib.suppress(ChannelEndedError):
-                channel.send(message)
+                channel.send(message if place.is_last_stage else earlier)
 
-    def take(self) -> bytes:
-        """Wait for the oldest step and return its output, encoded. Errors: ChannelEndedError: it will not come."""
-        answer = self._receive(0)
+    def take(self) -> ModelRunnerOutput:
+        """Wait for the oldest step and return its output. Errors: ChannelEndedError: it will not come."""
+        answer = self._receive(self._answering)
         assert isinstance(answer, Result), f"a worker answered {answer!r:.80} to a step"
-        return answer.output
+        output = decode_output(answer.output)
+        if self._answering >= self._places[0].size:  # there are stages before
+            counts = None if output.counts is None else output.counts.tobytes()
+            self._sampled.append((output.token_ids.tobytes(), counts))
+        return output
 
     def _receive(self, rank: int) -> Answer:
         """Return a worker's next answer. Errors: ChannelEndedError where it has failed or ended."""
@@ -217,30 +238,3 @@ class Crew:
         for fd in self._pidfds:
             os.close(fd)
         self._pidfds = []
-
-
-def _groups(size: int) -> list[list[int]]:
-    """Return the descriptors of each rank: the memory of the group, and the channels between the first and the others.
-
-    Of one rank alone: none.
-    """
-    if size == 1:
-        return [[]]
-    # Imported here: only a group needs it, and it takes time.
-    from kernels.cpu.group import make_shared_file
-
-    memory = make_shared_file()
-    pairs = [socket.socketpair() for _ in range(size - 1)]
-    try:
-        ends = [[one for one, _ in pairs], *([other] for _, other in pairs)]
-        return [[_above(memory), *(_above(end.fileno()) for end in rank)] for rank in ends]
-    finally:
-        os.close(memory)
-        for pair in pairs:
-            for end in pair:
-                end.close()
-
-
-def _above(fd: int) -> int:
-    """Return a copy of a descriptor above the standard streams, whose numbers a child gives its own streams."""
-    return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)

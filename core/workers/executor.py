@@ -14,7 +14,6 @@ from typing import NamedTuple
 import numpy as np
 
 from core import log
-from core.execution.encoding import decode_output
 from core.execution.executor import Costs, ExecutorEndedError, ModelInfo, StepCosts, StepHandle
 from core.execution.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput, encode_plan
 from core.grammars.grammars import model_grammars
@@ -30,6 +29,7 @@ from core.workers.messages import (
     Number,
 )
 from core.workers.step_clock import StepClock
+from core.workers.wires import places_of
 from ipc.channel import ChannelEndedError
 from ipc.config import EngineConfig
 from ipc.errors import EngineCoreError, EngineStartError
@@ -50,7 +50,7 @@ class WorkersExecutor:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = in_one_process(config)
-        self._size = config.tensor_parallel_size
+        self._places = places_of(config.tensor_parallel_size, config.pipeline_parallel_size)
         self._resolved: EngineConfig | None = None
         self._tell: Callable[[ExecutorNews], None] | None = None
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -103,8 +103,10 @@ class WorkersExecutor:
         return Costs(*(max(values) for values in zip(*(answer.costs for answer in answers), strict=True)))
 
     def measure_steps(self) -> StepCosts:
-        """Return the first worker's durations: the workers run the same steps together."""
-        return self._serving.ask(MeasureSteps(), MeasuredSteps)[0].costs
+        """Return the durations of the stages, added; the ranks of a stage run the same steps together."""
+        answers = self._serving.ask(MeasureSteps(), MeasuredSteps)
+        stages = [ranks[0].costs for ranks in self._serving.by_stage(answers)]
+        return StepCosts(tuple(map(sum, zip(*(one.step_ns for one in stages)))), stages[-1].draft_ns)  # noqa: B905
 
     def warm_up(self) -> int:
         """Return the duration of the slowest worker's first step, ns."""
@@ -122,7 +124,7 @@ class WorkersExecutor:
     def take(self, crew: Crew, step: int, num_rows: int) -> ModelRunnerOutput:
         """Wait for a step that was sent to this crew. Errors: ExecutorEndedError."""
         try:
-            output = decode_output(crew.take())
+            output = crew.take()
         except ChannelEndedError:
             self._wait_for_verdict(crew)
             return ModelRunnerOutput(step, np.full(num_rows, NO_TOKEN, np.int32))
@@ -155,7 +157,7 @@ class WorkersExecutor:
 
     @property
     def pids(self) -> list[int]:
-        """Return the process ids of the present workers, by rank."""
+        """Return the process ids of the present workers, stage after stage, by rank."""
         return [] if self._crew is None else self._crew.pids
 
     def forget_losses(self) -> None:
@@ -179,7 +181,7 @@ class WorkersExecutor:
 
     def _watch(self) -> None:
         try:
-            self._crew = Crew(self._config, self._size)
+            self._crew = Crew(self._config, self._places)
         except BaseException as error:
             self._error = error
             return
@@ -266,7 +268,7 @@ class WorkersExecutor:
     def _start_again(self) -> Crew:
         """Return workers that are ready for plans. Errors: OSError, EngineCoreError."""
         assert self._resolved is not None, "steps run before initialize_cache()"
-        self._starting = fresh = Crew(self._config, self._size)
+        self._starting = fresh = Crew(self._config, self._places)
         try:
             if self._is_closing:
                 raise EngineStartError("the executor is closed")

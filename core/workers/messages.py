@@ -1,7 +1,8 @@
 """The messages between an engine and its worker processes, each of which runs the plans on an executor of its own.
 
 An engine asks, and a worker answers in the same order. Only Run may be sent before the answer to the one before it.
-Each worker gets every message and answers it, but of several workers only the first answers Run.
+Each worker gets every message and answers it, but of several workers only one answers Run: the first rank of the last
+stage.
 """
 
 from typing import TypeAlias
@@ -9,6 +10,7 @@ from typing import TypeAlias
 import msgspec
 
 from core.execution.executor import Costs, ModelInfo, StepCosts
+from core.workers.wires import Place, Wires
 from ipc.config import EngineConfig
 from ipc.errors import MalformedMessageError
 from ipc.messages import DECODE_ERRORS
@@ -18,8 +20,8 @@ class Load(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Load the model. Answer: Loaded, and Progress before it."""
 
     config: EngineConfig
-    rank: int = 0  # of this worker
-    size: int = 1  # number of workers, which compute the model together
+    place: Place = Place()  # of this worker
+    wires: Wires = msgspec.field(default_factory=Wires)  # its descriptors
 
 
 class CountBlocks(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -52,9 +54,13 @@ class WarmUp(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True, tag=8, gc=False):
-    """Run a step. plan: encoded (core/execution/plan.py). Answer of the first worker: Result."""
+    """Run a step. plan: encoded (core/execution/plan.py). Answer of one worker: Result.
+
+    sampled: (token_ids, counts) of the steps whose results were taken since the last Run, for stages but the last.
+    """
 
     plan: bytes
+    sampled: list[tuple[bytes, bytes | None]] = []
 
 
 class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=11):

@@ -37,14 +37,14 @@ def cpus_of(rank: int, size: int, nodes: list[set[int]], usable: set[int]) -> se
     return set[int]().union(*there[first:last])
 
 
-def place(rank: int, size: int) -> int:
-    """Bind this process to its CPUs, and return how many threads it should have.
+def bind(number: int, count: int) -> int:
+    """Bind this process, one of so many workers, to its CPUs, and return how many threads it should have.
 
-    The ranks on one node divide its CPUs, and a quota of CPU time, between them.
+    The workers on one node divide its CPUs, and a quota of CPU time, between them.
     """
     usable = os.sched_getaffinity(0)
-    share = max(1, usable_cpus() // size)
-    own = cpus_of(rank, size, numa_nodes(), usable)
+    share = max(1, usable_cpus() // count)
+    own = cpus_of(number, count, numa_nodes(), usable)
     if own != usable:
         os.sched_setaffinity(0, own)
     return min(share, len(own))

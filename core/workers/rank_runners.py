@@ -26,26 +26,19 @@ from ipc.arrays import NO_INT32S, Floats, Int32s, Ints
 from ipc.channel import Channel
 
 
-class LeadingRunner(ModelRunner):
-    """The runner of the first rank. It tells the others what they do with it, and which tokens it has sampled."""
+class LeadsTrials(ModelRunner):
+    """The runner of a first rank, as far as it measures: the others compute what it does."""
 
     def __init__(self, *arguments: Any, followers: Followers, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._followers = followers
         self._is_trial = False
 
-    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step, tell the other ranks its tokens, and return its output."""
-        output = super().execute(plan)
-        counts = b"" if output.counts is None else output.counts.tobytes()
-        self._followers.tell(Sampled(output.token_ids.tobytes(), counts))
-        return output
-
     def forward(self, inputs: StepInputs) -> StepResult:
         """Run the model over a step's tokens, with all ranks."""
         if self._is_trial:
             self._followers.tell(Trial(len(inputs.token_ids), len(inputs.logits_rows)))
-        return _LedResult(super().forward(inputs), self._followers)
+        return super().forward(inputs)
 
     def measure_costs(self) -> Costs:
         """Return the measured costs of restoring a preempted request."""
@@ -66,6 +59,21 @@ class LeadingRunner(ModelRunner):
         self._followers.tell(Measured())
 
 
+class LeadingRunner(LeadsTrials):
+    """The runner of the first rank. It tells the others what they do with it, and which tokens it has sampled."""
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Run one step, tell the other ranks its tokens, and return its output."""
+        output = super().execute(plan)
+        counts = b"" if output.counts is None else output.counts.tobytes()
+        self._followers.tell(Sampled(output.token_ids.tobytes(), counts))
+        return output
+
+    def forward(self, inputs: StepInputs) -> StepResult:
+        """Run the model over a step's tokens, with all ranks."""
+        return _LedResult(super().forward(inputs), self._followers)
+
+
 class _LedResult:
     """A step's result whose further parts all ranks compute."""
 
@@ -82,15 +90,37 @@ class _LedResult:
         return self._result.hidden_of(rows)
 
 
-class FollowingRunner(ModelRunner):
+class FollowsTrials(ModelRunner):
+    """The runner of another rank, as far as the first one measures."""
+
+    def __init__(self, *arguments: Any, leader: Channel, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._leader = leader
+
+    def measure_costs(self) -> Costs:
+        """Compute with the first rank while it measures; return the least costs."""
+        self._obey_trials()
+        return Costs(1, 1)
+
+    def measure_steps(self, used: Clock = time.perf_counter_ns) -> tuple[int, ...]:
+        """Compute with the first rank while it measures; return nothing."""
+        self._obey_trials()
+        return ()
+
+    def _obey_trials(self) -> None:
+        while isinstance(order := next_order(self._leader), Trial):
+            self.forward(self._trial_inputs(order.num_tokens, order.num_samples))
+        assert isinstance(order, Measured), order
+
+
+class FollowingRunner(FollowsTrials):
     """The runner of another rank: a mirror of the batch that computes its part and appends the tokens that it is told.
 
     It knows nothing of sampling, grammars and drafts.
     """
 
-    def __init__(self, *arguments: Any, leader: Channel, **options: Any) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "grammars": None, "drafter": None, "pooler": None})
-        self._leader = leader
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run the rank's part of one step; the output is nobody's."""
@@ -130,18 +160,3 @@ class FollowingRunner(ModelRunner):
                     result.hidden_of(as_rows(rows))
                 case order:
                     raise AssertionError(f"{order} within a step")
-
-    def measure_costs(self) -> Costs:
-        """Compute with the first rank while it measures; return the least costs."""
-        self._obey_trials()
-        return Costs(1, 1)
-
-    def measure_steps(self, used: Clock = time.perf_counter_ns) -> tuple[int, ...]:
-        """Compute with the first rank while it measures; return nothing."""
-        self._obey_trials()
-        return ()
-
-    def _obey_trials(self) -> None:
-        while isinstance(order := next_order(self._leader), Trial):
-            self.forward(self._trial_inputs(order.num_tokens, order.num_samples))
-        assert isinstance(order, Measured), order

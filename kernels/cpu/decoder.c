@@ -66,7 +66,7 @@ static void embed_in_group(const Share *share, Embedding args) {
     args.num_rows = 1;
     for (int64_t row = begin; row < end; row++) {
         const int64_t id = step->token_ids[row] - share->decoder->group->vocabulary.first;
-        if (id < 0 || id >= share->decoder->head.num_columns) continue;
+        if (id < 0 || id >= share->decoder->group->num_words) continue;
         args.ids = &id, args.out = step->embedded + row * args.width;
         embedding_part(&args, 0, 1);
     }
@@ -82,7 +82,7 @@ static void embed(const Share *share) {
                             decoder->embedding_scale, decoder->embeddings_packing,
                             decoder->kinds, decoder->places, share->step->positions, decoder->num_words,
                             share->step->given};
-    if (decoder->group)
+    if (decoder->group && !args.given) /* what is given, each rank has whole */
         embed_in_group(share, args);
     else
         embedding_part(&args, share->thread, share->num_threads);

@@ -46,6 +46,7 @@ typedef struct {
     void *state;          /* of group_wait() */
     int32_t rank, size;
     Place attended, hidden, gated, vocabulary; /* of attention; of o and down; of gate_up; of the head */
+    int64_t num_words;    /* of the rank's part of the vocabulary, from vocabulary.first on */
 } DecoderGroup;
 
 typedef struct {

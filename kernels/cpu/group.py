@@ -62,9 +62,10 @@ class DecoderGroup(NamedTuple):
     hidden: tuple[int, int]
     gated: tuple[int, int]
     vocabulary: tuple[int, int]
+    num_words: int  # of the rank's part of the vocabulary
 
     @property
     def arguments(self) -> GroupArguments:
         """Return the C struct."""
         places = (Place(*one) for one in (self.attended, self.hidden, self.gated, self.vocabulary))
-        return GroupArguments(self.memory.state, self.rank, self.size, *places)
+        return GroupArguments(self.memory.state, self.rank, self.size, *places, self.num_words)

@@ -113,6 +113,7 @@ EXPORT const StructField struct_fields[] = {
 #undef STRUCT
 #define STRUCT DecoderGroup
     WHOLE FIELD(state) FIELD(rank) FIELD(size) FIELD(attended) FIELD(hidden) FIELD(gated) FIELD(vocabulary)
+    FIELD(num_words)
 #undef STRUCT
 #define STRUCT Decoder
     WHOLE FIELD(layers) FIELD(head) FIELD(embeddings) FIELD(norm) FIELD(hidden_size) FIELD(num_layers) FIELD(num_heads)

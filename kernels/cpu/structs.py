@@ -219,6 +219,7 @@ class GroupArguments(CStruct):
         ("state", _POINTER),
         *_fields("rank size", _INT32),
         *_fields("attended hidden gated vocabulary", Place),
+        ("num_words", _INT64),
     )
 
 

@@ -96,21 +96,21 @@ def refused_value(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", ["--pipeline-parallel-size", "-ngl", "--alias", "--n-predict"])
+@pytest.mark.parametrize("flag", ["--data-parallel-size", "-ngl", "--alias", "--n-predict"])
 def test_a_flag_of_another_engine_gets_its_hint(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert FLAGS[flag] in refused(capsys, "serve", flag, "8")
 
 
 def test_flags_of_vllm_that_change_nothing_are_accepted() -> None:
     words = [
-        "--pipeline-parallel-size=1",
+        "--data-parallel-size=1",
         "a",
         "--trust-remote-code",
         "b",
         "--mamba-cache-dtype=auto",
         "--no-enable-dbo",
     ]
-    words += ["-pp", "1", "--ubatch-size", "16", "--no-enable-log-requests", "--hf-overrides", "{}", "--max-num-seqs"]
+    words += ["-dp", "1", "--ubatch-size", "16", "--no-enable-log-requests", "--hf-overrides", "{}", "--max-num-seqs"]
     assert without_neutral([*words, "3"], ["--max-num-seqs"]) == ["a", "b", "--max-num-seqs", "3"]
     assert without_neutral(["--seed", "--", "--enable-dbo"], ()) == ["--seed", "--", "--enable-dbo"]
     assert without_neutral(["--nnodes", "2"], ["--nnodes"]) == ["--nnodes", "2"]

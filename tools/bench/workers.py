@@ -1,7 +1,8 @@
 """Workers: what a step costs with its model in parts, beside one process of as many threads, and what a death costs.
 
 Both engines of the first run in this process, one beside the other, and their decoding takes turns: a step of one is
-compared with the next step of the other. The second kills the workers of an engine under streams, again and again.
+compared with the next step of the other. Where steps overlap, in stages of a pipeline, so many tokens of each row are,
+between pauses in which nothing runs. The second kills the workers of an engine under streams, again and again.
 """
 
 import os
@@ -25,11 +26,13 @@ from ipc.memory import usable_memory_bytes
 from ipc.messages import AddRequest, Outputs
 from ipc.sampling_params import SamplingParams
 from ipc.version import NAME, VERSION
-from ipc.workers import in_one_process
+from ipc.workers import in_one_process, most_in_flight, num_workers
 
 SIZES = (1, 8, 32)
 _PROMPT = 64  # tokens
 _TURNS = 60  # steps of each engine
+_BLOCKS, _BLOCK_TOKENS = 5, 20  # turns of each engine where steps overlap, and tokens of each row in a turn
+_PAUSE_S = 0.3  # longer than a step
 _NUM_KILLS, _NUM_STREAMS = 6, 8
 _RUN_S = 0.3  # between the end of a pause and the next kill
 _LIMIT_S = 60.0
@@ -60,10 +63,9 @@ class _Decoding:
             inbox.append((self._num_sent, AddRequest(0, prompt, params, 0)))
             self._num_sent += 1
         self.engine.step(inbox, time.monotonic_ns())
-        while self.engine.scheduler.table.num_placeholders.any() or self.engine.count_waiting()[0]:
+        while self.engine.count_waiting()[0]:
             self.step()
-        for _ in range(8):
-            self.step()
+        self._run_for(8 * num_rows)
 
     def step(self) -> float:
         """Run a step, and return its seconds."""
@@ -74,6 +76,23 @@ class _Decoding:
             if isinstance(reply, Outputs):
                 self.num_tokens += len(reply.tokens) // 4
         return time.perf_counter() - begin
+
+    def block(self, num_rows: int) -> float:
+        """Run until each row has _BLOCK_TOKENS more tokens; return the seconds of one of them, the stages being full.
+
+        What is in flight at the end runs on, and ends before this returns.
+        """
+        self._run_for(num_rows)
+        begin = time.perf_counter()
+        self._run_for(num_rows * _BLOCK_TOKENS)
+        seconds = time.perf_counter() - begin
+        time.sleep(_PAUSE_S)
+        return seconds / _BLOCK_TOKENS
+
+    def _run_for(self, num_tokens: int) -> None:
+        end = self.num_tokens + num_tokens
+        while self.num_tokens < end:
+            self.step()
 
     def end(self) -> None:
         """Let all rows end."""
@@ -89,34 +108,41 @@ class _Decoding:
 def measure_workers(config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
     """Yield a record for each size of a batch, and one for deaths.
 
-    config: tensor_parallel_size = the number of ranks, 2 where it is 1; threads = of each rank, 1 by default.
+    config: tensor_parallel_size, pipeline_parallel_size = of the workers, 2 ranks where both are 1; threads = of each
+    worker, 1 by default.
     """
-    threads, size = config.threads or 1, max(2, config.tensor_parallel_size)
+    threads, size, stages = config.threads or 1, config.tensor_parallel_size, config.pipeline_parallel_size
+    if num_workers(config) == 1:
+        size = 2
     base = {"max_num_seqs": max(SIZES), "max_model_len": 512}
     parts = msgspec.structs.replace(config, **base, threads=threads, tensor_parallel_size=size)
-    whole = msgspec.structs.replace(in_one_process(config), **base, threads=threads * size)
+    whole = msgspec.structs.replace(in_one_process(config), **base, threads=threads * size * stages)
+    shape = {"ranks": size, "stages": stages, "threads": threads}
     names = {"engine": NAME, "version": VERSION, "workload": "workers", "rep": rep}
     ranks, alone = _Decoding(parts), _Decoding(whole)
     try:
         if ranks.executor.info.fingerprint != alone.executor.info.fingerprint:
             raise AssertionError(f"{ranks.executor.info} and {alone.executor.info}")
         for rows in SIZES:
-            yield {**names, "ranks": size, "threads": threads, "rows": rows, **_compare(ranks, alone, rows)}
+            yield {**names, **shape, "rows": rows, **_compare(ranks, alone, rows, overlaps=most_in_flight(parts) > 1)}
     finally:
         ranks.close()
         alone.close()
     yield {**names, "executor": config.executor, "kills": _NUM_KILLS, "streams": _NUM_STREAMS, **_deaths(config)}
 
 
-def _compare(ranks: _Decoding, alone: _Decoding, rows: int) -> dict[str, float]:
+def _compare(ranks: _Decoding, alone: _Decoding, rows: int, *, overlaps: bool) -> dict[str, float]:
     for one in (ranks, alone):
         one.begin(rows)
-    pairs = [(ranks.step(), alone.step()) for _ in range(_TURNS)]
+    if overlaps:
+        pairs = [(ranks.block(rows), alone.block(rows)) for _ in range(_BLOCKS)]
+    else:
+        pairs = [(ranks.step(), alone.step()) for _ in range(_TURNS)]
     for one in (ranks, alone):
         one.end()
     parts, whole = (sorted(values) for values in zip(*pairs, strict=True))
     return {
-        "ranks_ms_p50": round(statistics.median(parts) * 1e3, 3),
+        "workers_ms_p50": round(statistics.median(parts) * 1e3, 3),
         "one_process_ms_p50": round(statistics.median(whole) * 1e3, 3),
         "speed": round(statistics.median(whole) / statistics.median(parts), 3),
         "speed_of_pairs": round(statistics.median(other / own for own, other in pairs), 3),

@@ -78,7 +78,7 @@ def test_the_second_text_has_its_own_kind(tmp_path: Path) -> None:
 )
 def test_classifiers(tmp_path: Path, kind: str, settings: dict[str, Any]) -> None:
     theirs, ours = save_encoder(tmp_path, kind, "ForSequenceClassification", **settings), load(tmp_path)
-    pooler = read_pooler(EngineConfig(), tmp_path, ours)
+    pooler = read_pooler(EngineConfig(), tmp_path, ours, ours.config)
     assert pooler.tasks == {"classify": settings["num_labels"]}
     for ids, found in zip(PROMPTS, hidden(ours, PROMPTS), strict=True):
         with torch.no_grad():

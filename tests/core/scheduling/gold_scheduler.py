@@ -108,10 +108,13 @@ class Gold:
         """Give tokens in this order, from row `fed` on only for blocks it has. Returns the first short of blocks."""
         for r in rows:
             r.n = 0
+        turns = -(-len(rows) // self.c.pipeline_parallel_size) if self.c.pipeline_parallel_size > 1 else 10**9
         for index, r in enumerate(rows):
-            r.n = min(r.wanted(), self.most, self.budget())
+            wanted = 0 if self.c.pipeline_parallel_size > 1 and r.pending else min(r.wanted(), self.most)
             if index >= fed:
-                r.n = min(r.n, len(r.blocks) * self.b.size - r.computed)
+                wanted = min(wanted, len(r.blocks) * self.b.size - r.computed)
+            turns -= wanted == 1
+            r.n = min(wanted if wanted != 1 or turns >= 0 else 0, self.budget())
         return next((i for i in range(len(rows)) if self.b.growth(rows[: i + 1]) > self.b.free), None)
 
     def grow(self) -> None:

@@ -15,6 +15,7 @@ from core.execution.plan import SchedulerOutput
 from core.scheduling.decisions import Verdict
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest, FinishReason, PauseMode
+from ipc.workers import most_in_flight
 from tests.core.driving import EOS, ByHand, add_message, small_config
 from tests.core.scheduling.gold_entry import Entry
 from tests.core.scheduling.gold_options import GoldWithOptions
@@ -25,6 +26,7 @@ MS = 1_000_000  # ns
 #: All that Gold knows.
 PLAIN: dict[str, st.SearchStrategy[Any]] = {
     "depth": st.sampled_from([1, 2]),
+    "stages": st.sampled_from([1, 1, 2, 3]),
     "num_blocks": st.sampled_from([12, 8, 5, 20, 60]),
     "block_size": st.sampled_from([4, 2, 1]),
     "max_num_seqs": st.integers(1, 6),
@@ -183,7 +185,7 @@ class GoldMachine(RuleBasedStateMachine):
         self.check_bounds()
         if not plan.is_empty:
             self.flight.append(plan)
-        if self.flight and (plan.is_empty or len(self.flight) == (2 if self.config.async_scheduling else 1)):
+        if self.flight and (plan.is_empty or len(self.flight) == most_in_flight(self.config)):
             table = self.scheduler.table
             numbers, lengths = (table.number + table.choice).tolist(), table.num_tokens.tolist()
             self.hand.update(self.flight.popleft(), lambda row: sampled(numbers[row], lengths[row]))

@@ -14,9 +14,11 @@ from core.engine import EngineCore
 from core.executors.by_name import load_executor
 from core.inputs import EngineInput
 from core.process.resolve import resolve, resolve_costs
+from core.workers import step_clock
 from core.workers.executor import WorkersExecutor
+from core.workers.part_executor import PartExecutor
 from core.workers.placement import cpus_of, parse_cpus
-from core.workers.rank_executor import create_rank
+from core.workers.wires import Place, Wires
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from ipc.given_options import config_from_options
@@ -58,6 +60,13 @@ OPTIONS: dict[str, Any] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(MODEL))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("deep")
+    (folder / "config.json").write_text(json.dumps({**MODEL, "num_hidden_layers": 4}))
     return str(folder)
 
 
@@ -139,8 +148,8 @@ def test_every_bit_is_that_of_one_process(folder: str) -> None:
     assert answers(config_of(folder, 2), {9: kill(1)}) == alone
 
 
-def kill(rank: int) -> Callable[[WorkersExecutor], None]:
-    return lambda executor: os.kill(executor.pids[rank], signal.SIGKILL)
+def kill(worker: int, number: int = signal.SIGKILL) -> Callable[[WorkersExecutor], None]:
+    return lambda executor: os.kill(executor.pids[worker], number)
 
 
 @pytest.mark.soak
@@ -150,6 +159,38 @@ def test_every_bit_at_any_size_and_whichever_rank_dies(folder: str, size: int, d
     alone = answers(config_of(folder, 1, dtype=dtype))
     assert answers(config_of(folder, size, dtype=dtype)) == alone
     assert answers(config_of(folder, size, dtype=dtype), {5: kill(0), 40: kill(size - 1)}) == alone
+
+
+def test_stages_give_the_bits_of_one_process_and_their_death_is_a_pause(folder: str) -> None:
+    alone = answers(config_of(folder, 1))
+    assert answers(config_of(folder, 1, pipeline_parallel_size=2), {9: kill(0)}) == alone
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("ranks", "stages", "options"), [(1, 3, {}), (2, 2, {}), (1, 2, {"async_scheduling": True})])
+def test_every_bit_at_any_shape_and_whichever_stage_dies(
+    deep: str, ranks: int, stages: int, options: dict[str, Any], dtype: str
+) -> None:
+    alone = answers(config_of(deep, 1, dtype=dtype))
+    config = config_of(deep, ranks, dtype=dtype, pipeline_parallel_size=stages, **options)
+    assert answers(config) == alone
+    assert answers(config, {5: kill(0), 40: kill(ranks * stages - 1)}) == alone
+
+
+@pytest.mark.soak
+def test_a_stage_that_hangs_is_found(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_clock, "LEAST_S", 0.4)
+    alone = answers(config_of(folder, 1))
+    stop = {9: kill(0, signal.SIGSTOP), 40: kill(1, signal.SIGSTOP)}
+    assert answers(config_of(folder, 1, pipeline_parallel_size=2), stop) == alone
+
+
+@pytest.mark.soak
+def test_drafts_are_verified_by_stages(folder: str) -> None:
+    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 4}}
+    alone, staged = (answers(config_of(folder, 1, **drafts, pipeline_parallel_size=size)) for size in (1, 2))
+    assert alone[:2] == staged[:2]
 
 
 @pytest.mark.soak
@@ -163,15 +204,21 @@ def test_bad_sizes_are_refused_by_name(folder: str) -> None:
     memory = make_shared_file()
     try:
         with pytest.raises(ConfigError, match="tensor_parallel_size=5 is more than the 4 query heads"):
-            create_rank(config_of(folder, 1), 0, 5, memory, [])
+            PartExecutor(config_of(folder, 1), Place(0, 5), Wires(memory))
         with pytest.raises(ConfigError, match="at numerics level L2: leave out device, numerics and cpu_kernels"):
-            create_rank(config_of(folder, 1, numerics="L0"), 0, 2, memory, [])
+            PartExecutor(config_of(folder, 1, numerics="L0"), Place(0, 2), Wires(memory))
     finally:
         os.close(memory)
     with pytest.raises(ConfigError, match="tensor_parallel_size=2 takes worker processes"):
         config_of(folder, 2, distributed_executor_backend="uni")
     with pytest.raises(ConfigError, match="tensor_parallel_size=2 is for executor='local'; got executor='npu'"):
         config_of(folder, 2, executor="npu")
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2 takes worker processes"):
+        config_of(folder, 1, pipeline_parallel_size=2, distributed_executor_backend="uni")
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=3 is more than the 2 layers of the model"):
+        load_executor(config_of(folder, 1, pipeline_parallel_size=3))
+    with pytest.raises(ConfigError, match="leave pipeline_parallel_size out"):
+        config_of(folder, 1, pipeline_parallel_size=2, speculative_config={"method": "eagle3", "model": "m"})
 
 
 def test_ranks_are_placed_on_nodes() -> None:

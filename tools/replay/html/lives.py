@@ -34,6 +34,7 @@ _WAITS = {
     Reason.SKIPPED_BUDGET: "runs without tokens: others took the step's",
     Reason.SKIPPED_BLOCKS: "runs without tokens: others took the blocks",
     Reason.PROMPTS_FIRST: "runs without tokens: the step is one of prompts",
+    Reason.NEXT_TURN: "runs, its turn comes in a later step (pipeline_parallel_size)",
 }
 
 

@@ -1,0 +1,127 @@
+"""Stages of a pipeline: golden logits by hash for 1, 2 and 3 stages, and which layers and weights a stage has."""
+
+import hashlib
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import numpy as np
+import pytest
+
+from core.models.llama import Llama
+from core.models.stage import Stage, layers_of_stages
+from core.models.stage_link import StageLink
+from core.models.stage_llama import StageLlama
+from core.models.step import ModelInputs
+from ipc.arrays import Floats
+from ipc.channel import Channel
+from ipc.errors import ConfigError
+from kernels.cpu.library import load_cpu_library
+from tests.core.runner.invariance import DTYPES, KINDS, TINY, random_model, random_weights
+
+_BLOCK = 16
+_PROMPTS = (200, 37, 1)  # tokens; the windows of KINDS end within the first
+_NUM_STEPS = 3  # after the prompts
+
+#: Architectures: without windows; with head norms and biases; with sliding layers and norms after; with experts.
+_KINDS = ("untied head", "head norms", "local and global", "experts")
+
+
+@contextmanager
+def staged(kind: str, dtype: str, size: int) -> Iterator[list[StageLlama]]:
+    """The stages of a model, all in this process; of one stage: it is first and last."""
+    config, weights = KINDS[kind], random_weights(KINDS[kind], DTYPES[dtype])
+    pairs = [tuple(map(Channel, socket.socketpair())) for _ in range(size - 1)]
+    stages = list[StageLlama]()
+    try:
+        for number in range(size):
+            before = pairs[number - 1][1] if number else None
+            after = pairs[number][0] if number + 1 < size else None
+            stage = Stage(number, size, StageLink(before, after))
+            reads = stage.reads(config)
+            own = [(name, weight) for name, weight in weights.items() if reads(name)]
+            stages.append(StageLlama(config, own, DTYPES[dtype], stage, library=load_cpu_library()))
+            stages[-1].is_linked = True
+        yield stages
+    finally:
+        for pair in pairs:
+            for end in pair:
+                end.close()
+
+
+def logits(models: list[Llama] | list[StageLlama]) -> str:
+    """The hash of all logits of some steps: prompts, the first of them in chunks, then tokens one by one."""
+    caches = [model.allocate_cache(64, _BLOCK) for model in models]
+    rng, found, computed = np.random.default_rng(1), hashlib.sha256(), [0] * len(_PROMPTS)
+    tables = np.arange(1, 1 + 3 * 16, dtype=np.int32).reshape(3, 16)
+    steps = [[129, 37, 0], [71, 0, 1], *([1, 1, 1] for _ in range(_NUM_STEPS))]
+    for counts in steps:
+        rows = [row for row, count in enumerate(counts) if count]
+        positions = np.concatenate([np.arange(computed[row], computed[row] + counts[row]) for row in rows])
+        owners = np.repeat(rows, [counts[row] for row in rows])
+        slots = tables[owners, positions // _BLOCK].astype(np.int64) * _BLOCK + positions % _BLOCK
+        for row in rows:
+            computed[row] += counts[row]
+        num_tokens = np.array([counts[row] for row in rows])
+        token_ids, last = rng.integers(3, 400, len(positions)), np.cumsum(num_tokens) - 1
+        contexts = np.array([computed[row] for row in rows])
+        for model, cache in zip(models, caches, strict=True):
+            work = model.attention_metadata(num_tokens, contexts, tables[rows], cache)
+            result = model.forward(ModelInputs(token_ids, positions, slots, work, cache, last))
+        found.update(np.ascontiguousarray(result.logits).tobytes())
+        found.update(_others(result.logits_of(np.arange(0, len(positions), 3))))
+    return found.hexdigest()
+
+
+def _others(numbers: Floats) -> bytes:
+    return np.ascontiguousarray(numbers).tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", _KINDS)
+def test_logits_of_stages_have_the_bits_of_one_process(kind: str, dtype: str) -> None:
+    whole = random_model(KINDS[kind], DTYPES[dtype])
+    golden = logits([whole])
+    for size in (2, 3):
+        with staged(kind, dtype, size) as stages:
+            assert logits(stages) == golden, size
+            assert stages[-1].variant == whole.variant
+            assert stages[-1].windows_of_model == whole.windows
+
+
+def test_a_stage_that_changes_one_number_fails_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
+    receive = StageLink.receive
+
+    def spoilt(link: StageLink, room: Floats) -> None:
+        receive(link, room)
+        room[-1, 0] = np.nextafter(room[-1, 0], np.float32(np.inf))
+
+    with staged("untied head", "float32", 2) as stages:
+        golden = logits(stages)
+        monkeypatch.setattr(StageLink, "receive", spoilt)
+        assert logits(stages) != golden
+
+
+def test_layers_are_divided_by_weights() -> None:
+    deep = msgspec.structs.replace(TINY, num_hidden_layers=12, vocab_size=8)
+    assert [one.length for one in layers_of_stages(deep, 3)] == [4, 4, 4]
+    head = msgspec.structs.replace(deep, vocab_size=3 * (2 * 8 * 16 + 3 * 192))  # as large as three layers
+    assert [one.length for one in layers_of_stages(head, 3)] == [5, 5, 2]
+    assert [one.length for one in layers_of_stages(head, 12)] == [1] * 12
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=13 is more than the 12 layers"):
+        layers_of_stages(head, 13)
+
+
+def test_a_stage_reads_and_stores_its_own_layers_only() -> None:
+    kind = "local and global"
+    whole, weights = random_model(KINDS[kind], DTYPES["float32"]), random_weights(KINDS[kind], DTYPES["float32"])
+    with staged(kind, "float32", 3) as stages:
+        assert [len(stage.layers) for stage in stages] == [1, 1, 1]
+        assert sum(stage.bytes_per_block(_BLOCK) for stage in stages) == whole.bytes_per_block(_BLOCK)
+        assert [stage.windows for stage in stages] == [(139,), (None,), (139,)]
+        names = [set(filter(stage.stage.reads(KINDS[kind]), weights)) for stage in stages]
+    assert set.union(*names) == set(weights)
+    assert all(name.startswith("model.layers.1.") for name in names[1])
+    ends = [("model.embed_tokens.weight" in own, "model.norm.weight" in own) for own in names]
+    assert ends == [(True, False), (False, False), (True, True)]  # the head has the embeddings' weights
