@@ -149,8 +149,15 @@ def plain(folders: Folders, model: str) -> Heard:
     return run(folders.config(None, model))[0]
 
 
-@pytest.mark.parametrize("crowd", CROWDED)
-@pytest.mark.parametrize("method", METHODS)
+#: Every method and every crowd, each with half of the others; the other pairs are the soak's.
+PAIRS = [
+    pytest.param(method, crowd, marks=[pytest.mark.soak] if (row + column) % 2 else [])
+    for row, method in enumerate(METHODS)
+    for column, crowd in enumerate(CROWDED)
+]
+
+
+@pytest.mark.parametrize(("method", "crowd"), PAIRS)
 def test_nothing_differs(folders: Folders, method: str, crowd: str) -> None:
     model = folders.mimo if method == "mtp" else folders.llama
     wanted = plain(folders, model)

@@ -182,11 +182,11 @@ def test_a_folder_generates_what_its_weights_generate(packing: str, source: Path
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
     answers = []
     for folder in folders:
-        for dtype in ("float32", "bfloat16"):
+        for dtype in ("float32", "bfloat16") if packing == "gptq" else ("bfloat16",):
             with LLM(str(folder), dtype=dtype, threads=1, max_model_len=64, skip_tokenizer_init=True) as llm:
                 (output,) = llm.generate([{"prompt_token_ids": [3, 5, 7, 11]}], params)
                 answers.append((output.outputs[0].token_ids, output.outputs[0].cumulative_logprob))
-    assert answers[:2] == answers[2:]
+    assert answers[: len(answers) // 2] == answers[len(answers) // 2 :]
 
 
 Q_PROJ = "model.layers.0.self_attn.q_proj"

@@ -74,8 +74,15 @@ def same_bits(left: Numbers, right: Numbers) -> bool:
     return left.shape == right.shape and left.tobytes() == right.tobytes()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES)
+#: Every kind in bfloat16, and half of them in float32; the others are the soak's.
+MODELS = [
+    *(("bfloat16", kind) for kind in KINDS),
+    *(("float32", kind) for kind in list(KINDS)[::2]),
+    *(pytest.param("float32", kind, marks=pytest.mark.soak) for kind in list(KINDS)[1::2]),
+]
+
+
+@pytest.mark.parametrize(("dtype", "kind"), MODELS)
 def test_one_call_gives_the_bits_of_many(dtype: str, kind: str) -> None:
     model, library = tiny_model(DTYPES[dtype], kind=kind), load_cpu_library()
     expected = run(model, one_by_one=True)

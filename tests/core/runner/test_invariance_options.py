@@ -12,7 +12,14 @@ from ipc.messages import FinishReason
 from tests.core.runner.invariance import DTYPES, Run, difference, run, tiny_model
 from tests.core.runner.invariance_scenarios import EDITS, FILTERS, PROMPT, Preempting, scenario
 
-WINDOWS = ["plain", "sliding window", "local and global"]
+#: Each kind and each dtype; the other pairs are the soak's.
+MODELS = [
+    ("float32", "plain"),
+    ("bfloat16", "sliding window"),
+    ("bfloat16", "local and global"),
+    *(pytest.param(*pair, marks=pytest.mark.soak) for pair in (("bfloat16", "plain"), ("float32", "sliding window"))),
+    pytest.param("float32", "local and global", marks=pytest.mark.soak),
+]
 
 #: One of each group of scenarios; how finely a prompt is cut is nothing to the sampler.
 SCENARIOS = ("among 32", "chunks of 37", "preempted", "from the prefix cache")
@@ -26,8 +33,7 @@ def watched(model: Llama, options: dict[str, Any]) -> tuple[dict[str, Any], Run]
     return target, run(model, PROMPT, **target)
 
 
-@pytest.mark.parametrize("kind", WINDOWS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "kind"), MODELS)
 def test_edits_of_three_choices(dtype: str, kind: str) -> None:
     model = tiny_model(DTYPES[dtype], kind=kind)
     target, alone = watched(model, {**EDITS, "min_tokens": 4, "n": 3, "logprobs": 4})
@@ -41,8 +47,7 @@ def test_edits_of_three_choices(dtype: str, kind: str) -> None:
         assert difference(scenario(name, model, **target), alone) == "", name
 
 
-@pytest.mark.parametrize("kind", WINDOWS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "kind"), MODELS)
 def test_filters_of_two_choices_and_log_probabilities_of_the_prompt(dtype: str, kind: str) -> None:
     model = tiny_model(DTYPES[dtype], kind=kind)
     target, alone = watched(model, {**FILTERS, "n": 2, "logprobs": 0, "prompt_logprobs": 3})
@@ -53,8 +58,7 @@ def test_filters_of_two_choices_and_log_probabilities_of_the_prompt(dtype: str, 
         assert difference(scenario(name, model, reads_cache=False, **target), alone) == "", name
 
 
-@pytest.mark.parametrize("kind", WINDOWS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "kind"), MODELS)
 def test_edits_and_log_probabilities_preempted_after_any_one_step(dtype: str, kind: str) -> None:
     """Counts and bad words are found again in the tokens so far; the prompt's log probabilities are told once."""
     model = tiny_model(DTYPES[dtype], kind=kind)

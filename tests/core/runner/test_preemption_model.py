@@ -136,7 +136,7 @@ def unhurried(dtype: Dtype) -> Run:
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("caching", [True, False], ids=["cache", "no cache"])
+@pytest.mark.parametrize("caching", [True, pytest.param(False, marks=pytest.mark.soak)], ids=["cache", "no cache"])
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
 @pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])
 def test_tokens_are_those_of_an_unhurried_run(mode: str, policy: str, caching: bool, dtype: Dtype) -> None:

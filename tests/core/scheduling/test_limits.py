@@ -55,7 +55,7 @@ def running_numbers(driver: Driver) -> list[int]:
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(2, 20))])
 def test_it_holds_and_gives_back_through_aborts_holds_and_preemptions(seed: int, policy: str, depth: int) -> None:
     rng = random.Random(seed)
     options: dict[str, Any] = {"watermark": 0.0, "scheduling_policy": policy}

@@ -61,8 +61,15 @@ def two_steps_in_float64(heads, dtype):
     return two_steps(heads, dtype, reference_attention)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("heads", HEADS, ids=str)
+#: Each shape with one of the dtypes; the other pairs are the soak's.
+SHAPES = [
+    pytest.param(heads, dtype, marks=[pytest.mark.soak] if (row + column) % 2 else [])
+    for row, heads in enumerate(HEADS)
+    for column, dtype in enumerate(DTYPES)
+]
+
+
+@pytest.mark.parametrize(("heads", "dtype"), SHAPES, ids=str)
 def test_equals_float64_loop(heads, dtype, attention):
     difference = two_steps(heads, dtype, attention) - two_steps_in_float64(heads, dtype)
     assert difference.abs().max() < (1e-5 if dtype == torch.float32 else 2e-2)
