@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,6 +36,9 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "vocab_size": VOCAB, "n_positions": 256}
+#: Since transformers 5.24 these use its attention interface; before that they are refused.
+GPTJ_RUNS = tuple(map(int, version("transformers").split(".")[:2])) >= (5, 24)
 #: model_type -> its other settings.
 CONFIGS: dict[str, dict[str, Any]] = {
     "olmo2": {**SIZES, "num_key_value_heads": 2, "pad_token_id": 0},
@@ -56,6 +60,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "v_head_dim": 16,
         "first_k_dense_replace": 1,
     },
+    **({"gptj": GPT, "codegen": GPT} if GPTJ_RUNS else {}),
 }
 
 

@@ -11,11 +11,10 @@ from core.executors.local import LocalExecutor
 from core.models.transformers_model import TransformersModel
 from ipc.errors import ModelFileError, UnsupportedModelError
 from kernels.elements import FLOAT32
-from tests.core.models.test_transformers_model import SIZES, VOCAB, config_for, save
+from tests.core.models.test_transformers_model import GPT, GPTJ_RUNS, SIZES, VOCAB, config_for, save
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
 
-GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "vocab_size": VOCAB, "n_positions": 256}
 BART = {"d_model": 64, "decoder_layers": 2, "decoder_attention_heads": 4, "encoder_layers": 1, "vocab_size": VOCAB}
 WHISPER = {
     "d_model": 64,
@@ -27,8 +26,14 @@ WHISPER = {
 #: model_type, its settings, what the refusal says.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("falcon", SIZES, "its code does not use transformers' attention interface"),
-    ("gptj", GPT, "its code does not use transformers' attention interface"),
-    ("codegen", GPT, "^CodeGenForCausalLM: 0 of 2 layers use .* compute attention by themselves"),
+    *(
+        (
+            ("gptj", GPT, "its code does not use transformers' attention interface"),
+            ("codegen", GPT, "^CodeGenForCausalLM: 0 of 2 layers use .* compute attention by themselves"),
+        )
+        if not GPTJ_RUNS
+        else ()
+    ),
     ("bloom", {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": VOCAB}, "^BloomForCausalLM: 0 of 2 layers"),
     ("mamba", {**SIZES, "state_size": 4}, "^MambaForCausalLM: 0 of 2 layers use .* kind \\(state space,"),
     ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": VOCAB}, "^MptForCausalLM: 0 of 2 layers"),

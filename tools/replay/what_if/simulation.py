@@ -14,7 +14,6 @@ from ipc.arrays import Doubles
 from ipc.config import EngineConfig
 from ipc.errors import CaptureFileError
 from ipc.messages import Abort, Outputs, RequestFailed
-from tools.replay.output_rows import OutputRow, output_rows
 from tools.replay.what_if.arrivals import Arrivals
 from tools.replay.what_if.oracle_executor import OracleExecutor
 from tools.replay.what_if.recording import Recorded, Recording, RequestKey
@@ -156,23 +155,29 @@ class Run:
             if isinstance(reply, RequestFailed) and (client, reply.number) in self._live:
                 self._end((client, reply.number), end_ns)
             elif isinstance(reply, Outputs):
-                for row in output_rows(reply):
-                    if (client, row.number) in self._live:
-                        self._note_row((client, row.number), row, end_ns)
+                self._note_outputs(client, reply, end_ns)
 
-    def _note_row(self, key: RequestKey, row: OutputRow, end_ns: int) -> None:
-        index = self._live[key]
-        one, moments = self._requests[index], self.moments[index]
-        if row.tokens and row.choice == 0:
-            moments.first_token = moments.first_token or end_ns
-            moments.last_token = end_ns
-            moments.num_tokens += len(row.tokens)
-            if one.aborted_ns and moments.num_tokens >= len(one.token_times):
-                heapq.heappush(self._aborts, (end_ns, key))
-        if row.finish:
-            self._num_open[index] -= 1
-            if not self._num_open[index]:
-                self._end(key, end_ns)
+    def _note_outputs(self, client: int, outputs: Outputs, end_ns: int) -> None:
+        """Note how many tokens each choice has got, and which have ended; which tokens does not matter here."""
+        numbers, counts = np.frombuffer(outputs.numbers, "<u4").tolist(), np.frombuffer(outputs.counts, "<u2").tolist()
+        choices = np.frombuffer(outputs.choices, "<u2").tolist() if outputs.choices else [0] * len(numbers)
+        for number, choice, count, finish in zip(
+            numbers, choices, counts, outputs.finish or bytes(len(numbers)), strict=True
+        ):
+            key = client, number
+            if (index := self._live.get(key)) is None:
+                continue
+            if count and not choice:
+                one, moments = self._requests[index], self.moments[index]
+                moments.first_token = moments.first_token or end_ns
+                moments.last_token = end_ns
+                moments.num_tokens += count
+                if one.aborted_ns and moments.num_tokens >= len(one.token_times):
+                    heapq.heappush(self._aborts, (end_ns, key))
+            if finish:
+                self._num_open[index] -= 1
+                if not self._num_open[index]:
+                    self._end(key, end_ns)
 
     def _end(self, key: RequestKey, end_ns: int) -> None:
         index = self._live.pop(key)
