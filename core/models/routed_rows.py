@@ -214,8 +214,8 @@ ROUTED_ROWS = (
         base_name="Dots1Model",
         model_type="dots1",
         gguf="dots1",
-        defaults={"num_key_value_heads": 32, "sliding_window": None, "scoring_func": "sigmoid"},
-        only={"sliding_window": None, "scoring_func": "sigmoid"},
+        defaults={"num_key_value_heads": 32, "sliding_window": None, "scoring_func": "noaux_tc"},
+        only={"sliding_window": None, "scoring_func": "noaux_tc"},  # sigmoids with a correction
         attention_bias="as configured",
         qk_norm=True,
         experts=SIGMOID_EXPERTS,
@@ -240,6 +240,7 @@ ROUTED_ROWS = (
         rope_theta=500_000.0,
         interleaves_heads=True,
         experts=ExpertRow(normalises=True, shared_count_key="moe_num_shared_experts", has_correction=True),
+        further_layers=True,
         names={**DEEPSEEK_NAMES, "mlp.router_correction": "mlp.moe_statics.e_score_correction.0"},
         gguf_names=GGUF_EXPERTS,
     ),

@@ -154,7 +154,8 @@ def test_fp8_matrices_whose_rows_are_reordered(tmp_path: Path) -> None:
 def test_layers_past_the_last_one_are_not_read(tmp_path: Path) -> None:
     build("glm4.5-air").save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
-    save_file({**tensors, "model.layers.3.eh_proj.weight": torch.ones(48, 96)}, tmp_path / "model.safetensors")
+    further = {"model.layers.3.eh_proj.weight": torch.ones(48, 96), "model.mtp_norm.weight": torch.ones(48)}
+    save_file({**tensors, **further}, tmp_path / "model.safetensors")
     config = read_model_config(tmp_path)
     assert sum(1 for _ in load_weights(tmp_path, config, FLOAT32)) > 0
     save_file({**tensors, "model.layers.2.eh_proj.weight": torch.ones(48, 96)}, tmp_path / "model.safetensors")
