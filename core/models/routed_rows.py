@@ -37,6 +37,20 @@ SIGMOID_EXPERTS = ExpertRow(
     best_of_group=2,
 )
 
+_OLMOE = Architecture(
+    name="OlmoeForCausalLM",
+    base_name="OlmoeModel",
+    model_type="olmoe",
+    gguf="olmoe",
+    defaults={"num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8},
+    attention_bias="as configured",
+    qk_norm=True,
+    qk_norm_of_rows=True,
+    experts=ExpertRow(size_key="intermediate_size", gguf_normalises=False),
+    names={"mlp.router": "mlp.gate"},
+    gguf_names=GGUF_EXPERTS,
+)
+
 _GRANITE_MOE = Architecture(
     name="GraniteMoeForCausalLM",
     base_name="GraniteMoeModel",
@@ -126,18 +140,17 @@ ROUTED_ROWS = (
         },
         gguf_names=GGUF_EXPERTS,
     ),
-    Architecture(
-        name="OlmoeForCausalLM",
-        base_name="OlmoeModel",
-        model_type="olmoe",
-        gguf="olmoe",
-        defaults={"num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8},
-        attention_bias="as configured",
-        qk_norm=True,
-        qk_norm_of_rows=True,
-        experts=ExpertRow(size_key="intermediate_size", gguf_normalises=False),
-        names={"mlp.router": "mlp.gate"},
-        gguf_names=GGUF_EXPERTS,
+    _OLMOE,
+    msgspec.structs.replace(
+        _OLMOE,
+        name="FlexOlmoForCausalLM",
+        base_name="FlexOlmoModel",
+        model_type="flex_olmo",
+        gguf=None,
+        defaults={"num_experts": 7, "num_experts_per_tok": 5},
+        pre_norms=False,
+        post_norms=True,
+        rope_theta=500_000.0,
     ),
     _GRANITE_MOE,
     msgspec.structs.replace(

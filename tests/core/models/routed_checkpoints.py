@@ -43,6 +43,7 @@ ROUTED_CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_n_heads": 4,
         },
     ),
+    "flex-olmo": ("flex_olmo", {"num_experts": 8, "num_experts_per_tok": 3}),
     "qwen2-moe": (
         "qwen2_moe",
         {
