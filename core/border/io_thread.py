@@ -79,6 +79,7 @@ class IOThread:
         for fd in (self._socket_fd, self._wake_engine):
             self._engine_sources.register(fd, select.POLLIN)
         self._engine_fd = -1  # of the engine's own, see wake_engine_on()
+        self._is_kept = False  # this thread does not sleep on the socket: the engine thread has kept it
         self._border = Border(
             self._socket,
             self._monitor,
@@ -106,10 +107,15 @@ class IOThread:
                 self._receive_for_engine(timeout)
             except BaseException:
                 self._fail()
+        elif self._is_kept:
+            self._hand_over()
         return self.inbox.drain()
 
     def wake_engine_on(self, fd: int) -> None:
-        """Return from take() also when this file descriptor is readable: the engine has other sources than clients."""
+        """Return from take() also when this file descriptor is readable: the engine has other sources than clients.
+
+        Its steps are short, so the engine thread keeps the socket in a step that follows a wait.
+        """
         self._engine_fd = fd
         self._engine_sources.register(fd, select.POLLIN)
 
@@ -161,8 +167,10 @@ class IOThread:
         """Sleep until the inbox has something or `timeout` is over; the IO thread is not woken for messages."""
         deadline, ready = None if timeout is None else time.monotonic() + timeout, dict[int, int]()
         self._engine_is_asleep = True  # before the look at the inbox: what is put in after it finds this
-        with self._using:
-            self._sources.modify(self._socket_fd, 0)
+        if not self._is_kept:
+            with self._using:
+                self._sources.modify(self._socket_fd, 0)
+            self._is_kept = True
         while True:
             with self._using:
                 has_read = self._border.receive(time.monotonic())
@@ -176,8 +184,14 @@ class IOThread:
             if self._wake_engine in ready:
                 os.eventfd_read(self._wake_engine)
         self._engine_is_asleep = False
+        if self._engine_fd < 0:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """Let the IO thread sleep on the socket again."""
         with self._using:
             self._sources.modify(self._socket_fd, select.EPOLLIN)
+        self._is_kept = False
 
     def _send_for_engine(self, messages: Sequence[AddressedMessage]) -> bool:
         """Send messages in the engine thread; return False if they must wait behind others in the outbox."""

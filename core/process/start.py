@@ -1,6 +1,5 @@
 """The engine's start: its socket, what core/process/prepare.py loads, EngineCore and IO thread."""
 
-import gc
 import os
 import secrets
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from core.execution.executor import Executor, ModelInfo, MortalExecutor
 from core.features.store import encoder_ns
 from core.grammars.checker import CheckedGrammars
 from core.process.black_box import BlackBox
+from core.process.garbage import settle_garbage
 from core.process.kv_store import OpenStores, open_stores, start_store, with_orders
 from core.process.loop import Engine
 from core.process.prepare import Prepared, Report, adapters_of, features_of, prepare
@@ -42,10 +42,6 @@ from ipc.messages import (
 from ipc.sockets import BoundRouter, Context, bind_router, keys_of
 from ipc.start_messages import Start
 from ipc.version import VERSION
-
-#: Objects, then collections of the generation before. With Python's own numbers (700, 10, 10) some thousand requests
-#: that arrive at once bring about full collections, each of which stops both threads for 60 ms beside 20,000 requests.
-_GC_THRESHOLDS = 700, 10, 200
 
 
 class StartedEngine(NamedTuple):
@@ -109,9 +105,7 @@ def start_engine(start: Start, bound: Bound, report: Report, prepared: Prepared 
         None if bound.allowed is None else bound.allowed.quota_of,
         shelf,
     )
-    gc.collect()  # only objects made after the imports: under a millisecond
-    gc.freeze()
-    gc.set_threshold(*_GC_THRESHOLDS)
+    settle_garbage()
     preparers: list[Preparer] = [CheckedGrammars(executor.grammars)]
     if features is not None:
         preparers.append(features)

@@ -46,6 +46,11 @@ class Dispatch:
         self._queue: list[tuple[int, int]] = []  # a heap of (order, row); an entry counts while its row waits
 
     @property
+    def has_queue(self) -> bool:
+        """Return whether requests may wait here."""
+        return bool(self._queue)
+
+    @property
     def num_queued(self) -> int:
         """Return the number of requests that wait here."""
         return int(np.count_nonzero(self.requests.waits))

@@ -53,11 +53,8 @@ class _Link:
 
     def read(self) -> list[bytes]:
         frames: list[bytes] = []
-        try:
-            while len(frames) < _MAX_BATCH:
-                frames.append(self.socket.recv(zmq.NOBLOCK))
-        except zmq.Again:
-            pass
+        while len(frames) < _MAX_BATCH and pending_events(self.socket) & zmq.POLLIN:
+            frames.append(self.socket.recv(zmq.NOBLOCK))
         return frames
 
     def has_ended(self) -> bool:
@@ -145,7 +142,7 @@ class Links:
             if has_ended:
                 arrived.append((row, None))
                 self.close(row)
-            elif pending_events(link.socket) & zmq.POLLIN:
+            elif (link.unsent or len(frames) == _MAX_BATCH) and pending_events(link.socket) & zmq.POLLIN:
                 self._unread[row] = None
         return arrived
 

@@ -85,7 +85,7 @@ class ReplicaEvents:
             self._ends.free(row, "its first stage has ended")
         if replica.is_leaving:
             self.finish_leaving(replica, now)
-        if dispatch.num_queued:
+        if dispatch.has_queue:
             self._ends.place(now)
 
     def _receive_failure(self, replica: Replica, message: RequestFailed, now: float) -> None:

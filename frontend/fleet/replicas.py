@@ -54,6 +54,7 @@ class Replicas(Columns):
     def __init__(self) -> None:
         super().__init__(_FIRST_ROWS)
         self.by_row: dict[int, Replica] = {}
+        self.num_prefill = 0  # replicas that compute prompts for the others
 
     def add(self, address: str, *, prefills: bool = False) -> Replica:
         """Add a replica that is not connected yet."""
@@ -62,11 +63,13 @@ class Replicas(Columns):
             self.grow_columns(2 * self.num_column_rows)
         self.clear_columns(slice(row, row + 1))
         self.prefills[row] = prefills
+        self.num_prefill += prefills
         replica = self.by_row[row] = Replica(row, address)
         return replica
 
     def remove(self, replica: Replica) -> None:
         """Forget a replica."""
+        self.num_prefill -= bool(self.prefills[replica.row])
         del self.by_row[replica.row]
         self.clear_columns(slice(replica.row, replica.row + 1))
 

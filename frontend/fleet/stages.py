@@ -36,7 +36,7 @@ class Stages:
     def closed_for(self, row: int, matches: Matches, num_tokens: int) -> list[int]:
         """Return the open replicas that are not to get a request now: those of the other stage, unless all are."""
         replicas = self._replicas
-        if not replicas.prefills.any():
+        if not replicas.num_prefill:
             return []
         wanted = replicas.prefills if self._has_first(row, matches, num_tokens) else ~replicas.prefills
         if not (replicas.is_open & wanted).any():
@@ -60,7 +60,11 @@ class Stages:
     def end(self, routed: Routed) -> Ended:
         """Take ends of first stages out of a replica's outputs: the request goes on, so its client learns of no end."""
         requests, columns = self._requests, routed.columns
-        if columns.finish is None or not (which := self._ended(routed, columns.finish)).any():
+        if (
+            not self._replicas.num_prefill
+            or columns.finish is None
+            or not (which := self._ended(routed, columns.finish)).any()
+        ):
             return Ended(routed, [])
         finish = np.where(which, 0, columns.finish).astype(np.uint8)
         outputs = msgspec.structs.replace(routed.outputs, finish=finish.tobytes())

@@ -105,23 +105,53 @@ def _decisions() -> dict[str, Any]:
     return {**held, "us": summary_us(seconds), "us_per_stored_block": round(stored_us, 3)}
 
 
+@contextmanager
+def _bare_hop(engine: str) -> Iterator[str]:
+    """Start a process that only passes frames on (tools/bench/bare_hop.py); yield its address."""
+    with tempfile.TemporaryDirectory(prefix="engine-core-bench-") as folder:
+        address = f"ipc://{folder}/hop"
+        command = [sys.executable, "-m", f"{__package__}.bare_hop", address, engine]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                process.stdout.readline()
+                yield address
+            finally:
+                process.kill()
+
+
 def _first_tokens(direct: str, routed: str, pid: int) -> dict[str, Any]:
-    """Return the time to first token of one client at an engine and at the router, turn about; and the router's CPU
-    time for each of these requests, which other programs on the machine disturb less.
+    """Return the time to first token of one client at an engine, behind a process that only passes frames on, and at
+    the router, turn about; and the router's CPU time for each of these requests.
     """
-    seconds: dict[str, list[float]] = {"direct": [], "routed": []}
+    seconds: dict[str, list[float]] = {"direct": [], "bare_hop": [], "routed": []}
     cpu_s = 0.0
-    with Connections(direct, 1) as one, Connections(routed, 1) as other:
+    with (
+        _bare_hop(direct) as hop,
+        Connections(direct, 1) as one,
+        Connections(hop, 1) as passed,
+        Connections(routed, 1) as other,
+    ):
         for _ in range(_ROUNDS):
             seconds["direct"] += first_token_seconds(one, _FIRST_TOKENS)
+            seconds["bare_hop"] += first_token_seconds(passed, _FIRST_TOKENS)
             before = _cpu_s(pid)
             seconds["routed"] += first_token_seconds(other, _FIRST_TOKENS)
             cpu_s += _cpu_s(pid) - before
     found = {name: summary_us(values) for name, values in seconds.items()}
-    added = {name: round(found["routed"][name] - found["direct"][name], 1) for name in ("p50", "p99")}
+    added, by_hop = (
+        {name: round(found[way][name] - found["direct"][name], 1) for name in ("p50", "p99")}
+        for way in ("routed", "bare_hop")
+    )
     cpu_us = round(cpu_s / len(seconds["routed"]) * 1e6, 1)
     each = {f"{name}_us": one for name, one in found.items()}
-    return {"requests": len(seconds["direct"]), **each, "added_us": added, "router_cpu_us": cpu_us}
+    return {
+        "requests": len(seconds["direct"]),
+        **each,
+        "added_us": added,
+        "added_by_bare_hop_us": by_hop,
+        "router_cpu_us": cpu_us,
+    }
 
 
 def _tokens(address: str, pid: int) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from core.border.doorway import raise_descriptor_limit
 from core.border.io_thread import IOThread
 from core.border.meter import RequestMeter
 from core.border.zap import start_zap
+from core.process.garbage import settle_garbage
 from core.process.loop import run
 from frontend.fleet.driver import Driver
 from frontend.fleet.fleet import PREFILL_MIN_TOKENS, Fleet
@@ -89,6 +90,7 @@ def main(arguments: Sequence[str]) -> int:
         text = f"engine-core: ready at {router.address} ({names}, {len(fleet.replicas.sessions)} replicas)"
         print(text, flush=True)
         notify(f"READY=1\nSTATUS={text.removeprefix('engine-core: ')}")
+        settle_garbage()
         engine = RouterEngine(driver)
         return run(engine, io, engine.look_ahead, engine.turn, _IDLE_S)
 

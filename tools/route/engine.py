@@ -39,8 +39,8 @@ class RouterEngine:
 
     @property
     def has_unfinished(self) -> bool:
-        """Return whether requests or calls live, or frames of replicas wait."""
-        return self._driver.has_arrived or self._fleet.has_unfinished
+        """Return whether requests or calls live, or messages of replicas or for clients wait."""
+        return self._driver.has_arrived or self._fleet.has_unfinished or bool(self._fleet.to_clients)
 
     def look_ahead(self) -> bool:
         """Read what replicas have sent; return whether there is anything for the next step."""
