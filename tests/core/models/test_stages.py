@@ -24,8 +24,9 @@ _BLOCK = 16
 _PROMPTS = (200, 37, 1)  # tokens; the windows of KINDS end within the first
 _NUM_STEPS = 3  # after the prompts
 
-#: Architectures: without windows; with head norms and biases; with sliding layers and norms after; with experts.
-_KINDS = ("untied head", "head norms", "local and global", "experts")
+#: Architectures: without windows; with head norms and biases; with sliding layers and norms after; with experts; with
+#: latent attention.
+_KINDS = ("untied head", "head norms", "local and global", "experts", "latent attention")
 
 
 @contextmanager
