@@ -142,8 +142,12 @@ def config_of(folder: str, size: int, **options: Any) -> EngineConfig:
     return config_from_options(model=folder, **{**OPTIONS, "tensor_parallel_size": size, **options})
 
 
-def test_every_bit_is_that_of_one_process(folder: str) -> None:
-    alone = answers(config_of(folder, 1))
+@pytest.fixture(scope="module")
+def alone(folder: str) -> list[Any]:
+    return answers(config_of(folder, 1))
+
+
+def test_every_bit_is_that_of_one_process(folder: str, alone: list[Any]) -> None:
     assert len(alone[1]) == 7
     assert answers(config_of(folder, 2), {9: kill(1)}) == alone
 
@@ -161,8 +165,7 @@ def test_every_bit_at_any_size_and_whichever_rank_dies(folder: str, size: int, d
     assert answers(config_of(folder, size, dtype=dtype), {5: kill(0), 40: kill(size - 1)}) == alone
 
 
-def test_stages_give_the_bits_of_one_process_and_their_death_is_a_pause(folder: str) -> None:
-    alone = answers(config_of(folder, 1))
+def test_stages_give_the_bits_of_one_process_and_their_death_is_a_pause(folder: str, alone: list[Any]) -> None:
     assert answers(config_of(folder, 1, pipeline_parallel_size=2), {9: kill(0)}) == alone
 
 
@@ -179,9 +182,8 @@ def test_every_bit_at_any_shape_and_whichever_stage_dies(
 
 
 @pytest.mark.soak
-def test_a_stage_that_hangs_is_found(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_hangs_is_found(folder: str, alone: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_clock, "LEAST_S", 0.4)
-    alone = answers(config_of(folder, 1))
     stop = {9: kill(0, signal.SIGSTOP), 40: kill(1, signal.SIGSTOP)}
     assert answers(config_of(folder, 1, pipeline_parallel_size=2), stop) == alone
 
