@@ -10,7 +10,7 @@ from ipc.errors import ConfigError, InvalidRequestError, UnsupportedParameterErr
 _MAX_PRIORITY = 2**31 - 1
 _MAX_DEADLINE_S = 1e9  # AddRequest counts milliseconds up to 2**40
 #: Template variables that chat_template_kwargs must not set. Others of chat()'s arguments are allowed, as in vLLM.
-_RESERVED_KWARGS = ("template", "chat_template", "messages", "bos_token", "eos_token", "takes_images")
+_RESERVED_KWARGS = ("template", "chat_template", "messages", "bos_token", "eos_token", "image_mark")
 #: Arguments of vLLM's generate() and chat(), with the values under which they change nothing here.
 _NEUTRAL_ARGUMENTS: dict[str, tuple[object, ...]] = {
     "tokenization_kwargs": (None, {}),

@@ -21,7 +21,7 @@ from frontend.engine.start_display import StartDisplay
 from frontend.engine.supervised_engine import SupervisedEngine
 from frontend.fleet.placement import POLICIES
 from frontend.fleet.transport import FleetTransport
-from frontend.images.image_prompts import IMAGE_MARK, ImagePrompts, image_prompts
+from frontend.images.image_prompts import ImagePrompts, image_prompts
 from frontend.lora import LoadedAdapters, LoRAInput
 from frontend.results.completion_state import needs_every_token
 from frontend.results.request_state import RequestState
@@ -112,8 +112,8 @@ class EngineHandle:
         self.adapters = LoadedAdapters(self.client)
         self.images: ImagePrompts | None = None
         if self.tokenizer is not None:
-            mark = self.tokenizer.hf.token_to_id(IMAGE_MARK)
-            self.images = image_prompts(self._files, self.client.welcome.features, mark)
+            limits, ids = self.client.welcome.features, self.tokenizer.hf.token_to_id
+            self.images = image_prompts(self._files, limits, ids)
         self._salt = b"" if connect is None else self.client.welcome.session_token
 
     def prepare(
@@ -178,7 +178,7 @@ class EngineHandle:
             self.tokenizer,
             conversations,
             template=chat_template,
-            takes_images=self.images is not None,
+            image_mark=None if self.images is None else self.images.mark,
             takes_files=takes_files,
             arguments={
                 "add_generation_prompt": add_generation_prompt,

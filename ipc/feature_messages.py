@@ -36,6 +36,8 @@ class FeatureUse(msgspec.Struct, frozen=True, array_like=True, weakref=True):
     position: int  # of the first of the tokens that it stands for; the ids that the prompt has there do not matter
     num_rows: int  # tokens that it stands for
     digest: bytes  # feature_digest() of it
+    #: Its tokens see each other, so one step computes them. The engine sets it, whatever a client says.
+    is_whole: bool = False
 
 
 class FeatureLimits(msgspec.Struct, frozen=True, array_like=True):

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from core.batch.request import NO_ROW, Request
-from core.capture.renaming import Renaming
+from core.capture.renaming import Renaming, places_of
 from core.kv.block_names import rename_blocks
 from core.scheduling.scheduler import Scheduler
 from ipc.arrays import Int32s
@@ -36,7 +36,7 @@ def rename_state(state: list[Any], renaming: Renaming, weights: Mapping[str, flo
         request.sampling = None if request.sampling is None else renaming.params(request.sampling)
         request.root, request.seed = renaming.root(request.root), 0
         request.tenant = renaming.tokens.word(request.tenant)
-        request.features = []
+        request.features = places_of(request.features)
         request.block_hashes.clear()
         request.first_key = 0
         if request.row == NO_ROW:

@@ -1,6 +1,7 @@
 """Renaming: a capture's requests and tokens under other names: of tokens, salts, tenants and what else is content."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -13,6 +14,7 @@ from core.inputs import EngineInput
 from ipc.arrays import Int32s, Ints
 from ipc.block_roots import PLAIN_ROOT, root_of_message, root_of_salt
 from ipc.errors import CaptureFileError
+from ipc.feature_messages import FeatureUse
 from ipc.messages import AddRequest, Submission
 from ipc.pooling_messages import AddPooling
 from ipc.pooling_params import PoolingParams
@@ -74,7 +76,7 @@ class Renaming:
         self.learn(message)
         state = self.begin(self.root(root_of_message(message)))
         prompt, state = self.tokens.name_all(state, _int32s(message.prompt_token_ids))
-        changes = {
+        changes: dict[str, Any] = {
             "prompt_token_ids": prompt.astype("<i4").tobytes(),
             "cache_salt": self.tokens.word(message.cache_salt),
             "tenant": self.tokens.word(message.tenant),
@@ -83,7 +85,8 @@ class Renaming:
             return msgspec.structs.replace(message, **changes)
         delivered = [self._delivered(state, _int32s(column), message.params) for column in message.delivered]
         params = self.params(message.params)
-        return msgspec.structs.replace(message, params=params, seed=0, delivered=delivered, features=[], **changes)
+        changes |= {"features": places_of(message.features)}
+        return msgspec.structs.replace(message, params=params, seed=0, delivered=delivered, **changes)
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """Return what the scheduler reads of these parameters."""
@@ -174,6 +177,11 @@ class Renaming:
         if known is not None and known[0] == table.num_tokens[row] and not request.searches:
             return known[1]
         return self.tokens.follow_all(self.begin(request.root), table.token_ids(row))
+
+
+def places_of(features: Sequence[FeatureUse]) -> list[FeatureUse]:
+    """Return what the scheduler reads of a request's features: the places of those whose tokens one step computes."""
+    return [msgspec.structs.replace(use, digest=b"") for use in features if use.is_whole]
 
 
 def _int32s(column: bytes) -> Int32s:

@@ -39,6 +39,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     num_token_kinds: int = 1  # ids of tokens of kind k are k * vocab_size higher than those of kind 0
     #: A token's K and V are read by so many tokens, its own included, and never again. 0: by all that follow.
     kv_window: int = 0
+    #: Tokens that see each other, as an image's may, and are computed in one step: so many at most.
+    max_whole_tokens: int = 0
 
 
 class StepHandle(Protocol):

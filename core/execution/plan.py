@@ -197,10 +197,18 @@ def encode_fields(fields: list[Any]) -> bytes:
     """Return the fields of a plan as msgpack; equal plans give equal bytes.
 
     A plan without drafts, copies, pooling, adapters and features has the bytes that it had before there were any, so
-    that older captures replay equal.
+    that older captures replay equal; so has one whose features are not whole.
     """
+    if fields[_FEATURES]:
+        fields = [*fields]
+        fields[_FEATURES] = [(row, [_use_fields(use) for use in uses]) for row, uses in fields[_FEATURES]]
     for first in (_FEATURES, _ADAPTERS, _POOLING, _COPIES, _DRAFTS):
         if fields[first]:
             break
         fields = fields[:first]
     return _encoder.encode(fields)
+
+
+def _use_fields(use: FeatureUse) -> tuple[int | bytes, ...]:
+    fields = use.position, use.num_rows, use.digest
+    return (*fields, use.is_whole) if use.is_whole else fields

@@ -6,14 +6,28 @@ from ipc.errors import ConfigError
 DEFAULT_TOKEN_BUDGET = 512  # tokens of a step
 
 
-def token_budget(config: EngineConfig, max_model_len: int) -> int:
+def token_budget(config: EngineConfig, max_model_len: int, max_whole_tokens: int = 0) -> int:
     """Return max_num_batched_tokens as given, or its default: without chunked prefill at least max_model_len tokens.
 
-    Errors: ConfigError when the given budget is too small for a whole prompt of max_model_len tokens.
+    max_whole_tokens: see ModelInfo. So many fit a step beside one token of each other row.
+    Errors: ConfigError when the given budget is too small for a whole prompt of max_model_len tokens, or for
+    max_whole_tokens; and when long_prefill_token_threshold is.
     """
     given = config.max_num_batched_tokens
     if config.enable_chunked_prefill:
-        return given or DEFAULT_TOKEN_BUDGET
+        least = max_whole_tokens and max_whole_tokens + config.max_num_seqs - 1
+        if given is not None and given < least:
+            raise ConfigError(
+                f"max_num_batched_tokens={given}: the {max_whole_tokens} tokens of an image are computed in one step, "
+                f"beside one token of each other request (max_num_seqs={config.max_num_seqs}): set it to at least "
+                f"{least}, or max_num_seqs to less"
+            )
+        if 0 < config.long_prefill_token_threshold < max_whole_tokens:
+            raise ConfigError(
+                f"long_prefill_token_threshold={config.long_prefill_token_threshold}: an image's {max_whole_tokens} "
+                f"tokens are computed in one step: set it to at least {max_whole_tokens}"
+            )
+        return given or max(DEFAULT_TOKEN_BUDGET, least)
     if given is not None and given < max_model_len:
         raise ConfigError(
             f"max_num_batched_tokens={given} is less than max_model_len={max_model_len}, and with "

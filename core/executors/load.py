@@ -68,6 +68,7 @@ def load(
         is_encoder=source.encoder is not None,
         num_token_kinds=1 if source.encoder is None else max(1, source.encoder.num_kinds),
         kv_window=_kv_window(model, config),
+        max_whole_tokens=0 if source.vision is None or not source.vision.sees_whole else source.vision.num_rows,
     )
     return Loaded(model, info, source, dtype)
 

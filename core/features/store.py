@@ -48,6 +48,7 @@ class ImageEncoder(Protocol):
 
     image_size: int  # height and width of its images, pixels
     num_rows: int  # of each image
+    sees_whole: bool  # the tokens of an image see each other in the text's model
 
     def encode(self, pixels: UInt8s) -> Floats:
         """Return the rows [num_rows, width] float32 of an image [image_size, image_size, 3]."""
@@ -158,6 +159,7 @@ class Features:
                     )
                 end = use.position + use.num_rows
                 self._check(client, use)
+            uses = [msgspec.structs.replace(use, is_whole=self._is_whole(client, use)) for use in uses]
             for use in uses:
                 kept = self._put[client][use.digest]
                 if use.digest not in self._rows and isinstance(kept, PutFeature):
@@ -165,7 +167,14 @@ class Features:
                 ids[use.position : use.position + use.num_rows] = -1 - self._number(use.digest)
                 self._held.hold(use, use.digest)
                 self._idle.pop(use.digest, None)
-        return msgspec.structs.replace(message, prompt_token_ids=ids.tobytes())
+        return msgspec.structs.replace(message, prompt_token_ids=ids.tobytes(), features=uses)
+
+    def _is_whole(self, client: int, use: FeatureUse) -> bool:
+        """Return whether the tokens of a feature, which the client has put, see each other."""
+        kept = self._put[client][use.digest]
+        return (
+            self.encoder is not None and self.encoder.sees_whole and not isinstance(kept, str) and kept.kind == PIXELS
+        )
 
     def _check(self, client: int, use: FeatureUse) -> None:
         """Check that this client has put a feature, and that it has as many rows as its request says."""

@@ -16,11 +16,12 @@ from core.model_files.latent_settings import as_one_head, latent_features, laten
 from core.model_files.quantization import read_packing
 from core.model_files.rope_scaling import read_rope_scaling
 from core.model_files.values import Values, model_sizes
-from core.model_files.vision_settings import PROCESSOR_FILE, has_vision, read_vision, text_values
+from core.model_files.vision_settings import PROCESSOR_FILE, read_vision, text_values, vision_architecture
 from core.models.architectures import ARCHITECTURES, FORMS, Architecture, Form
 from core.models.config import ModelConfig
 from core.models.encoder_architectures import EncoderArchitecture, EncoderForm
 from core.models.rope_scaling import YarnScaling
+from core.models.vision_architectures import VisionArchitecture
 from ipc.errors import ModelFileError
 from ipc.files.model_files import read_small_file
 
@@ -44,8 +45,8 @@ def read_json_config(folder: Path) -> ModelConfig:
     values = Values(read_json_object(folder / "config.json"), str(folder / "config.json"))
     if (encoder := encoder_of(values)) is not None:
         return _encoder_config(folder, values, *encoder)
-    if has_vision(values):
-        return _vision_config(folder, values)
+    if (vision := vision_architecture(values)) is not None:
+        return _vision_config(folder, values, vision)
     return decoder_config(folder, values, *_architecture(values))
 
 
@@ -86,12 +87,12 @@ def decoder_config(folder: Path, values: Values, architecture: Architecture, for
     )
 
 
-def _vision_config(folder: Path, values: Values) -> ModelConfig:
+def _vision_config(folder: Path, values: Values, row: VisionArchitecture) -> ModelConfig:
     """Return the configuration of a model with images: its text's model, with the vision encoder beside it."""
-    file, text = folder / PROCESSOR_FILE, text_values(values)
+    file, text = folder / PROCESSOR_FILE, text_values(values, row)
     processor = Values(read_json_object(file) if file.is_file() else {}, str(file))
     config = decoder_config(folder, text, *_architecture(text))
-    return msgspec.structs.replace(config, vision=read_vision(values, processor))
+    return msgspec.structs.replace(config, vision=read_vision(values, processor, row))
 
 
 def _encoder_config(folder: Path, values: Values, row: EncoderArchitecture, form: EncoderForm) -> ModelConfig:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from core.model_files.config_gguf import read_gguf_config
 from core.model_files.config_json import read_json_config
-from core.model_files.vision_settings import VISION_ARCHITECTURES
 from core.models.architectures import FORMS
 from core.models.config import ModelConfig
 from core.models.encoder_architectures import ENCODER_FORMS
+from core.models.vision_architectures import VISION_ARCHITECTURES
 
 __all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "read_model_config"]
 

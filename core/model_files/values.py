@@ -54,6 +54,7 @@ _RANGES: dict[str, tuple[int, int]] = {
     "image_size": (1, 2**12),
     "patch_size": (1, 2**10),
     "scale_factor": (1, 2**6),
+    "mm_tokens_per_image": (1, 2**16),
 }
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 from core.model_files.load_format import made_up
 from core.model_files.weights import load_tensors
 from core.models.stored_matrix import Weight
-from core.models.vision_parts import IS_TEXT, VisionParts, vision_file_name, vision_shapes
+from core.models.vision_architectures import is_unused, vision_name
+from core.models.vision_parts import VisionParts, vision_shapes
+from ipc.files.safetensors import read_safetensors_folder
 from kernels.elements import Dtype
 
 
@@ -19,4 +21,7 @@ def open_vision(
     if is_made_up:
         flat = {name: shape if len(shape) < 3 else (shape[0], math.prod(shape[1:])) for name, shape in shapes.items()}
         return made_up(flat, dtype)
-    return load_tensors(folder, {name: vision_file_name(name) for name in shapes}, shapes, IS_TEXT, dtype)
+    theirs = {vision_name(name): name for tensors in read_safetensors_folder(folder).values() for name in tensors}
+    turned = ("connector.weight",) if parts.join == "mean and norm" else ()
+    names = {name: theirs.get(name, f"of the vision encoder's {name}") for name in shapes}
+    return load_tensors(folder, names, shapes, is_unused, dtype, turned)

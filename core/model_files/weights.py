@@ -7,7 +7,7 @@ at a time, so that there is never a second copy of a whole file.
 import math
 import mmap
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from core.models.architectures import ARCHITECTURES
 from core.models.config import ModelConfig, Packing
 from core.models.rope_scaling import LongropeScaling
 from core.models.stored_matrix import StoredMatrix, StoredPart, Weight
-from core.models.vision_parts import IS_VISION, text_name
+from core.models.vision_architectures import text_name
 from ipc.arrays import Ints, UInt8s
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.files.gguf import read_gguf
@@ -157,17 +157,28 @@ def load_weights(
 
 
 def load_tensors(
-    folder: Path, files: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], unused: re.Pattern[str], dtype: Dtype
+    folder: Path,
+    files: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    is_unused: Callable[[str], object],
+    dtype: Dtype,
+    turned: Collection[str] = (),
 ) -> Iterator[tuple[str, Weight]]:
     """Return an iterator over (name, weight) for every name of shapes, as load_weights() does for a whole model.
 
-    files: the names in the folder's files. unused: of tensors that the files may have besides. Errors: those of
-    load_weights(). A tensor of more than two dimensions becomes a matrix [first, others].
+    files: the names in the folder's files. is_unused: by name, of tensors that the files may have besides. turned:
+    names of matrices that the files have as [in, out]. Errors: those of load_weights(). A tensor of more than two
+    dimensions becomes a matrix [first, others].
     """
     found = _folder_tensors(folder)
-    plan = {name: _as_matrix(_take(found, files[name], shape, folder)) for name, shape in shapes.items()}
+    plan = {
+        name: _as_matrix(_take(found, files[name], shape[::-1] if name in turned else shape, folder))
+        for name, shape in shapes.items()
+    }
+    for name in turned:
+        plan[name] = msgspec.structs.replace(plan[name], shape=shapes[name], is_turned=True)
     for name, stored in found.items():
-        if not unused.fullmatch(name):
+        if not is_unused(name):
             raise UnsupportedModelError(f"{stored.path}: unexpected tensor {name!r:.80} of shape {stored.shape}")
     return _convert(plan, dtype, None)
 
@@ -221,7 +232,7 @@ def _plan_folder(folder: Path, config: ModelConfig) -> Mapping[str, StoredTensor
     if config.encoder is not None:
         found = with_our_names(found, config)
     elif config.vision is not None:
-        found = {text_name(name): stored for name, stored in found.items() if not IS_VISION.fullmatch(name)}
+        found = {ours: stored for name, stored in found.items() if (ours := text_name(name)) is not None}
     elif "model.embed_tokens.weight" not in found:  # saved from a model without a head
         found = {name if name.startswith(("lm_head.", "score.")) else f"model.{name}": t for name, t in found.items()}
     turns = config.encoder is None and (experts := ARCHITECTURES[config.architecture].experts) and experts.is_turned

@@ -249,9 +249,10 @@ class CpuOperations:
         cache: KVCache,
         window: int | None,
         generation: int,
+        wholes: Ints | None = None,
     ) -> AttentionPlan:
         """Return the plan that splits the step's attention among threads."""
-        return self._plan(num_tokens, context_lens, block_tables, cache.block_size, window, generation)
+        return self._plan(num_tokens, context_lens, block_tables, cache.block_size, window, generation, wholes)
 
     def bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of KV cache of one block, all layers together; heads are padded."""

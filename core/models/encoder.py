@@ -12,7 +12,7 @@ from core.models.layer_kinds import kind_of, windows
 from core.models.step import ONCE, ModelInputs, StepResult
 from core.models.stored_matrix import Weight
 from core.models.weight_parts import WeightParts
-from ipc.arrays import AnyInts, Floats
+from ipc.arrays import AnyInts, Floats, Ints
 from ipc.config import Numerics
 from kernels.cpu.attention_plan import AttentionPlan
 from kernels.cpu.decoder import CpuDecoder
@@ -161,9 +161,11 @@ class Encoder:
         block_tables: AnyInts,
         cache: KVCache,
         generation: int = ONCE,
+        wholes: Ints | None = None,
     ) -> tuple[AttentionPlan, ...]:
         """Return the attention work of a step, one for each kind of layer; its requests have their whole prompts."""
         assert (num_tokens == context_lens).all(), "an encoder's prompt is computed in one step"
+        assert wholes is None, "an encoder's tokens see each other anyway"
         return tuple(
             self.operations.attention_work(num_tokens, context_lens, block_tables, cache, window, generation)
             for window in self.windows

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from core.models.operations import AttentionWork
 from core.models.step import ONCE, ModelInputs, StepResult
-from ipc.arrays import AnyInts
+from ipc.arrays import AnyInts, Ints
 from ipc.config import Numerics
 from kernels.cpu.sampling import CpuSampler
 from kernels.memory.kv_cache import KVCache
@@ -48,10 +48,13 @@ class Model(Protocol):
         block_tables: AnyInts,
         cache: KVCache,
         generation: int = ONCE,
+        wholes: Ints | None = None,
     ) -> tuple[AttentionWork, ...]:
         """Return the attention work of one step, for each kind of layer; see kernels.torch.attention.
 
-        generation: number of the columns, see ModelInputs.generation.
+        generation: number of the columns, see ModelInputs.generation. wholes [n, 2] int64: runs of tokens that see all
+        of each other, as those of an image may: index of the first one in the step, ascending, and their number. Only
+        a model that reads features has any.
         """
 
     def forward(self, inputs: ModelInputs) -> StepResult:

@@ -165,10 +165,13 @@ class Llama:
         block_tables: AnyInts,
         cache: KVCache,
         generation: int = ONCE,
+        wholes: Ints | None = None,
     ) -> tuple[AttentionWork, ...]:
         """Return the attention work of a step, one for each kind of layer there is; see Model."""
         work = {
-            window: self.operations.attention_work(num_tokens, context_lens, block_tables, cache, window, generation)
+            window: self.operations.attention_work(
+                num_tokens, context_lens, block_tables, cache, window, generation, wholes
+            )
             for window in dict.fromkeys(self.windows)
         }
         return tuple(work[window] for window in self.windows)

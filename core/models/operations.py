@@ -156,10 +156,12 @@ class Operations(Protocol):
         cache: KVCache,
         window: int | None,
         generation: int,
+        wholes: Ints | None = None,
     ) -> AttentionWork:
         """Return the attention work of a step for one window; see kernels.torch.attention.attention_metadata.
 
-        generation: number of the columns, see ModelInputs.generation.
+        generation: number of the columns, see ModelInputs.generation. wholes: see Model.attention_metadata(); only the
+        C kernels take any.
         """
 
     def bytes_per_block(self, block_size: int) -> int:

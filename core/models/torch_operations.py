@@ -232,8 +232,10 @@ class TorchOperations:
         cache: KVCache,
         window: int | None,
         generation: int,
+        wholes: Ints | None = None,
     ) -> AttentionMetadata:
         """Return the attention work of a step for one window."""
+        assert wholes is None, "only the C kernels read features"
         return attention_metadata(num_tokens, context_lens, block_tables, cache, window)
 
     def bytes_per_block(self, block_size: int) -> int:

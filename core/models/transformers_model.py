@@ -110,8 +110,10 @@ class TransformersModel:
         block_tables: AnyInts,
         cache: KVCache,
         generation: int = ONCE,
+        wholes: Ints | None = None,
     ) -> tuple[AttentionMetadata, ...]:
         """Return the attention metadata of a step, one for each sliding window among the layers."""
+        assert wholes is None, "only models of our own read features"
         return tuple(
             attention_metadata(num_tokens, context_lens, block_tables, cache, window) for window in self._windows
         )

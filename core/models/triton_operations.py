@@ -16,7 +16,7 @@ from core.models.operations import LatentAttention, Product
 from core.models.rotary import of_each_kind, rotary_embeddings
 from core.models.stored_matrix import StoredMatrix
 from core.models.tensor import Operation, Tensor
-from ipc.arrays import AnyInts, Floats
+from ipc.arrays import AnyInts, Floats, Ints
 from ipc.errors import UnsupportedModelError
 from kernels.elements import FLOAT32, Dtype, Numbers
 from kernels.memory.kv_cache import KVCache, bytes_per_block
@@ -170,8 +170,10 @@ class TritonOperations:
         cache: KVCache,
         window: int | None,
         generation: int,
+        wholes: Ints | None = None,
     ) -> TritonWork:
         """Return the attention work of a step for one window."""
+        assert wholes is None, "only the C kernels read features"
         return triton_work(num_tokens, context_lens, block_tables, self.group_size, self.device, window)
 
     def bytes_per_block(self, block_size: int) -> int:

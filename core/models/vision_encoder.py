@@ -1,10 +1,10 @@
-"""VisionEncoder: rows of embeddings from the pixels of images (SigLIP with Idefics3's connector), on the C kernels.
+"""VisionEncoder: rows of embeddings from the pixels of images (SigLIP), on the C kernels.
 
 An image is computed alone and whole, so its rows are a function of its pixels. The layers are the decoder's C call
 (kernels/cpu/decoder.h), as encoders of text use it. Patches are the tokens, given by their embeddings.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from kernels.cpu.embedding import CpuEmbedding
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.norm import CpuNorm
-from kernels.elements import FLOAT32, Dtype, rounded, to_floats
+from kernels.elements import FLOAT32, Dtype, Numbers, rounded, to_floats
 
 _BLOCK = 16  # tokens of a KV block, of which an image has its own
 
@@ -42,7 +42,7 @@ class VisionEncoder:
     ) -> None:
         """Pack the weights. hidden_size: of the text's model. weights: of vision_shapes(), best in its order."""
         self.parts, self._dtype, self._library = parts, dtype, library
-        self.image_size, self.num_rows = parts.image_size, parts.num_rows
+        self.image_size, self.num_rows, self.sees_whole = parts.image_size, parts.num_rows, parts.sees_whole
         self.turns = Turns()
         self.encode = self.turns.in_turn(self._encode)
         files = WeightParts(weights)
@@ -50,8 +50,9 @@ class VisionEncoder:
         patches = files.take_matrix("patches.weight")
         self._patches = operations.linear(patches, files.take("patches.bias"), out_dtype=FLOAT32)
         table = to_floats(files.take_matrix("positions.weight").dense(dtype))
-        self._positions = table[position_ids(parts.patches_per_side)]
+        self._positions = table[position_ids(parts.patches_per_side)] if parts.finds_positions else table
         self._decoder = self._make_decoder(files)
+        self._join = self._make_join(files)
         self._connector = operations.linear(files.take_matrix("connector.weight"), out_dtype=FLOAT32)
         self._pixels = _pixel_values(parts)
         self._num_patches = len(self._positions)
@@ -77,6 +78,16 @@ class VisionEncoder:
             operations.tables,
             num_heads=parts.num_attention_heads,
         )
+
+    def _make_join(self, files: WeightParts) -> Callable[[Floats], Numbers]:
+        """Return the function that joins patches [n, width] float32 to rows of the model's dtype."""
+        parts, dtype = self.parts, self._dtype
+        side, factor = parts.patches_per_side, parts.scale_factor
+        if parts.join == "shuffle":
+            return lambda hidden: rounded(_shuffled(hidden, side, factor), dtype)
+        weight = files.take("connector_norm.weight") + np.float32(1)
+        norm = CpuNorm(self._library, weight, parts.layer_norm_eps, dtype)
+        return lambda hidden: norm(_means(hidden, side, factor))
 
     def _norm(self, files: WeightParts, name: str) -> CpuNorm:
         weight, bias = files.take(f"{name}.weight"), files.take(f"{name}.bias")
@@ -122,8 +133,7 @@ class VisionEncoder:
         work = self._operations.attention_work(whole, whole, self._blocks, self._cache, None, 0)
         nothing = np.zeros(0, np.int64)
         result = self._decoder(-1 - places, places, places + _BLOCK, [work], self._cache, nothing, 0, None, given)
-        shuffled = _shuffled(result.hidden_of(places), side, parts.scale_factor)
-        rows: Floats = to_floats(self._connector(rounded(shuffled, self._dtype)))
+        rows: Floats = to_floats(self._connector(self._join(result.hidden_of(places))))
         return rows
 
 
@@ -144,6 +154,18 @@ def _shuffled(hidden: Floats, side: int, factor: int) -> Floats:
     width, few = hidden.shape[1], side // factor
     squares = hidden.reshape(few, factor, few, factor * width).transpose(0, 2, 1, 3)
     return np.ascontiguousarray(squares).reshape(few * few, factor * factor * width)
+
+
+def _means(hidden: Floats, side: int, factor: int) -> Floats:
+    """Return the means [n / factor**2, width] of factor x factor patches of [n, width], summed in their order."""
+    few, width = side // factor, hidden.shape[1]
+    squares = hidden.reshape(side, side, width)[: few * factor, : few * factor].reshape(few, factor, few, factor, width)
+    total = np.zeros((few, few, width), np.float32)
+    for row in range(factor):
+        for column in range(factor):
+            total += squares[:, row, :, column]
+    total *= np.float32(1 / factor**2)
+    return total.reshape(few * few, width)
 
 
 def _pixel_values(parts: VisionParts) -> Floats:

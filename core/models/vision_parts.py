@@ -1,15 +1,17 @@
 """VisionParts: the properties of the part of a model that makes rows of embeddings from pixels. Pure data."""
 
-import re
 from typing import Literal
 
 import msgspec
 
 VisionActivation = Literal["gelu", "gelu_pytorch_tanh"]
+#: How scale_factor x scale_factor patches become one row: side by side (Idefics3), or their mean, normalised (Gemma 3).
+#: A product follows.
+VisionJoin = Literal["shuffle", "mean and norm"]
 
 
 class VisionParts(msgspec.Struct, frozen=True, kw_only=True):
-    """A vision encoder of SigLIP's kind with Idefics3's connector, under transformers' names."""
+    """A vision encoder of SigLIP's kind with what joins it to the text's model, under transformers' names."""
 
     hidden_size: int
     intermediate_size: int
@@ -20,6 +22,9 @@ class VisionParts(msgspec.Struct, frozen=True, kw_only=True):
     layer_norm_eps: float
     hidden_act: VisionActivation
     scale_factor: int  # so many patches in each direction become one row
+    join: VisionJoin
+    finds_positions: bool  # see VisionArchitecture
+    sees_whole: bool  # the same
     image_mean: tuple[float, float, float]  # of each colour, after rescale_factor
     image_std: tuple[float, float, float]
     rescale_factor: float
@@ -35,9 +40,9 @@ class VisionParts(msgspec.Struct, frozen=True, kw_only=True):
         return (self.patches_per_side // self.scale_factor) ** 2
 
     @property
-    def shuffled_size(self) -> int:
+    def joined_size(self) -> int:
         """Numbers of a row before the connector's product."""
-        return self.hidden_size * self.scale_factor**2
+        return self.hidden_size * (self.scale_factor**2 if self.join == "shuffle" else 1)
 
 
 def vision_shapes(parts: VisionParts, hidden_size: int) -> dict[str, tuple[int, ...]]:
@@ -57,39 +62,6 @@ def vision_shapes(parts: VisionParts, hidden_size: int) -> dict[str, tuple[int, 
         for name, shape in products.items():
             shapes |= {f"{stem}{name}.weight": shape, f"{stem}{name}.bias": shape[:1]}
     shapes |= {"norm.weight": (width,), "norm.bias": (width,)}
-    return shapes | {"connector.weight": (hidden_size, parts.shuffled_size)}
-
-
-#: Names in files of the weights of each side.
-IS_VISION = re.compile(r"model\.(vision_model|connector)\..*")
-IS_TEXT = re.compile(r"model\.text_model\..*|lm_head\.weight")
-_NAMES = {
-    "patches": "model.vision_model.embeddings.patch_embedding",
-    "positions": "model.vision_model.embeddings.position_embedding",
-    "norm": "model.vision_model.post_layernorm",
-    "connector": "model.connector.modality_projection.proj",
-}
-_LAYER_NAMES = {
-    "attention_norm": "layer_norm1",
-    "mlp_norm": "layer_norm2",
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.out_proj",
-    "up": "mlp.fc1",
-    "down": "mlp.fc2",
-}
-
-
-def vision_file_name(name: str) -> str:
-    """Return the name in files of one of the names of vision_shapes()."""
-    stem, kind = name.rsplit(".", 1)
-    if stem in _NAMES:
-        return f"{_NAMES[stem]}.{kind}"
-    _, layer, part = stem.split(".")
-    return f"model.vision_model.encoder.layers.{layer}.{_LAYER_NAMES[part]}.{kind}"
-
-
-def text_name(name: str) -> str:
-    """Return our name of a weight of the text's model by its name in files."""
-    return name.replace("model.text_model.", "model.", 1)
+    if parts.join == "mean and norm":
+        shapes["connector_norm.weight"] = (width,)
+    return shapes | {"connector.weight": (hidden_size, parts.joined_size)}

@@ -44,7 +44,7 @@ def resolve(
     An encoder's prompts are computed in one step each, and not cached.
 
     Errors: ConfigError when max_model_len exceeds the model's, kv_window is less than the model's, kv_dir has too few
-    blocks on the host, or, without chunked prefill, max_model_len exceeds the given max_num_batched_tokens.
+    blocks on the host, or max_num_batched_tokens is too small (core/execution/token_budget.py).
     OutOfMemoryError when the cache cannot hold one request of max_model_len tokens; it states the numbers and what to
     change.
     """
@@ -59,7 +59,7 @@ def resolve(
     available = config.num_blocks_override or blocks_in(memory_bytes, config.block_size)
     bytes_per_block = ceil_div(_PROBE_BYTES, max(1, blocks_in(_PROBE_BYTES, config.block_size)))
     max_model_len = _max_model_len(config, info, available, memory_bytes, bytes_per_block)
-    budget = token_budget(config, max_model_len)
+    budget = token_budget(config, max_model_len, info.max_whole_tokens)
     useful = config.max_num_seqs * ceil_div(max_model_len, config.block_size) + 1
     if info.is_encoder:  # no block outlives its step, and each row has one that is not full
         useful = min(useful, ceil_div(budget, config.block_size) + config.max_num_seqs + 1)

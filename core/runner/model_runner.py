@@ -289,14 +289,16 @@ class ModelRunner:
     def forward(self, inputs: StepInputs) -> StepResult:
         """Run the model over a step's tokens; the result is valid until the next step."""
         columns = inputs.num_tokens, inputs.context_lens, inputs.block_tables
-        attention = self.model.attention_metadata(*columns, self.cache, inputs.generation)
+        given = self._feature_rows.of_step(inputs) if self._feature_rows.of_row else None
+        attention = self.model.attention_metadata(
+            *columns, self.cache, inputs.generation, None if given is None else given.wholes
+        )
         tokens = inputs.token_ids, inputs.positions, inputs.slots
         adapters = self._adapter_rows.of_step(inputs) if self._adapter_rows else None
         rest = inputs.logits_rows, inputs.generation, adapters
-        given = self._feature_rows.of_step(inputs) if self._feature_rows.of_row else None
         if given is not None:  # arrays of this step only
-            tokens, rest = (given[0], *tokens[1:]), (inputs.logits_rows, ONCE, adapters)
-            return self.model.forward(ModelInputs(*tokens, attention, self.cache, *rest, given[1]))
+            tokens, rest = (given.token_ids, *tokens[1:]), (inputs.logits_rows, ONCE, adapters)
+            return self.model.forward(ModelInputs(*tokens, attention, self.cache, *rest, given.rows))
         return self.model.forward(ModelInputs(*tokens, attention, self.cache, *rest))
 
     def _prompt_logprobs(

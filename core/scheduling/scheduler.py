@@ -4,8 +4,6 @@ There is no prefill phase and no decode phase. A request has num_tokens (prompt,
 flight will sample) and num_computed_tokens. Each step gives it the difference, out of a token budget. Chunked prefill,
 prefix hits, resumption after preemption and plain decode are this one subtraction, done for all running rows as
 columns. Python touches a single request only on an event: it arrives, starts, is preempted or ends.
-
-The parts: policies.py, running_rows.py, admission.py, preemption.py; core/batch/batch.py holds rows and blocks.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,6 +32,7 @@ from core.scheduling.rows_in_turn import RowsInTurn, running_rows
 from core.scheduling.speculation import Speculation
 from core.scheduling.stats import new_stats
 from core.scheduling.waiting_queue import WaitingQueue
+from core.scheduling.whole_features import WholeFeatures
 from ipc.arrays import AnyInts, Bools, Int32s, Ints, Rows, TokenIds, UInt8s
 from ipc.config import EngineConfig
 from ipc.messages import ErrorCode, FinishReason, PauseMode
@@ -55,7 +54,7 @@ class Scheduler:
         self.batch = Batch(config, eos_token_ids)
         self.table, self.pool = self.batch.table, self.batch.pool
         self.policy = build_policy(config, self.table)
-        self.waiting = WaitingQueue(self.policy.line)
+        self.waiting, self._requests = WaitingQueue(self.policy.line), RequestIndex()
         self.preemption = Preemption(config, self.batch, self.waiting, self.policy, self.stats)
         self._running_rows = running_rows(config, self.batch, self.waiting, self.policy, self.preemption)
         self.takes_turns = isinstance(self._running_rows, RowsInTurn)  # rows, see there
@@ -67,7 +66,6 @@ class Scheduler:
         self.starts_alone = not config.enable_chunked_prefill
         self._fill = self._prompts_first if self.starts_alone else self._running_first
         self.exchange = self.admission.exchange = make_exchange(config, self.batch, self.waiting)
-        self._requests = RequestIndex()
         self._parties = Parties(self.policy, config.client_weights)
         self._leads = Leads(self.table, self.batch.forks, self.waiting)
         served = self.batch, self.waiting, self.policy, self.preemption
@@ -75,8 +73,8 @@ class Scheduler:
         beside = self.preemption, self._ends, self.outputs, self.stats, eos_token_ids
         self.beams = BeamSearches(self.batch, self.waiting, *beside)
         self._group_rows: GroupRows | None = None  # from the first beam search on
-        self.has_executor = True  # which can take plans
-        self._step = 0
+        self._wholes = WholeFeatures(self.batch, self.admission.add_limit)
+        self.has_executor, self._step = True, 0  # has_executor: it can take plans
         self.decision: Decision | None = None  # of the last step
 
     # --- requests ------------------------------------------------------------------------------------------------
@@ -110,6 +108,7 @@ class Scheduler:
             self._leads.enter(live)
         if is_search:
             self._enter_search(live)
+        self._wholes.enter(choices[0])
         for request in live:
             request.arrival_ns = now_ns
             if request.tenant:
@@ -254,6 +253,8 @@ class Scheduler:
             self.beams.mend(draft)
         self.batch.release_passed()
         self._fill(draft)
+        if self._wholes.are_used:
+            self._wholes.cut(draft)
         if self.batch.forks.kept:
             self.batch.forks.drop()
         self.speculation.fill(draft)

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
-from frontend.images.squares import Sizes, squares_of
+from frontend.images.rules import ImageRules
 from ipc.feature_messages import PIXELS, PutFeature, feature_digest
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ class ProcessedImage(NamedTuple):
 class ProcessedImages:
     """A cache of one model's images, by their pixels. For any thread."""
 
-    def __init__(self, sizes: Sizes, max_bytes: int = MAX_BYTES) -> None:
-        self._sizes, self._max_bytes = sizes, max_bytes
+    def __init__(self, rules: ImageRules, max_bytes: int = MAX_BYTES) -> None:
+        self._rules, self._max_bytes = rules, max_bytes
         self._lock = threading.Lock()  # of both below
         self._by_pixels: OrderedDict[bytes, ProcessedImage] = OrderedDict()  # the one used last is the last
         self._num_bytes = 0
@@ -56,7 +56,7 @@ class ProcessedImages:
         return made
 
     def _make(self, image: "Image") -> ProcessedImage:
-        cut = squares_of(image, self._sizes)
+        cut = self._rules.squares_of(image)
         squares = []
         for pixels in cut.pixels:
             data, shape = pixels.tobytes(), list(pixels.shape)

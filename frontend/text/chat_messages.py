@@ -21,7 +21,6 @@ from typing import Any
 import msgspec
 
 from frontend.images.chat_images import IMAGE_PART
-from frontend.images.image_prompts import IMAGE_MARK
 from ipc.errors import InvalidRequestError
 
 _SYSTEM_ROLES = ("system", "developer")
@@ -35,14 +34,15 @@ def read_messages(
     keep_parts: bool,
     keep_none: bool,
     keep_developer: bool = True,
-    takes_images: bool = False,
+    image_mark: str | None = None,
     arguments_as_text: bool = False,
 ) -> list[dict[str, Any]]:
     """Return the messages as plain data for a template.
 
     keep_parts, keep_none: whether the template handles content that is a list, that is None. keep_developer: whether it
-    names the role "developer". takes_images: parts that are IMAGE_PART stand for images. arguments_as_text: leave
-    arguments of tool calls that are text as they are. Errors: InvalidRequestError naming the message.
+    names the role "developer". image_mark: what stands for an image, a part that is IMAGE_PART, where a template takes
+    text only; None = the model takes no images. arguments_as_text: leave arguments of tool calls that are text as they
+    are. Errors: InvalidRequestError naming the message.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise InvalidRequestError(
@@ -57,11 +57,10 @@ def read_messages(
         elif not arguments_as_text:
             _parse_arguments(message["tool_calls"], where)
         keeps = keep_parts and message["role"] != "tool"
-        if (
-            takes_images and keeps and isinstance(message.get("content"), str)
-        ):  # templates of such models may take no str
+        takes_parts = image_mark is not None and keeps
+        if takes_parts and isinstance(message.get("content"), str):  # templates of such models may take no str
             message["content"] = [{"type": "text", "text": message["content"]}]
-        _read_content(message, where, keep_parts=keeps, keep_none=keep_none, takes_images=takes_images)
+        _read_content(message, where, keep_parts=keeps, keep_none=keep_none, image_mark=image_mark)
         read.append(message)
     return _join_developer(read, keep_developer=keep_developer)
 
@@ -94,7 +93,7 @@ def _read_message(given: object, where: str) -> dict[str, Any]:
 
 
 def _read_content(
-    message: dict[str, Any], where: str, *, keep_parts: bool, keep_none: bool, takes_images: bool
+    message: dict[str, Any], where: str, *, keep_parts: bool, keep_none: bool, image_mark: str | None
 ) -> None:
     content = message.get("content")
     if isinstance(content, str):
@@ -106,7 +105,10 @@ def _read_content(
         raise InvalidRequestError(
             f'{where}["content"] must be a str or a list of {{"type": "text", "text": ...}}; got {content!r:.80}'
         )
+    takes_images = image_mark is not None
     parts = [part if takes_images and part == IMAGE_PART else _read_part(part, where) for part in content]
+    if not keep_parts:
+        parts = [{"type": "text", "text": image_mark} if part == IMAGE_PART else part for part in parts]
     message["content"] = parts if keep_parts else "\n".join(map(_text_of_part, parts))
 
 
@@ -147,7 +149,7 @@ def _text_of(message: dict[str, Any]) -> str:
 
 
 def _text_of_part(part: dict[str, Any]) -> str:
-    return IMAGE_MARK if part == IMAGE_PART else str(part["text"])
+    return "" if part == IMAGE_PART else str(part["text"])
 
 
 def _parse_arguments(calls: list[dict[str, Any]], where: str) -> None:

@@ -15,14 +15,15 @@ def render_prompts(
     conversations: Sequence[list[dict[str, Any]]],
     *,
     template: str | None,
-    takes_images: bool,
+    image_mark: str | None,
     takes_files: bool,
     arguments: Mapping[str, Any],
 ) -> list[PromptInput]:
     """Return the prompt of each conversation: a str, or an ImagePrompt for one with images.
 
-    template: None = the model's, a name = the model's template of this name, else a template's text. takes_files:
-    whether images may be files of this machine. arguments: further ones of render_chat(). Errors: InvalidRequestError.
+    template: None = the model's, a name = the model's template of this name, else a template's text. image_mark: of the
+    model's prompts, None = it takes no images. takes_files: whether images may be files of this machine. arguments:
+    further ones of render_chat(). Errors: InvalidRequestError.
     """
     if tokenizer is None:
         raise InvalidRequestError("this engine has no tokenizer, so no chat template: use generate() with token ids")
@@ -32,14 +33,14 @@ def render_prompts(
     rendered: list[PromptInput] = []
     for messages in conversations:
         images: list[Any] = []
-        if takes_images:
+        if image_mark is not None:
             messages, images = take_images(messages, takes_files=takes_files)
         prompt = render_chat(
             source,
             messages,
             bos_token=tokenizer.bos_token,
             eos_token=tokenizer.eos_token,
-            takes_images=takes_images,
+            image_mark=image_mark,
             **arguments,
         )
         rendered.append({"prompt": prompt, "multi_modal_data": {"image": images}} if images else prompt)

@@ -45,7 +45,7 @@ def render_chat(
     bos_token: str | None = None,
     eos_token: str | None = None,
     tools: list[dict[str, Any]] | None = None,
-    takes_images: bool = False,
+    image_mark: str | None = None,
     **kwargs: Any,
 ) -> str:
     """Return the prompt for these messages. `kwargs` are further variables of the template (enable_thinking, documents,
@@ -71,11 +71,11 @@ def render_chat(
     variables |= {name: token for name, token in tokens.items() if token is not None}
 
     def render(arguments_as_text: bool) -> str:
-        form = {
+        form: dict[str, Any] = {
             "keep_parts": compiled.takes_parts,
             "keep_none": compiled.tests_none,
             "keep_developer": compiled.names_developer,
-            "takes_images": takes_images,
+            "image_mark": image_mark,
         }
         read = read_messages(messages, **form, arguments_as_text=arguments_as_text)
         return _render(compiled.template, variables | {"messages": read})

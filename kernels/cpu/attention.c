@@ -44,7 +44,8 @@ static void find_tile(const Work *work, int first, Tile *tile) {
     const int32_t *table = args->block_tables + (size_t)item->request * args->table_width;
     const int last_row = item->position + item->num_tokens - 1, window = window_of(args, item);
     const int seen_by_all = window ? max(0, last_row - window + 1) : 0; /* and up to seen_to */
-    const int seen_to = args->ahead ? min(item->position + args->ahead, item->end - 1) : item->position;
+    const int ahead = ahead_of(args, item);
+    const int seen_to = ahead ? min(item->position + ahead, item->end - 1) : item->position;
     const int end = min(first + TILE, item->end);
     const size_t bytes = chunk_bytes(&args->shape), value_bytes = value_chunk_bytes(&args->shape);
     tile->first = first;

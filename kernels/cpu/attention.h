@@ -30,6 +30,7 @@ typedef struct {
     int32_t begin, end; /* part of the context, in tokens; begin is a multiple of TILE */
     int32_t partial;    /* -1: the whole context, writes out; else the first row of its partial results */
     int32_t members;    /* -1: one request; else index of the first member, one for each token */
+    int32_t sees_end;   /* 1: the rows see all tokens before `end`, also those after their own; else 0 */
 } AttentionItem;
 
 /* A token of an item that several requests share. */

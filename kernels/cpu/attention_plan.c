@@ -111,26 +111,42 @@ static void put_shared(AttentionPlan *plan, Places *places) {
     }
 }
 
+/* Cut a piece of at most num_tokens tokens where a whole begins or ends; `whole` is the first one that ends after the
+ * piece's first token. In a whole, the piece sees its end. */
+static AttentionItem cut_at_wholes(const AttentionPlan *plan, int64_t whole, AttentionItem piece, int64_t num_tokens) {
+    if (whole < plan->num_wholes) {
+        const int64_t before = plan->wholes[2 * whole] - piece.token, left = before + plan->wholes[2 * whole + 1];
+        piece.sees_end = before <= 0;
+        num_tokens = least(num_tokens, piece.sees_end ? left : before);
+        if (piece.sees_end) piece.end = (int32_t)(piece.position + left);
+    }
+    piece.num_tokens = (int32_t)num_tokens;
+    if (!piece.sees_end) piece.end = (int32_t)least(piece.end, piece.position + num_tokens + plan->ahead);
+    return piece;
+}
+
 static void put_all(AttentionPlan *plan, Places *places, int64_t piece_tokens) {
-    int64_t token = 0;
+    int64_t token = 0, whole = 0;
     plan->num_items = plan->num_merges = plan->num_partials = plan->max_item_tokens = 0;
     plan->num_members = plan->num_tile_users = plan->longest = 0;
     for (int64_t request = 0; request < plan->num_requests; request++) {
         const int64_t count = plan->num_tokens[request], start = plan->context_lens[request] - count;
-        for (int64_t offset = 0; offset < count; offset += piece_tokens) {
-            const int64_t num_tokens = least(piece_tokens, count - offset), position = start + offset;
+        for (int64_t offset = 0; offset < count;) {
+            const int64_t position = start + offset;
             const int64_t lowest = plan->window ? greatest(0, position - plan->window + 1) / TILE * TILE : 0;
             const AttentionItem piece = {
                 .request = (int32_t)request,
                 .token = (int32_t)(token + offset),
-                .num_tokens = (int32_t)num_tokens,
                 .position = (int32_t)position,
                 .begin = (int32_t)lowest,
-                .end = (int32_t)least(start + count, position + num_tokens + plan->ahead),
+                .end = (int32_t)(start + count),
                 .partial = -1,
                 .members = -1,
             };
-            put_piece(plan, places, piece);
+            while (whole < plan->num_wholes && plan->wholes[2 * whole] + plan->wholes[2 * whole + 1] <= piece.token) whole++;
+            const AttentionItem cut = cut_at_wholes(plan, whole, piece, least(piece_tokens, count - offset));
+            put_piece(plan, places, cut);
+            offset += cut.num_tokens;
         }
         token += count;
         plan->longest = greatest(plan->longest, plan->context_lens[request]);

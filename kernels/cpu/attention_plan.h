@@ -12,6 +12,9 @@
 typedef struct {
     const int64_t *num_tokens;   /* [num_requests] in this step, packed request after request */
     const int64_t *context_lens; /* [num_requests] tokens in the cache after the step */
+    /* [num_wholes, 2] first token of the step and number of tokens, ascending: these see all of each other, as those of an
+     * image do. Each lies in one request. */
+    const int64_t *wholes;
     AttentionItem *items;        /* room for max_items; longest first, lengths rounded to an eighth */
     AttentionMerge *merges;      /* room for max_items */
     AttentionMember *members;    /* room for max_items */
@@ -20,7 +23,7 @@ typedef struct {
     AttentionItem *wanted_items; /* room for max_items; see narrow_plan() */
     AttentionMerge *wanted_merges; /* room for max_items */
     BlockTables tables;          /* [num_requests, width] */
-    int64_t num_requests, max_items; /* max_items is a power of two */
+    int64_t num_requests, num_wholes, max_items; /* max_items is a power of two */
     int32_t num_kv_heads, group; /* group: query heads of a KV head */
     int32_t window, ahead;       /* see attention.h */
     int32_t max_item_tokens;     /* in: limit of an item; out: those of the largest item */

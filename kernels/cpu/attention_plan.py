@@ -40,13 +40,15 @@ class AttentionPlan:
     Its arrays keep their addresses from step to step. So a step touches little memory: the weights push everything else
     out of the CPU's caches.
 
-    If it is not causal, a row sees as many tokens after its own as before it, within its context."""
+    If it is not causal, a row sees as many tokens after its own as before it, within its context. In a causal one, the
+    tokens of a whole see all of each other."""
 
     def __init__(self, num_kv_heads: int, group: int, window: int | None, *, is_causal: bool = True) -> None:
         self._generation = 0  # of the columns below; 0 = none
         self.window = window  # tokens that a row sees, itself included; None = all before it
         self.num_tokens: Ints = np.zeros(0, np.int64)  # [R]
         self.context_lens: Ints = self.num_tokens  # [R]
+        self.wholes: Ints | None = None  # [n, 2] first token of the step, number of tokens; see take()
         self.block_tables: Int32s = np.zeros((0, 0), np.int32)  # [R, P]
         self.arguments = PlanArguments(
             num_kv_heads=num_kv_heads,
@@ -70,7 +72,7 @@ class AttentionPlan:
 
     @property
     def items(self) -> Int32s:
-        """Work items [I, 9] int32, struct AttentionItem: longest first, with lengths rounded to an eighth."""
+        """Work items [I, 10] int32, struct AttentionItem: longest first, with lengths rounded to an eighth."""
         return self._room[0][: self.arguments.num_items]
 
     @property
@@ -93,11 +95,24 @@ class AttentionPlan:
         """Number of tokens of the largest item."""
         return self.arguments.max_item_tokens
 
-    def take(self, num_tokens: AnyInts, context_lens: AnyInts, block_tables: AnyInts, generation: int) -> None:
+    def take(
+        self,
+        num_tokens: AnyInts,
+        context_lens: AnyInts,
+        block_tables: AnyInts,
+        generation: int,
+        wholes: Ints | None = None,
+    ) -> None:
         """Point the plan to the step's columns: num_tokens [R], context_lens [R], block_tables [R, P].
 
-        If `generation` is not 0 and equals the last one, the arrays are the same and their pointers are kept. Columns
-        of a generation other than 0 must be int64, int64 and int32, and contiguous, so that none is copied."""
+        wholes [n, 2] int64: runs of tokens that see all of each other, each in one request: index of the first one in
+        the step, ascending, and their number. If `generation` is not 0 and equals the last one, the arrays are the same
+        and their pointers are kept. Columns of a generation other than 0 must be int64, int64 and int32, and
+        contiguous, so that none is copied."""
+        if wholes is not self.wholes:
+            self.wholes = wholes
+            self.arguments.wholes = None if wholes is None else wholes.ctypes.data
+            self.arguments.num_wholes = 0 if wholes is None else len(wholes)
         if generation and generation == self._generation:
             return
         self._generation = generation
@@ -136,16 +151,18 @@ class AttentionPlanner:
         block_size: int,
         window: int | None = None,
         generation: int = 0,
+        wholes: Ints | None = None,
     ) -> AttentionPlan:
         """Plan the attention of a batch whose tokens are packed request after request.
 
-        The arguments are those of attention_metadata(). The plan is valid until the next one for this window is made.
-        Equal generations other than 0 mean: the columns are the arrays of the plan before, with other numbers."""
+        The arguments are those of attention_metadata(); wholes: see AttentionPlan.take(). The plan is valid until the
+        next one for this window is made. Equal generations other than 0 mean: the columns are the arrays of the plan
+        before, with other numbers."""
         plan = self._plans.get(window)
         if plan is None:
             plan = AttentionPlan(self._num_kv_heads, self._group, window, is_causal=self._is_causal)
             self._plans[window] = plan
-        plan.take(num_tokens, context_lens, block_tables, generation)
+        plan.take(num_tokens, context_lens, block_tables, generation, wholes)
         arguments = plan.arguments
         arguments.block_size = block_size
         arguments.max_item_tokens = most = max(1, MAX_ITEM_ROWS // self._group)

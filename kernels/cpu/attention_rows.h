@@ -147,10 +147,15 @@ INLINE void add_values(const Work *work, const Tile *tile, float *state, Block *
 /* The window of an item's rows, or 0. Tokens of several requests see the whole tile that they share. */
 static int window_of(const Attention *args, const AttentionItem *item) { return item->members < 0 ? args->window : 0; }
 
+/* How many tokens after its own a row of an item sees, within the item's part of the context. */
+static int ahead_of(const Attention *args, const AttentionItem *item) {
+    return item->sees_end ? 1 << 30 : args->ahead;
+}
+
 /* Find the part of a tile that these rows see. Return whether it is not empty. */
 INLINE int find_seen(const Work *work, const Tile *tile, int row, Block *block, const int rows) {
     const int window = window_of(work->args, work->item), position = work->item->position - tile->first;
-    const int ahead = work->args->ahead, last = work->item->end - 1 - tile->first;
+    const int ahead = ahead_of(work->args, work->item), last = work->item->end - 1 - tile->first;
     for (int r = 0; r < rows; r++) {
         const int own = position + (row + r) / work->group;
         block->seen[r] = (Seen){window ? own - window + 1 : -1, ahead ? min(own + ahead, last) : own};

@@ -33,7 +33,7 @@ EXPORT const StructField struct_fields[] = {
 #undef STRUCT
 #define STRUCT AttentionItem
     WHOLE FIELD(request) FIELD(kv_head) FIELD(token) FIELD(num_tokens) FIELD(position) FIELD(begin) FIELD(end)
-    FIELD(partial) FIELD(members)
+    FIELD(partial) FIELD(members) FIELD(sees_end)
 #undef STRUCT
 #define STRUCT AttentionMember
     WHOLE FIELD(token) FIELD(partial)
@@ -51,8 +51,8 @@ EXPORT const StructField struct_fields[] = {
     FIELD(max_item_tokens) FIELD(window) FIELD(ahead) FIELD(scale) FIELD(cap_factor) FIELD(sinks)
 #undef STRUCT
 #define STRUCT AttentionPlan
-    WHOLE FIELD(num_tokens) FIELD(context_lens) FIELD(items) FIELD(merges) FIELD(members) FIELD(tile_users) FIELD(places)
-    FIELD(wanted_items) FIELD(wanted_merges) FIELD(tables) FIELD(num_requests) FIELD(max_items) FIELD(num_kv_heads)
+    WHOLE FIELD(num_tokens) FIELD(context_lens) FIELD(wholes) FIELD(items) FIELD(merges) FIELD(members) FIELD(tile_users) FIELD(places)
+    FIELD(wanted_items) FIELD(wanted_merges) FIELD(tables) FIELD(num_requests) FIELD(num_wholes) FIELD(max_items) FIELD(num_kv_heads)
     FIELD(group) FIELD(window) FIELD(ahead) FIELD(max_item_tokens) FIELD(max_split_rows) FIELD(max_members)
     FIELD(num_items) FIELD(num_merges) FIELD(num_members) FIELD(num_partials) FIELD(num_tile_users) FIELD(num_rows) FIELD(longest)
     FIELD(num_wanted_items) FIELD(num_wanted_merges)

@@ -32,7 +32,7 @@ class AttentionItem(CStruct):
     """Work of one thread: some rows of one KV head against a part of their context (attention.h)."""
 
     c_name = "AttentionItem"
-    _fields_ = (*_fields("request kv_head token num_tokens position begin end partial members", _INT32),)
+    _fields_ = (*_fields("request kv_head token num_tokens position begin end partial members sees_end", _INT32),)
 
 
 class AttentionMember(CStruct):
@@ -75,10 +75,10 @@ class PlanArguments(CStruct):
     c_name = "AttentionPlan"
     _anonymous_ = ("tables",)
     _fields_ = (
-        *_fields("num_tokens context_lens items merges members tile_users places", _POINTER),
+        *_fields("num_tokens context_lens wholes items merges members tile_users places", _POINTER),
         *_fields("wanted_items wanted_merges", _POINTER),
         ("tables", BlockTables),
-        *_fields("num_requests max_items", _INT64),
+        *_fields("num_requests num_wholes max_items", _INT64),
         *_fields("num_kv_heads group window ahead max_item_tokens max_split_rows max_members", _INT32),
         *_fields("num_items num_merges num_members num_partials num_tile_users num_rows longest", _INT64),
         *_fields("num_wanted_items num_wanted_merges", _INT64),

@@ -191,7 +191,7 @@ def test_features_are_decided_by_their_ids_and_leave_no_digest(
             return message
         ids = np.frombuffer(message.prompt_token_ids, "<i4").copy()
         ids[:2] = -1 - number % 2
-        uses = [FeatureUse(0, 2, b"digest-canary" + bytes([number % 2]))]
+        uses = [FeatureUse(0, 2, b"digest-canary" + bytes([number % 2]), number % 2 == 0)]
         return msgspec.structs.replace(message, prompt_token_ids=ids.tobytes(), features=uses)
 
     capture(path, CONFIG, seed=3, num_steps=80, make=make)

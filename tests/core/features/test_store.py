@@ -3,6 +3,7 @@
 import gc
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -20,7 +21,7 @@ WIDTH, SIDE, ROWS = 4, 6, 3
 
 
 class Encoder:
-    image_size, num_rows = SIDE, ROWS
+    image_size, num_rows, sees_whole = SIDE, ROWS, False
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -48,6 +49,23 @@ def asks(*placed: PlacedFeature, length: int = 12) -> AddRequest:
 
 def ids_of(message: AddRequest) -> list[int]:
     return np.frombuffer(message.prompt_token_ids, "<i4").tolist()
+
+
+class WholeEncoder(Encoder):
+    sees_whole = True
+
+
+def test_images_are_whole_where_the_model_says_so_and_whatever_a_client_says() -> None:
+    for encoder, is_whole in ((Encoder(), False), (WholeEncoder(), True)):
+        features = Features(WIDTH, encoder)
+        for placed in (embeds(1.0), image(3)):
+            features.put(1, placed.feature)
+        message = asks(embeds(1.0, at=1), image(3, at=5))
+        claimed = [msgspec.structs.replace(use, is_whole=True) for use in message.features]
+        for given in (message, msgspec.structs.replace(message, features=claimed)):
+            admitted = features.admit(1, given)
+            assert [use.is_whole for use in admitted.features] == [False, is_whole]
+            del admitted
 
 
 def test_tokens_of_features_have_the_numbers_of_their_content() -> None:

@@ -1,5 +1,6 @@
-"""The vision encoder of Idefics3 against transformers: rows, error, places, and an image's rows in any company."""
+"""The vision encoders against transformers: rows, error, places, and an image's rows in any company."""
 
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from core.executors.local import LocalExecutor
 from core.features.store import Features
 from core.models.turns import Turns
+from core.models.vision_architectures import is_unused, text_name, vision_name
 from core.models.vision_encoder import VisionEncoder, position_ids
 from ipc.config import EngineConfig
 from ipc.errors import EngineCoreError, ModelFileError, UnsupportedModelError
@@ -21,6 +23,7 @@ from ipc.messages import AddRequest
 from ipc.sampling_params import SamplingParams
 from ipc.speculation import SpeculativeConfig
 from kernels.cpu.library import load_cpu_library
+from tests.core.models import gemma3_checkpoint
 from tests.core.models.idefics3_checkpoint import ROWS, SQUARE, noise, tiny_model, write_checkpoint
 from tests.placed_images import placed_image
 
@@ -73,6 +76,38 @@ def test_rows_are_those_of_transformers(folder: Path) -> None:
     assert np.abs(exact).max() > 0.1
     error, their_error = np.abs(got - exact).max(), np.abs(theirs - exact).max()
     assert error <= 2 * their_error, (error, their_error)
+
+
+def test_rows_of_gemma_3_are_those_of_transformers(tmp_path: Path) -> None:
+    vision, pixels = encoder(gemma3_checkpoint.write_checkpoint(tmp_path)), noise(gemma3_checkpoint.SIDE, 48, 4)
+    values = ((pixels * (1 / 255)).astype(np.float32) - np.float32(0.5)) / np.float32(0.5)
+    model, rows = gemma3_checkpoint.tiny_model().model, {}
+    for dtype in (torch.float64, torch.float32):
+        model.to(dtype)
+        with torch.no_grad():
+            numbers = torch.tensor(values.transpose(2, 0, 1))[None].to(dtype)
+            rows[dtype] = model.get_image_features(numbers).pooler_output[0].double().numpy()
+    exact, theirs, got = rows[torch.float64], rows[torch.float32], vision.encode(pixels)
+    assert got.shape == exact.shape == (gemma3_checkpoint.ROWS, 48)
+    assert vision.sees_whole
+    error, their_error = np.abs(got - exact).max(), np.abs(theirs - exact).max()
+    assert error <= 2 * their_error, (error, their_error)
+
+
+def test_names_of_gemma_3_as_either_version_of_transformers_writes_them() -> None:
+    for before, vision, text in (
+        ("", "vision_tower.vision_model.", "language_model.model."),
+        ("model.", "model.vision_tower.", "model.language_model."),
+    ):
+        assert vision_name(f"{vision}encoder.layers.3.self_attn.out_proj.bias") == "layers.3.o.bias"
+        assert vision_name(f"{vision}embeddings.position_embedding.weight") == "positions.weight"
+        assert vision_name(f"{before}multi_modal_projector.mm_soft_emb_norm.weight") == "connector_norm.weight"
+        assert text_name(f"{text}layers.3.mlp.up_proj.weight") == "model.layers.3.mlp.up_proj.weight"
+        assert text_name(f"{vision}post_layernorm.weight") is None
+        assert vision_name(f"{text}norm.weight") is None
+        assert is_unused(f"{vision}head.probe")
+        assert not is_unused(f"{vision}post_layernorm.weight")
+    assert text_name("lm_head.weight") == text_name("language_model.lm_head.weight") == "lm_head.weight"
 
 
 def test_an_images_rows_are_its_own(folder: Path) -> None:
@@ -149,16 +184,38 @@ WRONG: list[tuple[list[str], Any, type[EngineCoreError], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("keys", "value", "error", "text"), WRONG)
-def test_wrong_settings(tmp_path: Path, keys: list[str], value: Any, error: type[EngineCoreError], text: str) -> None:
-    import json
-
-    write_checkpoint(tmp_path)
-    settings = inner = json.loads((tmp_path / "config.json").read_text())
+def set_setting(folder: Path, keys: list[str], value: Any) -> None:
+    """Change a setting of config.json."""
+    settings = inner = json.loads((folder / "config.json").read_text())
     for key in keys[:-1]:
         inner = inner[key]
     inner[keys[-1]] = value
-    (tmp_path / "config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text(json.dumps(settings))
+
+
+@pytest.mark.parametrize(("keys", "value", "error", "text"), WRONG)
+def test_wrong_settings(tmp_path: Path, keys: list[str], value: Any, error: type[EngineCoreError], text: str) -> None:
+    write_checkpoint(tmp_path)
+    set_setting(tmp_path, keys, value)
+    with pytest.raises(error, match=text):
+        executor(tmp_path)
+
+
+GEMMA_WRONG: list[tuple[list[str], Any, type[EngineCoreError], str]] = [
+    (["mm_tokens_per_image"], 15, ModelFileError, "square number whose root divides the 12 patches"),
+    (["mm_tokens_per_image"], 169, ModelFileError, "square number whose root divides the 12 patches"),
+    (["mm_tokens_per_image"], 25, ModelFileError, "square number whose root divides the 12 patches"),
+    (["text_config", "model_type"], "gemma3n_text", UnsupportedModelError, "only 'gemma3_text' is|'gemma3_text' is"),
+    (["text_config", "use_bidirectional_attention"], True, UnsupportedModelError, "use_bidirectional_attention"),
+]
+
+
+@pytest.mark.parametrize(("keys", "value", "error", "text"), GEMMA_WRONG)
+def test_wrong_settings_of_gemma_3(
+    tmp_path: Path, keys: list[str], value: Any, error: type[EngineCoreError], text: str
+) -> None:
+    gemma3_checkpoint.write_checkpoint(tmp_path)
+    set_setting(tmp_path, keys, value)
     with pytest.raises(error, match=text):
         executor(tmp_path)
 

@@ -11,10 +11,10 @@ import pytest
 
 from frontend.images import sources
 from frontend.images.chat_images import IMAGE_PART, has_images, take_images
-from frontend.images.image_prompts import ImagePrompts, ImageSettings, image_prompts
+from frontend.images.idefics3 import Idefics3Images
+from frontend.images.image_prompts import ImagePrompts, image_prompts
 from frontend.images.processed import ProcessedImages
 from frontend.images.sources import image_bytes, open_image
-from frontend.images.squares import squares_of
 from ipc.errors import InvalidRequestError, ModelFileError, UnsupportedModelError
 from ipc.feature_messages import FeatureLimits
 from ipc.placed_feature import PlacedFeature
@@ -25,7 +25,7 @@ Image = pytest.importorskip("PIL.Image")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
 
 LIMITS = FeatureLimits(48, 1 << 20, SQUARE, ROWS)
-SETTINGS = ImageSettings(LONGEST, SQUARE, True, ROWS, 1)
+RULES = Idefics3Images(LONGEST, SQUARE, True, ROWS, 1)
 
 
 @pytest.mark.parametrize("splits", [True, False])
@@ -33,7 +33,7 @@ SETTINGS = ImageSettings(LONGEST, SQUARE, True, ROWS, 1)
 def test_squares_are_those_of_transformers(size: tuple[int, int], splits: bool) -> None:
     pixels = noise(*size, 1)
     theirs = processed(pixels, do_image_splitting=splits)
-    got = squares_of(Image.fromarray(pixels), SETTINGS._replace(splits=splits))
+    got = RULES._replace(splits=splits).squares_of(Image.fromarray(pixels))
     ours = [((one * (1 / 255)).astype(np.float32) - np.float32(0.5)) / np.float32(0.5) for one in got.pixels]
     assert np.array_equal(np.stack(ours).transpose(0, 3, 1, 2), np.asarray(theirs["pixel_values"])[0])
     assert (got.num_rows, got.num_columns) == (theirs["rows"][0][0], theirs["cols"][0][0])
@@ -48,11 +48,11 @@ def test_a_prompt_has_the_marks_that_transformers_writes(size: tuple[int, int]) 
     marks = get_image_prompt_string(
         theirs["rows"][0][0], theirs["cols"][0][0], ROWS, "<fake_token_around_image>", "<image>", "<global-img>"
     )
-    read = ImagePrompts(SETTINGS).read("What is <image> this?", [pixels], "the prompt")
+    read = ImagePrompts(RULES).read("What is <image> this?", [pixels], "the prompt")
     assert read.text == f"What is {marks} this?"
     mark = tiny_tokenizer().token_to_id("<image>")
     ids = tiny_tokenizer().encode(read.text).ids
-    placed = read._replace(settings=SETTINGS._replace(mark_id=mark)).place(ids)
+    placed = read._replace(rules=RULES._replace(mark_id=mark)).place(ids)
     covered = [at for one in placed for at in range(one.use.position, one.use.position + one.use.num_rows)]
     assert covered == [at for at, token in enumerate(ids) if token == mark]
     assert len(placed) == len(read.squares) > 0
@@ -65,7 +65,7 @@ def _pixels(placed: PlacedFeature) -> npt.NDArray[np.uint8]:
 
 def test_an_image_is_processed_once_while_there_is_room() -> None:
     size = 7 * SQUARE * SQUARE * 3  # of an image of 100 x 150
-    images = ProcessedImages(SETTINGS, 2 * size)
+    images = ProcessedImages(RULES, 2 * size)
     first = [images.of(Image.fromarray(noise(100, 150, number))) for number in (1, 2, 1, 3, 1, 2)]
     assert images.num_made == 4  # 2 gave way to 3, since 1 was used after it
     assert first[0] is first[2] is first[4]
@@ -78,7 +78,7 @@ def test_an_image_is_processed_once_while_there_is_room() -> None:
 @pytest.mark.parametrize("text", ["no mark", "<image><image>"])
 def test_as_many_marks_as_images(text: str) -> None:
     with pytest.raises(InvalidRequestError, match="times and 1 images: write it once for each"):
-        ImagePrompts(SETTINGS).read(text, [noise(9, 9, 1)], "the prompt")
+        ImagePrompts(RULES).read(text, [noise(9, 9, 1)], "the prompt")
 
 
 def test_every_form_of_an_image(tmp_path: Path) -> None:
@@ -166,10 +166,10 @@ def test_a_servers_client_names_no_files(url: str) -> None:
 
 def test_a_models_files() -> None:
     file = b'{"size": {"longest_edge": 192}, "max_image_size": {"longest_edge": 64}, "do_image_splitting": false}'
-    made = image_prompts({"preprocessor_config.json": file}, LIMITS, 7)
+    made = image_prompts({"preprocessor_config.json": file}, LIMITS, lambda _: 7)
     assert made is not None
-    assert made.settings == ImageSettings(192, 64, False, ROWS, 7)
-    assert image_prompts({"preprocessor_config.json": file}, None, 7) is None
+    assert made.rules == Idefics3Images(192, 64, False, ROWS, 7)
+    assert image_prompts({"preprocessor_config.json": file}, None, lambda _: 7) is None
     wrong: list[tuple[bytes, int | None, type[Exception], str]] = [
         (b"[]", 7, ModelFileError, "expected a JSON object"),
         (b'{"max_image_size": {"longest_edge": 32}}', 7, ModelFileError, "reads squares of 64"),
@@ -180,7 +180,7 @@ def test_a_models_files() -> None:
     ]
     for data, mark, error, text in wrong:
         with pytest.raises(error, match=text):
-            image_prompts({"preprocessor_config.json": data}, LIMITS, mark)
+            image_prompts({"preprocessor_config.json": data}, LIMITS, lambda _, mark=mark: mark)
 
 
 def test_a_data_url() -> None:

@@ -159,7 +159,7 @@ def test_items_cover_every_row_and_what_it_sees_once(window, c_library):
     assert (work[1:] <= work[:-1] * 9 / 8).all()
     assert plan.max_item_tokens == plan.items[:, 3].max()
     seen = np.zeros((3, int(counts.sum()), 5000), int)
-    for _, head, token, num_tokens, _, begin, end, _, _ in plan.items.tolist():
+    for _, head, token, num_tokens, _, begin, end, _, _, _ in plan.items.tolist():
         seen[head, token : token + num_tokens, begin:end] += 1
     assert seen.max() == 1
     token = 0

@@ -1,0 +1,72 @@
+"""WholeFeatures: the rule by which tokens that see each other, as an image's may, are computed in one step."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from core.batch.batch import Batch
+from core.batch.request import Request
+from core.batch.table import RequestStart
+from core.scheduling.decisions import Examined, Verdict
+from core.scheduling.draft import Draft
+from core.scheduling.limits import Limit
+from ipc.feature_messages import FeatureUse
+
+
+class WholeFeatures:
+    """A Limit that ends no chunk of a prompt within a whole feature: such a chunk ends where the feature begins.
+
+    A prefix hit may end within one: its first tokens were computed together with the others. A step has room for the
+    tokens of a whole feature beside one token of each other row (core/process/resolve.py), so none waits for ever.
+    """
+
+    def __init__(self, batch: Batch, add_limit: Callable[[Limit], None]) -> None:
+        """Nothing is asked before the first request that has a whole feature. add_limit: of admission."""
+        self._batch, self._add_limit = batch, add_limit
+        self.are_used = False  # by any request so far
+
+    def enter(self, request: Request) -> None:
+        """Note a new request."""
+        if request.features and not self.are_used and any(use.is_whole for use in request.features):
+            self.are_used = True
+            self._add_limit(self)
+
+    def lacks(self, start: RequestStart, draft: Draft) -> Examined | None:
+        """Cut the start's tokens; return NO_BUDGET where none are left."""
+        begin, wanted = start.num_computed_tokens, start.num_tokens
+        start.num_tokens = last_end(start.request.features, begin, begin + wanted) - begin
+        if start.num_tokens:
+            return None
+        features = start.request.features
+        needed = next(use.position + use.num_rows for use in features if use.position + use.num_rows > begin) - begin
+        return Examined(start.request, Verdict.NO_BUDGET, needed, wanted)
+
+    def take(self, start: RequestStart, draft: Draft) -> None:
+        """Do nothing: no resource is held."""
+
+    def give_back(self, request: Request) -> None:
+        """Do nothing."""
+
+    def cut(self, draft: Draft) -> None:
+        """Cut the tokens of running rows whose chunk would end within a whole feature. They keep their blocks."""
+        table, rows, counts = self._batch.table, draft.rows, draft.counts
+        begins = table.num_computed_tokens[rows]
+        ends = begins + counts
+        for index in np.flatnonzero((counts > 0) & (ends < table.num_prompt_tokens[rows])).tolist():
+            request = table.request[int(rows[index])]
+            assert request is not None, f"row {rows[index]} is free"
+            given, begin = int(counts[index]), int(begins[index])
+            counts[index] = left = last_end(request.features, begin, begin + given) - begin
+            draft.budget += given - left
+            draft.num_skipped += not left
+
+
+def last_end(features: Sequence[FeatureUse], begin: int, end: int) -> int:
+    """Return where a chunk of a prompt from `begin` on may end, at most at `end`; `begin` where there is no such place.
+
+    features: in the order of their places.
+    """
+    for use in features:
+        if use.is_whole and use.position < end < use.position + use.num_rows:
+            return max(begin, use.position)
+    return end

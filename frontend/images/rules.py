@@ -1,0 +1,52 @@
+"""ImageRules: how one kind of models wants its images: as squares of pixels, and as marks in the prompt."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from ipc.arrays import UInt8s
+from ipc.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+#: The file of a model that says how its images are prepared.
+PROCESSOR_FILE = "preprocessor_config.json"
+
+
+class Squares(NamedTuple):
+    """The squares of one image: rows of columns, and the whole image last; 0 rows: the whole image alone."""
+
+    pixels: list[UInt8s]  # [side, side, 3] each
+    num_rows: int
+    num_columns: int
+
+
+class ImageRules(Protocol):
+    """The rules of one kind of models."""
+
+    @property
+    def mark(self) -> str:
+        """Text that stands for an image in the prompts of callers and chat templates."""
+
+    @property
+    def rows_per_square(self) -> int:
+        """Tokens that stand for a square."""
+
+    @property
+    def mark_id(self) -> int:
+        """The token that stands there, so many times."""
+
+    def squares_of(self, image: "Image") -> Squares:
+        """Return the squares of an image in RGB."""
+
+    def text_of(self, num_rows: int, num_columns: int) -> str:
+        """Return what stands in the prompt for an image of these squares."""
+
+
+def check_settings(settings: Mapping[str, Any], only: Mapping[str, Any]) -> None:
+    """Check settings that have one supported value; None counts as that. Errors: UnsupportedModelError."""
+    for key, value in only.items():
+        if settings.get(key) not in (None, value):
+            raise UnsupportedModelError(
+                f"{PROCESSOR_FILE}: {key}={settings[key]!r:.80} is not supported: only {value!r} is"
+            )
