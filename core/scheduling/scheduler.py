@@ -108,7 +108,8 @@ class Scheduler:
             self._leads.enter(live)
         if is_search:
             self._enter_search(live)
-        self._wholes.enter(choices[0])
+        if choices[0].features:
+            self._wholes.enter(choices[0])
         for request in live:
             request.arrival_ns = now_ns
             if request.tenant:
@@ -367,8 +368,7 @@ class Scheduler:
         self._step += 1
         if self.batch.carried.renewed_rows:
             draft.renew(self.table, self.batch.carried)
-        ends = table.num_computed_tokens[rows] + counts
-        table.num_computed_tokens[rows] = ends
+        table.num_computed_tokens[rows] = ends = table.num_computed_tokens[rows] + counts
         table.num_placeholders[rows] += ends == table.num_tokens[rows] + table.num_placeholders[rows]
         if draft.guessed is not None:
             self.speculation.begin(draft.guessed)

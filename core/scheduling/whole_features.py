@@ -26,8 +26,8 @@ class WholeFeatures:
         self.are_used = False  # by any request so far
 
     def enter(self, request: Request) -> None:
-        """Note a new request."""
-        if request.features and not self.are_used and any(use.is_whole for use in request.features):
+        """Note a new request with features."""
+        if not self.are_used and any(use.is_whole for use in request.features):
             self.are_used = True
             self._add_limit(self)
 

@@ -17,11 +17,9 @@ def reference_attention(
 ) -> torch.Tensor:
     """Compute what paged_attention() does, in float64 -> [T, H * D] float64.
 
-    A token's bits depend only on its own request up to its own position, or to the end of its whole, because no
-    product's shape depends on anything else.
+    A token's bits depend only on its own request up to its own position, because no product's shape depends on anything
+    else.
     """
-    wholes = getattr(metadata, "wholes", None)
-    ends = {} if wholes is None else {t: first + n for first, n in wholes.tolist() for t in range(first, first + n)}
     out = torch.zeros(q.shape, dtype=torch.float64)
     group_size = q.shape[1] // cache.num_kv_heads
     token = 0
@@ -32,8 +30,7 @@ def reference_attention(
         keys = keys.double().repeat_interleave(group_size, 1)  # [L, H, D]
         values = values.double().repeat_interleave(group_size, 1)
         for position in range(context_len - num_tokens, context_len):
-            after = ends.get(token, token + 1) - token
-            seen = slice(first_seen(metadata.window, position), position + after)
+            seen = slice(first_seen(metadata.window, position), position + 1)
             scores = torch.einsum("hd,lhd->hl", q[token].double(), keys[seen]) * scale
             if sinks is not None:
                 scores = torch.cat((scores, sinks.double()[:, None]), -1)

@@ -193,7 +193,7 @@ def test_every_row_sees_what_it_should_once(window, c_library):
     parts = {(m[0], m[1], m[3] + i * m[2] * 3): i for m in plan.merges.tolist() for i in range(m[4])}
     seen = np.zeros((3, int(counts.sum()), 2000), int)
     written = []
-    for request, head, token, count, position, begin, end, partial, members in plan.items.tolist():
+    for request, head, token, count, position, begin, end, partial, members, _ in plan.items.tolist():
         if members < 0:
             seen[head, token : token + count, begin:end] += 1
             written += range(partial, partial + count * 3) if partial >= 0 else ()
