@@ -8,6 +8,7 @@ from typing import Any
 
 from core.model_files.architecture_settings import every, unrotated_beside
 from core.model_files.config_json import pattern_layers
+from core.model_files.encoder_gguf import gguf_encoder_config
 from core.model_files.gguf_experts import gguf_experts
 from core.model_files.gguf_latent import gguf_latent, scale_of
 from core.model_files.gguf_rope import gguf_rope_scaling
@@ -15,6 +16,7 @@ from core.model_files.latent_settings import as_one_head
 from core.model_files.values import Values, model_sizes
 from core.models.architectures import GGUF_ARCHITECTURES, GGUF_ROUTED, Architecture
 from core.models.config import LatentParts, ModelConfig
+from core.models.encoder_architectures import GGUF_ENCODERS
 from ipc.files.gguf import GgufHeader, read_gguf
 
 #: Setting -> its key, without the architecture's name in front.
@@ -93,6 +95,8 @@ def read_gguf_config(path: Path) -> ModelConfig:
     cannot run.
     """
     header = read_gguf(path)
+    if (encoder := header.metadata.get("general.architecture")) in GGUF_ENCODERS:
+        return gguf_encoder_config(path, header, str(encoder))
     values, architecture = _named(header, path)
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     vocab_size = values.integer("vocab_size", len(tokens) if isinstance(tokens, list) else None)
@@ -132,7 +136,7 @@ def _named(header: GgufHeader, path: Path) -> tuple[Values, Architecture]:
     """Return the file's settings by their names in config.json, and its architecture. Errors: UnsupportedModelError."""
     values = Values(header.metadata, str(path))
     name = header.metadata.get("general.architecture")
-    known = ", ".join(map(repr, GGUF_ARCHITECTURES))
+    known = ", ".join(map(repr, (*GGUF_ARCHITECTURES, *GGUF_ENCODERS)))
     if name is None:
         values.fail("general.architecture", f"is missing; supported are {known}")
     if name not in GGUF_ARCHITECTURES:

@@ -218,7 +218,7 @@ def _native(
             llama.settle_length(config.max_model_len)
         return llama
     assert library is not None, "an encoder needs the C kernels"
-    return Encoder(model, weights, dtype, library)
+    return Encoder(model, weights, dtype, library, form)
 
 
 def _vision(

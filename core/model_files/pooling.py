@@ -45,7 +45,7 @@ def pools(config: EngineConfig, path: Path, model: ModelConfig) -> bool:
             raise ConfigError(f"{path} has no head that gives tokens: runner='generate' does not fit it; use 'auto'")
         return False
     is_given = config.runner == "pooling" or config.classifier_from_token is not None
-    is_pooled = is_given or not model.has_head or (path / "modules.json").is_file()
+    is_pooled = is_given or not model.has_head or (path / "modules.json").is_file() or _gguf_type(path) not in (None, 0)
     if is_pooled and config.speculative_config is not None:
         raise ConfigError("speculative_config guesses tokens, and a model that pools gives none: leave it out")
     if model.encoder is not None and config.classifier_from_token is not None:
@@ -68,14 +68,27 @@ def read_pooler(config: EngineConfig, path: Path, model: Llama | Encoder, whole:
         weight = _token_difference(config, path, model, whole)
         return Pooler("last", hidden_size, classifier=(Dense(weight, None),), activation="sigmoid")
     if path.suffix == ".gguf":
-        metadata = read_gguf(path).metadata
-        kind = metadata.get(f"{metadata.get('general.architecture')}.pooling_type", 3)
-        if kind not in _GGUF_METHODS:
-            raise UnsupportedModelError(f"{path}: pooling_type {kind!r}: supported are {list(_GGUF_METHODS)}")
-        return Pooler(_GGUF_METHODS[kind], hidden_size)  # type: ignore[index]
+        return Pooler(_gguf_method(path, "last"), hidden_size)
     if (path / "modules.json").is_file():
         return _from_modules(path, hidden_size)
     return Pooler("last", hidden_size)
+
+
+def _gguf_type(path: Path) -> object:
+    """Return the pooling_type of a GGUF file; None for one without, and for a folder."""
+    if path.suffix != ".gguf":
+        return None
+    metadata = read_gguf(path).metadata
+    return metadata.get(f"{metadata.get('general.architecture')}.pooling_type")
+
+
+def _gguf_method(path: Path, usual: Method) -> Method:
+    """Return the method that a GGUF file names; `usual` if none. Errors: UnsupportedModelError."""
+    if (kind := _gguf_type(path)) in (None, 0):
+        return usual
+    if not isinstance(kind, int) or kind not in _GGUF_METHODS:
+        raise UnsupportedModelError(f"{path}: pooling_type {kind!r}: supported are {list(_GGUF_METHODS)}")
+    return _GGUF_METHODS[kind]
 
 
 def _encoder_pooler(path: Path, model: Encoder) -> Pooler:
@@ -83,7 +96,7 @@ def _encoder_pooler(path: Path, model: Encoder) -> Pooler:
     config, parts, eps = model.config, model.config.encoder, model.config.rms_norm_eps
     assert parts is not None, config.architecture
     if not config.num_labels:
-        plain = Pooler("mean", config.hidden_size)
+        plain = Pooler(_gguf_method(path, "mean"), config.hidden_size)
         pooler = _from_modules(path, config.hidden_size) if (path / "modules.json").is_file() else plain
         return pooler._replace(is_whole=True)
     head = {name: weight.astype(np.float64) for name, weight in model.head.items()}

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from core.model_files.encoder_weights import encoder_shapes, with_our_names
+from core.model_files.encoder_weights import encoder_gguf_names, encoder_shapes, with_our_names
 from core.model_files.latent_tensors import latent_orders, latent_shapes
 from core.model_files.mxfp4 import MXFP4, mxfp4_rows
 from core.model_files.packed_layout import UNUSED_KINDS, fault_of, kinds_of
@@ -208,6 +208,11 @@ def _plan_gguf(path: Path, config: ModelConfig) -> Mapping[str, StoredTensor | P
         name: StoredTensor(path, name, tensor.type, tensor.shape, tensor.offset, tensor.offset + tensor.num_bytes)
         for name, tensor in read_gguf(path).tensors.items()
     }
+    if config.encoder is not None:
+        names, shapes = encoder_gguf_names(config), expected_shapes(config)
+        plan = {name: _take(found, names[name], shape, path) for name, shape in shapes.items()}
+        _check_rest(found, config)
+        return plan
     row, found = ARCHITECTURES[config.architecture], unstacked(found)
     plan = {name: _take(found, gguf_name(name, config), shape, path) for name, shape in expected_shapes(config).items()}
     _check_rest(found, config)

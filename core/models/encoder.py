@@ -11,6 +11,7 @@ from core.models.cpu_operations import CpuOperations
 from core.models.layer_kinds import kind_of, windows
 from core.models.step import ONCE, ModelInputs, StepResult
 from core.models.stored_matrix import Weight
+from core.models.weight_form import WeightForm
 from core.models.weight_parts import WeightParts
 from ipc.arrays import AnyInts, Floats, Ints
 from ipc.config import Numerics
@@ -32,11 +33,17 @@ class Encoder:
     numerics: Numerics = "L2"
 
     def __init__(
-        self, config: ModelConfig, weights: Iterable[tuple[str, Weight]], dtype: Dtype, library: CpuLibrary
+        self,
+        config: ModelConfig,
+        weights: Iterable[tuple[str, Weight]],
+        dtype: Dtype,
+        library: CpuLibrary,
+        form: WeightForm = WeightForm.STORED,
     ) -> None:
         """Pack the weights and build the layers.
 
-        weights: (name, weight) pairs with the names of core/model_files/encoder_weights.py, best in their order.
+        weights: (name, weight) pairs with the names of core/model_files/encoder_weights.py, best in their order. form:
+        of the matrices in memory.
         Errors: ModelFileError naming tensors that are missing.
         """
         assert config.encoder is not None, config.architecture
@@ -44,7 +51,7 @@ class Encoder:
         self.vocab_size = config.vocab_size
         self.max_model_len = config.max_position_embeddings
         self.eos_token_ids = config.eos_token_ids
-        self.operations = CpuOperations(config, dtype, library)
+        self.operations = CpuOperations(config, dtype, library, form)
         self.sampler, self.wake = self.operations.sampler, self.operations.wake
         self.windows = windows(config)
         files = WeightParts(weights)

@@ -25,8 +25,24 @@ class EncoderArchitecture(msgspec.Struct, frozen=True, kw_only=True):
     pads_positions: bool = False  # positions begin behind the padding token's number
     #: Default values in transformers' config class of settings that config.json may lack.
     defaults: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    gguf: str | None = None  # general.architecture in GGUF files; None: they do not run
+    gguf_weights: Mapping[str, str] = msgspec.field(default_factory=dict)  # as `weights`
 
 
+_BERT_GGUF_WEIGHTS = {
+    "embeddings.words": "token_embd",
+    "embeddings.positions": "position_embd",
+    "embeddings.kinds": "token_types",
+    "embeddings.norm": "token_embd_norm",
+    "layers.{}.q": "blk.{}.attn_q",
+    "layers.{}.k": "blk.{}.attn_k",
+    "layers.{}.v": "blk.{}.attn_v",
+    "layers.{}.o": "blk.{}.attn_output",
+    "layers.{}.attention_out_norm": "blk.{}.attn_output_norm",
+    "layers.{}.up": "blk.{}.ffn_up",
+    "layers.{}.down": "blk.{}.ffn_down",
+    "layers.{}.mlp_norm": "blk.{}.layer_output_norm",
+}
 _BERT_WEIGHTS = {
     "embeddings.words": "embeddings.word_embeddings",
     "embeddings.positions": "embeddings.position_embeddings",
@@ -71,6 +87,8 @@ ENCODERS = (
         head_weights={"head.dense": "pooler.dense", "head.out": "classifier"},
         head="tanh",
         defaults=_BERT_DEFAULTS,
+        gguf="bert",
+        gguf_weights=_BERT_GGUF_WEIGHTS,
     ),
     *(
         EncoderArchitecture(
@@ -112,5 +130,7 @@ _SUFFIXES: dict[str, EncoderForm] = {
 ENCODER_FORMS: dict[str, tuple[EncoderArchitecture, EncoderForm]] = {
     f"{row.stem}{suffix}": (row, form) for row in ENCODERS for suffix, form in _SUFFIXES.items()
 }
+#: By general.architecture of GGUF files.
+GGUF_ENCODERS: dict[str, EncoderArchitecture] = {row.gguf: row for row in ENCODERS if row.gguf is not None}
 #: By model_type, for a config without architectures.
 ENCODER_TYPES: dict[str, EncoderArchitecture] = {row.model_type: row for row in ENCODERS}

@@ -3,7 +3,8 @@
 A GGUF file has no tokenizer.json. It names a vocabulary kind (`tokenizer.ggml.model`) and a pre-tokenizer
 (`tokenizer.ggml.pre`, llama.cpp's names), and lists tokens, token types and merges. The pre-tokenizer and normalizer
 here are those of the tokenizer.json that the model was published with, because the merges were learned on text split
-that way. A SentencePiece vocabulary has scores instead of merges (ipc/files/gguf_sentencepiece.py).
+that way. A SentencePiece vocabulary has scores instead of merges (ipc/files/gguf_sentencepiece.py), and a WordPiece one
+neither (ipc/files/gguf_wordpiece.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.files.gguf import GgufValue
 from ipc.files.gguf_sentencepiece import build_sentencepiece, merges_of_scores
+from ipc.files.gguf_wordpiece import build_wordpiece
 
 # Token types of llama.cpp: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
 _NORMAL = 1
@@ -53,7 +55,8 @@ _Item = TypeVar("_Item", str, int, float)
 
 
 def build_gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> tokenizers.Tokenizer:
-    """Return the tokenizer that this metadata describes: "gpt2" is byte-level BPE, "llama" is SentencePiece.
+    """Return the tokenizer that this metadata describes: "gpt2" is byte-level BPE, "llama" is SentencePiece, "bert" is
+    WordPiece.
 
     Control tokens and the unknown token become special tokens. User-defined ones (`<think>`) become added tokens, which
     are matched whole but are part of the text. Errors: UnsupportedModelError naming a vocabulary or pre-tokenizer that
@@ -62,16 +65,19 @@ def build_gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> tokenizers.Tokeni
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None:
         raise ModelFileError("the GGUF file has no tokenizer: tokenizer.ggml.model is missing")
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", "bert"):
         raise UnsupportedModelError(
-            f"the GGUF file's vocabulary is of kind {kind!r}; "
-            "only 'gpt2' (byte-level BPE) and 'llama' (SentencePiece with scores) are supported"
+            f"the GGUF file's vocabulary is of kind {kind!r}; only 'gpt2' (byte-level BPE), 'llama' (SentencePiece "
+            "with scores) and 'bert' (WordPiece) are supported"
         )
     tokens = _list(metadata, "tokenizer.ggml.tokens", str)
     vocabulary = {token: index for index, token in enumerate(tokens)}
     if len(vocabulary) != len(tokens):
         raise ModelFileError(f"tokenizer.ggml.tokens has {len(tokens) - len(vocabulary)} tokens twice")
     types = _per_token(metadata, "tokenizer.ggml.token_type", int, tokens, default=_NORMAL)
+    if kind == "bert":
+        names = ("cls", "seperator", "unknown")
+        return build_wordpiece(tokens, types, {name: gguf_token_id(metadata, name) for name in names})
     tokenizer = _sentencepiece(metadata, vocabulary, types) if kind == "llama" else _byte_level(metadata, vocabulary)
     tokenizer.add_tokens(
         [

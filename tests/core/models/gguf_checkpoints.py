@@ -4,6 +4,7 @@ Names come from the gguf package; the order of q and k rows, the norms' offset a
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -196,9 +197,17 @@ def special_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 def write(path: Path, case: str, expected: Golden) -> Path:
-    writer = gguf.GGUFWriter(path, GGUF_CASES[case])
-    metadata(writer, expected.model.config)
-    for name, tensor in converted(expected.model, GGUF_CASES[case]).items():
+    return write_model(path, expected.model, GGUF_CASES[case])
+
+
+def write_model(
+    path: Path, model: Any, architecture: str, more: Callable[[gguf.GGUFWriter], None] = lambda writer: None
+) -> Path:
+    """Write a model of transformers'. more: writes further metadata."""
+    writer = gguf.GGUFWriter(path, architecture)
+    metadata(writer, model.config)
+    more(writer)
+    for name, tensor in converted(model, architecture).items():
         writer.add_tensor(name, tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
