@@ -198,7 +198,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"model_type": "gpt_oss", **ROUTED, "swiglu_limit": 10.0}, "swiglu_limit=10.0.*only 7.0 is"),
     ({"architectures": ["Lfm2ForCausalLM"]}, "architectures=.*supported are LlamaForCausalLM"),
-    ({"architectures": ["Gemma3ForConditionalGeneration"]}, "architectures=.*supported are LlamaForCausalLM, Mistral"),
+    ({"architectures": ["Gemma3nForConditionalGeneration"]}, "architectures=.*supported are LlamaForCausalLM, Mistral"),
     ({"model_type": "mistral", "layer_types": ["full_attention"] * 8}, "layer_types=.*all layers of a Mistral"),
     ({"model_type": "gemma3_text", "layer_types": ["chunked_attention"] * 8}, "layer_types=.*'full_attention' and"),
     ({"model_type": "gemma3_text", "hidden_activation": "gelu"}, "hidden_activation='gelu'.*'gelu_pytorch_tanh' are"),
