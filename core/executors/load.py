@@ -65,7 +65,7 @@ def load(
         numerics=model.numerics,
         tasks={} if pooler is None else pooler.tasks,
         whole_prompt_tasks=() if pooler is None else pooler.whole_prompt_tasks,
-        is_encoder=source.encoder is not None,
+        is_encoder=source.sees_all,
         num_token_kinds=1 if source.encoder is None else max(1, source.encoder.num_kinds),
         kv_window=_kv_window(model, config),
         max_whole_tokens=0 if source.vision is None or not source.vision.sees_whole else source.vision.num_rows,

@@ -32,7 +32,6 @@ _NAMED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 _WITHOUT_EFFECT: dict[str, Any] = {
     "mlp_bias": False,
     "use_bias": False,
-    "use_bidirectional_attention": False,
 }
 
 
@@ -79,6 +78,7 @@ def decoder_config(folder: Path, values: Values, architecture: Architecture, for
         **sizes,
         **_rope(values, architecture, sizes if latent is None else {**sizes, "head_dim": latent.rotated_dim}),
         **(window := _window(values, architecture, sizes["num_hidden_layers"])),
+        sees_all=_sees_all(values, architecture, form),
         **features,
         **caps(values, architecture),
         latent=latent,
@@ -154,6 +154,19 @@ def _refuse_features(values: Values, architecture: Architecture) -> None:
             values.boolean(name)
         if values.get(name) not in (None, plain):
             values.refuse(name, f"only {json.dumps(plain)} is")
+
+
+def _is_bidirectional(values: Values) -> bool:
+    return values.get("use_bidirectional_attention") is not None and values.boolean("use_bidirectional_attention")
+
+
+def _sees_all(values: Values, architecture: Architecture, form: Form) -> bool:
+    """Return whether tokens see the whole prompt; only a checkpoint that pools may say so."""
+    if not _is_bidirectional(values):
+        return False
+    if not architecture.may_see_all or form == "causal":
+        values.refuse("use_bidirectional_attention", "only false is, but for Gemma 3 without a head")
+    return True
 
 
 def _dtype(values: Values) -> str:
@@ -287,7 +300,10 @@ def _window(values: Values, architecture: Architecture, num_layers: int) -> dict
         case "by layer_types, else all":
             all_layers = tuple(range(num_layers)) if values.get("sliding_window") is not None else ()
             layers = _named_layers(values, num_layers, all_layers)
-    return {"sliding_window": values.integer("sliding_window"), "sliding_layers": layers} if layers else {}
+    if not layers:
+        return {}
+    window = values.integer("sliding_window")  # of a token that sees both sides: half of it on each, and itself
+    return {"sliding_window": window // 2 + 1 if _is_bidirectional(values) else window, "sliding_layers": layers}
 
 
 def _named_layers(values: Values, num_layers: int, default: tuple[int, ...]) -> tuple[int, ...]:

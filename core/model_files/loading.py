@@ -45,6 +45,7 @@ class LoadedModel(NamedTuple):
     label: str  # prefix of the model's fingerprint
     pooler: Pooler | None = None  # of a model that pools, which generates no tokens then
     encoder: EncoderParts | None = None  # of an encoder
+    sees_all: bool = False  # tokens see the whole prompt, an encoder's or others
     vision: VisionEncoder | None = None  # of a model that takes images
 
 
@@ -71,9 +72,9 @@ def load_model(
         native = _native(model_config, weights.tensors, dtype, config, library, form, rank, stage)
         has_pooler = (stage is None or stage.is_last) and pools(config, path, model_config)
         pooler = read_pooler(config, path, native, model_config) if has_pooler else None
-        rest = pooler, model_config.encoder, _vision(path, model_config, dtype, config, native)
+        vision, sees_all = _vision(path, model_config, dtype, config, native), not model_config.is_causal
         _return_free_memory()
-        return LoadedModel(native, weights.fingerprint, weights.label, *rest)
+        return LoadedModel(native, weights.fingerprint, weights.label, pooler, model_config.encoder, sees_all, vision)
     _check_fit(path, config, rank, stage, None)
     if config.quantization in ("stored", "int8"):
         raise ConfigError(f"quantization={config.quantization!r} does not fit {path}, which transformers' code runs")
@@ -129,7 +130,7 @@ def _check_parts(
     option = _option(rank)
     if config.device == "cuda" or config.numerics == "L0" or config.cpu_kernels == "torch":
         raise ConfigError(f"{option}{_NO_PARTS}: leave out device, numerics and cpu_kernels, or {option}")
-    if model is None or model.encoder is not None:
+    if model is None or not model.is_causal:
         kind = "needs transformers' code" if model is None else "is an encoder"
         raise ConfigError(f"{option}{_NO_PARTS}, for decoders of our own, and {path} {kind}: leave {option} out")
     if stage is not None:
@@ -158,7 +159,7 @@ def _check_cache(path: Path, config: EngineConfig, model: ModelConfig | None) ->
         raise ConfigError("kv_cache_dtype='int8' is of device='cpu': leave it out, or device")
     if config.numerics == "L0" or config.cpu_kernels == "torch":
         raise ConfigError(f"{_NO_INT8_CACHE}: leave numerics and cpu_kernels out, or kv_cache_dtype")
-    if model is None or model.encoder is not None:
+    if model is None or not model.is_causal:
         kind = "needs transformers' code" if model is None else "is an encoder, which keeps no K and V"
         raise ConfigError(f"{_NO_INT8_CACHE}, and {path} {kind}: leave kv_cache_dtype out")
 
@@ -182,7 +183,7 @@ def _check_fit(
 
 def _check_encoder(path: Path, config: EngineConfig, library: CpuLibrary | None, model: ModelConfig) -> None:
     """Refuse options with which encoders do not run. Errors: ConfigError."""
-    if model.encoder is None:
+    if model.is_causal:
         return
     if library is None or config.numerics == "L0":
         raise ConfigError(

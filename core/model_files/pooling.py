@@ -58,9 +58,13 @@ def read_pooler(config: EngineConfig, path: Path, model: Llama | Encoder, whole:
 
     Errors: ModelFileError, UnsupportedModelError, ConfigError.
     """
-    hidden_size = model.config.hidden_size
     if isinstance(model, Encoder):
         return _encoder_pooler(path, model)
+    return _decoder_pooler(config, path, model)._replace(is_whole=not model.config.is_causal)
+
+
+def _decoder_pooler(config: EngineConfig, path: Path, model: Llama) -> Pooler:
+    hidden_size = model.config.hidden_size
     if model.classifier is not None:
         weight = to_floats(model.classifier).astype(np.float64)
         return Pooler("last", hidden_size, classifier=(Dense(weight, None),), activation=_activation(path, len(weight)))

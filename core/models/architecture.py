@@ -85,6 +85,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     interleaves_heads: bool = False  # the rows of q and k have pairs of rotated numbers as neighbours, in every file
     gguf_yarn_truncates: bool = True  # whether the ends of YaRN's transition are whole dimensions; no key says so
     gguf_interleaves_heads: bool = False  # llama.cpp's converter reorders the rows of q and k so
+    may_see_all: bool = False  # the setting use_bidirectional_attention exists
     attention_sinks: bool = False
     soft_caps: bool = False  # the settings attn_logit_softcapping and final_logit_softcapping exist
     multipliers: Literal["none", "granite", "minicpm"] = "none"  # whose names the settings have

@@ -77,6 +77,7 @@ _DENSE = (
         rope_theta=1_000_000.0,
         sliding_rope_theta=10_000.0,
         own_sliding_rope=True,
+        may_see_all=True,
     ),
     Architecture(
         name="Gemma2ForCausalLM",

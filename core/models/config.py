@@ -124,8 +124,14 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     fused_gate_up: bool = False  # the file has the MLP's gate and up as one matrix
     latent: LatentParts | None = None  # None: K and V are cached
     experts: ExpertParts | None = None  # None: no layer has a router
-    encoder: EncoderParts | None = None  # None: a decoder
+    encoder: EncoderParts | None = None  # None: a decoder's layers
+    sees_all: bool = False  # a decoder's layers whose tokens see the whole prompt, as an encoder's do
     vision: VisionParts | None = None  # None: the model takes no images
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether tokens see no later ones; else a step computes whole prompts, and nothing is cached."""
+        return self.encoder is None and not self.sees_all
 
     @property
     def scores_scale(self) -> float:

@@ -84,10 +84,10 @@ class CpuOperations:
         self.tables = _rotary_tables(config)
         self._attention = CpuAttention(library)
         self._plan = AttentionPlanner(
-            library, config.num_attention_heads, config.num_key_value_heads, is_causal=config.encoder is None
+            library, config.num_attention_heads, config.num_key_value_heads, is_causal=config.is_causal
         )
-        #: An encoder's prompt is computed in one step, so each layer may overwrite the K and V of the one before.
-        self._num_caches = config.num_hidden_layers if config.encoder is None else 1
+        #: A whole prompt is computed in one step, so each layer may overwrite the K and V of the one before.
+        self._num_caches = config.num_hidden_layers if config.is_causal else 1
         self.sampler = CpuSampler(library)
 
     @property

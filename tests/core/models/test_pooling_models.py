@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from engine_core import LLM, ConfigError, InvalidRequestError, PoolingParams, UnsupportedModelError
 from ipc.arrays import Floats
@@ -118,6 +118,28 @@ def test_vectors_are_functions_of_their_prompts_alone(qwen3: tuple[Path, Any]) -
 def _has_kernels(folder: Path) -> bool:
     with LLM(str(folder), **SMALL) as llm:
         return llm.numerics == "L2"
+
+
+def test_a_gemma_3_whose_tokens_see_both_sides(tmp_path: Path) -> None:
+    """EmbeddingGemma: a window of 10 is 5 tokens on each side; the mean of all tokens, a Dense, a norm."""
+    import transformers
+
+    sizes = {**SIZES, "head_dim": 16, "query_pre_attn_scalar": 16, "num_hidden_layers": 3, "sliding_window": 10}
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = transformers.Gemma3TextConfig(**sizes, layer_types=kinds, use_bidirectional_attention=True)
+    model = save(tmp_path, "Gemma3TextModel", config)
+    add_modules(tmp_path, "mean_tokens", dense=6)
+    weights = load_file(tmp_path / "2_Dense/model.safetensors")
+    with LLM(str(tmp_path), **SMALL) as llm:
+        assert (llm.numerics, llm.client.welcome.is_encoder) == ("L2", True)
+        together = vectors(llm, PROMPTS)
+        for ids, vector in zip(PROMPTS, together, strict=True):
+            mean = hidden_states(model, ids).mean(0)
+            dense = np.tanh(weights["linear.weight"] @ mean + weights["linear.bias"])
+            np.testing.assert_allclose(vector, unit(dense), atol=1e-5)
+            assert vectors(llm, [ids])[0].tobytes() == vector.tobytes()
+    with pytest.raises(ConfigError, match="is an encoder, which needs the C kernels"):
+        LLM(str(tmp_path), **SMALL, numerics="L0")
 
 
 @pytest.mark.parametrize("mode", ["mean_tokens", "cls_token", "max_tokens"])
