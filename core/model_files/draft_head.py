@@ -40,7 +40,7 @@ def load_eagle3(folder: Path, target: Llama, is_made_up: bool) -> DraftHead:
     if is_made_up:
         return DraftHead(config, HeadWeights(made_up(shapes, target.dtype), _made_up_ids(config)), target)
     names = _eagle3_names(shapes, folder)
-    tensors = load_tensors(folder, names, shapes, _EAGLE3_REST.fullmatch, target.dtype)
+    tensors = load_tensors(folder, names, shapes, _EAGLE3_REST, target.dtype)
     return DraftHead(config, HeadWeights(tensors, _token_ids(folder, config)), target)
 
 
@@ -64,7 +64,7 @@ def load_mtp(folder: Path, target: Llama, is_made_up: bool) -> DraftHead:
         return DraftHead(config, HeadWeights(made_up(shapes, target.dtype), None), target)
     names = {name: f"{prefix}0.{name.removeprefix(_LAYER)}" for name in shapes}
     names["model.norm.weight"] = f"{prefix}0.final_layernorm.weight"
-    tensors = load_tensors(folder, names, shapes, lambda _: True, target.dtype)
+    tensors = load_tensors(folder, names, shapes, re.compile(".*"), target.dtype)
     return DraftHead(config, HeadWeights(tensors, None), target)
 
 

@@ -47,7 +47,7 @@ def with_our_names(found: Mapping[str, _Stored], config: ModelConfig) -> dict[st
     norm's weight and bias gamma and beta.
     """
     row, _ = ENCODER_FORMS[config.architecture]
-    ours = {theirs: name for name, theirs in _file_names(row, config, row.weights).items()}
+    ours = {theirs: name for name, theirs in _file_names(row, config).items()}
     tensors: dict[str, _Stored] = {}
     for name, tensor in found.items():
         plain = name.removeprefix(row.prefix)
@@ -60,18 +60,19 @@ def with_our_names(found: Mapping[str, _Stored], config: ModelConfig) -> dict[st
     return tensors
 
 
-def encoder_gguf_names(config: ModelConfig) -> dict[str, str]:
-    """Return the name in GGUF files of each of encoder_shapes()."""
+def encoder_gguf_name(name: str, config: ModelConfig) -> str:
+    """Return the name in GGUF files of one of encoder_shapes()."""
     row, _ = ENCODER_FORMS[config.architecture]
-    stems = _file_names(row, config, row.gguf_weights)
-    named = {name: name.rpartition(".") for name in encoder_shapes(config)}
-    return {name: f"{stems[stem]}.{kind}" for name, (stem, _, kind) in named.items()}
+    stem, _, kind = name.rpartition(".")
+    layer = stem.split(".")[1] if stem.startswith("layers.") else ""
+    theirs = row.gguf_weights[stem.replace(f"layers.{layer}.", "layers.{}.", 1) if layer else stem]
+    return f"{theirs.format(layer)}.{kind}"
 
 
-def _file_names(row: EncoderArchitecture, config: ModelConfig, weights: Mapping[str, str]) -> dict[str, str]:
-    """Return the file's stem of each weight's name by ours. weights: of the row."""
+def _file_names(row: EncoderArchitecture, config: ModelConfig) -> dict[str, str]:
+    """Return the file's stem of each weight's name by ours."""
     names: dict[str, str] = dict(row.head_weights) if config.num_labels else {}
-    for name, theirs in weights.items():
+    for name, theirs in row.weights.items():
         layers = range(config.num_hidden_layers) if "{}" in name else range(1)
         names |= {name.format(layer): theirs.format(layer) for layer in layers}
     return names

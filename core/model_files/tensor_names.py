@@ -3,6 +3,7 @@
 import re
 from collections.abc import Mapping
 
+from core.model_files.encoder_weights import encoder_gguf_name
 from core.models.architectures import ARCHITECTURES
 from core.models.config import ModelConfig
 
@@ -80,6 +81,8 @@ def json_name(name: str, config: ModelConfig) -> str:
 
 def gguf_name(name: str, config: ModelConfig) -> str:
     """Return the name in GGUF files of one of our names."""
+    if config.encoder is not None:
+        return encoder_gguf_name(name, config)
     stem, kind = name.rsplit(".", 1)  # kind: weight or bias
     if stem in _GGUF_NAMES:
         return f"{_GGUF_NAMES[stem]}.{kind}"

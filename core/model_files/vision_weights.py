@@ -1,6 +1,7 @@
 """The weights of a model's vision encoder: from its folder, or made up."""
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,8 @@ def open_vision(
     if is_made_up:
         flat = {name: shape if len(shape) < 3 else (shape[0], math.prod(shape[1:])) for name, shape in shapes.items()}
         return made_up(flat, dtype)
-    theirs = {vision_name(name): name for tensors in read_safetensors_folder(folder).values() for name in tensors}
-    turned = ("connector.weight",) if parts.join == "mean and norm" else ()
+    files = [name for tensors in read_safetensors_folder(folder).values() for name in tensors]
+    theirs = {vision_name(name): name for name in files}
     names = {name: theirs.get(name, f"of the vision encoder's {name}") for name in shapes}
-    return load_tensors(folder, names, shapes, is_unused, dtype, turned)
+    unused = re.compile("|".join(re.escape(name) for name in files if is_unused(name)))
+    return load_tensors(folder, names, shapes, unused, dtype)

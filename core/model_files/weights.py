@@ -7,7 +7,7 @@ at a time, so that there is never a second copy of a whole file.
 import math
 import mmap
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from core.model_files.encoder_weights import encoder_gguf_names, encoder_shapes, with_our_names
+from core.model_files.encoder_weights import encoder_shapes, with_our_names
 from core.model_files.latent_tensors import latent_orders, latent_shapes
 from core.model_files.mxfp4 import MXFP4, mxfp4_rows
 from core.model_files.packed_layout import UNUSED_KINDS, fault_of, kinds_of
@@ -157,28 +157,17 @@ def load_weights(
 
 
 def load_tensors(
-    folder: Path,
-    files: Mapping[str, str],
-    shapes: Mapping[str, tuple[int, ...]],
-    is_unused: Callable[[str], object],
-    dtype: Dtype,
-    turned: Collection[str] = (),
+    folder: Path, files: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], unused: re.Pattern[str], dtype: Dtype
 ) -> Iterator[tuple[str, Weight]]:
     """Return an iterator over (name, weight) for every name of shapes, as load_weights() does for a whole model.
 
-    files: the names in the folder's files. is_unused: by name, of tensors that the files may have besides. turned:
-    names of matrices that the files have as [in, out]. Errors: those of load_weights(). A tensor of more than two
-    dimensions becomes a matrix [first, others].
+    files: the names in the folder's files. unused: of tensors that the files may have besides. Errors: those of
+    load_weights(). A tensor of more than two dimensions becomes a matrix [first, others].
     """
     found = _folder_tensors(folder)
-    plan = {
-        name: _as_matrix(_take(found, files[name], shape[::-1] if name in turned else shape, folder))
-        for name, shape in shapes.items()
-    }
-    for name in turned:
-        plan[name] = msgspec.structs.replace(plan[name], shape=shapes[name], is_turned=True)
+    plan = {name: _as_matrix(_take(found, files[name], shape, folder)) for name, shape in shapes.items()}
     for name, stored in found.items():
-        if not is_unused(name):
+        if not unused.fullmatch(name):
             raise UnsupportedModelError(f"{stored.path}: unexpected tensor {name!r:.80} of shape {stored.shape}")
     return _convert(plan, dtype, None)
 
@@ -208,14 +197,12 @@ def _plan_gguf(path: Path, config: ModelConfig) -> Mapping[str, StoredTensor | P
         name: StoredTensor(path, name, tensor.type, tensor.shape, tensor.offset, tensor.offset + tensor.num_bytes)
         for name, tensor in read_gguf(path).tensors.items()
     }
-    if config.encoder is not None:
-        names, shapes = encoder_gguf_names(config), expected_shapes(config)
-        plan = {name: _take(found, names[name], shape, path) for name, shape in shapes.items()}
-        _check_rest(found, config)
-        return plan
-    row, found = ARCHITECTURES[config.architecture], unstacked(found)
+    found = unstacked(found)
     plan = {name: _take(found, gguf_name(name, config), shape, path) for name, shape in expected_shapes(config).items()}
     _check_rest(found, config)
+    if config.encoder is not None:
+        return plan
+    row = ARCHITECTURES[config.architecture]
     return _in_our_order(plan, config, row.interleaves_heads or row.gguf_interleaves_heads)
 
 

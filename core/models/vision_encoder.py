@@ -10,7 +10,7 @@ import numpy as np
 
 from core.models.config import EncoderParts, ModelConfig
 from core.models.cpu_operations import CpuOperations
-from core.models.stored_matrix import Weight
+from core.models.stored_matrix import StoredMatrix, Weight
 from core.models.turns import Turns
 from core.models.vision_parts import VisionParts
 from core.models.weight_parts import WeightParts
@@ -53,7 +53,10 @@ class VisionEncoder:
         self._positions = table[position_ids(parts.patches_per_side)] if parts.finds_positions else table
         self._decoder = self._make_decoder(files)
         self._join = self._make_join(files)
-        self._connector = operations.linear(files.take_matrix("connector.weight"), out_dtype=FLOAT32)
+        connector = files.take_matrix("connector.weight")
+        if parts.join == "mean and norm":
+            connector = StoredMatrix.of(np.ascontiguousarray(connector.dense(dtype).T))
+        self._connector = operations.linear(connector, out_dtype=FLOAT32)
         self._pixels = _pixel_values(parts)
         self._num_patches = len(self._positions)
         num_blocks = -(-self._num_patches // _BLOCK)

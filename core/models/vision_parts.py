@@ -41,8 +41,8 @@ class VisionParts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def joined_size(self) -> int:
-        """Numbers of a row before the connector's product."""
-        return self.hidden_size * (self.scale_factor**2 if self.join == "shuffle" else 1)
+        """Numbers of a row before the connector's product, where patches are side by side."""
+        return self.hidden_size * self.scale_factor**2
 
 
 def vision_shapes(parts: VisionParts, hidden_size: int) -> dict[str, tuple[int, ...]]:
@@ -62,6 +62,6 @@ def vision_shapes(parts: VisionParts, hidden_size: int) -> dict[str, tuple[int, 
         for name, shape in products.items():
             shapes |= {f"{stem}{name}.weight": shape, f"{stem}{name}.bias": shape[:1]}
     shapes |= {"norm.weight": (width,), "norm.bias": (width,)}
-    if parts.join == "mean and norm":
-        shapes["connector_norm.weight"] = (width,)
+    if parts.join == "mean and norm":  # files have this product's matrix as [in, out]
+        return shapes | {"connector_norm.weight": (width,), "connector.weight": (width, hidden_size)}
     return shapes | {"connector.weight": (hidden_size, parts.joined_size)}
