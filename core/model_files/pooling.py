@@ -60,10 +60,10 @@ def read_pooler(config: EngineConfig, path: Path, model: Llama | Encoder, whole:
     """
     if isinstance(model, Encoder):
         return _encoder_pooler(path, model)
-    return _decoder_pooler(config, path, model)._replace(is_whole=not model.config.is_causal)
+    return _decoder_pooler(config, path, model, whole)._replace(is_whole=not model.config.is_causal)
 
 
-def _decoder_pooler(config: EngineConfig, path: Path, model: Llama) -> Pooler:
+def _decoder_pooler(config: EngineConfig, path: Path, model: Llama, whole: ModelConfig) -> Pooler:
     hidden_size = model.config.hidden_size
     if model.classifier is not None:
         weight = to_floats(model.classifier).astype(np.float64)

@@ -50,8 +50,7 @@ class Scheduler:
         self.block_size, self.max_num_seqs = config.block_size, config.max_num_seqs
         assert config.max_num_batched_tokens is not None, "the config is not resolved"
         self.max_num_batched_tokens = self._token_budget = config.max_num_batched_tokens
-        self.stats, self.outputs = new_stats(), OutputCollector(epoch)
-        self.batch = Batch(config, eos_token_ids)
+        self.stats, self.outputs, self.batch = new_stats(), OutputCollector(epoch), Batch(config, eos_token_ids)
         self.table, self.pool = self.batch.table, self.batch.pool
         self.policy = build_policy(config, self.table)
         self.waiting, self._requests = WaitingQueue(self.policy.line), RequestIndex()

@@ -71,7 +71,7 @@ def test_it_pools_as_the_file_says(tmp_path: Path, kind: int | None, method: str
     metadata = {} if kind is None else {"pooling_type": kind}
     path = write_bert(tmp_path / "a.gguf", save_encoder(tmp_path, "Bert", "Model"), **metadata)
     assert pools(EngineConfig(), path, read_model_config(path))
-    pooler = read_pooler(EngineConfig(), path, load(path))
+    pooler = read_pooler(EngineConfig(), path, model := load(path), model.config)
     assert (pooler.method, pooler.is_whole) == (method, True)
 
 
@@ -97,7 +97,7 @@ def test_wrong_settings(tmp_path: Path, metadata: dict[str, Any], error: type[En
 def test_a_file_that_ranks_and_one_with_a_classifier_are_refused(tmp_path: Path) -> None:
     path = write_bert(tmp_path / "a.gguf", save_encoder(tmp_path, "Bert", "Model"), pooling_type=4)
     with pytest.raises(UnsupportedModelError, match="pooling_type 4"):
-        read_pooler(EngineConfig(), path, load(path))
+        read_pooler(EngineConfig(), path, model := load(path), model.config)
 
 
 def test_texts_are_embedded_as_from_the_folder(tmp_path: Path) -> None:
