@@ -193,11 +193,8 @@ def read_integers(folder: Path, name: str) -> Ints | None:
 
 
 def _plan_gguf(path: Path, config: ModelConfig) -> Mapping[str, StoredTensor | PackedTensor]:
-    found = {
-        name: StoredTensor(path, name, tensor.type, tensor.shape, tensor.offset, tensor.offset + tensor.num_bytes)
-        for name, tensor in read_gguf(path).tensors.items()
-    }
-    found = unstacked(found)
+    tensors = read_gguf(path).tensors.items()
+    found = unstacked({n: StoredTensor(path, n, t.type, t.shape, t.offset, t.offset + t.num_bytes) for n, t in tensors})
     plan = {name: _take(found, gguf_name(name, config), shape, path) for name, shape in expected_shapes(config).items()}
     _check_rest(found, config)
     if config.encoder is not None:
