@@ -27,6 +27,7 @@ class PoisonHunt:
         self._deaths: dict[bytes, tuple[float, Suspect]] = {}  # by digest: the last unfinished step it was in
         self._groups: list[list[Suspect]] = []  # that must run apart from one another; the last one runs
         self._seen: set[bytes] = set()  # of the group that runs: those that have begun
+        self._missed: set[bytes] = set()  # of these: those that were not in the last look
         self._running_since: float | None = None  # of that group
         self._quarantined: OrderedDict[bytes, float] = OrderedDict()
         self._free_deaths: list[float] = []
@@ -48,7 +49,7 @@ class PoisonHunt:
         if cause not in CAUSED_BY_WORK or not suspects:
             return False
         self._deaths = {digest: one for digest, one in self._deaths.items() if now - one[0] < _MEMORY_S}
-        self._seen, self._running_since = set(), None
+        self._seen, self._missed, self._running_since = set(), set(), None
         active = self._groups.pop() if self._groups else []
         accused = _again(suspects, {one.digest: one for one in active})
         if not accused:  # what ran was not it: another poison, or none
@@ -68,8 +69,9 @@ class PoisonHunt:
     def on_step(self, rows: list[Suspect], now: float) -> bool:
         """Take in the rows of the last step of a running engine; return whether isolate() has changed.
 
-        A suspect that has passed the place of the death, or ran and does not run any more, is no longer one. So is one
-        that has not come back for a while: its client has left.
+        A suspect that has passed the place of the death is no longer one; the last step may be the one that does not
+        end, so what counts is where it begins. Nor is one that ran and was in none of two looks since, or that has not
+        come back for a while: its client has left.
         """
         if not self._groups:
             return False
@@ -79,10 +81,16 @@ class PoisonHunt:
         left = []
         for one in self._groups[-1]:
             row = at.get(one.digest)
-            if row is None and one.digest not in self._seen and not is_late:
-                left.append(one)
-            elif row is not None and row.end <= one.end:
+            if row is not None:
                 self._seen.add(one.digest)
+                self._missed.discard(one.digest)
+                if row.start < one.end:
+                    left.append(one)
+            elif one.digest not in self._seen:
+                if not is_late:
+                    left.append(one)
+            elif one.digest not in self._missed:  # a step may leave out a row, for want of budget
+                self._missed.add(one.digest)
                 left.append(one)
         self._groups[-1] = left
         if left:
@@ -109,7 +117,7 @@ class PoisonHunt:
         if middle:
             self._groups.append(group[:middle])
         self._groups.append(group[middle:])
-        self._seen, self._running_since = set(), None
+        self._seen, self._missed, self._running_since = set(), set(), None
 
 
 def _again(suspects: list[Suspect], before: dict[bytes, Suspect]) -> list[Suspect]:

@@ -54,6 +54,51 @@ def test_two_poisons_are_found(num_requests: int, seed: int) -> None:
     assert num_deaths <= 2 * (math.ceil(math.log2(num_requests)) + 2)
 
 
+def play_chunks(seed: int) -> tuple[PoisonHunt, int]:
+    """Run prompts in chunks of changing sizes, one of which hangs each step that it is in, until it is quarantined.
+
+    The supervisor looks at each step while it runs, also at the one that does not end. Return the deaths, too.
+    """
+    rng, hunt = random.Random(seed), PoisonHunt()
+    count = rng.choice([2, 5, 12, 40])
+    num_done = [0] * count  # tokens that the clients have; those that come back are computed anew
+    for num_deaths in range(1, 40):
+        isolate, at = hunt.isolate(float(num_deaths)), [0] * count
+        for step in range(60):
+            budget, rows = rng.randrange(24, 96), []
+            for number in range(count):
+                if name(number) in (*isolate.parked, *isolate.quarantined) or not budget or num_done[number] > 90:
+                    continue
+                chunk = min(budget, max(1, PLACE + num_done[number] - at[number]))
+                rows.append(Suspect(name(number), at[number], at[number] + chunk))
+                budget -= chunk
+            now = num_deaths + step / 100
+            if hunt.on_step(rows, now):
+                isolate = hunt.isolate(now)
+            if name(count // 2) in [row.digest for row in rows]:
+                hunt.on_death(Cause.HUNG, rows, now)
+                break
+            for row in rows:
+                number = int.from_bytes(row.digest, "big")
+                at[number] = row.end
+                num_done[number] = max(num_done[number], row.end - PLACE)
+        if isolate.quarantined or hunt.isolate(now).quarantined:
+            return hunt, num_deaths
+    raise AssertionError("it is not found")
+
+
+def test_in_chunks_of_prompts_nobody_else_is_accused() -> None:
+    """A row of the step that hangs has passed nothing, though the step goes beyond where it died before."""
+    for seed in range(300):
+        hunt, num_deaths = play_chunks(seed)
+        assert hunt.isolate(num_deaths + 1.0).quarantined == [name(_count(seed) // 2)], seed
+        assert num_deaths <= math.ceil(math.log2(_count(seed))) + 2, seed
+
+
+def _count(seed: int) -> int:
+    return random.Random(seed).choice([2, 5, 12, 40])
+
+
 def test_kills_from_outside_accuse_nobody() -> None:
     hunt = PoisonHunt()
     rows = [Suspect(name(number), 0, PLACE) for number in range(8)]
@@ -109,6 +154,7 @@ def test_the_other_half_is_released_when_this_one_has_passed_ended_or_left() -> 
     assert not hunt.on_step(at_place, 2.0)
     passed = [Suspect(name(3), PLACE, PLACE + 1), at_place[1]]
     assert not hunt.on_step(passed, 3.0)
+    assert not hunt.on_step([], 3.5), "one was left out of a step, or is gone"
     assert not hunt.on_step([], 4.0), "one has not begun yet"
     assert not hunt.on_step([], 11.9)
     assert hunt.on_step([], 12.0)
