@@ -1,5 +1,7 @@
 """KV blocks from another engine: what it has is fetched, and whatever is wrong with it or its answers is a miss."""
 
+import contextlib
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -29,6 +31,7 @@ from core.tiers.peer_messages import (
 from core.tiers.peer_server import PeerServer
 from core.tiers.peers import DISTRUST_S, PAUSE_S, Peers
 from core.tiers.portable_names import PortableNames
+from ipc.curve import add_client, make_engine_keys
 from ipc.sockets import bind_router
 
 pytestmark = pytest.mark.timeout(60)
@@ -174,6 +177,51 @@ def test_a_peer_that_is_gone_is_a_miss_at_once_and_one_that_comes_back_is_asked(
     assert taker.store.carry_out(LOOK) == BlocksFound(7, NUM)
 
 
+def test_the_peer_with_the_longest_beginning_is_read_from(tmp_path: Path) -> None:
+    addresses = [f"ipc://{tmp_path}/{name}" for name in ("a", "b")]
+    short, whole, taker = Site(1), Site(3), Site(2)
+    for site, address in zip((short, whole), addresses, strict=True):
+        site.serve(address)
+        site.leave()
+    short.contents[5] = 99
+    peers = Peers([*addresses, f"ipc://{tmp_path}/nobody"])
+    taker.store = BlockStore(None, taker.names, taker.blocks, taker.contents, taker.evictions, peers)
+    taker.store.open()
+    for peer in peers._peers[:2]:
+        while not peer.is_connected():
+            assert peer.monitor.poll(10_000), "no connection"
+    assert taker.store.carry_out(LOOK) == BlocksFound(7, NUM)
+    assert taker.store.carry_out(FETCH) == BlocksArrived(7, NUM)
+    assert np.array_equal(taker.host[0][:NUM], whole.cache[0])
+    for site in (taker, short, whole):
+        site.store.close()
+
+
+def test_over_tcp_a_peer_needs_a_key_that_is_allowed(tmp_path: Path) -> None:
+    make_engine_keys(str(tmp_path / "keys"))
+    add_client(str(tmp_path / "keys"), "decode", str(tmp_path / "decode.json"))
+    make_engine_keys(str(tmp_path / "others"))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+    giver, taker, stranger = Site(1), Site(2), Site(2)
+    giver.serve(f"{address}?keys={tmp_path}/keys")
+    giver.leave()
+    taker.ask(f"{address}?keys={tmp_path}/decode.json")
+    assert taker.store.carry_out(LOOK) == BlocksFound(7, NUM)
+    assert taker.store.carry_out(FETCH) == BlocksArrived(7, NUM)
+    for suffix in ("", f"?keys={tmp_path}/others"):
+        peers = Peers([f"{address}{suffix}"])
+        stranger.store = BlockStore(None, stranger.names, stranger.blocks, stranger.contents, stranger.evictions, peers)
+        stranger.store.open()
+        assert peers._peers[0].monitor.poll(10_000), "the end of the attempt"
+        assert not peers._peers[0].is_connected()
+        assert stranger.store.carry_out(LOOK) == BlocksFound(7, 0)
+        stranger.store.close()
+    for site in (taker, giver):
+        site.store.close()
+
+
 class Liar:
     """A peer that answers as the test wants."""
 
@@ -188,8 +236,9 @@ class Liar:
         while not self._is_ended:
             if self._router.socket.poll(20):
                 identity, frame = self._router.socket.recv_multipart()
-                if answer := self._answer(frame):
-                    self._router.socket.send_multipart([identity, *answer])
+                with contextlib.suppress(zmq.ZMQError):  # the asker has gone
+                    if answer := self._answer(frame):
+                        self._router.socket.send_multipart([identity, *answer])
         self._router.close(0)
         self._context.term()
 
@@ -298,20 +347,20 @@ def test_hostile_questions_are_no_end_of_a_server(address: str) -> None:
     giver.serve(address)
     giver.leave()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.DEALER)
-    socket.linger = 0
-    socket.connect(address)
+    asker = context.socket(zmq.DEALER)
+    asker.linger = 0
+    asker.connect(address)
     names = b"".join(giver.names.chain(-1, TOKENS))
     for frames in ([b""], [b"x"], [b"a", b"b"], [encode(BlocksHere(1, 2))], [encode(FindBlocks(1, names[:-1]))]):
-        socket.send_multipart(frames)
-    socket.send(encode(FindBlocks(2, names)))
+        asker.send_multipart(frames)
+    asker.send(encode(FindBlocks(2, names)))
     answers = {}
     while 2 not in answers:
-        assert socket.poll(10_000)
-        answer = BlocksHere(*(int(number) for number in _fields(socket.recv())))
+        assert asker.poll(10_000)
+        answer = BlocksHere(*(int(number) for number in _fields(asker.recv())))
         answers[answer.number] = answer.count
     assert answers == {1: 0, 2: NUM}
-    socket.close(0)
+    asker.close(0)
     context.term()
     giver.store.close()
 
