@@ -17,7 +17,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 import numpy as np
 from msgspec.structs import replace
 
-from frontend.client.errors import fresh, refusal, request_error, why_not_again
+from frontend.client.errors import fresh, refusal, request_error, unanswered, why_not_again
 from frontend.client.journal import Journal
 from frontend.client.journal_reader import JournalReader
 from frontend.client.kv_event_stream import KVEventStream
@@ -103,6 +103,7 @@ class EngineClient(JournalReader, TypedCalls):
         self._kv_events: KVEventStream | None = None
         self._error: EngineCoreError | None = None
         self._welcome: Future[Welcome] = Future()
+        begin = time.monotonic()
         transport.start(self._on_frames, self._on_dead, self._on_lost)
         try:
             transport.send(self._resumption.hello)
@@ -113,6 +114,9 @@ class EngineClient(JournalReader, TypedCalls):
                 f"no engine answered within {hello_timeout:g} s; is one running at this address? One that asks for "
                 "keys answers only the clients that it allows"
             ) from None
+        except EngineDeadError as error:
+            transport.close()
+            raise unanswered(error, time.monotonic() - begin) from None
         except BaseException:
             transport.close()
             raise

@@ -1,7 +1,15 @@
 """The client's errors for what the engine refuses."""
 
-from ipc.errors import DeadlineExceededError, EngineCoreError, HandshakeError, InvalidRequestError, RequestFailedError
+from ipc.errors import (
+    DeadlineExceededError,
+    EngineCoreError,
+    EngineDeadError,
+    HandshakeError,
+    InvalidRequestError,
+    RequestFailedError,
+)
 from ipc.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, ErrorCode, Refused, RequestFailed, Welcome
+from ipc.sockets import HANDSHAKE_MS
 
 _SAME_TOKENS = "L2"  # the level at which equal fingerprints mean equal tokens
 
@@ -22,6 +30,13 @@ def request_error(failed: RequestFailed) -> EngineCoreError:
     error = kind(f"{failed.message} ({ErrorCode(failed.code).name})")
     error.code, error.retry_after_ms = ErrorCode(failed.code).name, failed.retry_after_ms
     return error
+
+
+def unanswered(error: EngineDeadError, seconds: float) -> EngineDeadError:
+    """Return the error of a connection that ended so many seconds after it was made, before anything was heard."""
+    if seconds < HANDSHAKE_MS / 1000:
+        return error
+    return EngineDeadError(f"{error}, on which nothing was said for {seconds:.0f} s: an engine that is stopped is so")
 
 
 def refusal(refused: Refused) -> HandshakeError:

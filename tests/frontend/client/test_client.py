@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import socket as socket_module
 import subprocess
 import sys
 import threading
@@ -319,6 +320,17 @@ def test_nobody_listens(tmp_path):
     with pytest.raises(EngineDeadError, match=r"no engine listens at ipc:///.*nobody\.sock"):
         EngineClient(ZmqTransport(f"ipc://{tmp_path}/nobody.sock"), hello_timeout=0.1)
     assert time.monotonic() - begin < 3.0
+
+
+def test_an_engine_that_is_stopped_is_named_as_such(tmp_path):
+    """The kernel takes connections for it; libzmq gives the handshake up after 2 s."""
+    with socket_module.socket(socket_module.AF_UNIX) as stopped:
+        stopped.bind(f"{tmp_path}/s")
+        stopped.listen()
+        with pytest.raises(
+            EngineDeadError, match=r"closed the connection, on which nothing was said for \d s: .* stopped"
+        ):
+            EngineClient(ZmqTransport(f"ipc://{tmp_path}/s"))
 
 
 def test_an_address_that_is_none():
