@@ -36,7 +36,7 @@ _SINKS: dict[str, Any] = {"attention_sinks": True, "hidden_act": "clamped_silu",
 _SINKS |= {"sliding_window": 90, "sliding_layers": (0, 2)}
 _SINKS |= {"experts": msgspec.structs.replace(_EXPERTS, has_biases=True, dense_layers=())}
 
-_LATENT = LatentParts(query_dim=None, latent_dim=64, plain_dim=20, rotated_dim=8, value_dim=24)
+_LATENT = LatentParts(query_dim=None, latent_dim=64, plain_dim=20, rotated_dim=8, value_dim=32)
 _ONE_HEAD: dict[str, Any] = {"num_key_value_heads": 1, "head_dim": 72, "query_pre_attn_scalar": 28.0}
 
 #: What changes attention, rotation or the head, by name. Windows end within KV tiles of 128 tokens and blocks of 16;

@@ -22,6 +22,8 @@ TYPES = {
     "k_proj": "Q4_1",
     "v_proj": "Q8_0",
     "o_proj": "Q4_0",
+    "kv_a_proj": "Q8_0",
+    "kv_b_proj": "Q5_0",
     "gate_proj": "Q5_0",
     "up_proj": "Q5_0",
     "down_proj": "Q5_1",
@@ -46,12 +48,12 @@ def variant(request: pytest.FixtureRequest) -> Iterator[str]:
     load_cpu_library(request.param).stop_threads()
 
 
-@pytest.mark.parametrize("kind", ["plain", "untied head"])
+@pytest.mark.parametrize("kind", ["plain", "untied head", "latent attention"])
 def test_a_request_in_any_company_has_the_logits_of_the_dequantized_model_alone(kind: str, variant: str) -> None:
     weights, library = quantized_weights(kind), load_cpu_library(variant)
     dense = {n: StoredMatrix.of(w.dense(BFLOAT16)) if isinstance(w, StoredMatrix) else w for n, w in weights.items()}
     model, whole = (Llama(KINDS[kind], w.items(), BFLOAT16, library=library) for w in (weights, dense))
-    products = {name: product.packing for name, product in model.layers[1].products.items()}
+    products = {name: product.packing for name, product in model.layers[1].products.items() if name != "latent"}
     assert products == dict.fromkeys(("qkv", "o", "gate_up", "down"), QUANTIZED)
     assert isinstance(model.head, PackedMatrix)
     assert model.head.packing == QUANTIZED
