@@ -23,7 +23,6 @@ END_TO_END = (
     "tests/core/process/test_start.py",
     "tests/frontend/test_async_llm.py",
     "tests/frontend/test_model_files_end_to_end.py",
-    "tests/frontend/test_vllm_scripts.py",
 )
 
 

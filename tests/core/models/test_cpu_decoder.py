@@ -25,6 +25,7 @@ from kernels.cpu.sampling import _TYPES
 from kernels.elements import BFLOAT16, FLOAT32, Numbers
 from tests.core.models.test_llama import Requests, prompts
 from tests.core.runner.invariance import DTYPES, KINDS, random_model, tiny_model
+from tests.core.runner.invariance_kinds import EVERY_KIND
 
 
 class Watched:
@@ -74,15 +75,7 @@ def same_bits(left: Numbers, right: Numbers) -> bool:
     return left.shape == right.shape and left.tobytes() == right.tobytes()
 
 
-#: Every kind in bfloat16, and half of them in float32; the others are the soak's.
-MODELS = [
-    *(("bfloat16", kind) for kind in KINDS),
-    *(("float32", kind) for kind in list(KINDS)[::2]),
-    *(pytest.param("float32", kind, marks=pytest.mark.soak) for kind in list(KINDS)[1::2]),
-]
-
-
-@pytest.mark.parametrize(("dtype", "kind"), MODELS)
+@pytest.mark.parametrize(("dtype", "kind"), EVERY_KIND)
 def test_one_call_gives_the_bits_of_many(dtype: str, kind: str) -> None:
     model, library = tiny_model(DTYPES[dtype], kind=kind), load_cpu_library()
     expected = run(model, one_by_one=True)

@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgspec
+import pytest
 
 from core.models.config import ExpertParts, LatentParts, ModelConfig
 from core.models.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
@@ -76,3 +77,10 @@ KINDS: dict[str, ModelConfig] = {
         **_ONE_HEAD,
     ),
 }
+
+#: (dtype, kind): every kind in bfloat16, and half of them in float32; the others are the soak's.
+EVERY_KIND = [
+    *(("bfloat16", kind) for kind in KINDS),
+    *(("float32", kind) for kind in list(KINDS)[::2]),
+    *(pytest.param("float32", kind, marks=pytest.mark.soak) for kind in list(KINDS)[1::2]),
+]

@@ -18,7 +18,6 @@ from kernels.cpu.library import load_cpu_library
 from kernels.elements import BFLOAT16, FLOAT32
 from tests.core.runner.invariance import (
     DTYPES,
-    KINDS,
     Heard,
     Recorder,
     bits,
@@ -30,11 +29,11 @@ from tests.core.runner.invariance import (
     run,
     tiny_model,
 )
+from tests.core.runner.invariance_kinds import EVERY_KIND
 from tests.core.runner.invariance_scenarios import ONE_OF_EACH, PROMPT, SCENARIOS, mixed, scenario
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "kind"), EVERY_KIND)
 def test_a_request_alone_and_in_any_company_has_the_same_logits(dtype: str, kind: str) -> None:
     model = tiny_model(DTYPES[dtype], kind)
     assert model.numerics == "L2"

@@ -10,7 +10,6 @@ from core.inputs import EngineInput, HoldClient, ReleaseClient
 from kernels.elements import BFLOAT16
 from tests.core.runner.invariance import (
     DTYPES,
-    KINDS,
     TARGET,
     TARGET_CLIENT,
     Recorder,
@@ -19,6 +18,7 @@ from tests.core.runner.invariance import (
     run,
     tiny_model,
 )
+from tests.core.runner.invariance_kinds import EVERY_KIND
 from tests.core.runner.invariance_scenarios import PROMPT, Preempting, mixed, preempt, progress
 
 SHORT = PROMPT[:150]  # past the first KV tile and both windows
@@ -26,8 +26,7 @@ CHUNK = 48
 NUM_STEPS = 11  # of the target alone: four chunks, the last of which gives the first of eight tokens
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "kind"), EVERY_KIND)
 def test_preempted_after_any_one_step(dtype: str, kind: str) -> None:
     """Everything is computed again, once from each step on."""
     model = tiny_model(DTYPES[dtype], kind)
@@ -42,8 +41,7 @@ def test_preempted_after_any_one_step(dtype: str, kind: str) -> None:
     assert seen == {(48, 0), (96, 0), (144, 0), *((149 + output, output) for output in range(1, 8))}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "kind"), EVERY_KIND)
 def test_preempted_after_every_step(dtype: str, kind: str) -> None:
     """The prefix cache keeps the whole blocks, so that there is progress."""
     model = tiny_model(DTYPES[dtype], kind)

@@ -87,9 +87,14 @@ def test_windows_equal_float64_loop(window, dtype, c_library):
     assert (outputs[0] - outputs[1]).abs().max() < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "heads", [*(pytest.param(heads, marks=pytest.mark.soak) for heads in HEADS[:2]), *HEADS[2:4]], ids=str
+    ("heads", "dtype"),
+    [
+        *zip(HEADS[2:4], DTYPES, strict=True),
+        *(pytest.param(*pair, marks=pytest.mark.soak) for pair in zip(HEADS[2:4], DTYPES[::-1], strict=True)),
+        *(pytest.param(heads, dtype, marks=pytest.mark.soak) for heads in HEADS[:2] for dtype in DTYPES),
+    ],
+    ids=str,
 )
 def test_bits_depend_on_own_tokens_only(heads, dtype, attention):
     usual = CpuBench(LENGTHS[:1], heads, dtype, 0).run(0, [LENGTHS[0]], attention=attention)
