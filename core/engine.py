@@ -68,6 +68,7 @@ class EngineCore:
         self._kind_stride = executor.info.vocab_size if executor.info.num_token_kinds > 1 else 0
         self._num_requests = 0
         self.scheduler = Scheduler(config, executor.info.eos_token_ids, epoch)
+        self.scheduler.batch.forks.is_off = executor.info.state_bytes > 0
         self.scheduling_policy = config.scheduling_policy
         self.kv_feed = KVFeed(self.scheduler.pool.names, epoch)
         self.pipeline = Pipeline(executor, depth=most_in_flight(config), watchers=watchers)

@@ -24,6 +24,8 @@ class Forks:
         self._table = table
         self._pool = pool
         self._in_flight = in_flight
+        #: Whether choices start alone: rows have recurrent states, which are of their last computed tokens only.
+        self.is_off = False
         self.kept: list[tuple[list[Request], Int32s]] = []  # choices, and blocks with their prompt, of ended ones
         self._prefix_cache = prefix_cache
         self._block_size = prefix_cache.block_size
@@ -35,7 +37,7 @@ class Forks:
         Where the prefix cache is on, it has the whole blocks, and only the part-filled one is the choice's. It may lack
         some after reset_prefix_cache(); then nothing is forked.
         """
-        if request.swapped is not None or request.needs_whole_prompt:
+        if self.is_off or request.swapped is not None or request.needs_whole_prompt:
             return None
         table, num_cached, is_named = self._table, len(hits) * self._block_size, self._prefix_cache.is_enabled
         row, kept, num_tokens = self._source(request)

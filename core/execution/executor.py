@@ -41,6 +41,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     kv_window: int = 0
     #: Tokens that see each other, as an image's may, and are computed in one step: so many at most.
     max_whole_tokens: int = 0
+    #: Bytes of a row's recurrent state, which is of exactly the tokens that the row has computed. 0: there is none.
+    state_bytes: int = 0
 
 
 class StepHandle(Protocol):

@@ -69,6 +69,7 @@ def load(
         num_token_kinds=1 if source.encoder is None else max(1, source.encoder.num_kinds),
         kv_window=_kv_window(model, config),
         max_whole_tokens=0 if source.vision is None or not source.vision.sees_whole else source.vision.num_rows,
+        state_bytes=4 * model.config.state_size if isinstance(model, Llama) else 0,
     )
     return Loaded(model, info, source, dtype)
 
@@ -81,6 +82,8 @@ def load_drafting_model(config: EngineConfig, loaded: Loaded) -> Model | DraftHe
     settings = config.speculative_config
     if settings is None or not settings.runs_model:
         return None
+    if loaded.info.state_bytes:
+        raise ConfigError(f"speculative_config: {loaded.info.name} has recurrent layers, which take back no drafts")
     is_made_up = config.load_format == "dummy"
     if settings.method != "draft_model":
         if not isinstance(loaded.model, Llama):
@@ -95,6 +98,8 @@ def load_drafting_model(config: EngineConfig, loaded: Loaded) -> Model | DraftHe
     load_format = "dummy" if is_made_up else "auto"
     own = msgspec.structs.replace(config, model=settings.model, load_format=load_format, model_impl="native")
     model = load_model(resolve_model(settings.model), loaded.dtype, own).model
+    if isinstance(model, Llama) and model.config.recurrent is not None:
+        raise ConfigError(f"speculative_config: the draft model {settings.model!r} has recurrent layers: use another")
     if model.vocab_size != loaded.model.vocab_size:
         raise ConfigError(
             f"speculative_config: the draft model {settings.model!r} has {model.vocab_size} tokens and the model has "

@@ -84,9 +84,9 @@ class LocalExecutor:
         sizes, pooler = runner_sizes(config, self.info, self.grammars), self._loaded.source.pooler
         with caches_that_fit():
             drafter = self._make_drafter(config.max_model_len, sizes)
-            self.runner = self._make_runner(
-                self._model, **sizes, drafter=drafter, pooler=pooler, adapters=self.adapters, features=self.features
-            )
+            states = self._model.allocate_states(sizes["num_rows"]) if isinstance(self._model, Llama) else None
+            of_requests = {"adapters": self.adapters, "features": self.features, "states": states}
+            self.runner = self._make_runner(self._model, **sizes, drafter=drafter, pooler=pooler, **of_requests)
         vision = self._loaded.source.vision
         self._run = self.runner.execute if vision is None else vision.turns.in_turn(self.runner.execute)
         self._ahead = BlocksAhead(self.runner.cache)

@@ -13,6 +13,7 @@ from core.model_files.gguf_experts import gguf_experts
 from core.model_files.gguf_latent import gguf_latent, scale_of
 from core.model_files.gguf_rope import gguf_rope_scaling
 from core.model_files.latent_settings import as_one_head
+from core.model_files.recurrent_settings import gguf_recurrent_parts, spread_heads
 from core.model_files.values import Values, model_sizes
 from core.models.architectures import GGUF_ARCHITECTURES, GGUF_ROUTED, Architecture
 from core.models.config import LatentParts, ModelConfig
@@ -65,10 +66,19 @@ _KEYS = {
     "embedding_multiplier": "embedding_scale",
     "residual_multiplier": "residual_scale",
     "logits_scaling": "logit_scale",
+    "conv_L_cache": "shortconv.l_cache",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "mamba_inner_size": "ssm.inner_size",
+    "full_attention_interval": "full_attention_interval",
+    "is_rotated": "rope.scaling.finetuned",
 }
 #: Keys of features that are not implemented -> their value without effect.
 _WITHOUT_EFFECT: dict[str, Any] = {
     "attention.clamp_kqv": 0.0,
+    "nextn_predict_layers": 0,
     "rope.scale_linear": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
@@ -110,24 +120,24 @@ def read_gguf_config(path: Path) -> ModelConfig:
         eos += values.token_ids(key, vocab_size)
     bos = values.token_ids("tokenizer.ggml.bos_token_id", vocab_size)
     first = "attn_qkv" if architecture.fused_qkv else "attn_kv_a_mqa" if architecture.latent else "attn_q"
-    matrix = header.tensors.get(f"blk.0.{first}.weight")
     return ModelConfig(
         architecture=architecture.name,
         vocab_size=vocab_size,
         tie_word_embeddings="output.weight" not in header.tensors,
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=tuple(dict.fromkeys(eos)),
-        dtype=_DTYPES.get(matrix.type, "float32") if matrix else "float32",
+        dtype=_dtype(header, first),
         rope_theta=values.number("rope_theta", 1.0, 1e12, architecture.rope_theta),
         rope_scaling=gguf_rope_scaling(values, header, path, architecture, sizes["max_position_embeddings"], width),
         query_growth=_query_growth(values, architecture),
         rotary_dim=width if width != rotated_from else None,
-        unrotated_layers=_unrotated(architecture, window, sizes["num_hidden_layers"]),
+        unrotated_layers=_unrotated(values, architecture, window, sizes["num_hidden_layers"]),
         **sizes,
         **window,
         **(_features(header, architecture, sizes) | _multipliers(values, architecture) | scale_of(values, latent)),
         **_caps(values, architecture),
         latent=latent,
+        recurrent=gguf_recurrent_parts(values, architecture, sizes),
         experts=gguf_experts(values, header, architecture, sizes["num_hidden_layers"]),
     )
 
@@ -144,6 +154,7 @@ def _named(header: GgufHeader, path: Path) -> tuple[Values, Architecture]:
     values = Values(header.metadata, str(path), {key: f"{name}.{rest}" for key, rest in _KEYS.items()})
     is_routed = values.get("num_experts") not in (None, 0) and str(name) in GGUF_ROUTED
     architecture = (GGUF_ROUTED if is_routed else GGUF_ARCHITECTURES)[str(name)]
+    spread_heads(values, architecture)
     _refuse_features(values, str(name), architecture)
     return values, architecture
 
@@ -161,6 +172,12 @@ def _own_sizes(
             values.fail("num_nextn_predict_layers", f"must be less than {values.key('num_hidden_layers')}={count}")
         changed["num_hidden_layers"] = count - further
     return changed
+
+
+def _dtype(header: GgufHeader, part: str) -> str:
+    """Return the name of the type of the first layer's matrix of this part."""
+    name = next((name for name in header.tensors if name.endswith(f".{part}.weight")), None)
+    return "float32" if name is None else _DTYPES.get(header.tensors[name].type, "float32")
 
 
 def _refuse_features(values: Values, name: str, architecture: Architecture) -> None:
@@ -192,14 +209,16 @@ def _features(header: GgufHeader, architecture: Architecture, sizes: dict[str, A
         scalar = sizes["hidden_size"] / sizes["num_attention_heads"]
     return {
         "hidden_act": architecture.activation,
-        "qkv_bias": architecture.attention_bias == "qkv" or "blk.0.attn_q.bias" in header.tensors,
-        "output_bias": "blk.0.attn_output.bias" in header.tensors,
+        "qkv_bias": architecture.attention_bias == "qkv"
+        or any(name.endswith(".attn_q.bias") for name in header.tensors),
+        "output_bias": any(name.endswith(".attn_output.bias") for name in header.tensors),
         "qk_norm": architecture.qk_norm
         or (architecture.qk_norm_key is not None and "blk.0.attn_q_norm.weight" in header.tensors),
         "qk_norm_of_rows": architecture.qk_norm_of_rows,
         "pre_norms": architecture.pre_norms,
         "post_norms": architecture.post_norms,
         "attention_sinks": architecture.attention_sinks,
+        "output_gate": architecture.output_gate,
         "scale_embeddings": architecture.scale_embeddings,
         "query_pre_attn_scalar": scalar,
         "fused_qkv": architecture.fused_qkv,
@@ -243,10 +262,12 @@ def _multipliers(values: Values, architecture: Architecture) -> dict[str, Any]:
     return fields | {"logits_multiplier": 1 / values.number("logits_scaling", 1e-6, 1e6)}
 
 
-def _unrotated(architecture: Architecture, window: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+def _unrotated(values: Values, architecture: Architecture, window: dict[str, Any], num_layers: int) -> tuple[int, ...]:
     match architecture.unrotated:
         case "no_rope_layers":
             return every(_SMOLLM3_INTERVAL, num_layers)
+        case "by position_embedding_type" if not values.boolean("is_rotated", True):
+            return tuple(range(num_layers))
         case "full beside sliding" if window:
             return unrotated_beside(window["sliding_layers"], num_layers)
         case _:

@@ -14,7 +14,9 @@ from core.model_files.encoder_config import encoder_of, most_tokens_of, read_enc
 from core.model_files.expert_settings import experts
 from core.model_files.latent_settings import as_one_head, latent_features, latent_parts
 from core.model_files.quantization import read_packing
+from core.model_files.recurrent_settings import adjusted_sizes, recurrent_parts
 from core.model_files.rope_scaling import read_rope_scaling
+from core.model_files.text_part import text_part
 from core.model_files.values import Values, model_sizes
 from core.model_files.vision_settings import PROCESSOR_FILE, read_vision, text_values, vision_architecture
 from core.models.architectures import ARCHITECTURES, FORMS, Architecture, Form
@@ -46,12 +48,14 @@ def read_json_config(folder: Path) -> ModelConfig:
         return _encoder_config(folder, values, *encoder)
     if (vision := vision_architecture(values)) is not None:
         return _vision_config(folder, values, vision)
+    values = text_part(values) or values
     return decoder_config(folder, values, *_architecture(values))
 
 
 def decoder_config(folder: Path, values: Values, architecture: Architecture, form: Form) -> ModelConfig:
     """Return the configuration of a decoder from the settings in config.json. Errors: those of read_json_config()."""
     values.values = {**architecture.defaults, **values.values}
+    adjusted_sizes(values, architecture)
     _refuse_features(values, architecture)
     routed = experts(values, architecture)
     if architecture.size_key != "intermediate_size":
@@ -83,6 +87,7 @@ def decoder_config(folder: Path, values: Values, architecture: Architecture, for
         **caps(values, architecture),
         latent=latent,
         experts=routed,
+        recurrent=recurrent_parts(values, architecture, sizes),
         unrotated_layers=unrotated_layers(values, architecture, sizes, window.get("sliding_layers", ())),
     )
 
@@ -195,6 +200,7 @@ def _features(values: Values, architecture: Architecture, sizes: dict[str, Any])
         "pre_norms": architecture.pre_norms,
         "post_norms": architecture.post_norms,
         "attention_sinks": architecture.attention_sinks,
+        "output_gate": architecture.output_gate,
         "norm_offset": architecture.norm_offset,
         "scale_embeddings": architecture.scale_embeddings,
         "query_pre_attn_scalar": scalar,
@@ -279,7 +285,8 @@ def _window(values: Values, architecture: Architecture, num_layers: int) -> dict
         case "none":
             layers: tuple[int, ...] = ()
             kinds = values.get("layer_types") or values.get("layers_block_type") or []
-            if not isinstance(kinds, list) or not {"attention", "full_attention"}.issuperset(map(str, kinds)):
+            alike = isinstance(kinds, list) and {"attention", "full_attention"}.issuperset(map(str, kinds))
+            if architecture.recurrent is None and not alike:
                 values.refuse("layer_types", f"all layers of a {architecture.name} have full attention")
         case "all":
             if values.get("layer_types") is not None and values.get("sliding_window") is not None:

@@ -20,6 +20,8 @@ def gguf_experts(values: Values, header: GgufHeader, architecture: Architecture,
     if row is None:
         return None
     is_sigmoid = _gating(values, row.gguf_gating) == SIGMOID
+    if values.get("num_experts") in (None, 0) and architecture.recurrent is not None:
+        return None
     size = "moe_intermediate_size" if values.get("moe_intermediate_size") is not None else "intermediate_size"
     normalises = values.boolean("norm_topk_prob", row.gguf_normalises)
     parts = expert_parts(values, "num_experts", size, normalises=normalises)

@@ -116,6 +116,8 @@ def _undivided(model: ModelConfig) -> str:
         "latent attention": model.latent is not None,
         "a cap of its logits": model.logits_cap is not None,
         "norms of whole rows of Q and K": model.qk_norm_of_rows,
+        "recurrent layers": model.recurrent is not None,
+        "gates of attention's output": model.output_gate,
         "fused matrices": model.fused_qkv or model.fused_gate_up,
     }
     return ", ".join(reason for reason, has_it in reasons.items() if has_it)
@@ -133,6 +135,8 @@ def _check_parts(
     if model is None or not model.is_causal:
         kind = "needs transformers' code" if model is None else "is an encoder"
         raise ConfigError(f"{option}{_NO_PARTS}, for decoders of our own, and {path} {kind}: leave {option} out")
+    if stage is not None and model.recurrent is not None:
+        raise ConfigError(f"{path} has recurrent layers, whose states no stage keeps: leave pipeline_parallel_size out")
     if stage is not None:
         stage.layers(model)
     if rank is None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from core.model_files.config_gguf import read_gguf_config
 from core.model_files.config_json import read_json_config
+from core.model_files.text_part import TEXT_PARTS
 from core.models.architectures import FORMS
 from core.models.config import ModelConfig
 from core.models.encoder_architectures import ENCODER_FORMS
@@ -11,7 +12,7 @@ from core.models.vision_architectures import VISION_ARCHITECTURES
 
 __all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "read_model_config"]
 
-SUPPORTED_ARCHITECTURES = (*FORMS, *ENCODER_FORMS, *VISION_ARCHITECTURES)
+SUPPORTED_ARCHITECTURES = (*FORMS, *ENCODER_FORMS, *VISION_ARCHITECTURES, *TEXT_PARTS)
 
 
 def read_model_config(path: Path) -> ModelConfig:

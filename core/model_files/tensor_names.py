@@ -69,13 +69,26 @@ def head_order(head_dim: int, rotary_dim: int, *, interleaves: bool) -> tuple[in
     return (*firsts, *others[:middle], *seconds, *others[middle:])
 
 
+def gates_last(order: tuple[int, ...], num_heads: int) -> tuple[int, ...]:
+    """Return the places in the file of all rows of queries, then of all rows of their gates.
+
+    The file has both of each head, one after the other. order: of a head's queries, see head_order().
+    """
+    size = len(order)
+    queries = (2 * head * size + place for head in range(num_heads) for place in order)
+    gates = (2 * head * size + size + place for head in range(num_heads) for place in range(size))
+    return (*queries, *gates)
+
+
 def json_name(name: str, config: ModelConfig) -> str:
     """Return the name in safetensors of one of our names."""
-    if config.encoder is not None or not name.startswith("model.layers."):
+    if config.encoder is not None:
         return name
     stem, kind = name.rsplit(".", 1)  # kind: weight or bias
-    model, layers, layer, part = stem.split(".", 3)
     names = ARCHITECTURES[config.architecture].names
+    if not name.startswith("model.layers."):
+        return f"{names.get(stem, stem)}.{kind}"
+    model, layers, layer, part = stem.split(".", 3)
     return f"{model}.{layers}.{layer}.{_part_name(part, names)}.{kind}"
 
 
@@ -84,11 +97,12 @@ def gguf_name(name: str, config: ModelConfig) -> str:
     if config.encoder is not None:
         return encoder_gguf_name(name, config)
     stem, kind = name.rsplit(".", 1)  # kind: weight or bias
+    own = ARCHITECTURES[config.architecture].gguf_names
     if stem in _GGUF_NAMES:
-        return f"{_GGUF_NAMES[stem]}.{kind}"
+        return f"{own.get(stem, _GGUF_NAMES[stem])}.{kind}"
     _, _, layer, part = stem.split(".", 3)
     names = _GGUF_LAYER_NAMES | (_GGUF_POST_NORM_NAMES if config.post_norms else {})
-    names |= ARCHITECTURES[config.architecture].gguf_names
+    names |= own
     return f"blk.{layer}.{_part_name(part, names)}.{kind}"
 
 

@@ -17,13 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from core.model_files.encoder_weights import encoder_shapes, with_our_names
-from core.model_files.latent_tensors import latent_orders, latent_shapes
+from core.model_files.latent_tensors import latent_orders
+from core.model_files.mixer_shapes import mixer_shapes
 from core.model_files.mxfp4 import MXFP4, mxfp4_rows
 from core.model_files.packed_layout import UNUSED_KINDS, fault_of, kinds_of
 from core.model_files.packed_matrix import ELEMENT_DTYPES, unpack
+from core.model_files.recurrent_tensors import like_others
 from core.model_files.stacked_experts import unstacked, unturned
 from core.model_files.stored_tensor import PackedTensor, StoredTensor
-from core.model_files.tensor_names import gguf_name, head_order, is_of_further_layer, json_name
+from core.model_files.tensor_names import gates_last, gguf_name, head_order, is_of_further_layer, json_name
+from core.model_files.text_part import without_images
 from core.models.architectures import ARCHITECTURES
 from core.models.config import ModelConfig, Packing
 from core.models.rope_scaling import LongropeScaling
@@ -73,7 +76,7 @@ def layer_shapes(config: ModelConfig, layer: int = 0) -> dict[str, tuple[int, ..
     """Return the shape of every weight of a layer by name, without the layer's prefix."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)} if config.pre_norms else {}
-    shapes |= _attention_shapes(config) if config.latent is None else latent_shapes(config, config.latent)
+    shapes |= mixer_shapes(config, layer)
     norms = ["post_attention_layernorm"]
     if config.post_norms:
         norms += ["pre_feedforward_layernorm"] if config.pre_norms else []
@@ -94,30 +97,6 @@ def layer_shapes(config: ModelConfig, layer: int = 0) -> dict[str, tuple[int, ..
         shapes |= {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in routed.items()}
     if experts.shared_size:
         shapes |= _mlp_shapes(config, "mlp.shared_expert.", experts.shared_size)
-    return shapes
-
-
-def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    hidden = config.hidden_size
-    query_size = config.num_attention_heads * config.head_dim
-    kv_size = config.num_key_value_heads * config.head_dim
-    products = {"q": query_size, "k": kv_size, "v": kv_size}
-    if config.fused_qkv:
-        products = {"qkv": query_size + 2 * kv_size}
-    shapes: dict[str, tuple[int, ...]] = {}
-    for name, size in products.items():
-        shapes[f"self_attn.{name}_proj.weight"] = (size, hidden)
-    if config.qkv_bias:
-        for name, size in products.items():
-            shapes[f"self_attn.{name}_proj.bias"] = (size,)
-    if config.qk_norm:
-        widths = (query_size, kv_size) if config.qk_norm_of_rows else (config.head_dim, config.head_dim)
-        shapes |= {f"self_attn.{name}_norm.weight": (width,) for name, width in zip("qk", widths, strict=True)}
-    shapes["self_attn.o_proj.weight"] = (hidden, query_size)
-    if config.output_bias:
-        shapes["self_attn.o_proj.bias"] = (hidden,)
-    if config.attention_sinks:
-        shapes["self_attn.sinks.weight"] = (config.num_attention_heads,)
     return shapes
 
 
@@ -194,7 +173,8 @@ def read_integers(folder: Path, name: str) -> Ints | None:
 
 def _plan_gguf(path: Path, config: ModelConfig) -> Mapping[str, StoredTensor | PackedTensor]:
     tensors = read_gguf(path).tensors.items()
-    found = unstacked({n: StoredTensor(path, n, t.type, t.shape, t.offset, t.offset + t.num_bytes) for n, t in tensors})
+    found = {n: StoredTensor(path, n, t.type, t.shape, t.offset, t.offset + t.num_bytes) for n, t in tensors}
+    found = unstacked(like_others(found, config))
     plan = {name: _take(found, gguf_name(name, config), shape, path) for name, shape in expected_shapes(config).items()}
     _check_rest(found, config)
     if config.encoder is not None:
@@ -217,13 +197,14 @@ def _ended(name: str) -> str:
 
 
 def _plan_folder(folder: Path, config: ModelConfig) -> Mapping[str, StoredTensor | PackedTensor]:
-    found = _folder_tensors(folder)
+    found = without_images(_folder_tensors(folder), config.architecture)
     if config.encoder is not None:
         found = with_our_names(found, config)
     elif config.vision is not None:
         found = {ours: stored for name, stored in found.items() if (ours := text_name(name)) is not None}
     elif "model.embed_tokens.weight" not in found:  # saved from a model without a head
         found = {name if name.startswith(("lm_head.", "score.")) else f"model.{name}": t for name, t in found.items()}
+    found = like_others(found, config)
     turns = config.encoder is None and (experts := ARCHITECTURES[config.architecture].experts) and experts.is_turned
     found = unturned(found) if turns else unstacked(found)
     plan: dict[str, StoredTensor | PackedTensor] = {}
@@ -248,9 +229,11 @@ def _in_our_order(
         counts = {"q_proj": query, "k_proj": kv, "qkv_proj": query + kv}
         counts |= {"q_norm": query, "k_norm": kv} if config.qk_norm_of_rows else {"q_norm": 1, "k_norm": 1}
         heads = {name: (count, order) for name, count in counts.items() if order != tuple(range(len(order)))}
+        if config.output_gate:
+            heads["q_proj"] = 1, gates_last(order, query)
     ordered = dict(plan)
     for name, stored in plan.items():
-        count, order = heads.get(name.split(".")[-2], (0, ()))
+        count, order = (0, ()) if ".mixer." in name else heads.get(name.split(".")[-2], (0, ()))
         if count:
             ordered[name] = msgspec.structs.replace(stored, heads=count, order=order)
     return ordered

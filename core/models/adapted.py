@@ -88,9 +88,10 @@ def adapted_layer(layer: Layer, index: int, operations: AdaptingOperations, adap
         for number, name in enumerate(_PRODUCTS)
     )
     assert isinstance(layer.mlp, DenseMlp), layer.mlp
-    return replace(layer, qkv=qkv, o=o, mlp=replace(layer.mlp, gate_up=gate_up, down=down))
+    mixer = replace(layer.mixer, qkv=qkv, o=o)
+    return replace(layer, mixer=mixer, mlp=replace(layer.mlp, gate_up=gate_up, down=down))
 
 
 def takes_adapters(layers: list[Layer]) -> bool:
     """Return whether all layers have the products that adapters know, and no others."""
-    return all(list(layer.products) == list(_PRODUCTS) for layer in layers)
+    return all(list(layer.products) == list(_PRODUCTS) and not layer.mixer.is_recurrent for layer in layers)

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from core.models.config import Activation
+from kernels.recurrence import RecurrenceKind
 
 #: llama.cpp's numbers of functions that make weights of a router's numbers: of all, sigmoids, of the chosen ones.
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
@@ -90,6 +91,11 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     soft_caps: bool = False  # the settings attn_logit_softcapping and final_logit_softcapping exist
     multipliers: Literal["none", "granite", "minicpm"] = "none"  # whose names the settings have
     experts: ExpertRow | None = None  # of architectures with routed MLPs
+    recurrent: RecurrenceKind | None = None  # what layers without attention have
+    gguf_heads_take_turns: bool = False  # llama.cpp's converter reorders the heads of values: see RecurrenceSizes
+    output_gate: bool = False  # the rows of q have each head's queries, then its gates of attention's output
+    settings: Mapping[str, str] = msgspec.field(default_factory=dict)  # the name of a setting -> what others call it
+    adjusts_size: bool = False  # the MLP's real size follows from intermediate_size, as block_auto_adjust_ff_dim says
     fused_qkv: bool = False
     fused_gate_up: bool = False
     mtp: str = ""  # prefix of the weights of layers that guess further tokens; speculation alone reads them

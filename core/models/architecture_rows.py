@@ -2,6 +2,7 @@
 
 from core.models.architecture import Architecture
 from core.models.latent_rows import LATENT_ROWS
+from core.models.recurrent_rows import RECURRENT_ROWS
 from core.models.routed_rows import QWEN_WINDOW, ROUTED_ROWS
 
 _DENSE = (
@@ -281,4 +282,4 @@ _DENSE = (
     ),
 )
 
-ROWS = (*_DENSE, *ROUTED_ROWS, *LATENT_ROWS)
+ROWS = (*_DENSE, *ROUTED_ROWS, *LATENT_ROWS, *RECURRENT_ROWS)

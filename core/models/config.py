@@ -11,6 +11,7 @@ import msgspec
 
 from core.models.rope_scaling import RopeScaling
 from core.models.vision_parts import VisionParts
+from kernels.recurrence import RecurrenceKind, RecurrenceSizes
 
 #: clamped_silu: min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (1 + up), with up between -7 and 7 (gpt-oss).
 Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_silu"]
@@ -74,6 +75,40 @@ class LatentParts(msgspec.Struct, frozen=True, kw_only=True):
     is_split: bool = False  # the file has the matrices of K and those of V as two tensors, the first transposed
 
 
+class RecurrentParts(msgspec.Struct, frozen=True, kw_only=True):
+    """The properties of layers with a recurrent state in place of attention; see kernels/recurrence.py."""
+
+    kind: RecurrenceKind
+    layers: tuple[int, ...]  # their indices
+    taps: int
+    channels: int
+    num_heads: int = 0
+    num_groups: int = 1
+    key_dim: int = 0
+    value_dim: int = 0
+    takes_turns: bool = False
+    inputs: tuple[str, ...] = ("in_proj",)  # the file's matrices that together make the input, see input_widths
+    has_bias: bool = False  # of the convolution
+    has_product_biases: bool = False
+    rates_are_logs: bool = True  # the file has their logarithms; else it has them with a minus sign
+    steps: tuple[float, float] = (0.0, math.inf)
+
+    @property
+    def sizes(self) -> RecurrenceSizes:
+        """The sizes of one of the layers."""
+        heads = self.num_heads, self.num_groups, self.key_dim, self.value_dim, self.takes_turns
+        return RecurrenceSizes(self.kind, self.taps, self.channels, *heads)
+
+    @property
+    def input_widths(self) -> dict[str, int]:
+        """Numbers that each matrix of `inputs` makes."""
+        sizes = self.sizes
+        values, heads = sizes.out_width, self.num_heads
+        widths = {"in_proj": sum(sizes.parts), "qkv_proj": self.channels, "z_proj": values, "b_proj": heads}
+        widths |= {"a_proj": heads}
+        return {name: widths[name] for name in self.inputs}
+
+
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The sizes and constants of one model, under transformers' names."""
 
@@ -124,6 +159,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     fused_gate_up: bool = False  # the file has the MLP's gate and up as one matrix
     latent: LatentParts | None = None  # None: K and V are cached
     experts: ExpertParts | None = None  # None: no layer has a router
+    output_gate: bool = False  # attention's output is multiplied by the sigmoid of a product of its input
+    recurrent: RecurrentParts | None = None  # None: all layers have attention
     encoder: EncoderParts | None = None  # None: a decoder's layers
     sees_all: bool = False  # a decoder's layers whose tokens see the whole prompt, as an encoder's do
     vision: VisionParts | None = None  # None: the model takes no images
@@ -147,13 +184,38 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     def num_attention_weights(self) -> int:
         """Number of weights of a layer's attention, divided by the hidden size."""
         if (latent := self.latent) is None:
-            return (2 * self.num_attention_heads + 2 * self.num_key_value_heads) * self.head_dim  # Q and O, K, V
+            gates = self.num_attention_heads if self.output_gate else 0
+            return (
+                2 * self.num_attention_heads + 2 * self.num_key_value_heads + gates
+            ) * self.head_dim  # Q and O, K, V
         heads, width = self.num_attention_heads, latent.plain_dim + latent.rotated_dim
         queries = heads * width
         if latent.query_dim is not None:
             queries = latent.query_dim + latent.query_dim * heads * width // self.hidden_size
         own = latent.latent_dim * heads * (latent.plain_dim + latent.value_dim) // self.hidden_size
         return queries + latent.latent_dim + latent.rotated_dim + own + heads * latent.value_dim
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Indices of the layers with a recurrent state."""
+        return () if self.recurrent is None else self.recurrent.layers
+
+    @property
+    def num_caches(self) -> int:
+        """Number of the layers with attention, each of which has K and V."""
+        return self.num_hidden_layers - len(self.recurrent_layers)
+
+    @property
+    def state_size(self) -> int:
+        """float32 numbers of a request's recurrent states, all layers together."""
+        return 0 if self.recurrent is None else len(self.recurrent.layers) * self.recurrent.sizes.state_size
+
+    def place_of(self, layer: int) -> int:
+        """Return the place of the layer's K and V among the caches, or of its state in a request's states."""
+        if self.recurrent is None:
+            return layer
+        before = sum(1 for one in self.recurrent.layers if one < layer)
+        return before * self.recurrent.sizes.state_size if layer in self.recurrent.layers else layer - before
 
     @property
     def num_matrix_weights(self) -> int:
@@ -166,9 +228,9 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
             routed = self.experts.num_experts * (1 + 3 * self.experts.intermediate_size)
             routed += 3 * self.experts.shared_size
-        products = (
-            self.num_hidden_layers * self.num_attention_weights
-            + num_dense * 3 * self.intermediate_size
-            + num_routed * routed
-        )
+        mixers = self.num_caches * self.num_attention_weights
+        if self.recurrent is not None:
+            sizes = self.recurrent.sizes
+            mixers += len(self.recurrent.layers) * (sum(sizes.parts) + sizes.out_width)
+        products = mixers + num_dense * 3 * self.intermediate_size + num_routed * routed
         return (products + self.vocab_size) * self.hidden_size

@@ -1,24 +1,25 @@
 """cpu_decoder: the C decoder of a model, which runs all layers of a step in one call."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from core.models.config import ModelConfig
 from core.models.cpu_latent import CpuLatentAttend
-from core.models.cpu_operations import CpuAttend, CpuOperations
+from core.models.cpu_operations import CpuAttend, CpuOperations, CpuRecur
 from core.models.layer import Layer
 from core.models.mlp import DenseMlp, Mlp, RoutedMlp
 from core.models.operations import Norm, Operations, Product
 from core.models.rank import Rank
-from core.models.tensor import Operation
+from core.models.tensor import Operation, Tensor
 from core.models.unchanged import unchanged
 from kernels.cpu.decoder import CpuDecoder
-from kernels.cpu.decoder_parts import DenseParts, LayerParts
+from kernels.cpu.decoder_parts import AttentionParts, DenseParts, LayerParts
 from kernels.cpu.embedding import CpuEmbedding
 from kernels.cpu.experts import CpuExperts
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.group import DecoderGroup
 from kernels.cpu.norm import CpuNorm
+from kernels.cpu.recurrence import CpuRecurrence
 
 
 def cpu_decoder(
@@ -71,25 +72,29 @@ def _group(config: ModelConfig, rank: Rank) -> DecoderGroup:
 
 
 def _parts(layer: Layer) -> LayerParts:
-    attention = layer.attention
-    if isinstance(attention, CpuLatentAttend):
-        own: dict[str, Any] = {"norms": None, "latent": attention.latent}
-    else:
-        assert isinstance(attention, CpuAttend), type(attention)
-        rope = attention.rope
-        own = {"norms": rope.norms, "norms_of_rows": rope.of_rows, "cap": attention.cap, "sinks": attention.sinks}
+    mixer = layer.mixer
     return LayerParts(
         input_norm=_norm(layer.input_norm),
-        qkv=_matrix(layer.qkv),
-        scale=attention.scale,
-        **own,
-        o=_matrix(layer.o),
+        qkv=_matrix(mixer.qkv),
+        mix=_mix(mixer.mix),
+        place=mixer.place,
+        output_gate=None if mixer.output_gate is None else _matrix(mixer.output_gate.product),
+        o=_matrix(mixer.o),
         attention_out_norm=None if layer.attention_out is unchanged else _norm(layer.attention_out),
         mlp_norm=_norm(layer.mlp_norm),
         mlp=_mlp(layer.mlp),
         mlp_out_norm=None if layer.mlp_out is unchanged else _norm(layer.mlp_out),
         kind=layer.kind,
     )
+
+
+def _mix(mix: Callable[[Tensor, Any, int], Tensor]) -> AttentionParts | CpuRecurrence:
+    if isinstance(mix, CpuRecur):
+        return mix.recurrence
+    if isinstance(mix, CpuLatentAttend):
+        return AttentionParts(None, mix.scale, latent=mix.latent)
+    assert isinstance(mix, CpuAttend), type(mix)
+    return AttentionParts(mix.rope.norms, mix.scale, mix.rope.of_rows, mix.cap, mix.sinks)
 
 
 def _mlp(mlp: Mlp) -> DenseParts | CpuExperts:

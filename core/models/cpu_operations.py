@@ -28,7 +28,9 @@ from kernels.cpu.latent import CpuLatent
 from kernels.cpu.library import ARITHMETIC, CpuLibrary
 from kernels.cpu.lora import CpuAdapter, LoraRows, multiply_adapted
 from kernels.cpu.norm import CpuNorm
+from kernels.cpu.output_gate import open_gates
 from kernels.cpu.quantized import BlockRows
+from kernels.cpu.recurrence import CpuRecurrence
 from kernels.cpu.rope import CpuRope, RotaryTable
 from kernels.cpu.sampling import CpuSampler
 from kernels.cpu.soft_cap import cap_logits
@@ -36,6 +38,7 @@ from kernels.dequantize import PLAIN_TYPES
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers, to_floats
 from kernels.low_rank import LowRank, ProductShape
 from kernels.memory.kv_cache import KVCache
+from kernels.recurrence import RecurrenceParts, StateRows
 from kernels.routing import Routing
 
 
@@ -47,6 +50,19 @@ class CpuStep(NamedTuple):
     tables: tuple[RotaryTable, ...]  # one for each kind of layer
     work: tuple[AttentionPlan, ...]  # one for each kind of layer
     cache: CpuKVCache
+    requests: StateRows | None = None  # of recurrent states
+
+
+@dataclass(frozen=True)
+class CpuRecur:
+    """One layer's recurrence."""
+
+    recurrence: CpuRecurrence
+
+    def __call__(self, tokens: Numbers, step: CpuStep, place: int) -> Numbers:
+        assert step.requests is not None, "a step of a model with recurrent states lacks them"
+        assert place == self.recurrence.offset, (place, self.recurrence.offset)
+        return self.recurrence(tokens, step.positions, step.requests)
 
 
 @dataclass(frozen=True)
@@ -87,7 +103,7 @@ class CpuOperations:
             library, config.num_attention_heads, config.num_key_value_heads, is_causal=config.is_causal
         )
         #: A whole prompt is computed in one step, so each layer may overwrite the K and V of the one before.
-        self._num_caches = config.num_hidden_layers if config.is_causal else 1
+        self._num_caches = config.num_caches if config.is_causal else 1
         self.sampler = CpuSampler(library)
 
     @property
@@ -208,13 +224,29 @@ class CpuOperations:
             if table is not None:
                 table.settle(*rotary)
 
-    def step(self, positions: Ints, slots: Ints, work: tuple[AttentionPlan, ...], cache: KVCache) -> CpuStep:
+    def recurrence(self, parts: RecurrenceParts, place: int) -> CpuRecur:
+        """Return the recurrence of one layer."""
+        return CpuRecur(CpuRecurrence(self.library, parts, self._dtype, place))
+
+    def open_gates(self, mixed: Numbers, gates: Numbers) -> Numbers:
+        """Multiply attention's output by the sigmoid of gates, in place."""
+        open_gates(self.library, mixed, gates)
+        return mixed
+
+    def step(
+        self,
+        positions: Ints,
+        slots: Ints,
+        work: tuple[AttentionPlan, ...],
+        cache: KVCache,
+        requests: StateRows | None = None,
+    ) -> CpuStep:
         """Return the step's inputs of attention, with rotary tables as long as the longest context."""
         assert isinstance(cache, CpuKVCache), type(cache)
         tables = tuple(table for table in self.tables if table is not None)
         for table in tables:
             table.reach(work[0].longest)
-        return CpuStep(np.ascontiguousarray(positions), np.ascontiguousarray(slots), tables, work, cache)
+        return CpuStep(np.ascontiguousarray(positions), np.ascontiguousarray(slots), tables, work, cache, requests)
 
     def pack_adapter(self, shapes: Sequence[ProductShape], products: Sequence[Sequence[LowRank | None]]) -> CpuAdapter:
         """Return an adapter packed for the C kernels."""

@@ -40,6 +40,8 @@ def missing_on_device(config: ModelConfig) -> str | None:
         "longrope": isinstance(config.rope_scaling, LongropeScaling),
         "routed MLPs": config.experts is not None,
         "latent attention": config.latent is not None,
+        "recurrent layers": config.recurrent is not None,
+        "gates of attention's output": config.output_gate,
         "multiplier of residuals": config.residual_multiplier != 1.0,
     }
     return next((name for name, is_wanted in features.items() if is_wanted), None)

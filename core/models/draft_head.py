@@ -117,8 +117,8 @@ class DraftHead:
         self._operations = operations = CpuOperations(own, dtype, target.library)
         parts = WeightParts(weights.tensors)
         self._layer = build_layer(operations, parts, own, 0, dtype)
-        assert isinstance(self._layer.attention, CpuAttend), type(self._layer.attention)
-        self._attend = self._layer.attention
+        assert isinstance(self._layer.mixer.mix, CpuAttend), type(self._layer.mixer.mix)
+        self._attend = self._layer.mixer.mix
         self._norm = build_norm(operations, parts, "model.norm.weight", own, dtype)
         self._embedding = _unscaled(target.embedding)
         if config.eagle3 is None:
@@ -161,7 +161,7 @@ class DraftHead:
         q, residual = self._project(token_ids, states, positions, slots, cache)
         plan = self._plan(positions + 1, block_tables, cache)
         layer, attend = self._layer, self._attend
-        x = layer.o(attend.attention(q, cache, 0, plan, attend.scale))
+        x = layer.mixer.o(attend.attention(q, cache, 0, plan, attend.scale))
         x = layer.mlp(layer.mlp_norm.after(residual, x))
         x = self._norm.after(residual, x)
         return self._over_vocabulary(self._head(x)), residual
@@ -174,7 +174,7 @@ class DraftHead:
         assert table is not None, "a head rotates"
         table.reach(int(positions.max()) + 1)
         x, residual = self._joint.join(self._embedding(np.ascontiguousarray(token_ids)), states, positions)
-        qkv = self._layer.qkv(x)
+        qkv = self._layer.mixer.qkv(x)
         columns = np.ascontiguousarray(positions), cache, 0, np.ascontiguousarray(slots)
         return self._attend.rope(qkv, table, *columns), residual
 

@@ -17,7 +17,7 @@ from ipc.arrays import AnyInts, Floats, Ints
 from ipc.config import Numerics
 from kernels.cpu.attention_plan import AttentionPlan
 from kernels.cpu.decoder import CpuDecoder
-from kernels.cpu.decoder_parts import DenseParts, LayerParts
+from kernels.cpu.decoder_parts import AttentionParts, DenseParts, LayerParts
 from kernels.cpu.embedding import CpuEmbedding
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.kv_cache import CpuKVCache
@@ -126,8 +126,7 @@ class Encoder:
         return LayerParts(
             input_norm=before,
             qkv=qkv,
-            norms=None,
-            scale=config.head_dim**-0.5,
+            mix=AttentionParts(None, config.head_dim**-0.5),
             o=o,
             attention_out_norm=None,
             mlp_norm=mlp_norm,
@@ -180,7 +179,7 @@ class Encoder:
 
     def forward(self, inputs: ModelInputs) -> StepResult:
         """Run one step: one C call. The last layer is finished for the tokens whose hidden states are asked for."""
-        token_ids, positions, slots, attention, cache, logits_rows, generation, _, _ = inputs
+        token_ids, positions, slots, attention, cache, logits_rows, generation, *_ = inputs
         assert isinstance(cache, CpuKVCache), type(cache)
         return self._decoder(token_ids, positions, slots, attention, cache, logits_rows, generation)
 

@@ -26,8 +26,9 @@ def layers(config: ModelConfig) -> tuple[LayerKind, ...]:
 
 
 def kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
-    """Return the kinds of layers that the model has, those without a window first."""
-    return tuple(sorted(set(layers(config)), key=lambda kind: (kind.window is not None, not kind.is_rotated)))
+    """Return the kinds of layers with attention that the model has, those without a window first."""
+    having = {kind for layer, kind in enumerate(layers(config)) if layer not in config.recurrent_layers}
+    return tuple(sorted(having, key=lambda kind: (kind.window is not None, not kind.is_rotated)))
 
 
 def windows(config: ModelConfig) -> tuple[int | None, ...]:
@@ -36,5 +37,5 @@ def windows(config: ModelConfig) -> tuple[int | None, ...]:
 
 
 def kind_of(config: ModelConfig, layer: int) -> int:
-    """Return the number of the kind of the layer with this index."""
-    return kinds(config).index(layers(config)[layer])
+    """Return the number of the kind of the layer with this index; 0 for one without attention."""
+    return 0 if layer in config.recurrent_layers else kinds(config).index(layers(config)[layer])

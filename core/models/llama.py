@@ -22,12 +22,13 @@ from core.models.tensor import Tensor
 from core.models.token_adapters import TokenAdapters
 from core.models.weight_form import WeightForm
 from core.models.weight_parts import WeightParts
-from ipc.arrays import AnyInts, Ints
+from ipc.arrays import AnyInts, Floats, Ints
 from ipc.config import Numerics
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
 from kernels.elements import FLOAT32, Dtype, Numbers, rounded, to_floats
 from kernels.memory.kv_cache import KVCache
+from kernels.memory.states import allocate_states
 
 
 def embedding_scale(config: ModelConfig, dtype: Dtype) -> float:
@@ -122,7 +123,8 @@ class Llama:
     @property
     def product_variants(self) -> dict[str, str]:
         """The variants of the products by name: of the first layer's, of the last layer's, and of the head."""
-        products = {**self.layers[0].products, **self.layers[-1].products}
+        attending = next((layer for layer in self.layers if not layer.mixer.is_recurrent), self.layers[0])
+        products = {**attending.products, **self.layers[0].products, **self.layers[-1].products}
         if self.head is not None:
             products["head"] = self.head
         return {name: product.variant for name, product in products.items()}
@@ -158,6 +160,10 @@ class Llama:
         """Allocate a KV cache. Errors: MemoryError."""
         return self.operations.allocate_cache(num_blocks, block_size)
 
+    def allocate_states(self, num_rows: int) -> Floats | None:
+        """Allocate the recurrent states of so many rows; None for a model without any. Errors: MemoryError."""
+        return allocate_states(num_rows, self.config.state_size) if self.config.recurrent is not None else None
+
     def attention_metadata(
         self,
         num_tokens: AnyInts,
@@ -184,18 +190,20 @@ class Llama:
         """
         if self._decoder is None:
             return self.result(self.hidden_states(inputs), inputs.logits_rows)
-        token_ids, positions, slots, attention, cache, logits_rows, generation, adapters, given = inputs
+        token_ids, positions, slots, attention, cache, logits_rows, generation, adapters, given, requests = inputs
         assert isinstance(cache, CpuKVCache), type(cache)
         lora = None if adapters is None else lora_rows(adapters)
-        return self._decoder(token_ids, positions, slots, attention, cache, logits_rows, generation, lora, given)
+        columns = token_ids, positions, slots, attention, cache, logits_rows, generation
+        return self._decoder(*columns, lora, given, requests)
 
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """Run the layers, operation after operation; return the last layer's output [T, hidden] float32."""
-        step = self.operations.step(inputs.positions, inputs.slots, inputs.attention, inputs.cache)
+        columns = inputs.positions, inputs.slots, inputs.attention, inputs.cache, inputs.requests
+        step = self.operations.step(*columns)
         hidden = self.embedding(inputs.token_ids)
         x = self.layers[0].input_norm(hidden)
         for index, layer in enumerate(self.layers if inputs.adapters is None else self._adapted(inputs.adapters)):
-            x = layer.attention_out(layer.o(layer.attention(layer.qkv(x), step, index)))
+            x = layer.attention_out(layer.mixer(x, step))
             x = layer.mlp_norm.after(hidden, x)
             x = layer.mlp_out(layer.mlp(x))
             if index + 1 < len(self.layers):

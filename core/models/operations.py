@@ -18,6 +18,7 @@ from kernels.cpu.sampling import CpuSampler
 from kernels.elements import Dtype
 from kernels.low_rank import LowRank, ProductShape
 from kernels.memory.kv_cache import KVCache
+from kernels.recurrence import RecurrenceParts, StateRows
 from kernels.routing import Routing
 
 #: A step's attention work for the layers of one window. Its type depends on the operations that made it.
@@ -130,10 +131,27 @@ class Operations(Protocol):
     def settle_length(self, length: int) -> None:
         """Fix the rotary embeddings that depend on the length of the longest context, in tokens; before any step."""
 
-    def step(self, positions: Tensor, slots: Tensor, work: tuple[AttentionWork, ...], cache: KVCache) -> Any:
-        """Return the inputs that attention needs in a step.
+    def recurrence(self, parts: RecurrenceParts, place: int) -> Callable[[Tensor, Any, int], Tensor]:
+        """Return the function (rows [T, sum(parts.sizes.parts)], step, place) -> [T, out_width].
 
-        positions [T] and slots [T]: of the step's tokens. work: one for each kind of layer.
+        It renews the states of the step's requests. place: of the layer's state in a request's states.
+        """
+
+    def open_gates(self, mixed: Tensor, gates: Tensor) -> Tensor:
+        """Return attention's output `mixed` [T, H * D] times the sigmoid of gates [T, H * D]; mixed may be changed."""
+
+    def step(
+        self,
+        positions: Tensor,
+        slots: Tensor,
+        work: tuple[AttentionWork, ...],
+        cache: KVCache,
+        requests: StateRows | None = None,
+    ) -> Any:
+        """Return the inputs that attention and recurrent states need in a step.
+
+        positions [T] and slots [T]: of the step's tokens. work: one for each kind of layer. requests: where the states
+        are; None = there are none.
         """
 
     def add(self, hidden: Tensor, x: Tensor) -> None:

@@ -10,6 +10,7 @@ from core.models.tensor import Tensor
 from core.models.token_adapters import TokenAdapters
 from ipc.arrays import Floats, Int32s, Ints
 from kernels.memory.kv_cache import KVCache
+from kernels.recurrence import StateRows
 
 #: The generation of inputs whose arrays are used in one step only.
 ONCE = 0
@@ -34,6 +35,7 @@ class ModelInputs(NamedTuple):
     adapters: TokenAdapters | None = None  # None: no token has one
     #: [.., hidden] float32: the embeddings that token ids below 0 stand for, which are -1 - row. None: there are none.
     given: Floats | None = None
+    requests: StateRows | None = None  # where the recurrent states are; None: the model has none
 
 
 class StepResult(Protocol):

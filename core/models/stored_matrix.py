@@ -68,6 +68,11 @@ class StoredMatrix:
                 parts.append(part._replace(data=rows))
         return StoredMatrix(parts)
 
+    def without(self, first: int, last: int) -> "StoredMatrix":
+        """Return the rows before `first`, then those from `last` on, of the same data."""
+        rows = self.rows(0, first).parts if first else ()
+        return StoredMatrix([*rows, *self.rows(last, self.shape[0]).parts])
+
     def dense(self, dtype: Dtype) -> Numbers:
         """Return the numbers [rows, depth] in dtype.
 

@@ -19,6 +19,7 @@ from ipc.arrays import AnyInts, Floats, Ints
 from kernels.elements import FLOAT32, Dtype
 from kernels.low_rank import LowRank, ProductShape
 from kernels.memory.kv_cache import KVCache, bytes_per_block
+from kernels.recurrence import RecurrenceParts, StateRows, recur
 from kernels.rotary import query_factors
 from kernels.routing import Routing
 from kernels.torch.attention import AttentionMetadata, attention_metadata, paged_attention
@@ -71,6 +72,8 @@ class TorchStep(NamedTuple):
     cache: TorchKVCache
     write_rows: torch.Tensor  # cache rows of the tokens that are stored
     write_tokens: torch.Tensor | slice  # indices of the tokens that are stored
+    positions: Ints  # [T]
+    requests: StateRows | None = None  # of recurrent states
 
 
 class TorchOperations:
@@ -181,7 +184,35 @@ class TorchOperations:
 
         return normed
 
-    def step(self, positions: Ints, slots: Ints, work: tuple[AttentionMetadata, ...], cache: KVCache) -> TorchStep:
+    def recurrence(self, parts: RecurrenceParts, place: int) -> Callable[[torch.Tensor, TorchStep, int], torch.Tensor]:
+        """Return the recurrence of one layer: its definition in NumPy."""
+        own = slice(place, place + parts.sizes.state_size)
+
+        def renew(tokens: torch.Tensor, step: TorchStep, _: int) -> torch.Tensor:
+            assert step.requests is not None, "a step of a model with recurrent states lacks them"
+            states, rows, firsts = step.requests
+            numbers, results = to_array(tokens.float()), []
+            for row, first, end in zip(rows.tolist(), firsts[:-1].tolist(), firsts[1:].tolist(), strict=True):
+                state = states[row, own]
+                if step.positions[first] == 0:
+                    state[:] = 0
+                results.append(recur(parts, numbers[first:end], state))
+            return to_tensor(np.concatenate(results)).to(tokens.dtype)
+
+        return renew
+
+    def open_gates(self, mixed: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """Return attention's output times the sigmoid of gates."""
+        return mixed * torch.sigmoid(gates)
+
+    def step(
+        self,
+        positions: Ints,
+        slots: Ints,
+        work: tuple[AttentionMetadata, ...],
+        cache: KVCache,
+        requests: StateRows | None = None,
+    ) -> TorchStep:
         """Return the step's inputs of attention, with the rotary tables of its positions."""
         assert isinstance(cache, TorchKVCache), type(cache)
         tables = of_each_kind(lambda rotary: rotary_tables(to_tensor(positions), *rotary), self._rotary)
@@ -190,7 +221,8 @@ class TorchOperations:
         factors = None
         if self._growth is not None:
             factors = to_tensor(query_factors(positions, *self._growth))[:, None, None]
-        return TorchStep(tables, factors, work, cache, cache.slot_rows(to_tensor(slots[stored])), write_tokens)
+        stored_rows = cache.slot_rows(to_tensor(slots[stored]))
+        return TorchStep(tables, factors, work, cache, stored_rows, write_tokens, positions, requests)
 
     def pack_adapter(
         self, shapes: Sequence[ProductShape], products: Sequence[Sequence[LowRank | None]]
@@ -241,13 +273,11 @@ class TorchOperations:
     def bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of KV cache of one block, all layers together."""
         config = self._config
-        return bytes_per_block(
-            block_size, config.num_key_value_heads, config.head_dim, config.num_hidden_layers, self._dtype
-        )
+        return bytes_per_block(block_size, config.num_key_value_heads, config.head_dim, config.num_caches, self._dtype)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> TorchKVCache:
         """Allocate a KV cache. Errors: MemoryError."""
         config = self._config
         return TorchKVCache(
-            config.num_hidden_layers, num_blocks, block_size, config.num_key_value_heads, config.head_dim, self._dtype
+            config.num_caches, num_blocks, block_size, config.num_key_value_heads, config.head_dim, self._dtype
         )

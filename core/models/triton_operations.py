@@ -20,6 +20,7 @@ from ipc.arrays import AnyInts, Floats, Ints
 from ipc.errors import UnsupportedModelError
 from kernels.elements import FLOAT32, Dtype, Numbers
 from kernels.memory.kv_cache import KVCache, bytes_per_block
+from kernels.recurrence import RecurrenceParts, StateRows
 from kernels.routing import Routing
 from kernels.torch.rope import rotary_tables
 from kernels.torch.tensors import DTYPES, to_array, to_tensor
@@ -134,12 +135,26 @@ class TritonOperations:
 
         return attend
 
+    def recurrence(self, parts: RecurrenceParts, place: int) -> Callable[[torch.Tensor, TritonStep, int], torch.Tensor]:
+        """Refuse. Errors: UnsupportedModelError."""
+        raise UnsupportedModelError("device='cuda' has no recurrent layers; use device='cpu'")
+
+    def open_gates(self, mixed: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """Return attention's output times the sigmoid of gates."""
+        return mixed * torch.sigmoid(gates)
+
     def step(
-        self, positions: torch.Tensor, slots: torch.Tensor, work: tuple[TritonWork, ...], cache: KVCache
+        self,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        work: tuple[TritonWork, ...],
+        cache: KVCache,
+        requests: StateRows | None = None,
     ) -> TritonStep:
         """Return the step's inputs of attention, with the rotary tables of its positions."""
         tables = of_each_kind(lambda rotary: rotary_tables(positions, *rotary), self._rotary)
         assert isinstance(cache, TritonKVCache), type(cache)
+        assert requests is None, "device_model() refuses models with recurrent layers"
         return TritonStep(slots, tables, work, cache)
 
     def add(self, hidden: torch.Tensor, x: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from core.models.vision_parts import VisionParts
 from core.models.weight_parts import WeightParts
 from ipc.arrays import Floats, Ints, UInt8s
 from kernels.cpu.decoder import CpuDecoder
-from kernels.cpu.decoder_parts import DenseParts, LayerParts
+from kernels.cpu.decoder_parts import AttentionParts, DenseParts, LayerParts
 from kernels.cpu.embedding import CpuEmbedding
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import CpuLibrary
@@ -109,8 +109,7 @@ class VisionEncoder:
         return LayerParts(
             input_norm=before,
             qkv=qkv,
-            norms=None,
-            scale=(parts.hidden_size // parts.num_attention_heads) ** -0.5,
+            mix=AttentionParts(None, (parts.hidden_size // parts.num_attention_heads) ** -0.5),
             o=o,
             attention_out_norm=None,
             mlp_norm=mlp_norm,

@@ -72,6 +72,11 @@ def prepare(config: EngineConfig, report: Report) -> Prepared:
             f"engine-core: max_model_len is {resolved.max_model_len}, and not the model's "
             f"{executor.info.max_model_len}: the KV cache has room for no more (kv_cache_memory_bytes)"
         )
+    if resolved.max_num_seqs < config.max_num_seqs:
+        log.say(
+            f"engine-core: max_num_seqs is {resolved.max_num_seqs}, and not {config.max_num_seqs}: half of "
+            "kv_cache_memory_bytes has recurrent states for no more requests at once"
+        )
     executor.initialize_cache(resolved)
     resolved = resolve_costs(resolved, executor.measure_costs, executor.measure_steps)
     if (settings := resolved.speculative_config) is not None:

@@ -6,6 +6,7 @@ import msgspec
 
 from core.execution.executor import Costs, ModelInfo, StepCosts
 from core.execution.token_budget import token_budget
+from core.process.recurrent import for_recurrent_layers
 from ipc.block_stores import stores_of
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
@@ -39,24 +40,24 @@ def resolve(
     Set are dtype, max_model_len, max_num_batched_tokens, kv_cache_memory_bytes, num_blocks_override (the number of KV
     blocks, null block included), threads, num_swap_blocks, num_host_blocks and kv_window. The costs of preemption
     are left to resolve_costs(), which needs the cache. device_bytes: free bytes for the cache on a device with memory
-    of its own; None: the device shares the machine's memory.
-
-    An encoder's prompts are computed in one step each, and not cached.
+    of its own. An encoder's prompts are computed in one step each, and not cached; see recurrent.py, too.
 
     Errors: ConfigError when max_model_len exceeds the model's, kv_window is less than the model's, kv_dir has too few
     blocks on the host, or max_num_batched_tokens is too small (core/execution/token_budget.py).
-    OutOfMemoryError when the cache cannot hold one request of max_model_len tokens; it states the numbers and what to
-    change.
+    OutOfMemoryError, with what to change, if the cache cannot hold one request.
     """
+    memory_bytes = config.kv_cache_memory_bytes or device_bytes or default_cache_bytes(total_memory_bytes)
     if info.is_encoder:
         config = msgspec.structs.replace(config, enable_chunked_prefill=False, enable_prefix_caching=False)
+    if info.state_bytes:
+        config = for_recurrent_layers(config, info, memory_bytes)
     if config.max_model_len is not None and config.max_model_len > info.max_model_len:
         raise ConfigError(
             f"max_model_len={config.max_model_len} is more than the {info.max_model_len} tokens that {info.name} "
             f"was made for: use at most {info.max_model_len}, or leave it out"
         )
-    memory_bytes = config.kv_cache_memory_bytes or device_bytes or default_cache_bytes(total_memory_bytes)
-    available = config.num_blocks_override or blocks_in(memory_bytes, config.block_size)
+    states = config.max_num_seqs * info.state_bytes
+    available = config.num_blocks_override or blocks_in(memory_bytes - states, config.block_size)
     bytes_per_block = ceil_div(_PROBE_BYTES, max(1, blocks_in(_PROBE_BYTES, config.block_size)))
     max_model_len = _max_model_len(config, info, available, memory_bytes, bytes_per_block)
     budget = token_budget(config, max_model_len, info.max_whole_tokens)

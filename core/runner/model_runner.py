@@ -28,6 +28,7 @@ from core.runner.adapter_rows import AdapterRows
 from core.runner.drafter import Drafter, RanStep, merged
 from core.runner.feature_rows import FeatureRows
 from core.runner.preemption_costs import NUM_TOKENS, measure_costs
+from core.runner.state_rows import RowStates
 from core.runner.step_durations import Clock, measure_steps, trial_sampling
 from core.runner.step_inputs import InputMaker, StepInputs
 from core.sampling.candidates import NOT_DRAWN, gather_candidates, normalize
@@ -61,12 +62,14 @@ class ModelRunner:
         pooler: Pooler | None = None,
         adapters: Adapters | None = None,
         features: Features | None = None,
+        states: Floats | None = None,
     ) -> None:
         """Allocate the table, the columns and the caches.
 
         num_swap_blocks: blocks of the swap cache, to which preempted requests are copied; 0 = none. grammars: of
         structured_outputs; None = no request has them. drafter: guesses tokens with a model; None = none. pooler:
-        None = no request pools. adapters: None = no request has one. features: None = no request has any.
+        None = no request pools. adapters: None = no request has one. features: None = no request has any. states: of
+        RowStates.
         Errors: MemoryError when a cache cannot be allocated.
         """
         self.model = model
@@ -80,6 +83,7 @@ class ModelRunner:
         self.pooling = PoolingRows(pooler)
         self._adapter_rows = AdapterRows(adapters)
         self._feature_rows = FeatureRows(features)
+        self._states = RowStates(states)
         groups = edit_groups(num_rows, eos_token_ids, self.matchers, masks)
         self.sampling = SamplingColumns(num_rows, groups, len(eos_token_ids))
         self._candidates: LogprobColumns | None = None  # of this step, see ModelRunnerOutput
@@ -121,7 +125,7 @@ class ModelRunner:
         """Return the step's result, with the drafts that grammars force and those of the drafter."""
         failures, self._failures = self._failures, []
         drafts: tuple[Int32s | None, Int32s] = (None, NO_INT32S)
-        if self.matchers:
+        if self.matchers and not self._states:
             drafts = self.matchers.drafts(plan.rows)
         if self.drafter is not None:
             guessed = self.drafter.propose(RanStep(plan, inputs, result), self.table, self.sampling)
@@ -296,10 +300,11 @@ class ModelRunner:
         tokens = inputs.token_ids, inputs.positions, inputs.slots
         adapters = self._adapter_rows.of_step(inputs) if self._adapter_rows else None
         rest = inputs.logits_rows, inputs.generation, adapters
+        requests = self._states.of_step(inputs)
         if given is not None:  # arrays of this step only
             tokens, rest = (given.token_ids, *tokens[1:]), (inputs.logits_rows, ONCE, adapters)
-            return self.model.forward(ModelInputs(*tokens, attention, self.cache, *rest, given.rows))
-        return self.model.forward(ModelInputs(*tokens, attention, self.cache, *rest))
+            return self.model.forward(ModelInputs(*tokens, attention, self.cache, *rest, given.rows, requests))
+        return self.model.forward(ModelInputs(*tokens, attention, self.cache, *rest, requests=requests))
 
     def _prompt_logprobs(
         self, plan: SchedulerOutput, num_tokens: AnyInts, context_lens: AnyInts, result: StepResult

@@ -63,6 +63,8 @@ class BeamSearches:
 
     def never_fits(self, requests: list[Request], max_num_seqs: int) -> str | None:
         """Return why the search could not run even alone, with the numbers; None when it could."""
+        if self._batch.forks.is_off:
+            return "beam search forks rows, which this model's recurrent layers do not: use n and sampling"
         first, width, size = requests[0], len(requests), self._batch.block_size
         if width > max_num_seqs:
             return f"the search has {width} beams, and max_num_seqs is {max_num_seqs}"

@@ -28,12 +28,13 @@ class Leads:
     def enter(self, choices: list[Request]) -> None:
         """Let all choices or beams of a new message but the first follow that. They are in no queue yet.
 
-        A prompt of one token is computed by each choice: there is nothing to share.
+        A prompt of one token is computed by each choice: there is nothing to share. So is any where forks are off.
         """
         self._num_live += 1
         for request in choices:
             request.choices = choices
-            request.follows = request is not choices[0] and request.num_prompt_tokens > 1
+            may_follow = request.num_prompt_tokens > 1 and not self._forks.is_off
+            request.follows = may_follow and request is not choices[0]
 
     def start(self, starts: list[RequestStart]) -> None:
         """Note the leads among the requests that start."""

@@ -3,6 +3,7 @@
 #include "embedding.h"
 #include "group.h"
 #include "norm.h"
+#include "output_gate.h"
 #include "pool.h"
 #include "rope.h"
 #include "sampling.h"
@@ -209,9 +210,32 @@ static const void *expand_values(const Share *share, const void *attended) {
     return args.values;
 }
 
+/* Renew the requests' states, for all tokens: what this layer has in place of attention. */
+static void recur(const Share *share) {
+    const DecoderStep *step = share->step;
+    const RecurrenceStep args = {
+        .layer = share->layer->recurrence,
+        .in = step->qkv,
+        .out = step->attended,
+        .mixed = step->mixed,
+        .states = step->states,
+        .rows = step->state_rows,
+        .firsts = step->firsts,
+        .positions = step->positions,
+        .state_stride = step->state_stride,
+        .mixed_stride = step->mixed_stride,
+        .num_requests = step->num_requests,
+    };
+    recurrence_part(&args, share->thread, share->num_threads);
+}
+
 /* Run attention for all tokens; with is_narrow for those of the narrowed plan only. */
 static void attend(const Share *share, int is_narrow) {
     const DecoderLayer *layer = share->layer;
+    if (layer->recurrence) {
+        recur(share);
+        return;
+    }
     const DecoderKind *kind = &share->step->kinds[layer->kind];
     Attention args = kind->attention;
     use_plan(&args, kind->plan, is_narrow);
@@ -221,9 +245,20 @@ static void attend(const Share *share, int is_narrow) {
     attention_part(&args, share->thread, share->num_threads);
 }
 
+/* Multiply attention's output by the sigmoid of the rows' gates. */
+static void apply_output_gate(const Share *share) {
+    const DecoderStep *step = share->step;
+    const int64_t width = share->layer->o.depth, bytes = element_bytes(share->decoder->dtype);
+    for (int64_t row = first_row(share, share->thread); row < first_row(share, share->thread + 1); row++)
+        output_gate_row((char *)step->attended + row * width * bytes, (const char *)step->output_gates + row * width * bytes,
+                        width, share->decoder->dtype);
+    pool_barrier();
+}
+
 /* End attention: its whole output can be read then. */
 static void finish_attention(const Share *share) {
     pool_barrier();
+    if (share->layer->output_gate) apply_output_gate(share);
     const DecoderGroup *group = share->decoder->group;
     if (!group) return;
     const DecoderStep *step = share->step;
@@ -239,7 +274,12 @@ static void finish_attention(const Share *share) {
 static void begin_layer(const Share *share) {
     const DecoderLayer *layer = share->layer;
     multiply_adapted(share, &layer->qkv, QKV_PRODUCT, share->step->x, share->step->qkv, NULL, &layer->o);
-    go_on_by_rows(share);
+    if (layer->recurrence) return;
+    go_on_by_rows(share); /* also between two products: threads take their columns by counters */
+    if (layer->output_gate) {
+        multiply(share, layer->output_gate, share->step->x, share->step->output_gates, NULL, &layer->o, NULL);
+        go_on_by_rows(share);
+    }
     if (layer->latent)
         begin_latent(share);
     else
@@ -462,7 +502,7 @@ static void logits_job(void *args, int thread, int num_threads) {
 }
 
 EXPORT void decoder_step(DecoderStep *args) {
-    args->is_narrow = args->num_logits < args->num_tokens;
+    args->is_narrow = args->num_logits < args->num_tokens && !last_layer(args)->recurrence;
     pool_run(step_job, args);
 }
 

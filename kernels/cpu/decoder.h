@@ -16,6 +16,7 @@
 #include "latent.h"
 #include "lora.h"
 #include "norm.h"
+#include "recurrence.h"
 
 /* A layer of a model; made once. The Gemms have weights, bias, sizes and dtypes. */
 typedef struct {
@@ -30,6 +31,8 @@ typedef struct {
     const Experts *experts;                   /* instead of gate_up and down; or NULL */
     const float *sinks;                       /* see attention.h; or NULL */
     const Latent *latent;                     /* around attention; qkv has the columns of LatentStep.qkv. Or NULL */
+    const Recurrence *recurrence;             /* instead of attention, with qkv and o as its products; or NULL */
+    const Gemm *output_gate;                  /* attention's output is multiplied by the sigmoid of this; or NULL */
 } DecoderLayer;
 
 /* A layer's products, as adapters number them: layer * LAYER_PRODUCTS + one of these. */
@@ -102,6 +105,10 @@ typedef struct {
     float *lowered;                     /* [max(T, S), lowered_stride] with adapters */
     int64_t lowered_stride;
     const float *given; /* [.., hidden_size]: embeddings of token ids below 0, see embedding.h */
+    void *output_gates; /* [T, numbers of attention's output] of dtype, of layers with an output_gate */
+    float *mixed, *states; /* of layers with a recurrence, as all below: see recurrence.h */
+    const int64_t *state_rows, *firsts;
+    int64_t state_stride, mixed_stride, num_requests;
 } DecoderStep;
 
 void decoder_step(DecoderStep *args);

@@ -13,7 +13,9 @@ from kernels.cpu.decoder_parts import (
     decoder_arguments,
     deepest_in_8_bits,
     exceed_caches,
+    latent_of,
     layer_arguments,
+    mixed_width,
     weight_bytes,
     widths_of,
 )
@@ -33,6 +35,7 @@ from kernels.cpu.structs import (
 )
 from kernels.elements import FLOAT32, Dtype, Numbers
 from kernels.memory.aligned import aligned_empty
+from kernels.recurrence import StateRows
 
 
 class DecoderResult:
@@ -68,6 +71,7 @@ class CpuDecoder:
     _columns: tuple[Ints, ...] = ()  # the last step's, kept alive
     _lora: LoraRows | None = None  # the last step's, kept alive
     _given: Floats | None = None  # the same
+    _requests: StateRows | None = None  # the same
     _taps: tuple[int, ...] = ()  # see tap()
     _finished: tuple[int, Ints] = (0, np.zeros(0, np.int64))  # the last call of _finish(): number of the step, rows
 
@@ -102,7 +106,7 @@ class CpuDecoder:
         self._experts = [parts.mlp for parts in layers if isinstance(parts.mlp, CpuExperts)]
         self._room = Room()
         self._set_streams(exceed_caches(weight_bytes(layers, head)))
-        self._widths = widths_of(self._width, layers)
+        self._widths, self._mixed_width = widths_of(self._width, layers), mixed_width(layers)
         if group is not None:
             self._join(group, first)
         self._normalises_added = first.attention_out_norm is not None or first.mlp_out_norm is not None
@@ -134,9 +138,12 @@ class CpuDecoder:
         self._decoder.head.streams = streams
         for layer in self._layers:
             layer.qkv.streams = layer.o.streams = layer.gate_up.streams = layer.down.streams = streams
+        for parts in self._kept[0]:
+            if parts.output_gate is not None:
+                parts.output_gate.arguments.streams = streams
         for experts in self._experts:
             experts.set_streams(streams)
-        for latent in (parts.latent for parts in self._kept[0] if parts.latent is not None):
+        for latent in filter(None, map(latent_of, self._kept[0])):
             latent.set_streams(streams)
 
     def __call__(
@@ -150,19 +157,22 @@ class CpuDecoder:
         generation: int,
         lora: LoraRows | None = None,
         given: Floats | None = None,
+        requests: StateRows | None = None,
     ) -> "DecoderResult":
         """Run one step.
 
         token_ids, positions and slots (-1 = do not store) are [T]; logits_rows [S] are indices of tokens; all int64.
         `plans` has one plan for each kind of layer. lora: the rows' adapters, None = no row has one. given [.., hidden]
-        float32: the embeddings of token ids below 0, which are -1 - row. Equal generations other than 0 mean: columns,
-        plans, cache, adapters and given are the objects of the step before, with other numbers.
+        float32: the embeddings of token ids below 0, which are -1 - row. requests: where the recurrent states are.
+        Equal generations other than 0 mean: columns, plans, cache and the rest are the objects of the step before,
+        with other numbers.
         They are not read then: beside the weights, each object that is touched costs microseconds."""
         if not generation or generation != self._generation:
             self._take(*map(np.ascontiguousarray, (token_ids, positions, slots, logits_rows)))
             self._use(cache, plans)
             self._adapt(lora)
             self._give(given)
+            self._place_states(requests)
             self._generation = generation
         if (longest := plans[0].arguments.longest) > self._num_positions:
             self._reach(longest)
@@ -269,7 +279,8 @@ class CpuDecoder:
             kind.plan = ctypes.addressof(plan.arguments)
             arguments.shape, arguments.num_heads = cache.shape, self._num_heads
         pointers = [layer.ctypes.data for layer in cache.layers]
-        self._cache_layers = (ctypes.c_void_p * len(self._layers))(*pointers * (len(self._layers) // len(pointers)))
+        places = [one.place % len(pointers) for one in self._kept[0]]  # one array may serve all layers
+        self._cache_layers = (ctypes.c_void_p * len(self._layers))(*(pointers[place] for place in places))
         self._step.cache = ctypes.addressof(self._cache_layers)
 
     def _adapt(self, lora: LoraRows | None) -> None:
@@ -288,6 +299,15 @@ class CpuDecoder:
         """Point the step to the embeddings that its token ids below 0 stand for."""
         assert given is None or (given.flags.c_contiguous and given.shape[1] == self._width), given.shape
         self._given, self._step.given = given, None if given is None else given.ctypes.data
+
+    def _place_states(self, requests: StateRows | None) -> None:
+        """Point the step to the recurrent states of its requests."""
+        assert (requests is None) == (not self._mixed_width), "a model's recurrent states"
+        self._requests, step = requests, self._step
+        if requests is not None:
+            step.states, step.state_stride = requests.states.ctypes.data, requests.states.shape[1]
+            step.state_rows, step.firsts = requests.rows.ctypes.data, requests.firsts.ctypes.data
+            step.num_requests = len(requests.rows)
 
     def _reach(self, num_positions: int) -> None:
         """Make cos and sin for at least num_positions positions."""
@@ -318,6 +338,9 @@ class CpuDecoder:
             if self._experts:
                 self._room.reserve(rows, self._experts[0])
                 self._step.experts_room = ctypes.addressof(self._room.arguments)
+            if self._mixed_width:
+                self._keep("mixed", (rows, self._mixed_width), FLOAT32)
+                self._step.mixed_stride = self._mixed_width
             if self._normalises_added:
                 self._keep("normed", (rows, self._width), FLOAT32)
         if "logits" not in self._buffers or num_logits > len(self._buffers["logits"]):

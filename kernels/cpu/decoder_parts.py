@@ -14,6 +14,7 @@ from kernels.cpu.gemm import INT8, PackedMatrix
 from kernels.cpu.latent import CpuLatent
 from kernels.cpu.library import ELEMENT_NUMBERS
 from kernels.cpu.norm import CpuNorm
+from kernels.cpu.recurrence import CpuRecurrence
 from kernels.cpu.structs import DecoderArguments, GemmArguments, LayerArguments, NormWeights
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
@@ -29,36 +30,58 @@ class DenseParts(NamedTuple):
     down: PackedMatrix
 
 
+class AttentionParts(NamedTuple):
+    """The constants of one layer's attention."""
+
+    norms: Floats | None  # of Q and K: float32, contiguous; see CpuRope
+    scale: float  # factor of the scores
+    norms_of_rows: bool = False
+    cap: float | None = None  # of the scores
+    sinks: Floats | None = None  # [H], of sink_scores()
+    latent: CpuLatent | None = None  # around attention
+
+
 class LayerParts(NamedTuple):
     """The kernels and constants of one layer."""
 
     input_norm: CpuNorm
     qkv: PackedMatrix
-    norms: Floats | None  # of Q and K: float32, contiguous; see CpuRope
-    scale: float  # factor of the scores
+    mix: AttentionParts | CpuRecurrence
     o: PackedMatrix
     attention_out_norm: CpuNorm | None
     mlp_norm: CpuNorm
     mlp: DenseParts | CpuExperts
     mlp_out_norm: CpuNorm | None
     kind: int  # index into a step's plans and tables, one for each kind of layer
-    norms_of_rows: bool = False
-    cap: float | None = None  # of the scores
-    sinks: Floats | None = None  # of attention: [H], of sink_scores()
-    latent: CpuLatent | None = None  # latent attention
+    place: int = 0  # of the layer's K and V in the cache
+    output_gate: PackedMatrix | None = None  # of attention's output
+
+
+def latent_of(parts: LayerParts) -> CpuLatent | None:
+    """Return the layer's latent attention; None for another layer."""
+    return parts.mix.latent if isinstance(parts.mix, AttentionParts) else None
 
 
 def widths_of(width: int, layers: Sequence[LayerParts]) -> dict[str, int]:
     """Return the numbers in a row of each buffer of the model's dtype, by name."""
-    first, dense = layers[0], [parts.mlp for parts in layers if isinstance(parts.mlp, DenseParts)]
-    inner = {"qkv": first.qkv.out_features, "q": first.o.in_features, "attended": first.o.in_features}
-    if (latent := first.latent) is not None:
+    dense = [parts.mlp for parts in layers if isinstance(parts.mlp, DenseParts)]
+    attended = max(parts.o.in_features for parts in layers)
+    # Picked rows of `attended` take the place of those of `qkv`.
+    inner = {"qkv": max(attended, *(parts.qkv.out_features for parts in layers)), "q": attended, "attended": attended}
+    if any(parts.output_gate is not None for parts in layers):
+        inner["output_gates"] = attended
+    if (latent := latent_of(layers[0])) is not None:
         attended = latent.num_heads * latent.latent_dim
         inner = {"q": attended + latent.num_heads * latent.rotated_dim, "attended": attended}
-        inner["qkv"] = max(first.qkv.out_features, attended)  # also picked rows of `attended`
-        inner |= {"queries": latent.queries_width, "values": first.o.in_features}
+        inner["qkv"] = max(layers[0].qkv.out_features, attended)  # also picked rows of `attended`
+        inner |= {"queries": latent.queries_width, "values": layers[0].o.in_features}
     gated = max((mlp.down.in_features for mlp in dense), default=1)
     return {"x": width, "added": width, **inner, "gated": gated}
+
+
+def mixed_width(layers: Sequence[LayerParts]) -> int:
+    """Return the numbers in a row of the recurrent layers' buffer; 0 without such layers."""
+    return max((parts.mix.sizes.mixed_width for parts in layers if isinstance(parts.mix, CpuRecurrence)), default=0)
 
 
 def weight_bytes(layers: Sequence[LayerParts], head: PackedMatrix | None) -> int:
@@ -75,8 +98,9 @@ def deepest_in_8_bits(layers: Sequence[LayerParts], head: PackedMatrix | None) -
 def _matrices(layers: Sequence[LayerParts], head: PackedMatrix | None) -> list[PackedMatrix]:
     own = [] if head is None else [head]
     dense = [matrix for parts in layers if isinstance(parts.mlp, DenseParts) for matrix in parts.mlp]
-    latent = [matrix for parts in layers if parts.latent is not None for matrix in parts.latent.matrices]
-    return [*own, *dense, *latent, *(matrix for parts in layers for matrix in (parts.qkv, parts.o))]
+    gates = [parts.output_gate for parts in layers if parts.output_gate is not None]
+    latent = [matrix for parts in layers if (inner := latent_of(parts)) is not None for matrix in inner.matrices]
+    return [*own, *dense, *gates, *latent, *(matrix for parts in layers for matrix in (parts.qkv, parts.o))]
 
 
 def exceed_caches(num_bytes: int) -> bool:
@@ -112,8 +136,8 @@ def layer_arguments(parts: LayerParts) -> LayerArguments:
     def constants(norm: CpuNorm | None) -> NormWeights:
         return NormWeights() if norm is None else norm.constants
 
-    scale, cap_factor = score_factors(parts.scale, parts.cap)
-    return LayerArguments(
+    mix, gate = parts.mix, parts.output_gate
+    arguments = LayerArguments(
         qkv=parts.qkv.arguments,
         o=parts.o.arguments,
         gate_up=parts.mlp.gate_up.arguments if isinstance(parts.mlp, DenseParts) else GemmArguments(),
@@ -123,11 +147,14 @@ def layer_arguments(parts: LayerParts) -> LayerArguments:
         mlp_norm=constants(parts.mlp_norm),
         attention_out_norm=constants(parts.attention_out_norm),
         mlp_out_norm=constants(parts.mlp_out_norm),
-        norms=None if parts.norms is None else parts.norms.ctypes.data,
-        scale=scale,
-        cap_factor=cap_factor,
         kind=parts.kind,
-        norms_of_rows=parts.norms_of_rows,
-        sinks=None if parts.sinks is None else parts.sinks.ctypes.data,
-        latent=None if parts.latent is None else ctypes.addressof(parts.latent.arguments),
+        output_gate=None if gate is None else ctypes.addressof(gate.arguments),
     )
+    if isinstance(mix, CpuRecurrence):
+        arguments.recurrence = ctypes.addressof(mix.arguments)
+        return arguments
+    arguments.scale, arguments.cap_factor = score_factors(mix.scale, mix.cap)
+    arguments.norms, arguments.norms_of_rows = address(mix.norms), mix.norms_of_rows
+    arguments.sinks = address(mix.sinks)
+    arguments.latent = None if mix.latent is None else ctypes.addressof(mix.latent.arguments)
+    return arguments

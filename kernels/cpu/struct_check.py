@@ -4,13 +4,14 @@ import ctypes
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kernels.cpu import latent_structs, structs
+from kernels.cpu import latent_structs, mixer_structs, structs
 from kernels.cpu.build import CpuLibraryError
 from kernels.cpu.c_struct import CStruct
 
 #: All structs: those of the modules that are imported here.
 STRUCTS: tuple[type[CStruct], ...] = tuple(CStruct.__subclasses__())
-assert {struct.__module__ for struct in STRUCTS} == {structs.__name__, latent_structs.__name__}, STRUCTS
+_MODULES = {structs.__name__, latent_structs.__name__, mixer_structs.__name__}
+assert {struct.__module__ for struct in STRUCTS} == _MODULES, STRUCTS
 
 
 class _ExportedField(ctypes.Structure):

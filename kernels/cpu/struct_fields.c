@@ -6,7 +6,9 @@
 #include "embedding.h"
 #include "make_blocks.h"
 #include "norm.h"
+#include "output_gate.h"
 #include "quantized.h"
+#include "recurrence.h"
 #include "rope.h"
 #include "sampling.h"
 #include "soft_cap.h"
@@ -106,7 +108,7 @@ EXPORT const StructField struct_fields[] = {
 #define STRUCT DecoderLayer
     WHOLE FIELD(qkv) FIELD(o) FIELD(gate_up) FIELD(down) FIELD(input_norm) FIELD(mlp_norm) FIELD(attention_out_norm)
     FIELD(mlp_out_norm) FIELD(norms) FIELD(scale) FIELD(cap_factor) FIELD(kind) FIELD(tap) FIELD(norms_of_rows)
-    FIELD(experts) FIELD(sinks) FIELD(latent)
+    FIELD(experts) FIELD(sinks) FIELD(latent) FIELD(recurrence) FIELD(output_gate)
 #undef STRUCT
 #define STRUCT Place
     WHOLE FIELD(first) FIELD(width)
@@ -129,7 +131,8 @@ EXPORT const StructField struct_fields[] = {
     FIELD(values) FIELD(embedded) FIELD(own_attended) FIELD(added)
     FIELD(normed) FIELD(last_hidden) FIELD(logits) FIELD(largest) FIELD(taps) FIELD(quantized) FIELD(quantized_stride)
     FIELD(experts_room) FIELD(num_tokens) FIELD(num_logits) FIELD(num_taps) FIELD(is_narrow)
-    FIELD(adapters) FIELD(picked) FIELD(lowered) FIELD(lowered_stride) FIELD(given)
+    FIELD(adapters) FIELD(picked) FIELD(lowered) FIELD(lowered_stride) FIELD(given) FIELD(output_gates) FIELD(mixed)
+    FIELD(states) FIELD(state_rows) FIELD(firsts) FIELD(state_stride) FIELD(mixed_stride) FIELD(num_requests)
 #undef STRUCT
 #define STRUCT Dequantize
     WHOLE FIELD(blocks) FIELD(out) FIELD(num_blocks) FIELD(type) FIELD(dtype)
@@ -156,6 +159,18 @@ EXPORT const StructField struct_fields[] = {
 #define STRUCT Norm
     WHOLE FIELD(hidden) FIELD(x) FIELD(norm) FIELD(out) FIELD(num_rows) FIELD(width) FIELD(x_dtype) FIELD(out_dtype)
     FIELD(eps) FIELD(multiplier)
+#undef STRUCT
+#define STRUCT OutputGate
+    WHOLE FIELD(x) FIELD(gates) FIELD(num_rows) FIELD(width) FIELD(dtype) FIELD(reserved)
+#undef STRUCT
+#define STRUCT Recurrence
+    WHOLE FIELD(kernel) FIELD(bias) FIELD(rates) FIELD(step_biases) FIELD(skips) FIELD(norm) FIELD(channels) FIELD(width)
+    FIELD(state_offset) FIELD(kind) FIELD(dtype) FIELD(taps) FIELD(num_heads) FIELD(num_groups) FIELD(takes_turns) FIELD(key_dim)
+    FIELD(value_dim) FIELD(eps) FIELD(least_step) FIELD(most_step)
+#undef STRUCT
+#define STRUCT RecurrenceStep
+    WHOLE FIELD(layer) FIELD(in) FIELD(out) FIELD(mixed) FIELD(states) FIELD(rows) FIELD(firsts) FIELD(positions)
+    FIELD(state_stride) FIELD(mixed_stride) FIELD(num_requests)
 #undef STRUCT
 #define STRUCT RopeKvWrite
     WHOLE FIELD(qkv) FIELD(cos) FIELD(sin) FIELD(query_cos) FIELD(query_sin) FIELD(positions) FIELD(norms) FIELD(slots) FIELD(q) FIELD(layer)

@@ -193,7 +193,7 @@ class LayerArguments(CStruct):
         ("kind", _INT32),
         ("tap", _INT64),
         ("norms_of_rows", _INT32),
-        *_fields("experts sinks latent", _POINTER),
+        *_fields("experts sinks latent recurrence output_gate", _POINTER),
     )
 
 
@@ -263,7 +263,8 @@ class StepArguments(CStruct):
         *_fields("num_tokens num_logits num_taps is_narrow", _INT64),
         *_fields("adapters picked lowered", _POINTER),
         ("lowered_stride", _INT64),
-        ("given", _POINTER),
+        *_fields("given output_gates mixed states state_rows firsts", _POINTER),
+        *_fields("state_stride mixed_stride num_requests", _INT64),
     )
 
 

@@ -88,15 +88,16 @@ class _OneByOne(_Watched):
         return result
 
     def _timed_layer(self, layer: Layer) -> Layer:
-        timed = self._timed(layer, "input_norm", "qkv", "o", "attention_out", "mlp_norm", "mlp_out")
+        timed = self._timed(layer, "input_norm", "attention_out", "mlp_norm", "mlp_out")
         mlp: Any = layer.mlp
         mlp = replace(mlp, **self._timed(mlp, *(field.name for field in fields(mlp))))
-        attention: Any = _Timed(layer.attention, "attention", self.seconds)
-        if isinstance(layer.attention, CpuAttend):
-            rope: Any = _Timed(layer.attention.rope, "rope", self.seconds)
-            inner: Any = _Timed(layer.attention.attention, "attention", self.seconds)
-            attention = replace(layer.attention, rope=rope, attention=inner)
-        return replace(layer, **timed, attention=attention, mlp=mlp)
+        mix: Any = _Timed(layer.mixer.mix, "attention", self.seconds)
+        if isinstance(layer.mixer.mix, CpuAttend):
+            rope: Any = _Timed(layer.mixer.mix.rope, "rope", self.seconds)
+            inner: Any = _Timed(layer.mixer.mix.attention, "attention", self.seconds)
+            mix = replace(layer.mixer.mix, rope=rope, attention=inner)
+        mixer = replace(layer.mixer, **self._timed(layer.mixer, "qkv", "o"), mix=mix)
+        return replace(layer, **timed, mixer=mixer, mlp=mlp)
 
     def _timed(self, owner: Any, *names: str) -> dict[str, Any]:
         """Return these parts of a layer or an MLP, timed under their names."""
@@ -146,7 +147,7 @@ def measure_step(config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
         "workload": "step",
         "model": executor.info.name,
     }
-    common |= {"dtype": executor.info.dtype, "kernels": model.layers[0].qkv.variant.partition("[")[0], "rep": rep}
+    common |= {"dtype": executor.info.dtype, "kernels": model.layers[0].mixer.qkv.variant.partition("[")[0], "rep": rep}
     for size in SIZES:
         yield common | {"batch": size, **_measure(EngineCore(config, executor), executor, model, size)}
 

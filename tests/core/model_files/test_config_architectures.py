@@ -169,7 +169,7 @@ def test_routed_mlps(tmp_path: Path) -> None:
     assert experts(model_type="olmoe") == (64, 8, 96, False, ())
     assert experts(model_type="granitemoe", num_local_experts=3) == (3, 2, 96, True, ())
     assert read(tmp_path, model_type="qwen3").experts is None
-    assert read(tmp_path, model_type="granitemoehybrid", num_local_experts=0).experts is None
+    assert read(tmp_path, model_type="granitemoehybrid", num_local_experts=0, layer_types=FULL).experts is None
 
 
 def test_shared_experts(tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_shared_experts(tmp_path: Path) -> None:
     assert shared(model_type="qwen2_moe", **ROUTED, shared_expert_intermediate_size=0) == (0, False)
     assert shared(model_type="granitemoeshared", shared_intermediate_size=24) == (24, False)
     assert shared(model_type="granitemoe") == (0, False)
-    assert shared(model_type="granitemoehybrid", shared_intermediate_size=40) == (40, False)
+    assert shared(model_type="granitemoehybrid", shared_intermediate_size=40, layer_types=FULL) == (40, False)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -193,11 +193,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv=8.0.*only null is"),
     ({"model_type": "ernie4_5", "use_bias": True}, "use_bias=True.*only false is"),
     (
-        {"model_type": "granitemoehybrid", "num_local_experts": 0, "layer_types": ["mamba", "attention"] * 4},
-        "layer_types=.*all layers of a GraniteMoeHybridForCausalLM have full attention",
+        {"model_type": "llama", "layer_types": ["mamba", "attention"] * 4},
+        "layer_types=.*all layers of a Llama.* have full",
     ),
     ({"model_type": "gpt_oss", **ROUTED, "swiglu_limit": 10.0}, "swiglu_limit=10.0.*only 7.0 is"),
-    ({"architectures": ["Lfm2ForCausalLM"]}, "architectures=.*supported are LlamaForCausalLM"),
+    ({"architectures": ["Mamba2ForCausalLM"]}, "architectures=.*supported are LlamaForCausalLM"),
     ({"architectures": ["Gemma3nForConditionalGeneration"]}, "architectures=.*supported are LlamaForCausalLM, Mistral"),
     ({"model_type": "mistral", "layer_types": ["full_attention"] * 8}, "layer_types=.*all layers of a Mistral"),
     ({"model_type": "gemma3_text", "layer_types": ["chunked_attention"] * 8}, "layer_types=.*'full_attention' and"),

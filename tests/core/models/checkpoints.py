@@ -16,6 +16,7 @@ from core.models.llama import Llama
 from ipc.arrays import Ints
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.elements import FLOAT32
+from tests.core.models.exact_delta_rule import delta_rule_in_float64, delta_rule_of_decoding
 from tests.core.models.routed_checkpoints import ROUTED_CASES
 from tests.core.models.test_golden import generate
 from tests.core.models.test_llama import Requests
@@ -71,6 +72,19 @@ OLMO_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 5e5},
 }
 
+DELTA = {
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 20,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+SHARED_EXPERTS = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 24,
+}
+STATE_SPACE = {"mamba_n_heads": 4, "mamba_d_state": 16, "mamba_expand": 2, "mamba_chunk_size": 64}
 #: Name -> transformers' model_type and settings beside SIZES.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama", {"tie_word_embeddings": False}),
@@ -196,6 +210,45 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "glm": ("glm", {"head_dim": 16}),
+    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8}),
+    # With an eps above the usual: where a query and a key nearly cancel, the norms magnify what is rounded.
+    "qwen3.5": ("qwen3_5_text", {"num_hidden_layers": 4, "head_dim": 16, "rms_norm_eps": 1e-3, **DELTA}),
+    "granite4-hybrid": (
+        "granitemoehybrid",
+        {
+            "num_local_experts": 0,
+            "shared_intermediate_size": 80,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "residual_multiplier": 0.22,
+            "embedding_multiplier": 6.0,
+            "attention_multiplier": 0.4,
+            "logits_scaling": 3.0,
+            **STATE_SPACE,
+        },
+    ),
+    "granite4-hybrid-experts": (
+        "granitemoehybrid",
+        {
+            "num_local_experts": 4,
+            "shared_intermediate_size": 40,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"],
+            "residual_multiplier": 0.22,
+            "position_embedding_type": "rope",
+            **STATE_SPACE,
+            "mamba_n_groups": 2,
+        },
+    ),
+    "qwen3.5-moe": ("qwen3_5_moe_text", {"num_hidden_layers": 4, "head_dim": 16, **DELTA, **SHARED_EXPERTS}),
+    "lfm2-biased": (
+        "lfm2",
+        {
+            "full_attn_idxs": [2],
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "tie_word_embeddings": False,
+        },
+    ),
     "glm4": ("glm4", {"head_dim": 20}),
     **ROUTED_CASES,
 }
@@ -245,9 +298,11 @@ def golden_of(model: Any) -> Golden:
     """What transformers makes of the model, in float32 and in float64."""
     prompts = [np.random.default_rng(n).integers(3, SIZES["vocab_size"], n) for n in PROMPT_LENGTHS]  # type: ignore[call-overload]
     with torch.inference_mode():
-        theirs = [model(torch.from_numpy(ids)[None]).logits[0] for ids in prompts]
+        with delta_rule_of_decoding(model):
+            theirs = [model(torch.from_numpy(ids)[None]).logits[0] for ids in prompts]
         model.double()
-        exact = [model(torch.from_numpy(ids)[None]).logits[0] for ids in prompts]
+        with delta_rule_in_float64(model):
+            exact = [model(torch.from_numpy(ids)[None]).logits[0] for ids in prompts]
         model.float()
     errors = [(mine - truth).abs() for mine, truth in zip(theirs, exact, strict=True)]
     return Golden(model, prompts, exact, errors)

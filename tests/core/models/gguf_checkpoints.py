@@ -12,6 +12,12 @@ import gguf
 import torch
 
 from tests.core.models.checkpoints import Golden
+from tests.core.models.recurrent_gguf import (
+    feed_forward_length,
+    kv_heads,
+    of_recurrent_layers,
+    recurrent_metadata,
+)
 from tests.core.models.routed_gguf import ROUTED_GGUF_CASES, routed_metadata, special_tensors
 
 #: Case -> llama.cpp's name of its architecture.
@@ -45,10 +51,15 @@ GGUF_CASES = {
     "granite-moe-shared": "granitemoe",
     "qwen2-moe": "qwen2moe",
     "gpt-oss": "gpt-oss",
+    "lfm2": "lfm2",
+    "qwen3.5": "qwen35",
+    "qwen3.5-moe": "qwen35moe",
+    "granite4-hybrid": "granitehybrid",
+    "granite4-hybrid-experts": "granitehybrid",
     **ROUTED_GGUF_CASES,
 }
 #: Architectures whose rows of q and k the converter interleaves; llama.cpp rotates neighbours in these.
-INTERLEAVED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "minicpm")
+INTERLEAVED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "granitehybrid", "minicpm")
 
 
 def interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
@@ -75,6 +86,10 @@ def converted(model: Any, architecture: str) -> dict[str, torch.Tensor]:
             continue
         if ".experts." in name or "router" in name or "mlp.gate." in name:
             tensors |= of_gpt_oss(name, tensor) if config.model_type == "gpt_oss" else of_experts(name, tensor)
+            continue
+        name, tensor = of_recurrent_layers(name, tensor, config)
+        if name.endswith((".A_log", ".D")):
+            tensors[names.get_name(name)] = tensor
             continue
         name = f"{name}.weight" if name.endswith(".sinks") else name
         stem, kind = name.rsplit(".", 1)
@@ -128,10 +143,10 @@ def metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(feed_forward_length(config))
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_head_count_kv(kv_heads(config))
+    writer.add_layer_norm_rms_eps(config.norm_eps if config.model_type == "lfm2" else config.rms_norm_eps)
     head_dim = None if hasattr(config, "kv_lora_rank") else getattr(config, "head_dim", None)
     if head_dim is not None:
         writer.add_key_length(head_dim)
@@ -156,11 +171,12 @@ def special_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     if number := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
         writer.add_expert_count(number)
         writer.add_expert_used_count(config.num_experts_per_tok)
+    recurrent_metadata(writer, config)
     if size := getattr(config, "shared_intermediate_size", None) or getattr(
         config, "shared_expert_intermediate_size", 0
     ):
         writer.add_expert_shared_feed_forward_length(size)
-    if config.model_type in ("qwen2_moe", "qwen3_moe"):
+    if config.model_type in ("qwen2_moe", "qwen3_moe", "qwen3_5_moe_text"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if config.model_type == "gpt_oss":
         writer.add_expert_feed_forward_length(config.intermediate_size)
@@ -178,7 +194,7 @@ def special_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_sliding_window(config.sliding_window)
         writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
         writer.add_final_logit_softcapping(config.final_logit_softcapping)
-    elif config.model_type in ("granite", "granitemoe", "granitemoeshared"):
+    elif config.model_type in ("granite", "granitemoe", "granitemoeshared", "granitemoehybrid"):
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_logit_scale(config.logits_scaling)

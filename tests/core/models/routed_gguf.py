@@ -26,11 +26,12 @@ def special_tensors(name: str, tensor: torch.Tensor, config: Any) -> dict[str, t
     block = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
     if "e_score_correction" in name:
         return {f"{block}.exp_probs_b.bias": tensor.flatten()}
-    if "shared_mlp" in name:
+    if "shared_mlp" in name:  # an only MLP where there are no experts
+        ending = "_shexp" if config.num_local_experts else ""
         if "output_linear" in name:
-            return {f"{block}.ffn_down_shexp.weight": tensor}
+            return {f"{block}.ffn_down{ending}.weight": tensor}
         halves = zip(("gate", "up"), tensor.chunk(2), strict=True)
-        return {f"{block}.ffn_{part}_shexp.weight": half for part, half in halves}
+        return {f"{block}.ffn_{part}{ending}.weight": half for part, half in halves}
     if "kv_b_proj" in name and config.q_lora_rank is not None:
         heads = tensor.view(config.num_attention_heads, -1, config.kv_lora_rank)
         keys, values = torch.split(heads, [config.qk_nope_head_dim, config.v_head_dim], 1)

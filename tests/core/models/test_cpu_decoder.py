@@ -40,8 +40,11 @@ class Watched:
 
     def forward(self, inputs: ModelInputs) -> StepResult:
         rows = np.arange(len(inputs.token_ids))[::-1]
+        states = None if inputs.requests is None else inputs.requests.states.copy()
         for wanted in (rows[: len(rows) // 50], rows[5::99], rows[::3], inputs.logits_rows):
             result: StepResult
+            if inputs.requests is not None and states is not None:
+                inputs.requests.states[:] = states  # the same tokens again
             if self._one_by_one:
                 result = self._model.result(self._model.hidden_states(inputs), wanted)
                 assert result.largest is None
@@ -68,7 +71,8 @@ def run(model: Llama, one_by_one: bool) -> list[Numbers]:
     watched = Watched(model, one_by_one)
     requests = Requests(watched, prompts(111, 49, 603))
     logits = [part.numpy() for step in STEPS for part in requests.step(step).values()]
-    return [*watched.all_results, *logits, *requests.cache.layers]
+    states = [] if requests.states is None else [requests.states]
+    return [*watched.all_results, *logits, *requests.cache.layers, *states]
 
 
 def same_bits(left: Numbers, right: Numbers) -> bool:

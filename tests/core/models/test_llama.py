@@ -14,6 +14,7 @@ from ipc.errors import ModelFileError
 from ipc.rounding import ceil_div
 from kernels.cpu.library import load_cpu_library
 from kernels.elements import BFLOAT16, FLOAT32, rounded
+from kernels.recurrence import StateRows
 from kernels.torch.tensors import to_tensor
 from tests.numbers import fill_with_nan
 
@@ -68,6 +69,9 @@ class Requests:
         self.cache = model.allocate_cache(sum(num_blocks) + 1, BLOCK_SIZE)
         fill_with_nan(self.cache)
         blocks = iter((np.random.default_rng(seed).permutation(sum(num_blocks)) + 1).tolist())
+        self.states = model.allocate_states(len(prompts)) if hasattr(model, "allocate_states") else None
+        if self.states is not None:
+            self.states.fill(0)
         self.tables = np.zeros((len(prompts), max(num_blocks)), np.int32)
         for index, count in enumerate(num_blocks):
             self.tables[index, :count] = [next(blocks) for _ in range(count)]
@@ -87,6 +91,7 @@ class Requests:
             attention=metadata,
             cache=self.cache,
             logits_rows=np.arange(len(positions)),
+            requests=None if self.states is None else StateRows(self.states, which, np.cumsum([0, *num_tokens])),
         )
         self.result = self.model.forward(inputs)  # of the last step
         for index, count in counts.items():

@@ -94,7 +94,11 @@ class Recorder(ModelRunner):
             logprobs_mode=config.logprobs_mode,
             adapters=adapters,
             features=features,
+            states=(states := model.allocate_states(config.max_num_seqs)),
         )
+        self._row_states = states
+        if states is not None:
+            states.fill(np.nan)
         self.logits: dict[tuple[int, int, int], Floats] = {}
         self.edited: dict[tuple[int, int, int], Floats] = {}
         self.num_computed_again = 0  # rows of logits
@@ -109,6 +113,8 @@ class Recorder(ModelRunner):
         for place in np.flatnonzero(is_target).tolist():
             self.places.append((int(plan.rows[place]), place, len(plan.rows)))
         self.num_starts += sum(new.seed == TARGET and new.choice == 0 for new in plan.added)
+        if self._row_states is not None:
+            self._row_states[plan.removed_rows] = np.nan
         self._is_poisoned[plan.copied_to] = self._is_poisoned[plan.copied_blocks]
         is_readable = self._readable()
         inputs = super().prepare(plan)
@@ -163,7 +169,9 @@ class Recorder(ModelRunner):
 
 class RecordingExecutor:
     def __init__(self, runner: Recorder) -> None:
-        self.info = ModelInfo("recorded", "", "float32", 500, 2048, (0,), "L2")
+        assert isinstance(runner.model, Llama), runner.model
+        state_bytes = 4 * runner.model.config.state_size
+        self.info = ModelInfo("recorded", "", "float32", 500, 2048, (0,), "L2", state_bytes=state_bytes)
         self.runner = runner
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
@@ -266,6 +274,8 @@ def run(
     """Run `first` to its end, then the target among its neighbours, which were submitted before it. begin: is called
     with the engine before its first step. adapters: as the Recorder has them; adapter: digest of the target's.
     features: what has been put; uses: of the target."""
+    if model.config.recurrent is not None:
+        settings = {"prefix_caching": False, **settings}  # as core/process/recurrent.py resolves it
     engine, recorder = recorded_engine(model, small_config(**settings), adapters=adapters, features=features)
     begin(engine)
     drive(engine, recorder, list(first))

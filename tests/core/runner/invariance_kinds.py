@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from core.models.config import ExpertParts, LatentParts, ModelConfig
+from core.models.config import ExpertParts, LatentParts, ModelConfig, RecurrentParts
 from core.models.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 
 TINY = ModelConfig(
@@ -39,6 +39,12 @@ _SINKS |= {"experts": msgspec.structs.replace(_EXPERTS, has_biases=True, dense_l
 
 _LATENT = LatentParts(query_dim=None, latent_dim=64, plain_dim=20, rotated_dim=8, value_dim=32)
 _ONE_HEAD: dict[str, Any] = {"num_key_value_heads": 1, "head_dim": 72, "query_pre_attn_scalar": 28.0}
+
+_CONVOLUTION = RecurrentParts(kind="short convolution", layers=(0, 2), taps=3, channels=96, has_bias=True)
+#: Heads of values that are wider than a strip of the kernel, and no multiple of it.
+_HEADS: dict[str, Any] = {"taps": 4, "num_heads": 4, "num_groups": 2, "key_dim": 16, "value_dim": 40}
+_DELTA = RecurrentParts(kind="gated delta", layers=(0, 1), channels=2 * 2 * 16 + 4 * 40, **_HEADS)
+_STATE_SPACE = RecurrentParts(kind="state space", layers=(1, 2), channels=2 * 2 * 16 + 4 * 40, has_bias=True, **_HEADS)
 
 #: What changes attention, rotation or the head, by name. Windows end within KV tiles of 128 tokens and blocks of 16;
 #: scalings begin within the prompt.
@@ -76,6 +82,9 @@ KINDS: dict[str, ModelConfig] = {
         experts=msgspec.structs.replace(_SHARED, has_shared_gate=False),
         **_ONE_HEAD,
     ),
+    "short convolution": msgspec.structs.replace(TINY, recurrent=_CONVOLUTION),
+    "gated delta": msgspec.structs.replace(TINY, recurrent=_DELTA, output_gate=True, qkv_bias=True, qk_norm=True),
+    "state space": msgspec.structs.replace(TINY, recurrent=_STATE_SPACE, **_MULTIPLIERS),
 }
 
 #: (dtype, kind): every kind in bfloat16, and half of them in float32; the others are the soak's.
@@ -84,3 +93,8 @@ EVERY_KIND = [
     *(("float32", kind) for kind in list(KINDS)[::2]),
     *(pytest.param("float32", kind, marks=pytest.mark.soak) for kind in list(KINDS)[1::2]),
 ]
+
+
+def is_recurrent(case: Any) -> bool:
+    """Of a case of EVERY_KIND: whether the kind has recurrent layers."""
+    return KINDS[getattr(case, "values", case)[1]].recurrent is not None

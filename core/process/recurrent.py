@@ -1,0 +1,45 @@
+"""What a model with recurrent layers asks of an engine's config.
+
+A row's recurrent state is that of the last token it has computed, and of no token before. So nothing can go back to an
+earlier token, or begin with a part of another request's tokens: what would is refused by name, or is not done.
+"""
+
+import msgspec
+
+from core.execution.executor import ModelInfo
+from ipc.block_stores import stores_of
+from ipc.config import EngineConfig
+from ipc.errors import ConfigError, OutOfMemoryError
+from ipc.workers import has_workers
+
+
+def for_recurrent_layers(config: EngineConfig, info: ModelInfo, memory_bytes: int) -> EngineConfig:
+    """Return the config of a model with recurrent layers: without prefix caching, and with max_num_seqs for which half
+    of memory_bytes has states. memory_bytes: of states and KV blocks together.
+
+    Errors: ConfigError for an option that the model does not have, with what to leave out. OutOfMemoryError if there is
+    no room for one state.
+    """
+    wanted = {
+        "speculative_config": (config.speculative_config is not None, "drafts that are not accepted are taken back"),
+        "preemption_mode": (
+            config.preemption_mode != "recompute",
+            "states of preempted requests are computed again, and not copied: use 'recompute'",
+        ),
+        **dict.fromkeys(stores_of(config), (True, "its requests take over no KV blocks of others")),
+        "kv_host_bytes": (
+            bool(config.kv_host_bytes or config.num_host_blocks),
+            "its requests take over no KV blocks of others",
+        ),
+        "distributed_executor_backend": (has_workers(config), "its states are in the engine's process"),
+    }
+    for option, (is_wanted, reason) in wanted.items():
+        if is_wanted:
+            raise ConfigError(f"{option}: {info.name} has recurrent layers; {reason}. Leave it out")
+    fitting = memory_bytes // 2 // info.state_bytes
+    if not fitting:
+        raise OutOfMemoryError(
+            f"the recurrent state of a request takes {info.state_bytes} bytes, more than half of "
+            f"kv_cache_memory_bytes={memory_bytes}: set it to at least {2 * info.state_bytes}"
+        )
+    return msgspec.structs.replace(config, enable_prefix_caching=False, max_num_seqs=min(config.max_num_seqs, fitting))

@@ -1,0 +1,35 @@
+"""RowStates: the recurrent states of the batch's rows, and where those of a step are.
+
+A row's state is in the row's place, so it needs no allocation. It is a function of the tokens that the row has
+computed: the kernels begin with zeros at position 0, where every request begins, and begins again when preempted.
+"""
+
+import numpy as np
+
+from core.models.step import ONCE
+from core.runner.step_inputs import StepInputs
+from ipc.arrays import Floats
+from kernels.recurrence import StateRows
+
+
+class RowStates:
+    """The states of all rows. states [rows, numbers] float32: None = the model has none."""
+
+    def __init__(self, states: Floats | None) -> None:
+        self._states = states
+        self._last: tuple[int, StateRows | None] = (ONCE, None)  # generation of the last step's inputs, and its rows
+
+    def __bool__(self) -> bool:
+        """Return whether the model has recurrent states."""
+        return self._states is not None
+
+    def of_step(self, inputs: StepInputs) -> StateRows | None:
+        """Return where the states of a step's requests are; None for a model without recurrent states."""
+        if self._states is None:
+            return None
+        generation, rows = self._last
+        if generation == ONCE or generation != inputs.generation:
+            firsts = np.concatenate((np.zeros(1, np.int64), np.cumsum(inputs.num_tokens, dtype=np.int64)))
+            rows = StateRows(self._states, np.ascontiguousarray(inputs.rows, np.int64), firsts)
+            self._last = inputs.generation, rows
+        return rows

@@ -1,0 +1,37 @@
+"""The structs of recurrent layers and output gates as ctypes classes; see kernels/cpu/structs.py."""
+
+from kernels.cpu.c_struct import FLOAT, INT32, INT64, POINTER, CStruct, fields
+
+
+class OutputGateArguments(CStruct):
+    """Arguments of output_gate() (output_gate.h)."""
+
+    c_name = "OutputGate"
+    _fields_ = (
+        *fields("x gates", POINTER),
+        *fields("num_rows width", INT64),
+        *fields("dtype reserved", INT32),
+    )
+
+
+class RecurrenceArguments(CStruct):
+    """Constants of a layer with a recurrent state (recurrence.h)."""
+
+    c_name = "Recurrence"
+    _fields_ = (
+        *fields("kernel bias rates step_biases skips norm", POINTER),
+        *fields("channels width state_offset", INT64),
+        *fields("kind dtype taps num_heads num_groups takes_turns key_dim value_dim", INT32),
+        *fields("eps least_step most_step", FLOAT),
+    )
+
+
+class RecurrenceStepArguments(CStruct):
+    """Arguments of recurrence() (recurrence.h)."""
+
+    c_name = "RecurrenceStep"
+    # "in" is a keyword of Python's: such fields are set by position or setattr().
+    _fields_ = (
+        *fields("layer in out mixed states rows firsts positions", POINTER),
+        *fields("state_stride mixed_stride num_requests", INT64),
+    )

@@ -1,0 +1,16 @@
+"""open_gates: attention's output with a gate, by the C kernel (kernels/cpu/output_gate.h)."""
+
+import ctypes
+
+from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
+from kernels.cpu.mixer_structs import OutputGateArguments
+from kernels.elements import Numbers
+
+
+def open_gates(library: CpuLibrary, mixed: Numbers, gates: Numbers) -> None:
+    """Multiply mixed [T, width] by the sigmoid of gates [T, width], in place; both are of one dtype and contiguous."""
+    assert mixed.shape == gates.shape, (mixed.shape, gates.shape)
+    assert mixed.flags.c_contiguous, mixed.strides
+    assert gates.flags.c_contiguous, gates.strides
+    run = library.function("output_gate", ctypes.POINTER(OutputGateArguments))
+    run(OutputGateArguments(mixed.ctypes.data, gates.ctypes.data, *mixed.shape, ELEMENT_NUMBERS[mixed.dtype], 0))

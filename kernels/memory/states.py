@@ -1,0 +1,19 @@
+"""allocate_states: memory for the recurrent states of a batch's rows."""
+
+from kernels.arrays import Floats
+from kernels.elements import FLOAT32
+from kernels.memory.aligned import aligned_empty
+
+
+def allocate_states(num_rows: int, size: int) -> Floats:
+    """Return the states [num_rows, size] float32 of so many rows; their numbers are arbitrary.
+
+    Pages cost nothing until they are written: a row that no request has had takes no memory.
+    Errors: MemoryError with the sizes.
+    """
+    try:
+        return aligned_empty((num_rows, size), FLOAT32)
+    except MemoryError as error:
+        raise MemoryError(
+            f"the recurrent states of {num_rows} rows need {num_rows * size * 4} bytes: {error}"
+        ) from error

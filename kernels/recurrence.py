@@ -1,0 +1,180 @@
+"""Layers with a recurrent state: their constants, the sizes of their state, and their definition in NumPy.
+
+kernels/cpu/recurrence.h has the formulas and their sources. `recur` computes them token by token, as the C kernel does,
+but for the order of sums.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from kernels.arrays import Floats
+from kernels.rounding import round_up
+
+#: The enum of kernels/cpu/recurrence.h, in its order.
+RECURRENCES = ("short convolution", "gated delta", "state space")
+RecurrenceKind = Literal["short convolution", "gated delta", "state space"]
+#: Most taps of a convolution; MAX_TAPS in kernels/cpu/recurrence.h.
+MAX_TAPS = 8
+_STRIP = 32  # the enum of kernels/cpu/recurrence.h
+_LINE = 16  # floats of a cache line
+
+
+class RecurrenceSizes(NamedTuple):
+    """The sizes of one layer. A short convolution has channels and taps only; key_dim is even."""
+
+    kind: RecurrenceKind
+    taps: int  # tokens that the convolution sees, its own included
+    channels: int  # that are convolved
+    num_heads: int = 0  # of values
+    num_groups: int = 1  # of heads that have the same keys and queries
+    key_dim: int = 0
+    value_dim: int = 0
+    takes_turns: bool = False  # head h is of group h % num_groups; else neighbours are of one group
+
+    @property
+    def out_width(self) -> int:
+        """Numbers of a row of the result."""
+        return self.channels if self.kind == "short convolution" else self.num_heads * self.value_dim
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Numbers of the parts of a row of the input, in their order."""
+        match self.kind:
+            case "short convolution":
+                return (self.channels,) * 3  # b, c, x
+            case "gated delta":
+                return self.channels, self.out_width, self.num_heads, self.num_heads  # q k v, z, b, a
+            case "state space":
+                return self.out_width, self.channels, self.num_heads  # z, v k q, dt
+
+    @property
+    def state_size(self) -> int:
+        """float32 numbers of a request's state: the convolution's last inputs, then each head's matrix in strips."""
+        head = self.key_dim * round_up(self.value_dim, _STRIP)
+        return round_up((self.taps - 1) * self.channels, _LINE) + self.num_heads * head
+
+    @property
+    def mixed_width(self) -> int:
+        """float32 numbers that one token needs between the parts of the C kernel."""
+        return round_up(self.channels + 2 * self.num_heads, _LINE)
+
+
+@dataclass(frozen=True)
+class RecurrenceParts:
+    """The sizes and constants of one layer; the arrays are float32."""
+
+    sizes: RecurrenceSizes
+    kernel: Floats  # [taps, channels]: the oldest token's first
+    bias: Floats | None = None  # [channels]
+    rates: Floats | None = None  # [heads] of decay
+    step_biases: Floats | None = None  # [heads]
+    skips: Floats | None = None  # [heads]: parts of the values that join the results
+    norm: Floats | None = None  # weight [value_dim], or of a state space [heads * value_dim]
+    eps: float = 0.0  # of the norm
+    steps: tuple[float, float] = (0.0, float("inf"))  # least and most step of a state space
+
+
+class StateRows(NamedTuple):
+    """Where the states of a step's R requests are."""
+
+    states: Floats  # [rows, numbers of a request's state]
+    rows: "np.ndarray[tuple[int], np.dtype[np.int64]]"  # [R] row of each request in `states`
+    firsts: (
+        "np.ndarray[tuple[int], np.dtype[np.int64]]"  # [R + 1] index of each request's first token; then their number
+    )
+
+
+def recur(parts: RecurrenceParts, tokens: Floats, state: Floats) -> Floats:
+    """Return the layer's results [T, out_width] for one request's next tokens [T, width]; renew its state in place.
+
+    state [state_size] float32: zeros before the request's first token. The matrices of the heads lie in it without the
+    C kernel's padding.
+    """
+    sizes = parts.sizes
+    columns = np.split(tokens, np.cumsum(sizes.parts)[:-1], 1)
+    if sizes.kind == "short convolution":
+        b, c, x = columns
+        return c * _convolve(parts, b * x, state)
+    is_delta = sizes.kind == "gated delta"
+    gates = columns[1] if is_delta else columns[0]
+    mixed = _silu(_convolve(parts, columns[0] if is_delta else columns[1], state))
+    decays, others = _factors(parts, columns)
+    shape, keys = (len(tokens), -1, sizes.key_dim), sizes.num_groups * sizes.key_dim
+    order = (keys, 2 * keys) if is_delta else (sizes.out_width, sizes.out_width + keys)
+    first, second, third = np.split(mixed, order, 1)
+    queries, key, values = (first, second, third) if is_delta else (third, second, first)
+    heads = np.arange(sizes.num_heads)
+    groups = heads % sizes.num_groups if sizes.takes_turns else heads // (sizes.num_heads // sizes.num_groups)
+    queries, key = (one.reshape(shape)[:, groups] for one in (queries, key))
+    values = values.reshape(len(tokens), sizes.num_heads, sizes.value_dim)
+    if is_delta:
+        queries, key = _unit(queries) * np.float32(sizes.key_dim**-0.5), _unit(key)
+    begin = round_up((sizes.taps - 1) * sizes.channels, _LINE)
+    end = begin + sizes.num_heads * sizes.key_dim * sizes.value_dim
+    matrices = state[begin:end].reshape(sizes.num_heads, sizes.key_dim, sizes.value_dim)
+    results = np.empty_like(values)
+    for token in range(len(tokens)):
+        matrices *= decays[token, :, None, None]
+        added = values[token]
+        if is_delta:
+            added = added - np.einsum("hk,hkv->hv", key[token], matrices)
+        matrices += key[token, :, :, None] * (added * others[token, :, None])[:, None]
+        results[token] = np.einsum("hk,hkv->hv", queries[token], matrices)
+    if parts.skips is not None:
+        results += parts.skips[:, None] * values
+    return _gated(parts, results, gates)
+
+
+def _convolve(parts: RecurrenceParts, tokens: Floats, state: Floats) -> Floats:
+    """Return the convolution [T, channels] of each channel over the last tokens [T, channels]."""
+    before = parts.sizes.taps - 1
+    last = state[: before * parts.sizes.channels].reshape(before, -1)
+    seen = np.concatenate((last, tokens))
+    last[:] = seen[len(tokens) :]
+    result = np.zeros_like(tokens) if parts.bias is None else np.tile(parts.bias, (len(tokens), 1))
+    for tap in range(before + 1):
+        result += parts.kernel[tap] * seen[tap : tap + len(tokens)]
+    return result
+
+
+def _factors(parts: RecurrenceParts, columns: list[Floats]) -> tuple[Floats, Floats]:
+    """Return each head's decay [T, heads], and its beta or step."""
+    assert parts.rates is not None, parts.sizes
+    assert parts.step_biases is not None, parts.sizes
+    steps = np.logaddexp(np.float32(0), columns[-1] + parts.step_biases)
+    if parts.sizes.kind == "gated delta":
+        return np.exp(-parts.rates * steps), _sigmoid(columns[-2])
+    steps = steps.clip(*map(np.float32, parts.steps))
+    return np.exp(-parts.rates * steps), steps
+
+
+def _gated(parts: RecurrenceParts, results: Floats, gates: Floats) -> Floats:
+    """Return the normalised results [T, heads * value_dim]: of a state space after its gates, of others before."""
+    sizes, count = parts.sizes, len(results)
+    assert parts.norm is not None, sizes
+    opened = _silu(gates).reshape(results.shape)
+    if sizes.kind == "state space":
+        results = (results * opened).reshape(count, sizes.num_groups, -1)
+        return (_normalised(results, parts.eps).reshape(count, -1)) * parts.norm
+    return (_normalised(results, parts.eps) * parts.norm * opened).reshape(count, -1)
+
+
+def _normalised(x: Floats, eps: float) -> Floats:
+    result: Floats = x / np.sqrt(np.mean(x * x, -1, keepdims=True) + np.float32(eps))
+    return result
+
+
+def _unit(x: Floats) -> Floats:
+    result: Floats = x / np.sqrt(np.sum(x * x, -1, keepdims=True) + np.float32(1e-6))
+    return result
+
+
+def _sigmoid(x: Floats) -> Floats:
+    result: Floats = np.exp(-np.logaddexp(np.float32(0), -x))
+    return result
+
+
+def _silu(x: Floats) -> Floats:
+    return x * _sigmoid(x)

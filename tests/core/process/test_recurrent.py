@@ -1,0 +1,105 @@
+"""What a model with recurrent layers makes of an engine's config, and of requests."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from core.engine import EngineCore
+from core.execution.executor import ModelInfo
+from core.executors.local import LocalExecutor
+from core.process.resolve import resolve
+from ipc.config import EngineConfig
+from ipc.errors import ConfigError, OutOfMemoryError
+from ipc.messages import ErrorCode, RequestFailed
+from ipc.sampling_params import SamplingParams
+from tests.core.process.tiny_lfm2 import lfm2_folder
+from tests.core.runner.heard import Heard
+from tests.core.runner.invariance import request
+
+INFO = ModelInfo("tiny", "00", "float32", 1000, 2048, (2,), "L2", state_bytes=1000)
+
+
+def resolved(info: ModelInfo = INFO, **options: Any) -> EngineConfig:
+    def blocks_in(memory_bytes: int, block_size: int) -> int:
+        return memory_bytes // (100 * block_size)
+
+    config = EngineConfig(max_model_len=64, **options)
+    return resolve(config, info, blocks_in, total_memory_bytes=1 << 30, num_cpus=1)
+
+
+def test_states_take_a_part_of_the_caches_memory() -> None:
+    config = resolved(kv_cache_memory_bytes=100_000, max_num_seqs=16)
+    assert config.num_blocks_override == (100_000 - 16_000) // 1600
+    assert (config.max_num_seqs, config.enable_prefix_caching) == (16, False)
+
+
+def test_where_states_do_not_fit_fewer_requests_run_at_once() -> None:
+    config = resolved(kv_cache_memory_bytes=20_000, max_num_seqs=16)
+    assert (config.max_num_seqs, config.num_blocks_override) == (10, 10_000 // 1600)
+    with pytest.raises(OutOfMemoryError, match=r"state of a request takes 1000 bytes.*set it to at least 2000"):
+        resolved(kv_cache_memory_bytes=1_999)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"preemption_mode": "swap"}, "preemption_mode: tiny has recurrent layers.*use 'recompute'"),
+        ({"kv_host_bytes": 1 << 20}, "kv_host_bytes: tiny has recurrent layers"),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "speculative_config: tiny has recurrent layers",
+        ),
+        ({"distributed_executor_backend": "mp"}, "distributed_executor_backend: tiny has recurrent layers"),
+    ],
+)
+def test_what_would_need_earlier_states_is_refused_by_name(options: dict[str, Any], message: str) -> None:
+    options = msgspec.convert(options, dict[str, Any])
+    config = msgspec.convert({**options, "max_model_len": 64}, EngineConfig)
+    with pytest.raises(ConfigError, match=message):
+        resolve(config, INFO, lambda memory, size: memory // 1600, total_memory_bytes=1 << 30, num_cpus=1)
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> EngineCore:
+    folder = lfm2_folder(tmp_path_factory.mktemp("lfm2"))
+    config = EngineConfig(model=str(folder), load_format="dummy", dtype="float32", threads=1, max_num_seqs=4)
+    executor = LocalExecutor(config)
+    config = resolve(
+        config, executor.info, executor.determine_num_available_blocks, total_memory_bytes=1 << 28, num_cpus=1
+    )
+    executor.initialize_cache(config)
+    executor.warm_up()
+    return EngineCore(config, executor)
+
+
+def test_choices_compute_the_prompt_each_and_have_the_tokens_of_choices_alone(engine: EngineCore) -> None:
+    prompt = list(range(3, 40))
+
+    def tokens(**options: Any) -> dict[tuple[int, int], list[int]]:
+        heard = Heard(7, len(prompt))
+        inbox = [request(7, prompt, 12, 0.9, **options)]
+        while inbox or engine.has_unfinished:
+            heard.take(engine.step(inbox, 0))
+            inbox = []
+        return heard.tokens
+
+    several = tokens(n=3)
+    assert len({tuple(one) for one in several.values()}) > 1
+    assert several[7, 0] == tokens()[7, 0]
+
+
+def test_a_beam_search_is_refused(engine: EngineCore) -> None:
+    client, message = request(8, [5, 6, 7], 4, 0.0)
+    params = SamplingParams(n=2, use_beam_search=True, temperature=0.0, max_tokens=4)
+    replies = engine.step([(client, msgspec.structs.replace(message, params=params))], 0)
+    failed = [reply for _, reply in replies if isinstance(reply, RequestFailed)]
+    assert [one.code for one in failed] == [ErrorCode.INVALID_ARGUMENT]
+    assert "recurrent layers do not" in failed[0].message
+
+
+def test_adapters_are_refused(tmp_path: Path) -> None:
+    config = EngineConfig(model=str(lfm2_folder(tmp_path)), load_format="dummy", enable_lora=True, threads=1)
+    with pytest.raises(ConfigError, match=r"enable_lora: layers of .* take no adapters"):
+        LocalExecutor(config)
