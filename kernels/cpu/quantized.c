@@ -21,86 +21,82 @@ typedef struct {
 } Groups;
 
 /* Multiply the rows of x with two neighbours along the depth, the first of which is weight k of the group. */
-INLINE void multiply_pair(Floats *sums, const char *x, const int64_t x_bytes, const int k, const Floats even,
-                          const Floats odd, const int rows) {
+INLINE void multiply_two(Floats *sums, const char *x, const int64_t x_bytes, const int k, const Two two,
+                         const int rows) {
+    const int bytes = BY_PAIRS ? 2 : 4;
 #pragma GCC unroll 8
     for (int row = 0; row < rows; row++) {
-        const char *at = x + row * x_bytes + k * (BY_PAIRS ? 2 : 4);
-        if (BY_PAIRS) {
-            sums[row] = add_step(sums[row], load_step(at, 4), ((Words)even >> 16) | (Words)odd, BFLOAT16);
-        } else {
-            sums[row] = add_step(sums[row], load_step(at, 4), (Words)even, FLOAT32);
-            sums[row] = add_step(sums[row], load_step(at + 4, 4), (Words)odd, FLOAT32);
-        }
+        const char *at = x + row * x_bytes + k * bytes;
+#pragma GCC unroll 2
+        for (int s = 0; s < STEPS_OF_TWO; s++)
+            sums[row] = add_step(sums[row], load_step(at + 4 * s, 4), two.steps[s], BY_PAIRS ? BFLOAT16 : FLOAT32);
     }
 }
 
 /* Write two neighbours as the one or two steps of vector v. */
-INLINE void store_pair(char *out, const int k, const int v, const Floats even, const Floats odd) {
-    out += v * VECTOR_BYTES;
-    if (BY_PAIRS) {
-        store_floats(out + k / 2 * STEP_BYTES, (Floats)(((Words)even >> 16) | (Words)odd));
-    } else {
-        store_floats(out + k * STEP_BYTES, even);
-        store_floats(out + (k + 1) * STEP_BYTES, odd);
-    }
+INLINE void store_two(char *out, const int k, const int v, const Two two) {
+    out += v * VECTOR_BYTES + k * STEPS_OF_TWO / 2 * STEP_BYTES;
+#pragma GCC unroll 2
+    for (int s = 0; s < STEPS_OF_TWO; s++) store_floats(out + s * STEP_BYTES, (Floats)two.steps[s]);
 }
 
-/* Do the work of `vectors` vectors of columns from `first` on: multiply one group with `rows` rows, or unpack it if
- * there are none. Several vectors have several chains of sums; one row alone has too few of them. */
-INLINE void work_on_vectors(const Groups *work, const char *head, const char *group, const char *x, char *out,
-                            const int first, const int vectors, const int rows, const int type) {
-    const char *codes = group + layout_of(type).scale_bytes;
-    Scales scales[PANEL_VECTORS];
-    Floats sums[PANEL_VECTORS][FEW_ROWS];
+/* Work on a row of words of a group, for `vectors` vectors of columns from `first` on: multiply eight neighbours along
+ * the depth with `rows` rows, or unpack them to `out` if there are none. */
+INLINE void work_on_words(Floats sums[PANEL_VECTORS][FEW_ROWS], const Groups *work, const char *codes, const char *x,
+                          char *out, const Scales *scales, const int first, const int r, const int vectors,
+                          const int rows, const int type) {
+    Words low[PANEL_VECTORS], high[PANEL_VECTORS];
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; v++) {
-        scales[v] = load_scales(head, group, first + v, type);
-#pragma GCC unroll 8
-        for (int row = 0; row < rows; row++)
-            sums[v][row] = load_floats(out + row * ROW_BYTES + (first + v) * VECTOR_BYTES);
+        low[v] = load_low(codes, first + v, r, type);
+        high[v] = load_high(codes, first + v, r, type);
     }
-#pragma GCC unroll 1
-    for (int r = 0; r < GROUP / 8; r++) {
-        Words low[PANEL_VECTORS], high[PANEL_VECTORS];
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2)
 #pragma GCC unroll 2
         for (int v = 0; v < vectors; v++) {
-            low[v] = load_low(codes, first + v, r, type);
-            high[v] = load_high(codes, first + v, r, type);
+            const Two two = two_weights(codes, low[v], high[v], first + v, r, i, &scales[v], type);
+            if (rows)
+                multiply_two(sums[v], x, work->x_bytes, 8 * r + i, two, rows);
+            else
+                store_two(out, 8 * r + i, first + v, two);
         }
-#pragma GCC unroll 4
-        for (int i = 0; i < 8; i += 2)
+}
+
+/* Work on all groups, for `vectors` vectors of columns from `first` on. Several vectors have several chains of sums;
+ * one row alone has too few of them. */
+INLINE void work_on_vectors(const Groups *work, const int first, const int vectors, const int rows, const int type) {
+    const QuantizedLayout layout = layout_of(type);
+    const char *x = work->x;
+    char *out = work->out, *at = out + first * VECTOR_BYTES;
+    Floats sums[PANEL_VECTORS][FEW_ROWS];
 #pragma GCC unroll 2
-            for (int v = 0; v < vectors; v++) {
-                const Floats even = weight_at(codes, low[v], high[v], first + v, r, i, &scales[v], type);
-                const Floats odd = weight_at(codes, low[v], high[v], first + v, r, i + 1, &scales[v], type);
-                if (rows)
-                    multiply_pair(sums[v], x, work->x_bytes, 8 * r + i, even, odd, rows);
-                else
-                    store_pair(out, 8 * r + i, first + v, even, odd);
-            }
+    for (int v = 0; v < vectors; v++)
+#pragma GCC unroll 8
+        for (int row = 0; row < rows; row++) sums[v][row] = load_floats(at + row * ROW_BYTES + v * VECTOR_BYTES);
+    for (int64_t g = work->first; g < work->last; g++) {
+        const char *head = work->panel + head_offset(layout, g), *group = work->panel + group_offset(layout, g);
+        Scales scales[PANEL_VECTORS];
+        if (first == 0)
+            for (int line = 0; line < layout.group_bytes; line += 64) __builtin_prefetch(group + PREFETCH_BYTES + line);
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; v++) scales[v] = load_scales(head, group, first + v, type);
+#pragma GCC unroll 1
+        for (int r = 0; r < GROUP / 8; r++)
+            work_on_words(sums, work, group + layout.scale_bytes, x, out, scales, first, r, vectors, rows, type);
+        x += GROUP * (BY_PAIRS ? 2 : 4);
+        if (!rows) out += GROUP / (BY_PAIRS ? 2 : 1) * STEP_BYTES;
     }
 #pragma GCC unroll 2
     for (int v = 0; v < vectors; v++)
 #pragma GCC unroll 8
-        for (int row = 0; row < rows; row++)
-            store_floats(out + row * ROW_BYTES + (first + v) * VECTOR_BYTES, sums[v][row]);
+        for (int row = 0; row < rows; row++) store_floats(at + row * ROW_BYTES + v * VECTOR_BYTES, sums[v][row]);
 }
 
 INLINE void work_on_groups(const Groups *work, const int rows, const int type) {
-    const QuantizedLayout layout = layout_of(type);
-    const int vectors = PANEL_VECTORS >= 2 && rows ? 2 : 1;
-    const char *x = work->x;
-    char *out = work->out;
-    for (int64_t g = work->first; g < work->last; g++) {
-        const char *head = work->panel + head_offset(layout, g), *group = work->panel + group_offset(layout, g);
-        for (int line = 0; line < layout.group_bytes; line += 64) __builtin_prefetch(group + PREFETCH_BYTES + line);
+    const int vectors = PANEL_VECTORS >= 2 ? 2 : 1;
 #pragma GCC unroll 1
-        for (int v = 0; v < PANEL_VECTORS; v += vectors)
-            work_on_vectors(work, head, group, x, out, v, vectors, rows, type);
-        x += GROUP * (BY_PAIRS ? 2 : 4);
-        if (!rows) out += GROUP / (BY_PAIRS ? 2 : 1) * STEP_BYTES;
-    }
+    for (int v = 0; v < PANEL_VECTORS; v += vectors) work_on_vectors(work, v, vectors, rows, type);
 }
 
 typedef void (*Work_On_Groups)(const Groups *work);
@@ -119,7 +115,15 @@ typedef void (*Work_On_Groups)(const Groups *work);
 DEFINE_TYPES(0)
 DEFINE_TYPES(1)
 DEFINE_TYPES(2)
+#if defined(__AVX512F__)
+DEFINE_TYPES(3)
+DEFINE_TYPES(4)
+static const Work_On_Groups WORKS[FEW_ROWS + 1][9] = {
+    TYPES_OF(0), TYPES_OF(1), TYPES_OF(2), TYPES_OF(3), TYPES_OF(4),
+};
+#else
 static const Work_On_Groups WORKS[FEW_ROWS + 1][9] = {TYPES_OF(0), TYPES_OF(1), TYPES_OF(2)};
+#endif
 
 void quantized_unpack(const char *panel, int32_t type, int64_t first, int64_t last, void *out) {
     const Groups work = {.panel = panel, .first = first, .last = last, .out = out};

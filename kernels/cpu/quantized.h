@@ -118,7 +118,11 @@ static inline float quantized_weight(const uint32_t *steps, int k, int column) {
 }
 
 /* Rows that are multiplied while the weights are in registers. More go slice by slice (gemm_slices.h). */
+#if defined(__AVX512F__)
+enum { QUANTIZED_FEW_ROWS = 4 };
+#else
 enum { QUANTIZED_FEW_ROWS = 2 };
+#endif
 
 /* Multiply at most QUANTIZED_FEW_ROWS rows [begin, end) with the panels [first, last). */
 void quantized_multiply(const Gemm *args, int64_t begin, int64_t end, int64_t first, int64_t last);

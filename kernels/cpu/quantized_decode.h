@@ -4,7 +4,8 @@
  * only the sum is rounded, whether or not the instruction set rounds both together. What remains is to round a float f
  * to bfloat16, to nearest even: 65537 f - 65536 f, where the first product is rounded to float32. Its last bit is the
  * bfloat16's last one, so both round alike. Only if f has all 24 bits, and lies just below a power of two, is the
- * result another one; gemm_quantize() does not let such a weight through, nor one that is not finite.
+ * result another one; gemm_quantize() does not let such a weight through, nor one that is not finite. AVX512_BF16 has an
+ * instruction that rounds so. It takes numbers below 2**-126 for zeros, and gemm_quantize() finds that, too.
  */
 #ifndef QUANTIZED_DECODE_H
 #define QUANTIZED_DECODE_H
@@ -64,25 +65,41 @@ INLINE Words moved(const Words words, const int from, const int to) {
     return from < to ? words << (to - from) : words >> (from - to);
 }
 
+#if defined(__AVX512F__)
+/* Return (words & mask) ^ others. */
+INLINE Words masked(const Words words, const uint32_t mask, const Words others) {
+    return (Words)_mm512_ternarylogic_epi32((__m512i)words, (__m512i)all_words(mask), (__m512i)others, 0x6a);
+}
+
+/* Return the bits of 2**(23 - place) as a float. Bit `place` of it counts one, so a code that is put there adds itself:
+ * codes become numbers where they are, without a shift or a conversion. */
+INLINE uint32_t power_for(const int place) { return (uint32_t)(127 + 23 - place) << 23; }
+
+/* Return by how much floats of these bits are above 2**(23 - place) + zero; exact. */
+INLINE Floats above_power(const Words bits, const int place, const int zero) {
+    return (Floats)bits - (float)((1 << (23 - place)) + zero);
+}
+#endif
+
 /* Return what code i of a row of words stands for: `low` has four bits of each code, `high` one or two. */
 INLINE Floats number_of_code(const Words low, const Words high, const int i, const int type) {
     const int zero = type == Q4_0 ? 8 : type == Q5_0 ? 16 : type == Q6_K ? 32 : 0;
 #if defined(__AVX512F__)
-    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const Floats table = (Floats)_mm512_cvtepi32_ps(_mm512_sub_epi32(lanes, _mm512_set1_epi32(zero)));
-    const __m512i shifted = (__m512i)(low >> (4 * i));
-    if (type == Q4_0 || type == Q4_1 || type == Q4_K) return (Floats)_mm512_permutexvar_ps(shifted, (__m512)table);
-    if (has_fifth_bit(type)) { /* the lower four bits of one, the fifth of the other; further ones are not looked at */
-        const __m512i fifth = (__m512i)moved(high, i / 2 * 8 + i % 2, 4);
-        const __m512i code = _mm512_ternarylogic_epi32(_mm512_set1_epi32(15), shifted, fifth, 0xca);
-        return (Floats)_mm512_permutex2var_ps((__m512)table, code, (__m512)(table + 16.0f));
+    const int place = i % 4 * 4;
+    Words bits = masked(i < 4 ? low : low >> 16, 15u << place, all_words(power_for(place)));
+    if (has_fifth_bit(type) || type == Q6_K) {
+        const Words half = i < 4 ? high : high >> 16; /* the code's upper bits are at i % 4 / 2 * 8, or beside it */
+        const Words upper = half << (i % 2 == 0 ? 4 : type == Q6_K ? 6 : 7);
+        bits = masked(upper, (type == Q6_K ? 48u : 16u) << place, bits);
     }
-#endif
+    return above_power(bits, place, zero);
+#else
     Words code = low >> (4 * i) & 15;
     if (has_fifth_bit(type)) code |= moved(high, i / 2 * 8 + i % 2, 4) & 16;
     if (type == Q6_K) code |= moved(high, i / 2 * 8 + i % 2 * 2, 4) & 48;
     const Floats number = __builtin_convertvector((Signed)code, Floats);
     return zero ? number - (float)zero : number;
+#endif
 }
 
 /* Return the lower bits of the codes of row r; of Q8_0 the first of its two steps. */
@@ -100,22 +117,63 @@ INLINE Words load_high(const char *codes, const int v, const int r, const int ty
     return (Words){0};
 }
 
-/* Return byte i / 2 of each word of a step of Q8_0 as a number. */
+/* Return byte i / 2 of each word of a step of Q8_0 as a number; it has a sign. */
 INLINE Floats number_of_byte(const Words step, const int i) {
+#if defined(__AVX512F__)
+    const int place = i / 2 % 2 * 8;
+    const Words bits = masked(i < 4 ? step : step >> 16, 255u << place, all_words(power_for(place) | 128u << place));
+    return above_power(bits, place, 128);
+#else
     return __builtin_convertvector((Signed)(step << (24 - i / 2 * 8)) >> 24, Floats);
+#endif
 }
 
-/* Return the weight at place k = 8 r + i of the group as a float; `low` and `high` are those of row r. */
-INLINE Floats weight_at(const char *codes, const Words low, const Words high, const int v, const int r, const int i,
-                        const Scales *scales, const int type) {
-    const int k = 8 * r + i;
-    if (type == WHOLE_PANEL) {
-        const Words pair = load_words(codes + k / 2 * ROW_BYTES + v * VECTOR_BYTES);
-        return (Floats)(k % 2 ? pair & 0xffff0000 : pair << 16);
-    }
+/* Return the weight at place 8 r + i of the group as a float that is not yet rounded to bfloat16; `low` and `high` are
+ * those of row r. */
+INLINE Floats unrounded_weight(const Words low, const Words high, const int r, const int i, const Scales *scales,
+                               const int type) {
     const Floats scale = type == Q6_K ? scales->scale[r / 2] : scales->scale[0];
     const Floats number = type == Q8_0 ? number_of_byte(i % 2 ? high : low, i) : number_of_code(low, high, i, type);
-    return rounded_exactly(has_minimum(type) ? multiply_add(number, scale, scales->minimum) : number * scale);
+    return has_minimum(type) ? multiply_add(number, scale, scales->minimum) : number * scale;
+}
+
+/* Round floats to bfloat16 and return them as pairs. */
+INLINE Words pairs_of(const Floats even, const Floats odd) {
+#if defined(__AVX512BF16__)
+    const __m512i halves = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
+    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i places = _mm512_or_si512(lanes, _mm512_slli_epi32(_mm512_add_epi32(lanes, _mm512_set1_epi32(16)), 16));
+    return (Words)_mm512_permutexvar_epi16(places, halves);
+#else
+    return ((Words)rounded_exactly(even) >> 16) | (Words)rounded_exactly(odd);
+#endif
+}
+
+/* Two neighbours along the depth, as the one or two steps that products take (gemm.h). */
+enum { STEPS_OF_TWO = BY_PAIRS ? 1 : 2 };
+typedef struct {
+    Words steps[STEPS_OF_TWO];
+} Two;
+
+/* Return the weights at places 8 r + i and 8 r + i + 1 of the group. */
+INLINE Two two_weights(const char *codes, const Words low, const Words high, const int v, const int r, const int i,
+                       const Scales *scales, const int type) {
+    Two two;
+    if (type == WHOLE_PANEL) {
+        const Words pairs = load_words(codes + (8 * r + i) / 2 * ROW_BYTES + v * VECTOR_BYTES);
+        two.steps[0] = BY_PAIRS ? pairs : pairs << 16;
+        if (!BY_PAIRS) two.steps[STEPS_OF_TWO - 1] = pairs & 0xffff0000;
+        return two;
+    }
+    const Floats even = unrounded_weight(low, high, r, i, scales, type);
+    const Floats odd = unrounded_weight(low, high, r, i + 1, scales, type);
+    if (BY_PAIRS) {
+        two.steps[0] = pairs_of(even, odd);
+    } else {
+        two.steps[0] = (Words)rounded_exactly(even);
+        two.steps[STEPS_OF_TWO - 1] = (Words)rounded_exactly(odd);
+    }
+    return two;
 }
 
 #endif

@@ -52,6 +52,12 @@ static void read_column(Column column, int64_t k, int64_t count, float *out) {
     }
 }
 
+/* Read the lower halves of `count` bytes, and after them the upper ones. */
+INLINE void read_nibbles(const uint8_t *bytes, const int count, uint8_t *codes) {
+    for (int i = 0; i < count; i++) codes[i] = bytes[i] & 15;
+    for (int i = 0; i < count; i++) codes[count + i] = bytes[i] >> 4;
+}
+
 /* Read a block's codes, one byte each. */
 static void read_codes(const uint8_t *block, int32_t type, uint8_t *codes) {
     const int first = type == Q4_0 ? 2 : type == Q4_1 ? 4 : type == Q5_0 ? 6 : 8; /* of SMALL blocks */
@@ -60,19 +66,22 @@ static void read_codes(const uint8_t *block, int32_t type, uint8_t *codes) {
     case Q8_0: memcpy(codes, block + 2, SMALL); break;
     case Q4_K:
     case Q5_K:
-        for (int i = 0; i < LARGE; i++) codes[i] = nibbles[i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15;
+        for (int i = 0; i < LARGE / 64; i++) read_nibbles(nibbles + i * 32, 32, codes + i * 64);
         if (type == Q5_K)
             for (int i = 0; i < LARGE; i++) codes[i] |= (block[16 + i % 32] >> (i / 32) & 1) << 4;
         break;
     case Q6_K:
-        for (int i = 0; i < LARGE; i++) {
-            const int half = i / 128, part = i / 32 % 4;
-            codes[i] = (block[half * 64 + part % 2 * 32 + i % 32] >> (part / 2 * 4) & 15) |
-                       (block[128 + half * 32 + i % 32] >> (part * 2) & 3) << 4;
-        }
+        for (int half = 0; half < 2; half++, codes += 128)
+            for (int part = 0; part < 2; part++) {
+                const uint8_t *low = block + half * 64 + part * 32, *high = block + 128 + half * 32;
+                for (int i = 0; i < 32; i++) {
+                    codes[part * 32 + i] = (low[i] & 15) | (high[i] >> part * 2 & 3) << 4;
+                    codes[64 + part * 32 + i] = low[i] >> 4 | (high[i] >> (4 + part * 2) & 3) << 4;
+                }
+            }
         break;
     default:
-        for (int i = 0; i < SMALL; i++) codes[i] = block[first + i % 16] >> (i / 16 * 4) & 15;
+        read_nibbles(block + first, 16, codes);
         if (type == Q5_0 || type == Q5_1)
             for (int i = 0; i < SMALL; i++) codes[i] |= (fifth_bits_at(block, first - 4) >> i & 1) << 4;
     }
@@ -103,30 +112,34 @@ static void write_scales(const uint8_t *block, int32_t type, int g, int column, 
     }
 }
 
-/* Return the step that code k of a group belongs to: of each eight neighbours those at even places are one step, those
- * at odd places the next. */
-static int step_of_code(int k) { return k / 8 * 2 + k % 2; }
+/* Return the bytes at even places. */
+static uint32_t even_bytes(uint64_t bytes) {
+    bytes &= 0x00ff00ff00ff00ff;
+    bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffff;
+    return (uint32_t)(bytes | bytes >> 16);
+}
 
-enum { STEP_OF_BYTES = PANEL_COLUMNS * 4 };
-
-/* Write the column's codes of a group. */
+/* Write the column's codes of a group. Of each eight neighbours those at even places are one step, those at odd places
+ * the next. */
 static void write_codes(const uint8_t codes[GROUP], int32_t type, int column, char *rows) {
-    if (type == Q8_0) {
-        for (int k = 0; k < GROUP; k++) rows[step_of_code(k) * STEP_OF_BYTES + column * 4 + k % 8 / 2] = (char)codes[k];
-        return;
-    }
-    uint32_t *words = (uint32_t *)rows + column;
-    for (int r = 0; r < 4; r++, words += PANEL_COLUMNS) {
-        *words = 0;
-        for (int i = 0; i < 8; i++) *words |= (uint32_t)(codes[r * 8 + i] & 15) << (4 * i);
-    }
     const int bits = type == Q6_K ? 2 : type == Q5_0 || type == Q5_1 || type == Q5_K ? 1 : 0;
-    for (int r = 0; r < bits; r++, words += PANEL_COLUMNS) {
-        const int count = GROUP / bits, steps = 8 / bits;
-        *words = 0;
-        for (int k = r * count; k < (r + 1) * count; k++)
-            *words |= (uint32_t)(codes[k] >> 4) << (k % 8 / 2 * 8 + step_of_code(k) % steps * bits);
+    uint32_t *words = (uint32_t *)rows + column, upper[2] = {0, 0};
+    for (int r = 0; r < GROUP / 8; r++) {
+        uint64_t eight;
+        memcpy(&eight, codes + r * 8, sizeof eight);
+        if (type == Q8_0) {
+            words[2 * r * PANEL_COLUMNS] = even_bytes(eight);
+            words[(2 * r + 1) * PANEL_COLUMNS] = even_bytes(eight >> 8);
+            continue;
+        }
+        const uint64_t low = eight & 0x0f0f0f0f0f0f0f0f, high = eight >> 4 & 0x0f0f0f0f0f0f0f0f;
+        words[r * PANEL_COLUMNS] = even_bytes(low | low >> 4);
+        if (bits) {
+            const int row = r * bits / 4, step = 2 * r % (8 / bits);
+            upper[row] |= even_bytes(high) << (step * bits) | even_bytes(high >> 8) << ((step + 1) * bits);
+        }
     }
+    for (int row = 0; row < bits; row++) words[(4 + row) * PANEL_COLUMNS] = upper[row];
 }
 
 /* Write the groups from place k on that share a head: `to` is the head's place. */
@@ -146,20 +159,39 @@ static void write_groups(const Column columns[PANEL_COLUMNS], int32_t type, int6
     }
 }
 
+/* Whether `count` weights of a column are the wanted ones. The words are compared first, of pairs; where a zero has
+ * another sign these differ. */
+static int are_equal(const uint32_t *steps, int column, const uint16_t *wanted, int count) {
+    uint32_t different = !BY_PAIRS;
+    for (int i = 0; BY_PAIRS && i < count / 2; i++) {
+        uint32_t pair;
+        memcpy(&pair, wanted + 2 * i, sizeof pair);
+        different |= steps[i * PANEL_COLUMNS + column] ^ pair;
+    }
+    if (!different) return 1;
+    for (int i = 0; i < count; i++)
+        if (!(quantized_weight(steps, i, column) == float_of_bfloat16(wanted[i]))) return 0;
+    return 1;
+}
+
 /* Whether the groups from place k on, which share a head, give the weights that dequantize.h gives. */
 static int are_exact(const Column columns[PANEL_COLUMNS], int32_t type, int64_t k, const char *head) {
     const int count = layout_of(type).groups * GROUP;
     _Alignas(64) uint32_t steps[LARGE * PANEL_COLUMNS];
-    float weights[LARGE];
+    _Alignas(64) float weights[LARGE];
+    _Alignas(64) uint16_t wanted[LARGE];
     quantized_unpack(head, type, 0, layout_of(type).groups, steps);
     for (int column = 0; column < PANEL_COLUMNS; column++) {
-        int different = 0;
         read_column(columns[column], k, count, weights);
-        for (int i = 0; i < count; i++) {
-            const float wanted = float_of_bfloat16(bfloat16_of_float(weights[i]));
-            different |= !(quantized_weight(steps, i, column) == wanted);
+        Floats differences = {0}; /* NaN where a weight is not finite */
+        for (int i = 0; i < count; i += LANES) {
+            const Floats some = load_floats(weights + i);
+            store_bfloat16(wanted + i, some);
+            differences += some - some;
         }
-        if (different) return 0;
+        float sum = 0;
+        for (int i = 0; i < LANES; i++) sum += differences[i];
+        if (sum != 0 || !are_equal(steps, column, wanted, count)) return 0;
     }
     return 1;
 }
