@@ -24,10 +24,11 @@ class WeightForm(Enum):
 def best_form(library: CpuLibrary, config: ModelConfig) -> WeightForm:
     """Return the form in which bfloat16 products of a quantized file are fastest: STORED or DENSE, with equal results.
 
-    A weight as stored takes five instructions to decode, a compact one half of one. Where `vdpbf16ps` runs at its full
-    rate (the variant avx512bf16 is chosen on such CPUs only) decoding is what a product of stored weights waits for. On
-    AMD Zen 4 they took 1.1 to 2 times as long with one thread (1 to 256 rows), 1.2 to 1.5 times with two (1 to 32). The
-    variant in float32 is faster with stored weights from 4 rows on.
+    A vector of weights as stored takes four to six instructions to decode, a compact one half of one. Where
+    `vdpbf16ps` runs at its full rate (the variant avx512bf16 is chosen on such CPUs only) decoding is what a product of
+    stored weights waits for. On AMD Zen 4 they took 1.1 to 2 times as long with one thread (1 to 256 rows), 1.2 to 1.5
+    times with two (1 to 32), before decoding was made cheaper. The variant in float32 is faster with stored weights
+    from 4 rows on.
     """
     is_slower = library.variant == "avx512bf16" and library.num_threads <= _FEW_THREADS
     return WeightForm.DENSE if is_slower and fits(config, BFLOAT16) else WeightForm.STORED

@@ -5,11 +5,11 @@
 
 enum { FEW_ROWS = QUANTIZED_FEW_ROWS };
 
-/* Depth of a slice of x: whole heads. */
+/* Depth of a slice of x that is converted: whole heads. */
 enum { SLICE_DEPTH = GROUP * MAX_GROUPS };
 
 /* Prefetch distance: the hardware's own prefetch ends at each page. */
-enum { PREFETCH_BYTES = 2048 };
+enum { PREFETCH_BYTES = 4096 };
 
 /* Groups [first, last) of a panel, and what is done with their weights. */
 typedef struct {
@@ -133,9 +133,10 @@ void quantized_unpack(const char *panel, int32_t type, int64_t first, int64_t la
 /* Multiply a few rows with at most SLICE_PANELS panels. */
 static void multiply_panels(const Gemm *args, int64_t row, int num_rows, int64_t first, int64_t last) {
     _Alignas(64) float sums[SLICE_PANELS][FEW_ROWS * PANEL_COLUMNS], room[FEW_ROWS * SLICE_DEPTH];
+    const int64_t most = BY_PAIRS ? args->depth : SLICE_DEPTH; /* pairs are taken as they are */
     memset(sums, 0, sizeof sums);
-    for (int64_t k = 0; k < args->depth; k += SLICE_DEPTH) {
-        const int64_t end = args->depth - k > SLICE_DEPTH ? k + SLICE_DEPTH : args->depth;
+    for (int64_t k = 0; k < args->depth; k += most) {
+        const int64_t end = args->depth - k > most ? k + most : args->depth;
         const Slice x = slice_of_x(args, row, num_rows, k, end - k, room);
         for (int64_t panel = first; panel < last; panel++) {
             const QuantizedPanel *entry = quantized_panel(args->weights, panel);
