@@ -14,7 +14,6 @@ from core.models.config import RecurrentParts
 from kernels.recurrence import MAX_TAPS
 
 _RECURRENT_NAMES = ("conv", "linear_attention", "mamba")
-_DELTA_INPUTS = ("qkv_proj", "z_proj", "b_proj", "a_proj")
 #: In the values of a GGUF file: the recurrent layers, which spread_heads() finds.
 _LAYERS = "recurrent layers"
 
@@ -40,7 +39,7 @@ def recurrent_parts(values: Values, architecture: Architecture, sizes: dict[str,
             names = ("linear_num_value_heads", "linear_num_key_heads", "linear_key_head_dim", "linear_value_head_dim")
             heads, groups, key_dim, value_dim = (values.integer(name) for name in names)
             parts = _delta(values, layers, (heads, groups, key_dim, value_dim))
-            return msgspec.structs.replace(parts, inputs=_DELTA_INPUTS)
+            return msgspec.structs.replace(parts, inputs=architecture.delta_inputs)
         case "state space":
             return _state_space(values, layers, sizes["hidden_size"])
 
@@ -60,7 +59,8 @@ def gguf_recurrent_parts(values: Values, architecture: Architecture, sizes: dict
     if architecture.recurrent == "gated delta":
         parts = _delta(values, layers, widths)
         turns = architecture.gguf_heads_take_turns and heads != groups
-        return msgspec.structs.replace(parts, rates_are_logs=False, takes_turns=turns, inputs=_DELTA_INPUTS)
+        inputs = architecture.gguf_delta_inputs
+        return msgspec.structs.replace(parts, rates_are_logs=False, takes_turns=turns, inputs=inputs)
     parts = _with_heads(values, "state space", layers, "linear_conv_kernel_dim", widths)
     return msgspec.structs.replace(parts, rates_are_logs=False, has_bias=True)
 

@@ -37,6 +37,27 @@ def recurrence_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def input_order(name: str, config: ModelConfig) -> tuple[int, tuple[int, ...]] | None:
+    """Return the number of heads and the order of the rows of a matrix of a recurrent layer; None for other layers.
+
+    The rows of each part of the input are together, where the file has them group of heads by group.
+    """
+    own = config.recurrent
+    if own is None or ".mixer." not in name:
+        return None
+    if not name.endswith(("mixer.qkvz_proj.weight", "mixer.ba_proj.weight")):
+        return 0, ()
+    each = own.num_heads // own.num_groups
+    widths = (own.key_dim, own.key_dim, each * own.value_dim, each * own.value_dim) if "qkvz" in name else (each, each)
+    starts = [sum(widths[:index]) for index in range(len(widths))]
+    return 1, tuple(
+        group * sum(widths) + start + place
+        for start, width in zip(starts, widths, strict=True)
+        for group in range(own.num_groups)
+        for place in range(width)
+    )
+
+
 def like_others(found: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
     """Return a file's tensors with names that end in weight or bias, and without dimensions that say nothing."""
     if config.recurrent is None:

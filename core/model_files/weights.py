@@ -22,7 +22,7 @@ from core.model_files.mixer_shapes import mixer_shapes
 from core.model_files.mxfp4 import MXFP4, mxfp4_rows
 from core.model_files.packed_layout import UNUSED_KINDS, fault_of, kinds_of
 from core.model_files.packed_matrix import ELEMENT_DTYPES, unpack
-from core.model_files.recurrent_tensors import like_others
+from core.model_files.recurrent_tensors import input_order, like_others
 from core.model_files.stacked_experts import unstacked, unturned
 from core.model_files.stored_tensor import PackedTensor, StoredTensor
 from core.model_files.tensor_names import gates_last, gguf_name, head_order, is_of_further_layer, json_name
@@ -233,7 +233,7 @@ def _in_our_order(
             heads["q_proj"] = 1, gates_last(order, query)
     ordered = dict(plan)
     for name, stored in plan.items():
-        count, order = (0, ()) if ".mixer." in name else heads.get(name.split(".")[-2], (0, ()))
+        count, order = input_order(name, config) or heads.get(name.split(".")[-2], (0, ()))
         if count:
             ordered[name] = msgspec.structs.replace(stored, heads=count, order=order)
     return ordered

@@ -92,6 +92,8 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     multipliers: Literal["none", "granite", "minicpm"] = "none"  # whose names the settings have
     experts: ExpertRow | None = None  # of architectures with routed MLPs
     recurrent: RecurrenceKind | None = None  # what layers without attention have
+    delta_inputs: tuple[str, ...] = ("qkv_proj", "z_proj", "b_proj", "a_proj")  # see RecurrentParts.inputs
+    gguf_delta_inputs: tuple[str, ...] = ("qkv_proj", "z_proj", "b_proj", "a_proj")
     gguf_heads_take_turns: bool = False  # llama.cpp's converter reorders the heads of values: see RecurrenceSizes
     output_gate: bool = False  # the rows of q have each head's queries, then its gates of attention's output
     settings: Mapping[str, str] = msgspec.field(default_factory=dict)  # the name of a setting -> what others call it

@@ -101,11 +101,11 @@ class RecurrentParts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def input_widths(self) -> dict[str, int]:
-        """Numbers that each matrix of `inputs` makes."""
+        """Numbers that each matrix of `inputs` makes. Those of qkvz and ba are in the order of the groups of heads."""
         sizes = self.sizes
         values, heads = sizes.out_width, self.num_heads
         widths = {"in_proj": sum(sizes.parts), "qkv_proj": self.channels, "z_proj": values, "b_proj": heads}
-        widths |= {"a_proj": heads}
+        widths |= {"a_proj": heads, "qkvz_proj": self.channels + values, "ba_proj": 2 * heads}
         return {name: widths[name] for name in self.inputs}
 
 

@@ -34,28 +34,10 @@ def exact_delta_rule(
 @contextlib.contextmanager
 def delta_rule_in_float64(model: Any) -> Iterator[None]:
     """Let transformers' model of gated delta nets compute in its own type; others are left alone."""
-    with _replaced(model, exact_delta_rule):
-        yield
-
-
-@contextlib.contextmanager
-def delta_rule_of_decoding(model: Any) -> Iterator[None]:
-    """Let transformers' model compute prompts by the rule that it has for decoding, token by token, as ours does.
-
-    Its rule for prompts, chunk by chunk, has one number for each pair of tokens. So a result keeps its direction where
-    query and key nearly cancel, and the norm that follows magnifies what it loses otherwise.
-    """
-    rule = getattr(sys.modules[type(model).__module__], "torch_recurrent_gated_delta_rule", None)
-    with _replaced(model, rule):
-        yield
-
-
-@contextlib.contextmanager
-def _replaced(model: Any, rule: Any) -> Iterator[None]:
     module = sys.modules[type(model).__module__]
     before = getattr(module, _NAME, None)
     if before is not None:
-        setattr(module, _NAME, rule)
+        setattr(module, _NAME, exact_delta_rule)
     try:
         yield
     finally:

@@ -16,6 +16,7 @@ from tests.core.models.recurrent_gguf import (
     feed_forward_length,
     kv_heads,
     of_recurrent_layers,
+    parts_of_qkvz,
     recurrent_metadata,
 )
 from tests.core.models.routed_gguf import ROUTED_GGUF_CASES, routed_metadata, special_tensors
@@ -54,6 +55,7 @@ GGUF_CASES = {
     "lfm2": "lfm2",
     "qwen3.5": "qwen35",
     "qwen3.5-moe": "qwen35moe",
+    "qwen3-next": "qwen3next",
     "granite4-hybrid": "granitehybrid",
     "granite4-hybrid-experts": "granitehybrid",
     **ROUTED_GGUF_CASES,
@@ -86,6 +88,9 @@ def converted(model: Any, architecture: str) -> dict[str, torch.Tensor]:
             continue
         if ".experts." in name or "router" in name or "mlp.gate." in name:
             tensors |= of_gpt_oss(name, tensor) if config.model_type == "gpt_oss" else of_experts(name, tensor)
+            continue
+        if "in_proj_qkvz" in name:
+            tensors |= parts_of_qkvz(name, tensor, config)
             continue
         name, tensor = of_recurrent_layers(name, tensor, config)
         if name.endswith((".A_log", ".D")):
@@ -176,7 +181,7 @@ def special_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
         config, "shared_expert_intermediate_size", 0
     ):
         writer.add_expert_shared_feed_forward_length(size)
-    if config.model_type in ("qwen2_moe", "qwen3_moe", "qwen3_5_moe_text"):
+    if config.model_type in ("qwen2_moe", "qwen3_moe", "qwen3_5_moe_text", "qwen3_next"):
         writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     if config.model_type == "gpt_oss":
         writer.add_expert_feed_forward_length(config.intermediate_size)

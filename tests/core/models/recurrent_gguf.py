@@ -33,7 +33,7 @@ def of_recurrent_layers(name: str, tensor: torch.Tensor, config: Any) -> tuple[s
         tensor = tensor.squeeze(1)
     if config.model_type.startswith("qwen3_5"):
         tensor = in_turns(name, tensor, config)
-    is_centred = config.model_type.startswith("qwen3_5")
+    is_centred = config.model_type.startswith(("qwen3_5", "qwen3_next"))
     if is_centred and name.endswith("norm.weight") and "linear_attn" not in name:
         tensor = tensor + 1
     if ".mamba." in name and name.endswith((".A_log", ".D")):
@@ -62,6 +62,16 @@ def in_turns(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
     return turned(tensor, width if "in_proj_z" in name else 1)
 
 
+def parts_of_qkvz(name: str, tensor: torch.Tensor, config: Any) -> dict[str, torch.Tensor]:
+    """Qwen3-Next's in_proj_qkvz, whose groups of heads have a part of each, as two matrices."""
+    groups, key_dim = config.linear_num_key_heads, config.linear_key_head_dim
+    each = config.linear_num_value_heads // groups * config.linear_value_head_dim
+    parts = tensor.view(groups, -1, tensor.shape[1]).split([key_dim, key_dim, each, each], 1)
+    q, k, v, z = (part.reshape(-1, tensor.shape[1]) for part in parts)
+    block = f"blk.{name.split('.')[2]}"
+    return {f"{block}.attn_qkv.weight": torch.cat((q, k, v)), f"{block}.attn_gate.weight": z}
+
+
 def recurrent_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     if config.model_type == "lfm2":
         writer.add_shortconv_l_cache(config.conv_L_cache)
@@ -72,7 +82,7 @@ def recurrent_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_ssm_inner_size(config.mamba_expand * config.hidden_size)
         writer.add_ssm_time_step_rank(config.mamba_n_heads)
         writer.add_rope_scaling_finetuned(config.position_embedding_type == "rope")
-    if config.model_type.startswith("qwen3_5"):
+    if config.model_type.startswith(("qwen3_5", "qwen3_next")):
         writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
         writer.add_ssm_state_size(config.linear_key_head_dim)
         writer.add_ssm_group_count(config.linear_num_key_heads)
