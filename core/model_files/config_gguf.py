@@ -78,7 +78,6 @@ _KEYS = {
 #: Keys of features that are not implemented -> their value without effect.
 _WITHOUT_EFFECT: dict[str, Any] = {
     "attention.clamp_kqv": 0.0,
-    "nextn_predict_layers": 0,
     "rope.scale_linear": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
@@ -190,6 +189,7 @@ def _refuse_features(values: Values, name: str, architecture: Architecture) -> N
     absent = {} if architecture.soft_caps else _CAPS
     absent = absent | ({} if architecture.query_growth or architecture.latent else _GROWTH)
     absent = absent | ({"num_experts": 0} if architecture.experts is None else {})
+    absent = absent | ({} if architecture.further_layers else {"num_nextn_predict_layers": 0})
     absent = absent | (_MULTIPLIERS if architecture.multipliers == "none" else {})
     for setting, plain in absent.items():
         if values.get(setting) not in (None, plain):

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from core import log
 from core.execution.executor import Executor
 from core.executors.by_name import import_executor, load_executor
-from core.model_files.default_sampling import read_default_sampling
 from core.model_files.progress import following
 from core.process.resolve import resolve, resolve_costs
 from core.scheduling.draft_rule import DraftRule
@@ -47,6 +46,9 @@ def prepare(config: EngineConfig, report: Report) -> Prepared:
     """Load the model and make its KV cache. Errors: those of ipc.errors that concern the config, the model's files and
     memory.
     """
+    # Imported late, as below.
+    from core.model_files.default_sampling import read_default_sampling
+
     report("read tokenizer")
     default_sampling = read_default_sampling(config)  # first: of a GGUF file it reads the header, which is kept
     files = tokenizer_files_of(config)

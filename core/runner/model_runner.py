@@ -83,7 +83,7 @@ class ModelRunner:
         self.pooling = PoolingRows(pooler)
         self._adapter_rows = AdapterRows(adapters)
         self._feature_rows = FeatureRows(features)
-        self._states = RowStates(states)
+        self._states = None if states is None else RowStates(states)
         groups = edit_groups(num_rows, eos_token_ids, self.matchers, masks)
         self.sampling = SamplingColumns(num_rows, groups, len(eos_token_ids))
         self._candidates: LogprobColumns | None = None  # of this step, see ModelRunnerOutput
@@ -125,7 +125,7 @@ class ModelRunner:
         """Return the step's result, with the drafts that grammars force and those of the drafter."""
         failures, self._failures = self._failures, []
         drafts: tuple[Int32s | None, Int32s] = (None, NO_INT32S)
-        if self.matchers and not self._states:
+        if self.matchers and self._states is None:
             drafts = self.matchers.drafts(plan.rows)
         if self.drafter is not None:
             guessed = self.drafter.propose(RanStep(plan, inputs, result), self.table, self.sampling)
@@ -300,7 +300,7 @@ class ModelRunner:
         tokens = inputs.token_ids, inputs.positions, inputs.slots
         adapters = self._adapter_rows.of_step(inputs) if self._adapter_rows else None
         rest = inputs.logits_rows, inputs.generation, adapters
-        requests = self._states.of_step(inputs)
+        requests = None if self._states is None else self._states.of_step(inputs)
         if given is not None:  # arrays of this step only
             tokens, rest = (given.token_ids, *tokens[1:]), (inputs.logits_rows, ONCE, adapters)
             return self.model.forward(ModelInputs(*tokens, attention, self.cache, *rest, given.rows, requests))

@@ -13,22 +13,16 @@ from kernels.recurrence import StateRows
 
 
 class RowStates:
-    """The states of all rows. states [rows, numbers] float32: None = the model has none."""
+    """The states of all rows. states [rows, numbers] float32."""
 
-    def __init__(self, states: Floats | None) -> None:
+    def __init__(self, states: Floats) -> None:
         self._states = states
         self._last: tuple[int, StateRows | None] = (ONCE, None)  # generation of the last step's inputs, and its rows
 
-    def __bool__(self) -> bool:
-        """Return whether the model has recurrent states."""
-        return self._states is not None
-
-    def of_step(self, inputs: StepInputs) -> StateRows | None:
-        """Return where the states of a step's requests are; None for a model without recurrent states."""
-        if self._states is None:
-            return None
+    def of_step(self, inputs: StepInputs) -> StateRows:
+        """Return where the states of a step's requests are."""
         generation, rows = self._last
-        if generation == ONCE or generation != inputs.generation:
+        if rows is None or generation == ONCE or generation != inputs.generation:
             firsts = np.concatenate((np.zeros(1, np.int64), np.cumsum(inputs.num_tokens, dtype=np.int64)))
             rows = StateRows(self._states, np.ascontiguousarray(inputs.rows, np.int64), firsts)
             self._last = inputs.generation, rows
