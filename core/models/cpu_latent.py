@@ -33,7 +33,7 @@ class Step(Protocol):
 
     @property
     def cache(self) -> CpuKVCache:
-        """Of one side."""
+        """The KV cache, which has one side: a row of K for each token, and V is made of it."""
 
 
 @dataclass(frozen=True)

@@ -96,5 +96,5 @@ EVERY_KIND = [
 
 
 def is_recurrent(case: Any) -> bool:
-    """Of a case of EVERY_KIND: whether the kind has recurrent layers."""
+    """Return whether the kind of a case of EVERY_KIND has recurrent layers."""
     return KINDS[getattr(case, "values", case)[1]].recurrent is not None
