@@ -68,6 +68,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     pipeline_parallel_size: Annotated[
         int, Option("machine", "stages: groups of workers with some of the layers each", 1, 256, flags=("-pp",))
     ] = 1
+    nnodes: Annotated[
+        int, Option("machine", "machines that the workers are spread over; others run `engine-core worker`", 1, 256)
+    ] = 1
+    master_addr: Annotated[
+        str | None,
+        Option(
+            "machine",
+            "where the engine listens for the other machines: a host of its own, or tcp://HOST:PORT?keys=FOLDER",
+        ),
+    ] = None
+    master_port: Annotated[int, Option("machine", "port there, where master_addr has none", 1, 65_535)] = 29_501
     load_format: Annotated[
         LoadFormat, Option("model", "format of the weights; 'dummy' makes them up, for benchmarks of a config")
     ] = "auto"

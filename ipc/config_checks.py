@@ -161,6 +161,7 @@ def check_workers(config: "EngineConfig") -> bool:
     backend, executor, sizes = config.distributed_executor_backend, config.executor, given_sizes(config)
     if config.enable_lora and (backend == "mp" or sizes):
         raise ConfigError("enable_lora runs in the engine's process only: leave out the workers, or enable_lora")
+    _check_nodes(config, sizes)
     if not sizes:
         return backend == "mp"
     name, size = sizes[0]
@@ -169,6 +170,20 @@ def check_workers(config: "EngineConfig") -> bool:
     if executor not in BUILT_IN_EXECUTORS:
         raise ConfigError(f"{name}={size} is for executor='local'; got executor={executor!r:.80}")
     return True
+
+
+def _check_nodes(config: "EngineConfig", sizes: list[tuple[str, int]]) -> None:
+    """Check the options of several machines. Errors: ConfigError."""
+    if config.nnodes == 1:
+        return
+    count = config.tensor_parallel_size * config.pipeline_parallel_size
+    if config.nnodes > count:
+        raise ConfigError(
+            f"nnodes={config.nnodes} is more than the {count} workers of tensor_parallel_size and "
+            f"pipeline_parallel_size: give pipeline_parallel_size={config.nnodes}, or fewer nodes"
+        )
+    if not config.master_addr:
+        raise ConfigError(f"nnodes={config.nnodes} needs master_addr, where other machines join: a host of this one")
 
 
 def with_revision(model: object, revision: object) -> str:

@@ -72,11 +72,14 @@ class BoundRouter:
                 _remove_directory(self.address)
 
 
-def bind_router(context: Context, address: str, *, is_private: bool = False) -> BoundRouter:
+def bind_router(
+    context: Context, address: str, *, is_private: bool = False, prepare: Callable[[Socket], None] = lambda _: None
+) -> BoundRouter:
     """Return a ROUTER bound to `ipc:///absolute/path` or `tcp://host:port[?keys=folder]` (port 0 = any free one).
 
-    is_private: the address is one of `private_ipc_address`, and its directory is to be removed with it. Errors:
-    AddressError when the address is malformed, too long, open to the network, or in use by a live process.
+    is_private: the address is one of `private_ipc_address`, and its directory is to be removed with it. prepare: sets
+    further options. Errors: AddressError when the address is malformed, too long, open to the network, or in use by a
+    live process.
     """
     check_address(address, binding=True)
     socket = context.socket(zmq.ROUTER)
@@ -86,6 +89,7 @@ def bind_router(context: Context, address: str, *, is_private: bool = False) -> 
     _set_common_options(socket, MAX_CLIENT_MESSAGE_BYTES, ROUTER_LINGER_MS)
     socket.setsockopt(zmq.SNDHWM, ROUTER_HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, ROUTER_RECEIVE_MARK)
+    prepare(socket)
     lock_fd = None
     try:
         if address.startswith("ipc://"):

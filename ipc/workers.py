@@ -22,8 +22,19 @@ def in_one_process(config: EngineConfig) -> EngineConfig:
         distributed_executor_backend="uni",
         tensor_parallel_size=1,
         pipeline_parallel_size=1,
+        nnodes=1,
         async_scheduling=False,
     )
+
+
+def master_address(config: EngineConfig) -> str:
+    """Return the address at which the engine's other machines join."""
+    return master_address_of(config.master_addr or "", config.master_port)
+
+
+def master_address_of(master_addr: str, master_port: int) -> str:
+    """Return the address of vLLM's two options. master_addr: a host, or an address of ours, which has its own port."""
+    return master_addr if "://" in master_addr else f"tcp://{master_addr}:{master_port}"
 
 
 def most_in_flight(config: EngineConfig) -> int:

@@ -24,6 +24,7 @@ COMMANDS = {
     "rm": ("tools.rm", "remove a model from the cache"),
     "serve": ("tools.serve", "run an engine that clients connect to"),
     "route": ("tools.route.__main__", "serve several running engines as one"),
+    "worker": ("tools.worker", "run a part of an engine's model on this machine, for an engine on another"),
     "ray": ("tools.ray_fleet.__main__", "serve several engines as one, placed and started again by Ray"),
     "http": ("tools.http", "serve a running engine over HTTP, with OpenAI's API"),
     "batch": ("tools.batch", "answer the requests of a file in OpenAI's batch format"),
@@ -43,7 +44,7 @@ COMMANDS = {
 GROUPS = {
     "ask a model": ("chat", "run", "generate", "embed"),
     "models": ("pull", "list", "rm"),
-    "serve a model": ("serve", "route", "ray", "http"),
+    "serve a model": ("serve", "worker", "route", "ray", "http"),
     "look at and steer a running engine": ("top", "explain", "control"),
     "prove, replay, measure": ("prove", "replay", "traces", "simulate", "bench"),
 }

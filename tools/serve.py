@@ -30,6 +30,7 @@ from ipc.errors import ConfigError, EngineCoreError, EngineDeadError, EngineStar
 from ipc.given_options import config_from_options
 from ipc.log_lines import log_line
 from ipc.sockets import private_ipc_address, remove_private_address
+from ipc.workers import master_address
 from tools.address import default_address, fresh_owner_file
 from tools.control import write_owner_file
 from tools.http import HttpFront, add_http_options, http_address
@@ -50,6 +51,11 @@ def main(arguments: Sequence[str]) -> int:
     if parsed.model_name is not None:
         options["model"] = parsed.model_name
     config = config_from_options(**options)
+    if parsed.node_rank:
+        # Imported here: it imports parts of the engine, which this process has no other use for.
+        from tools.worker import run_node
+
+        return run_node(master_address(config), parsed.node_rank, config.model)
     standby = _standby(parsed, config)
     private = None
     if parsed.listen is None and parsed.http is not None:
@@ -102,6 +108,13 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--metrics", metavar="ADDR", help="serve Prometheus metrics at http://ADDR/metrics; HOST:PORT or PORT"
     )
+    parser.add_argument(
+        "--node-rank",
+        type=int,
+        default=0,
+        metavar="N",
+        help="above 0: run workers for the engine at --master-addr on another machine, as `engine-core worker` does",
+    )
     parser.add_argument("--start-timeout", type=float, default=300.0, metavar="S", help="seconds; default: %(default)g")
     _add_restart_options(parser)
     add_http_options(parser)
@@ -150,6 +163,8 @@ def _standby(parsed: argparse.Namespace, config: EngineConfig) -> StandbyKind:
         raise ConfigError(
             f"--standby {kind.value} is for restarts, and --restarts 0 allows none: leave one of them out"
         )
+    if kind is StandbyKind.MODEL and config.nnodes > 1:
+        raise ConfigError("--standby model has no workers on other machines (--nnodes): use --standby import")
     if kind is StandbyKind.MODEL and config.device == "cuda":
         raise ConfigError("--standby model would load a second model into the GPU's memory: use --standby import")
     return kind

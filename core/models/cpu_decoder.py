@@ -3,6 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
 from core.models.config import ModelConfig
 from core.models.cpu_latent import CpuLatentAttend
 from core.models.cpu_operations import CpuAttend, CpuOperations, CpuRecur
@@ -12,6 +14,7 @@ from core.models.operations import Norm, Operations, Product
 from core.models.rank import Rank
 from core.models.tensor import Operation, Tensor
 from core.models.unchanged import unchanged
+from ipc.arrays import Ints
 from kernels.cpu.decoder import CpuDecoder
 from kernels.cpu.decoder_parts import AttentionParts, DenseParts, LayerParts
 from kernels.cpu.embedding import CpuEmbedding
@@ -57,17 +60,22 @@ def cpu_decoder(
 
 def _group(config: ModelConfig, rank: Rank) -> DecoderGroup:
     """Return where the rank's columns lie in the results of the group."""
-    shard, dim = rank.shard, config.head_dim
+    shard = rank.shard
+    every = [shard._replace(rank=one) for one in range(shard.size)]
+
+    def columns(width: int) -> Ints:
+        return np.array([*(one.columns(width).first for one in every), width], np.int64)
+
+    heads = np.array([*(one.heads(config)[0].first for one in every), config.num_attention_heads], np.int64)
     return DecoderGroup(
         rank.memory,
         shard.rank,
         shard.size,
-        own_attended=shard.heads(config)[0].length * dim,
-        attended=(shard.heads(config)[0].first * dim, config.num_attention_heads * dim),
-        hidden=(shard.columns(config.hidden_size).first, config.hidden_size),
-        gated=(shard.columns(config.intermediate_size).first, config.intermediate_size),
-        vocabulary=(shard.columns(config.vocab_size).first, config.vocab_size),
-        num_words=shard.columns(config.vocab_size).length,
+        own_attended=shard.heads(config)[0].length * config.head_dim,
+        attended=heads * config.head_dim,
+        hidden=columns(config.hidden_size),
+        gated=columns(config.intermediate_size),
+        vocabulary=columns(config.vocab_size),
     )
 
 

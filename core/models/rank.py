@@ -3,11 +3,11 @@
 from typing import NamedTuple
 
 from core.models.shard import Shard
-from kernels.cpu.group import SharedMemory
+from kernels.cpu.group import SeparateMemory, SharedMemory
 
 
 class Rank(NamedTuple):
-    """A shard, and the memory through which the ranks exchange what they compute."""
+    """A shard, and the buffers by which the ranks exchange what they compute."""
 
     shard: Shard
-    memory: SharedMemory
+    memory: SharedMemory | SeparateMemory

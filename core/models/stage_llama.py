@@ -14,7 +14,8 @@ from core.models.step import ModelInputs, StepResult
 from core.models.stored_matrix import StoredMatrix, Weight
 from core.models.weight_parts import WeightParts
 from ipc.arrays import NO_INTS
-from kernels.elements import FLOAT32, Dtype
+from ipc.errors import ConfigError
+from kernels.elements import FLOAT32, Dtype, element_name
 
 
 class StageLlama(Llama):
@@ -37,7 +38,14 @@ class StageLlama(Llama):
         #: Whether steps come from the stage before and go to the next one. Steps that measure times do not.
         self.is_linked = False
         own = [f"{name}={product.variant}" for name, product in self.layers[0].products.items()]
-        self._first_variants = dict(one.split("=", 1) for one in stage.link.pass_on(own))
+        kernels = f"{element_name(dtype)} {self.operations.variant}"
+        first, *names = stage.link.pass_on([kernels, *own])
+        if first != kernels:
+            raise ConfigError(
+                f"the stages' machines would not compute the bits of one process: the first has {first}, and this one "
+                f"{kernels}: give --dtype and --cpu-kernels, such as avx2, so that they agree"
+            )
+        self._first_variants = dict(one.split("=", 1) for one in names)
         if not stage.is_last:
             self.tap([len(self.layers)])
 

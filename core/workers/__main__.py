@@ -159,7 +159,8 @@ class Worker:
     def _load(self, config: EngineConfig, wires: Wires) -> Executor:
         if self._place.count == 1 or config.executor != "local":
             return load_executor(config)
-        num_threads = bind(self._place.number, self._place.count)
+        here = self._place.neighbours
+        num_threads = bind(here.index(self._place.number), len(here))
         config = msgspec.structs.replace(config, threads=config.threads or num_threads)
         # Imported here: only parts of a model need it, and it takes time.
         from core.workers.part_executor import PartExecutor

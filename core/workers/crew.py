@@ -1,11 +1,9 @@
 """Crew: the worker processes of one executor, from their start to their end. They live and die together."""
 
 import contextlib
-import os
 import select
 import signal
 import socket
-import subprocess
 import threading
 from collections import deque
 from typing import TypeVar
@@ -18,7 +16,6 @@ from core.workers.messages import (
     Allocate,
     Answer,
     Failed,
-    Load,
     Loaded,
     Number,
     Progress,
@@ -29,12 +26,13 @@ from core.workers.messages import (
     decode_answer,
     encode_message,
 )
-from core.workers.wires import Place, Wires, above, make_wires
+from core.workers.nodes import Nodes
+from core.workers.processes import ChildProcess, WorkerProcess
+from core.workers.wires import Place, above, make_wires
 from ipc import errors
 from ipc.channel import Channel, ChannelEndedError
-from ipc.child_process import describe_exit, run_package
 from ipc.config import EngineConfig
-from ipc.errors import EngineCoreError, EngineStartError
+from ipc.errors import ConfigError, EngineCoreError, EngineStartError
 
 AnswerT = TypeVar("AnswerT", bound=Answer)
 Value = TypeVar("Value")
@@ -51,55 +49,68 @@ class Crew:
     talk to the workers are for one thread, while any thread may kill them: who waits for an answer gets an error then.
     """
 
-    def __init__(self, config: EngineConfig, places: list[Place]) -> None:
-        """Start a process for each place, and let them load the model. Errors: OSError, EngineStartError."""
-        self._config = config
+    def __init__(self, config: EngineConfig, places: list[Place], nodes: Nodes | None = None) -> None:
+        """Start a process for each place, and let them load the model. nodes: the other machines, where there are any.
+
+        Errors: OSError, EngineStartError.
+        """
         self._places = places
         self._answering = next(place.number for place in places if place.answers)
         self._sampled: list[tuple[bytes, bytes | None]] = []  # of steps taken since the last run()
         self._channels: list[Channel] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._pidfds: list[int] = []
+        self._processes: list[WorkerProcess] = []
         self.failure: Failed | None = None  # the first that a worker told
         self.running: deque[tuple[float, int]] = deque()  # (monotonic seconds of the start, tokens) of steps
         self.num_taken = 0  # steps whose results were taken
         self.is_mourned = threading.Event()  # set when the core has been told of their end
         self.is_final = False  # and if they are not started again
         try:
-            for place, wires in zip(places, make_wires(places[0].size, places[0].num_stages), strict=True):
-                self._start(place, wires)
+            self._start(config, nodes)
         except BaseException:
             self.end()
             raise
 
-    def _start(self, place: Place, wires: Wires) -> None:
-        """Start a process. wires: descriptors that it gets, and that are closed here."""
-        ours, theirs = socket.socketpair()
-        self._channels.append(Channel(ours))
-        with theirs:
-            fd = above(theirs.fileno())
+    def _start(self, config: EngineConfig, nodes: Nodes | None) -> None:
+        wiring = make_wires(self._places)
         try:
-            process = run_package("core.workers", [str(fd)], [fd, *wires.descriptors], {})
+            for place in self._places[: len(wiring.wires)]:  # those of this machine
+                child = ChildProcess(config, place, wiring.wires.pop(place.number))
+                self._processes.append(child)
+                self._channels.append(child.channel)
+            for number in range(len(self._processes), len(self._places)):
+                ours, theirs = socket.socketpair()
+                self._channels.append(Channel(ours))
+                with theirs:
+                    wiring.carried[number] = above(theirs.fileno())
+            if nodes is not None:
+                self._processes += nodes.start(config, self._places, wiring.carried)
+                wiring.carried.clear()  # they are its own now
         finally:
-            os.close(fd)
-            wires.close()
-        self._processes.append(process)
-        self._pidfds.append(os.pidfd_open(process.pid))
-        self._channels[-1].send(encode_message(Load(self._config, place, wires)))
+            wiring.close()
 
     @property
     def pids(self) -> list[int]:
-        """Return the process ids, by the workers' numbers."""
+        """Return the process ids, by the workers' numbers, each on its machine."""
         return [process.pid for process in self._processes]
 
     @property
-    def pidfds(self) -> list[int]:
+    def ended_fds(self) -> list[int]:
         """Return a descriptor of each process that is readable once it is dead. This object owns them."""
-        return self._pidfds
+        return [process.ended_fd for process in self._processes]
 
     def load(self) -> ModelInfo:
-        """Wait until all have loaded the model. Errors: the workers'; EngineStartError when one has died."""
-        return self._gather(Loaded)[self._answering].info
+        """Wait until all have loaded the model.
+
+        Errors: the workers'; EngineStartError when one has died; ConfigError where ranks compute other bits.
+        """
+        infos = [answer.info for answer in self._gather(Loaded)]
+        for ranks in self.by_stage(infos):
+            if any(info.fingerprint != ranks[0].fingerprint for info in ranks):
+                raise ConfigError(
+                    "the ranks of a stage compute with other numbers or kernels, because their machines' CPUs differ: "
+                    "give --dtype and --cpu-kernels, such as avx2, so that they agree"
+                )
+        return infos[self._answering]
 
     def allocate(self, config: EngineConfig) -> ModelInfo:
         """Allocate the KV caches of a resolved config. Errors: as load()."""
@@ -146,7 +157,7 @@ class Crew:
         if self._channels[rank].has_frame:
             return
         poller = select.poll()
-        for fd in (self._channels[rank].socket.fileno(), *self._pidfds):
+        for fd in (self._channels[rank].socket.fileno(), *self.ended_fds):
             poller.register(fd, select.POLLIN)
         ready = dict(poller.poll(_PATIENCE_S * 1000))
         if self._channels[rank].socket.fileno() not in ready:
@@ -194,7 +205,7 @@ class Crew:
     def _last_words(self) -> str:
         """End all workers, look for what one of them has said of its failure, and describe the first end."""
         poller = select.poll()
-        for fd in self._pidfds:
+        for fd in self.ended_fds:
             poller.register(fd, select.POLLIN)
         poller.poll(_LAST_WORDS_S * 1000)
         text = self.describe_end()
@@ -209,32 +220,32 @@ class Crew:
         """Return which of them ended first, and how, in a sentence part: "worker 0 (4711) was killed by SIGKILL"."""
         if self.failure is not None:
             return f"a worker failed: {self.failure.text}"
-        for rank, process in enumerate(self._processes):
-            if process.poll() is not None:
-                return f"worker {rank} ({process.pid}) {describe_exit(process.returncode)}"
+        for number, process in enumerate(self._processes):
+            if (end := process.end) is not None:
+                return f"worker {number} {end}"
         return "the workers hang"
 
     def print_stacks(self) -> None:
         """Let each worker print where its threads are, to standard error."""
         for process in self._processes:
-            process.send_signal(signal.SIGUSR1)
+            process.signal(signal.SIGUSR1)
         poller = select.poll()
-        for fd in self._pidfds:
+        for fd in self.ended_fds:
             poller.register(fd, select.POLLIN)
         poller.poll(_STACKS_S * 1000)
 
     def kill(self) -> None:
         """Kill all that live, and wait for their end. Their sockets stay: what is in them can be read."""
         for process in self._processes:
-            process.kill()
+            process.signal(signal.SIGKILL)
         for process in self._processes:
-            process.wait()
+            process.kill()
 
     def end(self) -> None:
         """Kill all and release everything."""
         self.kill()
         for channel in self._channels:
             channel.close()
-        for fd in self._pidfds:
-            os.close(fd)
-        self._pidfds = []
+        for process in self._processes:
+            process.close()
+        self._processes = []

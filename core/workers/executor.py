@@ -28,6 +28,8 @@ from core.workers.messages import (
     MeasureSteps,
     Number,
 )
+from core.workers.node_messages import SILENCE_S
+from core.workers.nodes import Nodes
 from core.workers.step_clock import StepClock
 from core.workers.wires import places_of
 from ipc.channel import ChannelEndedError
@@ -38,6 +40,7 @@ from ipc.workers import in_one_process
 MAX_LOSSES = 3  # within _LOSSES_S; the last of these ends the engine
 _LOSSES_S = 60.0
 _BACKOFF_S = (0.0, 0.5)  # before the first restart within _LOSSES_S, and before the second
+_JOIN_S = 240.0  # for the other machines to join at the start; less than an engine has for it
 _IDLE_S = 1.0  # between two looks while no step runs
 _LOOK_S = 0.25  # between two looks at a step that runs; no more time counts for one look, however long it was
 
@@ -50,7 +53,8 @@ class WorkersExecutor:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = in_one_process(config)
-        self._places = places_of(config.tensor_parallel_size, config.pipeline_parallel_size)
+        self._places = places_of(config.tensor_parallel_size, config.pipeline_parallel_size, config.nnodes)
+        self._nodes = Nodes(config) if config.nnodes > 1 else None
         self._resolved: EngineConfig | None = None
         self._tell: Callable[[ExecutorNews], None] | None = None
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -68,7 +72,7 @@ class WorkersExecutor:
         self._begun.wait()
         if self._error is not None:
             self._thread.join()
-            os.close(self._wake)
+            self._release()
             raise self._error
         assert self._crew is not None, "the workers have begun"
         self._serving: Crew = self._crew  # of the engine thread
@@ -82,10 +86,13 @@ class WorkersExecutor:
     # --- the engine thread ---
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
-        """Return the number of blocks that fit memory_bytes, of which each worker holds a part."""
+        """Return the number of blocks that fit memory_bytes of each machine; each worker holds a part of a block."""
         answers = self._serving.ask(CountBlocks(memory_bytes, block_size), Number)
         counts = [max(1, answer.value or 0) for answer in answers]
-        return counts[0] if len(counts) == 1 else int(1 / sum(1 / count for count in counts))
+        if len(counts) == 1:
+            return counts[0]
+        machines = {place.node: place.neighbours for place in self._places}
+        return min(int(1 / sum(1 / counts[number] for number in numbers)) for numbers in machines.values())
 
     def cache_memory_bytes(self) -> int | None:
         """Return the least of the workers' free bytes; None: they use the machine's memory."""
@@ -175,13 +182,20 @@ class WorkersExecutor:
         self._thread.join()
         for crew in {self._serving, *self._restored}:
             crew.end()
+        self._release()
+
+    def _release(self) -> None:
+        if self._nodes is not None:
+            self._nodes.close()
         os.close(self._wake)
 
     # --- the thread ---
 
     def _watch(self) -> None:
         try:
-            self._crew = Crew(self._config, self._places)
+            if self._nodes is not None:
+                self._nodes.wait(_JOIN_S, lambda: self._is_closing)
+            self._crew = Crew(self._config, self._places, self._nodes)
         except BaseException as error:
             self._error = error
             return
@@ -197,12 +211,12 @@ class WorkersExecutor:
     def _wait_for_death(self, crew: Crew) -> bool:
         """Return whether a worker has died, or all were killed because they hang; False: close() was called."""
         poller = select.poll()
-        for fd in (*crew.pidfds, self._wake):
+        for fd in (*crew.ended_fds, self._wake):
             poller.register(fd, select.POLLIN)
         seen, still_s, looked_at = -1, 0.0, time.monotonic()
         while not self._is_closing:
             ready = dict(poller.poll(1000 * (_LOOK_S if crew.running else _IDLE_S)))
-            if ready.keys() & set(crew.pidfds) or crew.failure is not None:
+            if ready.keys() & set(crew.ended_fds) or crew.failure is not None:
                 return True
             if self._wake in ready:
                 os.eventfd_read(self._wake)
@@ -220,7 +234,7 @@ class WorkersExecutor:
             _, num_tokens = crew.running[0]
         except IndexError:  # it has ended meanwhile
             return False
-        limit_s = self._clock.limit_s(num_tokens)
+        limit_s = self._clock.limit_s(num_tokens) + (0.0 if self._nodes is None else SILENCE_S)
         if still_s <= limit_s:
             return False
         log.say(f"engine-core: a step of {num_tokens} tokens has not ended for {still_s:.1f} s; the workers are killed")
@@ -268,7 +282,9 @@ class WorkersExecutor:
     def _start_again(self) -> Crew:
         """Return workers that are ready for plans. Errors: OSError, EngineCoreError."""
         assert self._resolved is not None, "steps run before initialize_cache()"
-        self._starting = fresh = Crew(self._config, self._places)
+        if self._nodes is not None:
+            self._nodes.wait(None, lambda: self._is_closing)
+        self._starting = fresh = Crew(self._config, self._places, self._nodes)
         try:
             if self._is_closing:
                 raise EngineStartError("the executor is closed")

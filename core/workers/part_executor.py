@@ -22,7 +22,7 @@ from core.workers.stage_runners import EarlierFollowingRunner, EarlierLeadingRun
 from core.workers.wires import Place, Wires
 from ipc.channel import Channel
 from ipc.config import EngineConfig
-from kernels.cpu.group import SharedMemory
+from kernels.cpu.group import SeparateMemory, SharedMemory
 
 
 class PartExecutor(LocalExecutor):
@@ -34,7 +34,8 @@ class PartExecutor(LocalExecutor):
         runner: Callable[..., ModelRunner] = ModelRunner if place.is_last_stage else EarlierRunner
         rank = stage = None
         if place.size > 1:
-            rank = Rank(Shard(place.rank, place.size), SharedMemory(wires.memory))
+            shares = SharedMemory(wires.memory) if wires.memory >= 0 else SeparateMemory(place.rank, wires.ranks)
+            rank = Rank(Shard(place.rank, place.size), shares)
             leading = LeadingRunner if place.is_last_stage else EarlierLeadingRunner
             following = FollowingRunner if place.is_last_stage else EarlierFollowingRunner
             leader = partial(leading, followers=Followers(peers))

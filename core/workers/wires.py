@@ -1,23 +1,26 @@
 """Wires: what connects the workers of one executor, as descriptors that each inherits; and the places of the workers.
 
-A worker is a rank of a stage. The ranks of a stage share memory, and the first of them has a channel to each other
-one. Ranks of the same number in neighbouring stages have a channel between them.
+A worker is a rank of a stage. The ranks of a stage share memory where they are on one machine, and the first of them
+has a channel to each other one. Ranks of the same number in neighbouring stages have a channel between them. What
+connects workers of different machines ends at each machine in a descriptor that is carried (core/workers/carrier.py).
 """
 
 import fcntl
 import os
 import socket
+from typing import NamedTuple
 
 import msgspec
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """The place of a worker: a rank of `size`, in a stage of `num_stages`."""
+    """The place of a worker: a rank of `size`, in a stage of `num_stages`; workers are spread over `num_nodes`."""
 
     rank: int = 0
     size: int = 1
     stage: int = 0
     num_stages: int = 1
+    num_nodes: int = 1
 
     @property
     def number(self) -> int:
@@ -28,6 +31,26 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     def count(self) -> int:
         """Return the number of workers."""
         return self.num_stages * self.size
+
+    @property
+    def node(self) -> int:
+        """Return the machine that the worker runs on. Machine 0 is the engine's; neighbours share one."""
+        return self.node_of(self.number)
+
+    def node_of(self, number: int) -> int:
+        """Return the machine of a worker of this executor."""
+        return number * self.num_nodes // self.count
+
+    @property
+    def neighbours(self) -> list[int]:
+        """Return the numbers of all workers on this one's machine."""
+        return [number for number in range(self.count) if self.node_of(number) == self.node]
+
+    @property
+    def shares_memory(self) -> bool:
+        """Return whether the ranks of its stage are on one machine."""
+        first = self.stage * self.size
+        return self.node_of(first) == self.node_of(first + self.size - 1)
 
     @property
     def is_last_stage(self) -> bool:
@@ -43,18 +66,20 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 class Wires(msgspec.Struct, array_like=True):
     """The descriptors of a worker. memory: -1 = its stage has one rank. before, after: -1 = there is no such stage.
 
-    peers: of the first rank the channels to the others; of another the one to the first.
+    peers: of the first rank the channels to the others; of another the one to the first. ranks: where ranks share no
+    memory, a stream to each of them, -1 to itself.
     """
 
     memory: int = -1
     peers: list[int] = []
     before: int = -1
     after: int = -1
+    ranks: list[int] = []
 
     @property
     def descriptors(self) -> list[int]:
         """Return all that there are."""
-        return [fd for fd in (self.memory, *self.peers, self.before, self.after) if fd >= 0]
+        return [fd for fd in (self.memory, *self.peers, self.before, self.after, *self.ranks) if fd >= 0]
 
     def close(self) -> None:
         """Close them in this process."""
@@ -62,29 +87,101 @@ class Wires(msgspec.Struct, array_like=True):
             os.close(fd)
 
 
-def places_of(size: int, num_stages: int) -> list[Place]:
-    """Return the places of all workers, by number."""
-    return [Place(rank, size, stage, num_stages) for stage in range(num_stages) for rank in range(size)]
+class Link(NamedTuple):
+    """A connection between two workers, by their numbers, of one kind: "peers", "stages" or "ranks"."""
+
+    kind: str
+    first: int
+    second: int
 
 
-def make_wires(size: int, num_stages: int) -> list[Wires]:
-    """Return the wires of all workers, by number. Errors: OSError."""
-    wires = [Wires(peers=[]) for _ in range(size * num_stages)]
-    try:
-        for stage in range(num_stages):
-            _join_ranks(wires[stage * size : (stage + 1) * size])
-        for number in range(size * (num_stages - 1)):
-            wires[number].after, wires[number + size].before = _pair()
-    except BaseException:
-        for one in wires:
+class Wiring(NamedTuple):
+    """What connects the workers of one machine."""
+
+    wires: dict[int, Wires]  # by the workers' numbers
+    carried: dict[int, int]  # the other ends of links to workers elsewhere, by stream_of()
+
+    def close(self) -> None:
+        """Close everything in this process."""
+        for one in self.wires.values():
             one.close()
+        for fd in self.carried.values():
+            os.close(fd)
+
+
+def places_of(size: int, num_stages: int, num_nodes: int = 1) -> list[Place]:
+    """Return the places of all workers, by number."""
+    return [Place(rank, size, stage, num_stages, num_nodes) for stage in range(num_stages) for rank in range(size)]
+
+
+def links_of(places: list[Place]) -> list[Link]:
+    """Return all links between workers."""
+    links = list[Link]()
+    for place in places:
+        number = place.number
+        links += [Link("peers", number, number + rank) for rank in range(1, place.size) if place.rank == 0]
+        if not place.shares_memory:
+            links += [Link("ranks", number, number + rank) for rank in range(1, place.size - place.rank)]
+        if not place.is_last_stage:
+            links.append(Link("stages", number, number + place.size))
+    return links
+
+
+def stream_of(link: int, places: list[Place]) -> int:
+    """Return the number of the stream of bytes of a link. The workers' own channels have the workers' numbers."""
+    return len(places) + link
+
+
+def nodes_of(stream: int, places: list[Place]) -> tuple[int, int]:
+    """Return the machines at the ends of a stream."""
+    if stream < len(places):
+        return 0, places[stream].node
+    link = links_of(places)[stream - len(places)]
+    return places[link.first].node, places[link.second].node
+
+
+def make_wires(places: list[Place], node: int = 0) -> Wiring:
+    """Return the wires of all workers on a machine. Errors: OSError."""
+    own = {place.number: Wires(peers=[], ranks=[]) for place in places if place.node == node}
+    wiring = Wiring(own, {})
+    try:
+        for number in own:
+            if not places[number].shares_memory:
+                own[number].ranks = [-1] * places[number].size
+        for stage in range(places[0].num_stages):
+            first = places[stage * places[0].size]
+            if first.size > 1 and first.shares_memory and first.node == node:
+                _share_memory([own[first.number + rank] for rank in range(first.size)])
+        for index, link in enumerate(links_of(places)):
+            _connect(wiring, link, stream_of(index, places), places)
+    except BaseException:
+        wiring.close()
         raise
-    return wires
+    return wiring
 
 
-def _join_ranks(ranks: list[Wires]) -> None:
-    if len(ranks) == 1:
+def _connect(wiring: Wiring, link: Link, stream: int, places: list[Place]) -> None:
+    """Make a link, if one of its ends is on this machine."""
+    here = [number for number in (link.first, link.second) if number in wiring.wires]
+    if not here:
         return
+    ends = list(_pair())
+    if len(here) == 1:
+        wiring.carried[stream] = ends.pop()
+    for number, fd in zip(here, ends, strict=True):
+        wires, other = wiring.wires[number], link.second if number == link.first else link.first
+        match link.kind:
+            case "peers":
+                wires.peers.append(fd)
+            case "ranks":
+                wires.ranks[places[other].rank] = fd
+            case _ if number == link.first:
+                wires.after = fd
+            case _:
+                wires.before = fd
+
+
+def _share_memory(ranks: list[Wires]) -> None:
     # Imported here: only a group needs it, and it takes time.
     from kernels.cpu.group import make_shared_file
 
@@ -94,10 +191,6 @@ def _join_ranks(ranks: list[Wires]) -> None:
             rank.memory = above(memory)
     finally:
         os.close(memory)
-    for rank in ranks[1:]:
-        ours, theirs = _pair()
-        ranks[0].peers.append(ours)
-        rank.peers.append(theirs)
 
 
 def _pair() -> tuple[int, int]:

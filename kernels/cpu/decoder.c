@@ -49,16 +49,76 @@ static void wait_for_group(const Share *share) {
     pool_barrier();
 }
 
-/* Separate two parts, the second of which reads what all ranks wrote in the first. */
-static void gather(const Share *share) {
-    if (share->decoder->group)
+/* Copy the columns of a rank in y to its part, or back. */
+static void copy_part(char *part, char *y, const Place *place, int rank, int64_t rows, int64_t element, int is_back) {
+    const int64_t bytes = (place->bounds[rank + 1] - place->bounds[rank]) * element;
+    for (int64_t row = 0; row < rows; row++) {
+        char *columns = y + (row * place->width + place->bounds[rank]) * element;
+        memcpy(is_back ? columns : part + row * bytes, is_back ? part + row * bytes : columns, bytes);
+    }
+}
+
+/* Exchange the columns of y [num_rows, width] with ranks that share no memory. to_first: only rank 0 gets them. */
+static void exchange_columns(const Share *share, char *y, const Place *place, int64_t element, int to_first) {
+    GroupStreams *streams = share->decoder->group->streams;
+    const int64_t rows = share->num_rows;
+    int64_t ends[MAX_RANKS + 1];
+    for (int rank = 0; rank <= streams->size; rank++) ends[rank] = place->bounds[rank] * rows * element;
+    char *room = group_room(streams, ends[streams->size]);
+    copy_part(room + ends[streams->rank], y, place, streams->rank, rows, element, 0);
+    group_exchange(streams, ends, to_first);
+    if (to_first && streams->rank) return;
+    for (int rank = 0; rank < streams->size; rank++) {
+        if (rank != streams->rank) copy_part(room + ends[rank], y, place, rank, rows, element, 1);
+    }
+}
+
+/* Wait for all threads of all ranks, and for the columns of y, whose elements have so many bytes, that others have. */
+static void gather_columns(const Share *share, void *y, const Place *place, int64_t element, int to_first) {
+    if (!share->decoder->group->streams) {
         wait_for_group(share);
+        return;
+    }
+    pool_barrier();
+    if (share->thread == 0) exchange_columns(share, y, place, element, to_first);
+    pool_barrier();
+}
+
+/* Separate two parts, the second of which reads what all ranks wrote to y in the first: a product's result. */
+static void gather(const Share *share, void *y, const Place *place, int y_dtype) {
+    if (share->decoder->group)
+        gather_columns(share, y, place, element_bytes(y_dtype), 0);
     else
         go_on_by_rows(share);
 }
 
 /* Return the first row of a thread's share; the share ends at the next thread's first row. */
 static int64_t first_row(const Share *share, int thread) { return share->num_rows * thread / share->num_threads; }
+
+/* Exchange the rows of `embedded` with ranks that share no memory: each has those of its part of the vocabulary. */
+static void exchange_embedded(const Share *share) {
+    const DecoderStep *step = share->step;
+    const DecoderGroup *group = share->decoder->group;
+    const int64_t *bounds = group->vocabulary.bounds, row_bytes = share->decoder->hidden_size * sizeof(float);
+    char *room = group_room(group->streams, step->num_tokens * row_bytes);
+    int64_t ends[MAX_RANKS + 1];
+    for (int pass = 0; pass < 2; pass++) { /* own rows to the room, then those of others from it */
+        int64_t at = 0;
+        for (int rank = 0; rank < group->size; rank++) {
+            ends[rank] = at;
+            for (int64_t row = 0; row < step->num_tokens; row++) {
+                const int64_t id = step->token_ids[row];
+                if (id < bounds[rank] || id >= bounds[rank + 1]) continue;
+                char *embedded = (char *)step->embedded + row * row_bytes;
+                if (pass == 0 && rank == group->rank) memcpy(room + at, embedded, row_bytes);
+                if (pass == 1 && rank != group->rank) memcpy(embedded, room + at, row_bytes);
+                at += row_bytes;
+            }
+        }
+        ends[group->size] = at;
+        if (pass == 0) group_exchange(group->streams, ends, 0);
+    }
+}
 
 /* Embed the tokens that this rank has; then take all tokens' embeddings. */
 static void embed_in_group(const Share *share, Embedding args) {
@@ -71,7 +131,13 @@ static void embed_in_group(const Share *share, Embedding args) {
         args.ids = &id, args.out = step->embedded + row * args.width;
         embedding_part(&args, 0, 1);
     }
-    wait_for_group(share);
+    if (share->decoder->group->streams) {
+        pool_barrier();
+        if (share->thread == 0) exchange_embedded(share);
+        pool_barrier();
+    } else {
+        wait_for_group(share);
+    }
     memcpy(step->hidden + begin * args.width, step->embedded + begin * args.width,
            (end - begin) * args.width * sizeof(float));
 }
@@ -267,7 +333,7 @@ static void finish_attention(const Share *share) {
     char *out = (char *)step->attended + group->attended.first * bytes;
     for (int64_t row = first_row(share, share->thread); row < first_row(share, share->thread + 1); row++)
         memcpy(out + row * stride, (const char *)step->own_attended + row * own, own);
-    wait_for_group(share);
+    gather_columns(share, step->attended, &group->attended, bytes, 0);
 }
 
 /* Compute a layer up to attention from x: q, and K and V in the cache. */
@@ -300,7 +366,7 @@ static void add_attention(const Share *share, const void *attended) {
     if (layer->latent) attended = expand_values(share, attended);
     multiply_adapted(share, &layer->o, O_PRODUCT, attended, share->step->added, group ? &group->hidden : NULL,
                      layer->experts ? NULL : &layer->gate_up);
-    gather(share);
+    gather(share, share->step->added, group ? &group->hidden : NULL, layer->o.y_dtype);
     add(share, &layer->attention_out_norm, &layer->mlp_norm);
 }
 
@@ -312,9 +378,9 @@ static void run_mlp(const Share *share, const Gemm *next) {
     const DecoderGroup *group = share->decoder->group;
     const Place *hidden = group ? &group->hidden : NULL, *gated = group ? &group->gated : NULL;
     multiply_adapted(share, &layer->gate_up, GATE_UP_PRODUCT, step->x, step->gated, gated, &layer->down);
-    gather(share);
+    gather(share, step->gated, gated, layer->gate_up.y_dtype);
     multiply_adapted(share, &layer->down, DOWN_PRODUCT, step->gated, step->added, hidden, next);
-    gather(share);
+    gather(share, step->added, hidden, layer->down.y_dtype);
 }
 
 /* Compute the routed MLP from x, for all rows together. */
@@ -376,13 +442,12 @@ static void find_largest_logits(const Share *share) {
     const DecoderStep *step = share->step;
     const DecoderGroup *group = share->decoder->group;
     int64_t begin = first_row(share, share->thread), end = first_row(share, share->thread + 1);
-    int64_t size = share->decoder->head.num_columns;
-    if (group) { /* ranks divide the rows, then the rank's threads do */
+    int64_t size = group ? group->vocabulary.width : share->decoder->head.num_columns;
+    if (group && !group->streams) { /* ranks divide the rows, then the rank's threads do */
         const int64_t first = share->num_rows * group->rank / group->size;
         const int64_t rows = share->num_rows * (group->rank + 1) / group->size - first;
         begin = first + rows * share->thread / share->num_threads;
         end = first + rows * (share->thread + 1) / share->num_threads;
-        size = group->vocabulary.width;
     }
     find_largest(step->logits + begin * size, end - begin, size, step->largest + begin);
 }
@@ -405,11 +470,13 @@ static void run_head(const Share *share) {
     const DecoderGroup *group = decoder->group;
     go_on_by_rows(share);
     multiply(share, &decoder->head, step->x, step->logits, group ? &group->vocabulary : NULL, NULL, NULL);
-    if (group) wait_for_group(share);
+    if (group) gather_columns(share, step->logits, &group->vocabulary, sizeof(float), 1);
+    const int is_split = group && !group->streams;
+    if (group && !is_split && group->rank) return; /* only rank 0 has them */
     if (decoder->logits_cap != 0.0f || step->largest) go_on_by_rows(share);
     if (decoder->logits_cap != 0.0f) cap_logits(share);
     if (step->largest) find_largest_logits(share);
-    if (step->largest && group) wait_for_group(share);
+    if (step->largest && is_split) wait_for_group(share);
 }
 
 static void finish_step(const Share *share) {

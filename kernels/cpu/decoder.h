@@ -13,6 +13,7 @@
 #include "attention_plan.h"
 #include "experts.h"
 #include "gemm.h"
+#include "group.h"
 #include "latent.h"
 #include "lora.h"
 #include "norm.h"
@@ -41,12 +42,14 @@ enum { QKV_PRODUCT = 0, O_PRODUCT = 1, GATE_UP_PRODUCT = 2, DOWN_PRODUCT = 3, LA
 /* Where a rank's columns lie in a result of a group (group.h): from `first` on, of `width` columns of all ranks. */
 typedef struct {
     int64_t first, width;
+    const int64_t *bounds; /* [size + 1] the first columns of all ranks, and width; NULL if the ranks share memory */
 } Place;
 
 /* A group of ranks of which this process is one. The products of its layers have the rank's columns only, but take whole
  * inputs, and its heads are the rank's. The table of embeddings has the rank's part of the vocabulary. */
 typedef struct {
     void *state;          /* of group_wait() */
+    GroupStreams *streams; /* instead of memory that all ranks share; or NULL */
     int32_t rank, size;
     Place attended, hidden, gated, vocabulary; /* of attention; of o and down; of gate_up; of the head */
     int64_t num_words;    /* of the rank's part of the vocabulary, from vocabulary.first on */
@@ -64,7 +67,8 @@ typedef struct {
     const float *kinds, *places;
     int64_t num_words;
     const DecoderGroup *group; /* NULL = this process is alone. Else embedded, attended, gated, added, logits and largest of a step
-                                * are in memory that all ranks share */
+                                * are in memory that all ranks share, or are exchanged by streams; then only rank 0 has
+                                * logits and largest */
     float residual_multiplier; /* see norm.h */
     float logits_cap;          /* see soft_cap.h; 0 = none */
 } Decoder;

@@ -22,7 +22,7 @@ from kernels.cpu.decoder_parts import (
 from kernels.cpu.embedding import CpuEmbedding
 from kernels.cpu.experts import CpuExperts, Room
 from kernels.cpu.gemm import PackedMatrix, blocks_in_8_bits, row_bytes_in_8_bits
-from kernels.cpu.group import DecoderGroup, SharedMemory
+from kernels.cpu.group import DecoderGroup, SeparateMemory, SharedMemory
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.lora import LoraRows
@@ -67,7 +67,7 @@ class CpuDecoder:
     The next step overwrites the result of the one before."""
 
     _cache: CpuKVCache | None = None
-    _memory: SharedMemory | None = None  # of a rank's group
+    _memory: SharedMemory | SeparateMemory | None = None  # of a rank's group
     _columns: tuple[Ints, ...] = ()  # the last step's, kept alive
     _lora: LoraRows | None = None  # the last step's, kept alive
     _given: Floats | None = None  # the same
@@ -128,7 +128,8 @@ class CpuDecoder:
 
     def _join(self, group: DecoderGroup, first: LayerParts) -> None:
         """Point the decoder to its group, and take the widths of a rank's buffers. first: the first layer."""
-        self._memory, self._vocab_size, self._group = group.memory, group.vocabulary[1], group.arguments
+        self._memory, self._vocab_size = group.memory, int(group.vocabulary[-1])
+        self._places, self._group = group, group.arguments  # the C struct points into the first
         self._decoder.group = ctypes.addressof(self._group)
         self._widths |= {"q": group.own_attended, "own_attended": group.own_attended}
         self._widths["qkv"] = max(first.qkv.out_features, first.o.in_features)  # also picked rows of `attended`

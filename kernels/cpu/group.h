@@ -14,4 +14,22 @@ enum { GROUP_STATE_BYTES = 4096 }; /* of shared memory, zero at first */
  * spins for tens of microseconds and then sleeps. A rank that dies leaves the others asleep: their owner ends them. */
 void group_wait(void *state, int32_t size);
 
+/* The streams between ranks that share no memory: they are on several machines. Each rank has buffers of its own. */
+typedef struct {
+    const int32_t *fds; /* [size] a connected stream socket to each other rank */
+    char *room;         /* of group_room(); NULL at first */
+    int64_t room_bytes;
+    int32_t rank, size;
+} GroupStreams;
+
+enum { MAX_RANKS = 256 };
+
+/* Return room for the parts of all ranks in an exchange, one after the other; what is in it may be lost. */
+char *group_room(GroupStreams *streams, int64_t bytes);
+
+/* Send the rank's part to the others, and receive theirs. The parts are in the room; that of rank r begins at ends[r] and
+ * ends at ends[r + 1]. to_first: only rank 0 receives. All ranks call this in the same order with the same ends. A rank
+ * whose peer is gone waits to be ended. */
+void group_exchange(GroupStreams *streams, const int64_t *ends, int to_first);
+
 #endif

@@ -1,14 +1,18 @@
-"""SharedMemory: the memory through which the ranks of a group exchange what they compute (kernels/cpu/group.h)."""
+"""The buffers by which the ranks of a group exchange what they compute (kernels/cpu/group.h): shared, or by streams."""
 
+import ctypes
 import math
 import mmap
 import os
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from kernels.cpu.structs import GroupArguments, Place
+from kernels.arrays import Ints
+from kernels.cpu.structs import GroupArguments, GroupStreams, Place
 from kernels.elements import Dtype, Numbers
+from kernels.memory.aligned import aligned_empty
 
 STATE_BYTES = 4096  # enum in group.h
 #: Bytes of the file from one buffer to the next. The file is sparse: only what is written takes memory.
@@ -26,6 +30,8 @@ class SharedMemory:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._state = np.frombuffer(mmap.mmap(fd, STATE_BYTES), np.uint8)
+
+    streams = 0  # there are none
 
     @property
     def state(self) -> int:
@@ -51,21 +57,50 @@ def make_shared_file() -> int:
     return fd
 
 
-class DecoderGroup(NamedTuple):
-    """The group that a decoder belongs to. Places are (first column, columns of all ranks)."""
+class SeparateMemory:
+    """The buffers of a rank whose group is on several machines; what others compute comes by streams.
 
-    memory: SharedMemory
+    fds: a connected stream socket to each other rank, -1 to itself; they are not closed here.
+    """
+
+    state = 0  # there is none
+
+    def __init__(self, rank: int, fds: Sequence[int]) -> None:
+        self._fds = np.array(fds, np.int32)
+        self._streams = GroupStreams(self._fds.ctypes.data, None, 0, rank, len(fds))
+
+    @property
+    def streams(self) -> int:
+        """Return the address of the C struct."""
+        return ctypes.addressof(self._streams)
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether the buffer with this name is not this process's alone."""
+        return False
+
+    def reserve(self, name: str, shape: tuple[int, ...], dtype: Dtype) -> Numbers:
+        """Return new memory."""
+        return aligned_empty(shape, dtype)
+
+
+class DecoderGroup(NamedTuple):
+    """The group that a decoder belongs to. Places are the first columns of all ranks, and the number of all columns."""
+
+    memory: SharedMemory | SeparateMemory
     rank: int
     size: int
     own_attended: int  # columns of the rank's heads
-    attended: tuple[int, int]
-    hidden: tuple[int, int]
-    gated: tuple[int, int]
-    vocabulary: tuple[int, int]
-    num_words: int  # of the rank's part of the vocabulary
+    attended: Ints
+    hidden: Ints
+    gated: Ints
+    vocabulary: Ints
 
     @property
     def arguments(self) -> GroupArguments:
         """Return the C struct."""
-        places = (Place(*one) for one in (self.attended, self.hidden, self.gated, self.vocabulary))
-        return GroupArguments(self.memory.state, self.rank, self.size, *places, self.num_words)
+        places = [
+            Place(one[self.rank], one[-1], one.ctypes.data)
+            for one in (self.attended, self.hidden, self.gated, self.vocabulary)
+        ]
+        words = int(self.vocabulary[self.rank + 1] - self.vocabulary[self.rank])
+        return GroupArguments(self.memory.state, self.memory.streams, self.rank, self.size, *places, words)

@@ -111,10 +111,13 @@ EXPORT const StructField struct_fields[] = {
     FIELD(experts) FIELD(sinks) FIELD(latent) FIELD(recurrence) FIELD(output_gate)
 #undef STRUCT
 #define STRUCT Place
-    WHOLE FIELD(first) FIELD(width)
+    WHOLE FIELD(first) FIELD(width) FIELD(bounds)
+#undef STRUCT
+#define STRUCT GroupStreams
+    WHOLE FIELD(fds) FIELD(room) FIELD(room_bytes) FIELD(rank) FIELD(size)
 #undef STRUCT
 #define STRUCT DecoderGroup
-    WHOLE FIELD(state) FIELD(rank) FIELD(size) FIELD(attended) FIELD(hidden) FIELD(gated) FIELD(vocabulary)
+    WHOLE FIELD(state) FIELD(streams) FIELD(rank) FIELD(size) FIELD(attended) FIELD(hidden) FIELD(gated) FIELD(vocabulary)
     FIELD(num_words)
 #undef STRUCT
 #define STRUCT Decoder

@@ -208,7 +208,14 @@ class Place(CStruct):
     """Where a rank's columns lie in a result of a group (decoder.h)."""
 
     c_name = "Place"
-    _fields_ = (*_fields("first width", _INT64),)
+    _fields_ = (*_fields("first width", _INT64), ("bounds", _POINTER))
+
+
+class GroupStreams(CStruct):
+    """The streams between the ranks of a group (group.h)."""
+
+    c_name = "GroupStreams"
+    _fields_ = (*_fields("fds room", _POINTER), ("room_bytes", _INT64), *_fields("rank size", _INT32))
 
 
 class GroupArguments(CStruct):
@@ -216,7 +223,7 @@ class GroupArguments(CStruct):
 
     c_name = "DecoderGroup"
     _fields_ = (
-        ("state", _POINTER),
+        *_fields("state streams", _POINTER),
         *_fields("rank size", _INT32),
         *_fields("attended hidden gated vocabulary", Place),
         ("num_words", _INT64),

@@ -113,7 +113,7 @@ def test_flags_of_vllm_that_change_nothing_are_accepted() -> None:
     words += ["-dp", "1", "--ubatch-size", "16", "--no-enable-log-requests", "--hf-overrides", "{}", "--max-num-seqs"]
     assert without_neutral([*words, "3"], ["--max-num-seqs"]) == ["a", "b", "--max-num-seqs", "3"]
     assert without_neutral(["--seed", "--", "--enable-dbo"], ()) == ["--seed", "--", "--enable-dbo"]
-    assert without_neutral(["--nnodes", "2"], ["--nnodes"]) == ["--nnodes", "2"]
+    assert without_neutral(["--node-rank", "2"], ["--node-rank"]) == ["--node-rank", "2"]
 
 
 def test_switches_are_options_without_effect() -> None:
@@ -128,8 +128,8 @@ def test_switches_are_options_without_effect() -> None:
     ("words", "message"),
     [
         (["--enable-sleep-mode"], "argument --enable-sleep-mode: enable_sleep_mode=True is not supported"),
-        (["--nnodes", "2"], "argument --nnodes: nnodes=2 is not supported by this version; only 1 or None is"),
-        (["--nnodes"], "argument --nnodes: nnodes='' is not supported"),
+        (["--data-parallel-rank", "1"], "argument --data-parallel-rank: data_parallel_rank=1 is not supported by this"),
+        (["--data-parallel-rank"], "argument --data-parallel-rank: data_parallel_rank='' is not supported"),
     ],
 )
 def test_a_flag_of_vllm_that_asks_for_something_is_refused(

@@ -1,0 +1,124 @@
+"""The answers of a group of workers to some requests, whoever is killed meanwhile, and the model that they compute."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from core.engine import EngineCore
+from core.executors.by_name import load_executor
+from core.inputs import EngineInput
+from core.process.resolve import resolve, resolve_costs
+from core.workers.executor import WorkersExecutor
+from ipc.config import EngineConfig
+from ipc.given_options import config_from_options
+from ipc.messages import AddRequest, Outputs
+from ipc.sampling_params import SamplingParams
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_act": "silu",
+    "hidden_size": 96,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "vocab_size": 500,
+    "eos_token_id": 2,
+    "torch_dtype": "float32",
+}
+OPTIONS: dict[str, Any] = {
+    "load_format": "dummy",
+    "dtype": "float32",
+    "threads": 1,
+    "max_num_seqs": 4,
+    "num_gpu_blocks_override": 11,  # too few for all: some are preempted, and copied to the host
+    "max_num_batched_tokens": 48,
+    "max_model_len": 128,
+    "preemption_mode": "swap",
+    "num_swap_blocks": 40,
+    "generation_config": "vllm",
+}
+
+
+def requests() -> list[AddRequest]:
+    rng, found = np.random.default_rng(5), []
+    for number in range(6):
+        options: dict[str, Any] = {"temperature": 0.9, "top_k": 50} if number % 2 else {"temperature": 0.0}
+        if number == 2:
+            options |= {"logprobs": 3, "prompt_logprobs": 2}
+        if number == 3:
+            options |= {"n": 2, "logprobs": 1, "repetition_penalty": 1.3}
+        if number == 4:
+            options |= {"logit_bias": {7: 3.0}}
+        prompt = np.tile(rng.integers(3, 400, 11), 5)[: 20 + 6 * number]  # with repetitions, for drafts
+        params = SamplingParams(max_tokens=30, ignore_eos=True, **options)
+        found.append(AddRequest(number, prompt.astype("<i4").tobytes(), params, seed=number))
+    return found
+
+
+def answers(config: EngineConfig, disturb: dict[int, Callable[[WorkersExecutor], None]] | None = None) -> list[Any]:
+    """Return all that comes for the requests, by request: tokens, log probabilities, ends."""
+    executor = load_executor(config)
+    news: list[tuple[int, EngineInput]] = []
+    if isinstance(executor, WorkersExecutor):
+        executor.follow(lambda one: news.append((0, one)))
+    try:
+        sizes = {"total_memory_bytes": 1 << 30, "num_cpus": 1}
+        resolved = resolve(config, executor.info, executor.determine_num_available_blocks, **sizes)
+        executor.initialize_cache(resolved)
+        resolved = resolve_costs(resolved, executor.measure_costs, executor.measure_steps)
+        executor.warm_up()
+        engine = EngineCore(resolved, executor)
+        inbox: list[tuple[int, EngineInput]] = [(0, message) for message in requests()]
+        tokens: dict[tuple[int, int], list[int]] = {}
+        values: dict[tuple[int, int], bytes] = {}
+        num_steps, end = 0, time.monotonic() + 60
+        while inbox or engine.has_unfinished:
+            assert time.monotonic() < end, "the requests do not end"
+            inbox, taken = [*inbox, *news], len(news)
+            del news[:taken]
+            if engine.has_work:
+                num_steps += 1
+                if disturb and num_steps in disturb:
+                    disturb[num_steps](executor)  # type: ignore[arg-type]
+            for _, reply in engine.step(inbox, time.monotonic_ns()):
+                assert isinstance(reply, Outputs), reply
+                _take(reply, tokens, values)
+            inbox = []
+            if not engine.has_work:
+                time.sleep(0.002)
+        assert engine.scheduler.stats.num_swapped_out_blocks > 0
+        return [executor.info.fingerprint, sorted(tokens.items()), sorted(values.items())]
+    finally:
+        executor.close()
+
+
+def _take(reply: Outputs, tokens: dict[tuple[int, int], list[int]], values: dict[tuple[int, int], bytes]) -> None:
+    numbers = np.frombuffer(reply.numbers, "<u4").tolist()
+    choices = np.frombuffer(reply.choices, "<u2").tolist() if reply.choices else [0] * len(numbers)
+    ids, first = np.frombuffer(reply.tokens, "<i4").tolist(), 0
+    for number, choice, count in zip(numbers, choices, np.frombuffer(reply.counts, "<u2").tolist(), strict=True):
+        tokens.setdefault((number, choice), []).extend(ids[first : first + count])
+        first += count
+    if (columns := reply.logprobs) is not None:
+        first = 0
+        packed = (np.frombuffer(each, "<u4").tolist() for each in (columns.numbers, columns.positions, columns.counts))
+        for number, position, count in zip(*packed, strict=True):
+            values[number, position] = columns.values[4 * first : 4 * (first + count)]
+            first += count
+
+
+def config_of(folder: str, size: int, **options: Any) -> EngineConfig:
+    return config_from_options(model=folder, **{**OPTIONS, "tensor_parallel_size": size, **options})
+
+
+def kill(worker: int, number: int = signal.SIGKILL) -> Callable[[WorkersExecutor], None]:
+    return lambda executor: os.kill(executor.pids[worker], number)
