@@ -73,12 +73,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ] = 1
     master_addr: Annotated[
         str | None,
-        Option(
-            "machine",
-            "where the engine listens for the other machines: a host of its own, or tcp://HOST:PORT?keys=FOLDER",
-        ),
+        Option("machine", "where they join: HOST or HOST:PORT of this machine, or tcp://HOST:PORT?keys=PATH"),
     ] = None
-    master_port: Annotated[int, Option("machine", "port there, where master_addr has none", 1, 65_535)] = 29_501
     load_format: Annotated[
         LoadFormat, Option("model", "format of the weights; 'dummy' makes them up, for benchmarks of a config")
     ] = "auto"
@@ -167,10 +163,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         Option("KV cache", "KV cache, in bytes or as 512M, 2G; default: a quarter of the memory, at most 4G", 1, 2**44),
     ] = None
     kv_cache_dtype: Annotated[
-        KVCacheDtype,
-        Option(
-            "KV cache", "numbers of the KV cache: auto = the model's, int8 = 8 bits and a scale each row, other tokens"
-        ),
+        KVCacheDtype, Option("KV cache", "auto = the model's numbers, int8 = 8 bits and a scale each row, other tokens")
     ] = "auto"
     num_blocks_override: Annotated[
         int | None,
@@ -201,16 +194,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         ),
     ] = "fcfs"
     priority_aging_seconds: Annotated[
-        float,
-        Option(
-            "scheduling", "policy priority: waiting so long weighs as one priority; 0 = priorities are absolute", 0, 1e6
-        ),
+        float, Option("scheduling", "policy priority: waiting so long weighs as one priority; 0 = never", 0, 1e6)
     ] = 0.0
     fair_quantum: Annotated[
-        int,
-        Option(
-            "scheduling", "policy fair: tokens a client may be ahead of another before it makes room for it", 0, 2**40
-        ),
+        int, Option("scheduling", "policy fair: tokens a client may be ahead of another that waits", 0, 2**40)
     ] = 4096
     client_weights: Annotated[
         dict[str, float],

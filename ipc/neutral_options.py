@@ -177,6 +177,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "multi_step_stream_outputs": (True, False),
     "ngram_prompt_lookup_max": (),
     "ngram_prompt_lookup_min": (),
+    "master_port": (29_501,),
     "node_rank": (0,),
     "num_redundant_experts": (0,),
     "num_scheduler_steps": (1,),
@@ -211,6 +212,7 @@ _INSTEAD = {
     "data_parallel_size": "start several engines",
     "download_dir": "the environment variable HF_HOME names the cache's folder",
     "hf_token": "set the environment variable HF_TOKEN",
+    "master_port": "write it to master_addr, as HOST:PORT",
     "served_model_name": "engine-core http --served-model-name gives names",
     "speculative_model": "use speculative_config",
 }

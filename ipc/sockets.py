@@ -1,8 +1,8 @@
 """The two ends of the border: the engine's bound ROUTER and a client's connected DEALER, with every option set.
 
 libzmq facts behind the options (measured on 4.3.5): a second bind on a live ipc path succeeds and steals its clients,
-hence the lock file; a ROUTER without MANDATORY drops silently; MAXMSGSIZE limits one frame, not a message; a ROUTER
-with HANDOVER gives one peer's replies to another that claims its identity; the ipc file stays behind after a close.
+hence the lock file; a ROUTER without MANDATORY drops silently; MAXMSGSIZE limits one frame, not a message; HANDOVER
+gives one peer's replies to another that claims its identity; the ipc file stays after a close.
 """
 
 import contextlib
@@ -34,9 +34,8 @@ ROUTER_RECEIVE_MARK = 16
 HANDSHAKE_MS = 2000
 ROUTER_LINGER_MS = 500  # to send the last messages of an engine that ends
 DEALER_LINGER_MS = 100
-RECONNECT_MS = (
-    20  # between attempts to connect, up to twice that; libzmq's own 100 ms were a sixth of a restart's pause
-)
+#: Between attempts to connect, up to twice that. libzmq's own 100 ms were a sixth of a restart's pause.
+RECONNECT_MS = 20
 MAX_IPC_PATH_BYTES = 107  # sun_path of sockaddr_un is 108 with its NUL
 PRIVATE_PREFIX = "engine-core-"
 _PRIVATE_SOCKET = "engine.sock"
@@ -77,9 +76,8 @@ def bind_router(
 ) -> BoundRouter:
     """Return a ROUTER bound to `ipc:///absolute/path` or `tcp://host:port[?keys=folder]` (port 0 = any free one).
 
-    is_private: the address is one of `private_ipc_address`, and its directory is to be removed with it. prepare: sets
-    further options. Errors: AddressError when the address is malformed, too long, open to the network, or in use by a
-    live process.
+    is_private: it is one of `private_ipc_address`, whose directory goes with it. prepare: sets further options. Errors:
+    AddressError when the address is malformed, too long, open to the network, or in use by a live process.
     """
     check_address(address, binding=True)
     socket = context.socket(zmq.ROUTER)

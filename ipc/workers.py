@@ -1,8 +1,13 @@
 """Where an executor runs: in the process that creates it, or in worker processes of its own."""
 
+import re
+
 import msgspec
 
 from ipc.config import EngineConfig
+
+MASTER_PORT = 29_501  # as vLLM's master_port
+_HAS_PORT = re.compile(r"(^[^:]+|\]):[0-9]+$")  # of a name, an IPv4 address or [an IPv6 address]
 
 
 def has_workers(config: EngineConfig) -> bool:
@@ -29,12 +34,10 @@ def in_one_process(config: EngineConfig) -> EngineConfig:
 
 def master_address(config: EngineConfig) -> str:
     """Return the address at which the engine's other machines join."""
-    return master_address_of(config.master_addr or "", config.master_port)
-
-
-def master_address_of(master_addr: str, master_port: int) -> str:
-    """Return the address of vLLM's two options. master_addr: a host, or an address of ours, which has its own port."""
-    return master_addr if "://" in master_addr else f"tcp://{master_addr}:{master_port}"
+    address = config.master_addr or ""
+    if "://" in address:
+        return address
+    return f"tcp://{address}" if _HAS_PORT.search(address) else f"tcp://{address}:{MASTER_PORT}"
 
 
 def most_in_flight(config: EngineConfig) -> int:

@@ -16,6 +16,7 @@ ALLOWED = {
     "core/capture/flight_file.py": "a file's name",
     "core/capture/flight_recorder.py": "when a recording was made",
     "core/capture/writer.py": "when a recording was made",
+    "core/workers/nodes.py": "until when a start waits, in the log",
     "frontend/http/head.py": "the header Date",
     "frontend/http/ollama.py": "created_at",
     "frontend/http/openai_answer.py": "created",

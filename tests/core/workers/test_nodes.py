@@ -25,7 +25,7 @@ from ipc.child_process import child_environment
 from ipc.config import EngineConfig
 from ipc.curve import add_client, make_engine_keys
 from ipc.errors import ConfigError, EngineStartError
-from ipc.workers import in_one_process
+from ipc.workers import in_one_process, master_address
 from tests.core.workers.part_answers import answers, config_of, kill
 from tools.cli import main
 
@@ -81,7 +81,7 @@ def machines(folder: Path, port: int, count: int, *options: str) -> Iterator[lis
 
 
 def over(port: int, count: int) -> dict[str, Any]:
-    return {"nnodes": count, "master_addr": "127.0.0.2", "master_port": port}
+    return {"nnodes": count, "master_addr": f"127.0.0.2:{port}"}
 
 
 def test_ranks_on_two_machines_and_the_death_of_one(tmp_path: Path, folder: str, alone: list[Any]) -> None:
@@ -260,6 +260,12 @@ def test_every_worker_has_the_ends_of_its_links() -> None:
                 wiring.close()
 
 
-def test_the_config_of_a_worker_names_no_machines() -> None:
+def test_addresses_for_other_machines() -> None:
     config = EngineConfig(executor="fake", pipeline_parallel_size=2, nnodes=2, master_addr="127.0.0.2")
     assert in_one_process(config).nnodes == 1
+    assert master_address(config) == "tcp://127.0.0.2:29501"
+    for given in ("node1:5", "10.0.0.5:5", "[::1]:5", "tcp://10.0.0.5:5?keys=/k"):
+        config = EngineConfig(executor="fake", pipeline_parallel_size=2, nnodes=2, master_addr=given)
+        assert master_address(config) == (given if "://" in given else f"tcp://{given}")
+    config = EngineConfig(executor="fake", pipeline_parallel_size=2, nnodes=2, master_addr="[::1]")
+    assert master_address(config) == "tcp://[::1]:29501"
