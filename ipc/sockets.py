@@ -29,8 +29,7 @@ Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 
 HIGH_WATER_MARK = 1000  # messages per peer and direction; beyond it a send answers EAGAIN
 ROUTER_HIGH_WATER_MARK = 256  # of the engine's sends; messages beyond it wait in the backlog, which merges them
-#: Messages of one peer that libzmq holds unread for the engine: with the largest, 128 MiB. libzmq counts no bytes.
-ROUTER_RECEIVE_MARK = 16
+ROUTER_RECEIVE_MARK = 16  # messages of one peer that libzmq holds unread: with the largest, 128 MiB
 HANDSHAKE_MS = 2000
 ROUTER_LINGER_MS = 500  # to send the last messages of an engine that ends
 DEALER_LINGER_MS = 100
@@ -39,7 +38,7 @@ RECONNECT_MS = 20
 MAX_IPC_PATH_BYTES = 107  # sun_path of sockaddr_un is 108 with its NUL
 PRIVATE_PREFIX = "engine-core-"
 _PRIVATE_SOCKET = "engine.sock"
-_SWEEP_AGE_S = 60.0  # seconds after which an address without a lock's owner is stale
+_SWEEP_AGE_S = 60.0  # until an address without a lock's owner is stale
 _TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>[0-9]{1,5})(\?keys=(?P<keys>.+))?")
 
 
