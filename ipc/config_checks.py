@@ -174,6 +174,9 @@ def check_workers(config: "EngineConfig") -> bool:
 
 def _check_nodes(config: "EngineConfig", sizes: list[tuple[str, int]]) -> None:
     """Check the options of several machines. Errors: ConfigError."""
+    address = config.master_addr
+    if address is not None and (not isinstance(address, str) or not address):
+        raise ConfigError(f"master_addr must be a host, HOST:PORT or an address of ours; got {address!r:.80}")
     if config.nnodes == 1:
         return
     count = config.tensor_parallel_size * config.pipeline_parallel_size
@@ -182,7 +185,7 @@ def _check_nodes(config: "EngineConfig", sizes: list[tuple[str, int]]) -> None:
             f"nnodes={config.nnodes} is more than the {count} workers of tensor_parallel_size and "
             f"pipeline_parallel_size: give pipeline_parallel_size={config.nnodes}, or fewer nodes"
         )
-    if not config.master_addr:
+    if address is None:
         raise ConfigError(f"nnodes={config.nnodes} needs master_addr, where other machines join: a host of this one")
 
 

@@ -21,6 +21,8 @@ def names_of(plain: object) -> list[str]:
 
 
 CHOICES = {name: declared.choices for name, declared in OPTIONS.items() if declared.choices}
+#: What some options need beside them.
+BESIDE = {"nnodes": {"pipeline_parallel_size": 256, "master_addr": "127.0.0.1"}}
 OPTIONAL = [name for name, declared in OPTIONS.items() if declared.is_optional]
 
 
@@ -36,6 +38,7 @@ def test_every_option_is_checked_by_some_rule() -> None:
         "kv_listen",
         "kv_peers",
         "kv_key_file",
+        "master_addr",
     }
     assert set(FIELDS) == {*CHOICES, *names_of(bool), *names_of(int), *names_of(float), *others}
     assert list(OPTIONS) == list(FIELDS)
@@ -96,7 +99,7 @@ def test_every_choice_is_accepted() -> None:
 def test_ranges(name: str) -> None:
     low, high = int(OPTIONS[name].option.low), int(OPTIONS[name].option.high)
     for value in (low, high):
-        assert getattr(config_from_options(**{name: value}), name) == value
+        assert getattr(config_from_options(**{name: value}, **BESIDE.get(name, {})), name) == value
     text = re.escape(f"{name} must be an integer from {low} to {high}; got ")
     bad: list[Any] = [low - 1, high + 1, -(10**9), 10**30, True, "8", 8.5, float("nan"), float("inf"), [8], b"8"]
     for value in bad:

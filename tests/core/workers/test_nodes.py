@@ -231,6 +231,8 @@ def test_options_of_several_machines_are_checked(folder: str) -> None:
         config_of(folder, 1, **over(1, 2))
     with pytest.raises(ConfigError, match="nnodes=2 needs master_addr"):
         config_of(folder, 2, nnodes=2)
+    with pytest.raises(ConfigError, match="master_addr must be a host"):
+        config_of(folder, 2, nnodes=2, master_addr="")
     assert main(["worker", "--connect", "tcp://10.1.2.3:29501"]) == 1  # without keys
     assert main(["serve", folder, "--node-rank", "1", "--master-addr", "10.1.2.3"]) == 1
 
