@@ -35,18 +35,26 @@ def with_tools(messages: Sequence[Any], tools: Sequence[Mapping[str, Any]]) -> l
 def without_calls(messages: Sequence[Any]) -> list[Any]:
     """Return the messages with calls and results of tools as text."""
     shown: list[Any] = []
-    results: list[str] = []
+    results: list[Any] = []  # texts, and parts that are none
     for message in messages:
         if isinstance(message, Mapping) and message.get("role") == "tool":
-            results.append(f"<tool_response>\n{_text(message.get('content'))}\n</tool_response>")
+            content = message.get("content")
+            results.append(f"<tool_response>\n{_text(content)}\n</tool_response>")
+            results += _other_parts(content)
             continue
         if results:
-            shown.append({"role": "user", "content": "\n".join(results)})
+            shown.append(_result_message(results))
             results = []
         shown.append(_as_text(message))
     if results:
-        shown.append({"role": "user", "content": "\n".join(results)})
+        shown.append(_result_message(results))
     return shown
+
+
+def _result_message(results: Sequence[Any]) -> dict[str, Any]:
+    """Return the message of results of tools; images stand behind the text of theirs."""
+    is_text = all(isinstance(one, str) for one in results)
+    return {"role": "user", "content": "\n".join(results) if is_text else results}
 
 
 def _as_text(message: Any) -> Any:
@@ -65,11 +73,20 @@ def _as_text(message: Any) -> Any:
     return {**kept, "content": "\n".join(parts)}
 
 
+def _other_parts(content: Any) -> list[Any]:
+    """Return the parts of a content that are no text, such as images: a model that takes none refuses them."""
+    return [part for part in content if _text_of_part(part) is None] if isinstance(content, list) else []
+
+
 def _text(content: Any) -> str:
     if isinstance(content, list):
-        texts = [part.get("text") for part in content if isinstance(part, Mapping)]
-        return "\n".join(text for text in texts if isinstance(text, str))
+        return "\n".join(text for part in content if (text := _text_of_part(part)) is not None)
     return content if isinstance(content, str) else ""
+
+
+def _text_of_part(part: Any) -> str | None:
+    text = part.get("text") if isinstance(part, Mapping) else part
+    return text if isinstance(text, str) else None
 
 
 def _json(value: Any) -> str:

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from frontend.http.access import check_host, find_key, origin_headers
 from frontend.http.answer_format import json_bytes
 from frontend.http.errors import HttpError, http_error
+from frontend.http.hints import hint
 from frontend.http.intake import Intake
 from frontend.http.openapi import describe
 from frontend.http.reply import Reply
 from frontend.http.request import JSON, Request, Response
-from frontend.http.routes import OTHER_PATHS, ROUTES, Access, Route
+from frontend.http.routes import ROUTES, Access, Route
 from frontend.http.service import MODEL_NOT_FOUND, Service
 
 _PREFLIGHT = [
@@ -57,6 +58,7 @@ class App:
             request.key = find_key(request, service.keys)
         if row.method == "POST":
             _check_content_type(request)
+            _check_encoding(request)
 
     def answer(self, request: Request) -> None:
         """Answer a request that is complete, or was refused by judge()."""
@@ -125,25 +127,15 @@ class App:
         methods = self._methods.get(path)
         if methods is None:
             methods, request.target = self._prefixed(request.path)
+        elif path.endswith("/") and len(path) > 1:  # what follows it is missing
+            methods = None
         if methods is None:
-            raise HttpError(404, f"no route {path!r:.200}{self._hint(path)}")
+            raise HttpError(404, f"no route {path!r:.200}{hint(path, self._methods)}")
         method = "GET" if request.method == "HEAD" else request.method
         if method not in methods:
             allowed = ", ".join(methods)
             raise HttpError(405, f"{request.path} takes {allowed}", headers=[(b"allow", allowed.encode())])
         return methods[method]
-
-    def _hint(self, path: str) -> str:
-        """Return a route that the caller may have meant: base URLs come without /v1, with it twice, or end in "/"; and
-        other servers have other names.
-        """
-        parts = [part for part in path.split("/") if part]
-        while len(parts) > 1 and parts[0] in ("v1", "v2"):
-            parts.pop(0)
-        rest = "/".join(parts)
-        meant = [OTHER_PATHS[rest]] if rest in OTHER_PATHS else [f"/v1/{rest}", f"/{rest}"]
-        found = next((one for one in meant if parts and one in self._methods), None)
-        return "" if found is None else f"; there is {found}"
 
     def _prefixed(self, path: str) -> tuple[dict[str, Route] | None, str]:
         """Return the routes whose path ends in "/" and begins this one, and the rest of it."""
@@ -165,6 +157,14 @@ def _check_content_type(request: Request) -> None:
     if given != JSON and any(name in request.headers for name in _OF_PAGES):
         kind = given.decode("latin-1")
         raise HttpError(415, f"a page must send JSON with content-type: application/json; got {kind!r:.80}")
+
+
+def _check_encoding(request: Request) -> None:
+    """Take a body as it stands: one that is compressed says nothing of the memory that it takes."""
+    for name, plain in ((b"content-encoding", b"identity"), (b"transfer-encoding", b"chunked")):
+        given = request.headers.get(name, plain).strip().lower()
+        if given not in (plain, b""):
+            raise HttpError(415, f"bodies are not decompressed here: send it without {given.decode('latin-1')!r:.40}")
 
 
 async def _answer_preflight(service: Service, request: Request) -> Response:

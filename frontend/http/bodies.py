@@ -75,6 +75,10 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     guided_grammar: Any = None
     guided_decoding_backend: Any = None
     structural_tag: Any = None
+    grammar: Any = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
     prompt_embeds: Any = None
     lora_request: Any = None
     logits_processors: Any = None
@@ -114,9 +118,12 @@ class ChatBody(SamplingFields, kw_only=True):
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
-    """The body of /tokenize: a prompt, or a chat."""
+    """The body of /tokenize: a prompt, or a chat. content, add_special and with_pieces are llama.cpp's."""
 
     model: str | None = None
+    content: str | None = None
+    add_special: bool | None = None
+    with_pieces: bool | None = None
     prompt: str | None = None
     messages: list[Json] | None = None
     add_special_tokens: bool | None = None
@@ -143,6 +150,10 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "guided_grammar": ((), _GRAMMAR),
     "guided_decoding_backend": ((), _GRAMMAR),
     "structural_tag": ((), _GRAMMAR),
+    "grammar": (("",), _GRAMMAR),  # llama.cpp's
+    "json_schema": (({},), _GRAMMAR),
+    "regex": ((), _GRAMMAR),  # SGLang's
+    "ebnf": ((), _GRAMMAR),
     "prompt_embeds": ((), "send text or token ids"),
     "lora_request": ((), "name the adapter as the model"),
     "logits_processors": (([],), "use logit_bias, allowed_token_ids or bad_words"),

@@ -85,19 +85,44 @@ def chat_of(body: CountBody) -> ChatBody:
 
 
 def _user_messages(content: Any, where: str) -> list[Json]:
-    """Return a message of the user: results of tools, each a message of its own, and text."""
+    """Return a message of the user: results of tools, each a message of its own, and text and images."""
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
     messages: list[Json] = []
+    parts: list[Json] = []  # of the last message, where it is the user's
     for block in _blocks(content, where):
         if block.get("type") == "tool_result":
-            text = _text(block.get("content") or "", where)
-            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text})
-        elif messages and messages[-1]["role"] == "user":
-            messages[-1]["content"] += "\n" + _block_text(block, where)
+            given = block.get("content") or ""
+            result = given if isinstance(given, str) else _content(_parts(given, where))
+            messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result})
+            parts = []
         else:
-            messages.append({"role": "user", "content": _block_text(block, where)})
+            if not parts:
+                messages.append({"role": "user"})
+            parts.append(_part(block, where))
+            messages[-1]["content"] = _content(parts)
     return messages or [{"role": "user", "content": ""}]
+
+
+def _content(parts: list[Json]) -> str | list[Json]:
+    """Return parts as a text, or as they are if one is an image."""
+    is_text = all(part["type"] == "text" for part in parts)
+    return "\n".join(part["text"] for part in parts) if is_text else list(parts)
+
+
+def _parts(content: Any, where: str) -> list[Json]:
+    return [_part(block, where) for block in _blocks(content, where)]
+
+
+def _part(block: Json, where: str) -> Json:
+    """Return a block as a part of a chat's message. What is no image is refused where images are read."""
+    source = block.get("source")
+    if block.get("type") != "image" or not isinstance(source, dict):
+        return {"type": "text", "text": _block_text(block, where)}
+    url = source.get("url")
+    if source.get("type") == "base64":
+        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def _assistant_message(content: Any, where: str) -> Json:
@@ -136,7 +161,7 @@ def _block_text(block: Json, where: str) -> str:
     text = block.get("text")
     if block.get("type") != "text" or not isinstance(text, str):
         raise HttpError(
-            400, f"{where}: this model takes text only, got a block of type {block.get('type')!r:.40}", param="messages"
+            400, f"{where}: blocks of type {block.get('type')!r:.40} are not supported here", param="messages"
         )
     return text
 

@@ -34,8 +34,12 @@ async def tokenize(service: Service, request: Request) -> Response:
     """Return the token ids of a text or of a chat."""
     body = request.decode(_tokenize)
     service.check_model(request, body.model)
+    if body.content is not None and body.prompt is None:  # llama.cpp's names, and its default
+        body.prompt, body.add_special_tokens = body.content, bool(body.add_special)
     if (body.prompt is None) == (body.messages is None):
         raise HttpError(400, "send prompt or messages, one of them", param="prompt")
+    if body.with_pieces:
+        raise HttpError(400, "with_pieces is not supported: use return_token_strs", param="with_pieces")
     tokenizer = service.tokenizer
 
     def work() -> list[int]:
@@ -69,10 +73,11 @@ async def detokenize(service: Service, request: Request) -> Response:
     body = request.decode(_detokenize)
     service.check_model(request, body.model)
     tokenizer = service.tokenizer
-    if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < 2**32:
-        raise HttpError(400, "tokens must be ids of the vocabulary", param="tokens")
+    vocab_size = max(tokenizer.vocab_size, service.engine.client.welcome.vocab_size)  # a model's may be padded
+    if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < vocab_size:
+        raise HttpError(400, f"tokens must be ids of the vocabulary, below {vocab_size}", param="tokens")
     text = await service.run(request, lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
-    return Response(json_bytes({"prompt": text}))
+    return Response(json_bytes({"prompt": text, "content": text}))  # vLLM's name, and llama.cpp's
 
 
 async def get_tokenizer_info(service: Service, request: Request) -> Response:

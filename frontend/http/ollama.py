@@ -4,6 +4,7 @@ Models are neither pulled nor deleted nor unloaded here, and a prompt is never c
 """
 
 import time
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TypeVar
 
@@ -16,6 +17,7 @@ from frontend.http.answer_format import PromptSide, json_bytes
 from frontend.http.bodies import ChatBody, CompletionBody, Json
 from frontend.http.chat_request import PreparedChat, prepare_chat
 from frontend.http.errors import HttpError
+from frontend.http.logprobs import chat_logprobs
 from frontend.http.ollama_bodies import OllamaBody, OllamaChatBody, OllamaGenerateBody, sampling_fields, with_parts
 from frontend.http.reply import Reply
 from frontend.http.request import Request, Response
@@ -48,7 +50,8 @@ async def chat(service: Service, request: Request) -> Reply | Response:
         return _loaded(name, {"message": {"role": "assistant", "content": ""}})
     body = _chat_body(service, given, [with_parts(message) for message in given.messages], given.tools)
     prepared = await prepare_chat(service, request, body)
-    return service.submit(request, prepared.requests, OllamaFormat(name, prepared.scanners, is_chat=True))
+    answer = OllamaFormat(name, prepared.scanners, _logprobs_of(service, given), is_chat=True)
+    return service.submit(request, prepared.requests, answer)
 
 
 async def generate(service: Service, request: Request) -> Reply | Response:
@@ -62,8 +65,8 @@ async def generate(service: Service, request: Request) -> Reply | Response:
         return _loaded(name, {"response": ""})
     if given.raw:
         body = _convert(CompletionBody, {**sampling_fields(given, service.max_model_len), "prompt": given.prompt})
-        params = read_sampling(body, service.default_sampling, max_tokens=None, logprobs=None)
-
+        logprobs = (given.top_logprobs or 0) if given.logprobs else None
+        params = read_sampling(body, service.default_sampling, max_tokens=None, logprobs=logprobs)
         prepared = PreparedChat(
             await service.run(
                 request, lambda: service.prepare(request, body, [given.prompt], params, add_special_tokens=True)
@@ -73,7 +76,8 @@ async def generate(service: Service, request: Request) -> Reply | Response:
         system: list[Json] = [{"role": "system", "content": given.system}] if given.system else []
         messages = [*system, with_parts({"role": "user", "content": given.prompt, "images": given.images})]
         prepared = await prepare_chat(service, request, _chat_body(service, given, messages, None))
-    return service.submit(request, prepared.requests, OllamaFormat(name, prepared.scanners, is_chat=False))
+    answer = OllamaFormat(name, prepared.scanners, _logprobs_of(service, given), is_chat=False)
+    return service.submit(request, prepared.requests, answer)
 
 
 async def list_tags(service: Service, request: Request) -> Response:
@@ -147,8 +151,16 @@ class OllamaFormat:
     stream_type = b"application/x-ndjson"
     keep_alive = b""  # a line that all of its clients skip does not exist
 
-    def __init__(self, name: str, scanners: list[Scanner] | None, *, is_chat: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        scanners: list[Scanner] | None,
+        logprobs_of: Callable[[CompletionOutput], Json],
+        *,
+        is_chat: bool,
+    ) -> None:
         self._name = name
+        self._logprobs_of = logprobs_of
         self._answer = ParsedAnswer(scanners[0] if scanners else None)
         self._is_chat = is_chat
         self._reason = "stop"
@@ -164,7 +176,11 @@ class OllamaFormat:
         self._first_ns = self._first_ns or time.monotonic_ns()
         self._reason = output.finish_reason or self._reason
         parts = self._answer.feed(output.text, is_end=output.finish_reason is not None)
-        return b"".join(self._line(_fields([part]), {"done": False}) for part in parts)
+        fields, logprobs = [_fields([part]) for part in parts], self._logprobs_of(output)
+        if logprobs.get("logprobs") and not fields:
+            fields = [_fields([])]
+        more = [logprobs, *[{}] * len(fields)]  # the first line has what is said of the tokens
+        return b"".join(self._line(one, {"done": False, **more[at]}) for at, one in enumerate(fields))
 
     def closing(self, usage: Usage) -> bytes:
         """Return the last line, with the counts."""
@@ -177,7 +193,8 @@ class OllamaFormat:
     def whole(self, choices: list[CompletionOutput], prompts: list[PromptSide], usage: Usage) -> bytes:
         """Return the body of a whole answer."""
         self._reason = choices[0].finish_reason or self._reason
-        return self._line(_fields(self._answer.feed(choices[0].text, is_end=True)), self._end(usage))
+        fields = _fields(self._answer.feed(choices[0].text, is_end=True))
+        return self._line(fields, {**self._end(usage), **self._logprobs_of(choices[0])})
 
     def _line(self, fields: Json, more: Json) -> bytes:
         shown: Json = {"message": {"role": "assistant", **fields}}
@@ -214,8 +231,23 @@ def _fields(parts: list[Delta | WholeCall]) -> Json:
     return {"content": texts[Kind.CONTENT], **thinking, **({"tool_calls": calls} if calls else {})}
 
 
+def _logprobs_of(service: Service, given: OllamaBody) -> Callable[[CompletionOutput], Json]:
+    """Return how to show the log probabilities of an output's tokens; nothing where none were asked for."""
+    tokenizer, num_top = service.engine.tokenizer, given.top_logprobs or 0
+
+    def show(output: CompletionOutput) -> Json:
+        if output.logprobs is None:
+            return {}
+        return {
+            "logprobs": chat_logprobs(output.token_ids, output.logprobs, tokenizer, num_top, as_ids=False)["content"]
+        }
+
+    return show
+
+
 def _chat_body(service: Service, given: OllamaBody, messages: list[Json], tools: list[Json] | None) -> ChatBody:
     fields = sampling_fields(given, service.max_model_len)
+    fields |= {"logprobs": given.logprobs, "top_logprobs": given.top_logprobs}
     kwargs = {} if given.think is None else {"enable_thinking": bool(given.think)}
     return _convert(ChatBody, {**fields, "messages": messages, "tools": tools, "chat_template_kwargs": kwargs})
 

@@ -44,6 +44,8 @@ class OllamaBody(msgspec.Struct, kw_only=True):
     format: Any = None
     keep_alive: Any = None  # nothing is unloaded here
     think: Any = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
 
 
 class OllamaChatBody(OllamaBody, kw_only=True):

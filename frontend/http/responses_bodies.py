@@ -91,7 +91,7 @@ def _add_item(messages: list[Json], item: Json, where: str) -> None:
     match item.get("type", "message"):
         case "message":
             role = item.get("role")
-            content = _text(item.get("content"), where)
+            content = _content(item.get("content"), where)
             if role == "assistant" and "content" not in (answer := _answer(messages)):
                 answer["content"] = content
             else:
@@ -107,7 +107,7 @@ def _add_item(messages: list[Json], item: Json, where: str) -> None:
             answer["tool_calls"] = [*answer.get("tool_calls", []), call]
             answer.setdefault("content", None)
         case "function_call_output":
-            output = _text(item.get("output"), where)
+            output = _content(item.get("output"), where)
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
         case kind:
             raise HttpError(400, f"{where}: items of type {kind!r:.40} are not supported", param="input")
@@ -120,6 +120,24 @@ def _answer(messages: list[Json]) -> Json:
     return messages[-1]
 
 
+def _content(content: Any, where: str) -> str | list[Any]:
+    """Return the text of a content; with images, its parts."""
+    if not isinstance(content, list) or all(_kind_of(part) != "input_image" for part in content):
+        return _text(content, where)
+    return [_image(part, where) or {"type": "text", "text": _text([part], where)} for part in content]
+
+
+def _image(part: Any, where: str) -> Json | None:
+    """Return a part that is an image as a chat has it; None for another part."""
+    if _kind_of(part) != "input_image":
+        return None
+    if not isinstance(part.get("image_url"), str):
+        raise HttpError(
+            400, f"{where}: an image is an image_url with a data: URL; no files are kept here", param="input"
+        )
+    return {"type": "image_url", "image_url": {"url": part["image_url"]}}
+
+
 def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
@@ -127,12 +145,16 @@ def _text(content: Any, where: str) -> str:
         raise HttpError(400, f"{where}: content is a text or a list of parts", param="input")
     texts = []
     for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
+        kind = _kind_of(part)
         text = None if kind is None else part.get("refusal" if kind == "refusal" else "text")
         if kind not in (*_TEXTS, "reasoning_text", "summary_text") or not isinstance(text, str):
-            raise HttpError(400, f"{where}: this model takes text only, got a part {kind!r:.40}", param="input")
+            raise HttpError(400, f"{where}: parts of type {kind!r:.40} are not supported here", param="input")
         texts.append(text)
     return "\n".join(texts)
+
+
+def _kind_of(part: Any) -> Any:
+    return part.get("type") if isinstance(part, dict) else None
 
 
 def _tool(tool: Json) -> Json:

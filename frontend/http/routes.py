@@ -99,23 +99,3 @@ ROUTES = (
     Route("GET", "/live", health.get_live, Access.OPEN),
     Route("GET", "/ready", health.get_ready, Access.OPEN),
 )
-
-#: Paths of llama.cpp's, vLLM's, TGI's and SGLang's servers, without /v1 -> the route here.
-OTHER_PATHS = {
-    "completion": "/v1/completions",
-    "generate": "/v1/completions",
-    "generate_stream": "/v1/completions",
-    "embedding": "/v1/embeddings",
-    "embed": "/v1/embeddings",
-    "pooling": "/v1/embeddings",
-    "reranking": "/v1/rerank",
-    "apply-template": "/tokenize",
-    "props": "/v1/models",
-    "info": "/v1/models",
-    "get_model_info": "/v1/models",
-    "slots": "/v1/load",
-    "server_info": "/version",
-    "get_server_info": "/version",
-    "healthz": "/health",
-    "health_generate": "/health",
-}

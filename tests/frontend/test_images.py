@@ -163,6 +163,15 @@ def test_over_http_and_from_the_command_line(folder: Path, llm: LLM, tmp_path: P
         answer = ask(url_of(IMAGES[1]))
         assert answer.status == 200, answer.json
         assert answer.json["choices"][0]["token_ids"] == expected
+        data = url_of(IMAGES[1]).split(",")[1]
+        text = answer.json["choices"][0]["message"]["content"]
+        block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": data}}
+        chat = [{"role": "user", "content": [block, {"type": "text", "text": "What?"}]}]
+        body = {"messages": chat, "max_tokens": 10, "temperature": 0}
+        assert caller.post("/v1/messages", body).json["content"][0]["text"] == text
+        parts = [{"type": "input_image", "image_url": url_of(IMAGES[1])}, {"type": "input_text", "text": "What?"}]
+        asked = {"input": [{"role": "user", "content": parts}], "max_output_tokens": 10, "temperature": 0}
+        assert caller.post("/v1/responses", asked).json["output"][0]["content"][0]["text"] == text
         for url in ("https://example.org/a.png", str(tmp_path / "a.png"), "file:///a.png"):
             refused = ask(url)
             assert refused.status == 400

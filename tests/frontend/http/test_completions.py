@@ -92,7 +92,10 @@ def test_tokenize_and_back(served: Caller, llm: LLM) -> None:
     assert answer["tokens"] == tokenizer.encode(text)
     assert (answer["count"], answer["max_model_len"]) == (len(answer["tokens"]), 4096)
     assert len(answer["token_strs"]) == answer["count"]
-    assert served.post("/detokenize", {"tokens": answer["tokens"]}).json == {"prompt": text}
+    assert served.post("/detokenize", {"tokens": answer["tokens"]}).json == {"prompt": text, "content": text}
+    assert served.post("/tokenize", {"content": text}).json["tokens"] == tokenizer.encode(
+        text, add_special_tokens=False
+    )
     chat = served.post("/tokenize", {"messages": [{"role": "user", "content": "Hi"}]}).json
     assert tokenizer.decode(chat["tokens"], skip_special_tokens=False).endswith("<|im_start|>assistant\n")
     info = served.get("/tokenizer_info").json

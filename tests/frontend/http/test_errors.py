@@ -1,5 +1,6 @@
 """What is wrong gets its status and the one error body, and harms nobody else."""
 
+import gzip
 import json
 from typing import Any
 
@@ -23,6 +24,7 @@ CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "max_to
     ("fields", "param"),
     [
         ({"max_tokens": "x"}, "max_tokens"),
+        *(({name: "root ::= x"}, name) for name in ("grammar", "json_schema", "regex", "ebnf", "guided_json")),
         ({"max_tokens": -1}, None),
         ({"temperature": -1}, "temperature"),
         ({"top_p": 0}, "top_p"),
@@ -121,6 +123,9 @@ def test_a_prompt_that_is_too_long(served: Caller) -> None:
         ("POST", "/v1/completions", b"[" * 100_000, 400),
         ("POST", "/tokenize", b"{}", 400),
         ("POST", "/detokenize", b'{"tokens": [-1]}', 400),
+        ("POST", "/detokenize", b'{"tokens": [49152]}', 400),
+        ("POST", "/tokenize", b'{"content": "x", "with_pieces": true}', 400),
+        ("GET", "/v1/models/", None, 404),
     ],
 )
 def test_each_wrong_call(served: Caller, method: str, path: str, body: bytes | None, status: int) -> None:
@@ -135,6 +140,36 @@ def test_only_json_is_taken_from_pages_and_programs_may_call_it_anything(served:
     for of_page in ({"origin": "https://elsewhere.example"}, {"origin": "null"}, {"sec-fetch-site": "cross-site"}):
         assert served.post("/v1/chat/completions", CHAT, {"content-type": kind, **of_page}).status == 415
     assert served.post("/v1/chat/completions", CHAT, {"content-type": kind}).status == 200
+
+
+def test_a_body_is_taken_as_it_stands(served: Caller) -> None:
+    packed = gzip.compress(json.dumps(CHAT).encode())
+    answer = served.post("/v1/chat/completions", packed, {"content-encoding": "gzip"})
+    assert (answer.status, answer.json["error"]["message"].split(": ")[0]) == (415, "bodies are not decompressed here")
+    assert served.post("/v1/chat/completions", CHAT, {"content-encoding": "identity"}).status == 200
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+    assert b" 415 " in served.raw(head + b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n")
+
+
+def test_an_image_is_refused_wherever_it_stands(served: Caller) -> None:
+    url = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aaaa"}}
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    result = {"role": "tool", "tool_call_id": "a", "content": [{"type": "text", "text": "a view"}, url]}
+    history = [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": [call]}, result]
+    block = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
+    use = {"type": "tool_use", "id": "a", "name": "look", "input": {}}
+    results = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [block]}]}
+    blocks = [*CHAT["messages"], {"role": "assistant", "content": [use]}, results]
+    item = {"role": "user", "content": [{"type": "input_image", "image_url": url["image_url"]["url"]}]}
+    for path, body in (
+        ("/v1/chat/completions", {"messages": history}),
+        ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [block]}]}),
+        ("/v1/messages", {"max_tokens": 1, "messages": blocks}),
+        ("/v1/responses", {"input": [item]}),
+    ):
+        answer = served.post(path, body)
+        assert answer.status == 400
+        assert "text only" in answer.json["error"]["message"]
 
 
 def test_a_content_type_may_have_parameters(served: Caller) -> None:

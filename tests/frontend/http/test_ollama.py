@@ -45,6 +45,19 @@ def test_generate_with_and_without_the_template(served: Caller, llm: LLM) -> Non
     assert raw["response"] == llm.generate("Hi", params, use_tqdm=False)[0].outputs[0].text
 
 
+def test_log_probabilities(served: Caller) -> None:
+    asked = {"logprobs": True, "top_logprobs": 2, "options": OPTIONS}
+    body = {**CHAT, "max_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    wanted = served.post("/v1/chat/completions", body).json["choices"][0]["logprobs"]["content"]
+    assert served.post("/api/chat", {**CHAT, **asked, "stream": False}).json["logprobs"] == wanted
+    found = [one for line in lines(served.post("/api/chat", {**CHAT, **asked})) for one in line.get("logprobs", [])]
+    assert found == wanted
+    raw = served.post("/api/generate", {"model": "demo", "prompt": "Hi", "raw": True, **asked, "stream": False}).json
+    assert len(raw["logprobs"]) == 12
+    assert "logprobs" not in served.post("/api/chat", {**CHAT, "options": OPTIONS, "stream": False}).json
+    assert served.post("/api/chat", {**CHAT, "top_logprobs": 2}).status == 400
+
+
 @pytest.mark.parametrize(
     ("fields", "status", "named"),
     [

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from frontend.http import errors
-from frontend.http.routes import OTHER_PATHS, ROUTES
+from frontend.http.hints import ABSENT, OTHER_PATHS
+from frontend.http.routes import ROUTES
 from tests.frontend.http.caller import Caller
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "http.md"
@@ -46,11 +47,34 @@ def test_a_wrong_base_url_is_told_the_route(served: Caller) -> None:
     assert served.post("/v1/api/chat", {}).json["error"]["message"].endswith("; there is /api/chat")
     for path, there in (("/completion", "/v1/completions"), ("/v2/rerank", "/v1/rerank"), ("/load", "/v1/load")):
         assert served.post(path, {}).json["error"]["message"].endswith(f"; there is {there}")
-    assert "there is" not in served.post("/v1/images/generations", {}).json["error"]["message"]
+    for path in (
+        "/openai/deployments/demo/chat/completions",
+        "/api/v1/chat/completions",
+        "/v1/engines/demo/completions",
+    ):
+        there = "/v1/chat/completions" if "chat" in path else "/v1/completions"
+        assert served.post(path, {}).json["error"]["message"].endswith(f"; there is {there}")
+    assert served.get("/v1/models/").json["error"]["message"].endswith("'/v1/models/'; there is /v1/models")
+    assert served.post("/nothing/at/all", {}).json["error"]["message"].endswith("'/nothing/at/all'")
+
+
+def test_a_path_of_what_is_not_here_is_told_what_there_is(served: Caller) -> None:
+    for path, told in (
+        ("/infill", "filling in"),
+        ("/v1/audio/speech", "answers with text"),
+        ("/v1/responses/resp_1", "nothing is stored"),
+        ("/v1/messages/batches", "engine-core batch"),
+        ("/v1/load_lora_adapter", "engine-core control"),
+        ("/sleep", "engine-core control"),
+    ):
+        answer = served.post(path, {})
+        assert answer.status == 404
+        assert told in answer.json["error"]["message"]
 
 
 def test_other_paths_are_of_other_servers() -> None:
     ours = {route.path for route in ROUTES}
+    assert not {f"/v1/{path}" for path in {*ABSENT} - {"responses"}} & ours
     assert set(OTHER_PATHS.values()) <= ours
     assert not ours & {f"{prefix}/{path}" for path in OTHER_PATHS for prefix in ("", "/v1")}
 

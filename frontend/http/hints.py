@@ -1,0 +1,82 @@
+"""hint(): what a caller may have meant by a path that is no route here, or what there is instead."""
+
+from collections.abc import Container
+
+#: Paths of llama.cpp's, vLLM's, TGI's and SGLang's servers, without /v1 -> the route here.
+OTHER_PATHS = {
+    "completion": "/v1/completions",
+    "generate": "/v1/completions",
+    "generate_stream": "/v1/completions",
+    "chat": "/v1/chat/completions",
+    "invocations": "/v1/chat/completions",
+    "embedding": "/v1/embeddings",
+    "embed": "/v1/embeddings",
+    "pooling": "/v1/embeddings",
+    "reranking": "/v1/rerank",
+    "apply-template": "/tokenize",
+    "props": "/v1/models",
+    "info": "/v1/models",
+    "get_model_info": "/v1/models",
+    "slots": "/v1/load",
+    "server_info": "/version",
+    "get_server_info": "/version",
+    "docs": "/openapi.json",
+    "redoc": "/openapi.json",
+    "healthz": "/health",
+    "health_generate": "/health",
+}
+_STORES_NOTHING = "nothing is stored here: send the whole history to /v1/responses or /v1/chat/completions"
+_FILES = "`engine-core batch` answers files of requests"
+_OWNERS = "the engine's owner does this with `engine-core control`, not over HTTP"
+_ADAPTERS = "the engine's owner loads adapters with `engine-core control`, not over HTTP"
+_TEXT_ONLY = "this server answers with text"
+#: First words of paths that nothing here stands for, without /v1 -> what there is instead.
+ABSENT = {
+    "infill": "write the prompt in the model's own form of filling in, and send it to /v1/completions",
+    "classify": "classes are for the Python client, LLM.classify(); there is /v1/score",
+    "audio": _TEXT_ONLY,
+    "images": _TEXT_ONLY,
+    "moderations": "there is no model for moderation",
+    "files": _FILES,
+    "uploads": _FILES,
+    "batches": _FILES,
+    "messages/batches": _FILES,
+    "responses": _STORES_NOTHING,
+    "conversations": _STORES_NOTHING,
+    "assistants": _STORES_NOTHING,
+    "threads": _STORES_NOTHING,
+    "vector_stores": _STORES_NOTHING,
+    "fine_tuning": "models are not trained here",
+    "realtime": "there are no WebSockets: stream /v1/chat/completions",
+    "api/blobs": "models come with `engine-core pull`, not over HTTP",
+    "load_lora_adapter": _ADAPTERS,
+    "unload_lora_adapter": _ADAPTERS,
+    "lora-adapters": _ADAPTERS,
+    "abort_request": "the end of the connection aborts a request",
+    **dict.fromkeys(("sleep", "wake_up", "is_sleeping", "pause", "resume", "reset_prefix_cache"), _OWNERS),
+}
+
+
+def hint(path: str, routes: Container[str]) -> str:
+    """Return the end of the message about a path that is none of `routes`; may be empty.
+
+    Base URLs come without /v1, with it twice, behind a prefix of another service, or end in "/"; and other servers
+    have other names.
+    """
+    parts = [part for part in path.split("/") if part]
+    while len(parts) > 1 and parts[0] in ("v1", "v2"):
+        parts.pop(0)
+    found = _meant(parts, routes)
+    absent = next((ABSENT[words] for words in ("/".join(parts[:2]), "/".join(parts[:1])) if words in ABSENT), "")
+    if absent and not found:
+        return f"; {absent}"
+    found = found or next((one for begin in range(1, len(parts)) if (one := _meant(parts[begin:], routes))), "")
+    return f"; there is {found}" if found else ""
+
+
+def _meant(parts: list[str], routes: Container[str]) -> str:
+    """Return the route that the parts name, with or without /v1, here or at another server; "" for none."""
+    rest = "/".join(parts)
+    if rest in OTHER_PATHS:
+        return OTHER_PATHS[rest]
+    return next((one for one in (f"/v1/{rest}", f"/{rest}") if one in routes), "")
