@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -16,6 +17,7 @@ ITEM_BYTES = {EMBEDS: 4, PIXELS: 1}
 DIGEST_BYTES = 32
 #: Most features of one request.
 MAX_FEATURES = 4096
+_Shape = Annotated[list[int], msgspec.Meta(max_length=8)]  # 3 at most are right
 
 
 class PutFeature(msgspec.Struct, frozen=True, array_like=True, tag=7):
@@ -26,7 +28,7 @@ class PutFeature(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """
 
     kind: str  # EMBEDS or PIXELS
-    shape: list[int]
+    shape: _Shape
     data: bytes
 
 
@@ -38,6 +40,10 @@ class FeatureUse(msgspec.Struct, frozen=True, array_like=True, weakref=True):
     digest: bytes  # feature_digest() of it
     #: Its tokens see each other, so one step computes them. The engine sets it, whatever a client says.
     is_whole: bool = False
+
+
+#: Those of a request; their number is checked before they are made.
+FeatureUses = Annotated[list[FeatureUse], msgspec.Meta(max_length=MAX_FEATURES)]
 
 
 class FeatureLimits(msgspec.Struct, frozen=True, array_like=True):

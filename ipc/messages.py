@@ -12,12 +12,12 @@ import msgspec
 
 from ipc.call import Call, CallRule
 from ipc.errors import MalformedMessageError
-from ipc.feature_messages import FeatureLimits, FeatureUse, PutFeature
+from ipc.feature_messages import FeatureLimits, FeatureUses, PutFeature
 from ipc.fleet_messages import FLEET_MINOR, ChangeReplica, GetReplicas, ReplicaList
 from ipc.lora_messages import LORA_MINOR, AdapterId, ListLora, LoadLora, LoraAdapters, UnloadLora
 from ipc.metrics_messages import METRICS_MINOR, GetMetrics, Metrics
 from ipc.pooling_messages import AddPooling, Pooled
-from ipc.sampling_params import SamplingParams
+from ipc.sampling_params import Delivered, SamplingParams
 from ipc.scheduling_messages import (
     SCHEDULING_MINOR,
     Explain,
@@ -95,10 +95,10 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
     priority: int = 0  # smaller = sooner, where the scheduling policy uses priorities
     deadline_ms: int = 0  # milliseconds from receipt after which the request fails; 0 = none
     cache_salt: str = ""  # requests share prefix-cache blocks only if their salts are equal
-    delivered: list[bytes] = []  # per choice, int32 tokens that the client already has; generation continues after them
+    delivered: Delivered = []  # per choice, int32 tokens that the client already has; generation continues after them
     tenant: str = ""  # whose the request is, of a client that sends for many; "" = the client's own
     adapter: AdapterId | None = None  # the adapter that it runs with
-    features: list[FeatureUse] = []  # what stands for tokens of its prompt, in order; put before the request
+    features: FeatureUses = []  # what stands for tokens of its prompt, in order; put before the request
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):

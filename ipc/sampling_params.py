@@ -41,6 +41,8 @@ class RequestOutputKind(IntEnum):
 
 
 #: What a decoder takes. It looks at a list's length before it makes the list, so a long one costs nothing.
+#: Tokens that a client has already, of each choice, int32; their number is checked before they are made.
+Delivered = Annotated[list[bytes], msgspec.Meta(max_length=MAX_CHOICES)]
 _StopStrings = Annotated[list[str], msgspec.Meta(max_length=MAX_STOP_STRINGS)]
 _StopTokenIds = Annotated[list[int], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)]
 _LogitBias = Annotated[dict[int, float], msgspec.Meta(max_length=MAX_LOGIT_BIASES)]

@@ -6,7 +6,7 @@ The engine compiles it to a grammar (core/grammars/) and forbids, at each positi
 import contextlib
 import json as json_text
 import re
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -29,6 +29,11 @@ _JSON_KINDS = ("json", "json_object", "structural_tag")
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"?|[{}\[\]]', re.DOTALL)
 
 
+#: Bounds of what a decoder makes, before it is made. A schema is text on the wire: a dict is for Python's callers.
+_NoWireDict = Annotated[dict[str, Any], msgspec.Meta(max_length=0)]
+_Choices = Annotated[list[str], msgspec.Meta(max_length=MAX_CHOICES)]
+
+
 class StructuredOutputsParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_only=True, weakref=True):
     """What the output must be: exactly one of json, regex, choice, grammar, json_object and structural_tag.
 
@@ -36,9 +41,9 @@ class StructuredOutputsParams(msgspec.Struct, array_like=True, omit_defaults=Tru
     and what is allowed. Whether the engine can compile the grammar is known only when the request arrives there.
     """
 
-    json: str | dict[str, Any] | None = None  # a JSON schema; kept as its text
+    json: str | _NoWireDict | None = None  # a JSON schema; kept as its text
     regex: str | None = None  # matches the whole output
-    choice: list[str] | None = None  # the output is one of these
+    choice: _Choices | None = None  # the output is one of these
     grammar: str | None = None  # in Lark's or GBNF's notation; it begins with the rule start (GBNF: root)
     json_object: bool | None = None  # any JSON object
     disable_any_whitespace: bool = False  # JSON without white space between its parts

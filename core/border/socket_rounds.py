@@ -17,6 +17,7 @@ from core.border.doorway import Doorway
 from core.border.inbox import Inbox
 from core.border.isolation import Isolation
 from core.border.lease_clock import LeaseClock
+from core.border.pacing import BURST_UNITS, Message, Pacing
 from core.border.preparation import Preparation, Preparer
 from core.border.reception import RETURN_S, Reception, Served
 from core.border.sessions import Sessions
@@ -30,6 +31,9 @@ AddressedMessage: TypeAlias = tuple[int, ServerMessage]  # (client, message)
 #: Received before results are sent again: messages, or frames of long ones, and bytes. Decoding what is densest, lists
 #: of small numbers, takes 0.1 microseconds a byte.
 _FRAMES_PER_ROUND, _BYTES_PER_ROUND = 32, 32 << 10
+#: The same of frames that are dropped: libzmq lets nobody's message pass a long one, so its end has to come soon.
+_DROPPED_PER_ROUND = 1024
+_PARKED_S = 0.001  # between rounds while messages are parked
 _STEPS_PER_ROUND = 4  # sent before messages are received again
 _MIN_RETRY_S, _MAX_RETRY_S = 0.01, 0.16  # between attempts to send to clients whose queues are full
 _TICKS_PER_LEASE = 8
@@ -67,9 +71,10 @@ class Border:
         self.drain_asked = False  # set by any thread: the next round begins the drain
         self.departure = Departure()
         self.is_behind = False  # the last round left messages unread, because clients send faster than that
-        self.shutdown_asked = False  # nothing is received any more
+        self.shutdown_asked = self._has_ended_inbox = False  # nothing is received any more; the inbox ends
         self._socket, self._monitor, self._doorway = socket, monitor, doorway
         self._lease_s = served.welcome.limits.lease_ms / 1000
+        self._pacing, self._num_units = Pacing(self.sessions, now), 0  # units that were read and not noted yet
         self._clock = LeaseClock(self._lease_s / _TICKS_PER_LEASE, now)
         self._on_drain, self._on_shutdown = on_drain, on_shutdown
         self._meter = served.meter
@@ -93,8 +98,7 @@ class Border:
             on_drain=self._drain_at_call,
             on_shutdown=self._shut_down,
         )
-        self._next_look = 0.0  # for silent clients, on the lease clock
-        self._retry_s, self._has_ended_inbox = _MIN_RETRY_S, False
+        self._next_look, self._retry_s = 0.0, _MIN_RETRY_S  # the look is for silent clients, on the lease clock
         self._returning_until = now + RETURN_S if served.welcome.epoch else now  # who was an earlier engine's client
         self._begun: tuple[bytes, zmq.Frame, int] | None = None  # longer message: peer, first frame, count
 
@@ -162,6 +166,8 @@ class Border:
         """Return the seconds until a round is due though nothing happens; None = no round is."""
         if not may_receive or (self.drain_asked and not self._has_ended_inbox):
             return _MIN_RETRY_S
+        if self._pacing.num_parked:
+            return _PARKED_S
         if self.sessions.has_unsent:
             return self._retry_s
         return self._clock.tick if any(session.has_lease for session in self.sessions.all) else None
@@ -176,27 +182,51 @@ class Border:
 
         A message is one frame. Of a longer one, which a peer may make of any number of frames, only the first is kept.
         """
-        num_frames = num_bytes = 0
+        pacing, num_bytes, identity, has_read = self._pacing, 0, b"", False
+        num_frames = self._handle_parked(now) if pacing.num_parked else 0
         while num_frames < _FRAMES_PER_ROUND and num_bytes < _BYTES_PER_ROUND:
-            if self.inbox.is_overfull or self.shutdown_asked:
-                return False
+            if self.inbox.is_overfull or self.shutdown_asked or (pacing.is_on and pacing.is_full):
+                break
             if self._begun is None:
                 try:
                     identity = self._socket.recv(zmq.NOBLOCK)
                 except zmq.Again:
-                    return True
-                first = last = self._socket.recv(copy=False)
-                length = 1
+                    has_read = True
+                    break
+                frame, length = self._socket.recv(copy=False), 1
+                num_frames += 1
+                num_bytes += len(frame.buffer)
             else:
-                identity, first, length = self._begun
-                last = self._socket.recv(copy=False)
-                length += 1
-            num_frames += 1
-            num_bytes += len(last.buffer)
-            self._begun = (identity, first, length) if last.more else None
-            if self._begun is None:
-                self._reception.receive(identity, first, length, now)
-        return False
+                identity, frame, length = self._begun
+            if (length > 1 or frame.more) and not (length := self._drop_rest(identity, frame, length)):
+                break
+            if not (pacing.is_on and pacing.parks(Message(identity, frame, length), now)):
+                self._reception.receive(identity, frame, length, now)
+        self._num_units += num_frames + num_bytes // 1024
+        if self._num_units >= BURST_UNITS:
+            pacing.note(self._num_units, identity, now)
+            self._num_units = 0
+        return has_read
+
+    def _drop_rest(self, identity: bytes, first: zmq.Frame, length: int) -> int:
+        """Read what follows a message's first frames; return their number, 0 while there are more to read."""
+        for _ in range(_DROPPED_PER_ROUND):
+            length += 1
+            if not self._socket.recv(copy=False).more:
+                self._begun = None
+                return length
+        self._begun = (identity, first, length)
+        return 0
+
+    def _handle_parked(self, now: float) -> int:
+        """Handle a round's parked messages, as far as their senders' budgets allow; return their number."""
+        num_handled = 0
+        for message in self._pacing.due(now):
+            self._reception.receive(*message, now)
+            num_handled += 1
+            if num_handled == _FRAMES_PER_ROUND or self.inbox.is_overfull or self.shutdown_asked:
+                break
+        return num_handled
 
     def send(self, messages: Sequence[AddressedMessage], now: float) -> None:
         """Send what a step produced; what is addressed to ended sessions is dropped."""

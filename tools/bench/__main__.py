@@ -15,6 +15,7 @@ from ipc.errors import ConfigError
 from ipc.given_options import config_from_options
 from tools.bench.black_box_cost import measure_black_box
 from tools.bench.capture_cost import measure_capture
+from tools.bench.floods import measure_floods
 from tools.bench.hostile import measure_hostile
 from tools.bench.http import measure_http
 from tools.bench.http_model import measure_http_model
@@ -56,6 +57,7 @@ DEFAULTS = {
     "restart": [],
     "route": [],
     "hostile": [],
+    "floods": [],
     "tenants": [],
     "gemm": [],
     "kernels": [],
@@ -84,6 +86,7 @@ _OWN_ENGINE: dict[str, Callable[..., Iterable[dict[str, Any]]]] = {
     "restart": measure_restart,
     "route": measure_route,
     "hostile": measure_hostile,
+    "floods": measure_floods,
     "tenants": measure_tenants,
     "scheduler": measure_scheduler,
 }

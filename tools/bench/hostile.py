@@ -79,7 +79,7 @@ class Waits:
         return wait_ns / 1e9, int(os.pread(self._stat, 200, 0).split()[8]) / os.sysconf("SC_CLK_TCK")
 
 
-class _Client:
+class HostileClient:
     """A client without manners: no flow control, no checks."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
@@ -111,7 +111,8 @@ class _Client:
         self.receive(Statistics)
 
 
-def _request(number: int, max_tokens: int, **params: Any) -> AddRequest:
+def tiny_request(number: int, max_tokens: int, **params: Any) -> AddRequest:
+    """Return a request of two tokens."""
     prompt = np.array([number % 997, 3], "<i4").tobytes()
     options = SamplingParams(**{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **params})
     return AddRequest(number, prompt, options, 0)
@@ -119,7 +120,7 @@ def _request(number: int, max_tokens: int, **params: Any) -> AddRequest:
 
 def _huge_list() -> bytes:
     """Return a request of 8 MiB whose allowed_token_ids is one list."""
-    fields = msgspec.msgpack.decode(encode(_request(1, 8)))
+    fields = msgspec.msgpack.decode(encode(tiny_request(1, 8)))
     position = SamplingParams.__struct_fields__.index("allowed_token_ids")
     parts = [msgspec.msgpack.encode(field) for field in fields]
     head = b"".join(msgspec.msgpack.encode(value) for value in fields[3][:position])
@@ -128,28 +129,28 @@ def _huge_list() -> bytes:
     return bytes([0x90 + len(parts)]) + b"".join(parts)
 
 
-def _huge_lists(client: _Client) -> None:
+def _huge_lists(client: HostileClient) -> None:
     client.send(*[_huge_list()] * 6)
 
 
-def _biases(client: _Client) -> None:
+def _biases(client: HostileClient) -> None:
     bias = dict.fromkeys(range(900), 1.0)
-    client.send(*(_request(number, 8, logit_bias=bias) for number in range(2000)))
+    client.send(*(tiny_request(number, 8, logit_bias=bias) for number in range(2000)))
     client.settle()
 
 
-def _unknown_aborts(client: _Client) -> None:
+def _unknown_aborts(client: HostileClient) -> None:
     client.send(*[encode(Abort(np.arange(65_536, dtype="<u4").tobytes(), b""))] * 100)
 
 
-def _many_parts(client: _Client) -> None:
+def _many_parts(client: HostileClient) -> None:
     for _ in range(1_000_000):
         client.socket.send(b"x", zmq.SNDMORE)
     client.socket.send(b"x")
 
 
-def _explanations(client: _Client) -> None:
-    client.send(*(_request(number, 100_000) for number in range(_MANY)))
+def _explanations(client: HostileClient) -> None:
+    client.send(*(tiny_request(number, 100_000) for number in range(_MANY)))
     client.settle()
     client.send(*(Explain(call, -1, 0, 1000) for call in range(30)))
     end = time.monotonic() + _STORM_S
@@ -158,27 +159,27 @@ def _explanations(client: _Client) -> None:
         client.send(Explain(99, -1, 0, 1000))
 
 
-def _mass_abort(client: _Client) -> None:
-    client.send(*(_request(number, 100_000) for number in range(_MANY)))
+def _mass_abort(client: HostileClient) -> None:
+    client.send(*(tiny_request(number, 100_000) for number in range(_MANY)))
     client.settle()
     client.send(Abort(np.arange(_MANY, dtype="<u4").tobytes(), b""))
     client.settle()
 
 
-def _tiny_calls(client: _Client) -> None:
+def _tiny_calls(client: HostileClient) -> None:
     frame, end = encode(Abort(np.arange(1, dtype="<u4").tobytes(), b"")), time.monotonic() + _STORM_S
     while time.monotonic() < end:
         client.send(frame)
 
 
-def _grammars(client: _Client) -> None:
+def _grammars(client: HostileClient) -> None:
     """Send grammars that are mostly wrong, _WINDOW at a time, until each was refused or its request has ended."""
     rng, sent, ended, end = random.Random(0), 0, 0, time.monotonic() + _LIMIT_S
     while ended < _NUM_GRAMMARS:
         while sent < min(_NUM_GRAMMARS, ended + _WINDOW):
             with contextlib.suppress(InvalidRequestError):
                 params = StructuredOutputsParams(**hostile_grammar(rng, _SCHEMAS))  # type: ignore[arg-type]
-                client.send(_request(sent, 20, structured_outputs=params, ignore_eos=False))
+                client.send(tiny_request(sent, 20, structured_outputs=params, ignore_eos=False))
                 sent += 1
         if not client.socket.poll(max(1, int((end - time.monotonic()) * 1000))):
             raise TimeoutError(f"{ended} of {_NUM_GRAMMARS} requests have ended after {_LIMIT_S} s")
@@ -188,16 +189,17 @@ def _grammars(client: _Client) -> None:
         ended += isinstance(message, RequestFailed)
 
 
-def _busy(client: _Client) -> None:
+def busy(client: HostileClient) -> None:
+    """Compute, and send nothing."""
     end = time.monotonic() + _STORM_S
     while time.monotonic() < end:
         pass
 
 
 _GRAMMARS = "1,000 hostile grammars"
-CASES: dict[str, Callable[[_Client], None]] = {
+CASES: dict[str, Callable[[HostileClient], None]] = {
     "nothing": lambda client: time.sleep(_STORM_S),
-    "busy": _busy,
+    "busy": busy,
     "6 lists of 8.3 million numbers": _huge_lists,
     "2,000 requests with 900 biases": _biases,
     "100 Aborts of 65,536 unknown numbers": _unknown_aborts,
@@ -226,7 +228,7 @@ def measure_hostile(config: EngineConfig, *, rep: int) -> Iterator[dict[str, Any
     )
     for name in CASES:
         with EngineProcess(config) as engine:
-            gap, p99, rate = _measure(engine.address, name)
+            gap, p99, rate = measure_case(engine.address, CASES[name], waits=name == _GRAMMARS)
         names = {"engine": NAME, "version": VERSION, "workload": "hostile", "rep": rep, "case": name}
         longest, cpu_wait, steal = (round(seconds * 1000, 1) for seconds in gap)
         gaps = {
@@ -238,19 +240,25 @@ def measure_hostile(config: EngineConfig, *, rep: int) -> Iterator[dict[str, Any
         yield {**names, "step_ms": _STEP_US / 1000, **gaps, "messages_s": round(rate)}
 
 
-def _measure(address: str, name: str) -> tuple[Gap, float, float]:
+def measure_case(
+    address: str, act: Callable[[HostileClient], None], *, waits: bool = False
+) -> tuple[Gap, float, float]:
+    """Return the witness's longest gap, the 99th percentile of its gaps in seconds, and its messages a second.
+
+    waits: act() waits for the end of what it does; else a second more is measured.
+    """
     command = [sys.executable, "-m", __name__, address]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as witness:
         assert witness.stdin is not None
         assert witness.stdout is not None
         witness.stdout.readline()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        client = _Client(context, address)
+        client = HostileClient(context, address)
         time.sleep(0.5)
         _ask(witness)
         begin = time.monotonic()
-        CASES[name](client)
-        if name != _GRAMMARS:  # whose end it waits for
+        act(client)
+        if not waits:
             time.sleep(1.0)
         gap, p99, count = _ask(witness)
         seconds = time.monotonic() - begin
@@ -273,8 +281,8 @@ def witness(address: str) -> None:
     and the number of messages since the last line.
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    client = _Client(context, address)
-    client.send(_request(0, 900_000))
+    client = HostileClient(context, address)
+    client.send(tiny_request(0, 900_000))
     asked = threading.Event()
     threading.Thread(target=_wait_for_lines, args=(asked,), daemon=True).start()
     waits, gaps = Waits(client.pid, os.getpid()), list[Gap]()

@@ -35,6 +35,7 @@ from ipc.messages import (
 )
 from ipc.sampling_params import SamplingParams
 from ipc.scheduling_messages import Explain, Explanation
+from ipc.structured_outputs import StructuredOutputsParams
 from tests.columns import pack_numbers
 from tests.core.driving import add_message, small_config, unpack
 from tests.core.running_engine import CONFIG
@@ -42,6 +43,52 @@ from tests.raw_client import request
 from tests.simulation.engine_parts import ready_executor, served
 
 # --- decoding ----------------------------------------------------------------------------------------------------
+
+
+DENSE = 1 << 20  # entries of a hostile list: a few megabytes of it are a long pause
+
+
+def dense(entry: bytes) -> bytes:
+    return b"\xdd" + struct.pack(">I", DENSE) + entry * DENSE
+
+
+def in_request(field: str, value: bytes) -> bytes:
+    """A request with these bytes in a field of AddRequest."""
+    fields = msgspec.msgpack.decode(encode(request(1, [1])))
+    place = AddRequest.__struct_fields__.index(field) + 1
+    defaults = [0, 0, "", [], "", None, []]  # from priority on
+    parts = [msgspec.msgpack.encode(one) for one in [*fields[:5], *defaults][:place]]
+    rest = b"\x00" if field == "params" else b""  # the seed
+    return bytes([0x90 + len(parts) + 1 + len(rest)]) + b"".join(parts) + value + rest
+
+
+def in_structure(field: str, value: bytes) -> bytes:
+    """A request with these bytes in a field of its grammar."""
+    names = SamplingParams.__struct_fields__
+    place, inner = names.index("structured_outputs"), StructuredOutputsParams.__struct_fields__.index(field)
+    defaults = b"".join(msgspec.msgpack.encode(getattr(SamplingParams(), name)) for name in names[:place])
+    grammar = bytes([0x90 + inner + 1]) + b"\xc0" * inner + value
+    return in_request("params", b"\xdc" + struct.pack(">H", place + 1) + defaults + grammar)
+
+
+HOSTILE = {
+    "delivered": in_request("delivered", dense(b"\xc4\x00")),
+    "features": in_request("features", dense(b"\x93\x00\x01\xc4\x00")),
+    "shape": b"\x94\x07\xa1x" + dense(b"\x01") + b"\xc4\x00",
+    "choice": in_structure("choice", dense(b"\xa0")),
+    "json": in_structure("json", b"\x81\xa1a" + dense(b"\x01")),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_other_list_is_made_either(name: str) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(MalformedMessageError, match="of length <="):
+            decode_client_message(HOSTILE[name])
+        assert tracemalloc.get_traced_memory()[1] < DENSE
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("name", ["stop", "stop_token_ids", "allowed_token_ids", "bad_words", "bad_words_token_ids"])
@@ -147,15 +194,15 @@ def border(socket: PlayedSocket) -> Border:
 
 
 def test_a_message_of_many_frames_is_read_in_many_rounds(socket: PlayedSocket, border: Border) -> None:
-    socket.put(*[b"x"] * 1000)
+    socket.put(*[b"x"] * 5000)
     socket.put(encode(request(1, [1])))
     num_left = []
     while not border.receive(0.0):
         num_left.append(len(socket.frames))
-    assert num_left == [1001 - 32 * rounds for rounds in range(1, 32)]
+    assert num_left == [5000 - 1024 * rounds for rounds in range(1, 5)]
     (refused,) = [decode_server_message(frame) for frame in socket.sent]
     assert isinstance(refused, Refused)
-    assert refused.message == "a message is one frame, this has 1000"
+    assert refused.message == "a message is one frame, this has 5000"
     assert border.inbox.drain() == [(1, request(1, [1]))]
 
 
