@@ -17,6 +17,7 @@ import msgspec
 
 from frontend.engine.child import Child, engine_defaults, spawn
 from frontend.engine.standby import Standby
+from frontend.engine.stopped import LIMIT_S, LOOK_S, StoppedProcess
 from ipc import errors
 from ipc.black_box import BlackBoxFile, BlackBoxReader
 from ipc.config import EngineConfig
@@ -291,6 +292,7 @@ class EngineProcess:
         poller = select.poll()
         poller.register(child.report_fd, select.POLLIN)
         poller.register(child.pidfd, select.POLLIN)
+        stopped = StoppedProcess(child.process.pid)
         while True:
             left = self._deadline - time.monotonic()
             if left <= 0:
@@ -300,7 +302,12 @@ class EngineProcess:
                     f"the engine was not ready within start_timeout={self._start_timeout:g} seconds; it was in phase "
                     f"{self._phase!r}. Raise start_timeout if that phase needs longer"
                 )
-            ready = dict(poller.poll(left * 1000))
+            if stopped.look(time.monotonic()):
+                raise EngineStartError(
+                    f"the engine process ({child.process.pid}) was stopped by a signal in phase {self._phase!r}, for "
+                    f"{LIMIT_S:g} s; it was ended"
+                )
+            ready = dict(poller.poll(min(left, LOOK_S) * 1000))
             if child.report_fd in ready:
                 if data := os.read(child.report_fd, 65_536):
                     yield from self._decode(reader, data)

@@ -39,6 +39,15 @@ def request(params: StructuredOutputsParams | None) -> AddRequest:
     return AddRequest(1, b"\1\0\0\0", SamplingParams(structured_outputs=params), 0)
 
 
+def stop(pid: int) -> None:
+    """Stop a process, and wait until each of its threads has stopped: the signal is for one, which stops the others."""
+    os.kill(pid, signal.SIGSTOP)
+    while any(
+        task.read_text().rsplit(")", 1)[1].split()[0] != "T" for task in Path(f"/proc/{pid}/task").glob("*/stat")
+    ):
+        time.sleep(0.001)
+
+
 def pid_of(checked: CheckedGrammars) -> int:
     assert checked._process is not None
     return checked._process.process.pid
@@ -114,7 +123,7 @@ def test_it_ends_when_its_engine_closes_the_socket(make: Make) -> None:
 def test_the_engine_ends_though_its_process_does_not_answer(make: Make) -> None:
     checked, errors = make(), list[str]()
     checked.prepare(request(structured(regex="a+")))
-    os.kill(pid_of(checked), signal.SIGSTOP)
+    stop(pid_of(checked))
 
     def prepare() -> None:
         with pytest.raises(InvalidRequestError) as error:

@@ -76,6 +76,18 @@ def private_files() -> list[str]:
     return sorted(str(path) for path in Path(os.environ["TMPDIR"]).rglob("engine-core-*"))
 
 
+def test_a_process_that_is_stopped_while_it_starts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in (("stopped.LIMIT_S", 0.2), ("stopped.LOOK_S", 0.05), ("process.LOOK_S", 0.05)):
+        monkeypatch.setattr(f"frontend.engine.{name}", seconds)
+    process = EngineProcess(EngineConfig(executor="fake"))
+    process.start()
+    pid = process.pid
+    freeze(pid)
+    with pytest.raises(EngineStartError, match=rf"\({pid}\) was stopped by a signal in phase"):
+        process.wait_ready()
+    assert not Path(f"/proc/{pid}").exists()
+
+
 def test_start_and_stop() -> None:
     before = private_files()
     phases: list[tuple[str, float]] = []
