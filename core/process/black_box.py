@@ -13,6 +13,7 @@ from typing import Any
 from core.execution.executor import WARM_UP_TOKENS
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from core.scheduling.scheduler import Scheduler
+from core.scheduling.stats import SchedulerStats
 from ipc.black_box import (
     BEGUN,
     BEGUN_AT,
@@ -66,6 +67,8 @@ class BlackBox:
         self._rows = b""  # of the last step
         self._stored = 0  # see Reading
         self._scheduler: Scheduler | None = None
+        self._stats: SchedulerStats | None = None  # of it
+        self._kind = self._kinds[0]  # of the last step
         self._num_scheduled = 0  # tokens, up to the last step
         HEADER.pack_into(self._memory, 0, *(0,) * len(Reading._fields))
         TURNED.pack_into(self._memory, TURNED_AT, 0, 0, time.monotonic_ns(), 0)
@@ -73,24 +76,27 @@ class BlackBox:
 
     def watch(self, scheduler: Scheduler) -> None:
         """Set the scheduler whose steps these are. Called once, before the first of them."""
-        self._scheduler = scheduler
+        self._scheduler, self._stats = scheduler, scheduler.stats
         self._num_scheduled = scheduler.stats.num_scheduled_tokens
 
     def begin(self, plan: SchedulerOutput) -> None:
         """Note a step that begins."""
-        scheduler, step, before, stored_before = self._scheduler, self._num_begun + 1, self._sizes, self._stored
-        assert scheduler is not None, "begin() before watch()"
-        num_scheduled = scheduler.stats.num_scheduled_tokens  # a sum of the plan's column would cost 2 us
-        num_tokens, self._num_scheduled = num_scheduled - self._num_scheduled, num_scheduled
-        rows, sizes, has_starts = plan.rows.tobytes(), (len(plan.rows), num_tokens), plan.added or plan.added_pooling
-        if sizes == before and sizes[0] == num_tokens and rows == self._rows and not has_starts:
+        stats, step, stored_before = self._stats, self._num_begun + 1, self._stored
+        assert stats is not None, "begin() before watch()"
+        num_scheduled, rows = stats.num_scheduled_tokens, plan.rows.tobytes()
+        num_tokens = num_scheduled - self._num_scheduled  # a sum of the plan's column would cost 2 us
+        self._num_scheduled, (rows_before, tokens_before), kind = num_scheduled, self._sizes, self._kind
+        if num_tokens == tokens_before == rows_before and rows == self._rows and not (plan.added or plan.added_pooling):
             self._stored += 2
         else:
             self._store(plan, rows, num_tokens)
-        kind, begun_ns = self._kinds[min(num_tokens.bit_length(), NUM_SIZES) - 1], time.monotonic_ns()
-        self._num_begun, self._sizes, self._began[step % 2] = step, sizes, (begun_ns, kind)
-        numbers = step, begun_ns, kind.expected, *sizes, *before, self._stored, stored_before
-        BEGUN.pack_into(self._memory, BEGUN_AT, *numbers)
+            self._sizes = len(plan.rows), num_tokens
+            kind = self._kind = self._kinds[min(num_tokens.bit_length(), NUM_SIZES) - 1]
+        num_rows, num_tokens = self._sizes
+        begun_ns = time.monotonic_ns()
+        self._num_begun, self._began[step % 2] = step, (begun_ns, kind)
+        numbers = num_rows, num_tokens, rows_before, tokens_before, self._stored, stored_before
+        BEGUN.pack_into(self._memory, BEGUN_AT, step, begun_ns, kind.expected, *numbers)
 
     def _store(self, plan: SchedulerOutput, rows: bytes, num_tokens: int) -> None:
         """Store a plan's columns in the slot that the plan before it did not use."""
