@@ -125,7 +125,14 @@ class Pacing:
         self._num_full += lot.is_full - was_full
 
     def _may_go(self, identity: bytes, lot: _Lot, now: float) -> bool:
-        return lot.may_go(now) or not self._others_have_work(identity, now)
+        return lot.may_go(now) or not self._others_have_work(identity, now) or self._comes_back(identity, now)
+
+    def _comes_back(self, identity: bytes, now: float) -> bool:
+        """Return whether a peer sends again what it had before its connection or its engine was lost: at once."""
+        session = self._sessions.of_identity(identity)
+        if session is None or session.returning_until <= now:
+            return False
+        return bool(session.resumable) or session.num_restorable > 0
 
     def _others_have_work(self, identity: bytes, now: float) -> bool:
         """Return whether another peer has requests. What is known of that may be 50 ms old."""

@@ -167,6 +167,19 @@ def test_a_client_that_leaves_takes_nothing_with_it(rounds: Rounds) -> None:
     assert len(taken) < 600  # those that were parked are the client's to send again
 
 
+def test_what_a_lost_session_had_comes_back_at_once(rounds: Rounds) -> None:
+    aborts = [HEARTBEAT] * 400  # the flood is noticed
+    rounds.socket.add(b"flood", *aborts)
+    rounds.socket.add(b"back", encode(Hello(PROTOCOL_MAJOR, PROTOCOL_MINOR, "", num_resumed=300)))
+    rounds.run(16)
+    assert rounds.border._pacing.is_on
+    rounds.socket.add(b"back", *(encode(request(number, [1])) for number in range(300)), *[HEARTBEAT] * 200)
+    rounds.run(24)
+    assert rounds.count(b"back") >= 300
+    rounds.run(4)
+    assert rounds.num_parked, "what it sends beyond that is paced"
+
+
 def test_few_messages_never_come_to_it(rounds: Rounds) -> None:
     for _ in range(500):
         rounds.socket.add(b"flood", *[HEARTBEAT] * (PER_TICK - 2))
