@@ -8,8 +8,18 @@ from typing import Any
 
 from core.model_files.values import Values
 from core.models.architectures import Architecture
+from core.models.config import Activation, Residual
 
 _MOST = 1e6  # of a multiplier
+#: transformers' names of activations: of MLPs with a gate, and of others.
+_GATES: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
+_ACTIVATIONS: dict[str, Activation] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_fast": "gelu_pytorch_tanh",
+    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+    "relu2": "relu2",
+}
 
 
 def multipliers(values: Values, architecture: Architecture, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -27,11 +37,29 @@ def multipliers(values: Values, architecture: Architecture, sizes: dict[str, Any
             "query_pre_attn_scalar": number("attention_multiplier") ** -2,
             "logits_multiplier": 1 / number("logits_scaling"),
         }
+    if architecture.multipliers == "cohere":
+        return {"logits_multiplier": number("logit_scale")}
     return {
         "embedding_multiplier": number("scale_emb"),
         "residual_multiplier": number("scale_depth") / math.sqrt(sizes["num_hidden_layers"]),
         "logits_multiplier": number("dim_model_base", sizes["hidden_size"]) / sizes["hidden_size"],
     }
+
+
+def residuals(values: Values, architecture: Architecture) -> Residual:
+    """Return what the MLPs read."""
+    key = architecture.residual_key
+    return architecture.residual if key is None or values.boolean(key) else "in turn"
+
+
+def activation(values: Values, architecture: Architecture) -> Activation:
+    """Return the activation of the MLPs."""
+    key = architecture.activation_key
+    name = None if key is None else values.get(key)
+    known = _GATES if architecture.is_gated else _ACTIVATIONS
+    if key is not None and name is not None and str(name) not in known:
+        values.refuse(key, f"{' and '.join(map(repr, known))} are")
+    return architecture.activation if name is None else known[str(name)]
 
 
 def caps(values: Values, architecture: Architecture) -> dict[str, Any]:

@@ -6,7 +6,7 @@ Settings that would change the arithmetic and are not implemented are refused by
 from pathlib import Path
 from typing import Any
 
-from core.model_files.architecture_settings import every, unrotated_beside
+from core.model_files.architecture_settings import every, residuals, unrotated_beside
 from core.model_files.config_json import pattern_layers
 from core.model_files.encoder_gguf import gguf_encoder_config
 from core.model_files.gguf_experts import gguf_experts
@@ -74,7 +74,9 @@ _KEYS = {
     "mamba_inner_size": "ssm.inner_size",
     "full_attention_interval": "full_attention_interval",
     "is_rotated": "rope.scaling.finetuned",
+    "use_parallel_residual": "use_parallel_residual",
 }
+_EPS_OF_CENTRED = "attention.layer_norm_epsilon"
 #: Keys of features that are not implemented -> their value without effect.
 _WITHOUT_EFFECT: dict[str, Any] = {
     "attention.clamp_kqv": 0.0,
@@ -118,7 +120,8 @@ def read_gguf_config(path: Path) -> ModelConfig:
     for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"):
         eos += values.token_ids(key, vocab_size)
     bos = values.token_ids("tokenizer.ggml.bos_token_id", vocab_size)
-    first = "attn_qkv" if architecture.fused_qkv else "attn_kv_a_mqa" if architecture.latent else "attn_q"
+    features = _features(header, values, architecture, sizes)
+    first = "attn_qkv" if features["fused_qkv"] else "attn_kv_a_mqa" if architecture.latent else "attn_q"
     return ModelConfig(
         architecture=architecture.name,
         vocab_size=vocab_size,
@@ -133,7 +136,7 @@ def read_gguf_config(path: Path) -> ModelConfig:
         unrotated_layers=_unrotated(values, architecture, window, sizes["num_hidden_layers"]),
         **sizes,
         **window,
-        **(_features(header, architecture, sizes) | _multipliers(values, architecture) | scale_of(values, latent)),
+        **(features | _multipliers(values, architecture) | scale_of(values, latent)),
         **_caps(values, architecture),
         latent=latent,
         recurrent=gguf_recurrent_parts(values, architecture, sizes),
@@ -150,9 +153,10 @@ def _named(header: GgufHeader, path: Path) -> tuple[Values, Architecture]:
         values.fail("general.architecture", f"is missing; supported are {known}")
     if name not in GGUF_ARCHITECTURES:
         values.refuse("general.architecture", f"supported are {known}")
-    values = Values(header.metadata, str(path), {key: f"{name}.{rest}" for key, rest in _KEYS.items()})
-    is_routed = values.get("num_experts") not in (None, 0) and str(name) in GGUF_ROUTED
+    is_routed = header.metadata.get(f"{name}.{_KEYS['num_experts']}") not in (None, 0) and str(name) in GGUF_ROUTED
     architecture = (GGUF_ROUTED if is_routed else GGUF_ARCHITECTURES)[str(name)]
+    own = _KEYS | ({"rms_norm_eps": _EPS_OF_CENTRED} if architecture.centred_norms else {})
+    values = Values(header.metadata, str(path), {key: f"{name}.{rest}" for key, rest in own.items()})
     spread_heads(values, architecture)
     _refuse_features(values, str(name), architecture)
     return values, architecture
@@ -199,7 +203,7 @@ def _refuse_features(values: Values, name: str, architecture: Architecture) -> N
             values.refuse(setting, "all layers must be alike")
 
 
-def _features(header: GgufHeader, architecture: Architecture, sizes: dict[str, Any]) -> dict[str, Any]:
+def _features(header: GgufHeader, values: Values, architecture: Architecture, sizes: dict[str, Any]) -> dict[str, Any]:
     """Return the layer features by ModelConfig's names, without rotation and window.
 
     A model has a bias if the file has its tensor. The norms' offset is included in the file's numbers already.
@@ -207,11 +211,19 @@ def _features(header: GgufHeader, architecture: Architecture, sizes: dict[str, A
     scalar = None
     if architecture.query_pre_attn_scalar and sizes["num_hidden_layers"] == architecture.gguf_scalar_layers:
         scalar = sizes["hidden_size"] / sizes["num_attention_heads"]
+    # Phi-2's files have Q, K and V apart or not. Recurrent layers have a matrix of that name, too.
+    is_fused = architecture.recurrent is None and "blk.0.attn_qkv.weight" in header.tensors
+    biases = {name.split(".", 2)[2] for name in header.tensors if name.startswith("blk.") and name.endswith(".bias")}
     return {
         "hidden_act": architecture.activation,
-        "qkv_bias": architecture.attention_bias == "qkv"
-        or any(name.endswith(".attn_q.bias") for name in header.tensors),
-        "output_bias": any(name.endswith(".attn_output.bias") for name in header.tensors),
+        "qkv_bias": architecture.attention_bias == "qkv" or not biases.isdisjoint(("attn_q.bias", "attn_qkv.bias")),
+        "output_bias": "attn_output.bias" in biases,
+        "mlp_bias": architecture.mlp_bias_key is not None and "ffn_down.bias" in biases,
+        "head_bias": architecture.head_bias,
+        "is_gated": architecture.is_gated,
+        "residual": residuals(values, architecture),
+        "centred_norms": architecture.centred_norms,
+        "norm_bias": architecture.norm_bias,
         "qk_norm": architecture.qk_norm
         or (architecture.qk_norm_key is not None and "blk.0.attn_q_norm.weight" in header.tensors),
         "qk_norm_of_rows": architecture.qk_norm_of_rows,
@@ -221,7 +233,7 @@ def _features(header: GgufHeader, architecture: Architecture, sizes: dict[str, A
         "output_gate": architecture.output_gate,
         "scale_embeddings": architecture.scale_embeddings,
         "query_pre_attn_scalar": scalar,
-        "fused_qkv": architecture.fused_qkv,
+        "fused_qkv": is_fused,
         "fused_gate_up": architecture.fused_gate_up and architecture.experts is None,
     }
 
@@ -256,6 +268,8 @@ def _caps(values: Values, architecture: Architecture) -> dict[str, Any]:
 def _multipliers(values: Values, architecture: Architecture) -> dict[str, Any]:
     if architecture.multipliers == "none":
         return {}
+    if architecture.multipliers == "cohere":
+        return {"logits_multiplier": values.number("logits_scaling", 1e-6, 1e6)}
     fields = {name: values.number(name, 1e-6, 1e6) for name in ("embedding_multiplier", "residual_multiplier")}
     if values.get("attention_multiplier") not in (None, 0.0):
         fields["query_pre_attn_scalar"] = values.number("attention_multiplier", 1e-6, 1e6) ** -2

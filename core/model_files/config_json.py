@@ -9,7 +9,14 @@ from typing import Any
 
 import msgspec
 
-from core.model_files.architecture_settings import caps, multipliers, rotary_dim, unrotated_layers
+from core.model_files.architecture_settings import (
+    activation,
+    caps,
+    multipliers,
+    residuals,
+    rotary_dim,
+    unrotated_layers,
+)
 from core.model_files.encoder_config import encoder_of, most_tokens_of, read_encoder_config
 from core.model_files.expert_settings import experts
 from core.model_files.latent_settings import as_one_head, latent_features, latent_parts
@@ -18,7 +25,7 @@ from core.model_files.recurrent_settings import adjusted_sizes, recurrent_parts
 from core.model_files.rope_scaling import read_rope_scaling
 from core.model_files.text_part import text_part
 from core.model_files.values import Values, model_sizes
-from core.model_files.vision_settings import PROCESSOR_FILE, read_vision, text_values, vision_architecture
+from core.model_files.vision_settings import read_vision, text_values, vision_architecture
 from core.models.architectures import ARCHITECTURES, FORMS, Architecture, Form
 from core.models.config import ModelConfig
 from core.models.encoder_architectures import EncoderArchitecture, EncoderForm
@@ -26,9 +33,9 @@ from core.models.rope_scaling import YarnScaling
 from core.models.vision_architectures import VisionArchitecture
 from ipc.errors import ModelFileError
 from ipc.files.model_files import read_small_file
+from ipc.files.projector import PROCESSOR_FILE
 
 _NAMES = ", ".join(ARCHITECTURES)
-_NAMED_ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 #: Settings of related architectures that are not implemented -> their value without effect.
 _WITHOUT_EFFECT: dict[str, Any] = {
@@ -126,16 +133,18 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def _architecture(values: Values) -> tuple[Architecture, Form]:
     """Return the architecture that the config names, and what the checkpoint has on top of its layers.
 
-    A config saved from a bare LlamaConfig has a model_type but no architectures.
+    A config saved from a bare LlamaConfig has a model_type but no architectures. transformers chooses its code by
+    model_type; for some models that is Llama's code, and it saves them as a LlamaForCausalLM.
     """
     names, model_type = values.get("architectures"), values.get("model_type")
     if names is None and model_type is None:
         values.fail("architectures", f"is missing; supported are {_NAMES}")
     rows = ARCHITECTURES.values()
+    found = [row for row in rows if model_type == row.model_type]
     if isinstance(names, list) and len(names) == 1 and str(names[0]) in FORMS:
-        return FORMS[str(names[0])]
-    found = [row for row in rows if names is None and model_type == row.model_type]
-    if not found:
+        named, form = FORMS[str(names[0])]
+        return found[0] if found else named, form
+    if names is not None or not found:
         values.refuse("model_type" if names is None else "architectures", f"supported are {_NAMES}")
     return found[0], "causal"
 
@@ -154,7 +163,10 @@ def _refuse_features(values: Values, architecture: Architecture) -> None:
     for name, only in architecture.only.items():
         if values.get(name) != only:
             values.refuse(name, f"only {json.dumps(only)} is")
+    own = architecture.attention_bias_key, architecture.mlp_bias_key
     for name, plain in _WITHOUT_EFFECT.items():
+        if name in own:
+            continue
         if type(plain) is bool:
             values.boolean(name)
         if values.get(name) not in (None, plain):
@@ -183,18 +195,20 @@ def _dtype(values: Values) -> str:
 
 def _features(values: Values, architecture: Architecture, sizes: dict[str, Any]) -> dict[str, Any]:
     """Return the layer features by ModelConfig's names, without rotation and window."""
-    configured = values.boolean("attention_bias") and architecture.attention_bias == "as configured"
-    key = architecture.activation_key
-    activation = None if key is None else values.get(key)
-    if key is not None and activation not in (None, *_NAMED_ACTIVATIONS):
-        values.refuse(key, f"{' and '.join(map(repr, _NAMED_ACTIVATIONS))} are")
+    configured = values.boolean(architecture.attention_bias_key) and architecture.attention_bias == "as configured"
     scalar = None
     if architecture.query_pre_attn_scalar:
         scalar = values.number("query_pre_attn_scalar", 1e-6, 1e6)
     return {
-        "hidden_act": activation or architecture.activation,
+        "hidden_act": activation(values, architecture),
         "qkv_bias": configured or architecture.attention_bias == "qkv",
         "output_bias": configured and values.boolean("attention_out_bias", True),
+        "mlp_bias": (key := architecture.mlp_bias_key) is not None and values.boolean(key),
+        "head_bias": architecture.head_bias,
+        "is_gated": architecture.is_gated,
+        "residual": residuals(values, architecture),
+        "centred_norms": architecture.centred_norms,
+        "norm_bias": architecture.norm_bias,
         "qk_norm": architecture.qk_norm if (key := architecture.qk_norm_key) is None else values.boolean(key),
         "qk_norm_of_rows": architecture.qk_norm_of_rows,
         "pre_norms": architecture.pre_norms,

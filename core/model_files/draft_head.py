@@ -11,7 +11,8 @@ import numpy as np
 from core.model_files.config_json import decoder_config, read_json_object
 from core.model_files.load_format import made_up
 from core.model_files.values import Values
-from core.model_files.weights import layer_shapes, load_tensors, read_integers
+from core.model_files.weight_shapes import layer_shapes
+from core.model_files.weights import load_tensors, read_integers
 from core.models.architectures import ARCHITECTURES
 from core.models.config import ModelConfig
 from core.models.draft_head import DraftHead, Eagle3Parts, HeadConfig, HeadWeights, head_shapes

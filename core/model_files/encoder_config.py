@@ -11,6 +11,8 @@ from core.models.encoder_architectures import ENCODER_FORMS, ENCODER_TYPES, Enco
 #: transformers' names of activations -> ours.
 _ACTIVATIONS: dict[str, EncoderActivation] = {name: name for name in get_args(EncoderActivation)}
 _ACTIVATIONS |= {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
+#: Of MLPs with a gate beside BERT's other parts.
+_GATES: dict[str, EncoderActivation] = {"silu": "silu", "swiglu": "silu", "gelu": "gelu", "geglu": "gelu"}
 #: Settings that are not implemented -> their value without effect.
 _WITHOUT_EFFECT: dict[str, Any] = {
     "is_decoder": False,
@@ -48,8 +50,9 @@ def read_encoder_config(
     prompt that the files allow; None = as many as there are positions. Errors: ModelFileError, UnsupportedModelError.
     """
     eps_key = "norm_eps" if row.is_modern else "layer_norm_eps"
-    values = Values({**row.defaults, **settings}, source, {"rms_norm_eps": eps_key})
-    for name, plain in _WITHOUT_EFFECT.items():
+    own = {row.settings[name]: value for name, value in settings.items() if name in row.settings}
+    values = Values({**row.defaults, **own, **settings}, source, {"rms_norm_eps": eps_key})
+    for name, plain in {**_WITHOUT_EFFECT, **row.only}.items():
         if values.get(name) not in (None, plain):
             values.refuse(name, f"only {plain!r} is")
     sizes = model_sizes(values)
@@ -57,6 +60,8 @@ def read_encoder_config(
     is_classifier = form == "classifier"
     if row.is_modern:
         parts, more = _modern_parts(values, row, is_classifier), _modern_attention(values, sizes["num_hidden_layers"])
+    elif row.is_rotary:
+        parts, more = _rotary_parts(values), {"rope_theta": _one_theta(values)}
     else:
         parts, more = _bert_parts(values, row, is_classifier, rows), {"rope_theta": 10_000.0}
         sizes["max_position_embeddings"] = rows - parts.first_position
@@ -96,6 +101,27 @@ def _bert_parts(values: Values, row: EncoderArchitecture, is_classifier: bool, r
         activation=_activation(values, "hidden_act"),
         head=row.head if is_classifier else "none",
     )
+
+
+def _rotary_parts(values: Values) -> EncoderParts:
+    if (name := str(values.get("hidden_act"))) not in _GATES:
+        values.refuse("hidden_act", f"{', '.join(_GATES)} are")
+    return EncoderParts(
+        num_kinds=values.integer("type_vocab_size"),
+        products_have_biases=False,
+        is_gated=True,
+        has_fused_gate=False,
+        has_fused_qkv=True,
+        activation=_GATES[name],
+    )
+
+
+def _one_theta(values: Values) -> float:
+    """Return theta of all layers: of rope_parameters, as transformers 5 writes it, or of the setting."""
+    group = values.group("rope_parameters")
+    if group is not None and group.get("rope_type") not in (None, "default"):
+        group.refuse("rope_type", "'default' is")
+    return values.number("rope_theta", 1.0, 1e12) if group is None else group.number("rope_theta", 1.0, 1e12)
 
 
 def _modern_parts(values: Values, row: EncoderArchitecture, is_classifier: bool) -> EncoderParts:

@@ -16,7 +16,10 @@ _KEYS = {
     "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count",
     "layer_norm_eps": "attention.layer_norm_epsilon",
+    "max_position_embeddings": "context_length",
+    "rope_theta": "rope.freq_base",
 }
+_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 
 
@@ -30,7 +33,10 @@ def gguf_encoder_config(path: Path, header: GgufHeader, name: str) -> ModelConfi
     values = Values(header.metadata, str(path), {key: f"{name}.{rest}" for key, rest in _KEYS.items()})
     if header.metadata.get(f"{name}.attention.causal", False) is not False:
         values.refuse(f"{name}.attention.causal", "only false is")
-    settings: dict[str, Any] = {key: values.integer(key) for key in _KEYS if key != "layer_norm_eps"}
+    settings: dict[str, Any] = {key: values.integer(key) for key in _SIZES}
+    if row.is_rotary:
+        settings["max_position_embeddings"] = values.integer("max_position_embeddings")
+        settings["rope_theta"] = values.number("rope_theta", 1.0, 1e12, row.defaults["rope_theta"])
     eps = values.number("layer_norm_eps", 0.0, 1.0, row.defaults["layer_norm_eps"])
     settings["layer_norm_eps"] = float(f"{eps:.7g}")  # the file's float32 is next to the model's 1e-12
     for key, our_stem in (
@@ -38,11 +44,13 @@ def gguf_encoder_config(path: Path, header: GgufHeader, name: str) -> ModelConfi
         ("max_position_embeddings", "embeddings.positions"),
         ("type_vocab_size", "embeddings.kinds"),
     ):
+        if our_stem not in row.gguf_weights:
+            continue
         tensor = header.tensors.get(f"{row.gguf_weights[our_stem]}.weight")
         if tensor is None:
             values.fail(f"{row.gguf_weights[our_stem]}.weight", "is missing; an encoder has this tensor")
         settings[key] = tensor.shape[0]
-    matrix = header.tensors.get("blk.0.attn_q.weight")
+    matrix = header.tensors.get(f"{row.gguf_weights['layers.{}.o'].format(0)}.weight")
     return read_encoder_config(
         settings,
         str(path),

@@ -24,13 +24,17 @@ def encoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
     attention = {"qkv": 3 * hidden} if parts.has_fused_qkv else dict.fromkeys("qkv", hidden)
     products = {name: (rows, hidden) for name, rows in attention.items()}
-    products |= {"o": (hidden, hidden), "up": (inner * (2 if parts.is_gated else 1), hidden), "down": (hidden, inner)}
+    products["o"] = (hidden, hidden)
+    if parts.is_gated and not parts.has_fused_gate:
+        products["gate"] = (inner, hidden)
+    is_double = parts.is_gated and parts.has_fused_gate
+    products |= {"up": (inner * (2 if is_double else 1), hidden), "down": (hidden, inner)}
     names = ("attention_out_norm" if parts.norms_follow else "attention_norm", "mlp_norm")
     vectors = {"embeddings.norm": hidden}
     for layer in range(config.num_hidden_layers):
         for name, shape in products.items():
             shapes[f"layers.{layer}.{name}.weight"] = shape
-            if parts.has_biases:
+            if parts.has_biases and parts.products_have_biases:
                 shapes[f"layers.{layer}.{name}.bias"] = shape[:1]
         vectors |= {f"layers.{layer}.{name}": hidden for name in names if layer or name != "attention_norm"}
     if not parts.norms_follow:

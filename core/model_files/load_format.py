@@ -11,7 +11,8 @@ import numpy as np
 
 from core.model_files.model_config import ModelConfig
 from core.model_files.progress import counted
-from core.model_files.weights import expected_shapes, load_weights
+from core.model_files.weight_shapes import expected_shapes
+from core.model_files.weights import load_weights
 from core.models.stored_matrix import Weight
 from ipc.config import LoadFormat
 from ipc.errors import ConfigError

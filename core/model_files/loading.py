@@ -28,6 +28,7 @@ from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from ipc.files.gguf import forget_gguf
 from ipc.files.model_files import model_fingerprint
+from ipc.files.projector import projector_beside
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.quantized_kv_cache import QuantizedKVCache
@@ -74,7 +75,8 @@ def load_model(
         pooler = read_pooler(config, path, native, model_config) if has_pooler else None
         vision, sees_all = _vision(path, model_config, dtype, config, native), not model_config.is_causal
         _return_free_memory()
-        return LoadedModel(native, weights.fingerprint, weights.label, pooler, model_config.encoder, sees_all, vision)
+        identity = _with_projector(weights.fingerprint, path)
+        return LoadedModel(native, identity, weights.label, pooler, model_config.encoder, sees_all, vision)
     _check_fit(path, config, rank, stage, None)
     if config.quantization in ("stored", "int8"):
         raise ConfigError(f"quantization={config.quantization!r} does not fit {path}, which transformers' code runs")
@@ -236,6 +238,13 @@ def _vision(
     is_made_up = config.load_format == "dummy"
     weights = open_vision(path, model.vision, model.hidden_size, dtype, is_made_up=is_made_up)
     return VisionEncoder(model.vision, model.hidden_size, weights, dtype, native.library)
+
+
+def _with_projector(fingerprint: str, path: Path) -> str:
+    """Return the identity of a model's weights and of those in the projector beside its file, if there is one."""
+    if (projector := projector_beside(path)) is None:
+        return fingerprint
+    return hashlib.sha256(f"{fingerprint} {model_fingerprint(projector)}".encode()).hexdigest()
 
 
 def _weight_form(config: EngineConfig, model_config: ModelConfig, library: CpuLibrary | None) -> WeightForm:

@@ -2,13 +2,17 @@
 
 from pathlib import Path
 
+import msgspec
+
 from core.model_files.config_gguf import read_gguf_config
 from core.model_files.config_json import read_json_config
+from core.model_files.gguf_vision import read_gguf_vision
 from core.model_files.text_part import TEXT_PARTS
 from core.models.architectures import FORMS
 from core.models.config import ModelConfig
 from core.models.encoder_architectures import ENCODER_FORMS
 from core.models.vision_architectures import VISION_ARCHITECTURES
+from ipc.files.projector import projector_beside
 
 __all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "read_model_config"]
 
@@ -16,9 +20,14 @@ SUPPORTED_ARCHITECTURES = (*FORMS, *ENCODER_FORMS, *VISION_ARCHITECTURES, *TEXT_
 
 
 def read_model_config(path: Path) -> ModelConfig:
-    """Return the configuration of a model. path: a model folder or .gguf file, of ipc.files.model_files.resolve_model.
+    """Return the configuration of a model, with the vision encoder of a projector beside a GGUF file.
+
+    path: a model folder or .gguf file, of ipc.files.model_files.resolve_model.
 
     Errors: ModelFileError naming the key for a missing or invalid value; UnsupportedModelError naming what this version
     cannot run.
     """
-    return read_gguf_config(path) if path.suffix == ".gguf" else read_json_config(path)
+    if path.suffix != ".gguf":
+        return read_json_config(path)
+    config, projector = read_gguf_config(path), projector_beside(path)
+    return config if projector is None else msgspec.structs.replace(config, vision=read_gguf_vision(projector))

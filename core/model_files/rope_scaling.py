@@ -1,7 +1,7 @@
 """Rotary scalings from config.json: the ways in which models extend their rotary embedding to longer contexts.
 
-"dynamic" depends on the current length of a request, so a token's K would change after it is stored. It is refused by
-name, as are all other types of transformers. "longrope" does so too, but its choice can be fixed: see LongropeScaling.
+"dynamic" depends on the length of a request, but scales nothing up to max_position_embeddings, where max_model_len
+ends. "longrope" depends on it too, and its choice can be fixed: see LongropeScaling. Other types are refused by name.
 """
 
 import math
@@ -26,8 +26,8 @@ def read_rope_scaling(
     kind = group.values.get(name, "default")
     if num_divisors is not None and kind in ("longrope", "su"):
         return _longrope(group, max_position_embeddings, num_divisors)
-    if kind not in ("default", "linear", "llama3", "yarn"):
-        group.refuse(name, "the types 'default', 'linear', 'llama3' and 'yarn' are")
+    if kind not in ("default", "dynamic", "linear", "llama3", "yarn"):
+        group.refuse(name, "the types 'default', 'dynamic', 'linear', 'llama3' and 'yarn' are")
     if kind == "linear":
         return LinearScaling(_factor(group))
     if kind == "llama3":

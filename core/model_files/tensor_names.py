@@ -80,16 +80,30 @@ def gates_last(order: tuple[int, ...], num_heads: int) -> tuple[int, ...]:
     return (*queries, *gates)
 
 
+def parts_in_turn(order: tuple[int, ...], num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
+    """Return the places in the file of all rows of Q, then of K, then of V, which the file has KV head by KV head.
+
+    order: of a head of Q or K, see head_order().
+    """
+    size, group = len(order), num_heads // num_kv_heads
+    firsts = [kv_head * (group + 2) * size for kv_head in range(num_kv_heads)]
+    queries = (first + head * size + place for first in firsts for head in range(group) for place in order)
+    keys = (first + group * size + place for first in firsts for place in order)
+    values = (first + (group + 1) * size + place for first in firsts for place in range(size))
+    return (*queries, *keys, *values)
+
+
 def json_name(name: str, config: ModelConfig) -> str:
     """Return the name in safetensors of one of our names."""
     if config.encoder is not None:
         return name
     stem, kind = name.rsplit(".", 1)  # kind: weight or bias
-    names = ARCHITECTURES[config.architecture].names
+    row = ARCHITECTURES[config.architecture]
+    names = row.names
     if not name.startswith("model.layers."):
         return f"{names.get(stem, stem)}.{kind}"
-    model, layers, layer, part = stem.split(".", 3)
-    return f"{model}.{layers}.{layer}.{_part_name(part, names)}.{kind}"
+    _, _, layer, part = stem.split(".", 3)
+    return f"{row.layers_name}.{layer}.{_part_name(part, names)}.{kind}"
 
 
 def gguf_name(name: str, config: ModelConfig) -> str:

@@ -8,8 +8,6 @@ from core.models.vision_architectures import VISION_ARCHITECTURES, VisionArchite
 from core.models.vision_parts import VisionActivation, VisionParts
 from ipc.messages import MAX_CLIENT_MESSAGE_BYTES
 
-#: The file that says how pixels become numbers.
-PROCESSOR_FILE = "preprocessor_config.json"
 _MAX_IMAGE_BYTES = MAX_CLIENT_MESSAGE_BYTES - 4096  # a client puts each into a message
 #: Default values in transformers' config classes of settings that vision_config and text_config may lack, by the join
 #: and by model_type.

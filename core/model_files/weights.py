@@ -16,17 +16,24 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from core.model_files.encoder_weights import encoder_shapes, with_our_names
+from core.model_files.encoder_weights import with_our_names
 from core.model_files.latent_tensors import latent_orders
-from core.model_files.mixer_shapes import mixer_shapes
 from core.model_files.mxfp4 import MXFP4, mxfp4_rows
 from core.model_files.packed_layout import UNUSED_KINDS, fault_of, kinds_of
 from core.model_files.packed_matrix import ELEMENT_DTYPES, unpack
 from core.model_files.recurrent_tensors import input_order, like_others
 from core.model_files.stacked_experts import unstacked, unturned
 from core.model_files.stored_tensor import PackedTensor, StoredTensor
-from core.model_files.tensor_names import gates_last, gguf_name, head_order, is_of_further_layer, json_name
+from core.model_files.tensor_names import (
+    gates_last,
+    gguf_name,
+    head_order,
+    is_of_further_layer,
+    json_name,
+    parts_in_turn,
+)
 from core.model_files.text_part import without_images
+from core.model_files.weight_shapes import expected_shapes
 from core.models.architectures import ARCHITECTURES
 from core.models.config import ModelConfig, Packing
 from core.models.rope_scaling import LongropeScaling
@@ -55,61 +62,6 @@ _HARMLESS = re.compile(
 )
 
 
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every weight by name, in the order of use; matrices are [out, in]."""
-    if config.encoder is not None:
-        return encoder_shapes(config)
-    hidden = config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
-    for layer in range(config.num_hidden_layers):
-        for name, shape in layer_shapes(config, layer).items():
-            shapes[f"model.layers.{layer}.{name}"] = shape
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    if config.num_labels:
-        shapes["score.weight"] = (config.num_labels, hidden)
-    return shapes
-
-
-def layer_shapes(config: ModelConfig, layer: int = 0) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every weight of a layer by name, without the layer's prefix."""
-    hidden = config.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {"input_layernorm.weight": (hidden,)} if config.pre_norms else {}
-    shapes |= mixer_shapes(config, layer)
-    norms = ["post_attention_layernorm"]
-    if config.post_norms:
-        norms += ["pre_feedforward_layernorm"] if config.pre_norms else []
-        norms += ["post_feedforward_layernorm"]
-    shapes |= {f"{name}.weight": (hidden,) for name in norms}
-    experts = config.experts
-    if experts is None or layer in experts.dense_layers:
-        return shapes | _mlp_shapes(config, "mlp.", config.intermediate_size)
-    shapes["mlp.router.weight"] = (experts.num_experts, hidden)
-    if experts.has_shared_gate:
-        shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
-    if experts.has_correction:
-        shapes["mlp.router_correction.bias"] = (experts.num_experts,)
-    for number in range(experts.num_experts):
-        shapes |= _mlp_shapes(config, f"mlp.experts.{number}.", experts.intermediate_size)
-    if experts.has_biases:
-        routed = {name: shape for name, shape in shapes.items() if name.startswith("mlp.")}
-        shapes |= {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in routed.items()}
-    if experts.shared_size:
-        shapes |= _mlp_shapes(config, "mlp.shared_expert.", experts.shared_size)
-    return shapes
-
-
-def _mlp_shapes(config: ModelConfig, prefix: str, size: int) -> dict[str, tuple[int, ...]]:
-    hidden = config.hidden_size
-    shapes: dict[str, tuple[int, ...]]
-    if config.fused_gate_up:
-        shapes = {f"{prefix}gate_up_proj.weight": (2 * size, hidden)}
-    else:
-        shapes = {f"{prefix}{name}_proj.weight": (size, hidden) for name in ("gate", "up")}
-    return shapes | {f"{prefix}down_proj.weight": (hidden, size)}
-
-
 def load_weights(
     path: Path,
     config: ModelConfig,
@@ -136,17 +88,21 @@ def load_weights(
 
 
 def load_tensors(
-    folder: Path, files: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]], unused: re.Pattern[str], dtype: Dtype
+    folder: Path,
+    files: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    unused: re.Pattern[str] | None,
+    dtype: Dtype,
 ) -> Iterator[tuple[str, Weight]]:
     """Return an iterator over (name, weight) for every name of shapes, as load_weights() does for a whole model.
 
-    files: the names in the folder's files. unused: of tensors that the files may have besides. Errors: those of
-    load_weights(). A tensor of more than two dimensions becomes a matrix [first, others].
+    folder: or a GGUF file. files: the names in the files. unused: of tensors that they may have besides. Errors: those
+    of load_weights(). A tensor of more than two dimensions becomes a matrix [first, others].
     """
-    found = _folder_tensors(folder)
+    found = _gguf_tensors(folder) if folder.suffix == ".gguf" else _folder_tensors(folder)
     plan = {name: _as_matrix(_take(found, files[name], shape, folder)) for name, shape in shapes.items()}
     for name, stored in found.items():
-        if not unused.fullmatch(name):
+        if unused is None or not unused.fullmatch(name):
             raise UnsupportedModelError(f"{stored.path}: unexpected tensor {name!r:.80} of shape {stored.shape}")
     return _convert(plan, dtype, None)
 
@@ -172,15 +128,18 @@ def read_integers(folder: Path, name: str) -> Ints | None:
 
 
 def _plan_gguf(path: Path, config: ModelConfig) -> Mapping[str, StoredTensor | PackedTensor]:
-    tensors = read_gguf(path).tensors.items()
-    found = {n: StoredTensor(path, n, t.type, t.shape, t.offset, t.offset + t.num_bytes) for n, t in tensors}
-    found = unstacked(like_others(found, config))
+    found = unstacked(like_others(_gguf_tensors(path), config))
     plan = {name: _take(found, gguf_name(name, config), shape, path) for name, shape in expected_shapes(config).items()}
     _check_rest(found, config)
     if config.encoder is not None:
         return plan
     row = ARCHITECTURES[config.architecture]
     return _in_our_order(plan, config, row.interleaves_heads or row.gguf_interleaves_heads)
+
+
+def _gguf_tensors(path: Path) -> dict[str, StoredTensor]:
+    tensors = read_gguf(path).tensors.items()
+    return {n: StoredTensor(path, n, t.type, t.shape, t.offset, t.offset + t.num_bytes) for n, t in tensors}
 
 
 def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -202,8 +161,9 @@ def _plan_folder(folder: Path, config: ModelConfig) -> Mapping[str, StoredTensor
         found = with_our_names(found, config)
     elif config.vision is not None:
         found = {ours: stored for name, stored in found.items() if (ours := text_name(name)) is not None}
-    elif "model.embed_tokens.weight" not in found:  # saved from a model without a head
-        found = {name if name.startswith(("lm_head.", "score.")) else f"model.{name}": t for name, t in found.items()}
+    elif (first := json_name("model.embed_tokens.weight", config)) not in found:  # saved from a model without a head
+        stem = f"{first.split('.')[0]}."
+        found = {name if name.startswith(("lm_head.", "score.")) else stem + name: t for name, t in found.items()}
     found = like_others(found, config)
     turns = config.encoder is None and (experts := ARCHITECTURES[config.architecture].experts) and experts.is_turned
     found = unturned(found) if turns else unstacked(found)
@@ -214,13 +174,21 @@ def _plan_folder(folder: Path, config: ModelConfig) -> Mapping[str, StoredTensor
     _check_rest(found, config)
     if config.encoder is not None:
         return plan
-    return _in_our_order(plan, config, ARCHITECTURES[config.architecture].interleaves_heads)
+    row = ARCHITECTURES[config.architecture]
+    return _in_our_order(plan, config, row.interleaves_heads, by_kv_heads=row.qkv_by_kv_heads)
 
 
 def _in_our_order(
-    plan: Mapping[str, StoredTensor | PackedTensor], config: ModelConfig, interleaves: bool
+    plan: Mapping[str, StoredTensor | PackedTensor],
+    config: ModelConfig,
+    interleaves: bool,
+    *,
+    by_kv_heads: bool = False,
 ) -> Mapping[str, StoredTensor | PackedTensor]:
-    """Return the plan with the order of the heads' rows of Q and K. interleaves: see head_order()."""
+    """Return the plan with the order of the heads' rows of Q and K. interleaves: see head_order().
+
+    by_kv_heads: the rows of a fused matrix are in the order of KV heads.
+    """
     if config.latent is not None:
         heads = latent_orders(config, config.latent, interleaves)
     else:
@@ -229,6 +197,8 @@ def _in_our_order(
         counts = {"q_proj": query, "k_proj": kv, "qkv_proj": query + kv}
         counts |= {"q_norm": query, "k_norm": kv} if config.qk_norm_of_rows else {"q_norm": 1, "k_norm": 1}
         heads = {name: (count, order) for name, count in counts.items() if order != tuple(range(len(order)))}
+        if by_kv_heads:
+            heads["qkv_proj"] = 1, parts_in_turn(order, query, kv)
         if config.output_gate:
             heads["q_proj"] = 1, gates_last(order, query)
     ordered = dict(plan)

@@ -14,7 +14,7 @@ from core.models.tensor import Tensor
 from core.models.token_adapters import TokenAdapters
 from kernels.low_rank import ProductShape
 
-#: The matrices of each product of a layer, in the order of kernels/cpu/decoder.h.
+#: The matrices of each product of a layer, in the order of kernels/cpu/decoder.h. MLPs without gates have no gate_proj.
 _PRODUCTS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o": ("self_attn.o_proj",),
@@ -36,18 +36,21 @@ class AdaptedMatrices:
         self._operations, self._num_layers = operations, config.num_hidden_layers
         hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
         kv_heads = config.num_key_value_heads * config.head_dim
+        matrices = {**_PRODUCTS, **({} if config.is_gated else {"gate_up": ("mlp.up_proj",)})}
+        sizes = (config.intermediate_size,) * len(matrices["gate_up"])
         layer = {
             "qkv": ProductShape(hidden, (heads, kv_heads, kv_heads)),
             "o": ProductShape(heads, (hidden,)),
-            "gate_up": ProductShape(hidden, (config.intermediate_size,) * 2, is_gated=True),
+            "gate_up": ProductShape(hidden, sizes, is_gated=config.is_gated),
             "down": ProductShape(config.intermediate_size, (hidden,)),
         }
+        self._matrices: Mapping[str, tuple[str, ...]] = matrices
         self._layer_shapes = [layer[name] for name in _PRODUCTS]
         #: [out, in] of each matrix by name.
         self.shapes: Mapping[str, tuple[int, int]] = {
             f"model.layers.{index}.{name}": (size, layer[product].depth)
             for index in range(self._num_layers)
-            for product, names in _PRODUCTS.items()
+            for product, names in matrices.items()
             for name, size in zip(names, layer[product].parts, strict=True)
         }
 
@@ -58,7 +61,7 @@ class AdaptedMatrices:
         products = [
             [weights.matrices.get(f"model.layers.{index}.{name}") for name in names]
             for index in range(self._num_layers)
-            for names in _PRODUCTS.values()
+            for names in self._matrices.values()
         ]
         return self._operations.pack_adapter(self._layer_shapes * self._num_layers, products)
 

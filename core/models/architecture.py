@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from core.models.config import Activation
+from core.models.config import Activation, Residual
 from kernels.recurrence import RecurrenceKind
 
 #: llama.cpp's numbers of functions that make weights of a router's numbers: of all, sigmoids, of the chosen ones.
@@ -52,6 +52,12 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     #: The biases of attention. "qkv": on Q, K and V. "as configured": on Q, K, V and the output, if the setting
     #: attention_bias is true.
     attention_bias: Literal["none", "qkv", "as configured"] = "none"
+    attention_bias_key: str = "attention_bias"
+    mlp_bias_key: str | None = None  # the setting that gives dense MLPs biases; None: they have none
+    head_bias: bool = False
+    is_gated: bool = True  # MLPs have gates
+    residual: Residual = "in turn"
+    residual_key: str | None = None  # the setting without which residuals are in turn; None: there is none
     #: The layers with a sliding window, if there is a window: those that layer_types names. Without layer_types: the
     #: layers from max_window_layers on, all but the last of every sliding_window_pattern layers, with
     #: use_sliding_window none, or all.
@@ -68,6 +74,8 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm_of_rows: bool = False
     pre_norms: bool = True
     post_norms: bool = False
+    centred_norms: bool = False  # norms are layer normalisations
+    norm_bias: bool = False
     norm_offset: float = 0.0  # added to norms as Hugging Face stores them; llama.cpp stores the sum
     scale_embeddings: bool = False
     query_pre_attn_scalar: bool = False  # the setting exists
@@ -89,7 +97,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     may_see_all: bool = False  # the setting use_bidirectional_attention exists
     attention_sinks: bool = False
     soft_caps: bool = False  # the settings attn_logit_softcapping and final_logit_softcapping exist
-    multipliers: Literal["none", "granite", "minicpm"] = "none"  # whose names the settings have
+    multipliers: Literal["none", "granite", "minicpm", "cohere"] = "none"  # whose names the settings have
     experts: ExpertRow | None = None  # of architectures with routed MLPs
     recurrent: RecurrenceKind | None = None  # what layers without attention have
     delta_inputs: tuple[str, ...] = ("qkv_proj", "z_proj", "b_proj", "a_proj")  # see RecurrentParts.inputs
@@ -99,12 +107,14 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     settings: Mapping[str, str] = msgspec.field(default_factory=dict)  # the name of a setting -> what others call it
     adjusts_size: bool = False  # the MLP's real size follows from intermediate_size, as block_auto_adjust_ff_dim says
     fused_qkv: bool = False
+    qkv_by_kv_heads: bool = False  # with fused_qkv, safetensors have each KV head's queries, its K and its V together
     fused_gate_up: bool = False
     mtp: str = ""  # prefix of the weights of layers that guess further tokens; speculation alone reads them
     further_layers: bool = (
         False  # files may have layers past the last one, that guess further tokens; they are not read
     )
     latent: bool = False  # attention is latent: the settings kv_lora_rank and others exist
+    layers_name: str = "model.layers"  # of tensors in safetensors, before a layer's number
     #: Our name of a layer's tensor, without weight or bias, -> the name in safetensors; and in GGUF files. The number
     #: of an expert is a * in both; a name that ends with it is of one tensor for all experts.
     names: Mapping[str, str] = msgspec.field(default_factory=dict)

@@ -1,6 +1,7 @@
 """ROWS: one row for each in-tree architecture, with the properties that its files do not state."""
 
 from core.models.architecture import Architecture
+from core.models.centred_rows import CENTRED_ROWS
 from core.models.latent_rows import LATENT_ROWS
 from core.models.recurrent_rows import RECURRENT_ROWS
 from core.models.routed_rows import QWEN_WINDOW, ROUTED_ROWS
@@ -12,6 +13,7 @@ _DENSE = (
         model_type="llama",
         gguf="llama",
         attention_bias="as configured",
+        mlp_bias_key="mlp_bias",
         gguf_interleaves_heads=True,
     ),
     Architecture(
@@ -280,6 +282,76 @@ _DENSE = (
         },
         gguf_names={"mlp.gate_up_proj": "ffn_up"},
     ),
+    Architecture(
+        name="ArceeForCausalLM",
+        base_name="ArceeModel",
+        model_type="arcee",
+        gguf="arcee",
+        attention_bias="as configured",
+        mlp_bias_key="mlp_bias",
+        activation="relu2",
+        is_gated=False,
+        gguf_interleaves_heads=True,
+    ),
+    Architecture(
+        name="InternLM2ForCausalLM",
+        base_name="InternLM2Model",
+        model_type="internlm2",
+        gguf="internlm2",
+        attention_bias="as configured",
+        settings={"bias": "attention_bias"},
+        fused_qkv=True,
+        qkv_by_kv_heads=True,
+        gguf_interleaves_heads=True,
+        names={
+            "model.embed_tokens": "model.tok_embeddings",
+            "lm_head": "output",
+            "input_layernorm": "attention_norm",
+            "post_attention_layernorm": "ffn_norm",
+            "self_attn.qkv_proj": "attention.wqkv",
+            "self_attn.o_proj": "attention.wo",
+            "mlp.gate_proj": "feed_forward.w1",
+            "mlp.up_proj": "feed_forward.w3",
+            "mlp.down_proj": "feed_forward.w2",
+        },
+    ),
+    Architecture(
+        name="InternLM3ForCausalLM",
+        base_name="InternLM3Model",
+        model_type="internlm3",
+        gguf=None,
+        defaults={"num_key_value_heads": 2, "head_dim": 128},
+        attention_bias="as configured",
+        mlp_bias_key="mlp_bias",
+        settings={"qkv_bias": "attention_bias", "bias": "mlp_bias"},
+    ),
+    Architecture(
+        name="ExaoneForCausalLM",
+        base_name="ExaoneModel",
+        model_type="exaone",
+        gguf="exaone",
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+        settings={
+            "num_layers": "num_hidden_layers",
+            "layer_norm_epsilon": "rms_norm_eps",
+            "activation_function": "hidden_act",
+        },
+        rope_theta=500_000.0,
+        layers_name="transformer.h",
+        names={
+            "model.embed_tokens": "transformer.wte",
+            "model.norm": "transformer.ln_f",
+            "input_layernorm": "ln_1",
+            "post_attention_layernorm": "ln_2",
+            "self_attn.q_proj": "attn.attention.q_proj",
+            "self_attn.k_proj": "attn.attention.k_proj",
+            "self_attn.v_proj": "attn.attention.v_proj",
+            "self_attn.o_proj": "attn.attention.out_proj",
+            "mlp.gate_proj": "mlp.c_fc_0",
+            "mlp.up_proj": "mlp.c_fc_1",
+            "mlp.down_proj": "mlp.c_proj",
+        },
+    ),
 )
 
-ROWS = (*_DENSE, *ROUTED_ROWS, *LATENT_ROWS, *RECURRENT_ROWS)
+ROWS = (*_DENSE, *CENTRED_ROWS, *ROUTED_ROWS, *LATENT_ROWS, *RECURRENT_ROWS)

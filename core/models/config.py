@@ -14,8 +14,12 @@ from core.models.vision_parts import VisionParts
 from kernels.recurrence import RecurrenceKind, RecurrenceSizes
 
 #: clamped_silu: min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (1 + up), with up between -7 and 7 (gpt-oss).
-Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_silu"]
-EncoderActivation = Literal["gelu", "gelu_pytorch_tanh"]
+#: gelu and relu2 (the square of relu) are of MLPs without a gate.
+Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_silu", "gelu", "relu2"]
+EncoderActivation = Literal["gelu", "gelu_pytorch_tanh", "silu"]
+#: What the MLP of a layer reads: the sum with attention's output; or, beside attention, what attention reads, under a
+#: norm of its own or the same norm.
+Residual = Literal["in turn", "parallel", "parallel with one norm"]
 #: How the matrices of a safetensors folder are stored: as they are, or as codes and scales in several tensors
 #: (core/model_files/packed_layout.py).
 Packing = Literal["none", "gptq", "gptq_v2", "awq", "compressed-tensors", "fp8", "mxfp4"]
@@ -31,8 +35,10 @@ class EncoderParts(msgspec.Struct, frozen=True, kw_only=True):
     first_position: int = 0  # row of a prompt's first token
     num_kinds: int = 0  # kinds of tokens, each with a row that is added to its tokens; 0 = no such rows
     norms_follow: bool = True  # norms stand after each addition (BERT); else before what is added (ModernBERT)
-    has_biases: bool = True  # of products and norms
+    has_biases: bool = True  # of norms, and of products
+    products_have_biases: bool = True
     is_gated: bool = False  # the MLP has a gate
+    has_fused_gate: bool = True  # the file has gate and up as one matrix
     has_fused_qkv: bool = False  # the file has Q, K and V as one matrix
     activation: EncoderActivation = "gelu"
     head: ClassifierHead = "none"
@@ -142,11 +148,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     hidden_act: Activation = "silu"
     qkv_bias: bool = False
     output_bias: bool = False  # attention's output projection has a bias
+    mlp_bias: bool = False  # the products of dense MLPs have biases
+    head_bias: bool = False  # so has the head
+    is_gated: bool = True  # MLPs have gates
+    residual: Residual = "in turn"
     qk_norm: bool = False  # each head of Q and K is normalised before it is rotated
     qk_norm_of_rows: bool = False  # with qk_norm: Q's heads are normalised together, and so are K's
     pre_norms: bool = True  # the inputs of attention and of the MLP are normalised
     post_norms: bool = False  # the results of attention and of the MLP are normalised before they are added
     norm_offset: float = 0.0  # added to each norm's stored weight
+    centred_norms: bool = False  # norms of hidden states are layer normalisations; else of root mean squares
+    norm_bias: bool = False  # of centred norms
     scale_embeddings: bool = False  # embeddings are multiplied by the square root of hidden_size
     packing: Packing = "none"  # of the matrices in a safetensors folder
     embedding_multiplier: float = 1.0  # of embeddings, without scale_embeddings
@@ -232,5 +244,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.recurrent is not None:
             sizes = self.recurrent.sizes
             mixers += len(self.recurrent.layers) * (sum(sizes.parts) + sizes.out_width)
-        products = mixers + num_dense * 3 * self.intermediate_size + num_routed * routed
+        matrices = 3 if self.is_gated else 2  # of a dense MLP
+        products = mixers + num_dense * matrices * self.intermediate_size + num_routed * routed
         return (products + self.vocab_size) * self.hidden_size

@@ -138,9 +138,33 @@ class CpuOperations:
         """Pack the weight and return the product; with an activation, of its result."""
         return self._packed(weight, bias, out_dtype=out_dtype, activation=activation)
 
-    def norm(self, weight: Floats | None, eps: float, dtype: Dtype) -> CpuNorm:
+    def norm(
+        self,
+        weight: Floats | None,
+        eps: float,
+        dtype: Dtype,
+        *,
+        bias: Floats | None = None,
+        is_centred: bool = False,
+        precedes: bool = False,
+    ) -> CpuNorm:
         """Return the norm with this weight [d] float32."""
-        return CpuNorm(self.library, weight, eps, dtype, multiplier=self._config.residual_multiplier)
+        return CpuNorm(
+            self.library,
+            weight,
+            eps,
+            dtype,
+            multiplier=self._config.residual_multiplier,
+            bias=bias,
+            is_centred=is_centred,
+            precedes=precedes,
+        )
+
+    def activated(
+        self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
+    ) -> tuple[PackedMatrix, Operation]:
+        """Return a product that applies the activation itself, and `unchanged`."""
+        return self._packed(weight, bias, activation=function), unchanged
 
     def gate_up(
         self, weight: StoredMatrix, function: Activation | EncoderActivation, bias: Floats | None = None

@@ -42,6 +42,9 @@ def missing_on_device(config: ModelConfig) -> str | None:
         "latent attention": config.latent is not None,
         "recurrent layers": config.recurrent is not None,
         "gates of attention's output": config.output_gate,
+        "layer normalisations": config.centred_norms,
+        "MLPs without gates": not config.is_gated,
+        "MLPs beside attention": config.residual != "in turn",
         "multiplier of residuals": config.residual_multiplier != 1.0,
     }
     return next((name for name, is_wanted in features.items() if is_wanted), None)

@@ -119,7 +119,7 @@ class DraftHead:
         self._layer = build_layer(operations, parts, own, 0, dtype)
         assert isinstance(self._layer.mixer.mix, CpuAttend), type(self._layer.mixer.mix)
         self._attend = self._layer.mixer.mix
-        self._norm = build_norm(operations, parts, "model.norm.weight", own, dtype)
+        self._norm = build_norm(operations, parts, "model.norm", own, dtype)
         self._embedding = _unscaled(target.embedding)
         if config.eagle3 is None:
             self._joint: _Joint = _mtp_joint(operations, parts, own, self._layer, dtype)
@@ -194,9 +194,9 @@ class DraftHead:
 def _eagle3_joint(
     operations: CpuOperations, parts: WeightParts, eagle3: Eagle3Parts, own: ModelConfig, layer: Layer, dtype: Dtype
 ) -> _Eagle3Joint:
-    taps_norm = build_norm(operations, parts, "input_norm.weight", own, dtype) if eagle3.norms_taps else None
+    taps_norm = build_norm(operations, parts, "input_norm", own, dtype) if eagle3.norms_taps else None
     fc = operations.linear(parts.take_matrix("fc.weight"), out_dtype=FLOAT32)
-    state_norm = build_norm(operations, parts, "model.layers.0.hidden_norm.weight", own, dtype)
+    state_norm = build_norm(operations, parts, "model.layers.0.hidden_norm", own, dtype)
     return _Eagle3Joint(taps_norm, fc, layer.input_norm, state_norm, eagle3.norm_is_residual, dtype)
 
 
@@ -204,8 +204,7 @@ def _mtp_joint(
     operations: CpuOperations, parts: WeightParts, own: ModelConfig, layer: Layer, dtype: Dtype
 ) -> _MtpJoint:
     token_norm, state_norm = (
-        build_norm(operations, parts, f"model.layers.0.{name}_layernorm.weight", own, dtype)
-        for name in ("token", "hidden")
+        build_norm(operations, parts, f"model.layers.0.{name}_layernorm", own, dtype) for name in ("token", "hidden")
     )
     projection = operations.linear(parts.take_matrix("model.layers.0.input_proj.weight"), out_dtype=FLOAT32)
     return _MtpJoint(token_norm, state_norm, projection, layer.input_norm)

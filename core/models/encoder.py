@@ -112,7 +112,8 @@ class Encoder:
 
         def product(*stems: str, activates: bool = False) -> PackedMatrix:
             weight = files.take_matrix(*(f"{name}{stem}.weight" for stem in stems))
-            bias = files.take(*(f"{name}{stem}.bias" for stem in stems)) if parts.has_biases else None
+            has_biases = parts.has_biases and parts.products_have_biases
+            bias = files.take(*(f"{name}{stem}.bias" for stem in stems)) if has_biases else None
             return operations.linear(weight, bias, activation=parts.activation if activates else None)
 
         qkv = product("qkv") if parts.has_fused_qkv else product("q", "k", "v")
@@ -120,7 +121,9 @@ class Encoder:
         stem = "attention_out_norm" if parts.norms_follow else "mlp_norm"
         mlp_norm = self._norm(files, f"{name}{stem}", replaces=parts.norms_follow)
         if parts.is_gated:
-            up, _ = operations.gate_up(files.take_matrix(f"{name}up.weight"), parts.activation)
+            halves = ("up",) if parts.has_fused_gate else ("gate", "up")
+            weight = files.take_matrix(*(f"{name}{half}.weight" for half in halves))
+            up, _ = operations.gate_up(weight, parts.activation)
         else:
             up = product("up", activates=True)
         return LayerParts(

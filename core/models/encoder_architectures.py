@@ -22,9 +22,13 @@ class EncoderArchitecture(msgspec.Struct, frozen=True, kw_only=True):
     head_weights: Mapping[str, str]  # the same, behind the pooling of classifiers
     head: ClassifierHead
     is_modern: bool = False  # ModernBERT: rotary embedding, norms first, gates, sliding layers, no biases
+    is_rotary: bool = False  # rotary embedding, gates and no biases of products, else as BERT
     pads_positions: bool = False  # positions begin behind the padding token's number
     #: Default values in transformers' config class of settings that config.json may lack.
     defaults: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    #: Settings that have other values in related models, which are refused -> the only value.
+    only: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    settings: Mapping[str, str] = msgspec.field(default_factory=dict)  # other names of settings -> those that we read
     gguf: str | None = None  # general.architecture in GGUF files; None: they do not run
     gguf_weights: Mapping[str, str] = msgspec.field(default_factory=dict)  # as `weights`
 
@@ -57,6 +61,18 @@ _BERT_WEIGHTS = {
     "layers.{}.down": "encoder.layer.{}.output.dense",
     "layers.{}.mlp_norm": "encoder.layer.{}.output.LayerNorm",
 }
+_NOMIC_WEIGHTS = {
+    "embeddings.words": "embeddings.word_embeddings",
+    "embeddings.kinds": "embeddings.token_type_embeddings",
+    "embeddings.norm": "emb_ln",
+    "layers.{}.qkv": "encoder.layers.{}.attn.Wqkv",
+    "layers.{}.o": "encoder.layers.{}.attn.out_proj",
+    "layers.{}.attention_out_norm": "encoder.layers.{}.norm1",
+    "layers.{}.gate": "encoder.layers.{}.mlp.fc12",
+    "layers.{}.up": "encoder.layers.{}.mlp.fc11",
+    "layers.{}.down": "encoder.layers.{}.mlp.fc2",
+    "layers.{}.mlp_norm": "encoder.layers.{}.norm2",
+}
 _MODERN_BERT_WEIGHTS = {
     "embeddings.words": "embeddings.tok_embeddings",
     "embeddings.norm": "embeddings.norm",
@@ -75,6 +91,30 @@ _BERT_DEFAULTS = {
     "max_position_embeddings": 512,
     "type_vocab_size": 2,
     "pad_token_id": 0,
+}
+_NOMIC_DEFAULTS = {
+    "hidden_act": "silu",
+    "layer_norm_eps": 1e-12,
+    "max_position_embeddings": 2048,
+    "type_vocab_size": 2,
+    "rope_theta": 1000.0,
+}
+#: Settings of the published files, whose code is their own, with the values that this architecture has.
+_NOMIC_ONLY = {
+    **dict.fromkeys(("prenorm", "parallel_block", "use_rms_norm", "rotary_emb_interleaved"), False),
+    **dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), False),
+    "rotary_emb_fraction": 1.0,
+    "num_experts": 0,
+}
+_NOMIC_SETTINGS = {
+    "n_embd": "hidden_size",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_layer": "num_hidden_layers",
+    "max_trained_positions": "max_position_embeddings",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "rotary_emb_base": "rope_theta",
+    "activation_function": "hidden_act",
 }
 _ROBERTA_DEFAULTS = {**_BERT_DEFAULTS, "pad_token_id": 1}
 
@@ -102,6 +142,31 @@ ENCODERS = (
             defaults=_ROBERTA_DEFAULTS,
         )
         for stem, model_type in (("Roberta", "roberta"), ("XLMRoberta", "xlm-roberta"), ("Camembert", "camembert"))
+    ),
+    EncoderArchitecture(
+        stem="NomicBert",
+        model_type="nomic_bert",
+        prefix="nomic_bert.",
+        weights=_NOMIC_WEIGHTS,
+        head_weights={},
+        head="none",
+        is_rotary=True,
+        defaults=_NOMIC_DEFAULTS,
+        only=_NOMIC_ONLY,
+        settings=_NOMIC_SETTINGS,
+        gguf="nomic-bert",
+        gguf_weights={
+            "embeddings.words": "token_embd",
+            "embeddings.kinds": "token_types",
+            "embeddings.norm": "token_embd_norm",
+            "layers.{}.qkv": "blk.{}.attn_qkv",
+            "layers.{}.o": "blk.{}.attn_output",
+            "layers.{}.attention_out_norm": "blk.{}.attn_output_norm",
+            "layers.{}.gate": "blk.{}.ffn_gate",
+            "layers.{}.up": "blk.{}.ffn_up",
+            "layers.{}.down": "blk.{}.ffn_down",
+            "layers.{}.mlp_norm": "blk.{}.layer_output_norm",
+        },
     ),
     EncoderArchitecture(
         stem="ModernBert",

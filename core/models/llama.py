@@ -11,7 +11,7 @@ from core.models.adapted import adapted_layer
 from core.models.config import ModelConfig
 from core.models.cpu_decoder import cpu_decoder
 from core.models.cpu_operations import CpuOperations, lora_rows
-from core.models.layer import Layer, build_layer
+from core.models.layer import Layer, NormNumbers, build_layer, take_norm
 from core.models.layer_kinds import windows
 from core.models.operations import AdaptingOperations, AttentionWork, Operations, Product, choose_operations
 from core.models.rank import Rank
@@ -98,16 +98,20 @@ class Llama:
     def _build_end(self, parts: WeightParts, head: Product | None) -> None:
         """Build what follows the layers. head: None = it has weights of its own."""
         config, operations = self.config, self.operations
-        norm = parts.take("model.norm.weight") + np.float32(config.norm_offset)
-        self._float_norm = operations.norm(norm, config.rms_norm_eps, FLOAT32)
+        norm, multiplier = take_norm(parts, "model.norm", config), np.float32(config.logits_multiplier)
+        self._float_norm = norm.build(operations, config, FLOAT32)
         # The head's product is linear: its input has the logits' multiplier.
-        self._norm = operations.norm(norm * np.float32(config.logits_multiplier), config.rms_norm_eps, self.dtype)
-        self.head = self._make_head(parts.take_matrix("lm_head.weight")) if head is None else head
+        scaled = NormNumbers(*(None if numbers is None else numbers * multiplier for numbers in norm))
+        self._norm = scaled.build(operations, config, self.dtype)
+        if head is None:
+            weight = parts.take_matrix("lm_head.weight")
+            head = self._make_head(weight, parts.take("lm_head.bias") if config.head_bias else None)
+        self.head = head
         if config.num_labels:
             self.classifier = parts.take_matrix("score.weight").dense(self.dtype).copy()
 
-    def _make_head(self, weight: StoredMatrix) -> Product:
-        return self.operations.linear(weight, out_dtype=FLOAT32)
+    def _make_head(self, weight: StoredMatrix, bias: Floats | None = None) -> Product:
+        return self.operations.linear(weight, bias, out_dtype=FLOAT32)
 
     @property
     def variant(self) -> str:

@@ -58,19 +58,23 @@ class RoutedMlp:
 def build_mlp(operations: Operations, parts: WeightParts, config: ModelConfig, index: int) -> Mlp:
     """Build the MLP of the layer with this index. Errors: ModelFileError naming tensors that are missing."""
     prefix, routed = f"model.layers.{index}.mlp.", config.experts
-    halves = ("gate_up",) if config.fused_gate_up else ("gate", "up")
+    halves = ("gate_up",) if config.fused_gate_up else ("gate", "up") if config.is_gated else ("up",)
+    is_dense = routed is None or index in routed.dense_layers
+    has_biases = config.mlp_bias if is_dense else routed is not None and routed.has_biases
 
     def gate_up(name: str) -> tuple[Product, Operation]:
         names = [f"{name}{half}_proj" for half in halves]
         weight = parts.take_matrix(*(f"{one}.weight" for one in names))
-        return operations.gate_up(weight, config.hidden_act, bias(*names))
+        build = operations.gate_up if config.is_gated else operations.activated
+        return build(weight, config.hidden_act, bias(*names))
 
     def bias(*names: str) -> Floats | None:
-        has_biases = routed is not None and routed.has_biases and index not in routed.dense_layers
         return parts.take(*(f"{name}.bias" for name in names)) if has_biases else None
 
-    if routed is None or index in routed.dense_layers:
-        return DenseMlp(*gate_up(prefix), operations.linear(parts.take_matrix(f"{prefix}down_proj.weight")))
+    if routed is None or is_dense:
+        product, activation = gate_up(prefix)
+        weight = parts.take_matrix(f"{prefix}down_proj.weight")
+        return DenseMlp(product, activation, operations.linear(weight, bias(f"{prefix}down_proj")))
     # In the order of the weights' iterator, so that each is packed before the next is read.
     gate = (f"{prefix}shared_expert_gate.weight",) if routed.has_shared_gate else ()
     router = operations.router(parts.take_matrix(f"{prefix}router.weight", *gate), bias(f"{prefix}router"))

@@ -26,13 +26,16 @@ AttentionWork = Any
 
 
 class Norm(Protocol):
-    """Root mean square normalisation of the last dimension, rounded once."""
+    """Normalisation of the last dimension, rounded once: by the root mean square, or of layers."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return x [T, d] normalised [T, d]."""
 
     def after(self, hidden: Tensor, x: Tensor) -> Tensor:
-        """Add x [T, d] times the residual multiplier to hidden [T, d] float32, in place; return hidden normalised."""
+        """Add x [T, d] times the residual multiplier to hidden [T, d] float32, in place; return hidden normalised.
+
+        A norm that precedes returns hidden normalised as it was before the addition.
+        """
 
 
 class Product(Protocol):
@@ -93,8 +96,25 @@ class Operations(Protocol):
     ) -> Product:
         """Return the product with weight [out, in] and bias [out] float32. out_dtype: None = the model's dtype."""
 
-    def norm(self, weight: Floats | None, eps: float, dtype: Dtype) -> Norm:
-        """Return the norm with weight [d] float32; results are of dtype. None: it rounds to dtype, and no more."""
+    def norm(
+        self,
+        weight: Floats | None,
+        eps: float,
+        dtype: Dtype,
+        *,
+        bias: Floats | None = None,
+        is_centred: bool = False,
+        precedes: bool = False,
+    ) -> Norm:
+        """Return the norm with weight [d] float32; results are of dtype. None: it rounds to dtype, and no more.
+
+        is_centred: it is a layer normalisation, which may have a bias [d] float32. precedes: see Norm.after().
+        """
+
+    def activated(
+        self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
+    ) -> tuple[Product, Operation]:
+        """Return the product with weight [I, in] and bias [I], and the operation f(result [T, I])."""
 
     def gate_up(
         self, weight: StoredMatrix, function: Activation, bias: Floats | None = None

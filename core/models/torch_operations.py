@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.functional import layer_norm
 
 from core.models.config import Activation, LatentParts, ModelConfig
 from core.models.latent_weights import LatentWeights
@@ -22,6 +23,7 @@ from kernels.memory.kv_cache import KVCache, bytes_per_block
 from kernels.recurrence import RecurrenceParts, StateRows, recur
 from kernels.rotary import query_factors
 from kernels.routing import Routing
+from kernels.torch.activation import gelu_erf, gelu_tanh, relu_squared
 from kernels.torch.attention import AttentionMetadata, attention_metadata, paged_attention
 from kernels.torch.gated_activation import clamped_silu_mul, gelu_tanh_mul, silu_mul
 from kernels.torch.kv_cache import TorchKVCache
@@ -36,26 +38,38 @@ GATES: dict[Activation, Operation] = {
     "gelu_pytorch_tanh": gelu_tanh_mul,
     "clamped_silu": clamped_silu_mul,
 }
+#: Those of MLPs without a gate.
+ACTIVATIONS: dict[Activation, Operation] = {
+    "gelu_pytorch_tanh": gelu_tanh,
+    "gelu": gelu_erf,
+    "relu2": relu_squared,
+}
 
 
 @dataclass(frozen=True)
 class TorchNorm:
-    """Root mean square normalisation of the last dimension."""
+    """Normalisation of the last dimension: by the root mean square, or a layer normalisation."""
 
     weight: torch.Tensor | None  # float32, [d] or [heads, d]; None: x is rounded only
     eps: float
     dtype: torch.dtype
     residual_multiplier: float = 1.0
+    bias: torch.Tensor | None = None  # [d] float32, of a centred one
+    is_centred: bool = False
+    precedes: bool = False
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self.weight is None:
             return x.to(self.dtype, copy=True)
+        if self.is_centred:
+            return layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.eps).to(self.dtype)
         return rms_norm(x.float(), self.weight, self.eps, self.dtype)
 
     def after(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Add x [T, d] times the residual multiplier to hidden [T, d] float32 in place; return hidden normalised."""
+        before = self(hidden) if self.precedes else None
         add(hidden, x, self.residual_multiplier)
-        return self(hidden)
+        return self(hidden) if before is None else before
 
 
 def add(hidden: torch.Tensor, x: torch.Tensor, multiplier: float) -> None:
@@ -119,10 +133,26 @@ class TorchOperations:
             out_dtype=DTYPES[out_dtype or self._dtype],
         )
 
-    def norm(self, weight: Floats | None, eps: float, dtype: Dtype) -> TorchNorm:
+    def norm(
+        self,
+        weight: Floats | None,
+        eps: float,
+        dtype: Dtype,
+        *,
+        bias: Floats | None = None,
+        is_centred: bool = False,
+        precedes: bool = False,
+    ) -> TorchNorm:
         """Return the norm with this weight [d] float32; results are of dtype."""
-        tensor = None if weight is None else to_tensor(weight)
-        return TorchNorm(tensor, eps, DTYPES[dtype], self._config.residual_multiplier)
+        tensor, shift = (None if one is None else to_tensor(one) for one in (weight, bias))
+        multiplier = self._config.residual_multiplier
+        return TorchNorm(tensor, eps, DTYPES[dtype], multiplier, shift, is_centred, precedes)
+
+    def activated(
+        self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
+    ) -> tuple[TorchLinear, Operation]:
+        """Return the product, and the operation that applies the function to its result."""
+        return self.linear(weight, bias), ACTIVATIONS[function]
 
     def gate_up(
         self, weight: StoredMatrix, function: Activation, bias: Floats | None = None

@@ -93,9 +93,20 @@ class TritonOperations:
             DTYPES[out_dtype or self._dtype],
         )
 
-    def norm(self, weight: Floats | None, eps: float, dtype: Dtype) -> TritonNorm:
+    def norm(
+        self,
+        weight: Floats | None,
+        eps: float,
+        dtype: Dtype,
+        *,
+        bias: Floats | None = None,
+        is_centred: bool = False,
+        precedes: bool = False,
+    ) -> TritonNorm:
         """Return the norm with this weight [d] float32; results are of dtype."""
         assert weight is not None, "device_model() refuses models without norms before attention"
+        assert not is_centred, "device_model() refuses layer normalisations"
+        assert not precedes, "device_model() refuses MLPs beside attention"
         return TritonNorm(self._send(weight), eps, DTYPES[dtype])
 
     def gate_up(
@@ -103,6 +114,12 @@ class TritonOperations:
     ) -> tuple[DeviceLinear, Operation]:
         """Return the product of gate and up, and the operation that makes f(gate) * up of its result."""
         return self.linear(weight, bias), GATES[function]
+
+    def activated(
+        self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
+    ) -> tuple[DeviceLinear, Operation]:
+        """Refuse. Errors: UnsupportedModelError."""
+        raise UnsupportedModelError("device='cuda' has no MLPs without gates; use device='cpu'")
 
     def router(self, weight: StoredMatrix, bias: Floats | None = None) -> DeviceLinear:
         """Return the product of a routed MLP's router."""

@@ -11,6 +11,7 @@ class VisionArchitecture(msgspec.Struct, frozen=True, kw_only=True):
     """One kind of models with images; the vision encoder is SigLIP's in all."""
 
     names: tuple[str, ...]  # in config.json's architectures
+    gguf: str  # llama.cpp's name of the projector
     text_architecture: str  # of the text's model, a name of core.models.architectures
     text_type: str  # model_type of text_config
     join: VisionJoin
@@ -20,6 +21,7 @@ class VisionArchitecture(msgspec.Struct, frozen=True, kw_only=True):
 
 VISION_ROWS = (
     VisionArchitecture(
+        gguf="idefics3",
         names=("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
         text_architecture="LlamaForCausalLM",
         text_type="llama",
@@ -27,6 +29,7 @@ VISION_ROWS = (
         finds_positions=True,
     ),
     VisionArchitecture(
+        gguf="gemma3",
         names=("Gemma3ForConditionalGeneration",),
         text_architecture="Gemma3ForCausalLM",
         text_type="gemma3_text",
@@ -36,6 +39,8 @@ VISION_ROWS = (
 )
 #: By the name in config.json's architectures.
 VISION_ARCHITECTURES = {name: row for row in VISION_ROWS for name in row.names}
+#: By llama.cpp's name of the projector.
+GGUF_VISION = {row.gguf: row for row in VISION_ROWS}
 
 _VISION = "vision."
 #: Beginnings of names in safetensors, as transformers 4 and 5 write them -> ours; names of vision encoders get _VISION

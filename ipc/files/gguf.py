@@ -101,24 +101,25 @@ class GgufHeader(msgspec.Struct, frozen=True):
 def read_gguf(path: Path) -> GgufHeader:
     """Return the header of a GGUF file. Every tensor lies inside the file and overlaps no other.
 
-    Reading a vocabulary takes tenths of a second, so the last file's header is kept until the file changes or
-    forget_gguf(). Errors: ModelFileError naming the file, the byte offset and what was expected; UnsupportedModelError
-    for a sound file of another version, byte order or tensor type.
+    Reading a vocabulary takes tenths of a second, so the headers of the last two files, which may be a model and its
+    projector, are kept until a file changes or forget_gguf(). Errors: ModelFileError naming the file, the byte offset
+    and what was expected; UnsupportedModelError for a sound file of another version, byte order or tensor type.
     """
     state = _state_of(path)
     if (path, state) not in _kept:
         header = _read_header(path)
-        _kept.clear()
+        while len(_kept) > 1:
+            del _kept[next(iter(_kept))]
         _kept[path, state] = header
     return _kept[path, state]
 
 
 def forget_gguf() -> None:
-    """Free the memory of the header that read_gguf() keeps."""
+    """Free the memory of the headers that read_gguf() keeps."""
     _kept.clear()
 
 
-#: The last file's header, by its path and state.
+#: The last files' headers, by path and state.
 _kept: dict[tuple[Path, tuple[int, ...]], GgufHeader] = {}
 
 

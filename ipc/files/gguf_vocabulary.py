@@ -3,8 +3,8 @@
 A GGUF file has no tokenizer.json. It names a vocabulary kind (`tokenizer.ggml.model`) and a pre-tokenizer
 (`tokenizer.ggml.pre`, llama.cpp's names), and lists tokens, token types and merges. The pre-tokenizer and normalizer
 here are those of the tokenizer.json that the model was published with, because the merges were learned on text split
-that way. A SentencePiece vocabulary has scores instead of merges (ipc/files/gguf_sentencepiece.py), and a WordPiece one
-neither (ipc/files/gguf_wordpiece.py).
+that way. SentencePiece vocabularies have scores instead of merges (ipc/files/gguf_sentencepiece.py, and
+ipc/files/gguf_unigram.py), and a WordPiece one neither (ipc/files/gguf_wordpiece.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,6 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.files.gguf import GgufValue
 from ipc.files.gguf_sentencepiece import build_sentencepiece, merges_of_scores
+from ipc.files.gguf_unigram import build_unigram
 from ipc.files.gguf_wordpiece import build_wordpiece
 
 # Token types of llama.cpp: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
@@ -55,8 +56,8 @@ _Item = TypeVar("_Item", str, int, float)
 
 
 def build_gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> tokenizers.Tokenizer:
-    """Return the tokenizer that this metadata describes: "gpt2" is byte-level BPE, "llama" is SentencePiece, "bert" is
-    WordPiece.
+    """Return the tokenizer that this metadata describes: "gpt2" is byte-level BPE, "llama" is SentencePiece with
+    merges by scores, "t5" SentencePiece's unigram model, "bert" is WordPiece.
 
     Control tokens and the unknown token become special tokens. User-defined ones (`<think>`) become added tokens, which
     are matched whole but are part of the text. Errors: UnsupportedModelError naming a vocabulary or pre-tokenizer that
@@ -65,10 +66,10 @@ def build_gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> tokenizers.Tokeni
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None:
         raise ModelFileError("the GGUF file has no tokenizer: tokenizer.ggml.model is missing")
-    if kind not in ("gpt2", "llama", "bert"):
+    if kind not in ("gpt2", "llama", "t5", "bert"):
         raise UnsupportedModelError(
             f"the GGUF file's vocabulary is of kind {kind!r}; only 'gpt2' (byte-level BPE), 'llama' (SentencePiece "
-            "with scores) and 'bert' (WordPiece) are supported"
+            "with scores), 't5' (unigram) and 'bert' (WordPiece) are supported"
         )
     tokens = _list(metadata, "tokenizer.ggml.tokens", str)
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -78,7 +79,11 @@ def build_gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> tokenizers.Tokeni
     if kind == "bert":
         names = ("cls", "seperator", "unknown")
         return build_wordpiece(tokens, types, {name: gguf_token_id(metadata, name) for name in names})
-    tokenizer = _sentencepiece(metadata, vocabulary, types) if kind == "llama" else _byte_level(metadata, vocabulary)
+    if kind == "t5":
+        tokenizer = _unigram(metadata, tokens)
+    else:
+        is_llama = kind == "llama"
+        tokenizer = _sentencepiece(metadata, vocabulary, types) if is_llama else _byte_level(metadata, vocabulary)
     tokenizer.add_tokens(
         [
             tokenizers.AddedToken(token, normalized=False, special=kind != _USER_DEFINED)
@@ -140,6 +145,15 @@ def _sentencepiece(
     )
 
 
+def _unigram(metadata: Mapping[str, GgufValue], tokens: Sequence[str]) -> tokenizers.Tokenizer:
+    scores = _per_token(metadata, "tokenizer.ggml.scores", float, tokens)
+    key = "tokenizer.ggml.precompiled_charsmap"
+    characters = _list(metadata, key, int) if metadata.get(key) else []
+    if any(not 0 <= byte < 256 for byte in characters):
+        raise ModelFileError(f"{key} must hold only bytes")
+    return build_unigram(tokens, scores, gguf_token_id(metadata, "unknown"), characters)
+
+
 def _pre_tokenizer(pre: str) -> Any:
     if pre in _GPT2_NAMES:
         return pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -172,7 +186,8 @@ def _add_ends(tokenizer: tokenizers.Tokenizer, tokens: Sequence[str], metadata: 
     is_llama3 = metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES and ids["bos"] is not None
     adds_bos = metadata["tokenizer.ggml.model"] == "llama" or is_llama3
     ends: dict[str, tuple[str, int]] = {}
-    for name, default in (("bos", adds_bos), ("eos", False)):
+    adds_eos = metadata["tokenizer.ggml.model"] == "t5"
+    for name, default in (("bos", adds_bos), ("eos", adds_eos)):
         if not _flag(metadata, f"tokenizer.ggml.add_{name}_token", default=default):
             continue
         token_id = ids[name]

@@ -2,7 +2,8 @@
  *
  * silu(x) = x / (1 + exp(-x)). gelu's tanh form (Hendrycks & Gimpel 2016, arXiv 1606.08415) is x * (1 + tanh(u)) / 2 =
  * x / (1 + exp(-2 u)), u = sqrt(2 / pi) * (x + 0.044715 * x ** 3). gelu itself is x * (1 + erf(x / sqrt(2))) / 2. The clamped one of gpt-oss
- * (OpenAI 2025, arXiv 2508.10925) is min(gate, 7) / (1 + exp(-1.702 * min(gate, 7))) * (1 + up), up between -7 and 7.
+ * (OpenAI 2025, arXiv 2508.10925) is min(gate, 7) / (1 + exp(-1.702 * min(gate, 7))) * (1 + up), up between -7 and 7. The squared
+ * relu (So et al. 2021, arXiv 2109.08668) is max(x, 0) ** 2; no gate has it.
  */
 #ifndef GATE_H
 #define GATE_H
@@ -10,7 +11,7 @@
 #include "vector_math.h"
 
 /* Values of Gemm.gate and Gemm.activation (gemm.h). */
-enum { NO_GATE = 0, SILU = 1, GELU_TANH = 2, GELU = 3, CLAMPED_SILU = 4 };
+enum { NO_GATE = 0, SILU = 1, GELU_TANH = 2, GELU = 3, CLAMPED_SILU = 4, RELU_SQUARED = 5 };
 
 #define SQRT_HALF 0.70710678118654752f
 #define TWICE_SQRT_2_OVER_PI 1.5957691216057308f
@@ -36,6 +37,10 @@ INLINE Floats gated(Floats gate, Floats up, const int function) {
     return gate / (1.0f + exponential(exponent)) * up;
 }
 
-INLINE Floats activated(Floats x, const int function) { return gated(x, all_floats(1.0f), function); }
+INLINE Floats activated(Floats x, const int function) {
+    if (function != RELU_SQUARED) return gated(x, all_floats(1.0f), function);
+    const Floats positive = choose(x < 0.0f, all_floats(0.0f), x); /* NaN stays NaN */
+    return positive * positive;
+}
 
 #endif

@@ -79,11 +79,18 @@ static const Block BLOCKS[MAX_ROWS][3] = {KINDS_OF(1), KINDS_OF(2), KINDS_OF(3),
 #endif
 
 /* Apply the activation to a row of a panel; columns past the matrix's last one have numbers too. */
+INLINE void activate_as(float *numbers, const int function) {
+    for (int v = 0; v < PANEL_COLUMNS; v += LANES)
+        store_floats(numbers + v, activated(load_floats(numbers + v), function));
+}
+
 static void activate(float *numbers, const int function) {
-    for (int v = 0; v < PANEL_COLUMNS; v += LANES) {
-        const Floats x = load_floats(numbers + v);
-        store_floats(numbers + v, function == GELU ? activated(x, GELU) : activated(x, GELU_TANH));
-    }
+    if (function == GELU)
+        activate_as(numbers, GELU);
+    else if (function == RELU_SQUARED)
+        activate_as(numbers, RELU_SQUARED);
+    else
+        activate_as(numbers, GELU_TANH);
 }
 
 /* Write num_columns elements of y from [row, column] on: sums plus the bias, maybe activated, as y_dtype. */
@@ -95,8 +102,11 @@ static void store_row(const Gemm *args, const float *sums, int64_t row, int64_t 
         for (; i + LANES <= num_columns; i += LANES) store_floats(biased + i, load_floats(sums + i) + load_floats(bias + i));
         for (; i < num_columns; i++) biased[i] = sums[i] + bias[i];
         for (; i < PANEL_COLUMNS; i++) biased[i] = sums[i];
-        if (args->activation) activate(biased, args->activation);
         sums = biased;
+    }
+    if (args->activation) {
+        if (!args->bias) sums = memcpy(biased, sums, sizeof biased);
+        activate(biased, args->activation);
     }
     int64_t at = row * args->y_stride + column, i = 0;
     if (args->y_dtype == FLOAT32) {

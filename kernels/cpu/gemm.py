@@ -15,7 +15,9 @@ WHOLE, COMPACT, QUANTIZED, INT8 = range(4)  # enum in gemm.h
 #: Version of the arithmetic of products in 8 bits, a part of the fingerprint.
 INT8_ARITHMETIC = 1
 #: Activations by their names in transformers; enum in gate.h.
-GATES = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu": 3, "clamped_silu": 4}
+GATES = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu": 3, "clamped_silu": 4, "relu2": 5}
+#: Those that a product without a gate may have.
+ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "relu2")
 
 
 _BLOCK, _BLOCK_BYTES = 32, 48  # numbers, and bytes of Int8Block, in int8.h
@@ -46,8 +48,7 @@ class PackedMatrix:
     the CPU's caches keep the weights from one product to the next. Compact weights gain nothing then.
 
     With `gate`, weight is [2 * out, in] and bias [2 * out]: the gates, then the values they scale (up). y = f(gate) *
-    up; gate and up are rounded to out_dtype first. With `activation`, a gelu's name in GATES, y = f(x @ weight.T +
-    bias).
+    up; gate and up are rounded to out_dtype first. With `activation`, one of ACTIVATIONS, y = f(x @ weight.T + bias).
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class PackedMatrix:
         activation: str | None = None,
         is_kept: bool = False,
     ) -> None:
-        assert activation is None or (gate is None and bias is not None and "gelu" in activation), activation
+        assert activation is None or (gate is None and activation in ACTIVATIONS), activation
         if isinstance(weight, QuantizedMatrix):
             assert dtype in (None, BFLOAT16) or (weight.in_8_bits and not weight.has_whole_panels), dtype
             assert weight.is_gated == (gate is not None), gate

@@ -3,22 +3,23 @@
 #include "pool.h"
 #include "row_math.h"
 
-INLINE void norm_row(const Norm *args, int64_t row, const int x_dtype, const int out_dtype) {
+/* Add a row of x to the row of hidden. */
+INLINE void add_row(const Norm *args, float *hidden, const char *x, const int x_dtype) {
     const int64_t width = args->width, whole = width / LANES * LANES;
-    float *hidden = args->hidden ? args->hidden + row * width : NULL;
-    const char *x = args->x ? (const char *)args->x + row * width * element_bytes(x_dtype) : NULL;
-    if (hidden && x) {
-        for (int64_t i = 0; i < whole; i += LANES)
-            store_floats(hidden + i, load_floats(hidden + i) + load_numbers(x, i, x_dtype) * args->multiplier);
-        for (int64_t i = whole; i < width; i++) {
-            const float number = x_dtype == FLOAT32 ? ((const float *)x)[i] : float_of_bfloat16(((const uint16_t *)x)[i]);
-            hidden[i] += number * args->multiplier;
-        }
+    for (int64_t i = 0; i < whole; i += LANES)
+        store_floats(hidden + i, load_floats(hidden + i) + load_numbers(x, i, x_dtype) * args->multiplier);
+    for (int64_t i = whole; i < width; i++) {
+        const float number = x_dtype == FLOAT32 ? ((const float *)x)[i] : float_of_bfloat16(((const uint16_t *)x)[i]);
+        hidden[i] += number * args->multiplier;
     }
-    if (!args->out) return;
+}
+
+/* Write the normalised row: of hidden, or of x without it. */
+INLINE void write_row(const Norm *args, float *hidden, const char *x, char *out, const int x_dtype,
+                      const int out_dtype) {
+    const int64_t width = args->width;
     const void *from = hidden ? (const void *)hidden : x;
     const int dtype = hidden ? FLOAT32 : x_dtype;
-    char *out = (char *)args->out + row * width * element_bytes(out_dtype);
     const NormWeights *norm = &args->norm;
     if (!norm->weight) {
         convert(from, width, out, out_dtype); /* float32 */
@@ -30,6 +31,17 @@ INLINE void norm_row(const Norm *args, int64_t row, const int x_dtype, const int
     } else {
         normalise_centred(from, dtype, norm->weight, norm->bias, args->eps, width, out, out_dtype);
     }
+}
+
+INLINE void norm_row(const Norm *args, int64_t row, const int x_dtype, const int out_dtype) {
+    const int64_t width = args->width;
+    float *hidden = args->hidden ? args->hidden + row * width : NULL;
+    const char *x = args->x ? (const char *)args->x + row * width * element_bytes(x_dtype) : NULL;
+    char *out = args->out ? (char *)args->out + row * width * element_bytes(out_dtype) : NULL;
+    const int precedes = args->norm.precedes;
+    if (out && precedes) write_row(args, hidden, x, out, x_dtype, out_dtype);
+    if (hidden && x) add_row(args, hidden, x, x_dtype);
+    if (out && !precedes) write_row(args, hidden, x, out, x_dtype, out_dtype);
 }
 
 void norm_part(const Norm *args, int thread, int num_threads) {

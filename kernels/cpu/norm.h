@@ -2,6 +2,8 @@
  *
  *     hidden += x * multiplier; out = hidden / sqrt(mean(hidden ** 2) + eps) * weight
  *
+ * One that precedes the addition normalises hidden as it was before: `out` is what a parallel branch reads.
+ *
  * A centred one is layer normalisation (Ba et al. 2016, arXiv 1607.06450): the row's mean is subtracted first, and a bias
  * may be added. All is done row by row. All intermediate numbers are float32. The sums of a row have a fixed order.
  */
@@ -16,6 +18,8 @@ typedef struct {
     const float *bias;   /* [width] of a centred one; NULL = none */
     int32_t is_centred;
     int32_t replaces;    /* the result, in float32, replaces hidden too; for centred ones only */
+    int32_t precedes;    /* hidden is normalised before x is added to it */
+    int32_t reserved;
 } NormWeights;
 
 typedef struct {

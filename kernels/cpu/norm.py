@@ -15,7 +15,8 @@ class CpuNorm:
     """Computes x / sqrt(mean(x ** 2) + eps) * weight. weight is [d] float32; results are rounded once to dtype.
 
     A centred norm is a layer normalisation: it subtracts each row's mean first, and may add a bias [d] float32. One
-    that replaces writes its result to `hidden` too. Without a weight float32 rows are rounded to dtype, and no more.
+    that replaces writes its result to `hidden` too. One that precedes normalises `hidden` as it was before the
+    addition. Without a weight float32 rows are rounded to dtype, and no more.
     `multiplier` is of what is added."""
 
     def __init__(
@@ -29,6 +30,7 @@ class CpuNorm:
         bias: Floats | None = None,
         is_centred: bool = False,
         replaces: bool = False,
+        precedes: bool = False,
     ) -> None:
         assert is_centred or (bias is None and not replaces), "a norm that is not centred has no bias"
         self.weight, self.eps, self.dtype = None if weight is None else np.ascontiguousarray(weight), eps, dtype
@@ -40,6 +42,7 @@ class CpuNorm:
             None if self.bias is None else self.bias.ctypes.data,
             is_centred,
             replaces,
+            precedes,
         )
         self._run = library.function("norm", ctypes.POINTER(NormArguments))
 

@@ -103,7 +103,7 @@ EXPORT const StructField struct_fields[] = {
     FIELD(is_gated) FIELD(reserved)
 #undef STRUCT
 #define STRUCT NormWeights
-    WHOLE FIELD(weight) FIELD(bias) FIELD(is_centred) FIELD(replaces)
+    WHOLE FIELD(weight) FIELD(bias) FIELD(is_centred) FIELD(replaces) FIELD(precedes) FIELD(reserved)
 #undef STRUCT
 #define STRUCT DecoderLayer
     WHOLE FIELD(qkv) FIELD(o) FIELD(gate_up) FIELD(down) FIELD(input_norm) FIELD(mlp_norm) FIELD(attention_out_norm)

@@ -178,7 +178,7 @@ class NormWeights(CStruct):
     """The constants of one normalisation (norm.h)."""
 
     c_name = "NormWeights"
-    _fields_ = (*_fields("weight bias", _POINTER), *_fields("is_centred replaces", _INT32))
+    _fields_ = (*_fields("weight bias", _POINTER), *_fields("is_centred replaces precedes reserved", _INT32))
 
 
 class LayerArguments(CStruct):

@@ -10,7 +10,8 @@ import torch
 from huggingface_hub import constants
 
 from core.model_files.model_config import read_model_config
-from core.model_files.weights import expected_shapes, load_weights
+from core.model_files.weight_shapes import expected_shapes
+from core.model_files.weights import load_weights
 from frontend.llm import LLM
 from ipc.errors import InvalidRequestError
 from ipc.sampling_params import SamplingParams

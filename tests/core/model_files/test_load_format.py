@@ -9,7 +9,7 @@ import pytest
 from core.model_files import load_format
 from core.model_files.load_format import open_weights
 from core.model_files.model_config import ModelConfig, read_model_config
-from core.model_files.weights import expected_shapes
+from core.model_files.weight_shapes import expected_shapes
 from ipc.errors import ConfigError, ModelFileError
 from ipc.files.gguf import cut_gguf_metadata
 from ipc.files.model_files import model_fingerprint, resolve_model

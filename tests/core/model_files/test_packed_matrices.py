@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from core.model_files.model_config import read_model_config
 from core.model_files.packed_matrix import unpack
-from core.model_files.weights import expected_shapes, load_weights
+from core.model_files.weight_shapes import expected_shapes
+from core.model_files.weights import load_weights
 from core.models.stored_matrix import StoredMatrix
 from frontend.llm import LLM
 from ipc.errors import ModelFileError, UnsupportedModelError

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 from core.model_files import weights
 from core.model_files.model_config import ModelConfig, read_model_config
-from core.model_files.weights import expected_shapes, load_weights
+from core.model_files.weight_shapes import expected_shapes
+from core.model_files.weights import load_weights
 from core.models.stored_matrix import Weight
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.files.gguf import read_gguf

@@ -16,6 +16,7 @@ from core.models.llama import Llama
 from ipc.arrays import Ints
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.elements import FLOAT32
+from tests.core.models.centred_checkpoints import CENTRED_CASES
 from tests.core.models.exact_delta_rule import delta_rule_in_float64
 from tests.core.models.routed_checkpoints import ROUTED_CASES
 from tests.core.models.test_golden import generate
@@ -251,6 +252,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4": ("glm4", {"head_dim": 20}),
     **ROUTED_CASES,
+    **CENTRED_CASES,
 }
 
 

@@ -21,6 +21,7 @@ SIZES: dict[str, Any] = {
 KINDS: dict[str, dict[str, Any]] = {
     "Bert": {"max_position_embeddings": 300},
     "XLMRoberta": {"max_position_embeddings": 302, "type_vocab_size": 1, "pad_token_id": 1, "hidden_act": "gelu_new"},
+    "NomicBert": {"max_position_embeddings": 300},
     "ModernBert": {
         "max_position_embeddings": 300,
         "local_attention": 40,

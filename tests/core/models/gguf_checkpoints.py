@@ -11,6 +11,7 @@ from typing import Any
 import gguf
 import torch
 
+from tests.core.models.centred_checkpoints import CENTRED_GGUF_CASES, centred_metadata, norm_eps, parts_in_turn
 from tests.core.models.checkpoints import Golden
 from tests.core.models.recurrent_gguf import (
     feed_forward_length,
@@ -59,9 +60,11 @@ GGUF_CASES = {
     "granite4-hybrid": "granitehybrid",
     "granite4-hybrid-experts": "granitehybrid",
     **ROUTED_GGUF_CASES,
+    **CENTRED_GGUF_CASES,
 }
 #: Architectures whose rows of q and k the converter interleaves; llama.cpp rotates neighbours in these.
-INTERLEAVED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "granitehybrid", "minicpm")
+INTERLEAVED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "granitehybrid", "minicpm", "arcee")
+INTERLEAVED += ("internlm2",)
 
 
 def interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
@@ -81,7 +84,7 @@ def converted(model: Any, architecture: str) -> dict[str, torch.Tensor]:
             continue
         if architecture in INTERLEAVED and ("q_proj" in name or "k_proj" in name):
             tensor = interleaved(tensor, config.num_attention_heads if "q_" in name else config.num_key_value_heads)
-        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+        if architecture.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
             tensor = tensor + 1
         if (special := special_tensors(name, tensor, config)) is not None:
             tensors |= special
@@ -96,7 +99,7 @@ def converted(model: Any, architecture: str) -> dict[str, torch.Tensor]:
         if name.endswith((".A_log", ".D")):
             tensors[names.get_name(name)] = tensor
             continue
-        name = f"{name}.weight" if name.endswith(".sinks") else name
+        name, tensor = f"{name}.weight" if name.endswith(".sinks") else name, parts_in_turn(name, tensor, config)
         stem, kind = name.rsplit(".", 1)
         tensors[f"{names.get_name(stem)}.{kind}"] = tensor
     rope = config.rope_parameters
@@ -151,13 +154,15 @@ def metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_feed_forward_length(feed_forward_length(config))
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(kv_heads(config))
-    writer.add_layer_norm_rms_eps(config.norm_eps if config.model_type == "lfm2" else config.rms_norm_eps)
+    if norm_eps(config) is None:
+        writer.add_layer_norm_rms_eps(config.norm_eps if config.model_type == "lfm2" else config.rms_norm_eps)
     head_dim = None if hasattr(config, "kv_lora_rank") else getattr(config, "head_dim", None)
     if head_dim is not None:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
-        partial = config.rope_parameters.get("partial_rotary_factor", 1.0)
-        writer.add_rope_dimension_count(int(head_dim * partial))
+        if config.model_type != "nemotron":
+            partial = config.rope_parameters.get("partial_rotary_factor", 1.0)
+            writer.add_rope_dimension_count(int(head_dim * partial))
     writer.add_uint32("tokenizer.ggml.eos_token_id", config.eos_token_id)
     special_metadata(writer, config)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
@@ -173,6 +178,7 @@ def special_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     """What the converters of single architectures write."""
     kinds = getattr(config, "layer_types", None) or []
     routed_metadata(writer, config)
+    centred_metadata(writer, config)
     if number := getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None):
         writer.add_expert_count(number)
         writer.add_expert_used_count(config.num_experts_per_tok)
@@ -222,13 +228,17 @@ def write(path: Path, case: str, expected: Golden) -> Path:
 
 
 def write_model(
-    path: Path, model: Any, architecture: str, more: Callable[[gguf.GGUFWriter], None] = lambda writer: None
+    path: Path,
+    model: Any,
+    architecture: str,
+    more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    changed: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] = lambda tensors: tensors,
 ) -> Path:
-    """Write a model of transformers'. more: writes further metadata."""
+    """Write a model of transformers'. more: writes further metadata. changed: what becomes of the tensors."""
     writer = gguf.GGUFWriter(path, architecture)
     metadata(writer, model.config)
     more(writer)
-    for name, tensor in converted(model, architecture).items():
+    for name, tensor in changed(converted(model, architecture)).items():
         writer.add_tensor(name, tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

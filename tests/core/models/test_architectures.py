@@ -15,8 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from core.model_files.model_config import read_model_config
+from core.models.architectures import ARCHITECTURES
 from core.models.config import ExpertParts
 from tests.core.models.checkpoints import CASES, check_greedy, check_logits, golden, our_logits
+from tests.core.models.gguf_checkpoints import write_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
 
@@ -59,6 +61,29 @@ def test_mimo_is_a_qwen2_with_a_layer_that_is_not_read(tmp_path: Path) -> None:
     check_greedy(tmp_path, expected)
 
 
+def test_internlm2_is_a_llama_whose_rows_of_q_k_and_v_are_fused(tmp_path: Path) -> None:
+    """transformers has no code for InternLM2, whose files have each KV head's queries, its K and its V together."""
+    expected = golden("llama2")
+    config, tensors = expected.model.config, {}
+    expected.model.save_pretrained(tmp_path)
+    for name, tensor in load_file(tmp_path / "model.safetensors").items():
+        for theirs, ours in ARCHITECTURES["InternLM2ForCausalLM"].names.items():
+            name = name.replace(theirs, ours)
+        tensors[name] = tensor
+    for layer in range(config.num_hidden_layers):
+        parts = [tensors.pop(f"model.layers.{layer}.self_attn.{name}_proj.weight") for name in "qkv"]
+        heads = [part.view(config.num_key_value_heads, -1, config.hidden_size) for part in parts]
+        fused = torch.cat(heads, 1).reshape(-1, config.hidden_size)
+        tensors[f"model.layers.{layer}.attention.wqkv.weight"] = fused
+    save_file(tensors, tmp_path / "model.safetensors")
+    settings = json.loads((tmp_path / "config.json").read_text())
+    named = {"architectures": ["InternLM2ForCausalLM"], "model_type": "internlm2", "bias": False}
+    (tmp_path / "config.json").write_text(json.dumps({**settings, **named}))
+    for path in (tmp_path, write_model(tmp_path / "model.gguf", expected.model, "internlm2")):
+        assert read_model_config(path).architecture == "InternLM2ForCausalLM"
+        check_logits(path, expected)
+
+
 #: Case -> a field of its config and a wrong value: each must be seen, else the comparison above proves nothing of it.
 WRONG: list[tuple[str, str, Any]] = [
     ("llama3", "rope_scaling", None),
@@ -88,6 +113,13 @@ WRONG: list[tuple[str, str, Any]] = [
     ("ministral3", "query_growth", None),
     ("deepseek-v2-lite", "query_pre_attn_scalar", 20.0),
     ("minicpm3", "residual_multiplier", 1.0),
+    ("cohere", "logits_multiplier", 1.0),
+    ("cohere2", "unrotated_layers", ()),
+    ("nemotron", "hidden_act", "gelu"),
+    ("nemotron", "norm_offset", 0.0),
+    ("gpt-neox", "residual", "in turn"),
+    ("gpt-neox-in-turn", "residual", "parallel"),
+    ("starcoder2", "centred_norms", False),
     ("mixtral", "experts", ExpertParts(num_experts=4, num_chosen=2, intermediate_size=80, normalises=False)),
     ("mixtral", "experts", ExpertParts(num_experts=4, num_chosen=3, intermediate_size=80, normalises=True)),
 ]

@@ -3,6 +3,7 @@
 transformers' own GGUF reader confirms tensors and sizes; the logits are held against the model before its conversion.
 """
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from core.model_files.model_config import read_model_config
 from core.model_files.weights import load_weights
 from kernels.elements import FLOAT32
 from tests.core.models.checkpoints import CASES, check_greedy, check_logits, golden
-from tests.core.models.gguf_checkpoints import GGUF_CASES, write
+from tests.core.models.gguf_checkpoints import GGUF_CASES, write, write_model
 from tests.numbers import dense_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
@@ -37,6 +38,21 @@ def test_gguf_gives_what_transformers_gives(case: str, tmp_path: Path) -> None:
     path = write(tmp_path / "model.gguf", case, expected)
     check_logits(path, expected)
     check_greedy(path, expected)
+
+
+def test_files_of_phi_2_may_have_q_k_and_v_in_one_matrix(tmp_path: Path) -> None:
+    def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        kept = {name: one for name, one in tensors.items() if not re.search(r"attn_[qkv]\.", name)}
+        for layer in range(3):
+            for kind in ("weight", "bias"):
+                parts = [tensors[f"blk.{layer}.attn_{one}.{kind}"] for one in "qkv"]
+                kept[f"blk.{layer}.attn_qkv.{kind}"] = torch.cat(parts)
+        return kept
+
+    expected = golden("phi")
+    path = write_model(tmp_path / "model.gguf", expected.model, "phi2", changed=fused)
+    assert read_model_config(path).fused_qkv
+    check_logits(path, expected)
 
 
 @pytest.mark.parametrize("case", READ_BY_TRANSFORMERS)

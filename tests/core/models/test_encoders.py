@@ -105,6 +105,25 @@ def test_a_head_for_masked_words_and_old_names_of_norms(tmp_path: Path) -> None:
     np.testing.assert_allclose(hidden(load(tmp_path), PROMPTS[:2])[1], states(theirs.bert, PROMPTS[1]), atol=1e-5)
 
 
+def test_nomic_bert_with_the_settings_of_its_published_files(tmp_path: Path) -> None:
+    theirs = save_encoder(tmp_path, "NomicBert", "Model")
+    names = {"hidden_size": "n_embd", "num_attention_heads": "n_head", "intermediate_size": "n_inner"}
+    names |= {"num_hidden_layers": "n_layer", "max_position_embeddings": "max_trained_positions"}
+    names |= {"layer_norm_eps": "layer_norm_epsilon"}
+    file = tmp_path / "config.json"
+    settings = json.loads(file.read_text())
+    own = {names.get(name, name): value for name, value in settings.items()}
+    del own["rope_parameters"], own["hidden_act"], own["head_dim"]
+    own |= {"n_positions": 8192, "rotary_emb_base": 1000, "rotary_emb_fraction": 1.0, "activation_function": "swiglu"}
+    file.write_text(json.dumps({**own, "prenorm": False, "qkv_proj_bias": False}))
+    ours = load(tmp_path)
+    assert ours.max_model_len == 300
+    np.testing.assert_allclose(hidden(ours, PROMPTS[:2])[1], states(theirs, PROMPTS[1]), atol=1e-5)
+    file.write_text(json.dumps({**own, "num_experts": 8}))
+    with pytest.raises(UnsupportedModelError, match="num_experts=8"):
+        load(tmp_path)
+
+
 def test_modernbert_as_transformers_4_wrote_it(tmp_path: Path) -> None:
     theirs = save_encoder(tmp_path, "ModernBert", "Model")
     file = tmp_path / "config.json"

@@ -1,4 +1,4 @@
-"""BERT in GGUF files: hidden states and texts are those of transformers; what is stored stays so; what is refused."""
+"""Encoders in GGUF files: hidden states and texts are those of transformers; what is stored, and what is refused."""
 
 from pathlib import Path
 from typing import Any
@@ -33,18 +33,17 @@ def load(path: Path, dtype: Dtype = FLOAT32) -> Encoder:
     return Encoder(config, load_weights(path, config, dtype, library), dtype, library)
 
 
-def test_hidden_states_are_those_of_transformers(tmp_path: Path) -> None:
-    theirs = save_encoder(tmp_path, "Bert", "Model")
+@pytest.mark.parametrize("kind", ["Bert", "NomicBert", "XLMRoberta"])
+def test_hidden_states_are_those_of_transformers(tmp_path: Path, kind: str) -> None:
+    """And the bits are those of the folder."""
+    more = {"hidden_act": "gelu"} if kind == "XLMRoberta" else {}
+    theirs, library = save_encoder(tmp_path, kind, "Model", **more), load_cpu_library()
     ours = load(write_bert(tmp_path / "a.gguf", theirs))
     assert (ours.max_model_len, ours.vocab_size) == (300, 120)
     for ids, found in zip(PROMPTS, hidden(ours, PROMPTS), strict=True):
         np.testing.assert_allclose(found, states(theirs, ids), atol=1e-5)
-    folder = Encoder(
-        config := read_model_config(tmp_path),
-        load_weights(tmp_path, config, FLOAT32, load_cpu_library()),
-        FLOAT32,
-        load_cpu_library(),
-    )
+    config = read_model_config(tmp_path)
+    folder = Encoder(config, load_weights(tmp_path, config, FLOAT32, library), FLOAT32, library)
     assert hidden(folder, PROMPTS[:2])[1].tobytes() == hidden(ours, PROMPTS[:2])[1].tobytes()
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from core.model_files.model_config import ModelConfig
-from core.model_files.weights import expected_shapes
+from core.model_files.weight_shapes import expected_shapes
 from core.models.llama import Llama
 from core.models.step import ModelInputs
 from ipc.errors import ModelFileError

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from core.model_files.model_config import ModelConfig
-from core.model_files.weights import expected_shapes, load_weights
+from core.model_files.weight_shapes import expected_shapes
+from core.model_files.weights import load_weights
 from core.models import stored_matrix
 from core.models.llama import Llama
 from core.models.stored_matrix import StoredMatrix, StoredPart

@@ -46,6 +46,10 @@ _HEADS: dict[str, Any] = {"taps": 4, "num_heads": 4, "num_groups": 2, "key_dim":
 _DELTA = RecurrentParts(kind="gated delta", layers=(0, 1), channels=2 * 2 * 16 + 4 * 40, **_HEADS)
 _STATE_SPACE = RecurrentParts(kind="state space", layers=(1, 2), channels=2 * 2 * 16 + 4 * 40, has_bias=True, **_HEADS)
 
+#: Layer normalisations with biases; MLPs without gates that read what attention reads.
+_BESIDE: dict[str, Any] = {"residual": "parallel", "centred_norms": True, "norm_bias": True, "hidden_act": "relu2"}
+_BESIDE |= {"is_gated": False, "mlp_bias": True, "head_bias": True, "tie_word_embeddings": False}
+
 #: What changes attention, rotation or the head, by name. Windows end within KV tiles of 128 tokens and blocks of 16;
 #: scalings begin within the prompt.
 KINDS: dict[str, ModelConfig] = {
@@ -85,6 +89,7 @@ KINDS: dict[str, ModelConfig] = {
     "short convolution": msgspec.structs.replace(TINY, recurrent=_CONVOLUTION),
     "gated delta": msgspec.structs.replace(TINY, recurrent=_DELTA, output_gate=True, qkv_bias=True, qk_norm=True),
     "state space": msgspec.structs.replace(TINY, recurrent=_STATE_SPACE, **_MULTIPLIERS),
+    "beside attention": msgspec.structs.replace(TINY, **_BESIDE),
 }
 
 #: (dtype, kind): every kind in bfloat16, and half of them in float32; the others are the soak's.

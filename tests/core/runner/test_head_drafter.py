@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from core.execution.plan import SchedulerOutput
-from core.model_files.weights import layer_shapes
+from core.model_files.weight_shapes import layer_shapes
 from core.models.draft_head import DraftHead, Eagle3Parts, HeadConfig, HeadWeights, head_shapes
 from core.models.llama import Llama
 from core.runner.head_drafter import HeadDrafter

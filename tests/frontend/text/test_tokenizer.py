@@ -198,7 +198,7 @@ def test_bos(pre: str, add_bos: bool | None, expected: bool) -> None:
     ("changes", "error", "message"),
     [
         ({"model": None}, ModelFileError, "tokenizer.ggml.model is missing"),
-        ({"model": "t5"}, UnsupportedModelError, "'t5'"),
+        ({"model": "rwkv"}, UnsupportedModelError, "'rwkv'"),
         ({"model": "bert", "unknown_token_id": None}, ModelFileError, r"no \[CLS\]"),
         ({"pre": "tekken"}, UnsupportedModelError, "'tekken'"),
         ({"tokens": None}, ModelFileError, "tokens must be a list"),

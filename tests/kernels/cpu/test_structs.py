@@ -44,10 +44,10 @@ def test_two_swapped_pointers_are_refused(exports: ctypes.CDLL) -> None:
 @pytest.mark.parametrize(
     ("position", "to", "message"),
     [
-        (9, None, "field multiplier: missing in class Mirror of .*, float of 4 bytes at 76 in"),
-        (8, ("epsilon", ctypes.c_float), "field epsilon: float of 4 bytes at 72 in class .*, missing in"),
-        (8, ("eps", ctypes.c_int32), "field eps: integer of 4 bytes at 72 in class .*, float of 4 bytes at 72 in"),
-        (4, ("num_rows", ctypes.c_int32), "field num_rows: integer of 4 bytes at 48 in .*, integer of 8 bytes at 48"),
+        (9, None, "field multiplier: missing in class Mirror of .*, float of 4 bytes at 84 in"),
+        (8, ("epsilon", ctypes.c_float), "field epsilon: float of 4 bytes at 80 in class .*, missing in"),
+        (8, ("eps", ctypes.c_int32), "field eps: integer of 4 bytes at 80 in class .*, float of 4 bytes at 80 in"),
+        (4, ("num_rows", ctypes.c_int32), "field num_rows: integer of 4 bytes at 56 in .*, integer of 8 bytes at 56"),
     ],
 )
 def test_a_field_that_is_missing_renamed_or_of_another_type_is_refused(

@@ -1,0 +1,72 @@
+"""Images with GGUF files: the vision encoder in a file beside the model's gives the bits of the folder."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from core.model_files.model_config import read_model_config
+from frontend.llm import LLM
+from ipc.errors import InvalidRequestError
+from ipc.files.model_files import read_tokenizer_files
+from ipc.sampling_params import SamplingParams
+from tests.core.models import gemma3_checkpoint, idefics3_checkpoint
+from tests.core.models.idefics3_checkpoint import LONGEST, noise
+from tests.core.models.projector_gguf import write_projector, write_text
+
+pytest.importorskip("PIL.Image")
+pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
+
+#: llama.cpp's name of the projector -> checkpoints, name of the text's model, a token that no prompt has, sizes.
+KINDS: dict[str, tuple[Any, str, str, dict[str, int]]] = {
+    "gemma3": (gemma3_checkpoint, "gemma3", "<end_of_turn>", {"projector__scale_factor": 3}),
+    "idefics3": (idefics3_checkpoint, "llama", "<end>", {"projector__scale_factor": 2, "preproc_image_size": LONGEST}),
+}
+OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 500, "max_num_seqs": 4}
+PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
+
+
+def answers(path: Path, mark: str) -> list[Any]:
+    """Tokens and log probabilities of two questions on images."""
+    images = [noise(100, 150, 1), noise(64, 64, 2)]
+    prompts: Any = [{"prompt": f"What is {mark} this?", "multi_modal_data": {"image": image}} for image in images]
+    with LLM(str(path), **OPTIONS) as llm:
+        outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+    found = []
+    for output in outputs:
+        columns = output.outputs[0].logprobs or []
+        numbers = [{token: one.logprob for token, one in each.items()} for each in columns]
+        found.append((output.prompt_token_ids, list(output.outputs[0].token_ids), numbers))
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_and_log_probabilities_are_those_of_the_folder(kind: str, tmp_path: Path) -> None:
+    checkpoint, architecture, unused, sizes = KINDS[kind]
+    folder, files, model = tmp_path / "folder", tmp_path / "files", checkpoint.tiny_model()
+    checkpoint.write_checkpoint(folder)
+    files.mkdir()
+    path = write_text(files / "tiny.gguf", model, architecture, checkpoint.tiny_tokenizer(), unused)
+    alone = LLM(str(path), **OPTIONS)
+    with alone, pytest.raises(InvalidRequestError, match="image"):
+        alone.generate({"prompt": "a", "multi_modal_data": {"image": noise(8, 8, 1)}}, use_tqdm=False)
+    identity = alone.client.welcome.model_fingerprint
+    write_projector(files / "mmproj-tiny.gguf", model, kind, swapped=kind == "gemma3", **sizes)
+    mark = "<start_of_image>" if kind == "gemma3" else "<image>"
+    found, expected = answers(path, mark), answers(folder, mark)
+    assert found == expected
+    assert found[0][1] != found[1][1]
+    with LLM(str(path), **OPTIONS) as llm:
+        assert llm.client.welcome.model_fingerprint != identity
+
+
+def test_a_projector_of_another_model_is_left_alone(tmp_path: Path) -> None:
+    checkpoint, architecture, unused, sizes = KINDS["gemma3"]
+    model = checkpoint.tiny_model()
+    path = write_text(tmp_path / "tiny.gguf", model, architecture, checkpoint.tiny_tokenizer(), unused)
+    other = write_projector(tmp_path / "mmproj.gguf", model, "gemma3", projection_dim=12, **sizes)
+    assert read_model_config(path).vision is None
+    assert len(read_tokenizer_files(path)) == 1
+    other.unlink()
+    write_projector(tmp_path / "a-mmproj.gguf", idefics3_checkpoint.tiny_model(), "idefics3", **KINDS["idefics3"][3])
+    assert read_model_config(path).vision is None
