@@ -8,6 +8,7 @@ import msgspec
 from core.batch.request import requests_from_message
 from core.execution.executor import Executor, ExecutorEndedError
 from core.execution.pipeline import Pipeline, StepWatcher
+from core.execution.state_slots import num_state_slots
 from core.inputs import (
     BlocksArrived,
     BlocksFound,
@@ -27,6 +28,7 @@ from core.kv.event_feed import KVFeed
 from core.kv.orders import Order
 from core.scheduling.explain import explain
 from core.scheduling.scheduler import Scheduler
+from core.scheduling.state_ends import keep_states
 from ipc.call import Call
 from ipc.columns import unpack_choices, unpack_numbers
 from ipc.config import EngineConfig
@@ -68,10 +70,22 @@ class EngineCore:
         self._kind_stride = executor.info.vocab_size if executor.info.num_token_kinds > 1 else 0
         self._num_requests = 0
         self.scheduler = Scheduler(config, executor.info.eos_token_ids, epoch)
-        self.scheduler.batch.forks.is_off = executor.info.state_bytes > 0
+        self._keep_states(config, executor.info.state_bytes)
         self.scheduling_policy = config.scheduling_policy
         self.kv_feed = KVFeed(self.scheduler.pool.names, epoch)
         self.pipeline = Pipeline(executor, depth=most_in_flight(config), watchers=watchers)
+
+    def _keep_states(self, config: EngineConfig, state_bytes: int) -> None:
+        """Let the requests of a model with recurrent layers begin with kept states instead of others' rows."""
+        if not state_bytes:
+            return
+        batch, admission = self.scheduler.batch, self.scheduler.admission
+        batch.forks.is_off, batch.forks.least_shared = True, config.max_model_len or 0
+        num_slots = num_state_slots(config, state_bytes)
+        assert num_slots or not config.enable_prefix_caching, "the config is not resolved"
+        if num_slots:
+            ends = keep_states(batch, admission.add_limit, config.max_num_seqs, num_slots)
+            self.scheduler.cuts.append(ends.cut)
 
     @property
     def has_work(self) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 from core.batch.carried import Carried
 from core.batch.forks import Forks
 from core.batch.host_cache import HostCache
+from core.batch.kept_states import KeptStates
 from core.batch.prefix_cache import PrefixCache
 from core.batch.request import Request
 from core.batch.stop_check import StopCheck
@@ -34,6 +35,7 @@ class Batch:
         self.in_flight: deque[tuple[int, Ints, Ints]] = deque()  # (step, the plan's rows, their tenancies)
         self.forks = Forks(self.table, self.pool, self.prefix_cache, self.in_flight)
         self.carried = Carried()
+        self.kept_states: KeptStates | None = None  # of a model with recurrent layers
         self._window = config.kv_window or 0  # tokens that a token sees; 0: all before it
         self.host_cache = HostCache(self, config.num_host_blocks or 0, config.num_swap_blocks or 0)
         self.before_release: list[Callable[[Rows], None]] = []  # called with rows that are about to be released
@@ -67,6 +69,8 @@ class Batch:
             params = start.request.sampling
             if params is not None and params.stop_token_ids:
                 self.stop_check.add(start.request.row, params.stop_token_ids)
+        if self.kept_states is not None:
+            self.kept_states.begin(starts, self.carried)
         table, merged = self.table, np.concatenate([self.rows, rows])
         keys = (table.serial[merged], table.rank[merged])
         if len(self.rows) and self._is_sorted(*keys):
@@ -128,8 +132,10 @@ class Batch:
 
     def take_carried(self) -> Carried:
         """Return what the plan being finished carries; what comes from now on is the next plan's."""
-        if carried := self.carried:
+        if (carried := self.carried) or self.kept_states is not None:
             self.carried = Carried()
+        if self.kept_states is not None:
+            self.kept_states.keep(self.in_flight[-1][1], self.carried)
         self.host_cache.end_plan()
         return carried
 
@@ -183,4 +189,6 @@ class Batch:
         kept = [blocks for _, blocks in self.forks.kept]
         self.pool.check_integrity([self.table.block_ids(row) for row in self.rows.tolist()] + kept)
         self.host_cache.check_integrity()
+        if self.kept_states is not None:
+            self.kept_states.check_integrity()
         assert self._is_sorted(self.table.serial[self.rows], self.table.rank[self.rows]), f"out of order: {self.rows}"

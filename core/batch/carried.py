@@ -8,13 +8,13 @@ from ipc.arrays import NO_INT32S, AnyInts, Int32s
 
 
 class Copies(NamedTuple):
-    """Blocks to copy: sources[i] to targets[i]."""
+    """Blocks or states to copy: sources[i] to targets[i]."""
 
     sources: list[Int32s]
     targets: list[Int32s]
 
     def add(self, source: int, target: int) -> None:
-        """Add the copy of one block."""
+        """Add the copy of one block or state."""
         self.sources.append(np.array([source], np.int32))
         self.targets.append(np.array([target], np.int32))
 
@@ -47,6 +47,7 @@ class Carried:
         self.out = Copies([], [])  # from the cache to the host
         self.within = Copies([], [])  # the cache
         self.back = Copies([], [])  # from the host to the cache
+        self.states = Copies([], [])  # recurrent states, one after the other
 
     def forget_copies(self) -> None:
         """Drop all copies, because the blocks that they read have lost their content."""
@@ -54,5 +55,5 @@ class Carried:
 
     def __bool__(self) -> bool:
         """Return whether there is anything; most steps carry nothing."""
-        copies = self.out.sources or self.within.sources or self.back.sources
+        copies = self.out.sources or self.within.sources or self.back.sources or self.states.sources
         return bool(self.removed_rows or self.renewed_rows or copies)

@@ -24,8 +24,9 @@ class Forks:
         self._table = table
         self._pool = pool
         self._in_flight = in_flight
-        #: Whether choices start alone: rows have recurrent states, which are of their last computed tokens only.
+        #: Whether rows are never forked: they have recurrent states, which are of their last computed tokens only.
         self.is_off = False
+        self.least_shared = 1  # tokens: of a shorter prompt, or one as long, each choice computes its own
         self.kept: list[tuple[list[Request], Int32s]] = []  # choices, and blocks with their prompt, of ended ones
         self._prefix_cache = prefix_cache
         self._block_size = prefix_cache.block_size

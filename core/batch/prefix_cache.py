@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from core.batch.kept_states import KeptStates
 from core.batch.request import Request
 from core.batch.table import BatchTable, RequestStart
 from core.kv.block_names import BlockNames, block_key, hash_blocks
@@ -17,6 +18,7 @@ class PrefixCache:
         self.block_size = names.block_size
         self._shift = names.block_size.bit_length() - 1  # block sizes are powers of two
         self.is_enabled = enabled
+        self.kept_states: KeptStates | None = None  # of a model with recurrent layers
 
     def prepare(self, request: Request) -> None:
         """Hash the whole blocks of a request that will wait: once, although many steps may look it up."""
@@ -30,8 +32,19 @@ class PrefixCache:
         """Return the blocks that hold the waiting request's first tokens, and the content number of the last one.
 
         The request's last token is never among these: it must be computed. A request that needs its
-        whole prompt computed gets no blocks.
+        whole prompt computed gets no blocks. With recurrent layers the state behind the last block is kept.
         """
+        blocks, content = self._find(request)
+        if self.kept_states is None or not len(blocks):
+            return blocks, content
+        count = self.kept_states.reachable(blocks)
+        return blocks[:count], int(self._names.content[blocks[count - 1]]) if count else request.root
+
+    def num_known_tokens(self, request: Request) -> int:
+        """Return how many of a waiting request's first tokens have K and V in blocks, with or without a kept state."""
+        return len(self._find(request)[0]) * self.block_size
+
+    def _find(self, request: Request) -> tuple[Int32s, int]:
         if request.first_key not in self._names.block_of_key or request.needs_whole_prompt:
             return NO_INT32S, request.root
         count = (len(request.token_ids) - 1) // self.block_size

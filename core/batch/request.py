@@ -66,6 +66,7 @@ class Request(msgspec.Struct, eq=False):
     has_started: bool = False
     is_finished: bool = False
     awaits: int = 0  # ticket of the blocks that it waits for, which something beyond the host may have; 0 = none
+    known_end: int = 0  # see core/scheduling/state_ends.py; of a model with recurrent layers
     has_asked: bool = False  # for such blocks, and had its answer
     #: Derived from `params`, and stored because a start looks at them several times:
     sampling: SamplingParams | None = None  # the parameters of its tokens; None for a pooling request, which has none

@@ -62,6 +62,7 @@ def is_plain(plan: SchedulerOutput | None, result: ModelRunnerOutput | None) -> 
         or plan.features
         or plan.num_draft_tokens.size
         or plan.copied_blocks.size
+        or plan.copied_states.size
         or plan.swapped_out_blocks.size
         or plan.swapped_in_blocks.size
     )

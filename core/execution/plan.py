@@ -60,7 +60,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     """One step's plan.
 
     The executor applies removed rows, added rows and new blocks. Then it copies blocks: first from the cache to the
-    host, then within the cache, then from the host into the cache. Then it runs the batch.
+    host, then within the cache, then from the host into the cache; then recurrent states. Then it runs the batch.
     """
 
     step: int
@@ -82,6 +82,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     adapters: list[tuple[int, str]] = []  # (row, digest of its adapter) of rows in `added` and `added_pooling` with one
     #: (row, what stands for tokens of its prompt) of rows in `added` with any. These tokens have ids below 0.
     features: list[tuple[int, list[FeatureUse]]] = []
+    #: [s] recurrent states: of rows, or of slots, which are numbered behind the rows; copied one after the other
+    copied_states: Int32s = NO_INT32S
+    copied_states_to: Int32s = NO_INT32S  # [s]
 
     @property
     def starts(self) -> Sequence[NewRow | NewPooling]:
@@ -175,9 +178,9 @@ def _encode_array(value: Any) -> bytes:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _INT32 = np.dtype("<i4")
-_DRAFTS, _COPIES, _POOLING, _ADAPTERS, _FEATURES = map(
+_DRAFTS, _COPIES, _POOLING, _ADAPTERS, _FEATURES, _STATES = map(
     SchedulerOutput.__struct_fields__.index,
-    ("num_draft_tokens", "copied_blocks", "added_pooling", "adapters", "features"),
+    ("num_draft_tokens", "copied_blocks", "added_pooling", "adapters", "features", "copied_states"),
 )
 
 
@@ -196,13 +199,13 @@ def plan_fields(plan: SchedulerOutput) -> list[Any]:
 def encode_fields(fields: list[Any]) -> bytes:
     """Return the fields of a plan as msgpack; equal plans give equal bytes.
 
-    A plan without drafts, copies, pooling, adapters and features has the bytes that it had before there were any, so
-    that older captures replay equal; so has one whose features are not whole.
+    A plan without drafts, copies, pooling, adapters, features and states has the bytes that it had before there were
+    any, so that older captures replay equal; so has one whose features are not whole.
     """
     if fields[_FEATURES]:
         fields = [*fields]
         fields[_FEATURES] = [(row, [_use_fields(use) for use in uses]) for row, uses in fields[_FEATURES]]
-    for first in (_FEATURES, _ADAPTERS, _POOLING, _COPIES, _DRAFTS):
+    for first in (_STATES, _FEATURES, _ADAPTERS, _POOLING, _COPIES, _DRAFTS):
         if fields[first]:
             break
         fields = fields[:first]

@@ -9,6 +9,7 @@ import numpy as np
 from core.execution.executor import Costs, FinishedStep, StepCosts, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.execution.shared_blocks import BlockMemory, SharedBlocks
+from core.execution.state_slots import num_state_slots
 from core.executors.adapters import model_adapters
 from core.executors.features import model_features
 from core.executors.load import load, load_drafting_model
@@ -84,7 +85,8 @@ class LocalExecutor:
         sizes, pooler = runner_sizes(config, self.info, self.grammars), self._loaded.source.pooler
         with caches_that_fit():
             drafter = self._make_drafter(config.max_model_len, sizes)
-            states = self._model.allocate_states(sizes["num_rows"]) if isinstance(self._model, Llama) else None
+            num_states = config.max_num_seqs + num_state_slots(config, self.info.state_bytes)
+            states = self._model.allocate_states(num_states) if isinstance(self._model, Llama) else None
             of_requests = {"adapters": self.adapters, "features": self.features, "states": states}
             self.runner = self._make_runner(self._model, **sizes, drafter=drafter, pooler=pooler, **of_requests)
         vision = self._loaded.source.vision

@@ -1,7 +1,8 @@
 """What a model with recurrent layers asks of an engine's config.
 
 A row's recurrent state is that of the last token it has computed, and of no token before. So nothing can go back to an
-earlier token, or begin with a part of another request's tokens: what would is refused by name, or is not done.
+earlier token: what would is refused by name. A request begins with a part of another's tokens where the state behind
+them is kept (core/batch/kept_states.py).
 """
 
 import msgspec
@@ -14,8 +15,10 @@ from ipc.workers import has_workers
 
 
 def for_recurrent_layers(config: EngineConfig, info: ModelInfo, memory_bytes: int) -> EngineConfig:
-    """Return the config of a model with recurrent layers: without prefix caching, and with max_num_seqs for which half
-    of memory_bytes has states. memory_bytes: of states and KV blocks together.
+    """Return the config of a model with recurrent layers, with max_num_seqs for which half of memory_bytes has states.
+
+    A quarter of these at least is for states that are kept for later requests, if there is a prefix cache.
+    memory_bytes: of states and KV blocks together.
 
     Errors: ConfigError for an option that the model does not have, with what to leave out. OutOfMemoryError if there is
     no room for one state.
@@ -42,4 +45,7 @@ def for_recurrent_layers(config: EngineConfig, info: ModelInfo, memory_bytes: in
             f"the recurrent state of a request takes {info.state_bytes} bytes, more than half of "
             f"kv_cache_memory_bytes={memory_bytes}: set it to at least {2 * info.state_bytes}"
         )
-    return msgspec.structs.replace(config, enable_prefix_caching=False, max_num_seqs=min(config.max_num_seqs, fitting))
+    num_kept = fitting // 4 if config.enable_prefix_caching else 0
+    return msgspec.structs.replace(
+        config, enable_prefix_caching=num_kept > 0, max_num_seqs=min(config.max_num_seqs, fitting - num_kept)
+    )

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import msgspec
 
 from core.execution.executor import Costs, ModelInfo, StepCosts
+from core.execution.state_slots import num_state_slots
 from core.execution.token_budget import token_budget
 from core.process.recurrent import for_recurrent_layers
 from ipc.block_stores import stores_of
@@ -56,7 +57,8 @@ def resolve(
             f"max_model_len={config.max_model_len} is more than the {info.max_model_len} tokens that {info.name} "
             f"was made for: use at most {info.max_model_len}, or leave it out"
         )
-    states = config.max_num_seqs * info.state_bytes
+    config = msgspec.structs.replace(config, kv_cache_memory_bytes=memory_bytes)
+    states = (config.max_num_seqs + num_state_slots(config, info.state_bytes)) * info.state_bytes
     available = config.num_blocks_override or blocks_in(memory_bytes - states, config.block_size)
     bytes_per_block = ceil_div(_PROBE_BYTES, max(1, blocks_in(_PROBE_BYTES, config.block_size)))
     max_model_len = _max_model_len(config, info, available, memory_bytes, bytes_per_block)
@@ -69,7 +71,6 @@ def resolve(
         dtype=info.dtype,
         max_model_len=max_model_len,
         max_num_batched_tokens=budget,
-        kv_cache_memory_bytes=memory_bytes,
         num_blocks_override=config.num_blocks_override or min(available, useful, 2**30),
         threads=config.threads or min(max(1, num_cpus), 1024),
         num_swap_blocks=_num_swap_blocks(config, bytes_per_block),

@@ -146,6 +146,7 @@ def finish_plan(draft: Draft, rows: Rows, counts: Ints, carried: Carried) -> Sch
     swapped_out, swap_slots = carried.out.columns()
     swapped_in, swap_blocks = carried.back.columns()
     copied, copied_to = carried.within.columns()
+    states, states_to = carried.states.columns()
     return SchedulerOutput(
         step=draft.step,
         removed_rows=column(carried.removed_rows),
@@ -165,4 +166,6 @@ def finish_plan(draft: Draft, rows: Rows, counts: Ints, carried: Carried) -> Sch
         added_pooling=draft.added_pooling,
         adapters=draft.adapters,
         features=draft.features,
+        copied_states=states,
+        copied_states_to=states_to,
     )

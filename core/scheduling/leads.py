@@ -1,8 +1,9 @@
 """Leads: a prompt with several choices is computed once, by the first of them; the others start when it is there.
 
 The choice that computes is the lead, and the others follow it (Request.follows). When it has the prompt, they queue up
-and start as forks of it (core/batch/forks.py). A lead that ends with its first token keeps the prompt for them. When it
-is aborted before, the next one leads.
+and start as forks of it (core/batch/forks.py); with recurrent layers they start from a state that it has left
+(core/batch/kept_states.py). A lead that ends with its first token keeps the prompt for them. When it is aborted before,
+the next one leads.
 """
 
 from core.batch.forks import Forks
@@ -28,12 +29,13 @@ class Leads:
     def enter(self, choices: list[Request]) -> None:
         """Let all choices or beams of a new message but the first follow that. They are in no queue yet.
 
-        A prompt of one token is computed by each choice: there is nothing to share. So is any where forks are off.
+        A prompt of one token is computed by each choice: there is nothing to share. So are others that it does not pay
+        to share, or that cannot be.
         """
         self._num_live += 1
         for request in choices:
             request.choices = choices
-            may_follow = request.num_prompt_tokens > 1 and not self._forks.is_off
+            may_follow = request.num_prompt_tokens > self._forks.least_shared
             request.follows = may_follow and request is not choices[0]
 
     def start(self, starts: list[RequestStart]) -> None:

@@ -51,7 +51,7 @@ class Scheduler:
         assert config.max_num_batched_tokens is not None, "the config is not resolved"
         self.max_num_batched_tokens = self._token_budget = config.max_num_batched_tokens
         self.stats, self.outputs, self.batch = new_stats(), OutputCollector(epoch), Batch(config, eos_token_ids)
-        self.table, self.pool = self.batch.table, self.batch.pool
+        self.table, self.pool, self.cuts = self.batch.table, self.batch.pool, list[Callable[[Draft], None]]()
         self.policy = build_policy(config, self.table)
         self.waiting, self._requests = WaitingQueue(self.policy.line), RequestIndex()
         self.preemption = Preemption(config, self.batch, self.waiting, self.policy, self.stats)
@@ -72,7 +72,7 @@ class Scheduler:
         beside = self.preemption, self._ends, self.outputs, self.stats, eos_token_ids
         self.beams = BeamSearches(self.batch, self.waiting, *beside)
         self._group_rows: GroupRows | None = None  # from the first beam search on
-        self._wholes = WholeFeatures(self.batch, self.admission.add_limit)
+        self._wholes = WholeFeatures(self.batch, self.admission.add_limit, self.cuts)
         self.has_executor, self._step = True, 0  # has_executor: it can take plans
         self.decision: Decision | None = None  # of the last step
 
@@ -253,8 +253,8 @@ class Scheduler:
             self.beams.mend(draft)
         self.batch.release_passed()
         self._fill(draft)
-        if self._wholes.are_used:
-            self._wholes.cut(draft)
+        for cut in self.cuts:
+            cut(draft)
         if self.batch.forks.kept:
             self.batch.forks.drop()
         self.speculation.fill(draft)

@@ -20,16 +20,19 @@ class WholeFeatures:
     tokens of a whole feature beside one token of each other row (core/process/resolve.py), so none waits for ever.
     """
 
-    def __init__(self, batch: Batch, add_limit: Callable[[Limit], None]) -> None:
-        """Nothing is asked before the first request that has a whole feature. add_limit: of admission."""
-        self._batch, self._add_limit = batch, add_limit
-        self.are_used = False  # by any request so far
+    def __init__(self, batch: Batch, add_limit: Callable[[Limit], None], cuts: list[Callable[[Draft], None]]) -> None:
+        """Nothing is asked before the first request that has a whole feature. add_limit: of admission; cuts: of the
+        scheduler.
+        """
+        self._batch, self._add_limit, self._cuts = batch, add_limit, cuts
+        self._are_used = False  # by any request so far
 
     def enter(self, request: Request) -> None:
         """Note a new request with features."""
-        if not self.are_used and any(use.is_whole for use in request.features):
-            self.are_used = True
+        if not self._are_used and any(use.is_whole for use in request.features):
+            self._are_used = True
             self._add_limit(self)
+            self._cuts.append(self.cut)
 
     def lacks(self, start: RequestStart, draft: Draft) -> Examined | None:
         """Cut the start's tokens; return NO_BUDGET where none are left."""

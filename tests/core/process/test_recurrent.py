@@ -8,7 +8,9 @@ import pytest
 
 from core.engine import EngineCore
 from core.execution.executor import ModelInfo
+from core.execution.state_slots import num_state_slots
 from core.executors.local import LocalExecutor
+from core.process.recurrent import for_recurrent_layers
 from core.process.resolve import resolve
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
@@ -30,14 +32,23 @@ def resolved(info: ModelInfo = INFO, **options: Any) -> EngineConfig:
 
 
 def test_states_take_a_part_of_the_caches_memory() -> None:
-    config = resolved(kv_cache_memory_bytes=100_000, max_num_seqs=16)
+    config = resolved(kv_cache_memory_bytes=100_000, max_num_seqs=16, enable_prefix_caching=False)
     assert config.num_blocks_override == (100_000 - 16_000) // 1600
-    assert (config.max_num_seqs, config.enable_prefix_caching) == (16, False)
+    assert (config.max_num_seqs, num_state_slots(config, 1000)) == (16, 0)
+
+
+def test_states_are_kept_in_what_is_left_of_half_of_it() -> None:
+    config = resolved(kv_cache_memory_bytes=100_000, max_num_seqs=16)
+    assert config.num_blocks_override == (100_000 - 50_000) // 1600
+    assert (config.max_num_seqs, num_state_slots(config, 1000)) == (16, 34)
+    assert num_state_slots(resolved(kv_cache_memory_bytes=100_000, max_num_seqs=2), 1000) == 8
 
 
 def test_where_states_do_not_fit_fewer_requests_run_at_once() -> None:
     config = resolved(kv_cache_memory_bytes=20_000, max_num_seqs=16)
-    assert (config.max_num_seqs, config.num_blocks_override) == (10, 10_000 // 1600)
+    assert (config.max_num_seqs, config.num_blocks_override, config.enable_prefix_caching) == (8, 10_000 // 1600, True)
+    config = for_recurrent_layers(EngineConfig(max_num_seqs=16), INFO, 7_900)
+    assert (config.max_num_seqs, config.enable_prefix_caching) == (3, False)
     with pytest.raises(OutOfMemoryError, match=r"state of a request takes 1000 bytes.*set it to at least 2000"):
         resolved(kv_cache_memory_bytes=1_999)
 
@@ -74,7 +85,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> EngineCore:
     return EngineCore(config, executor)
 
 
-def test_choices_compute_the_prompt_each_and_have_the_tokens_of_choices_alone(engine: EngineCore) -> None:
+def test_choices_have_the_tokens_of_choices_alone(engine: EngineCore) -> None:
     prompt = list(range(3, 40))
 
     def tokens(**options: Any) -> dict[tuple[int, int], list[int]]:

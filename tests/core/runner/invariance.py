@@ -13,10 +13,11 @@ import numpy.typing as npt
 from core.engine import EngineCore
 from core.execution.executor import FinishedStep, ModelInfo
 from core.execution.plan import SchedulerOutput
+from core.execution.state_slots import num_state_slots
 from core.features.store import Features
 from core.inputs import EngineInput
 from core.model_files.model_config import ModelConfig
-from core.model_files.weights import expected_shapes
+from core.model_files.weight_shapes import expected_shapes
 from core.models.llama import Llama
 from core.models.step import StepResult
 from core.runner.accepted import accepted
@@ -85,6 +86,7 @@ class Recorder(ModelRunner):
 
     def __init__(self, model: Llama, config: EngineConfig, adapters: Any = None, features: Any = None) -> None:
         assert config.num_blocks_override is not None
+        num_slots = num_state_slots(config, 4 * model.config.state_size)
         super().__init__(
             model,
             num_rows=config.max_num_seqs,
@@ -94,7 +96,7 @@ class Recorder(ModelRunner):
             logprobs_mode=config.logprobs_mode,
             adapters=adapters,
             features=features,
-            states=(states := model.allocate_states(config.max_num_seqs)),
+            states=(states := model.allocate_states(config.max_num_seqs + num_slots)),
         )
         self._row_states = states
         if states is not None:
@@ -108,13 +110,17 @@ class Recorder(ModelRunner):
         self._is_poisoned = np.zeros((config.num_blocks_override, config.block_size), np.bool_)
         self._poison(np.arange(config.num_blocks_override) > 0)
 
+    def _apply(self, plan: SchedulerOutput) -> None:
+        super()._apply(plan)
+        if self._row_states is not None:  # of a row without a request, or with one that begins at its first token
+            gone = np.setdiff1d(plan.removed_rows, [new.row for new in plan.starts if new.num_computed_tokens])
+            self._row_states[gone] = np.nan
+
     def prepare(self, plan: SchedulerOutput) -> StepInputs:
         is_target = (self.sampling.seed[plan.rows] == TARGET) & (self.sampling.choice[plan.rows] == 0)
         for place in np.flatnonzero(is_target).tolist():
             self.places.append((int(plan.rows[place]), place, len(plan.rows)))
         self.num_starts += sum(new.seed == TARGET and new.choice == 0 for new in plan.added)
-        if self._row_states is not None:
-            self._row_states[plan.removed_rows] = np.nan
         self._is_poisoned[plan.copied_to] = self._is_poisoned[plan.copied_blocks]
         is_readable = self._readable()
         inputs = super().prepare(plan)
@@ -275,7 +281,7 @@ def run(
     with the engine before its first step. adapters: as the Recorder has them; adapter: digest of the target's.
     features: what has been put; uses: of the target."""
     if model.config.recurrent is not None:
-        settings = {"prefix_caching": False, **settings}  # as core/process/recurrent.py resolves it
+        settings = {"memory": 2 * 4 * model.config.state_size * (settings.get("rows", 33) + 20), **settings}
     engine, recorder = recorded_engine(model, small_config(**settings), adapters=adapters, features=features)
     begin(engine)
     drive(engine, recorder, list(first))
@@ -310,6 +316,7 @@ def small_config(
     speculative: SpeculativeConfig | None = None,
     max_loras: int = 0,
     kv_window: int = 0,
+    memory: int | None = None,
 ) -> EngineConfig:
     return EngineConfig(
         enable_lora=max_loras > 0,
@@ -324,6 +331,7 @@ def small_config(
         scheduling_policy=policy,
         speculative_config=speculative,
         kv_window=kv_window,
+        kv_cache_memory_bytes=memory,
     )
 
 

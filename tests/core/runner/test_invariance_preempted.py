@@ -18,7 +18,7 @@ from tests.core.runner.invariance import (
     run,
     tiny_model,
 )
-from tests.core.runner.invariance_kinds import EVERY_KIND, is_recurrent
+from tests.core.runner.invariance_kinds import EVERY_KIND
 from tests.core.runner.invariance_scenarios import PROMPT, Preempting, mixed, preempt, progress
 
 SHORT = PROMPT[:150]  # past the first KV tile and both windows
@@ -41,9 +41,9 @@ def test_preempted_after_any_one_step(dtype: str, kind: str) -> None:
     assert seen == {(48, 0), (96, 0), (144, 0), *((149 + output, output) for output in range(1, 8))}
 
 
-@pytest.mark.parametrize(("dtype", "kind"), [one for one in EVERY_KIND if not is_recurrent(one)])
+@pytest.mark.parametrize(("dtype", "kind"), EVERY_KIND)
 def test_preempted_after_every_step(dtype: str, kind: str) -> None:
-    """The prefix cache keeps the whole blocks, so that there is progress. Recurrent layers have none."""
+    """The prefix cache keeps the whole blocks, and with recurrent layers the states, so that there is progress."""
     model = tiny_model(DTYPES[dtype], kind)
     alone = run(model, SHORT, max_tokens=24)
     preempting = Preempting(None, forgets=False)
