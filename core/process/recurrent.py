@@ -17,7 +17,8 @@ from ipc.workers import has_workers
 def for_recurrent_layers(config: EngineConfig, info: ModelInfo, memory_bytes: int) -> EngineConfig:
     """Return the config of a model with recurrent layers, with max_num_seqs for which half of memory_bytes has states.
 
-    A quarter of these at least is for states that are kept for later requests, if there is a prefix cache.
+    A quarter of these at least is for states that are kept for later requests, if there is a prefix cache; and there is
+    none without chunked prefill, since a prompt is cut where a state is kept.
     memory_bytes: of states and KV blocks together.
 
     Errors: ConfigError for an option that the model does not have, with what to leave out. OutOfMemoryError if there is
@@ -45,7 +46,7 @@ def for_recurrent_layers(config: EngineConfig, info: ModelInfo, memory_bytes: in
             f"the recurrent state of a request takes {info.state_bytes} bytes, more than half of "
             f"kv_cache_memory_bytes={memory_bytes}: set it to at least {2 * info.state_bytes}"
         )
-    num_kept = fitting // 4 if config.enable_prefix_caching else 0
+    num_kept = fitting // 4 if config.enable_prefix_caching and config.enable_chunked_prefill else 0
     return msgspec.structs.replace(
         config, enable_prefix_caching=num_kept > 0, max_num_seqs=min(config.max_num_seqs, fitting - num_kept)
     )
