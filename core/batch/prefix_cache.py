@@ -28,28 +28,21 @@ class PrefixCache:
             if not have:
                 request.first_key = block_key(request.root, request.block_hashes[0])
 
-    def find(self, request: Request) -> tuple[Int32s, int]:
+    def find(self, request: Request, *, needs_state: bool = True) -> tuple[Int32s, int]:
         """Return the blocks that hold the waiting request's first tokens, and the content number of the last one.
 
-        The request's last token is never among these: it must be computed. A request that needs its
-        whole prompt computed gets no blocks. With recurrent layers the state behind the last block is kept.
+        The request's last token is never among these: it must be computed. A request that needs its whole prompt
+        computed gets no blocks. needs_state: with recurrent layers, the state behind the last block must be kept.
         """
-        blocks, content = self._find(request)
-        if self.kept_states is None or not len(blocks):
-            return blocks, content
-        count = self.kept_states.reachable(blocks)
-        return blocks[:count], int(self._names.content[blocks[count - 1]]) if count else request.root
-
-    def num_known_tokens(self, request: Request) -> int:
-        """Return how many of a waiting request's first tokens have K and V in blocks, with or without a kept state."""
-        return len(self._find(request)[0]) * self.block_size
-
-    def _find(self, request: Request) -> tuple[Int32s, int]:
         if request.first_key not in self._names.block_of_key or request.needs_whole_prompt:
             return NO_INT32S, request.root
         count = (len(request.token_ids) - 1) // self.block_size
         token_ids = request.token_ids[: count * self.block_size].reshape(count, self.block_size)
-        return self._names.find(request.root, token_ids, request.block_hashes[:count])
+        blocks, content = self._names.find(request.root, token_ids, request.block_hashes[:count])
+        if self.kept_states is None or not needs_state:
+            return blocks, content
+        count = self.kept_states.reachable(blocks)
+        return blocks[:count], int(self._names.content[blocks[count - 1]]) if count else request.root
 
     def name_full_blocks(self, rows: Rows, ends: Ints) -> None:
         """Name the blocks whose tokens are all known, and computed by the end of the step being planned.

@@ -32,7 +32,7 @@ class StateEnds:
     def lacks(self, start: RequestStart, draft: Draft) -> Examined | None:
         """Cut the start's tokens, and return None."""
         request, begin = start.request, start.num_computed_tokens
-        request.known_end = self._batch.prefix_cache.num_known_tokens(request)
+        request.known_end = len(self._batch.prefix_cache.find(request, needs_state=False)[0]) * self._batch.block_size
         end = self._end(begin, begin + start.num_tokens, request.num_tokens, request.known_end)
         start.num_tokens = end - begin
         return None
