@@ -1,9 +1,9 @@
 """The process that compiles grammars before an engine does: `python -P -m core.grammars.check FD CPU_MS MEMORY`.
 
 core/grammars/checker.py starts it. FD is one end of a socket pair, whose other end is the engine's. A grammar is a
-program from a stranger. Most that are wrong are found here, where they hold nobody up: the process has little priority
-once it is ready, and a grammar that takes more than CPU_MS milliseconds of CPU time, or MEMORY bytes, ends it. It ends
-when the other end of its socket closes, and when its engine dies.
+program from a stranger. Most that are wrong are found here, where they hold nobody up: the process has little
+priority, and a grammar that takes more than CPU_MS milliseconds of CPU time, or MEMORY bytes, ends it. It ends when the
+other end of its socket closes, and when its engine dies.
 """
 
 import contextlib
@@ -64,8 +64,8 @@ def serve(channel: Channel, max_cpu_s: float, max_memory_bytes: int) -> None:
     """Answer the engine's messages. Errors: ChannelEndedError when it is gone."""
     vocabulary = decode_question(channel.receive())
     assert isinstance(vocabulary, Vocabulary), "the first message is Vocabulary"
+    os.nice(_NICE)  # the vocabulary takes as long as hundreds of grammars, and the engine's cores
     tokenizer = build_vocabulary(vocabulary)
-    os.nice(_NICE)
     _limit_memory(max_memory_bytes)
     while True:
         question = decode_question(channel.receive())

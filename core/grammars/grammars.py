@@ -28,9 +28,22 @@ if TYPE_CHECKING:
 #: Compiled grammars that are kept though no request uses them, about 100 KB each.
 MAX_CACHED = 256
 #: Seconds that Python's lock is held while the vocabulary is made, apart from calls that hold it to their end.
-_SWITCH_S = 0.0005
+_SWITCH_S = 0.0001
 
 GrammarKey = tuple[object, ...]
+
+
+class _Compiled:
+    """A compiled grammar. Its copies share a lexer, whose states and expressions add up to limits."""
+
+    def __init__(self, matcher: "LLMatcher") -> None:
+        self._matcher = matcher
+        self.num_copies = 0
+
+    def copy(self) -> "LLMatcher":
+        """Return a matcher at the beginning of its text."""
+        self.num_copies += 1
+        return self._matcher.deep_copy()
 
 
 class Grammars:
@@ -48,8 +61,8 @@ class Grammars:
         self._vocabulary: LLTokenizer | None = None
         self._compiling = threading.Lock()  # one grammar at a time
         self._lock = threading.Lock()  # of both maps
-        self._cache: OrderedDict[GrammarKey, LLMatcher] = OrderedDict()  # the one used last is the last
-        self._held: dict[int, LLMatcher] = {}  # by id() of the params of living requests
+        self._cache: OrderedDict[GrammarKey, _Compiled] = OrderedDict()  # the one used last is the last
+        self._held: dict[int, _Compiled] = {}  # by id() of the params of living requests
 
     def use_files(self, files: Mapping[str, bytes]) -> None:
         """Take the model's tokenizer from these files, which have been read already."""
@@ -89,7 +102,12 @@ class Grammars:
 
     def matcher(self, params: StructuredOutputsParams) -> "LLMatcher":
         """Return a matcher at the beginning of its text. Errors: InvalidRequestError."""
-        return (self._hold(params) or self._compiled(params)).deep_copy()
+        return (self._hold(params) or self._compiled(params)).copy()
+
+    def is_shared(self, params: StructuredOutputsParams) -> bool:
+        """Return whether the compiled grammar of these params has given more than one matcher."""
+        compiled = self._hold(params)
+        return compiled is None or compiled.num_copies > 1
 
     def renew(self, params: StructuredOutputsParams) -> "LLMatcher":
         """Compile a grammar that was compiled before once more; return a matcher. Later requests get copies of it.
@@ -100,7 +118,7 @@ class Grammars:
         self._keep(params, fresh)
         with self._lock:
             self._held[id(params)] = fresh
-        return fresh.deep_copy()
+        return fresh.copy()
 
     @property
     def eos_token_id(self) -> int:
@@ -112,7 +130,7 @@ class Grammars:
         """Words of 32 bits in a mask; bit i of word w is token 32 * w + i."""
         return -(-self._tokenizer().vocab_size // 32)
 
-    def _compiled(self, params: StructuredOutputsParams) -> "LLMatcher":
+    def _compiled(self, params: StructuredOutputsParams) -> _Compiled:
         with self._compiling:
             found = self._hold(params)
             if found is None:
@@ -121,15 +139,15 @@ class Grammars:
                 self._hold(params)
         return found
 
-    def _keep(self, params: StructuredOutputsParams, matcher: "LLMatcher") -> None:
+    def _keep(self, params: StructuredOutputsParams, compiled: _Compiled) -> None:
         """Keep a compiled grammar for later requests, as the one used last."""
         with self._lock:
-            self._cache[key := key_of(params)] = matcher
+            self._cache[key := key_of(params)] = compiled
             self._cache.move_to_end(key)
             if len(self._cache) > MAX_CACHED:
                 self._cache.popitem(last=False)
 
-    def _hold(self, params: StructuredOutputsParams) -> "LLMatcher | None":
+    def _hold(self, params: StructuredOutputsParams) -> _Compiled | None:
         """Return the compiled grammar of these params and keep it while they live; None if it is not compiled."""
         with self._lock:
             found = self._held.get(id(params))
@@ -139,8 +157,8 @@ class Grammars:
                 weakref.finalize(params, self._held.pop, id(params), None).atexit = False
             return found
 
-    def _compile(self, params: StructuredOutputsParams) -> "LLMatcher":
-        return compile_grammar(self._tokenizer(), params)
+    def _compile(self, params: StructuredOutputsParams) -> _Compiled:
+        return _Compiled(compile_grammar(self._tokenizer(), params))
 
     def _tokenizer(self) -> "LLTokenizer":
         if self._vocabulary is None:

@@ -20,6 +20,8 @@ _NOTHING_LEFT = (
 _MAX_ERROR_CHARS = 500
 #: Forced tokens of a row that are drafts of one step: each needs a mask, and a hostile grammar's takes milliseconds.
 _MAX_FORCED = 8
+#: Drafts of a row, times the tokens of its whole forced text, which each of their masks divides anew: some 3 us each.
+_MAX_FORCED_WORK = 2048
 #: Times that a row's matcher is made again; see _renewed().
 _MAX_RENEWALS = 2
 
@@ -33,6 +35,7 @@ class _Row:
         self.matcher: LLMatcher | None = None
         self.error = ""  # of the compilation
         self.num_renewals = 0
+        self.draft_failed = False  # the mask behind a draft has failed; the one of the next token may not
         self.takes_drafts = takes_drafts
 
 
@@ -130,7 +133,10 @@ class RowMatchers:
         matcher = row.matcher
         if matcher is None or not row.takes_drafts or matcher.is_error():
             return []
-        return [self._grammars.eos_token_id] if matcher.is_stopped() else matcher.compute_ff_tokens()[:_MAX_FORCED]
+        if matcher.is_stopped():
+            return [self._grammars.eos_token_id]
+        forced = matcher.compute_ff_tokens()
+        return forced[: min(_MAX_FORCED, _MAX_FORCED_WORK // max(1, len(forced)))]
 
     def _renewed(self, row: _Row, address: int, size: int) -> bool:
         """Make a matcher that has failed again, and fill the mask at this address; return whether that succeeded.
@@ -138,9 +144,11 @@ class RowMatchers:
         Copies of a compiled grammar share its lexer, whose states add up to a limit; and a mask behind a draft may have
         failed. So a row fails only where a matcher of its own fails too.
         """
-        if row.num_renewals == _MAX_RENEWALS:
+        may_help = row.draft_failed or self._grammars.is_shared(row.params)
+        if not may_help or row.num_renewals == _MAX_RENEWALS:
             return False
         row.num_renewals += 1
+        row.draft_failed = False
         row.matcher = matcher = self._grammars.renew(row.params)
         if matcher.consume_tokens(row.output):
             matcher.unsafe_compute_mask_ptr(address, size)
@@ -159,7 +167,7 @@ class RowMatchers:
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             if matcher.is_error():
                 mask[:] = 0
-                row.takes_drafts = False
+                row.takes_drafts, row.draft_failed = False, True
                 return
         matcher.rollback(num_taken)
 

@@ -16,6 +16,11 @@ Divide: TypeAlias = Callable[[str], list[int]]
 _SLICES = [r'[^"\\\x00-\x1F\x7F]{1,10}', r'[^"\\\x00-\x1F\x7F]{1,30}']
 
 
+#: Characters of a forced text that are divided as the model's tokenizer does it. A mask allows the first token alone,
+#: and the text behind it is divided anew. A grammar may force hundreds of thousands of characters.
+_DIVIDED = 512
+
+
 class Vocabulary(msgspec.Struct, frozen=True, tag=True):
     """The tokens of a model; an id without a token is never allowed."""
 
@@ -34,11 +39,14 @@ class _Wrapper:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.tokens, self.special_token_ids = vocabulary.tokens, vocabulary.special
         self.eos_token_id = vocabulary.eos_token_ids[0]
-        self.divide: Divide = lambda text: []  # set before a grammar is compiled
+        self.divide: Divide = lambda text: []  # these are set before a grammar is compiled
+        self.divide_rest: Divide = lambda text: []
 
     def __call__(self, text: str) -> list[int]:
         """Return the token ids of a text; llguidance asks for them where a grammar forces a text."""
-        return self.divide(text)
+        if len(text) <= _DIVIDED:
+            return self.divide(text)
+        return self.divide(text[:_DIVIDED]) + self.divide_rest(text[_DIVIDED:])
 
 
 def build_vocabulary(vocabulary: Vocabulary, build: Callable[[], Divide] | None = None) -> "LLTokenizer":
@@ -52,5 +60,6 @@ def build_vocabulary(vocabulary: Vocabulary, build: Callable[[], Divide] | None 
     # In two parts, as each holds Python's lock from its beginning to its end, and steps wait for it.
     whole = LLTokenizer(wrapper, n_vocab=vocabulary.size, eos_token=ends, slices=[])  # type: ignore[arg-type]
     sliced = whole.with_slices(_SLICES)
+    wrapper.divide_rest = whole.greedy_tokenize
     wrapper.divide = whole.greedy_tokenize if build is None else build()
     return sliced

@@ -119,3 +119,41 @@ def test_a_matcher_that_reaches_a_limit_is_made_again_and_then_fails(monkeypatch
     for _ in range(4):
         assert allowed(matchers.masks(np.array([0]))[0]) == []
     assert len(made) == 2
+
+
+def test_a_matcher_that_shares_nothing_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars, made = make_grammars(), []
+    monkeypatch.setattr(grammars, "renew", lambda params: made.append(params) or grammars.matcher(params))
+    matchers = RowMatchers(grammars, 2)
+    matchers.add(0, PARAMS[3], np.array([5, 5], np.int32))
+    assert allowed(matchers.masks(np.array([0]))[0]) == []
+    assert not made
+    matchers.add(1, PARAMS[3], np.zeros(0, np.int32))
+    assert allowed(matchers.masks(np.array([0]))[0]) == []
+    assert made == [PARAMS[3]]
+
+
+@pytest.mark.parametrize(("count", "num_drafts"), [(100, 8), (600, 3), (3000, 0)])
+def test_a_long_forced_text_is_divided_a_piece_at_a_time(
+    count: int, num_drafts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each mask has it divided, so what it costs must not grow with a number in the grammar; nor may drafts, which
+    each need a mask."""
+    lengths: list[int] = []
+
+    def divide(text: str) -> list[int]:
+        lengths.append(len(text))
+        return tokenizer().encode(text, add_special_tokens=False).ids
+
+    monkeypatch.setattr("core.grammars.token_files._divide", lambda built: divide)
+    text, matchers = "yes" * count, RowMatchers(make_grammars(), 1)
+    matchers.add(0, structured(choice=[text]), np.zeros(0, np.int32))
+    tokens: list[int] = []
+    for _ in range(4):
+        _, forced = matchers.drafts(np.array([0]))
+        assert len(forced) == num_drafts
+        tokens += (one := allowed(matchers.masks(np.array([0]))[0]))
+        assert forced.tolist()[:1] == one[:num_drafts]
+        matchers.append(np.array([0]), np.array(one, np.int32))
+    assert tokens == tokenizer().encode("yes" * 4).ids
+    assert max(lengths) <= 512

@@ -100,7 +100,7 @@ class GoldWithOptions(Gold):
         if self.is_whole and not self.starts:
             super().grow()
         elif self.is_whole:
-            self.skipped += sum(r.wanted() > 0 for r in self.running if r not in self.starts)
+            self.skipped += sum(want > 0 for want in self.wants([r for r in self.running if r not in self.starts]))
 
     def attempt(self, q: Entry) -> str:
         self.limit_each()

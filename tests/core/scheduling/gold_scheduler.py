@@ -104,17 +104,25 @@ class Gold:
     def judge(self, r: Entry, drafts: list[int], right: int) -> None:
         """So many of the row's drafts were right."""
 
+    def wants(self, rows: list[Entry], fed: int = 10**9) -> list[int]:
+        """Tokens that each could take now, in this order; from row `fed` on only for blocks it has. With stages rows
+        whose token is being sampled want none, and of those that decode only a share does."""
+        wants, stages = list[int](), self.c.pipeline_parallel_size
+        turns = -(-len(rows) // stages) if stages > 1 else 10**9
+        for index, r in enumerate(rows):
+            wanted = 0 if stages > 1 and r.pending else min(r.wanted(), self.most)
+            if index >= fed:
+                wanted = min(wanted, len(r.blocks) * self.b.size - r.computed)
+            turns -= wanted == 1
+            wants.append(wanted if wanted != 1 or turns >= 0 else 0)
+        return wants
+
     def divide(self, rows: list[Entry], fed: int = 10**9) -> int | None:
         """Give tokens in this order, from row `fed` on only for blocks it has. Returns the first short of blocks."""
         for r in rows:
             r.n = 0
-        turns = -(-len(rows) // self.c.pipeline_parallel_size) if self.c.pipeline_parallel_size > 1 else 10**9
-        for index, r in enumerate(rows):
-            wanted = 0 if self.c.pipeline_parallel_size > 1 and r.pending else min(r.wanted(), self.most)
-            if index >= fed:
-                wanted = min(wanted, len(r.blocks) * self.b.size - r.computed)
-            turns -= wanted == 1
-            r.n = min(wanted if wanted != 1 or turns >= 0 else 0, self.budget())
+        for r, wanted in zip(rows, self.wants(rows, fed), strict=True):
+            r.n = min(wanted, self.budget())
         return next((i for i in range(len(rows)) if self.b.growth(rows[: i + 1]) > self.b.free), None)
 
     def grow(self) -> None:
