@@ -50,7 +50,7 @@ class Ends:
         for index in failing:
             request = table.request[int(rows[index])]
             if request is not None:  # None: another choice of its request failed first
-                code = ErrorCode.INTERNAL if index in texts else ErrorCode.NUMERIC
+                code = ErrorCode.INVALID_ARGUMENT if index in texts else ErrorCode.NUMERIC  # texts blame a parameter
                 self._fail(request, code, texts.get(index, _NOT_FINITE))
 
     def fail_overdue(self, now_ns: int) -> None:

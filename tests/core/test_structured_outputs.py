@@ -216,7 +216,7 @@ def test_options_that_contradict_the_grammar_fail_the_request_alone(alone: dict[
         received = run([*ADDED[:6], longer, *ADDED[6:12]], **options)
         text = next(one for number, one in received.items() if number == 50)
         if text.failed is not None:
-            assert text.failed.code is ErrorCode.INTERNAL
+            assert text.failed.code is ErrorCode.INVALID_ARGUMENT
         assert {number: received[number].tokens for number in range(12)} == {n: alone[n] for n in range(12)}
 
 

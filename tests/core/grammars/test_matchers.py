@@ -157,3 +157,11 @@ def test_a_long_forced_text_is_divided_a_piece_at_a_time(
         matchers.append(np.array([0]), np.array(one, np.int32))
     assert tokens == tokenizer().encode("yes" * 4).ids
     assert max(lengths) <= 512
+
+
+def test_letters_of_all_scripts_are_within_the_limits() -> None:
+    """A class such as \\p{L} in a pattern takes most of a mask's fuel (core/grammars/compilation.py)."""
+    name = {"type": "string", "pattern": r"^(\p{Lu}\p{L}{1,20}[ '-]){1,3}\p{Lu}\p{Ll}+$"}
+    for seed in range(5):
+        output = some_output(structured(json=schema(name=name)), random.Random(seed), 25)
+        assert len(output) == 25 or output[-1] == EOS
