@@ -186,3 +186,23 @@ def test_an_abort_and_a_start_cost_per_request_whatever_waits() -> None:
     few, many = turnover_count(50, 8), turnover_count(50, 40)
     assert 0 < many - few <= 32 * 170
     assert turnover_count(1000, 8) == few
+
+
+def test_what_no_request_uses_costs_a_steady_step_one_question_each() -> None:
+    """Drafts, beams and grammars: of some 130 calls of Python functions six ask whether there are any."""
+    engine, found = steady(32), Counter[str]()
+    engine.step((), 0)
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            found[frame.f_code.co_qualname.partition(".")[0]] += 1
+
+    sys.setprofile(profile)
+    try:
+        engine.step((), 0)
+    finally:
+        sys.setprofile(None)
+    assert (found["Speculation"], found["BeamSearches"], found["RowMatchers"]) == (1, 1, 4)
+    others = {"DraftRule", "Grammars", "Forks", "NgramProposer", "SuffixProposer", "OfferedDrafts"}
+    assert not others & found.keys()
+    assert found.total() < 140
