@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from core.grammars.grammar_text import grammar_text
+from core.grammars.vocabulary import MAX_FORCED_CHARS
 from ipc.errors import InvalidRequestError, UnsupportedParameterError
 from ipc.structured_outputs import StructuredOutputsParams
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _MAX_ERROR_CHARS = 500
+_TOO_LONG = "NoExtensionBias"  # what llguidance says of a forced text that has no tokens (core/grammars/vocabulary.py)
 
 
 def check_library() -> None:
@@ -41,6 +43,16 @@ def compile_grammar(tokenizer: "LLTokenizer", params: StructuredOutputsParams) -
     if not matcher.is_error():
         matcher.compute_bitmask()  # the first mask builds the lexer's states, which copies share
     if matcher.is_error():
-        text = f"the grammar of structured_outputs ({params.kind}) cannot be used: {matcher.get_error()}"
+        text = f"the grammar of structured_outputs ({params.kind}) cannot be used: {why_failed(matcher)}"
         raise InvalidRequestError(text[:_MAX_ERROR_CHARS])
     return matcher
+
+
+def why_failed(matcher: "LLMatcher") -> str:
+    """Return why a matcher has failed."""
+    why = matcher.get_error()
+    if why.startswith(_TOO_LONG):
+        return f"it forces a text of more than {MAX_FORCED_CHARS:,} characters at once"
+    if "too many" in why.partition("\n")[0].lower():
+        return f"the work of one token is bounded: simplify it, or bound its repetitions ({why})"
+    return why

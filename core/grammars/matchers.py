@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from core.grammars.compilation import why_failed
 from core.grammars.grammars import Grammars
 from ipc.arrays import NO_INT32S, Bools, Int32s, Rows, TokenIds, UInt32s
 from ipc.errors import InvalidRequestError
@@ -17,7 +18,6 @@ _NOTHING_LEFT = (
     "structured_outputs allow no token here that the request's other parameters (min_tokens, bad_words, logit_bias, "
     "allowed_token_ids) allow too, or the logits are not finite"
 )
-_SIMPLIFY = "the work of one token is bounded: simplify the grammar, or bound its repetitions"
 _MAX_ERROR_CHARS = 500
 #: Forced tokens of a row that are drafts of one step: each needs a mask, and a hostile grammar's takes milliseconds.
 _MAX_FORCED = 8
@@ -127,8 +127,7 @@ class RowMatchers:
             return self._rows[row].error
         if not matcher.is_error():
             return _NOTHING_LEFT
-        why = matcher.get_error().partition("\n")[0][:_MAX_ERROR_CHARS]
-        return f"structured_outputs: {why}" + (f" ({_SIMPLIFY})" if "too many" in why.lower() else "")
+        return f"structured_outputs: the grammar failed: {why_failed(matcher)}".partition("\n")[0][:_MAX_ERROR_CHARS]
 
     def _forced(self, row: _Row) -> list[int]:
         """Return the first of the row's forced tokens; EOS where the grammar has ended."""

@@ -19,6 +19,9 @@ _SLICES = [r'[^"\\\x00-\x1F\x7F]{1,10}', r'[^"\\\x00-\x1F\x7F]{1,30}']
 #: Characters of a forced text that are divided as the model's tokenizer does it. A mask allows the first token alone,
 #: and the text behind it is divided anew. A grammar may force hundreds of thousands of characters.
 _DIVIDED = 512
+#: Characters of a forced text at most. llguidance fails a longer one when it gets no tokens for it, before it has taken
+#: tens of milliseconds of a step.
+MAX_FORCED_CHARS = 16_384
 
 
 class Vocabulary(msgspec.Struct, frozen=True, tag=True):
@@ -46,6 +49,8 @@ class _Wrapper:
         """Return the token ids of a text; llguidance asks for them where a grammar forces a text."""
         if len(text) <= _DIVIDED:
             return self.divide(text)
+        if len(text) > MAX_FORCED_CHARS:
+            return []
         return self.divide(text[:_DIVIDED]) + self.divide_rest(text[_DIVIDED:])
 
 

@@ -85,6 +85,7 @@ def test_what_each_kind_accepts(grammars: Grammars, fields: dict[str, Any], good
         ({"json": {"type": "object", "not": {"type": "string"}}}, "Unimplemented keys.*not"),
         ({"json": {"$ref": "http://example.org/x"}}, r"\(json\) cannot be used"),
         ({"json": {"type": "string", "pattern": "^(?!x)"}}, r"\(json\) cannot be used"),
+        ({"regex": "a{60000}"}, r"\(regex\) cannot be used: it forces a text of more than 16,384 characters"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_with_its_reason(

@@ -165,3 +165,12 @@ def test_letters_of_all_scripts_are_within_the_limits() -> None:
     for seed in range(5):
         output = some_output(structured(json=schema(name=name)), random.Random(seed), 25)
         assert len(output) == 25 or output[-1] == EOS
+
+
+def test_a_forced_text_without_end_fails_the_row_and_costs_the_step_little() -> None:
+    """It begins behind a choice, so nothing refuses the grammar when it is compiled."""
+    many = 'start: ("a" | "b") a{30}\na: b{30}\nb: c{30}\nc: "hello world"\n'
+    matchers = RowMatchers(make_grammars(), 1)
+    matchers.add(0, structured(grammar=many), np.array(tokenizer().encode("a").ids, np.int32))
+    assert allowed(matchers.masks(np.array([0]))[0]) == []
+    assert "the work of one token is bounded" in (matchers.failure(0) or "")
