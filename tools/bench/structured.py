@@ -29,6 +29,7 @@ _ROWS = 32
 _PROMPT = 64  # tokens
 _STEPS = 12  # timed, of each turn
 _TURNS = 3
+_STEP_TURNS = 9
 _MAX_TOKENS = 200
 _NAMES = ("first_name", "last_name", "occupation", "is_employed", "nationality")
 
@@ -68,13 +69,21 @@ def measure_structured(config: EngineConfig, rep: int) -> Iterator[dict[str, Any
         "speedup": round(without_s / with_s, 2),
     }
     for temperature in (0.0, 1.0):
-        turns: dict[str, list[float]] = {"plain": [], "constrained": []}
-        for turn in range(_TURNS):
-            for name, steps in turns.items():
-                steps.append(_step_us(EngineCore(config, executor), temperature, turn, is_plain=name == "plain"))
-        plain, constrained = (statistics.median(turns[name]) for name in ("plain", "constrained"))
-        times = {"plain_us": round(plain), "constrained_us": round(constrained), "ratio": round(constrained / plain, 3)}
-        yield common | {"workload": "structured-step", "batch": _ROWS, "temperature": temperature, **times}
+        yield common | {"workload": "structured-step", "batch": _ROWS} | _compare_steps(config, executor, temperature)
+
+
+def _compare_steps(config: EngineConfig, executor: LocalExecutor, temperature: float) -> dict[str, Any]:
+    """Return what a step takes with and without constraints, in microseconds: time, and CPU time of all threads."""
+    turns: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for turn in range(_STEP_TURNS):
+        for is_plain in (True, False) if turn % 2 else (False, True):
+            turns[is_plain].append(_step_us(EngineCore(config, executor), temperature, turn, is_plain=is_plain))
+    record: dict[str, Any] = {"temperature": temperature}
+    for name, index in (("", 0), ("cpu_", 1)):
+        plain, constrained = (statistics.median(each[index] for each in turns[key]) for key in (True, False))
+        record[f"{name}plain_us"], record[f"{name}constrained_us"] = round(plain), round(constrained)
+        record[f"{name}ratio"] = round(constrained / plain, 3)
+    return record
 
 
 def _compile(grammars: Grammars) -> dict[str, Any]:
@@ -117,8 +126,11 @@ def _prompts(turn: int, count: int) -> list[bytes]:
     return [ids.tobytes() for ids in rng.integers(ID_LOW, ID_LOW + ID_SPAN, (count, _PROMPT), np.int32)]
 
 
-def _step_us(engine: EngineCore, temperature: float, turn: int, *, is_plain: bool) -> float:
-    """Return the median time of a step in which each row decodes one token, in microseconds."""
+def _step_us(engine: EngineCore, temperature: float, turn: int, *, is_plain: bool) -> tuple[float, float]:
+    """Return the medians of the time and the CPU time of a step in which each row decodes one token, in microseconds.
+
+    CPU time is that of all threads of this process.
+    """
     text = {"type": "string", "minLength": 2000}  # nothing is forced in it, so each step gives a row one token
     closed = {"type": "object", "properties": {"text": text}, "required": ["text"], "additionalProperties": False}
     constraint = None if is_plain else StructuredOutputsParams(json=json.dumps(closed), disable_any_whitespace=True)
@@ -126,13 +138,14 @@ def _step_us(engine: EngineCore, temperature: float, turn: int, *, is_plain: boo
     engine.step([(0, _message(n, constraint, temperature, ids)) for n, ids in enumerate(prompts)], 0)
     while engine.scheduler.stats.num_generation_tokens < 5 * _ROWS:  # behind the beginning, which is forced
         engine.step([], 0)
-    times = []
+    times, cpu_times = [], []
     for _ in range(_STEPS):
-        begin = time.perf_counter()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         engine.step([], 0)
         times.append(time.perf_counter() - begin)
+        cpu_times.append(time.process_time() - cpu_begin)
     _forget_rows(engine)
-    return statistics.median(times) * 1e6
+    return statistics.median(times) * 1e6, statistics.median(cpu_times) * 1e6
 
 
 def _forget_rows(engine: EngineCore) -> None:
