@@ -30,6 +30,8 @@ Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 HIGH_WATER_MARK = 1000  # messages per peer and direction; beyond it a send answers EAGAIN
 ROUTER_HIGH_WATER_MARK = 256  # of the engine's sends; messages beyond it wait in the backlog, which merges them
 ROUTER_RECEIVE_MARK = 16  # messages of one peer that libzmq holds unread: with the largest, 128 MiB
+#: Of pending_events(). With zmq's own enumerations each `&` takes 2.7 us.
+READABLE, WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
 HANDSHAKE_MS = 2000
 ROUTER_LINGER_MS = 500  # to send the last messages of an engine that ends
 DEALER_LINGER_MS = 100
@@ -145,7 +147,7 @@ def signal_fd(socket: Socket) -> int:
 
 
 def pending_events(socket: Socket) -> int:
-    """Return the socket's events now: zmq.POLLIN | zmq.POLLOUT.
+    """Return the socket's events now: READABLE | WRITABLE.
 
     Call this before sleeping on the socket's file descriptor, and after each use by a thread that does not read it.
     """
@@ -261,10 +263,8 @@ def _check_ipc_path(address: str) -> None:
         raise AddressError(f"{address!r} must name one file, without wildcards")
     length = len(os.fsencode(path))
     if length > MAX_IPC_PATH_BYTES:
-        raise AddressError(
-            f"the path of {address!r} has {length} bytes and a socket's path at most {MAX_IPC_PATH_BYTES}: "
-            f"shorten it by {length - MAX_IPC_PATH_BYTES}"
-        )
+        most = f"a socket's path at most {MAX_IPC_PATH_BYTES}: shorten it by {length - MAX_IPC_PATH_BYTES}"
+        raise AddressError(f"the path of {address!r} has {length} bytes and {most}")
 
 
 def _is_loopback(host: str) -> bool:

@@ -23,7 +23,7 @@ from core.border.reception import RETURN_S, Reception, Served
 from core.border.sessions import Sessions
 from core.inputs import EndPause
 from ipc.messages import CallResult, ErrorCode, Outputs, ServerMessage
-from ipc.sockets import Socket, pending_events
+from ipc.sockets import READABLE, Socket, pending_events
 from ipc.start_messages import Isolate
 
 AddressedMessage: TypeAlias = tuple[int, ServerMessage]  # (client, message)
@@ -175,7 +175,7 @@ class Border:
     @property
     def has_unread(self) -> bool:
         """Whether the socket has messages."""
-        return bool(pending_events(self._socket) & zmq.POLLIN)
+        return bool(pending_events(self._socket) & READABLE)
 
     def receive(self, now: float) -> bool:
         """Read a bounded number of frames; return whether everything that had arrived was read.
@@ -259,7 +259,7 @@ class Border:
 
     def _close_disconnected(self) -> None:
         """End the sessions whose connection ended, however the client died."""
-        while self._monitor.poll(0):
+        while pending_events(self._monitor) & READABLE:
             frame, _address = self._monitor.recv_multipart()
             event, value = _MONITOR_EVENT.unpack(frame)
             if self._doorway is not None:

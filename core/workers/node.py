@@ -37,7 +37,7 @@ from core.workers.processes import ChildProcess
 from core.workers.wires import Place, make_wires
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, EngineCoreError, MalformedMessageError
-from ipc.sockets import Socket, connect_dealer, pending_events, signal_fd
+from ipc.sockets import READABLE, Socket, connect_dealer, pending_events, signal_fd
 from ipc.version import VERSION
 
 _JOIN_S = 1.0  # between two attempts to join
@@ -100,7 +100,7 @@ class Node:
         self._poller.register(fd, select.POLLIN)
         due = 0.0
         while True:
-            while pending_events(self._socket) & zmq.POLLIN:
+            while pending_events(self._socket) & READABLE:
                 self._receive()
             now = time.monotonic()
             if now >= due:

@@ -42,7 +42,7 @@ from core.workers.wires import Place, nodes_of
 from ipc.config import EngineConfig
 from ipc.errors import EngineStartError, MalformedMessageError
 from ipc.files.model_files import model_fingerprint, resolve_model
-from ipc.sockets import Context, Socket, bind_router, keys_of, pending_events, signal_fd
+from ipc.sockets import READABLE, Context, Socket, bind_router, keys_of, pending_events, signal_fd
 from ipc.version import VERSION
 from ipc.workers import master_address
 
@@ -178,7 +178,7 @@ class Nodes:
         self._poller.register(fd, select.POLLIN)
         self._poller.register(self._wake, select.POLLIN)
         while not self._is_closing:
-            while pending_events(socket) & zmq.POLLIN:
+            while pending_events(socket) & READABLE:
                 self._receive(socket)
             now = time.monotonic()
             if now >= beat:

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import zmq
 
-from ipc.sockets import Context, connect_dealer, pending_events
+from ipc.sockets import READABLE, Context, connect_dealer, pending_events
 
 #: Most frames received in one batch, so that a slow reader still looks at its other file descriptors.
 MAX_BATCH = 256
@@ -35,6 +35,6 @@ def receive_batch(socket: zmq.Socket[bytes]) -> list[bytes]:
     With fewer, the socket was seen to have no more: its file descriptor signals the next one.
     """
     frames: list[bytes] = []
-    while len(frames) < MAX_BATCH and pending_events(socket) & zmq.POLLIN:
+    while len(frames) < MAX_BATCH and pending_events(socket) & READABLE:
         frames.append(socket.recv(zmq.NOBLOCK))
     return frames

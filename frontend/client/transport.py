@@ -23,7 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 from frontend.client.connection import MAX_BATCH, Connection, connect, receive_batch
 from frontend.client.send_queue import SendQueue
 from frontend.client.transport_interface import Borrower, OnDead, OnFrames, OnLost
-from ipc.sockets import Context, check_listening, pending_events, signal_fd
+from ipc.sockets import READABLE, WRITABLE, Context, check_listening, pending_events, signal_fd
 
 Locate = Callable[[], str | None]
 
@@ -137,7 +137,7 @@ class ZmqTransport:
                     return False
                 self._open_socket.send(frame, zmq.NOBLOCK)
                 self._sent_at = time.monotonic()
-                if pending_events(self._open_socket) & zmq.POLLIN:
+                if pending_events(self._open_socket) & READABLE:
                     self._wake_receiver()
         except zmq.Again:
             return False
@@ -156,7 +156,7 @@ class ZmqTransport:
                 socket = self._open_socket
                 if not self._queue or socket is None:  # the next connection begins without it
                     return
-                all_sent, has_news = self._flush(socket), pending_events(socket) & zmq.POLLIN
+                all_sent, has_news = self._flush(socket), pending_events(socket) & READABLE
             finally:
                 self._sender = 0
         if not all_sent:
@@ -310,9 +310,9 @@ class ZmqTransport:
                 events = pending_events(socket)
             if self._closed:
                 return _End.CLOSED
-            if borrower is not None and events & zmq.POLLIN:
+            if borrower is not None and events & READABLE:
                 borrower.look()
-            awaited = (0 if borrower is not None else zmq.POLLIN) | (0 if all_sent else zmq.POLLOUT)
+            awaited = (0 if borrower is not None else READABLE) | (0 if all_sent else WRITABLE)
             ready = {fd for fd, _ in poller.poll(0 if events & awaited else self._poll_ms())}
 
     def _lend_socket(self, fd: int, poller: select.poll, before: Borrower | None, now: Borrower | None) -> None:

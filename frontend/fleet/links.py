@@ -10,7 +10,7 @@ from collections import deque
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ipc.sockets import Context, Socket, connect_dealer, pending_events, signal_fd
+from ipc.sockets import READABLE, Context, Socket, connect_dealer, pending_events, signal_fd
 
 SILENCE_MS = 2000
 _MAX_RECONNECT_MS = 320
@@ -53,13 +53,13 @@ class _Link:
 
     def read(self) -> list[bytes]:
         frames: list[bytes] = []
-        while len(frames) < _MAX_BATCH and pending_events(self.socket) & zmq.POLLIN:
+        while len(frames) < _MAX_BATCH and pending_events(self.socket) & READABLE:
             frames.append(self.socket.recv(zmq.NOBLOCK))
         return frames
 
     def has_ended(self) -> bool:
         ended = False
-        while self.monitor.poll(0):
+        while pending_events(self.monitor) & READABLE:
             recv_monitor_message(self.monitor)
             ended = True
         return ended
@@ -109,7 +109,7 @@ class Links:
         if link is None:
             return True
         is_taken = link.send(frame)
-        if pending_events(link.socket) & zmq.POLLIN:
+        if pending_events(link.socket) & READABLE:
             self._unread[row] = None
         return is_taken
 
@@ -142,7 +142,7 @@ class Links:
             if has_ended:
                 arrived.append((row, None))
                 self.close(row)
-            elif (link.unsent or len(frames) == _MAX_BATCH) and pending_events(link.socket) & zmq.POLLIN:
+            elif (link.unsent or len(frames) == _MAX_BATCH) and pending_events(link.socket) & READABLE:
                 self._unread[row] = None
         return arrived
 

@@ -54,6 +54,8 @@ class RouterEngine:
     def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> Sequence[tuple[int, ServerMessage]]:
         """Take in what clients and replicas have sent; return what is for clients."""
         now = now_ns / _NS
+        if not self._driver.has_arrived:  # what has woken this step is taken in by it, and not by the next one
+            self._driver.look()
         self._driver.take_in(now)
         for client, message in inbox:
             self._receive(client, message, now)
