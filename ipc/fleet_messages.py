@@ -17,8 +17,9 @@ NO_FLEET = "this is one engine, not a router: it has no replicas"
 class ReplicaChange(IntEnum):
     """What happens to a replica."""
 
-    JOIN = 0  # the fleet connects to it and gives it requests
+    JOIN = 0  # the fleet connects to it and gives it requests; one that computes prompts for others does so no more
     LEAVE = 1  # it gets no more requests, and leaves the fleet after its last one
+    JOIN_PREFILL = 2  # as JOIN, and it computes long prompts for the others
 
 
 class GetReplicas(Call, frozen=True, array_like=True, tag=40):

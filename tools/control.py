@@ -27,7 +27,7 @@ _ACTIONS: dict[str, Callable[[EngineClient, argparse.Namespace], None]] = {
     "dump": lambda client, options: dump(client, options.out),
     "lora": lambda client, options: steer_adapters(client, options.words),
     "replicas": lambda client, _: print("\n".join(describe_replicas(client.replicas()))),
-    "join": lambda client, options: client.join(_replica(options)),
+    "join": lambda client, options: client.join(_replica(options), prefills=options.prefill),
     "leave": lambda client, options: client.leave(_replica(options), move_after=options.move_after),
 }
 _LOAD_S = 300.0  # in which an adapter must be read
@@ -64,8 +64,13 @@ def main(arguments: Sequence[str]) -> int:
         help="of drain: end after so many seconds; what has not finished goes on at the next engine. Of leave: what "
         "runs there goes on at other replicas after so many seconds",
     )
+    parser.add_argument(
+        "--prefill", action="store_true", help="of join: the replica computes long prompts for the others, from now on"
+    )
     parser.add_argument("--out", metavar="FILE", help="of dump: the new file; default: one in the engine's folder")
     parsed = parser.parse_args(arguments)
+    if parsed.prefill and parsed.action != "join":
+        parser.error("--prefill belongs to join")
     if parsed.out is not None and parsed.action != "dump":
         parser.error("--out belongs to dump")
     if parsed.action in _OF_A_REPLICA and len(parsed.words) != 1:

@@ -166,9 +166,13 @@ class TypedCalls(Protocol):
         """Return the replicas of a fleet. CallFailedError at an engine, which has none."""
         return self._ask(GetReplicas, ReplicaList, timeout)
 
-    def join(self, address: str, timeout: float | None = None) -> None:
-        """Let a replica join the fleet. Does not wait for its answer: see replicas()."""
-        self._ask(lambda call: ChangeReplica(call, ReplicaChange.JOIN, address), CallDone, timeout, "ChangeReplica")
+    def join(self, address: str, timeout: float | None = None, *, prefills: bool = False) -> None:
+        """Let a replica join the fleet, or change what it does there. Does not wait for its answer: see replicas().
+
+        prefills: it computes long prompts for the others.
+        """
+        change = ReplicaChange.JOIN_PREFILL if prefills else ReplicaChange.JOIN
+        self._ask(lambda call: ChangeReplica(call, change, address), CallDone, timeout, "ChangeReplica")
 
     def leave(self, address: str, timeout: float | None = None, *, move_after: float | None = None) -> None:
         """Let a replica leave the fleet after the last of its requests. Does not wait for that.

@@ -205,12 +205,12 @@ class Calls:
 
     def _change(self, call: ChangeReplica, now: float) -> CallDone | CallFailed:
         fleet = self._fleet
-        if call.change == ReplicaChange.JOIN:
+        if call.change != ReplicaChange.LEAVE:
             try:
                 check_address(call.address, binding=False)
             except AddressError as error:
                 return CallFailed(call.call, ErrorCode.INVALID_ARGUMENT, str(error))
-            fleet.membership.join(call.address)
+            fleet.membership.join(call.address, prefills=call.change == ReplicaChange.JOIN_PREFILL)
             return CallDone(call.call)
         replica = fleet.dispatch.replicas.find(call.address)
         if replica is None:

@@ -59,9 +59,13 @@ class Membership:
         self.on_session_end: Callable[[int], None] = lambda row: None
 
     def join(self, address: str, *, prefills: bool = False) -> Replica:
-        """Take a replica in; it gets requests when it has answered. prefills: see frontend/fleet/stages.py."""
+        """Take a replica in; it gets requests when it has answered. prefills: see frontend/fleet/stages.py.
+
+        One that is there gets this role for the requests that are placed from now on.
+        """
         replica = self._replicas.find(address)
         if replica is not None:
+            self._replicas.set_role(replica, prefills=prefills)
             replica.is_leaving, replica.move_at = False, None
             if replica.state is ReplicaState.LEAVING:
                 self._open(replica)

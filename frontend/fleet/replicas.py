@@ -62,10 +62,14 @@ class Replicas(Columns):
         if row >= self.num_column_rows:
             self.grow_columns(2 * self.num_column_rows)
         self.clear_columns(slice(row, row + 1))
-        self.prefills[row] = prefills
-        self.num_prefill += prefills
         replica = self.by_row[row] = Replica(row, address)
+        self.set_role(replica, prefills=prefills)
         return replica
+
+    def set_role(self, replica: Replica, *, prefills: bool) -> None:
+        """Let a replica compute prompts for the others from now on, or run requests to their end as others do."""
+        self.num_prefill += prefills - bool(self.prefills[replica.row])
+        self.prefills[replica.row] = prefills
 
     def remove(self, replica: Replica) -> None:
         """Forget a replica."""

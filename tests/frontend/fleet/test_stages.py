@@ -139,3 +139,27 @@ def test_a_prompt_that_ends_at_the_longest_length_has_one_stage() -> None:
     assert len(stand.tokens[1, sent.number, 0]) == 1
     assert stand.placed[0] != "ipc:///2"
     stand.check_empty()
+
+
+def test_roles_change_while_streams_run() -> None:
+    stand = stand_with()
+    sent = [stand.submit(1, number, long(number), max_tokens=6) for number in range(6)]
+    stand.turn(3)
+    stand.fleet.membership.join("ipc:///2")
+    stand.fleet.membership.join("ipc:///0", prefills=True)
+    assert stand.fleet.replicas.num_prefill == 1
+    first = len(stand.placed)
+    sent += [stand.submit(1, number, long(number), max_tokens=6) for number in range(6, 12)]
+    stand.run()
+    for message in sent:
+        stand.check(1, message)
+    assert stand.placed[first:].count("ipc:///0") >= 6
+    assert "ipc:///2" in stand.placed[first:]
+    stand.fleet.membership.join("ipc:///0")
+    assert stand.fleet.replicas.num_prefill == 0
+    first = len(stand.placed)
+    message = stand.submit(1, 20, long(20), max_tokens=3)
+    stand.run()
+    stand.check(1, message)
+    assert len(stand.placed) == first + 1
+    stand.check_empty()
