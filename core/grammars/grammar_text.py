@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from core.grammars.schema import close_objects
 from ipc.errors import InvalidRequestError
+from ipc.json_schemas import close_objects, drop_annotations
 from ipc.structured_outputs import StructuredOutputsParams, read_structural_tag
 
 if TYPE_CHECKING:
@@ -47,11 +47,16 @@ def quoted(text: str) -> str:
 def _json(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
-    schema = close_objects(schema) if params.disable_additional_properties else schema
     try:
-        return LLMatcher.grammar_from_json_schema(json.dumps(schema), _json_options(params))
+        return LLMatcher.grammar_from_json_schema(json.dumps(_obeyed(schema, params)), _json_options(params))
     except ValueError as error:
         raise InvalidRequestError(f"json is not a JSON schema: {error}") from None
+
+
+def _obeyed(schema: dict[str, Any], params: StructuredOutputsParams) -> dict[str, Any]:
+    """Return the schema as llguidance is to obey it."""
+    schema = drop_annotations(schema)
+    return close_objects(schema) if params.disable_additional_properties else schema
 
 
 def _json_options(params: StructuredOutputsParams) -> "JsonCompileOptions":
@@ -77,7 +82,6 @@ def _structural_tag(params: StructuredOutputsParams) -> str:
 
     tags = []
     for tag in read_structural_tag(params.structural_tag or ""):
-        schema = close_objects(tag.schema) if params.disable_additional_properties else tag.schema
-        grammar = {**schema, "x-guidance": _json_options(params)}
+        grammar = {**_obeyed(tag.schema, params), "x-guidance": _json_options(params)}
         tags.append(StructTag(trigger=tag.trigger, begin=tag.begin, grammar=grammar, end=tag.end))
     return StructTag.to_grammar(tags, assume_special=False)

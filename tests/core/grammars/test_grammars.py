@@ -12,7 +12,6 @@ from llguidance import LLMatcher, LLTokenizer
 
 from core.grammars import grammars as module
 from core.grammars.grammars import Grammars
-from core.grammars.schema import close_objects
 from ipc.errors import InvalidRequestError, UnsupportedParameterError
 from ipc.messages import AddRequest
 from ipc.sampling_params import SamplingParams
@@ -60,6 +59,7 @@ TAG = json.dumps(
         ({"json": OBJECT}, ['{"a":' + 20 * " " + '1,"b":"x"}'], ['{"a":' + 21 * " " + '1,"b":"x"}']),
         ({"json": OPEN}, ['{"a":1,"c":[]}', "{}"], ["[]"]),
         ({"json": OPEN, "disable_additional_properties": True}, ['{"a":1}', "{}"], ['{"a":1,"c":[]}']),
+        ({"json": schema(a={"type": "string", "format": "password"})}, ['{"a":"x"}'], ['{"a":1}']),
         ({"json_object": True}, ["{}", '{"a": {"b": [1, null]}}'], ["[]", "1"]),
         ({"regex": r"\d{3}-[a-f]+"}, ["123-ab"], ["12-ab", "123-"]),
         ({"choice": ["yes", "no", 'a "b"\n', "😀"]}, ["yes", "no", 'a "b"\n', "😀"], ["y", "yesno", "maybe"]),
@@ -168,31 +168,3 @@ def test_without_a_tokenizer_or_an_end_they_are_refused() -> None:
         Grammars(dict, VOCAB_SIZE, (EOS,)).prepare(request(structured(regex="a")))
     with pytest.raises(UnsupportedParameterError, match="need a model with an EOS token"):
         Grammars(tokenizer_files, VOCAB_SIZE, ()).prepare(request(structured(regex="a")))
-
-
-def test_close_objects() -> None:
-    given = {
-        "properties": {
-            "properties": {"type": "object", "properties": {"x": {}}},
-            "open": {"additionalProperties": True},
-        },
-        "anyOf": [{"patternProperties": {"a": {}}}, True],
-        "items": [{"properties": {}}],
-        "enum": [{"properties": {}}],
-        "$defs": {"d": {"properties": {}, "additionalProperties": {"properties": {}}}},
-    }
-    closed = {"additionalProperties": False}
-    assert (
-        close_objects(given)
-        == {
-            "properties": {
-                "properties": {"type": "object", "properties": {"x": {}}} | closed,
-                "open": {"additionalProperties": True},
-            },
-            "anyOf": [{"patternProperties": {"a": {}}} | closed, True],
-            "items": [{"properties": {}} | closed],
-            "enum": [{"properties": {}}],
-            "$defs": {"d": {"properties": {}, "additionalProperties": {"properties": {}} | closed}},
-        }
-        | closed
-    )

@@ -1,0 +1,72 @@
+"""Rewritten JSON schemas: close_objects(), and drop_annotations(), whose result accepts what the given one does."""
+
+from collections.abc import Callable
+from typing import Any
+
+#: The keywords of JSON Schema whose value is a schema, a list of schemas, or schemas by name.
+_SCHEMA = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+#: The formats that JSON Schema defines (2020-12, 7.3). Any other one is an annotation.
+_FORMATS = (
+    *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri"),
+    *(
+        "uri-reference",
+        "iri",
+        "iri-reference",
+        "uuid",
+        "uri-template",
+        "json-pointer",
+        "relative-json-pointer",
+        "regex",
+    ),
+)
+#: Keywords with a value that says nothing.
+_EMPTY: dict[str, Any] = {"uniqueItems": False, "dependencies": {}, "dependentRequired": {}, "dependentSchemas": {}}
+
+
+def close_objects(schema: Any) -> Any:
+    """Return a copy of the schema, with additionalProperties false where a schema names properties and lacks it.
+
+    A value that is no schema is returned as it is.
+    """
+    return _rewrite(schema, _close)
+
+
+def drop_annotations(schema: Any) -> Any:
+    """Return a copy of the schema without formats that JSON Schema does not define, and keywords that say nothing.
+
+    Such formats are from OpenAPI ("password", "byte") or made up, and a validator passes them over. A value that is no
+    schema is returned as it is.
+    """
+    return _rewrite(schema, _drop)
+
+
+def _rewrite(schema: Any, change: Callable[[dict[str, Any]], None]) -> Any:
+    """Return a copy of the schema, in which `change` has changed each schema, the innermost first."""
+    if not isinstance(schema, dict):
+        return schema
+    copy = dict(schema)
+    for name, value in schema.items():
+        if name in _BY_NAME and isinstance(value, dict):
+            copy[name] = {key: _rewrite(part, change) for key, part in value.items()}
+        elif name in _LISTS and isinstance(value, list):
+            copy[name] = [_rewrite(part, change) for part in value]
+        elif name in _SCHEMA:
+            copy[name] = _rewrite(value, change)
+    change(copy)
+    return copy
+
+
+def _close(schema: dict[str, Any]) -> None:
+    if "properties" in schema or "patternProperties" in schema:
+        schema.setdefault("additionalProperties", False)
+
+
+def _drop(schema: dict[str, Any]) -> None:
+    form = schema.get("format")
+    if isinstance(form, str) and form not in _FORMATS:
+        del schema["format"]
+    for name, value in _EMPTY.items():
+        if name in schema and type(schema[name]) is type(value) and schema[name] == value:
+            del schema[name]
