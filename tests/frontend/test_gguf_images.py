@@ -8,7 +8,8 @@ import pytest
 from core.model_files.model_config import read_model_config
 from frontend.llm import LLM
 from ipc.errors import InvalidRequestError
-from ipc.files.model_files import read_tokenizer_files
+from ipc.files.model_files import model_fingerprint, read_tokenizer_files
+from ipc.files.projector import projector_beside
 from ipc.sampling_params import SamplingParams
 from tests.core.models import gemma3_checkpoint, idefics3_checkpoint
 from tests.core.models.idefics3_checkpoint import LONGEST, noise
@@ -26,18 +27,18 @@ OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 500, "max_num_se
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
 
 
-def answers(path: Path, mark: str) -> list[Any]:
-    """Tokens and log probabilities of two questions on images."""
+def answers(path: Path, mark: str) -> tuple[list[Any], str]:
+    """Tokens and log probabilities of two questions on images; the model's fingerprint."""
     images = [noise(100, 150, 1), noise(64, 64, 2)]
     prompts: Any = [{"prompt": f"What is {mark} this?", "multi_modal_data": {"image": image}} for image in images]
     with LLM(str(path), **OPTIONS) as llm:
-        outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+        outputs, identity = llm.generate(prompts, PARAMS, use_tqdm=False), llm.client.welcome.model_fingerprint
     found = []
     for output in outputs:
         columns = output.outputs[0].logprobs or []
         numbers = [{token: one.logprob for token, one in each.items()} for each in columns]
         found.append((output.prompt_token_ids, list(output.outputs[0].token_ids), numbers))
-    return found
+    return found, identity
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -47,17 +48,21 @@ def test_tokens_and_log_probabilities_are_those_of_the_folder(kind: str, tmp_pat
     checkpoint.write_checkpoint(folder)
     files.mkdir()
     path = write_text(files / "tiny.gguf", model, architecture, checkpoint.tiny_tokenizer(), unused)
-    alone = LLM(str(path), **OPTIONS)
-    with alone, pytest.raises(InvalidRequestError, match="image"):
-        alone.generate({"prompt": "a", "multi_modal_data": {"image": noise(8, 8, 1)}}, use_tqdm=False)
-    identity = alone.client.welcome.model_fingerprint
-    write_projector(files / "mmproj-tiny.gguf", model, kind, swapped=kind == "gemma3", **sizes)
+    assert read_model_config(path).vision is None
+    projector = write_projector(files / "mmproj-tiny.gguf", model, kind, swapped=kind == "gemma3", **sizes)
     mark = "<start_of_image>" if kind == "gemma3" else "<image>"
-    found, expected = answers(path, mark), answers(folder, mark)
+    (found, identity), (expected, _) = answers(path, mark), answers(folder, mark)
     assert found == expected
     assert found[0][1] != found[1][1]
-    with LLM(str(path), **OPTIONS) as llm:
-        assert llm.client.welcome.model_fingerprint != identity
+    assert model_fingerprint(path) not in identity
+    assert projector_beside(path) == projector
+
+
+def test_a_file_without_a_projector_takes_no_images(tmp_path: Path) -> None:
+    checkpoint, architecture, unused, _ = KINDS["gemma3"]
+    path = write_text(tmp_path / "a.gguf", checkpoint.tiny_model(), architecture, checkpoint.tiny_tokenizer(), unused)
+    with LLM(str(path), **OPTIONS) as llm, pytest.raises(InvalidRequestError, match="image"):
+        llm.generate({"prompt": "a", "multi_modal_data": {"image": noise(8, 8, 1)}}, use_tqdm=False)
 
 
 def test_a_projector_of_another_model_is_left_alone(tmp_path: Path) -> None:

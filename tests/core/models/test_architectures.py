@@ -35,7 +35,13 @@ def one_thread() -> Iterator[None]:
 SHARDED = ("llama2", "llama-biased-linear", "qwen3", "gemma3-scaled", "phi3", "mixtral", "granite-moe", "gpt-oss")
 
 
-@pytest.mark.parametrize("case", CASES)
+#: Cases that have no part of their own.
+REPEATED = ("llama-mlp-bias",)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.soak) if case in REPEATED else case for case in CASES]
+)
 def test_safetensors_give_what_transformers_gives(case: str, tmp_path: Path) -> None:
     expected = golden(case)
     for number, shard_size in enumerate(("1GB", "40KB") if case in SHARDED else ("1GB",)):
