@@ -16,4 +16,5 @@ class Routing(NamedTuple):
     best_of_group: int = 1  # so many of a group's largest numbers are added up to choose groups
     scaling: float = 1.0  # of the weights
     correction: Floats | None = None  # [experts] is added to the scores that choose, and not to weights
+    added_to_sum: float = 0.0  # of weights that are normalised
     has_shared_gate: bool = False  # the router's last number is that of the shared expert's gate

@@ -38,6 +38,7 @@ def experts(values: Values, architecture: Architecture) -> ExpertParts | None:
         has_shared_gate=row.has_shared_gate and shared > 0,
         is_sigmoid=row.is_sigmoid,
         has_correction=row.has_correction,
+        added_to_sum=row.added_to_sum,
         scaling=values.number("routed_scaling_factor", 1e-6, 1e6, 1.0) if row.scales else 1.0,
         **_groups(values, row, parts),
     )
@@ -92,8 +93,8 @@ def expert_groups(values: Values, best_of_group: int, parts: ExpertParts) -> dic
 def _dense_layers(values: Values, num_layers: int) -> tuple[int, ...]:
     """Return the layers without a router.
 
-    Those of mlp_layer_types; or those of mlp_only_layers, the first_k_dense_replace first ones, all but every
-    decoder_sparse_step-th one, and those that Ernie's settings leave out.
+    Those of mlp_layer_types; or those of mlp_only_layers, the first_k_dense_replace or num_dense_layers first ones, all
+    but every decoder_sparse_step-th one, and those that Ernie's settings leave out.
     """
     kinds = values.get("mlp_layer_types")
     if kinds is not None:
@@ -109,7 +110,8 @@ def _dense_layers(values: Values, num_layers: int) -> tuple[int, ...]:
         values.fail("mlp_only_layers", f"must be a list of layers, got {named!r:.80}")
     if values.get("moe_layer_freq") not in (None, 1):
         values.refuse("moe_layer_freq", "only 1 is")
-    first = max(values.integer(name, 0) for name in ("first_k_dense_replace", "moe_layer_start_index"))
+    names = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
+    first = max(values.integer(name, 0) for name in names)
     end = values.get("moe_layer_end_index")
     last = num_layers - 1 if end in (None, -1) else values.integer("moe_layer_end_index")
     step = max(values.integer(name, 1) for name in ("decoder_sparse_step", "moe_layer_interval"))

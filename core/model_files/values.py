@@ -41,6 +41,7 @@ _RANGES: dict[str, tuple[int, int]] = {
     "qk_rope_head_dim": (2, 2**11),
     "v_head_dim": (1, 2**12),
     "first_k_dense_replace": (0, 2**12),
+    "num_dense_layers": (0, 2**12),
     "moe_layer_start_index": (0, 2**12),
     "moe_layer_end_index": (0, 2**12),
     "moe_layer_interval": (1, 2**12),

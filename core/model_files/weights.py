@@ -152,7 +152,7 @@ def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 def _ended(name: str) -> str:
     """Return the name with .bias at the end where a file has _bias after the name of no matrix."""
-    return name.replace("e_score_correction_bias", "e_score_correction.bias")
+    return name.replace("e_score_correction_bias", "e_score_correction.bias").replace("expert_bias", "expert.bias")
 
 
 def _plan_folder(folder: Path, config: ModelConfig) -> Mapping[str, StoredTensor | PackedTensor]:

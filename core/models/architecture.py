@@ -27,6 +27,7 @@ class ExpertRow(msgspec.Struct, frozen=True, kw_only=True):
     has_shared_gate: bool = False
     is_sigmoid: bool = False  # experts' scores are sigmoids
     has_correction: bool = False  # numbers that are added to scores choose experts
+    added_to_sum: float = 0.0  # of weights that sum to 1 then, but for this
     scales: bool = False  # the setting routed_scaling_factor exists
     groups: Literal["none", "group_limited_greedy", "always"] = "none"  # by n_group; with this topk_method, or always
     best_of_group: int = 1

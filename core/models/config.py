@@ -64,6 +64,7 @@ class ExpertParts(msgspec.Struct, frozen=True, kw_only=True):
     best_of_group: int = 1
     scaling: float = 1.0
     has_correction: bool = False
+    added_to_sum: float = 0.0
 
 
 class LatentParts(msgspec.Struct, frozen=True, kw_only=True):

@@ -100,5 +100,6 @@ def _routing(routed: ExpertParts, correction: Floats | None) -> Routing:
         routed.best_of_group,
         routed.scaling,
         correction,
+        routed.added_to_sum,
         routed.has_shared_gate,
     )

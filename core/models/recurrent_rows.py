@@ -1,6 +1,6 @@
 """RECURRENT_ROWS: the rows of architectures with recurrent layers; core/models/architecture_rows.py has all."""
 
-from core.models.architecture import Architecture, ExpertRow
+from core.models.architecture import SIGMOID, Architecture, ExpertRow
 from core.models.routed_rows import GGUF_EXPERTS
 
 _QWEN_DELTA = {
@@ -42,6 +42,27 @@ _GGUF_DELTA_NAMES = {
     "mixer.out_proj": "ssm_out",
 }
 
+_LFM2_NAMES = {
+    "model.norm": "model.embedding_norm",
+    "input_layernorm": "operator_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.o_proj": "self_attn.out_proj",
+    "self_attn.q_norm": "self_attn.q_layernorm",
+    "self_attn.k_norm": "self_attn.k_layernorm",
+    "mixer.in_proj": "conv.in_proj",
+    "mixer.convolution": "conv.conv",
+    "mixer.out_proj": "conv.out_proj",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+}
+_LFM2_GGUF_NAMES = {
+    "model.norm": "token_embd_norm",
+    "mixer.in_proj": "shortconv.in_proj",
+    "mixer.convolution": "shortconv.conv",
+    "mixer.out_proj": "shortconv.out_proj",
+}
+
 RECURRENT_ROWS = (
     Architecture(
         name="Lfm2ForCausalLM",
@@ -65,26 +86,42 @@ RECURRENT_ROWS = (
         qk_norm=True,
         rope_theta=1_000_000.0,
         recurrent="short convolution",
+        names=_LFM2_NAMES,
+        gguf_names=_LFM2_GGUF_NAMES,
+    ),
+    Architecture(
+        name="Lfm2MoeForCausalLM",
+        base_name="Lfm2MoeModel",
+        model_type="lfm2_moe",
+        gguf="lfm2moe",
+        defaults={
+            "num_key_value_heads": 8,
+            "norm_eps": 1e-5,
+            "conv_L_cache": 3,
+            "moe_intermediate_size": 1792,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "num_dense_layers": 2,
+            "use_expert_bias": True,
+            "norm_topk_prob": True,
+            "tie_word_embeddings": True,
+        },
+        only={"use_expert_bias": True},
+        settings={"norm_eps": "rms_norm_eps", "tie_embedding": "tie_word_embeddings"},
+        activation_key=None,
+        qk_norm=True,
+        rope_theta=1_000_000.0,
+        recurrent="short convolution",
+        experts=ExpertRow(gguf_gating=(SIGMOID,), is_sigmoid=True, has_correction=True, scales=True, added_to_sum=1e-6),
         names={
-            "model.norm": "model.embedding_norm",
-            "input_layernorm": "operator_norm",
-            "post_attention_layernorm": "ffn_norm",
-            "self_attn.o_proj": "self_attn.out_proj",
-            "self_attn.q_norm": "self_attn.q_layernorm",
-            "self_attn.k_norm": "self_attn.k_layernorm",
-            "mixer.in_proj": "conv.in_proj",
-            "mixer.convolution": "conv.conv",
-            "mixer.out_proj": "conv.out_proj",
-            "mlp.gate_proj": "feed_forward.w1",
-            "mlp.up_proj": "feed_forward.w3",
-            "mlp.down_proj": "feed_forward.w2",
+            **_LFM2_NAMES,
+            "mlp.router": "feed_forward.gate",
+            "mlp.router_correction": "feed_forward.expert",
+            "mlp.experts.*.gate_proj": "feed_forward.experts.*.w1",
+            "mlp.experts.*.up_proj": "feed_forward.experts.*.w3",
+            "mlp.experts.*.down_proj": "feed_forward.experts.*.w2",
         },
-        gguf_names={
-            "model.norm": "token_embd_norm",
-            "mixer.in_proj": "shortconv.in_proj",
-            "mixer.convolution": "shortconv.conv",
-            "mixer.out_proj": "shortconv.out_proj",
-        },
+        gguf_names={**GGUF_EXPERTS, **_LFM2_GGUF_NAMES},
     ),
     Architecture(
         name="Qwen3_5ForCausalLM",

@@ -70,7 +70,7 @@ def _choose(routing: Routing, logits: torch.Tensor) -> tuple[torch.Tensor, torch
     chosen = _largest(keys, routing.num_chosen)
     weights = scores.gather(1, chosen)
     if routing.normalises:
-        weights /= weights.sum(-1, keepdim=True).clamp(min=1e-20)
+        weights /= weights.sum(-1, keepdim=True).clamp(min=1e-20) + routing.added_to_sum
     return chosen, weights * routing.scaling
 
 

@@ -72,6 +72,7 @@ class CpuExperts:
                 num_groups=routing.num_groups,
                 num_chosen_groups=routing.num_chosen_groups,
                 best_of_group=routing.best_of_group,
+                added_to_sum=routing.added_to_sum,
             ),
             has_shared_gate=routing.has_shared_gate,
             width=router.in_features,

@@ -94,7 +94,7 @@ void choose_experts(const Routing *routing, const float *logits, float *keys, in
         sum += weights[i];
     }
     if (routing->normalises)
-        for (int i = 0; i < num_chosen; i++) weights[i] /= sum < LEAST_SUM ? LEAST_SUM : sum;
+        for (int i = 0; i < num_chosen; i++) weights[i] /= (sum < LEAST_SUM ? LEAST_SUM : sum) + routing->added_to_sum;
     if (routing->scaling != 1.0f)
         for (int i = 0; i < num_chosen; i++) weights[i] *= routing->scaling;
 }

@@ -4,7 +4,7 @@
  * ones the lower number. With a correction (Wang et al. 2024, arXiv 2408.15664) the scores plus it are compared. With
  * groups (DeepSeek V2, arXiv 2405.04434) only experts of some groups of neighbours can be chosen: of those whose best ones
  * have the largest sum. A weight is the expert's score, without the correction; the weights of a row may be divided by their
- * sum; then they are multiplied by the scaling.
+ * sum, to which a small number may be added; then they are multiplied by the scaling.
  */
 #ifndef ROUTING_H
 #define ROUTING_H
@@ -19,6 +19,8 @@ typedef struct {
     int32_t normalises; /* the weights of a row's chosen experts sum to 1 before they are scaled */
     int32_t num_groups, num_chosen_groups; /* all groups are chosen: there are none */
     int32_t best_of_group; /* so many of a group's largest compared numbers are added up: 1 or 2 */
+    float added_to_sum;    /* of weights that are normalised */
+    int32_t reserved;
 } Routing;
 
 /* Choose the experts of a row with these logits [num_experts]: their numbers in ascending order and their weights, both

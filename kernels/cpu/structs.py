@@ -111,6 +111,8 @@ class RoutingArguments(CStruct):
         ("correction", _POINTER),
         ("scaling", _FLOAT),
         *_fields("num_experts num_chosen is_sigmoid normalises num_groups num_chosen_groups best_of_group", _INT32),
+        ("added_to_sum", _FLOAT),
+        ("reserved", _INT32),
     )
 
 

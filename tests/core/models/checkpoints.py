@@ -212,6 +212,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm": ("glm", {"head_dim": 16}),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 8}),
+    "lfm2-moe": (
+        "lfm2_moe",
+        {
+            "layer_types": ["conv", "full_attention", "conv"],
+            "moe_intermediate_size": 40,
+            "num_dense_layers": 1,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "routed_scaling_factor": 1.5,
+        },
+    ),
     "qwen3.5": ("qwen3_5_text", {"num_hidden_layers": 4, "head_dim": 16, **DELTA}),
     "granite4-hybrid": (
         "granitemoehybrid",
@@ -282,7 +293,7 @@ def build(case: str, **other: Any) -> Any:
             else:
                 parameter.copy_(numbers * 1.5 * parameter.shape[-1] ** -0.5)
         for name, correction in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
+            if name.endswith(("e_score_correction_bias", "expert_bias")):
                 correction.copy_(torch.randn(correction.shape, generator=generator) * 0.3)
     return model
 

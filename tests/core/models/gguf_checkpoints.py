@@ -54,6 +54,7 @@ GGUF_CASES = {
     "qwen2-moe": "qwen2moe",
     "gpt-oss": "gpt-oss",
     "lfm2": "lfm2",
+    "lfm2-moe": "lfm2moe",
     "qwen3.5": "qwen35",
     "qwen3.5-moe": "qwen35moe",
     "qwen3-next": "qwen3next",
@@ -89,7 +90,7 @@ def converted(model: Any, architecture: str) -> dict[str, torch.Tensor]:
         if (special := special_tensors(name, tensor, config)) is not None:
             tensors |= special
             continue
-        if ".experts." in name or "router" in name or "mlp.gate." in name:
+        if ".experts." in name or "router" in name or ".gate.weight" in name:
             tensors |= of_gpt_oss(name, tensor) if config.model_type == "gpt_oss" else of_experts(name, tensor)
             continue
         if "in_proj_qkvz" in name:
@@ -155,7 +156,7 @@ def metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(kv_heads(config))
     if norm_eps(config) is None:
-        writer.add_layer_norm_rms_eps(config.norm_eps if config.model_type == "lfm2" else config.rms_norm_eps)
+        writer.add_layer_norm_rms_eps(config.norm_eps if config.model_type.startswith("lfm2") else config.rms_norm_eps)
     head_dim = None if hasattr(config, "kv_lora_rank") else getattr(config, "head_dim", None)
     if head_dim is not None:
         writer.add_key_length(head_dim)

@@ -22,7 +22,7 @@ def is_hybrid(config: Any) -> bool:
 
 def kv_heads(config: Any) -> Any:
     """Of each layer, where some have none."""
-    if config.model_type == "lfm2" or is_hybrid(config):
+    if config.model_type.startswith("lfm2") or is_hybrid(config):
         return [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
     return config.num_key_value_heads
 
@@ -42,7 +42,10 @@ def of_recurrent_layers(name: str, tensor: torch.Tensor, config: Any) -> tuple[s
         tensor = tensor.reshape(config.mamba_n_groups, -1)
     if name.endswith(".A_log"):
         tensor = -tensor.exp()
-    return name.replace(".dt_bias", ".dt_proj.bias"), tensor.contiguous()
+    name = name.replace(".dt_bias", ".dt_proj.bias").replace(
+        "feed_forward.expert_bias", "feed_forward.expert_bias.bias"
+    )
+    return name, tensor.contiguous()
 
 
 def in_turns(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:
@@ -73,8 +76,13 @@ def parts_of_qkvz(name: str, tensor: torch.Tensor, config: Any) -> dict[str, tor
 
 
 def recurrent_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
-    if config.model_type == "lfm2":
+    if config.model_type.startswith("lfm2"):
         writer.add_shortconv_l_cache(config.conv_L_cache)
+    if config.model_type == "lfm2_moe":
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+        writer.add_leading_dense_block_count(config.num_dense_layers)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+        writer.add_expert_weights_scale(config.routed_scaling_factor)
     if is_hybrid(config):
         writer.add_ssm_conv_kernel(config.mamba_d_conv)
         writer.add_ssm_state_size(config.mamba_d_state)

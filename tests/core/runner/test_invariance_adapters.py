@@ -125,9 +125,10 @@ def test_in_every_variant(variant: str) -> None:
     assert difference(run(model, PROMPT[:60], neighbours=crowd, **settings), alone) == ""
 
 
+@pytest.mark.parametrize("kind", ["local and global", pytest.param("beside attention", marks=pytest.mark.soak)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_with_norms_gates_and_windows_of_another_kind(dtype: str) -> None:
-    model, adapters = shelf(dtype, "local and global")
+def test_with_norms_gates_and_windows_of_another_kind(dtype: str, kind: str) -> None:
+    model, adapters = shelf(dtype, kind)
     alone = run(model, PROMPT, adapters=adapters, adapter=adapters.digests[0], max_loras=2)
     for name in ("chunks of 37", "preempted"):
         assert difference(adapted(name, model, adapters, adapters.digests[0]), alone) == "", name
