@@ -370,6 +370,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     kv_window: Annotated[
         int | None, Option("KV cache", "tokens that keep their KV; 0 = all; default: the model's window", 0, 2**24)
     ] = None
+    kv_page_blocks: Annotated[int | None, Option("KV cache", "KV blocks of a page; 0 = no pages", 0, 1024)] = None
 
     @property
     def num_host_slots(self) -> int:

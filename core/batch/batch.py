@@ -9,18 +9,22 @@ from core.batch.carried import Carried
 from core.batch.forks import Forks
 from core.batch.host_cache import HostCache
 from core.batch.kept_states import KeptStates
+from core.batch.new_blocks import NewBlocks
 from core.batch.prefix_cache import PrefixCache
 from core.batch.request import Request
 from core.batch.stop_check import StopCheck
 from core.batch.table import BatchTable, RequestStart
-from core.kv.block_pool import BlockPool
-from ipc.arrays import BlockIds, Ints, Rows
+from core.kv.block_pool import NULL_BLOCK, BlockPool
+from ipc.arrays import BlockIds, Bools, Int32s, Ints, Rows
 from ipc.config import EngineConfig
+from ipc.paged_rows import PagedRows
 from ipc.rounding import ceil_div
 
 
 class Batch:
     """The rows of running requests, sorted by (rank, serial), and what belongs to them: table, pool and cache."""
+
+    blocks_of_a_block = 1  # blocks of the pool that a row takes for block_size tokens
 
     def __init__(self, config: EngineConfig, eos_token_ids: tuple[int, ...]) -> None:
         assert config.num_blocks_override is not None, "the config is not resolved"
@@ -28,18 +32,27 @@ class Batch:
         self._shift = config.block_size.bit_length() - 1  # block sizes are powers of two
         self.table = BatchTable(config.max_num_seqs)
         self._tells_urgency = config.scheduling_policy == "priority"
-        self.pool = BlockPool(config.num_blocks_override, config.block_size, 3 if self._tells_urgency else 1)
-        self.prefix_cache = PrefixCache(self.table, self.pool.names, config.enable_prefix_caching)
+        self.pool = self._make_pool(config, config.num_blocks_override, 3 if self._tells_urgency else 1)
+        self.prefix_cache = self._make_cache(config)
         self.stop_check = StopCheck(self.table, eos_token_ids)
         self.rows: Ints = np.zeros(0, np.int64)
         self.in_flight: deque[tuple[int, Ints, Ints]] = deque()  # (step, the plan's rows, their tenancies)
-        self.forks = Forks(self.table, self.pool, self.prefix_cache, self.in_flight)
+        self.forks = self._make_forks()
         self.carried = Carried()
         self.kept_states: KeptStates | None = None  # of a model with recurrent layers
         self._window = config.kv_window or 0  # tokens that a token sees; 0: all before it
         self.host_cache = HostCache(self, config.num_host_blocks or 0, config.num_swap_blocks or 0)
         self.before_release: list[Callable[[Rows], None]] = []  # called with rows that are about to be released
         self.on_release: list[Callable[[Request], None]] = []  # called for each request that loses its row
+
+    def _make_pool(self, config: EngineConfig, num_blocks: int, num_rings: int) -> BlockPool:
+        return BlockPool(num_blocks, config.block_size, num_rings)
+
+    def _make_cache(self, config: EngineConfig) -> PrefixCache:
+        return PrefixCache(self.table, self.pool.names, config.enable_prefix_caching)
+
+    def _make_forks(self) -> Forks:
+        return Forks(self.table, self.pool, self.prefix_cache, self.in_flight)
 
     def __len__(self) -> int:
         """Return the number of running requests."""
@@ -49,9 +62,29 @@ class Batch:
         """Return the number of blocks [n] that num_tokens [n] tokens take."""
         return (num_tokens + (self.block_size - 1)) >> self._shift
 
-    def num_blocks_at_most(self, rows: Rows) -> Ints:
-        """Return the number of blocks [n] that each row can ever need."""
-        return self.num_blocks_of(self.table.max_computed_tokens[rows])
+    def has_all_blocks(self, rows: Rows) -> Bools:
+        """Return which rows have all the blocks that they can ever need, bool [n]."""
+        table = self.table
+        most: Bools = table.num_blocks[rows] >= self.num_blocks_of(table.max_computed_tokens[rows])
+        return most
+
+    def lacking(self, rows: Rows, ends: Ints) -> Ints:
+        """Return how many blocks [n] rows must be given before ends [n] of their tokens are computed."""
+        missing: Ints = np.maximum(((ends + (self.block_size - 1)) >> self._shift) - self.table.num_blocks[rows], 0)
+        return missing
+
+    def room_of(self, rows: Rows) -> Ints:
+        """Return how many tokens [n] the rows' blocks have room for."""
+        return self.table.num_blocks[rows] * self.block_size
+
+    def grow(self, new: NewBlocks, rows: Rows, lacking: Ints, counts: Ints) -> None:
+        """Give rows the blocks that they lack, as lacking() says, for counts [n] more tokens."""
+        blocks = self.pool.allocate(int(lacking.sum()))
+        new.add(self.table.append_blocks(rows, lacking, blocks), blocks)
+
+    def most_blocks(self, request: Request) -> int:
+        """Return how many blocks the request may hold at once."""
+        return ceil_div(request.max_computed_tokens, self.block_size)
 
     def num_promised_blocks(self) -> int:
         """Return the number of blocks that rows still need for their known tokens; starts must leave these free."""
@@ -61,6 +94,48 @@ class Batch:
     def num_promised_blocks_of(self, row: int) -> int:
         """Return this row's share of num_promised_blocks()."""
         return max(0, ceil_div(int(self.table.num_tokens[row]), self.block_size) - int(self.table.num_blocks[row]))
+
+    def most_blocks_of_beams(self, num_shared: int, num_own: int) -> int:
+        """Return how many blocks the beams of a search may hold together: shared ones, and the others of each beam."""
+        return num_shared + num_own
+
+    def num_held(self, row: int) -> int:
+        """Return how many blocks the row holds, shared ones included."""
+        return len(self.table.block_ids(row))
+
+    # --- requests that start --------------------------------------------------------------------------------------
+
+    def lacking_of(self, start: RequestStart, num_blocks: int) -> int:
+        """Return how many blocks the request must be given to start with so many, hits included."""
+        return num_blocks - start.num_hits
+
+    def num_revived(self, start: RequestStart) -> int:
+        """Return how many of the request's hits are free now."""
+        return self.pool.num_revived(start.hits)
+
+    def hold(self, start: RequestStart) -> None:
+        """Hold the request's hits, before any allocation, which might evict them."""
+        self.pool.hold(start.hits)
+
+    def place(self, starts: list[RequestStart], blocks: Int32s) -> None:
+        """Give each of these requests num_taken of the blocks, behind its hits."""
+        first = 0
+        for start in starts:
+            fresh = blocks[first : first + start.num_taken]
+            first += start.num_taken
+            start.block_ids = np.concatenate([start.hits, fresh]) if start.num_hits else fresh
+            if start.fork is not None and start.fork.copied_block != NULL_BLOCK:
+                self.carried.within.add(start.fork.copied_block, int(fresh[0]))
+
+    def note_freed(self, row: int, num_dropped: Int32s, start: RequestStart) -> int:
+        """Count the references that the row's end would drop, in num_dropped [num_blocks], which has those of others.
+
+        Return how many blocks would come free; the hits of the request that starts would not.
+        """
+        blocks = self.table.block_ids(row)
+        num_dropped[blocks] += 1
+        alone = (self.pool.ref_count[blocks] == num_dropped[blocks]) & ~np.isin(blocks, start.hits)
+        return int(np.count_nonzero(alone))
 
     def launch(self, starts: list[RequestStart]) -> Ints:
         """Give these requests rows, and return the rows in the order of the requests."""
@@ -84,7 +159,7 @@ class Batch:
         for notice in self.before_release:
             notice(rows)
         table = self.table
-        blocks = self._free(rows, table.num_released[rows], table.num_blocks[rows])
+        blocks = self._free_all(rows)
         self.stop_check.remove(rows)
         if len(rows) == 1:
             self.rows = self.rows[self.rows != rows[0]]
@@ -119,14 +194,24 @@ class Batch:
             self._free(rows, table.num_released[rows], passed)
             table.num_released[rows] = passed
 
+    def _free_all(self, rows: Rows) -> BlockIds:
+        """Free all blocks of rows that end; return them."""
+        return self._free(rows, self.table.num_released[rows], self.table.num_blocks[rows])
+
+    def renew(self, new: NewBlocks) -> None:
+        """Add blocks of the rows that the runner gets anew, as far as they are not told with the rows: here none."""
+
     def _free(self, rows: Rows, firsts: Ints, lasts: Ints) -> BlockIds:
         """Free the rows' blocks from firsts[i] to before lasts[i], row after row, tail first; return them."""
+        return self._drop(self.table.blocks, rows, firsts, lasts)
+
+    def _drop(self, tables: PagedRows, rows: Rows, firsts: Ints, lasts: Ints) -> BlockIds:
         counts = lasts - firsts
         ends = counts.cumsum()
         places = (ends + firsts).repeat(counts) - np.arange(1, int(ends[-1]) + 1)
-        blocks = self.table.blocks.get(rows.repeat(counts), places)
+        blocks = tables.get(rows.repeat(counts), places)
         if self._tells_urgency:  # ring 0, 1, 2: less urgent than the default priority, equal, more
-            self.pool.urgency[blocks] = (1 - np.sign(self.table.level[rows])).repeat(counts)
+            self.pool.set_urgency(blocks, (1 - np.sign(self.table.level[rows])).repeat(counts))
         self.pool.free(blocks, self.in_flight[-1][0] if self.in_flight else None)
         return blocks
 
@@ -186,9 +271,12 @@ class Batch:
     def check_integrity(self) -> None:
         """Check the table, the pool and the order. Errors: AssertionError with the numbers."""
         self.table.check_integrity(self.rows)
-        kept = [blocks for _, blocks in self.forks.kept]
-        self.pool.check_integrity([self.table.block_ids(row) for row in self.rows.tolist()] + kept)
+        self.pool.check_integrity(self._held())
         self.host_cache.check_integrity()
         if self.kept_states is not None:
             self.kept_states.check_integrity()
         assert self._is_sorted(self.table.serial[self.rows], self.table.rank[self.rows]), f"out of order: {self.rows}"
+
+    def _held(self) -> list[BlockIds]:
+        """Return all block tables, and the blocks that are kept for forks."""
+        return [*map(self.table.block_ids, self.rows.tolist()), *(blocks for _, blocks in self.forks.kept)]

@@ -22,6 +22,16 @@ class Fork(NamedTuple):
     copied_block: int  # has the tokens after those of `blocks`; NULL_BLOCK: there are none
     num_tokens: int  # in all of these
     num_forked_tokens: int  # of them: those that are not in the prefix cache
+    #: Where layers with a window have blocks of their own: all of the source's for these tokens.
+    window_blocks: Int32s = NO_INT32S
+
+
+class WindowStart(msgspec.Struct, eq=False, gc=False):
+    """The blocks of layers with a window with which a request starts, where these layers have blocks of their own."""
+
+    num_passed: int  # blocks that no token to compute reads; the row has none in their places
+    hits: Int32s  # the next ones, which were found or are shared
+    block_ids: Int32s = NO_INT32S  # all, from the first place on: NULL_BLOCK for those that are passed
 
 
 class RequestStart(msgspec.Struct, eq=False, gc=False):
@@ -34,14 +44,17 @@ class RequestStart(msgspec.Struct, eq=False, gc=False):
     num_computed_tokens: int  # in hits and a forked block, or in the host's copy
     num_missing_tokens: int  # to compute, in this step and later
     num_tokens: int  # to compute in this step; an upper bound until admission has cut it
-    num_blocks: int  # hits included; it starts only if all of them fit
+    num_blocks: int  # hits included
     is_reserved: bool  # all num_blocks are allocated at the start
-    num_given: int = 0  # blocks allocated at the start, hits included: enough for this step's tokens
+    num_lacking: int = 0  # blocks to allocate for num_blocks; it starts only if all of them fit
+    num_given: int = 0  # blocks in its table at the start, hits included: enough for this step's tokens
+    num_taken: int = 0  # blocks allocated for these
     block_ids: Int32s = NO_INT32S
     num_named_blocks: int = 0
     fork: Fork | None = None
     host_slots: Int32s | None = None  # of the blocks after the hits, which are copied back from the host; None: none
     num_loaded: int = 0  # of these
+    window: WindowStart | None = None
 
 
 TOKENS_PER_PAGE = 256

@@ -185,5 +185,8 @@ def _shell(node: list[Any]) -> Any:
 
 
 def _struct(kind: Any, parts: list[Any]) -> msgspec.Struct:
-    made: msgspec.Struct = kind(**dict(zip(kind.__struct_fields__, parts, strict=True)))
+    """Make a struct; fields that it did not have yet when the parts were written have their defaults."""
+    if len(parts) > len(kind.__struct_fields__):
+        raise ValueError(f"{kind.__name__} with {len(parts)} fields")
+    made: msgspec.Struct = kind(**dict(zip(kind.__struct_fields__, parts, strict=False)))
     return made

@@ -43,6 +43,8 @@ class ModelInfo(msgspec.Struct, frozen=True):
     max_whole_tokens: int = 0
     #: Bytes of a row's recurrent state, which is of exactly the tokens that the row has computed. 0: there is none.
     state_bytes: int = 0
+    #: kv_window is that of some layers only, which have KV blocks of their own: a page's of so many blocks. 0: of all.
+    kv_page_blocks: int = 0
 
 
 class StepHandle(Protocol):

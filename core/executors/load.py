@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from core.execution.executor import ModelInfo
+from core.executors.window_pages import keeping_option
 from core.model_files.draft_head import load_eagle3, load_mtp
 from core.model_files.loading import LoadedModel, load_model
 from core.models.draft_head import DraftHead
@@ -55,6 +56,8 @@ def load(
     dtype = ELEMENT_TYPES[config.dtype] if config.dtype != "auto" else usual_dtype(path)
     source = load_model(path, dtype, config, rank, stage)
     model, pooler = source.model, source.pooler
+    kv_window, kv_page_blocks = _kv_window(model, config)
+    most_whole = 0 if source.vision is None or not source.vision.sees_whole else source.vision.num_rows
     info = ModelInfo(
         name=hub_name(path) or path.name,
         fingerprint=_fingerprint(source, dtype),
@@ -67,8 +70,9 @@ def load(
         whole_prompt_tasks=() if pooler is None else pooler.whole_prompt_tasks,
         is_encoder=source.sees_all,
         num_token_kinds=1 if source.encoder is None else max(1, source.encoder.num_kinds),
-        kv_window=_kv_window(model, config),
-        max_whole_tokens=0 if source.vision is None or not source.vision.sees_whole else source.vision.num_rows,
+        kv_window=kv_window and max(kv_window, most_whole),  # an image's last token sees its first one
+        kv_page_blocks=kv_page_blocks,
+        max_whole_tokens=most_whole,
         state_bytes=4 * model.config.state_size if isinstance(model, Llama) else 0,
     )
     return Loaded(model, info, source, dtype)
@@ -108,11 +112,28 @@ def load_drafting_model(config: EngineConfig, loaded: Loaded) -> Model | DraftHe
     return model
 
 
-def _kv_window(model: Model, config: EngineConfig) -> int:
-    """Return ModelInfo.kv_window. A draft model sees other tokens; the GPU multiplies those not seen."""
+def _kv_window(model: Model, config: EngineConfig) -> tuple[int, int]:
+    """Return kv_window and kv_page_blocks of ModelInfo, and let the model's cache have such pages.
+
+    A draft model sees other tokens; the GPU multiplies those not seen.
+    """
     drafts = config.speculative_config is not None and config.speculative_config.runs_model
-    windows = model.windows_of_model if isinstance(model, Llama) and config.device == "cpu" and not drafts else (None,)
-    return 0 if None in windows else max(window for window in windows if window is not None)
+    if not isinstance(model, Llama) or config.device != "cpu" or drafts:
+        return 0, 0
+    window = max((window for window in model.windows_of_model if window is not None), default=0)
+    if None not in model.windows_of_model:
+        return window, 0
+    if not model.num_blocks_per_page:
+        return 0, 0
+    if (option := keeping_option(config)) is not None:
+        if config.kv_window:
+            raise ConfigError(
+                f"kv_window={config.kv_window}: some layers of this model see all tokens, and with {option} the others "
+                f"keep their KV blocks, too: leave out kv_window, or {option}"
+            )
+        return 0, 0
+    model.split_cache(model.num_blocks_per_page)
+    return window, model.num_blocks_per_page
 
 
 def _fingerprint(source: LoadedModel, dtype: Dtype) -> str:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -63,12 +64,12 @@ class LocalExecutor:
         self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
-        """Return the number of blocks in memory_bytes.
+        """Return the number of blocks in memory_bytes, or of pages where the cache has any.
 
         On a CPU the whole budget is for the cache: a step's working memory is bounded, and small in comparison. A draft
         model or head has as many blocks, and some of its own.
         """
-        each, own = self._model.bytes_per_block(block_size), 0
+        each, own = self._model.bytes_per_block(block_size) * max(1, self.info.kv_page_blocks), 0
         if self._drafting is not None:
             of_draft = self._drafting.bytes_per_block(block_size)
             each, own = each + of_draft, of_draft * num_spare_blocks(self._max_num_seqs, self._num_drafts, block_size)
@@ -87,8 +88,9 @@ class LocalExecutor:
             drafter = self._make_drafter(config.max_model_len, sizes)
             num_states = config.max_num_seqs + num_state_slots(config, self.info.state_bytes)
             states = self._model.allocate_states(num_states) if isinstance(self._model, Llama) else None
-            of_requests = {"adapters": self.adapters, "features": self.features, "states": states}
-            self.runner = self._make_runner(self._model, **sizes, drafter=drafter, pooler=pooler, **of_requests)
+            others: dict[str, Any] = {"adapters": self.adapters, "features": self.features, "states": states}
+            others["num_page_blocks"] = config.kv_page_blocks or 0
+            self.runner = self._make_runner(self._model, **sizes, drafter=drafter, pooler=pooler, **others)
         vision = self._loaded.source.vision
         self._run = self.runner.execute if vision is None else vision.turns.in_turn(self.runner.execute)
         self._ahead = BlocksAhead(self.runner.cache)
@@ -124,7 +126,7 @@ class LocalExecutor:
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Run one step; the returned step is finished."""
-        self._ahead.use(np.concatenate([plan.block_ids, *(new.block_ids for new in plan.starts)]))
+        self._ahead.use(np.concatenate([plan.block_ids, plan.window_blocks, *(new.block_ids for new in plan.starts)]))
         return FinishedStep(self._run(plan))
 
     def prepare_ahead(self) -> bool:

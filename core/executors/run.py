@@ -27,7 +27,7 @@ def runner_sizes(config: EngineConfig, info: ModelInfo, grammars: Grammars) -> R
     assert config.num_blocks_override is not None, "the config is not resolved"
     return RunnerSizes(
         num_rows=config.max_num_seqs,
-        num_blocks=config.num_blocks_override,
+        num_blocks=config.num_blocks_override * max(1, config.kv_page_blocks or 0),
         block_size=config.block_size,
         eos_token_ids=info.eos_token_ids,
         logprobs_mode=config.logprobs_mode,

@@ -42,12 +42,12 @@ class BlockPool:
     a block belongs, 0 = evicted first; the owner sets it before free().
     """
 
-    def __init__(self, num_blocks: int, block_size: int, num_rings: int = 1) -> None:
+    def __init__(self, num_blocks: int, block_size: int, num_rings: int = 1, names: BlockNames | None = None) -> None:
         assert num_blocks >= 2, f"a pool needs the null block and one more, got {num_blocks}"
         self.num_blocks = num_blocks
         self.ref_count = np.zeros(num_blocks, np.int32)
         self.ref_count[NULL_BLOCK] = 1
-        self.names = BlockNames(num_blocks, block_size)
+        self.names = BlockNames(num_blocks, block_size) if names is None else names
         self._blank = np.arange(num_blocks - 1, 0, -1)  # a stack: the top is the end
         self._num_blank = num_blocks - 1
         self._rings = [BlockRing(num_blocks) for _ in range(num_rings)]
@@ -76,16 +76,23 @@ class BlockPool:
 
     def num_revived(self, blocks: BlockIds) -> int:
         """Return how many of these found blocks are free now and would leave the free lists when held."""
-        return sum(int(np.count_nonzero(ring.holds(blocks))) for ring in self._rings)
+        return self._num_in_rings(blocks)
 
     def hold(self, blocks: BlockIds) -> None:
         """Add one reference to found blocks. Call this before any allocation, which might evict them."""
-        self.num_free -= self.num_revived(blocks)
+        self._revive(blocks)
+        self.ref_count[blocks] += 1
+
+    def _num_in_rings(self, blocks: BlockIds) -> int:
+        return sum(int(np.count_nonzero(ring.holds(blocks))) for ring in self._rings)
+
+    def _revive(self, blocks: BlockIds) -> None:
+        """Take these blocks out of the free lists."""
+        self.num_free -= self._num_in_rings(blocks)
         self.num_fenced -= int(np.count_nonzero(self._fence_of[blocks] != _NO_FENCE))
         for ring in self._rings:
             ring.discard(blocks)
         self._fence_of[blocks] = _NO_FENCE
-        self.ref_count[blocks] += 1
 
     def free(self, blocks: BlockIds, fence: int | None) -> None:
         """Drop one reference to each of these blocks, in this order: give a request's tail first.
@@ -116,6 +123,10 @@ class BlockPool:
         released: Ints = blocks[counts == 0]
         return released
 
+    def set_urgency(self, blocks: BlockIds, urgency: Ints) -> None:
+        """Set the ring in which each of these blocks belongs, before free()."""
+        self.urgency[blocks] = urgency
+
     def lift_fences(self, step: int) -> None:
         """Free the blocks fenced by this step, whose update is done."""
         while self._fenced and self._fenced[0][0] <= step:
@@ -141,7 +152,7 @@ class BlockPool:
 
     def _make_free(self, blocks: BlockIds) -> None:
         self.num_free += len(blocks)
-        named = self.names.content[blocks] != UNNAMED
+        named = self._is_named(blocks)
         self._push_blank(blocks[~named])
         blocks = blocks[named]
         if len(self._rings) == 1:
@@ -150,6 +161,15 @@ class BlockPool:
         urgency = self.urgency[blocks]
         for number, ring in enumerate(self._rings):
             ring.push(blocks[urgency == number])
+
+    def _is_named(self, blocks: BlockIds) -> Bools:
+        """Return which of these blocks can be found by their content, bool [n]."""
+        named: Bools = self.names.content[blocks] != UNNAMED
+        return named
+
+    def _forget(self, blocks: BlockIds) -> None:
+        """Remove the names of evicted blocks."""
+        self.names.forget(blocks)
 
     def _push_blank(self, blocks: BlockIds) -> None:
         self._blank[self._num_blank : self._num_blank + len(blocks)] = blocks
@@ -165,7 +185,7 @@ class BlockPool:
         evicted = parts[0] if len(parts) == 1 else np.concatenate(parts)
         for tier in self.tiers:
             tier.keep(evicted)
-        self.names.forget(evicted)
+        self._forget(evicted)
         return evicted
 
     def check_integrity(self, tables: Sequence[BlockIds]) -> None:
@@ -198,6 +218,6 @@ class BlockPool:
 
     def _check_names(self, states: Bools) -> None:
         self.names.check_integrity()
-        named = self.names.content != UNNAMED
+        named = self._is_named(np.arange(self.num_blocks))
         assert not states[named, 1].any(), "a blank block has a name"
         assert named[states[:, 2]].all(), "a block without a name is in a ring"

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from core.models.cache_pages import CachePages, cache_pages
 from core.models.config import Activation, EncoderActivation, LatentParts, ModelConfig
 from core.models.cpu_latent import CpuLatentAttend
 from core.models.latent_weights import LatentWeights
@@ -105,6 +106,7 @@ class CpuOperations:
         #: A whole prompt is computed in one step, so each layer may overwrite the K and V of the one before.
         self._num_caches = config.num_caches if config.is_causal else 1
         self.sampler = CpuSampler(library)
+        self._pages: CachePages | None = None
 
     @property
     def variant(self) -> str:
@@ -310,6 +312,11 @@ class CpuOperations:
         """Return the plan that splits the step's attention among threads."""
         return self._plan(num_tokens, context_lens, block_tables, cache.block_size, window, generation, wholes)
 
+    def split_cache(self, num_blocks: int) -> None:
+        """Let caches consist of pages of so many blocks (core/models/cache_pages.py), before the first is allocated."""
+        self._pages = cache_pages(self._config, num_blocks)
+        self._num_caches = self._pages.num_arrays
+
     def bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of KV cache of one block, all layers together; heads are padded."""
         config = self._config
@@ -321,7 +328,10 @@ class CpuOperations:
         config = self._config
         value_dim = None if config.latent is None else config.latent.latent_dim
         sizes = (config.num_key_value_heads, config.head_dim, self._dtype, value_dim)
-        return self._cache_type(self._num_caches, num_blocks, block_size, *sizes)
+        cache = self._cache_type(self._num_caches, num_blocks, block_size, *sizes)
+        if self._pages is not None:
+            cache.share(self._pages.places)
+        return cache
 
 
 def lora_rows(adapters: TokenAdapters) -> LoraRows:

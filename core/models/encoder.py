@@ -171,10 +171,12 @@ class Encoder:
         cache: KVCache,
         generation: int = ONCE,
         wholes: Ints | None = None,
+        window_tables: AnyInts | None = None,
     ) -> tuple[AttentionPlan, ...]:
         """Return the attention work of a step, one for each kind of layer; its requests have their whole prompts."""
         assert (num_tokens == context_lens).all(), "an encoder's prompt is computed in one step"
         assert wholes is None, "an encoder's tokens see each other anyway"
+        assert window_tables is None, "an encoder's cache has no pages"
         return tuple(
             self.operations.attention_work(num_tokens, context_lens, block_tables, cache, window, generation)
             for window in self.windows

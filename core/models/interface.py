@@ -49,12 +49,14 @@ class Model(Protocol):
         cache: KVCache,
         generation: int = ONCE,
         wholes: Ints | None = None,
+        window_tables: AnyInts | None = None,
     ) -> tuple[AttentionWork, ...]:
         """Return the attention work of one step, for each kind of layer; see kernels.torch.attention.
 
         generation: number of the columns, see ModelInputs.generation. wholes [n, 2] int64: runs of tokens that see all
         of each other, as those of an image may: index of the first one in the step, ascending, and their number. Only
-        a model that reads features has any.
+        a model that reads features has any. window_tables: the block tables of layers with a window; None: those of
+        the others.
         """
 
     def forward(self, inputs: ModelInputs) -> StepResult:

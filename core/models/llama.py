@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from core.models.adapted import adapted_layer
+from core.models.cache_pages import blocks_per_page
 from core.models.config import ModelConfig
 from core.models.cpu_decoder import cpu_decoder
 from core.models.cpu_operations import CpuOperations, lora_rows
@@ -77,6 +78,8 @@ class Llama:
         self.numerics: Numerics = "L2" if numerics == "L2" and operations.is_exact else "L0"
         #: Of each kind of layer here, and of those of the whole model, of which this may be a part.
         self.windows = self.windows_of_model = windows(config)
+        #: Of split_cache(); 0: layers with and without a window have their blocks in common.
+        self.num_blocks_per_page = blocks_per_page(whole) if isinstance(operations, CpuOperations) else 0
         parts = WeightParts(weights) if rank is None else rank.shard.parts(whole, weights)
         self.head: Product | None = None
         self.classifier: Numbers | None = None  # [labels, hidden] of a classifier of prompts
@@ -160,6 +163,11 @@ class Llama:
         """Return the bytes of KV cache of one block of block_size tokens, all layers together."""
         return self.operations.bytes_per_block(block_size)
 
+    def split_cache(self, num_blocks: int) -> None:
+        """Let caches consist of pages of so many blocks (core/models/cache_pages.py), before the first is allocated."""
+        assert isinstance(self.operations, CpuOperations), type(self.operations)
+        self.operations.split_cache(num_blocks)
+
     def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Allocate a KV cache. Errors: MemoryError."""
         return self.operations.allocate_cache(num_blocks, block_size)
@@ -176,11 +184,19 @@ class Llama:
         cache: KVCache,
         generation: int = ONCE,
         wholes: Ints | None = None,
+        window_tables: AnyInts | None = None,
     ) -> tuple[AttentionWork, ...]:
         """Return the attention work of a step, one for each kind of layer there is; see Model."""
+        of_windows = block_tables if window_tables is None else window_tables
         work = {
             window: self.operations.attention_work(
-                num_tokens, context_lens, block_tables, cache, window, generation, wholes
+                num_tokens,
+                context_lens,
+                block_tables if window is None else of_windows,
+                cache,
+                window,
+                generation,
+                wholes,
             )
             for window in dict.fromkeys(self.windows)
         }
@@ -194,11 +210,11 @@ class Llama:
         """
         if self._decoder is None:
             return self.result(self.hidden_states(inputs), inputs.logits_rows)
-        token_ids, positions, slots, attention, cache, logits_rows, generation, adapters, given, requests = inputs
+        token_ids, positions, slots, attention, cache, logits_rows, generation, adapters, *_ = inputs
         assert isinstance(cache, CpuKVCache), type(cache)
         lora = None if adapters is None else lora_rows(adapters)
         columns = token_ids, positions, slots, attention, cache, logits_rows, generation
-        return self._decoder(*columns, lora, given, requests)
+        return self._decoder(*columns, lora, inputs.given, inputs.requests, inputs.window_slots)
 
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """Run the layers, operation after operation; return the last layer's output [T, hidden] float32."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from core.models.cache_pages import blocks_per_page
 from core.models.config import ModelConfig
 from core.models.layer_kinds import windows
 from core.models.llama import Llama, embedding_scale
@@ -34,7 +35,7 @@ class StageLlama(Llama):
         """
         self.stage = stage
         super().__init__(stage.config(config), stage.renamed(config, weights), dtype, **options)
-        self.windows_of_model = windows(config)
+        self.windows_of_model, self.num_blocks_per_page = windows(config), blocks_per_page(config)
         #: Whether steps come from the stage before and go to the next one. Steps that measure times do not.
         self.is_linked = False
         own = [f"{name}={product.variant}" for name, product in self.layers[0].products.items()]

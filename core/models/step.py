@@ -36,6 +36,7 @@ class ModelInputs(NamedTuple):
     #: [.., hidden] float32: the embeddings that token ids below 0 stand for, which are -1 - row. None: there are none.
     given: Floats | None = None
     requests: StateRows | None = None  # where the recurrent states are; None: the model has none
+    window_slots: Ints | None = None  # [T] slots in layers with a window; None: those of the others
 
 
 class StepResult(Protocol):

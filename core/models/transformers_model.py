@@ -111,9 +111,11 @@ class TransformersModel:
         cache: KVCache,
         generation: int = ONCE,
         wholes: Ints | None = None,
+        window_tables: AnyInts | None = None,
     ) -> tuple[AttentionMetadata, ...]:
         """Return the attention metadata of a step, one for each sliding window among the layers."""
         assert wholes is None, "only models of our own read features"
+        assert window_tables is None, "only the C kernels' caches have pages"
         return tuple(
             attention_metadata(num_tokens, context_lens, block_tables, cache, window) for window in self._windows
         )

@@ -7,6 +7,7 @@ import msgspec
 from core.execution.executor import Costs, ModelInfo, StepCosts
 from core.execution.state_slots import num_state_slots
 from core.execution.token_budget import token_budget
+from core.kv.page_room import BlockRoom, PageRoom, page_room
 from core.process.recurrent import for_recurrent_layers
 from ipc.block_stores import stores_of
 from ipc.config import EngineConfig
@@ -39,12 +40,12 @@ def resolve(
     """Return the config with every size decided.
 
     Set are dtype, max_model_len, max_num_batched_tokens, kv_cache_memory_bytes, num_blocks_override (the number of KV
-    blocks, null block included), threads, num_swap_blocks, num_host_blocks and kv_window. The costs of preemption
-    are left to resolve_costs(), which needs the cache. device_bytes: free bytes for the cache on a device with memory
-    of its own. An encoder's prompts are computed in one step each, and not cached; see recurrent.py, too.
+    blocks, null block included), threads, num_swap_blocks, num_host_blocks, kv_window and kv_page_blocks. The costs of
+    preemption are left to resolve_costs(), which needs the cache. device_bytes: free bytes for the cache on a device
+    with memory of its own. An encoder's prompts are computed in one step each, and not cached; see recurrent.py, too.
 
-    Errors: ConfigError when max_model_len exceeds the model's, kv_window is less than the model's, kv_dir has too few
-    blocks on the host, or max_num_batched_tokens is too small (core/execution/token_budget.py).
+    Errors: ConfigError when max_model_len exceeds the model's, kv_window or kv_page_blocks are not the model's, kv_dir
+    has too few blocks on the host, or max_num_batched_tokens is too small (core/execution/token_budget.py).
     OutOfMemoryError, with what to change, if the cache cannot hold one request.
     """
     memory_bytes = config.kv_cache_memory_bytes or device_bytes or default_cache_bytes(total_memory_bytes)
@@ -52,18 +53,15 @@ def resolve(
         config = msgspec.structs.replace(config, enable_chunked_prefill=False, enable_prefix_caching=False)
     if info.state_bytes:
         config = for_recurrent_layers(config, info, memory_bytes)
-    if config.max_model_len is not None and config.max_model_len > info.max_model_len:
-        raise ConfigError(
-            f"max_model_len={config.max_model_len} is more than the {info.max_model_len} tokens that {info.name} "
-            f"was made for: use at most {info.max_model_len}, or leave it out"
-        )
+    _check_length(config, info)
     config = msgspec.structs.replace(config, kv_cache_memory_bytes=memory_bytes)
     states = (config.max_num_seqs + num_state_slots(config, info.state_bytes)) * info.state_bytes
     available = config.num_blocks_override or blocks_in(memory_bytes - states, config.block_size)
     bytes_per_block = ceil_div(_PROBE_BYTES, max(1, blocks_in(_PROBE_BYTES, config.block_size)))
-    max_model_len = _max_model_len(config, info, available, memory_bytes, bytes_per_block)
+    room = _room(config, info)
+    max_model_len = _max_model_len(config, info, room, available, memory_bytes, bytes_per_block)
     budget = token_budget(config, max_model_len, info.max_whole_tokens)
-    useful = config.max_num_seqs * ceil_div(max_model_len, config.block_size) + 1
+    useful = config.max_num_seqs * room.num_pages(max_model_len) + 1
     if info.is_encoder:  # no block outlives its step, and each row has one that is not full
         useful = min(useful, ceil_div(budget, config.block_size) + config.max_num_seqs + 1)
     return msgspec.structs.replace(
@@ -76,6 +74,7 @@ def resolve(
         num_swap_blocks=_num_swap_blocks(config, bytes_per_block),
         num_host_blocks=_num_host_blocks(config, bytes_per_block),
         kv_window=_kv_window(config, info),
+        kv_page_blocks=info.kv_page_blocks,
     )
 
 
@@ -99,12 +98,33 @@ def resolve_costs(
     )
 
 
+def _check_length(config: EngineConfig, info: ModelInfo) -> None:
+    if config.max_model_len is not None and config.max_model_len > info.max_model_len:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len} is more than the {info.max_model_len} tokens that {info.name} "
+            f"was made for: use at most {info.max_model_len}, or leave it out"
+        )
+
+
 def _kv_window(config: EngineConfig, info: ModelInfo) -> int:
     given = config.kv_window
     if given and not 0 < info.kv_window <= given:
         seen = f"{info.kv_window} tokens" if info.kv_window else "all tokens before it"
         raise ConfigError(f"kv_window={given}: a token of {info.name} may see {seen}; leave it out, or use 0")
     return info.kv_window if given is None else given
+
+
+def _room(config: EngineConfig, info: ModelInfo) -> BlockRoom | PageRoom:
+    """Return what requests take of the cache: pages, where layers with a window have blocks of their own."""
+    if config.kv_page_blocks not in (None, info.kv_page_blocks):
+        raise ConfigError(
+            f"kv_page_blocks={config.kv_page_blocks}: a page of {info.name} has {info.kv_page_blocks} KV blocks: leave "
+            "it out, or use 0"
+        )
+    if not info.kv_page_blocks:
+        return BlockRoom(config.block_size)
+    num_step_tokens = token_budget(config, 0, info.max_whole_tokens)
+    return page_room(config, _kv_window(config, info), info.kv_page_blocks, num_step_tokens)
 
 
 def _num_swap_blocks(config: EngineConfig, bytes_per_block: int) -> int:
@@ -134,11 +154,16 @@ def _num_host_blocks(config: EngineConfig, bytes_per_block: int) -> int:
 
 
 def _max_model_len(
-    config: EngineConfig, info: ModelInfo, available: int, memory_bytes: int, bytes_per_block: int
+    config: EngineConfig,
+    info: ModelInfo,
+    room: BlockRoom | PageRoom,
+    available: int,
+    memory_bytes: int,
+    bytes_per_block: int,
 ) -> int:
-    fitting = (available - 1) * config.block_size  # tokens; block 0 is the null block
+    fitting = room.longest(available - 1)  # tokens; block 0 is the null block
     if fitting < 2:
-        needed = ceil_div(2, config.block_size) + 1
+        needed = room.num_pages(2) + 1
         raise OutOfMemoryError(
             f"the KV cache has room for {max(0, available)} blocks of {config.block_size} tokens and needs at least "
             f"{needed} (the null block is one): {_remedy(config, memory_bytes, needed, bytes_per_block)}"
@@ -146,7 +171,7 @@ def _max_model_len(
     if config.max_model_len is None:
         return min(info.max_model_len, fitting)
     if config.max_model_len > fitting:
-        needed = ceil_div(config.max_model_len, config.block_size) + 1
+        needed = room.num_pages(config.max_model_len) + 1
         raise OutOfMemoryError(
             f"a request of max_model_len={config.max_model_len} tokens needs {needed} KV blocks of "
             f"{config.block_size} tokens (the null block included) and the cache has {available}: set max_model_len "

@@ -31,6 +31,7 @@ from core.runner.preemption_costs import NUM_TOKENS, measure_costs
 from core.runner.state_rows import RowStates
 from core.runner.step_durations import Clock, measure_steps, trial_sampling
 from core.runner.step_inputs import InputMaker, StepInputs
+from core.runner.window_inputs import WindowInputs
 from core.sampling.candidates import NOT_DRAWN, gather_candidates, normalize
 from core.sampling.columns import SamplingColumns
 from core.sampling.logit_edits import edit_groups
@@ -63,13 +64,14 @@ class ModelRunner:
         adapters: Adapters | None = None,
         features: Features | None = None,
         states: Floats | None = None,
+        num_page_blocks: int = 0,
     ) -> None:
         """Allocate the table, the columns and the caches.
 
         num_swap_blocks: blocks of the swap cache, to which preempted requests are copied; 0 = none. grammars: of
         structured_outputs; None = no request has them. drafter: guesses tokens with a model; None = none. pooler:
         None = no request pools. adapters: None = no request has one. features: None = no request has any. states: of
-        RowStates.
+        RowStates. num_page_blocks: blocks of a page, where layers with a window have blocks of their own; 0 = none do.
         Errors: MemoryError when a cache cannot be allocated.
         """
         self.model = model
@@ -77,7 +79,7 @@ class ModelRunner:
         self._tells_logits = logprobs_mode.endswith("logits")
         self.block_size = block_size
         self.table = RunnerTable(num_rows, block_size)
-        self._inputs = InputMaker(self.table, block_size)
+        self._inputs = (WindowInputs if num_page_blocks else InputMaker)(self.table, block_size)
         self.matchers = None if grammars is None else RowMatchers(grammars, num_rows)
         masks = None if model.sampler is None else model.sampler.token_masks
         self.pooling = PoolingRows(pooler)
@@ -89,6 +91,7 @@ class ModelRunner:
         self._candidates: LogprobColumns | None = None  # of this step, see ModelRunnerOutput
         self._failures: list[tuple[int, str]] = []  # of this step, see ModelRunnerOutput
         self.cache = model.allocate_cache(num_blocks, block_size)
+        self._first_block = max(1, num_page_blocks)
         self.swap_cache = model.allocate_cache(num_swap_blocks, block_size) if num_swap_blocks else None
         self.drafter = drafter
 
@@ -242,19 +245,19 @@ class ModelRunner:
     @property
     def _most_tokens(self) -> int:
         """Tokens that a trial step can have: the cache holds them, and the model's positions go as far."""
-        return min((self.cache.num_blocks - 1) * self.block_size, self.model.max_model_len)
+        return min((self.cache.num_blocks_of_all - self._first_block) * self.block_size, self.model.max_model_len)
 
     def _trial_inputs(self, count: int, num_samples: int) -> StepInputs:
-        """Return inputs for `count` tokens of one row, from block 1 on; the last num_samples get logits."""
-        size, positions = self.block_size, np.arange(count)
+        """Return inputs for `count` tokens of one row, from the first block on; the last num_samples get logits."""
+        size, first, positions = self.block_size, self._first_block, np.arange(count)
         return StepInputs(
             rows=np.zeros(1, np.int64),
             token_ids=positions % self.model.vocab_size,
             positions=positions,
-            slots=positions + size,
+            slots=positions + first * size,
             num_tokens=np.array([count]),
             context_lens=np.array([count]),
-            block_tables=np.arange(1, ceil_div(count, size) + 1, dtype=np.int32)[None],
+            block_tables=np.arange(first, ceil_div(count, size) + first, dtype=np.int32)[None],
             samples=np.zeros(1, np.bool_),
             num_samples=num_samples,
             logits_rows=np.arange(count - num_samples, count),
@@ -297,16 +300,16 @@ class ModelRunner:
         columns = inputs.num_tokens, inputs.context_lens, inputs.block_tables
         given = self._feature_rows.of_step(inputs) if self._feature_rows.of_row else None
         attention = self.model.attention_metadata(
-            *columns, self.cache, inputs.generation, None if given is None else given.wholes
+            *columns, self.cache, inputs.generation, None if given is None else given.wholes, inputs.window_tables
         )
         tokens = inputs.token_ids, inputs.positions, inputs.slots
         adapters = self._adapter_rows.of_step(inputs) if self._adapter_rows else None
         rest = inputs.logits_rows, inputs.generation, adapters
-        requests = None if self._states is None else self._states.of_step(inputs)
+        others = None if self._states is None else self._states.of_step(inputs), inputs.window_slots
         if given is not None:  # arrays of this step only
             tokens, rest = (given.token_ids, *tokens[1:]), (inputs.logits_rows, ONCE, adapters)
-            return self.model.forward(ModelInputs(*tokens, attention, self.cache, *rest, given.rows, requests))
-        return self.model.forward(ModelInputs(*tokens, attention, self.cache, *rest, requests=requests))
+            return self.model.forward(ModelInputs(*tokens, attention, self.cache, *rest, given.rows, *others))
+        return self.model.forward(ModelInputs(*tokens, attention, self.cache, *rest, None, *others))
 
     def _prompt_logprobs(
         self, plan: SchedulerOutput, num_tokens: AnyInts, context_lens: AnyInts, result: StepResult

@@ -47,10 +47,12 @@ class StepInputs(NamedTuple):
     generation: int = ONCE  # see ModelInputs.generation
     sample_rows: Ints | None = None  # [S] index in rows of each sample's row; None: one sample a row
     sample_offsets: Ints | None = None  # [S] drafts before each sample: 0, 1, ... in a row; None with sample_rows
+    window_slots: Ints | None = None  # [T] and block tables [R, P] of layers with a window; None: they have no others
+    window_tables: Int32s | None = None
 
 
 @dataclass(slots=True)
-class _Decoding:
+class Decoding:
     """The inputs of a step in which each of R rows computed one token and sampled one, and the arrays behind them."""
 
     inputs: StepInputs
@@ -72,7 +74,7 @@ class InputMaker:
     def __init__(self, table: RunnerTable, block_size: int) -> None:
         self._table, self._block_size = table, block_size
         self._shift, self._mask = block_size.bit_length() - 1, block_size - 1  # block sizes are powers of two
-        self._decoding: _Decoding | None = None  # inputs of the last step, if they can be advanced
+        self._decoding: Decoding | None = None  # inputs of the last step, if they can be advanced
         self._sampled: Int32s | None = None  # tokens that the last step sampled
 
     def __call__(self, plan: SchedulerOutput) -> StepInputs:
@@ -143,7 +145,7 @@ class InputMaker:
             return _with_drafts(inputs, plan.num_draft_tokens, last)
         if not is_mixed and num_samples == len(rows):
             num_steps = _steps_to_end(positions, self._mask), _steps_to_end(positions, _PAGE_MASK)
-            self._decoding = _Decoding(inputs, _bytes(plan), *num_steps, token_ids, places, *places)
+            self._decoding = Decoding(inputs, _bytes(plan), *num_steps, token_ids, places, *places)
         return inputs
 
     def _slots(self, blocks: Int32s, positions: Positions) -> Ints:
@@ -151,7 +153,7 @@ class InputMaker:
         slots: Ints = blocks * np.int64(self._block_size) + (positions & self._mask)
         return slots
 
-    def _move_on(self, decoding: _Decoding) -> bool:
+    def _move_on(self, decoding: Decoding) -> bool:
         """Advance the inputs by one token in each row.
 
         Return False, with nothing changed, where the block tables have too few columns.
@@ -214,7 +216,7 @@ def _steps_to_end(positions: Positions, mask: int) -> int:
     return mask - int((positions & mask).max())
 
 
-def _goes_on(plan: SchedulerOutput, decoding: _Decoding) -> bool:
+def _goes_on(plan: SchedulerOutput, decoding: Decoding) -> bool:
     """Return whether the plan gives each row of these inputs one more token, in the same order.
 
     The rows must still belong to the same requests: a plan that adds or removes rows does not continue.

@@ -7,7 +7,6 @@ import numpy as np
 from core.batch.batch import Batch
 from core.batch.request import Request
 from core.batch.table import RequestStart
-from core.kv.block_pool import NULL_BLOCK
 from core.scheduling.block_exchange import BlockExchange
 from core.scheduling.decisions import Cause, Examined, Verdict
 from core.scheduling.delay import Delay
@@ -16,7 +15,7 @@ from core.scheduling.limits import Limit, PartialPrefills
 from core.scheduling.policies import Policy
 from core.scheduling.preemption import Preemption
 from core.scheduling.waiting_queue import WaitingQueue
-from ipc.arrays import Int32s, Ints
+from ipc.arrays import Ints
 from ipc.config import EngineConfig
 from ipc.rounding import ceil_div
 
@@ -74,7 +73,7 @@ class Admission:
     def never_fits(self, request: Request) -> str | None:
         """Return why the request could not run even alone, with the numbers; None when it could."""
         length = request.max_computed_tokens
-        needed, there_are = ceil_div(length, self._block_size), self._batch.pool.num_blocks - 1
+        needed, there_are = self._batch.most_blocks(request), self._batch.pool.num_blocks - 1
         if needed > there_are:
             return f"the request may need {needed} KV blocks for {length} tokens, and there are {there_are}"
         if not self._is_chunked and length > self._budget:
@@ -93,8 +92,9 @@ class Admission:
         pool = self._batch.pool
         start = self._start_of(request, room)
         left = self._blocks_left(start, room)
-        reserve = pool.num_free - pool.num_revived(start.hits) - room.promised - left
-        return Appraisal(start.num_computed_tokens, start.num_hits, start.num_blocks - start.num_hits, reserve)
+        revived = self._batch.num_revived(start) if start.num_hits else 0
+        reserve = pool.num_free - revived - room.promised - left
+        return Appraisal(start.num_computed_tokens, start.num_hits, start.num_lacking, reserve)
 
     def fill(self, draft: Draft, row_limit: int) -> None:
         """Start waiting requests while budget, rows and blocks last."""
@@ -146,7 +146,7 @@ class Admission:
         if request.first_key in room.first_keys:
             self._settle(draft, room)  # so that the request finds the blocks of one that starts in this step
         start = self._start_of(request, room)
-        lack = start.num_blocks - start.num_hits - self._blocks_left(start, room)
+        lack = start.num_lacking - self._blocks_left(start, room)
         refusal: Examined | None = None
         if lack <= 0 < room.rows and start.num_tokens <= draft.budget:
             if start.num_tokens < start.num_missing_tokens or self._limits:
@@ -164,8 +164,8 @@ class Admission:
         """
         request, rows = start.request, self._batch.rows
         yields = self._preemption.victims_first(rows[self._policy.must_yield(request, rows)])
-        num_victims, given = self._count_victims(yields, start.hits, 1 - room.rows, lack)
-        needed = start.num_blocks - start.num_hits
+        num_victims, given = self._count_victims(yields, start, 1 - room.rows, lack)
+        needed = start.num_lacking
         if given < lack:
             return Examined(request, Verdict.NO_BLOCKS, needed, needed - lack)
         if num_victims + room.rows < 1:
@@ -219,8 +219,8 @@ class Admission:
         is_reserved = self._reserves_all or request.num_preemptions >= MAX_PREEMPTIONS
         if is_reserved:
             length = request.max_computed_tokens
-        num_blocks = ceil_div(length, self._block_size)
-        return RequestStart(
+        num_blocks = -(-length // self._block_size)
+        start = RequestStart(
             request=request,
             hits=hits,
             num_hits=num_hits,
@@ -234,6 +234,8 @@ class Admission:
             host_slots=slots,
             num_loaded=num_loaded,
         )
+        start.num_lacking = self._batch.lacking_of(start, num_blocks)
+        return start
 
     def _blocks_left(self, start: RequestStart, room: "_Room") -> int:
         """Return the number of free blocks that this start may take; negative when promises exceed them.
@@ -245,7 +247,7 @@ class Admission:
         pool, request = self._batch.pool, start.request
         left = pool.num_free - room.promised - room.unsettled
         if start.num_hits:
-            left -= pool.num_revived(start.hits)
+            left -= self._batch.num_revived(start)
         if room.rows < room.row_limit:
             left -= self._watermark
             if request.num_preemptions:
@@ -253,7 +255,7 @@ class Admission:
                 left -= min((1 << request.num_preemptions) - 1, most)
         return left
 
-    def _count_victims(self, yields: Ints, hits: Int32s, num_rows: int, num_blocks: int) -> tuple[int, int]:
+    def _count_victims(self, yields: Ints, start: RequestStart, num_rows: int, num_blocks: int) -> tuple[int, int]:
         """Return how many of these rows, from the first on, make room for num_rows and num_blocks, and their blocks.
 
         A block counts when no other request holds it or is about to. A block that victims share comes free with the
@@ -264,28 +266,28 @@ class Admission:
         for row in yields.tolist():
             if count >= num_rows and given >= num_blocks:
                 break
-            blocks = batch.table.block_ids(row)
-            num_dropped[blocks] += 1
-            alone = (batch.pool.ref_count[blocks] == num_dropped[blocks]) & ~np.isin(blocks, hits)
-            given += int(np.count_nonzero(alone)) + batch.num_promised_blocks_of(row)
+            given += batch.note_freed(row, num_dropped, start) + batch.num_promised_blocks_of(row)
             count += 1
         return count, given
 
     def _start(self, start: RequestStart, draft: Draft, room: "_Room") -> None:
         request, count = start.request, start.num_tokens
         end = start.num_computed_tokens + count
-        num_given = start.num_given = start.num_blocks if start.is_reserved else ceil_div(end, self._block_size)
+        start.num_given = given = start.num_blocks if start.is_reserved else -(-end // self._block_size)
+        start.num_taken = start.num_lacking
+        if given < start.num_blocks:
+            start.num_taken = self._batch.lacking_of(start, given)
         if start.num_hits:
-            self._batch.pool.hold(start.hits)  # before anything is allocated, which might evict them
+            self._batch.hold(start)
         if start.host_slots is not None:
             self._batch.host_cache.pin(start.host_slots)
         room.settling.append(start)
-        room.unsettled += num_given - start.num_hits
+        room.unsettled += start.num_taken
         if request.first_key:
             room.first_keys.add(request.first_key)
         draft.budget -= count
         room.rows -= 1
-        room.promised += start.num_blocks - num_given
+        room.promised += start.num_lacking - start.num_taken
         if count < start.num_missing_tokens:
             self._partial_prefills.take(start, draft)
         for limit in self._limits:
@@ -296,18 +298,13 @@ class Admission:
         """Give the starting requests their blocks, and name the full ones."""
         if not room.settling:
             return
-        fresh, first = self._batch.pool.allocate(room.unsettled).astype(np.int32), 0
+        self._batch.place(room.settling, self._batch.pool.allocate(room.unsettled).astype(np.int32))
         for start in room.settling:
-            end = first + start.num_given - start.num_hits
-            blocks = fresh[first:end]
-            start.block_ids = np.concatenate([start.hits, blocks]) if start.num_hits else blocks
-            first = end
             if start.host_slots is not None:
-                self._batch.host_cache.copy_back(start.host_slots, blocks[: start.num_loaded])
+                fresh = start.block_ids[start.num_hits :]
+                self._batch.host_cache.copy_back(start.host_slots, fresh[: start.num_loaded])
             if start.request.swapped is not None:
                 self._preemption.swap_in(start.request, start.block_ids, start.num_hits)
-            if start.fork is not None and start.fork.copied_block != NULL_BLOCK:
-                self._batch.carried.within.add(start.fork.copied_block, int(blocks[0]))
         self._batch.prefix_cache.name_starts(room.settling)
         draft.starts += room.settling
         room.settling.clear()

@@ -69,7 +69,8 @@ class BeamSearches:
         if width > max_num_seqs:
             return f"the search has {width} beams, and max_num_seqs is {max_num_seqs}"
         shared = (first.num_prompt_tokens - 1) // size
-        needed = shared + width * (ceil_div(first.max_computed_tokens, size) - shared)
+        own = width * (ceil_div(first.max_computed_tokens, size) - shared)
+        needed = self._batch.most_blocks_of_beams(shared, own)
         there_are = self._batch.pool.num_blocks - 1
         if needed > there_are:
             return f"the search's {width} beams may need {needed} KV blocks together, and there are {there_are}"

@@ -4,11 +4,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from core.batch.batch import Batch
 from core.batch.carried import Carried
-from core.batch.table import BatchTable, RequestStart
+from core.batch.new_blocks import NewBlocks
+from core.batch.table import RequestStart
 from core.execution.plan import NewPooling, NewRow, SchedulerOutput
 from core.scheduling.decisions import Decision, Examined, Preempted
-from ipc.arrays import NO_INT32S, NO_INTS, AnyInts, BlockIds, Int32s, Ints, Rows
+from ipc.arrays import NO_INT32S, NO_INTS, AnyInts, Int32s, Ints, Rows
 from ipc.feature_messages import FeatureUse
 from ipc.pooling_params import PoolingParams
 
@@ -31,7 +33,7 @@ class Draft:
     """The plan of one step while it is made.
 
     rows, counts [n]: running rows and their tokens, in the order in which they are served; a count may be 0.
-    block_rows, block_ids [m]: new blocks of running rows. budget: tokens that are left.
+    budget: tokens that are left.
     """
 
     def __init__(self, step: int, now_ns: int, budget: int) -> None:
@@ -40,8 +42,7 @@ class Draft:
         self.budget = budget
         self.rows: Ints = NO_INTS
         self.counts: Ints = NO_INTS
-        self.block_rows: Rows = NO_INTS
-        self.block_ids: BlockIds = NO_INTS
+        self.blocks = NewBlocks()
         self.starts: list[RequestStart] = []
         self.added: list[NewRow] = []
         self.added_pooling: list[NewPooling] = []
@@ -57,8 +58,7 @@ class Draft:
         kept = self.rows != row
         self.budget += int(self.counts[~kept].sum())
         self.rows, self.counts = self.rows[kept], self.counts[kept]
-        kept = self.block_rows != row
-        self.block_rows, self.block_ids = self.block_rows[kept], self.block_ids[kept]
+        self.blocks.drop(row)
 
     def tokens_of(self, rows: Rows) -> int:
         """Return the number of tokens that these rows get in this step so far."""
@@ -88,15 +88,19 @@ class Draft:
                 self.adapters.append((row, request.adapter.digest))
             if request.features:
                 self.features.append((row, request.features))
+            if (window := start.window) is not None:
+                self.blocks.add_windows(np.full(len(window.block_ids), row), window.block_ids)
 
-    def renew(self, table: BatchTable, carried: Carried) -> None:
+    def renew(self, batch: Batch) -> None:
         """Tell the executor anew of rows whose tokens and blocks have changed; new blocks of this plan are left out."""
+        table, carried = batch.table, batch.carried
+        batch.renew(self.blocks)
         rows = list(carried.renewed_rows)
         for row in rows:
             request = table.request[row]
             assert request is not None, f"row {row} is told anew and free"
             assert request.sampling is not None, f"row {row} pools: its tokens do not change"
-            fresh = int(np.count_nonzero(self.block_rows == row))
+            fresh = int(np.count_nonzero(self.blocks.rows == row))
             self.added.append(
                 NewRow(
                     row,
@@ -151,8 +155,8 @@ def finish_plan(draft: Draft, rows: Rows, counts: Ints, carried: Carried) -> Sch
         step=draft.step,
         removed_rows=column(carried.removed_rows),
         added=draft.added,
-        block_rows=column(draft.block_rows),
-        block_ids=column(draft.block_ids),
+        block_rows=column(draft.blocks.rows),
+        block_ids=column(draft.blocks.ids),
         rows=column(rows),
         num_scheduled_tokens=column(counts),
         swapped_out_blocks=swapped_out,
@@ -168,4 +172,6 @@ def finish_plan(draft: Draft, rows: Rows, counts: Ints, carried: Carried) -> Sch
         features=draft.features,
         copied_states=states,
         copied_states_to=states_to,
+        window_rows=column(draft.blocks.window_rows),
+        window_blocks=column(draft.blocks.window_ids),
     )

@@ -104,7 +104,7 @@ class _Explainer:
 
     def _running(self, request: Request) -> RequestExplanation:
         table, row = self._scheduler.table, request.row
-        num_tokens, num_blocks = int(table.num_tokens[row]), len(table.block_ids(row))
+        num_tokens, num_blocks = int(table.num_tokens[row]), self._scheduler.batch.num_held(row)
         count = self._counts.get(row, 0)
         reason, needed, available = (Reason.NONE, 0, 0) if count else self._why_skipped(row)
         return self._explanation(
@@ -133,7 +133,7 @@ class _Explainer:
             return Reason.PROMPTS_FIRST, 0, 0
         wanted = known - int(table.num_computed_tokens[row])
         ends = table.num_computed_tokens[row] + np.array([min(wanted, self._scheduler.max_num_batched_tokens)])
-        missing = int(self._scheduler.batch.num_blocks_of(ends)[0] - table.num_blocks[row])
+        missing = int(self._scheduler.batch.lacking(np.array([row]), ends)[0])
         if missing > 0 and (decision.budget or missing > decision.num_free_blocks):
             return Reason.SKIPPED_BLOCKS, missing, decision.num_free_blocks
         if takes_turns and decision.budget:

@@ -32,7 +32,7 @@ class GroupRows:
         if free < needed:
             return Examined(request, Verdict.NO_ROW, needed, max(0, free))
         if is_group and len(self._batch):
-            blocks = start.num_blocks - start.num_hits + needed - 1
+            blocks = start.num_lacking + (needed - 1) * self._batch.blocks_of_a_block
             left = self._batch.pool.num_free - self._batch.num_promised_blocks()
             if left < blocks:
                 return Examined(request, Verdict.NO_BLOCKS, blocks, max(0, left))

@@ -52,8 +52,7 @@ class RunningRows:
             draft.num_skipped += int(np.count_nonzero((wanted > 0) & (counts == 0)))
         if num_needed:
             growing = needs > 0
-            draft.block_ids = pool.allocate(num_needed)
-            draft.block_rows = batch.table.append_blocks(rows[growing], needs[growing], draft.block_ids)
+            batch.grow(draft.blocks, rows[growing], needs[growing], counts[growing])
         draft.rows, draft.counts = rows, counts
         draft.budget -= num_tokens
 
@@ -75,13 +74,13 @@ class RunningRows:
             np.minimum(wanted, self._long_prefill, out=wanted)
         if num_growing is not None:
             held = rows[num_growing:]
-            room = table.num_blocks[held] * self._batch.block_size - table.num_computed_tokens[held]
+            room = self._batch.room_of(held) - table.num_computed_tokens[held]
             np.minimum(wanted[num_growing:], room, out=wanted[num_growing:])
         self._leave_out(rows, wanted, placeholders)
         num_wanted = int(wanted.sum())
         if num_wanted > budget:
             wanted, num_wanted = np.clip(budget - (np.cumsum(wanted) - wanted), 0, wanted), budget
-        needs = np.maximum(self._batch.num_blocks_of(computed + wanted) - table.num_blocks[rows], 0)
+        needs = self._batch.lacking(rows, computed + wanted)
         return wanted, num_wanted, needs, int(needs.sum())
 
     def _leave_out(self, rows: Rows, wanted: Ints, placeholders: Ints) -> None:
@@ -103,7 +102,7 @@ class RunningRows:
         table = self._batch.table
         short = self._first_short(needs)
         later = rows[short + 1 :]
-        sure = table.num_blocks[later] >= self._batch.num_blocks_at_most(later)
+        sure = self._batch.has_all_blocks(later)
         candidates = later[~(sure & (table.level[later] == table.level[rows[short]]))]
         if not len(candidates):
             return None

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from core.batch.batch import Batch
 from core.batch.carried import Carried
 from core.batch.index import RequestIndex
 from core.batch.request import NO_ROW, Request
+from core.batch.window_batch import make_batch
 from core.execution.plan import FAILED_TOKEN, ModelRunnerOutput, SchedulerOutput
 from core.scheduling.adapter_slots import AdapterSlots
 from core.scheduling.admission import Admission
@@ -50,7 +50,7 @@ class Scheduler:
         self.block_size, self.max_num_seqs = config.block_size, config.max_num_seqs
         assert config.max_num_batched_tokens is not None, "the config is not resolved"
         self.max_num_batched_tokens = self._token_budget = config.max_num_batched_tokens
-        self.stats, self.outputs, self.batch = new_stats(), OutputCollector(epoch), Batch(config, eos_token_ids)
+        self.stats, self.outputs, self.batch = new_stats(), OutputCollector(epoch), make_batch(config, eos_token_ids)
         self.table, self.pool, self.cuts = self.batch.table, self.batch.pool, list[Callable[[Draft], None]]()
         self.policy = build_policy(config, self.table)
         self.waiting, self._requests = WaitingQueue(self.policy.line), RequestIndex()
@@ -366,7 +366,7 @@ class Scheduler:
             return finish_plan(draft, rows, counts, Carried())  # not run: the next plan that runs carries the rest
         self._step += 1
         if self.batch.carried.renewed_rows:
-            draft.renew(self.table, self.batch.carried)
+            draft.renew(self.batch)
         table.num_computed_tokens[rows] = ends = table.num_computed_tokens[rows] + counts
         table.num_placeholders[rows] += ends == table.num_tokens[rows] + table.num_placeholders[rows]
         if draft.guessed is not None:

@@ -165,22 +165,18 @@ class Speculation(Columns):
     def _give_blocks(self, draft: Draft, rows: Ints, ends: Ints, counts: Ints) -> Ints:
         """Allocate the blocks of counts [n] drafts; return the counts, cut where blocks are short."""
         batch, pool = self._batch, self._batch.pool
-        held = batch.table.num_blocks[rows]
-        needs = np.maximum(batch.num_blocks_of(ends + counts) - held, 0)
+        needs = batch.lacking(rows, ends + counts)
         spare = 0
         if needs.any() and not len(self._waiting):
-            promised = batch.num_promised_blocks() + sum(start.num_blocks - start.num_given for start in draft.starts)
+            promised = batch.num_promised_blocks() + sum(start.num_lacking - start.num_taken for start in draft.starts)
             spare = pool.num_free - self._watermark - promised - len(batch) - len(draft.starts)
         short = needs.cumsum() > spare
         needs[short] = 0
-        counts = np.where(short, np.minimum(counts, held * batch.block_size - ends), counts)
+        counts = np.where(short, np.minimum(counts, batch.room_of(rows) - ends), counts)
         growing = needs > 0
         if growing.any():
-            blocks = pool.allocate(int(needs.sum()))
-            owners = batch.table.append_blocks(rows[growing], needs[growing], blocks)
-            merged = np.concatenate([draft.block_rows, owners])
-            order = np.argsort(merged, kind="stable")  # a row's blocks together, in their order
-            draft.block_rows, draft.block_ids = merged[order], np.concatenate([draft.block_ids, blocks])[order]
+            added = (ends + counts - batch.table.num_computed_tokens[rows])[growing]
+            batch.grow(draft.blocks, rows[growing], needs[growing], added)
         return counts
 
     # --- what drafts are worth -----------------------------------------------------------------------------------

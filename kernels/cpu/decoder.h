@@ -77,6 +77,7 @@ typedef struct {
 typedef struct {
     const float *cos, *sin, *query_cos, *query_sin; /* see rope.h; NULL = no rotation */
     AttentionPlan *plan;
+    const int64_t *slots;   /* [T] where K and V of the step's tokens are stored, see rope.h */
     Attention attention;    /* has partials, scratch, shape and num_heads */
 } DecoderKind;
 
@@ -85,7 +86,7 @@ typedef struct {
     const Decoder *decoder;
     const DecoderKind *kinds;
     void *const *cache;                 /* [num_layers] */
-    const int64_t *token_ids, *positions, *slots; /* [T] */
+    const int64_t *token_ids, *positions; /* [T] */
     const int64_t *logits_rows;         /* [S] indices of tokens */
     float *hidden;                      /* [T, hidden_size]; after the step the last layer's input */
     void *x;                            /* [max(T, S), hidden_size] of dtype; those below have other widths */

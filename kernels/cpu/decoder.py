@@ -72,6 +72,7 @@ class CpuDecoder:
     _lora: LoraRows | None = None  # the last step's, kept alive
     _given: Floats | None = None  # the same
     _requests: StateRows | None = None  # the same
+    _window_slots: Ints | None = None  # the same
     _taps: tuple[int, ...] = ()  # see tap()
     _finished: tuple[int, Ints] = (0, np.zeros(0, np.int64))  # the last call of _finish(): number of the step, rows
 
@@ -159,18 +160,21 @@ class CpuDecoder:
         lora: LoraRows | None = None,
         given: Floats | None = None,
         requests: StateRows | None = None,
+        window_slots: Ints | None = None,
     ) -> "DecoderResult":
         """Run one step.
 
         token_ids, positions and slots (-1 = do not store) are [T]; logits_rows [S] are indices of tokens; all int64.
         `plans` has one plan for each kind of layer. lora: the rows' adapters, None = no row has one. given [.., hidden]
         float32: the embeddings of token ids below 0, which are -1 - row. requests: where the recurrent states are.
+        window_slots [T]: the slots in layers with a window, None = those in the others.
         Equal generations other than 0 mean: columns, plans, cache and the rest are the objects of the step before,
         with other numbers.
         They are not read then: beside the weights, each object that is touched costs microseconds."""
         if not generation or generation != self._generation:
             self._take(*map(np.ascontiguousarray, (token_ids, positions, slots, logits_rows)))
             self._use(cache, plans)
+            self._point_to_slots(plans, None if window_slots is None else np.ascontiguousarray(window_slots))
             self._adapt(lora)
             self._give(given)
             self._place_states(requests)
@@ -265,7 +269,8 @@ class CpuDecoder:
         num_tokens, num_logits = len(columns[0]), len(columns[-1])
         self._reserve(num_tokens, num_logits)
         self._columns, step = columns, self._step
-        step.token_ids, step.positions, step.slots, step.logits_rows = (column.ctypes.data for column in columns)
+        token_ids, positions, _, logits_rows = (column.ctypes.data for column in columns)
+        step.token_ids, step.positions, step.logits_rows = token_ids, positions, logits_rows
         assert not num_logits or self._vocab_size, "logits are asked of a model without a head"
         step.num_tokens, step.num_logits = num_tokens, num_logits
         logits, largest = self._buffers["logits"][:num_logits], self._buffers["largest"][:num_logits]
@@ -283,6 +288,13 @@ class CpuDecoder:
         places = [one.place % len(pointers) for one in self._kept[0]]  # one array may serve all layers
         self._cache_layers = (ctypes.c_void_p * len(self._layers))(*(pointers[place] for place in places))
         self._step.cache = ctypes.addressof(self._cache_layers)
+
+    def _point_to_slots(self, plans: Sequence[AttentionPlan], window_slots: Ints | None) -> None:
+        """Point each kind of layer to the slots of the step's tokens in its layers."""
+        self._window_slots, slots = window_slots, self._columns[2].ctypes.data
+        of_windows = slots if window_slots is None else window_slots.ctypes.data
+        for plan, kind in zip(plans, self._kinds, strict=True):
+            kind.slots = slots if plan.window is None else of_windows
 
     def _adapt(self, lora: LoraRows | None) -> None:
         """Point the step to its rows' adapters, and reserve memory for what they need."""

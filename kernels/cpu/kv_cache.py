@@ -97,8 +97,8 @@ class CpuKVCache(KVCache):
 
     def _stored(self, layer: int, which: int) -> Numbers:
         """Return a view of K (which = 0) or V (1): [block, head, chunk, what is stored of a chunk]."""
-        shape = (self.num_blocks, self.num_kv_heads, self.block_size // self.chunk, -1)
-        return self.layers[layer][:, which].reshape(shape)
+        blocks = self.layers[layer]
+        return blocks[:, which].reshape(len(blocks), self.num_kv_heads, self.block_size // self.chunk, -1)
 
     def _numbers(self, layer: int, which: int) -> Numbers:
         """Return a view of the numbers of K (which = 0) or V (1): [block, head, chunk, number]."""
@@ -119,5 +119,5 @@ class CpuKVCache(KVCache):
 
     def _logical(self, numbers: Numbers) -> Numbers:
         """Return [block, token, head, D] of [block, head, ...], where tokens come before dimensions."""
-        rows = numbers.reshape(self.num_blocks, self.num_kv_heads, self.block_size, -1)
+        rows = numbers.reshape(len(numbers), self.num_kv_heads, self.block_size, -1)
         return rows[..., : self.head_dim].swapaxes(1, 2)

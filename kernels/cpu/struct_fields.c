@@ -126,10 +126,10 @@ EXPORT const StructField struct_fields[] = {
     FIELD(group) FIELD(residual_multiplier) FIELD(logits_cap)
 #undef STRUCT
 #define STRUCT DecoderKind
-    WHOLE FIELD(cos) FIELD(sin) FIELD(query_cos) FIELD(query_sin) FIELD(plan) FIELD(attention)
+    WHOLE FIELD(cos) FIELD(sin) FIELD(query_cos) FIELD(query_sin) FIELD(plan) FIELD(slots) FIELD(attention)
 #undef STRUCT
 #define STRUCT DecoderStep
-    WHOLE FIELD(decoder) FIELD(kinds) FIELD(cache) FIELD(token_ids) FIELD(positions) FIELD(slots) FIELD(logits_rows)
+    WHOLE FIELD(decoder) FIELD(kinds) FIELD(cache) FIELD(token_ids) FIELD(positions) FIELD(logits_rows)
     FIELD(hidden) FIELD(x) FIELD(qkv) FIELD(q) FIELD(attended) FIELD(gated) FIELD(queries)
     FIELD(values) FIELD(embedded) FIELD(own_attended) FIELD(added)
     FIELD(normed) FIELD(last_hidden) FIELD(logits) FIELD(largest) FIELD(taps) FIELD(quantized) FIELD(quantized_stride)

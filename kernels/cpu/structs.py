@@ -253,10 +253,10 @@ class DecoderArguments(CStruct):
 
 
 class KindArguments(CStruct):
-    """A step's rotary tables, plan and attention memory for one kind of layer (decoder.h)."""
+    """A step's rotary tables, plan, slots and attention memory for one kind of layer (decoder.h)."""
 
     c_name = "DecoderKind"
-    _fields_ = (*_fields("cos sin query_cos query_sin plan", _POINTER), ("attention", AttentionArguments))
+    _fields_ = (*_fields("cos sin query_cos query_sin plan slots", _POINTER), ("attention", AttentionArguments))
 
 
 class StepArguments(CStruct):
@@ -264,7 +264,7 @@ class StepArguments(CStruct):
 
     c_name = "DecoderStep"
     _fields_ = (
-        *_fields("decoder kinds cache token_ids positions slots logits_rows", _POINTER),
+        *_fields("decoder kinds cache token_ids positions logits_rows", _POINTER),
         *_fields("hidden x qkv q attended gated queries values embedded own_attended", _POINTER),
         *_fields("added normed last_hidden logits largest taps quantized", _POINTER),
         ("quantized_stride", _INT64),

@@ -33,7 +33,7 @@ class KVCache:
     Errors: MemoryError with the sizes when it cannot be reserved.
     """
 
-    #: One array for each layer; the type depends on the subclass.
+    #: One array for each layer, from block 0 on; the type depends on the subclass.
     layers: Sequence[Any]
     #: The layers in the machine's memory; empty where the blocks are elsewhere.
     memory: Sequence[Numbers] = ()
@@ -70,6 +70,20 @@ class KVCache:
         want_huge_pages(whole)
         self.memory = list(whole)
         return self.memory
+
+    def share(self, places: Sequence[tuple[int, int]]) -> None:
+        """Let other layers use these arrays: each has its array and its first block there (core/models/cache_pages.py).
+
+        Block 0 of every layer holds zeros.
+        """
+        self.layers = [self.memory[array][first:] for array, first in places]
+        for layer in self.layers:
+            layer[0] = 0
+
+    @property
+    def num_blocks_of_all(self) -> int:
+        """The number of blocks that every layer has."""
+        return min(map(len, self.layers))
 
     @property
     def layout(self) -> str:

@@ -22,12 +22,15 @@ from ipc.arrays import Int32s, UInt64s
 from ipc.beam_search import num_candidates
 from ipc.config import EngineConfig
 
+_MARK = np.uint64(1 << 63)
+
 
 class PagedExecutor:
     """Fake tokens computed from what the blocks hold. `poison`: a request with this id among its tokens fails.
 
     Each slot holds the checksum of the whole prefix up to its token; -1 marks what no step has written. With kv_window
-    a token reads back only what it sees.
+    a token reads back only what it sees. With kv_page_blocks it is read from all blocks of the windows' pages, too, and
+    the whole context from the others.
     """
 
     def __init__(self, config: EngineConfig, poison: int | None = None) -> None:
@@ -37,8 +40,10 @@ class PagedExecutor:
         self.in_flight: list[tuple[int, set[int]]] = []  # (step, blocks that it touches)
         self._poison = poison
         self._block_size = config.block_size
-        self._window = config.kv_window or config.num_blocks_override * config.block_size
-        self._kv = np.zeros(config.num_blocks_override * config.block_size, np.uint64)
+        self._pages = config.kv_page_blocks or 0
+        num_blocks = config.num_blocks_override * max(1, self._pages)
+        self._window = config.kv_window or num_blocks * config.block_size
+        self._kv = np.zeros(num_blocks * config.block_size, np.uint64)
         self._host = np.zeros((config.num_host_slots, config.block_size), np.uint64)
         self.table = RunnerTable(config.max_num_seqs, config.block_size)
         self.seed = np.zeros(config.max_num_seqs, np.uint64)
@@ -76,8 +81,14 @@ class PagedExecutor:
             rows, starts.tolist(), counts, strict=True
         ):  # all is stored before anything is read
             end = start + count
-            self._kv[self._slots(row, start, end)] = self._prefix_sums(row, end)[start:]
-        self.in_flight.append((plan.step, {block for row in rows for block in self._blocks(row)}))
+            self._kv[self._slots(row, start, end)] = sums = self._prefix_sums(row, end)[start:]
+            for which in range(self._pages):
+                self._kv[self._window_slots(row, start, end, which)] = sums ^ _MARK
+        touched = {block for row in rows for block in self._blocks(row)}
+        touched |= {
+            one for row, start in zip(rows, starts.tolist(), strict=True) for one in self._seen_blocks(row, start)
+        }
+        self.in_flight.append((plan.step, touched))
         return _Handle(self, self.sample(plan, samples))
 
     def sample(self, plan: SchedulerOutput, samples: npt.NDArray[np.bool_]) -> ModelRunnerOutput:
@@ -146,8 +157,13 @@ class PagedExecutor:
     def _check_new_blocks(self, plan: SchedulerOutput) -> None:
         """Blocks that this plan begins to fill are touched by no step in flight."""
         fresh = set(plan.block_ids.tolist())
+        fresh |= {block + inside for block in plan.window_blocks.tolist() for inside in range(self._pages)}
         for new in plan.added:
             fresh |= set(new.block_ids[new.num_computed_tokens // self._block_size :].tolist())
+            if self._pages:  # it reads what it has found
+                begin = np.flatnonzero(plan.window_rows == new.row)[: new.num_computed_tokens // self._block_size]
+                found = plan.window_blocks[begin].tolist()
+                fresh -= {block + inside for block in found for inside in range(self._pages)}
         for step, blocks in self.in_flight:
             assert not fresh & blocks, f"plan {plan.step} reuses blocks {fresh & blocks} of step {step} in flight"
 
@@ -155,10 +171,15 @@ class PagedExecutor:
         """Next token of the row after `end` tokens, all computed ones, after its whole context has been read back."""
         end = int(self.table.num_computed_tokens[row]) if end is None else end
         first = max(0, end - self._window)
-        sums = self._prefix_sums(row, end)[first:]
-        found = self._kv[self._slots(row, first, end)]
-        wrong = first + np.flatnonzero(found != sums)
+        begin = 0 if self._pages else first
+        sums = self._prefix_sums(row, end)
+        found = self._kv[self._slots(row, begin, end)]
+        wrong = begin + np.flatnonzero(found != sums[begin:])
         assert not len(wrong), f"row {row}: foreign content at positions {wrong[:8]}"
+        for which in range(self._pages):
+            seen = self._kv[self._window_slots(row, first, end, which)] ^ _MARK
+            wrong = first + np.flatnonzero(seen != sums[first:])
+            assert not len(wrong), f"row {row}: foreign content in windows at positions {wrong[:8]}"
         if self._poison is not None and self._poison in self.table.tokens.read(row, 0, end):
             return FAILED_TOKEN
         position = np.array([end], np.uint64)
@@ -171,10 +192,22 @@ class PagedExecutor:
         blocks: list[int] = self.table.blocks.read(row, 0, int(self.table.num_blocks[row])).tolist()
         return blocks
 
+    def _seen_blocks(self, row: int, start: int) -> list[int]:
+        """The blocks of windows that tokens from this place on read and write."""
+        first = max(0, start - self._window + 1) // self._block_size if self._pages else 0
+        seen = self.table.window_blocks.read(row, first, int(self.table.num_window_blocks[row])).tolist()
+        return [block + inside for block in seen for inside in range(self._pages)]
+
     def _slots(self, row: int, start: int, end: int) -> npt.NDArray[np.int64]:
         positions = np.arange(start, end)
         blocks = np.array(self._blocks(row), np.int64)[positions // self._block_size]
         return blocks * self._block_size + positions % self._block_size
+
+    def _window_slots(self, row: int, start: int, end: int, which: int) -> npt.NDArray[np.int64]:
+        positions = np.arange(start, end)
+        blocks = self.table.window_blocks.get(np.full(end - start, row), positions // self._block_size).astype(np.int64)
+        assert blocks.all(), f"row {row} has no block of its window at {positions[blocks == 0]}"
+        return (blocks + which) * self._block_size + positions % self._block_size
 
 
 def prefix_sums(ids: Int32s) -> UInt64s:

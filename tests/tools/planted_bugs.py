@@ -28,7 +28,11 @@ def fences_are_never_lifted(patch: Patch) -> None:
 
 def growth_is_rounded_down(patch: Patch) -> None:
     """A row gets the block of its next token a step late."""
-    patch.setattr(Batch, "num_blocks_of", lambda batch, num_tokens: num_tokens // batch.block_size)
+
+    def late(batch: Batch, rows: Any, ends: Any) -> Any:
+        return np.maximum(ends // batch.block_size - batch.table.num_blocks[rows], 0)
+
+    patch.setattr(Batch, "lacking", late)
 
 
 def a_preempted_request_is_forgotten(patch: Patch) -> None:

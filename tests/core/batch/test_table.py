@@ -96,5 +96,6 @@ def test_each_entry_of_a_new_row_is_in_the_column_of_its_name() -> None:
         "num_prompt_tokens": 20,
         "num_computed_tokens": 10,
         "pools": 0,
+        "num_window_blocks": 0,
         "num_blocks": 2,
     }

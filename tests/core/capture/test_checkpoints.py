@@ -48,6 +48,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "drafts": {"speculative_config": SpeculativeConfig(method="ngram", num_speculative_tokens=3)},
     "several": {"fake_tokens_per_step": 3, "enable_prefix_caching": False},
     "window": {"kv_window": 48, "num_blocks_override": 24},
+    "pages": {"kv_window": 48, "kv_page_blocks": 3, "num_blocks_override": 36},
 }
 
 

@@ -10,12 +10,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from core.batch.window_batch import WindowBatch
 from core.engine import EngineCore
 from core.execution.executor import FinishedStep, ModelInfo
 from core.execution.plan import SchedulerOutput
 from core.execution.state_slots import num_state_slots
 from core.features.store import Features
 from core.inputs import EngineInput
+from core.kv.page_pool import PagePool
 from core.model_files.model_config import ModelConfig
 from core.model_files.weight_shapes import expected_shapes
 from core.models.llama import Llama
@@ -87,10 +89,13 @@ class Recorder(ModelRunner):
     def __init__(self, model: Llama, config: EngineConfig, adapters: Any = None, features: Any = None) -> None:
         assert config.num_blocks_override is not None
         num_slots = num_state_slots(config, 4 * model.config.state_size)
+        self._pages = config.kv_page_blocks or 0
+        num_blocks = config.num_blocks_override * max(1, self._pages)
         super().__init__(
             model,
             num_rows=config.max_num_seqs,
-            num_blocks=config.num_blocks_override,
+            num_blocks=num_blocks,
+            num_page_blocks=self._pages,
             block_size=config.block_size,
             eos_token_ids=(0,),
             logprobs_mode=config.logprobs_mode,
@@ -107,8 +112,8 @@ class Recorder(ModelRunner):
         self.num_starts = 0  # of the target's first choice
         self.num_poisoned = 0  # slots that held numbers before
         self.places: list[tuple[int, int, int]] = []  # (row, place in the batch, batch size) of the target, by step
-        self._is_poisoned = np.zeros((config.num_blocks_override, config.block_size), np.bool_)
-        self._poison(np.arange(config.num_blocks_override) > 0)
+        self._is_poisoned = np.zeros((num_blocks, config.block_size), np.bool_)
+        self._poison(np.arange(num_blocks) >= max(1, self._pages))
 
     def _apply(self, plan: SchedulerOutput) -> None:
         super()._apply(plan)
@@ -122,9 +127,12 @@ class Recorder(ModelRunner):
             self.places.append((int(plan.rows[place]), place, len(plan.rows)))
         self.num_starts += sum(new.seed == TARGET and new.choice == 0 for new in plan.added)
         self._is_poisoned[plan.copied_to] = self._is_poisoned[plan.copied_blocks]
-        is_readable = self._readable()
+        is_readable = self._readable_pages() if self._pages else self._readable()
         inputs = super().prepare(plan)
         written = inputs.slots
+        if inputs.window_slots is not None:
+            inside = np.arange(self._pages)[:, None] * self.block_size
+            written = np.concatenate([written, (inputs.window_slots + inside).reshape(-1)])
         is_readable.reshape(-1)[written] = False
         known = self._is_poisoned.copy()
         self._poison(~is_readable)
@@ -144,14 +152,34 @@ class Recorder(ModelRunner):
         is_readable[blocks, positions % self.block_size] = True
         return is_readable
 
+    def _readable_pages(self) -> npt.NDArray[np.bool_]:
+        """As _readable(), where layers with a window have blocks of their own."""
+        pool, rows, inside = self.scheduler.pool, self.scheduler.running, np.arange(self._pages)
+        assert isinstance(pool, PagePool), pool
+        assert isinstance(self.scheduler.batch, WindowBatch), self.scheduler.batch
+        windows, names = self.scheduler.batch.windows, pool.names
+        is_free = (pool.ref_count == 0).repeat(self._pages)
+        found = (names.content != 0) | (names.owner != 0).repeat(self._pages)
+        is_readable = np.repeat((is_free & found)[:, None], self.block_size, 1)
+        is_readable[: self._pages] = True
+        for row in rows.tolist():
+            end, first = int(self.table.num_computed_tokens[row]), int(windows.num_released[row]) * self.block_size
+            places = np.arange(end)
+            blocks = self.table.blocks.get(np.full(end, row), places // self.block_size)
+            is_readable[blocks, places % self.block_size] = True
+            seen = self.table.window_blocks.get(np.full(end - first, row), places[first:] // self.block_size)
+            is_readable[seen[:, None] + inside, places[first:, None] % self.block_size] = True
+        return is_readable
+
     def _poison(self, where: npt.NDArray[np.bool_]) -> None:
         """where: [blocks, block_size], or [blocks]."""
         fresh = np.broadcast_to(where.reshape(len(where), -1), self._is_poisoned.shape) & ~self._is_poisoned
         slots, cache = np.flatnonzero(fresh), self.cache
         assert isinstance(cache, CpuKVCache), type(cache)
         poison = np.full((len(slots), 2 * cache.num_kv_heads * cache.head_dim), nan(cache.dtype))
-        for layer in range(len(cache.layers)):
-            cache.write(layer, slots, poison)
+        for layer, blocks in enumerate(cache.layers):
+            if len(blocks) == cache.num_blocks:  # others use the same arrays
+                cache.write(layer, slots, poison)
         self._is_poisoned |= fresh
 
     def sample(self, rows: Ints, result: StepResult, offsets: Ints | None = None) -> Int32s:
@@ -317,6 +345,7 @@ def small_config(
     max_loras: int = 0,
     kv_window: int = 0,
     memory: int | None = None,
+    kv_page_blocks: int = 0,
 ) -> EngineConfig:
     return EngineConfig(
         enable_lora=max_loras > 0,
@@ -332,6 +361,7 @@ def small_config(
         speculative_config=speculative,
         kv_window=kv_window,
         kv_cache_memory_bytes=memory,
+        kv_page_blocks=kv_page_blocks,
     )
 
 

@@ -26,6 +26,22 @@ class GoldBlocks:
         is_whole = entry.whole or entry.preemptions >= 8
         return max(0, self.up(entry.max_total - 1 if is_whole else tokens) - len(entry.blocks))
 
+    def fits(self, q: Entry) -> bool:
+        """Whether it could run alone."""
+        return self.up(q.max_total - 1) <= self.usable
+
+    def room(self, r: Entry) -> int:
+        """Tokens that its blocks have room for."""
+        return len(r.blocks) * self.size
+
+    def goal(self, q: Entry) -> int:
+        """Blocks with which it would start, hits included."""
+        return self.lacks(q, len(q.tokens))
+
+    def missing(self, q: Entry, hits: list[Block]) -> int:
+        """Blocks with which it would start, beside these hits."""
+        return self.goal(q) - len(hits)
+
     def promised(self, rows: list[Entry]) -> int:
         """Blocks that they must get to compute what is known of them."""
         return sum(self.lacks(r, len(r.tokens)) for r in rows)

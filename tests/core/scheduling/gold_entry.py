@@ -32,7 +32,10 @@ class Entry:
     rank: int = 0
     urgency: int = 0  # of policy priority: 1, 0, -1; the blocks of the less urgent are evicted first
     blocks: list[Block] = field(default_factory=list)
-    gone: int = 0  # of these, the first ones: given back, because the window has passed them
+    seen: list[Block] = field(
+        default_factory=list
+    )  # pages of layers with a window, where these have blocks of their own
+    gone: int = 0  # of blocks, or of seen, the first ones: given back, because the window has passed them
     content: int | str = ""  # name of the last of the named blocks
     named: int = 0
     computed: int = 0

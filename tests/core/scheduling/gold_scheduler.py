@@ -5,6 +5,7 @@ from collections.abc import Callable
 from ipc.config import EngineConfig
 from tests.core.scheduling.gold_blocks import GoldBlocks
 from tests.core.scheduling.gold_entry import Block, Entry
+from tests.core.scheduling.gold_pages import GoldPages
 from tests.core.scheduling.gold_policy import GoldPolicy
 
 
@@ -14,7 +15,8 @@ class Gold:
     `shut` (nothing begins), and of all `tokens` = 0."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.c, self.b, self.policy = config, GoldBlocks(config), GoldPolicy(config)
+        self.c, self.policy = config, GoldPolicy(config)
+        self.b = GoldPages(config) if config.kv_page_blocks else GoldBlocks(config)
         self.tokens = self.most = config.max_num_batched_tokens  # of a step, of a request in a step
         self.shut = False
         self.running, self.waiting = list[Entry](), list[Entry]()
@@ -22,7 +24,7 @@ class Gold:
 
     def add(self, q: Entry) -> bool:
         """False: it never fits."""
-        if self.b.up(q.max_total - 1) > self.b.usable:
+        if not self.b.fits(q):
             return False
         q.first = len(q.tokens)
         self.policy.join(q, self.running + self.waiting)
@@ -112,7 +114,7 @@ class Gold:
         for index, r in enumerate(rows):
             wanted = 0 if stages > 1 and r.pending else min(r.wanted(), self.most)
             if index >= fed:
-                wanted = min(wanted, len(r.blocks) * self.b.size - r.computed)
+                wanted = min(wanted, self.b.room(r) - r.computed)
             turns -= wanted == 1
             wants.append(wanted if wanted != 1 or turns >= 0 else 0)
         return wants
@@ -164,7 +166,7 @@ class Gold:
 
     def left(self, q: Entry, hits: list[Block]) -> int:
         """Blocks for it to start with; the oftener it was preempted, the more of them stay free beside others."""
-        most = self.b.up(q.max_total - 1) - self.b.lacks(q, len(q.tokens))
+        most = self.b.up(q.max_total - 1) - self.b.goal(q)
         return self.b.left(self.running, hits) - (min(2**q.preemptions - 1, most) if self.running else 0)
 
     def attempt(self, q: Entry) -> str:
@@ -172,7 +174,7 @@ class Gold:
         if q in self.preempted:
             return "PREEMPTED"
         hits = self.find(q)
-        lack = self.b.lacks(q, len(q.tokens)) - len(hits) - self.left(q, hits)
+        lack = self.b.missing(q, hits) - self.left(q, hits)
         yields = sorted(self.yielding(q), key=self.sacrifice)
         enough = [i for i in range(len(yields) + 1) if self.b.given(yields[:i], hits) >= lack]
         go = next((i for i in enough if len(self.running) - i < self.c.max_num_seqs), None)  # so many, no more
@@ -191,7 +193,7 @@ class Gold:
         """Start q with the victims' blocks and rows, and with tokens of the givers, which keep their blocks."""
         for r in victims:
             self.preempt(r, 2)
-        if self.b.lacks(q, len(q.tokens)) - len(hits) > self.left(q, hits):
+        if self.b.missing(q, hits) > self.left(q, hits):
             return "FENCED"
         for r in givers:
             cut = min(r.n, max(0, count - self.budget()))

@@ -39,6 +39,12 @@ PLAIN: dict[str, st.SearchStrategy[Any]] = {
     "watermark": st.just(0.0),
     "admission_lookahead": st.just(0),
 }
+PAGES = PLAIN | {
+    "num_blocks": st.sampled_from([16, 12, 24, 60]),
+    "max_model_len": st.sampled_from([20, 30, 60]),
+    "kv_window": st.sampled_from([1, 5, 9]),
+    "kv_page_blocks": st.sampled_from([1, 2, 3, 6]),
+}
 ALL = PLAIN | {
     "preemption_mode": st.sampled_from(["recompute", "swap", "auto"]),
     "num_swap_blocks": st.sampled_from([12, 3, 0]),
@@ -251,6 +257,17 @@ class PlainMachine(GoldMachine):
         self.begin(config_of(options))
 
 
+class PagesMachine(GoldMachine):
+    gold_class = Gold
+
+    @initialize(options=st.fixed_dictionaries(PAGES))
+    def start(self, options: dict[str, Any]) -> None:
+        self.begin(config_of(options))
+
+    def check_bounds(self) -> None:
+        """There is no bound: who starts with all blocks gives some back, and needs others."""
+
+
 class OptionsMachine(GoldMachine):
     gold_class = GoldWithOptions
 
@@ -280,6 +297,11 @@ def test_decisions_equal_the_gold_models() -> None:
 
 
 @pytest.mark.timeout(400)
+def test_decisions_with_pages_equal_the_gold_models() -> None:
+    run(PagesMachine, 25, True)
+
+
+@pytest.mark.timeout(400)
 def test_decisions_under_all_options_equal_the_gold_models() -> None:
     run(OptionsMachine, 35, True)
 
@@ -287,7 +309,9 @@ def test_decisions_under_all_options_equal_the_gold_models() -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize(
-    ("machine", "share"), [(PlainMachine, 1 / 3), (OptionsMachine, 2 / 3)], ids=["plain", "options"]
+    ("machine", "share"),
+    [(PlainMachine, 1 / 3), (OptionsMachine, 1 / 2), (PagesMachine, 1 / 6)],
+    ids=["plain", "options", "pages"],
 )
 def test_soak_decisions_equal_the_gold_models(machine: type[GoldMachine], share: float) -> None:
     """100,000 examples in all; SCHEDULER_EXAMPLES=n runs that many."""

@@ -21,6 +21,7 @@ class MisreadError(Exception):
 class KVContents(OracleExecutor):
     """An OracleExecutor whose KV cache has, for each slot, the checksum of all tokens up to its own.
 
+    Where layers with a window have blocks of their own, the cache is that of the others.
     Errors of execute(): MisreadError.
     """
 
@@ -34,7 +35,8 @@ class KVContents(OracleExecutor):
         super().__init__(config, info, tokens, candidates)
         assert config.num_blocks_override is not None, "the config is not resolved"
         self._size = config.block_size
-        self._kv = np.zeros((config.num_blocks_override, config.block_size), np.uint64)
+        num_blocks = config.num_blocks_override * max(1, config.kv_page_blocks or 0)
+        self._kv = np.zeros((num_blocks, config.block_size), np.uint64)
         self._host = np.zeros((config.num_swap_blocks or 0, config.block_size), np.uint64)
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:

@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from core.kv.page_room import room_of
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from ipc.sampling_params import SamplingParams
@@ -137,7 +138,7 @@ def _fitting(config: EngineConfig) -> EngineConfig | None:
     """Return a config under which every request can end; None where there is none so small."""
     assert config.num_blocks_override is not None, "the config is not resolved"
     assert config.max_model_len is not None, "the config is not resolved"
-    room = (config.num_blocks_override - 1) * config.block_size
+    room = room_of(config).longest(config.num_blocks_override - 1)
     if room < 2:
         return None
     return msgspec.structs.replace(config, max_model_len=min(config.max_model_len, room))
