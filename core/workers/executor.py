@@ -28,7 +28,6 @@ from core.workers.messages import (
     MeasureSteps,
     Number,
 )
-from core.workers.node_messages import SILENCE_S
 from core.workers.nodes import Nodes
 from core.workers.step_clock import StepClock
 from core.workers.wires import places_of
@@ -234,7 +233,7 @@ class WorkersExecutor:
             _, num_tokens = crew.running[0]
         except IndexError:  # it has ended meanwhile
             return False
-        limit_s = self._clock.limit_s(num_tokens) + (0.0 if self._nodes is None else SILENCE_S)
+        limit_s = self._clock.limit_s(num_tokens)
         if still_s <= limit_s:
             return False
         log.say(f"engine-core: a step of {num_tokens} tokens has not ended for {still_s:.1f} s; the workers are killed")

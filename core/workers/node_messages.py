@@ -14,9 +14,10 @@ from ipc.config import EngineConfig
 from ipc.errors import MalformedMessageError
 from ipc.messages import DECODE_ERRORS
 
-#: Seconds between two signs of life, and after which an engine or a node that gives none counts as gone.
+#: Seconds between two signs of life, and after which an engine or a node that gives none counts as gone: before a step
+#: counts as hung (core/workers/step_clock.py).
 BEAT_S = 0.25
-SILENCE_S = 4.0
+SILENCE_S = 2.5
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -9,6 +9,7 @@ import os
 import select
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -38,7 +39,7 @@ from core.workers.node_messages import (
     encode,
 )
 from core.workers.processes import RemoteProcess
-from core.workers.wires import Place, nodes_of
+from core.workers.wires import Place, ends_of_streams
 from ipc.config import EngineConfig
 from ipc.errors import EngineStartError, MalformedMessageError
 from ipc.files.model_files import model_fingerprint, resolve_model
@@ -47,6 +48,8 @@ from ipc.version import VERSION
 from ipc.workers import master_address
 
 _REMIND_S = 30.0  # between two lines that say who is missing
+_DESCRIBE_S = 60.0  # for a machine to read what identifies its files of the model
+_LOG_S = 0.5  # for the last lines on standard error
 _LOOK_S = 0.5  # between two looks at whether nobody waits any longer
 
 
@@ -60,10 +63,11 @@ class _Seat:
 
 
 class _Crew(NamedTuple):
-    """The workers that were started last. processes: those elsewhere."""
+    """The workers that were started last. processes: those elsewhere. ends: the machines of each stream's ends."""
 
     number: int
     places: list[Place]
+    ends: dict[int, tuple[int, int]]
     processes: dict[int, RemoteProcess]
     carrier: Carrier
 
@@ -167,6 +171,11 @@ class Nodes:
     def _run(self) -> None:
         try:
             self._serve(self._router.socket)
+        except BaseException:  # without it no machine is heard, and the engine would look alive
+            log.say(traceback.format_exc())
+            log.say("engine-core: the other machines could not be served; the engine process ends")
+            log.flush(_LOG_S)
+            os._exit(1)
         finally:
             if self._crew is not None:
                 self._crew.carrier.close()
@@ -197,8 +206,9 @@ class Nodes:
 
     def _look_at_seats(self, now: float) -> None:
         for seat in list(self._seats.values()):
-            if now - seat.heard > SILENCE_S:
-                self._lose(seat, f"has said nothing for {SILENCE_S:g} s")
+            limit_s = SILENCE_S if seat.is_ready else _DESCRIBE_S
+            if now - seat.heard > limit_s:
+                self._lose(seat, f"has said nothing for {limit_s:g} s")
             else:
                 self._send(seat.identity, Beat())
 
@@ -210,9 +220,11 @@ class Nodes:
                 self._forward(crew, stream, 0, data)
 
     def _forward(self, crew: _Crew, stream: int, source: int, data: "bytes | zmq.Frame") -> None:
-        """Send a piece of a stream to the machine at its other end."""
-        ends = nodes_of(stream, crew.places)
-        target = ends[0] if ends[1] == source else ends[1]
+        """Send a piece of a stream to the machine at its other end; nothing where it has no end at the source."""
+        first, second = crew.ends.get(stream, (-1, -1))
+        if source not in (first, second):
+            return
+        target = first if second == source else second
         if target == 0:
             crew.carrier.write(stream, memoryview(data) if isinstance(data, bytes) else data.buffer)
         else:
@@ -319,7 +331,7 @@ class Nodes:
     ) -> None:
         if self._crew is not None:
             self._crew.carrier.close()
-        self._crew = _Crew(number, places, processes, Carrier(self._poller, carried))
+        self._crew = _Crew(number, places, ends_of_streams(places), processes, Carrier(self._poller, carried))
         there = {seat.node for seat in self._seats.values() if seat.is_ready}
         for worker, process in processes.items():
             if places[worker].node not in there:

@@ -132,12 +132,12 @@ def stream_of(link: int, places: list[Place]) -> int:
     return len(places) + link
 
 
-def nodes_of(stream: int, places: list[Place]) -> tuple[int, int]:
-    """Return the machines at the ends of a stream."""
-    if stream < len(places):
-        return 0, places[stream].node
-    link = links_of(places)[stream - len(places)]
-    return places[link.first].node, places[link.second].node
+def ends_of_streams(places: list[Place]) -> dict[int, tuple[int, int]]:
+    """Return the machines at the ends of each stream between two machines."""
+    found = {place.number: (0, place.node) for place in places}
+    for index, link in enumerate(links_of(places)):
+        found[stream_of(index, places)] = places[link.first].node, places[link.second].node
+    return {stream: ends for stream, ends in found.items() if ends[0] != ends[1]}
 
 
 def make_wires(places: list[Place], node: int = 0) -> Wiring:

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from core.workers import nodes as module
+from core.workers import node_messages, nodes, step_clock
 from core.workers.executor import WorkersExecutor
-from core.workers.wires import links_of, make_wires, nodes_of, places_of
+from core.workers.wires import ends_of_streams, make_wires, places_of
 from frontend.engine.process import EngineProcess
 from ipc.child_process import child_environment
 from ipc.config import EngineConfig
@@ -124,11 +124,22 @@ def test_a_machine_that_falls_silent_is_lost_and_comes_back(
 
         def stop(_: WorkersExecutor) -> None:
             os.killpg(other.process.pid, signal.SIGSTOP)
-            threading.Timer(module.SILENCE_S + 3.0, os.killpg, (other.process.pid, signal.SIGCONT)).start()
+            threading.Timer(node_messages.SILENCE_S + 3.0, os.killpg, (other.process.pid, signal.SIGCONT)).start()
 
         config = config_of(folder, 3 - stages, pipeline_parallel_size=stages, **over(port, 2))
         assert answers(config, {9: stop}) == alone
         assert "joins again" in other.log
+
+
+@pytest.mark.soak
+def test_a_worker_that_hangs_on_another_machine_is_found(
+    tmp_path: Path, folder: str, alone: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_clock, "LEAST_S", 0.4)
+    port = free_port()
+    with machines(tmp_path, port, 1):
+        config = config_of(folder, 1, pipeline_parallel_size=2, **over(port, 2))
+        assert answers(config, {9: kill(1, signal.SIGSTOP)}) == alone
 
 
 class Network:
@@ -188,7 +199,7 @@ def test_a_network_that_fails_for_a_while(tmp_path: Path, folder: str, alone: li
     port = free_port()
     network = Network(port)
     with contextlib.closing(network), machines(tmp_path, network.port, 1) as (other,):
-        seconds = {"short": 1.0, "long": module.SILENCE_S + 3.0}
+        seconds = {"short": 1.0, "long": node_messages.SILENCE_S + 3.0}
         disturb: Disturb = {9: lambda _: network.stand_still(seconds[fault]) if fault in seconds else network.cut()}
         assert answers(config_of(folder, 1, pipeline_parallel_size=2, **over(port, 2)), disturb) == alone
         assert other.log.count("machine 1 of 2") == (1 if fault == "short" else 2)  # short: nobody has noticed
@@ -197,7 +208,7 @@ def test_a_network_that_fails_for_a_while(tmp_path: Path, folder: str, alone: li
 def test_a_machine_with_other_files_is_refused_and_one_that_is_missing_is_named(
     tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(module, "files_fingerprint", lambda config: "0123456789abcdef")
+    monkeypatch.setattr(nodes, "files_fingerprint", lambda config: "0123456789abcdef")
     monkeypatch.setattr("core.workers.executor._JOIN_S", 4.0)
     port = free_port()
     machine = Machine(tmp_path / "other", f"tcp://127.0.0.2:{port}")
@@ -238,10 +249,10 @@ def test_options_of_several_machines_are_checked(folder: str) -> None:
 
 
 def test_every_worker_has_the_ends_of_its_links() -> None:
-    for size, stages, nodes in [(2, 1, 2), (2, 2, 3), (3, 2, 4), (2, 3, 1), (4, 1, 2)]:
-        places = places_of(size, stages, nodes)
+    for size, stages, count in [(2, 1, 2), (2, 2, 3), (3, 2, 4), (2, 3, 1), (4, 1, 2)]:
+        places = places_of(size, stages, count)
         assert [place.node for place in places] == sorted(place.node for place in places)
-        wirings = [make_wires(places, node) for node in range(nodes)]
+        wirings = [make_wires(places, node) for node in range(count)]
         try:
             for place in places:
                 wires = wirings[place.node].wires[place.number]
@@ -250,13 +261,9 @@ def test_every_worker_has_the_ends_of_its_links() -> None:
                     [] if place.shares_memory else [rank == place.rank for rank in range(size)]
                 )
                 assert (wires.before < 0, wires.after < 0) == (place.stage == 0, place.is_last_stage)
-            crossing = {
-                len(places) + index
-                for index, link in enumerate(links_of(places))
-                if places[link.first].node != places[link.second].node
-            }
+            crossing = {one: ends for one, ends in ends_of_streams(places).items() if one >= len(places)}
             for node, wiring in enumerate(wirings):
-                assert set(wiring.carried) == {stream for stream in crossing if node in nodes_of(stream, places)}
+                assert set(wiring.carried) == {stream for stream, ends in crossing.items() if node in ends}
         finally:
             for wiring in wirings:
                 wiring.close()
