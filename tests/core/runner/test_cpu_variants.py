@@ -36,7 +36,7 @@ def variant(request: pytest.FixtureRequest) -> Iterator[str]:
     load_cpu_library(request.param).stop_threads()
 
 
-SOAKED = ("plain", "sinks")
+SOAKED = ("plain", "sinks", "beside attention", "gated delta")
 
 
 @pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.soak) for kind in SOAKED), "local and global"])
