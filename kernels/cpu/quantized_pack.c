@@ -52,41 +52,6 @@ static void read_column(Column column, int64_t k, int64_t count, float *out) {
     }
 }
 
-/* Read the lower halves of `count` bytes, and after them the upper ones. */
-INLINE void read_nibbles(const uint8_t *bytes, const int count, uint8_t *codes) {
-    for (int i = 0; i < count; i++) codes[i] = bytes[i] & 15;
-    for (int i = 0; i < count; i++) codes[count + i] = bytes[i] >> 4;
-}
-
-/* Read a block's codes, one byte each. */
-static void read_codes(const uint8_t *block, int32_t type, uint8_t *codes) {
-    const int first = type == Q4_0 ? 2 : type == Q4_1 ? 4 : type == Q5_0 ? 6 : 8; /* of SMALL blocks */
-    const uint8_t *nibbles = block + (type == Q4_K ? 16 : 48);
-    switch (type) {
-    case Q8_0: memcpy(codes, block + 2, SMALL); break;
-    case Q4_K:
-    case Q5_K:
-        for (int i = 0; i < LARGE / 64; i++) read_nibbles(nibbles + i * 32, 32, codes + i * 64);
-        if (type == Q5_K)
-            for (int i = 0; i < LARGE; i++) codes[i] |= (block[16 + i % 32] >> (i / 32) & 1) << 4;
-        break;
-    case Q6_K:
-        for (int half = 0; half < 2; half++, codes += 128)
-            for (int part = 0; part < 2; part++) {
-                const uint8_t *low = block + half * 64 + part * 32, *high = block + 128 + half * 32;
-                for (int i = 0; i < 32; i++) {
-                    codes[part * 32 + i] = (low[i] & 15) | (high[i] >> part * 2 & 3) << 4;
-                    codes[64 + part * 32 + i] = low[i] >> 4 | (high[i] >> (4 + part * 2) & 3) << 4;
-                }
-            }
-        break;
-    default:
-        read_nibbles(block + first, 16, codes);
-        if (type == Q5_0 || type == Q5_1)
-            for (int i = 0; i < SMALL; i++) codes[i] |= (fifth_bits_at(block, first - 4) >> i & 1) << 4;
-    }
-}
-
 /* Write the factors of the column's block to a head. */
 static void write_head(const uint8_t *block, int32_t type, int column, char *head) {
     if (type == Q4_K || type == Q5_K) {
@@ -174,13 +139,12 @@ static int are_equal(const uint32_t *steps, int column, const uint16_t *wanted, 
     return 1;
 }
 
-/* Whether the groups from place k on, which share a head, give the weights that dequantize.h gives. */
-static int are_exact(const Column columns[PANEL_COLUMNS], int32_t type, int64_t k, const char *head) {
-    const int count = layout_of(type).groups * GROUP;
+/* Whether `count` places of a panel from place k on, at most LARGE, give the weights that dequantize.h gives. */
+static int are_exact(const Column columns[PANEL_COLUMNS], int32_t type, int64_t k, int count, const char *panel) {
     _Alignas(64) uint32_t steps[LARGE * PANEL_COLUMNS];
     _Alignas(64) float weights[LARGE];
     _Alignas(64) uint16_t wanted[LARGE];
-    quantized_unpack(head, type, 0, layout_of(type).groups, steps);
+    quantized_unpack(panel, type, k / GROUP, (k + count) / GROUP, steps);
     for (int column = 0; column < PANEL_COLUMNS; column++) {
         read_column(columns[column], k, count, weights);
         Floats differences = {0}; /* NaN where a weight is not finite */
@@ -219,10 +183,11 @@ static int write_panel(const Quantize *args, int64_t panel) {
         return 1;
     }
     const QuantizedLayout layout = layout_of(entry->type);
-    for (int64_t k = 0; k < args->depth; k += layout.groups * GROUP) {
-        char *head = to + head_offset(layout, k / GROUP);
-        write_groups(columns, entry->type, k, head);
-        if (!are_exact(columns, entry->type, k, head)) return 0;
+    for (int64_t k = 0; k < args->depth; k += LARGE) {
+        const int count = args->depth - k < LARGE ? (int)(args->depth - k) : LARGE;
+        for (int64_t i = k; i < k + count; i += layout.groups * GROUP)
+            write_groups(columns, entry->type, i, to + head_offset(layout, i / GROUP));
+        if (!are_exact(columns, entry->type, k, count, to)) return 0;
     }
     return 1;
 }
