@@ -9,6 +9,7 @@ import mmap
 import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +278,9 @@ def _convert(
     plan: Mapping[str, StoredTensor | PackedTensor], dtype: Dtype, library: CpuLibrary | None
 ) -> Iterator[tuple[str, Weight]]:
     files: dict[Path, mmap.mmap] = {}
-    for name, stored in plan.items():
+    for (name, stored), after in zip_longest(plan.items(), [*plan.values()][1:]):
+        if isinstance(after, StoredTensor) and after.end > after.begin:
+            _ask_for(_data_of(after, files)[0], after)
         if isinstance(stored, PackedTensor):
             yield name, _unpack(stored, files, dtype)
             continue
@@ -319,6 +322,12 @@ def _unpack(packed: PackedTensor, files: dict[Path, mmap.mmap], dtype: Dtype) ->
         assert len(parts) == 1, packed.stem
         matrix = StoredMatrix(parts)
     return matrix
+
+
+def _ask_for(file: mmap.mmap, stored: StoredTensor) -> None:
+    """Have the system read the tensor while others are packed: packing alone reads several places in turn, slowly."""
+    begin = stored.begin // mmap.PAGESIZE * mmap.PAGESIZE
+    file.madvise(mmap.MADV_WILLNEED, begin, stored.end - begin)
 
 
 def _release(file: mmap.mmap, stored: StoredTensor) -> None:
