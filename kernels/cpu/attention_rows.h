@@ -36,6 +36,24 @@ typedef struct {
 /* sums[row][v] += a[row] * b[v], with one unit of a for each row. */
 INLINE void multiply(Floats sums[MAX_ROWS][MAX_VECTORS], const uint32_t *a, int a_stride,
                      const Words b[MAX_VECTORS], const int rows, const int vectors, const int dtype) {
+#if VECTOR_BYTES == 32 /* too few registers for both numbers of the pairs at once */
+    if (dtype == BFLOAT16) {
+#pragma GCC unroll 2
+        for (int half = 0; half < 2; half++) {
+            Floats right[MAX_VECTORS];
+#pragma GCC unroll 4
+            for (int v = 0; v < vectors; v++) right[v] = half_of(b[v], half);
+#pragma GCC unroll 6
+            for (int row = 0; row < rows; row++) {
+                __asm__ volatile("" : "+r"(a)); /* else compilers would keep all units of a, and the sums in memory */
+                const Floats left = half_of(all_units(a[row * a_stride]), half);
+#pragma GCC unroll 4
+                for (int v = 0; v < vectors; v++) sums[row][v] = multiply_add(left, right[v], sums[row][v]);
+            }
+        }
+        return;
+    }
+#endif
 #pragma GCC unroll 6
     for (int row = 0; row < rows; row++) {
         Words left = all_words(a[row * a_stride]);
@@ -96,8 +114,9 @@ INLINE void score(const Work *work, const Tile *tile, const uint32_t *q, Block *
                   const int dtype) {
     for (int row = 0; row < rows; row++) block->highest[row] = all_floats(-INFINITY);
     int vector = block->begin * CHUNK_VECTORS, end = block->end * CHUNK_VECTORS;
-    for (; vector + MAX_VECTORS <= end; vector += MAX_VECTORS)
-        score_vectors(work, tile, q, block, vector, rows, MAX_VECTORS, dtype);
+    const int vectors = VECTORS_FOR(rows);
+    for (; vector + vectors <= end; vector += vectors)
+        score_vectors(work, tile, q, block, vector, rows, vectors, dtype);
     for (; vector + 2 <= end; vector += 2) score_vectors(work, tile, q, block, vector, rows, 2, dtype);
     for (; vector < end; vector++) score_vectors(work, tile, q, block, vector, rows, 1, dtype);
 }
@@ -181,8 +200,9 @@ INLINE void attend_rows(const Work *work, const Tile *tile, int row, const int r
     const int stride = LANES + work->width;
     float *sums = work->state.sums + (size_t)row * stride;
     int dim = 0;
-    for (; dim + MAX_VECTORS * LANES <= work->width; dim += MAX_VECTORS * LANES)
-        add_values(work, tile, sums, &block, dim, dim == 0, rows, MAX_VECTORS, dtype);
+    const int vectors = VECTORS_FOR(rows);
+    for (; dim + vectors * LANES <= work->width; dim += vectors * LANES)
+        add_values(work, tile, sums, &block, dim, dim == 0, rows, vectors, dtype);
     if (dim == 0) /* a narrow head: no product computed the weights meanwhile */
         for (int chunk = block.begin / 2 * 2; chunk < block.end; chunk += 2)
             weigh(&block, chunk, work->args->scale, 0, rows, dtype);

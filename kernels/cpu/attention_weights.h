@@ -12,12 +12,13 @@
 #define TILE_CHUNKS (TILE / CHUNK)
 
 /* Registers: rows x vectors of sums, `vectors` vectors of K or V, and one number of q or of the weights. */
-#if VECTOR_BYTES == 64
+#if VECTOR_BYTES >= 32
 #define MAX_ROWS 6
 #else
 #define MAX_ROWS 2
 #endif
 #define MAX_VECTORS 4
+#define VECTORS_FOR(rows) (VECTOR_BYTES == 32 && (rows) > 3 ? 2 : MAX_VECTORS)
 
 /* Rows of a Block at most. */
 #if defined(__AMX_BF16__)
@@ -115,6 +116,18 @@ INLINE Floats add_unit(Floats sum, Words a, Words b, const int dtype) {
     sum = multiply_add((Floats)(a << 16), (Floats)(b << 16), sum);
     return multiply_add((Floats)(a & 0xffff0000), (Floats)(b & 0xffff0000), sum);
 #endif
+}
+
+/* Return the first (half 0) or second number of each pair of bfloat16 numbers. */
+INLINE Floats half_of(Words pairs, const int half) { return (Floats)(half ? pairs & 0xffff0000 : pairs << 16); }
+
+/* Return a unit in every lane. Compilers would take the numbers of a pair apart before, and move each to a vector. */
+INLINE Words all_units(uint32_t unit) {
+    Words units = all_words(unit);
+#if defined(__AVX2__)
+    __asm__("" : "+v"(units));
+#endif
+    return units;
 }
 
 /* Store the weights of the 2 * LANES tokens from `token` on. Return sum plus these weights as stored. */
