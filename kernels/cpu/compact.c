@@ -14,7 +14,7 @@ typedef struct {
 
 EXPORT int64_t compact_plan_bytes(int64_t num_columns) { return num_panels(num_columns) * (int64_t)sizeof(PanelPlan); }
 
-#if defined(__AVX512BW__)
+#if HAS_COMPACT
 
 /* With more whole pairs than one of so many pairs, a compact matrix would save too little. */
 enum { LEAST_PAIRS_PER_WHOLE = 8 };
@@ -60,29 +60,51 @@ static void choose_table(const GemmPack *args, int64_t panel, uint8_t upper[16])
 
 /* Split a step's weights into lower bytes and codes of upper bytes, in the order of compact.h. Return whether all have
  * a code. */
-INLINE int encode_step(const uint16_t *weights, const uint8_t upper[16], __m512i *lower, __m512i *codes) {
+#if defined(__AVX512BW__)
+INLINE int encode_step(const uint16_t *weights, const uint8_t upper[16], char lower[64], char codes[64]) {
     const __m512i a = _mm512_loadu_si512(weights), b = _mm512_loadu_si512(weights + 32);
     const __m512i low_half = _mm512_set1_epi16(0x00ff);
     const __m512i values = _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8));
-    *lower = _mm512_packus_epi16(_mm512_and_si512(a, low_half), _mm512_and_si512(b, low_half));
-    *codes = _mm512_setzero_si512();
+    __m512i code_of = _mm512_setzero_si512();
     __mmask64 found = 0;
     for (int code = 0; code < 16; code++) {
         const __mmask64 here = _mm512_cmpeq_epi8_mask(values, _mm512_set1_epi8((char)upper[code]));
-        *codes = _mm512_mask_mov_epi8(*codes, here, _mm512_set1_epi8((char)code));
+        code_of = _mm512_mask_mov_epi8(code_of, here, _mm512_set1_epi8((char)code));
         found |= here;
     }
+    _mm512_storeu_si512(lower, _mm512_packus_epi16(_mm512_and_si512(a, low_half), _mm512_and_si512(b, low_half)));
+    _mm512_storeu_si512(codes, code_of);
     return found == ~(__mmask64)0;
 }
+#else
+INLINE int encode_step(const uint16_t *weights, const uint8_t upper[16], char lower[64], char codes[64]) {
+    const __m256i low_half = _mm256_set1_epi16(0x00ff);
+    __m256i all_found = _mm256_set1_epi8(-1);
+    for (int half = 0; half < 2; half++) {
+        const __m256i a = _mm256_loadu_si256((const __m256i *)(weights + half * 16));
+        const __m256i b = _mm256_loadu_si256((const __m256i *)(weights + 32 + half * 16));
+        const __m256i values = _mm256_packus_epi16(_mm256_srli_epi16(a, 8), _mm256_srli_epi16(b, 8));
+        const __m256i low = _mm256_packus_epi16(_mm256_and_si256(a, low_half), _mm256_and_si256(b, low_half));
+        __m256i code_of = _mm256_setzero_si256(), found = code_of;
+        for (int code = 0; code < 16; code++) {
+            const __m256i here = _mm256_cmpeq_epi8(values, _mm256_set1_epi8((char)upper[code]));
+            code_of = _mm256_or_si256(code_of, _mm256_and_si256(here, _mm256_set1_epi8((char)code)));
+            found = _mm256_or_si256(found, here);
+        }
+        all_found = _mm256_and_si256(all_found, found);
+        _mm256_storeu_si256((__m256i *)(lower + half * 32), low);
+        _mm256_storeu_si256((__m256i *)(codes + half * 32), code_of);
+    }
+    return _mm256_movemask_epi8(all_found) == -1;
+}
+#endif
 
 /* Write the 192 bytes of a pair. Return 0 if it must be stored whole. */
 INLINE int encode_pair(uint16_t weights[2][PANEL_COLUMNS * 2], const uint8_t upper[16], char *to) {
-    __m512i lower[2], codes[2];
-    const int first = encode_step(weights[0], upper, &lower[0], &codes[0]);
-    const int second = encode_step(weights[1], upper, &lower[1], &codes[1]);
-    _mm512_storeu_si512(to, lower[0]);
-    _mm512_storeu_si512(to + 64, lower[1]);
-    _mm512_storeu_si512(to + 128, _mm512_or_si512(codes[0], _mm512_slli_epi16(codes[1], 4)));
+    char codes[2][64];
+    const int first = encode_step(weights[0], upper, to, codes[0]);
+    const int second = encode_step(weights[1], upper, to + 64, codes[1]);
+    for (int i = 0; i < 64; i++) to[128 + i] = (char)(codes[0][i] | codes[1][i] << 4);
     return first && second;
 }
 

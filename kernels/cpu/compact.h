@@ -18,6 +18,13 @@
 
 enum { PAIR_BYTES = 192, NO_PAIR = -1 };
 
+/* Whether the instruction set unpacks compact weights fast: it looks up 16 bytes in a register. */
+#if defined(__AVX512BW__) || defined(__AVX2__)
+#define HAS_COMPACT 1
+#else
+#define HAS_COMPACT 0
+#endif
+
 typedef struct {
     uint16_t weights[2][PANEL_COLUMNS * 2]; /* both steps */
     int32_t next; /* number of the panel's next whole pair, which follows this one in memory; or NO_PAIR */

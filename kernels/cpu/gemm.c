@@ -39,7 +39,7 @@ typedef void (*Block)(const Work *work);
 
 #define DEFINE(name, rows, vectors, dtype) \
     static void name(const Work *work) { block(*work, rows, vectors, dtype); }
-#if defined(__AVX512BW__)
+#if HAS_COMPACT
 #define DEFINE_COMPACT(rows) \
     static void compact_##rows(const Work *work) { compact_block(*work, rows); }
 #define KINDS_OF(rows) {float32_##rows, bfloat16_##rows, compact_##rows}
@@ -59,9 +59,11 @@ DEFINE_KINDS(1)
 DEFINE_KINDS(2)
 DEFINE_KINDS(3)
 DEFINE_KINDS(4)
-#if MAX_ROWS == 14
+#if MAX_ROWS >= 6
 DEFINE_KINDS(5)
 DEFINE_KINDS(6)
+#endif
+#if MAX_ROWS == 14
 DEFINE_KINDS(7)
 DEFINE_KINDS(8)
 DEFINE_KINDS(9)
@@ -74,6 +76,9 @@ static const Block BLOCKS[MAX_ROWS][3] = {
     KINDS_OF(1), KINDS_OF(2), KINDS_OF(3),  KINDS_OF(4),  KINDS_OF(5),  KINDS_OF(6),  KINDS_OF(7),
     KINDS_OF(8), KINDS_OF(9), KINDS_OF(10), KINDS_OF(11), KINDS_OF(12), KINDS_OF(13), KINDS_OF(14),
 };
+#elif MAX_ROWS == 6
+static const Block BLOCKS[MAX_ROWS][3] = {KINDS_OF(1), KINDS_OF(2), KINDS_OF(3),
+                                          KINDS_OF(4), KINDS_OF(5), KINDS_OF(6)};
 #else
 static const Block BLOCKS[MAX_ROWS][3] = {KINDS_OF(1), KINDS_OF(2), KINDS_OF(3), KINDS_OF(4)};
 #endif
@@ -186,7 +191,8 @@ static int reads_past_caches(void) {
 static void multiply_block(const Gemm *args, int64_t row, int rows, int64_t first, int64_t last, const char *ahead,
                            int64_t ahead_step) {
     const int64_t panel_bytes = bytes_of_panel(args);
-    const int vectors = VECTORS_OF(rows), kind = args->packing == COMPACT_WEIGHTS ? COMPACT : args->dtype;
+    const int is_compact = args->packing == COMPACT_WEIGHTS, kind = is_compact ? COMPACT : args->dtype;
+    const int vectors = is_compact ? PANEL_VECTORS : VECTORS_OF(rows);
     _Alignas(64) float sums[MAX_ROWS * PANEL_COLUMNS];
     Work work = {.x_bytes = args->x_stride * element_bytes(args->dtype)};
     work.x = (const char *)args->x + row * work.x_bytes;

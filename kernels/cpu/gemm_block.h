@@ -17,7 +17,7 @@ enum { NARROW = 2 };
 #define MAX_ROWS 14
 #define VECTORS_OF(rows) PANEL_VECTORS
 #elif VECTOR_BYTES == 32
-#define MAX_ROWS 4
+#define MAX_ROWS 6
 #define VECTORS_OF(rows) ((rows) <= 2 ? PANEL_VECTORS : NARROW)
 #else
 #define MAX_ROWS 4
@@ -103,16 +103,25 @@ INLINE const char *address_of(const Rows *x, const int row) {
     }
 }
 
-/* Add one step's products to the sums of all rows. */
-INLINE void multiply_step(Floats sums[MAX_ROWS][PANEL_VECTORS], Rows *x, const Words *weights, const int step_bytes,
-                          const int rows, const int vectors, const int dtype) {
+/* Add the products of vectors first, first + stride, ... of a step to the sums of all rows. */
+INLINE void multiply_vectors(Floats sums[MAX_ROWS][PANEL_VECTORS], Rows *x, const Words *weights, const int step_bytes,
+                             const int rows, const int first, const int stride, const int vectors, const int dtype) {
     __asm__("" : "+r"(x->once), "+r"(x->thrice), "+r"(x->five_times)); /* hides their relation from compilers */
 #pragma GCC unroll 14
     for (int row = 0; row < rows; row++) {
         Words step = load_step(address_of(x, row), step_bytes);
+#if VECTOR_BYTES == 32 /* else compilers take a pair's numbers apart before, and move each to a vector */
+        if (dtype == BFLOAT16) __asm__("" : "+x"(step));
+#endif
 #pragma GCC unroll 8
-        for (int v = 0; v < vectors; v++) sums[row][v] = add_step(sums[row][v], step, weights[v], dtype);
+        for (int v = first; v < vectors; v += stride) sums[row][v] = add_step(sums[row][v], step, weights[v], dtype);
     }
+}
+
+/* Add one step's products to the sums of all rows. */
+INLINE void multiply_step(Floats sums[MAX_ROWS][PANEL_VECTORS], Rows *x, const Words *weights, const int step_bytes,
+                          const int rows, const int vectors, const int dtype) {
+    multiply_vectors(sums, x, weights, step_bytes, rows, 0, 1, vectors, dtype);
     x->x += step_bytes, x->seventh += step_bytes;
 }
 
@@ -139,8 +148,8 @@ INLINE void block(Work work, const int rows, const int vectors, const int dtype)
     store(&work, sums, rows, vectors);
 }
 
-/* Like block(), for weights that lie in the first level cache: they are not prefetched. The products are added to the
- * sums that `out` has. */
+/* Like block(), for weights that lie in the first level cache: what is prefetched is a line at each step. The products
+ * are added to the sums that `out` has. */
 INLINE void block_of_slice(Work work, const int rows, const int vectors, const int dtype) {
     Floats sums[MAX_ROWS][PANEL_VECTORS];
     Rows x = rows_of(&work);
@@ -150,6 +159,8 @@ INLINE void block_of_slice(Work work, const int rows, const int vectors, const i
         for (int v = 0; v < vectors; v++) sums[row][v] = load_floats(work.out + row * PANEL_COLUMNS + v * LANES);
     for (int64_t step = dtype == FLOAT32 ? work.depth : work.depth / 2; step > 0; step--, work.w += STEP_BYTES) {
         Words weights[PANEL_VECTORS];
+        __builtin_prefetch(work.ahead);
+        work.ahead += work.ahead_step;
 #pragma GCC unroll 8
         for (int v = 0; v < vectors; v++) weights[v] = load_words(work.w + v * VECTOR_BYTES);
         multiply_step(sums, &x, weights, 4, rows, vectors, dtype);
@@ -157,19 +168,56 @@ INLINE void block_of_slice(Work work, const int rows, const int vectors, const i
     store(&work, sums, rows, vectors);
 }
 
+#if HAS_COMPACT
+/* The upper bytes of a panel's codes, ready to be looked up. */
 #if defined(__AVX512BW__)
-/* Unpack one step of a pair, whose lower bytes begin at `offset` (0 or 64), to the weights as they were packed. */
-INLINE void unpack_step(Words weights[PANEL_VECTORS], const char *pair, int64_t offset, __m512i table) {
+typedef __m512i Table;
+INLINE Table table_of(const CompactPanel *panel) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)panel->upper));
+}
+#else
+typedef __m256i Table;
+INLINE Table table_of(const CompactPanel *panel) {
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)panel->upper));
+}
+#endif
+
+/* The vectors of a step that one lookup makes, and how many lookups make a step. */
+enum { UNPACKED_VECTORS = 2, UNPACKS = PANEL_VECTORS / UNPACKED_VECTORS };
+
+/* Unpack a part of one step of a pair, whose lower bytes begin at `offset` (0 or 64): vectors `part` and UNPACKS + part
+ * of the weights as they were packed. */
+INLINE void unpack_part(Words weights[PANEL_VECTORS], const char *pair, int64_t offset, Table table, const int part) {
+#if defined(__AVX512BW__)
     __m512i codes = _mm512_loadu_si512(pair + 128);
     if (offset) codes = _mm512_srli_epi16(codes, 4);
     const __m512i upper = _mm512_shuffle_epi8(table, _mm512_and_si512(codes, _mm512_set1_epi8(15)));
     const __m512i lower = _mm512_loadu_si512(pair + offset);
-    weights[0] = (Words)_mm512_unpacklo_epi8(lower, upper);
-    weights[1] = (Words)_mm512_unpackhi_epi8(lower, upper);
+    weights[part] = (Words)_mm512_unpacklo_epi8(lower, upper);
+    weights[UNPACKS + part] = (Words)_mm512_unpackhi_epi8(lower, upper);
+#else
+    __m256i codes = _mm256_loadu_si256((const __m256i *)(pair + 128) + part);
+    if (offset) codes = _mm256_srli_epi16(codes, 4);
+    const __m256i upper = _mm256_shuffle_epi8(table, _mm256_and_si256(codes, _mm256_set1_epi8(15)));
+    const __m256i lower = _mm256_loadu_si256((const __m256i *)(pair + offset) + part);
+    weights[part] = (Words)_mm256_unpacklo_epi8(lower, upper);
+    weights[UNPACKS + part] = (Words)_mm256_unpackhi_epi8(lower, upper);
+#endif
+}
+
+/* Unpack one step of a pair. */
+INLINE void unpack_step(Words weights[PANEL_VECTORS], const char *pair, int64_t offset, Table table) {
+#pragma GCC unroll 2
+    for (int part = 0; part < UNPACKS; part++) unpack_part(weights, pair, offset, table, part);
 }
 
 INLINE void ask_for_pair(const WholePair *pair) {
     for (size_t line = 0; line < sizeof *pair; line += 64) __builtin_prefetch((const char *)pair + line);
+}
+
+INLINE void load_whole_step(Words weights[PANEL_VECTORS], const WholePair *pair, int64_t step) {
+#pragma GCC unroll 8
+    for (int v = 0; v < PANEL_VECTORS; v++) weights[v] = load_words(pair->weights[step] + v * 2 * LANES);
 }
 
 /* Multiply the rows of x with a compact panel. The instructions that unpack it run between the products. */
@@ -178,7 +226,7 @@ INLINE void compact_block(Work work, const int rows) {
     Rows x = rows_of(&work);
     clear(sums, rows, PANEL_VECTORS);
     const CompactPanel *panel = (const CompactPanel *)work.w;
-    const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)panel->upper));
+    const Table table = table_of(panel);
     const char *begin = work.w + sizeof *panel, *end = begin + work.depth / 4 * PAIR_BYTES;
     const WholePair *whole = panel->whole;
     const char *whole_at = begin + (int64_t)panel->first_whole * PAIR_BYTES; /* if there is none: before all pairs */
@@ -192,16 +240,19 @@ INLINE void compact_block(Work work, const int rows) {
             /* Prevents unrolling: compilers would then move all sums between registers. */
             __asm__("" : "+r"(offset), "+r"(work.w));
             if (__builtin_expect(work.w == whole_at, 0)) {
-                const uint16_t *step = whole->weights[offset / 64];
-                for (int v = 0; v < PANEL_VECTORS; v++) weights[v] = load_words(step + v * 2 * LANES);
-                if (offset) {
-                    whole_at = begin + (int64_t)whole->next * PAIR_BYTES;
-                    ask_for_pair(++whole);
-                }
-            } else {
-                unpack_step(weights, work.w, offset, table);
+                load_whole_step(weights, whole, offset / 64);
+                multiply_step(sums, &x, weights, 4, rows, PANEL_VECTORS, BFLOAT16);
+                if (!offset) continue;
+                whole_at = begin + (int64_t)whole->next * PAIR_BYTES;
+                ask_for_pair(++whole);
+                continue;
             }
-            multiply_step(sums, &x, weights, 4, rows, PANEL_VECTORS, BFLOAT16);
+#pragma GCC unroll 2
+            for (int part = 0; part < UNPACKS; part++) {
+                unpack_part(weights, work.w, offset, table, part);
+                multiply_vectors(sums, &x, weights, 4, rows, part, UNPACKS, PANEL_VECTORS, BFLOAT16);
+            }
+            x.x += 4, x.seventh += 4;
         }
     }
     store(&work, sums, rows, PANEL_VECTORS);

@@ -4,7 +4,7 @@
 enum { MOST_ROWS = 128, DEPTH = 128 };
 
 /* With so many rows it is worth to have the weights as floats: with fewer, each is used too seldom. */
-enum { LEAST_ROWS = 8, LEAST_COMPACT_ROWS = 4 };
+enum { LEAST_ROWS = VECTOR_BYTES == 32 ? 5 : 8, LEAST_COMPACT_ROWS = VECTOR_BYTES == 32 ? 3 : 4 };
 
 /* Prefetch distance: the hardware's own prefetch ends at each page. */
 enum { PREFETCH_BYTES = 2048 };
@@ -17,9 +17,11 @@ DEFINE_SLICE(1)
 DEFINE_SLICE(2)
 DEFINE_SLICE(3)
 DEFINE_SLICE(4)
-#if MAX_ROWS == 14
+#if MAX_ROWS >= 6
 DEFINE_SLICE(5)
 DEFINE_SLICE(6)
+#endif
+#if MAX_ROWS == 14
 DEFINE_SLICE(7)
 DEFINE_SLICE(8)
 DEFINE_SLICE(9)
@@ -32,14 +34,16 @@ static void (*const SLICES[MAX_ROWS])(const Work *work) = {
     slice_1, slice_2, slice_3,  slice_4,  slice_5,  slice_6,  slice_7,
     slice_8, slice_9, slice_10, slice_11, slice_12, slice_13, slice_14,
 };
+#elif MAX_ROWS == 6
+static void (*const SLICES[MAX_ROWS])(const Work *work) = {slice_1, slice_2, slice_3, slice_4, slice_5, slice_6};
 #else
 static void (*const SLICES[MAX_ROWS])(const Work *work) = {slice_1, slice_2, slice_3, slice_4};
 #endif
 
-#if defined(__AVX512BW__)
+#if HAS_COMPACT
 /* Unpack the pairs [first, last) of a compact panel (compact.h). */
 static void unpack_compact(const CompactPanel *panel, int64_t first, int64_t last, char *out) {
-    const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)panel->upper));
+    const Table table = table_of(panel);
     const char *pairs = (const char *)(panel + 1);
     const WholePair *whole = panel->whole;
     int64_t whole_number = panel->first_whole;
@@ -50,14 +54,15 @@ static void unpack_compact(const CompactPanel *panel, int64_t first, int64_t las
         for (int line = 0; line < PAIR_BYTES; line += 64) __builtin_prefetch(pair + PREFETCH_BYTES + line);
         for (int step = 0; step < 2; step++, out += (BY_PAIRS ? 1 : 2) * STEP_BYTES) {
             Words weights[PANEL_VECTORS];
-            if (is_whole)
-                memcpy(weights, whole->weights[step], sizeof weights);
+            if (__builtin_expect(is_whole, 0))
+                load_whole_step(weights, whole, step);
             else
                 unpack_step(weights, pair, step * 64, table);
             if (BY_PAIRS) {
                 memcpy(out, weights, sizeof weights);
                 continue;
             }
+#pragma GCC unroll 8
             for (int v = 0; v < PANEL_VECTORS; v++) {
                 store_floats(out + v * VECTOR_BYTES, (Floats)(weights[v] << 16));
                 store_floats(out + STEP_BYTES + v * VECTOR_BYTES, (Floats)(weights[v] & 0xffff0000));
@@ -68,6 +73,23 @@ static void unpack_compact(const CompactPanel *panel, int64_t first, int64_t las
 }
 #endif
 
+/* Unpack the steps [first, last) of a panel of whole weights. */
+static void unpack_whole(const char *panel, int64_t first, int64_t last, char *out) {
+    const char *end = panel + last * STEP_BYTES;
+    panel += first * STEP_BYTES;
+    if (BY_PAIRS) {
+        memcpy(out, panel, end - panel);
+        return;
+    }
+    for (; panel != end; panel += STEP_BYTES, out += 2 * STEP_BYTES)
+#pragma GCC unroll 8
+        for (int v = 0; v < STEP_BYTES; v += VECTOR_BYTES) {
+            const Words weights = load_words(panel + v);
+            store_floats(out + v, (Floats)(weights << 16));
+            store_floats(out + STEP_BYTES + v, (Floats)(weights & 0xffff0000));
+        }
+}
+
 void gemm_unpack(const Gemm *args, int64_t panel, int64_t begin, int64_t end, char *out) {
     const char *weights = args->weights;
     if (args->packing == QUANTIZED_WEIGHTS) {
@@ -75,31 +97,67 @@ void gemm_unpack(const Gemm *args, int64_t panel, int64_t begin, int64_t end, ch
         quantized_unpack(weights + entry->offset, entry->type, begin / GROUP, end / GROUP, out);
         return;
     }
-#if defined(__AVX512BW__)
+#if HAS_COMPACT
     if (args->packing == COMPACT_WEIGHTS) {
         const char *compact = weights + panel * compact_panel_bytes(args->depth);
         unpack_compact((const CompactPanel *)compact, begin / 4, end / 4, out);
         return;
     }
 #endif
-    weights += panel * packed_bytes(PANEL_COLUMNS, args->depth, BFLOAT16);
-    if (BY_PAIRS)
-        memcpy(out, weights + begin / 2 * STEP_BYTES, (end - begin + 1) / 2 * STEP_BYTES);
-    else
-        quantized_unpack(weights, WHOLE_PANEL, begin / GROUP, end / GROUP, out);
+    unpack_whole(weights + panel * packed_bytes(PANEL_COLUMNS, args->depth, BFLOAT16), begin / 2, (end + 1) / 2, out);
 }
 
-/* Add the products of rows with places [begin, end) of a panel to sums [num_rows][PANEL_COLUMNS]. */
+/* Weights that are not unpacked yet. */
+typedef struct {
+    const char *begin;
+    int64_t bytes;
+} Packed;
+
+static int64_t end_of_slice(const Gemm *args, int64_t begin) {
+    return args->depth - begin > DEPTH ? begin + DEPTH : args->depth;
+}
+
+/* Return where the slice of a panel from place `begin` on lies. */
+static Packed packed_slice(const Gemm *args, int64_t panel, int64_t begin) {
+    const char *weights = args->weights;
+    const int64_t end = end_of_slice(args, begin);
+    if (args->packing == QUANTIZED_WEIGHTS) {
+        const QuantizedPanel *entry = quantized_panel(weights, panel);
+        const QuantizedLayout layout = layout_of(entry->type);
+        const int64_t first = group_offset(layout, begin / GROUP), last = group_offset(layout, end / GROUP);
+        return (Packed){weights + entry->offset + first, last - first};
+    }
+    if (args->packing == COMPACT_WEIGHTS) {
+        weights += panel * compact_panel_bytes(args->depth) + (int64_t)sizeof(CompactPanel);
+        return (Packed){weights + begin / 4 * PAIR_BYTES, (end - begin) / 4 * PAIR_BYTES};
+    }
+    weights += panel * packed_bytes(PANEL_COLUMNS, args->depth, BFLOAT16);
+    return (Packed){weights + begin / 2 * STEP_BYTES, (end - begin) / 2 * STEP_BYTES};
+}
+
+/* Return the weights that are unpacked after a panel's slice from `begin` on, when the panels are [first, last). */
+static Packed slice_after(const Gemm *args, int64_t panel, int64_t begin, int64_t first, int64_t last) {
+    const int64_t num_panels = (args->num_columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS, end = end_of_slice(args, begin);
+    if (panel + 1 < last) return packed_slice(args, panel + 1, begin);
+    if (end < args->depth) return packed_slice(args, first, end);
+    return last < num_panels ? packed_slice(args, last, 0) : (Packed){args->weights, 0};
+}
+
+/* Add the products of rows with places [begin, end) of a panel to sums [num_rows][PANEL_COLUMNS]. Meanwhile memory
+ * delivers `next`, the weights that are unpacked after these. */
 static void add_slice(const Gemm *args, int64_t panel, int64_t begin, int64_t end, Slice x, int num_rows,
-                      float *sums) {
+                      float *sums, Packed next) {
     _Alignas(64) char weights[DEPTH / (BY_PAIRS ? 2 : 1) * STEP_BYTES];
     const int num_blocks = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
+    const int64_t steps = (end - begin + BY_PAIRS) / (BY_PAIRS ? 2 : 1);
     gemm_unpack(args, panel, begin, end, weights);
     for (int i = 0; i < num_blocks; i++) {
         const int row = num_rows * i / num_blocks, rows = num_rows * (i + 1) / num_blocks - row;
-        const int vectors = VECTORS_OF(rows);
+        const int vectors = VECTORS_OF(rows), parts = num_blocks * PANEL_VECTORS / vectors;
         for (int v = 0; v < PANEL_VECTORS; v += vectors) {
             const Work work = {
+                .ahead = next.begin + next.bytes * (i * PANEL_VECTORS + v) / (num_blocks * PANEL_VECTORS),
+                .ahead_step = (next.bytes + parts * steps - 1) / (parts * steps),
                 .x = x.rows + row * x.bytes,
                 .x_bytes = x.bytes,
                 .w = weights + v * VECTOR_BYTES,
@@ -117,10 +175,10 @@ static void multiply_panels(const Gemm *args, int64_t row, int num_rows, int64_t
     for (int64_t panel = first; panel < last; panel++)
         memset(sums[panel - first], 0, num_rows * PANEL_COLUMNS * sizeof(float));
     for (int64_t k = 0; k < args->depth; k += DEPTH) {
-        const int64_t end = args->depth - k > DEPTH ? k + DEPTH : args->depth;
+        const int64_t end = end_of_slice(args, k);
         const Slice x = slice_of_x(args, row, num_rows, k, end - k, room);
         for (int64_t panel = first; panel < last; panel++)
-            add_slice(args, panel, k, end, x, num_rows, sums[panel - first]);
+            add_slice(args, panel, k, end, x, num_rows, sums[panel - first], slice_after(args, panel, k, first, last));
     }
     for (int64_t panel = first; panel < last; panel++)
         gemm_store_panel(args, sums[panel - first], row, num_rows, panel);
