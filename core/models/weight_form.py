@@ -26,11 +26,10 @@ def best_form(library: CpuLibrary, config: ModelConfig) -> WeightForm:
 
     A vector of weights as stored takes four to six instructions to decode, a compact one half of one. Where
     `vdpbf16ps` runs at its full rate (the variant avx512bf16 is chosen on such CPUs only) decoding is what a product of
-    stored weights waits for. On AMD Zen 4 they took 1.1 to 2 times as long with one thread (1 to 256 rows), 1.2 to 1.5
-    times with two (1 to 32), before decoding was made cheaper. The variant in float32 is faster with stored weights
-    from 4 rows on.
+    stored weights waits for, and with AVX2, whose vectors are half as wide, it is so too: products of one row took 1.9
+    times as long there with one thread. The variant in float32 of AVX-512 is faster with stored weights from 4 rows on.
     """
-    is_slower = library.variant == "avx512bf16" and library.num_threads <= _FEW_THREADS
+    is_slower = library.variant in ("avx512bf16", "avx2") and library.num_threads <= _FEW_THREADS
     return WeightForm.DENSE if is_slower and fits(config, BFLOAT16) else WeightForm.STORED
 
 

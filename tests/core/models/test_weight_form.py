@@ -30,7 +30,8 @@ from tools.bench.tiny_model import write_tiny_model
         ("avx512bf16", 2, WeightForm.DENSE),
         ("avx512bf16", 3, WeightForm.STORED),
         ("avx512", 1, WeightForm.STORED),
-        ("avx2", 1, WeightForm.STORED),
+        ("avx2", 2, WeightForm.DENSE),
+        ("avx2", 3, WeightForm.STORED),
     ],
 )
 def test_the_best_form_is_known_by_the_kernels_and_threads(variant: str, num_threads: int, form: WeightForm) -> None:
