@@ -34,7 +34,7 @@ class WindowCache(PrefixCache):
         """Return the blocks of the waiting request's first tokens that can be used, and the last one's content."""
         hits, content = super().find(request, needs_state=needs_state)
         count = self._usable(hits) if len(hits) else 0
-        if count and not self._fits(request, hits[:count]):
+        if count and not self.fits(request, hits[:count]):
             count = 0
         if count < len(hits):
             hits, content = hits[:count], int(self._found.content[hits[count - 1]]) if count else request.root
@@ -51,8 +51,8 @@ class WindowCache(PrefixCache):
         num_passed = np.maximum(counts * size - (self._room.window - 1), 0) // size
         return int(np.flatnonzero(num_missing[counts] == num_missing[num_passed])[-1])
 
-    def _fits(self, request: Request, hits: Int32s) -> bool:
-        """Return whether the request could ever end with these hits; other requests' blocks may share their pages."""
+    def fits(self, request: Request, hits: Int32s) -> bool:
+        """Return whether the request could ever end with these first blocks; their pages may have others', too."""
         room, count = self._room, len(hits)
         others = room.num_pages(request.max_computed_tokens, bool(request.choices))
         if count + others <= self._num_pages:
@@ -77,7 +77,7 @@ class WindowForks(Forks):
         room: PageRoom,
     ) -> None:
         super().__init__(table, pool, prefix_cache, in_flight)
-        self._windows, self._room = windows, room
+        self._windows, self._cache, self._room = windows, prefix_cache, room
         self.kept_windows: list[tuple[list[Request], Int32s]] = []  # of the choices in `kept`, in their order
 
     def find(self, request: Request, hits: Int32s) -> Fork | None:
@@ -91,6 +91,8 @@ class WindowForks(Forks):
             (found,) = [blocks for choices, blocks in self.kept_windows if choices is request.choices]
         else:
             found = self._windows.blocks.read(row, 0, count)
+        if not self._cache.fits(request, fork.blocks):
+            return None  # its source is a fork, and so was that one's
         num_passed = self._room.num_passed(fork.num_tokens)
         if (found[num_passed:count] == NULL_BLOCK).any():
             return None  # its source has resumed with fewer
