@@ -259,7 +259,7 @@ class Border:
 
     def _close_disconnected(self) -> None:
         """End the sessions whose connection ended, however the client died."""
-        while pending_events(self._monitor) & READABLE:
+        while self._monitor.poll(0):
             frame, _address = self._monitor.recv_multipart()
             event, value = _MONITOR_EVENT.unpack(frame)
             if self._doorway is not None:
