@@ -51,7 +51,7 @@ class Rounds:
 
     def __init__(self) -> None:
         self.socket, self.now = Peers(), 1.0
-        parts = (self.socket, self.socket, served(CONFIG, ready_executor(CONFIG).info, 0, 60_000), self.now)
+        parts = (self.socket, Peers(), served(CONFIG, ready_executor(CONFIG).info, 0, 60_000), self.now)
         self.border = Border(*parts, on_drain=lambda: None, on_shutdown=lambda: None)  # type: ignore[arg-type]
         self.handled: list[tuple[bytes, bytes]] = []
         handle = self.border._reception.receive
