@@ -51,7 +51,8 @@ class Columns:
     def grow_columns(self, num_rows: int) -> None:
         """Add empty rows up to num_rows. Columns become new arrays; existing rows keep their values."""
         for dtype, block in self._blocks.items():
-            wide = np.empty((len(block), num_rows + _COLUMN_GAP), dtype)[:, :num_rows]
+            # Zeros, because a checkpoint has the gap, too: it must not have what the memory held before.
+            wide = np.zeros((len(block), num_rows + _COLUMN_GAP), dtype)[:, :num_rows]
             wide[:, : block.shape[1]] = block
             wide[:, block.shape[1] :] = self._empty[dtype]
             self._blocks[dtype] = wide

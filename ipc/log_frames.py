@@ -15,6 +15,7 @@ from ipc.errors import CaptureFileError
 MAX_PAYLOAD_BYTES = 64 << 20
 _HEAD = struct.Struct("<IIQB")
 _CHECKED = struct.Struct("<QB")  # the part of the head that the checksum covers
+_UNCHECKED = struct.Struct("<II")  # the part before it
 _CHECKED_AT = _HEAD.size - _CHECKED.size
 #: The end of a frame's head with a sequence below 2**32: the sequence's upper half and the tag.
 _HEAD_END = re.compile(rb"\0\0\0\0[^\0]")
@@ -42,6 +43,11 @@ def pack_frame(sequence: int, tag: int, payload: bytes) -> bytes:
     checked = _CHECKED.pack(sequence, tag)
     checksum = zlib.crc32(payload, zlib.crc32(checked))
     return _HEAD.pack(len(payload), checksum, sequence, tag) + payload
+
+
+def frame_of(checked: bytes) -> bytes:
+    """Return the frame whose sequence, tag and payload these bytes are, as its checksum covers them."""
+    return _UNCHECKED.pack(len(checked) - _CHECKED.size, zlib.crc32(checked)) + checked
 
 
 def read_frame(data: Data, offset: int) -> Frame | None:

@@ -140,6 +140,14 @@ class PagedRows:
         self._free.extend(self._index[row, :count].tolist()[::-1])
         self._num_pages[row] = 0
 
+    def blank_rest(self, rows: Rows, lengths: Ints) -> None:
+        """Set all values to 0 but the first lengths[i] of rows[i]: those of rows before are still there."""
+        slots = [self._slots_of_row(*one) for one in zip(rows.tolist(), map(np.arange, lengths.tolist()), strict=True)]
+        kept = np.concatenate([np.zeros(0, np.int64), *slots])
+        values = self._flat[kept]
+        self._flat[:] = 0
+        self._flat[kept] = values
+
     def _slots_of_row(self, row: int, positions: Positions) -> Ints:
         slots: Ints = self._index[row][positions >> self._shift] + (positions & self._mask)
         return slots

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from core import log
 from core.capture.early_copies import EarlyCopies
-from core.capture.packed_steps import digest_of, is_plain, pack_step, step_times
+from core.capture.packed_steps import PackedColumns, digest_of, is_plain, step_times
 from core.capture.records import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
@@ -36,7 +36,7 @@ from core.execution.plan import (
     plan_fields,
 )
 from core.inputs import EngineInput, EngineReply
-from ipc.arrays import Int32s
+from ipc.arrays import NO_INT32S, Int32s
 from ipc.config import EngineConfig
 
 _REMOVED, _ROWS, _COUNTS = map(
@@ -62,8 +62,8 @@ class CaptureLog(Protocol):
 class PackedLog(CaptureLog, Protocol):
     """A log that takes plain steps packed (core/capture/packed_steps.py), which costs the engine thread less."""
 
-    def add_packed(self, payload: bytes, now_ns: int) -> None:
-        """Take the next record, a packed step. now_ns: its clock value."""
+    def add_packed(self, numbers: tuple[int, ...], columns: PackedColumns) -> None:
+        """Take the next record, a packed step. numbers: those of Numbers."""
 
 
 class CapturedEngine:
@@ -127,7 +127,7 @@ class CapturedEngine:
             self._log.add(self._record(now_ns, f"{type(error).__name__}: {error}"))
             raise
         if self._packed_log is not None and is_plain(self._plan, self._result):
-            self._packed_log.add_packed(self._packed(now_ns), now_ns)
+            self._pack(self._packed_log, now_ns)
         else:
             self._log.add(self._record(now_ns))
         self._plan = self._result = None  # their memory is free for the next step's
@@ -225,18 +225,17 @@ class CapturedEngine:
             **_candidates(None if result is None else result.candidates),
         )
 
-    def _packed(self, now_ns: int) -> bytes:
-        """Return a plain step that ends now, packed."""
+    def _pack(self, log: PackedLog, now_ns: int) -> None:
+        """Log a plain step that ends now. Each line of this is in every step."""
         end_ns = time.monotonic_ns()
         scheduler, plan, result = self.engine.scheduler, self._plan, self._result
         step, removed, block_rows, block_ids, rows, counts = NO_RESULT, b"", b"", b"", b"", b""
         if plan is not None:
             step, rows, counts = plan.step, plan.rows.tobytes(), plan.num_scheduled_tokens.tobytes()
-            removed, block_rows, block_ids = (
-                plan.removed_rows.tobytes(),
-                plan.block_rows.tobytes(),
-                plan.block_ids.tobytes(),
-            )
+            if plan.removed_rows is not NO_INT32S:
+                removed = plan.removed_rows.tobytes()
+            if plan.block_rows is not NO_INT32S:
+                block_rows, block_ids = plan.block_rows.tobytes(), plan.block_ids.tobytes()
             if rows == self._last_rows:
                 rows = b""
             else:
@@ -246,10 +245,19 @@ class CapturedEngine:
             else:
                 self._last_counts = counts
         result_step, tokens = (NO_RESULT, b"") if result is None else (result.step, result.token_ids.tobytes())
-        times = now_ns, self._begin_ns, self._planned_ns, self._result_ns, end_ns
-        stats = scheduler.stats.num_preemptions, len(scheduler.waiting), scheduler.pool.num_free
-        columns = removed, block_rows, block_ids, rows, counts, tokens
-        return pack_step((*times, step, result_step, *stats), columns)
+        numbers = (
+            now_ns,
+            self._begin_ns,
+            self._planned_ns,
+            self._result_ns,
+            end_ns,
+            step,
+            result_step,
+            scheduler.stats.num_preemptions,
+            len(scheduler.waiting),
+            scheduler.pool.num_free,
+        )
+        log.add_packed(numbers, (removed, block_rows, block_ids, rows, counts, tokens))
 
 
 def start_capture(path: str, config: EngineConfig, model: ModelInfo, engine_version: str, epoch: int) -> CaptureWriter:

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from core import log
-from core.capture.packed_steps import PACKED_TAG
+from core.capture.packed_steps import PackedColumns, pack_step
 from core.capture.records import TAGS, Checkpoint, Header, Input, Step, encode_record
 from core.capture.snapshot import Snapshot
 from ipc.flight_ring import HALF, HALVES_AT, half_at, ring_half_bytes
@@ -69,14 +69,14 @@ class FlightRecorder:
         if type(record) is Step:
             self._end_step(record.now_ns)
 
-    def add_packed(self, payload: bytes, now_ns: int) -> None:
+    def add_packed(self, numbers: tuple[int, ...], columns: PackedColumns) -> None:
         """Write the next record, a packed step. Only the engine thread calls this."""
         self._sequence = sequence = self._sequence + 1
-        frame = pack_frame(sequence, PACKED_TAG, payload)
+        frame = pack_step(sequence, numbers, columns)
         if self._kept is not None:
             self._keep(frame)
         self._write(frame)
-        self._now_ns = now_ns
+        self._now_ns = now_ns = numbers[0]
         if self._used > self._due_bytes or now_ns > self._due_ns:
             self._end_step(now_ns)
 

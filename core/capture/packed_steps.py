@@ -8,23 +8,27 @@ the ring makes Steps of them (unpack_steps), and no file has any. A step with mo
 import struct
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from core.capture.records import NO_RESULT, TAGS, Step, decode_record, encode_record
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput, encode_plan
 from ipc.arrays import Int32s
-from ipc.log_frames import Frame
+from ipc.log_frames import Frame, frame_of
 
 #: The tag of a packed step's frame in a ring. Another layout gets another tag.
 PACKED_TAG = 255
 DIGEST_BYTES = 8
-#: What begins a packed step: Numbers, then the bytes of its columns: rows given up, rows and ids of appended blocks,
-#: the batch, the counts, the tokens. The columns follow.
+#: What begins a packed step: Numbers, then the bytes of each column. The columns follow.
 _HEAD = struct.Struct("<8q2i6I")
+_FRAME_HEAD = struct.Struct("<QB8q2i6I")  # the frame's sequence and tag before it
 _TIMES = struct.Struct("<3i")
 _INT32 = np.dtype("<i4")
+
+
+#: The bytes (int32) of rows given up, rows and ids of appended blocks, the batch, the counts and the tokens.
+PackedColumns: TypeAlias = tuple[bytes, bytes, bytes, bytes, bytes, bytes]
 
 
 class Numbers(NamedTuple):
@@ -69,9 +73,11 @@ def is_plain(plan: SchedulerOutput | None, result: ModelRunnerOutput | None) -> 
     )
 
 
-def pack_step(numbers: tuple[int, ...], columns: tuple[bytes, bytes, bytes, bytes, bytes, bytes]) -> bytes:
-    """Return the payload of a packed step. numbers: those of Numbers; columns: int32, in the order of the head."""
-    return b"".join((_HEAD.pack(*numbers, *map(len, columns)), *columns))
+def pack_step(sequence: int, numbers: tuple[int, ...], columns: PackedColumns) -> bytes:
+    """Return the frame of a packed step. numbers: those of Numbers."""
+    removed, block_rows, block_ids, rows, counts, tokens = columns
+    sizes = len(removed), len(block_rows), len(block_ids), len(rows), len(counts), len(tokens)
+    return frame_of(b"".join((_FRAME_HEAD.pack(sequence, PACKED_TAG, *numbers, *sizes), *columns)))
 
 
 def unpack_steps(frames: Iterable[Frame]) -> Iterator[Frame]:

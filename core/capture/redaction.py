@@ -120,7 +120,7 @@ class _Redaction:
         weights = {self._renaming.tokens.word(name): weight for name, weight in config.client_weights.items()}
         kept = {name: None if getattr(config, name) is None else "redacted" for name in NO_STORE}
         config = msgspec.structs.replace(
-            config, client_weights=weights, capture_rotate_bytes=0, capture_keep_files=0, **kept
+            config, client_weights=weights, lora_modules={}, capture_rotate_bytes=0, capture_keep_files=0, **kept
         )
         self.header = msgspec.structs.replace(file.header, config=encode_config(config), is_redacted=True)
         self._executor, self._log = _RenamedExecutor(file, self._renaming), _Log()

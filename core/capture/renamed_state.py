@@ -1,6 +1,6 @@
 """rename_state: the state of an engine at a checkpoint without content: its live requests and its prefix cache."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 import msgspec
@@ -8,10 +8,15 @@ import numpy as np
 
 from core.batch.request import NO_ROW, Request
 from core.capture.renaming import Renaming, places_of
+from core.capture.snapshot import Snapshot
 from core.kv.block_names import rename_blocks
+from core.proposers.offered import OfferedDrafts
+from core.scheduling.adapter_slots import AdapterSlots
 from core.scheduling.scheduler import Scheduler
-from ipc.arrays import Int32s
+from ipc.arrays import NO_INT32S, Int32s
+from ipc.block_roots import PLAIN_ROOT
 from ipc.errors import CaptureFileError
+from ipc.sampling_params import SamplingParams
 
 
 def check_state(state: list[Any]) -> list[Request]:
@@ -29,6 +34,7 @@ def rename_state(state: list[Any], renaming: Renaming, weights: Mapping[str, flo
     weights: of clients and tenants, by their new names.
     """
     _, scheduler, _, plans = state
+    _blank_rest(state, {id(request) for request in scheduler.live_requests()}, renaming)
     cache, table = scheduler.batch.prefix_cache, scheduler.table
     states: dict[int, bytes] = {}  # by content number: behind its block
     for request in scheduler.live_requests():
@@ -36,6 +42,7 @@ def rename_state(state: list[Any], renaming: Renaming, weights: Mapping[str, flo
         request.sampling = None if request.sampling is None else renaming.params(request.sampling)
         request.root, request.seed = renaming.root(request.root), 0
         request.tenant = renaming.tokens.word(request.tenant)
+        request.adapter = renaming.adapter(request.adapter)
         request.features = places_of(request.features)
         request.block_hashes.clear()
         request.first_key = 0
@@ -45,6 +52,9 @@ def rename_state(state: list[Any], renaming: Renaming, weights: Mapping[str, flo
         else:
             _rename_row(scheduler, renaming, request.row, states)
             request.token_ids = table.token_ids(request.row)
+
+    live_rows = scheduler.running
+    table.tokens.blank_rest(live_rows, table.num_tokens[live_rows])
 
     def tokens_of(content: int, parent: int, tokens: Int32s) -> Int32s:
         if parent not in states:  # a root, or a block that was evicted before this one
@@ -58,8 +68,29 @@ def rename_state(state: list[Any], renaming: Renaming, weights: Mapping[str, flo
         scheduler.exchange.rename(renaming.root, lambda root, token_ids: name_all(begin(root), token_ids)[0])
     scheduler.batch.stop_check.rename(renaming.stop)
     scheduler.rename_tenants(renaming.tokens.word, weights)
-    # Of plans in flight, the tokens of starting requests were read already.
-    plans[:] = [msgspec.structs.replace(plan, added=[], added_pooling=[]) for plan in plans]
+    # Of plans in flight, the tokens of starting requests were read already, and their drafts decide nothing any more.
+    plans[:] = [
+        msgspec.structs.replace(
+            plan, added=[], added_pooling=[], adapters=[], features=[], draft_token_ids=plan.draft_token_ids * 0
+        )
+        for plan in plans
+    ]
+
+
+def _blank_rest(state: list[Any], live: Set[int], renaming: Renaming) -> None:
+    """Empty what has content beside the live requests (by id): the dead ones that queues still name, drafts, slots."""
+    for one in Snapshot(state).objects():
+        match one:
+            case Request() if id(one) not in live:
+                one.token_ids, one.block_hashes, one.features = NO_INT32S, [], []
+                one.params, one.sampling = SamplingParams(), None
+                one.tenant, one.adapter, one.seed, one.root, one.first_key = "", None, 0, PLAIN_ROOT, 0
+            case AdapterSlots():
+                one.rename(renaming.digest)
+            case OfferedDrafts():
+                one.blank()
+            case _:
+                pass
 
 
 def _rename_row(scheduler: Scheduler, renaming: Renaming, row: int, states: dict[int, bytes]) -> None:

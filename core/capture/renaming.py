@@ -10,11 +10,12 @@ from core.batch.request import Request
 from core.batch.table import BatchTable
 from core.capture.token_names import TokenNames
 from core.execution.plan import ModelRunnerOutput
-from core.inputs import EngineInput
+from core.inputs import EngineInput, ExecutorLost
 from ipc.arrays import Int32s, Ints
 from ipc.block_roots import PLAIN_ROOT, root_of_message, root_of_salt
 from ipc.errors import CaptureFileError
 from ipc.feature_messages import FeatureUse
+from ipc.lora_messages import AdapterId
 from ipc.messages import AddRequest, Submission
 from ipc.pooling_messages import AddPooling
 from ipc.pooling_params import PoolingParams
@@ -57,7 +58,7 @@ class Renaming:
         """Note the root of a message's blocks, before any state is renamed."""
         digest = "" if message.adapter is None else message.adapter.digest
         salt, tenant = map(self.tokens.word, (message.cache_salt, message.tenant))
-        self._roots[root_of_message(message)] = root_of_salt(salt, tenant, digest)
+        self._roots[root_of_message(message)] = root_of_salt(salt, tenant, self.digest(digest))
 
     def root(self, root: int) -> int:
         """Return the new root of blocks; see ipc/block_roots.py."""
@@ -71,6 +72,8 @@ class Renaming:
 
     def message(self, message: EngineInput) -> EngineInput:
         """Return the message without content."""
+        if isinstance(message, ExecutorLost):
+            return msgspec.structs.replace(message, text="")
         if not isinstance(message, AddRequest | AddPooling):
             return message
         self.learn(message)
@@ -80,6 +83,7 @@ class Renaming:
             "prompt_token_ids": prompt.astype("<i4").tobytes(),
             "cache_salt": self.tokens.word(message.cache_salt),
             "tenant": self.tokens.word(message.tenant),
+            "adapter": self.adapter(message.adapter),
         }
         if isinstance(message, AddPooling):
             return msgspec.structs.replace(message, **changes)
@@ -87,6 +91,14 @@ class Renaming:
         params = self.params(message.params)
         changes |= {"features": places_of(message.features)}
         return msgspec.structs.replace(message, params=params, seed=0, delivered=delivered, **changes)
+
+    def digest(self, digest: str) -> str:
+        """Return another digest of an adapter, of the same form; "" for none."""
+        return self.tokens.word(digest) * 2
+
+    def adapter(self, adapter: AdapterId | None) -> AdapterId | None:
+        """Return another adapter, of which nobody has the files."""
+        return None if adapter is None else AdapterId(self.digest(adapter.digest))
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """Return what the scheduler reads of these parameters."""
@@ -144,8 +156,13 @@ class Renaming:
         pooled = output.pooled
         if pooled is not None:
             pooled = msgspec.structs.replace(pooled, values=np.zeros_like(pooled.values))
-        failures = [(index, "") for index, _ in output.failures]
-        changes = {"token_ids": tokens, "candidates": candidates, "pooled": pooled, "failures": failures}
+        changes = {
+            "token_ids": tokens,
+            "candidates": candidates,
+            "pooled": pooled,
+            "failures": [(index, "") for index, _ in output.failures],
+            "draft_token_ids": np.zeros_like(output.draft_token_ids),  # what a grammar forces is its text
+        }
         return msgspec.structs.replace(output, **changes)
 
     def _run(self, request: Request, table: BatchTable, row: int, run: Int32s) -> None:

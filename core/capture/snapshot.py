@@ -154,6 +154,10 @@ class Snapshot:
         """Return the number of nodes."""
         return len(self._nodes)
 
+    def objects(self) -> list[object]:
+        """Return all objects that are nodes, until encode() is called."""
+        return [value for value, _ in self._nodes]
+
     def encode(self, pause: Callable[[], None] = lambda: None) -> bytes:
         """Return the bytes, once. Any thread may call this; pause is called now and then, to let other threads run."""
         batches, nodes, arrays = [], self._nodes, list[_Array]()

@@ -28,7 +28,7 @@ class Pipeline:
     def __init__(self, executor: Executor, depth: int, watchers: Sequence[StepWatcher] = ()) -> None:
         self._executor = executor
         self._depth = depth
-        self._watchers = tuple(watchers)
+        self.watchers = tuple(watchers)
         self._steps: deque[tuple[SchedulerOutput, StepHandle]] = deque()
 
     @property
@@ -57,13 +57,13 @@ class Pipeline:
         It waits for the oldest step when the pipeline is full, or when the plan is empty.
         """
         if not plan.is_empty:
-            for watcher in self._watchers:
+            for watcher in self.watchers:
                 watcher.begin(plan)
             self._steps.append((plan, self._executor.execute(plan)))
         if self._steps and (plan.is_empty or len(self._steps) == self._depth):
             oldest, handle = self._steps.popleft()
             output = handle.result()
-            for watcher in self._watchers:
+            for watcher in self.watchers:
                 watcher.end(output)
             return oldest, output
         return None

@@ -205,6 +205,12 @@ class BlockNames:
         self.block_of_key.clear()
         self.content[:] = UNNAMED
 
+    def blank_rest(self) -> None:
+        """Empty what blocks without a name had, and let no block be found until it is renamed."""
+        unnamed = self.content == UNNAMED
+        self._tokens[unnamed] = self._parent[unnamed] = self._key[unnamed] = 0
+        self.block_of_key.clear()
+
     def rename(self, block: int, parent: int, token_ids: Int32s) -> None:
         """Give a block, which cannot be found, another parent and other tokens, by which it is found from now on."""
         key = block_key(parent, int(hash_blocks(token_ids[None])[0]))
@@ -260,7 +266,7 @@ def rename_blocks(
             found[int(content)] = int(parent), token_ids
         for block in np.flatnonzero(names.content != UNNAMED).tolist():
             holders.setdefault(int(names.content[block]), []).append((names, block))
-        names.block_of_key.clear()
+        names.blank_rest()
     for content in sorted(found):
         parent, token_ids = found[content]
         parent = root(parent) if parent < 0 else parent

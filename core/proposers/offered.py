@@ -32,6 +32,10 @@ class OfferedDrafts(Columns):
         self._length[rows] = self._table.num_tokens[rows]
         self._count[rows] = np.minimum(counts, width)
 
+    def blank(self) -> None:
+        """Replace all drafts by token 0, for a capture without content: which ones were right is recorded."""
+        self._tokens[:] = 0
+
     def end(self, rows: Rows) -> None:
         """Do nothing: the drafts end with the request's tenancy."""
 

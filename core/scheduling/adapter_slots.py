@@ -1,5 +1,7 @@
 """AdapterSlots: the limit of max_loras different adapters in a batch."""
 
+from collections.abc import Callable
+
 from core.batch.request import Request
 from core.batch.table import RequestStart
 from core.scheduling.decisions import Examined, Verdict
@@ -15,6 +17,10 @@ class AdapterSlots:
     def __init__(self, max_loras: int) -> None:
         self._max_loras = max_loras
         self._num_running: dict[str, int] = {}  # by digest: requests with a row, or that start in this step
+
+    def rename(self, word: Callable[[str], str]) -> None:
+        """Give the adapters other digests."""
+        self._num_running = {word(digest): count for digest, count in self._num_running.items()}
 
     def lacks(self, start: RequestStart, draft: Draft) -> Examined | None:
         """Return NO_ADAPTER for a request whose adapter has no slot, while none is free."""

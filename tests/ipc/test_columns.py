@@ -85,3 +85,18 @@ def test_the_batch_table_checks_its_columns() -> None:
     table.num_tokens = table.num_tokens + 0
     with pytest.raises(AssertionError, match="column num_tokens of BatchTable was rebound"):
         table.check_integrity(np.zeros(0, np.int64))
+
+
+def test_the_gap_behind_the_rows_has_nothing_of_what_the_memory_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint has it, too."""
+    monkeypatch.setattr(np, "empty", lambda shape, dtype: np.full(shape, 77, dtype))
+
+    class Table(Columns):
+        number: Ints = column(-1)
+        other: Ints = column(5)
+
+    table = Table(3)
+    whole = table.number
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    assert sorted(set(whole.ravel().tolist())) == [-1, 0, 5]

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from core.adapters.store import Adapters
 from core.capture.engine import CapturedEngine, start_capture
 from core.capture.file import CaptureFile
 from core.capture.records import TAGS, Input, Step, encode_record
@@ -22,6 +23,7 @@ from core.inputs import EngineInput
 from ipc.config import EngineConfig
 from ipc.errors import CaptureFileError, ConfigError
 from ipc.log_frames import Frame
+from ipc.lora_messages import AdapterId
 from ipc.messages import Abort, AddRequest, Outputs
 from ipc.pooling_messages import AddPooling
 from ipc.pooling_params import PoolingParams
@@ -283,6 +285,25 @@ def test_pooling_and_beam_searches_are_foretold(tmp_path: Path, change: dict[str
     assert told.num_steps == len(real.durations)
     for moments, one in zip(told.moments, real.requests, strict=True):
         assert moments.ended - moments.arrived == pytest.approx(one.ended_ns - one.received_ns, rel=0.03)
+
+
+def test_requests_wait_for_their_adapters_slots_without_the_adapters_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = msgspec.structs.replace(CONFIG, enable_lora=True, max_loras=1)
+    arrivals = [
+        one._replace(message=msgspec.structs.replace(one.message, adapter=AdapterId("abc"[number % 3] * 32)))
+        for number, one in enumerate(workload())
+    ]
+    with monkeypatch.context() as patched:
+        patched.setattr(Adapters, "find", lambda adapters, digest: None)
+        record(tmp_path / "base.cap", config, arrivals)
+        record(tmp_path / "more.cap", changed(config, {"max_num_seqs": 3}), arrivals)
+    report = what_if("", simulator(tmp_path / "base.cap"), parse_changes(["max_num_seqs=3"]))
+    really = recorded_figures(read_recording(CaptureFile(tmp_path / "more.cap")))
+    for figures, expected in ((report.simulated, report.recorded), (report.changes[0].figures, really)):
+        for name in ("num_tokens", "num_steps", "num_cached_tokens", "num_preemptions"):
+            assert getattr(figures, name) == getattr(expected, name), name
 
 
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

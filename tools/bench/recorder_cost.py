@@ -21,7 +21,9 @@ from ipc.version import NAME, VERSION
 from tools.bench.runs import request_params
 
 BATCHES = (1, 32, 256)
-_NUM_PAIRS = 3000  # of steps, one after the other on two equal engines
+_NUM_RUNS = 300  # with a recorder, and as many without
+_SETTLE_S = 2.0  # in which the recorder's thread has its memory's pages made
+_STEPS_OF_RUN = 9  # twice as many are no multiple of a block's tokens: both see all steps of one
 #: Rows and waiting requests of the engines whose checkpoints are measured.
 SIZES = ((1, 0), (32, 0), (32, 1000), (200, 1000), (256, 1000))
 _NUM_CHECKPOINTS = 30
@@ -30,7 +32,13 @@ _PROMPT_TOKENS = 500
 
 def measure_recorder(config: EngineConfig, *, rep: int) -> list[dict[str, Any]]:
     """Return a record for each batch size: medians of steps with and without a recorder, and the differences."""
-    names = {"engine": NAME, "version": VERSION, "workload": "flight recorder", "rep": rep, "pairs": _NUM_PAIRS}
+    names = {
+        "engine": NAME,
+        "version": VERSION,
+        "workload": "flight recorder",
+        "rep": rep,
+        "steps": _NUM_RUNS * _STEPS_OF_RUN,
+    }
     return [{**names, **_measure_steps(config, batch)} for batch in BATCHES]
 
 
@@ -41,22 +49,24 @@ def measure_checkpoint(config: EngineConfig, *, rep: int) -> list[dict[str, Any]
 
 
 def _measure_steps(config: EngineConfig, batch: int) -> dict[str, Any]:
+    """Measure runs of steps of one engine, turn about with the recorder and past it: two engines differ by more."""
     config = _resolved(config, batch)
-    plain = EngineCore(config, _executor(config))
     executor = _executor(config)
     ring = FlightFile(1 << 24)
     recorder = FlightRecorder(ring.fd, make_header(config, executor.info, VERSION, 0), 3600)
-    recorder.populate()  # as its thread does after a second
     recorded = CapturedEngine(config, executor, recorder)
+    plain, pipeline = recorded.engine, recorded.engine.pipeline
+    recorded.step([(1, _request(number, 16)) for number in range(batch)], time.monotonic_ns())
+    time.sleep(_SETTLE_S)
+    watchers, seconds = pipeline.watchers, (list[float](), list[float]())
     engines: tuple[EngineCore | CapturedEngine, ...] = (plain, recorded)
-    for engine in engines:
-        engine.step([(1, _request(number, 16)) for number in range(batch)], 0)
-    seconds: list[list[float]] = [[], []]
-    for _ in range(_NUM_PAIRS):
-        for which, engine in enumerate(engines):
-            begin = time.perf_counter()
-            engine.step([], time.monotonic_ns())
-            seconds[which].append(time.perf_counter() - begin)
+    for _ in range(_NUM_RUNS):
+        for engine, its_watchers, its_seconds in zip(engines, ((), watchers), seconds, strict=True):
+            pipeline.watchers = its_watchers
+            for _ in range(_STEPS_OF_RUN):
+                begin = time.perf_counter()
+                engine.step([], time.monotonic_ns())
+                its_seconds.append(time.perf_counter() - begin)
     recorder.close()
     without, with_it = (statistics.median(one) * 1e6 for one in seconds)
     return {

@@ -88,10 +88,15 @@ def capture(
     seed: int,
     num_steps: int,
     make: Callable[[int, random.Random], AddRequest | AddPooling] = make_any,
+    prepare: Callable[[Any], None] = lambda _: None,
 ) -> None:
-    """Write a capture of a run with all kinds of requests and of messages beside them. make: a number's request."""
+    """Write a capture of a run with all kinds of requests and of messages beside them.
+
+    make: a number's request. prepare: gets the executor before it is used.
+    """
     rng = random.Random(seed)
     executor = load_executor(config)
+    prepare(executor)
     executor.initialize_cache(config)
     writer = start_capture(str(path), config, executor.info, "test", 0)
     engine = CapturedEngine(config, executor, writer)

@@ -1,8 +1,10 @@
 """Redaction: every decision stays, and an attacker who knows the method and all but the key finds no content."""
 
 import random
+import zlib
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -10,17 +12,23 @@ import pytest
 
 from core.capture import writer as capture_writer
 from core.capture.file import CaptureFile
-from core.capture.records import decode_config
+from core.capture.records import Checkpoint, Header, Record, decode_config, decode_record, encode_config
 from core.capture.redaction import redact
+from core.capture.restore import restore
+from core.capture.snapshot import Snapshot
 from core.capture.token_names import TokenNames
+from core.proposers.offered import OfferedDrafts
 from ipc.errors import CaptureFileError, ConfigError
 from ipc.feature_messages import FeatureUse
+from ipc.lora_messages import AdapterId
 from ipc.messages import AddRequest
 from ipc.pooling_messages import AddPooling
 from ipc.sampling_params import SamplingParams
 from ipc.speculation import SpeculativeConfig
-from tests.captures import CONFIG
+from tests.captures import CONFIG, change, frames_of, make_request
 from tests.core.capture.test_checkpoints import VARIANTS, capture, make_any, replay_from_each
+from tests.core.test_structured_outputs import KINDS
+from tests.grammar_vocabulary import EOS, VOCAB_SIZE, tokenizer_files
 from tools.replay.__main__ import main
 from tools.replay.differences import unpack
 
@@ -95,10 +103,98 @@ def test_a_file_that_begins_inside_is_redacted_with_its_checkpoint(tmp_path: Pat
     assert sum(cached for *_, cached in added) > 0
 
 
+def contents(path: Path) -> bytes:
+    """All that the records of a file have, its checkpoints' states unpacked."""
+    parts = []
+    for frame in frames_of(path):
+        record = decode_record(frame.tag, frame.payload)
+        parts.append(zlib.decompress(record.state) if isinstance(record, Checkpoint) else frame.payload)
+    return b"|".join(parts)
+
+
 def check_canaries(path: Path) -> None:
-    data = path.read_bytes()
-    for canary in CANARIES:
-        assert canary.encode() not in data
+    data = contents(path)
+    assert [canary for canary in CANARIES if canary.encode() in data] == []
+
+
+@pytest.mark.usefixtures("slow_close")
+def test_a_checkpoint_has_nothing_of_requests_that_have_ended(tmp_path: Path) -> None:
+    """A checkpoint inside of what went on for a while: queues name dead requests, rows and blocks have old tokens."""
+    config = msgspec.structs.replace(
+        CONFIG,
+        async_scheduling=True,
+        fake_vocab_size=30_000,
+        num_blocks_override=60,
+        max_num_seqs=4,
+        capture_rotate_bytes=10_000,
+        enable_lora=True,
+        client_weights={"tenant-canary": 2.0},
+    )
+    adapter = AdapterId("ca" * 16)
+
+    def make(number: int, rng: random.Random) -> AddRequest | AddPooling:
+        own = np.array([rng.randrange(3000, 29_000) for _ in range(rng.randrange(1, 60))], "<i4").tobytes()
+        message = msgspec.structs.replace(make_secret(number, rng), prompt_token_ids=own)
+        return msgspec.structs.replace(message, adapter=adapter) if number % 3 == 0 else message
+
+    capture(tmp_path / "a.cap", config, seed=4, num_steps=110, make=make, prepare=_without_adapters)
+    files, pairs, out = sorted(tmp_path.iterdir()), set[bytes](), tmp_path / "red.cap"
+    for path in files:
+        change(path, 0, lambda header: _with_modules(header, {"lora-canary": "/path-canary"}))
+        for one in tokens_of(path):
+            pairs |= {np.array(one[i : i + 2], "<i4").tobytes() for i in range(len(one) - 1) if min(one[i:]) > 2000}
+    assert len(pairs) > 1500
+    assert sum(CaptureFile(path).begins_inside for path in files) > 2
+    for path in files:
+        redact(CaptureFile(path), str(out))
+        assert decisions(out) == decisions(path)
+        replay_from_each(out)
+        data = contents(out)
+        names = (*CANARIES, adapter.digest, "lora-canary", "path-canary")
+        assert [canary for canary in names if canary.encode() in data] == []
+        assert sum(pair in data for pair in pairs) <= 1, "by chance"
+        out.unlink()
+
+
+def _without_adapters(executor: Any) -> None:
+    """Let a fake executor take any adapter."""
+    executor.adapters.find = lambda digest: None
+
+
+def _with_modules(record: Record, modules: dict[str, str]) -> Record:
+    """A header's engine has loaded these adapters at its start, for which it would have needed their files."""
+    assert isinstance(record, Header)
+    config = msgspec.structs.replace(decode_config(record), lora_modules=modules)
+    return msgspec.structs.replace(record, config=encode_config(config))
+
+
+@pytest.mark.usefixtures("slow_close")
+def test_what_grammars_force_is_not_written(tmp_path: Path) -> None:
+    """Forced tokens come as drafts of the executor, in results, in states and in plans in flight."""
+    options = {"fake_vocab_size": VOCAB_SIZE, "fake_eos_token_id": EOS, "capture_rotate_bytes": 6000}
+    config = msgspec.structs.replace(CONFIG, **options)
+
+    def make(number: int, rng: random.Random) -> AddRequest:
+        params = SamplingParams(structured_outputs=KINDS[number % len(KINDS)], max_tokens=60)
+        return AddRequest(number, make_request(number, rng).prompt_token_ids[:16], params, number)
+
+    def use_tokenizer(executor: Any) -> None:
+        executor.grammars.use_files(tokenizer_files())
+
+    capture(tmp_path / "a.cap", config, seed=4, num_steps=120, make=make, prepare=use_tokenizer)
+    drafts, after, out = 0, [], tmp_path / "red.cap"
+    for path in sorted(tmp_path.iterdir()):
+        drafts += sum(len(turn.step.draft_tokens) for turn in CaptureFile(path).turns())
+        redact(CaptureFile(path), str(out))
+        assert decisions(out) == decisions(path)
+        after += [turn.step.draft_tokens.strip(b"\0") for turn in CaptureFile(out).turns()]
+        for place in CaptureFile(out).checkpoints:
+            for one in Snapshot(restore(CaptureFile(out).checkpoint(place).state)).objects():
+                assert not isinstance(one, OfferedDrafts) or not one.__dict__["_tokens"].any()
+        replay_from_each(out)
+        out.unlink()
+    assert drafts > 100
+    assert not any(after)
 
 
 @pytest.mark.usefixtures("slow_close")

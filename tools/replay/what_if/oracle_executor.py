@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import TypeAlias
 
+import msgspec
 import numpy as np
 
 from core.batch.table import BatchTable
@@ -46,7 +47,9 @@ class OracleExecutor(FakeExecutor):
         tokens: Mapping[ChoiceKey, Sequence[int]],
         candidates: Candidates | None = None,
     ) -> None:
-        super().__init__(config)
+        super().__init__(
+            msgspec.structs.replace(config, enable_lora=False, lora_modules={})
+        )  # no token depends on them
         self._recorded_candidates = candidates or {}
         self.info = info
         self.num_made_up = 0
@@ -63,6 +66,9 @@ class OracleExecutor(FakeExecutor):
             ends = {*self.info.eos_token_ids, *(new.params.stop_token_ids or ())}
             self._filler[new.row] = next(token for token in range(len(ends) + 1) if token not in ends)
         return super().execute(plan)
+
+    def _adapt(self, plan: SchedulerOutput) -> None:
+        """Do nothing: the recorded tokens are those that adapters have given."""
 
     def _candidates_of(self, row: int) -> tuple[Int32s, Floats] | None:
         """Return the recorded candidates of a beam with these tokens; a beam that was not there gets made-up ones."""
