@@ -128,7 +128,12 @@ class Grammars:
     @property
     def num_words(self) -> int:
         """Words of 32 bits in a mask; bit i of word w is token 32 * w + i."""
-        return -(-self._tokenizer().vocab_size // 32)
+        return -(-self.num_tokens // 32)
+
+    @property
+    def num_tokens(self) -> int:
+        """Ids of the vocabulary. A model may have more, which no grammar allows."""
+        return self._tokenizer().vocab_size
 
     def _compiled(self, params: StructuredOutputsParams) -> _Compiled:
         with self._compiling:

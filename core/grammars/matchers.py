@@ -162,7 +162,8 @@ class RowMatchers:
         if matcher is None or matcher.is_error():
             return
         for token, mask in zip(draft, masks, strict=True):
-            if not matcher.try_consume_tokens([token]):
+            # An id that the vocabulary does not have would put the matcher in error.
+            if token >= self._grammars.num_tokens or not matcher.try_consume_tokens([token]):
                 break
             num_taken += 1
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)

@@ -160,11 +160,19 @@ def _check_content_type(request: Request) -> None:
 
 
 def _check_encoding(request: Request) -> None:
-    """Take a body as it stands: one that is compressed says nothing of the memory that it takes."""
-    for name, plain in ((b"content-encoding", b"identity"), (b"transfer-encoding", b"chunked")):
-        given = request.headers.get(name, plain).strip().lower()
-        if given not in (plain, b""):
-            raise HttpError(415, f"bodies are not decompressed here: send it without {given.decode('latin-1')!r:.40}")
+    """Take a body as it stands: one that is compressed says nothing of the memory that it takes.
+
+    A transfer encoding whose last part is not "chunked" gives the body no end: the parser of the head refuses that.
+    """
+    given = request.headers.get(b"content-encoding", b"identity").strip().lower()
+    encodings = request.headers.get(b"transfer-encoding", b"").lower()
+    *others, last = encodings.split(b",")
+    if given not in (b"identity", b""):
+        raise HttpError(415, f"bodies are not decompressed here: send it without {given.decode('latin-1')!r:.40}")
+    if others and last.strip() == b"chunked":
+        raise HttpError(
+            415, f"bodies are not decompressed here: send it chunked; got {encodings.decode('latin-1')!r:.40}"
+        )
 
 
 async def _answer_preflight(service: Service, request: Request) -> Response:

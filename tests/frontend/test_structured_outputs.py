@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from frontend.llm import LLM
-from ipc.errors import InvalidRequestError, RequestFailedError, UnsupportedParameterError
+from ipc.errors import InvalidRequestError, UnsupportedParameterError
 from ipc.files.model_files import resolve_model
 from ipc.sampling_params import SamplingParams
 from ipc.structured_outputs import StructuredOutputsParams
@@ -90,7 +90,7 @@ def test_the_demo_model() -> None:
     with LLM(max_model_len=256, max_num_seqs=4) as llm:
         first = llm.generate(prompts, params, use_tqdm=False)
         second = [llm.generate(prompt, one, use_tqdm=False)[0] for prompt, one in zip(prompts, params, strict=True)]
-        with pytest.raises(RequestFailedError, match="allow no token here that the request's other parameters"):
+        with pytest.raises(InvalidRequestError, match="allow no token here that the request's other parameters"):
             llm.generate("x", msgspec.structs.replace(params[1], min_tokens=5), use_tqdm=False)
     texts = [output.outputs[0].text for output in first]
     jsonschema.validate(json.loads(texts[0]), SCHEMA)
