@@ -82,7 +82,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         Dtype,
         Option(
             "model",
-            "type of weights and arithmetic; auto = bfloat16 where the CPU (or GPU) has it or memory is short,"
+            "type of weights and arithmetic; auto = bfloat16 with AVX2, on a GPU that has it, or where memory is short,"
             " else float32",
             spellings={"float": "float32"},
             refused=dict.fromkeys(("float16", "half"), "bfloat16 takes as much memory, and is what is computed here"),

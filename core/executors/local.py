@@ -145,9 +145,9 @@ def create(config: EngineConfig) -> LocalExecutor:
 def usual_dtype(path: Path) -> Dtype:
     """Return the dtype that suits this machine for the model of a folder or .gguf file.
 
-    It is bfloat16 if the CPU multiplies that, or if the model is one of ours and takes too much memory in float32.
+    It is bfloat16 where that is fast, or if the model is one of ours and takes too much memory in float32.
     """
-    if _multiplies_bfloat16():
+    if _is_fast_in_bfloat16():
         return BFLOAT16
     try:
         model = read_model_config(path)
@@ -156,9 +156,14 @@ def usual_dtype(path: Path) -> Dtype:
     return FLOAT32 if fits(model, FLOAT32) else BFLOAT16
 
 
-def _multiplies_bfloat16() -> bool:
+def _is_fast_in_bfloat16() -> bool:
+    """Return whether the CPU multiplies bfloat16, or reads it faster than it reads float32: by AVX2.
+
+    With one request, products wait for memory, and half the bytes are half the time; with many rows both take about
+    as long (docs/performance.md).
+    """
     try:
         flags = Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
-    return bool(set(flags.split()) & {"avx512_bf16", "amx_bf16", "bf16"})  # bf16 is aarch64's name
+    return bool(set(flags.split()) & {"avx2", "avx512_bf16", "amx_bf16", "bf16"})  # bf16 is aarch64's name

@@ -47,9 +47,14 @@ def test_what_would_fill_the_memory_stays_as_stored(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize(
     ("flags", "bytes_per_weight", "dtype"),
-    [("avx2 fma", 16, FLOAT32), ("avx2 fma", 15, BFLOAT16), ("avx512f avx512_bf16", 16, BFLOAT16)],
+    [
+        ("sse4_2", 16, FLOAT32),
+        ("sse4_2", 15, BFLOAT16),
+        ("avx2 fma", 16, BFLOAT16),
+        ("avx512f avx512_bf16", 16, BFLOAT16),
+    ],
 )
-def test_a_model_that_float32_would_make_too_large_runs_in_bfloat16(
+def test_the_dtype_is_bfloat16_where_that_is_fast_or_float32_too_large(
     flags: str, bytes_per_weight: int, dtype: Dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_tiny_model(tmp_path)
