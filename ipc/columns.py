@@ -36,6 +36,7 @@ class Columns:
         self._blocks: dict[np.dtype[Any], NDArray[Any]] = {}
         self._names: dict[np.dtype[Any], list[str]] = {}
         self._empty: dict[np.dtype[Any], NDArray[Any]] = {}  # [columns, 1]
+        self._bound: dict[str, NDArray[Any]] = {}
         for dtype, declared in _declared(type(self)).items():
             self._names[dtype] = list(declared)
             self._empty[dtype] = np.array([[each.empty] for each in declared.values()], dtype)
@@ -58,6 +59,7 @@ class Columns:
             self._blocks[dtype] = wide
             for name, values in zip(self._names[dtype], self._blocks[dtype], strict=True):
                 setattr(self, name, values)
+                self._bound[name] = values
 
     def clear_columns(self, rows: Rows | list[int] | slice) -> None:
         """Set these rows to the empty value in every column."""
@@ -75,12 +77,10 @@ class Columns:
         block[:, rows] = np.frombuffer(packed, np.int64).reshape(len(rows), len(block)).T
 
     def check_columns(self) -> None:
-        """Check that every column is a part of its block. AssertionError names a column that was rebound."""
-        for dtype, block in self._blocks.items():
-            for name, values in zip(self._names[dtype], block, strict=True):
-                bound = getattr(self, name)
-                is_ours = np.shares_memory(bound, values) and bound.dtype == dtype and bound.shape == values.shape
-                assert is_ours, f"column {name} of {type(self).__name__} was rebound: {bound!r:.80}"
+        """Check that every column is the array that it was made. AssertionError names a column that was rebound."""
+        for name, values in self._bound.items():
+            bound = getattr(self, name)
+            assert bound is values, f"column {name} of {type(self).__name__} was rebound: {bound!r:.80}"
 
 
 def _declared(table: type[Columns]) -> dict[np.dtype[Any], dict[str, _Column]]:

@@ -187,6 +187,8 @@ class HostCache:
         """Raise AssertionError with the numbers when slots are lost or doubled, or a name is wrong."""
         self.names.check_integrity()
         self._ring.check_integrity()
+        if not self.num_slots:
+            return  # what follows is of slots
         slots = np.arange(self.num_slots)
         states = np.zeros((self.num_slots, 3), np.bool_)
         states[self._blank[: self._num_blank], 0] = True

@@ -190,30 +190,27 @@ class BlockPool:
 
     def check_integrity(self, tables: Sequence[BlockIds]) -> None:
         """Recount all states from scratch against the block tables of all rows. AssertionError with the numbers."""
-        expected = np.zeros(self.num_blocks, np.int32)
-        expected[NULL_BLOCK] = 1
-        for table in tables:
-            np.add.at(expected, table, 1)
+        expected = np.bincount(np.concatenate([[NULL_BLOCK], *tables]), minlength=self.num_blocks)
         wrong = np.flatnonzero(expected != self.ref_count)
         assert not len(wrong), (
             f"blocks {wrong[:8]}: {expected[wrong[:8]]} owners, ref_count {self.ref_count[wrong[:8]]}"
         )
         states = np.zeros((self.num_blocks, 4), np.bool_)
         states[:, 0] = self.ref_count > 0
-        blank = self._blank[: self._num_blank]
-        assert len(np.unique(blank)) == self._num_blank, "a block is blank twice"
-        states[blank, 1] = True
+        states[self._blank[: self._num_blank], 1] = True
+        assert np.count_nonzero(states[:, 1]) == self._num_blank, "a block is blank twice"
         for ring in self._rings:
             ring.check_integrity()
             here = ring.holds(np.arange(self.num_blocks))
             assert not (states[:, 2] & here).any(), "a block is in two rings"
             states[:, 2] |= here
         states[:, 3] = self._fence_of != _NO_FENCE
-        odd = np.flatnonzero(states.sum(1) != 1)
+        odd = np.flatnonzero(np.add.reduce(states, 1, np.int8) != 1)
         assert not len(odd), f"blocks {odd[:8]} are (held, blank, cached, fenced) = {states[odd[:8]].tolist()}"
-        num_free = states[:, 1:3].sum()
+        num_free = np.count_nonzero(states[:, 1:3])
         assert self.num_free == num_free, f"{self.num_free} free, {num_free} blank or in the rings"
-        assert self.num_fenced == states[:, 3].sum(), f"{self.num_fenced} fenced, {states[:, 3].sum()} found"
+        num_fenced = np.count_nonzero(states[:, 3])
+        assert self.num_fenced == num_fenced, f"{self.num_fenced} fenced, {num_fenced} found"
         self._check_names(states)
 
     def _check_names(self, states: Bools) -> None:

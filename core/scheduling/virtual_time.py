@@ -11,6 +11,9 @@ from ipc.arrays import Ints
 #: Virtual time of one token at weight 1. Integers: sums are exact, and the same in every process.
 TOKEN = 1 << 16
 
+# From so many rows on sorting them costs less. 8 rows: 0.8 us, sorted 8.5; 256: 9, sorted 11; 4,096: 130, sorted 49.
+_MANY_ROWS = 512
+
 
 class VirtualTime:
     """The virtual times of all clients as columns, which a client's slot indexes.
@@ -93,7 +96,9 @@ class VirtualTime:
         return self._times[self._slots_of(clients)]
 
     def _slots_of(self, clients: Ints) -> Ints:
-        """Return the slots of these clients. Python runs once for each client that occurs, not for each row."""
+        """Return the slots of these clients: each row looks its own up, and among many rows each client that occurs."""
+        if len(clients) < _MANY_ROWS:
+            return np.fromiter(map(self._slots.__getitem__, clients.tolist()), np.int64, len(clients))
         different, index = np.unique(clients, return_inverse=True)
         return np.array([self._slots[client] for client in different.tolist()], np.int64)[index]
 

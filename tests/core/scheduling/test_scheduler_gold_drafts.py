@@ -1,12 +1,9 @@
 """The scheduler with drafts against the gold model with drafts: equal decisions after every step."""
 
-import os
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import initialize
 
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from core.proposers.proposer import Proposals
@@ -16,9 +13,9 @@ from ipc.config import EngineConfig
 from tests.core.driving import ByHand
 from tests.core.hostile_drafts import speculative
 from tests.core.scheduling.gold_drafts import GoldWithDrafts
-from tests.core.scheduling.test_scheduler_gold import ALL, GoldMachine, config_of, run, sampled
+from tests.core.scheduling.gold_machine import ALL, GoldMachine, Options, new_seeds, run, sampled
 
-OPTIONS = ALL | {"num_drafts": st.sampled_from([1, 2, 4, 9]), "budget": st.sampled_from([40, 40, 12, 9, 5])}
+OPTIONS: Options = {**ALL, "num_drafts": [1, 2, 4, 9], "budget": [40, 40, 12, 9, 5]}
 
 
 def guesses(number: int, position: int) -> tuple[list[int], int]:
@@ -99,27 +96,27 @@ class Verifying(ByHand):
 
 class DraftsMachine(GoldMachine):
     gold_class = GoldWithDrafts
+    options = OPTIONS
     num_right = 0
 
-    @initialize(options=st.fixed_dictionaries(OPTIONS))
-    def start(self, options: dict[str, Any]) -> None:
+    def begin(self, options: dict[str, Any]) -> None:
         num_drafts = options.pop("num_drafts")
-        config = config_of(options | {"speculative_config": speculative(num_drafts)})
-        self.begin(config)
-        self.hand = Verifying(config)
-        self.scheduler = self.hand.scheduler
+        super().begin(options | {"speculative_config": speculative(num_drafts)})
         assert isinstance(self.gold, GoldWithDrafts)
         self.gold.guesses = guesses  # type: ignore[method-assign, assignment]
 
-    def teardown(self) -> None:
-        super().teardown()
-        if hasattr(self, "hand"):
-            DraftsMachine.num_right += self.hand.num_right  # type: ignore[attr-defined]
+    def hand_of(self, config: EngineConfig) -> ByHand:
+        return Verifying(config)
+
+    def end(self) -> None:
+        super().end()
+        assert isinstance(self.hand, Verifying)
+        DraftsMachine.num_right += self.hand.num_right
 
 
 @pytest.mark.timeout(400)
 def test_decisions_with_drafts_equal_the_gold_models() -> None:
-    run(DraftsMachine, 60, True)
+    run(DraftsMachine, range(60))
     assert DraftsMachine.num_right > 100
 
 
@@ -127,4 +124,4 @@ def test_decisions_with_drafts_equal_the_gold_models() -> None:
 @pytest.mark.timeout(0)
 def test_soak_decisions_with_drafts_equal_the_gold_models() -> None:
     """SCHEDULER_EXAMPLES=n runs that many; 20,000 otherwise."""
-    run(DraftsMachine, int(os.environ.get("SCHEDULER_EXAMPLES", "20000")), False)
+    run(DraftsMachine, new_seeds(1, 20_000))

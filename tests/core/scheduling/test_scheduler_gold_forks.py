@@ -1,27 +1,22 @@
 """The scheduler with several choices of a message against the gold model with forks: equal decisions each step."""
 
-import os
 import random
-from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import initialize
 
 from ipc.messages import AddRequest
 from tests.core.scheduling.gold_entry import Entry
 from tests.core.scheduling.gold_forks import GoldWithForks
-from tests.core.scheduling.test_scheduler_gold import ALL, GoldMachine, config_of, run
+from tests.core.scheduling.gold_machine import ALL, GoldMachine, Options, new_seeds, run
+
+OPTIONS: Options = {**ALL, "prefix_caching": [True, False]}
 
 
 class ForksMachine(GoldMachine):
     gold_class = GoldWithForks
+    options = OPTIONS
     num_forked = 0
-
-    @initialize(options=st.fixed_dictionaries(ALL | {"prefix_caching": st.booleans()}))
-    def start(self, options: dict[str, Any]) -> None:
-        self.begin(config_of(options))
 
     def with_choices(self, rng: random.Random, message: AddRequest) -> AddRequest:
         params = msgspec.structs.replace(message.params, n=rng.choice([1, 2, 2, 3, 5]), temperature=1.0)
@@ -38,7 +33,7 @@ class ForksMachine(GoldMachine):
 
 @pytest.mark.timeout(400)
 def test_decisions_with_forks_equal_the_gold_models() -> None:
-    run(ForksMachine, 40, True)
+    run(ForksMachine, range(40))
     assert ForksMachine.num_forked > 100
 
 
@@ -46,4 +41,4 @@ def test_decisions_with_forks_equal_the_gold_models() -> None:
 @pytest.mark.timeout(0)
 def test_soak_decisions_with_forks_equal_the_gold_models() -> None:
     """SCHEDULER_EXAMPLES=n runs that many; 20,000 otherwise."""
-    run(ForksMachine, int(os.environ.get("SCHEDULER_EXAMPLES", "20000")), False)
+    run(ForksMachine, new_seeds(1, 20_000))

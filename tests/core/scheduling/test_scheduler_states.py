@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
@@ -187,14 +187,25 @@ class EngineMachine(RuleBasedStateMachine):
             assert (has_failed is not None and has_failed.code == ErrorCode.NUMERIC) == any(is_poisoned)
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(1_000, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])])
-def test_engine_survives_random_clients(examples: int) -> None:
+def run(machine: type[EngineMachine], examples: int) -> None:
+    """Play so many examples: always the same ones, and in a soak new ones."""
     run_state_machine_as_test(
-        EngineMachine,
+        machine,
         settings=settings(
-            max_examples=examples, stateful_step_count=20, derandomize=True, deadline=None, database=None
+            phases=[Phase.generate],  # shrinking takes minutes, in which nothing is printed
+            report_multiple_bugs=False,
+            max_examples=examples,
+            stateful_step_count=20,
+            derandomize=examples < 1_000,
+            deadline=None,
+            database=None,
         ),
     )
+
+
+@pytest.mark.parametrize("examples", [20, pytest.param(1_000, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])])
+def test_engine_survives_random_clients(examples: int) -> None:
+    run(EngineMachine, examples)
 
 
 def test_rows_that_wait_for_a_step_of_prompts_are_skipped() -> None:

@@ -4,14 +4,13 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, run_state_machine_as_test
+from hypothesis.stateful import initialize
 
 from core.kv.page_room import page_room
 from ipc.config import EngineConfig
 from tests.core.driving import small_config
-from tests.core.scheduling.test_scheduler_states import EngineMachine
+from tests.core.scheduling.test_scheduler_states import EngineMachine, run
 
 configs = st.fixed_dictionaries(
     {
@@ -47,9 +46,4 @@ class PageMachine(EngineMachine):
 
 @pytest.mark.parametrize("examples", [10, pytest.param(1_000, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])])
 def test_engine_survives_random_clients(examples: int) -> None:
-    run_state_machine_as_test(
-        PageMachine,
-        settings=settings(
-            max_examples=examples, stateful_step_count=20, derandomize=True, deadline=None, database=None
-        ),
-    )
+    run(PageMachine, examples)
