@@ -8,7 +8,7 @@ import msgspec
 from core.batch.request import requests_from_message
 from core.execution.executor import Executor, ExecutorEndedError
 from core.execution.pipeline import Pipeline, StepWatcher
-from core.execution.state_slots import num_state_slots
+from core.execution.state_slots import num_draft_states, num_state_slots
 from core.inputs import (
     BlocksArrived,
     BlocksFound,
@@ -76,10 +76,15 @@ class EngineCore:
         self.pipeline = Pipeline(executor, depth=most_in_flight(config), watchers=watchers)
 
     def _keep_states(self, config: EngineConfig, state_bytes: int) -> None:
-        """Let the requests of a model with recurrent layers begin with kept states instead of others' rows."""
+        """Let the requests of a model with recurrent layers begin with kept states instead of others' rows.
+
+        Copies of rows have their states, and a step has no more drafts than there are places for states before them.
+        """
         if not state_bytes:
             return
         batch, admission = self.scheduler.batch, self.scheduler.admission
+        batch.on_copy.append(batch.copy_state)
+        self.scheduler.speculation.most_in_step = num_draft_states(config, state_bytes)
         batch.forks.is_off, batch.forks.least_shared = True, config.max_model_len or 0
         num_slots = num_state_slots(config, state_bytes)
         assert num_slots or not config.enable_prefix_caching, "the config is not resolved"

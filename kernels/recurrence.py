@@ -84,6 +84,8 @@ class StateRows(NamedTuple):
     firsts: (
         "np.ndarray[tuple[int], np.dtype[np.int64]]"  # [R + 1] index of each request's first token; then their number
     )
+    #: [T] row of `states` to which the state behind the token is copied, -1 = none; None: none of them is
+    saves: "np.ndarray[tuple[int], np.dtype[np.int64]] | None" = None
 
 
 def recur(parts: RecurrenceParts, tokens: Floats, state: Floats) -> Floats:

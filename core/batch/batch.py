@@ -44,6 +44,7 @@ class Batch:
         self.host_cache = HostCache(self, config.num_host_blocks or 0, config.num_swap_blocks or 0)
         self.before_release: list[Callable[[Rows], None]] = []  # called with rows that are about to be released
         self.on_release: list[Callable[[Request], None]] = []  # called for each request that loses its row
+        self.on_copy: list[Callable[[int, int], None]] = []  # called with a row that becomes a copy, and its source
 
     def _make_pool(self, config: EngineConfig, num_blocks: int, num_rings: int) -> BlockPool:
         return BlockPool(num_blocks, config.block_size, num_rings)
@@ -245,6 +246,12 @@ class Batch:
         assert request is not None, f"row {row} has no request"
         if len(request.block_hashes) > num_kept:  # it has waited with other tokens behind its prompt
             request.block_hashes = request.block_hashes[:num_kept]
+        for listener in self.on_copy:
+            listener(row, source)
+
+    def copy_state(self, row: int, source: int) -> None:
+        """Copy the recurrent state of the row `source` to another row."""
+        self.carried.states.add(source, row)
 
     def release_to_wait(self, row: int) -> Request:
         """Free the row of a request that resumes later, and return the request with its tokens."""

@@ -51,6 +51,10 @@ class Forks:
         copied = NULL_BLOCK if is_whole else int(found[num_shared])
         return Fork(blocks, copied, num_tokens, num_tokens - num_cached)
 
+    def num_sure(self, num_prompt_tokens: int) -> int:
+        """Return how many blocks of a prompt its choices are sure to share."""
+        return 0 if self.is_off else (num_prompt_tokens - 1) // self._block_size
+
     def keep(self, request: Request) -> None:
         """Keep the prompt's blocks of a choice that ends, for those that start in the next plan; see drop()."""
         count = ceil_div(request.num_prompt_tokens, self._block_size)

@@ -1,9 +1,11 @@
-"""num_state_slots: how many recurrent states an engine keeps for later requests, beside those of its rows."""
+"""How many recurrent states an engine has beside those of its rows: for later requests, and before a step's drafts."""
 
 from ipc.config import EngineConfig
 
 #: Most states that are kept for each row.
 _EACH = 4
+#: Most drafts of a step; the state before each is kept until the step's tokens are known.
+_MOST_DRAFTS = 32
 
 
 def num_state_slots(config: EngineConfig, state_bytes: int) -> int:
@@ -14,4 +16,14 @@ def num_state_slots(config: EngineConfig, state_bytes: int) -> int:
     if not state_bytes or not config.enable_prefix_caching or config.kv_cache_memory_bytes is None:
         return 0
     left = config.kv_cache_memory_bytes // 2 // state_bytes - config.max_num_seqs
-    return max(0, min(left, _EACH * config.max_num_seqs))
+    return max(0, min(left - num_draft_states(config, state_bytes), _EACH * config.max_num_seqs))
+
+
+def num_draft_states(config: EngineConfig, state_bytes: int) -> int:
+    """Return how many drafts a step may have, each with a state: an eighth of those that half of the memory holds.
+
+    config: kv_cache_memory_bytes is resolved. 0 without speculation, or for models without states.
+    """
+    if not state_bytes or config.speculative_config is None or config.kv_cache_memory_bytes is None:
+        return 0
+    return min(config.kv_cache_memory_bytes // 2 // state_bytes // 8, _MOST_DRAFTS)

@@ -10,7 +10,7 @@ import numpy as np
 from core.execution.executor import Costs, FinishedStep, StepCosts, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.execution.shared_blocks import BlockMemory, SharedBlocks
-from core.execution.state_slots import num_state_slots
+from core.execution.state_slots import num_draft_states, num_state_slots
 from core.executors.adapters import model_adapters
 from core.executors.features import model_features
 from core.executors.load import load, load_drafting_model
@@ -27,6 +27,7 @@ from core.runner.drafter import Drafter
 from core.runner.head_drafter import HeadDrafter
 from core.runner.model_drafter import ModelDrafter
 from core.runner.model_runner import ModelRunner
+from core.runner.state_rows import RowStates
 from ipc.config import EngineConfig
 from ipc.errors import ModelFileError
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
@@ -86,14 +87,20 @@ class LocalExecutor:
         sizes, pooler = runner_sizes(config, self.info, self.grammars), self._loaded.source.pooler
         with caches_that_fit():
             drafter = self._make_drafter(config.max_model_len, sizes)
-            num_states = config.max_num_seqs + num_state_slots(config, self.info.state_bytes)
-            states = self._model.allocate_states(num_states) if isinstance(self._model, Llama) else None
-            others: dict[str, Any] = {"adapters": self.adapters, "features": self.features, "states": states}
+            others: dict[str, Any] = {"adapters": self.adapters, "features": self.features}
+            others["states"] = self._make_states(config)
             others["num_page_blocks"] = config.kv_page_blocks or 0
             self.runner = self._make_runner(self._model, **sizes, drafter=drafter, pooler=pooler, **others)
         vision = self._loaded.source.vision
         self._run = self.runner.execute if vision is None else vision.turns.in_turn(self.runner.execute)
         self._ahead = BlocksAhead(self.runner.cache)
+
+    def _make_states(self, config: EngineConfig) -> RowStates | None:
+        """Return the recurrent states of the rows, and those beside them. Errors: MemoryError."""
+        num_spare = num_draft_states(config, self.info.state_bytes)
+        count = config.max_num_seqs + num_state_slots(config, self.info.state_bytes) + num_spare
+        states = self._model.allocate_states(count) if isinstance(self._model, Llama) else None
+        return None if states is None else RowStates(states, num_spare)
 
     @property
     def shared_blocks(self) -> SharedBlocks | None:

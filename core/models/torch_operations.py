@@ -220,13 +220,18 @@ class TorchOperations:
 
         def renew(tokens: torch.Tensor, step: TorchStep, _: int) -> torch.Tensor:
             assert step.requests is not None, "a step of a model with recurrent states lacks them"
-            states, rows, firsts = step.requests
+            states, rows, firsts, saves = step.requests
             numbers, results = to_array(tokens.float()), []
             for row, first, end in zip(rows.tolist(), firsts[:-1].tolist(), firsts[1:].tolist(), strict=True):
                 state = states[row, own]
                 if step.positions[first] == 0:
                     state[:] = 0
-                results.append(recur(parts, numbers[first:end], state))
+                kept = np.zeros(0, np.int64) if saves is None else np.flatnonzero(saves[first:end] >= 0)
+                for stop in dict.fromkeys([*(first + kept + 1).tolist(), end]):
+                    results.append(recur(parts, numbers[first:stop], state))
+                    first = stop
+                    if saves is not None and saves[stop - 1] >= 0:
+                        states[saves[stop - 1], own] = state
             return to_tensor(np.concatenate(results)).to(tokens.dtype)
 
         return renew

@@ -1,13 +1,14 @@
 """What a model with recurrent layers asks of an engine's config.
 
-A row's recurrent state is that of the last token it has computed, and of no token before. So nothing can go back to an
-earlier token: what would is refused by name. A request begins with a part of another's tokens where the state behind
-them is kept (core/batch/kept_states.py).
+A row's recurrent state is that of the last token it has computed. A request begins with a part of another's tokens
+where the state behind them is kept (core/batch/kept_states.py), and a row goes back to the state before a wrong draft
+(core/runner/state_rows.py). What would need the states of other earlier tokens is refused by name.
 """
 
 import msgspec
 
 from core.execution.executor import ModelInfo
+from core.execution.state_slots import num_draft_states
 from ipc.block_stores import stores_of
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
@@ -25,7 +26,6 @@ def for_recurrent_layers(config: EngineConfig, info: ModelInfo, memory_bytes: in
     no room for one state.
     """
     wanted = {
-        "speculative_config": (config.speculative_config is not None, "drafts that are not accepted are taken back"),
         "preemption_mode": (
             config.preemption_mode != "recompute",
             "states of preempted requests are computed again, and not copied: use 'recompute'",
@@ -46,7 +46,15 @@ def for_recurrent_layers(config: EngineConfig, info: ModelInfo, memory_bytes: in
             f"the recurrent state of a request takes {info.state_bytes} bytes, more than half of "
             f"kv_cache_memory_bytes={memory_bytes}: set it to at least {2 * info.state_bytes}"
         )
+    num_drafts = num_draft_states(msgspec.structs.replace(config, kv_cache_memory_bytes=memory_bytes), info.state_bytes)
+    if config.speculative_config is not None and not num_drafts:
+        raise ConfigError(
+            f"speculative_config: a draft of {info.name} needs a recurrent state of {info.state_bytes} bytes, and a "
+            f"sixteenth of kv_cache_memory_bytes={memory_bytes} has no room for one: set it to at least "
+            f"{16 * info.state_bytes}, or leave speculative_config out"
+        )
     num_kept = fitting // 4 if config.enable_prefix_caching and config.enable_chunked_prefill else 0
+    most = fitting - num_kept - num_drafts
     return msgspec.structs.replace(
-        config, enable_prefix_caching=num_kept > 0, max_num_seqs=min(config.max_num_seqs, fitting - num_kept)
+        config, enable_prefix_caching=num_kept > 0, max_num_seqs=min(config.max_num_seqs, most)
     )

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import msgspec
 
 from core.execution.executor import Costs, ModelInfo, StepCosts
-from core.execution.state_slots import num_state_slots
+from core.execution.state_slots import num_draft_states, num_state_slots
 from core.execution.token_budget import token_budget
 from core.kv.page_room import BlockRoom, PageRoom, page_room
 from core.process.recurrent import for_recurrent_layers
@@ -55,7 +55,8 @@ def resolve(
         config = for_recurrent_layers(config, info, memory_bytes)
     _check_length(config, info)
     config = msgspec.structs.replace(config, kv_cache_memory_bytes=memory_bytes)
-    states = (config.max_num_seqs + num_state_slots(config, info.state_bytes)) * info.state_bytes
+    num_others = num_state_slots(config, info.state_bytes) + num_draft_states(config, info.state_bytes)
+    states = (config.max_num_seqs + num_others) * info.state_bytes
     available = config.num_blocks_override or blocks_in(memory_bytes - states, config.block_size)
     bytes_per_block = ceil_div(_PROBE_BYTES, max(1, blocks_in(_PROBE_BYTES, config.block_size)))
     room = _room(config, info)

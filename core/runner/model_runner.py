@@ -63,15 +63,14 @@ class ModelRunner:
         pooler: Pooler | None = None,
         adapters: Adapters | None = None,
         features: Features | None = None,
-        states: Floats | None = None,
+        states: RowStates | None = None,
         num_page_blocks: int = 0,
     ) -> None:
         """Allocate the table, the columns and the caches.
 
-        num_swap_blocks: blocks of the swap cache, to which preempted requests are copied; 0 = none. grammars: of
-        structured_outputs; None = no request has them. drafter: guesses tokens with a model; None = none. pooler:
-        None = no request pools. adapters: None = no request has one. features: None = no request has any. states: of
-        RowStates. num_page_blocks: blocks of a page, where layers with a window have blocks of their own; 0 = none do.
+        0 and None stand for none. num_swap_blocks: of the cache to which preempted requests are copied. grammars: of
+        structured_outputs. drafter: guesses tokens with a model. states: of recurrent layers. num_page_blocks: blocks
+        of a page, where layers with a window have blocks of their own.
         Errors: MemoryError when a cache cannot be allocated.
         """
         self.model = model
@@ -85,7 +84,7 @@ class ModelRunner:
         self.pooling = PoolingRows(pooler)
         self._adapter_rows = AdapterRows(adapters)
         self._feature_rows = FeatureRows(features)
-        self._states = None if states is None else RowStates(states)
+        self._states = states
         groups = edit_groups(num_rows, eos_token_ids, self.matchers, masks)
         self.sampling = SamplingColumns(num_rows, groups, len(eos_token_ids))
         self._candidates: LogprobColumns | None = None  # of this step, see ModelRunnerOutput
@@ -111,6 +110,8 @@ class ModelRunner:
             samples = inputs.sample_rows, inputs.sample_offsets
             token_ids, counts = self._append_several(inputs, *samples, result, logprobs)
             self.table.accept(plan, counts)
+            if self._states is not None:
+                self._states.accept(inputs, samples[1], counts)
             return self._output(plan, inputs, result, token_ids, logprobs, pooled, counts)
         token_ids = self._append_sampled(plan, inputs, result, logprobs) if inputs.num_samples else _no_tokens(plan)
         return self._output(plan, inputs, result, token_ids, logprobs, pooled)
@@ -128,7 +129,7 @@ class ModelRunner:
         """Return the step's result, with the drafts that grammars force and those of the drafter."""
         failures, self._failures = self._failures, []
         drafts: tuple[Int32s | None, Int32s] = (None, NO_INT32S)
-        if self.matchers and self._states is None:
+        if self.matchers and (self._states is None or self._states.takes_drafts):
             drafts = self.matchers.drafts(plan.rows)
         if self.drafter is not None:
             guessed = self.drafter.propose(RanStep(plan, inputs, result), self.table, self.sampling)

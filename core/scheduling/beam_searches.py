@@ -63,12 +63,10 @@ class BeamSearches:
 
     def never_fits(self, requests: list[Request], max_num_seqs: int) -> str | None:
         """Return why the search could not run even alone, with the numbers; None when it could."""
-        if self._batch.forks.is_off:
-            return "beam search forks rows, which this model's recurrent layers do not: use n and sampling"
         first, width, size = requests[0], len(requests), self._batch.block_size
         if width > max_num_seqs:
             return f"the search has {width} beams, and max_num_seqs is {max_num_seqs}"
-        shared = (first.num_prompt_tokens - 1) // size
+        shared = self._batch.forks.num_sure(first.num_prompt_tokens)
         own = width * (ceil_div(first.max_computed_tokens, size) - shared)
         needed = self._batch.most_blocks_of_beams(shared, own)
         there_are = self._batch.pool.num_blocks - 1

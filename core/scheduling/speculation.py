@@ -58,6 +58,7 @@ class Speculation(Columns):
         self._batch, self._waiting, self._policy, self._stats = batch, waiting, policy, stats
         self._watermark = num_watermark_blocks
         self._most = MAX_DRAFTS if settings is None else settings.num_speculative_tokens
+        self.most_in_step = config.max_num_seqs * MAX_DRAFTS
         self._rule = DraftRule() if settings is None else DraftRule(settings.step_ns, settings.draft_ns)
         self._kinds_tried = np.zeros(NUM_KINDS, np.int64)
         self._kinds_right = np.zeros(NUM_KINDS, np.int64)
@@ -68,7 +69,8 @@ class Speculation(Columns):
 
     def fill(self, draft: Draft) -> None:
         """Add drafts to a step that has all its known tokens, out of its budget."""
-        if not (self.proposers or self.offered.is_used) or not draft.budget or not len(draft.rows):
+        budget = min(draft.budget, self.most_in_step)
+        if not (self.proposers or self.offered.is_used) or not budget or not len(draft.rows):
             return
         num_tokens = int(draft.counts.sum()) + sum(start.num_tokens for start in draft.starts)
         first_kind = OFFERED if self.offered.is_used else OFFERED + 1
@@ -81,7 +83,7 @@ class Speculation(Columns):
         found = self._propose(rows, room)
         if not np.count_nonzero(found.counts):
             return
-        chosen = self._rule.choose(num_tokens, self._chances(rows, found.kinds), found.counts, draft.budget)
+        chosen = self._rule.choose(num_tokens, self._chances(rows, found.kinds), found.counts, budget)
         chosen = self._give_blocks(draft, rows, ends, chosen)
         given = chosen > 0
         if not given.any():

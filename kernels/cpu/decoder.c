@@ -288,6 +288,7 @@ static void recur(const Share *share) {
         .rows = step->state_rows,
         .firsts = step->firsts,
         .positions = step->positions,
+        .saves = step->saves,
         .state_stride = step->state_stride,
         .mixed_stride = step->mixed_stride,
         .num_requests = step->num_requests,

@@ -112,7 +112,7 @@ typedef struct {
     const float *given; /* [.., hidden_size]: embeddings of token ids below 0, see embedding.h */
     void *output_gates; /* [T, numbers of attention's output] of dtype, of layers with an output_gate */
     float *mixed, *states; /* of layers with a recurrence, as all below: see recurrence.h */
-    const int64_t *state_rows, *firsts;
+    const int64_t *state_rows, *firsts, *saves;
     int64_t state_stride, mixed_stride, num_requests;
 } DecoderStep;
 

@@ -320,6 +320,7 @@ class CpuDecoder:
         if requests is not None:
             step.states, step.state_stride = requests.states.ctypes.data, requests.states.shape[1]
             step.state_rows, step.firsts = requests.rows.ctypes.data, requests.firsts.ctypes.data
+            step.saves = None if requests.saves is None else requests.saves.ctypes.data
             step.num_requests = len(requests.rows)
 
     def _reach(self, num_positions: int) -> None:

@@ -32,6 +32,6 @@ class RecurrenceStepArguments(CStruct):
     c_name = "RecurrenceStep"
     # "in" is a keyword of Python's: such fields are set by position or setattr().
     _fields_ = (
-        *fields("layer in out mixed states rows firsts positions", POINTER),
+        *fields("layer in out mixed states rows firsts positions saves", POINTER),
         *fields("state_stride mixed_stride num_requests", INT64),
     )

@@ -16,9 +16,12 @@ static int64_t first_of(int64_t count, int64_t unit, int thread, int num_threads
     return first < count ? first : count;
 }
 
-static float *state_of(const RecurrenceStep *args, int64_t request) {
-    return args->states + args->rows[request] * args->state_stride + args->layer->state_offset;
+static float *state_at(const RecurrenceStep *args, int64_t row) {
+    return args->states + row * args->state_stride + args->layer->state_offset;
 }
+
+/* Return the row to which the state behind a token is copied; below 0: none. */
+INLINE int64_t save_of(const RecurrenceStep *args, int64_t token) { return args->saves ? args->saves[token] : -1; }
 
 static int begins(const RecurrenceStep *args, int64_t request) {
     return args->positions[args->firsts[request]] == 0;
@@ -47,12 +50,19 @@ INLINE Floats input_of(const Recurrence *layer, const void *row, int64_t channel
     return load_some(row, first + channel, count, dtype);
 }
 
+/* Write the last inputs of up to LANES channels into a row's state. */
+INLINE void store_taps(const RecurrenceStep *args, int64_t row, int64_t channel, int64_t count, const Floats *last) {
+    float *state = state_at(args, row);
+    for (int tap = 0; tap < args->layer->taps - 1; tap++)
+        store_some(state + tap * args->layer->channels, channel, count, last[tap], FLOAT32);
+}
+
 /* Convolve up to LANES channels of one request. */
 INLINE void convolve(const RecurrenceStep *args, int64_t request, int64_t channel, int64_t count, const int dtype) {
     const Recurrence *layer = args->layer;
     const int64_t channels = layer->channels, bytes = layer->width * element_bytes(dtype);
     const int before = layer->taps - 1;
-    float *state = state_of(args, request);
+    float *state = state_at(args, args->rows[request]);
     Floats last[MAX_TAPS], kernel[MAX_TAPS];
     for (int tap = 0; tap < layer->taps; tap++)
         kernel[tap] = load_some(layer->kernel + tap * channels, channel, count, FLOAT32);
@@ -72,8 +82,9 @@ INLINE void convolve(const RecurrenceStep *args, int64_t request, int64_t channe
         } else {
             store_some(args->mixed + token * args->mixed_stride, channel, count, activated(sum, SILU), FLOAT32);
         }
+        if (save_of(args, token) >= 0) store_taps(args, save_of(args, token), channel, count, last);
     }
-    for (int tap = 0; tap < before; tap++) store_some(state + tap * channels, channel, count, last[tap], FLOAT32);
+    store_taps(args, args->rows[request], channel, count, last);
 }
 
 static void convolution_part(const RecurrenceStep *args, int thread, int num_threads) {
@@ -206,9 +217,10 @@ INLINE void run_strip(const RecurrenceStep *args, int64_t request, int64_t head,
     const int64_t query = (is_delta ? 0 : values + keys) + own, key = (is_delta ? keys : values) + own;
     const int64_t value = (is_delta ? 2 * keys : 0) + head * layer->value_dim + strip * STRIP;
     const int64_t count = layer->value_dim - strip * STRIP, strips = (layer->value_dim + STRIP - 1) / STRIP;
-    float *state = state_of(args, request) + ((layer->taps - 1) * layer->channels + 15) / 16 * 16 +
-                   (head * strips + strip) * key_dim * STRIP;
-    if (begins(args, request)) memset(state, 0, key_dim * STRIP * sizeof(float));
+    const int64_t size = key_dim * STRIP;
+    const int64_t place = ((layer->taps - 1) * layer->channels + 15) / 16 * 16 + (head * strips + strip) * size;
+    float *state = state_at(args, args->rows[request]) + place;
+    if (begins(args, request)) memset(state, 0, size * sizeof(float));
     for (int64_t token = args->firsts[request]; token < args->firsts[request + 1]; token++) {
         float *mixed = args->mixed + token * args->mixed_stride;
         const float decay = mixed[layer->channels + head], other = mixed[layer->channels + heads + head];
@@ -226,6 +238,8 @@ INLINE void run_strip(const RecurrenceStep *args, int64_t request, int64_t head,
             for (int i = 0; i < VECTORS; i++)
                 result.of[i] = multiply_add(all_floats(layer->skips[head]), given.of[i], result.of[i]);
         store_strip(mixed + value, count, result);
+        const int64_t save = save_of(args, token);
+        if (save >= 0) memcpy(state_at(args, save) + place, state, size * sizeof(float));
     }
 }
 

@@ -50,6 +50,7 @@ typedef struct {
                      * of 16 the heads' strips [num_heads, strips, key_dim, STRIP] */
     const int64_t *rows, *firsts; /* [R] row of each request's state; [R + 1] its first token */
     const int64_t *positions;     /* [T]; a request that begins at 0 begins with a state of zeros */
+    const int64_t *saves;         /* [T] row to which the state behind the token is copied, below 0: none; NULL: none */
     int64_t state_stride, mixed_stride, num_requests;
 } RecurrenceStep;
 

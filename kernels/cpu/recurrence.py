@@ -67,6 +67,7 @@ class CpuRecurrence:
                 requests.rows.ctypes.data,
                 requests.firsts.ctypes.data,
                 positions.ctypes.data,
+                None if requests.saves is None else requests.saves.ctypes.data,
                 requests.states.shape[1],
                 mixed.shape[1],
                 len(requests.rows),

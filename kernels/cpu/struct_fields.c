@@ -135,7 +135,7 @@ EXPORT const StructField struct_fields[] = {
     FIELD(normed) FIELD(last_hidden) FIELD(logits) FIELD(largest) FIELD(taps) FIELD(quantized) FIELD(quantized_stride)
     FIELD(experts_room) FIELD(num_tokens) FIELD(num_logits) FIELD(num_taps) FIELD(is_narrow)
     FIELD(adapters) FIELD(picked) FIELD(lowered) FIELD(lowered_stride) FIELD(given) FIELD(output_gates) FIELD(mixed)
-    FIELD(states) FIELD(state_rows) FIELD(firsts) FIELD(state_stride) FIELD(mixed_stride) FIELD(num_requests)
+    FIELD(states) FIELD(state_rows) FIELD(firsts) FIELD(saves) FIELD(state_stride) FIELD(mixed_stride) FIELD(num_requests)
 #undef STRUCT
 #define STRUCT Dequantize
     WHOLE FIELD(blocks) FIELD(out) FIELD(num_blocks) FIELD(type) FIELD(dtype)
@@ -173,7 +173,7 @@ EXPORT const StructField struct_fields[] = {
 #undef STRUCT
 #define STRUCT RecurrenceStep
     WHOLE FIELD(layer) FIELD(in) FIELD(out) FIELD(mixed) FIELD(states) FIELD(rows) FIELD(firsts) FIELD(positions)
-    FIELD(state_stride) FIELD(mixed_stride) FIELD(num_requests)
+    FIELD(saves) FIELD(state_stride) FIELD(mixed_stride) FIELD(num_requests)
 #undef STRUCT
 #define STRUCT RopeKvWrite
     WHOLE FIELD(qkv) FIELD(cos) FIELD(sin) FIELD(query_cos) FIELD(query_sin) FIELD(positions) FIELD(norms) FIELD(slots) FIELD(q) FIELD(layer)

@@ -272,7 +272,7 @@ class StepArguments(CStruct):
         *_fields("num_tokens num_logits num_taps is_narrow", _INT64),
         *_fields("adapters picked lowered", _POINTER),
         ("lowered_stride", _INT64),
-        *_fields("given output_gates mixed states state_rows firsts", _POINTER),
+        *_fields("given output_gates mixed states state_rows firsts saves", _POINTER),
         *_fields("state_stride mixed_stride num_requests", _INT64),
     )
 

@@ -1,5 +1,6 @@
 """What a model with recurrent layers makes of an engine's config, and of requests."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +9,15 @@ import pytest
 
 from core.engine import EngineCore
 from core.execution.executor import ModelInfo
-from core.execution.state_slots import num_state_slots
+from core.execution.state_slots import num_draft_states, num_state_slots
 from core.executors.local import LocalExecutor
 from core.process.recurrent import for_recurrent_layers
 from core.process.resolve import resolve
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
-from ipc.messages import ErrorCode, RequestFailed
-from ipc.sampling_params import SamplingParams
+from ipc.messages import AddRequest
+from ipc.speculation import SpeculativeConfig
+from tests.core.draft_heads import LLAMA
 from tests.core.process.tiny_lfm2 import lfm2_folder
 from tests.core.runner.heard import Heard
 from tests.core.runner.invariance import request
@@ -60,10 +62,6 @@ def test_where_states_do_not_fit_fewer_requests_run_at_once() -> None:
     [
         ({"preemption_mode": "swap"}, "preemption_mode: tiny has recurrent layers.*use 'recompute'"),
         ({"kv_host_bytes": 1 << 20}, "kv_host_bytes: tiny has recurrent layers"),
-        (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
-            "speculative_config: tiny has recurrent layers",
-        ),
         ({"distributed_executor_backend": "mp"}, "distributed_executor_backend: tiny has recurrent layers"),
     ],
 )
@@ -74,10 +72,32 @@ def test_what_would_need_earlier_states_is_refused_by_name(options: dict[str, An
         resolve(config, INFO, lambda memory, size: memory // 1600, total_memory_bytes=1 << 30, num_cpus=1)
 
 
+NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=5, prompt_lookup_min=1, step_ns=(10**6,) * 8)
+
+
+def test_each_draft_of_a_step_has_a_state() -> None:
+    config = resolved(kv_cache_memory_bytes=100_000, max_num_seqs=16, speculative_config=NGRAM)
+    assert (num_draft_states(config, 1000), num_state_slots(config, 1000)) == (6, 28)
+    assert config.num_blocks_override == (100_000 - 50_000) // 1600
+    config = resolved(kv_cache_memory_bytes=16_000, max_num_seqs=16, speculative_config=NGRAM)
+    assert (config.max_num_seqs, num_state_slots(config, 1000), num_draft_states(config, 1000)) == (5, 2, 1)
+    with pytest.raises(ConfigError, match=r"speculative_config: a draft of tiny needs.*to at least 16000"):
+        resolved(kv_cache_memory_bytes=15_999, speculative_config=NGRAM)
+
+
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> EngineCore:
-    folder = lfm2_folder(tmp_path_factory.mktemp("lfm2"))
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return lfm2_folder(tmp_path_factory.mktemp("lfm2"))
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> EngineCore:
+    return made(folder)
+
+
+def made(folder: Path, **options: Any) -> EngineCore:
     config = EngineConfig(model=str(folder), load_format="dummy", dtype="float32", threads=1, max_num_seqs=4)
+    config = msgspec.structs.replace(config, **options)
     executor = LocalExecutor(config)
     config = resolve(
         config, executor.info, executor.determine_num_available_blocks, total_memory_bytes=1 << 28, num_cpus=1
@@ -87,29 +107,41 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> EngineCore:
     return EngineCore(config, executor)
 
 
+PROMPT = list(range(3, 40))
+
+
+def tokens(engine: EngineCore, *inbox: tuple[int, AddRequest]) -> dict[tuple[int, int], list[int]]:
+    heard, pending = Heard(7, len(PROMPT)), list(inbox)
+    while pending or engine.has_unfinished:
+        heard.take(engine.step(pending, 0))
+        pending = []
+    return heard.tokens
+
+
 def test_choices_have_the_tokens_of_choices_alone(engine: EngineCore) -> None:
-    prompt = list(range(3, 40))
-
-    def tokens(**options: Any) -> dict[tuple[int, int], list[int]]:
-        heard = Heard(7, len(prompt))
-        inbox = [request(7, prompt, 12, 0.9, **options)]
-        while inbox or engine.has_unfinished:
-            heard.take(engine.step(inbox, 0))
-            inbox = []
-        return heard.tokens
-
-    several = tokens(n=3)
+    several = tokens(engine, request(7, PROMPT, 12, 0.9, n=3))
     assert len({tuple(one) for one in several.values()}) > 1
-    assert several[7, 0] == tokens()[7, 0]
+    assert several[7, 0] == tokens(engine, request(7, PROMPT, 12, 0.9))[7, 0]
 
 
-def test_a_beam_search_is_refused(engine: EngineCore) -> None:
-    client, message = request(8, [5, 6, 7], 4, 0.0)
-    params = SamplingParams(n=2, use_beam_search=True, temperature=0.0, max_tokens=4)
-    replies = engine.step([(client, msgspec.structs.replace(message, params=params))], 0)
-    failed = [reply for _, reply in replies if isinstance(reply, RequestFailed)]
-    assert [one.code for one in failed] == [ErrorCode.INVALID_ARGUMENT]
-    assert "recurrent layers do not" in failed[0].message
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_drafts_change_no_token(engine: EngineCore, folder: Path, method: str, tmp_path: Path) -> None:
+    settings = NGRAM
+    if method == "draft_model":
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+        settings = SpeculativeConfig(method=method, model=str(tmp_path), step_ns=(10**9,) * 8)
+    drafting = made(folder, speculative_config=settings)
+    crowd = [request(n, [*PROMPT, *PROMPT[:n]], 40, n % 2 * 0.4) for n in range(1, 7)]
+    assert tokens(drafting, *crowd) == tokens(engine, *crowd)
+    stats = drafting.scheduler.stats
+    assert stats.num_draft_tokens > 10
+    assert stats.num_accepted_tokens > 10 or method == "draft_model"
+
+
+def test_draft_heads_are_refused(folder: Path) -> None:
+    settings = SpeculativeConfig(method="mtp")
+    with pytest.raises(ConfigError, match=r"'mtp' is for models whose layers all attend.*use ngram, suffix or draft_m"):
+        made(folder, speculative_config=settings)
 
 
 def test_adapters_are_refused(tmp_path: Path) -> None:

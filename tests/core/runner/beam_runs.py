@@ -12,11 +12,13 @@ import pytest
 from core.engine import EngineCore
 from core.execution.executor import FinishedStep, ModelInfo
 from core.execution.plan import SchedulerOutput
+from core.execution.state_slots import num_state_slots
 from core.grammars.grammars import Grammars
 from core.model_files.model_config import read_model_config
 from core.model_files.weights import load_weights
 from core.models.llama import Llama
 from core.runner.model_runner import ModelRunner
+from core.runner.state_rows import RowStates
 from frontend.client.received_logprobs import PositionLogprobs, logprob_columns_of
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest, FinishReason, Outputs, RequestFailed
@@ -63,7 +65,10 @@ class Executor:
 
     def __init__(self, model: Llama, config: EngineConfig, grammars: Grammars | None) -> None:
         assert config.num_blocks_override is not None
-        self.info = ModelInfo("tiny", "", "float32", model.vocab_size, 256, model.eos_token_ids, "L2")
+        state_bytes = 4 * model.config.state_size
+        eos = model.eos_token_ids
+        self.info = ModelInfo("tiny", "", "float32", model.vocab_size, 256, eos, "L2", state_bytes=state_bytes)
+        states = model.allocate_states(config.max_num_seqs + num_state_slots(config, state_bytes))
         self._runner = ModelRunner(
             model,
             num_rows=config.max_num_seqs,
@@ -71,6 +76,7 @@ class Executor:
             block_size=config.block_size,
             eos_token_ids=model.eos_token_ids,
             grammars=grammars,
+            states=None if states is None else RowStates(states),
         )
 
     def execute(self, plan: SchedulerOutput) -> FinishedStep:

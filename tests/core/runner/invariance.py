@@ -14,7 +14,7 @@ from core.batch.window_batch import WindowBatch
 from core.engine import EngineCore
 from core.execution.executor import FinishedStep, ModelInfo
 from core.execution.plan import SchedulerOutput
-from core.execution.state_slots import num_state_slots
+from core.execution.state_slots import num_draft_states, num_state_slots
 from core.features.store import Features
 from core.inputs import EngineInput
 from core.kv.page_pool import PagePool
@@ -24,6 +24,7 @@ from core.models.llama import Llama
 from core.models.step import StepResult
 from core.runner.accepted import accepted
 from core.runner.model_runner import ModelRunner
+from core.runner.state_rows import RowStates
 from core.runner.step_inputs import StepInputs
 from core.scheduling.scheduler import Scheduler
 from frontend.client.received_logprobs import ReceivedLogprobs
@@ -88,7 +89,9 @@ class Recorder(ModelRunner):
 
     def __init__(self, model: Llama, config: EngineConfig, adapters: Any = None, features: Any = None) -> None:
         assert config.num_blocks_override is not None
-        num_slots = num_state_slots(config, 4 * model.config.state_size)
+        num_spare = num_draft_states(config, 4 * model.config.state_size)
+        num_states = config.max_num_seqs + num_state_slots(config, 4 * model.config.state_size) + num_spare
+        states = model.allocate_states(num_states)
         self._pages = config.kv_page_blocks or 0
         num_blocks = config.num_blocks_override * max(1, self._pages)
         super().__init__(
@@ -101,9 +104,8 @@ class Recorder(ModelRunner):
             logprobs_mode=config.logprobs_mode,
             adapters=adapters,
             features=features,
-            states=(states := model.allocate_states(config.max_num_seqs + num_slots)),
+            states=None if states is None else RowStates(states, num_spare),
         )
-        self._row_states = states
         if states is not None:
             states.fill(np.nan)
         self.logits: dict[tuple[int, int, int], Floats] = {}
@@ -117,9 +119,9 @@ class Recorder(ModelRunner):
 
     def _apply(self, plan: SchedulerOutput) -> None:
         super()._apply(plan)
-        if self._row_states is not None:  # of a row without a request, or with one that begins at its first token
+        if self._states is not None:  # of a row without a request, or with one that begins at its first token
             gone = np.setdiff1d(plan.removed_rows, [new.row for new in plan.starts if new.num_computed_tokens])
-            self._row_states[gone] = np.nan
+            self._states.states[self._states.places[gone]] = np.nan
 
     def prepare(self, plan: SchedulerOutput) -> StepInputs:
         is_target = (self.sampling.seed[plan.rows] == TARGET) & (self.sampling.choice[plan.rows] == 0)
@@ -308,8 +310,7 @@ def run(
     """Run `first` to its end, then the target among its neighbours, which were submitted before it. begin: is called
     with the engine before its first step. adapters: as the Recorder has them; adapter: digest of the target's.
     features: what has been put; uses: of the target."""
-    if model.config.recurrent is not None:
-        settings = {"memory": 2 * 4 * model.config.state_size * (settings.get("rows", 33) + 20), **settings}
+    settings = {**state_memory(model, settings.get("rows", 33)), **settings}
     engine, recorder = recorded_engine(model, small_config(**settings), adapters=adapters, features=features)
     begin(engine)
     drive(engine, recorder, list(first))
@@ -332,6 +333,11 @@ def run(
         recorder,
         engine.scheduler.stats.prefix_cache_hits - cached,
     )
+
+
+def state_memory(model: Llama, num_rows: int = 33) -> dict[str, int]:
+    """Return the setting by which so many rows and 20 others have recurrent states; empty: the model has none."""
+    return {"memory": 2 * 4 * model.config.state_size * (num_rows + 20)} if model.config.state_size else {}
 
 
 def small_config(

@@ -28,6 +28,7 @@ from tests.core.runner.invariance import (
     recorded_engine,
     run,
     small_config,
+    state_memory,
     tiny_model,
 )
 from tests.core.runner.invariance import (
@@ -37,7 +38,7 @@ from tests.core.runner.invariance_scenarios import EDITS, FILTERS, PROMPT, SCENA
 
 Streams = dict[tuple[int, int], list[int]]  # by number and choice
 VARIANTS = usable_variants()
-DRAFTED = [kind for kind, config in MODELS.items() if not config.state_size]  # with states speculation is refused
+RECURRENT = [kind for kind, config in MODELS.items() if config.state_size]
 
 
 def next_tokens(streams: Streams, table: BatchTable, row: int, count: int) -> list[int]:
@@ -55,6 +56,7 @@ def crowd(count: int, seed: int) -> list[tuple[int, AddRequest]]:
 
 def heard(model: Llama, kind: str | None, streams: Streams, seed: int, **settings: Any) -> tuple[Heard, Recorder, int]:
     """(what the clients of 10 requests with all kinds of options got, the runner, accepted drafts)."""
+    settings = {**state_memory(model), **settings}
     engine, recorder = recorded_engine(model, small_config(speculative=speculative(6) if kind else None, **settings))
     if kind:
         hostile(engine, kind, streams)
@@ -85,13 +87,22 @@ def test_no_bit_differs(dtype: str, variant: str) -> None:
     load_cpu_library(variant).stop_threads()
 
 
+@pytest.mark.parametrize("kind", RECURRENT)
+@pytest.mark.parametrize("num_drafts", [6, 32])
+def test_recurrent_states_go_back_to_the_last_right_draft(kind: str, num_drafts: int) -> None:
+    """Half of the memory has eight states for each draft that a step may have."""
+    model = tiny_model(BFLOAT16, kind)
+    memory = 16 * 4 * model.config.state_size * num_drafts
+    assert compare(model, num_drafts, budget=100, num_blocks=40 if num_drafts == 32 else 400, memory=memory) > 700
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_soak_100_000_tokens_and_no_bit_differs(variant: str) -> None:
     num_tokens, seed = 0, 100
     while num_tokens < 100_000:
-        dtype, kind = list(DTYPES.values())[seed % 2], DRAFTED[seed % len(DRAFTED)]
+        dtype, kind = list(DTYPES.values())[seed % 2], list(MODELS)[seed % len(MODELS)]
         blocks = (400, 40, 60)[seed % 3]
         num_tokens += compare(tiny_model(dtype, kind, variant), seed, budget=100 + seed % 150, num_blocks=blocks)
         seed += 1

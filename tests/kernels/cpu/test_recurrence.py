@@ -130,6 +130,26 @@ def test_a_tokens_bits_do_not_depend_on_chunks_neighbours_and_threads(
     assert states[2, OFFSET : OFFSET + size].tobytes() == state[OFFSET : OFFSET + size].tobytes()
 
 
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_states_behind_chosen_tokens_are_copied(name: str, num_threads: int, library: CpuLibrary) -> None:
+    """Each is the state of a request that ends with the token, and a request goes on from it to the same bits."""
+    sizes = SIZES[name]
+    layer, tokens = CpuRecurrence(library, parts_of(sizes), BFLOAT16, OFFSET), tokens_of(sizes, 12, BFLOAT16)
+    expected, _ = alone(layer, tokens)
+    library.start_threads(num_threads)
+    states = allocate_states(5, OFFSET + sizes.state_size)
+    states.fill(np.nan)
+    saves: Ints = np.full(12, -1)
+    saves[[0, 4, 10]] = 4, 0, 2
+    rows = StateRows(states, np.array([1]), np.array([0, 12]), saves)
+    assert layer(tokens, np.arange(12), rows).tobytes() == expected.tobytes()
+    for token, place in ((0, 4), (4, 0), (10, 2)):
+        (rest,) = step(layer, states, (place, token + 1, tokens[token + 1 :]))
+        assert rest.tobytes() == expected[token + 1 :].tobytes()
+    assert np.isnan(states[3]).all()
+
+
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=["float32", "bfloat16"])
 def test_the_arithmetic_is_that_of_its_number(dtype: Dtype, library: CpuLibrary) -> None:
     digest = hashlib.blake2b(digest_size=8)
