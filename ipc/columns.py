@@ -57,9 +57,24 @@ class Columns:
             wide[:, : block.shape[1]] = block
             wide[:, block.shape[1] :] = self._empty[dtype]
             self._blocks[dtype] = wide
-            for name, values in zip(self._names[dtype], self._blocks[dtype], strict=True):
+        self._bind()
+
+    def _bind(self) -> None:
+        """Set each column's attribute to its row of a block."""
+        for dtype, block in self._blocks.items():
+            for name, values in zip(self._names[dtype], block, strict=True):
                 setattr(self, name, values)
                 self._bound[name] = values
+
+    def parts(self) -> dict[str, Any]:
+        """Return all but the columns, which the blocks have, for a snapshot (core/capture/snapshot.py)."""
+        return {name: part for name, part in self.__dict__.items() if name not in self._bound and name != "_bound"}
+
+    def set_parts(self, parts: dict[str, Any]) -> None:
+        """Become the table with these parts. Those of older snapshots have the columns, too."""
+        self.__dict__.update(parts)
+        self._bound = {}
+        self._bind()
 
     def clear_columns(self, rows: Rows | list[int] | slice) -> None:
         """Set these rows to the empty value in every column."""

@@ -16,7 +16,7 @@ import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from enum import Enum
-from itertools import chain
+from itertools import chain, compress
 from types import MethodType
 from typing import Any
 
@@ -61,9 +61,7 @@ class CopySpace:
         self._free: dict[tuple[Any, ...], list[_Array]] = {}  # by shape and dtype
 
     def copy(self, value: _Array) -> _Array:
-        """Return a copy of an array."""
-        if value.nbytes < _LARGE_BYTES:
-            return value.copy()
+        """Return a copy of a large array."""
         free = self._free.get((value.shape, value.dtype))
         made = free.pop() if free else np.empty(value.shape, value.dtype)
         np.copyto(made, value)
@@ -112,7 +110,8 @@ class Snapshot:
                 continue
             if type(value) is np.ndarray and not isinstance(value.base, np.ndarray):
                 self._place[id(value)] = len(self._nodes)
-                self._nodes.append((value, self._space.copy(value)))
+                copied = value.copy() if value.nbytes < _LARGE_BYTES else self._space.copy(value)
+                self._nodes.append((value, copied))
                 continue
             if self._known and type(value) is list:
                 parts, children = self._take_known(value)
@@ -133,7 +132,8 @@ class Snapshot:
         known = self._known
         if known.issuperset(map(id, value)):
             return value.copy(), ()
-        return value.copy(), _take_list([one for one in value if id(one) not in known])[1]
+        are_new = map(operator.not_, map(known.__contains__, map(id, value)))
+        return value.copy(), _take_list(list(compress(value, are_new)))[1]
 
     def _take_requests(self, requests: Collection[Request], pending: list[Any]) -> None:
         """Take requests, of which there are thousands: all at once, without a call of ours for each.

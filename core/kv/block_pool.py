@@ -7,13 +7,13 @@ those of the least urgent last user first, and among them the least recently fre
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from core.kv.block_names import UNNAMED, BlockNames
 from core.kv.block_ring import BlockRing
-from ipc.arrays import BlockIds, Bools, Ints
+from ipc.arrays import NO_INTS, BlockIds, Bools, Ints
 
 NULL_BLOCK = 0
 _NO_FENCE = -1
@@ -59,6 +59,15 @@ class BlockPool:
         self.num_fenced = 0
         self.tiers: list[Tier] = []
 
+    def parts(self) -> dict[str, Any]:
+        """Return all but what is scratch, for a snapshot (core/capture/snapshot.py)."""
+        return {**self.__dict__, "_place": None}
+
+    def set_parts(self, parts: dict[str, Any]) -> None:
+        """Become the pool with these parts."""
+        self.__dict__.update(parts)
+        self._place = np.zeros(self.num_blocks, np.int64)
+
     def allocate(self, count: int) -> Ints:
         """Allocate blocks [count] with ref_count 1. The caller has compared count with num_free."""
         assert count <= self.num_free, f"{count} blocks asked of {self.num_free} free"
@@ -73,6 +82,14 @@ class BlockPool:
             blocks = self._evict(count)
         self.ref_count[blocks] = 1
         return blocks
+
+    def next_evicted(self, count: int) -> Ints:
+        """Return which cached blocks allocate(count) would evict now, in their order."""
+        parts, missing = [NO_INTS], max(0, count - self._num_blank)
+        for ring in self._rings:
+            parts.append(ring.first(missing))
+            missing -= len(parts[-1])
+        return np.concatenate(parts)
 
     def num_revived(self, blocks: BlockIds) -> int:
         """Return how many of these found blocks are free now and would leave the free lists when held."""

@@ -55,6 +55,13 @@ class BlockRing:
         self._length -= count
         return oldest
 
+    def first(self, count: int) -> Ints:
+        """Return the `count` oldest blocks, or all, and leave them here."""
+        head = self._head
+        blocks = self._oldest(min(count, self._length))
+        self._head = head
+        return blocks
+
     def clear(self) -> Ints:
         """Remove all blocks and return them, oldest first."""
         blocks = self._live()

@@ -9,7 +9,8 @@ from core.execution.plan import SchedulerOutput
 from core.executors.fake import mix
 from ipc.arrays import Ints, UInt64s
 from ipc.config import EngineConfig
-from tools.replay.what_if.oracle_executor import Candidates, ChoiceKey, OracleExecutor
+from tools.replay.shrink.mirrored_oracle import MirroredOracle
+from tools.replay.what_if.oracle_executor import Candidates, ChoiceKey, Offers
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
@@ -18,8 +19,8 @@ class MisreadError(Exception):
     """A row reads a block that holds something else than the row's own tokens."""
 
 
-class KVContents(OracleExecutor):
-    """An OracleExecutor whose KV cache has, for each slot, the checksum of all tokens up to its own.
+class KVContents(MirroredOracle):
+    """A MirroredOracle whose KV cache has, for each slot, the checksum of all tokens up to its own.
 
     Where layers with a window have blocks of their own, the cache is that of the others.
     Errors of execute(): MisreadError.
@@ -31,13 +32,14 @@ class KVContents(OracleExecutor):
         info: ModelInfo,
         tokens: Mapping[ChoiceKey, Sequence[int]],
         candidates: Candidates | None = None,
+        offers: Offers | None = None,
     ) -> None:
-        super().__init__(config, info, tokens, candidates)
+        super().__init__(config, info, tokens, candidates, offers)
         assert config.num_blocks_override is not None, "the config is not resolved"
         self._size = config.block_size
         num_blocks = config.num_blocks_override * max(1, config.kv_page_blocks or 0)
         self._kv = np.zeros((num_blocks, config.block_size), np.uint64)
-        self._host = np.zeros((config.num_swap_blocks or 0, config.block_size), np.uint64)
+        self._host = np.zeros((config.num_host_slots, config.block_size), np.uint64)
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Run one step, write what it computes, and read back what its rows have read."""
@@ -47,7 +49,7 @@ class KVContents(OracleExecutor):
         step = super().execute(plan)
         slots, sums = list[Ints](), list[UInt64s]()
         for row, count in zip(plan.rows.tolist(), plan.num_scheduled_tokens.tolist(), strict=True):
-            end = int(self._table.num_computed_tokens[row])
+            end = int(self.mirror.num_computed_tokens[row])
             of_row, sums_of_row = self._slots(row, end), self._prefix_sums(row, end)
             self._kv.reshape(-1)[of_row[end - count :]] = sums_of_row[end - count :]
             slots.append(of_row)
@@ -60,9 +62,9 @@ class KVContents(OracleExecutor):
 
     def _slots(self, row: int, end: int) -> Ints:
         positions = np.arange(end)
-        blocks = self._table.blocks.read(row, 0, -(-end // self._size)).astype(np.int64)
+        blocks = self.mirror.blocks.read(row, 0, -(-end // self._size)).astype(np.int64)
         return blocks[positions // self._size] * self._size + positions % self._size
 
     def _prefix_sums(self, row: int, end: int) -> UInt64s:
-        ids = self._table.tokens.read(row, 0, end).astype(np.uint64)
+        ids = self.mirror.tokens.read(row, 0, end).astype(np.uint64)
         return np.cumsum(mix((ids + np.uint64(1)) * _GOLDEN + mix(np.arange(1, end + 1, dtype=np.uint64))))

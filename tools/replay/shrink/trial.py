@@ -8,8 +8,8 @@ from core.engine import EngineCore
 from tools.replay.fails_when import TIMES, FailsWhen, Value
 from tools.replay.latency import Times, latencies
 from tools.replay.shrink.kv_contents import KVContents, MisreadError
+from tools.replay.shrink.mirrored_oracle import MirroredOracle
 from tools.replay.shrink.workload import Workload
-from tools.replay.what_if.oracle_executor import OracleExecutor
 from tools.replay.what_if.recording import Recording
 from tools.replay.what_if.simulation import Moments, Run, StuckError, simulate
 from tools.replay.what_if.step_time import FEATURES, StepTime
@@ -33,7 +33,7 @@ class Trial:
     def __init__(self, condition: FailsWhen, time: StepTime = CONSTANT) -> None:
         self._condition = condition
         self._time = time if condition.names & TIMES else CONSTANT
-        self._executor = KVContents if "misread" in condition.names else OracleExecutor
+        self._executor = KVContents if "misread" in condition.names else MirroredOracle
         self._counts = "broken" in condition.names
         self.num_runs = 0
 

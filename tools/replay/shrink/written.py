@@ -11,8 +11,8 @@ from core.capture.records import TAGS, Input, Step, encode_record
 from core.capture.snapshot import Snapshot
 from core.inputs import EngineInput
 from ipc.version import VERSION
+from tools.replay.shrink.mirrored_oracle import MirroredOracle
 from tools.replay.shrink.workload import Workload, literal
-from tools.replay.what_if.oracle_executor import OracleExecutor
 from tools.replay.what_if.recording import Recorded
 from tools.replay.what_if.simulation import tokens_of
 
@@ -63,8 +63,7 @@ def write_capture(workload: Workload, path: str) -> None:
     Errors: ConfigError, OSError.
     """
     config, info, requests = workload.config, workload.info, list(workload.requests)
-    executor, log = OracleExecutor(config, info, tokens_of(requests)), _Log()
-    executor.initialize_cache(config)
+    executor, log = MirroredOracle(config, info, tokens_of(requests)), _Log()
     engine = CapturedEngine(config, executor, log)
     executor.table = engine.engine.scheduler.table
     output = CaptureOutput(path, open_capture(path), make_header(config, info, VERSION, 0))

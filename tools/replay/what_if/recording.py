@@ -43,6 +43,21 @@ class Recorded(msgspec.Struct):
         return self.message.params.n if isinstance(self.message, AddRequest) else 1
 
     @property
+    def is_odd(self) -> bool:
+        """Return whether it is more than one choice of sampled tokens, without images and a deadline."""
+        message = self.message
+        if not isinstance(message, AddRequest):
+            return True
+        params = message.params
+        return bool(
+            params.n > 1
+            or params.use_beam_search
+            or params.structured_outputs is not None
+            or message.deadline_ms
+            or message.features
+        )
+
+    @property
     def key(self) -> RequestKey:
         """Return the request's name within its capture."""
         return self.client, self.message.number
@@ -62,16 +77,21 @@ class Recording(msgspec.Struct):
     begin_ns: int  # the first request's arrival
     end_ns: int  # of the last step
     candidates: dict[bytes, tuple[Int32s, Floats]] = {}  # of beam searches, by oracle_executor.beam_key()
+    offers: dict[tuple[int, int, int, int], Int32s] = {}  # drafts of the executor, see oracle_executor.Offers
 
 
 class _Executor(RecordedExecutor):
-    """Recorded results; the candidates of beams are noted by the beams' tokens. table: set before the first step."""
+    """Recorded results, with notes of what another schedule needs of them. table: set before the first step.
+
+    The candidates of beams are noted by the beams' tokens, drafts by their request and place.
+    """
 
     table: BatchTable
 
     def __init__(self, info: ModelInfo) -> None:
         super().__init__(info)
         self.candidates: dict[bytes, tuple[Int32s, Floats]] = {}
+        self.offers: dict[tuple[int, int, int, int], Int32s] = {}
 
     def tokens_of(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         output, table = super().tokens_of(plan), self.table
@@ -81,7 +101,20 @@ class _Executor(RecordedExecutor):
                 row = int(plan.rows[index])
                 key = beam_key(int(table.client[row]), int(table.number[row]), table.token_ids(row))
                 self.candidates[key] = found.token_ids[end - count : end], found.values[end - count : end]
+        if output.draft_counts is not None and np.count_nonzero(output.draft_counts):
+            self._note_offers(plan, output, output.draft_counts)
         return output
+
+    def _note_offers(self, plan: SchedulerOutput, output: ModelRunnerOutput, draft_counts: Int32s) -> None:
+        """Note the drafts that follow the tokens of this result, which the table does not have yet."""
+        table, rows = self.table, plan.rows.astype(np.int64)
+        new = output.token_ids >= 0 if output.counts is None else output.counts
+        positions = table.num_tokens[rows] - table.num_prompt_tokens[rows] + new
+        ends = draft_counts.cumsum()
+        for index in np.flatnonzero(draft_counts).tolist():
+            client, number, choice = (int(one[index]) for one in table.address(rows))
+            key = client, number, choice, int(positions[index])
+            self.offers[key] = output.draft_token_ids[int(ends[index] - draft_counts[index]) : int(ends[index])]
 
 
 def read_recording(file: CaptureFile) -> Recording:
@@ -132,6 +165,7 @@ def read_recording(file: CaptureFile) -> Recording:
         reader.requests[0].received_ns if reader.requests else 0,
         end_ns,
         executor.candidates,
+        executor.offers,
     )
 
 

@@ -24,9 +24,13 @@ _MAX_ROUNDS = 10 * len(FEATURES)
 
 def features_of(plan: SchedulerOutput, table: BatchTable) -> Ints:
     """Return the FEATURES of a plan that has just been made, int64 [8]."""
-    rows, counts = plan.rows, plan.num_scheduled_tokens.astype(np.int64)
+    rows, counts = plan.rows.astype(np.int64), plan.num_scheduled_tokens.astype(np.int64)
     ends = table.num_computed_tokens[rows]
     is_prompt = counts > 1
+    num_samples = int(np.count_nonzero(ends >= table.num_tokens[rows]))
+    num_copies = len(plan.swapped_out_blocks) + len(plan.swapped_in_blocks)
+    if not np.count_nonzero(is_prompt):
+        return np.array((1, len(rows), 0, int(ends.sum()), 0, 0, num_samples, num_copies))
     num_prompt_tokens = int(counts[is_prompt].sum())
     read_by_prompts = counts * (ends - counts) + counts * (counts + 1) // 2
     return np.array(
@@ -37,10 +41,20 @@ def features_of(plan: SchedulerOutput, table: BatchTable) -> Ints:
             int(ends[~is_prompt].sum()),
             int(read_by_prompts[is_prompt].sum()),
             int(num_prompt_tokens > 0),
-            int((ends >= table.num_tokens[rows]).sum()),
-            len(plan.swapped_out_blocks) + len(plan.swapped_in_blocks),
+            num_samples,
+            num_copies,
         )
     )
+
+
+def decoding_features(num_rows: int, num_read: int, count: int) -> Ints:
+    """Return the FEATURES of `count` steps in which the same rows decode, int64 [count, 8].
+
+    num_read: KV tokens that the first one reads.
+    """
+    features = np.tile(np.array((1, num_rows, 0, num_read, 0, 0, num_rows, 0)), (count, 1))
+    features[:, 3] += num_rows * np.arange(count)
+    return features
 
 
 class FeatureWatcher:
@@ -75,11 +89,20 @@ class StepTime(NamedTuple):
 
     def of(self, features: Ints) -> float:
         """Return the step's duration in ns."""
-        return float(self.weights @ features)
+        weights: list[float] = self.weights.tolist()
+        parts = [weight * count for weight, count in zip(weights, features.tolist(), strict=True)]
+        return sum(parts, 0.0)
 
-    def is_covered(self, features: Ints) -> bool:
-        """Return whether no feature is beyond those of the fitted steps."""
-        return bool((features <= self.most).all())
+    def of_each(self, features: Ints) -> Doubles:
+        """Return the duration of each step of features [n, 8], with the very bits of of()."""
+        total = np.zeros(len(features))
+        for weight, column in zip(self.weights.tolist(), features.T, strict=True):
+            total += weight * column
+        return total
+
+    def num_uncovered(self, features: Ints) -> int:
+        """Return how many steps of features [n, 8] have one beyond those of the fitted steps."""
+        return int(np.count_nonzero(np.count_nonzero(features > self.most, axis=1)))
 
 
 def fit(features: Ints, durations: Ints) -> StepTime:

@@ -1,0 +1,108 @@
+"""Joined steps of a simulation beside single ones: the same decisions, figures and times, to the nanosecond."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from ipc.messages import AddRequest
+from ipc.sampling_params import SamplingParams
+from tests.captures import CONFIG
+from tests.tools.test_what_if import Arrival, mixed, record, simulator, workload
+from tools.replay.what_if import simulation
+from tools.replay.what_if.joined_steps import JoinedSteps
+from tools.replay.what_if.options import Change, changed
+
+LONG = msgspec.structs.replace(CONFIG, max_model_len=200, num_blocks_override=120)
+CHANGES: tuple[Change, ...] = (
+    {},
+    {"max_num_seqs": 3},  # requests wait while all rows are taken
+    {"num_blocks_override": 40},  # rows are preempted
+    {"enable_prefix_caching": False},
+    {"block_size": 16, "num_blocks_override": 30, "watermark": 0.1},
+    {"scheduling_policy": "priority", "max_num_seqs": 2},
+    {"scheduling_policy": "fair", "max_num_seqs": 2},  # not joined
+    {"max_num_batched_tokens": 8},
+)
+
+
+def long_answers(seed: int) -> list[Arrival]:
+    """Requests of two priorities in bursts; some are the same, some are aborted, and some have stop tokens."""
+    rng, now_ns, arrivals = random.Random(seed), 10**9, list[Arrival]()
+    for number in range(16):
+        now_ns += 0 if rng.random() < 0.5 else rng.randrange(3 * 10**8)
+        own = [rng.randrange(3, 1000) for _ in range(rng.randrange(1, 60))]
+        same = arrivals and rng.random() < 0.3
+        prompt = rng.choice(arrivals).message.prompt_token_ids if same else np.array(own, "<i4").tobytes()
+        stops = {"stop_token_ids": list(range(20))} if rng.random() < 0.3 else {"ignore_eos": True}
+        params = SamplingParams(temperature=0.0, max_tokens=rng.randrange(2, 120), **stops)
+        message = AddRequest(number, prompt, params, 0, priority=rng.randrange(2))
+        arrivals.append(Arrival(now_ns, number % 3, message, rng.randrange(1, 50) if number % 5 == 4 else 0))
+    return arrivals
+
+
+def final_state(run: simulation.Run) -> dict[str, Any]:
+    """Return what later decisions would depend on, and the counters."""
+    scheduler = run.engine.scheduler
+    scheduler.check_integrity()
+    stats = msgspec.structs.asdict(scheduler.stats)
+    names, pool = scheduler.pool.names.columns(), scheduler.pool
+    order = pool.next_evicted(pool.num_free).tolist()
+    return {"stats": stats, "order": order, "names": [one.tolist() for one in names], "live": len(run._live)}
+
+
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak), pytest.param(3, marks=pytest.mark.soak)])
+def test_joined_steps_are_single_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    path = tmp_path / "a.cap"
+    record(path, LONG, long_answers(seed))
+    base, runs, num_joined = simulator(path, is_open=seed != 2), list[simulation.Run](), [0]
+
+    class KeptRun(simulation.Run):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            runs.append(self)
+
+    take = JoinedSteps.take
+
+    def counted(joined: JoinedSteps, count: int) -> None:
+        num_joined[0] += count
+        take(joined, count)
+
+    monkeypatch.setattr(simulation, "Run", KeptRun)
+    monkeypatch.setattr(JoinedSteps, "take", counted)
+    ratios = np.random.default_rng(seed).uniform(0.5, 3, 97)
+    for change in CHANGES:
+        config = changed(LONG, change)
+        for factors in (None, ratios):
+            shared = {"is_open": base.is_open, "ratios": factors}
+            num_joined[0] = 0
+            joined = simulation.simulate(config, base.info, base.recording, base.time, **shared)
+            assert (num_joined[0] > joined.num_steps // 5) is (change.get("scheduling_policy") != "fair"), change
+            num_joined[0] = 0
+            single = simulation.simulate(config, base.info, base.recording, base.time, joins=False, **shared)
+            assert not num_joined[0]
+            assert joined == single, change
+            assert final_state(runs[-2]) == final_state(runs[-1]), change
+
+
+def test_requests_of_other_kinds_keep_steps_single(tmp_path: Path) -> None:
+    """Pooling requests, beam searches and several choices come and go among others."""
+    record(tmp_path / "a.cap", CONFIG, mixed(24))
+    base = simulator(tmp_path / "a.cap")
+    single = simulation.simulate(base.config, base.info, base.recording, base.time, is_open=True, joins=False)
+    assert base.run(base.config) == single
+
+
+def test_a_capture_that_ends_in_the_middle_goes_on_with_made_up_tokens(tmp_path: Path) -> None:
+    path = tmp_path / "a.cap"
+    record(path, CONFIG, workload(12))
+    base = simulator(path)
+    for one in base.recording.requests[3:6]:
+        one.tokens[0] = one.tokens[0][:2]
+        one.aborted_ns = 0
+    single = simulation.simulate(base.config, base.info, base.recording, base.time, is_open=True, joins=False)
+    assert single.num_made_up_tokens > 0
+    assert base.run(base.config) == single
