@@ -96,25 +96,15 @@ def simulate(
         if look is not None:
             look(run)
         clock.now_ns = end_ns + recording.gap_ns
-    stats = run.engine.scheduler.stats
-    return Simulated(
-        run.moments,
-        stats.num_generation_tokens,
-        clock.num_steps,
-        stats.prefix_cache_hits,
-        stats.num_preemptions,
-        recording.begin_ns,
-        run.end_ns,
-        clock.num_uncovered,
-        run.executor.num_made_up,
-    )
+    return run.result(clock)
 
 
 class _Clock:
     """The virtual clock: now_ns is the begin of the next step. ratios: factors of the steps' durations, in turn."""
 
     def __init__(self, recording: Recording, time: StepTime, ratios: Doubles | None) -> None:
-        self.now_ns, self.gap_ns = recording.begin_ns, recording.gap_ns
+        self.now_ns = self.begin_ns = recording.begin_ns
+        self.gap_ns = recording.gap_ns
         self.num_steps = self.num_uncovered = 0
         self._time, self._ratios = time, ratios
 
@@ -172,6 +162,21 @@ class Run:
     def goes_on(self) -> bool:
         """Return whether a request lives or is on its way."""
         return self.arrivals.next_ns is not None or self.engine.has_unfinished
+
+    def result(self, clock: _Clock) -> Simulated:
+        """Return the run as it is now."""
+        stats = self.engine.scheduler.stats
+        return Simulated(
+            self.moments,
+            stats.num_generation_tokens,
+            clock.num_steps,
+            stats.prefix_cache_hits,
+            stats.num_preemptions,
+            clock.begin_ns,
+            self.end_ns,
+            clock.num_uncovered,
+            self.executor.num_made_up,
+        )
 
     def take_inbox(self, now_ns: int) -> list[tuple[int, EngineInput]]:
         """Return the requests that have arrived, and the aborts that are due."""
