@@ -165,7 +165,7 @@ class IOThread:
 
     def _receive_for_engine(self, timeout: float | None) -> None:
         """Sleep until the inbox has something or `timeout` is over; the IO thread is not woken for messages."""
-        deadline, ready = None if timeout is None else time.monotonic() + timeout, dict[int, int]()
+        deadline = None if timeout is None else time.monotonic() + timeout
         self._engine_is_asleep = True  # before the look at the inbox: what is put in after it finds this
         if not self._is_kept:
             with self._using:
@@ -178,11 +178,13 @@ class IOThread:
             if due_s is not None and (self._sleep_s is None or due_s < self._sleep_s):
                 self._wake_up()
             left_ms = None if deadline is None else (deadline - time.monotonic()) * 1000
-            if not self.inbox.is_empty or self._engine_fd in ready or (left_ms is not None and left_ms <= 0):
+            if not self.inbox.is_empty or (left_ms is not None and left_ms <= 0):
                 break
             ready = dict(self._engine_sources.poll(left_ms))
             if self._wake_engine in ready:
                 os.eventfd_read(self._wake_engine)
+            if self._engine_fd in ready:  # what clients have sent is found by the next call
+                break
         self._engine_is_asleep = False
         if self._engine_fd < 0:
             self._hand_over()

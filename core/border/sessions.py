@@ -38,6 +38,7 @@ DRAIN_HOLD_S = 5.0  # the same while the engine drains: a service manager does n
 #: Bytes given to the socket for one client since it was last seen to have read all. The next ones wait in the backlog.
 MAX_UNREAD_BYTES = 1 << 20
 MAX_NAME_CHARS = 200
+_MORE_FOLLOWS = zmq.SNDMORE | zmq.NOBLOCK
 MAX_TENANTS = 4096  # accounts, beyond which those without live requests are dropped
 
 
@@ -290,7 +291,7 @@ class Sessions:
     def _try_send(self, identity: bytes, payload: bytes) -> bool:
         """Send a frame; return False if the peer's queue is full. Errors: _Unreachable."""
         try:
-            self._socket.send(identity, zmq.SNDMORE | zmq.NOBLOCK)
+            self._socket.send(identity, _MORE_FOLLOWS)
             self._socket.send(payload, zmq.NOBLOCK)
         except zmq.Again:
             return False

@@ -188,6 +188,9 @@ class Border:
             if self.inbox.is_overfull or self.shutdown_asked or (pacing.is_on and pacing.is_full):
                 break
             if self._begun is None:
+                if num_frames and not self.has_unread:  # zmq.Again costs more than this, and a request waits for it
+                    has_read = True
+                    break
                 try:
                     identity = self._socket.recv(zmq.NOBLOCK)
                 except zmq.Again:
@@ -229,17 +232,20 @@ class Border:
         return num_handled
 
     def send(self, messages: Sequence[AddressedMessage], now: float) -> None:
-        """Send what a step produced; what is addressed to ended sessions is dropped."""
-        if self._meter is not None:
-            self._meter.note_messages(messages, now)
+        """Send what a step produced; what is addressed to ended sessions is dropped.
+
+        Nobody waits for what is noted of it, and nobody reads that before this returns: it comes last.
+        """
         for client, message in messages:
             session = self.sessions.of_client(client)
             if session is not None:
+                self.sessions.send(session, message, now)
                 session.requests.note(message)
                 if session.use is not None and isinstance(message, Outputs):
                     session.use.note(message, now)
                 session.num_calls -= isinstance(message, CallResult)
-                self.sessions.send(session, message, now)
+        if self._meter is not None:
+            self._meter.note_messages(messages, now)
 
     def send_to_all(self, message: ServerMessage, now: float) -> None:
         """Send a message to every session."""

@@ -8,7 +8,7 @@ from ipc.arrays import Bools, Int32s, Ints, UInt8s
 from ipc.errors import MalformedMessageError
 from ipc.messages import FinishReason, Outputs
 
-_LAST_FINISH = int(max(FinishReason))
+LAST_FINISH = int(max(FinishReason))
 
 
 class OutputColumns(NamedTuple):
@@ -59,7 +59,7 @@ def columns_of(outputs: Outputs) -> OutputColumns:
             f"{lengths[3]}, {len(columns.tokens)} tokens, {lengths[2]} finish codes, {len(outputs.started)} B started, "
             f"{len(outputs.drafts)} B drafts"
         )
-    if outputs.finish and max(outputs.finish) > _LAST_FINISH:
+    if outputs.finish and max(outputs.finish) > LAST_FINISH:
         raise MalformedMessageError(f"finish code {max(outputs.finish)}; known are 0 to {FinishReason.ABORT.value}")
     if columns.choices is not None and len(columns.choices) != num_rows:
         raise MalformedMessageError(f"output columns do not fit: {num_rows} numbers, {len(columns.choices)} choices")

@@ -53,7 +53,7 @@ class Dispatch:
     @property
     def num_queued(self) -> int:
         """Return the number of requests that wait here."""
-        return int(np.count_nonzero(self.requests.waits))
+        return int(np.count_nonzero(self.requests.waits)) if self._queue else 0
 
     # --- the queue ----------------------------------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ class Dispatch:
     def place_waiting(self, now: float) -> list[TooLong]:
         """Place requests from the queue as long as replicas take them; return those that have become too long."""
         requests, apart, too_long = self.requests, list[tuple[int, int]](), list[TooLong]()
-        while self._queue and self.replicas.is_open.any():
+        while self._queue and np.count_nonzero(self.replicas.is_open):
             order, row = heapq.heappop(self._queue)
             if not requests.waits[row] or requests.order[row] != order:
                 continue
@@ -92,11 +92,14 @@ class Dispatch:
         num_tokens = len(tokens) // 4
         matches = self.index.match(int(requests.root[row]), tokens) if self._placement.needs_matches else {}
         closed = [one for one in without if replicas.is_open[one]]
-        replicas.is_open[closed] = False
-        closed += (of_other_stage := self.stages.closed_for(row, matches, num_tokens))
-        replicas.is_open[of_other_stage] = False
+        for one in closed:
+            replicas.is_open[one] = False
+        for one in self.stages.closed_for(row, matches, num_tokens):
+            replicas.is_open[one] = False
+            closed.append(one)
         at = self._placement.choose(matches, num_tokens)
-        replicas.is_open[closed] = True
+        for one in closed:
+            replicas.is_open[one] = True
         if at == NO_REPLICA:
             return False
         replica = replicas.by_row[at]

@@ -2,6 +2,9 @@
 
 It is pure: no socket, no clock, no chance. The same calls in the same order give the same messages and orders. It has
 three homes: a client's own process (frontend/fleet/transport.py), a router (tools/route/), and the tests' played world.
+
+What a replica's message changes is settled by the next call of any kind (frontend/fleet/replica_events.py), so its home
+may send the messages for clients first.
 """
 
 from collections.abc import Iterable
@@ -72,6 +75,10 @@ class Fleet:
         """Return whether any request or call is unfinished."""
         return self.requests.num_live > 0 or bool(self.calls)
 
+    def settle(self) -> None:
+        """Note what was put off until the messages for clients are on their way."""
+        self._events.settle()
+
     def take_messages(self) -> list[tuple[int, ServerMessage]]:
         """Return the messages for clients since the last call, each with its client."""
         messages = self.to_clients.copy()
@@ -82,6 +89,7 @@ class Fleet:
 
     def submit(self, client: int, message: Submission, now: float) -> None:
         """Take a request in. Its number is not in use by its client."""
+        self.settle()
         if self.dispatch.num_queued >= self._max_queued:
             text = f"no replica takes more requests, and {self._max_queued} wait already; send again later"
             failed = RequestFailed(message.number, ErrorCode.RESOURCE_EXHAUSTED, text, RETRY_AFTER_MS)
@@ -92,6 +100,7 @@ class Fleet:
 
     def abort(self, client: int, message: Abort) -> None:
         """Abort requests or single choices of them; unknown numbers are ignored."""
+        self.settle()
         choices = unpack_choices(message.choices) if message.choices else None
         whole: list[int] = []
         for at, number in enumerate(unpack_numbers(message.numbers)):
@@ -106,6 +115,7 @@ class Fleet:
 
     def abort_rows(self, rows: list[int]) -> None:
         """Abort whole requests, whose clients get their last rows."""
+        self.settle()
         tickets = [self.requests.ticket(row) for row in rows]
         self.requests.mark_aborted(tickets, ())
         self.dispatch.abort_at_replicas(rows)
@@ -124,6 +134,7 @@ class Fleet:
 
     def leave(self, client: int) -> None:
         """End a client's session: its requests are aborted, and it is sent nothing more."""
+        self.settle()
         rows = self.requests.rows_of_client(client)
         self.dispatch.abort_at_replicas(rows)
         for row in rows:
@@ -134,27 +145,32 @@ class Fleet:
     def hold(self, client: int) -> None:
         """Keep a client's requests from running, because too much waits to be sent to it. Where they cannot go on
         exactly, those with tokens run on."""
+        self.settle()
         self.dispatch.held.add(client)
         self._park(self.requests.rows_of_client(client))
 
     def release(self, client: int, now: float) -> None:
         """Let a client's requests go on."""
+        self.settle()
         self.dispatch.held.discard(client)
         self._unpark(self.requests.rows_of_client(client), now)
 
     def pause(self, *, all_requests: bool) -> None:
         """Let no request begin, or none run at all, until resume()."""
+        self.settle()
         self.dispatch.pauses_new, self.dispatch.pauses_all = True, all_requests
         rows = self._all_rows()
         self._park([row for row in rows if all_requests or not self.requests.begun[row]])
 
     def resume(self, now: float) -> None:
         """End a pause; do nothing where there is none."""
+        self.settle()
         self.dispatch.pauses_new = self.dispatch.pauses_all = False
         self._unpark(self._all_rows(), now)
 
     def call(self, client: int, message: Call, now: float) -> None:
         """Answer a call, now or when the replicas have."""
+        self.settle()
         self.calls.ask(client, message, now)
 
     def _all_rows(self) -> list[int]:
@@ -187,12 +203,14 @@ class Fleet:
     def drain(self, replica: Replica, now: float, *, move_after_s: float | None = None) -> None:
         """Let a replica leave the fleet; see ReplicaEvents.drain()."""
         self._due = 0.0
+        self.settle()
         self._events.drain(replica, now, move_after_s=move_after_s)
 
     # --- time ---------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> float:
         """Do what time brings; return when to call this again at the latest."""
+        self.settle()
         if now < self._next_tick:
             return self._due
         self._next_tick = now + _TICK_S

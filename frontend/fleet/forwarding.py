@@ -1,12 +1,12 @@
 """forward(): a replica's Outputs as messages to the clients whose requests they are, under the clients' own numbers."""
 
-import struct
+from struct import iter_unpack, pack
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from frontend.client.output_columns import OutputColumns, columns_of
+from frontend.client.output_columns import LAST_FINISH, OutputColumns, columns_of
 from frontend.fleet.requests import RoutedRequests
 from ipc.arrays import AnyInts, Ints
 from ipc.errors import MalformedMessageError
@@ -16,6 +16,14 @@ from ipc.scheduling_messages import RequestEvents
 
 Messages = list[tuple[int, Outputs]]  # (client, message)
 _FEW = 64  # entries that are looked up one after the other
+
+
+class RoutedRow(NamedTuple):
+    """A plain output of one row, which goes on where it is: the row, its client, and the message for that."""
+
+    row: int
+    client: int
+    message: Outputs
 
 
 class Routed(NamedTuple):
@@ -60,15 +68,46 @@ def forward(requests: RoutedRequests, routed: Routed, epoch: int) -> Messages:
     is_plain = not (outputs.drafts or outputs.logprobs or outputs.pooled)
     if is_plain and len(rows) and (clients == clients[0]).all():
         client = int(clients[0])
-        started = _started_of(requests, outputs.started, client) if outputs.started else b""
-        events = None if outputs.events is None else _events_of(requests, outputs.events, client)
-        if started is not None and (events is None) is (outputs.events is None):
-            own = {"epoch": epoch, "numbers": requests.theirs[rows].astype("<u4").tobytes()}
-            return [(client, msgspec.structs.replace(outputs, **own, started=started, events=events))]
+        whole = _whole(requests, outputs, client, requests.theirs[rows].astype("<u4").tobytes(), epoch)
+        if whole is not None:
+            return [(client, whole)]
     parts = _Parts(requests, epoch, outputs.step)
     parts.add_rows(outputs, rows, clients)
     parts.add_others(outputs)
     return [(client, Outputs(**fields)) for client, fields in parts.by_client.items()]
+
+
+def forward_row(requests: RoutedRequests, outputs: Outputs, epoch: int) -> RoutedRow | None:
+    """Return what goes to the client of outputs that are one plain row; None: they are others, or wrong, and for
+    only_new().
+
+    A first token comes so, alone, and its client waits for this: there is no array here.
+    """
+    numbers, positions, counts, finish = outputs.numbers, outputs.positions, outputs.counts, outputs.finish
+    if (len(numbers), len(positions), len(counts), len(outputs.started) % 8) != (4, 4, 2, 0) or len(finish) > 1:
+        return None
+    if outputs.choices or outputs.drafts or outputs.logprobs or outputs.pooled:
+        return None
+    ((ticket, position, count),) = iter_unpack("<IIH", numbers + positions + counts)
+    if len(outputs.tokens) != 4 * count or (finish and finish[0] > LAST_FINISH):
+        return None
+    row = requests.row(ticket)
+    if row < 0 or not requests.goes_on_at(row, position):
+        return None
+    client = int(requests.client[row])
+    whole = _whole(requests, outputs, client, pack("<I", int(requests.theirs[row])), epoch)
+    return None if whole is None else RoutedRow(row, client, whole)
+
+
+def _whole(requests: RoutedRequests, outputs: Outputs, client: int, numbers: bytes, epoch: int) -> Outputs | None:
+    """Return the outputs, all rows of which are this client's; None where another entry is not. numbers: the client's
+    own.
+    """
+    started = _started_of(requests, outputs.started, client) if outputs.started else b""
+    events = None if outputs.events is None else _events_of(requests, outputs.events, client)
+    if started is None or (events is None) is not (outputs.events is None):
+        return None
+    return msgspec.structs.replace(outputs, epoch=epoch, numbers=numbers, started=started, events=events)
 
 
 def _started_of(requests: RoutedRequests, started: bytes, client: int) -> bytes | None:
@@ -76,12 +115,12 @@ def _started_of(requests: RoutedRequests, started: bytes, client: int) -> bytes 
     and their first tokens wait for it: so one after the other.
     """
     parts = []
-    for ticket, num_cached in struct.iter_unpack("<II", started):
+    for ticket, num_cached in iter_unpack("<II", started):
         row = requests.row(ticket)
         if row >= 0 and int(requests.client[row]) != client:
             return None
         if row >= 0 and not requests.moved[row]:
-            parts.append(struct.pack("<II", int(requests.theirs[row]), num_cached))
+            parts.append(pack("<II", int(requests.theirs[row]), num_cached))
     return b"".join(parts)
 
 
@@ -93,12 +132,12 @@ def _events_of(requests: RoutedRequests, events: RequestEvents, client: int) -> 
     if len(events.numbers) > 4 * _FEW:
         return None
     numbers: list[int] = []
-    for (ticket,) in struct.iter_unpack("<I", events.numbers):
+    for (ticket,) in iter_unpack("<I", events.numbers):
         row = requests.row(ticket)
         if row < 0 or requests.moved[row] or requests.client[row] != client:
             return None
         numbers.append(int(requests.theirs[row]))
-    return msgspec.structs.replace(events, numbers=struct.pack(f"<{len(numbers)}I", *numbers))
+    return msgspec.structs.replace(events, numbers=pack(f"<{len(numbers)}I", *numbers))
 
 
 class _Parts:

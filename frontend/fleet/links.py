@@ -27,7 +27,7 @@ class _Link:
     def __init__(self, context: Context, address: str) -> None:
         self.socket = connect_dealer(context, address, _listen_for_silence)
         self.monitor: Socket = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self.fds = (signal_fd(self.socket), signal_fd(self.monitor))
+        self.fd, self.monitor_fd = signal_fd(self.socket), signal_fd(self.monitor)
         self.unsent: deque[bytes] = deque()
         self.num_unsent_bytes = 0
 
@@ -83,7 +83,8 @@ class Links:
     def __init__(self) -> None:
         self._context: Context = zmq.Context()
         self._links: dict[int, _Link] = {}
-        self._row_of: dict[int, int] = {}  # by file descriptor
+        self._row_of: dict[int, int] = {}  # by the file descriptor of the socket
+        self._monitored: dict[int, int] = {}  # row by the file descriptor of the socket's monitor
         self._unread: dict[int, None] = {}  # rows of sockets that may have something without a sign at their fd
         self._epoll = select.epoll()
         self.fd = self._epoll.fileno()
@@ -97,8 +98,8 @@ class Links:
         """Connect, in the background, and send this first. Errors: AddressError."""
         self.close(row)
         link = self._links[row] = _Link(self._context, address)
-        for fd in link.fds:
-            self._row_of[fd] = row
+        self._row_of[link.fd] = self._monitored[link.monitor_fd] = row
+        for fd in (link.fd, link.monitor_fd):
             self._epoll.register(fd, select.EPOLLIN)
         self._unread[row] = None  # the first look at its events arms the file descriptor
         link.send(hello)
@@ -118,23 +119,29 @@ class Links:
         link = self._links.pop(row, None)
         self._unread.pop(row, None)
         if link is not None:
-            for fd in link.fds:
+            for fd in (link.fd, link.monitor_fd):
                 self._epoll.unregister(fd)
-                del self._row_of[fd]
+            del self._row_of[link.fd], self._monitored[link.monitor_fd]
             link.close()
 
     def receive(self) -> Arrived:
         """Return what has arrived, of each replica in its order; the end of a connection comes last."""
-        signs = {self._row_of[fd]: None for fd, _ in self._epoll.poll(0)}
-        rows, self._unread = signs | self._unread, {}
+        looks = dict.fromkeys(self._unread, True)  # row: whether its monitor is looked at, which signals nothing before
+        for fd, _ in self._epoll.poll(0):
+            if (row := self._row_of.get(fd)) is not None:
+                looks.setdefault(row, False)
+            else:
+                looks[self._monitored[fd]] = True
+        self._unread = {}
         arrived: Arrived = []
-        for row in rows:
+        for row, is_monitor_due in looks.items():
             link = self._links.get(row)
             if link is None:
                 continue
-            has_ended = link.has_ended()
+            has_ended = is_monitor_due and link.has_ended()
             frames = link.read()
-            link.flush()
+            if link.unsent:
+                link.flush()
             arrived += [(row, frame) for frame in frames]
             if has_ended and len(frames) == _MAX_BATCH:
                 while frames := link.read():  # the last words

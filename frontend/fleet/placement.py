@@ -45,7 +45,7 @@ class Placement:
 
     def choose(self, matches: Matches, num_tokens: int) -> int:
         """Return the replica for a request of so many tokens; NO_REPLICA where none is open."""
-        if not self._replicas.is_open.any():
+        if not np.count_nonzero(self._replicas.is_open):
             return NO_REPLICA
         self._num_decisions += 1
         return self._choose(self, matches, num_tokens)

@@ -7,6 +7,8 @@ never a wrong answer: the replica compares the tokens themselves.
 """
 
 from collections.abc import Sequence
+from operator import mul
+from struct import unpack_from
 
 import numpy as np
 
@@ -74,6 +76,9 @@ class _Blocks:
         self._factor = pow(_ODD, block_size, 2**64)  # M
         self._weights = np.array([pow(_ODD, block_size - 1 - k, 2**64) for k in range(block_size)], np.uint64)
         self._of_zeros = self._weights.sum(dtype=np.uint64)  # a token counts as its id + 1: a zero is not nothing
+        self._format = f"<{block_size}i"
+        self._first_weights: list[int] = self._weights.tolist()
+        self._zeros = int(self._of_zeros)
         self._grow(_FIRST_POWERS)
 
     def _grow(self, count: int) -> None:
@@ -96,13 +101,20 @@ class _Blocks:
         keys: list[int] = ((terms + np.uint64(_root_key(root))) * self._powers[1 : count + 1]).tolist()
         return keys
 
+    def _first_key(self, root: int, token_ids: bytes) -> int:
+        """Return the key of a prompt's first block."""
+        own: int = sum(map(mul, unpack_from(self._format, token_ids), self._first_weights)) + self._zeros
+        return (_root_key(root) * self._factor + own) & _MASK
+
     def match(self, root: int, token_ids: bytes) -> dict[int, int]:
         count = (len(token_ids) // 4 - 1) // self._size
         if count < 1 or not self._holders:
             return {}
-        holders, found, depth = self._holders.get, dict[int, int](), 0
-        keys = self.keys(root, token_ids, count)
-        mask = holders(keys[0], 0)
+        holders = self._holders.get
+        mask = holders(self._first_key(root, token_ids), 0)
+        if not mask:  # as that of most new prompts; the keys of all blocks take four times as long
+            return {}
+        found, depth, keys = dict[int, int](), 0, self.keys(root, token_ids, count)
         while mask and depth < count:
             depth += 1
             here = mask & holders(keys[depth], 0) if depth < count else 0

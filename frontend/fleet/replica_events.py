@@ -1,11 +1,19 @@
-"""ReplicaEvents: what a fleet does about its replicas' messages, ends and departures."""
+"""ReplicaEvents: what a fleet does about its replicas' messages, ends and departures.
 
-import numpy as np
+A client's tokens do not wait for the fleet's books: receive() puts tokens on their way and leaves to settle() what
+the fleet notes of them. Whatever else happens to the fleet settles first, so it finds the books as if they had been
+written at once. They are this process's memory, which nobody reads in between: a fleet that dies has lost both, and its
+clients know what they have.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from struct import iter_unpack
 
 from frontend.fleet.calls import Calls
 from frontend.fleet.dispatch import Dispatch
 from frontend.fleet.ends import Ends
-from frontend.fleet.forwarding import forward, only_new
+from frontend.fleet.forwarding import Routed, RoutedRow, forward, forward_row, only_new
 from frontend.fleet.membership import Membership
 from frontend.fleet.replicas import Replica, ReplicaState
 from ipc.errors import MalformedMessageError
@@ -33,10 +41,22 @@ class ReplicaEvents:
         self._calls = calls
         self._ends = ends
         self._to_clients = to_clients
+        self._unsettled: deque[Callable[[], None]] = deque()
+
+    def settle(self) -> None:
+        """Note what receive() has put off."""
+        while self._unsettled:
+            self._unsettled.popleft()()
 
     def receive(self, row: int, message: ServerMessage, now: float) -> None:
         """Take in a message of a replica."""
-        replica = self._replicas.by_row[row]
+        if isinstance(message, KVEvents):
+            self._unsettled.append(lambda: self._note_events(row, message, now))
+            return
+        self.settle()
+        replica = self._replicas.by_row.get(row)
+        if replica is None:
+            return
         if replica.welcome is None and not isinstance(message, Welcome | Refused):
             return
         match message:
@@ -44,8 +64,6 @@ class ReplicaEvents:
                 self._receive_outputs(replica, message, now)
             case RequestFailed():
                 self._receive_failure(replica, message, now)
-            case KVEvents():
-                self._receive_events(replica, message, now)
             case Welcome():
                 if replica.welcome is None:
                     self._membership.welcome(replica, message)
@@ -63,30 +81,70 @@ class ReplicaEvents:
         assert replica.welcome is not None
         if message.epoch != replica.welcome.epoch:
             return
+        requests, stages = self._requests, self._dispatch.stages
+        try:
+            if not self._replicas.num_prefill and (own := forward_row(requests, message, self._ends.epoch)) is not None:
+                self._to_clients.append((own.client, own.message))
+                self._unsettled.append(lambda: self._note_row(replica, own, now))
+            else:
+                routed, moving = stages.end(only_new(requests, message))
+                self._to_clients += forward(requests, routed, self._ends.epoch)
+                self._unsettled.append(lambda: self._note_outputs(replica, routed, moving, now))
+        except MalformedMessageError as error:
+            self._lose_malformed(replica, error, now)
+            return
+        if not self._note_begun(message):
+            self.settle()
+
+    def _note_begun(self, message: Outputs) -> bool:
+        """Note which requests have begun; return False where one may end that has not.
+
+        That does not wait: a client that knows it finds room for its next request.
+        """
+        requests = self._requests
+        for ticket, _ in iter_unpack("<II", message.started):
+            row = requests.row(ticket)
+            if row >= 0 and not requests.runs[row]:
+                requests.begin(row)
+        return not message.finish or requests.num_waiting == 0
+
+    def _note_row(self, replica: Replica, own: RoutedRow, now: float) -> None:
+        """Note an output of one row that is on its way."""
+        requests, outputs = self._requests, own.message
+        requests.apply_row(own.row, outputs, now)
+        first = requests.first(own.row)
+        if outputs.tokens and requests.missing[first]:
+            self._dispatch.note_tokens([first])
+        self._note_ends(replica, [first] if outputs.finish else [], now)
+
+    def _note_outputs(self, replica: Replica, routed: Routed, moving: list[int], now: float) -> None:
+        """Note outputs that are on their way. moving: the rows of requests that have ended their first stage."""
         requests, dispatch = self._requests, self._dispatch
         try:
-            routed, moving = dispatch.stages.end(only_new(requests, message))
-            self._to_clients += forward(requests, routed, self._ends.epoch)
             news = requests.apply_columns(routed.outputs, routed.columns, routed.rows, now)
         except MalformedMessageError as error:
-            self.lose(replica.row, f"it sent what is no output: {error}", now)
+            self._lose_malformed(replica, error, now)
             return
-        if message.started:
-            started = requests.rows_of(np.frombuffer(message.started, "<u4")[::2])
-            for row in requests.not_running(started[started >= 0].tolist()):
-                requests.begin(row)
         dispatch.note_tokens(requests.owing(news))
-        if routed.columns.finish is not None:
-            for row in requests.firsts(routed.rows[routed.columns.finish > 0]):
-                if requests.is_over(row):
-                    dispatch.forget(row)
+        finish = routed.columns.finish
+        ended = [] if finish is None else requests.firsts(routed.rows[finish > 0])
         for row in moving:
             dispatch.release(row)
             self._ends.free(row, "its first stage has ended")
+        self._note_ends(replica, ended, now)
+
+    def _note_ends(self, replica: Replica, rows: list[int], now: float) -> None:
+        """Forget those of these requests that are over, and use the room that they leave. rows: of first choices."""
+        for row in rows:
+            if self._requests.is_over(row):
+                self._dispatch.forget(row)
         if replica.is_leaving:
             self.finish_leaving(replica, now)
-        if dispatch.has_queue:
+        if self._dispatch.has_queue:
             self._ends.place(now)
+
+    def _lose_malformed(self, replica: Replica, error: MalformedMessageError, now: float) -> None:
+        self.lose(replica.row, f"it sent what is no output: {error}", now)
 
     def _receive_failure(self, replica: Replica, message: RequestFailed, now: float) -> None:
         row = self._requests.row(message.number)
@@ -106,7 +164,10 @@ class ReplicaEvents:
         if replica.is_leaving:
             self.finish_leaving(replica, now)
 
-    def _receive_events(self, replica: Replica, message: KVEvents, now: float) -> None:
+    def _note_events(self, row: int, message: KVEvents, now: float) -> None:
+        replica = self._replicas.by_row.get(row)
+        if replica is None or replica.welcome is None:
+            return
         try:
             self._dispatch.index.apply(replica.row, message.events)
         except ValueError as error:
@@ -119,6 +180,7 @@ class ReplicaEvents:
 
         is_death: it may have died of one of the requests that ran there.
         """
+        self.settle()
         replica = self._replicas.by_row[row]
         if replica.welcome is None:
             self._membership.retry_later(replica, reason)

@@ -5,8 +5,6 @@ It is a journal (frontend/client/journal.py) whose numbers are tickets: one for 
 replica. Rows that come late under an earlier ticket find no request, so they are dropped.
 """
 
-from collections.abc import Iterable
-
 import msgspec
 import numpy as np
 
@@ -44,6 +42,9 @@ class RoutedRequests(Journal):
         super().__init__()
         self.num_waiting = 0  # choices that have not begun
         self.num_waiting_tokens = 0
+        self._waiting: dict[
+            int, tuple[int, int]
+        ] = {}  # by first row, of requests that have not begun: (choices, tokens)
         self._of_client: dict[int, dict[int, int]] = {}  # client -> its number -> row
         self._num_tickets = 0
         self._num_entered = 0
@@ -54,14 +55,17 @@ class RoutedRequests(Journal):
         """Add a client's request and return the row of its first choice. now: monotonic seconds."""
         ticket = self._next_ticket()
         row = self.add(msgspec.structs.replace(message, number=ticket), streaming=False, now=now)
-        rows = self._rows_of_request(ticket)
+        rows = row if message.params.n == 1 else self._rows_of_request(ticket)
         self.client[rows] = client
         self.theirs[rows] = message.number
         self.root[row] = root_of_message(message)
         self._num_entered += 1
         self.order[row] = self._num_entered
         self._of_client.setdefault(client, {})[message.number] = row
-        self._count_waiting(row, 1)
+        num_tokens = (message.params.n * len(message.prompt_token_ids) + sum(map(len, message.delivered))) // 4
+        self._waiting[row] = message.params.n, num_tokens
+        self.num_waiting += message.params.n
+        self.num_waiting_tokens += num_tokens
         return row
 
     def find(self, client: int, number: int) -> int:
@@ -84,9 +88,19 @@ class RoutedRequests(Journal):
         """Return the rows of all choices of the request whose first row this is."""
         return self._rows_of_request(self.ticket(row))
 
+    def of_row(self, row: int) -> Submission:
+        """Return the request whose first row this is, under its present ticket."""
+        request = self._requests[row]
+        assert request is not None, f"row {row} is not the first of a request"
+        return request
+
     def ticket(self, row: int) -> int:
         """Return the present ticket of a row's request."""
         return int(self._number[row])
+
+    def first(self, row: int) -> int:
+        """Return the row of the first choice of a row's request."""
+        return int(self._first[row])
 
     def firsts(self, rows: Ints) -> list[int]:
         """Return the rows of the first choices of these rows' requests, each once."""
@@ -94,7 +108,7 @@ class RoutedRequests(Journal):
 
     def num_tokens(self, row: int) -> int:
         """Return the number of tokens of the prompt and of the first choice's output."""
-        return len(self.request(self.ticket(row)).prompt_token_ids) // 4 + int(self._num_delivered[row])
+        return len(self.of_row(row).prompt_token_ids) // 4 + int(self._num_delivered[row])
 
     def num_output(self, row: int) -> int:
         """Return the number of output tokens of all choices."""
@@ -102,9 +116,26 @@ class RoutedRequests(Journal):
 
     def token_ids(self, row: int) -> bytes:
         """Return the tokens of the prompt and of the first choice's output, int32."""
-        prompt = self.request(self.ticket(row)).prompt_token_ids
+        prompt = self.of_row(row).prompt_token_ids
         count = int(self._num_delivered[row])
         return prompt + self._tokens.read(row, 0, count).astype("<i4").tobytes() if count else prompt
+
+    def goes_on_at(self, row: int, position: int) -> bool:
+        """Return whether a choice is unfinished, and has so many output tokens."""
+        return bool(self._num_delivered[row] == position and self._finish[row] == 0)
+
+    def apply_row(self, row: int, outputs: Outputs, now: float) -> None:
+        """Apply the outputs of one choice that goes on there; see apply()."""
+        if outputs.tokens:
+            length = int(self._num_delivered[row])
+            self._tokens.extend(row, length, np.frombuffer(outputs.tokens, "<i4"))
+            self._num_delivered[row] = length + len(outputs.tokens) // 4
+            self._last_token_time[row] = now
+            if not self._first_token_time[row]:
+                self._first_token_time[row] = now
+        if outputs.finish and outputs.finish[0]:
+            self._finish[row] = outputs.finish[0]
+            self._finished_time[row] = now
 
     def is_over(self, row: int) -> bool:
         """Return whether all choices of a request have finished."""
@@ -123,21 +154,19 @@ class RoutedRequests(Journal):
 
     def messages(self, row: int, now: float) -> list[msgspec.Struct]:
         """Return what to send to a replica for this request: the request, and an Abort for aborted choices."""
-        rows, request = self.choices(row), self.request(self.ticket(row))
-        if not self.moved[row] and not self._aborted[rows].any() and not request.deadline_ms:
+        request = self.of_row(row)
+        if not self.moved[row] and not request.deadline_ms and not any(map(self._aborted.item, self.choices(row))):
             return [request]
         return [*self.resubmission(self.ticket(row), now)]
 
     def begin(self, row: int) -> None:
         """Note that a request runs where it is placed."""
-        self.runs[row] = True
-        if not self.begun[row]:
-            self._count_waiting(row, -1)
-            self.begun[row] = True
+        self.runs[row] = self.begun[row] = True
+        self._end_wait(row)
 
     def has_expired(self, row: int, now: float) -> bool:
         """Return whether a request's deadline has passed."""
-        deadline_ms = self.request(self.ticket(row)).deadline_ms
+        deadline_ms = self.of_row(row).deadline_ms
         return deadline_ms > 0 and (now - float(self._arrival_time[row])) * 1000 >= deadline_ms
 
     def arrival(self, row: int) -> float:
@@ -147,8 +176,7 @@ class RoutedRequests(Journal):
     def forget(self, row: int) -> None:
         """Remove a request."""
         client, number = int(self.client[row]), int(self.theirs[row])
-        if not self.begun[row]:
-            self._count_waiting(row, -1)
+        self._end_wait(row)
         theirs = self._of_client[client]
         del theirs[number]
         if not theirs:
@@ -186,20 +214,13 @@ class RoutedRequests(Journal):
         firsts = self._first[rows]
         return list(dict.fromkeys(firsts[self.missing[firsts] > 0].tolist()))
 
-    def not_running(self, rows: Iterable[int]) -> list[int]:
-        """Return those of these first rows whose begin was not noted."""
-        return [row for row in rows if not self.runs[row]]
-
     def _apply_events(self, outputs: Outputs) -> None:
         """Keep nothing but tokens and ends: the rest goes to the client at once."""
 
-    def _count_waiting(self, row: int, sign: int) -> None:
-        request = self.request(self.ticket(row))
-        num_choices = request.params.n
-        self.num_waiting += sign * num_choices
-        self.num_waiting_tokens += (
-            sign * (num_choices * len(request.prompt_token_ids) + sum(map(len, request.delivered))) // 4
-        )
+    def _end_wait(self, row: int) -> None:
+        num_choices, num_tokens = self._waiting.pop(row, (0, 0))
+        self.num_waiting -= num_choices
+        self.num_waiting_tokens -= num_tokens
 
     def _next_ticket(self) -> int:
         self._num_tickets += 1

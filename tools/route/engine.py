@@ -44,7 +44,7 @@ class RouterEngine:
 
     def look_ahead(self) -> bool:
         """Read what replicas have sent; return whether there is anything for the next step."""
-        return self._driver.look()
+        return self._driver.look() or bool(self._fleet.to_clients)
 
     def count_waiting(self) -> tuple[int, int]:
         """Return the numbers of choices that have not begun, and of their tokens."""
@@ -52,7 +52,7 @@ class RouterEngine:
         return requests.num_waiting, requests.num_waiting_tokens
 
     def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> Sequence[tuple[int, ServerMessage]]:
-        """Take in what clients and replicas have sent; return what is for clients."""
+        """Take in what clients and replicas have sent; return what is for clients. turn() follows, when it is sent."""
         now = now_ns / _NS
         if not self._driver.has_arrived:  # what has woken this step is taken in by it, and not by the next one
             self._driver.look()
@@ -60,11 +60,10 @@ class RouterEngine:
         for client, message in inbox:
             self._receive(client, message, now)
         self._driver.carry_out(now)
-        self._driver.pass_time(now)
         return self._fleet.take_messages()
 
     def turn(self, _: int) -> None:
-        """Let the fleet do what time brings, where no step does."""
+        """Let the fleet settle what its messages change, and do what time brings."""
         self._driver.pass_time(self._clock())
 
     def _receive(self, client: int, message: EngineInput, now: float) -> None:

@@ -90,8 +90,10 @@ class RouterProcess(EngineProcess):
 
     def _end_step(self, outputs: Sequence[AddressedMessage]) -> None:
         super()._end_step(outputs)
-        if not self.is_dead and not self.is_stopped and self.links.has_arrived:
-            self._step_later(0)
+        if not self.is_dead and not self.is_stopped:
+            self.core.turn(0)  # type: ignore[attr-defined]
+            if self.links.has_arrived or self.fleet.to_clients:
+                self._step_later(0)
 
     def _check_core(self) -> None:
         """Recount what placement counts. Errors: Failure."""
