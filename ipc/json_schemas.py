@@ -1,4 +1,4 @@
-"""Rewritten JSON schemas: close_objects(), and drop_annotations(), whose result accepts what the given one does."""
+"""Rewritten JSON schemas: close_objects(); drop_annotations() and spell_dependencies(), which change no meaning."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +24,9 @@ _FORMATS = (
 #: Keywords with a value that says nothing.
 _EMPTY: dict[str, Any] = {"uniqueItems": False, "dependencies": {}, "dependentRequired": {}, "dependentSchemas": {}}
 
+#: Properties of one schema on which others depend: a grammar has two ways for each, and all their combinations.
+MAX_DEPENDENCIES = 6
+
 
 def close_objects(schema: Any) -> Any:
     """Return a copy of the schema, with additionalProperties false where a schema names properties and lacks it.
@@ -40,6 +43,16 @@ def drop_annotations(schema: Any) -> Any:
     schema is returned as it is.
     """
     return _rewrite(schema, _drop)
+
+
+def spell_dependencies(schema: Any) -> Any:
+    """Return a copy of the schema, in which names that others depend on are written with anyOf, which llguidance obeys.
+
+    `dependentRequired`, and before it `dependencies` with a list, say of a property: where it is, these others are. So
+    it is absent, or they are required. Dependencies that are schemas stay, and all where there are more than
+    MAX_DEPENDENCIES.
+    """
+    return _rewrite(schema, _spell)
 
 
 def _rewrite(schema: Any, change: Callable[[dict[str, Any]], None]) -> Any:
@@ -70,3 +83,26 @@ def _drop(schema: dict[str, Any]) -> None:
     for name, value in _EMPTY.items():
         if name in schema and type(schema[name]) is type(value) and schema[name] == value:
             del schema[name]
+
+
+def _spell(schema: dict[str, Any]) -> None:
+    found: dict[str, list[str]] = {}
+    for keyword in ("dependencies", "dependentRequired"):
+        value = schema.get(keyword)
+        if isinstance(value, dict):
+            found |= {name: found.get(name, []) + names for name, names in value.items() if _are_names(names)}
+    others, rules = schema.get("allOf", []), [(name, names) for name, names in found.items() if names]
+    if not found or len(rules) > MAX_DEPENDENCIES or not isinstance(others, list):
+        return
+    for keyword in ("dependencies", "dependentRequired"):
+        value = schema.pop(keyword, None)
+        left = {name: one for name, one in value.items() if not _are_names(one)} if isinstance(value, dict) else value
+        if left:
+            schema[keyword] = left
+    if rules:
+        ways = [[{"properties": {name: False}}, {"required": names}] for name, names in rules]
+        schema["allOf"] = [*others, *({"anyOf": way} for way in ways)]
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)

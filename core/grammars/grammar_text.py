@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from ipc.errors import InvalidRequestError
-from ipc.json_schemas import close_objects, drop_annotations
+from ipc.json_schemas import close_objects, drop_annotations, spell_dependencies
 from ipc.structured_outputs import StructuredOutputsParams, read_structural_tag
 
 if TYPE_CHECKING:
@@ -56,7 +56,10 @@ def _json(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
 def _obeyed(schema: dict[str, Any], params: StructuredOutputsParams) -> dict[str, Any]:
     """Return the schema as llguidance is to obey it."""
     schema = drop_annotations(schema)
-    return close_objects(schema) if params.disable_additional_properties else schema
+    if params.disable_additional_properties:
+        schema = close_objects(schema)
+    obeyed: dict[str, Any] = spell_dependencies(schema)
+    return obeyed
 
 
 def _json_options(params: StructuredOutputsParams) -> "JsonCompileOptions":

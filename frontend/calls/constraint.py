@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from frontend.calls.formats import HERMES_TOOLS, ToolFormat
 from ipc.errors import InvalidRequestError
-from ipc.json_schemas import drop_annotations
+from ipc.json_schemas import drop_annotations, spell_dependencies
 from ipc.structured_outputs import StructuredOutputsParams
 
 #: The JSON of a call is written as chat templates write earlier calls. So little is left to choose, and what a grammar
@@ -230,7 +230,7 @@ def _moved(schema: Any, place: str) -> Any:
 
 
 def _json_rule(schema: Json, options: Json = _CALL_JSON) -> str:
-    return f"%json {_json({**drop_annotations(schema), 'x-guidance': options})}"
+    return f"%json {_json({**spell_dependencies(drop_annotations(schema)), 'x-guidance': options})}"
 
 
 def _json(value: object) -> str:

@@ -1,5 +1,7 @@
 """Access: judge a request by its host, its key and what the key may do, before its body is read."""
 
+import re
+
 from frontend.http.errors import HttpError
 from frontend.http.keys import Key, KeyRing
 from frontend.http.options import HttpOptions
@@ -7,12 +9,16 @@ from frontend.http.request import Request
 
 #: Names of this machine in a Host header. Others mean that a browser was led here by a name of somebody else's.
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
+#: uri-host [":" port] of RFC 9110, 7.2, which may be empty; what is in brackets, and whether it exists, is not judged.
+_HOST = re.compile(rb"(?:\[[A-Za-z0-9.:%~_-]*\]|[A-Za-z0-9._~%!$&'()*+,;=-]*)(?::[0-9]*)?")
 
 
 def check_host(request: Request, options: HttpOptions) -> None:
-    """Check the Host header, where the server listens on this machine only. Errors: HttpError 400, 421."""
+    """Check the Host header, and where the server listens on this machine only its name. Errors: HttpError 400, 421."""
     if request.num_hosts > 1:
         raise HttpError(400, "a request has one Host header")
+    if not _HOST.fullmatch(request.headers.get(b"host", b"")):
+        raise HttpError(400, "the Host header is not the name or address of a host, with or without a port")
     if not options.checks_host:
         return
     host = request.headers.get(b"host", b"").decode("latin-1").lower()

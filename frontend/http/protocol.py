@@ -261,6 +261,8 @@ class HttpProtocol(asyncio.Protocol):
         version = parser.get_http_version()
         if version not in ("1.1", "1.0"):
             raise self._broken(400, f"HTTP/{version} is not spoken here: use HTTP/1.1")
+        if version == "1.1" and not self._num_hosts:
+            raise self._broken(400, "an HTTP/1.1 request has a Host header")  # RFC 9112, 3.2
         path, query = self._url, b""
         if not path.startswith(b"/") or b"#" in path:
             target = httptools.parse_url(path)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ipc.json_schemas import close_objects, drop_annotations
+from ipc.json_schemas import MAX_DEPENDENCIES, close_objects, drop_annotations, spell_dependencies
 
 
 def test_close_objects() -> None:
@@ -56,4 +56,32 @@ def test_close_objects() -> None:
 def test_drop_annotations(given: Any, dropped: Any) -> None:
     before = repr(given)
     assert drop_annotations(given) == dropped
+    assert repr(given) == before
+
+
+def either(name: str, *names: str) -> dict[str, Any]:
+    return {"anyOf": [{"properties": {name: False}}, {"required": list(names)}]}
+
+
+@pytest.mark.parametrize(
+    ("given", "spelled"),
+    [
+        ({"dependencies": {"a": ["b", "c"]}}, {"allOf": [either("a", "b", "c")]}),
+        ({"dependentRequired": {"a": ["b"]}, "dependencies": {"a": ["c"]}}, {"allOf": [either("a", "c", "b")]}),
+        ({"dependencies": {"a": []}}, {}),
+        (
+            {"allOf": [{}], "dependencies": {"a": ["b"], "b": {"required": ["c"]}}},
+            {"allOf": [{}, either("a", "b")], "dependencies": {"b": {"required": ["c"]}}},
+        ),
+        ({"items": {"dependencies": {"a": ["b"]}}}, {"items": {"allOf": [either("a", "b")]}}),
+        ({"properties": {"dependencies": {"type": "string"}}},) * 2,
+        ({"dependencies": {str(n): ["b"] for n in range(MAX_DEPENDENCIES + 1)}},) * 2,  # refused as it is
+        ({"dependencies": {"a": ["b", 3], "b": "c"}},) * 2,
+        ({"dependencies": ["a"], "dependentRequired": 3},) * 2,
+        ({"dependencies": {"a": ["b"]}, "allOf": 3},) * 2,
+    ],
+)
+def test_spell_dependencies(given: Any, spelled: Any) -> None:
+    before = repr(given)
+    assert spell_dependencies(given) == spelled
     assert repr(given) == before

@@ -15,7 +15,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from ipc.errors import InvalidRequestError
-from ipc.json_schemas import drop_annotations
+from ipc.json_schemas import drop_annotations, spell_dependencies
 from ipc.messages import FinishReason
 from ipc.structured_outputs import StructuredOutputsParams
 from tests.core.test_structured_outputs import Runs, add
@@ -68,7 +68,7 @@ def check(names: list[str], seed: int, compact: bool) -> None:
 
 
 def test_what_is_not_obeyed_is_refused_by_name() -> None:
-    assert (len(SCHEMAS), len(usable())) == (60, 48)
+    assert (len(SCHEMAS), len(usable())) == (60, 51)
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -89,7 +89,9 @@ def test_masks_are_the_library_s_own() -> None:
     for name in usable():
         params = StructuredOutputsParams(json=SCHEMAS[name], whitespace_pattern=r"[\x20\x0A\x0D\x09]+")
         ours = grammars.matcher(params)
-        other = LLMatcher(theirs, LLMatcher.grammar_from_json_schema(json.dumps(drop_annotations(SCHEMAS[name]))))
+        other = LLMatcher(
+            theirs, LLMatcher.grammar_from_json_schema(json.dumps(spell_dependencies(drop_annotations(SCHEMAS[name]))))
+        )
         for _ in range(40):
             mask = allowed(np.frombuffer(ours.compute_bitmask(), np.uint32))
             assert mask == allowed(np.frombuffer(other.compute_bitmask(), np.uint32)), name

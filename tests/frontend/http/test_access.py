@@ -164,6 +164,21 @@ def test_a_request_has_one_host(served: Caller) -> None:
     assert answer.startswith(b"HTTP/1.1 400 ")
 
 
+@pytest.mark.parametrize("target", [b"GET /live", b"GET /v1/models", b"POST /v1/completions", b"OPTIONS /", b"GET /no"])
+def test_a_request_of_http_1_1_has_a_host(served: Caller, target: bytes) -> None:
+    answer = served.raw(target + b" HTTP/1.1\r\n\r\nGET /live HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+    assert b"Host header" in answer
+    assert b"HTTP/1.1 200 " not in answer  # the connection is closed
+    assert served.raw(b"GET /live HTTP/1.0\r\n\r\n").split(b"\r\n", 1)[0].endswith(b" 200 OK")
+
+
+@pytest.mark.parametrize("host", ["a b", "a/b", "u@localhost", "localhost:80:80", "localhost:x", "[::1", "\xe9"])
+def test_a_host_has_the_form_of_one(served: Caller, host: str) -> None:
+    answer = served.raw(b"GET /live HTTP/1.1\r\nconnection: close\r\nhost: %b\r\n\r\n" % host.encode("latin-1"))
+    assert answer.startswith(b"HTTP/1.1 400 "), answer
+
+
 def test_no_origin_is_allowed_unless_asked_for(served: Caller) -> None:
     answer = served.get("/v1/models", {"origin": "http://page.example"})
     assert "access-control-allow-origin" not in answer.headers

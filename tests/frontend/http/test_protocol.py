@@ -108,6 +108,7 @@ def test_a_refused_peer_has_a_while_to_read_why() -> None:
         (b"GET / HTTP/2.0\r\nhost: h\r\n\r\n", 400),
         (b"GET / HTTP/0.9\r\nhost: h\r\n\r\n", 400),
         (b"CONNECT h:1 HTTP/1.1\r\nhost: h\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\na: b\r\n\r\n", 400),
     ],
 )
 def test_bounds_hold_however_the_bytes_are_cut(sent: bytes, wanted: int) -> None:
@@ -149,7 +150,7 @@ def test_a_body_in_chunks_of_one_byte_is_taken() -> None:
 
 def test_a_head_counts_once_however_it_is_cut() -> None:
     """It was refused from half of the bound on where it came in pieces."""
-    sent = b"GET / HTTP/1.1\r\n" + b"".join(b"a%d: %b\r\n" % (i, b"v" * 1000) for i in range(60)) + b"\r\n"
+    sent = b"GET / HTTP/1.1\r\nhost: h\r\n" + b"".join(b"a%d: %b\r\n" % (i, b"v" * 1000) for i in range(60)) + b"\r\n"
     for size in (len(sent), 1400):
         app = App()
         protocol, _ = connected(app)
