@@ -104,6 +104,23 @@ class Batch:
         """Return how many blocks the row holds, shared ones included."""
         return len(self.table.block_ids(row))
 
+    # --- copies on the host ---------------------------------------------------------------------------------------
+
+    def num_copied(self, num_tokens: Ints) -> Ints:
+        """Return the number of blocks [n] that are copied to the host with num_tokens [n] tokens of a row."""
+        return self.num_blocks_of(num_tokens)
+
+    def copied_blocks(self, row: int, num_tokens: int) -> Int32s | None:
+        """Return the blocks with what the row's next token after so many reads; None: it has given some back."""
+        if self.table.num_released[row]:
+            return None  # the copy would lack the first blocks, which it would get back under their names
+        return self.table.blocks.read(row, 0, ceil_div(num_tokens, self.block_size))
+
+    def blocks_to_fill(self, start: RequestStart, num_tokens: int) -> tuple[Ints, Int32s]:
+        """Return which of the blocks copied with num_tokens tokens the request lacks, and its own for them."""
+        lacking = np.arange(start.num_hits, ceil_div(num_tokens, self.block_size))
+        return lacking, start.block_ids[lacking]
+
     # --- requests that start --------------------------------------------------------------------------------------
 
     def lacking_of(self, start: RequestStart, num_blocks: int) -> int:

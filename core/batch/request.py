@@ -21,7 +21,7 @@ NO_ROW = -1
 class Swapped(NamedTuple):
     """The host's copy of a preempted request."""
 
-    slots: Int32s  # blocks of the host pool, in the order of the request's tokens
+    slots: Int32s  # blocks of the host pool, in the order of Batch.copied_blocks()
     num_computed_tokens: int  # in these blocks
 
 

@@ -17,6 +17,7 @@ from core.kv.page_pool import PagePool
 from core.kv.page_room import page_room
 from ipc.arrays import BlockIds, Bools, Int32s, Ints, Rows
 from ipc.config import EngineConfig
+from ipc.rounding import ceil_div
 
 
 def make_batch(config: EngineConfig, eos_token_ids: tuple[int, ...]) -> Batch:
@@ -159,6 +160,37 @@ class WindowBatch(Batch):
         inside, within = np.arange(self._pages, dtype=np.int32), self.carried.within
         within.sources.append(source + inside)
         within.targets.append(target + inside)
+
+    # --- copies on the host ---------------------------------------------------------------------------------------
+
+    def num_copied(self, num_tokens: Ints) -> Ints:
+        """Return the number of blocks [n] that are copied to the host with num_tokens [n] tokens of a row."""
+        blocks = self.num_blocks_of(num_tokens)
+        passed = np.maximum(num_tokens - (self._window - 1), 0) >> self._shift
+        copied: Ints = blocks + self._pages * (blocks - passed)
+        return copied
+
+    def copied_blocks(self, row: int, num_tokens: int) -> Int32s | None:
+        """Return the blocks with what the row's next token after so many reads, those of windows last; see Batch."""
+        first, count = self.room.num_passed(num_tokens), ceil_div(num_tokens, self.block_size)
+        if self.windows.num_released[row] > first:
+            return None
+        seen = self.windows.blocks.read(row, first, count)
+        return np.concatenate([self.table.blocks.read(row, 0, count), self._inside(seen)])
+
+    def blocks_to_fill(self, start: RequestStart, num_tokens: int) -> tuple[Ints, Int32s]:
+        """Return which of the blocks copied with num_tokens tokens the request lacks, and its own for them."""
+        others, own = super().blocks_to_fill(start, num_tokens)
+        first, count, window = self.room.num_passed(num_tokens), ceil_div(num_tokens, self.block_size), start.window
+        assert window is not None, "a start without its windows' blocks"
+        places = np.arange(window.num_passed + len(window.hits), count)
+        lacking = count + ((places - first)[:, None] * self._pages + np.arange(self._pages)).reshape(-1)
+        return np.concatenate([others, lacking]), np.concatenate([own, self._inside(window.block_ids[places])])
+
+    def _inside(self, blocks: Int32s) -> Int32s:
+        """Return all blocks of the pages of these blocks of layers with a window."""
+        inside: Int32s = np.add.outer(blocks, np.arange(self._pages, dtype=np.int32)).reshape(-1)
+        return inside
 
     # --- requests that start --------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ from ipc.config import EngineConfig
 def keeping_option(config: EngineConfig) -> str | None:
     """Return the option with which layers keep all blocks, where only some layers have a window; None: there is none.
 
-    Whatever copies blocks to the host copies those of all layers together, and a step of whole prompts needs them all.
+    The tiers behind the cache copy blocks of all layers together, and a step of whole prompts needs them all.
     """
     if config.kv_window == 0:
         return "kv_window"
@@ -15,8 +15,6 @@ def keeping_option(config: EngineConfig) -> str | None:
         return "kv_page_blocks"
     if not config.enable_chunked_prefill:
         return "enable_chunked_prefill"
-    if config.preemption_mode != "recompute":
-        return "preemption_mode"
     if config.kv_host_bytes or config.num_host_blocks:
         return "kv_host_bytes"
     return next(iter(stores_of(config)), None)

@@ -72,7 +72,7 @@ def resolve(
         max_num_batched_tokens=budget,
         num_blocks_override=config.num_blocks_override or min(available, useful, 2**30),
         threads=config.threads or min(max(1, num_cpus), 1024),
-        num_swap_blocks=_num_swap_blocks(config, bytes_per_block),
+        num_swap_blocks=_num_swap_blocks(config, bytes_per_block // max(1, info.kv_page_blocks)),
         num_host_blocks=_num_host_blocks(config, bytes_per_block),
         kv_window=_kv_window(config, info),
         kv_page_blocks=info.kv_page_blocks,

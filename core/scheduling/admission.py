@@ -304,7 +304,7 @@ class Admission:
                 fresh = start.block_ids[start.num_hits :]
                 self._batch.host_cache.copy_back(start.host_slots, fresh[: start.num_loaded])
             if start.request.swapped is not None:
-                self._preemption.swap_in(start.request, start.block_ids, start.num_hits)
+                self._preemption.swap_in(start)
         self._batch.prefix_cache.name_starts(room.settling)
         draft.starts += room.settling
         room.settling.clear()

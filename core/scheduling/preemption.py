@@ -4,15 +4,15 @@ import numpy as np
 
 from core.batch.batch import Batch
 from core.batch.request import Request, Swapped
+from core.batch.table import RequestStart
 from core.kv.swap_space import SwapSpace
 from core.scheduling.decisions import Cause, Preempted
 from core.scheduling.draft import Draft
 from core.scheduling.policies import Policy
 from core.scheduling.stats import SchedulerStats
 from core.scheduling.waiting_queue import WaitingQueue
-from ipc.arrays import Int32s, Ints, Rows
+from ipc.arrays import Ints, Rows
 from ipc.config import EngineConfig
-from ipc.rounding import ceil_div
 
 
 class Preemption:
@@ -92,18 +92,17 @@ class Preemption:
         request.swapped = None
         self.num_swapped -= 1
 
-    def swap_in(self, request: Request, block_ids: Int32s, num_hits: int) -> None:
-        """Copy the request's blocks back from the host, except the first num_hits, which the prefix cache has.
-
-        block_ids: the blocks [num_blocks] of the request, hits included.
-        """
+    def swap_in(self, start: RequestStart) -> None:
+        """Copy the blocks of a starting request back from the host, except those that the prefix cache has."""
+        request = start.request
         if request.swapped is None:
             return
         slots = request.swapped.slots
-        if num_hits < len(slots):
-            self._batch.carried.back.sources.append(slots[num_hits:])
-            self._batch.carried.back.targets.append(block_ids[num_hits : len(slots)])
-            self._stats.num_swapped_in_blocks += len(slots) - num_hits
+        lacking, blocks = self._batch.blocks_to_fill(start, request.swapped.num_computed_tokens)
+        if len(lacking):
+            self._batch.carried.back.sources.append(slots[lacking])
+            self._batch.carried.back.targets.append(blocks)
+            self._stats.num_swapped_in_blocks += len(lacking)
         self.swap_space.give_back_after_plan(slots)
         request.swapped = None
         self.num_swapped -= 1
@@ -123,14 +122,13 @@ class Preemption:
             return None  # prompt logprobs of a step in flight would be lost; computed again, they are reported
         if request.searches:
             return None  # beams share blocks, and copies on the host would not
-        if table.num_released[row]:
-            return None  # the copy would lack the first blocks, which it would get back under their names
         kept = int(min(table.num_computed_tokens[row], table.num_tokens[row] - 1))
-        count = ceil_div(kept, self._batch.block_size)
-        if not 0 < count <= self.swap_space.num_free or not self._prefers_swap(kept, count):
+        blocks = self._batch.copied_blocks(row, kept)
+        count = 0 if blocks is None else len(blocks)
+        if blocks is None or not 0 < count <= self.swap_space.num_free or not self._prefers_swap(kept, count):
             return None
         slots = self.swap_space.take(count)
-        self._batch.carried.out.sources.append(table.blocks.read(row, 0, count))
+        self._batch.carried.out.sources.append(blocks)
         self._batch.carried.out.targets.append(slots)
         return Swapped(slots, kept)
 
@@ -141,7 +139,7 @@ class Preemption:
         """Return the cost of restoring each row, ns [n]."""
         computed = self._batch.table.num_computed_tokens[rows]
         again = computed * self._recompute_ns
-        copied = self._batch.num_blocks_of(computed) * self._swap_ns
+        copied = self._batch.num_copied(computed) * self._swap_ns
         match self._mode:
             case "recompute":
                 return again

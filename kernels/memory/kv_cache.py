@@ -78,7 +78,7 @@ class KVCache:
         """
         self.layers = [self.memory[array][first:] for array, first in places]
         for layer in self.layers:
-            layer[0] = 0
+            layer[:1] = 0
 
     @property
     def num_blocks_of_all(self) -> int:

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -67,8 +67,6 @@ def test_a_page_has_the_layers_with_a_window(tmp_path: Path, layers: str, pages:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"preemption_mode": "swap"}, "preemption_mode"),
-        ({"preemption_mode": "auto"}, "preemption_mode"),
         ({"kv_host_bytes": 2**20}, "kv_host_bytes"),
         ({"num_host_blocks": 8}, "kv_host_bytes"),
         ({"enable_chunked_prefill": False}, "enable_chunked_prefill"),
@@ -81,6 +79,18 @@ def test_what_needs_all_blocks_keeps_them_unless_it_was_asked_otherwise(
     assert executor(tmp_path, "sssf", **options).info.kv_page_blocks == 0
     with pytest.raises(ConfigError, match=rf"kv_window=64: some layers .* with {name} the others keep"):
         executor(tmp_path, "sssf", kv_window=WINDOW, **options)
+
+
+@pytest.mark.parametrize("mode", ["swap", "auto"])
+def test_with_swapping_there_are_pages(tmp_path: Path, mode: Literal["swap", "auto"]) -> None:
+    model = executor(tmp_path, "sssf", preemption_mode=mode, kv_window=WINDOW)
+    assert model.info.kv_page_blocks == 3
+    given = EngineConfig(model=str(tmp_path), preemption_mode=mode, swap_space_bytes=2**20, kv_cache_memory_bytes=2**20)
+    fit = model.determine_num_available_blocks
+    config = resolve(given, model.info, fit, total_memory_bytes=2**30, num_cpus=1)
+    assert config.num_swap_blocks == 2**20 // 1024  # K and V of 16 tokens in a layer
+    model.initialize_cache(config)
+    assert min(model.measure_costs()) > 0
 
 
 def test_drafts_from_the_prompt_keep_pages_and_a_draft_model_does_not(tmp_path: Path) -> None:

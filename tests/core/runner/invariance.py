@@ -19,7 +19,6 @@ from core.features.store import Features
 from core.inputs import EngineInput
 from core.kv.page_pool import PagePool
 from core.model_files.model_config import ModelConfig
-from core.model_files.weight_shapes import expected_shapes
 from core.models.llama import Llama
 from core.models.step import StepResult
 from core.runner.accepted import accepted
@@ -37,11 +36,12 @@ from ipc.sampling_params import SamplingParams
 from ipc.speculation import SpeculativeConfig
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import load_cpu_library
-from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers, rounded
+from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from tests.core.runner.given_features import with_features
 from tests.core.runner.heard import Heard
 from tests.core.runner.invariance_kinds import KINDS as KINDS
 from tests.core.runner.invariance_kinds import TINY as TINY
+from tests.core.runner.invariance_kinds import random_weights as random_weights
 from tests.numbers import nan
 
 TARGET = 1000  # number and seed of the request that is watched
@@ -59,17 +59,6 @@ def tiny_model(dtype: Dtype, kind: str = "plain", variant: str | None = None) ->
 def random_model(config: ModelConfig, dtype: Dtype, variant: str | None = None) -> Llama:
     """variant: of the C kernels; None = the best that this CPU runs."""
     return Llama(config, random_weights(config, dtype).items(), dtype, library=load_cpu_library(variant))
-
-
-def random_weights(config: ModelConfig, dtype: Dtype) -> dict[str, Numbers]:
-    """Return weights by name, the same on every machine."""
-    rng = np.random.Generator(np.random.PCG64(5))
-
-    def numbers(name: str, shape: tuple[int, ...]) -> Numbers:
-        drawn = rng.standard_normal(shape, np.float32) * np.float32(0.2)
-        return rounded(drawn + np.float32(name.endswith("norm.weight")), dtype)
-
-    return {name: numbers(name, shape) for name, shape in expected_shapes(config).items()}
 
 
 def bits(values: Floats) -> Int32s:
@@ -105,6 +94,7 @@ class Recorder(ModelRunner):
             adapters=adapters,
             features=features,
             states=None if states is None else RowStates(states, num_spare),
+            num_swap_blocks=config.num_swap_blocks or 0,
         )
         if states is not None:
             states.fill(np.nan)
@@ -115,6 +105,7 @@ class Recorder(ModelRunner):
         self.num_poisoned = 0  # slots that held numbers before
         self.places: list[tuple[int, int, int]] = []  # (row, place in the batch, batch size) of the target, by step
         self._is_poisoned = np.zeros((num_blocks, config.block_size), np.bool_)
+        self._copied_poison = np.ones((config.num_swap_blocks or 0, config.block_size), np.bool_)  # of host blocks
         self._poison(np.arange(num_blocks) >= max(1, self._pages))
 
     def _apply(self, plan: SchedulerOutput) -> None:
@@ -128,7 +119,9 @@ class Recorder(ModelRunner):
         for place in np.flatnonzero(is_target).tolist():
             self.places.append((int(plan.rows[place]), place, len(plan.rows)))
         self.num_starts += sum(new.seed == TARGET and new.choice == 0 for new in plan.added)
+        self._copied_poison[plan.swapped_out_slots] = self._is_poisoned[plan.swapped_out_blocks]
         self._is_poisoned[plan.copied_to] = self._is_poisoned[plan.copied_blocks]
+        self._is_poisoned[plan.swapped_in_blocks] = self._copied_poison[plan.swapped_in_slots]
         is_readable = self._readable_pages() if self._pages else self._readable()
         inputs = super().prepare(plan)
         written = inputs.slots
@@ -352,8 +345,11 @@ def small_config(
     kv_window: int = 0,
     memory: int | None = None,
     kv_page_blocks: int = 0,
+    num_swap_blocks: int = 0,
 ) -> EngineConfig:
     return EngineConfig(
+        preemption_mode="swap" if num_swap_blocks else "recompute",
+        num_swap_blocks=num_swap_blocks,
         enable_lora=max_loras > 0,
         max_loras=max_loras or 1,
         executor="fake",  # 'local' knows no depth 2

@@ -1,12 +1,15 @@
-"""KINDS: tiny models that differ in what changes attention, rotation, the MLP or the head."""
+"""KINDS: tiny models that differ in what changes attention, rotation, the MLP or the head; and their weights."""
 
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
+from core.model_files.weight_shapes import expected_shapes
 from core.models.config import ExpertParts, LatentParts, ModelConfig, RecurrentParts
 from core.models.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
+from kernels.elements import Dtype, Numbers, rounded
 
 TINY = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -103,3 +106,14 @@ EVERY_KIND = [
 def is_recurrent(case: Any) -> bool:
     """Return whether the kind of a case of EVERY_KIND has recurrent layers."""
     return KINDS[getattr(case, "values", case)[1]].recurrent is not None
+
+
+def random_weights(config: ModelConfig, dtype: Dtype) -> dict[str, Numbers]:
+    """Return weights by name, the same on every machine."""
+    rng = np.random.Generator(np.random.PCG64(5))
+
+    def numbers(name: str, shape: tuple[int, ...]) -> Numbers:
+        drawn = rng.standard_normal(shape, np.float32) * np.float32(0.2)
+        return rounded(drawn + np.float32(name.endswith("norm.weight")), dtype)
+
+    return {name: numbers(name, shape) for name, shape in expected_shapes(config).items()}

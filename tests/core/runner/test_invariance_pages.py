@@ -103,6 +103,20 @@ def test_preempted_after_every_third_step(forgets: bool) -> None:
     assert difference(got, alone("5:1")) == ""
 
 
+@pytest.mark.parametrize("mix", MIXES)
+def test_blocks_are_copied_to_the_host_and_back(mix: str) -> None:
+    """With forgets nothing is found in the prefix cache: all of it comes back from the host."""
+    for forgets in (False, True):
+        preempting = Preempting({7, 9, 12, 20}, forgets)
+        got = paged(Watch(preempting), mix, budget=48, num_blocks=120, num_swap_blocks=400)
+        assert got.num_preemptions >= 3
+        stats = got.recorder.scheduler.stats
+        assert stats.num_swapped_out_blocks > 3 * 19
+        assert (stats.num_swapped_in_blocks == stats.num_swapped_out_blocks) == forgets
+        assert stats.num_recomputed_tokens == 0
+        assert difference(got, alone(mix)) == ""
+
+
 @pytest.mark.parametrize("kind", ["right", "wrong", "random"])
 def test_with_drafts(kind: str) -> None:
     mix = "2:1"

@@ -11,7 +11,7 @@ class GoldBlocks:
         self.cached: list[Block] = []  # free, and found by their content; the first goes first
         self.fenced: list[Block] = []
         self.names: dict[Key, Block] = {}
-        self.num_names = 0
+        self.num_names = self.begin = 0  # begin: tokens that the request has with which it may start
         self.starting: list[Entry] = []  # in this step, and have only the blocks that they found
 
     @property
@@ -62,6 +62,14 @@ class GoldBlocks:
         evicted, self.cached = self.cached[: count - from_blank], self.cached[count - from_blank :]
         self.names = {key: block for key, block in self.names.items() if block not in evicted}
         return [Block() for _ in range(count)]
+
+    def on_host(self, tokens: int) -> int:
+        """Blocks that are copied with so many tokens."""
+        return self.up(tokens)
+
+    def has_all(self, entry: Entry, tokens: int) -> bool:
+        """Whether none of these is given back."""
+        return not entry.gone
 
     def hold(self, entry: Entry, hits: list[Block]) -> None:
         """The request starts with what it has found; see settle()."""
@@ -123,6 +131,7 @@ class GoldBlocks:
         self.fenced = [block for block in self.fenced if block.fence]
 
     def find(self, entry: Entry) -> list[Block]:
+        self.begin = 0
         begin = (entry.salt, entry.tokens[: self.size])
         if len(begin[1]) == self.size and any(begin == (s.salt, s.tokens[: self.size]) for s in self.starting):
             self.settle()

@@ -40,7 +40,7 @@ class GoldWithOptions(Gold):
 
     def copy(self, tokens: int) -> int:
         """ns, out and back"""
-        return self.b.up(tokens) * 2 * (self.c.swap_ns_per_block or 1)
+        return self.b.on_host(tokens) * 2 * (self.c.swap_ns_per_block or 1)
 
     def sacrifice(self, r: Entry) -> tuple[int, ...]:
         again, copy = self.again(r.computed), self.copy(r.computed)
@@ -50,10 +50,10 @@ class GoldWithOptions(Gold):
     def preempt(self, r: Entry, cause: int) -> None:
         kept = min(r.computed, len(r.tokens) - 1)
         is_cheap = self.c.preemption_mode == "swap" or self.copy(kept) < self.again(kept)
-        is_whole = not r.gone
+        is_whole = self.b.has_all(r, kept)
         super().preempt(r, cause)
-        if 0 < self.b.up(kept) <= self.slots and is_cheap and is_whole:
-            r.kept, self.copied[r] = kept, self.b.up(kept)
+        if 0 < self.b.on_host(kept) <= self.slots and is_cheap and is_whole:
+            r.kept, self.copied[r] = kept, self.b.on_host(kept)
             self.slots -= self.copied[r]
 
     def forget_copy(self, q: Entry) -> None:

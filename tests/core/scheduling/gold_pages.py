@@ -37,6 +37,12 @@ class GoldPages(GoldBlocks):
     def passed(self, tokens: int) -> int:
         return max(0, tokens - self.window + 1) // self.size
 
+    def on_host(self, tokens: int) -> int:
+        return self.up(tokens) + self.ratio * (self.up(tokens) - self.passed(tokens))
+
+    def has_all(self, entry: Entry, tokens: int) -> bool:
+        return entry.gone <= self.passed(tokens)
+
     def whole(self, q: Entry) -> bool:
         return q.whole or q.preemptions >= 8
 
@@ -60,7 +66,7 @@ class GoldPages(GoldBlocks):
         """Pages with which it would start, beside these hits of its first blocks."""
         first = self.passed(q.computed)
         seen = min(self.goal(q) - first, self.most_seen)
-        return -(-max(0, self.goal(q) - len(hits)) // self.ratio) + max(0, seen - (len(hits) - first))
+        return -(-max(0, self.goal(q) - len(hits)) // self.ratio) + max(0, seen - max(0, len(hits) - first))
 
     def promised(self, rows: list[Entry]) -> int:
         count = 0
@@ -75,8 +81,8 @@ class GoldPages(GoldBlocks):
         return count
 
     def pages(self, hits: list[Block]) -> set[Block]:
-        """Those of these blocks, and of what lies beside them in the window of the next token."""
-        seen = hits[self.passed(len(hits) * self.size) :]
+        """Those of these blocks, and of what lies beside them in the window of the first token to compute."""
+        seen = hits[self.passed(max(len(hits) * self.size, self.begin)) :]
         return {block.page for block in hits} | {block.found_beside for block in seen}  # type: ignore[attr-defined]
 
     def left(self, rows: list[Entry], hits: list[Block]) -> int:
@@ -113,7 +119,7 @@ class GoldPages(GoldBlocks):
                 self.cached = [one for one in self.cached if one is not other]
 
     def hold(self, entry: Entry, hits: list[Block]) -> None:
-        first = self.passed(len(hits) * self.size)
+        first = self.passed(entry.computed)
         seen = [block.found_beside for block in hits[first:]]  # type: ignore[attr-defined]
         pages = [block.page for block in hits] + seen  # type: ignore[attr-defined]
         self.cached = [page for page in self.cached if page not in pages]
@@ -205,7 +211,7 @@ class GoldPages(GoldBlocks):
                 assert isinstance(owner, PageBlock)
                 assert isinstance(page, Page)
                 content = owner.name
-                if owner.found_beside is None:
+                if owner.found_beside is None and index >= r.gone:  # what it has passed is not copied back to it
                     owner.found_beside, page.beside = page, owner
 
     def forget(self) -> None:

@@ -186,7 +186,7 @@ class Gold:
     def find(self, q: Entry) -> list[Block]:
         """Blocks that it need not compute."""
         hits = self.b.find(q)
-        q.computed = max(len(hits) * self.b.size, q.kept)
+        q.computed = self.b.begin = max(len(hits) * self.b.size, q.kept)
         return hits
 
     def start(self, q: Entry, count: int, hits: list[Block], victims: list[Entry], givers: list[Entry]) -> str:

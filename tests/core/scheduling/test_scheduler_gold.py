@@ -28,6 +28,16 @@ class PagesMachine(GoldMachine):
         """There is no bound: who starts with all blocks gives some back, and needs others."""
 
 
+class SwappedPagesMachine(PagesMachine):
+    gold_class = GoldWithOptions
+    options = PAGES | {
+        "preemption_mode": ["swap", "swap", "auto"],
+        "num_swap_blocks": [60, 12, 3],
+        "swap_ns_per_block": [1, 3],
+        "recompute_ns_per_token": [1, 2, 9],
+    }
+
+
 class OptionsMachine(GoldMachine):
     gold_class = GoldWithOptions
     options = ALL
@@ -36,8 +46,8 @@ class OptionsMachine(GoldMachine):
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(
     ("machine", "count"),
-    [(PlainMachine, 50), (PagesMachine, 25), (OptionsMachine, 35)],
-    ids=["plain", "pages", "options"],
+    [(PlainMachine, 50), (PagesMachine, 25), (SwappedPagesMachine, 20), (OptionsMachine, 35)],
+    ids=["plain", "pages", "swapped pages", "options"],
 )
 def test_decisions_equal_the_gold_models(machine: type[GoldMachine], count: int) -> None:
     run(machine, range(count))  # make soak runs tens of thousands
@@ -47,8 +57,8 @@ def test_decisions_equal_the_gold_models(machine: type[GoldMachine], count: int)
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize(
     ("machine", "share"),
-    [(PlainMachine, 1 / 3), (OptionsMachine, 1 / 2), (PagesMachine, 1 / 6)],
-    ids=["plain", "options", "pages"],
+    [(PlainMachine, 1 / 3), (OptionsMachine, 1 / 2), (PagesMachine, 1 / 12), (SwappedPagesMachine, 1 / 12)],
+    ids=["plain", "options", "pages", "swapped pages"],
 )
 def test_soak_decisions_equal_the_gold_models(machine: type[GoldMachine], share: float) -> None:
     """100,000 examples in all; SCHEDULER_EXAMPLES=n runs that many."""

@@ -25,6 +25,9 @@ configs = st.fixed_dictionaries(
         "reserve_full_length": st.sampled_from([False, False, True]),
         "kv_window": st.sampled_from([1, 5, 9]),
         "kv_page_blocks": st.sampled_from([1, 2, 3, 6]),
+        "preemption_mode": st.sampled_from(["swap", "recompute", "auto"]),
+        "num_swap_blocks": st.sampled_from([60, 9]),
+        "swap_ns_per_block": st.sampled_from([1, 3]),
     }
 )
 
@@ -39,7 +42,7 @@ def longest(config: EngineConfig) -> int:
 class PageMachine(EngineMachine):
     @initialize(config=configs)
     def start(self, config: dict[str, Any]) -> None:
-        config = {**config, "preemption_mode": "recompute", "num_swap_blocks": 0, "num_host_blocks": 0}
+        config = {**config, "num_host_blocks": 0}
         config["max_model_len"] = 1 + longest(small_config(**config))
         super().start(msgspec.json.decode(msgspec.json.encode(config)))
 
