@@ -110,7 +110,8 @@ class BeamSearches:
             group = self._groups[request.client, request.number]
             part = slice(end - count, end)
             group.candidates[request.choice] = Candidates(columns.token_ids[part], columns.values[part])
-            if len(group.candidates) == len(group.beams):
+            # A row with candidates may have been given up since, for this very step: then the group begins anew.
+            if len(group.candidates) == len(group.beams) and not group.is_broken:
                 self._advance(group)
 
     def _advance(self, group: _Group) -> None:

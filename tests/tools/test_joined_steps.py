@@ -8,13 +8,19 @@ import msgspec
 import numpy as np
 import pytest
 
+from core.capture.file import CaptureFile
+from core.executors.fake import FakeExecutor
+from ipc.config import EngineConfig
 from ipc.messages import AddRequest
 from ipc.sampling_params import SamplingParams
 from tests.captures import CONFIG
+from tests.core.test_structured_outputs import KINDS
+from tests.grammar_vocabulary import EOS, VOCAB_SIZE, tokenizer_files
 from tests.tools.test_what_if import Arrival, mixed, record, simulator, workload
 from tools.replay.what_if import simulation
 from tools.replay.what_if.joined_steps import JoinedSteps
 from tools.replay.what_if.options import Change, changed
+from tools.replay.what_if.recording import read_recording
 
 LONG = msgspec.structs.replace(CONFIG, max_model_len=200, num_blocks_override=120)
 CHANGES: tuple[Change, ...] = (
@@ -94,6 +100,34 @@ def test_requests_of_other_kinds_keep_steps_single(tmp_path: Path) -> None:
     base = simulator(tmp_path / "a.cap")
     single = simulation.simulate(base.config, base.info, base.recording, base.time, is_open=True, joins=False)
     assert base.run(base.config) == single
+
+
+def test_tokens_that_a_grammar_forces_are_foretold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come as drafts of the executor, several in a step. The oracle is a run of the engine with that option."""
+    initialize = FakeExecutor.initialize_cache
+
+    def with_tokenizer(executor: FakeExecutor, config: EngineConfig) -> None:
+        executor.grammars.use_files(tokenizer_files())
+        initialize(executor, config)
+
+    monkeypatch.setattr(FakeExecutor, "initialize_cache", with_tokenizer)
+    config = msgspec.structs.replace(CONFIG, fake_vocab_size=VOCAB_SIZE, fake_eos_token_id=EOS)
+    arrivals = list[Arrival]()
+    for one in workload(30):
+        number = one.message.number
+        params = SamplingParams(structured_outputs=KINDS[number % len(KINDS)], max_tokens=60)
+        message = AddRequest(number, np.array([number % 250, 7, 9], "<i4").tobytes(), params, number)
+        arrivals.append(one._replace(message=message, abort_after=0))
+    change: Change = {"max_num_seqs": 3}
+    record(tmp_path / "base.cap", config, arrivals)
+    record(tmp_path / "other.cap", changed(config, change), arrivals)
+    base = simulator(tmp_path / "base.cap")
+    assert base.recording.offers
+    really = read_recording(CaptureFile(tmp_path / "other.cap"))
+    told = base.run(changed(base.config, change))
+    assert told.num_made_up_tokens == 0
+    assert (told.num_steps, told.num_tokens) == (len(really.durations), really.num_tokens)
+    assert len(really.durations) < really.num_tokens
 
 
 def test_a_capture_that_ends_in_the_middle_goes_on_with_made_up_tokens(tmp_path: Path) -> None:

@@ -30,10 +30,14 @@ from tests.core.scheduling.exchange_driver import ExchangeDriver, exchange_confi
 from tests.core.scheduling.test_block_exchange import filled, messages_of
 from tests.core.test_structured_outputs import KINDS
 from tests.grammar_vocabulary import EOS, VOCAB_SIZE, tokenizer_files
+from tests.tools.test_what_if import simulator
 from tools.cli import main
+from tools.replay.shrink.trial import CONSTANT
+from tools.replay.what_if.simulation import simulate
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = 60
+NUM_TRIALS = 20
 Make = Callable[[int, random.Random], AddRequest | AddPooling]
 
 
@@ -81,7 +85,7 @@ FEATURES: dict[str, tuple[dict[str, Any], Make | None, Callable[[Any], None] | N
     "forced tokens": ({"fake_vocab_size": VOCAB_SIZE, "fake_eos_token_id": EOS}, make_structured, use_tokenizer),
     "tiers": ({}, None, None),
 }
-QUICK = {"plain", "pages", "states", "forced tokens", "tiers"}
+QUICK = {"plain", "states", "forced tokens", "tiers"}
 #: By feature: what cannot be redacted, and why.
 REFUSED = {"drafts": "speculative_config"}
 
@@ -155,6 +159,18 @@ def test_it_is_judged_and_shrunk(tmp_path: Path, capfd: pytest.CaptureFixture[st
     assert main(["replay", "shrink", str(path), str(out), "--fails-when", "steps > 5", "--seconds", "1"]) == 0
     assert re.search(r"small\.cap: [1-9]\d* requests", capfd.readouterr().out)
     assert main(["replay", str(out)]) == 0
+
+
+def test_a_search_that_loses_a_row_in_the_step_of_its_last_candidates_begins_anew(tmp_path: Path) -> None:
+    """Found by a what-if: the row that was given up had its candidates from an earlier step."""
+    capture_feature(tmp_path / "a.cap", "fair", make_any)
+    base = simulator(tmp_path / "a.cap", is_open=False)
+    recording, rng = msgspec.structs.replace(base.recording, gap_ns=0, empty_ns=100_000), np.random.default_rng(1)
+    for _ in range(NUM_TRIALS):
+        rows, blocks = (int(rng.integers(*most)) for most in ((2, 9), (16, 26)))
+        config = msgspec.structs.replace(base.config, max_num_seqs=rows, num_blocks_override=blocks)
+        run = simulate(config, base.info, recording, CONSTANT, ratios=rng.uniform(0.1, 60, 31))
+        assert all(one.ended for one in run.moments)
 
 
 @pytest.mark.soak

@@ -36,7 +36,8 @@ class KVContents(MirroredOracle):
     ) -> None:
         super().__init__(config, info, tokens, candidates, offers)
         assert config.num_blocks_override is not None, "the config is not resolved"
-        self._size = config.block_size
+        self._size, self._window = config.block_size, config.kv_window or 0
+        self._has_pages = bool(config.kv_page_blocks)  # else layers with a window keep no block that it has passed
         num_blocks = config.num_blocks_override * max(1, config.kv_page_blocks or 0)
         self._kv = np.zeros((num_blocks, config.block_size), np.uint64)
         self._host = np.zeros((config.num_host_slots, config.block_size), np.uint64)
@@ -47,15 +48,18 @@ class KVContents(MirroredOracle):
         self._kv[plan.copied_to] = self._kv[plan.copied_blocks]
         self._kv[plan.swapped_in_blocks] = self._host[plan.swapped_in_slots]
         step = super().execute(plan)
-        slots, sums = list[Ints](), list[UInt64s]()
+        firsts, slots, sums = list[int](), list[Ints](), list[UInt64s]()  # of what each row reads
         for row, count in zip(plan.rows.tolist(), plan.num_scheduled_tokens.tolist(), strict=True):
             end = int(self.mirror.num_computed_tokens[row])
             of_row, sums_of_row = self._slots(row, end), self._prefix_sums(row, end)
             self._kv.reshape(-1)[of_row[end - count :]] = sums_of_row[end - count :]
-            slots.append(of_row)
-            sums.append(sums_of_row)
-        for row, of_row, wanted in zip(plan.rows.tolist(), slots, sums, strict=True):  # after all have written
-            wrong = np.flatnonzero(self._kv.reshape(-1)[of_row] != wanted)
+            first = max(0, end - count - self._window + 1) if self._window and not self._has_pages else 0
+            firsts.append(first)
+            slots.append(of_row[first:])
+            sums.append(sums_of_row[first:])
+        rows = plan.rows.tolist()
+        for row, first, of_row, wanted in zip(rows, firsts, slots, sums, strict=True):  # after all have written
+            wrong = first + np.flatnonzero(self._kv.reshape(-1)[of_row] != wanted)
             if len(wrong):
                 raise MisreadError(f"step {plan.step}: row {row} reads other content at positions {wrong[:8].tolist()}")
         return step

@@ -132,9 +132,12 @@ class OracleExecutor(RecordedExecutor):
         for index in np.flatnonzero(samples).tolist():
             most = int(plan.num_draft_tokens[index])
             drafts = plan.draft_token_ids[int(ends[index]) - most : int(ends[index])]
+            known = int(self._count[rows[index]] - positions[index])  # nothing is made up behind what is recorded
             row, at = rows[index : index + 1].repeat(most + 1), positions[index] + np.arange(most + 1)
             found = self.tokens_at(row, at)
-            count = counts[index] = 1 + int(np.append(found[:-1] == drafts, False).argmin())
+            count = counts[index] = min(
+                1 + int(np.append(found[:-1] == drafts, False).argmin()), known if known > 0 else most + 1
+            )
             self.count_made_up(row[:count], at[:count])
             tokens.append(found[:count])
         return np.concatenate([NO_INT32S, *tokens]), counts
