@@ -137,9 +137,10 @@ class Fair:
     A party is a client, or a tenant whom clients name in their requests.
 
     A waiting request takes room from a party that is more than `quantum` tokens ahead of its own, and borrowed rows
-    (core/scheduling/row_shares.py) from one that is not behind it. Within its own party, it takes room from less urgent
-    requests. Tokens computed again after a preemption are not counted. Else two
-    clients with long prompts would take each other's room for ever, each ahead again before it has one new token.
+    (core/scheduling/row_shares.py) from one that has a later place in the line. Within its own party, it takes room
+    from less urgent requests. So whoever gives room is behind it in the line, and cannot take the room again while its
+    blocks are fenced. Tokens computed again after a preemption are not counted. Else two clients with long prompts
+    would take each other's room for ever, each ahead again before it has one new token.
     """
 
     def __init__(self, table: BatchTable, quantum: int, max_num_seqs: int) -> None:
@@ -193,7 +194,7 @@ class Fair:
         lead = self._times.at(parties) - self._times.of(request.party)
         yields = lead > self._quantum
         if int(np.count_nonzero(own)) < self._shares.of(request.party):
-            yields |= (lead >= 0) & self._shares.borrowed(parties)
+            yields |= self._times.behind(parties, request.party) & self._shares.borrowed(parties)
         return np.where(own, less_urgent, yields)
 
     def victim_keys(self, rows: Rows) -> tuple[Ints, ...]:

@@ -6,7 +6,7 @@ that comes back after a pause is lifted to the least served of those at work, so
 
 import numpy as np
 
-from ipc.arrays import Ints
+from ipc.arrays import Bools, Ints
 
 #: Virtual time of one token at weight 1. Integers: sums are exact, and the same in every process.
 TOKEN = 1 << 16
@@ -43,6 +43,15 @@ class VirtualTime:
         slot = self._slots[client]
         time = int(self._times[slot])
         return time, time != int(self._lifted_to[slot]), client
+
+    def behind(self, clients: Ints, client: int) -> Bools:
+        """Return which of these clients have a later place than `client` among those that wait, bool [n]."""
+        slots, slot = self._slots_of(clients), self._slots[client]
+        lead = self._times[slots] - self._times[slot]
+        has_had = (self._times[slots] != self._lifted_to[slots]).astype(np.int64)
+        later = has_had - int(self._times[slot] != self._lifted_to[slot])
+        is_behind: Bools = (lead > 0) | ((lead == 0) & ((later > 0) | ((later == 0) & (clients > client))))
+        return is_behind
 
     def weights(self, clients: Ints) -> tuple[Ints, int]:
         """Return the weight of each of these clients, and the sum of those of all present, in units of 2**-16."""

@@ -63,7 +63,7 @@ class GoldPolicy:
             lead = self.times[r.party] - self.times[q.party]
             own = [other for other in rows if other.party == q.party]
             his = sorted([other for other in rows if other.party == r.party], key=lambda r: (r.rank, r.serial))
-            may_ask = lead >= 0 and len(own) < self.due(q.party, live)
+            may_ask = self.queue(q)[:3] < self.queue(r)[:3] and len(own) < self.due(q.party, live)
             return lead > self.quantum or (may_ask and his.index(r) >= self.due(r.party, live))
         return r.priority > q.priority and (self.name == "fair" or r.rank > q.rank)
 

@@ -3,6 +3,7 @@
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from core.scheduling.virtual_time import TOKEN, VirtualTime
@@ -163,3 +164,18 @@ def test_virtual_time_lifts_a_new_client_and_forgets_one_that_is_gone() -> None:
     assert times.of(9) == 10 * TOKEN
     with pytest.raises(AssertionError, match="client 9 has 1 requests"):
         times.forget(9)
+
+
+def test_who_yields_goes_behind_in_the_line() -> None:
+    """Else a row would take the room again that was made for a request, whose blocks are still fenced in that step."""
+    times, clients = VirtualTime(), np.array([5, 2, 9, 4])
+    for client, count in zip(clients.tolist(), (3, 3, 0, 4), strict=True):
+        times.enter(client)
+        times.charge_one(client, count)
+    times.enter(7)  # lifted to the least of them, as client 9 was, and client 5 is there, too
+    everybody = np.array([5, 2, 9, 4, 7, 7])
+    for one in everybody.tolist():
+        assert times.behind(everybody, one).tolist() == [
+            times.place(it) > times.place(one) for it in everybody.tolist()
+        ]
+    assert times.behind(np.array([9, 7]), 7).tolist() == [True, False]

@@ -37,6 +37,13 @@ def test_decisions_with_forks_equal_the_gold_models() -> None:
     assert ForksMachine.num_forked > 100
 
 
+def test_rows_at_one_virtual_time_do_not_take_turns_without_a_token() -> None:
+    """A soak's find: two rows gave way to a request whose blocks were fenced, and took them again in the next step."""
+    before = ForksMachine.num_steps
+    run(ForksMachine, [3_002_301])
+    assert ForksMachine.num_steps - before < 1_000  # it had not ended after 27,850
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(0)
 def test_soak_decisions_with_forks_equal_the_gold_models() -> None:
