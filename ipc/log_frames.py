@@ -1,16 +1,13 @@
 """Frames of a log file. A checksum and a sequence number in each distinguish a torn tail from damage.
 
 Frame, little-endian: u32 payload length, u32 CRC-32 of all that follows it, u64 sequence, u8 tag (1 to 255), payload.
-A frame in memory that is never torn may have its head checked alone, by an Adler-32 (partly_checked): the tables of a
-CRC-32 are out of the caches when an engine comes to it once in a step.
 """
 
 import mmap
 import re
 import struct
 import zlib
-from collections.abc import Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterator
 from typing import NamedTuple, TypeAlias
 
 from ipc.errors import CaptureFileError
@@ -22,8 +19,6 @@ _UNCHECKED = struct.Struct("<II")  # the part before it
 _CHECKED_AT = _HEAD.size - _CHECKED.size
 #: The end of a frame's head with a sequence below 2**32: the sequence's upper half and the tag.
 _HEAD_END = re.compile(rb"\0\0\0\0[^\0]")
-
-NO_TAGS: Mapping[int, int] = MappingProxyType({})
 
 Data: TypeAlias = bytes | mmap.mmap
 
@@ -50,16 +45,13 @@ def pack_frame(sequence: int, tag: int, payload: bytes) -> bytes:
     return _HEAD.pack(len(payload), checksum, sequence, tag) + payload
 
 
-def partly_checked(checked: bytes, num_more: int) -> bytes:
-    """Return what begins a frame whose sequence, tag and beginning of the payload are `checked`.
-
-    num_more bytes of the payload follow these, which no checksum covers.
-    """
-    return _UNCHECKED.pack(len(checked) - _CHECKED.size + num_more, zlib.adler32(checked))
+def frame_of(checked: bytes) -> bytes:
+    """Return the frame whose sequence, tag and payload these bytes are, as its checksum covers them."""
+    return _UNCHECKED.pack(len(checked) - _CHECKED.size, zlib.crc32(checked)) + checked
 
 
-def read_frame(data: Data, offset: int, partly: Mapping[int, int] = NO_TAGS) -> Frame | None:
-    """Return the frame at this offset; None when there is no whole and sound one. partly: see read_frames()."""
+def read_frame(data: Data, offset: int) -> Frame | None:
+    """Return the frame at this offset; None when there is no whole and sound one."""
     begin = offset + _HEAD.size
     if begin > len(data):
         return None
@@ -67,22 +59,18 @@ def read_frame(data: Data, offset: int, partly: Mapping[int, int] = NO_TAGS) -> 
     if length > min(MAX_PAYLOAD_BYTES, len(data) - begin) or tag == 0:
         return None
     payload = data[begin : begin + length]
-    if tag in partly:
-        is_sound = zlib.adler32(data[offset + _CHECKED_AT : begin + partly[tag]]) == checksum
-        return Frame(offset, sequence, tag, payload) if is_sound and length >= partly[tag] else None
     if zlib.crc32(payload, zlib.crc32(data[offset + _CHECKED_AT : begin])) != checksum:
         return None
     return Frame(offset, sequence, tag, payload)
 
 
-def read_frames(data: Data, offset: int = 0, partly: Mapping[int, int] = NO_TAGS) -> Iterator[Frame]:
+def read_frames(data: Data, offset: int = 0) -> Iterator[Frame]:
     """Yield the frames from that of `offset` on, up to a torn tail: a rest of the data that holds no sound frame.
 
-    partly: of tags whose frames are partly checked, how many bytes of the payload are.
     Errors: CaptureFileError when a sound frame lies behind one that is not: damage in the middle.
     """
     sequence = -1
-    while (frame := read_frame(data, offset, partly)) is not None:
+    while (frame := read_frame(data, offset)) is not None:
         yield frame
         offset, sequence = frame.end, frame.sequence
     if (later := _find_frame(data, offset, sequence)) is not None:

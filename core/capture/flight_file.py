@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from core.capture.file import CaptureFile
 from core.capture.output import open_capture
-from core.capture.packed_steps import PARTLY_CHECKED, unpack_steps
+from core.capture.packed_steps import unpack_steps
 from core.capture.records import TAGS, Checkpoint, Header, Step, decode_config, decode_record
 from core.capture.redaction import redact
 from ipc.errors import CaptureFileError, ConfigError
@@ -43,7 +43,7 @@ def write_flight(halves: Sequence[Half], pid: int, path: str | None = None) -> F
     in which KEPT_FILES stay. Errors: CaptureFileError for a state or for requests whose content cannot be taken away;
     ConfigError, OSError for a file that cannot be written.
     """
-    frames = [list(unpack_steps(read_frames(half.data, partly=PARTLY_CHECKED))) for half in halves]
+    frames = [list(unpack_steps(read_frames(half.data))) for half in halves]
     header = next((decode_record(one[0].tag, one[0].payload) for one in frames if one), None)
     if not isinstance(header, Header) or not any(frame.tag == TAGS[Step] for one in frames for frame in one):
         return None

@@ -15,7 +15,7 @@ import numpy as np
 from core.capture.records import NO_RESULT, TAGS, Step, decode_record, encode_record
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput, encode_plan
 from ipc.arrays import Int32s
-from ipc.log_frames import Frame, partly_checked
+from ipc.log_frames import Frame, frame_of
 
 #: The tag of a packed step's frame in a ring. Another layout gets another tag.
 PACKED_TAG = 255
@@ -23,8 +23,6 @@ DIGEST_BYTES = 8
 #: What begins a packed step: Numbers, then the bytes of each column. The columns follow.
 _HEAD = struct.Struct("<8q2i6I")
 _FRAME_HEAD = struct.Struct("<QB8q2i6I")  # the frame's sequence and tag before it
-#: The columns of a packed step are checked by nothing: the ring says how many of its bytes are whole.
-PARTLY_CHECKED = {PACKED_TAG: _HEAD.size}
 _TIMES = struct.Struct("<3i")
 _INT32 = np.dtype("<i4")
 
@@ -79,8 +77,7 @@ def pack_step(sequence: int, numbers: tuple[int, ...], columns: PackedColumns) -
     """Return the frame of a packed step. numbers: those of Numbers."""
     removed, block_rows, block_ids, rows, counts, tokens = columns
     sizes = len(removed), len(block_rows), len(block_ids), len(rows), len(counts), len(tokens)
-    head = _FRAME_HEAD.pack(sequence, PACKED_TAG, *numbers, *sizes)
-    return b"".join((partly_checked(head, sum(sizes)), head, *columns))
+    return frame_of(b"".join((_FRAME_HEAD.pack(sequence, PACKED_TAG, *numbers, *sizes), *columns)))
 
 
 def unpack_steps(frames: Iterable[Frame]) -> Iterator[Frame]:
