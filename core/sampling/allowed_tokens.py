@@ -7,7 +7,7 @@ import numpy as np
 from core.execution.plan import NewRow
 from core.sampling.edit_group import EditGroup, Logits, SampledRows
 from core.sampling.row_group import RowGroup
-from ipc.arrays import Ints
+from ipc.arrays import Int32s, Ints
 
 
 class AllowedTokens(EditGroup):
@@ -49,3 +49,7 @@ class OnlyThese(NamedTuple):
         kept = logits[self.row, self.token]
         logits[np.unique(self.row)] = -np.inf
         logits[self.row, self.token] = kept
+
+    def moves(self, largest: Int32s) -> Ints:
+        """Return the samples that the edit changes."""
+        return self.row

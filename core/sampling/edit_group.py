@@ -8,7 +8,7 @@ import numpy as np
 from core.execution.plan import NewRow
 from core.execution.runner_table import RunnerTable
 from core.sampling.sample_index import SampleIndex
-from ipc.arrays import Floats, Ints, Positions, Rows, TokenIds
+from ipc.arrays import Floats, Int32s, Ints, Positions, Rows, TokenIds
 
 #: Rows, or pairs of a row and a token, by their indices.
 Index: TypeAlias = Ints | tuple[Ints, Ints]
@@ -35,6 +35,13 @@ class Edit(Protocol):
         """Change logits [S, V] in place.
 
         An edit reads and writes the logits of its own entries only, so the other rows keep their bits.
+        """
+        ...
+
+    def moves(self, largest: Int32s) -> Ints:
+        """Return the samples whose largest logit may be another one after this edit.
+
+        largest [S]: the index of each sample's largest logit before it; below 0: not known, and any answer will do.
         """
         ...
 
@@ -91,3 +98,7 @@ class Forbidden(NamedTuple):
         """Set the logits of these tokens to -inf, in place."""
         known = self.token < logits.shape[1]
         logits[self.row[known], self.token[known]] = -np.inf
+
+    def moves(self, largest: Int32s) -> Ints:
+        """Return the samples whose largest logit is forbidden."""
+        return self.row[largest[self.row] == self.token]

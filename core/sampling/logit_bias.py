@@ -7,7 +7,7 @@ import numpy as np
 from core.execution.plan import NewRow
 from core.sampling.edit_group import EditGroup, Logits, SampledRows
 from core.sampling.row_group import RowGroup
-from ipc.arrays import Floats, Ints
+from ipc.arrays import Floats, Int32s, Ints
 
 
 class LogitBias(EditGroup):
@@ -48,3 +48,7 @@ class Biased(NamedTuple):
     def apply(self, logits: Logits) -> None:
         """Add the biases to logits [S, V], in place."""
         logits[self.row, self.token] += self.bias
+
+    def moves(self, largest: Int32s) -> Ints:
+        """Return the samples that the edit changes."""
+        return self.row

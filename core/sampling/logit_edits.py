@@ -12,6 +12,8 @@ from core.sampling.logit_bias import LogitBias
 from core.sampling.min_tokens import MinTokens
 from core.sampling.penalties import Penalties
 from core.sampling.structured_outputs import StructuredOutputs
+from ipc.arrays import Int32s
+from kernels.cpu.sampling import UNKNOWN
 from kernels.cpu.token_masks import CpuTokenMasks
 
 
@@ -35,3 +37,15 @@ def apply_edits(logits: Logits, edits: Sequence[Edit]) -> None:
     """Change logits [S, V] float32 in place, edit after edit."""
     for edit in edits:
         edit.apply(logits)
+
+
+def largest_after(largest: Int32s, edits: Sequence[Edit]) -> Int32s:
+    """Return the index [S] of each sample's largest logit after these edits; UNKNOWN where it may be another one.
+
+    largest [S]: the index before them, the first of equals; below 0 where that logit is not finite. What an edit leaves
+    remains the largest, and the first of equals, since edits that raise a logit say that they move it.
+    """
+    known = np.where(largest < 0, UNKNOWN, largest).astype(np.int32)
+    for edit in edits:
+        known[edit.moves(known)] = UNKNOWN
+    return known

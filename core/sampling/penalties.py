@@ -7,7 +7,7 @@ import numpy as np
 from core.execution.plan import NewRow
 from core.sampling.edit_group import EditGroup, Logits, SampledRows
 from core.sampling.token_counts import TokenCounts, add_drafts
-from ipc.arrays import Floats, Ints, Rows, TokenIds
+from ipc.arrays import Floats, Int32s, Ints, Rows, TokenIds
 
 _NEUTRAL = (1.0, 0.0, 0.0)
 
@@ -100,3 +100,7 @@ class Penalized(NamedTuple):
         values -= self.frequency * self.occurrences.astype(np.float32)
         values -= self.presence * (self.occurrences > 0)
         logits[self.row, self.token] = values
+
+    def moves(self, largest: Int32s) -> Ints:
+        """Return the samples that the edit changes."""
+        return self.row

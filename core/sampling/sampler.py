@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from core.sampling.edit_group import Edit
-from core.sampling.logit_edits import apply_edits
+from core.sampling.logit_edits import apply_edits, largest_after
 from ipc.arrays import NO_INT32S, Bools, Doubles, Floats, Int32s, Ints, Rows, UInt64s
 from kernels.cpu.sampling import CpuSampler
 from kernels.gumbel import LEAST_NOISE, MOST_NOISE, high_bits, noise
@@ -54,11 +54,12 @@ def sample(
         return NO_INT32S
     if inputs.edits:
         apply_edits(logits, inputs.edits)
+        largest = None if largest is None else largest_after(largest, inputs.edits)
     if kernel is None:
         return _draw_tokens(logits, inputs)
     filters = (inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)
     columns = (*filters, inputs.seed, inputs.position, inputs.choice)
-    return kernel(logits, columns, None if inputs.edits else largest)
+    return kernel(logits, columns, largest)
 
 
 def sample_greedily(logits: Floats, kernel: CpuSampler | None = None) -> Int32s:

@@ -7,7 +7,7 @@ import numpy as np
 from core.execution.plan import NewRow
 from core.grammars.matchers import RowMatchers
 from core.sampling.edit_group import EditGroup, Logits, SampledRows
-from ipc.arrays import Ints, Rows, TokenIds, UInt32s
+from ipc.arrays import Int32s, Ints, Rows, TokenIds, UInt32s
 from kernels.cpu.token_masks import CpuTokenMasks
 
 
@@ -82,3 +82,10 @@ class Masked(NamedTuple):
         size = logits.shape[1]
         bits = np.unpackbits(self.mask.view(np.uint8), axis=1, count=size, bitorder="little")
         logits[self.row] = np.where(bits == 0, np.float32(-np.inf), logits[self.row])
+
+    def moves(self, largest: Int32s) -> Ints:
+        """Return the samples whose largest logit is forbidden."""
+        token = largest[self.row].astype(np.int64)
+        word = np.minimum(token >> 5, self.mask.shape[1] - 1)
+        is_allowed = (self.mask[np.arange(len(word)), word] >> (token & 31).astype(np.uint32)) & 1
+        return self.row[(is_allowed == 0) | (token >> 5 != word)]

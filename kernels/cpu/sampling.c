@@ -298,7 +298,8 @@ static int32_t sample_row(const Sampling *args, int64_t index, char *scratch) {
     const float temperature = args->temperature ? args->temperature[index] : 0.0f;
     Row row = {.logits = args->logits + index * size, .size = size};
     row.temperature = temperature > 0.0f ? temperature : 1.0f;
-    const int64_t best = args->largest ? args->largest[index] : index_of_largest(&row);
+    int64_t best = args->largest ? args->largest[index] : UNKNOWN;
+    if (best == UNKNOWN) best = index_of_largest(&row);
     if (best < 0) return -1;
     row.largest = row.logits[best] / row.temperature;
     if (!isfinite(row.largest)) return -1;

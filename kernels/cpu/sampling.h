@@ -10,6 +10,9 @@
 
 #include <stdint.h>
 
+/* Stands for the index of a largest logit that is not known. */
+#define UNKNOWN (-2)
+
 typedef struct {
     const float *logits;      /* [num_rows, vocab_size] */
     const float *temperature; /* [num_rows], as all below; 0 = the largest logit, the first of equals. NULL: 0 for all
@@ -18,7 +21,7 @@ typedef struct {
     const float *top_p, *min_p;
     const uint64_t *seed;
     const int64_t *position, *choice;
-    const int32_t *largest; /* find_largest() of these logits; NULL = not known */
+    const int32_t *largest; /* find_largest() of these logits, or UNKNOWN for some rows; NULL = not known */
     int32_t *tokens; /* out; -1 if the row's largest logit / temperature is not finite */
     char *scratch;   /* sampling_scratch_bytes() for each thread, 64-byte aligned */
     int64_t num_rows, vocab_size;

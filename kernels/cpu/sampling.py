@@ -13,6 +13,8 @@ from kernels.cpu.token_masks import CpuTokenMasks
 from kernels.memory.aligned import ALIGNMENT, aligned_empty
 
 _COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "choice")
+#: Stands for the index of a largest logit that is not known.
+UNKNOWN = -2
 _TYPES = (np.float32, np.int64, np.float32, np.float32, np.uint64, np.int64, np.int64)
 
 
@@ -37,7 +39,7 @@ class CpuSampler:
         """Return a sampled token id [S] of each row; -1 if a row's largest logit / temperature is not finite.
 
         logits are [S, V] float32, contiguous. The columns [S] are temperature, top_k, top_p, min_p, seed, position and
-        choice. `largest` [S] is largest() of these logits, if it is known."""
+        choice. `largest` [S] is largest() of these logits, if it is known, or UNKNOWN for some."""
         num_rows = self._point_to(logits)
         if (room := (self._arguments.vocab_size, self._num_threads())) != self._room:
             num_bytes = self._scratch_bytes(room[0]) * room[1] + ALIGNMENT
