@@ -101,4 +101,5 @@ class Forbidden(NamedTuple):
 
     def moves(self, largest: Int32s) -> Ints:
         """Return the samples whose largest logit is forbidden."""
-        return self.row[largest[self.row] == self.token]
+        moved: Ints = self.row[largest[self.row] == self.token]
+        return moved

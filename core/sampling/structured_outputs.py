@@ -88,4 +88,5 @@ class Masked(NamedTuple):
         token = largest[self.row].astype(np.int64)
         word = np.minimum(token >> 5, self.mask.shape[1] - 1)
         is_allowed = (self.mask[np.arange(len(word)), word] >> (token & 31).astype(np.uint32)) & 1
-        return self.row[(is_allowed == 0) | (token >> 5 != word)]
+        moved: Ints = self.row[(is_allowed == 0) | (token >> 5 != word)]
+        return moved
