@@ -103,7 +103,8 @@ def _declared(table: type[Columns]) -> dict[np.dtype[Any], dict[str, _Column]]:
     declared: dict[np.dtype[Any], dict[str, _Column]] = {}
     for name, hint in get_type_hints(table).items():
         if isinstance(default := getattr(table, name, None), _Column):
-            (scalar,) = get_args(get_args(hint)[1])  # NDArray[scalar] is ndarray[shape, dtype[scalar]]
+            # NDArray[scalar] is ndarray[shape, dtype[scalar]], and from NumPy 2.5 on an alias of its own.
+            (scalar,) = get_args(get_args(hint)[-1]) or get_args(hint)
             declared.setdefault(np.dtype(scalar), {})[name] = default
     assert declared, f"{table.__name__} declares no column"
     return declared
