@@ -211,6 +211,7 @@ def _features(values: Values, architecture: Architecture, sizes: dict[str, Any])
         "norm_bias": architecture.norm_bias,
         "qk_norm": architecture.qk_norm if (key := architecture.qk_norm_key) is None else values.boolean(key),
         "qk_norm_of_rows": architecture.qk_norm_of_rows,
+        "qk_norm_by_head": architecture.qk_norm_by_head,
         "pre_norms": architecture.pre_norms,
         "post_norms": architecture.post_norms,
         "attention_sinks": architecture.attention_sinks,

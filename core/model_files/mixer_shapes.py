@@ -25,7 +25,11 @@ def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if config.qkv_bias:
         for name, size in products.items():
             shapes[f"self_attn.{name}_proj.bias"] = (size,)
-    if config.qk_norm:
+    if config.qk_norm and config.qk_norm_by_head:
+        heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+        names = [f"heads.{head}.{name}_norm" for name, count in heads.items() for head in range(count)]
+        shapes |= {f"self_attn.{name}.weight": (config.head_dim,) for name in names}
+    elif config.qk_norm:
         widths = (query_size, kv_size) if config.qk_norm_of_rows else (config.head_dim, config.head_dim)
         shapes |= {f"self_attn.{name}_norm.weight": (width,) for name, width in zip("qk", widths, strict=True)}
     shapes["self_attn.o_proj.weight"] = (hidden, query_size)

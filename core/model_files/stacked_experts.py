@@ -1,4 +1,4 @@
-"""The weights of experts that files have as one tensor for all of them: cut into one tensor for each expert."""
+"""The weights of experts, or of heads, that files have as one tensor for all of them: cut into one for each."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -13,12 +13,16 @@ _ENDINGS = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "expo
 _TURNED = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
 
 
-def unstacked(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors, with those of all experts cut: x.weight [experts, rows, depth] -> x.0.weight, x.bias too."""
+def unstacked(found: Mapping[str, StoredTensor], *, by_head: bool = False) -> dict[str, StoredTensor]:
+    """Return the tensors, with those of all experts cut: x.weight [experts, rows, depth] -> x.0.weight, x.bias too.
+
+    by_head: the norms of Q's and K's heads are cut, too: q_norm.weight [heads, head_dim] -> q_norm.0.weight.
+    """
     tensors: dict[str, StoredTensor] = {}
     for name, stored in found.items():
         stem, _, kind = name.rpartition(".")
-        if len(stored.shape) != (2 if kind == "bias" else 3):
+        has_rows = kind == "bias" or (by_head and stem.endswith(("q_norm", "k_norm")))
+        if len(stored.shape) != (2 if has_rows else 3):
             tensors[name] = stored
             continue
         tensors |= {f"{stem}.{number}.{kind}": each for number, each in enumerate(_each(stored))}

@@ -7,7 +7,7 @@ from core.model_files.encoder_weights import encoder_gguf_name
 from core.models.architectures import ARCHITECTURES
 from core.models.config import ModelConfig
 
-#: Parts that are numbered: matrices of experts, and those of heads of latent attention.
+#: Parts that are numbered: matrices of experts, those of heads of latent attention, and heads' own norms.
 _NUMBERED = re.compile(r"(mlp\.experts|self_attn\.heads)\.(\d+)\.(\w+)")
 _GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -21,6 +21,8 @@ _GGUF_LAYER_NAMES = {
     "self_attn.v_proj": "attn_v",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.heads.*.q_norm": "attn_q_norm.*",
+    "self_attn.heads.*.k_norm": "attn_k_norm.*",
     "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "ffn_norm",
     "self_attn.qkv_proj": "attn_qkv",

@@ -129,7 +129,7 @@ def read_integers(folder: Path, name: str) -> Ints | None:
 
 
 def _plan_gguf(path: Path, config: ModelConfig) -> Mapping[str, StoredTensor | PackedTensor]:
-    found = unstacked(like_others(_gguf_tensors(path), config))
+    found = unstacked(like_others(_gguf_tensors(path), config), by_head=config.qk_norm_by_head)
     plan = {name: _take(found, gguf_name(name, config), shape, path) for name, shape in expected_shapes(config).items()}
     _check_rest(found, config)
     if config.encoder is not None:
@@ -167,7 +167,7 @@ def _plan_folder(folder: Path, config: ModelConfig) -> Mapping[str, StoredTensor
         found = {name if name.startswith(("lm_head.", "score.")) else stem + name: t for name, t in found.items()}
     found = like_others(found, config)
     turns = config.encoder is None and (experts := ARCHITECTURES[config.architecture].experts) and experts.is_turned
-    found = unturned(found) if turns else unstacked(found)
+    found = unturned(found) if turns else unstacked(found, by_head=config.qk_norm_by_head)
     plan: dict[str, StoredTensor | PackedTensor] = {}
     for name, shape in expected_shapes(config).items():
         theirs = json_name(name, config)

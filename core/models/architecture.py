@@ -73,6 +73,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: bool = False
     qk_norm_key: str | None = None  # the setting that says whether there is qk_norm; a GGUF file has its tensors or not
     qk_norm_of_rows: bool = False
+    qk_norm_by_head: bool = False
     pre_norms: bool = True
     post_norms: bool = False
     centred_norms: bool = False  # norms are layer normalisations

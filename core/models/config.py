@@ -155,11 +155,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     residual: Residual = "in turn"
     qk_norm: bool = False  # each head of Q and K is normalised before it is rotated
     qk_norm_of_rows: bool = False  # with qk_norm: Q's heads are normalised together, and so are K's
+    qk_norm_by_head: bool = False  # with qk_norm: each head has weights of its own
     pre_norms: bool = True  # the inputs of attention and of the MLP are normalised
     post_norms: bool = False  # the results of attention and of the MLP are normalised before they are added
     norm_offset: float = 0.0  # added to each norm's stored weight
-    centred_norms: bool = False  # norms of hidden states are layer normalisations; else of root mean squares
-    norm_bias: bool = False  # of centred norms
+    centred_norms: bool = False  # norms are layer normalisations, those of heads too; else of root mean squares
+    norm_bias: bool = False  # of centred norms of hidden states
     scale_embeddings: bool = False  # embeddings are multiplied by the square root of hidden_size
     packing: Packing = "none"  # of the matrices in a safetensors folder
     embedding_multiplier: float = 1.0  # of embeddings, without scale_embeddings

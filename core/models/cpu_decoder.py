@@ -102,7 +102,8 @@ def _mix(mix: Callable[[Tensor, Any, int], Tensor]) -> AttentionParts | CpuRecur
     if isinstance(mix, CpuLatentAttend):
         return AttentionParts(None, mix.scale, latent=mix.latent)
     assert isinstance(mix, CpuAttend), type(mix)
-    return AttentionParts(mix.rope.norms, mix.scale, mix.rope.of_rows, mix.cap, mix.sinks)
+    rope = mix.rope
+    return AttentionParts(rope.norms, mix.scale, rope.of_rows, mix.cap, mix.sinks, centred_norms=rope.is_centred)
 
 
 def _mlp(mlp: Mlp) -> DenseParts | CpuExperts:

@@ -220,7 +220,12 @@ class CpuOperations:
         """Return the attention of one layer."""
         config = self._config
         rope = CpuRope(
-            self.library, config.num_attention_heads, norms, config.rms_norm_eps, of_rows=config.qk_norm_of_rows
+            self.library,
+            config.num_attention_heads,
+            norms,
+            config.rms_norm_eps,
+            of_rows=config.qk_norm_of_rows,
+            is_centred=config.centred_norms,
         )
         scores = None if sinks is None else sink_scores(sinks)
         return CpuAttend(rope, self._attention, kind, config.scores_scale, config.scores_cap, scores)

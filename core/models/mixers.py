@@ -92,17 +92,19 @@ def _attention(operations: Operations, parts: WeightParts, config: ModelConfig, 
 def _query_key_norms(parts: WeightParts, attention: str, config: ModelConfig) -> Floats | None:
     """Return the norm weights of all query and key heads [H + Hkv, D] float32; None without qk_norm.
 
-    All query heads share one weight, and so do all key heads; with qk_norm_of_rows each has its own.
+    All query heads share one weight, and so do all key heads; with qk_norm_of_rows or _by_head each has its own.
     """
     if not config.qk_norm:
         return None
     if config.qk_norm_of_rows:
         rows = parts.take(*(f"{attention}{name}_norm.weight" for name in "qk"))
         return rows.reshape(-1, config.head_dim) + np.float32(config.norm_offset)
-    weights = [
-        np.tile(parts.take(f"{attention}{name}_norm.weight"), (heads, 1))
-        for name, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads))
-    ]
+    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+    if config.qk_norm_by_head:
+        names = (f"heads.{head}.{name}_norm.weight" for name, count in heads.items() for head in range(count))
+        own = parts.take(*(attention + name for name in names))
+        return own.reshape(-1, config.head_dim) + np.float32(config.norm_offset)
+    weights = [np.tile(parts.take(f"{attention}{name}_norm.weight"), (count, 1)) for name, count in heads.items()]
     return np.concatenate(weights) + np.float32(config.norm_offset)
 
 

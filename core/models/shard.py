@@ -16,6 +16,7 @@ from core.models.weight_parts import WeightParts
 from ipc.errors import ConfigError
 
 _LAYER = re.compile(r"model\.layers\.\d+\.")
+_HEAD_NORM = re.compile(r"(model\.layers\.\d+\.self_attn\.heads)\.(\d+)\.([qk])_norm\.weight")
 #: Columns of a packed matrix that lie together (kernels/cpu/gemm.h); a rank gets whole panels where there are enough.
 _PANEL = 32
 
@@ -80,14 +81,17 @@ class Shard(NamedTuple):
 
 
 class _ShardedParts(WeightParts):
-    """The weights' rows whose products are the rank's columns, and its part of the embeddings. Norms are whole.
+    """The weights' rows whose products are the rank's columns, and its part of the embeddings.
 
-    Errors: ConfigError for a weight of a layer that is not known here: its part would be guessed.
+    Norms are whole; where heads have their own, they are those of its heads. Errors: ConfigError for a weight of a
+    layer that is not known here: its part would be guessed.
     """
 
     def __init__(self, weights: Iterable[tuple[str, Weight]], shard: Shard, config: ModelConfig) -> None:
         super().__init__(weights)
-        heads, kv_heads = (one.times(config.head_dim) for one in shard.heads(config))
+        own_heads = shard.heads(config)
+        self._first_heads = {kind: own.first for kind, own in zip("qk", own_heads, strict=True)}
+        heads, kv_heads = (one.times(config.head_dim) for one in own_heads)
         hidden, gated = shard.columns(config.hidden_size), shard.columns(config.intermediate_size)
         self._rows = {
             "self_attn.q_proj": heads,
@@ -102,6 +106,10 @@ class _ShardedParts(WeightParts):
         self._norm_shapes = {(config.hidden_size,), (config.head_dim,)}
 
     def _take(self, names: tuple[str, ...], name: str) -> Weight:
+        if (match := _HEAD_NORM.fullmatch(name)) is not None:
+            prefix, head, kind = match.groups()
+            name = f"{prefix}.{self._first_heads[kind] + int(head)}.{kind}_norm.weight"
+            return super()._take((name,), name)
         weight = super()._take(names, name)
         own = self._rows.get(_LAYER.sub("", name).rpartition(".")[0])
         if own is None:

@@ -201,11 +201,12 @@ class TorchOperations:
         if norms is None:
             return torch.Tensor.float
         if not config.qk_norm_of_rows:
-            return self.norm(norms, config.rms_norm_eps, FLOAT32)
+            return self._norm_of_each_head(norms)
         # Q and K are rounded to the model's dtype in between, as a product's result is.
         count = config.num_attention_heads
         parts = [
-            self.norm(part.reshape(-1), config.rms_norm_eps, self._dtype) for part in (norms[:count], norms[count:])
+            self.norm(part.reshape(-1), config.rms_norm_eps, self._dtype, is_centred=config.centred_norms)
+            for part in (norms[:count], norms[count:])
         ]
 
         def normed(heads: torch.Tensor) -> torch.Tensor:
@@ -213,6 +214,13 @@ class TorchOperations:
             return torch.cat([part(rows.flatten(1)).view_as(rows).float() for rows, part in pairs], 1)
 
         return normed
+
+    def _norm_of_each_head(self, norms: Floats) -> Operation:
+        eps = self._config.rms_norm_eps
+        if not self._config.centred_norms:
+            return self.norm(norms, eps, FLOAT32)
+        weights = to_tensor(norms)  # layer_norm() would take both dimensions of these for one
+        return lambda heads: layer_norm(heads.float(), weights.shape[1:], eps=eps) * weights
 
     def recurrence(self, parts: RecurrenceParts, place: int) -> Callable[[torch.Tensor, TorchStep, int], torch.Tensor]:
         """Return the recurrence of one layer: its definition in NumPy."""

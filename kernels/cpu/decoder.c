@@ -233,6 +233,7 @@ static void rotate(const Share *share) {
         .positions = step->positions,
         .norms = layer->norms,
         .norms_of_rows = layer->norms_of_rows,
+        .is_centred = layer->centred_norms,
         .slots = kind->slots,
         .q = step->q,
         .layer = *share->cache,

@@ -39,6 +39,7 @@ class AttentionParts(NamedTuple):
     cap: float | None = None  # of the scores
     sinks: Floats | None = None  # [H], of sink_scores()
     latent: CpuLatent | None = None  # around attention
+    centred_norms: bool = False
 
 
 class LayerParts(NamedTuple):
@@ -155,6 +156,7 @@ def layer_arguments(parts: LayerParts) -> LayerArguments:
         return arguments
     arguments.scale, arguments.cap_factor = score_factors(mix.scale, mix.cap)
     arguments.norms, arguments.norms_of_rows = address(mix.norms), mix.norms_of_rows
+    arguments.centred_norms = mix.centred_norms
     arguments.sinks = address(mix.sinks)
     arguments.latent = None if mix.latent is None else ctypes.addressof(mix.latent.arguments)
     return arguments

@@ -8,6 +8,14 @@ enum {
     CHUNK_HEAD_DIM = 256, /* limit for rotating a whole chunk's heads on the stack */
 };
 
+INLINE void normalise_numbers(const RopeKvWrite *args, const void *x, const int dtype, const float *weight,
+                              int64_t width, void *out, const int out_dtype) {
+    if (args->is_centred)
+        normalise_centred(x, dtype, weight, NULL, args->eps, width, out, out_dtype);
+    else
+        normalise(x, dtype, weight, args->eps, width, out, out_dtype);
+}
+
 INLINE void rotate_numbers(const RopeKvWrite *args, int token, int head, const void *x, void *out, const int dtype) {
     const int head_dim = args->shape.head_dim;
     const int64_t at = args->cos ? args->positions[token] * head_dim : 0;
@@ -22,11 +30,11 @@ INLINE void rotate_numbers(const RopeKvWrite *args, int token, int head, const v
     }
     const float *weight = args->norms + (size_t)head * head_dim;
     if (!args->cos) {
-        normalise(x, dtype, weight, args->eps, head_dim, out, dtype);
+        normalise_numbers(args, x, dtype, weight, head_dim, out, dtype);
         return;
     }
     float normed[MAX_HEAD_DIM];
-    normalise(x, dtype, weight, args->eps, head_dim, normed, FLOAT32);
+    normalise_numbers(args, x, dtype, weight, head_dim, normed, FLOAT32);
     rotate(normed, FLOAT32, cos, sin, head_dim / 2, out, dtype);
 }
 
@@ -56,9 +64,9 @@ static void normalise_heads(const RopeKvWrite *args, int token, int first, int c
     const float *weight = args->norms + (size_t)first * args->shape.head_dim;
     const int64_t width = (int64_t)count * args->shape.head_dim;
     if (args->shape.dtype == FLOAT32)
-        normalise(x, FLOAT32, weight, args->eps, width, x, FLOAT32);
+        normalise_numbers(args, x, FLOAT32, weight, width, x, FLOAT32);
     else
-        normalise(x, BFLOAT16, weight, args->eps, width, x, BFLOAT16);
+        normalise_numbers(args, x, BFLOAT16, weight, width, x, BFLOAT16);
 }
 
 static void normalise_rows(const RopeKvWrite *args, int token, int end) {

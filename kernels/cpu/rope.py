@@ -47,7 +47,8 @@ class CpuRope:
     """Rotates one layer's Q and K, and writes K and V to the cache.
 
     norms [H + Hkv, D] float32: weights of the norms of Q's and K's heads, before rotation; None = no norms. of_rows:
-    Q's heads are normalised together, and so are K's; qkv is overwritten then."""
+    Q's heads are normalised together, and so are K's; qkv is overwritten then. is_centred: the norms are layer
+    normalisations; else of root mean squares."""
 
     def __init__(
         self,
@@ -57,8 +58,9 @@ class CpuRope:
         eps: float = 0.0,
         *,
         of_rows: bool = False,
+        is_centred: bool = False,
     ) -> None:
-        self.num_heads, self.eps, self.of_rows = num_heads, eps, of_rows
+        self.num_heads, self.eps, self.of_rows, self.is_centred = num_heads, eps, of_rows, is_centred
         self.norms = None if norms is None else np.ascontiguousarray(norms)
         self._run = library.function("rope_kv_write", ctypes.POINTER(RopeArguments))
 
@@ -97,6 +99,7 @@ class CpuRope:
                 len(qkv),
                 self.eps,
                 self.of_rows,
+                self.is_centred,
             )
         )
         return q

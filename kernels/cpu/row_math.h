@@ -67,7 +67,7 @@ INLINE float sum_of_row(const void *x, int64_t width, const int dtype, float mea
     return sum_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }
 
-/* out = (x - mean(x)) / sqrt(mean((x - mean(x)) ** 2) + eps) * weight + bias; out may be x if both are float32. */
+/* out = (x - mean(x)) / sqrt(mean((x - mean(x)) ** 2) + eps) * weight + bias; out may be x if both have one dtype. */
 INLINE void normalise_centred(const void *x, const int dtype, const float *weight, const float *bias, float eps,
                               int64_t width, void *out, const int out_dtype) {
     const float mean = sum_of_row(x, width, dtype, 0.0f, 0) / (float)width;

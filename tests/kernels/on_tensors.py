@@ -57,8 +57,8 @@ class CpuNorm(norm.CpuNorm):
 
 
 class CpuRope(rope.CpuRope):
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*converted(*arguments)[0])
+    def __init__(self, *arguments: Any, **settings: bool) -> None:
+        super().__init__(*converted(*arguments)[0], **settings)
 
     def __call__(self, *arguments: Any) -> torch.Tensor:
         return to_tensor(super().__call__(*converted(*arguments)[0]))

@@ -20,9 +20,14 @@ _LLAMA3 = {
 CENTRED_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("stablelm", {"hidden_size": 64, "rope_parameters": _PARTIAL, "use_qkv_bias": True}),
     "stablelm-parallel": ("stablelm", {"hidden_size": 64, "rope_parameters": _PARTIAL, "use_parallel_residual": True}),
+    "stablelm-head-norms": (
+        "stablelm",
+        {"hidden_size": 64, "rope_parameters": _PARTIAL, "use_parallel_residual": True, "qk_layernorm": True},
+    ),
     "starcoder2": ("starcoder2", {}),
     "starcoder2-sliding": ("starcoder2", {"sliding_window": 100, "use_bias": False}),
     "cohere": ("cohere", {"logit_scale": 0.25}),
+    "cohere-head-norms": ("cohere", {"logit_scale": 0.25, "use_qk_norm": True}),
     "cohere2": ("cohere2", {"num_hidden_layers": 4, "sliding_window": 100, "logit_scale": 0.25}),
     "nemotron": ("nemotron", {"head_dim": 16, "rope_parameters": _PARTIAL}),
     "phi": ("phi", {"hidden_size": 64, "rope_parameters": _PARTIAL}),
@@ -46,8 +51,10 @@ CENTRED_CASES: dict[str, tuple[str, dict[str, Any]]] = {
 CENTRED_GGUF_CASES = {
     "stablelm": "stablelm",
     "stablelm-parallel": "stablelm",
+    "stablelm-head-norms": "stablelm",
     "starcoder2": "starcoder2",
     "cohere": "command-r",
+    "cohere-head-norms": "command-r",
     "cohere2": "cohere2",
     "nemotron": "nemotron",
     "phi": "phi2",
@@ -76,6 +83,19 @@ def centred_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_logit_scale(config.logit_scale)
     if config.model_type == "cohere2":
         writer.add_sliding_window(config.sliding_window)
+
+
+def norms_of_heads(model: Any) -> dict[str, torch.Tensor]:
+    """The model's tensors; the norms of StableLM's heads are one tensor in GGUF files, as Cohere's are everywhere."""
+    tensors: dict[str, torch.Tensor] = {}
+    stacks: dict[str, list[torch.Tensor]] = {}
+    for name, tensor in model.state_dict().items():
+        stem, found, _ = name.partition(".norms.")
+        if found:
+            stacks.setdefault(f"{stem}.weight", []).append(tensor)
+        else:
+            tensors[name] = tensor
+    return tensors | {name: torch.stack(stack) for name, stack in stacks.items()}
 
 
 def parts_in_turn(name: str, tensor: torch.Tensor, config: Any) -> torch.Tensor:

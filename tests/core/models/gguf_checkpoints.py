@@ -11,7 +11,13 @@ from typing import Any
 import gguf
 import torch
 
-from tests.core.models.centred_checkpoints import CENTRED_GGUF_CASES, centred_metadata, norm_eps, parts_in_turn
+from tests.core.models.centred_checkpoints import (
+    CENTRED_GGUF_CASES,
+    centred_metadata,
+    norm_eps,
+    norms_of_heads,
+    parts_in_turn,
+)
 from tests.core.models.checkpoints import Golden
 from tests.core.models.recurrent_gguf import (
     feed_forward_length,
@@ -80,7 +86,7 @@ def converted(model: Any, architecture: str) -> dict[str, torch.Tensor]:
         next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), config.num_hidden_layers
     )
     tensors = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in norms_of_heads(model).items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         if architecture in INTERLEAVED and ("q_proj" in name or "k_proj" in name):

@@ -121,6 +121,7 @@ WRONG: list[tuple[str, str, Any]] = [
     ("minicpm3", "residual_multiplier", 1.0),
     ("cohere", "logits_multiplier", 1.0),
     ("cohere2", "unrotated_layers", ()),
+    ("cohere-head-norms", "rms_norm_eps", 1e-2),
     ("nemotron", "hidden_act", "gelu"),
     ("nemotron", "norm_offset", 0.0),
     ("gpt-neox", "residual", "in turn"),

@@ -31,12 +31,14 @@ from tests.core.runner.invariance import KINDS, TINY
 
 BLOCK = 16
 #: A Llama with 3 KV heads of 3 query heads each, head norms and biases (as Qwen 3 and 2), post norms with windows (as
-#: Gemma 3), and layer normalisations with MLPs beside attention (as GPT-NeoX).
+#: Gemma 3), layer normalisations with MLPs beside attention (as GPT-NeoX), and heads with norms of their own (as
+#: Command-R+).
 MODELS = {
     "llama": msgspec.structs.replace(TINY, num_attention_heads=9, num_key_value_heads=3, head_dim=8, vocab_size=299),
     "qwen": msgspec.structs.replace(KINDS["head norms"], qkv_bias=True, tie_word_embeddings=False),
     "gemma": KINDS["local and global"],
     "neox": KINDS["beside attention"],
+    "cohere": KINDS["centred head norms"],
 }
 
 

@@ -92,6 +92,9 @@ KINDS: dict[str, ModelConfig] = {
     "short convolution": msgspec.structs.replace(TINY, recurrent=_CONVOLUTION),
     "gated delta": msgspec.structs.replace(TINY, recurrent=_DELTA, output_gate=True, qkv_bias=True, qk_norm=True),
     "state space": msgspec.structs.replace(TINY, recurrent=_STATE_SPACE, **_MULTIPLIERS),
+    "centred head norms": msgspec.structs.replace(
+        TINY, qk_norm=True, qk_norm_by_head=True, centred_norms=True, unrotated_layers=(1,), head_dim=24
+    ),
     "beside attention": msgspec.structs.replace(TINY, **_BESIDE),
 }
 

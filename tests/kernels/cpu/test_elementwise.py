@@ -106,23 +106,32 @@ def test_embedding(width, dtype, library):
     check_rows(packed, ids, library)
 
 
+EPS = 1e-3  # far from 0, since two numbers of nearly the same size have hardly a variance
+
+
+def centred(x, weight, eps, dtype):
+    """Layer normalisation, as rms_norm() is called."""
+    less = x.double() - x.double().mean(-1, keepdim=True)
+    return (less / (less.square().mean(-1, keepdim=True) + eps).sqrt() * weight).to(dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [2, 20, 64, 80, 256])
-@pytest.mark.parametrize("normalises", [False, True])
+@pytest.mark.parametrize("normalises", [None, rms_norm, centred], ids=["no norms", "norms", "centred norms"])
 def test_rope(normalises, head_dim, dtype, library):
     """The result has the bits of kernels.torch.rope without head norms, and is close to it with them."""
     num_heads, num_kv_heads = 5, 2
     qkv = torch.randn(40, (num_heads + 2 * num_kv_heads) * head_dim, generator=torch.Generator().manual_seed(0))
     qkv = qkv.to(dtype)
     norms = torch.rand(num_heads + num_kv_heads, head_dim, generator=torch.Generator().manual_seed(1)) + 0.5
-    rope = CpuRope(library, num_heads, norms if normalises else None, 1e-6)
+    rope = CpuRope(library, num_heads, norms if normalises else None, EPS, is_centred=normalises is centred)
     cache = CpuKVCache(2, 5, 16, num_kv_heads, head_dim, dtype)
     slots = torch.arange(16, 56)
     positions, table = torch.arange(40) * 13, table_of(head_dim, 10_000.0)
     cos, sin = rotary_tables(positions, head_dim, 10_000.0)
     heads = qkv.view(40, -1, head_dim)[:, : num_heads + num_kv_heads].float()
     if normalises:
-        heads = rms_norm(heads, norms, 1e-6, torch.float32)
+        heads = normalises(heads, norms, EPS, torch.float32)
     expected = rotate(heads, cos, sin).to(dtype)
     q = rope(qkv, table, positions, cache, 1, slots)
     keys = cache.keys(1).flatten(0, 1)[slots]
@@ -131,7 +140,7 @@ def test_rope(normalises, head_dim, dtype, library):
     if not normalises:
         assert torch.equal(got, expected)
     error = (got.float() - expected.float()).abs()
-    assert (error <= tolerance(dtype) * 2 * expected.float().abs() + 1e-5 * normalises).all()
+    assert (error <= tolerance(dtype) * 2 * expected.float().abs() + 1e-5 * bool(normalises)).all()
 
     def at_positions(rows):
         width = qkv.shape[1]
