@@ -99,7 +99,7 @@ def serve(started: StartedEngine) -> int:
     """Serve until the end; return the exit code. Only a drained engine takes time to write its KV blocks."""
     code = EXIT_FAILED
     try:
-        code = run(started.engine, started.io, started.executor.prepare_ahead, started.turn)
+        code = run(started.engine, started.io, started.executor.prepare_ahead, started.turn, rest=started.rest)
     finally:
         if started.store is not None:
             started.store.close(0.0 if code == EXIT_FAILED else _STORE_S)

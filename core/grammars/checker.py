@@ -2,8 +2,12 @@
 
 Compiling takes the engine's cores and Python's lock from its steps. What is wrong or takes too long is refused without
 either. The process (core/grammars/check.py) is started for the first request with a grammar.
+
+The vocabulary takes some 0.3 s, in which llguidance holds Python's lock several times for tens of milliseconds. An
+engine makes it while it is idle, if it is so before its first grammar.
 """
 
+import contextlib
 import select
 import signal
 import socket
@@ -12,10 +16,9 @@ from collections import OrderedDict
 
 from core.grammars.check_messages import Check, decode_verdict, encode_message
 from core.grammars.grammars import GrammarKey, Grammars, constraint_of, key_of
-from core.grammars.vocabulary import Vocabulary
 from ipc.channel import Channel, ChannelEndedError
 from ipc.child_process import describe_exit, run_package
-from ipc.errors import EngineStartError, InvalidRequestError, UnsupportedParameterError
+from ipc.errors import EngineCoreError, EngineStartError, InvalidRequestError, UnsupportedParameterError
 from ipc.messages import Submission
 from ipc.structured_outputs import StructuredOutputsParams
 
@@ -53,9 +56,9 @@ class _Process:
             self.channel.close()
             raise
 
-    def load(self, vocabulary: Vocabulary) -> None:
-        """Let it make its vocabulary. Errors: ChannelEndedError."""
-        self.channel.send(encode_message(vocabulary))
+    def load(self, vocabulary: bytes) -> None:
+        """Let it make this vocabulary, a message. Errors: ChannelEndedError."""
+        self.channel.send(vocabulary)
 
     def ask(self, params: StructuredOutputsParams) -> str:
         """Return why the grammar cannot be used; "" = it can. Errors: ChannelEndedError."""
@@ -88,6 +91,9 @@ class CheckedGrammars:
         self._bounds = max_cpu_ms, max_memory_bytes
         self._process: _Process | None = None
         self._fatal: OrderedDict[GrammarKey, str] = OrderedDict()  # why a grammar is refused; for prepare()
+        self._vocabulary = b""  # the message for a new process; b"" = none was needed yet
+        self._loading = threading.Lock()  # of it
+        self._ahead: threading.Thread | None = None
         self._is_closed = self._is_asking = False
         self._lock = threading.Lock()  # of these
 
@@ -105,6 +111,16 @@ class CheckedGrammars:
             self._grammars.prepare(message)
         return False
 
+    def load_ahead(self) -> None:
+        """Let a thread of its own make the vocabulary, if this was not called before; for an engine that is idle.
+
+        Where llguidance is not installed, or the model has no vocabulary, nothing happens. The first request with a
+        grammar is refused then.
+        """
+        if self._ahead is None:
+            self._ahead = threading.Thread(target=self._load_ahead, name="vocabulary", daemon=True)
+            self._ahead.start()
+
     def close(self) -> None:
         """End the process. A prepare() that runs fails, and later ones do."""
         with self._lock:
@@ -118,6 +134,18 @@ class CheckedGrammars:
                 process.end()
                 self._process = None
 
+    def _load_ahead(self) -> None:
+        with contextlib.suppress(EngineCoreError):
+            self._grammars.check_usable()
+            self._message()
+            self._grammars.load()
+
+    def _message(self) -> bytes:
+        """Return the vocabulary for a new process. Errors: UnsupportedParameterError."""
+        with self._loading:
+            self._vocabulary = self._vocabulary or encode_message(self._grammars.vocabulary())
+            return self._vocabulary
+
     def _check(self, params: StructuredOutputsParams) -> None:
         """Let the process compile the grammar. Errors: InvalidRequestError."""
         code = 0
@@ -125,7 +153,7 @@ class CheckedGrammars:
             process, is_new = self._start_asking()
             try:
                 if is_new:
-                    process.load(self._grammars.vocabulary())
+                    process.load(self._message())
                 self._grammars.load()  # once, beside the process, which does the same
                 error = process.ask(params)
             except ChannelEndedError:

@@ -1,9 +1,9 @@
 """Grammars: the compiled grammars of structured outputs, and the vocabulary that they are compiled for.
 
-llguidance is imported when the first request needs it. A grammar is compiled by the thread of its preparation, before
-the engine receives its request and after another process has compiled it (core/grammars/checker.py), and is kept as
-long as the request lives. A replay has no such thread; there it is compiled when the request's row is added. What a
-matcher allows is a function of grammar, vocabulary and tokens either way.
+llguidance is imported when the first request needs it, or before, when the engine is idle. A grammar is compiled by the
+thread of its preparation, before the engine receives its request and after another process has compiled it
+(core/grammars/checker.py), and is kept as long as the request lives. A replay has no such thread; there it is compiled
+when the request's row is added. What a matcher allows is a function of grammar, vocabulary and tokens either way.
 """
 
 import contextlib

@@ -44,16 +44,18 @@ def run(
     prepare_ahead: Callable[[], bool],
     turn: Callable[[int], None] = lambda _: None,
     idle_s: float = _IDLE_S,
+    rest: Callable[[], None] = lambda: None,
 ) -> int:
     """Serve until drained; return the exit code of the process.
 
     prepare_ahead: the executor's method of that name. turn: called at the end of every round of the loop, with the
-    number of waiting requests. idle_s: between two rounds of an idle loop.
+    number of waiting requests. idle_s: between two rounds of an idle loop. rest: called after each in which no message
+    came and no request lived.
 
     An exception in a step ends the engine, because its state can no longer be trusted. Every client receives the error.
     """
     try:
-        _loop(engine, io, prepare_ahead, turn, idle_s)
+        _loop(engine, io, prepare_ahead, turn, rest, idle_s)
     except Exception as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         log.say(traceback.format_exc())
@@ -66,7 +68,12 @@ def run(
 
 
 def _loop(
-    engine: Engine, io: IOThread, prepare_ahead: Callable[[], bool], turn: Callable[[int], None], idle_s: float
+    engine: Engine,
+    io: IOThread,
+    prepare_ahead: Callable[[], bool],
+    turn: Callable[[int], None],
+    rest: Callable[[], None],
+    idle_s: float,
 ) -> None:
     inbox, num_waiting = io.inbox, 0
     while engine.has_unfinished or not inbox.has_ended:
@@ -77,4 +84,6 @@ def _loop(
             num_waiting, num_waiting_tokens = engine.count_waiting()
             inbox.settle(num_waiting, num_waiting_tokens)  # before io.put(): clients who see the outputs see the counts
             io.put(outputs)
+        elif waits:
+            rest()
         turn(num_waiting)

@@ -53,6 +53,7 @@ class StartedEngine(NamedTuple):
     turn: Callable[[int], None]  # called at the end of each round of the loop
     store: StoreThread | None
     close_capture: Callable[[], None]  # writes what is pending; from any thread, more than once
+    rest: Callable[[], None] = lambda: None  # called while the engine is idle
 
 
 class Bound(NamedTuple):
@@ -106,7 +107,8 @@ def start_engine(start: Start, bound: Bound, report: Report, prepared: Prepared 
         shelf,
     )
     settle_garbage()
-    preparers: list[Preparer] = [CheckedGrammars(executor.grammars)]
+    grammars = CheckedGrammars(executor.grammars)
+    preparers: list[Preparer] = [grammars]
     if features is not None:
         preparers.append(features)
     io = IOThread(bound.context, bound.router, served, preparers, adapters)
@@ -114,7 +116,8 @@ def start_engine(start: Start, bound: Bound, report: Report, prepared: Prepared 
         executor.follow(io.put_news)
     stores = open_stores(config, executor)
     box = BlackBox(start.black_box_fd, config.max_num_seqs, start.epoch, warm_up_ns, encoder_ns(features))
-    return _make_engine(start, config, executor, io, capture, box, stores)
+    engine = _make_engine(start, config, executor, io, capture, box, stores)
+    return engine._replace(rest=grammars.load_ahead)
 
 
 def _make_engine(

@@ -6,11 +6,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from core.grammars.checker import CheckedGrammars
 from core.grammars.grammars import Grammars
+from core.grammars.vocabulary import build_vocabulary
 from ipc.errors import InvalidRequestError, UnsupportedParameterError
 from ipc.messages import AddRequest
 from ipc.sampling_params import SamplingParams
@@ -145,5 +147,43 @@ def test_no_process_is_started_for_what_the_engine_cannot_do(make: Make) -> None
         checked.prepare(request(structured(regex="a")))
     assert checked._process is None
     checked = make(Grammars(dict, VOCAB_SIZE, (EOS,)))
+    with pytest.raises(UnsupportedParameterError, match="the model has no tokenizer"):
+        checked.prepare(request(structured(regex="a")))
+
+
+def test_an_idle_engine_makes_its_vocabulary_once_and_starts_no_process(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_reads, made = 0, list[object]()
+
+    def read() -> dict[str, bytes]:
+        nonlocal num_reads
+        num_reads += 1
+        return tokenizer_files()
+
+    def build(*arguments: Any) -> object:
+        made.append(build_vocabulary(*arguments))
+        return made[-1]
+
+    monkeypatch.setattr("core.grammars.grammars.build_vocabulary", build)
+    grammars = Grammars(read, VOCAB_SIZE, (EOS,))
+    checked = make(grammars)
+    for _ in range(3):
+        checked.load_ahead()
+        assert checked._ahead is not None
+        checked._ahead.join()
+        assert (num_reads, len(made)) == (1, 1)
+    assert checked._process is None
+    checked.prepare(request(structured(regex="a+")))
+    os.kill(pid_of(checked), signal.SIGKILL)
+    checked.prepare(request(structured(regex="b+")))
+    assert (num_reads, len(made)) == (1, 1), "a new process gets what was read"
+
+
+def test_an_idle_engine_without_a_vocabulary_says_nothing(make: Make) -> None:
+    checked = make(Grammars(dict, VOCAB_SIZE, (EOS,)))
+    checked.load_ahead()
+    assert checked._ahead is not None
+    checked._ahead.join()  # warnings are errors: an exception in the thread would fail this test
     with pytest.raises(UnsupportedParameterError, match="the model has no tokenizer"):
         checked.prepare(request(structured(regex="a")))

@@ -59,7 +59,7 @@ class _Part:
 def test_only_a_drained_engine_takes_time_to_write(
     monkeypatch: pytest.MonkeyPatch, code: int | None, seconds: float
 ) -> None:
-    def run(*_: Any) -> int:
+    def run(*_: Any, **__: Any) -> int:
         if code is None:
             raise KeyboardInterrupt
         return code
