@@ -35,10 +35,6 @@ def checked_weights(
     if not matrices:
         raise ModelFileError(f"{source}: the adapter changes nothing: it has no lora_A and lora_B")
     for name, matrix in matrices.items():
-        if name not in shapes:
-            raise ModelFileError(
-                f"{source}: it changes {name!r:.120}, and the model has no such matrix that adapters may change"
-            )
         columns, depth = shapes[name]
         rank = len(matrix.a)
         if matrix.a.shape != (rank, depth) or matrix.b.shape != (columns, rank) or not rank:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from core.adapters.adapter import AdapterWeights, checked_weights
+from core.adapters.file_matrix import FileMatrix, model_matrices
 from core.adapters.peft_config import CONFIG_FILE, PeftConfig
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.files.mapped_file import map_file
@@ -21,8 +22,12 @@ _DTYPES = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
 _NAME = re.compile(r"(?:base_model\.model\.)?(?P<matrix>.+)\.(?P<part>lora_[AB])(?:\.default)?\.weight")
 
 
-def read_peft_folder(folder: Path, shapes: Mapping[str, tuple[int, int]], max_rank: int) -> AdapterWeights:
+def read_peft_folder(
+    folder: Path, layers: Mapping[str, FileMatrix], shapes: Mapping[str, tuple[int, int]], max_rank: int
+) -> AdapterWeights:
     """Return the adapter in a folder that PEFT's save_pretrained() has written; see checked_weights().
+
+    layers: those that adapters may change, by name.
 
     Errors: ModelFileError; UnsupportedModelError naming the setting or tensor that this engine does not do.
     """
@@ -38,7 +43,7 @@ def read_peft_folder(folder: Path, shapes: Mapping[str, tuple[int, int]], max_ra
     with map_file(path) as file:
         for name, tensor in tensors.items():
             matrix, part = _parts_of(name, path)
-            found = pairs.setdefault(_name_in_model(matrix, shapes), {})
+            found = pairs.setdefault(_name_in_model(matrix, layers), {})
             if part in found:
                 raise ModelFileError(f"{path}: {part} of {matrix!r:.120} is there twice")
             found[part] = _numbers(file, tensor, name, path)
@@ -54,7 +59,7 @@ def read_peft_folder(folder: Path, shapes: Mapping[str, tuple[int, int]], max_ra
     for target in config.targets:
         if not any(matrix == target or matrix.endswith(f".{target}") for matrix in matrices):
             raise ModelFileError(f"{path}: {CONFIG_FILE} names the target {target!r:.80}, and no tensor is of it")
-    return checked_weights(path, matrices, shapes, max_rank)
+    return checked_weights(path, model_matrices(path, matrices, layers), shapes, max_rank)
 
 
 def _parts_of(name: str, path: Path) -> tuple[str, str]:
@@ -67,9 +72,13 @@ def _parts_of(name: str, path: Path) -> tuple[str, str]:
     return match["matrix"], match["part"]
 
 
-def _name_in_model(matrix: str, shapes: Mapping[str, tuple[int, int]]) -> str:
-    """Return the name under which the model has the matrix: adapters of a model without a head leave "model." out."""
-    return matrix if matrix in shapes or f"model.{matrix}" not in shapes else f"model.{matrix}"
+def _name_in_model(matrix: str, layers: Mapping[str, FileMatrix]) -> str:
+    """Return the name under which the model has the matrix.
+
+    Adapters of a model without a head leave the first part of names out ("model.").
+    """
+    stems = {name.partition(".")[0] for name in layers}
+    return next((name for name in (matrix, *(f"{stem}.{matrix}" for stem in stems)) if name in layers), matrix)
 
 
 def _numbers(file: mmap.mmap, tensor: SafetensorsTensor, name: str, path: Path) -> Numbers:

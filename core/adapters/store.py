@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 from core import log
 from core.adapters.adapter import AdapterWeights
-from core.adapters.gguf_adapter import GgufMatrix, read_gguf_adapter
+from core.adapters.file_matrix import FileMatrix
+from core.adapters.gguf_adapter import read_gguf_adapter
 from core.adapters.peft_folder import read_peft_folder
 from core.adapters.remembered import RememberedModules
 from core.holders import Holders
@@ -39,8 +40,12 @@ class AdapterHost(Protocol):
         """[out, in] of the matrices that adapters may change, by name."""
 
     @property
-    def gguf_names(self) -> Mapping[str, GgufMatrix]:
-        """The matrices that adapters may change, by their names in GGUF files."""
+    def peft_layers(self) -> Mapping[str, FileMatrix]:
+        """The linear layers that adapters may change, by their names in PEFT's files."""
+
+    @property
+    def gguf_layers(self) -> Mapping[str, FileMatrix]:
+        """The same by their names in GGUF files."""
 
     def pack(self, weights: AdapterWeights) -> PackedAdapter:
         """Return an adapter of some of these matrices in the model's form."""
@@ -141,8 +146,8 @@ class Adapters:
 
     def _read(self, path: Path) -> AdapterWeights:
         if path.suffix == ".gguf":
-            return read_gguf_adapter(path, self._host.gguf_names, self._host.shapes, self._max_rank)
-        return read_peft_folder(path, self._host.shapes, self._max_rank)
+            return read_gguf_adapter(path, self._host.gguf_layers, self._host.shapes, self._max_rank)
+        return read_peft_folder(path, self._host.peft_layers, self._host.shapes, self._max_rank)
 
     def _drop_if_unused(self, digest: str) -> None:
         if digest not in self._held and all(listed.digest != digest for listed in self._names.values()):

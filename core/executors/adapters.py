@@ -1,9 +1,8 @@
 """model_adapters: the adapters that a loaded model takes; a part of the executors that run a model."""
 
-from core.adapters.gguf_adapter import GgufMatrix
 from core.adapters.store import Adapters
 from core.executors.load import Loaded
-from core.model_files.tensor_names import gguf_name, interleaved_heads, reorders_heads
+from core.model_files.adapted_layers import gguf_layers, peft_layers
 from core.models.adapted import AdaptedMatrices, takes_adapters
 from core.models.llama import Llama
 from core.models.operations import AdaptingOperations
@@ -25,11 +24,4 @@ def model_adapters(config: EngineConfig, loaded: Loaded) -> Adapters | None:
     if not isinstance(model.operations, AdaptingOperations) or not takes_adapters(model.layers):
         raise ConfigError(f"enable_lora: layers of {loaded.info.name} take no adapters: leave it out")
     sizes = model.config
-    if reorders_heads(sizes):
-        raise ConfigError(f"enable_lora: heads of {loaded.info.name} are not in their files' order: leave it out")
-
-    def gguf_matrix(name: str) -> tuple[str, GgufMatrix]:
-        weight = f"{name}.weight"
-        return gguf_name(weight, sizes).removesuffix(".weight"), GgufMatrix(name, interleaved_heads(weight, sizes))
-
-    return Adapters(config, AdaptedMatrices(sizes, model.operations, gguf_matrix))
+    return Adapters(config, AdaptedMatrices(sizes, model.operations, peft_layers(sizes), gguf_layers(sizes)))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from core.adapters.adapter import AdapterWeights
-from core.adapters.gguf_adapter import GgufMatrix
+from core.adapters.file_matrix import FileMatrix, FilePart
 from core.adapters.store import Adapters
 from core.execution.executor import Costs, FinishedStep, ModelInfo, StepCosts, StepHandle
 from core.execution.plan import (
@@ -116,8 +116,10 @@ class _FakeAdapter(NamedTuple):
 class _FakeHost:
     """The AdapterHost of no model: it has one matrix."""
 
-    shapes: Mapping[str, tuple[int, int]] = {"model.layers.0.self_attn.q_proj": (16, 16)}
-    gguf_names: Mapping[str, GgufMatrix] = {"blk.0.attn_q": GgufMatrix("model.layers.0.self_attn.q_proj")}
+    _NAME = "model.layers.0.self_attn.q_proj"
+    shapes: Mapping[str, tuple[int, int]] = {_NAME: (16, 16)}
+    peft_layers: Mapping[str, FileMatrix] = {_NAME: FileMatrix((FilePart(_NAME),))}
+    gguf_layers: Mapping[str, FileMatrix] = {"blk.0.attn_q": FileMatrix((FilePart(_NAME),))}
 
     def pack(self, weights: AdapterWeights) -> _FakeAdapter:
         return _FakeAdapter(sum(matrix.a.nbytes + matrix.b.nbytes for matrix in weights.matrices.values()))

@@ -38,24 +38,6 @@ _GGUF_POST_NORM_NAMES = {
 }
 
 
-def interleaved_heads(name: str, config: ModelConfig) -> int:
-    """Return the number of heads whose rows a GGUF file has in llama.cpp's rotary order; 0 = in transformers'.
-
-    For some architectures its converter interleaves the two halves of each head's rows in the matrices of Q and K.
-    """
-    if not ARCHITECTURES[config.architecture].gguf_interleaves_heads:
-        return 0
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
-    return heads.get(name.split(".")[-2], 0)
-
-
-def reorders_heads(config: ModelConfig) -> bool:
-    """Return whether the kernels have the numbers of a head in another order than transformers' files."""
-    interleaves = ARCHITECTURES[config.architecture].interleaves_heads
-    order = head_order(config.head_dim, config.rotary_dim or config.head_dim, interleaves=interleaves)
-    return order != tuple(range(config.head_dim))
-
-
 def head_order(head_dim: int, rotary_dim: int, *, interleaves: bool) -> tuple[int, ...]:
     """Return, for each number of a head of Q and K as the kernels have it, its place in the file.
 

@@ -1,11 +1,11 @@
 """Adapted products: the matrices of a model that adapters (LoRA) may change, and layers that compute with adapters."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from core.adapters.adapter import AdapterWeights
-from core.adapters.gguf_adapter import GgufMatrix
+from core.adapters.file_matrix import FileMatrix
 from core.models.config import ModelConfig
 from core.models.layer import Layer
 from core.models.mlp import DenseMlp
@@ -30,9 +30,11 @@ class AdaptedMatrices:
         self,
         config: ModelConfig,
         operations: AdaptingOperations,
-        gguf_matrix: Callable[[str], tuple[str, GgufMatrix]] | None = None,
+        peft_layers: Mapping[str, FileMatrix] | None = None,
+        gguf_layers: Mapping[str, FileMatrix] | None = None,
     ) -> None:
-        """gguf_matrix: returns the name in GGUF files of the matrix of this name, and what is to be known of it."""
+        """peft_layers, gguf_layers: the same matrices in these files; None = no file is read."""
+        self.peft_layers, self.gguf_layers = peft_layers or {}, gguf_layers or {}
         self._operations, self._num_layers = operations, config.num_hidden_layers
         hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
         kv_heads = config.num_key_value_heads * config.head_dim
@@ -53,8 +55,6 @@ class AdaptedMatrices:
             for product, names in matrices.items()
             for name, size in zip(names, layer[product].parts, strict=True)
         }
-
-        self.gguf_names: Mapping[str, GgufMatrix] = dict(map(gguf_matrix, self.shapes)) if gguf_matrix else {}
 
     def pack(self, weights: AdapterWeights) -> Any:
         """Return the adapter as the model's operations compute with it. Its matrices have the names of `shapes`."""

@@ -9,6 +9,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from core.adapters.adapter import digest_of
+from core.adapters.file_matrix import FileMatrix, FilePart
 from core.adapters.peft_folder import read_peft_folder
 from ipc.errors import EngineCoreError, ModelFileError, UnsupportedModelError
 from kernels.low_rank import LowRank
@@ -19,10 +20,11 @@ SHAPES = {
     for layer in range(2)
     for name, shape in {"self_attn.q_proj": (32, 24), "self_attn.v_proj": (16, 24), "mlp.down_proj": (24, 40)}.items()
 }
+LAYERS = {name: FileMatrix((FilePart(name),)) for name in SHAPES}
 
 
 def read(folder: Path, max_rank: int = 16) -> Any:
-    return read_peft_folder(folder, SHAPES, max_rank)
+    return read_peft_folder(folder, LAYERS, SHAPES, max_rank)
 
 
 def change(folder: Path, **settings: Any) -> Path:

@@ -1,0 +1,54 @@
+"""FileMatrix: a linear layer as an adapter's files have it, and the model's matrices that are made of its rows.
+
+Files may have one layer for Q, K and V, or for gate and up; and the numbers of a head in another order than the
+kernels.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from ipc.arrays import Ints
+from ipc.errors import ModelFileError
+from kernels.low_rank import LowRank
+
+
+class FilePart(NamedTuple):
+    """One of the model's matrices."""
+
+    name: str  # of the model (model.layers.0.self_attn.q_proj)
+    rows: Ints | None = None  # where each of its rows is in the file; None = there is nothing else, in the same order
+
+
+class FileMatrix(NamedTuple):
+    """A linear layer of a file."""
+
+    parts: tuple[FilePart, ...]
+    num_rows: int = 0  # of those parts that have `rows`
+
+
+def model_matrices(source: Path, pairs: Mapping[str, LowRank], known: Mapping[str, FileMatrix]) -> dict[str, LowRank]:
+    """Return what an adapter adds to each of the model's matrices. pairs: A and B by the name of the file's layer.
+
+    The parts of a layer share A. known: the layers that adapters may change. Errors: ModelFileError.
+    """
+    found: dict[str, LowRank] = {}
+    for name, pair in pairs.items():
+        if (layer := known.get(name)) is None:
+            raise ModelFileError(
+                f"{source}: it changes {name!r:.120}, and the model has no such matrix that adapters may change"
+            )
+        for part in layer.parts:
+            if part.name in found:
+                raise ModelFileError(f"{source}: it changes {part.name} under two names, {name!r:.120} is one of them")
+            if part.rows is None:
+                found[part.name] = pair
+                continue
+            if len(pair.b) != layer.num_rows:
+                raise ModelFileError(
+                    f"{source}: {name}: lora_B is {list(pair.b.shape)}; the model's layer has {layer.num_rows} rows"
+                )
+            found[part.name] = pair._replace(b=np.ascontiguousarray(pair.b[part.rows]))
+    return found
