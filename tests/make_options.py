@@ -1,4 +1,4 @@
-"""Make docs/options.md from the declarations in ipc/config.py: every engine option. `make map` writes it."""
+"""Make docs/options.md from the declarations of every engine option in ipc/. `make map` writes it."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ _HEAD = """# Engine options
 
 Flags of `engine-core serve`, `generate` and `bench`; from Python, keywords of `LLM` and `AsyncLLM`:
 `--max-num-seqs 8` is `max_num_seqs=8`. A value outside its bounds is refused with a message that says what is allowed.
-`make map` makes this page from the declarations in `ipc/config.py`; a test compares it with them.
+`make map` makes this page from the declarations in `ipc/config.py` and `ipc/model_options.py`; a test compares them.
 """
 
 

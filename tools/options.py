@@ -1,4 +1,4 @@
-"""Command line flags of the engine's options, made from their declarations in ipc/config.py."""
+"""Command line flags of the engine's options, made from their declarations (ipc/config.py, ipc/model_options.py)."""
 
 import argparse
 import difflib

@@ -14,9 +14,9 @@ from core.model_files.progress import counted
 from core.model_files.weight_shapes import expected_shapes
 from core.model_files.weights import load_weights
 from core.models.stored_matrix import Weight
-from ipc.config import LoadFormat
 from ipc.errors import ConfigError
 from ipc.files.model_files import model_fingerprint
+from ipc.model_options import LoadFormat
 from kernels.cpu.library import CpuLibrary
 from kernels.elements import Dtype, Numbers, rounded
 

@@ -14,7 +14,7 @@ from core.models.stored_matrix import Weight
 from core.models.weight_form import WeightForm
 from core.models.weight_parts import WeightParts
 from ipc.arrays import AnyInts, Floats, Ints
-from ipc.config import Numerics
+from ipc.model_options import Numerics
 from kernels.cpu.attention_plan import AttentionPlan
 from kernels.cpu.decoder import CpuDecoder
 from kernels.cpu.decoder_parts import AttentionParts, DenseParts, LayerParts

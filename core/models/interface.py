@@ -5,7 +5,7 @@ from typing import Protocol
 from core.models.operations import AttentionWork
 from core.models.step import ONCE, ModelInputs, StepResult
 from ipc.arrays import AnyInts, Ints
-from ipc.config import Numerics
+from ipc.model_options import Numerics
 from kernels.cpu.sampling import CpuSampler
 from kernels.memory.kv_cache import KVCache
 

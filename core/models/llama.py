@@ -24,7 +24,7 @@ from core.models.token_adapters import TokenAdapters
 from core.models.weight_form import WeightForm
 from core.models.weight_parts import WeightParts
 from ipc.arrays import AnyInts, Floats, Ints
-from ipc.config import Numerics
+from ipc.model_options import Numerics
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
 from kernels.elements import FLOAT32, Dtype, Numbers, rounded, to_floats

@@ -11,7 +11,7 @@ from core.models.tensor import Operation, Tensor
 from core.models.token_adapters import TokenAdapters
 from core.models.weight_form import WeightForm
 from ipc.arrays import AnyInts, Floats, Ints
-from ipc.config import Numerics
+from ipc.model_options import Numerics
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.sampling import CpuSampler

@@ -17,8 +17,8 @@ from core.models.transformers_loading import ATTENTION_NAME, described, eos_toke
 from core.models.transformers_rotation import Rotation
 from core.models.transformers_trial import Layers, TrialError, try_out
 from ipc.arrays import AnyInts, Floats, Ints
-from ipc.config import Numerics
 from ipc.errors import EngineCoreError, UnsupportedModelError
+from ipc.model_options import Numerics
 from kernels.elements import Dtype
 from kernels.memory.kv_cache import KVCache, bytes_per_block
 from kernels.torch.attention import AttentionMetadata, attention_metadata

@@ -18,9 +18,10 @@ from core.executors.local import LocalExecutor
 from core.model_files.model_config import read_model_config
 from core.model_files.weights import load_weights
 from core.process.resolve import resolve
-from ipc.config import CpuKernels, EngineConfig
+from ipc.config import EngineConfig
 from ipc.files.model_files import resolve_model
 from ipc.messages import AddRequest, Outputs
+from ipc.model_options import CpuKernels
 from ipc.sampling_params import SamplingParams
 from kernels.elements import FLOAT32
 from tests.numbers import dense_tensor

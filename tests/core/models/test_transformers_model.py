@@ -14,9 +14,10 @@ from core.engine import EngineCore
 from core.executors.local import LocalExecutor
 from core.process.resolve import resolve
 from frontend.client.received_logprobs import ReceivedLogprobs, logprob_columns_of
-from ipc.config import Dtype, EngineConfig
+from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from ipc.messages import AddRequest, Outputs
+from ipc.model_options import Dtype
 from ipc.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
