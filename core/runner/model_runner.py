@@ -227,10 +227,7 @@ class ModelRunner:
         return time.perf_counter_ns() - begin
 
     def measure_steps(self, used: Clock = time.perf_counter_ns) -> tuple[int, ...]:
-        """Return the durations of steps of 1, 2, 4, ... tokens whose next tokens are drawn, in ns, as `used` measures.
-
-        As measure_costs(), it must run before the first step.
-        """
+        """Return what steps of 1, 2, 4, ... drawn tokens take, in ns as `used` measures. To be run before any step."""
         return measure_steps(self._trial_step, self._most_tokens, used)
 
     def _trial_step(self, num_tokens: int) -> None:
@@ -392,8 +389,9 @@ class ModelRunner:
             if result.largest is not None:
                 return result.largest.copy()  # the model's next step overwrites it
             return sample_greedily(result.logits, self.model.sampler)
-        inputs = self.sampling.inputs(rows, self.table, offsets)
-        return sample(result.logits, inputs, self.model.sampler, result.largest)
+        inputs = self.sampling.inputs(rows, self.table, offsets, result.largest)
+        keeps = bool(self.sampling.num_searching or (self._tells_processed and self.sampling.num_reporting))
+        return sample(result.logits, inputs, self.model.sampler, result.largest, keeps_logits=keeps)
 
 
 def _no_tokens(plan: SchedulerOutput) -> Int32s:

@@ -7,7 +7,7 @@ import numpy as np
 from core.execution.plan import NewRow
 from core.sampling.edit_group import EditGroup, Logits, SampledRows
 from core.sampling.row_group import RowGroup
-from ipc.arrays import Int32s, Ints
+from ipc.arrays import Bools, Int32s, Ints
 
 
 class AllowedTokens(EditGroup):
@@ -53,3 +53,8 @@ class OnlyThese(NamedTuple):
     def moves(self, largest: Int32s) -> Ints:
         """Return the samples that the edit changes."""
         return self.row
+
+    def only(self, wanted: Bools) -> "OnlyThese":
+        """Return the part of the wanted samples."""
+        kept = wanted[self.row]
+        return OnlyThese(self.row[kept], self.token[kept])

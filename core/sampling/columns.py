@@ -10,7 +10,7 @@ from core.execution.runner_table import RunnerTable
 from core.sampling.edit_group import Edit, EditGroup, SampledRows
 from core.sampling.sample_index import SampleIndex
 from core.sampling.sampler import NO_EDITS, SamplingInputs
-from ipc.arrays import NO_INTS, Bools, Floats, Ints, Positions, Rows, TokenIds, UInt64s
+from ipc.arrays import NO_INTS, Bools, Floats, Int32s, Ints, Positions, Rows, TokenIds, UInt64s
 from ipc.beam_search import num_candidates
 from ipc.columns import Columns, column
 from ipc.sampling_params import SamplingParams
@@ -36,6 +36,7 @@ class SamplingColumns(Columns):
     num_candidates: Ints = column()  # of a row of a beam search; 0 = the row draws its tokens
     search_temperature: Floats = column()  # of the same row
     _has_edits: Bools = column()
+    _takes_largest: Bools = column()  # if the only option that edits the row's logits leaves it allowed
 
     def __init__(self, num_rows: int, groups: tuple[EditGroup, ...], num_eos: int = 0) -> None:
         """Make empty columns for num_rows rows.
@@ -97,10 +98,15 @@ class SamplingColumns(Columns):
         self.num_logprobs[row] = _num_logprobs(None if params.use_beam_search else params.logprobs)
         self.num_prompt_logprobs[row] = _num_logprobs(params.prompt_logprobs if new.wants_prompt_logprobs else None)
         self.num_reporting += self._reports(row)
+        self._takes_largest[row] = False
         if self._options(params) != self._unused:
             uses = [group.add(new) for group in self._groups]
             self._has_edits[row] = any(uses)
             self._num_edited += any(uses)
+            is_read = (
+                params.use_beam_search or params.logprobs is not None
+            )  # the row's logits, after its token is known
+            self._takes_largest[row] = temperature == 0 and sum(uses) == 1 and not is_read
 
     def reporting(self, rows: Rows) -> Ints:
         """Return the indices of those of these rows that report log probabilities of their sampled tokens."""
@@ -128,17 +134,23 @@ class SamplingColumns(Columns):
             found += [(index, text) for text in texts[:1]]
         return found
 
-    def inputs(self, rows: Rows, table: RunnerTable, offsets: Ints | None = None) -> SamplingInputs:
+    def inputs(
+        self, rows: Rows, table: RunnerTable, offsets: Ints | None = None, largest: Int32s | None = None
+    ) -> SamplingInputs:
         """Return the sampler's inputs for the next token of each of these rows [S], in their order.
 
         offsets [S]: the number of the row's drafts before each sample; None: each row has one sample. Samples of a row
         are adjacent, and the table has its drafts behind its tokens. A sample has the inputs that the row would have if
-        the drafts before it were its tokens.
+        the drafts before it were its tokens. largest [S]: see sample(); then the edits of greedy rows may be made for
+        the token that they take.
         """
         positions = table.num_tokens[rows] - table.num_prompt_tokens[rows]
         if offsets is not None:
             positions += offsets
-        edits = self._edits(rows, offsets, positions, table, self._groups) if self._num_edited else NO_EDITS
+        edits = NO_EDITS
+        if self._num_edited:
+            likely = None if largest is None else np.where(self._takes_largest[rows], largest, np.int32(-1))
+            edits = self._edits(rows, offsets, positions, table, self._groups, likely)
         return self._inputs(rows, positions, edits)
 
     def inputs_ahead(self, rows: Ints, table: RunnerTable, offset: int) -> SamplingInputs:
@@ -172,8 +184,9 @@ class SamplingColumns(Columns):
         positions: Positions,
         table: RunnerTable,
         groups: Sequence[EditGroup],
+        likely: Int32s | None = None,
     ) -> tuple[Edit, ...]:
-        sampled = SampledRows(SampleIndex(rows, len(self.seed), offsets), positions, table)
+        sampled = SampledRows(SampleIndex(rows, len(self.seed), offsets), positions, table, likely)
         return tuple([edit for group in groups if (edit := group.edit(sampled)) is not None])
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from core.execution.plan import NewRow
 from core.execution.runner_table import RunnerTable
 from core.sampling.sample_index import SampleIndex
-from ipc.arrays import Floats, Int32s, Ints, Positions, Rows, TokenIds
+from ipc.arrays import Bools, Floats, Int32s, Ints, Positions, Rows, TokenIds
 
 #: Rows, or pairs of a row and a token, by their indices.
 Index: TypeAlias = Ints | tuple[Ints, Ints]
@@ -45,6 +45,10 @@ class Edit(Protocol):
         """
         ...
 
+    def only(self, wanted: Bools) -> "Edit":
+        """Return the part of the edit that is of the wanted [S] samples."""
+        ...
+
 
 class SampledRows(NamedTuple):
     """The samples of a step, one for each token to be drawn."""
@@ -52,6 +56,8 @@ class SampledRows(NamedTuple):
     samples: SampleIndex
     positions: Positions  # [S] index of each sample in its row's output
     table: RunnerTable  # has the row's drafts behind its tokens
+    #: [S] the token that a sample takes if its row's only option leaves it allowed; below 0: there is none.
+    likely: Int32s | None = None
 
 
 class EditGroup(ABC):
@@ -103,3 +109,8 @@ class Forbidden(NamedTuple):
         """Return the samples whose largest logit is forbidden."""
         moved: Ints = self.row[largest[self.row] == self.token]
         return moved
+
+    def only(self, wanted: Bools) -> "Forbidden":
+        """Return the part of the wanted samples."""
+        kept = wanted[self.row]
+        return Forbidden(self.row[kept], self.token[kept])

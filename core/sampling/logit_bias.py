@@ -7,7 +7,7 @@ import numpy as np
 from core.execution.plan import NewRow
 from core.sampling.edit_group import EditGroup, Logits, SampledRows
 from core.sampling.row_group import RowGroup
-from ipc.arrays import Floats, Int32s, Ints
+from ipc.arrays import Bools, Floats, Int32s, Ints
 
 
 class LogitBias(EditGroup):
@@ -52,3 +52,8 @@ class Biased(NamedTuple):
     def moves(self, largest: Int32s) -> Ints:
         """Return the samples that the edit changes."""
         return self.row
+
+    def only(self, wanted: Bools) -> "Biased":
+        """Return the part of the wanted samples."""
+        kept = wanted[self.row]
+        return Biased(self.row[kept], self.token[kept], self.bias[kept])

@@ -7,7 +7,7 @@ import numpy as np
 from core.execution.plan import NewRow
 from core.sampling.edit_group import EditGroup, Logits, SampledRows
 from core.sampling.token_counts import TokenCounts, add_drafts
-from ipc.arrays import Floats, Int32s, Ints, Rows, TokenIds
+from ipc.arrays import Bools, Floats, Int32s, Ints, Rows, TokenIds
 
 _NEUTRAL = (1.0, 0.0, 0.0)
 
@@ -104,3 +104,9 @@ class Penalized(NamedTuple):
     def moves(self, largest: Int32s) -> Ints:
         """Return the samples that the edit changes."""
         return self.row
+
+    def only(self, wanted: Bools) -> "Penalized":
+        """Return the part of the wanted samples."""
+        kept = wanted[self.row]
+        counts = self.row[kept], self.token[kept], self.occurrences[kept]
+        return Penalized(*counts, self.repetition[kept], self.frequency[kept], self.presence[kept])

@@ -43,18 +43,30 @@ class SamplingInputs(NamedTuple):
 
 
 def sample(
-    logits: Floats, inputs: SamplingInputs, kernel: CpuSampler | None = None, largest: Int32s | None = None
+    logits: Floats,
+    inputs: SamplingInputs,
+    kernel: CpuSampler | None = None,
+    largest: Int32s | None = None,
+    *,
+    keeps_logits: bool = True,
 ) -> Int32s:
     """Return the token ids [S] int32 sampled from logits [S, V] float32, which are overwritten.
 
     The result is NOT_A_TOKEN where the row's largest logit after the edits is NaN or infinite. kernel: the C sampler;
-    None: NumPy. largest [S]: the result of sample_greedily() for the unedited logits, if it is known.
+    None: NumPy. largest [S]: the result of sample_greedily() for the unedited logits, if it is known. keeps_logits:
+    False = nobody reads the logits afterwards, so rows whose token is known without them are not edited.
     """
     if len(logits) == 0:
         return NO_INT32S
     if inputs.edits:
-        apply_edits(logits, inputs.edits)
         largest = None if largest is None else largest_after(largest, inputs.edits)
+        edits = inputs.edits
+        if largest is not None and not keeps_logits:
+            is_open = (largest < 0) | (inputs.temperature > 0)
+            if not is_open.any():
+                return largest
+            edits = edits if is_open.all() else tuple([edit.only(is_open) for edit in edits])
+        apply_edits(logits, edits)
     if kernel is None:
         return _draw_tokens(logits, inputs)
     filters = (inputs.temperature, inputs.top_k, inputs.top_p, inputs.min_p)

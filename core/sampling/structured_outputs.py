@@ -7,7 +7,7 @@ import numpy as np
 from core.execution.plan import NewRow
 from core.grammars.matchers import RowMatchers
 from core.sampling.edit_group import EditGroup, Logits, SampledRows
-from ipc.arrays import Int32s, Ints, Rows, TokenIds, UInt32s
+from ipc.arrays import Bools, Int32s, Ints, Rows, TokenIds, UInt32s
 from kernels.cpu.token_masks import CpuTokenMasks
 
 
@@ -48,13 +48,13 @@ class StructuredOutputs(EditGroup):
         """Return the edit that forbids tokens; None where no sampled row uses the option."""
         if not len(self._matchers):
             return None
-        samples, table = sampled.samples, sampled.table
+        samples, table, likely = sampled.samples, sampled.table, sampled.likely
         mine = np.flatnonzero(self._matchers.is_constrained[samples.rows])
         if not len(mine):
             return None
-        rows = samples.rows[mine]
+        rows, likely = samples.rows[mine], None if likely is None else likely[mine]
         if samples.offsets is None:
-            return Masked(mine, self._matchers.masks(rows), self._kernel)
+            return Masked(mine, self._matchers.masks(rows, likely=likely), self._kernel)
         begins = np.flatnonzero(samples.offsets[mine] == 0)
         ends = np.append(begins[1:], len(mine)) - begins - 1  # drafts of each row
         drafts = [
@@ -63,7 +63,8 @@ class StructuredOutputs(EditGroup):
                 rows[begins].tolist(), table.num_tokens[rows[begins]].tolist(), ends.tolist(), strict=True
             )
         ]
-        return Masked(mine, self._matchers.masks(rows[begins], drafts), self._kernel)
+        likely = None if likely is None else likely[begins]
+        return Masked(mine, self._matchers.masks(rows[begins], drafts, likely), self._kernel)
 
 
 class Masked(NamedTuple):
@@ -90,3 +91,8 @@ class Masked(NamedTuple):
         is_allowed = (self.mask[np.arange(len(word)), word] >> (token & 31).astype(np.uint32)) & 1
         moved: Ints = self.row[(is_allowed == 0) | (token >> 5 != word)]
         return moved
+
+    def only(self, wanted: Bools) -> "Masked":
+        """Return the part of the wanted samples."""
+        kept = wanted[self.row]
+        return Masked(self.row[kept], self.mask[kept], self.kernel)

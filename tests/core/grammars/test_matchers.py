@@ -7,7 +7,7 @@ import pytest
 
 from core.grammars.matchers import RowMatchers
 from ipc.structured_outputs import StructuredOutputsParams
-from tests.grammar_vocabulary import EOS, allowed, make_grammars, schema, structured, tokenizer
+from tests.grammar_vocabulary import EOS, VOCAB_SIZE, allowed, make_grammars, schema, structured, tokenizer
 
 GRAMMARS = make_grammars()
 PARAMS = [
@@ -174,3 +174,24 @@ def test_a_forced_text_without_end_fails_the_row_and_costs_the_step_little() -> 
     matchers.add(0, structured(grammar=many), np.array(tokenizer().encode("a").ids, np.int32))
     assert allowed(matchers.masks(np.array([0]))[0]) == []
     assert "the work of one token is bounded" in (matchers.failure(0) or "")
+
+
+@pytest.mark.parametrize("number", range(8))
+def test_a_likely_token_that_is_allowed_is_all_that_its_mask_has(number: int) -> None:
+    """Where it is not allowed, and where a text is forced, the mask is whole; drafts see no difference."""
+    rng, num_short = random.Random(number), 0
+    for _ in range(25):
+        params = rng.choice(PARAMS)
+        output = some_output(params, rng, rng.randrange(8))
+        matchers, draft = RowMatchers(GRAMMARS, 1), [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(3))]
+        matchers.add(0, params, np.array(output, np.int32))
+        whole = one_mask(params, output)
+        token = rng.choice([*whole, EOS, rng.randrange(VOCAB_SIZE), VOCAB_SIZE + 5, -1])
+        behind = [allowed(mask) for mask in matchers.masks(np.array([0]), [draft])][1:]
+        short, *after = (allowed(mask) for mask in matchers.masks(np.array([0]), [draft], np.array([token], np.int32)))
+        assert short in ([token], whole)
+        assert (short == [token]) <= (token in whole)
+        assert after == behind
+        num_short += short != whole
+        assert allowed(matchers.masks(np.array([0]))[0]) == whole
+    assert num_short > 3

@@ -102,3 +102,24 @@ def test_masks_are_the_library_s_own() -> None:
             assert ours.consume_token(token)
             assert other.consume_token(token)
     assert num_masks > 1000
+
+
+def test_what_the_library_takes_as_a_token_is_in_its_mask() -> None:
+    """So a row that takes its likeliest token needs no mask (RowMatchers.masks())."""
+    grammars, rng, num_taken, num_left_out = make_grammars(), random.Random(1), 0, 0
+    for name in usable():
+        matcher = grammars.matcher(constraint(name, disable_any_whitespace=rng.random() < 0.5))
+        for _ in range(30):
+            is_free = not matcher.compute_ff_bytes()
+            tokens = range(grammars.num_tokens) if is_free else ()
+            taken = [token for token in tokens if matcher.validate_tokens([token])]
+            mask = allowed(np.frombuffer(matcher.compute_bitmask(), np.uint32))
+            assert not is_free or taken == mask or (matcher.is_stopped(), taken, mask) == (True, [], [EOS])
+            num_taken += len(taken)
+            num_left_out += not is_free
+            token = rng.choice(mask)
+            if token == EOS:
+                break
+            assert matcher.consume_token(token)
+    assert num_taken > 10_000
+    assert num_left_out > 100

@@ -2,6 +2,7 @@
 depend on its neighbours, and forced tokens as drafts change none."""
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 from core.engine import EngineCore
 from core.execution.executor import FinishedStep, ModelInfo
 from core.execution.plan import SchedulerOutput
+from core.grammars.matchers import RowMatchers
 from core.runner.model_runner import ModelRunner
+from core.sampling.columns import SamplingColumns
 from ipc.messages import AddRequest, FinishReason, Outputs, RequestFailed
 from ipc.sampling_params import SamplingParams
 from ipc.structured_outputs import StructuredOutputsParams
@@ -93,7 +96,7 @@ def _take(heard: Heard, reply: Outputs) -> None:
 
 def request(number: int, constraint: StructuredOutputsParams | None, **options: Any) -> AddRequest:
     params = SamplingParams(
-        structured_outputs=constraint, ignore_eos=constraint is None, logprobs=2, **{"max_tokens": 40, **options}
+        structured_outputs=constraint, ignore_eos=constraint is None, **{"logprobs": 2, "max_tokens": 40, **options}
     )
     prompt = np.random.default_rng(number).integers(0, 500, 5 + number % 20, np.int32)
     return AddRequest(number, prompt.tobytes(), params, seed=number * 31)
@@ -167,3 +170,27 @@ def test_forced_tokens_save_steps() -> None:
     with_drafts, without = (run([message], drafts=drafts)[1].scheduler.stats for drafts in (True, False))
     assert with_drafts.num_generation_tokens == without.num_generation_tokens
     assert with_drafts.num_steps < without.num_steps
+
+
+def test_greedy_rows_that_take_their_largest_logit_need_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tokens are those of whole masks, and so are those of all rows beside them."""
+    free, options = structured(regex=r"[\x00-\x7f]*"), [*[OPTIONS[0]] * 10, *OPTIONS, {**OPTIONS[0], "logprobs": 1}]
+    messages = [
+        request(number, None if number % 5 == 4 else [free, *KINDS][number % 4], **{"logprobs": None, **one})
+        for number, one in enumerate(options)
+    ]
+    inputs, is_free_for, answers = SamplingColumns.inputs, RowMatchers._is_free_for, Counter[bool]()
+
+    def noted(*arguments: Any) -> bool:
+        answers[found := is_free_for(*arguments)] += 1
+        return found
+
+    monkeypatch.setattr(RowMatchers, "_is_free_for", noted)
+    for drafts in (True, False):
+        got = run(messages, drafts=drafts)[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(SamplingColumns, "inputs", lambda *given: inputs(*given[:4]))
+            num_asked = answers.total()
+            assert run(messages, drafts=drafts)[0] == got
+            assert answers.total() == num_asked, "without a largest logit there is nothing to ask"
+    assert min(answers[True], answers[False]) > 30, answers

@@ -6,7 +6,7 @@ import pytest
 from core.sampling.allowed_tokens import OnlyThese
 from core.sampling.edit_group import Edit, Forbidden
 from core.sampling.logit_bias import Biased
-from core.sampling.logit_edits import largest_after
+from core.sampling.logit_edits import apply_edits, largest_after
 from core.sampling.penalties import Penalized
 from core.sampling.sampler import SamplingInputs, sample, sample_greedily
 from core.sampling.structured_outputs import Masked
@@ -56,5 +56,29 @@ def test_the_draws_are_those_of_a_search(temperature, sampler):
         got = sample(logits.copy(), inputs, sampler, largest)
         assert np.array_equal(got, sample(logits.copy(), inputs, sampler)), seed
         assert np.array_equal(got, sample(logits.copy(), inputs)), seed
-        num_known += np.count_nonzero(largest_after(largest, edits) != UNKNOWN)
+        unread = logits.copy()
+        assert np.array_equal(got, sample(unread, inputs, sampler, largest, keeps_logits=False)), seed
+        assert np.array_equal(got, sample(logits.copy(), inputs, None, largest, keeps_logits=False)), seed
+        known = largest_after(largest, edits)
+        skipped = (known >= 0) & (temperatures == 0)
+        assert np.array_equal(unread[skipped], logits[skipped]), "rows whose token is known are not edited"
+        edited = logits.copy()
+        apply_edits(edited, edits)
+        assert np.array_equal(unread[~skipped], edited[~skipped], equal_nan=True)
+        num_known += np.count_nonzero(known != UNKNOWN)
     assert ROWS * 20 // 3 < num_known < ROWS * 20, num_known
+
+
+def test_greedy_rows_whose_tokens_are_all_known_are_neither_edited_nor_searched(sampler):
+    logits = np.random.default_rng(0).standard_normal((ROWS, SIZE)).astype(np.float32)
+    largest = sample_greedily(logits, sampler)
+    masks = np.zeros((ROWS, -(-SIZE // 32)), np.uint32)
+    masks[np.arange(ROWS), largest >> 5] = 1 << (largest & 31)
+    edits = (Masked(np.arange(ROWS), masks, sampler.token_masks),)
+    columns = *(np.zeros(ROWS, to) for to in (np.float32, np.int64)), np.ones(ROWS, np.float32)
+    stream = np.zeros(ROWS, np.float32), np.zeros(ROWS, np.uint64), *[np.zeros(ROWS, np.int64)] * 2
+    inputs, before = SamplingInputs(*columns, *stream, edits), logits.copy()
+    assert np.array_equal(sample(logits, inputs, None, largest, keeps_logits=False), largest)
+    assert np.array_equal(logits, before)
+    assert np.array_equal(sample(logits, inputs, sampler, largest), largest)
+    assert np.array_equal(np.isinf(logits).sum(1), np.full(ROWS, SIZE - 1))
