@@ -32,7 +32,8 @@ from frontend.text.prompts import Prompt, PromptInput, read_prompts
 from frontend.text.tokenizer import Tokenizer
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, InvalidRequestError, ModelFileError, UnsupportedParameterError
-from ipc.files.model_files import read_tokenizer_files, resolve_model, tokenizer_hash
+from ipc.files.model_files import read_tokenizer_files, tokenizer_hash
+from ipc.files.tokenizer_files import tokenizer_files_of
 from ipc.given_options import config_from_options
 from ipc.lora_messages import AdapterId
 from ipc.messages import STRUCTURED_OUTPUTS_MINOR
@@ -313,10 +314,10 @@ class EngineHandle:
             raise
 
     def _read_own_files(self, config: EngineConfig) -> dict[str, bytes]:
-        if self._skip_tokenizer or (config.executor == "fake" and config.model is None and self._text_source is None):
+        if self._skip_tokenizer:
             return {}
-        path = resolve_model(config.model) if self._text_source is None else Path(self._text_source)
-        files = read_tokenizer_files(path, optional=self._text_source is None and config.load_format == "dummy")
+        source = self._text_source
+        files = tokenizer_files_of(config) if source is None else read_tokenizer_files(Path(source))
         self._load(files)
         return files
 

@@ -47,6 +47,12 @@ def check_model(model: object) -> None:
         raise ConfigError(f"model must be at most {_MAX_MODEL_BYTES} bytes long; got {size}, beginning {model!r:.80}")
 
 
+def check_mmproj(mmproj: object) -> None:
+    """Check what names a projector, not whether it is there. Errors: ConfigError."""
+    if mmproj is not None and (not isinstance(mmproj, str) or not mmproj or "\0" in mmproj):
+        raise ConfigError(f"mmproj must be the path of a .gguf file; got {mmproj!r:.80}")
+
+
 def check_executor(name: object, options: object) -> None:
     """Check what names an executor, not whether it is there, and its own options. Errors: ConfigError."""
     if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= _MAX_EXECUTOR_LENGTH:

@@ -30,6 +30,14 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             flags=("-m", "--model-path", "--model-id", "-hf", "-hfr", "--hf-repo"),
         ),
     ] = None
+    mmproj: Annotated[
+        str | None,
+        Option(
+            "model",
+            "file with the vision encoder of a model in a .gguf file; default: one beside it with mmproj in its name",
+            flags=("-mm",),
+        ),
+    ] = None
     executor: Annotated[
         str,
         Option(

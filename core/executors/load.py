@@ -103,7 +103,8 @@ def load_drafting_model(config: EngineConfig, loaded: Loaded) -> Model | DraftHe
         return load_eagle3(resolve_model(settings.model), loaded.model, is_made_up)
     assert settings.model is not None, settings
     load_format = "dummy" if is_made_up else "auto"
-    own = msgspec.structs.replace(config, model=settings.model, load_format=load_format, model_impl="native")
+    given = {"model": settings.model, "load_format": load_format, "model_impl": "native", "mmproj": None}
+    own = msgspec.structs.replace(config, **given)
     model = load_model(resolve_model(settings.model), loaded.dtype, own).model
     if isinstance(model, Llama) and model.config.recurrent is not None:
         raise ConfigError(f"speculative_config: the draft model {settings.model!r} has recurrent layers: use another")

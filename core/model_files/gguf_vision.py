@@ -46,7 +46,7 @@ _CONNECTORS = {"shuffle": "mm.model.fc", "mean and norm": "mm.input_projection"}
 
 
 def read_gguf_vision(path: Path) -> VisionParts:
-    """Return the vision encoder of a file that projector_beside() has found. Errors: ModelFileError."""
+    """Return the vision encoder of a file that projector_of() has found. Errors: ModelFileError."""
     metadata = read_gguf(path).metadata
     row = GGUF_VISION[projector_kind(metadata)]
     values = Values(metadata, str(path), {key: f"clip.vision.{rest}" for key, rest in _KEYS.items()})

@@ -28,7 +28,7 @@ from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from ipc.files.gguf import forget_gguf
 from ipc.files.model_files import model_fingerprint
-from ipc.files.projector import projector_beside
+from ipc.files.projector import projector_of
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.quantized_kv_cache import QuantizedKVCache
@@ -59,7 +59,7 @@ def load_model(
     if the weights do not fit the GPU.
     """
     if config.model_impl == "native" or (config.model_impl == "auto" and not _is_foreign(path)):
-        model_config = read_model_config(path)
+        model_config, projector = read_model_config(path, config.mmproj), projector_of(path, config.mmproj)
         _check_fit(path, config, rank, stage, model_config)
         if config.device == "cuda":
             return _load_for_gpu(path, dtype, config, model_config)
@@ -73,11 +73,12 @@ def load_model(
         native = _native(model_config, weights.tensors, dtype, config, library, form, rank, stage)
         has_pooler = (stage is None or stage.is_last) and pools(config, path, model_config)
         pooler = read_pooler(config, path, native, model_config) if has_pooler else None
-        vision, sees_all = _vision(path, model_config, dtype, config, native), not model_config.is_causal
+        vision, sees_all = _vision(projector or path, model_config, dtype, config, native), not model_config.is_causal
         _return_free_memory()
-        identity = _with_projector(weights.fingerprint, path)
+        identity = _with_projector(weights.fingerprint, projector)
         return LoadedModel(native, identity, weights.label, pooler, model_config.encoder, sees_all, vision)
     _check_fit(path, config, rank, stage, None)
+    projector_of(path, config.mmproj)
     if config.quantization in ("stored", "int8"):
         raise ConfigError(f"quantization={config.quantization!r} does not fit {path}, which transformers' code runs")
     if config.runner == "pooling":
@@ -229,20 +230,23 @@ def _native(
 
 
 def _vision(
-    path: Path, model: ModelConfig, dtype: Dtype, config: EngineConfig, native: Llama | Encoder
+    source: Path, model: ModelConfig, dtype: Dtype, config: EngineConfig, native: Llama | Encoder
 ) -> VisionEncoder | None:
-    """Return the model's vision encoder; None for a model without one, or one whose text's model reads no features."""
+    """Return the model's vision encoder; None for a model without one, or one whose text's model reads no features.
+
+    source: see open_vision().
+    """
     if model.vision is None or not isinstance(native, Llama) or not native.reads_features:
         return None
     assert native.library is not None, "a model that reads features runs on the C kernels"
     is_made_up = config.load_format == "dummy"
-    weights = open_vision(path, model.vision, model.hidden_size, dtype, is_made_up=is_made_up)
+    weights = open_vision(source, model.vision, model.hidden_size, dtype, is_made_up=is_made_up)
     return VisionEncoder(model.vision, model.hidden_size, weights, dtype, native.library)
 
 
-def _with_projector(fingerprint: str, path: Path) -> str:
-    """Return the identity of a model's weights and of those in the projector beside its file, if there is one."""
-    if (projector := projector_beside(path)) is None:
+def _with_projector(fingerprint: str, projector: Path | None) -> str:
+    """Return the identity of a model's weights and of those in its projector, if there is one."""
+    if projector is None:
         return fingerprint
     return hashlib.sha256(f"{fingerprint} {model_fingerprint(projector)}".encode()).hexdigest()
 

@@ -12,22 +12,24 @@ from core.models.architectures import FORMS
 from core.models.config import ModelConfig
 from core.models.encoder_architectures import ENCODER_FORMS
 from core.models.vision_architectures import VISION_ARCHITECTURES
-from ipc.files.projector import projector_beside
+from ipc.files.projector import projector_of
 
 __all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "read_model_config"]
 
 SUPPORTED_ARCHITECTURES = (*FORMS, *ENCODER_FORMS, *VISION_ARCHITECTURES, *TEXT_PARTS)
 
 
-def read_model_config(path: Path) -> ModelConfig:
-    """Return the configuration of a model, with the vision encoder of a projector beside a GGUF file.
+def read_model_config(path: Path, mmproj: str | None = None) -> ModelConfig:
+    """Return the configuration of a model, with the vision encoder of a GGUF file's projector (see projector_of()).
 
-    path: a model folder or .gguf file, of ipc.files.model_files.resolve_model.
+    path: a model folder or .gguf file, of ipc.files.model_files.resolve_model. mmproj: the projector's path; None = one
+    that lies beside the file.
 
     Errors: ModelFileError naming the key for a missing or invalid value; UnsupportedModelError naming what this version
     cannot run.
     """
+    projector = projector_of(path, mmproj)
     if path.suffix != ".gguf":
         return read_json_config(path)
-    config, projector = read_gguf_config(path), projector_beside(path)
+    config = read_gguf_config(path)
     return config if projector is None else msgspec.structs.replace(config, vision=read_gguf_vision(projector))

@@ -11,15 +11,14 @@ from core.model_files.weights import load_tensors
 from core.models.stored_matrix import Weight
 from core.models.vision_architectures import is_unused, vision_name
 from core.models.vision_parts import VisionParts, vision_shapes
-from ipc.files.projector import projector_beside
 from ipc.files.safetensors import read_safetensors_folder
 from kernels.elements import Dtype
 
 
 def open_vision(
-    folder: Path, parts: VisionParts, hidden_size: int, dtype: Dtype, *, is_made_up: bool
+    source: Path, parts: VisionParts, hidden_size: int, dtype: Dtype, *, is_made_up: bool
 ) -> Iterator[tuple[str, Weight]]:
-    """Return an iterator over (name, weight) of vision_shapes(). folder: or a GGUF file with a projector beside it.
+    """Return an iterator over (name, weight) of vision_shapes(). source: the model's folder, or its projector's file.
 
     Errors: ModelFileError, UnsupportedModelError.
     """
@@ -27,10 +26,10 @@ def open_vision(
     if is_made_up:
         flat = {name: shape if len(shape) < 3 else (shape[0], math.prod(shape[1:])) for name, shape in shapes.items()}
         return made_up(flat, dtype)
-    if (projector := projector_beside(folder)) is not None:
-        return open_gguf_vision(projector, parts, hidden_size, dtype)
-    files = [name for tensors in read_safetensors_folder(folder).values() for name in tensors]
+    if source.suffix == ".gguf":
+        return open_gguf_vision(source, parts, hidden_size, dtype)
+    files = [name for tensors in read_safetensors_folder(source).values() for name in tensors]
     theirs = {vision_name(name): name for name in files}
     names = {name: theirs.get(name, f"of the vision encoder's {name}") for name in shapes}
     unused = re.compile("|".join(re.escape(name) for name in files if is_unused(name)))
-    return load_tensors(folder, names, shapes, unused, dtype)
+    return load_tensors(source, names, shapes, unused, dtype)

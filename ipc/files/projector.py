@@ -1,14 +1,16 @@
-"""projector_beside: the GGUF file with the vision encoder of a model in a GGUF file, which llama.cpp calls mmproj.
+"""projector_of: the GGUF file with the vision encoder of a model in a GGUF file, which llama.cpp calls mmproj.
 
-llama.cpp's converter writes two files. The one with "mmproj" in its name lies beside the model's, as downloads put it.
+llama.cpp's converter writes two files. The one with "mmproj" in its name lies beside the model's, as downloads put it,
+or has another place, which the option mmproj names.
 It belongs to the model if their sizes fit, and the model's vocabulary has the token that stands for images.
 """
 
 import json
+import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ipc.errors import ModelFileError
+from ipc.errors import ConfigError, ModelFileError
 from ipc.files.gguf import GgufValue, read_gguf
 
 
@@ -28,6 +30,24 @@ PROJECTOR_KINDS = {
 }
 
 
+def projector_of(path: Path, named: str | None) -> Path | None:
+    """Return the file with the vision encoder of the model in `path`: the named one, or else projector_beside().
+
+    Errors: those of projector_beside(); ConfigError for a named one of a model that takes none; ModelFileError where it
+    is no projector, or another model's.
+    """
+    if named is None:
+        return projector_beside(path)
+    if path.suffix != ".gguf":
+        raise ConfigError(f"mmproj is for models in .gguf files, and {path} is none: leave it out")
+    file = Path(os.path.abspath(os.path.expanduser(named)))
+    if file.suffix != ".gguf" or not file.is_file():
+        raise ModelFileError(f"mmproj: there is no .gguf file {file}")
+    if fault := _fault(file, path):
+        raise ModelFileError(f"mmproj: {file} {fault}")
+    return file
+
+
 def projector_beside(path: Path) -> Path | None:
     """Return the first file by name that has the vision encoder of the model in `path`; None where there is none.
 
@@ -36,7 +56,7 @@ def projector_beside(path: Path) -> Path | None:
     if path.suffix != ".gguf":
         return None
     files = [file for file in sorted(path.parent.glob("*.gguf")) if "mmproj" in file.name.lower() and file != path]
-    return next((file for file in files if _fits(file, path)), None)
+    return next((file for file in files if not _fault(file, path)), None)
 
 
 def projector_kind(metadata: dict[str, GgufValue]) -> str:
@@ -60,12 +80,20 @@ def processor_settings(file: Path) -> bytes:
     return json.dumps(settings).encode()
 
 
-def _fits(file: Path, path: Path) -> bool:
+def _fault(file: Path, path: Path) -> str:
+    """Return why a file is not the projector of the model in `path`; "" if it is."""
     metadata, model = read_gguf(file).metadata, read_gguf(path).metadata
-    kind, text = PROJECTOR_KINDS.get(projector_kind(metadata)), model.get("general.architecture")
+    name, text = projector_kind(metadata), model.get("general.architecture")
+    if metadata.get("general.architecture") != "clip":
+        return f"is no projector: its general.architecture is {metadata.get('general.architecture')!r:.80}, not 'clip'"
+    if (kind := PROJECTOR_KINDS.get(name)) is None:
+        return f"has a projector of type {name!r:.80}; supported are {', '.join(PROJECTOR_KINDS)}"
+    if text != kind.text:
+        return f"is for models of the architecture {kind.text!r}, and {path} has {text!r:.80}"
+    theirs, ours = metadata.get("clip.vision.projection_dim"), model.get(f"{text}.embedding_length")
+    if theirs != ours:
+        return f"is another model's: its rows have {theirs!r:.80} numbers, and those of {path} have {ours!r:.80}"
     tokens = model.get("tokenizer.ggml.tokens")
-    if metadata.get("general.architecture") != "clip" or kind is None or text != kind.text:
-        return False
-    if metadata.get("clip.vision.projection_dim") != model.get(f"{text}.embedding_length"):
-        return False
-    return isinstance(tokens, list) and kind.mark in tokens
+    if not isinstance(tokens, list) or kind.mark not in tokens:
+        return f"needs the token {kind.mark}, which the vocabulary of {path} lacks"
+    return ""

@@ -11,4 +11,5 @@ def tokenizer_files_of(config: EngineConfig) -> dict[str, bytes]:
     """
     if config.executor == "fake" and config.model is None:
         return {}
-    return read_tokenizer_files(resolve_model(config.model), optional=config.load_format == "dummy")
+    is_optional = config.load_format == "dummy"
+    return read_tokenizer_files(resolve_model(config.model), optional=is_optional, mmproj=config.mmproj)

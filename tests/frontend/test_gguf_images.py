@@ -9,8 +9,9 @@ from core.executors.local import LocalExecutor
 from core.model_files.model_config import read_model_config
 from frontend.llm import LLM
 from ipc.config import EngineConfig
+from ipc.errors import ConfigError, ModelFileError
 from ipc.files.model_files import model_fingerprint, read_tokenizer_files
-from ipc.files.projector import projector_beside
+from ipc.files.projector import projector_of
 from ipc.sampling_params import SamplingParams
 from tests.core.models import gemma3_checkpoint, idefics3_checkpoint
 from tests.core.models.idefics3_checkpoint import LONGEST, noise
@@ -28,11 +29,11 @@ OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 500, "max_num_se
 PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=2)
 
 
-def answers(path: Path, mark: str) -> tuple[list[Any], str]:
+def answers(path: Path, mark: str, **options: Any) -> tuple[list[Any], str]:
     """Tokens and log probabilities of two questions on images; the model's fingerprint."""
     images = [noise(100, 150, 1), noise(64, 64, 2)]
     prompts: Any = [{"prompt": f"What is {mark} this?", "multi_modal_data": {"image": image}} for image in images]
-    with LLM(str(path), **OPTIONS) as llm:
+    with LLM(str(path), **OPTIONS, **options) as llm:
         outputs, identity = llm.generate(prompts, PARAMS, use_tqdm=False), llm.client.welcome.model_fingerprint
     found = []
     for output in outputs:
@@ -56,7 +57,10 @@ def test_tokens_and_log_probabilities_are_those_of_the_folder(kind: str, tmp_pat
     assert found == expected
     assert found[0][1] != found[1][1]
     assert model_fingerprint(path) not in identity
-    assert projector_beside(path) == projector
+    assert projector_of(path, None) == projector
+    named = projector.rename(tmp_path / "vision.gguf")
+    assert projector_of(path, None) is None
+    assert answers(path, mark, mmproj=str(named)) == (expected, identity)
 
 
 def test_a_file_without_a_projector_takes_no_images(tmp_path: Path) -> None:
@@ -78,3 +82,33 @@ def test_a_projector_of_another_model_is_left_alone(tmp_path: Path) -> None:
     other.unlink()
     write_projector(tmp_path / "a-mmproj.gguf", idefics3_checkpoint.tiny_model(), "idefics3", **KINDS["idefics3"][3])
     assert read_model_config(path).vision is None
+
+
+def test_a_named_file_that_is_no_projector_of_the_model_is_refused(tmp_path: Path) -> None:
+    checkpoint, architecture, unused, sizes = KINDS["gemma3"]
+    model = checkpoint.tiny_model()
+    path = write_text(tmp_path / "tiny.gguf", model, architecture, checkpoint.tiny_tokenizer(), unused)
+    others = {
+        "narrow": write_projector(tmp_path / "narrow.gguf", model, "gemma3", projection_dim=12, **sizes),
+        "idefics3": write_projector(
+            tmp_path / "b.gguf", idefics3_checkpoint.tiny_model(), "idefics3", **KINDS["idefics3"][3]
+        ),
+        "unknown": write_projector(tmp_path / "c.gguf", model, "gemma3", projector_type=7, **sizes),
+    }
+    for file, text in (
+        (tmp_path / "none.gguf", r"mmproj: there is no \.gguf file .*none\.gguf"),
+        (path, r"is no projector: its general\.architecture is 'gemma3', not 'clip'"),
+        (others["narrow"], "is another model's: its rows have 12 numbers"),
+        (others["idefics3"], "is for models of the architecture 'llama', and .* has 'gemma3'"),
+        (others["unknown"], "has a projector of type '7'; supported are gemma3, idefics3"),
+    ):
+        with pytest.raises(ModelFileError, match=text):
+            LocalExecutor(EngineConfig(model=str(path), mmproj=str(file), threads=1, max_model_len=100))
+        with pytest.raises(ModelFileError, match=text):
+            read_tokenizer_files(path, mmproj=str(file))
+    folder = tmp_path / "folder"
+    checkpoint.write_checkpoint(folder)
+    with pytest.raises(ConfigError, match=r"mmproj is for models in \.gguf files, and .*folder is none"):
+        LocalExecutor(EngineConfig(model=str(folder), mmproj=str(others["narrow"]), threads=1, max_model_len=100))
+    with pytest.raises(ConfigError, match="mmproj must be the path of"):
+        EngineConfig(mmproj="")

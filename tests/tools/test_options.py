@@ -33,10 +33,16 @@ def test_every_option_has_a_flag_and_aliases_mean_the_same() -> None:
     parser = ArgumentParser(prog="x")
     add_engine_options(parser)
     assert engine_options(parser.parse_args([])) == {}
-    values = {"model": "m", "scheduling_policy": "fcfs", "client_weights": "a=b=8", "executor_options": "a=b"}
+    values = {
+        "model": "m",
+        "mmproj": "p",
+        "scheduling_policy": "fcfs",
+        "client_weights": "a=b=8",
+        "executor_options": "a=b",
+    }
     parsed = {"client_weights": {"a=b": 8.0}, "executor_options": {"a": "b"}}
     with_aliases = {name: aliases_of(declared) for name, declared in OPTIONS.items() if aliases_of(declared)}
-    assert len(with_aliases) == 11
+    assert len(with_aliases) == 12
     for name, aliases in with_aliases.items():
         for flag in (*aliases, flag_of(name)):
             given = engine_options(parser.parse_args([flag, values.get(name, "8")]))

@@ -58,7 +58,7 @@ def start_by_parts(config: EngineConfig) -> Parts:
     parts: Parts = {"python": Part(round(seconds_since_process_start(), 3), round(time.process_time(), 3))}
     path = resolve_model(config.model)
     with _timed(parts, "tokenizer"):
-        read_tokenizer_files(path, optional=True)
+        read_tokenizer_files(path, optional=True, mmproj=config.mmproj)
     with _timed(parts, "import ours"):
         from core.device import start_cpu_kernels
         from core.model_files.load_format import open_weights
@@ -73,7 +73,7 @@ def start_by_parts(config: EngineConfig) -> Parts:
     library = start_cpu_kernels(config)
     dtype = ELEMENT_TYPES["float32" if config.dtype == "float32" else "bfloat16"]
     with _timed(parts, "map"):
-        model_config = read_model_config(path)
+        model_config = read_model_config(path, config.mmproj)
         opened = open_weights(config.load_format, path, model_config, dtype, library)
     with _timed(parts, "dequantize"):
         weights = [(name, w.dense(dtype) if isinstance(w, StoredMatrix) else w) for name, w in opened.tensors]
