@@ -43,6 +43,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     model_type: str  # config.json's model_type
     base_name: str  # in architectures, of a checkpoint without a head
     gguf: str | None  # general.architecture; None: llama.cpp uses another architecture's name for it
+    gguf_with_images: tuple[str, ...] = ()  # general.architecture of models with images whose text's model this is
     #: Default values in transformers' config class of settings that config.json may lack.
     defaults: Mapping[str, Any] = msgspec.field(default_factory=dict)
     #: Settings that have other values in related models, which are refused -> the only value.

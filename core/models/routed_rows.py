@@ -114,6 +114,7 @@ ROUTED_ROWS = (
         base_name="Qwen3MoeModel",
         model_type="qwen3_moe",
         gguf="qwen3moe",
+        gguf_with_images=("qwen3vlmoe",),
         defaults={"num_key_value_heads": 4, **QWEN_WINDOW},
         attention_bias="as configured",
         sliding="from max_window_layers",
