@@ -14,7 +14,7 @@ from ipc.config import EngineConfig
 from ipc.errors import OutOfMemoryError
 from kernels.rounding import ceil_div
 from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
-from kernels.triton.sampling import pack_columns, sample_tokens
+from kernels.triton.sampling import Kinds, pack_columns, sample_tokens
 
 
 class CudaMemory:
@@ -107,7 +107,7 @@ class CudaMemory:
             choice=none,
         )
         reported = logits.clone()  # a step keeps a copy for log probabilities
-        sample_tokens(reported, torch.from_numpy(words).to(self._device))
+        sample_tokens(reported, torch.from_numpy(words).to(self._device), Kinds(draws=True, cuts=True))
 
     @torch.inference_mode()
     def _largest_decode(self) -> None:

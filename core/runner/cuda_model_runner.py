@@ -33,7 +33,7 @@ from ipc.config import LogprobsMode
 from ipc.rounding import ceil_div
 from kernels.triton.attention_work import TritonWork, triton_work, work_columns
 from kernels.triton.prepare_inputs import prepare_inputs
-from kernels.triton.sampling import pack_columns, sample_tokens
+from kernels.triton.sampling import kinds_of, pack_columns, sample_tokens
 
 
 class _Batch(NamedTuple):
@@ -322,7 +322,7 @@ class CudaModelRunner(ModelRunner):
             choice=inputs.choice,
         )
         sent = self._tables.send(np.concatenate((words, rows[None], positions[None])).astype(np.int32))
-        tokens = sample_tokens(logits, sent[:-2])
+        tokens = sample_tokens(logits, sent[:-2], kinds_of(words))
         self._tables.append(sent[-2], sent[-1], tokens)
         return tokens
 

@@ -1,11 +1,12 @@
 """Sampling by Triton: draw one token from each row of logits, as core/sampling/sampler.py does, without sorting.
 
 A draw takes the token left with the largest logit / temperature + Gumbel noise, the lowest id of equals. top_k and
-top_p leave the largest logits, ties by lower id. One program computes a row, so a token depends on its row alone. Sums
-are float64.
+top_p leave the largest logits, ties by lower id. A row is cut into pieces of a fixed length, one program each, so that
+one row keeps the device busy too; a token depends on its row alone. Greedy rows take two launches, draws one more, and
+top_k and top_p another one.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -14,119 +15,93 @@ import triton.language as tl
 from numpy.typing import NDArray
 
 from kernels.arrays import Int32s
+from kernels.rounding import ceil_div
 from kernels.triton.device import power_of_2
 from kernels.triton.gumbel import TOKENS_PER_BLOCK, noise_from
-from kernels.triton.threshold_search import LOWEST_KEY, find_key, load_scaled, measure, ordered_key
+from kernels.triton.sampling_rows import first_largest, load_scaled, maximum_of, ordered_key, parameters
+from kernels.triton.threshold_search import GROUP, Thresholds, find_thresholds
 
-_MAX_BLOCK = 4096
+#: Tokens of a piece: fixed, so that the order of summation depends on the row alone.
+_MAX_BLOCK = 2048
+#: A whole group, and a multiple of the tokens that share Philox's numbers.
+_MIN_BLOCK = max(GROUP.value, TOKENS_PER_BLOCK)
+_NUM_WARPS = 8
 
 #: int32 words of a row's parameters: temperature, top_p, min_p (float32), top_k, position, choice, seed (low, high).
 _NUM_WORDS = 8
 
 
+# fmt: off
 @triton.jit
-def _largest(row, vocab_size, BLOCK: tl.constexpr):
-    """Return the largest logit, NaN if there is one, and its index: the first of equals."""
-    best = tl.full((), -float("inf"), tl.float32)
-    index = tl.zeros((), tl.int32)
-    num_nan = tl.zeros((), tl.int32)
-    for start in range(0, vocab_size, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        values = tl.load(row + at, mask=at < vocab_size, other=-float("inf"))
-        is_nan = values != values
-        num_nan += tl.sum(is_nan.to(tl.int32), 0)
-        values = tl.where(is_nan, -float("inf"), values)
-        block_best = tl.max(values, 0)
-        first = tl.min(tl.where(values == block_best, at, vocab_size), 0).to(tl.int32)
-        index = tl.where(block_best > best, first, index)
-        best = tl.maximum(best, block_best)
-    return tl.where(num_nan > 0, float("nan"), best), index
+def _race(values, left, words, index, num_rows, start, vocab_size, BLOCK: tl.constexpr):
+    """Return the largest value + noise of a piece's tokens that are left, and the first token that has it."""
+    position = tl.load(words + 4 * num_rows + index)
+    choice = tl.load(words + 5 * num_rows + index)
+    seed_low = tl.load(words + 6 * num_rows + index).to(tl.uint32, bitcast=True).to(tl.uint64)
+    seed_high = tl.load(words + 7 * num_rows + index).to(tl.uint32, bitcast=True).to(tl.uint64)
+    seed = ((seed_high << 32) | seed_low).to(tl.int64, bitcast=True)
+    sums = values.to(tl.float64) + noise_from(seed, position, choice, start, BLOCK)
+    return first_largest(tl.where(left, sums, -float("inf")), start + tl.arange(0, BLOCK), vocab_size)
 
 
 @triton.jit
-def _race(row, vocab_size, temperature, maximum, min_p, low, cut, last_cut, stream, BLOCK: tl.constexpr):
-    """Return the winner among the tokens with a key >= low that min_p leaves.
-
-    Of the tokens with the key `cut`, those up to the id last_cut take part. stream: seed, position and choice.
-    """
-    best = tl.full((), -float("inf"), tl.float64)
-    winner = tl.zeros((), tl.int32)
-    for start in range(0, vocab_size, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        values = load_scaled(row, at, vocab_size, temperature)
-        key = ordered_key(values)
-        left = (tl.exp(values - maximum) >= min_p) & (values > -float("inf")) & (key >= low)
-        left = left & ((key != cut) | (at <= last_cut))
-        sums = values.to(tl.float64) + noise_from(*stream, start, BLOCK)
-        sums = tl.where(left, sums, -float("inf"))
-        block_best = tl.max(sums, 0)
-        first = tl.min(tl.where(sums == block_best, at, vocab_size), 0).to(tl.int32)
-        winner = tl.where(block_best > best, first, winner)
-        best = tl.maximum(best, block_best)
-    return winner
-
-
-@triton.jit
-def _nth_of_key(row, vocab_size, temperature, key, n, BLOCK: tl.constexpr):
-    """Return the id of the n-th token, from 0, whose scaled logit has this key."""
-    found = vocab_size + tl.zeros((), tl.int32)
-    before = tl.zeros((), tl.int64)
-    for start in range(0, vocab_size, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        values = load_scaled(row, at, vocab_size, temperature)
-        same = ((ordered_key(values) == key) & (at < vocab_size)).to(tl.int64)
-        rank = before + tl.cumsum(same, 0) - 1
-        found = tl.minimum(found, tl.min(tl.where((same > 0) & (rank == n), at, vocab_size), 0).to(tl.int32))
-        before += tl.sum(same, 0)
-    return found
-
-
-@triton.jit
-def _largest_left(row, vocab_size, temperature, maximum, min_p, top_k, top_p, BLOCK: tl.constexpr):
-    """Return (low, cut, last_cut) as _race() takes them: what top_k and top_p leave."""
-    low = tl.zeros((), tl.int64) + LOWEST_KEY
-    if (top_k > 0) & (top_k < vocab_size):
-        low = find_key(row, vocab_size, temperature, maximum, min_p, low, top_k.to(tl.float64), True, BLOCK)
-    cut = low - 1  # the key that keeps only some of its tokens
-    last_cut = tl.zeros((), tl.int32)
-    if top_p < 1:
-        # A token stays if those before it weigh less than goal.
-        _, total = measure(row, vocab_size, temperature, maximum, min_p, low, BLOCK)
-        goal = top_p.to(tl.float64) * total
-        cut = find_key(row, vocab_size, temperature, maximum, min_p, low, goal * (1.0 - 2.0**-52), False, BLOCK)
-        above_count, above = measure(row, vocab_size, temperature, maximum, min_p, cut + 1, BLOCK)
-        count, weight = measure(row, vocab_size, temperature, maximum, min_p, cut, BLOCK)
-        each = (weight - above) / tl.maximum(count - above_count, 1).to(tl.float64)
-        wanted = tl.ceil((goal - above) / tl.maximum(each, 1e-300))
-        num_cut = tl.minimum(tl.maximum(wanted, 1.0), (count - above_count).to(tl.float64)).to(tl.int64)
-        last_cut = _nth_of_key(row, vocab_size, temperature, cut, num_cut - 1, BLOCK)
-        low = cut
-    return low, cut, last_cut
+def _scan(logits, largest, firsts, maxima, vocab_size, num_pieces, num_groups, BLOCK: tl.constexpr):
+    """Find the largest logit of each piece and of each group."""
+    piece, index = tl.program_id(0), tl.program_id(1)
+    at = piece * BLOCK + tl.arange(0, BLOCK)
+    values = tl.load(logits + index.to(tl.int64) * vocab_size + at, mask=at < vocab_size, other=-float("inf"))
+    is_nan = values != values
+    values = tl.where(is_nan, -float("inf"), values)
+    best, first = first_largest(values, at, vocab_size - 1)
+    slot = index * num_pieces + piece
+    tl.store(largest + slot, tl.where(tl.sum(is_nan.to(tl.int32), 0) > 0, float("nan"), best))
+    tl.store(firsts + slot, first)
+    group = piece * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+    of_groups = tl.max(tl.reshape(values, (BLOCK // GROUP, GROUP)), 1)
+    tl.store(maxima + index.to(tl.int64) * num_groups + group, of_groups, mask=group < num_groups)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def _sample(logits, words, tokens, vocab_size, num_rows, BLOCK: tl.constexpr):
+def _draw(
+    logits, words, largest, lows, cuts, last_cuts, sums, winners, vocab_size, num_rows, num_pieces,
+    BLOCK: tl.constexpr, PIECES: tl.constexpr,
+):
+    """Find each piece's winner of rows that draw, among the tokens that their filters leave."""
+    piece, index = tl.program_id(0), tl.program_id(1)
+    temperature, top_p, min_p, top_k = parameters(words, index, num_rows, vocab_size)
+    maximum, _ = maximum_of(largest + index * num_pieces, num_pieces, PIECES)
+    maximum = tl.div_rn(maximum, tl.where(temperature > 0, temperature, 1.0))
+    if (temperature > 0) & (tl.abs(maximum) < float("inf")):
+        start, slot = piece * BLOCK, index * num_pieces + piece
+        at = start + tl.arange(0, BLOCK)
+        values = load_scaled(logits + index.to(tl.int64) * vocab_size, at, vocab_size, temperature)
+        left = (tl.exp(values - maximum) >= min_p) & (values > -float("inf"))
+        if (top_p < 1) | (top_k > 0):
+            key = ordered_key(values)
+            left = left & (key >= tl.load(lows + index))
+            left = left & ((key != tl.load(cuts + index)) | (at <= tl.load(last_cuts + index)))
+        best, winner = _race(values, left, words, index, num_rows, start, vocab_size, BLOCK)
+        tl.store(sums + slot, best)
+        tl.store(winners + slot, winner)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _choose(
+    words, largest, firsts, sums, winners, tokens, vocab_size, num_rows, num_pieces, PIECES: tl.constexpr,
+):
+    """Store each row's token."""
     index = tl.program_id(0)
-    row = logits + index.to(tl.int64) * vocab_size
-    temperature = tl.load(words + index).to(tl.float32, bitcast=True)
-    top_p = tl.load(words + num_rows + index).to(tl.float32, bitcast=True)
-    min_p = tl.load(words + 2 * num_rows + index).to(tl.float32, bitcast=True)
-    top_k = tl.load(words + 3 * num_rows + index)
-    maximum, token = _largest(row, vocab_size, BLOCK)
-    drawn = temperature > 0
-    if drawn:
+    temperature, _, _, _ = parameters(words, index, num_rows, vocab_size)
+    maximum, first = maximum_of(largest + index * num_pieces, num_pieces, PIECES)
+    token = tl.load(firsts + index * num_pieces + first)
+    if temperature > 0:
         maximum = tl.div_rn(maximum, temperature)
-    finite = tl.abs(maximum) < float("inf")
-    if drawn & finite:
-        position = tl.load(words + 4 * num_rows + index)
-        choice = tl.load(words + 5 * num_rows + index)
-        seed_low = tl.load(words + 6 * num_rows + index).to(tl.uint32, bitcast=True).to(tl.uint64)
-        seed_high = tl.load(words + 7 * num_rows + index).to(tl.uint32, bitcast=True).to(tl.uint64)
-        seed = ((seed_high << 32) | seed_low).to(tl.int64, bitcast=True)
-        low, cut, last = _largest_left(row, vocab_size, temperature, maximum, min_p, top_k, top_p, BLOCK)
-        stream = seed, position, choice
-        token = _race(row, vocab_size, temperature, maximum, min_p, low, cut, last, stream, BLOCK)
-    tl.store(tokens + index, tl.where(finite, token, -1))
+        piece = tl.arange(0, PIECES)
+        values = tl.load(sums + index * num_pieces + piece, mask=piece < num_pieces, other=-float("inf"))
+        _most, first = first_largest(values, piece, PIECES - 1)
+        token = tl.load(winners + index * num_pieces + tl.minimum(first, num_pieces - 1))
+    tl.store(tokens + index, tl.where(tl.abs(maximum) < float("inf"), token, -1))
+# fmt: on
 
 
 def pack_columns(
@@ -148,16 +123,55 @@ def pack_columns(
     return words
 
 
-def sample_tokens(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
+class Kinds(NamedTuple):
+    """Which kinds of rows there are in a batch: what sample_tokens() has to launch."""
+
+    draws: bool  # some row draws
+    cuts: bool  # some row draws with top_k or top_p
+
+
+def kinds_of(words: Int32s) -> Kinds:
+    """Return the kinds of rows with these parameters [words, S], in the host's memory."""
+    temperature, top_p = words[:2].view(np.float32)
+    draws = temperature > 0
+    return Kinds(bool(draws.any()), bool((draws & ((words[3] > 0) | (top_p < 1))).any()))
+
+
+def sample_tokens(logits: torch.Tensor, words: torch.Tensor, kinds: Kinds) -> torch.Tensor:
     """Return token ids [S] int32 on the device; -1 where the largest scaled logit is no finite number.
 
-    logits [S, V] float32 contiguous; words from pack_columns, on the device. A scaled logit is divided by the row's
-    temperature.
+    logits [S, V] float32 contiguous; words from pack_columns, on the device; kinds: kinds_of(), or more. A
+    scaled logit is divided by the row's temperature.
     """
     assert logits.is_contiguous(), logits.stride()
-    num_rows, vocab_size = logits.shape
-    tokens = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    if num_rows:
-        block = max(TOKENS_PER_BLOCK, min(_MAX_BLOCK, power_of_2(vocab_size)))
-        _sample[(num_rows,)](logits, words, tokens, vocab_size, num_rows, BLOCK=block)
+    tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+    if len(logits):
+        _launch(logits, words, kinds, tokens)
     return tokens
+
+
+def _launch(logits: torch.Tensor, words: torch.Tensor, kinds: Kinds, tokens: torch.Tensor) -> None:
+    num_rows, vocab_size = logits.shape
+    block = max(_MIN_BLOCK, min(_MAX_BLOCK, power_of_2(vocab_size)))
+    num_pieces, num_groups = ceil_div(vocab_size, block), ceil_div(vocab_size, GROUP.value)
+    pieces, grid = power_of_2(num_pieces), (num_pieces, num_rows)
+
+    def empty(width: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty((num_rows, width), dtype=dtype, device=logits.device)
+
+    largest, firsts, maxima = (
+        empty(num_pieces, torch.float32),
+        empty(num_pieces, torch.int32),
+        empty(num_groups, torch.float32),
+    )
+    sums, winners = empty(num_pieces, torch.float64), empty(num_pieces, torch.int32)
+    _scan[grid](logits, largest, firsts, maxima, vocab_size, num_pieces, num_groups, BLOCK=block, num_warps=_NUM_WARPS)
+    found = Thresholds.allocate(num_rows, logits.device)
+    if kinds.cuts:
+        find_thresholds(logits, words, largest, maxima, found)
+    if kinds.draws:
+        _draw[grid](
+            logits, words, largest, *found, sums, winners, vocab_size, num_rows, num_pieces,
+            BLOCK=block, PIECES=pieces, num_warps=_NUM_WARPS,
+        )  # fmt: skip
+    _choose[(num_rows,)](words, largest, firsts, sums, winners, tokens, vocab_size, num_rows, num_pieces, PIECES=pieces)

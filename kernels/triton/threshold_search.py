@@ -1,58 +1,282 @@
-"""Threshold search: top-k and top-p without sorting.
+"""Threshold search: what top-k and top-p leave of a row, without sorting; one program for a row.
 
-It finds the value where a count, or a sum of weights, over all larger logits passes a goal, by bisection over the 32
-bits of a float.
+A search finds the key where a count, or a sum of weights, over all larger logits passes a goal: 2 bits of a float's 32
+in each pass. It ends as soon as the tokens that stay are known, which is long before the last bit unless logits are
+equal.
+
+A row's largest logits lie in few groups of GROUP neighbours: those with the largest maxima. If a row's goal is reached
+within some hundred groups, as usual, the passes are over their tokens, in registers, else over the whole row. Both
+give the same tokens; the sums are float64.
 """
 
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
-#: A key below that of every number.
-LOWEST_KEY = tl.constexpr(-(2**31))
+from kernels.triton.device import power_of_2
+from kernels.triton.sampling_rows import load_scaled, maximum_of, number_of, ordered_key, parameters
+
+#: Neighbours of a group: 128 bytes of logits.
+GROUP = tl.constexpr(32)
+#: Most groups of a short list, and how many are enough for a search by weight.
+MOST_GROUPS = 256
+SOME_GROUPS = 128
+#: Tokens of a step of a pass over a whole row, and warps of a program.
+BLOCK = 2048
+NUM_WARPS = 16
+
+#: Keys that a pass measures, for the next 2 bits.
+_NUM_KEYS = tl.constexpr(4)
+
+
+# fmt: off
+@triton.jit
+def _taken(values, maximum, min_p, low):
+    """Return (keys, weights of the tokens that are taken, whether taken): min_p and the key `low` leave them."""
+    keys, weights = ordered_key(values), tl.exp(values - maximum)
+    taken = (keys >= low) & (weights >= min_p) & (values > -float("inf"))
+    return keys, tl.where(taken, weights, 0.0), taken
 
 
 @triton.jit
-def ordered_key(x):
-    """Map float32 to int64 in the order of the numbers; -0 and 0 have one key."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
-
-
-@triton.jit
-def load_scaled(row, at, vocab_size, temperature):
-    """Load logits divided by the temperature, -inf past the end."""
-    values = tl.load(row + at, mask=at < vocab_size, other=-float("inf"))
-    return tl.where(values == -float("inf"), values, tl.div_rn(values, temperature))
-
-
-@triton.jit
-def measure(row, vocab_size, temperature, maximum, min_p, key, BLOCK: tl.constexpr):
-    """Return the number of tokens taken and the sum of exp(logit - maximum) over them, float64.
-
-    A token is taken if its key is at least `key` and min_p leaves it. The sum is in vocabulary order, in blocks.
-    """
-    count = tl.zeros((), tl.int64)
-    total = tl.zeros((), tl.float64)
+def _measure_row(
+    row, vocab_size, temperature, maximum, min_p, low, key, step, COUNTS: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Return what the row's tokens from key + i * step on measure, i < _NUM_KEYS: their number (COUNTS) or weight."""
+    starts = key + tl.arange(0, _NUM_KEYS) * step
+    sums = tl.zeros((_NUM_KEYS, BLOCK), tl.int32 if COUNTS else tl.float64)
     for start in range(0, vocab_size, BLOCK):
         values = load_scaled(row, start + tl.arange(0, BLOCK), vocab_size, temperature)
-        weights = tl.exp(values - maximum)
-        taken = (ordered_key(values) >= key) & (weights >= min_p) & (values > -float("inf"))
-        count += tl.sum(taken.to(tl.int64), 0)
-        total += tl.sum(tl.where(taken, weights, 0.0).to(tl.float64), 0)
-    return count, total
+        keys, weights, taken = _taken(values, maximum, min_p, low)
+        numbers = taken.to(tl.int32) if COUNTS else weights.to(tl.float64)
+        sums += tl.where(keys[None, :] >= starts[:, None], numbers[None, :], 0)
+    return tl.sum(sums, 1).to(tl.float64)
 
 
 @triton.jit
-def find_key(row, vocab_size, temperature, maximum, min_p, low, goal, COUNTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the largest key >= low whose tokens from it on number at least goal (COUNTS), or weigh more than goal.
+def _measure_short(values, maximum, min_p, low, key, step, COUNTS: tl.constexpr):
+    """Return what _measure_row() does, of these values [groups, GROUP]."""
+    keys, weights, taken = _taken(values, maximum, min_p, low)
+    numbers = taken.to(tl.int32) if COUNTS else weights.to(tl.float64)
+    index = tl.arange(0, _NUM_KEYS)
+    sums = tl.zeros((_NUM_KEYS,), tl.float64)
+    for i in tl.static_range(_NUM_KEYS):
+        mine = tl.sum(tl.sum(tl.where(keys >= key + i * step, numbers, 0), 1), 0).to(tl.float64)
+        sums = tl.where(index == i, mine, sums)
+    return sums
 
-    It is low if there is none.
+
+@triton.jit
+def _find_key(
+    row, vocab_size, temperature, maximum, min_p, low, goal, short, SHORT: tl.constexpr, COUNTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return the largest key whose tokens from it on number at least goal (COUNTS), or weigh more than goal.
+
+    The result is (key, above, is_exact); above: what the tokens above the key measure. The key is 0 if there is none.
+    It is less than the largest, and not exact, where that leaves the same tokens. short: values to search in (SHORT).
     """
-    high = ordered_key(maximum)
-    while low < high:
+    index = tl.arange(0, _NUM_KEYS)
+    key = tl.zeros((), tl.int64)
+    above = tl.zeros((), tl.float64)
+    step = tl.full((), 1 << 30, tl.int64)
+    is_open = True
+    while is_open:
+        if SHORT:
+            sums = _measure_short(short, maximum, min_p, low, key, step, COUNTS)
+        else:
+            sums = _measure_row(row, vocab_size, temperature, maximum, min_p, low, key, step, COUNTS, BLOCK)
+        enough = sums >= goal if COUNTS else sums > goal * (1.0 - 2.0**-52)
+        best = tl.max(tl.where(enough, index, 0), 0)
+        here = tl.sum(tl.where(index == best, sums, 0.0), 0)
+        above = tl.where(best < _NUM_KEYS - 1, tl.sum(tl.where(index == best + 1, sums, 0.0), 0), above)
+        key += best * step
+        if COUNTS:
+            is_known = here == goal
+        else:  # one token, if all of this key's range weigh less than two of the lightest
+            lightest = tl.exp(number_of(tl.maximum(key, low)) - maximum).to(tl.float64)
+            is_known = here - above < 1.5 * lightest
+        is_open = (step > 1) & (is_known == 0)
+        step = step // _NUM_KEYS
+    return key, above, step == 0
+
+
+@triton.jit
+def _nth_of_key(row, vocab_size, temperature, key, n, BLOCK: tl.constexpr):
+    """Return the id of the n-th token, from 0, whose scaled logit has this key; vocab_size if there are fewer."""
+    found = vocab_size + tl.zeros((), tl.int32)
+    before = tl.zeros((), tl.int64)
+    for start in range(0, vocab_size, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        values = load_scaled(row, at, vocab_size, temperature)
+        same = ((ordered_key(values) == key) & (at < vocab_size)).to(tl.int64)
+        rank = before + tl.cumsum(same, 0) - 1
+        found = tl.minimum(found, tl.min(tl.where((same > 0) & (rank == n), at, vocab_size), 0).to(tl.int32))
+        before += tl.sum(same, 0)
+    return found
+
+
+@triton.jit
+def _list_groups(maxima, listed, num_groups, wanted, GROUPS: tl.constexpr, MOST: tl.constexpr):
+    """List the groups whose maxima are the largest: at least `wanted`; return their number and their least maximum.
+
+    maxima [num_groups] float32; listed [MOST] int32. There are more than MOST only if maxima are equal.
+    """
+    group = tl.arange(0, GROUPS)
+    keys = ordered_key(tl.load(maxima + group, mask=group < num_groups, other=-float("inf")))
+    keys = tl.where(group < num_groups, keys, -1)
+    low = tl.zeros((), tl.int64)
+    high = tl.max(keys, 0)
+    count = num_groups
+    while (low < high) & (count > MOST):
         middle = low + (high - low + 1) // 2
-        count, total = measure(row, vocab_size, temperature, maximum, min_p, middle, BLOCK)
-        enough = count.to(tl.float64) >= goal if COUNTS else total > goal
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle - 1)
-    return low
+        number = tl.sum((keys >= middle).to(tl.int32), 0)
+        low = tl.where(number >= wanted, middle, low)
+        count = tl.where(number >= wanted, number, count)
+        high = tl.where(number >= wanted, high, middle - 1)
+    is_listed = keys >= low
+    rank = tl.cumsum(is_listed.to(tl.int32), 0) - 1
+    tl.store(listed + rank, group, mask=is_listed & (rank < MOST))
+    tl.debug_barrier()
+    return count, low
+
+
+@triton.jit
+def _load_groups(row, listed, count, vocab_size, temperature, MOST: tl.constexpr):
+    """Load the scaled logits of the first `count` listed groups: [MOST, GROUP], -inf behind them."""
+    number = tl.arange(0, MOST)
+    group = tl.load(listed + number, mask=number < count, other=0)
+    at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    return load_scaled(row, tl.where((number < count)[:, None], at, vocab_size), vocab_size, temperature)
+
+
+@triton.jit
+def _total(row, vocab_size, temperature, maximum, min_p, low, BLOCK: tl.constexpr):
+    """Return the weight of all tokens that are taken."""
+    sums = tl.zeros((BLOCK,), tl.float64)
+    for start in range(0, vocab_size, BLOCK):
+        values = load_scaled(row, start + tl.arange(0, BLOCK), vocab_size, temperature)
+        _keys, weights, _taken_ones = _taken(values, maximum, min_p, low)
+        sums += weights.to(tl.float64)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def _top_k_key(row, vocab_size, temperature, maximum, min_p, top_k, short, fits, first, BLOCK: tl.constexpr):
+    """Return the key from which on top_k leaves tokens.
+
+    short: the short list's values, of all tokens from the key `first` on; fits: there are at least top_k.
+    """
+    goal = top_k.to(tl.float64)
+    if fits:
+        key, _above, _exact = _find_key(
+            row, vocab_size, temperature, maximum, min_p, first, goal, short, True, True, BLOCK,
+        )
+        key = tl.maximum(key, first)
+    else:
+        key, _above, _exact = _find_key(
+            row, vocab_size, temperature, maximum, min_p, tl.zeros((), tl.int64), goal, short, False, True, BLOCK,
+        )
+    return key
+
+
+@triton.jit
+def _top_p_cut(
+    row, vocab_size, temperature, maximum, min_p, top_p, low, short, fits, first, BLOCK: tl.constexpr,
+):
+    """Return (low, cut, last_cut) of top_p among the tokens from the key `low` on; see Thresholds."""
+    _keys, weights, _taken_ones = _taken(short, maximum, min_p, tl.maximum(low, first))
+    listed = tl.sum(tl.sum(weights.to(tl.float64), 1), 0)
+    total = listed
+    if (low < first) | (fits == 0):
+        total = _total(row, vocab_size, temperature, maximum, min_p, low, BLOCK)
+    goal = top_p.to(tl.float64) * total
+    if fits & (listed > goal * (1.0 - 2.0**-52)):
+        low = tl.maximum(low, first)
+        key, above, is_exact = _find_key(
+            row, vocab_size, temperature, maximum, min_p, low, goal, short, True, False, BLOCK,
+        )
+    else:
+        key, above, is_exact = _find_key(
+            row, vocab_size, temperature, maximum, min_p, low, goal, short, False, False, BLOCK,
+        )
+    low = tl.maximum(low, key)
+    cut = tl.zeros((), tl.int64) - 1
+    last_cut = tl.zeros((), tl.int32)
+    if is_exact:
+        # A token stays if those before it weigh less than the goal. Those of one key weigh the same.
+        each = tl.exp(number_of(low) - maximum).to(tl.float64)
+        kept = tl.maximum(tl.ceil((goal - above) / tl.maximum(each, 1e-300)), 1.0)
+        cut = low
+        nth = tl.minimum(kept, 2147483647.0).to(tl.int64) - 1
+        last_cut = _nth_of_key(row, vocab_size, temperature, cut, nth, BLOCK)
+    return low, cut, last_cut
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _search(
+    logits, words, largest, maxima, listed, lows, cuts, last_cuts, vocab_size, num_rows, num_pieces, num_groups,
+    BLOCK: tl.constexpr, PIECES: tl.constexpr, GROUPS: tl.constexpr, MOST: tl.constexpr, SOME: tl.constexpr,
+):
+    """Find what top_k and top_p leave of each row."""
+    index = tl.program_id(0)
+    row = logits + index.to(tl.int64) * vocab_size
+    temperature, top_p, min_p, top_k = parameters(words, index, num_rows, vocab_size)
+    maximum, _ = maximum_of(largest + index * num_pieces, num_pieces, PIECES)
+    maximum = tl.div_rn(maximum, tl.where(temperature > 0, temperature, 1.0))
+    low = tl.zeros((), tl.int64)
+    cut = low - 1
+    last_cut = tl.zeros((), tl.int32)
+    searches = (temperature > 0) & ((top_k > 0) | (top_p < 1))
+    if searches & (tl.abs(maximum) < float("inf")):
+        of_row, ids = maxima + index.to(tl.int64) * num_groups, listed + index * MOST
+        count, least = _list_groups(of_row, ids, num_groups, tl.maximum(top_k, SOME), GROUPS, MOST)
+        fits = count <= MOST
+        short = _load_groups(row, ids, tl.where(fits, count, 0), vocab_size, temperature, MOST)
+        # The least key of which the short list has all tokens. Scaling keeps the order.
+        first = tl.where(least > 0, ordered_key(tl.div_rn(number_of(least), temperature)), 0)
+        if top_k > 0:
+            has_enough = fits & (top_k <= count)
+            low = _top_k_key(row, vocab_size, temperature, maximum, min_p, top_k, short, has_enough, first, BLOCK)
+        if top_p < 1:
+            low, cut, last_cut = _top_p_cut(
+                row, vocab_size, temperature, maximum, min_p, top_p, low, short, fits, first, BLOCK,
+            )
+    tl.store(lows + index, low)
+    tl.store(cuts + index, cut)
+    tl.store(last_cuts + index, last_cut)
+# fmt: on
+
+
+class Thresholds(NamedTuple):
+    """What top_k and top_p leave of S rows: the tokens from a key on, of one key only those up to an id."""
+
+    lows: torch.Tensor  # [S] int64
+    cuts: torch.Tensor  # [S] int64, the key of which only some tokens stay; -1 = none
+    last_cuts: torch.Tensor  # [S] int32, the last of these
+
+    @classmethod
+    def allocate(cls, num_rows: int, device: torch.device) -> "Thresholds":
+        """Allocate the columns, with nothing in them."""
+        lows, cuts = (torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(2))
+        return cls(lows, cuts, torch.empty(num_rows, dtype=torch.int32, device=device))
+
+
+def find_thresholds(
+    logits: torch.Tensor, words: torch.Tensor, largest: torch.Tensor, maxima: torch.Tensor, found: Thresholds
+) -> None:
+    """Find the thresholds of all rows.
+
+    logits [S, V] float32; words: see pack_columns(); largest [S, P], maxima [S, groups]: the largest logit of each
+    piece and of each group of GROUP tokens; the last group may have fewer.
+    """
+    num_rows, vocab_size = logits.shape
+    num_pieces, num_groups = largest.shape[1], maxima.shape[1]
+    listed = torch.empty((num_rows, MOST_GROUPS), dtype=torch.int32, device=logits.device)
+    _search[(num_rows,)](
+        logits, words, largest, maxima, listed, *found, vocab_size, num_rows, num_pieces, num_groups,
+        BLOCK=BLOCK, PIECES=power_of_2(num_pieces), GROUPS=power_of_2(num_groups), MOST=MOST_GROUPS, SOME=SOME_GROUPS,
+        num_warps=NUM_WARPS,
+    )  # fmt: skip

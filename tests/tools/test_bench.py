@@ -314,7 +314,8 @@ def test_gpu_kernels_are_measured_beside_torch(monkeypatch: pytest.MonkeyPatch) 
     assert decode["gb_s"] == pytest.approx((2 * 2 * 40 * 2 + 2 * 2 * 4) * 16 * 4 / 1e-3 / 1e9, abs=0.01)
     assert (prefill["kernel"], prefill["gflop_s"]) == ("attention prefill", round(4 * 210 * 4 * 16 / 1e-3 / 1e9, 1))
     names = ["norm after addition", "silu * up", "rope and cache write"]
-    samplers = [f"sampler {name}" for name in ("greedy", "plain", "top_k 50", "top_p 0.9")]
+    draws = "plain", "top_k 50", "top_p 0.9 of 50 tokens", "top_p 0.9 of thousands"
+    samplers = [f"sampler {name}" for name in ("greedy", *draws)]
     assert [record["kernel"] for record in rest] == names + samplers
 
 

@@ -208,15 +208,18 @@ def _row_cases(shapes: Shapes, device: torch.device, dtype: torch.dtype, rows: i
 
 
 def _sampler_cases(shapes: Shapes, device: torch.device, rows: int) -> Iterator[Case]:
-    from kernels.triton.sampling import pack_columns, sample_tokens
+    from kernels.triton.sampling import kinds_of, pack_columns, sample_tokens
 
-    logits = torch.randn(rows, shapes.vocab, device=device) * 3
+    flat = torch.randn(rows, shapes.vocab, device=device) * 3
+    peaked = flat.clone()
+    peaked[:, :50] += 12  # nearly all the weight
     one, seeds = np.ones(rows), np.arange(rows, dtype=np.uint64)
-    for name, temperature, top_k, top_p, theirs in (
-        ("greedy", 0.0, 0, 1.0, "argmax"),
-        ("plain", 1.0, 0, 1.0, "softmax, multinomial"),
-        ("top_k 50", 1.0, 50, 1.0, "topk, softmax, multinomial"),
-        ("top_p 0.9", 1.0, 0, 0.9, "sort, softmax, multinomial"),
+    for name, logits, temperature, top_k, top_p, theirs in (
+        ("greedy", flat, 0.0, 0, 1.0, "argmax"),
+        ("plain", flat, 1.0, 0, 1.0, "softmax, multinomial"),
+        ("top_k 50", flat, 1.0, 50, 1.0, "topk, softmax, multinomial"),
+        ("top_p 0.9 of 50 tokens", peaked, 1.0, 0, 0.9, "sort, softmax, multinomial"),
+        ("top_p 0.9 of thousands", flat, 1.0, 0, 0.9, "sort, softmax, multinomial"),
     ):
         packed = pack_columns(
             temperature=one * temperature,
@@ -231,7 +234,7 @@ def _sampler_cases(shapes: Shapes, device: torch.device, rows: int) -> Iterator[
         yield Case(
             f"sampler {name}",
             f"{rows}x{shapes.vocab}",
-            partial(sample_tokens, logits, words),
+            partial(sample_tokens, logits, words, kinds_of(packed)),
             theirs,
             partial(_torch_sample, logits, temperature, top_k, top_p),
             rows * shapes.vocab * 4,

@@ -10,9 +10,9 @@ import triton.language as tl
 
 from core.sampling.sampler import SamplingInputs, sample
 from kernels.gumbel import noise
-from kernels.triton import gumbel, sampling
-from kernels.triton.sampling import pack_columns, sample_tokens
-from tests.triton_device import ANYWHERE, DEVICE
+from kernels.triton import gumbel, sampling, threshold_search
+from kernels.triton.sampling import kinds_of, pack_columns, sample_tokens
+from tests.triton_device import ANYWHERE, DEVICE, GPU_ONLY
 
 pytestmark = ANYWHERE
 
@@ -78,8 +78,8 @@ def columns(rows: tuple[Row, ...], seed: int = 0) -> SamplingInputs:
 
 def draw(logits: torch.Tensor, inputs: SamplingInputs) -> list[int]:
     parameters = {name: column for name, column in inputs._asdict().items() if name != "edits"}
-    words = torch.from_numpy(pack_columns(**parameters)).to(DEVICE)
-    return sample_tokens(logits.to(DEVICE), words).tolist()
+    words = pack_columns(**parameters)
+    return sample_tokens(logits.to(DEVICE), torch.from_numpy(words).to(DEVICE), kinds_of(words)).tolist()
 
 
 @pytest.mark.parametrize("kind", ["spread", "tied", "forbidden"])
@@ -92,6 +92,30 @@ def test_draws_equal_those_of_the_sampler(kind: str) -> None:
         logits[:, 4:] = -torch.inf
     inputs = columns(ROWS)
     assert draw(logits, inputs) == sample(logits.numpy().copy(), inputs).tolist()
+
+
+@pytest.mark.parametrize("kind", ["usual", "flat", "tied"])
+def test_short_lists_and_whole_rows_leave_the_same_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With lists of two groups at most, most rows are searched as a whole."""
+    logits = torch.randn((len(ROWS), 700), generator=torch.Generator().manual_seed(4)) * (0.1 if kind == "flat" else 3)
+    if kind == "tied":
+        logits = logits.round()
+    inputs = columns(ROWS, seed=5)
+    expected = draw(logits, inputs)
+    monkeypatch.setattr(threshold_search, "MOST_GROUPS", 2)
+    monkeypatch.setattr(threshold_search, "SOME_GROUPS", 1)
+    assert draw(logits, inputs) == expected
+    assert expected == sample(logits.numpy().copy(), inputs).tolist()
+
+
+@pytest.mark.parametrize(("rows", "vocab_size"), [(2, 10_001), pytest.param(24, 128_256, marks=GPU_ONLY)])
+def test_rows_of_several_pieces(rows: int, vocab_size: int) -> None:
+    """Weights differ in their last bits from those of the other sampler: a token at a border may stay or go."""
+    logits = torch.randn((rows * len(ROWS), vocab_size), generator=torch.Generator().manual_seed(3)) * 3
+    inputs = columns(ROWS * rows)
+    got, expected = draw(logits, inputs), sample(logits.numpy().copy(), inputs).tolist()
+    alike = sum(mine == theirs for mine, theirs in zip(got, expected, strict=True))
+    assert alike >= 0.99 * len(expected), (got, expected)
 
 
 def test_in_blocks_smaller_than_the_vocabulary(monkeypatch: pytest.MonkeyPatch) -> None:
