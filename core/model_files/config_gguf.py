@@ -228,6 +228,7 @@ def _features(header: GgufHeader, values: Values, architecture: Architecture, si
         or (architecture.qk_norm_key is not None and "blk.0.attn_q_norm.weight" in header.tensors),
         "qk_norm_of_rows": architecture.qk_norm_of_rows,
         "qk_norm_by_head": architecture.qk_norm_by_head,
+        "qk_norm_after": architecture.qk_norm_after,
         "pre_norms": architecture.pre_norms,
         "post_norms": architecture.post_norms,
         "attention_sinks": architecture.attention_sinks,

@@ -212,6 +212,7 @@ def _features(values: Values, architecture: Architecture, sizes: dict[str, Any])
         "qk_norm": architecture.qk_norm if (key := architecture.qk_norm_key) is None else values.boolean(key),
         "qk_norm_of_rows": architecture.qk_norm_of_rows,
         "qk_norm_by_head": architecture.qk_norm_by_head,
+        "qk_norm_after": architecture.qk_norm_after,
         "pre_norms": architecture.pre_norms,
         "post_norms": architecture.post_norms,
         "attention_sinks": architecture.attention_sinks,
@@ -284,11 +285,20 @@ def _rope_group(
     width = rotary_dim(values, group, architecture, sizes["head_dim"])
     scaling = read_rope_scaling(group, sizes["max_position_embeddings"], width // 2 if architecture.longrope else None)
     return {
-        "rope_theta": group.number("rope_theta", 1.0, 1e12, theta),
+        "rope_theta": group.number("rope_theta", 1.0, 1e12, theta) * _ntk_factor(group, architecture, width),
         "rope_scaling": scaling,
         "query_growth": growth if isinstance(scaling, YarnScaling) else None,
         "rotary_dim": width if width != sizes["head_dim"] else None,
     }
+
+
+def _ntk_factor(group: Values, architecture: Architecture, width: int) -> float:
+    """Return the factor of theta that a fixed alpha means. width: numbers of a head that are rotated."""
+    if group.get("alpha") is None:
+        return 1.0
+    if not architecture.ntk_alpha:
+        group.refuse("alpha", "only null is")
+    return float(group.number("alpha", 1e-3, 1e9) ** (width / max(1, width - 2)))
 
 
 # --- sliding window -----------------------------------------------------------------------------------------------

@@ -26,6 +26,8 @@ def experts(values: Values, architecture: Architecture) -> ExpertParts | None:
     for name in ("clip_qkv", *_SHARED):
         if values.get(name) not in (None, 0) and name not in (row.shared_size_key, row.shared_count_key):
             values.refuse(name, "only null is")
+    for name in _CHOSEN:
+        _as_number(values, name)
     normalises = values.boolean("norm_topk_prob") if row.normalises is None else row.normalises
     chosen = next((name for name in _CHOSEN if values.get(name) is not None), _CHOSEN[0])
     parts = expert_parts(values, count, row.size_key, chosen, normalises=normalises)
@@ -42,6 +44,15 @@ def experts(values: Values, architecture: Architecture) -> ExpertParts | None:
         scaling=values.number("routed_scaling_factor", 1e-6, 1e6, 1.0) if row.scales else 1.0,
         **_groups(values, row, parts),
     )
+
+
+def _as_number(values: Values, name: str) -> None:
+    """Replace a list of one number for each layer by the number."""
+    listed = values.get(name)
+    if isinstance(listed, list) and listed:
+        if any(one != listed[0] for one in listed):
+            values.refuse(name, "all layers must be alike")
+        values.values[name] = listed[0]
 
 
 def expert_parts(

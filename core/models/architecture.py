@@ -75,6 +75,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm_key: str | None = None  # the setting that says whether there is qk_norm; a GGUF file has its tensors or not
     qk_norm_of_rows: bool = False
     qk_norm_by_head: bool = False
+    qk_norm_after: bool = False
     pre_norms: bool = True
     post_norms: bool = False
     centred_norms: bool = False  # norms are layer normalisations
@@ -94,6 +95,9 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     partial_rotary: bool = False  # the setting partial_rotary_factor exists; GGUF: rope.dimension_count may be less
     query_growth: bool = False  # the setting llama_4_scaling_beta exists; GGUF: attention.temperature_scale
     longrope: bool = False  # the scaling exists
+    ntk_alpha: bool = (
+        False  # the setting alpha of a "dynamic" scaling exists: a fixed factor of theta; GGUF: of freq_base
+    )
     interleaves_heads: bool = False  # the rows of q and k have pairs of rotated numbers as neighbours, in every file
     gguf_yarn_truncates: bool = True  # whether the ends of YaRN's transition are whole dimensions; no key says so
     gguf_interleaves_heads: bool = False  # llama.cpp's converter reorders the rows of q and k so

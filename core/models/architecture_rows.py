@@ -2,6 +2,7 @@
 
 from core.models.architecture import Architecture
 from core.models.centred_rows import CENTRED_ROWS
+from core.models.hunyuan_rows import HUNYUAN_ROWS
 from core.models.latent_rows import LATENT_ROWS
 from core.models.recurrent_rows import RECURRENT_ROWS
 from core.models.routed_rows import QWEN_WINDOW, ROUTED_ROWS
@@ -356,4 +357,4 @@ _DENSE = (
     ),
 )
 
-ROWS = (*_DENSE, *CENTRED_ROWS, *ROUTED_ROWS, *LATENT_ROWS, *RECURRENT_ROWS)
+ROWS = (*_DENSE, *CENTRED_ROWS, *ROUTED_ROWS, *HUNYUAN_ROWS, *LATENT_ROWS, *RECURRENT_ROWS)

@@ -153,9 +153,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     head_bias: bool = False  # so has the head
     is_gated: bool = True  # MLPs have gates
     residual: Residual = "in turn"
-    qk_norm: bool = False  # each head of Q and K is normalised before it is rotated
+    qk_norm: bool = False  # each head of Q and K is normalised
     qk_norm_of_rows: bool = False  # with qk_norm: Q's heads are normalised together, and so are K's
     qk_norm_by_head: bool = False  # with qk_norm: each head has weights of its own
+    qk_norm_after: bool = False  # with qk_norm: after the rotation; else before it
     pre_norms: bool = True  # the inputs of attention and of the MLP are normalised
     post_norms: bool = False  # the results of attention and of the MLP are normalised before they are added
     norm_offset: float = 0.0  # added to each norm's stored weight

@@ -103,7 +103,15 @@ def _mix(mix: Callable[[Tensor, Any, int], Tensor]) -> AttentionParts | CpuRecur
         return AttentionParts(None, mix.scale, latent=mix.latent)
     assert isinstance(mix, CpuAttend), type(mix)
     rope = mix.rope
-    return AttentionParts(rope.norms, mix.scale, rope.of_rows, mix.cap, mix.sinks, centred_norms=rope.is_centred)
+    return AttentionParts(
+        rope.norms,
+        mix.scale,
+        rope.of_rows,
+        mix.cap,
+        mix.sinks,
+        centred_norms=rope.is_centred,
+        norms_after=rope.is_after,
+    )
 
 
 def _mlp(mlp: Mlp) -> DenseParts | CpuExperts:

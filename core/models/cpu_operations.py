@@ -226,6 +226,7 @@ class CpuOperations:
             config.rms_norm_eps,
             of_rows=config.qk_norm_of_rows,
             is_centred=config.centred_norms,
+            is_after=config.qk_norm_after,
         )
         scores = None if sinks is None else sink_scores(sinks)
         return CpuAttend(rope, self._attention, kind, config.scores_scale, config.scores_cap, scores)

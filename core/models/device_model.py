@@ -35,6 +35,7 @@ def missing_on_device(config: ModelConfig) -> str | None:
         "soft cap of attention's scores": config.scores_cap is not None,
         "attention sinks": config.attention_sinks,
         "norms of whole rows of Q and K": config.qk_norm_of_rows,
+        "norms of heads after their rotation": config.qk_norm_after,
         "layers without norms before attention": not config.pre_norms,
         "queries that grow with the position": config.query_growth is not None,
         "longrope": isinstance(config.rope_scaling, LongropeScaling),

@@ -141,8 +141,9 @@ class Operations(Protocol):
         """Return the function (qkv [T, (H + 2 * Hkv) * D], step, index of the layer) -> [T, H * D].
 
         It normalises the heads of Q and K with norms [H + Hkv, D] float32 (None: not at all), each by itself or, with
-        qk_norm_of_rows, Q's together and K's together; rotates them, stores K and V and attends. kind: see
-        layer_kinds.py. sinks [H] float32: the heads' scores that have no value but take part in the softmax.
+        qk_norm_of_rows, Q's together and K's together; rotates them (with qk_norm_after, before that), stores K and V
+        and attends. kind: see layer_kinds.py. sinks [H] float32: the heads' scores that have no value but take part in
+        the softmax.
         """
 
     def latent_attention(self, kind: int, latent: LatentParts, weights: LatentWeights) -> LatentAttention:

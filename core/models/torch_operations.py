@@ -180,11 +180,12 @@ class TorchOperations:
         """Return the attention of one layer; see Operations."""
         scale, cap = self._config.scores_scale, self._config.scores_cap
         scores = None if sinks is None else to_tensor(sinks)
-        normed = self._head_norms(norms)
+        unchanged, normed = torch.Tensor.float, self._head_norms(norms)
+        around = (unchanged, normed) if self._config.qk_norm_after else (normed, unchanged)
 
         def attend(qkv: torch.Tensor, step: TorchStep, index: int) -> torch.Tensor:
             cos, sin = step.tables[kind]
-            q = rope_kv_write(qkv, cos, sin, step.cache, index, step.write_rows, step.write_tokens, normed)
+            q = rope_kv_write(qkv, cos, sin, step.cache, index, step.write_rows, step.write_tokens, *around)
             if step.query_factors is not None:
                 q = q * step.query_factors
             return paged_attention(q, step.cache, index, step.work[kind], scale, cap, scores)
@@ -196,7 +197,7 @@ class TorchOperations:
         return TorchLatentAttend(latent, weights, kind, self._config.scores_scale, DTYPES[self._dtype], self._dtype)
 
     def _head_norms(self, norms: Floats | None) -> Operation:
-        """Return the operation on heads of Q and K [T, H + Hkv, D] before they are rotated, to float32."""
+        """Return the operation on heads of Q and K [T, H + Hkv, D] before or after they are rotated, to float32."""
         config = self._config
         if norms is None:
             return torch.Tensor.float

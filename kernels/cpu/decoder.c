@@ -234,6 +234,7 @@ static void rotate(const Share *share) {
         .norms = layer->norms,
         .norms_of_rows = layer->norms_of_rows,
         .is_centred = layer->centred_norms,
+        .is_after = layer->norms_after,
         .slots = kind->slots,
         .q = step->q,
         .layer = *share->cache,

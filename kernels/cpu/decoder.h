@@ -28,7 +28,7 @@ typedef struct {
     float scale, cap_factor;                  /* see attention.h */
     int32_t kind;                             /* kind of window and rotation: index into the step's kinds */
     int64_t tap;                              /* place + 1 among the taps of what the layer reads; 0 = none */
-    int32_t norms_of_rows, centred_norms;     /* of heads: see rope.h */
+    int32_t norms_of_rows, centred_norms, norms_after; /* of heads: see rope.h */
     const Experts *experts;                   /* instead of gate_up and down; or NULL */
     const float *sinks;                       /* see attention.h; or NULL */
     const Latent *latent;                     /* around attention; qkv has the columns of LatentStep.qkv. Or NULL */

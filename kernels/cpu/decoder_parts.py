@@ -40,6 +40,7 @@ class AttentionParts(NamedTuple):
     sinks: Floats | None = None  # [H], of sink_scores()
     latent: CpuLatent | None = None  # around attention
     centred_norms: bool = False
+    norms_after: bool = False
 
 
 class LayerParts(NamedTuple):
@@ -156,7 +157,7 @@ def layer_arguments(parts: LayerParts) -> LayerArguments:
         return arguments
     arguments.scale, arguments.cap_factor = score_factors(mix.scale, mix.cap)
     arguments.norms, arguments.norms_of_rows = address(mix.norms), mix.norms_of_rows
-    arguments.centred_norms = mix.centred_norms
+    arguments.centred_norms, arguments.norms_after = mix.centred_norms, mix.norms_after
     arguments.sinks = address(mix.sinks)
     arguments.latent = None if mix.latent is None else ctypes.addressof(mix.latent.arguments)
     return arguments

@@ -33,9 +33,14 @@ INLINE void rotate_numbers(const RopeKvWrite *args, int token, int head, const v
         normalise_numbers(args, x, dtype, weight, head_dim, out, dtype);
         return;
     }
-    float normed[MAX_HEAD_DIM];
-    normalise_numbers(args, x, dtype, weight, head_dim, normed, FLOAT32);
-    rotate(normed, FLOAT32, cos, sin, head_dim / 2, out, dtype);
+    float between[MAX_HEAD_DIM];
+    if (args->is_after) {
+        rotate(x, dtype, cos, sin, head_dim / 2, between, FLOAT32);
+        normalise_numbers(args, between, FLOAT32, weight, head_dim, out, dtype);
+    } else {
+        normalise_numbers(args, x, dtype, weight, head_dim, between, FLOAT32);
+        rotate(between, FLOAT32, cos, sin, head_dim / 2, out, dtype);
+    }
 }
 
 /* Normalise and rotate one head of Q or K: x [head_dim] to out, both of the cache's dtype; they must not overlap. */

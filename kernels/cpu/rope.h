@@ -1,6 +1,6 @@
 /* Rotary position embedding, half-split ("neox") layout (Su et al. 2021, arXiv 2104.09864), and the KV cache write.
  *
- * The heads of Q and K are normalised if norms is given. Then they are rotated: each pair (x[i], x[i + head_dim /
+ * The heads of Q and K are normalised if norms is given, before or after they are rotated: each pair (x[i], x[i + head_dim /
  * 2]) is turned by its angle with two products and a sum, each rounded to float32. Q is written to `q`, K and V to the
  * cache, each rounded once. If K or V is not finite, K's first number becomes NaN. So the error reaches every row that
  * sees the token. Without that, an infinity could make a score minus infinity, as if the token were hidden.
@@ -24,7 +24,7 @@ typedef struct {
     float eps;
     int32_t norms_of_rows; /* Q's heads are normalised together, in qkv, and so are K's */
     int32_t is_centred;    /* norms are layer normalisations without biases (norm.h); else of root mean squares */
-    int32_t reserved;
+    int32_t is_after;      /* heads are normalised after the rotation; not with norms_of_rows */
 } RopeKvWrite;
 
 void rope_kv_write_part(const RopeKvWrite *args, int thread, int num_threads);

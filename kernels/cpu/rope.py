@@ -46,9 +46,9 @@ class RotaryTable:
 class CpuRope:
     """Rotates one layer's Q and K, and writes K and V to the cache.
 
-    norms [H + Hkv, D] float32: weights of the norms of Q's and K's heads, before rotation; None = no norms. of_rows:
+    norms [H + Hkv, D] float32: weights of the norms of Q's and K's heads; None = no norms. of_rows:
     Q's heads are normalised together, and so are K's; qkv is overwritten then. is_centred: the norms are layer
-    normalisations; else of root mean squares."""
+    normalisations; else of root mean squares. is_after: they follow the rotation; else they precede it."""
 
     def __init__(
         self,
@@ -59,8 +59,11 @@ class CpuRope:
         *,
         of_rows: bool = False,
         is_centred: bool = False,
+        is_after: bool = False,
     ) -> None:
+        assert not (of_rows and is_after), "rows of heads are normalised before the rotation"
         self.num_heads, self.eps, self.of_rows, self.is_centred = num_heads, eps, of_rows, is_centred
+        self.is_after = is_after
         self.norms = None if norms is None else np.ascontiguousarray(norms)
         self._run = library.function("rope_kv_write", ctypes.POINTER(RopeArguments))
 
@@ -100,6 +103,7 @@ class CpuRope:
                 self.eps,
                 self.of_rows,
                 self.is_centred,
+                self.is_after,
             )
         )
         return q

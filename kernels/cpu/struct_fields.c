@@ -108,7 +108,7 @@ EXPORT const StructField struct_fields[] = {
 #define STRUCT DecoderLayer
     WHOLE FIELD(qkv) FIELD(o) FIELD(gate_up) FIELD(down) FIELD(input_norm) FIELD(mlp_norm) FIELD(attention_out_norm)
     FIELD(mlp_out_norm) FIELD(norms) FIELD(scale) FIELD(cap_factor) FIELD(kind) FIELD(tap) FIELD(norms_of_rows)
-    FIELD(centred_norms) FIELD(experts) FIELD(sinks) FIELD(latent) FIELD(recurrence) FIELD(output_gate)
+    FIELD(centred_norms) FIELD(norms_after) FIELD(experts) FIELD(sinks) FIELD(latent) FIELD(recurrence) FIELD(output_gate)
 #undef STRUCT
 #define STRUCT Place
     WHOLE FIELD(first) FIELD(width) FIELD(bounds)
@@ -177,7 +177,7 @@ EXPORT const StructField struct_fields[] = {
 #undef STRUCT
 #define STRUCT RopeKvWrite
     WHOLE FIELD(qkv) FIELD(cos) FIELD(sin) FIELD(query_cos) FIELD(query_sin) FIELD(positions) FIELD(norms) FIELD(slots) FIELD(q) FIELD(layer)
-    FIELD(shape) FIELD(num_heads) FIELD(num_tokens) FIELD(eps) FIELD(norms_of_rows) FIELD(is_centred) FIELD(reserved)
+    FIELD(shape) FIELD(num_heads) FIELD(num_tokens) FIELD(eps) FIELD(norms_of_rows) FIELD(is_centred) FIELD(is_after)
 #undef STRUCT
 #define STRUCT Sampling
     WHOLE FIELD(logits) FIELD(temperature) FIELD(top_k) FIELD(top_p) FIELD(min_p) FIELD(seed) FIELD(position)

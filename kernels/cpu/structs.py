@@ -194,7 +194,7 @@ class LayerArguments(CStruct):
         *_fields("scale cap_factor", _FLOAT),
         ("kind", _INT32),
         ("tap", _INT64),
-        *_fields("norms_of_rows centred_norms", _INT32),
+        *_fields("norms_of_rows centred_norms norms_after", _INT32),
         *_fields("experts sinks latent recurrence output_gate", _POINTER),
     )
 
@@ -355,7 +355,7 @@ class RopeArguments(CStruct):
         ("shape", CacheShape),
         *_fields("num_heads num_tokens", _INT32),
         ("eps", _FLOAT),
-        *_fields("norms_of_rows is_centred reserved", _INT32),
+        *_fields("norms_of_rows is_centred is_after", _INT32),
     )
 
 

@@ -38,16 +38,18 @@ def rope_kv_write(
     write_rows: torch.Tensor,
     write_tokens: torch.Tensor | slice,
     before: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float,
+    after: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float,
 ) -> torch.Tensor:
     """Rotate Q and K, store K and V; return Q [T, H, D] float32.
 
-    before maps the heads of Q and K, [T, H + Hkv, D] in the cache's dtype, to the float32 values to rotate. qkv [T, (H
+    before maps the heads of Q and K, [T, H + Hkv, D] in the cache's dtype, to the float32 values to rotate; after
+    maps those that are rotated. qkv [T, (H
     + 2 * Hkv) * D] is in the cache's dtype; cos and sin come from rotary_tables. write_tokens picks the tokens that
     have a slot, write_rows = cache.slot_rows(their slots). K is overwritten in qkv.
     """
     kv_width = cache.num_kv_heads * cache.head_dim
     q_width = qkv.shape[1] - 2 * kv_width
-    rotated = rotate(before(qkv[:, : q_width + kv_width].view(len(qkv), -1, cache.head_dim)), cos, sin)
+    rotated = after(rotate(before(qkv[:, : q_width + kv_width].view(len(qkv), -1, cache.head_dim)), cos, sin))
     num_heads = q_width // cache.head_dim
     qkv[:, q_width : q_width + kv_width] = rotated[:, num_heads:].flatten(1)
     cache.write(layer, write_rows, qkv[write_tokens, q_width:])

@@ -168,6 +168,8 @@ def test_routed_mlps(tmp_path: Path) -> None:
     assert experts(model_type="mixtral") == (8, 2, 96, True, ())
     assert experts(model_type="olmoe") == (64, 8, 96, False, ())
     assert experts(model_type="granitemoe", num_local_experts=3) == (3, 2, 96, True, ())
+    listed = {"num_experts": 6, "moe_topk": [2] * 8}  # a number for each layer
+    assert experts(model_type="hunyuan_v1_moe", **listed) == (6, 2, 96, True, ())
     assert read(tmp_path, model_type="qwen3").experts is None
     assert read(tmp_path, model_type="granitemoehybrid", num_local_experts=0, layer_types=FULL).experts is None
 
@@ -191,6 +193,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "olmoe", "shared_intermediate_size": 8}, "shared_intermediate_size=8.*only null is"),
     ({"model_type": "qwen2_moe", "use_sliding_window": True}, "use_sliding_window=True.*only false is"),
     ({"model_type": "olmoe", "clip_qkv": 8.0}, "clip_qkv=8.0.*only null is"),
+    (
+        {"model_type": "hunyuan_v1_moe", "num_experts": 6, "moe_topk": [2] * 7 + [1]},
+        r"num_experts_per_tok=\[2, .*1\].*all layers must be alike",
+    ),
+    ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "alpha": 50.0}}, "alpha=50.0.*only null is"),
     ({"model_type": "ernie4_5", "use_bias": True}, "use_bias=True.*only false is"),
     (
         {"model_type": "llama", "layer_types": ["mamba", "attention"] * 4},

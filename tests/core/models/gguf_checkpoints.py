@@ -173,7 +173,11 @@ def metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_uint32("tokenizer.ggml.eos_token_id", config.eos_token_id)
     special_metadata(writer, config)
     rope = config.rope_parameters.get("full_attention", config.rope_parameters)
-    writer.add_rope_freq_base(rope["rope_theta"])
+    alpha = rope.get("alpha", 1.0)
+    writer.add_rope_freq_base(rope["rope_theta"] * alpha ** (1.0 if head_dim is None else head_dim / (head_dim - 2)))
+    if "alpha" in rope:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+        writer.add_rope_scaling_factor(1.0)
     if rope["rope_type"] in ("linear", "yarn"):
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])

@@ -18,6 +18,8 @@ ROUTED_GGUF_CASES = {
     "deepseek-v2": "deepseek2",
     "deepseek-v3": "deepseek2",
     "glm4.7-flash": "deepseek2",
+    "hunyuan-dense": "hunyuan-dense",
+    "hunyuan-moe": "hunyuan-moe",
 }
 
 
@@ -26,7 +28,7 @@ def special_tensors(name: str, tensor: torch.Tensor, config: Any) -> dict[str, t
     block = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
     if "e_score_correction" in name:
         return {f"{block}.exp_probs_b.bias": tensor.flatten()}
-    if "shared_mlp" in name:  # an only MLP where there are no experts
+    if "shared_mlp" in name and "linear" in name:  # an only MLP where there are no experts
         ending = "_shexp" if config.num_local_experts else ""
         if "output_linear" in name:
             return {f"{block}.ffn_down{ending}.weight": tensor}
@@ -48,6 +50,10 @@ def routed_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     """What describes experts, and latent attention."""
     if getattr(config, "kv_lora_rank", None) is not None:
         latent_metadata(writer, config)
+    if config.model_type == "hunyuan_v1_moe":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_expert_shared_feed_forward_length(config.intermediate_size)
+        writer.add_expert_shared_count(1)
     count = getattr(config, "n_shared_experts", None) or getattr(config, "moe_num_shared_experts", None)
     if count is None:
         return

@@ -122,6 +122,8 @@ WRONG: list[tuple[str, str, Any]] = [
     ("cohere", "logits_multiplier", 1.0),
     ("cohere2", "unrotated_layers", ()),
     ("cohere-head-norms", "rms_norm_eps", 1e-2),
+    ("hunyuan-dense", "qk_norm_after", False),
+    ("hunyuan-dense", "rope_theta", 1e4),
     ("nemotron", "hidden_act", "gelu"),
     ("nemotron", "norm_offset", 0.0),
     ("gpt-neox", "residual", "in turn"),

@@ -95,6 +95,7 @@ KINDS: dict[str, ModelConfig] = {
     "centred head norms": msgspec.structs.replace(
         TINY, qk_norm=True, qk_norm_by_head=True, centred_norms=True, unrotated_layers=(1,), head_dim=24
     ),
+    "head norms after rotation": msgspec.structs.replace(TINY, qk_norm=True, qk_norm_after=True),
     "beside attention": msgspec.structs.replace(TINY, **_BESIDE),
 }
 

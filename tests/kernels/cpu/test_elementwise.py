@@ -118,21 +118,27 @@ def centred(x, weight, eps, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("head_dim", [2, 20, 64, 80, 256])
 @pytest.mark.parametrize("normalises", [None, rms_norm, centred], ids=["no norms", "norms", "centred norms"])
-def test_rope(normalises, head_dim, dtype, library):
+@pytest.mark.parametrize("is_after", [False, True], ids=["before", "after"])
+def test_rope(is_after, normalises, head_dim, dtype, library):
     """The result has the bits of kernels.torch.rope without head norms, and is close to it with them."""
     num_heads, num_kv_heads = 5, 2
     qkv = torch.randn(40, (num_heads + 2 * num_kv_heads) * head_dim, generator=torch.Generator().manual_seed(0))
     qkv = qkv.to(dtype)
     norms = torch.rand(num_heads + num_kv_heads, head_dim, generator=torch.Generator().manual_seed(1)) + 0.5
-    rope = CpuRope(library, num_heads, norms if normalises else None, EPS, is_centred=normalises is centred)
+    rope = CpuRope(
+        library, num_heads, norms if normalises else None, EPS, is_centred=normalises is centred, is_after=is_after
+    )
     cache = CpuKVCache(2, 5, 16, num_kv_heads, head_dim, dtype)
     slots = torch.arange(16, 56)
     positions, table = torch.arange(40) * 13, table_of(head_dim, 10_000.0)
     cos, sin = rotary_tables(positions, head_dim, 10_000.0)
     heads = qkv.view(40, -1, head_dim)[:, : num_heads + num_kv_heads].float()
-    if normalises:
+    if normalises and not is_after:
         heads = normalises(heads, norms, EPS, torch.float32)
-    expected = rotate(heads, cos, sin).to(dtype)
+    expected = rotate(heads, cos, sin)
+    if normalises and is_after:
+        expected = normalises(expected, norms, EPS, torch.float32)
+    expected = expected.to(dtype)
     q = rope(qkv, table, positions, cache, 1, slots)
     keys = cache.keys(1).flatten(0, 1)[slots]
     got = torch.cat((q, keys), 1)
