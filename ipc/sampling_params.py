@@ -228,6 +228,8 @@ _PENALTIES = {
 
 
 def _number(name: str, value: object, low: float, high: float) -> float:
+    if type(value) is float and low <= value <= high:  # as a message's are; a first token waits for these checks
+        return value
     if type(value) is not float and (isinstance(value, bool) or not isinstance(value, numbers.Real)):
         raise InvalidRequestError(f"{name} must be a number in [{low:g}, {high:g}], got {value!r}")
     plain = value if isinstance(value, (int, float)) else float(value)  # NumPy's scalars
@@ -237,6 +239,8 @@ def _number(name: str, value: object, low: float, high: float) -> float:
 
 
 def _integer(name: str, value: object, low: int, high: int) -> int:
+    if type(value) is int and low <= value <= high:
+        return value
     if type(value) is not int and (isinstance(value, bool) or not isinstance(value, numbers.Integral)):
         raise InvalidRequestError(f"{name} must be an integer in [{low}, {high}], got {value!r}")
     plain = int(value)

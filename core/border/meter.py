@@ -121,6 +121,7 @@ class RequestMeter:
         self._first_token = Samples({"time_to_first_token_seconds": _FIRST_TOKEN_S})
         self._next_token = Samples({"inter_token_latency_seconds": _TOKEN_S})
         self._clients: dict[int, _Client] = {}
+        self._arrived: list[tuple[int, Submission, float]] = []  # clients' requests that are not in there yet
         self._num_finished = dict.fromkeys(("stop", "length", "abort", "error"), 0)
         self._num_refused: dict[str, int] = {}
 
@@ -131,22 +132,31 @@ class RequestMeter:
         return Metrics(call, True, histograms, dict(self._num_finished), dict(self._num_refused), num_sessions)
 
     def note_request(self, client: int, request: Submission, refusal: RequestFailed | None, now: float) -> None:
-        """Note a request that has arrived, and its refusal. One that is sent a second time counts once."""
+        """Note a request that has arrived, and its refusal. One that is sent a second time counts once.
+
+        It is entered later: its first token waits for what happens here, and not for what follows a message.
+        """
         if refusal is not None:
             name = refusal.code.name
             self._num_refused[name] = self._num_refused.get(name, 0) + 1
             if self._log is not None:
                 self._log("request refused", client=client, number=request.number, reason=name)
             return
-        own = self._clients.setdefault(client, _Client())
-        first = request.number << _CHOICE_BITS
-        if first not in own.choices:
-            group = _Group(request, now, request.params.n, client, len(request.prompt_token_ids) // 4)
-            for choice in range(request.params.n):
-                own.choices[first + choice] = _Choice(group)
+        self._arrived.append((client, request, now))
+
+    def _enter_arrived(self) -> None:
+        for client, request, arrival in self._arrived:
+            own = self._clients.setdefault(client, _Client())
+            first = request.number << _CHOICE_BITS
+            if first not in own.choices:
+                group = _Group(request, arrival, request.params.n, client, len(request.prompt_token_ids) // 4)
+                for choice in range(request.params.n):
+                    own.choices[first + choice] = _Choice(group)
+        self._arrived.clear()
 
     def note_messages(self, messages: Sequence[tuple[int, ServerMessage]], now: float) -> None:
         """Note the messages of a step, as they are handed over."""
+        self._enter_arrived()
         for client, message in messages:
             own = self._clients.get(client)
             if own is None:
@@ -166,6 +176,7 @@ class RequestMeter:
 
     def forget_client(self, client: int) -> None:
         """Count what a client leaves behind as aborted."""
+        self._enter_arrived()
         own = self._clients.pop(client, _Client())
         for key in list(own.choices):
             self._forget(own, key, "abort", None)

@@ -63,8 +63,10 @@ class Placement:
     def loads(self) -> list[int]:
         """Return the load of each row of the table; a huge number where none is taken."""
         table = self._replicas
-        loads: list[int] = np.where(table.is_open, table.queued + ROW_TOKENS * table.live, _CLOSED).tolist()
-        return loads
+        columns = table.is_open.tolist(), table.queued.tolist(), table.live.tolist()  # few rows: no sums of columns
+        return [
+            queued + ROW_TOKENS * live if is_open else _CLOSED for is_open, queued, live in zip(*columns, strict=True)
+        ]
 
     def _draw(self, rows: list[int]) -> int:
         """Return one of these replicas, as the seed and the number of the decision say."""

@@ -6,7 +6,7 @@ multiplication, and all keys of a prompt from one sum over columns. Two contents
 never a wrong answer: the replica compares the tokens themselves.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from operator import mul
 from struct import unpack_from
 
@@ -18,6 +18,8 @@ from ipc.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored, KVEv
 _ODD = 0x9E3779B97F4A7C15  # the fractional part of the golden ratio, which is odd
 _MASK = 2**64 - 1
 _FIRST_POWERS = 64
+#: Blocks of a prompt whose keys are made one after the other, as far as they are cached. Arrays take longer for so few.
+_FEW_BLOCKS = 6
 
 
 class PrefixIndex:
@@ -101,26 +103,32 @@ class _Blocks:
         keys: list[int] = ((terms + np.uint64(_root_key(root))) * self._powers[1 : count + 1]).tolist()
         return keys
 
-    def _first_key(self, root: int, token_ids: bytes) -> int:
-        """Return the key of a prompt's first block."""
-        own: int = sum(map(mul, unpack_from(self._format, token_ids), self._first_weights)) + self._zeros
-        return (_root_key(root) * self._factor + own) & _MASK
+    def _keys_in_turn(self, root: int, token_ids: bytes, count: int) -> Iterator[int]:
+        """Yield the keys of a prompt's first `count` blocks, each as it is asked for."""
+        key, weights, factor = _root_key(root), self._first_weights, self._factor
+        for at in range(0, 4 * self._size * count, 4 * self._size):
+            own: int = sum(map(mul, unpack_from(self._format, token_ids, at), weights)) + self._zeros
+            key = (key * factor + own) & _MASK
+            yield key
 
     def match(self, root: int, token_ids: bytes) -> dict[int, int]:
         count = (len(token_ids) // 4 - 1) // self._size
         if count < 1 or not self._holders:
             return {}
-        holders = self._holders.get
-        mask = holders(self._first_key(root, token_ids), 0)
-        if not mask:  # as that of most new prompts; the keys of all blocks take four times as long
+        holders, keys = self._holders.get, self._keys_in_turn(root, token_ids, count)
+        mask = holders(next(keys), 0)
+        if not mask:  # as that of most new prompts
             return {}
-        found, depth, keys = dict[int, int](), 0, self.keys(root, token_ids, count)
-        while mask and depth < count:
-            depth += 1
-            here = mask & holders(keys[depth], 0) if depth < count else 0
+        found, depth = dict[int, int](), 1
+        for key in keys if count <= _FEW_BLOCKS else self.keys(root, token_ids, count)[1:]:
+            here = mask & holders(key, 0)
             if here != mask:
                 _note(found, mask & ~here, depth * self._size)
                 mask = here
+                if not mask:
+                    return found
+            depth += 1
+        _note(found, mask, depth * self._size)
         return found
 
     def store(self, replica: int, event: KVBlocksStored) -> None:

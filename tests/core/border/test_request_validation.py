@@ -49,6 +49,8 @@ def test_good_requests(change: dict[str, object]) -> None:
             "token 100 at index 1 of the prompt is not in the vocabulary: ids go from 0 to 99",
         ),
         ({"prompt_token_ids": ids(-1)}, "token -1 at index 0"),
+        ({"prompt_token_ids": ids(*[1] * 70, 100, *[1] * 9)}, "token 100 at index 70"),
+        ({"prompt_token_ids": ids(*[1] * 70, -1, *[1] * 9)}, "token -1 at index 70"),
         ({"delivered": [ids(1, 2), ids(1)]}, "2 choices and may have n=1"),
         ({"delivered": [b"123"]}, "delivered[0] has 3 bytes"),
         ({"delivered": [ids(1, -5)]}, "token -5 at index 1 of delivered[0]"),

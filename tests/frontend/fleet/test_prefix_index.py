@@ -1,13 +1,14 @@
 """PrefixIndex against plain sets fed with the same events, and against an engine's own prefix cache."""
 
 import random
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
 from core.kv.block_names import hash_blocks
-from frontend.fleet.prefix_index import PrefixIndex
+from frontend.fleet.prefix_index import _FEW_BLOCKS, PrefixIndex, _Blocks
 from ipc.block_roots import PLAIN_ROOT, root_of_salt
 from ipc.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
 from tests.frontend.fleet.stand import CONFIG, Stand
@@ -78,6 +79,27 @@ def test_random_events(seed: int) -> None:
         assert index.num_blocks(replica) == len(oracle.cached[replica])
         index.forget(replica)
     assert index._by_size[SIZE]._holders == {}
+
+
+def test_few_blocks_are_looked_up_as_many_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three replicas have the first 1, 5 and 12 blocks of a prompt; only more than _FEW_BLOCKS need arrays."""
+    index, tokens, num_arrays = PrefixIndex(), [random.Random(1).randrange(2**31) for _ in range(13 * SIZE)], 0
+    for replica, depth in enumerate([1, 5, 12]):
+        blocks = [(at, at - 1 if at else PLAIN_ROOT, tokens[at * SIZE : (at + 1) * SIZE]) for at in range(depth)]
+        index.apply(replica, [stored(blocks)])
+    keys = _Blocks.keys
+
+    def noted(*arguments: Any) -> list[int]:
+        nonlocal num_arrays
+        num_arrays += 1
+        return keys(*arguments)
+
+    monkeypatch.setattr(_Blocks, "keys", noted)
+    for count in range(13):
+        prompt = ids(tokens[: count * SIZE + 1])
+        expected = {replica: SIZE * min(depth, count) for replica, depth in enumerate([1, 5, 12]) if count}
+        assert index.match(PLAIN_ROOT, prompt) == expected
+        assert num_arrays == max(0, count - _FEW_BLOCKS)
 
 
 def test_blocks_of_several_sizes_and_torn_events() -> None:
