@@ -41,7 +41,7 @@ class Batch:
         self.carried = Carried()
         self.kept_states: KeptStates | None = None  # of a model with recurrent layers
         self._window = config.kv_window or 0  # tokens that a token sees; 0: all before it
-        self.host_cache = HostCache(self, config.num_host_blocks or 0, config.num_swap_blocks or 0)
+        self.host_cache = self._make_host(config.num_host_blocks or 0, config.num_swap_blocks or 0)
         self.before_release: list[Callable[[Rows], None]] = []  # called with rows that are about to be released
         self.on_release: list[Callable[[Request], None]] = []  # called for each request that loses its row
         self.on_copy: list[Callable[[int, int], None]] = []  # called with a row that becomes a copy, and its source
@@ -51,6 +51,9 @@ class Batch:
 
     def _make_cache(self, config: EngineConfig) -> PrefixCache:
         return PrefixCache(self.table, self.pool.names, config.enable_prefix_caching)
+
+    def _make_host(self, num_slots: int, first: int) -> HostCache:
+        return HostCache(self, num_slots, first)
 
     def _make_forks(self) -> Forks:
         return Forks(self.table, self.pool, self.prefix_cache, self.in_flight)

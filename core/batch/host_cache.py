@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from core.batch.request import Request
+from core.batch.table import RequestStart
 from core.kv.block_names import UNNAMED, BlockNames
 from core.kv.block_ring import BlockRing
 from ipc.arrays import BlockIds, Bools, Int32s, Ints
@@ -48,6 +49,15 @@ class HostCache:
         """Return the number of blocks that are kept."""
         return len(self.names)
 
+    def _is_named(self, slots: Ints) -> Bools:
+        """Return which of these slots have content that can be found, bool [n]."""
+        named: Bools = self.names.content[slots] != UNNAMED
+        return named
+
+    def _forget(self, slots: Ints) -> None:
+        """Remove the names of slots that have one, and are in no list."""
+        self.names.forget(slots)
+
     # --- what the KV cache evicts ---------------------------------------------------------------------------------
 
     def keep(self, blocks: BlockIds) -> None:
@@ -79,6 +89,10 @@ class HostCache:
         """Forget the blocks with these content numbers."""
         slots = np.flatnonzero(np.isin(self.names.content, contents[contents != UNNAMED]))
         self.names.forget(slots)
+        self._release(slots)
+
+    def _release(self, slots: Ints) -> None:
+        """Let these slots, which have lost their names, be blank; those that something reads or writes, later."""
         unread = slots[self._ring.holds(slots)]
         self._ring.discard(unread)
         self._push_blank(unread)
@@ -98,13 +112,21 @@ class HostCache:
         slots, content = self.names.find(content, token_ids, request.block_hashes[num_hits:count])
         return (slots, content) if len(slots) else (None, content)
 
-    def pin(self, slots: Int32s) -> None:
-        """Let no other block take these slots until the plan is made: it reads them."""
+    def pin(self, start: RequestStart) -> None:
+        """Let no other block take the slots from which a request starts until the plan is made: it reads them."""
+        assert start.host_slots is not None, "the host has nothing for this start"
+        self._pin(start.host_slots)
+
+    def copy_back(self, start: RequestStart) -> None:
+        """Copy what the host has for a request into its blocks, which get their names."""
+        assert start.host_slots is not None, "the host has nothing for this start"
+        self._copy_back(start.host_slots, start.block_ids[start.num_hits : start.num_hits + start.num_loaded])
+
+    def _pin(self, slots: Int32s | Ints) -> None:
         self._ring.discard(slots)
         self._pinned.append(slots.astype(np.int64))
 
-    def copy_back(self, slots: Int32s, blocks: Int32s) -> None:
-        """Copy pinned slots [n] into blocks [n], which get their names."""
+    def _copy_back(self, slots: Int32s, blocks: Int32s) -> None:
         names = self.names
         keys, parents, token_ids = names.described(slots)
         self._batch.pool.names.adopt(blocks, names.content[slots], keys, parents, token_ids)
@@ -117,7 +139,7 @@ class HostCache:
         """Release the slots that the finished plan reads and writes: they are the most recent ones."""
         if self._pinned:
             slots = self._all_pinned()
-            named = self.names.content[slots] != UNNAMED
+            named = self._is_named(slots)
             idle = ~self.is_busy[slots]
             self._ring.push(slots[named & idle])
             self._push_blank(slots[~named & idle])  # forgotten meanwhile
@@ -126,7 +148,7 @@ class HostCache:
             slots = np.concatenate(self._written)
             self._written.clear()
             if self.on_written is not None:
-                self.on_written(slots[self.names.content[slots] != UNNAMED])
+                self.on_written(slots[self._is_named(slots)])
 
     # --- what is beyond the host -----------------------------------------------------------------------------------
 
@@ -149,7 +171,7 @@ class HostCache:
         """Let these slots be used again; those with a name are the most recent ones."""
         self.is_busy[slots] = False
         slots = slots[~np.isin(slots, self._all_pinned())]
-        named = self.names.content[slots] != UNNAMED
+        named = self._is_named(slots)
         self._ring.push(slots[named])
         self._push_blank(slots[~named])
 
@@ -162,7 +184,7 @@ class HostCache:
         self._num_blank -= from_blank
         if from_blank < count:
             evicted = self._ring.pop(count - from_blank)
-            self.names.forget(evicted)
+            self._forget(evicted)
             slots = np.concatenate([slots, evicted])
         self.times_given[slots] += 1
         return slots
@@ -198,7 +220,7 @@ class HostCache:
         odd = np.flatnonzero(states.sum(1) != 1)
         assert not len(odd), f"slots {odd[:8]} are (blank, kept, pinned or busy) = {states[odd[:8]].tolist()}"
         assert self._num_blank == states[:, 0].sum(), "a slot is blank twice"
-        named = self.names.content != UNNAMED
+        named = self._is_named(slots)
         assert named[states[:, 1]].all(), "a kept slot has no name"
         assert not named[states[:, 0]].any(), "a blank slot has a name"
 

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from core.batch.request import NO_ROW, Request
-from ipc.arrays import NO_INT32S, BlockIds, Int32s, Ints, Rows, TokenIds
+from ipc.arrays import NO_INT32S, NO_INTS, BlockIds, Int32s, Ints, Rows, TokenIds
 from ipc.columns import Columns, column
 from ipc.paged_rows import PagedRows
 
@@ -30,8 +30,14 @@ class WindowStart(msgspec.Struct, eq=False, gc=False):
     """The blocks of layers with a window with which a request starts, where these layers have blocks of their own."""
 
     num_passed: int  # blocks that no token to compute reads; the row has none in their places
-    hits: Int32s  # the next ones, which were found or are shared
+    hits: Int32s  # the next ones, which were found or are shared; NULL_BLOCK: it is copied back from the host
+    leads: Ints = NO_INTS  # of those copied back: the first of its slots there
     block_ids: Int32s = NO_INT32S  # all, from the first place on: NULL_BLOCK for those that are passed
+
+    @property
+    def num_hits(self) -> int:
+        """Return how many blocks were found or are shared."""
+        return len(self.hits) - len(self.leads)
 
 
 class RequestStart(msgspec.Struct, eq=False, gc=False):
@@ -52,7 +58,8 @@ class RequestStart(msgspec.Struct, eq=False, gc=False):
     block_ids: Int32s = NO_INT32S
     num_named_blocks: int = 0
     fork: Fork | None = None
-    host_slots: Int32s | None = None  # of the blocks after the hits, which are copied back from the host; None: none
+    #: Of the blocks after the hits, which are copied back from the host. None: nothing is; see WindowStart.leads, too.
+    host_slots: Int32s | None = None
     num_loaded: int = 0  # of these
     window: WindowStart | None = None
 

@@ -11,6 +11,7 @@ from core.batch.new_blocks import NewBlocks
 from core.batch.request import Request
 from core.batch.table import RequestStart, WindowStart
 from core.batch.window_cache import WindowCache, WindowForks
+from core.batch.window_host import WindowHost
 from core.batch.window_table import WindowTable
 from core.kv.block_pool import NULL_BLOCK
 from core.kv.page_pool import PagePool
@@ -32,6 +33,7 @@ class WindowBatch(Batch):
     pool: PagePool
     prefix_cache: WindowCache
     forks: WindowForks
+    host_cache: WindowHost
 
     def __init__(self, config: EngineConfig, eos_token_ids: tuple[int, ...]) -> None:
         assert config.kv_window, f"pages of {config.kv_page_blocks} blocks without a window"
@@ -41,6 +43,10 @@ class WindowBatch(Batch):
         self._pages = config.kv_page_blocks
         self.room = page_room(config, config.kv_window, config.kv_page_blocks, config.max_num_batched_tokens)
         super().__init__(config, eos_token_ids)
+        self.prefix_cache.host = self.host_cache if self.host_cache.num_slots else None
+
+    def _make_host(self, num_slots: int, first: int) -> WindowHost:
+        return WindowHost(self, num_slots, first, self._pages)
 
     def _make_pool(self, config: EngineConfig, num_blocks: int, num_rings: int) -> PagePool:
         return PagePool(num_blocks, config.block_size, self._pages, num_rings)
@@ -213,12 +219,14 @@ class WindowBatch(Batch):
         if window is None:
             window = start.window = self._window_start(start)
         others = max(0, num_blocks - start.num_hits)
-        return -(-others // self._pages) + max(0, self._num_seen(start, window, num_blocks) - len(window.hits))
+        return -(-others // self._pages) + max(0, self._num_seen(start, window, num_blocks) - window.num_hits)
 
     def _window_start(self, start: RequestStart) -> WindowStart:
         num_passed = self.room.num_passed(start.num_computed_tokens)
         if start.fork is not None:
             return WindowStart(num_passed, start.fork.window_blocks[num_passed : start.num_hits])
+        if start.host_slots is not None:
+            return self.host_cache.window_start(start, num_passed)
         return WindowStart(num_passed, self.prefix_cache.beside(start.hits, num_passed))
 
     def _num_seen(self, start: RequestStart, window: WindowStart, num_blocks: int) -> int:
@@ -236,7 +244,7 @@ class WindowBatch(Batch):
 
     def _hits(self, start: RequestStart) -> Int32s:
         assert start.window is not None, "a start without its windows' blocks"
-        return np.concatenate([start.hits, start.window.hits])
+        return np.concatenate([start.hits, start.window.hits[start.window.hits > 0]])
 
     def place(self, starts: list[RequestStart], blocks: Int32s) -> None:
         """Give each of these requests num_taken of the pages, behind its hits."""
@@ -248,16 +256,18 @@ class WindowBatch(Batch):
     def _place(self, start: RequestStart, blocks: Int32s) -> None:
         window = start.window
         assert window is not None, "a start without its windows' blocks"
-        num_seen = max(0, self._num_seen(start, window, start.num_given) - len(window.hits))
+        num_seen = max(0, self._num_seen(start, window, start.num_given) - window.num_hits)
         seen, others = (
             blocks[:num_seen] * np.int32(self._pages),
             self.pool.blocks_in(blocks[num_seen:]).astype(np.int32),
         )
         start.block_ids = np.concatenate([start.hits, others])
         start.num_given = len(start.block_ids)
-        window.block_ids = np.concatenate([np.zeros(window.num_passed, np.int32), window.hits, seen])
-        first = window.num_passed + len(window.hits)
-        self.pool.names.filled_beside[start.block_ids[first : first + num_seen]] = seen
+        begin, first = window.hits.copy(), window.num_passed + len(window.hits)
+        num_copied = len(window.leads)
+        begin[begin == 0], seen = seen[:num_copied], seen[num_copied:]
+        window.block_ids = np.concatenate([np.zeros(window.num_passed, np.int32), begin, seen])
+        self.pool.names.filled_beside[start.block_ids[first : first + len(seen)]] = seen
         if start.fork is not None and start.fork.copied_block != NULL_BLOCK:
             self.carried.within.add(start.fork.copied_block, int(start.block_ids[start.num_hits]))
             self._copy(int(start.fork.window_blocks[start.num_hits]), int(window.block_ids[start.num_hits]))

@@ -12,6 +12,7 @@ from core.batch.forks import Forks
 from core.batch.prefix_cache import PrefixCache
 from core.batch.request import NO_ROW, Request
 from core.batch.table import BatchTable, Fork
+from core.batch.window_host import WindowHost
 from core.batch.window_table import WindowTable
 from core.kv.block_pool import NULL_BLOCK
 from core.kv.page_names import PageNames
@@ -29,11 +30,12 @@ class WindowCache(PrefixCache):
         self._found: PageNames = pool.names
         self._num_pages = pool.num_blocks - 1
         self._room = room
+        self.host: WindowHost | None = None  # where it keeps anything
 
     def find(self, request: Request, *, needs_state: bool = True) -> tuple[Int32s, int]:
         """Return the blocks of the waiting request's first tokens that can be used, and the last one's content."""
         hits, content = super().find(request, needs_state=needs_state)
-        count = self._usable(hits) if len(hits) else 0
+        count = self._num_usable(request, hits, content) if len(hits) else 0
         if count and not self.fits(request, hits[:count]):
             count = 0
         if count < len(hits):
@@ -44,12 +46,19 @@ class WindowCache(PrefixCache):
         """Return the blocks of layers with a window that lie beside these found blocks, without the first ones."""
         return self._found.beside[hits[num_passed:]].astype(np.int32)
 
-    def _usable(self, hits: Int32s) -> int:
-        """Return the largest number of these found blocks that have all blocks of their window beside them."""
-        size, counts = self.block_size, np.arange(len(hits) + 1)
-        num_missing = np.concatenate([[0], (self._found.beside[hits] == 0).cumsum()])
-        num_passed = np.maximum(counts * size - (self._room.window - 1), 0) // size
-        return int(np.flatnonzero(num_missing[counts] == num_missing[num_passed])[-1])
+    def find_all(self, request: Request) -> tuple[Int32s, int]:
+        """Return the blocks of the waiting request's first tokens, whatever lies beside them, and the last content."""
+        return super().find(request)
+
+    def _num_usable(self, request: Request, hits: Int32s, content: int) -> int:
+        """Return the largest number of these found blocks that have all blocks of their window beside them, or on the
+        host.
+
+        What is copied back for a swapped request is not the host's.
+        """
+        if self.host is not None and request.swapped is None:
+            return min(len(hits), self.host.num_usable(request, hits, content))
+        return self._room.num_usable(self._found.beside[hits] != 0)
 
     def fits(self, request: Request, hits: Int32s) -> bool:
         """Return whether the request could ever end with these first blocks; their pages may have others', too."""

@@ -19,9 +19,9 @@ class BlockMemory(NamedTuple):
         """Return the bytes of one block."""
         return sum(array[0].nbytes for array in self.arrays)
 
-    def views(self, block: int) -> list[memoryview]:
-        """Return the parts of a block as bytes that may be written."""
-        return [memoryview(array[block].reshape(-1).view(np.uint8)) for array in self.arrays]
+    def views(self, *blocks: int) -> list[memoryview]:
+        """Return the parts of blocks, one block after the other, as bytes that may be written."""
+        return [memoryview(array[block].reshape(-1).view(np.uint8)) for block in blocks for array in self.arrays]
 
 
 class SharedBlocks(NamedTuple):

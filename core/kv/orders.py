@@ -6,26 +6,50 @@ has nobody who carries them out: the answers are in its log.
 
 from typing import NamedTuple, TypeAlias
 
-from ipc.arrays import Int32s, Ints
+from core.kv.page_room import PageRoom
+from ipc.arrays import NO_INT32S, NO_INTS, Bools, Int32s, Ints
+
+
+class Windows(NamedTuple):
+    """What is there of the blocks of layers with a window, where these have blocks of their own.
+
+    A request can use the first blocks of a prompt if all of them are there, and beside them those of the window before
+    its next token.
+    """
+
+    room: PageRoom
+    least: int  # blocks that the request can use without the store
+    most: int  # blocks for which there is room
+    is_here: Bools  # of each block of the prompt, whether the one beside it is there without the store
 
 
 class Look(NamedTuple):
-    """Count the blocks that the store has, from block `first` of a prompt on. Answer: BlocksFound."""
+    """Count the blocks that the store has, from block `first` of a prompt on. Answer: BlocksFound.
+
+    With windows the answer is how many more than the least the request could use.
+    """
 
     ticket: int
     root: int  # see ipc/block_roots.py
     token_ids: Int32s  # of whole blocks, from the prompt's beginning to the last block that is wanted
     first: int
+    windows: Windows | None = None
 
 
 class Fetch(NamedTuple):
-    """Read blocks `first`, `first` + 1, ... of a prompt into these slots of the host pool. Answer: BlocksArrived."""
+    """Read blocks `first`, `first` + 1, ... of a prompt into these slots of the host pool. Answer: BlocksArrived.
+
+    Then those of layers with a window beside the blocks at `places`, which have several slots each. Nothing is read
+    behind what cannot be read; the answer counts what has come.
+    """
 
     ticket: int
     root: int
     token_ids: Int32s
     first: int
     slots: Int32s  # [n], which nobody else uses until the answer
+    places: Int32s = NO_INT32S  # [m]
+    window_slots: Int32s = NO_INT32S  # [m * slots of a block of windows], like slots
 
 
 class Store(NamedTuple):
@@ -34,6 +58,7 @@ class Store(NamedTuple):
     ticket: int
     slots: Int32s  # [n], which nobody writes until the answer
     contents: Ints  # [n]
+    is_beside: bool = False  # they are those of layers with a window beside the contents, and have several slots each
 
 
 class Leave(NamedTuple):
@@ -48,6 +73,10 @@ class Leave(NamedTuple):
     blocks: Int32s  # [n] of the KV cache
     contents: Ints  # [n]; UNNAMED: the block has no name of its own
     evictions: Ints  # [n]
+    #: [n] of the KV cache: the block of layers with a window beside each, NULL_BLOCK: none. Empty where the layers have
+    #: their blocks in common.
+    beside: Int32s = NO_INT32S
+    evictions_beside: Ints = NO_INTS  # [n]
 
 
 Order: TypeAlias = Look | Fetch | Store | Leave

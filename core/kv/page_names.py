@@ -49,11 +49,18 @@ class PageNames(BlockNames):
     def _let_find(self, blocks: BlockIds, owners: BlockIds) -> None:
         """Let what is filled beside blocks [n] be found beside owners [n], which have the names of their content."""
         filled, self.filled_beside[blocks] = self.filled_beside[blocks], _NONE
-        new = ((filled != _NONE) & (self.beside[owners] == _NONE)).nonzero()[0]
+        self.put_beside(owners, filled)
+
+    def put_beside(self, owners: BlockIds, blocks: BlockIds) -> None:
+        """Let blocks [n] of layers with a window be found beside owners [n], which have names; not where one is.
+
+        0 among the blocks stands for none.
+        """
+        new = ((blocks != _NONE) & (self.beside[owners] == _NONE)).nonzero()[0]
         owners, first = np.unique(owners[new], return_index=True)
-        filled = filled[new][first]
-        self.beside[owners] = filled
-        self.owner[filled // self.page_blocks] = owners
+        blocks = blocks[new][first]
+        self.beside[owners] = blocks
+        self.owner[blocks // self.page_blocks] = owners
 
     def forget(self, blocks: BlockIds) -> None:
         """Remove the names of these blocks, all of which have one. What lies beside them is not found any more."""

@@ -2,7 +2,9 @@
 
 from typing import NamedTuple
 
-from ipc.arrays import Ints
+import numpy as np
+
+from ipc.arrays import Bools, Ints
 from ipc.config import EngineConfig
 from ipc.rounding import ceil_div
 
@@ -36,6 +38,21 @@ class PageRoom(NamedTuple):
     def num_passed(self, num_tokens: int) -> int:
         """Return how many blocks of layers with a window no token from this place on reads."""
         return max(0, num_tokens - (self.window - 1)) // self.block_size
+
+    def num_missing(self, is_there: Bools) -> Ints:
+        """Return for 0 to n first blocks how many of their blocks of layers with a window are missing, int64 [n + 1].
+
+        Those of the window before the next token are looked at. is_there [n]: whether each is.
+        """
+        counts = np.arange(len(is_there) + 1)
+        num_passed = np.maximum(counts * self.block_size - (self.window - 1), 0) // self.block_size
+        before: Ints = np.concatenate([[0], (~is_there).cumsum()])
+        missing: Ints = before - before[num_passed]
+        return missing
+
+    def num_usable(self, is_there: Bools) -> int:
+        """Return the largest number of first blocks of which num_missing() is 0."""
+        return int(np.flatnonzero(self.num_missing(is_there) == 0)[-1])
 
     def num_pages(self, num_tokens: int, keeps_blocks: bool = False) -> int:
         """Return the most pages that a request of so many tokens holds at once, if it found no blocks of others.

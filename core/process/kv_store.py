@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import zmq
 
+from core.batch.batch import Batch
+from core.batch.window_batch import WindowBatch
 from core.border.allow_list import AllowList
 from core.border.socket_rounds import AddressedMessage
 from core.border.zap import start_zap
@@ -21,6 +23,8 @@ from core.tiers.peer_server import PeerServer, Shelf
 from core.tiers.peers import Peers
 from core.tiers.portable_names import PortableNames
 from core.tiers.store_thread import StoreThread
+from core.tiers.window_store import WindowContents, WindowsServed, WindowStore
+from ipc.arrays import Ints
 from ipc.block_stores import addresses_of, read_key_file, stores_of
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError
@@ -53,7 +57,8 @@ def open_stores(config: EngineConfig, executor: Executor) -> OpenStores | None:
     peers = None if config.kv_peers is None else _peers(config.kv_peers)
     listening = None if config.kv_listen is None else _listen(config.kv_listen)
     try:
-        folder = None if config.kv_dir is None else _open_folder(config.kv_dir, config.kv_dir_bytes, blocks)
+        largest = blocks.cache.bytes_per_block * max(1, config.kv_page_blocks or 0)
+        folder = None if config.kv_dir is None else _open_folder(config.kv_dir, config.kv_dir_bytes, largest)
     except BaseException:
         if listening is not None:
             listening[1].close(0)
@@ -63,8 +68,8 @@ def open_stores(config: EngineConfig, executor: Executor) -> OpenStores | None:
     return OpenStores(blocks, key or (folder.key if folder is not None else b""), folder, peers, listening)
 
 
-def _open_folder(path: str, max_bytes: int, blocks: SharedBlocks) -> BlockFolder:
-    file_bytes = HEAD_BYTES + blocks.cache.bytes_per_block
+def _open_folder(path: str, max_bytes: int, block_bytes: int) -> BlockFolder:
+    file_bytes = HEAD_BYTES + block_bytes
     if max_bytes < file_bytes:
         raise ConfigError(
             f"kv_dir_bytes={max_bytes} is less than the file of one KV block, which has {file_bytes} bytes: "
@@ -99,17 +104,44 @@ def start_store(
     scheduler = core.scheduler
     if stores is None or scheduler.exchange is None:
         return None
-    blocks, evictions, pool = stores.blocks, scheduler.exchange.evictions, scheduler.pool
+    blocks = stores.blocks
     content = f"{executor.info.fingerprint}\n{executor.info.dtype}\n{blocks.layout}"
-    names, served = PortableNames(stores.key, content, scheduler.block_size), None
-    if stores.listening is not None:
-        host = scheduler.batch.host_cache
-        cache_shelf = MemoryShelf(blocks.cache, pool.names.content, evictions)
-        host_shelf = MemoryShelf(blocks.host, host.names.content, host.times_given, host.first)
-        shelves: list[Shelf] = [cache_shelf, host_shelf, *([] if stores.folder is None else [stores.folder])]
-        served = BlocksServed(cache_shelf, host_shelf, PeerServer(*stores.listening, shelves))
-    store = BlockStore(stores.folder, names, blocks, pool.names.content, evictions, stores.peers, served)
-    return StoreThread(store, tell)
+    names = PortableNames(stores.key, content, scheduler.block_size)
+    make = _window_store if isinstance(scheduler.batch, WindowBatch) else _block_store
+    return StoreThread(make(stores, names, scheduler.batch, scheduler.exchange.evictions), tell)
+
+
+def _block_store(stores: OpenStores, names: PortableNames, batch: Batch, evictions: Ints) -> BlockStore:
+    """Return the store of an engine whose layers have their blocks in common."""
+    contents, shelves = batch.pool.names.content, _shelves(stores.blocks, batch, evictions)
+    return BlockStore(stores.folder, names, stores.blocks, contents, evictions, stores.peers, _served(stores, shelves))
+
+
+def _window_store(stores: OpenStores, names: PortableNames, batch: Batch, evictions: Ints) -> BlockStore:
+    """Return the store of an engine where layers with a window have blocks of their own."""
+    assert isinstance(batch, WindowBatch), "no layer has blocks of its own"
+    host, pages, blocks = batch.host_cache, batch.pool.names, stores.blocks
+    shelves = _shelves(blocks, batch, evictions)
+    of_cache = MemoryShelf(blocks.cache, WindowContents(pages), evictions)
+    windows = WindowsServed(of_cache, MemoryShelf(blocks.host, host.window_of, host.times_given, host.first))
+    served = _served(stores, shelves, windows)
+    return WindowStore(stores.folder, names, blocks, pages, evictions, stores.peers, served, windows)
+
+
+def _shelves(blocks: SharedBlocks, batch: Batch, evictions: Ints) -> tuple[MemoryShelf, MemoryShelf]:
+    host = batch.host_cache
+    of_host = MemoryShelf(blocks.host, host.names.content, host.times_given, host.first)
+    return MemoryShelf(blocks.cache, batch.pool.names.content, evictions), of_host
+
+
+def _served(
+    stores: OpenStores, shelves: tuple[MemoryShelf, MemoryShelf], others: Sequence[MemoryShelf] = ()
+) -> BlocksServed | None:
+    """Return what peers get of these blocks, and of others in memory; None: nobody listens to them."""
+    if stores.listening is None:
+        return None
+    asked: list[Shelf] = [*shelves, *others, *([] if stores.folder is None else [stores.folder])]
+    return BlocksServed(*shelves, PeerServer(*stores.listening, asked))
 
 
 class WithOrders:

@@ -15,7 +15,7 @@ from ipc.errors import ConfigError, OutOfMemoryError
 from ipc.rounding import ceil_div
 
 MAX_DEFAULT_CACHE_BYTES = 4 << 30
-#: Fewest blocks on the host for a store behind it: half of them may be read into at once.
+#: Fewest blocks on the host for a store behind it, of each kind of layers: half of them may be read into at once.
 MIN_EXCHANGE_BLOCKS = 2
 _PROBE_BYTES = 1 << 40  # divided by the number of blocks that fit, gives the bytes of a block
 
@@ -73,7 +73,7 @@ def resolve(
         num_blocks_override=config.num_blocks_override or min(available, useful, 2**30),
         threads=config.threads or min(max(1, num_cpus), 1024),
         num_swap_blocks=_num_swap_blocks(config, bytes_per_block // max(1, info.kv_page_blocks)),
-        num_host_blocks=_num_host_blocks(config, bytes_per_block),
+        num_host_blocks=_num_host_blocks(config, info, bytes_per_block),
         kv_window=_kv_window(config, info),
         kv_page_blocks=info.kv_page_blocks,
     )
@@ -136,18 +136,21 @@ def _num_swap_blocks(config: EngineConfig, bytes_per_block: int) -> int:
     return min(config.swap_space_bytes // bytes_per_block, 2**30)
 
 
-def _num_host_blocks(config: EngineConfig, bytes_per_block: int) -> int:
+def _num_host_blocks(config: EngineConfig, info: ModelInfo, bytes_per_page: int) -> int:
+    """Return the blocks for what the cache evicts; one of layers with a window takes as many as a page has."""
     if not config.enable_prefix_caching:
         return 0
+    bytes_per_block = bytes_per_page // max(1, info.kv_page_blocks)
+    fewest = MIN_EXCHANGE_BLOCKS * (1 + info.kv_page_blocks)
     count = config.num_host_blocks
     if count is None:
         count = min(config.kv_host_bytes // bytes_per_block, 2**30)
     stores = stores_of(config)
-    if stores and count < MIN_EXCHANGE_BLOCKS:
+    if stores and count < fewest:
         given = "num_host_blocks" if config.num_host_blocks is not None else "kv_host_bytes"
-        least = MIN_EXCHANGE_BLOCKS * (1 if config.num_host_blocks is not None else bytes_per_block)
+        least = fewest * (1 if config.num_host_blocks is not None else bytes_per_block)
         raise ConfigError(
-            f"{stores[0]} needs room for {MIN_EXCHANGE_BLOCKS} KV blocks on the host, and "
+            f"{stores[0]} needs room for {fewest} KV blocks on the host, and "
             f"{given}={getattr(config, given)} is {count} (a block has {bytes_per_block} bytes): set {given} to at "
             f"least {least}, or leave out {stores[0]}"
         )

@@ -280,7 +280,7 @@ class Admission:
         if start.num_hits:
             self._batch.hold(start)
         if start.host_slots is not None:
-            self._batch.host_cache.pin(start.host_slots)
+            self._batch.host_cache.pin(start)
         room.settling.append(start)
         room.unsettled += start.num_taken
         if request.first_key:
@@ -301,8 +301,7 @@ class Admission:
         self._batch.place(room.settling, self._batch.pool.allocate(room.unsettled).astype(np.int32))
         for start in room.settling:
             if start.host_slots is not None:
-                fresh = start.block_ids[start.num_hits :]
-                self._batch.host_cache.copy_back(start.host_slots, fresh[: start.num_loaded])
+                self._batch.host_cache.copy_back(start)
             if start.request.swapped is not None:
                 self._preemption.swap_in(start)
         self._batch.prefix_cache.name_starts(room.settling)

@@ -16,9 +16,7 @@ from core.inputs import BlocksArrived, BlocksFound, BlocksStored
 from core.kv.block_names import UNNAMED, block_key, hash_blocks
 from core.kv.orders import Fetch, Leave, Look, Order, Store
 from core.scheduling.waiting_queue import WaitingQueue
-from ipc.arrays import BlockIds, Int32s, Ints, Rows
-from ipc.block_stores import asks_store, stores_of
-from ipc.config import EngineConfig
+from ipc.arrays import NO_INTS, BlockIds, Int32s, Ints, Rows
 
 #: Fewest missing blocks for which a request waits: the store's answer takes as long as computing some tokens.
 MIN_BLOCKS = 4
@@ -28,8 +26,8 @@ MAX_FETCHES = 16
 MAX_WAIT_NS = 2_000_000_000
 #: Most requests that begin to wait in one step, and most that end it, because thousands may wait for the same blocks.
 MAX_AT_ONCE = 64
-_STORED_AT_ONCE = 32  # blocks of one Store
-_MAX_STORES = 2  # that are not answered yet
+STORED_AT_ONCE = 32  # blocks of one Store
+MAX_STORES = 2  # that are not answered yet
 
 
 class PendingFetch(msgspec.Struct, eq=False):
@@ -44,6 +42,12 @@ class PendingFetch(msgspec.Struct, eq=False):
     waiters: list[Request] = msgspec.field(default_factory=list)  # the first one has asked; some may have ended
     slots: Int32s | None = None  # None: it is not known yet how many blocks there are
     is_stale: bool = False  # the cache has been emptied meanwhile
+    #: Of layers with a window, where these have blocks of their own: the first of the blocks that are fetched of the
+    #: others, how many are, and the places of the blocks that are fetched after them. is_second: after one fell short.
+    begin: int = 0
+    num_full: int = 0
+    places: Ints = NO_INTS
+    is_second: bool = False
 
 
 class BlockExchange:
@@ -64,7 +68,7 @@ class BlockExchange:
         self._num_tickets = 0
         self._freed: deque[Request] = deque()  # their wait has ended, and they are not in their queue yet
         self.asks_left = self._frees_left = MAX_AT_ONCE  # in this step
-        self.evictions: Ints = np.zeros(batch.pool.num_blocks, np.int64)  # of each block, since the engine started
+        self.evictions: Ints = np.zeros(len(batch.pool.names.content), np.int64)  # of each block, since the start
         batch.before_release.append(self.leave)
         batch.host_cache.on_written = self.queue_stores
         batch.pool.tiers.append(self)
@@ -105,7 +109,7 @@ class BlockExchange:
         if wanted < MIN_BLOCKS:
             return False
         token_ids, hashes = request.token_ids[: wanted * size], request.block_hashes[:wanted]
-        first = self._find(request.root, token_ids, hashes)[0]
+        first = self._num_there(request.root, token_ids, hashes)
         if wanted - first < MIN_BLOCKS:
             return False
         pending = self._same(request, first)
@@ -115,7 +119,7 @@ class BlockExchange:
             ticket, token_ids = self._next_ticket(), token_ids.copy()
             pending = PendingFetch(ticket, request.root, token_ids, hashes, first, now_ns)
             self._fetches[ticket] = pending
-            self.orders.append(Look(ticket, request.root, token_ids, first))
+            self.orders.append(self._look(pending))
         pending.waiters.append(request)
         request.awaits = pending.ticket
         self._waiting.push(request)
@@ -132,8 +136,7 @@ class BlockExchange:
             self._end_wait(self._fetches.pop(message.ticket), has_come=False)
             return
         pending.slots = slots.astype(np.int32)
-        token_ids = pending.token_ids[: (pending.first + len(slots)) * self._batch.block_size]
-        self.orders.append(Fetch(message.ticket, pending.root, token_ids, pending.first, self._host.in_plan(slots)))
+        self.orders.append(self._fetch(pending, slots))
 
     def arrived(self, message: BlocksArrived) -> None:
         """Name the blocks that have been read, and let the requests go that wait for them."""
@@ -142,25 +145,40 @@ class BlockExchange:
             return
         del self._fetches[message.ticket]
         count = 0 if pending.is_stale else max(0, message.count)
-        has_come = self._name(pending, pending.slots[:count])
+        has_come = self._name(pending, count)
         self._host.unlock(pending.slots.astype(np.int64))
+        self._end_fetch(pending, count, has_come=has_come)
+
+    def _look(self, pending: PendingFetch) -> Look:
+        return Look(pending.ticket, pending.root, pending.token_ids, pending.first)
+
+    def _fetch(self, pending: PendingFetch, slots: Ints) -> Fetch:
+        token_ids = pending.token_ids[: (pending.first + len(slots)) * self._batch.block_size]
+        return Fetch(pending.ticket, pending.root, token_ids, pending.first, self._host.in_plan(slots))
+
+    def _end_fetch(self, pending: PendingFetch, count: int, *, has_come: bool) -> None:
+        """Let the requests go that wait for a fetch which has ended. count: of the blocks that were to come."""
         self._end_wait(pending, has_come=has_come)
 
     def _reserve(self, pending: PendingFetch, count: int) -> Ints:
         """Return slots for those of `count` blocks that are still missing, and for which there is room."""
         end = pending.first + count
-        if pending.is_stale or not pending.first < end <= len(pending.hashes) or not _has_live(pending):
+        if pending.is_stale or not pending.first < end <= len(pending.hashes) or not has_live(pending):
             return np.zeros(0, np.int64)
         pending.first, _, on_host = self._find(pending.root, pending.token_ids, pending.hashes)
         self._host.touch(on_host)  # so that these do not make room for the blocks behind them
         return self._host.reserve(max(0, min(end - pending.first, self._room() - len(on_host))))
 
-    def _name(self, pending: PendingFetch, slots: Int32s) -> bool:
-        """Name slots that hold the first of the missing blocks, by the tokens that were asked for.
+    def _name(self, pending: PendingFetch, count: int) -> bool:
+        """Name the slots of the first `count` blocks that were to come; return whether it was worth the wait."""
+        assert pending.slots is not None, "nothing was to come"
+        return self._name_slots(pending, pending.first, pending.slots[:count])
+
+    def _name_slots(self, pending: PendingFetch, first: int, slots: Int32s) -> bool:
+        """Name slots that hold blocks from `first` on, by the tokens that were asked for.
 
         Return whether the first of them is there now.
         """
-        first = pending.first
         known, content, _ = self._find(pending.root, pending.token_ids, pending.hashes)
         if not first <= known < first + len(slots):
             return known > first  # others have computed all of them, or the blocks before these are gone
@@ -193,6 +211,10 @@ class BlockExchange:
                 self._waiting.await_blocks(request, 0)
                 self._frees_left -= 1
 
+    def _num_there(self, root: int, token_ids: Int32s, hashes: list[int]) -> int:
+        """Return how many first blocks a request need not ask for."""
+        return self._find(root, token_ids, hashes)[0]
+
     def _find(self, root: int, token_ids: Int32s, hashes: list[int]) -> tuple[int, int, Ints]:
         """Return (number of first blocks that the cache and the host have, content of the last, slots on the host).
 
@@ -208,7 +230,7 @@ class BlockExchange:
         """Return the fetch whose first block is the request's first missing one, too."""
         size = (first + 1) * self._batch.block_size
         for pending in self._fetches.values():
-            if pending.is_stale or pending.first != first or pending.root != request.root or not _has_live(pending):
+            if pending.is_stale or pending.first != first or pending.root != request.root or not has_live(pending):
                 continue
             if np.array_equal(pending.token_ids[:size], request.token_ids[:size]):
                 return pending
@@ -233,8 +255,10 @@ class BlockExchange:
                 blocks = table.blocks.read(row, 0, named).copy()
                 contents = names.content[blocks]
                 contents[: int(table.num_released[row])] = UNNAMED  # others may have these blocks
-                what = token_ids[: named * size].copy(), blocks, contents, self.evictions[blocks]
-                self.orders.append(Leave(request.root, *what))
+                self.orders.append(self._leave(request.root, token_ids[: named * size].copy(), blocks, contents))
+
+    def _leave(self, root: int, token_ids: Int32s, blocks: Int32s, contents: Ints) -> Leave:
+        return Leave(root, token_ids, blocks, contents, self.evictions[blocks])
 
     def queue_stores(self, slots: Ints) -> None:
         """Store blocks that the finished plan copies to these slots."""
@@ -253,9 +277,9 @@ class BlockExchange:
             self._issue_stores()
 
     def _issue_stores(self) -> None:
-        while self._unstored and len(self._stores) < _MAX_STORES:
+        while self._unstored and len(self._stores) < MAX_STORES:
             slots: dict[int, int] = {}  # content by slot
-            while self._unstored and len(slots) < _STORED_AT_ONCE:
+            while self._unstored and len(slots) < STORED_AT_ONCE:
                 slot, content = self._unstored.popleft()
                 if content != UNNAMED and self._host.names.content[slot] == content and not self._host.is_busy[slot]:
                     slots[slot] = content
@@ -300,13 +324,6 @@ class BlockExchange:
             pending.hashes = hash_blocks(pending.token_ids.reshape(-1, self._batch.block_size)).tolist()
 
 
-def make_exchange(config: EngineConfig, batch: Batch, waiting: WaitingQueue) -> BlockExchange | None:
-    """Return the exchange of an engine with this config; None: it has no store beyond the host."""
-    if not stores_of(config) or not batch.host_cache.num_slots:
-        return None
-    return BlockExchange(batch, waiting, asks=asks_store(config))
-
-
 def _num_portable(token_ids: Int32s, block_size: int) -> int:
     """Return how many whole blocks another engine would name in the same way.
 
@@ -316,5 +333,6 @@ def _num_portable(token_ids: Int32s, block_size: int) -> int:
     return (int(negative[0]) if len(negative) else len(token_ids)) // block_size
 
 
-def _has_live(pending: PendingFetch) -> bool:
+def has_live(pending: PendingFetch) -> bool:
+    """Return whether anybody still waits for a fetch."""
     return any(not request.is_finished for request in pending.waiters)

@@ -18,7 +18,6 @@ from core.execution.plan import FAILED_TOKEN, ModelRunnerOutput, SchedulerOutput
 from core.scheduling.adapter_slots import AdapterSlots
 from core.scheduling.admission import Admission
 from core.scheduling.beam_searches import BeamSearches
-from core.scheduling.block_exchange import make_exchange
 from core.scheduling.decisions import Decision
 from core.scheduling.draft import Draft, finish_plan
 from core.scheduling.ends import Ends
@@ -33,6 +32,7 @@ from core.scheduling.speculation import Speculation
 from core.scheduling.stats import new_stats
 from core.scheduling.waiting_queue import WaitingQueue
 from core.scheduling.whole_features import WholeFeatures
+from core.scheduling.window_exchange import make_exchange
 from ipc.arrays import AnyInts, Bools, Int32s, Ints, Rows, TokenIds, UInt8s
 from ipc.config import EngineConfig
 from ipc.messages import ErrorCode, FinishReason, PauseMode

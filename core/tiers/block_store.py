@@ -16,7 +16,7 @@ from core.inputs import BlocksArrived, BlocksFound, BlocksStored, StoreNews
 from core.kv.block_names import UNNAMED
 from core.kv.orders import Fetch, Leave, Look, Order, Store
 from core.tiers.block_folder import BlockFolder
-from core.tiers.memory_shelf import MemoryShelf
+from core.tiers.memory_shelf import Contents, MemoryShelf
 from core.tiers.peer_server import PeerServer
 from core.tiers.peers import Peers
 from core.tiers.portable_names import PortableNames
@@ -32,13 +32,19 @@ _NAMES_PER_BLOCK = 4
 MAX_UNSAVED = 1 << 16
 
 
-class _Left(NamedTuple):
+class Left(NamedTuple):
     """A block in the KV cache that is to be written."""
 
     name: bytes
     block: int
     content: int
     evictions: int
+    is_beside: bool = False  # it is the block of layers with a window beside the one with the content
+
+    @property
+    def key(self) -> int:
+        """The content, or minus it: contents that have names are positive."""
+        return -self.content if self.is_beside else self.content
 
 
 class BlocksServed(NamedTuple):
@@ -61,7 +67,7 @@ class BlockStore:
         folder: BlockFolder | None,
         names: PortableNames,
         blocks: SharedBlocks,
-        contents: Ints,
+        contents: Contents,
         evictions: Ints,
         peers: Peers | None = None,
         served: BlocksServed | None = None,
@@ -70,11 +76,11 @@ class BlockStore:
         self._peers, self._served = peers, served
         self.settle: Callable[[], None] = lambda: None  # waits until each Leave that was given has been carried out
         self._contents, self._evictions = contents, evictions
-        self._unsaved: deque[_Left] = deque()
+        self._unsaved: deque[Left] = deque()
         self._num_saved = 0  # of these, since the last answer
         self._most_names = _NAMES_PER_BLOCK * (len(contents) + len(blocks.host.arrays[0]))
         self._name_of: OrderedDict[int, bytes] = OrderedDict()  # by content, most recently noted last
-        #: When a content that is written, or about to be, is due again, in monotonic seconds; see _RENEW_S.
+        #: When a block that is written, or about to be, is due again, by its key, in monotonic seconds; see _RENEW_S.
         self._due_at: dict[int, float] = {}
         self._paused_until = 0.0  # monotonic seconds
 
@@ -120,18 +126,21 @@ class BlockStore:
     def save_one(self) -> StoreNews | None:
         """Write one of the blocks that requests have left in the KV cache; after the last of them return an answer."""
         left = self._unsaved.popleft()
-        due_at = self._due_at.pop(left.content, None)
+        due_at = self._due_at.pop(left.key, None)
         if self._is_there(left):
-            count = self._write(left.name, self._cache.views(left.block), lambda: self._is_there(left))
+            count = self._write(left.name, self._views(left), lambda: self._is_there(left))
             self._num_saved += count or 0
             if count is not None and due_at is not None and self._is_there(left):
-                self._due_at[left.content] = due_at
+                self._due_at[left.key] = due_at
         if self._unsaved or not self._num_saved:
             return None
         saved, self._num_saved = self._num_saved, 0
         return BlocksStored(0, saved)
 
-    def _is_there(self, left: _Left) -> bool:
+    def _views(self, left: Left) -> list[memoryview]:
+        return self._cache.views(left.block)
+
+    def _is_there(self, left: Left) -> bool:
         contents, evictions = self._contents, self._evictions
         return bool(contents[left.block] == left.content and evictions[left.block] == left.evictions)
 
@@ -150,13 +159,17 @@ class BlockStore:
     def _fetch(self, order: Fetch) -> int:
         names = list(self._names.chain(order.root, order.token_ids))[order.first :]
         places = [self._host.views(slot) for slot in order.slots.tolist()]
+        return self._read(order.ticket, names, places)
+
+    def _read(self, ticket: int, names: list[bytes], places: list[list[memoryview]]) -> int:
+        """Read blocks into these places; return how many have come, from the first on."""
         count = 0
         if self._folder is not None:
             while count < len(names) and self._folder.read(names[count], places[count]):
                 count += 1
         if self._peers is None or count == len(names):
             return count
-        return count + self._peers.read(order.ticket, names[count:], places[count:])
+        return count + self._peers.read(ticket, names[count:], places[count:])
 
     def _leave(self, order: Leave) -> None:
         """Work out the names of contents that are not known yet, and note blocks for save_one()."""
@@ -168,18 +181,31 @@ class BlockStore:
             if found is None:
                 found = self._names.after(name, order.token_ids[index * size : (index + 1) * size])
             if content != UNNAMED:
-                if self._folder is not None and self._due_at.get(content, now) <= now:
-                    self._due_at[content] = now + _RENEW_S
-                    self._unsaved.append(_Left(found, block, content, evictions))
-                if self._served is not None:
-                    self._served.cache.put(found, block, content, evictions)
+                self._note(Left(found, block, content, evictions), now)
+                self._note_beside(order, index, found, now)
                 known[content] = found
                 known.move_to_end(content)
             name = found
         while len(known) > self._most_names:
-            self._due_at.pop(known.popitem(last=False)[0], None)
+            content, _ = known.popitem(last=False)
+            self._due_at.pop(content, None)
+            self._due_at.pop(-content, None)
         while len(self._unsaved) > MAX_UNSAVED:
-            self._due_at.pop(self._unsaved.popleft().content, None)
+            self._due_at.pop(self._unsaved.popleft().key, None)
+
+    def _note(self, left: Left, now: float) -> None:
+        """Note a block that a request has left, to write it where that is due, and for peers."""
+        if self._folder is not None and self._due_at.get(left.key, now) <= now:
+            self._due_at[left.key] = now + _RENEW_S
+            self._unsaved.append(left)
+        if self._served is not None:
+            self._serve_left(self._served, left)
+
+    def _serve_left(self, served: BlocksServed, left: Left) -> None:
+        served.cache.put(left.name, left.block, left.content, left.evictions)
+
+    def _note_beside(self, order: Leave, index: int, name: bytes, now: float) -> None:
+        """Note what lies beside the index-th of the blocks, which has this name: here nothing does."""
 
     def _store(self, order: Store) -> int:
         """Return how many of the blocks have been written."""

@@ -5,7 +5,8 @@ before and after it is copied, so nothing is held for a peer: what is overwritte
 """
 
 from collections import OrderedDict
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 from core.execution.shared_blocks import BlockMemory
 from core.tiers.block_file import pack_block
@@ -19,6 +20,17 @@ class _Place(NamedTuple):
     at: int  # in the memory
     content: int
     times_given: int
+    more: tuple[int, ...]
+
+
+class Contents(Protocol):
+    """A column of content numbers."""
+
+    def __len__(self) -> int:
+        """Return the number of places."""
+
+    def __getitem__(self, place: int, /) -> Any:
+        """Return the content at a place."""
 
 
 class MemoryShelf:
@@ -28,18 +40,20 @@ class MemoryShelf:
     the place has been given away. first: the place in memory that the columns begin with.
     """
 
-    def __init__(self, memory: BlockMemory, contents: Ints, times_given: Ints, first: int = 0) -> None:
+    def __init__(self, memory: BlockMemory, contents: Contents, times_given: Ints, first: int = 0) -> None:
         self._memory, self._contents, self._times_given, self._first = memory, contents, times_given, first
         self._most = _NAMES_PER_BLOCK * len(contents)
         self._places: OrderedDict[bytes, _Place] = OrderedDict()
 
-    def put(self, name: bytes, index: int, content: int, times_given: int | None = None) -> None:
+    def put(
+        self, name: bytes, index: int, content: int, times_given: int | None = None, more: Sequence[int] = ()
+    ) -> None:
         """Note where a block is. times_given: of its place when it came there; None: now, since it cannot be given away
-        meanwhile.
+        meanwhile. more: further places in the memory, which have its other parts while the first has the content.
         """
         index -= self._first
         given = int(self._times_given[index]) if times_given is None else times_given
-        self._places[name] = _Place(index, content, given)
+        self._places[name] = _Place(index, content, given, tuple(more))
         self._places.move_to_end(name)
         while len(self._places) > self._most:
             self._places.popitem(last=False)
@@ -54,7 +68,7 @@ class MemoryShelf:
         place = self._places.get(name)
         if place is None or not self._is_there(place):
             return None
-        data = pack_block(name, self._memory.views(self._first + place.at))
+        data = pack_block(name, self._memory.views(self._first + place.at, *place.more))
         return data if self._is_there(place) else None
 
     def _is_there(self, place: _Place) -> bool:

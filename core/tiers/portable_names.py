@@ -16,6 +16,7 @@ from ipc.arrays import TokenIds
 NAME_BYTES = 16
 KEY_BYTES = 32
 _PERSON = b"engine-core kv 1"  # 16 bytes at most
+_BESIDE = b"window"  # of another length than tokens are
 
 
 class PortableNames:
@@ -45,6 +46,10 @@ class PortableNames:
     def after(self, name: bytes, token_ids: TokenIds) -> bytes:
         """Return the name of the block with these tokens behind the block of this name."""
         return self._digest(name + np.ascontiguousarray(token_ids, "<i4").tobytes())
+
+    def beside(self, name: bytes) -> bytes:
+        """Return the name of the block of layers with a window that has the tokens of the block of this name."""
+        return self._digest(name + _BESIDE)
 
     def _digest(self, data: bytes) -> bytes:
         return blake2b(data, digest_size=NAME_BYTES, key=self._key, person=_PERSON).digest()

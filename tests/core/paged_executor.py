@@ -22,7 +22,7 @@ from ipc.arrays import Int32s, UInt64s
 from ipc.beam_search import num_candidates
 from ipc.config import EngineConfig
 
-_MARK = np.uint64(1 << 63)
+MARK = np.uint64(1 << 63)
 
 
 class PagedExecutor:
@@ -83,7 +83,7 @@ class PagedExecutor:
             end = start + count
             self._kv[self._slots(row, start, end)] = sums = self._prefix_sums(row, end)[start:]
             for which in range(self._pages):
-                self._kv[self._window_slots(row, start, end, which)] = sums ^ _MARK
+                self._kv[self._window_slots(row, start, end, which)] = sums ^ MARK
         touched = {block for row in rows for block in self._blocks(row)}
         touched |= {
             one for row, start in zip(rows, starts.tolist(), strict=True) for one in self._seen_blocks(row, start)
@@ -177,7 +177,7 @@ class PagedExecutor:
         wrong = begin + np.flatnonzero(found != sums[begin:])
         assert not len(wrong), f"row {row}: foreign content at positions {wrong[:8]}"
         for which in range(self._pages):
-            seen = self._kv[self._window_slots(row, first, end, which)] ^ _MARK
+            seen = self._kv[self._window_slots(row, first, end, which)] ^ MARK
             wrong = first + np.flatnonzero(seen != sums[first:])
             assert not len(wrong), f"row {row}: foreign content in windows at positions {wrong[:8]}"
         if self._poison is not None and self._poison in self.table.tokens.read(row, 0, end):

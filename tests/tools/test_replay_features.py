@@ -28,6 +28,8 @@ from tests.captures import CONFIG, make_request
 from tests.core.capture.test_checkpoints import VARIANTS, capture, make_any, replay_from_each
 from tests.core.scheduling.exchange_driver import ExchangeDriver, exchange_config
 from tests.core.scheduling.test_block_exchange import filled, messages_of
+from tests.core.scheduling.test_window_exchange import filled as filled_pages
+from tests.core.scheduling.test_window_exchange import pages_config
 from tests.core.test_structured_outputs import KINDS
 from tests.grammar_vocabulary import EOS, VOCAB_SIZE, tokenizer_files
 from tests.tools.test_what_if import simulator
@@ -84,16 +86,19 @@ FEATURES: dict[str, tuple[dict[str, Any], Make | None, Callable[[Any], None] | N
     "images": ({}, make_images, None),
     "forced tokens": ({"fake_vocab_size": VOCAB_SIZE, "fake_eos_token_id": EOS}, make_structured, use_tokenizer),
     "tiers": ({}, None, None),
+    "pages on the host": ({**VARIANTS["pages"], "num_host_blocks": 40, "num_blocks_override": 30}, None, None),
+    "pages in files": ({}, None, None),
 }
-QUICK = {"plain", "states", "forced tokens", "tiers"}
+QUICK = {"plain", "states", "forced tokens", "tiers", "pages in files"}
 #: By feature: what cannot be redacted, and why.
 REFUSED = {"drafts": "speculative_config"}
 
 
-def capture_tiers(path: Path) -> None:
+def capture_tiers(path: Path, *, has_pages: bool) -> None:
     """Capture an engine whose blocks come from a folder; one without a folder gets the same inputs."""
-    filled(path.parent / "kv")
-    config = exchange_config(20, 16, max_num_seqs=4, budget=17, max_model_len=52)
+    (filled_pages if has_pages else filled)(path.parent / "kv")
+    sizes = {"max_num_seqs": 4, "budget": 17, "max_model_len": 52}
+    config = pages_config(60, 24, **sizes) if has_pages else exchange_config(20, 16, **sizes)
     driven = ExchangeDriver(path.parent / "kv", config, random.Random(5))
     for message in messages_of(random.Random(5), 30):
         driven.step(message)
@@ -112,8 +117,8 @@ def capture_tiers(path: Path) -> None:
 
 def capture_feature(path: Path, name: str, make: Make) -> None:
     options, own, prepare = FEATURES[name]
-    if name == "tiers":
-        capture_tiers(path)
+    if name in ("tiers", "pages in files"):
+        capture_tiers(path, has_pages=name != "tiers")
         return
     config: EngineConfig = msgspec.structs.replace(CONFIG, **options)
     capture(path, config, 3, NUM_STEPS, own or make, prepare or (lambda executor: None))

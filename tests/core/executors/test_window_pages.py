@@ -67,8 +67,6 @@ def test_a_page_has_the_layers_with_a_window(tmp_path: Path, layers: str, pages:
 @pytest.mark.parametrize(
     ("options", "name"),
     [
-        ({"kv_host_bytes": 2**20}, "kv_host_bytes"),
-        ({"num_host_blocks": 8}, "kv_host_bytes"),
         ({"enable_chunked_prefill": False}, "enable_chunked_prefill"),
         ({"kv_page_blocks": 0}, "kv_page_blocks"),
     ],
@@ -91,6 +89,18 @@ def test_with_swapping_there_are_pages(tmp_path: Path, mode: Literal["swap", "au
     assert config.num_swap_blocks == 2**20 // 1024  # K and V of 16 tokens in a layer
     model.initialize_cache(config)
     assert min(model.measure_costs()) > 0
+
+
+def test_the_host_has_blocks_of_the_layers_that_see_everything(tmp_path: Path) -> None:
+    """One of layers with a window takes three of them; a store needs room for two of each kind."""
+    given = EngineConfig(model=str(tmp_path), kv_host_bytes=2**20, kv_cache_memory_bytes=2**20, kv_dir="somewhere")
+    model = executor(tmp_path, "sssf", kv_host_bytes=2**20)
+    fit = model.determine_num_available_blocks
+    config = resolve(given, model.info, fit, total_memory_bytes=2**30, num_cpus=1)
+    assert (config.kv_page_blocks, config.num_host_blocks) == (3, 2**20 // 1024)
+    few = EngineConfig(model=str(tmp_path), kv_host_bytes=8191, kv_cache_memory_bytes=2**20, kv_dir="somewhere")
+    with pytest.raises(ConfigError, match=r"kv_dir needs room for 8 KV blocks on the host, .* at least 8192"):
+        resolve(few, model.info, fit, total_memory_bytes=2**30, num_cpus=1)
 
 
 def test_drafts_from_the_prompt_keep_pages_and_a_draft_model_does_not(tmp_path: Path) -> None:

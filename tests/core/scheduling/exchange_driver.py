@@ -12,15 +12,17 @@ import numpy as np
 from core.execution.shared_blocks import BlockMemory, SharedBlocks
 from core.inputs import EngineInput, StoreNews
 from core.kv.orders import Fetch, Look, Order
+from core.kv.page_pool import PagePool
 from core.tiers.block_file import HEAD_BYTES
 from core.tiers.block_folder import BlockFolder
 from core.tiers.block_store import BlockStore
 from core.tiers.portable_names import PortableNames
+from core.tiers.window_store import WindowStore
 from ipc.block_roots import root_of_message
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest
 from tests.core.driving import Driver, Received, expected_tokens, small_config
-from tests.core.paged_executor import prefix_sums
+from tests.core.paged_executor import MARK, prefix_sums
 
 BLOCK = 4
 
@@ -44,8 +46,11 @@ class ExchangeDriver:
         self._path = folder
         self.names = names = PortableNames(self.folder.key, self.driver.executor.info.fingerprint, BLOCK)
         assert self.exchange is not None
-        columns = self.driver.scheduler.pool.names.content, self.exchange.evictions
-        self.store = BlockStore(self.folder, names, blocks, *columns)
+        pool = self.driver.scheduler.pool
+        if isinstance(pool, PagePool):
+            self.store: BlockStore = WindowStore(self.folder, names, blocks, pool.names, self.exchange.evictions)
+        else:
+            self.store = BlockStore(self.folder, names, blocks, pool.names.content, self.exchange.evictions)
         self.orders: list[Order] = []  # not carried out yet
         self.reads: list[tuple[int, int]] = []  # (ticket, blocks) of each Fetch
         self.num_looks = 0
@@ -98,7 +103,10 @@ class ExchangeDriver:
             ids = np.concatenate([np.frombuffer(message.prompt_token_ids, "<i4"), np.array(tokens, np.int32)])
             sums = prefix_sums(ids)
             for index, name in enumerate(self.names.chain(root_of_message(message), ids)):
-                right[f"{name.hex()}.kv"] = sums[index * BLOCK : (index + 1) * BLOCK].tobytes()
+                of_block = sums[index * BLOCK : (index + 1) * BLOCK]
+                right[f"{name.hex()}.kv"] = of_block.tobytes()
+                beside = (of_block ^ MARK).tobytes() * (self.config.kv_page_blocks or 0)
+                right[f"{self.names.beside(name).hex()}.kv"] = beside
         paths = sorted((self._path / "blocks").iterdir())
         for path in paths:
             assert right.get(path.name) == path.read_bytes()[HEAD_BYTES:], "a file is not what its name says"

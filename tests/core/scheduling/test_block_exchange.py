@@ -2,6 +2,7 @@
 
 import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from core.executors.fake import FakeExecutor
 from core.inputs import BlocksArrived, BlocksFound, BlocksStored, EngineInput, ExecutorLost, ExecutorRestored
 from core.scheduling.block_exchange import MAX_WAIT_NS
 from core.tiers import block_folder
+from ipc.config import EngineConfig
 from ipc.messages import Abort, AddRequest, ResetPrefixCache
 from ipc.scheduling_messages import Explain, Explanation, Reason
 from tests.core.capture.test_checkpoints import replay_from_each
@@ -279,11 +281,16 @@ def test_many_requests_have_their_own_tokens(tmp_path: Path, seed: int) -> None:
     mode = "swap" if seed % 2 else "recompute"
     swap = {"preemption_mode": mode, "num_swap_blocks": 12 if seed % 2 else 0, "scheduling_policy": "priority"}
     swap["kv_window"] = 30 if seed % 3 == 2 else 0
+    play(tmp_path, rng, lambda: exchange_config(rng.choice([6, 20, 60]), 16, **options, **swap), max_bytes=8000)
+
+
+def play(folder: Path, rng: random.Random, config_of: Callable[[], EngineConfig], max_bytes: int) -> None:
+    """Let three engines serve many requests from one folder, one after the other."""
     asked: list[AddRequest] = []
     num_fetched = num_stored = 0
     for _ in range(3):
-        config = exchange_config(rng.choice([6, 20, 60]), 16, **options, **swap)
-        engine = ExchangeDriver(tmp_path, config, rng, max_bytes=8000)
+        config = config_of()
+        engine = ExchangeDriver(folder, config, rng, max_bytes)
         messages, aborted = messages_of(rng, 60), set()
         for message in messages:
             others: list[tuple[int, EngineInput]] = []
@@ -292,8 +299,8 @@ def test_many_requests_have_their_own_tokens(tmp_path: Path, seed: int) -> None:
                 others.append((0, Abort(number.to_bytes(4, "little"))))
             if rng.random() < 0.03:
                 others.append((0, ResetPrefixCache(1)))
-            if rng.random() < 0.1 and (files := sorted(os.listdir(tmp_path / "blocks"))):
-                (tmp_path / "blocks" / rng.choice(files)).unlink()
+            if rng.random() < 0.1 and (files := sorted(os.listdir(folder / "blocks"))):
+                (folder / "blocks" / rng.choice(files)).unlink()
             engine.step(message, others=others)
             if rng.random() < 0.2:
                 engine.drain()

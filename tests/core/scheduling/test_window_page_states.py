@@ -5,8 +5,10 @@ from typing import Any
 import msgspec
 import pytest
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize
+from hypothesis.stateful import initialize, invariant
 
+from core.batch.request import NO_ROW, Request
+from core.batch.window_batch import WindowBatch
 from core.kv.page_room import page_room
 from ipc.config import EngineConfig
 from tests.core.driving import small_config
@@ -28,6 +30,7 @@ configs = st.fixed_dictionaries(
         "preemption_mode": st.sampled_from(["swap", "recompute", "auto"]),
         "num_swap_blocks": st.sampled_from([60, 9]),
         "swap_ns_per_block": st.sampled_from([1, 3]),
+        "num_host_blocks": st.sampled_from([0, 60, 15, 4]),
     }
 )
 
@@ -39,11 +42,49 @@ def longest(config: EngineConfig) -> int:
     return max(one for one in range(1, pages * config.block_size + 1) if room.num_pages(one, True) <= pages)
 
 
+def longest_prefix(batch: WindowBatch, request: Request) -> int:
+    """The most first blocks with which it can start: searched for in all blocks, without keys and hashes."""
+    size, window, names, host = batch.block_size, batch.room.window, batch.pool.names, batch.host_cache
+    content, has_window, places = request.root, list[bool](), [names, host.names]
+    for start in range(0, len(request.token_ids) - size, size):
+        tokens = request.token_ids[start : start + size]
+        while places:
+            contents, parents, token_ids = places[0].columns()
+            found = contents[(parents == content) & (token_ids == tokens).all(1)]
+            if len(found):
+                break
+            places.pop(0)  # behind the first that the cache lacks only the host is looked at
+        if not places:
+            break
+        (content,) = found.tolist()
+        in_cache = places[0] is names and bool(names.beside[names.content == content].any())
+        has_window.append(in_cache or bool((host.window_of == content).any()))
+    counts = range(len(has_window), -1, -1)
+    return next(count for count in counts if all(has_window[max(0, count * size - window + 1) // size : count]))
+
+
 class PageMachine(EngineMachine):
+    @invariant()
+    def check_prefixes(self) -> None:
+        """What waiting requests find now."""
+        batch, admission = self.driver.scheduler.batch, self.driver.scheduler.admission
+        assert isinstance(batch, WindowBatch)
+        for request in self.driver.scheduler.live_requests():
+            if request.row != NO_ROW or request.swapped or request.choices or request.needs_whole_prompt:
+                continue
+            expected = longest_prefix(batch, request) if batch.prefix_cache.is_enabled else 0
+            hits = batch.prefix_cache.find_all(request)[0][:expected]
+            found = admission.appraise(request, admission.room()).num_computed_tokens
+            if len(hits) and not batch.prefix_cache.fits(request, hits):
+                assert found == 0
+            else:
+                assert found == expected * batch.block_size
+
     @initialize(config=configs)
     def start(self, config: dict[str, Any]) -> None:
-        config = {**config, "num_host_blocks": 0}
-        config["max_model_len"] = 1 + longest(small_config(**config))
+        if not config["prefix_caching"]:
+            config = {**config, "num_host_blocks": 0}
+        config = {**config, "max_model_len": 1 + longest(small_config(**config))}
         super().start(msgspec.json.decode(msgspec.json.encode(config)))
 
 
