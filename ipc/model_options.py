@@ -140,8 +140,9 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         ),
     ] = None
     async_scheduling: Annotated[
-        bool, Option("machine", "schedule a step before the tokens of the one before are known")
-    ] = False
+        bool | None,
+        Option("machine", "schedule a step before the tokens of the one before are known; without it: on a GPU"),
+    ] = None
     generation_config: Annotated[
         str,
         Option("model", "default sampling parameters; auto = the model's own, vllm = neutral ones, else a folder's"),

@@ -40,9 +40,16 @@ def master_address(config: EngineConfig) -> str:
     return f"tcp://{address}" if _HAS_PORT.search(address) else f"tcp://{address}:{MASTER_PORT}"
 
 
+def overlaps(config: EngineConfig) -> bool:
+    """Return async_scheduling, with its default: steps overlap on a GPU."""
+    if config.async_scheduling is None:
+        return config.executor == "local" and config.device == "cuda"
+    return config.async_scheduling
+
+
 def most_in_flight(config: EngineConfig) -> int:
     """Return the number of steps that are begun before the result of the first is awaited: one for each stage.
 
-    With async_scheduling one more, which waits while its stage is busy.
+    If steps overlap one more, which waits while its stage is busy.
     """
-    return config.pipeline_parallel_size + config.async_scheduling
+    return config.pipeline_parallel_size + overlaps(config)

@@ -13,6 +13,7 @@ from ipc.block_stores import stores_of
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
 from ipc.rounding import ceil_div
+from ipc.workers import overlaps
 
 MAX_DEFAULT_CACHE_BYTES = 4 << 30
 #: Fewest blocks on the host for a store behind it, of each kind of layers: half of them may be read into at once.
@@ -40,9 +41,10 @@ def resolve(
     """Return the config with every size decided.
 
     Set are dtype, max_model_len, max_num_batched_tokens, kv_cache_memory_bytes, num_blocks_override (the number of KV
-    blocks, null block included), threads, num_swap_blocks, num_host_blocks, kv_window and kv_page_blocks. The costs of
-    preemption are left to resolve_costs(), which needs the cache. device_bytes: free bytes for the cache on a device
-    with memory of its own. An encoder's prompts are computed in one step each, and not cached; see recurrent.py, too.
+    blocks, null block included), threads, num_swap_blocks, num_host_blocks, kv_window, kv_page_blocks and
+    async_scheduling. The costs of preemption are left to resolve_costs(), which needs the cache. device_bytes: free
+    bytes for the cache on a device with memory of its own. An encoder's prompts are computed in one step each, and not
+    cached; see recurrent.py, too.
 
     Errors: ConfigError when max_model_len exceeds the model's, kv_window or kv_page_blocks are not the model's, kv_dir
     has too few blocks on the host, or max_num_batched_tokens is too small (core/execution/token_budget.py).
@@ -72,6 +74,7 @@ def resolve(
         max_num_batched_tokens=budget,
         num_blocks_override=config.num_blocks_override or min(available, useful, 2**30),
         threads=config.threads or min(max(1, num_cpus), 1024),
+        async_scheduling=overlaps(config),
         num_swap_blocks=_num_swap_blocks(config, bytes_per_block // max(1, info.kv_page_blocks)),
         num_host_blocks=_num_host_blocks(config, info, bytes_per_block),
         kv_window=_kv_window(config, info),

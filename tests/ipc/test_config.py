@@ -12,6 +12,7 @@ from ipc.errors import ConfigError, EngineCoreError
 from ipc.given_options import config_from_options
 from ipc.neutral_options import NEUTRAL, WITHOUT_EFFECT
 from ipc.option import Option, declared_options
+from ipc.workers import most_in_flight
 
 FIELDS = EngineConfig.__struct_fields__
 
@@ -172,6 +173,12 @@ def test_async_scheduling_needs_an_executor_that_overlaps() -> None:
         config_from_options(async_scheduling=True)
     assert config_from_options(async_scheduling=True, executor="fake").async_scheduling
     assert config_from_options(async_scheduling=True, device="cuda").async_scheduling
+
+
+def test_steps_overlap_on_a_gpu_unless_the_config_says_no() -> None:
+    assert most_in_flight(config_from_options(device="cuda")) == 2
+    assert most_in_flight(config_from_options(device="cuda", async_scheduling=False)) == 1
+    assert most_in_flight(config_from_options()) == most_in_flight(config_from_options(executor="fake")) == 1
 
 
 @pytest.mark.parametrize(
