@@ -35,6 +35,7 @@ def test_nothing_is_left_open() -> None:
     config = resolve_costs(resolved(), not_asked)
     assert [name for name in config.__struct_fields__ if getattr(config, name) is None] == [
         "model",
+        "mmproj",
         "master_addr",
         "classifier_from_token",
         "kv_dir",
