@@ -1,20 +1,20 @@
 """GGUF vocabularies: build a `tokenizers.Tokenizer` from a GGUF file's metadata.
 
 A GGUF file has no tokenizer.json. It names a vocabulary kind (`tokenizer.ggml.model`) and a pre-tokenizer
-(`tokenizer.ggml.pre`, llama.cpp's names), and lists tokens, token types and merges. The pre-tokenizer and normalizer
-here are those of the tokenizer.json that the model was published with, because the merges were learned on text split
-that way. SentencePiece vocabularies have scores instead of merges (ipc/files/gguf_sentencepiece.py, and
-ipc/files/gguf_unigram.py), and a WordPiece one neither (ipc/files/gguf_wordpiece.py).
+(`tokenizer.ggml.pre`: ipc/files/gguf_pre_tokenizers.py), and lists tokens, token types and merges. SentencePiece
+vocabularies have scores instead of merges (ipc/files/gguf_sentencepiece.py, and ipc/files/gguf_unigram.py), and a
+WordPiece one neither (ipc/files/gguf_wordpiece.py).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import decoders, models, normalizers, processors
 
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.files.gguf import GgufValue
+from ipc.files.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from ipc.files.gguf_sentencepiece import build_sentencepiece, merges_of_scores
 from ipc.files.gguf_unigram import build_unigram
 from ipc.files.gguf_wordpiece import build_wordpiece
@@ -24,33 +24,6 @@ _NORMAL = 1
 _UNKNOWN = 2
 _CONTROL = 3
 _USER_DEFINED = 4
-
-#: The splitting expressions of Llama 3 and Qwen 2 differ in how many digits go together.
-_SPLIT_BY_DIGITS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
-    r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_LLAMA3_SPLIT = _SPLIT_BY_DIGITS.format(digits="{1,3}")
-_QWEN2_SPLIT = _SPLIT_BY_DIGITS.format(digits="")
-
-#: o200k's, which gpt-oss has: a word begins with capitals and goes on with small letters, and takes an 's with it.
-_GPT4O_SPLIT = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-_GPT2_NAMES = ("default", "gpt-2", "phi-2")
-_DIGITS_NAMES = ("smollm", "starcoder", "refact")
-_LLAMA3_NAMES = ("llama-bpe", "llama3", "llama-v3")
-_QWEN2_NAMES = ("qwen2", "deepseek-r1-qwen")
-_GPT4O_NAMES = ("gpt-4o",)
-PRE_TOKENIZERS = (*_GPT2_NAMES, *_DIGITS_NAMES, *_LLAMA3_NAMES, *_QWEN2_NAMES, *_GPT4O_NAMES)
-_SPLITS = {
-    **dict.fromkeys(_LLAMA3_NAMES, _LLAMA3_SPLIT),
-    **dict.fromkeys(_QWEN2_NAMES, _QWEN2_SPLIT),
-    **dict.fromkeys(_GPT4O_NAMES, _GPT4O_SPLIT),
-}
 
 _Item = TypeVar("_Item", str, int, float)
 
@@ -111,19 +84,24 @@ def gguf_token_id(metadata: Mapping[str, GgufValue], name: str) -> int | None:
 
 
 def _byte_level(metadata: Mapping[str, GgufValue], vocabulary: dict[str, int]) -> tokenizers.Tokenizer:
-    pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in PRE_TOKENIZERS:
-        raise UnsupportedModelError(
-            f"the GGUF file's pre-tokenizer is {pre!r}; supported are {', '.join(PRE_TOKENIZERS)}"
-        )
+    pre = _pre_tokenizer(metadata)
     merges = _merges(_list(metadata, "tokenizer.ggml.merges", str), vocabulary)
     # Llama 3's vocabulary has words its merges cannot reach; its own tokenizer.json looks words up whole first.
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre in _LLAMA3_NAMES))
-    if pre in _QWEN2_NAMES:
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre.ignores_merges))
+    if pre.is_nfc:
         tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = _pre_tokenizer(pre)
+    tokenizer.pre_tokenizer = pre.build()
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _pre_tokenizer(metadata: Mapping[str, GgufValue]) -> PreTokenizer:
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    if not isinstance(name, str) or name not in PRE_TOKENIZERS:
+        raise UnsupportedModelError(
+            f"the GGUF file's pre-tokenizer is {name!r}; supported are {', '.join(PRE_TOKENIZERS)}"
+        )
+    return PRE_TOKENIZERS[name]
 
 
 def _sentencepiece(
@@ -154,16 +132,6 @@ def _unigram(metadata: Mapping[str, GgufValue], tokens: Sequence[str]) -> tokeni
     return build_unigram(tokens, scores, gguf_token_id(metadata, "unknown"), characters)
 
 
-def _pre_tokenizer(pre: str) -> Any:
-    if pre in _GPT2_NAMES:
-        return pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if pre in _DIGITS_NAMES:
-        first: Any = pre_tokenizers.Digits(individual_digits=True)
-        return pre_tokenizers.Sequence([first, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    first = pre_tokenizers.Split(tokenizers.Regex(_SPLITS[pre]), behavior="isolated")
-    return pre_tokenizers.Sequence([first, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-
-
 def _merges(lines: Sequence[str], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
     """Read and check the merges. The library panics (an exception outside Exception) on a merge whose result is no
     token.
@@ -183,10 +151,10 @@ def _merges(lines: Sequence[str], vocabulary: Mapping[str, int]) -> list[tuple[s
 def _add_ends(tokenizer: tokenizers.Tokenizer, tokens: Sequence[str], metadata: Mapping[str, GgufValue]) -> None:
     """Set the tokens before and after an encoded text: BOS and EOS where the file or its kind asks for them."""
     ids = {name: gguf_token_id(metadata, name) for name in ("bos", "eos")}
-    is_llama3 = metadata.get("tokenizer.ggml.pre") in _LLAMA3_NAMES and ids["bos"] is not None
-    adds_bos = metadata["tokenizer.ggml.model"] == "llama" or is_llama3
+    kind = metadata["tokenizer.ggml.model"]
+    adds_bos = kind == "llama" or (kind == "gpt2" and _pre_tokenizer(metadata).adds_bos and ids["bos"] is not None)
     ends: dict[str, tuple[str, int]] = {}
-    adds_eos = metadata["tokenizer.ggml.model"] == "t5"
+    adds_eos = kind == "t5"
     for name, default in (("bos", adds_bos), ("eos", adds_eos)):
         if not _flag(metadata, f"tokenizer.ggml.add_{name}_token", default=default):
             continue

@@ -14,7 +14,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from frontend.text.tokenizer import Tokenizer, _from_gguf
 from ipc.errors import InvalidRequestError, ModelFileError, UnsupportedModelError
-from ipc.files.gguf_vocabulary import PRE_TOKENIZERS, build_gguf_tokenizer
+from ipc.files.gguf_pre_tokenizers import PRE_TOKENIZERS
+from ipc.files.gguf_vocabulary import build_gguf_tokenizer
 from ipc.files.model_files import read_tokenizer_files, resolve_model
 
 CORPUS = [
@@ -200,7 +201,7 @@ def test_bos(pre: str, add_bos: bool | None, expected: bool) -> None:
         ({"model": None}, ModelFileError, "tokenizer.ggml.model is missing"),
         ({"model": "rwkv"}, UnsupportedModelError, "'rwkv'"),
         ({"model": "bert", "unknown_token_id": None}, ModelFileError, r"no \[CLS\]"),
-        ({"pre": "tekken"}, UnsupportedModelError, "'tekken'"),
+        ({"pre": "kimi-k2"}, UnsupportedModelError, "'kimi-k2'"),
         ({"tokens": None}, ModelFileError, "tokens must be a list"),
         ({"tokens": ["a", 3]}, ModelFileError, "only str"),
         ({"tokens": ["a", "a"]}, ModelFileError, "1 tokens twice"),
