@@ -162,6 +162,10 @@ class HostCache:
         self.is_busy[slots] = True
         return slots
 
+    def is_idle(self, slots: Ints) -> Bools:
+        """Return which of these slots have content that nothing reads or writes, bool [n]."""
+        return self._ring.holds(slots)
+
     def lock(self, slots: Ints) -> None:
         """Let no other block take these slots until unlock(): something reads them. They are found meanwhile."""
         self._ring.discard(slots)

@@ -17,7 +17,7 @@ from core.kv.block_names import UNNAMED
 from core.kv.orders import Fetch, Leave, Look, Store, Windows
 from core.scheduling.block_exchange import MAX_STORES, STORED_AT_ONCE, BlockExchange, PendingFetch, has_live
 from core.scheduling.waiting_queue import WaitingQueue
-from ipc.arrays import NO_INTS, BlockIds, Int32s, Ints
+from ipc.arrays import NO_INTS, BlockIds, Int32s, Ints, Rows
 from ipc.block_stores import asks_store, stores_of
 from ipc.config import EngineConfig
 
@@ -31,6 +31,8 @@ class WindowExchange(BlockExchange):
         super().__init__(batch, waiting, asks=asks)
         self._windows = batch.host_cache
         self._unstored_windows: deque[tuple[int, int]] = deque()  # (first slot, content), oldest first
+        #: By first slot: how often it had been given away when its content was queued by a row's end.
+        self._queued_at: Ints = np.zeros(batch.host_cache.num_slots, np.int64)
 
     # --- in ----------------------------------------------------------------------------------------------------------
 
@@ -115,7 +117,28 @@ class WindowExchange(BlockExchange):
         beside = self._batch.pool.names.beside[blocks].astype(np.int32)
         beside[contents == UNNAMED] = 0
         left = super()._leave(root, token_ids, blocks, contents)
+        leads = self._windows.leads_of(contents[(beside == 0) & (contents != UNNAMED)])
+        self._queue_known(leads[leads != UNKNOWN])
         return left._replace(beside=beside, evictions_beside=self.evictions[beside])
+
+    def leave(self, rows: Rows) -> None:
+        """Tell the store of the blocks of rows that are about to be released, and store what the host has beside them.
+
+        What was evicted while a row ran had no name that the store knows.
+        """
+        super().leave(rows)
+        self._issue_stores()
+
+    def _queue_known(self, leads: Ints) -> None:
+        """Store these blocks of windows on the host, whose names are known from now on, once each.
+
+        What the plan being made copies to the host is stored when that is done.
+        """
+        windows = self._windows
+        new = windows.is_idle(leads) & (self._queued_at[leads] != windows.times_given[leads])
+        leads = leads[new]
+        self._queued_at[leads] = windows.times_given[leads]
+        self._unstored_windows.extend(zip(leads.tolist(), windows.window_of[leads].tolist(), strict=True))
 
     def queue_stores(self, slots: Ints) -> None:
         """Store blocks of both kinds that the finished plan copies to these slots."""

@@ -8,6 +8,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from core import log
 from core.inputs import BlocksArrived, BlocksFound, BlocksStored, StoreNews
 from core.kv.orders import Fetch, Leave, Look, Order, Store
@@ -147,7 +149,7 @@ class StoreThread:
 
 
 def _bytes_of(leave: Leave) -> int:
-    return leave.token_ids.nbytes + leave.blocks.nbytes + leave.contents.nbytes + leave.evictions.nbytes
+    return sum(column.nbytes for column in leave if isinstance(column, np.ndarray))
 
 
 def _answer_of_none(order: Order) -> StoreNews | None:

@@ -9,11 +9,13 @@ import pytest
 
 from core.batch.request import request_from_message
 from core.batch.window_batch import WindowBatch
+from core.batch.window_host import WindowHost
 from core.capture import writer as capture_writer
 from core.capture.engine import CapturedEngine, start_capture
 from core.capture.file import CaptureFile
 from core.capture.redaction import redact
 from core.executors.fake import FakeExecutor
+from core.scheduling.window_exchange import WindowExchange
 from ipc.block_roots import root_of_message
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest
@@ -87,6 +89,38 @@ def test_the_longest_prefix_is_used_whose_window_is_there(tmp_path: Path, missin
     host = engine.driver.scheduler.batch.host_cache
     assert not host.is_busy.any()
     assert [ask(engine, prompt(100 * number)) for number in (1, 2, 3)] == [8 * BLOCK] * 3
+
+
+def test_what_was_evicted_while_its_request_ran_is_written_from_the_host(tmp_path: Path) -> None:
+    """So a shorter prompt is found, although the cache had no room for all blocks of windows of the longer one."""
+    long = prompt(0, 11)
+    engine = ExchangeDriver(tmp_path, pages_config(num_blocks=14))
+    assert ask(engine, long) == 0
+    assert engine.driver.scheduler.batch.host_cache.num_kept > 0
+    assert [path_of(engine, long, index).exists() for index in range(11)] == [True] * 11
+    stored = engine.engine.statistics(0).num_stored_blocks
+    assert stored == len(os.listdir(tmp_path / "blocks"))
+    ask(engine, long)
+    assert engine.engine.statistics(0).num_stored_blocks == stored, "nothing is written twice"
+    engine.close()
+    assert ask(ExchangeDriver(tmp_path, pages_config()), prompt(0, 5)) == 5 * BLOCK
+
+
+def test_what_the_host_has_is_stored_once_and_not_while_it_is_written(tmp_path: Path) -> None:
+    engine = ExchangeDriver(tmp_path, pages_config(num_blocks=14))
+    ask(engine, prompt(0, 11))
+    exchange, host = engine.exchange, engine.driver.scheduler.batch.host_cache
+    assert isinstance(exchange, WindowExchange)
+    assert isinstance(host, WindowHost)
+    leads = host.leads_of(np.unique(host.window_of[host.window_of > 0]))
+    exchange._queue_known(leads)
+    exchange._unstored_windows.clear()
+    exchange._queue_known(leads)
+    assert not exchange._unstored_windows
+    host.times_given[leads] += 1
+    host._ring.discard(host.slots_of(leads[:1]))  # the plan being made copies to it
+    exchange._queue_known(leads)
+    assert [lead for lead, _ in exchange._unstored_windows] == leads[1:].tolist()
 
 
 def test_a_missing_block_of_layers_that_see_everything_ends_the_prefix(tmp_path: Path) -> None:
