@@ -7,9 +7,11 @@ from functools import cache
 import msgspec
 
 from core.model_files.stored_tensor import StoredTensor
+from core.models.config import ModelConfig
 
 #: gpt-oss's names: "", or what follows the name of a matrix -> the last part of our tensor's name.
 _ENDINGS = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "exponents"}
+_OF_ALL = re.compile(r"(.*\.mlp\.experts\.)(gate_up|down)_proj")
 _TURNED = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
 
 
@@ -49,6 +51,41 @@ def unturned(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
                 each = msgspec.structs.replace(each, heads=1, order=_halves(each.shape[0]))
             tensors[f"{prefix}{number}.{part}.{_ENDINGS[ending]}"] = each
     return tensors
+
+
+def by_expert(found: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
+    """Return the tensors, with experts.gate_up_proj and experts.down_proj cut into the matrices of single experts.
+
+    Files of some mixtures have these, as transformers computes with them, and names that end there: [experts, out, in],
+    or [experts, in, out] (Qwen3-VL). Rows of gate come first. Another shape is left as it is.
+    """
+    if config.experts is None:
+        return dict(found)
+    hidden, size = config.hidden_size, config.experts.intermediate_size
+    tensors: dict[str, StoredTensor] = {}
+    for name, stored in found.items():
+        match = _OF_ALL.fullmatch(name)
+        parts = ("down",) if match is None or match[2] == "down" else ("gate", "up")
+        rows, depth = (hidden, size) if parts == ("down",) else (size, hidden)
+        whole = len(parts) * rows
+        if match is None or stored.shape[1:] not in ((whole, depth), (depth, whole)):
+            tensors[name] = stored
+            continue
+        is_turned = stored.shape[1:] != (whole, depth)
+        for number, each in enumerate(_each(stored)):
+            for place, part in enumerate(parts):
+                own = f"{match[1]}{number}.{part}_proj.weight"
+                tensors[own] = _rows_of(each, place * rows, (rows, depth), whole, is_turned=is_turned)
+    return tensors
+
+
+def _rows_of(stored: StoredTensor, first: int, shape: tuple[int, int], whole: int, *, is_turned: bool) -> StoredTensor:
+    """Return some of the `whole` rows of a matrix, from `first` on."""
+    if is_turned:
+        return msgspec.structs.replace(stored, shape=shape, is_turned=True, first_row=first, num_rows=whole)
+    row_bytes = (stored.end - stored.begin) // whole
+    begin = stored.begin + first * row_bytes
+    return msgspec.structs.replace(stored, shape=shape, begin=begin, end=begin + shape[0] * row_bytes)
 
 
 def _each(stored: StoredTensor) -> Iterator[StoredTensor]:

@@ -19,6 +19,8 @@ class StoredTensor(msgspec.Struct, frozen=True):
     heads: int = 0  # leading heads whose rows are reordered
     order: tuple[int, ...] = ()  # of a head's rows: where each is in the file
     is_turned: bool = False  # the file has the matrix's columns as rows; `shape` and `order` are the matrix's
+    first_row: int = 0  # of a turned matrix: its first row's place among
+    num_rows: int = 0  # so many in the file; 0 = it has no others
 
 
 class PackedTensor(msgspec.Struct, frozen=True):

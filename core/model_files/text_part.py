@@ -11,6 +11,7 @@ TEXT_PARTS: dict[str, tuple[str, ...]] = {
     "Qwen3_5ForConditionalGeneration": ("Qwen3_5ForCausalLM",),
     "Qwen3_5MoeForConditionalGeneration": ("Qwen3_5MoeForCausalLM",),
     "Qwen3VLForConditionalGeneration": ("Qwen3ForCausalLM",),
+    "Qwen3VLMoeForConditionalGeneration": ("Qwen3MoeForCausalLM",),
     "Qwen2_5_VLForConditionalGeneration": ("Qwen2ForCausalLM",),
     "Qwen2VLForConditionalGeneration": ("Qwen2ForCausalLM",),
     "Mistral3ForConditionalGeneration": ("Ministral3ForCausalLM", "MistralForCausalLM"),
@@ -20,6 +21,8 @@ TEXT_PARTS: dict[str, tuple[str, ...]] = {
 _FLAT = ("Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration")
 #: Settings of the whole model that its text's model has, unless text_config has its own.
 _SHARED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
+#: Default values of the text's settings where they are others than the text's model's by itself.
+_DEFAULTS = {"Qwen3VLMoeForConditionalGeneration": {"norm_topk_prob": True}}
 #: Beginnings of names in safetensors -> in the text's model.
 _TEXT = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
 _IMAGES = tuple(
@@ -43,7 +46,12 @@ def text_part(values: Values) -> Values | None:
     own = {name: values.get(name) for name in _SHARED if text.get(name) is None and values.get(name) is not None}
     if values.get("tie_word_embeddings") is not None:  # the head is the whole model's
         own["tie_word_embeddings"] = values.get("tie_word_embeddings")
-    text.values = {**text.values, **own, "architectures": [_text_model(text, TEXT_PARTS[str(names[0])])]}
+    text.values = {
+        **_DEFAULTS.get(str(names[0]), {}),
+        **text.values,
+        **own,
+        "architectures": [_text_model(text, TEXT_PARTS[str(names[0])])],
+    }
     _with_one_position(text)
     return text
 

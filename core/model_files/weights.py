@@ -23,7 +23,7 @@ from core.model_files.mxfp4 import MXFP4, mxfp4_rows
 from core.model_files.packed_layout import UNUSED_KINDS, fault_of, kinds_of
 from core.model_files.packed_matrix import ELEMENT_DTYPES, unpack
 from core.model_files.recurrent_tensors import input_order, like_others
-from core.model_files.stacked_experts import unstacked, unturned
+from core.model_files.stacked_experts import by_expert, unstacked, unturned
 from core.model_files.stored_tensor import PackedTensor, StoredTensor
 from core.model_files.tensor_names import (
     gates_last,
@@ -167,7 +167,7 @@ def _plan_folder(folder: Path, config: ModelConfig) -> Mapping[str, StoredTensor
         found = {name if name.startswith(("lm_head.", "score.")) else stem + name: t for name, t in found.items()}
     found = like_others(found, config)
     turns = config.encoder is None and (experts := ARCHITECTURES[config.architecture].experts) and experts.is_turned
-    found = unturned(found) if turns else unstacked(found, by_head=config.qk_norm_by_head)
+    found = unturned(found) if turns else unstacked(by_expert(found, config), by_head=config.qk_norm_by_head)
     plan: dict[str, StoredTensor | PackedTensor] = {}
     for name, shape in expected_shapes(config).items():
         theirs = json_name(name, config)
@@ -345,7 +345,8 @@ def _to_weight(
         data = data.copy()  # no type is wider than 4 bytes, and a safetensors header may have any length
     if stored.is_turned:
         rows, columns = stored.shape
-        data = data.reshape(columns, rows, -1).swapaxes(0, 1).reshape(-1)
+        turned = data.reshape(columns, stored.num_rows or rows, -1).swapaxes(0, 1)
+        data = turned[stored.first_row : stored.first_row + rows].reshape(-1)
     if stored.heads:
         data = _reordered(data.reshape(stored.shape[0], -1), stored.heads, stored.order).reshape(-1)
     rows = stored.shape[0] if len(stored.shape) > 1 else 1

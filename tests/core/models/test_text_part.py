@@ -89,6 +89,17 @@ def test_the_first_configs_and_names_of_qwen2_5_vl(tmp_path: Path) -> None:
     check_logits(tmp_path, expected)
 
 
+def test_matrices_of_experts_as_qwen3_vl_was_published(tmp_path: Path) -> None:
+    """One tensor for all experts, whose rows are inputs."""
+    expected = golden_of(build_whole("qwen3-vl-moe"))
+    expected.model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    turned = {name: one.transpose(1, 2).contiguous() for name, one in tensors.items() if ".mlp.experts." in name}
+    assert len(turned) == 4
+    save_file(tensors | turned, tmp_path / "model.safetensors")
+    check_logits(tmp_path, expected)
+
+
 def test_a_text_of_another_architecture_is_refused(tmp_path: Path) -> None:
     build_whole("mistral3").config.save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())

@@ -8,6 +8,7 @@ from tests.core.models.checkpoints import SIZES
 
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "mlp_only_layers": [0]}
 _SMALL = {"hidden_size": 32, "intermediate_size": 32, "depth": 1, "num_heads": 2, "out_hidden_size": 48}
 _SMALL |= {"deepstack_visual_indexes": [0]}
 _QWEN2 = {"depth": 1, "hidden_size": 48, "embed_dim": 32, "num_heads": 2, "fullatt_block_indexes": [0]}
@@ -16,6 +17,7 @@ _LAYERS = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "
 #: Name -> stem of transformers' classes, settings of text_config beside SIZES, and of vision_config.
 TEXT_PART_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3-vl": ("Qwen3VL", {"head_dim": 16, "rope_parameters": {**_MROPE, "mrope_interleaved": True}}, _SMALL),
+    "qwen3-vl-moe": ("Qwen3VLMoe", {"head_dim": 16, "rope_parameters": _MROPE, **_EXPERTS}, _SMALL),
     "qwen2.5-vl": ("Qwen2_5_VL", {"hidden_size": 64, "rope_parameters": _MROPE}, {**_QWEN2, "out_hidden_size": 64}),
     "qwen2-vl": ("Qwen2VL", {"hidden_size": 64, "rope_parameters": _MROPE}, {**_QWEN2, "hidden_size": 64}),
     "mistral3": ("Mistral3", {"model_type": "mistral", "head_dim": 16}, {"model_type": "pixtral", **_LAYERS}),
@@ -43,6 +45,7 @@ def build_whole(case: str, *, tied: bool = False) -> Any:
     )
     config._attn_implementation = "eager"
     config.text_config._attn_implementation = "eager"
+    config.text_config._experts_implementation = "eager"  # the others have no float64
     model = getattr(transformers, f"{stem}ForConditionalGeneration")(config).eval()
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
