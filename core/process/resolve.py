@@ -43,8 +43,7 @@ def resolve(
     Set are dtype, max_model_len, max_num_batched_tokens, kv_cache_memory_bytes, num_blocks_override (the number of KV
     blocks, null block included), threads, num_swap_blocks, num_host_blocks, kv_window, kv_page_blocks and
     async_scheduling. The costs of preemption are left to resolve_costs(), which needs the cache. device_bytes: free
-    bytes for the cache on a device with memory of its own. An encoder's prompts are computed in one step each, and not
-    cached; see recurrent.py, too.
+    bytes for the cache on a device. An encoder computes whole prompts, and caches none; see recurrent.py, too.
 
     Errors: ConfigError when max_model_len exceeds the model's, kv_window or kv_page_blocks are not the model's, kv_dir
     has too few blocks on the host, or max_num_batched_tokens is too small (core/execution/token_budget.py).
