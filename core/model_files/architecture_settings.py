@@ -74,6 +74,8 @@ def caps(values: Values, architecture: Architecture) -> dict[str, Any]:
 def rotary_dim(values: Values, group: Values, architecture: Architecture, head_dim: int) -> int:
     """Return how many numbers of a head are rotated. group: of rotary settings, in the settings `values`."""
     place = next((one for one in (group, values) if one.get("partial_rotary_factor") is not None), None)
+    if place is None and architecture.partial_rotary and values.get("rotary_dim") is not None:  # MiniMax's setting
+        return _even_width(values, "rotary_dim", values.integer("rotary_dim"), head_dim)
     if place is None:
         return head_dim
     if not architecture.partial_rotary:
@@ -81,8 +83,12 @@ def rotary_dim(values: Values, group: Values, architecture: Architecture, head_d
             place.refuse("partial_rotary_factor", "only 1 is")
         return head_dim
     width = int(head_dim * place.number("partial_rotary_factor", 1e-3, 1.0))
-    if width < 2 or width % 2:
-        place.fail("partial_rotary_factor", f"must rotate an even number of the {head_dim} numbers of a head")
+    return _even_width(place, "partial_rotary_factor", width, head_dim)
+
+
+def _even_width(values: Values, name: str, width: int, head_dim: int) -> int:
+    if not 2 <= width <= head_dim or width % 2:
+        values.fail(name, f"must rotate an even number of the {head_dim} numbers of a head")
     return width
 
 

@@ -150,6 +150,8 @@ def test_features_of_the_other_architectures(tmp_path: Path) -> None:
     assert read(tmp_path, model_type="exaone4", sliding_window=None, layer_types=FULL).unrotated_layers == ()
     config = read(tmp_path, model_type="glm4", head_dim=24)
     assert (config.rotary_dim, config.qkv_bias, config.output_bias) == (12, True, False)
+    config = read(tmp_path, model_type="minimax_m2", head_dim=16, rotary_dim=8)
+    assert (config.rotary_dim, config.qk_norm_of_rows) == (8, True)
     config = read(tmp_path, model_type="seed_oss", attention_out_bias=True)
     assert (config.qkv_bias, config.output_bias) == (True, True)
     config = read(tmp_path, model_type="olmo3", rope_theta=7e4, rope_scaling={"rope_type": "linear", "factor": 2.0})
@@ -197,6 +199,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"model_type": "hunyuan_v1_moe", "num_experts": 6, "moe_topk": [2] * 7 + [1]},
         r"num_experts_per_tok=\[2, .*1\].*all layers must be alike",
     ),
+    ({"model_type": "minimax_m2", "qk_norm_type": "per_head"}, "qk_norm_type='per_head'.*only \"per_layer\" is"),
     ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "alpha": 50.0}}, "alpha=50.0.*only null is"),
     ({"model_type": "ernie4_5", "use_bias": True}, "use_bias=True.*only false is"),
     (

@@ -30,6 +30,7 @@ _YARN: dict[str, Any] = {
     "mscale_all_dim": 0.707,
 }
 
+_PARTIAL: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 #: A power of 128 that is exact: a GGUF file has the product of theta and 128 ** (16 / 14) as float32.
 _ALPHA: dict[str, Any] = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 128.0, "factor": 1.0}
 
@@ -48,6 +49,10 @@ ROUTED_CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "hunyuan-dense": ("hunyuan_v1_dense", {"head_dim": 16, "rope_parameters": _ALPHA, "tie_word_embeddings": True}),
     "hunyuan-moe": ("hunyuan_v1_moe", {"head_dim": 16, "attention_bias": True, "num_experts": 6, "moe_topk": 3}),
+    "minimax-m2": (
+        "minimax_m2",
+        {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3, "rope_parameters": _PARTIAL},
+    ),
     "flex-olmo": ("flex_olmo", {"num_experts": 8, "num_experts_per_tok": 3}),
     "qwen2-moe": (
         "qwen2_moe",

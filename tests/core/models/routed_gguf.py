@@ -18,6 +18,7 @@ ROUTED_GGUF_CASES = {
     "deepseek-v2": "deepseek2",
     "deepseek-v3": "deepseek2",
     "glm4.7-flash": "deepseek2",
+    "minimax-m2": "minimax-m2",
     "hunyuan-dense": "hunyuan-dense",
     "hunyuan-moe": "hunyuan-moe",
 }
@@ -50,6 +51,9 @@ def routed_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     """What describes experts, and latent attention."""
     if getattr(config, "kv_lora_rank", None) is not None:
         latent_metadata(writer, config)
+    if config.model_type == "minimax_m2":
+        writer.add_expert_feed_forward_length(config.intermediate_size)
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     if config.model_type == "hunyuan_v1_moe":
         writer.add_expert_feed_forward_length(config.intermediate_size)
         writer.add_expert_shared_feed_forward_length(config.intermediate_size)
