@@ -12,6 +12,8 @@ from ipc.arrays import Ints
 
 _Parts = dict[str, tuple[FilePart, ...]]
 
+#: What names of a model with images have in place of "model.", now and in earlier versions of transformers.
+_TEXT_STEMS = ("model.language_model.", "language_model.model.", "model.text_model.")
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
@@ -19,12 +21,14 @@ def peft_layers(config: ModelConfig) -> dict[str, FileMatrix]:
     """Return the layers of PEFT's files, which have transformers' order and names.
 
     Those are a checkpoint's; but for a model that transformers runs by Llama's code (EXAONE 3), they are Llama's, which
-    are ours.
+    are ours. Models with images have those of their text's model, after another beginning.
     """
     row = ARCHITECTURES[config.architecture]
     attention = _attention(config, row.interleaves_heads, is_fused=row.fused_qkv, by_kv_heads=row.qkv_by_kv_heads)
     parts = attention | _mlp(config, is_fused=row.fused_gate_up)
-    return _of_all_layers(parts, config, lambda name, _: name) | _of_all_layers(parts, config, json_name)
+    found = _of_all_layers(parts, config, lambda name, _: name) | _of_all_layers(parts, config, json_name)
+    layers = [(name.removeprefix("model."), layer) for name, layer in found.items() if name.startswith("model.layers.")]
+    return found | {stem + name: layer for stem in _TEXT_STEMS for name, layer in layers}
 
 
 def gguf_layers(config: ModelConfig) -> dict[str, FileMatrix]:

@@ -184,6 +184,24 @@ def test_layers_have_the_names_of_either_code(tmp_path: Path) -> None:
         read_peft_folder(folder, layers, shapes, 16)
 
 
+def test_adapters_of_a_model_with_images_change_its_texts_model(tmp_path: Path) -> None:
+    """As PEFT names the layers of Gemma 3 and Qwen-VL, of Mistral 3 and earlier versions, and of SmolVLM."""
+    model = build("llama2")
+    model.save_pretrained(tmp_path / "model")
+    config = read_model_config(tmp_path / "model")
+    shapes, layers = AdaptedMatrices(config, None).shapes, peft_layers(config)  # type: ignore[arg-type]
+    pairs, digests = random_adapter(model), set()
+    for stem in ("model", "model.language_model", "language_model.model", "model.text_model"):
+        renamed = {name.replace("model", stem, 1): pair for name, pair in pairs.items()}
+        folder = write_peft(tmp_path / "adapter", renamed, rank=RANK, alpha=ALPHA, target_modules="all-linear")
+        digests.add(read_peft_folder(folder, layers, shapes, 16).digest)
+    assert len(digests) == 1
+    seeing = {f"model.visual.blocks.0.{name}": pair for name, pair in pairs.items()}
+    folder = write_peft(tmp_path / "adapter", pairs | seeing, rank=RANK, alpha=ALPHA, target_modules="all-linear")
+    with pytest.raises(ModelFileError, match=r"it changes 'model\.visual\.blocks"):
+        read_peft_folder(folder, layers, shapes, 16)
+
+
 def test_layers_of_wrong_sizes_and_names_are_refused(tmp_path: Path) -> None:
     model = build("gpt-neox")
     model.save_pretrained(tmp_path / "model")
