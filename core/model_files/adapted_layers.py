@@ -85,6 +85,8 @@ def _of_all_layers(
     for index in range(config.num_hidden_layers):
         prefix = f"model.layers.{index}."
         for name, each in parts.items():
+            if name.startswith("mlp.") and not config.has_dense_mlp(index):
+                continue
             num_rows = sum(len(part.rows) for part in each if part.rows is not None)
             own = tuple(FilePart(prefix + part.name, part.rows) for part in each)
             found[file_name(f"{prefix}{name}.weight", config).removesuffix(".weight")] = FileMatrix(own, num_rows)

@@ -23,6 +23,10 @@ _PRODUCTS = {
 }
 
 
+#: The products that all layers have. Experts take no adapters: the MLP's products of their layers are empty.
+_ATTENTION = ("qkv", "o")
+
+
 class AdaptedMatrices:
     """The matrices of a decoder that adapters may change; an AdapterHost (core/adapters/store.py) with `pack`."""
 
@@ -53,6 +57,7 @@ class AdaptedMatrices:
             f"model.layers.{index}.{name}": (size, layer[product].depth)
             for index in range(self._num_layers)
             for product, names in matrices.items()
+            if product in _ATTENTION or config.has_dense_mlp(index)
             for name, size in zip(names, layer[product].parts, strict=True)
         }
 
@@ -85,16 +90,18 @@ class _AdaptedProduct:
 
 def adapted_layer(layer: Layer, index: int, operations: AdaptingOperations, adapters: TokenAdapters) -> Layer:
     """Return the layer with this index, with products for a step with these adapters."""
-    own = layer.products
-    qkv, o, gate_up, down = (
-        _AdaptedProduct(own[name], operations, adapters, index * len(_PRODUCTS) + number)
+    own = {
+        name: _AdaptedProduct(layer.products[name], operations, adapters, index * len(_PRODUCTS) + number)
         for number, name in enumerate(_PRODUCTS)
-    )
-    assert isinstance(layer.mlp, DenseMlp), layer.mlp
-    mixer = replace(layer.mixer, qkv=qkv, o=o)
-    return replace(layer, mixer=mixer, mlp=replace(layer.mlp, gate_up=gate_up, down=down))
+        if name in layer.products
+    }
+    mixer, mlp = replace(layer.mixer, qkv=own["qkv"], o=own["o"]), layer.mlp
+    if isinstance(mlp, DenseMlp):
+        mlp = replace(mlp, gate_up=own["gate_up"], down=own["down"])
+    return replace(layer, mixer=mixer, mlp=mlp)
 
 
 def takes_adapters(layers: list[Layer]) -> bool:
-    """Return whether all layers have the products that adapters know, and no others."""
-    return all(list(layer.products) == list(_PRODUCTS) and not layer.mixer.is_recurrent for layer in layers)
+    """Return whether all layers have the products that adapters know, or experts in place of the MLP's."""
+    known = ([*_PRODUCTS], [*_ATTENTION, "experts"])
+    return all(list(layer.products) in known and not layer.mixer.is_recurrent for layer in layers)

@@ -225,6 +225,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """float32 numbers of a request's recurrent states, all layers together."""
         return 0 if self.recurrent is None else len(self.recurrent.layers) * self.recurrent.sizes.state_size
 
+    def has_dense_mlp(self, layer: int) -> bool:
+        """Return whether the layer has an MLP without a router."""
+        return self.experts is None or layer in self.experts.dense_layers
+
     def place_of(self, layer: int) -> int:
         """Return the place of the layer's K and V among the caches, or of its state in a request's states."""
         if self.recurrent is None:

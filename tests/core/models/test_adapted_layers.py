@@ -39,6 +39,8 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it
 #: KV head by KV head; names of their own.
 CASES = ("stablelm-head-norms", "nemotron", "cohere-head-norms", "ernie4.5", "glm4", "phi4-mini", "gpt-neox", "phi")
 CASES += ("starcoder2", "exaone", "llama2")
+#: Routed MLPs, of which only the attention takes adapters, and the dense MLP of a first layer.
+CASES += ("qwen3-moe", "gpt-oss", "glm4.5-air")
 RANK, ALPHA = 4, 6.0
 
 Pairs = dict[str, tuple[Floats, Floats]]
@@ -53,10 +55,11 @@ def one_thread() -> Iterator[None]:
 
 
 def random_adapter(model: Any) -> Pairs:
-    """A and B of every linear layer but the head."""
+    """A and B of every linear layer but the head and shared experts."""
     generator, pairs = np.random.default_rng(3), {}
     for name, layer in model.named_modules():
-        if isinstance(layer, torch.nn.Linear) and layer is not model.get_output_embeddings():
+        is_other = layer is model.get_output_embeddings() or "shared" in name
+        if isinstance(layer, torch.nn.Linear) and not is_other:
             columns, depth = layer.weight.shape
             a = generator.standard_normal((RANK, depth), np.float32) * np.float32(depth**-0.5)
             pairs[name] = a, generator.standard_normal((columns, RANK), np.float32) * np.float32(0.5 * RANK**-0.5)
@@ -217,3 +220,14 @@ def test_layers_of_wrong_sizes_and_names_are_refused(tmp_path: Path) -> None:
         folder = write_peft(tmp_path / "adapter", pairs, rank=RANK, alpha=ALPHA)
         with pytest.raises(ModelFileError, match=text):
             read_peft_folder(folder, peft_layers(config), shapes, 16)
+
+
+@pytest.mark.parametrize("name", ["experts.0.gate_proj", "shared_experts.up_proj", "gate", "up_proj"])
+def test_adapters_of_experts_are_refused(name: str, tmp_path: Path) -> None:
+    build("glm4.5-air").save_pretrained(tmp_path / "model")
+    config = read_model_config(tmp_path / "model")
+    shapes = AdaptedMatrices(config, None).shapes  # type: ignore[arg-type]
+    pair = np.ones((RANK, 48), np.float32), np.ones((40, RANK), np.float32)
+    folder = write_peft(tmp_path / "adapter", {f"model.layers.1.mlp.{name}": pair}, rank=RANK, alpha=ALPHA)
+    with pytest.raises(ModelFileError, match=rf"it changes 'model\.layers\.1\.mlp\.{name}', and the model has no"):
+        read_peft_folder(folder, peft_layers(config), shapes, 16)

@@ -125,7 +125,9 @@ def test_in_every_variant(variant: str) -> None:
     assert difference(run(model, PROMPT[:60], neighbours=crowd, **settings), alone) == ""
 
 
-@pytest.mark.parametrize("kind", ["local and global", pytest.param("beside attention", marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "kind", ["local and global", "experts", pytest.param("beside attention", marks=pytest.mark.soak)]
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_with_norms_gates_and_windows_of_another_kind(dtype: str, kind: str) -> None:
     model, adapters = shelf(dtype, kind)
