@@ -39,6 +39,11 @@ class WindowStart(msgspec.Struct, eq=False, gc=False):
         """Return how many blocks were found or are shared."""
         return len(self.hits) - len(self.leads)
 
+    @property
+    def found(self) -> Int32s:
+        """Return these blocks."""
+        return self.hits[self.hits > 0] if len(self.leads) else self.hits
+
 
 class RequestStart(msgspec.Struct, eq=False, gc=False):
     """How a waiting request starts: its needs first, and then the blocks that it gets."""

@@ -244,7 +244,7 @@ class WindowBatch(Batch):
 
     def _hits(self, start: RequestStart) -> Int32s:
         assert start.window is not None, "a start without its windows' blocks"
-        return np.concatenate([start.hits, start.window.hits[start.window.hits > 0]])
+        return np.concatenate([start.hits, start.window.found])
 
     def place(self, starts: list[RequestStart], blocks: Int32s) -> None:
         """Give each of these requests num_taken of the pages, behind its hits."""
@@ -263,9 +263,10 @@ class WindowBatch(Batch):
         )
         start.block_ids = np.concatenate([start.hits, others])
         start.num_given = len(start.block_ids)
-        begin, first = window.hits.copy(), window.num_passed + len(window.hits)
-        num_copied = len(window.leads)
-        begin[begin == 0], seen = seen[:num_copied], seen[num_copied:]
+        begin, first = window.hits, window.num_passed + len(window.hits)
+        if num_copied := len(window.leads):
+            begin = begin.copy()
+            begin[begin == NULL_BLOCK], seen = seen[:num_copied], seen[num_copied:]
         window.block_ids = np.concatenate([np.zeros(window.num_passed, np.int32), begin, seen])
         self.pool.names.filled_beside[start.block_ids[first : first + len(seen)]] = seen
         if start.fork is not None and start.fork.copied_block != NULL_BLOCK:
