@@ -8,7 +8,7 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ipc.errors import CaptureFileError
 
@@ -17,6 +17,7 @@ _HEAD = struct.Struct("<IIQB")
 _CHECKED = struct.Struct("<QB")  # the part of the head that the checksum covers
 _UNCHECKED = struct.Struct("<II")  # the part before it
 _CHECKED_AT = _HEAD.size - _CHECKED.size
+UNCHECKED_BYTES = _UNCHECKED.size  # of a frame, before what its checksum covers
 #: The end of a frame's head with a sequence below 2**32: the sequence's upper half and the tag.
 _HEAD_END = re.compile(rb"\0\0\0\0[^\0]")
 
@@ -48,6 +49,12 @@ def pack_frame(sequence: int, tag: int, payload: bytes) -> bytes:
 def frame_of(checked: bytes) -> bytes:
     """Return the frame whose sequence, tag and payload these bytes are, as its checksum covers them."""
     return _UNCHECKED.pack(len(checked) - _CHECKED.size, zlib.crc32(checked)) + checked
+
+
+def put_frame(memory: Any, begin: int, end: int, checked: bytes) -> None:
+    """Write frame_of(checked) into [begin, end) of writable memory, which are its bytes."""
+    memory[begin + UNCHECKED_BYTES : end] = checked
+    _UNCHECKED.pack_into(memory, begin, end - begin - _HEAD.size, zlib.crc32(checked))
 
 
 def read_frame(data: Data, offset: int) -> Frame | None:

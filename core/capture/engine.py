@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from core import log
 from core.capture.early_copies import EarlyCopies
-from core.capture.packed_steps import PackedColumns, digest_of, is_plain, step_times
+from core.capture.packed_steps import PACKED_TAG, digest_of, is_plain, pack_head, step_times
 from core.capture.records import (
     FORMAT_MAJOR,
     FORMAT_MINOR,
@@ -62,8 +62,10 @@ class CaptureLog(Protocol):
 class PackedLog(CaptureLog, Protocol):
     """A log that takes plain steps packed (core/capture/packed_steps.py), which costs the engine thread less."""
 
-    def add_packed(self, numbers: tuple[int, ...], columns: PackedColumns) -> None:
-        """Take the next record, a packed step. numbers: those of Numbers."""
+    sequence: int  # of the last record
+
+    def add_packed(self, now_ns: int, checked: bytes) -> None:
+        """Take the next record, a packed step: pack_head() and the columns. now_ns: its clock value."""
 
 
 class CapturedEngine:
@@ -230,22 +232,27 @@ class CapturedEngine:
         end_ns = time.monotonic_ns()
         scheduler, plan, result = self.engine.scheduler, self._plan, self._result
         step, removed, block_rows, block_ids, rows, counts = NO_RESULT, b"", b"", b"", b"", b""
+        num_removed = num_blocks = num_rows = num_counts = 0  # bytes
         if plan is not None:
             step, rows, counts = plan.step, plan.rows.tobytes(), plan.num_scheduled_tokens.tobytes()
             if plan.removed_rows is not NO_INT32S:
                 removed = plan.removed_rows.tobytes()
+                num_removed = len(removed)
             if plan.block_rows is not NO_INT32S:
                 block_rows, block_ids = plan.block_rows.tobytes(), plan.block_ids.tobytes()
+                num_blocks = len(block_rows)
             if rows == self._last_rows:
                 rows = b""
             else:
-                self._last_rows = rows
+                self._last_rows, num_rows = rows, len(rows)
             if counts == self._last_counts:
                 counts = b""
             else:
-                self._last_counts = counts
+                self._last_counts, num_counts = counts, len(counts)
         result_step, tokens = (NO_RESULT, b"") if result is None else (result.step, result.token_ids.tobytes())
-        numbers = (
+        head = pack_head(
+            log.sequence + 1,
+            PACKED_TAG,
             now_ns,
             self._begin_ns,
             self._planned_ns,
@@ -256,8 +263,14 @@ class CapturedEngine:
             scheduler.stats.num_preemptions,
             len(scheduler.waiting),
             scheduler.pool.num_free,
+            num_removed,
+            num_blocks,
+            num_blocks,
+            num_rows,
+            num_counts,
+            len(tokens),
         )
-        log.add_packed(numbers, (removed, block_rows, block_ids, rows, counts, tokens))
+        log.add_packed(now_ns, b"".join((head, removed, block_rows, block_ids, rows, counts, tokens)))
 
 
 def start_capture(path: str, config: EngineConfig, model: ModelInfo, engine_version: str, epoch: int) -> CaptureWriter:

@@ -15,11 +15,10 @@ from typing import Any
 import msgspec
 
 from core import log
-from core.capture.packed_steps import PackedColumns, pack_step
 from core.capture.records import TAGS, Checkpoint, Header, Input, Step, encode_record
 from core.capture.snapshot import Snapshot
 from ipc.flight_ring import HALF, HALVES_AT, half_at, ring_half_bytes
-from ipc.log_frames import MAX_PAYLOAD_BYTES, pack_frame
+from ipc.log_frames import MAX_PAYLOAD_BYTES, UNCHECKED_BYTES, frame_of, pack_frame, put_frame
 
 PAUSE_S = 0.0005  # in which the engine thread gets Python's lock while a checkpoint is encoded
 _COPY_BYTES = 1 << 18  # that are copied without a pause
@@ -47,7 +46,7 @@ class FlightRecorder:
         self._half = self._at = self._numbers_at = 0  # that is written: which, where it begins, where its numbers are
         self._used = self._due_bytes = 0  # of it: bytes; and from how many on a checkpoint is due
         self._generation = 1
-        self._sequence = 0  # of the last record
+        self.sequence = 0  # of the last record
         self._is_full = False  # a record did not fit
         self.wants_checkpoint = False  # the other half is to be begun
         self._kept: list[bytes] | None = None  # frames since the checkpoint that is being encoded; None: none is
@@ -61,22 +60,25 @@ class FlightRecorder:
 
     def add(self, record: Input | Step) -> None:
         """Write the next record. Only the engine thread calls this."""
-        self._sequence = sequence = self._sequence + 1
-        frame = pack_frame(sequence, TAGS[type(record)], encode_record(record))
-        if self._kept is not None:
-            self._keep(frame)
-        self._write(frame)
+        self.sequence += 1
+        self._add(pack_frame(self.sequence, TAGS[type(record)], encode_record(record)))
         if type(record) is Step:
             self._end_step(record.now_ns)
 
-    def add_packed(self, numbers: tuple[int, ...], columns: PackedColumns) -> None:
-        """Write the next record, a packed step. Only the engine thread calls this."""
-        self._sequence = sequence = self._sequence + 1
-        frame = pack_step(sequence, numbers, columns)
-        if self._kept is not None:
-            self._keep(frame)
-        self._write(frame)
-        self._now_ns = now_ns = numbers[0]
+    def add_packed(self, now_ns: int, checked: bytes) -> None:
+        """Write the next record, a packed step. Only the engine thread calls this.
+
+        Each line of this is in every step, and runs after a step has filled the caches: so it is one piece.
+        """
+        self.sequence += 1
+        begin, used = self._at + self._used, self._used + UNCHECKED_BYTES + len(checked)
+        if self._kept is not None or used > self._half_bytes or self._is_full:
+            self._add(frame_of(checked))
+        else:
+            put_frame(self._memory, begin, self._at + used, checked)
+            self._used = used
+            HALF.pack_into(self._memory, self._numbers_at, self._generation, used)
+        self._now_ns = now_ns
         if self._used > self._due_bytes or now_ns > self._due_ns:
             self._end_step(now_ns)
 
@@ -85,7 +87,7 @@ class FlightRecorder:
         self._kept, self._num_kept_bytes = [], 0
         self.wants_checkpoint = False
         self._least_ns = self._now_ns + _LEAST_NS
-        self._queue.put((snapshot, num_steps, num_inputs, self._sequence))
+        self._queue.put((snapshot, num_steps, num_inputs, self.sequence))
 
     def close(self) -> None:
         """End the thread. Any thread may call this, repeatedly."""
@@ -99,6 +101,11 @@ class FlightRecorder:
         self._due_ns = due_ns = self._due_ns or now_ns + self._period_ns
         if self._used > self._due_bytes or now_ns > due_ns:
             self.wants_checkpoint = self._kept is None and now_ns >= self._least_ns
+
+    def _add(self, frame: bytes) -> None:
+        if self._kept is not None:
+            self._keep(frame)
+        self._write(frame)
 
     def _write(self, frame: bytes) -> None:
         begin, used = self._at + self._used, self._used + len(frame)

@@ -8,27 +8,24 @@ the ring makes Steps of them (unpack_steps), and no file has any. A step with mo
 import struct
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
 from core.capture.records import NO_RESULT, TAGS, Step, decode_record, encode_record
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput, encode_plan
 from ipc.arrays import Int32s
-from ipc.log_frames import Frame, frame_of
+from ipc.log_frames import Frame
 
 #: The tag of a packed step's frame in a ring. Another layout gets another tag.
 PACKED_TAG = 255
 DIGEST_BYTES = 8
-#: What begins a packed step: Numbers, then the bytes of each column. The columns follow.
+#: What begins a packed step: Numbers, then the bytes of each column. The columns (int32) follow: rows given up, rows
+#: and ids of appended blocks, the batch, the counts and the tokens.
 _HEAD = struct.Struct("<8q2i6I")
 _FRAME_HEAD = struct.Struct("<QB8q2i6I")  # the frame's sequence and tag before it
 _TIMES = struct.Struct("<3i")
 _INT32 = np.dtype("<i4")
-
-
-#: The bytes (int32) of rows given up, rows and ids of appended blocks, the batch, the counts and the tokens.
-PackedColumns: TypeAlias = tuple[bytes, bytes, bytes, bytes, bytes, bytes]
 
 
 class Numbers(NamedTuple):
@@ -73,11 +70,9 @@ def is_plain(plan: SchedulerOutput | None, result: ModelRunnerOutput | None) -> 
     )
 
 
-def pack_step(sequence: int, numbers: tuple[int, ...], columns: PackedColumns) -> bytes:
-    """Return the frame of a packed step. numbers: those of Numbers."""
-    removed, block_rows, block_ids, rows, counts, tokens = columns
-    sizes = len(removed), len(block_rows), len(block_ids), len(rows), len(counts), len(tokens)
-    return frame_of(b"".join((_FRAME_HEAD.pack(sequence, PACKED_TAG, *numbers, *sizes), *columns)))
+#: Return the bytes before the columns, of: the frame's sequence, PACKED_TAG, Numbers, and the bytes of each column.
+#: They and the columns, joined, are what a frame's checksum covers.
+pack_head = _FRAME_HEAD.pack
 
 
 def unpack_steps(frames: Iterable[Frame]) -> Iterator[Frame]:

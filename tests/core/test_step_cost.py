@@ -12,9 +12,12 @@ from typing import TypeVar
 
 import pytest
 
+from core.capture.engine import CapturedEngine, make_header
+from core.capture.flight_recorder import FlightRecorder
 from core.engine import EngineCore
 from core.executors.fake import create
 from ipc.config import EngineConfig
+from ipc.flight_ring import FlightFile
 from ipc.messages import Abort, AddRequest, encode
 from tests.columns import pack_numbers
 from tests.core.driving import add_message, small_config
@@ -206,3 +209,25 @@ def test_what_no_request_uses_costs_a_steady_step_one_question_each() -> None:
     others = {"DraftRule", "Grammars", "Forks", "NgramProposer", "SuffixProposer", "OfferedDrafts"}
     assert not others & found.keys()
     assert found.total() < 140
+
+
+def test_the_flight_recorder_makes_the_same_few_calls_for_any_number_of_rows() -> None:
+    """They run once a step, when the step has filled the caches: each takes several times what it takes in a loop."""
+    added = {calls_of_recorder([request(number, 20) for number in range(num_rows)]) for num_rows in (1, 16, 200)}
+    assert len(added) == 1, added
+    assert max(added) <= 28, added
+
+
+def calls_of_recorder(messages: list[AddRequest]) -> int:
+    """Calls of a decoding step with a flight recorder that one without it has not."""
+    plain, options = prefilled(messages), config()
+    executor, ring = create(options), FlightFile(1 << 22)
+    executor.initialize_cache(options)
+    recorder = FlightRecorder(ring.fd, make_header(options, executor.info, "1", 0), 3600)
+    recorded = CapturedEngine(options, executor, recorder)
+    recorded.step([(0, message) for message in messages], 0)
+    for _ in range(2):  # the rows of the second step are those of the first
+        without, _ = count_calls(lambda: plain.step((), 1))
+        with_it, _ = count_calls(lambda: recorded.step((), 1))
+    recorder.close()
+    return with_it - without

@@ -5,7 +5,7 @@ import struct
 import pytest
 
 from ipc.errors import CaptureFileError
-from ipc.log_frames import MAX_PAYLOAD_BYTES, frame_of, pack_frame, read_frame, read_frames
+from ipc.log_frames import MAX_PAYLOAD_BYTES, frame_of, pack_frame, put_frame, read_frame, read_frames
 
 PAYLOADS = [b"header", b"", bytes(range(256)), b"\0" * 40, b"the end"]
 FRAMES = [pack_frame(number, 1 + number, payload) for number, payload in enumerate(PAYLOADS)]
@@ -28,7 +28,11 @@ def flipped(at: int, bit: int) -> bytes:
 def test_the_layout() -> None:
     """Fixed for ever: u32 length, u32 CRC-32, u64 sequence, u8 tag, little-endian."""
     assert pack_frame(7, 3, b"abc") == struct.pack("<IIQB", 3, 0xD79D18DE, 7, 3) + b"abc"
-    assert frame_of(struct.pack("<QB", 7, 3) + b"abc") == pack_frame(7, 3, b"abc")
+    checked = struct.pack("<QB", 7, 3) + b"abc"
+    assert frame_of(checked) == pack_frame(7, 3, b"abc")
+    memory = bytearray(b"-" * 30)
+    put_frame(memory, 5, 25, checked)
+    assert memory == b"-----" + frame_of(checked) + b"-----"
 
 
 def test_a_whole_log() -> None:
