@@ -37,9 +37,10 @@ def variant(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 SOAKED = ("plain", "sinks", "beside attention", "gated delta")
+OTHERS = ("local and global", "centred head norms", "head norms after rotation")
 
 
-@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.soak) for kind in SOAKED), "local and global"])
+@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.soak) for kind in SOAKED), *OTHERS])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_request_in_any_company_has_the_logits_it_has_alone(dtype: str, kind: str, variant: str) -> None:
     model = tiny_model(DTYPES[dtype], kind, variant)
