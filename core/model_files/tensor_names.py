@@ -109,7 +109,7 @@ def is_of_further_layer(name: str, config: ModelConfig) -> bool:
     if config.encoder is not None or not ARCHITECTURES[config.architecture].further_layers:
         return False
     match = re.match(r"(?:model\.layers|blk)\.(\d+)\.", name)
-    return name.startswith("model.mtp_") or (match is not None and int(match[1]) >= config.num_hidden_layers)
+    return name.startswith(("model.mtp_", "mtp.")) or (match is not None and int(match[1]) >= config.num_hidden_layers)
 
 
 def _part_name(part: str, names: Mapping[str, str]) -> str:

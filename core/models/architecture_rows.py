@@ -6,6 +6,7 @@ from core.models.hunyuan_rows import HUNYUAN_ROWS
 from core.models.latent_rows import LATENT_ROWS
 from core.models.recurrent_rows import RECURRENT_ROWS
 from core.models.routed_rows import QWEN_WINDOW, ROUTED_ROWS
+from core.models.sigmoid_rows import SIGMOID_ROWS
 
 _DENSE = (
     Architecture(
@@ -357,4 +358,4 @@ _DENSE = (
     ),
 )
 
-ROWS = (*_DENSE, *CENTRED_ROWS, *ROUTED_ROWS, *HUNYUAN_ROWS, *LATENT_ROWS, *RECURRENT_ROWS)
+ROWS = (*_DENSE, *CENTRED_ROWS, *ROUTED_ROWS, *SIGMOID_ROWS, *HUNYUAN_ROWS, *LATENT_ROWS, *RECURRENT_ROWS)

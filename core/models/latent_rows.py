@@ -3,7 +3,8 @@
 import msgspec
 
 from core.models.architecture import SIGMOID, SOFTMAX, Architecture, ExpertRow
-from core.models.routed_rows import DEEPSEEK_NAMES, GGUF_EXPERTS, SIGMOID_EXPERTS
+from core.models.routed_rows import DEEPSEEK_NAMES, GGUF_EXPERTS
+from core.models.sigmoid_rows import SIGMOID_EXPERTS
 
 #: Names of latent attention.
 _NAMES = {

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from core.models.architecture import SIGMOID, SOFTMAX_OF_CHOSEN, Architecture, ExpertRow
+from core.models.architecture import SOFTMAX_OF_CHOSEN, Architecture, ExpertRow
 
 #: Defaults of the windows of all Qwen models.
 QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
@@ -26,17 +26,6 @@ DEEPSEEK_NAMES = {
     "mlp.router_correction": "mlp.gate.e_score_correction",
     **{f"mlp.shared_expert.{part}_proj": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
 }
-#: Experts with scores that are sigmoids, chosen by corrected scores within groups (DeepSeek V3).
-SIGMOID_EXPERTS = ExpertRow(
-    gguf_gating=(SIGMOID,),
-    shared_count_key="n_shared_experts",
-    is_sigmoid=True,
-    has_correction=True,
-    scales=True,
-    groups="always",
-    best_of_group=2,
-)
-
 _OLMOE = Architecture(
     name="OlmoeForCausalLM",
     base_name="OlmoeModel",
@@ -141,41 +130,6 @@ ROUTED_ROWS = (
         },
         gguf_names=GGUF_EXPERTS,
     ),
-    Architecture(
-        name="MiniMaxM2ForCausalLM",
-        base_name="MiniMaxM2Model",
-        model_type="minimax_m2",
-        gguf="minimax-m2",
-        defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "num_local_experts": 256,
-            "num_experts_per_tok": 8,
-            "use_qk_norm": True,
-            "qk_norm_type": "per_layer",
-            "scoring_func": "sigmoid",
-        },
-        only={"use_qk_norm": True, "qk_norm_type": "per_layer", "scoring_func": "sigmoid"},
-        rope_theta=5_000_000.0,
-        partial_rotary=True,
-        qk_norm=True,
-        qk_norm_of_rows=True,
-        experts=ExpertRow(
-            size_key="intermediate_size",
-            normalises=True,
-            gguf_gating=(SIGMOID,),
-            is_sigmoid=True,
-            has_correction=True,
-        ),
-        names={
-            "mlp.router": "block_sparse_moe.gate",
-            "mlp.router_correction": "block_sparse_moe.e_score_correction",
-            "mlp.experts.*.gate_proj": "block_sparse_moe.experts.*.w1",
-            "mlp.experts.*.up_proj": "block_sparse_moe.experts.*.w3",
-            "mlp.experts.*.down_proj": "block_sparse_moe.experts.*.w2",
-        },
-        gguf_names=GGUF_EXPERTS,
-    ),
     _OLMOE,
     msgspec.structs.replace(
         _OLMOE,
@@ -262,42 +216,6 @@ ROUTED_ROWS = (
             gguf_normalises=False, shared_size_key="shared_expert_intermediate_size", has_shared_gate=True
         ),
         names={"mlp.router": "mlp.gate"},
-        gguf_names=GGUF_EXPERTS,
-    ),
-    Architecture(
-        name="Glm4MoeForCausalLM",
-        base_name="Glm4MoeModel",
-        model_type="glm4_moe",
-        gguf="glm4moe",
-        defaults={
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "attention_out_bias": False,
-            "partial_rotary_factor": 0.5,
-            "norm_topk_prob": True,
-            "first_k_dense_replace": 1,
-            "scoring_func": "sigmoid",
-        },
-        only={"scoring_func": "sigmoid"},
-        attention_bias="as configured",
-        qk_norm_key="use_qk_norm",
-        partial_rotary=True,
-        experts=SIGMOID_EXPERTS,
-        further_layers=True,
-        names=DEEPSEEK_NAMES,
-        gguf_names={**GGUF_EXPERTS, "post_attention_layernorm": "post_attention_norm"},
-    ),
-    Architecture(
-        name="Dots1ForCausalLM",
-        base_name="Dots1Model",
-        model_type="dots1",
-        gguf="dots1",
-        defaults={"num_key_value_heads": 32, "sliding_window": None, "scoring_func": "noaux_tc"},
-        only={"sliding_window": None, "scoring_func": "noaux_tc"},  # sigmoids with a correction
-        attention_bias="as configured",
-        qk_norm=True,
-        experts=SIGMOID_EXPERTS,
-        names=DEEPSEEK_NAMES,
         gguf_names=GGUF_EXPERTS,
     ),
     Architecture(

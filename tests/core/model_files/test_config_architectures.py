@@ -353,7 +353,7 @@ GGUF_REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "qwen2",
         {"attention.sliding_window": 9},
-        "only gemma3, gemma2, phi3, .*, cohere2, gpt-oss have one",
+        "only gemma3, gemma2, phi3, .*, cohere2, gpt-oss, exaone-moe have one",
     ),
     ("qwen2", {"rope.scaling.attn_factor": 1.2}, "attn_factor=1.2.* is not supported; only 1.0 is"),
     ("qwen3", {"expert_count": 8}, "qwen3.expert_count=8 is not supported; only 0 is"),

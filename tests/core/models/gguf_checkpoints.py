@@ -206,7 +206,7 @@ def special_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     elif config.model_type == "gemma3_text":
         writer.add_sliding_window(config.sliding_window)
         writer.add_sliding_window_pattern(2)
-    elif config.model_type in ("olmo3", "exaone4") and config.sliding_window is not None:
+    elif config.model_type in ("olmo3", "exaone4", "exaone_moe") and config.sliding_window is not None:
         writer.add_sliding_window(config.sliding_window)
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in kinds])
     elif config.model_type == "ministral3":

@@ -53,6 +53,21 @@ ROUTED_CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "minimax_m2",
         {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 3, "rope_parameters": _PARTIAL},
     ),
+    "solar-open": ("solar_open", {**_SIGMOIDS, "first_k_dense_replace": 0, "head_dim": 16, "attention_bias": True}),
+    "exaone-moe": (
+        "exaone_moe",
+        {
+            **{
+                name: value for name, value in _SIGMOIDS.items() if name not in ("n_routed_experts", "n_shared_experts")
+            },
+            "num_experts": 8,
+            "num_shared_experts": 2,
+            "head_dim": 16,
+            "num_hidden_layers": 4,
+            "sliding_window": 100,
+            "layer_types": [*["sliding_attention"] * 3, "full_attention"],
+        },
+    ),
     "flex-olmo": ("flex_olmo", {"num_experts": 8, "num_experts_per_tok": 3}),
     "qwen2-moe": (
         "qwen2_moe",

@@ -19,6 +19,8 @@ ROUTED_GGUF_CASES = {
     "deepseek-v3": "deepseek2",
     "glm4.7-flash": "deepseek2",
     "minimax-m2": "minimax-m2",
+    "solar-open": "glm4moe",
+    "exaone-moe": "exaone-moe",
     "hunyuan-dense": "hunyuan-dense",
     "hunyuan-moe": "hunyuan-moe",
 }
@@ -42,7 +44,7 @@ def special_tensors(name: str, tensor: torch.Tensor, config: Any) -> dict[str, t
             f"{block}.attn_k_b.weight": keys.transpose(1, 2).contiguous(),
             f"{block}.attn_v_b.weight": values.contiguous(),
         }
-    if config.model_type == "glm4_moe" and "post_attention_layernorm" in name:
+    if config.model_type in ("glm4_moe", "solar_open") and "post_attention_layernorm" in name:
         return {f"{block}.post_attention_norm.weight": tensor}
     return None
 
@@ -58,7 +60,11 @@ def routed_metadata(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_expert_feed_forward_length(config.intermediate_size)
         writer.add_expert_shared_feed_forward_length(config.intermediate_size)
         writer.add_expert_shared_count(1)
-    count = getattr(config, "n_shared_experts", None) or getattr(config, "moe_num_shared_experts", None)
+    count = (
+        getattr(config, "n_shared_experts", None)
+        or getattr(config, "num_shared_experts", None)
+        or getattr(config, "moe_num_shared_experts", None)
+    )
     if count is None:
         return
     writer.add_expert_shared_count(count)

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from core.model_files.model_config import read_model_config
 from core.models.architectures import ARCHITECTURES
 from core.models.config import ExpertParts
+from ipc.errors import UnsupportedModelError
 from tests.core.models.checkpoints import CASES, check_greedy, check_logits, golden, our_logits
 from tests.core.models.gguf_checkpoints import write_model
 
@@ -65,6 +66,22 @@ def test_mimo_is_a_qwen2_with_a_layer_that_is_not_read(tmp_path: Path) -> None:
     assert read_model_config(tmp_path).architecture == "MiMoForCausalLM"
     check_logits(tmp_path, expected)
     check_greedy(tmp_path, expected)
+
+
+def test_layers_that_guess_further_tokens_are_not_read(tmp_path: Path) -> None:
+    """Ernie's and EXAONE's names of them; a DeepSeek's has a layer's name, past the last one."""
+    expected = golden("exaone-moe")
+    expected.model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    before = our_logits(tmp_path, expected.prompts[:1])[0]
+    more = {
+        name: torch.ones(3, 2) for name in ("mtp.fc.weight", "model.mtp_block.0.x.weight", "model.layers.4.y.weight")
+    }
+    save_file(tensors | more, tmp_path / "model.safetensors")
+    assert torch.equal(our_logits(tmp_path, expected.prompts[:1])[0], before)
+    save_file(tensors | {"model.other.weight": torch.ones(3, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match=r"unexpected tensor 'model\.other\.weight'"):
+        our_logits(tmp_path, expected.prompts[:1])
 
 
 def test_internlm2_is_a_llama_whose_rows_of_q_k_and_v_are_fused(tmp_path: Path) -> None:
