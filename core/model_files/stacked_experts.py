@@ -62,21 +62,28 @@ def by_expert(found: Mapping[str, StoredTensor], config: ModelConfig) -> dict[st
     if config.experts is None:
         return dict(found)
     hidden, size = config.hidden_size, config.experts.intermediate_size
+    shapes = {"gate_up": (2 * size, hidden), "down": (hidden, size)}
     tensors: dict[str, StoredTensor] = {}
     for name, stored in found.items():
         match = _OF_ALL.fullmatch(name)
         parts = ("down",) if match is None or match[2] == "down" else ("gate", "up")
-        rows, depth = (hidden, size) if parts == ("down",) else (size, hidden)
-        whole = len(parts) * rows
-        if match is None or stored.shape[1:] not in ((whole, depth), (depth, whole)):
+        whole, depth = shapes["down" if match is None else match[2]]
+        is_turned = match is not None and _is_turned(found, match[1], shapes)
+        if match is None or stored.shape[1:] != ((depth, whole) if is_turned else (whole, depth)):
             tensors[name] = stored
             continue
-        is_turned = stored.shape[1:] != (whole, depth)
+        rows = whole // len(parts)
         for number, each in enumerate(_each(stored)):
             for place, part in enumerate(parts):
                 own = f"{match[1]}{number}.{part}_proj.weight"
                 tensors[own] = _rows_of(each, place * rows, (rows, depth), whole, is_turned=is_turned)
     return tensors
+
+
+def _is_turned(found: Mapping[str, StoredTensor], stem: str, shapes: Mapping[str, tuple[int, int]]) -> bool:
+    """Return whether the matrices of a layer's experts have inputs as rows. One of the two may be square, not both."""
+    each = ((found.get(f"{stem}{part}_proj"), shape) for part, shape in shapes.items())
+    return any(stored is not None and stored.shape[1:] != shape for stored, shape in each)
 
 
 def _rows_of(stored: StoredTensor, first: int, shape: tuple[int, int], whole: int, *, is_turned: bool) -> StoredTensor:

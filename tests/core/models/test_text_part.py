@@ -89,8 +89,13 @@ def test_the_first_configs_and_names_of_qwen2_5_vl(tmp_path: Path) -> None:
     check_logits(tmp_path, expected)
 
 
-def test_matrices_of_experts_as_qwen3_vl_was_published(tmp_path: Path) -> None:
-    """One tensor for all experts, whose rows are inputs."""
+@pytest.mark.parametrize("size", [40, 24, 48])
+def test_matrices_of_experts_as_qwen3_vl_was_published(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tensor for all experts, whose rows are inputs. With 24 gate and up are square together, with 48 down."""
+    stem, text, vision = TEXT_PART_CASES["qwen3-vl-moe"]
+    monkeypatch.setitem(TEXT_PART_CASES, "qwen3-vl-moe", (stem, {**text, "moe_intermediate_size": size}, vision))
     expected = golden_of(build_whole("qwen3-vl-moe"))
     expected.model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
