@@ -60,7 +60,8 @@ def _text_model(text: Values, names: tuple[str, ...]) -> str:
     if len(names) == 1:
         return names[0]
     by_type = {ARCHITECTURES[name].model_type: name for name in names}
-    if (kind := text.get("model_type")) not in by_type:
+    kind = text.get("model_type")
+    if not isinstance(kind, str) or kind not in by_type:
         text.refuse("model_type", f"{' and '.join(map(repr, by_type))} are")
     return by_type[kind]
 
