@@ -293,11 +293,16 @@ def _rope_group(
 
 
 def _ntk_factor(group: Values, architecture: Architecture, width: int) -> float:
-    """Return the factor of theta that a fixed alpha means. width: numbers of a head that are rotated."""
+    """Return the factor of theta that a fixed alpha means. width: numbers of a head that are rotated.
+
+    With other scalings than the "dynamic" one transformers does not read it.
+    """
     if group.get("alpha") is None:
         return 1.0
     if not architecture.ntk_alpha:
         group.refuse("alpha", "only null is")
+    if group.values.get("rope_type", group.values.get("type")) != "dynamic":
+        return 1.0
     return float(group.number("alpha", 1e-3, 1e9) ** (width / max(1, width - 2)))
 
 

@@ -185,3 +185,15 @@ def test_a_wrong_setting_is_seen(case: str, field: str, value: Any, tmp_path: Pa
     logits = our_logits(tmp_path, expected.prompts[2:], **{field: value})[0]
     error = (logits - expected.exact[2]).abs()
     assert error.max() > 100 * expected.errors[2].max()
+
+
+def test_alpha_is_a_factor_of_theta_in_a_dynamic_scaling_only(tmp_path: Path) -> None:
+    """Transformers does not read it with others."""
+    golden("hunyuan-dense").model.config.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    settings, thetas = json.loads(path.read_text()), []
+    for kind in ("dynamic", "linear", "default"):
+        settings["rope_parameters"]["rope_type"] = kind
+        path.write_text(json.dumps(settings))
+        thetas.append(read_model_config(tmp_path).rope_theta)
+    assert thetas == [pytest.approx(1e4 * 128 ** (16 / 14)), 1e4, 1e4]
