@@ -1,6 +1,7 @@
 """PoolingParams: one request's options where its answer is vectors instead of tokens."""
 
 import numbers
+from collections.abc import Collection
 from typing import Literal, get_args
 
 import msgspec
@@ -53,6 +54,11 @@ class PoolingParams(msgspec.Struct, array_like=True):
     def reports_logprobs(self) -> bool:
         """Return False: a pooling request has no log probabilities."""
         return False
+
+
+def generates(tasks: Collection[str]) -> bool:
+    """Return whether an engine with these tasks takes requests for tokens. Without tasks it takes no others."""
+    return not tasks or GENERATE in tasks
 
 
 def check_task(params: PoolingParams, tasks: dict[str, int], num_tokens: int) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from ipc.errors import InvalidRequestError
 from ipc.messages import DECODE_ERRORS, AddRequest, Submission
 from ipc.pooling_messages import AddPooling
-from ipc.pooling_params import GENERATE, check_task
+from ipc.pooling_params import check_task, generates
 from ipc.sampling_params import SamplingParams, check_num_logprobs
 
 MAX_CACHE_SALT_CHARS = 1024
@@ -86,7 +86,7 @@ def _check_generation(
     message: AddRequest, num_prompt: int, vocab_size: int, max_model_len: int, max_logprobs: int, tasks: dict[str, int]
 ) -> None:
     """Check what a request for tokens has beside other requests."""
-    if tasks and GENERATE not in tasks:
+    if not generates(tasks):
         raise InvalidRequestError(f"this engine does not generate, it pools: it does {', '.join(tasks)}")
     _check_range("seed", message.seed, 0, 2**64 - 1)
     _check_params(message.params, vocab_size)

@@ -39,6 +39,7 @@ from ipc.messages import (
     TokenizerFiles,
     Welcome,
 )
+from ipc.pooling_params import generates
 from ipc.sockets import BoundRouter, Context, bind_router, keys_of
 from ipc.start_messages import Start
 from ipc.version import VERSION
@@ -117,7 +118,7 @@ def start_engine(start: Start, bound: Bound, report: Report, prepared: Prepared 
     stores = open_stores(config, executor)
     box = BlackBox(start.black_box_fd, config.max_num_seqs, start.epoch, warm_up_ns, encoder_ns(features))
     engine = _make_engine(start, config, executor, io, capture, box, stores)
-    return engine._replace(rest=grammars.load_ahead)
+    return engine._replace(rest=grammars.load_ahead) if generates(executor.info.tasks) else engine
 
 
 def _make_engine(
