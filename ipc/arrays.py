@@ -3,7 +3,7 @@
 kernels/arrays.py has the aliases of the kernels, which import no other package of the project.
 """
 
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,3 +28,15 @@ TokenIds: TypeAlias = Int32s
 NO_INTS: Ints = np.zeros(0, np.int64)
 NO_INT32S: Int32s = np.zeros(0, np.int32)
 NO_UINT8S: UInt8s = np.zeros(0, np.uint8)
+
+
+def dtype_of(kind: Any) -> np.dtype[Any]:
+    """Return the dtype of a column's type.
+
+    kind: NDArray[scalar], which is ndarray[shape, dtype[scalar]]; from NumPy 2.5 on it is an alias whose only argument
+    is the scalar, and msgspec resolves it to that same ndarray.
+    """
+    *_, last = get_args(kind)
+    *_, scalar = get_args(last) or (last,)
+    dtype: np.dtype[Any] = np.dtype(scalar)
+    return dtype

@@ -1,13 +1,13 @@
 """Columns: a table's NumPy columns, each declared once with its name, its dtype and the value of an empty row."""
 
 import struct
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_type_hints
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ipc.arrays import Rows
+from ipc.arrays import Rows, dtype_of
 
 # Unused entries behind each column. Tables grow by doubling, and columns a power of two of bytes apart share the same
 # few sets of the cache: at 4,096 rows a step of the scheduler that reads several columns took 5 % longer.
@@ -103,9 +103,7 @@ def _declared(table: type[Columns]) -> dict[np.dtype[Any], dict[str, _Column]]:
     declared: dict[np.dtype[Any], dict[str, _Column]] = {}
     for name, hint in get_type_hints(table).items():
         if isinstance(default := getattr(table, name, None), _Column):
-            # NDArray[scalar] is ndarray[shape, dtype[scalar]], and from NumPy 2.5 on an alias of its own.
-            (scalar,) = get_args(get_args(hint)[-1]) or get_args(hint)
-            declared.setdefault(np.dtype(scalar), {})[name] = default
+            declared.setdefault(dtype_of(hint), {})[name] = default
     assert declared, f"{table.__name__} declares no column"
     return declared
 

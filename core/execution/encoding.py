@@ -2,18 +2,18 @@
 fields. core/execution/plan.py has encode_plan(), which captures use too.
 """
 
+from functools import cache
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
-from ipc.arrays import Floats, Int32s
+from ipc.arrays import dtype_of
 from ipc.errors import MalformedMessageError
 from ipc.messages import DECODE_ERRORS
 
 _DTYPES = {np.dtype(np.int32): np.dtype("<i4"), np.dtype(np.float32): np.dtype("<f4")}
-_DTYPE_OF: dict[Any, "np.dtype[Any]"] = {Int32s: np.dtype("<i4"), Floats: np.dtype("<f4")}
 
 
 def encode_output(output: ModelRunnerOutput) -> bytes:
@@ -45,8 +45,13 @@ def _encode_column(value: Any) -> bytes:
 
 
 def _decode_column(kind: Any, value: Any) -> Any:
-    """Return a column from its bytes. kind: Int32s or Floats."""
-    return np.frombuffer(value, _DTYPE_OF[kind])
+    """Return a column from its bytes. kind: Int32s or Floats, or what they are aliases of."""
+    return np.frombuffer(value, _dtype_on_the_wire(kind))
+
+
+@cache
+def _dtype_on_the_wire(kind: Any) -> np.dtype[Any]:
+    return _DTYPES[dtype_of(kind)]
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_column)
