@@ -19,6 +19,8 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 _MARK = "ENGINE_CORE_TEST_PROCESS"  # in the environment of everything that a test starts, children of children too
+# A child of Python's own, which ends with its parent. From Python 3.14 on, the lock of tqdm's bars starts it.
+_TRACKER = "multiprocessing.resource_tracker"
 _ENDING_S = 5.0  # seconds that processes and threads get to end after the last test
 
 
@@ -70,7 +72,8 @@ def _processes(mark: str) -> list[str]:
             is_child = int(fields.split()[1]) == os.getpid()
             if is_child or f"{_MARK}={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
                 command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                found.append(f"process {entry.name} {name} {fields.split()[0]} {command}")
+                if not (is_child and _TRACKER in command):
+                    found.append(f"process {entry.name} {name} {fields.split()[0]} {command}")
         except (FileNotFoundError, ProcessLookupError, PermissionError):
             continue
     return found

@@ -1,6 +1,7 @@
 """The wire: every message survives it, fields may be appended, and no bytes do more than raise one typed error."""
 
 import random
+from contextlib import nullcontext, suppress
 from typing import get_args
 
 import msgspec
@@ -314,17 +315,14 @@ def test_bad_parameters_are_refused_again_when_decoded(name: str, value: object,
 @pytest.mark.parametrize("depth", [10, 1000, 100_000, 2_000_000])
 @pytest.mark.parametrize("nest", [b"\x91", b"\x81\x01"], ids=["arrays", "maps"])
 def test_deep_nesting(depth: int, nest: bytes) -> None:
-    bodies = [
-        nest * depth,
-        b"\x92\x04" + nest * depth,
-        b"\x92\x04" + nest * depth + b"\xc0",
-        b"\x94\x42\0\0" + nest * depth,
-    ]
-    for frame in bodies:
+    """A field of some later minor is skipped where the stack is deep enough for it: Python 3.11 to 3.14 differ."""
+    later = b"\x92\x04" + nest * depth + b"\xc0"
+    with nullcontext() if depth == 10 else suppress(MalformedMessageError):
+        assert decode_client_message(later) == Goodbye()
+    with pytest.raises(MalformedMessageError):
+        decode_server_message(later)
+    for frame in (nest * depth, b"\x92\x04" + nest * depth, b"\x94\x42\0\0" + nest * depth):
         for decode in (decode_client_message, decode_server_message):
-            if frame is bodies[2] and depth == 10 and decode is decode_client_message:
-                assert decode(frame) == Goodbye()  # a field of some later minor
-                continue
             with pytest.raises(MalformedMessageError):
                 decode(frame)
 

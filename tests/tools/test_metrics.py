@@ -129,8 +129,9 @@ def a_server() -> Iterator[MetricsServer]:
 
 def test_only_the_page_is_served(server: MetricsServer) -> None:
     assert scrape(server.url) == {"one": 1.0}
-    with pytest.raises(urllib.error.HTTPError, match="404"):
+    with pytest.raises(urllib.error.HTTPError, match="404") as refused:
         urllib.request.urlopen(server.url.replace("/metrics", "/"), timeout=5)
+    refused.value.close()
 
 
 def test_a_silent_connection_harms_no_scrape(server: MetricsServer) -> None:

@@ -267,7 +267,7 @@ def test_paths_that_are_no_files(tmp_path: Path) -> None:
         ("empty.gguf", "the file is empty"),
         ("pipe.gguf", "expected a regular file"),
         (".", "expected a regular file"),
-        ("nul\0.gguf", "cannot be read: embedded null"),
+        ("nul\0.gguf", "cannot be read: .*embedded null"),
     ):
         with pytest.raises(ModelFileError, match=message):
             read_gguf(tmp_path / name)
