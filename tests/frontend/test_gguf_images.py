@@ -16,6 +16,8 @@ from ipc.sampling_params import SamplingParams
 from tests.core.models import gemma3_checkpoint, idefics3_checkpoint
 from tests.core.models.idefics3_checkpoint import LONGEST, noise
 from tests.core.models.projector_gguf import write_projector, write_text
+from tools.replay.__main__ import EXIT_OTHER_MODEL
+from tools.replay.__main__ import main as replay
 
 pytest.importorskip("PIL.Image")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
@@ -61,6 +63,23 @@ def test_tokens_and_log_probabilities_are_those_of_the_folder(kind: str, tmp_pat
     named = projector.rename(tmp_path / "vision.gguf")
     assert projector_of(path, None) is None
     assert answers(path, mark, mmproj=str(named)) == (expected, identity)
+
+
+def test_a_replay_finds_the_files_where_they_are_then(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint, architecture, unused, sizes = KINDS["gemma3"]
+    model = checkpoint.tiny_model()
+    path = write_text(tmp_path / "tiny.gguf", model, architecture, checkpoint.tiny_tokenizer(), unused)
+    projector = write_projector(tmp_path / "vision.gguf", model, architecture, **sizes)
+    capture = tmp_path / "run.cap"
+    with LLM(str(path), mmproj=str(projector), capture=str(capture), **OPTIONS) as llm:
+        llm.generate("What is this?", PARAMS, use_tqdm=False)
+    moved = [str(file.rename(tmp_path / f"moved-{file.name}")) for file in (path, projector)]
+    arguments = [str(capture), "--mode", "full", "--model", moved[0]]
+    assert replay(arguments) == EXIT_OTHER_MODEL
+    assert "mmproj: there is no .gguf file" in capsys.readouterr().err
+    assert replay([*arguments, "--mmproj", moved[1]]) == 0
+    with pytest.raises(SystemExit):
+        replay([str(capture), "--mmproj", moved[1]])
 
 
 def test_a_file_without_a_projector_takes_no_images(tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         "token compared; live: as a client of a running engine",
     )
     parser.add_argument("--model", metavar="PATH", help="full: where the capture's model is here")
+    parser.add_argument("--mmproj", metavar="PATH", help="full: where the file is here that its --mmproj named")
     parser.add_argument(
         "--lora-modules",
         action=Modules,
@@ -181,6 +182,8 @@ def _check_options(parsed: argparse.Namespace) -> None:
         parser.error("--arrivals belongs to --what-if")
     if parsed.model is not None and parsed.mode != "full":
         parser.error("--model belongs to --mode full")
+    if parsed.mmproj is not None and parsed.mode != "full":
+        parser.error("--mmproj belongs to --mode full")
     if parsed.lora_modules and parsed.mode != "full":
         parser.error("--lora-modules belongs to --mode full")
     if parsed.speed is not None and not 0 < parsed.speed < float("inf"):
@@ -209,7 +212,7 @@ def _check_whole(file: CaptureFile, mode: str) -> None:
 def _run(file: CaptureFile, parsed: argparse.Namespace) -> int:
     begin = time.monotonic()
     if parsed.mode == "full":
-        config, executor = real_executor(file, parsed.model, parsed.lora_modules)
+        config, executor = real_executor(file, parsed.model, parsed.lora_modules, parsed.mmproj)
     else:
         config, executor = replay_config(file.header), recorded_executor(file)
     try:

@@ -67,16 +67,16 @@ def recorded_executor(file: CaptureFile) -> RecordedExecutor:
 
 
 def real_executor(
-    file: CaptureFile, model: str | None, modules: Mapping[str, str] | None = None
+    file: CaptureFile, model: str | None, modules: Mapping[str, str] | None = None, mmproj: str | None = None
 ) -> tuple[EngineConfig, Executor]:
-    """Load the captured engine's model; return (config, executor). model: its path here, None = as in the capture.
+    """Load the captured engine's model; return (config, executor). model, mmproj: paths here, None = as in the capture.
 
     modules: paths of its adapters by name, beside those that it loaded at its start. Errors: OtherModelError;
     ModelFileError, OutOfMemoryError.
     """
     config = replay_config(file.header)
-    if model is not None:
-        config = msgspec.structs.replace(config, model=model)
+    moved = {name: path for name, path in (("model", model), ("mmproj", mmproj)) if path is not None}
+    config = msgspec.structs.replace(config, **moved)
     if modules:
         config = msgspec.structs.replace(config, lora_modules={**config.lora_modules, **modules})
     executor = load_executor(in_one_process(config))
