@@ -350,9 +350,14 @@ def test_a_capture_replays_from_each_checkpoint_and_is_redacted(
     engine.drain()
     assert engine.exchange is not None
     assert engine.exchange.num_fetched > 8
+    check_captures(engine, tmp_path)
+
+
+def check_captures(engine: ExchangeDriver, folder: Path) -> None:
+    """Capture an engine with the same inputs: it replays from each checkpoint, and so does what is redacted."""
     executor = FakeExecutor(engine.config)
     executor.initialize_cache(engine.config)
-    path, out = tmp_path / "run.cap", tmp_path / "redacted.cap"
+    path, out = folder / "run.cap", folder / "redacted.cap"
     writer = start_capture(str(path), engine.config, executor.info, "test", 0)
     captured = CapturedEngine(engine.config, executor, writer)
     for number, (messages, _, _) in enumerate(engine.driver.log):

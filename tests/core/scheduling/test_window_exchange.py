@@ -11,18 +11,13 @@ from core.batch.request import request_from_message
 from core.batch.window_batch import WindowBatch
 from core.batch.window_host import WindowHost
 from core.capture import writer as capture_writer
-from core.capture.engine import CapturedEngine, start_capture
-from core.capture.file import CaptureFile
-from core.capture.redaction import redact
-from core.executors.fake import FakeExecutor
 from core.scheduling.window_exchange import WindowExchange
 from ipc.block_roots import root_of_message
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest
-from tests.core.capture.test_checkpoints import replay_from_each
 from tests.core.driving import add_message
 from tests.core.scheduling.exchange_driver import BLOCK, ExchangeDriver, exchange_config
-from tests.core.scheduling.test_block_exchange import ask, check, messages_of, play, prompt
+from tests.core.scheduling.test_block_exchange import ask, check, check_captures, messages_of, play, prompt
 
 pytestmark = pytest.mark.timeout(60)
 WINDOW = 9  # tokens: those of two blocks or three are seen at a block's end
@@ -181,15 +176,4 @@ def test_a_capture_replays_from_each_checkpoint_and_is_redacted(
         check(engine, message, engine.driver.inbox.received[0, message.number])
     assert engine.exchange is not None
     assert engine.exchange.num_fetched > 8
-    executor = FakeExecutor(engine.config)
-    executor.initialize_cache(engine.config)
-    path, out = tmp_path / "run.cap", tmp_path / "redacted.cap"
-    writer = start_capture(str(path), engine.config, executor.info, "test", 0)
-    captured = CapturedEngine(engine.config, executor, writer)
-    for number, (inbox, _, _) in enumerate(engine.driver.log):
-        captured.step(inbox, 10**9 + number)
-    writer.close()
-    assert len(CaptureFile(path).checkpoints) >= 2
-    replay_from_each(path)
-    redact(CaptureFile(path), str(out))
-    replay_from_each(out)
+    check_captures(engine, tmp_path)
