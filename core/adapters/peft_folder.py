@@ -2,7 +2,7 @@
 
 import mmap
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -39,11 +39,11 @@ def read_peft_folder(
         hint = "; adapter_model.bin is a pickle, which is never loaded: save the adapter again" if pickled else ""
         raise ModelFileError(f"{folder}: {WEIGHTS_FILE} is missing{hint}")
     pairs: dict[str, dict[str, Numbers]] = {}
-    tensors = read_safetensors(path)
+    tensors, stems = read_safetensors(path), sorted({name.partition(".")[0] for name in layers})
     with map_file(path) as file:
         for name, tensor in tensors.items():
             matrix, part = _parts_of(name, path)
-            found = pairs.setdefault(_name_in_model(matrix, layers), {})
+            found = pairs.setdefault(_name_in_model(matrix, layers, stems), {})
             if part in found:
                 raise ModelFileError(f"{path}: {part} of {matrix!r:.120} is there twice")
             found[part] = _numbers(file, tensor, name, path)
@@ -72,12 +72,11 @@ def _parts_of(name: str, path: Path) -> tuple[str, str]:
     return match["matrix"], match["part"]
 
 
-def _name_in_model(matrix: str, layers: Mapping[str, FileMatrix]) -> str:
-    """Return the name under which the model has the matrix.
+def _name_in_model(matrix: str, layers: Mapping[str, FileMatrix], stems: Sequence[str]) -> str:
+    """Return the name under which the model has the matrix. stems: first parts of the layers' names.
 
-    Adapters of a model without a head leave the first part of names out ("model.").
+    Adapters of a model without a head leave that part out ("model.").
     """
-    stems = {name.partition(".")[0] for name in layers}
     return next((name for name in (matrix, *(f"{stem}.{matrix}" for stem in stems)) if name in layers), matrix)
 
 

@@ -1,6 +1,7 @@
 """PEFT folders: what is read from them, and that what is not done is refused by its name."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,18 @@ def test_damaged_files_raise_typed_errors(folder: Path) -> None:
             except EngineCoreError:
                 continue
         path.write_bytes(whole)
+
+
+def test_the_names_of_all_layers_are_looked_through_once(folder: Path) -> None:
+    """Large models have thousands of names, and adapters of them thousands of tensors."""
+
+    class Counted(dict[str, FileMatrix]):
+        num_times = 0
+
+        def __iter__(self) -> Iterator[str]:
+            self.num_times += 1
+            return super().__iter__()
+
+    layers = Counted(LAYERS)
+    read_peft_folder(folder, layers, SHAPES, 16)
+    assert layers.num_times == 1
