@@ -2,6 +2,8 @@
 # make test   all that a change must pass: linters, types, import rules, tests
 # make soak   the counts that are too large for every change
 # make test-wheel  the suite against an installed wheel (ARGS="..." for pytest)
+# make pythons  the tests that need no torch under every Python >= 3.11 of this machine, with the newest packages of each
+#             (PYTHONS="..." names them, ARGS="..." is for pytest; installs into .pythons/)
 # make clients  real HTTP clients against the server (ARGS="openai" runs only those; installs them into .clients/)
 # make ray    replicas as actors of a real Ray cluster on this machine (installs Ray into .ray/)
 # make programs  programs for vLLM (lm_eval and others), unchanged (installs them into .programs/)
@@ -33,7 +35,7 @@ ASK := -- "$$ENGINE_PROMPT"
 endif
 
 .DEFAULT_GOAL := run
-.PHONY: run test test-wheel soak clients ray programs gpu check kernels map venv clean
+.PHONY: run test test-wheel soak pythons clients ray programs gpu check kernels map venv clean
 
 run: venv
 	$(BIN)/engine-core generate $(ASK) < /dev/null
@@ -50,6 +52,9 @@ test-wheel: $(DEV_STAMP)
 
 soak: $(DEV_STAMP)
 	$(BIN)/python -m pytest -q -m soak --timeout 1800 tests
+
+pythons:
+	$(PYTHON) -m tests.pythons $(if $(PYTHONS),--python $(PYTHONS)) $(or $(ARGS),-n 2 tests)
 
 clients: $(DEV_STAMP)
 	$(BIN)/python -m tests.clients $(ARGS)
@@ -97,4 +102,4 @@ $(DEV_STAMP): $(STAMP)
 	touch $@
 
 clean:
-	rm -rf $(VENV) .clients .programs .ray build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) .clients .programs .pythons .ray build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
