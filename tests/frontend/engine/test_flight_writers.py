@@ -63,9 +63,12 @@ def private_bytes(pid: int) -> int:
     )
 
 
-def run_until(engine: SupervisedEngine, num_steps: int) -> None:
+def run_until(engine: SupervisedEngine, num_steps: int, num_running: int = 0) -> None:
+    """Return after so many steps, one of them with so many requests."""
     box, end = engine.process.black_box, time.monotonic() + PATIENCE_S
-    while box.read().epoch != engine.process.epoch or box.read().num_ended < num_steps:
+    while (last := box.read()).epoch != engine.process.epoch or (
+        last.num_ended < num_steps or last.num_running < num_running
+    ):
         time.sleep(0.002)
         assert time.monotonic() < end, "the engine runs no steps"
 
@@ -75,7 +78,7 @@ def test_a_killed_engine_leaves_a_file_that_replays(tmp_path: Path, number: int)
     folder = tmp_path / "flights"
     with recorded(folder) as engine, contextlib.closing(connected(engine)) as client:
         numbers = submit(client)
-        run_until(engine, 30)
+        run_until(engine, 30, num_running=len(numbers))
         kill(engine.process, number)
         path = wait_for_file(folder, set())
         check(client, numbers)
