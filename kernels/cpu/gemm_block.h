@@ -241,18 +241,22 @@ INLINE void compact_block(Work work, const int rows) {
             __asm__("" : "+r"(offset), "+r"(work.w));
             if (__builtin_expect(work.w == whole_at, 0)) {
                 load_whole_step(weights, whole, offset / 64);
-                multiply_step(sums, &x, weights, 4, rows, PANEL_VECTORS, BFLOAT16);
-                if (!offset) continue;
-                whole_at = begin + (int64_t)whole->next * PAIR_BYTES;
-                ask_for_pair(++whole);
+                if (offset) {
+                    whole_at = begin + (int64_t)whole->next * PAIR_BYTES;
+                    ask_for_pair(++whole);
+                }
+            } else if (UNPACKS == 1) {
+                unpack_step(weights, work.w, offset, table);
+            } else { /* products between the lookups; with one lookup, a second copy of them would spill the sums */
+#pragma GCC unroll 2
+                for (int part = 0; part < UNPACKS; part++) {
+                    unpack_part(weights, work.w, offset, table, part);
+                    multiply_vectors(sums, &x, weights, 4, rows, part, UNPACKS, PANEL_VECTORS, BFLOAT16);
+                }
+                x.x += 4, x.seventh += 4;
                 continue;
             }
-#pragma GCC unroll 2
-            for (int part = 0; part < UNPACKS; part++) {
-                unpack_part(weights, work.w, offset, table, part);
-                multiply_vectors(sums, &x, weights, 4, rows, part, UNPACKS, PANEL_VECTORS, BFLOAT16);
-            }
-            x.x += 4, x.seventh += 4;
+            multiply_step(sums, &x, weights, 4, rows, PANEL_VECTORS, BFLOAT16);
         }
     }
     store(&work, sums, rows, PANEL_VECTORS);
