@@ -299,10 +299,13 @@ class RequestMeter:
 
 
 def _described(group: _Group, reason: str, now: float | None) -> dict[str, object]:
-    """Return what the log says of a request that has ended. Times: milliseconds; None = not known."""
+    """Return what the log says of a request that has ended. Times: milliseconds; None = not known.
+
+    A step that was about to begin may take a request that arrives, and is dated before its arrival then.
+    """
 
     def ms(end: float | None) -> float | None:
-        return round((end - group.arrival) * 1000, 1) if end else None
+        return round(max(0.0, end - group.arrival) * 1000, 1) if end else None
 
     return {
         "client": group.client,

@@ -218,6 +218,14 @@ def test_each_request_is_logged_once_at_its_end() -> None:
     assert (lines[2][1]["number"], lines[2][1]["reason"], lines[2][1]["total_ms"]) == (3, "client gone", None)
 
 
+def test_a_step_dated_before_a_request_arrived_makes_no_negative_wait() -> None:
+    lines: list[dict[str, object]] = []
+    meter = RequestMeter(1000, lambda text, **fields: lines.append(fields))
+    meter.note_request(CLIENT, request(1), None, 10.0)
+    meter.note_messages([(CLIENT, outputs([(1, 0, 0, 1, 1)], event(1, 0, EventKind.SCHEDULED, 9.9)))], 10.5)
+    assert [(line["queue_ms"], line["first_token_ms"], line["total_ms"]) for line in lines] == [(0.0, 500.0, 500.0)]
+
+
 def test_buckets_of_tokens_go_to_the_longest_request() -> None:
     bounds = RequestMeter(4096).metrics(1, 1).histograms["request_prompt_tokens"].bounds
     assert bounds == [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000]
