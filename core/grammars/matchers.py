@@ -19,6 +19,7 @@ _NOTHING_LEFT = (
     "allowed_token_ids) allow too, or the logits are not finite"
 )
 _MAX_ERROR_CHARS = 500
+_NO_TOKEN = -1
 #: Forced tokens of a row that are drafts of one step: each needs a mask, and a hostile grammar's takes milliseconds.
 _MAX_FORCED = 8
 #: Drafts of a row, times the tokens of its whole forced text, which each of their masks divides anew: some 3 us each.
@@ -38,6 +39,7 @@ class _Row:
         self.num_renewals = 0
         self.draft_failed = False  # the mask behind a draft has failed; the one of the next token may not
         self.takes_drafts = takes_drafts
+        self.forced: list[int] = []  # tokens that the grammar leaves no choice about now
 
 
 class RowMatchers:
@@ -51,6 +53,9 @@ class RowMatchers:
         self._rows: dict[int, _Row] = {}
         self.offers_drafts = True  # False: for measurements
         self.is_constrained: Bools = np.zeros(num_rows, np.bool_)
+        self._is_free: Bools = np.zeros(num_rows, np.bool_)  # nothing is forced where the row's matcher stands
+        self._num_forced: Int32s = np.zeros(num_rows, np.int32)
+        self._taken: Int32s = np.full(num_rows, _NO_TOKEN, np.int32)  # by take(), and not appended yet
         self._masks: UInt32s = np.zeros((0, 0), np.uint32)
 
     def __len__(self) -> int:
@@ -68,41 +73,68 @@ class RowMatchers:
             added.error = str(error)
         else:
             added.matcher.consume_tokens(added.output)
+        self._settle(row, added)
 
     def remove(self, row: int) -> None:
         """Remove the row; a row that was not added is ignored."""
         if self.is_constrained[row]:
-            self.is_constrained[row] = False
+            self.is_constrained[row] = self._is_free[row] = False
+            self._num_forced[row] = 0
+            self._taken[row] = _NO_TOKEN
             del self._rows[row]
 
+    def take(self, rows: Rows, tokens: TokenIds) -> Bools:
+        """Let each of these distinct rows [n] consume its token [n] if it may; return which have done so.
+
+        tokens: below 0 = none. All of the rows are constrained. append() has to follow with the tokens that were taken.
+        Where the text is free, a token is taken in a tenth of the time of a mask. Where it is forced, none is: a mask
+        allows the first token of the text alone, though others would do.
+        """
+        may = self._is_free[rows] & (tokens >= 0) & (tokens < self._grammars.num_tokens)
+        asked = np.flatnonzero(may)
+        for index, number, token in zip(asked.tolist(), rows[asked].tolist(), tokens[asked].tolist(), strict=True):
+            row = self._rows[number]
+            matcher = row.matcher
+            assert matcher is not None, f"row {number} is free and has no matcher"
+            if not matcher.try_consume_tokens([token]):
+                may[index] = False
+                continue
+            row.output.append(token)
+            if matcher.is_stopped() or matcher.compute_ff_bytes():  # else it is as it was: free
+                self._settle(number, row)
+        self._taken[rows[may]] = tokens[may]
+        return may
+
     def append(self, rows: Rows, token_ids: TokenIds) -> None:
-        """Let each of these rows [n] that is constrained consume a token [n]; a row's tokens are in their order."""
-        mine = self.is_constrained[rows]
-        for number, token in zip(rows[mine].tolist(), token_ids[mine].tolist(), strict=True):
+        """Let each of these rows [n] that is constrained consume a token [n], if take() has not done so.
+
+        A row's tokens are in their order.
+        """
+        left = self.is_constrained[rows] & (self._taken[rows] != token_ids)
+        self._taken[rows] = _NO_TOKEN
+        if not left.any():
+            return
+        for number, token in zip(rows[left].tolist(), token_ids[left].tolist(), strict=True):
             row = self._rows[number]
             row.output.append(token)
             if row.matcher is not None:
                 row.matcher.consume_token(token)
+        for number in np.unique(rows[left]).tolist():
+            self._settle(number, self._rows[number])
 
-    def masks(self, rows: Rows, drafts: Sequence[Sequence[int]] | None = None, likely: Int32s | None = None) -> UInt32s:
+    def masks(self, rows: Rows, drafts: Sequence[Sequence[int]] | None = None) -> UInt32s:
         """Return the allowed tokens of some distinct constrained rows as bits [n, words], valid until the next call.
 
         Bit i of word w is token 32 * w + i. drafts: unverified tokens of each row. Row r then has 1 + len(drafts[r])
         adjacent masks, one for the next token and one behind each draft. Nothing is allowed behind a draft that is not
         allowed itself, and where the matcher has failed.
-
-        likely [n]: tokens that the rows take next if they are allowed, below 0: none. Where the text is free, a mask of
-        such a token alone takes a tenth of the time of a whole one. It is what a row gets that may take it.
         """
         counts = [1] * len(rows) if drafts is None else [1 + len(draft) for draft in drafts]
         masks = self._room(sum(counts))
         address, size, index = masks.ctypes.data, masks.strides[0], 0
         for which, number in enumerate(rows.tolist()):
             row, end = self._rows[number], index + counts[which]
-            if likely is not None and self._is_free_for(row, token := int(likely[which])):
-                masks[index] = 0
-                masks[index, token >> 5] = 1 << (token & 31)
-            elif row.matcher is not None:
+            if row.matcher is not None:
                 row.matcher.unsafe_compute_mask_ptr(address + index * size, size)
             if row.matcher is None or (row.matcher.is_error() and not self._renewed(row, address + index * size, size)):
                 masks[index] = 0
@@ -117,12 +149,11 @@ class RowMatchers:
         counts is None where no row has any. They are drafts: the text is forced, its division into tokens is the
         tokenizer's, and a model may sample another.
         """
-        counts, tokens = np.zeros(len(rows), np.int32), list[int]()
-        for index in np.flatnonzero(self.is_constrained[rows]).tolist() if self.offers_drafts else ():
-            forced = self._forced(self._rows[int(rows[index])])
-            counts[index] = len(forced)
-            tokens += forced
-        return (counts, np.array(tokens, np.int32)) if tokens else (None, NO_INT32S)
+        counts = self._num_forced[rows]
+        if not self.offers_drafts or not counts.any():
+            return None, NO_INT32S
+        forced = [self._rows[row].forced for row in rows[counts > 0].tolist()]
+        return counts, np.array([token for tokens in forced for token in tokens], np.int32)
 
     def failure(self, row: int) -> str | None:
         """Return why no token of the row was sampled; None for a row that is not constrained."""
@@ -135,15 +166,21 @@ class RowMatchers:
             return _NOTHING_LEFT
         return f"structured_outputs: the grammar failed: {why_failed(matcher)}".partition("\n")[0][:_MAX_ERROR_CHARS]
 
-    def _forced(self, row: _Row) -> list[int]:
-        """Return the first of the row's forced tokens; EOS where the grammar has ended."""
-        matcher = row.matcher
-        if matcher is None or not row.takes_drafts or matcher.is_error():
-            return []
-        if matcher.is_stopped():
-            return [self._grammars.eos_token_id]
-        forced = matcher.compute_ff_tokens()
-        return forced[: min(_MAX_FORCED, _MAX_FORCED_WORK // max(1, len(forced)))]
+    def _settle(self, number: int, row: _Row) -> None:
+        """Note what is forced where the row's matcher stands now: the first tokens of the text; EOS at the end."""
+        matcher, forced, is_free = row.matcher, list[int](), False
+        if matcher is None or matcher.is_error():
+            pass
+        elif matcher.is_stopped():
+            forced = [self._grammars.eos_token_id]
+        elif not matcher.compute_ff_bytes():
+            is_free = True
+        elif row.takes_drafts:
+            forced = matcher.compute_ff_tokens()
+            forced = forced[: min(_MAX_FORCED, _MAX_FORCED_WORK // max(1, len(forced)))]
+        self._is_free[number] = is_free
+        row.forced = forced if row.takes_drafts else []
+        self._num_forced[number] = len(row.forced)
 
     def _renewed(self, row: _Row, address: int, size: int) -> bool:
         """Make a matcher that has failed again, and fill the mask at this address; return whether that succeeded.
@@ -160,17 +197,6 @@ class RowMatchers:
         if matcher.consume_tokens(row.output):
             matcher.unsafe_compute_mask_ptr(address, size)
         return not matcher.is_error()
-
-    def _is_free_for(self, row: _Row, token: int) -> bool:
-        """Return whether nothing is forced here, and the row may take this token.
-
-        A mask of a forced text allows its first token alone, though others would do. So would a matcher that has failed
-        or ended: it says no here.
-        """
-        matcher = row.matcher
-        if matcher is None or not 0 <= token < self._grammars.num_tokens or matcher.compute_ff_bytes():
-            return False
-        return matcher.validate_tokens([token]) == 1
 
     def _fill_behind(self, row: _Row, draft: Sequence[int], masks: UInt32s) -> None:
         """Fill the mask behind each draft. The matcher is left as it was, or with an error that _renewed() ends."""

@@ -4,7 +4,7 @@ import numpy as np
 
 from core.batch.table import FREE_ROW, BatchTable
 from core.proposers.proposer import Proposals
-from ipc.arrays import Int32s, Ints, Rows
+from ipc.arrays import Bools, Int32s, Ints, Rows
 from ipc.columns import Columns, column
 
 
@@ -14,6 +14,7 @@ class OfferedDrafts(Columns):
     _tenancy: Ints = column(FREE_ROW)
     _length: Ints = column()  # of the row when they were offered, tokens
     _count: Ints = column()
+    _open: Ints | None = None  # rows whose drafts may be those of their next tokens; None: all with drafts
 
     def __init__(self, table: BatchTable, most: int) -> None:
         super().__init__(len(table.tenancy))
@@ -31,6 +32,24 @@ class OfferedDrafts(Columns):
         self._tenancy[rows] = tenancies
         self._length[rows] = self._table.num_tokens[rows]
         self._count[rows] = np.minimum(counts, width)
+        self._open = np.union1d(self._rows_open(), rows[counts > 0])
+
+    @property
+    def is_open(self) -> bool:
+        """Whether some drafts are those of the next tokens of their rows."""
+        if len(rows := self._rows_open()):
+            rows = rows[self._is_current(rows)]
+        self._open = rows
+        return len(rows) > 0
+
+    def _rows_open(self) -> Ints:
+        return np.flatnonzero(self._count) if self._open is None else self._open  # older checkpoints have None
+
+    def _is_current(self, rows: Ints) -> Bools:
+        table = self._table
+        is_same: Bools = self._tenancy[rows] == table.tenancy[rows]
+        is_same &= self._length[rows] == table.num_tokens[rows]
+        return is_same
 
     def blank(self) -> None:
         """Replace all drafts by token 0, for a capture without content: which ones were right is recorded."""
@@ -41,9 +60,7 @@ class OfferedDrafts(Columns):
 
     def propose(self, rows: Ints, most: int) -> Proposals:
         """Return the drafts that are still those of the row's next tokens."""
-        table = self._table
-        is_current = (self._tenancy[rows] == table.tenancy[rows]) & (self._length[rows] == table.num_tokens[rows])
-        counts = np.where(is_current, np.minimum(self._count[rows], most), 0)
+        counts = np.where(self._is_current(rows), np.minimum(self._count[rows], most), 0)
         token_ids = np.zeros((len(rows), most), np.int32)
         width = min(most, self._tokens.shape[1])
         token_ids[:, :width] = self._tokens[rows, :width]

@@ -192,7 +192,7 @@ class CudaModelRunner(ModelRunner):
         taken in the order of their steps.
         """
         self._apply(plan)
-        if self._pending is not None and self.sampling.has_edits:
+        if self._pending is not None and self.sampling.num_edited:
             self._pending.result()
         batch = self._batch(plan)
         hidden, logits_rows = self._launch(batch)

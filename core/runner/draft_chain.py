@@ -36,7 +36,7 @@ def draw_chain(
     found = first
     for index in range(num_drafts):
         if index:
-            if sampling.has_edits:
+            if sampling.num_edited:
                 known = np.maximum(drafts[:, :index], 0).ravel()
                 table.write_drafts(rows, known, np.full(len(rows), index))
             found = go_on(index, np.maximum(drafts[:, index - 1], 0).astype(np.int64))

@@ -34,6 +34,7 @@ from core.runner.step_inputs import InputMaker, StepInputs
 from core.runner.window_inputs import WindowInputs
 from core.sampling.candidates import NOT_DRAWN, gather_candidates, normalize
 from core.sampling.columns import SamplingColumns
+from core.sampling.first_tokens import sample_rows
 from core.sampling.logit_edits import edit_groups
 from core.sampling.logprobs import gather_logprobs
 from core.sampling.sampler import processed_logits, sample, sample_greedily
@@ -152,12 +153,12 @@ class ModelRunner:
         sampled = self.draw(rows, result, inputs.samples)
         if len(reporting):
             if self._tells_processed:
-                reported = processed_logits(logits, reporting, self.sampling.inputs(rows, self.table))
+                columns = self.sampling.parameters(rows, self.table.num_tokens[rows])
+                reported = processed_logits(logits, reporting, columns)
             logprobs.append(self._sampled_logprobs(inputs, rows, sampled, reporting, reported))
         token_ids, is_finite = sampled, min(sampled.tolist()) >= 0
         if not everywhere:
-            token_ids = _no_tokens(plan)
-            token_ids[inputs.samples] = sampled
+            (token_ids := _no_tokens(plan))[inputs.samples] = sampled
         if everywhere and is_finite:
             self._inputs.append(rows, sampled)
         else:
@@ -191,7 +192,8 @@ class ModelRunner:
         sampled = self.draw(rows, result, inputs.samples, in_plan, offsets)
         if len(reporting):
             if self._tells_processed:
-                reported = processed_logits(logits, reporting, self.sampling.inputs(rows, table, offsets))
+                columns = self.sampling.parameters(rows, self.table.num_tokens[rows])
+                reported = processed_logits(logits, reporting, columns)
             positions = (table.num_tokens[rows] + offsets)[reporting]
             entries = np.maximum(sampled[reporting], 0), self.sampling.num_logprobs[rows[reporting]], in_plan[reporting]
             logprobs.append(gather_logprobs(reported, *entries, positions, normalized=not self._tells_logits))
@@ -385,13 +387,13 @@ class ModelRunner:
         result: has the logits of these rows, in their order. offsets [S]: of samples behind drafts, see
         SamplingColumns.inputs().
         """
-        if self.sampling.is_greedy:
-            if result.largest is not None:
-                return result.largest.copy()  # the model's next step overwrites it
-            return sample_greedily(result.logits, self.model.sampler)
-        inputs = self.sampling.inputs(rows, self.table, offsets, result.largest)
-        keeps = bool(self.sampling.num_searching or (self._tells_processed and self.sampling.num_reporting))
-        return sample(result.logits, inputs, self.model.sampler, result.largest, keeps_logits=keeps)
+        sampling, largest = self.sampling, result.largest
+        if not (sampling.num_drawing or sampling.num_edited):
+            # The model's next step overwrites its result.
+            return sample_greedily(result.logits, self.model.sampler) if largest is None else largest.copy()
+        keeps = bool(sampling.num_searching or (self._tells_processed and sampling.num_reporting))
+        given = rows, result.logits, largest, self.model.sampler, offsets
+        return sample_rows(sampling, self.table, *given, keeps_logits=keeps)
 
 
 def _no_tokens(plan: SchedulerOutput) -> Int32s:

@@ -35,8 +35,8 @@ class SamplingColumns(Columns):
     num_prompt_logprobs: Ints = column(_NO_LOGPROBS)
     num_candidates: Ints = column()  # of a row of a beam search; 0 = the row draws its tokens
     search_temperature: Floats = column()  # of the same row
-    _has_edits: Bools = column()
-    _takes_largest: Bools = column()  # if the only option that edits the row's logits leaves it allowed
+    _options_used: Ints = column()  # bit i: the option of group i, so 0 = nothing edits the row's logits
+    _asks_first: Bools = column()  # whether the only option that edits the row's logits asks for its token before
 
     def __init__(self, num_rows: int, groups: tuple[EditGroup, ...], num_eos: int = 0) -> None:
         """Make empty columns for num_rows rows.
@@ -46,37 +46,32 @@ class SamplingColumns(Columns):
         super().__init__(num_rows)
         self.num_reporting = 0  # rows that report log probabilities of sampled or prompt tokens
         self.num_searching = 0  # rows of beam searches
-        self._num_drawing = 0  # rows with a temperature above 0
-        self._num_edited = 0
+        self.num_drawing = 0  # rows with a temperature above 0
+        self.num_edited = 0  # rows with options that edit their logits, some by what the rows had before
+        self.num_asking = 0  # rows for asking()
         self._groups = groups
+        self._num_using = [0] * len(groups)  # rows of each group
+        self._in_use: list[EditGroup] = []  # the groups with rows
         self._num_eos = num_eos
         self._options = attrgetter(*(option for group in self._groups for option in group.options))
         self._unused = self._options(SamplingParams())
 
-    @property
-    def has_edits(self) -> bool:
-        """Whether some row has options that edit its logits. Some of these options read the row's earlier tokens."""
-        return self._num_edited > 0
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether every row takes the token with its largest logit, unedited."""
-        return not (self._num_drawing or self._num_edited)
-
     def remove(self, row: int) -> None:
         """Reset the row's columns and remove it from the groups."""
-        self._num_drawing -= bool(self.temperature[row] > 0)
+        self.num_drawing -= bool(self.temperature[row] > 0)
         self.temperature[row] = 0
         self.num_reporting -= self._reports(row)
         self.num_logprobs[row] = self.num_prompt_logprobs[row] = _NO_LOGPROBS
         self.num_searching -= bool(self.num_candidates[row])
         self.num_candidates[row] = 0
-        if not self._has_edits[row]:
-            return
-        for group in self._groups:
-            group.remove(row)
-        self._has_edits[row] = False
-        self._num_edited -= 1
+        if used := int(self._options_used[row]):
+            self._count(used, -1)
+            self._options_used[row] = 0
+            for group in self._groups:
+                group.remove(row)
+            self.num_edited -= 1
+            self.num_asking -= bool(self._asks_first[row])
+            self._asks_first[row] = False
 
     def add(self, new: NewRow) -> None:
         """Write the row's parameters and add it to the groups whose options it uses.
@@ -85,7 +80,7 @@ class SamplingColumns(Columns):
         row, params = new.row, new.params
         temperature = 0.0 if params.use_beam_search else params.temperature
         self.temperature[row] = temperature
-        self._num_drawing += temperature > 0
+        self.num_drawing += temperature > 0
         if params.use_beam_search:
             self.num_candidates[row] = num_candidates(params, self._num_eos)
             self.search_temperature[row] = params.temperature
@@ -98,15 +93,15 @@ class SamplingColumns(Columns):
         self.num_logprobs[row] = _num_logprobs(None if params.use_beam_search else params.logprobs)
         self.num_prompt_logprobs[row] = _num_logprobs(params.prompt_logprobs if new.wants_prompt_logprobs else None)
         self.num_reporting += self._reports(row)
-        self._takes_largest[row] = False
         if self._options(params) != self._unused:
             uses = [group.add(new) for group in self._groups]
-            self._has_edits[row] = any(uses)
-            self._num_edited += any(uses)
-            is_read = (
-                params.use_beam_search or params.logprobs is not None
-            )  # the row's logits, after its token is known
-            self._takes_largest[row] = temperature == 0 and sum(uses) == 1 and not is_read
+            used = sum(1 << index for index, is_used in enumerate(uses) if is_used)
+            self._options_used[row] = used
+            self._count(used, 1)
+            self.num_edited += used > 0
+            asks = sum(uses) == 1 and self._groups[uses.index(True)].asks_first and _is_simple(params)
+            self._asks_first[row] = asks
+            self.num_asking += asks
 
     def reporting(self, rows: Rows) -> Ints:
         """Return the indices of those of these rows that report log probabilities of their sampled tokens."""
@@ -121,9 +116,9 @@ class SamplingColumns(Columns):
 
     def append_tokens(self, rows: Rows, token_ids: TokenIds, counts: Ints | None = None) -> None:
         """Pass sampled tokens to the groups that count them: one a row, or counts[i] of row i, row after row."""
-        if self._num_edited:
+        if self.num_edited:
             owners = rows if counts is None else rows.repeat(counts)
-            for group in self._groups:
+            for group in self._in_use:
                 group.append(owners, token_ids, is_distinct=counts is None)
 
     def failures(self, in_plan: Ints, rows: Rows) -> list[tuple[int, str]]:
@@ -134,38 +129,18 @@ class SamplingColumns(Columns):
             found += [(index, text) for text in texts[:1]]
         return found
 
-    def inputs(
-        self, rows: Rows, table: RunnerTable, offsets: Ints | None = None, largest: Int32s | None = None
-    ) -> SamplingInputs:
+    def inputs(self, rows: Rows, table: RunnerTable, offsets: Ints | None = None) -> SamplingInputs:
         """Return the sampler's inputs for the next token of each of these rows [S], in their order.
 
         offsets [S]: the number of the row's drafts before each sample; None: each row has one sample. Samples of a row
         are adjacent, and the table has its drafts behind its tokens. A sample has the inputs that the row would have if
-        the drafts before it were its tokens. largest [S]: see sample(); then the edits of greedy rows may be made for
-        the token that they take.
+        the drafts before it were its tokens.
         """
-        positions = table.num_tokens[rows] - table.num_prompt_tokens[rows]
-        if offsets is not None:
-            positions += offsets
-        edits = NO_EDITS
-        if self._num_edited:
-            likely = None if largest is None else np.where(self._takes_largest[rows], largest, np.int32(-1))
-            edits = self._edits(rows, offsets, positions, table, self._groups, likely)
-        return self._inputs(rows, positions, edits)
+        positions = positions_of(rows, table, offsets)
+        return self.parameters(rows, positions, self.edits(rows, table, positions, offsets))
 
-    def inputs_ahead(self, rows: Ints, table: RunnerTable, offset: int) -> SamplingInputs:
-        """Return the sampler's inputs for the token `offset` places behind the next one of each row.
-
-        The table has `offset` drafts behind the row's tokens. Options that cannot look ahead, grammars, edit nothing.
-        """
-        positions = table.num_tokens[rows] - table.num_prompt_tokens[rows] + offset
-        edits = NO_EDITS
-        if self._num_edited:
-            ahead = [group for group in self._groups if group.looks_ahead]
-            edits = self._edits(rows, np.full(len(rows), offset), positions, table, ahead)
-        return self._inputs(rows, positions, edits)
-
-    def _inputs(self, rows: Rows, positions: Ints, edits: tuple[Edit, ...]) -> SamplingInputs:
+    def parameters(self, rows: Rows, positions: Ints, edits: tuple[Edit, ...] = NO_EDITS) -> SamplingInputs:
+        """Return inputs() with these edits. positions [S]: the index in its row's output of each sample's token."""
         return SamplingInputs(
             temperature=self.temperature[rows],
             top_k=self.top_k[rows],
@@ -177,6 +152,43 @@ class SamplingColumns(Columns):
             edits=edits,
         )
 
+    def edits(
+        self,
+        rows: Rows,
+        table: RunnerTable,
+        positions: Positions,
+        offsets: Ints | None = None,
+        first: Int32s | None = None,
+    ) -> tuple[Edit, ...]:
+        """Return the edits of inputs().
+
+        first [S]: the tokens of the unedited logits, of rows that ask for them; below 0: none. A row has no edit where
+        its option leaves that token allowed. It has to get it then: see EditGroup.asks_first.
+        """
+        return self._edits(rows, offsets, positions, table, self._in_use, first) if self.num_edited else NO_EDITS
+
+    def _count(self, used: int, change: int) -> None:
+        """Count a row more or less of each group of these bits."""
+        for index in range(len(self._groups)):
+            self._num_using[index] += change * (used >> index & 1)
+        self._in_use = [group for group, count in zip(self._groups, self._num_using, strict=True) if count]
+
+    def asking(self, rows: Rows) -> Bools:
+        """Return which of these rows may have the token of their unedited logits, where their option allows it."""
+        return self._asks_first[rows]
+
+    def inputs_ahead(self, rows: Ints, table: RunnerTable, offset: int) -> SamplingInputs:
+        """Return the sampler's inputs for the token `offset` places behind the next one of each row.
+
+        The table has `offset` drafts behind the row's tokens. Options that cannot look ahead, grammars, edit nothing.
+        """
+        positions = table.num_tokens[rows] - table.num_prompt_tokens[rows] + offset
+        edits = NO_EDITS
+        if self.num_edited:
+            ahead = [group for group in self._in_use if group.looks_ahead]
+            edits = self._edits(rows, np.full(len(rows), offset), positions, table, ahead)
+        return self.parameters(rows, positions, edits)
+
     def _edits(
         self,
         rows: Rows,
@@ -184,10 +196,23 @@ class SamplingColumns(Columns):
         positions: Positions,
         table: RunnerTable,
         groups: Sequence[EditGroup],
-        likely: Int32s | None = None,
+        first: Int32s | None = None,
     ) -> tuple[Edit, ...]:
-        sampled = SampledRows(SampleIndex(rows, len(self.seed), offsets), positions, table, likely)
+        sampled = SampledRows(SampleIndex(rows, len(self.seed), offsets), positions, table, first)
         return tuple([edit for group in groups if (edit := group.edit(sampled)) is not None])
+
+
+def positions_of(rows: Rows, table: RunnerTable, offsets: Ints | None) -> Ints:
+    """Return the index [S] in its row's output of each sample's token."""
+    positions = table.num_tokens[rows] - table.num_prompt_tokens[rows]
+    return positions if offsets is None else positions + offsets
+
+
+def _is_simple(params: SamplingParams) -> bool:
+    """Return whether a token depends on no other logit than by being the winner, and no edited logit is told."""
+    if params.use_beam_search or params.logprobs is not None:
+        return False
+    return params.temperature == 0 or (params.top_k <= 0 and params.top_p == 1 and params.min_p == 0)
 
 
 def _num_logprobs(wanted: int | None) -> int:

@@ -56,8 +56,8 @@ class SampledRows(NamedTuple):
     samples: SampleIndex
     positions: Positions  # [S] index of each sample in its row's output
     table: RunnerTable  # has the row's drafts behind its tokens
-    #: [S] the token that a sample takes if its row's only option leaves it allowed; below 0: there is none.
-    likely: Int32s | None = None
+    #: [S] the tokens of the unedited logits, of rows that have one option, which asks first; below 0: none.
+    first: Int32s | None = None
 
 
 class EditGroup(ABC):
@@ -68,6 +68,9 @@ class EditGroup(ABC):
     options: ClassVar[tuple[str, ...]]
     #: Whether edit() takes a sample behind drafts of which the row's earlier samples are not asked for, too.
     looks_ahead: ClassVar[bool] = True
+    #: Whether edit() lets rows have the token of their unedited logits where the option allows it: such an option only
+    #: forbids tokens. append() of that token follows.
+    asks_first: ClassVar[bool] = False
 
     @abstractmethod
     def add(self, new: NewRow) -> bool:

@@ -1,5 +1,7 @@
 """SampleIndex: the rows of a step's samples; it repeats the entries of a row for each of the row's samples."""
 
+from functools import cached_property
+
 import numpy as np
 
 from ipc.arrays import Bools, Ints, Rows
@@ -16,18 +18,37 @@ class SampleIndex:
     """
 
     def __init__(self, rows: Rows, num_rows: int, offsets: Ints | None = None) -> None:
-        """Index the samples of these rows. num_rows: rows of the table."""
-        self.rows, self.offsets = rows, offsets
-        self._firsts = np.zeros(num_rows, np.int64)  # first sample of each row
-        if offsets is None:
-            self._is_sampled = np.zeros(num_rows, np.bool_)
-            self._is_sampled[rows] = True
-            self._firsts[rows] = np.arange(len(rows))
+        """Index the samples of these rows, when it is first asked. num_rows: rows of the table."""
+        self.rows, self.offsets, self._num_rows = rows, offsets, num_rows
+
+    @cached_property
+    def _firsts(self) -> Ints:
+        """The first sample of each row [num_rows]."""
+        firsts = np.zeros(self._num_rows, np.int64)
+        if self.offsets is None:
+            firsts[self.rows] = np.arange(len(self.rows))
         else:
-            begins = np.flatnonzero(np.diff(rows, prepend=-1))
-            self._counts = np.zeros(num_rows, np.int64)  # samples of each row
-            self._counts[rows[begins]] = np.diff(begins, append=len(rows))
-            self._firsts[rows[begins]] = begins
+            firsts[self.rows[self._begins]] = self._begins
+        return firsts
+
+    @cached_property
+    def _is_sampled(self) -> Bools:
+        """Whether each row [num_rows] has a sample."""
+        is_sampled = np.zeros(self._num_rows, np.bool_)
+        is_sampled[self.rows] = True
+        return is_sampled
+
+    @cached_property
+    def _begins(self) -> Ints:
+        """The samples that are the first of their rows."""
+        return np.flatnonzero(np.diff(self.rows, prepend=-1))
+
+    @cached_property
+    def _counts(self) -> Ints:
+        """The number of samples of each row [num_rows]."""
+        counts = np.zeros(self._num_rows, np.int64)
+        counts[self.rows[self._begins]] = np.diff(self._begins, append=len(self.rows))
+        return counts
 
     def spread(self, rows: Rows) -> tuple[Ints | Bools, Ints]:
         """Return (entries, samples): each entry of a group paired with each sample of its row, entry after entry.

@@ -7,6 +7,7 @@ import numpy as np
 from core.execution.plan import NewRow
 from core.grammars.matchers import RowMatchers
 from core.sampling.edit_group import EditGroup, Logits, SampledRows
+from core.sampling.sample_index import SampleIndex
 from ipc.arrays import Bools, Int32s, Ints, Rows, TokenIds, UInt32s
 from kernels.cpu.token_masks import CpuTokenMasks
 
@@ -19,6 +20,7 @@ class StructuredOutputs(EditGroup):
 
     options = ("structured_outputs",)
     looks_ahead = False  # a matcher stands behind the row's tokens
+    asks_first = True  # whether a token is allowed, since a mask takes ten times as long
 
     def __init__(self, matchers: RowMatchers, kernel: CpuTokenMasks | None = None) -> None:
         self._matchers, self._kernel = matchers, kernel
@@ -45,26 +47,40 @@ class StructuredOutputs(EditGroup):
         return self._matchers.failure(row)
 
     def edit(self, sampled: SampledRows) -> "Masked | None":
-        """Return the edit that forbids tokens; None where no sampled row uses the option."""
+        """Return the edit that forbids tokens; None where no sampled row needs it.
+
+        A row that takes its token of the unedited logits needs none.
+        """
         if not len(self._matchers):
             return None
-        samples, table, likely = sampled.samples, sampled.table, sampled.likely
+        samples = sampled.samples
         mine = np.flatnonzero(self._matchers.is_constrained[samples.rows])
+        if sampled.first is not None and len(mine):
+            mine = mine[~self._take(sampled.first[mine], samples, mine)]
         if not len(mine):
             return None
-        rows, likely = samples.rows[mine], None if likely is None else likely[mine]
+        rows = samples.rows[mine]
         if samples.offsets is None:
-            return Masked(mine, self._matchers.masks(rows, likely=likely), self._kernel)
+            return Masked(mine, self._matchers.masks(rows), self._kernel)
         begins = np.flatnonzero(samples.offsets[mine] == 0)
         ends = np.append(begins[1:], len(mine)) - begins - 1  # drafts of each row
+        table = sampled.table
         drafts = [
             table.tokens.read(row, length, length + count).tolist()
             for row, length, count in zip(
                 rows[begins].tolist(), table.num_tokens[rows[begins]].tolist(), ends.tolist(), strict=True
             )
         ]
-        likely = None if likely is None else likely[begins]
-        return Masked(mine, self._matchers.masks(rows[begins], drafts, likely), self._kernel)
+        return Masked(mine, self._matchers.masks(rows[begins], drafts), self._kernel)
+
+    def _take(self, first: Int32s, samples: SampleIndex, mine: Ints) -> Bools:
+        """Let rows of one sample take its token; return which of the samples `mine` [n] have done so. first [n]."""
+        rows = samples.rows[mine]
+        if samples.offsets is not None:
+            begins = samples.offsets[mine] == 0
+            is_alone = begins & np.append(begins[1:], True)
+            first = np.where(is_alone, first, np.int32(-1))
+        return self._matchers.take(rows, first)
 
 
 class Masked(NamedTuple):

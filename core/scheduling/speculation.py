@@ -70,7 +70,8 @@ class Speculation(Columns):
     def fill(self, draft: Draft) -> None:
         """Add drafts to a step that has all its known tokens, out of its budget."""
         budget = min(draft.budget, self.most_in_step)
-        if not (self.proposers or self.offered.is_used) or not budget or not len(draft.rows):
+        is_offered = self.offered.is_used and self.offered.is_open
+        if not (self.proposers or is_offered) or not budget or not len(draft.rows):
             return
         num_tokens = int(draft.counts.sum()) + sum(start.num_tokens for start in draft.starts)
         first_kind = OFFERED if self.offered.is_used else OFFERED + 1

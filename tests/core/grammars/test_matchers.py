@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from core.grammars.matchers import RowMatchers
+from ipc.arrays import Int32s
 from ipc.structured_outputs import StructuredOutputsParams
 from tests.grammar_vocabulary import EOS, VOCAB_SIZE, allowed, make_grammars, schema, structured, tokenizer
 
@@ -177,21 +178,43 @@ def test_a_forced_text_without_end_fails_the_row_and_costs_the_step_little() -> 
 
 
 @pytest.mark.parametrize("number", range(8))
-def test_a_likely_token_that_is_allowed_is_all_that_its_mask_has(number: int) -> None:
-    """Where it is not allowed, and where a text is forced, the mask is whole; drafts see no difference."""
-    rng, num_short = random.Random(number), 0
+def test_a_token_that_is_taken_is_in_the_mask_and_consumed_once(number: int) -> None:
+    """Where it is not allowed, and where a text is forced, nothing is taken, and nothing has changed."""
+    rng, num_taken = random.Random(number), 0
     for _ in range(25):
         params = rng.choice(PARAMS)
         output = some_output(params, rng, rng.randrange(8))
-        matchers, draft = RowMatchers(GRAMMARS, 1), [rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(3))]
-        matchers.add(0, params, np.array(output, np.int32))
+        matchers, row = RowMatchers(GRAMMARS, 2), np.array([1])
+        matchers.add(1, params, np.array(output, np.int32))
         whole = one_mask(params, output)
         token = rng.choice([*whole, EOS, rng.randrange(VOCAB_SIZE), VOCAB_SIZE + 5, -1])
-        behind = [allowed(mask) for mask in matchers.masks(np.array([0]), [draft])][1:]
-        short, *after = (allowed(mask) for mask in matchers.masks(np.array([0]), [draft], np.array([token], np.int32)))
-        assert short in ([token], whole)
-        assert (short == [token]) <= (token in whole)
-        assert after == behind
-        num_short += short != whole
-        assert allowed(matchers.masks(np.array([0]))[0]) == whole
-    assert num_short > 3
+        is_taken = bool(matchers.take(row, np.array([token]))[0])
+        assert is_taken <= (token in whole)
+        num_taken += is_taken
+        if not is_taken:
+            assert allowed(matchers.masks(row)[0]) == whole
+            token = rng.choice(whole)
+        matchers.append(np.array([0, 1]), np.array([3, token], np.int32))
+        fresh = RowMatchers(GRAMMARS, 2)
+        fresh.add(1, params, np.array([*output, token], np.int32))
+        assert_equal_drafts(matchers.drafts(row), fresh.drafts(row))
+        assert allowed(matchers.masks(row)[0]) == allowed(fresh.masks(row)[0])
+    assert num_taken > 3
+
+
+def assert_equal_drafts(got: tuple[Int32s | None, Int32s], expected: tuple[Int32s | None, Int32s]) -> None:
+    assert np.array_equal(got[1], expected[1])
+    assert (got[0] is None) == (expected[0] is None)
+
+
+def test_a_row_that_has_taken_its_last_token_is_forgotten_as_others_are() -> None:
+    """Another request in the row begins where its own grammar does."""
+    matchers, row = RowMatchers(GRAMMARS, 1), np.array([0])
+    matchers.add(0, structured(regex="[a-z]*"), np.zeros(0, np.int32))
+    (letter,) = tokenizer().encode("b").ids
+    assert matchers.take(row, np.array([letter])).tolist() == [True]
+    matchers.remove(0)
+    matchers.add(0, structured(regex="b[a-z]*"), np.zeros(0, np.int32))
+    assert matchers.take(row, np.array([letter])).tolist() == [False]  # it is forced
+    matchers.append(row, np.array([letter], np.int32))
+    assert allowed(matchers.masks(row)[0]) == one_mask(structured(regex="b[a-z]*"), [letter])

@@ -105,7 +105,7 @@ def test_masks_are_the_library_s_own() -> None:
 
 
 def test_what_the_library_takes_as_a_token_is_in_its_mask() -> None:
-    """So a row that takes its likeliest token needs no mask (RowMatchers.masks())."""
+    """So a row that takes its token of the unedited logits needs no mask (RowMatchers.take())."""
     grammars, rng, num_taken, num_left_out = make_grammars(), random.Random(1), 0, 0
     for name in usable():
         matcher = grammars.matcher(constraint(name, disable_any_whitespace=rng.random() < 0.5))
@@ -115,6 +115,9 @@ def test_what_the_library_takes_as_a_token_is_in_its_mask() -> None:
             taken = [token for token in tokens if matcher.validate_tokens([token])]
             mask = allowed(np.frombuffer(matcher.compute_bitmask(), np.uint32))
             assert not is_free or taken == mask or (matcher.is_stopped(), taken, mask) == (True, [], [EOS])
+            for one in rng.sample(taken, min(3, len(taken))) + [rng.randrange(grammars.num_tokens)] * is_free:
+                assert matcher.try_consume_tokens([one]) == (one in mask)
+                matcher.rollback(int(one in mask))
             num_taken += len(taken)
             num_left_out += not is_free
             token = rng.choice(mask)

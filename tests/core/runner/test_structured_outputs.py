@@ -15,7 +15,8 @@ from core.execution.executor import FinishedStep, ModelInfo
 from core.execution.plan import SchedulerOutput
 from core.grammars.matchers import RowMatchers
 from core.runner.model_runner import ModelRunner
-from core.sampling.columns import SamplingColumns
+from core.sampling.structured_outputs import StructuredOutputs
+from ipc.arrays import Bools, Int32s, Rows
 from ipc.messages import AddRequest, FinishReason, Outputs, RequestFailed
 from ipc.sampling_params import SamplingParams
 from ipc.structured_outputs import StructuredOutputsParams
@@ -172,25 +173,28 @@ def test_forced_tokens_save_steps() -> None:
     assert with_drafts.num_steps < without.num_steps
 
 
-def test_greedy_rows_that_take_their_largest_logit_need_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their tokens are those of whole masks, and so are those of all rows beside them."""
-    free, options = structured(regex=r"[\x00-\x7f]*"), [*[OPTIONS[0]] * 10, *OPTIONS, {**OPTIONS[0], "logprobs": 1}]
+@pytest.mark.parametrize("variant", usable_variants())
+def test_rows_that_have_their_unedited_token_need_no_mask(monkeypatch: pytest.MonkeyPatch, variant: str) -> None:
+    """Greedy and drawn, their tokens are those of whole masks, and so are those of all rows beside them."""
+    free, plain = structured(regex=r"[\x00-\x7f]*"), [{"temperature": one} for one in (0.0, 1.0, 0.3, 1.7)]
+    options = [*plain * 4, *OPTIONS, {"temperature": 0.0, "logprobs": 1}, {"temperature": 1.0, "logprobs": 1}]
     messages = [
         request(number, None if number % 5 == 4 else [free, *KINDS][number % 4], **{"logprobs": None, **one})
         for number, one in enumerate(options)
     ]
-    inputs, is_free_for, answers = SamplingColumns.inputs, RowMatchers._is_free_for, Counter[bool]()
+    take, answers = RowMatchers.take, Counter[bool]()
 
-    def noted(*arguments: Any) -> bool:
-        answers[found := is_free_for(*arguments)] += 1
+    def noted(matchers: RowMatchers, rows: Rows, tokens: Int32s) -> Bools:
+        found = take(matchers, rows, tokens)
+        answers.update(found[tokens >= 0].tolist())
         return found
 
-    monkeypatch.setattr(RowMatchers, "_is_free_for", noted)
+    monkeypatch.setattr(RowMatchers, "take", noted)
     for drafts in (True, False):
-        got = run(messages, drafts=drafts)[0]
+        got = run(messages, drafts=drafts, variant=variant)[0]
         with monkeypatch.context() as patch:
-            patch.setattr(SamplingColumns, "inputs", lambda *given: inputs(*given[:4]))
+            patch.setattr(StructuredOutputs, "asks_first", False)
             num_asked = answers.total()
-            assert run(messages, drafts=drafts)[0] == got
-            assert answers.total() == num_asked, "without a largest logit there is nothing to ask"
-    assert min(answers[True], answers[False]) > 30, answers
+            assert run(messages, drafts=drafts, variant=variant)[0] == got
+            assert answers.total() == num_asked
+    assert min(answers[True], answers[False]) > 100, answers

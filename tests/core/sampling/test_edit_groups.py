@@ -91,8 +91,8 @@ def test_a_sixth_option_is_applied_beside_the_others() -> None:
     assert even.last == {5: 6}
     assert rows.step([0, 5], descending(2)) == [1, 4]
     rows.columns.remove(5)
-    assert not rows.columns.has_edits
-    assert rows.columns.is_greedy
+    assert not rows.columns.num_edited
+    assert (rows.columns.num_drawing, rows.columns.num_edited) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -104,9 +104,9 @@ def test_a_row_that_uses_no_option_is_not_edited(options: dict[str, object]) -> 
     columns = SamplingColumns(NUM_ROWS, edit_groups(NUM_ROWS, (7,)))
     params = SamplingParams(**options)
     columns.add(NewRow(3, np.array([1], np.int32), 1, 0, np.array([1], np.int32), params, seed=0))
-    assert not columns.has_edits
+    assert not columns.num_edited
     columns.remove(3)
-    assert not columns.has_edits
+    assert not columns.num_edited
 
 
 def test_groups_are_asked_only_for_rows_with_an_option() -> None:
