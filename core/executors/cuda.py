@@ -30,7 +30,8 @@ class CudaExecutor:
         device = cuda_device()
         torch.set_num_threads(num_threads(config))
         # float32 without a GPU: bfloat16 is slow under Triton's interpreter.
-        model, self.info, *_ = load(config, lambda path: BFLOAT16 if device.type == "cuda" else FLOAT32)
+        self._loaded = load(config, lambda path: BFLOAT16 if device.type == "cuda" else FLOAT32)
+        model, self.info = self._loaded.model, self._loaded.info
         assert isinstance(model, Llama), type(model)
         assert isinstance(model.operations, TritonOperations), type(model.operations)
         self._model, self._operations = model, model.operations
@@ -48,6 +49,7 @@ class CudaExecutor:
     def initialize_cache(self, config: EngineConfig) -> None:
         """Allocate the KV cache of the resolved config. Errors: OutOfMemoryError."""
         assert config.max_model_len is not None, "the config is not resolved"
+        self.info = self._loaded.settle_length(config.max_model_len)
         with caches_that_fit():
             self.runner = CudaModelRunner(
                 self._model,

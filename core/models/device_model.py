@@ -6,7 +6,6 @@ import torch
 
 from core.models.config import ModelConfig
 from core.models.llama import Llama
-from core.models.rope_scaling import LongropeScaling
 from core.models.stored_matrix import Weight
 from core.models.triton_operations import TritonOperations
 from ipc.errors import OutOfMemoryError, UnsupportedModelError
@@ -32,20 +31,8 @@ def device_model(
 def missing_on_device(config: ModelConfig) -> str | None:
     """Return the name of a feature of the model that the device's kernels do not have; None: they have all."""
     features = {
-        "soft cap of attention's scores": config.scores_cap is not None,
-        "attention sinks": config.attention_sinks,
-        "norms of whole rows of Q and K": config.qk_norm_of_rows,
-        "norms of heads after their rotation": config.qk_norm_after,
-        "layers without norms before attention": not config.pre_norms,
-        "queries that grow with the position": config.query_growth is not None,
-        "longrope": isinstance(config.rope_scaling, LongropeScaling),
         "routed MLPs": config.experts is not None,
         "latent attention": config.latent is not None,
         "recurrent layers": config.recurrent is not None,
-        "gates of attention's output": config.output_gate,
-        "layer normalisations": config.centred_norms,
-        "MLPs without gates": not config.is_gated,
-        "MLPs beside attention": config.residual != "in turn",
-        "multiplier of residuals": config.residual_multiplier != 1.0,
     }
     return next((name for name, is_wanted in features.items() if is_wanted), None)

@@ -1,7 +1,6 @@
 """TorchOperations: a model's operations made of torch's, for machines without the C kernels; numerics level L0."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +28,8 @@ from kernels.torch.gated_activation import clamped_silu_mul, gelu_tanh_mul, silu
 from kernels.torch.kv_cache import TorchKVCache
 from kernels.torch.linear import TorchLinear
 from kernels.torch.lora import TorchAdapter
-from kernels.torch.rms_norm import rms_norm
+from kernels.torch.norm import TorchNorm, add
+from kernels.torch.output_gate import open_gates
 from kernels.torch.rope import rope_kv_write, rotary_tables
 from kernels.torch.tensors import DTYPES, to_array, to_tensor
 
@@ -44,37 +44,6 @@ ACTIVATIONS: dict[Activation, Operation] = {
     "gelu": gelu_erf,
     "relu2": relu_squared,
 }
-
-
-@dataclass(frozen=True)
-class TorchNorm:
-    """Normalisation of the last dimension: by the root mean square, or a layer normalisation."""
-
-    weight: torch.Tensor | None  # float32, [d] or [heads, d]; None: x is rounded only
-    eps: float
-    dtype: torch.dtype
-    residual_multiplier: float = 1.0
-    bias: torch.Tensor | None = None  # [d] float32, of a centred one
-    is_centred: bool = False
-    precedes: bool = False
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self.weight is None:
-            return x.to(self.dtype, copy=True)
-        if self.is_centred:
-            return layer_norm(x.float(), self.weight.shape, self.weight, self.bias, self.eps).to(self.dtype)
-        return rms_norm(x.float(), self.weight, self.eps, self.dtype)
-
-    def after(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Add x [T, d] times the residual multiplier to hidden [T, d] float32 in place; return hidden normalised."""
-        before = self(hidden) if self.precedes else None
-        add(hidden, x, self.residual_multiplier)
-        return self(hidden) if before is None else before
-
-
-def add(hidden: torch.Tensor, x: torch.Tensor, multiplier: float) -> None:
-    """Add x [T, d] times multiplier to hidden [T, d] float32, in place."""
-    hidden += x if multiplier == 1.0 else x.float() * multiplier
 
 
 class TorchStep(NamedTuple):
@@ -247,7 +216,7 @@ class TorchOperations:
 
     def open_gates(self, mixed: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """Return attention's output times the sigmoid of gates."""
-        return mixed * torch.sigmoid(gates)
+        return open_gates(mixed, gates)
 
     def step(
         self,

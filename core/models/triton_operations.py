@@ -22,26 +22,39 @@ from kernels.elements import FLOAT32, Dtype, Numbers
 from kernels.memory.kv_cache import KVCache, bytes_per_block
 from kernels.recurrence import RecurrenceParts, StateRows
 from kernels.routing import Routing
-from kernels.torch.rope import rotary_tables
+from kernels.torch.rope import query_factors, rotary_tables
 from kernels.torch.tensors import DTYPES, to_array, to_tensor
+from kernels.triton.activation import gelu_erf, gelu_tanh, relu_squared
 from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
 from kernels.triton.decode_attention import decode_attention
 from kernels.triton.embedding import embedding
 from kernels.triton.gated_activation import gelu_tanh_mul, silu_mul
 from kernels.triton.kv_cache import TritonKVCache
 from kernels.triton.linear import DeviceLinear
+from kernels.triton.norm import TritonNorm
+from kernels.triton.output_gate import open_gates
 from kernels.triton.prefill_attention import prefill_attention
-from kernels.triton.rms_norm import TritonNorm
 from kernels.triton.rope import TritonRope
 
 GATES: dict[Activation, Operation] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
+#: Those of MLPs without a gate.
+ACTIVATIONS: dict[Activation, Operation] = {
+    "gelu_pytorch_tanh": gelu_tanh,
+    "gelu": gelu_erf,
+    "relu2": relu_squared,
+}
+
+
+#: Frequencies on the device, and the other fields of core.models.rotary.Rotary.
+_Rotary = tuple[torch.Tensor, float, tuple[float, float] | None]
 
 
 class TritonStep(NamedTuple):
     """The inputs that attention needs in one step of T tokens."""
 
     slots: torch.Tensor  # [T] int64, -1 = do not store
-    tables: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # cosines and sines of all tokens, for each kind of layer
+    #: For each kind of layer: cosines, sines and, where queries grow, their factors, of all tokens.
+    tables: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], ...]
     work: tuple[TritonWork, ...]  # one for each kind of layer
     cache: TritonKVCache
 
@@ -63,7 +76,8 @@ class TritonOperations:
     def settle_length(self, length: int) -> None:
         """Fix the rotary embeddings that depend on the length of the longest context."""
         self._rotary = of_each_kind(
-            lambda rotary: (self._send(rotary.frequencies), rotary.factor), rotary_embeddings(self._config, length)
+            lambda rotary: (self._send(rotary.frequencies), rotary.factor, rotary.growth),
+            rotary_embeddings(self._config, length),
         )
 
     @property
@@ -104,10 +118,8 @@ class TritonOperations:
         precedes: bool = False,
     ) -> TritonNorm:
         """Return the norm with this weight [d] float32; results are of dtype."""
-        assert weight is not None, "device_model() refuses models without norms before attention"
-        assert not is_centred, "device_model() refuses layer normalisations"
-        assert not precedes, "device_model() refuses MLPs beside attention"
-        return TritonNorm(self._send(weight), eps, DTYPES[dtype])
+        tensor, shift = (None if one is None else self._send(one) for one in (weight, bias))
+        return TritonNorm(tensor, eps, DTYPES[dtype], self._config.residual_multiplier, shift, is_centred, precedes)
 
     def gate_up(
         self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
@@ -118,8 +130,8 @@ class TritonOperations:
     def activated(
         self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
     ) -> tuple[DeviceLinear, Operation]:
-        """Refuse. Errors: UnsupportedModelError."""
-        raise UnsupportedModelError("device='cuda' has no MLPs without gates; use device='cpu'")
+        """Return the product, and the operation that applies the function to its result."""
+        return self.linear(weight, bias), ACTIVATIONS[function]
 
     def router(self, weight: StoredMatrix, bias: Floats | None = None) -> DeviceLinear:
         """Return the product of a routed MLP's router."""
@@ -137,17 +149,24 @@ class TritonOperations:
         self, kind: int, norms: Floats | None, sinks: Floats | None = None
     ) -> Callable[[torch.Tensor, TritonStep, int], torch.Tensor]:
         """Return the attention of one layer; see Operations."""
-        assert sinks is None, "device_model() refuses models with attention sinks"
-        config, scale = self._config, self._config.scores_scale
-        head_norms = None if norms is None else self._send(norms)
-        rope = TritonRope(config.num_attention_heads, head_norms, config.rms_norm_eps)
+        config = self._config
+        head_norms, scores = (None if one is None else self._send(one) for one in (norms, sinks))
+        options = config.scores_cap, scores
+        rope = TritonRope(
+            config.num_attention_heads,
+            head_norms,
+            config.rms_norm_eps,
+            of_rows=config.qk_norm_of_rows,
+            is_centred=config.centred_norms,
+            is_after=config.qk_norm_after,
+        )
 
         def attend(qkv: torch.Tensor, step: TritonStep, index: int) -> torch.Tensor:
-            cos, sin = step.tables[kind]
-            q = rope(qkv, cos, sin, step.cache, index, step.slots)
+            cos, sin, growth = step.tables[kind]
+            q = rope(qkv, cos, sin, step.cache, index, step.slots, growth)
             out = torch.empty_like(q)
-            prefill_attention(q, step.cache, index, step.work[kind], scale, out)
-            decode_attention(q, step.cache, index, step.work[kind], scale, out)
+            prefill_attention(q, step.cache, index, step.work[kind], config.scores_scale, out, *options)
+            decode_attention(q, step.cache, index, step.work[kind], config.scores_scale, out, *options)
             return out.flatten(1)
 
         return attend
@@ -158,7 +177,7 @@ class TritonOperations:
 
     def open_gates(self, mixed: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """Return attention's output times the sigmoid of gates."""
-        return mixed * torch.sigmoid(gates)
+        return open_gates(mixed, gates)
 
     def step(
         self,
@@ -169,14 +188,20 @@ class TritonOperations:
         requests: StateRows | None = None,
     ) -> TritonStep:
         """Return the step's inputs of attention, with the rotary tables of its positions."""
-        tables = of_each_kind(lambda rotary: rotary_tables(positions, *rotary), self._rotary)
+
+        def of_tokens(rotary: _Rotary) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+            frequencies, factor, growth = rotary
+            factors = None if growth is None else query_factors(positions, *growth)
+            return *rotary_tables(positions, frequencies, factor), factors
+
+        tables = of_each_kind(of_tokens, self._rotary)
         assert isinstance(cache, TritonKVCache), type(cache)
         assert requests is None, "device_model() refuses models with recurrent layers"
         return TritonStep(slots, tables, work, cache)
 
     def add(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
-        """Add x to hidden, in place."""
-        hidden += x
+        """Add x times the residual multiplier to hidden, in place."""
+        hidden.add_(x, alpha=self._config.residual_multiplier)
 
     def capped(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
         """Return cap * tanh(logits / cap), in place."""

@@ -22,6 +22,14 @@ def rotary_tables(
     return torch.cat((cos, cos), -1)[:, None], torch.cat((-sin, sin), -1)[:, None]
 
 
+def query_factors(positions: torch.Tensor, growth: float, length: float) -> torch.Tensor:
+    """Compute the factors [T] float32 of queries at positions [T], like kernels.rotary.query_factors.
+
+    A position below 0, which is padding, has the factor of 0.
+    """
+    return (1 + growth * torch.log1p(torch.floor(positions.clamp(min=0).double() / length))).float()
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate x [T, H, D] -> [T, H, D] float32: turn each pair (x[i], x[i + D/2]) by its angle."""
     x = x.float()

@@ -15,6 +15,20 @@ def load_queries(q, row, mine, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     return tl.load(q + row[:, None] * HEAD_DIM + d, mask=mine[:, None] & (d < HEAD_DIM), other=0.0)
 
 
+@triton.jit
+def before_tiles(sinks, head, mine, HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return maximum [M] and total [M] before the first tile; with sinks, those of the heads' [M] sinks where mine.
+
+    A sink is a score without a value: it takes part in the softmax.
+    """
+    maximum = tl.full((BLOCK_M,), -float("inf"), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    if HAS_SINKS:
+        maximum = tl.load(sinks + head, mask=mine, other=-float("inf")) * LOG2_E
+        total = tl.where(maximum == -float("inf"), 0.0, 1.0)
+    return maximum, total
+
+
 # fmt: off
 @triton.jit
 def fold_tile(

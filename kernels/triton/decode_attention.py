@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.attention_tile import fold_tile, load_queries
+from kernels.triton.attention_tile import before_tiles, fold_tile, load_queries
 from kernels.triton.attention_work import SPLIT, TritonWork, kv_tile_tokens
 from kernels.triton.device import INTERPRETED, power_of_2
 from kernels.triton.kv_cache import TritonKVCache
@@ -19,10 +19,10 @@ from kernels.triton.kv_cache import TritonKVCache
 @triton.jit(do_not_specialize=["num_splits"])
 def _decode(
     q, out, partial_sums, partial_stats, layer, rows, positions, tables, table_width, tokens, scale, soft_cap,
-    num_splits,
+    sinks, num_splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, DIRECT: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, UPCAST: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, UPCAST: tl.constexpr,
 ):
     """Compute one split of one request and KV head.
 
@@ -43,8 +43,9 @@ def _decode(
         own = tl.where(mine, position, -1)
         row = token * HEADS + head * GROUP + m
         queries = load_queries(q, row, mine, HEAD_DIM, BLOCK_D)
-        maximum = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
+        # The first split has the sinks, also where it sees nothing.
+        having = m < tl.where(split == 0, GROUP, 0)
+        maximum, total = before_tiles(sinks, head * GROUP + m, having, HAS_SINKS, BLOCK_M)
         sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
         end = tl.minimum((split + 1) * SPLIT, position + 1)
         low = split * SPLIT
@@ -113,6 +114,7 @@ def decode_attention(
     scale: float,
     out: torch.Tensor,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Compute the attention of work's decode_tokens like prefill_attention: q [T, H, D] -> out [T, H, D].
 
@@ -136,6 +138,7 @@ def decode_attention(
         *(work.rows, work.positions, work.tables, work.tables.stride(0), work.decode_tokens),
         scale,
         soft_cap or 0.0,
+        q if sinks is None else sinks,
         splits,
         **shape,
         KV_HEADS=kv_heads,
@@ -145,6 +148,7 @@ def decode_attention(
         DIRECT=splits == 1,
         WINDOW=work.window or 0,
         HAS_CAP=soft_cap is not None,
+        HAS_SINKS=sinks is not None,
         UPCAST=INTERPRETED,
     )
     if splits > 1:

@@ -6,8 +6,8 @@ import triton.language as tl
 
 from kernels.triton.device import power_of_2
 
-_MAX_BLOCK = 1024
-_SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
+MAX_BLOCK = 1024
+SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
 
 
 @triton.jit
@@ -20,7 +20,7 @@ def _gated(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.cons
     up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     inner = gate
     if GELU:
-        inner = (gate * gate * 0.044715 + 1.0) * gate * _SQRT_8_OVER_PI
+        inner = (gate * gate * 0.044715 + 1.0) * gate * SQRT_8_OVER_PI
     # exp of a number that is not positive never overflows.
     small = tl.exp(-tl.abs(inner))
     sigmoid = tl.where(inner < 0, small, 1.0) / (1.0 + small)
@@ -42,7 +42,7 @@ def _run(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
     assert gate_up.is_contiguous(), gate_up.stride()
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, width)
-    block = min(_MAX_BLOCK, power_of_2(width))
+    block = min(MAX_BLOCK, power_of_2(width))
     if num_rows:
         _gated[(num_rows, triton.cdiv(width, block))](gate_up, out, WIDTH=width, BLOCK=block, GELU=gelu)
     return out

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.triton.attention_tile import fold_tile, load_queries
+from kernels.triton.attention_tile import before_tiles, fold_tile, load_queries
 from kernels.triton.attention_work import PREFILL_ROWS, TritonWork, kv_tile_tokens, prefill_options, tile_tokens
 from kernels.triton.device import INTERPRETED, power_of_2
 from kernels.triton.kv_cache import TritonKVCache
@@ -13,10 +13,10 @@ from kernels.triton.kv_cache import TritonKVCache
 # fmt: off
 @triton.jit
 def _prefill(
-    q, out, layer, rows, positions, tables, table_width, tile_tokens, tile_counts, scale, soft_cap,
+    q, out, layer, rows, positions, tables, table_width, tile_tokens, tile_counts, scale, soft_cap, sinks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    HAS_CAP: tl.constexpr, UPCAST: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, UPCAST: tl.constexpr,
 ):
     GROUP: tl.constexpr = HEADS // KV_HEADS
     tile = tl.program_id(0)
@@ -30,8 +30,7 @@ def _prefill(
     own = tl.where(mine, first + m // GROUP, -1)
     row = (token.to(tl.int64) + m // GROUP) * HEADS + head * GROUP + m % GROUP
     queries = load_queries(q, row, mine, HEAD_DIM, BLOCK_D)
-    maximum = tl.full((BLOCK_M,), -float("inf"), tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    maximum, total = before_tiles(sinks, head * GROUP + m % GROUP, mine, HAS_SINKS, BLOCK_M)
     sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     end = first + count
     low = 0
@@ -57,11 +56,12 @@ def prefill_attention(
     scale: float,
     out: torch.Tensor,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """Compute the causal attention of the tokens of work's query tiles: q [T, H, D] -> out [T, H, D].
 
     Both are contiguous and of the cache's dtype. A row's bits depend on its own tokens only. soft_cap: scores become
-    cap * tanh(score / cap).
+    cap * tanh(score / cap). sinks [H] float32: a further score of each head, without a value.
     """
     num_tiles, num_heads = len(work.tile_tokens), q.shape[1]
     if num_tiles == 0:
@@ -81,6 +81,7 @@ def prefill_attention(
         work.tile_counts,
         scale,
         soft_cap or 0.0,
+        q if sinks is None else sinks,
         HEADS=num_heads,
         KV_HEADS=cache.num_kv_heads,
         HEAD_DIM=cache.head_dim,
@@ -90,6 +91,7 @@ def prefill_attention(
         BLOCK_N=kv_tile_tokens(cache.head_dim, q.dtype),
         WINDOW=work.window or 0,
         HAS_CAP=soft_cap is not None,
+        HAS_SINKS=sinks is not None,
         UPCAST=INTERPRETED,
         **prefill_options(q.dtype),
     )

@@ -8,16 +8,68 @@ from kernels.triton.device import power_of_2
 from kernels.triton.kv_cache import TritonKVCache
 
 
+@triton.jit
+def _mean(numbers, head, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, OF_ROWS: tl.constexpr):
+    """Return the mean of each head's numbers [heads, n], or if OF_ROWS those of Q's and of K's heads: [heads, 1]."""
+    mean = tl.sum(numbers, 1)[:, None] / HEAD_DIM
+    if OF_ROWS:
+        of_queries = tl.sum(tl.where(head < HEADS, mean, 0.0)) / HEADS
+        mean = tl.where(head < HEADS, of_queries, tl.sum(tl.where(head < HEADS, 0.0, mean)) / KV_HEADS)
+    return mean
+
+
 # fmt: off
 @triton.jit
-def _rope(
-    qkv, cos, sin, head_norms, slots, q, layer, eps,
+def _normalised(
+    first, second, weights, head, i, inside, eps, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    OF_ROWS: tl.constexpr, CENTRED: tl.constexpr, DTYPE: tl.constexpr,
+):
+    """Return the halves of heads [heads, D / 2] normalised; zeros outside. Whole rows are rounded to DTYPE."""
+    if CENTRED:
+        mean = _mean(first + second, head, HEADS, KV_HEADS, HEAD_DIM, OF_ROWS)
+        first = tl.where(inside, first - mean, 0.0)
+        second = tl.where(inside, second - mean, 0.0)
+    norm = 1.0 / tl.sqrt(_mean(first * first + second * second, head, HEADS, KV_HEADS, HEAD_DIM, OF_ROWS) + eps)
+    first = first * norm * tl.load(weights + head * HEAD_DIM + i, mask=inside, other=0.0)
+    second = second * norm * tl.load(weights + head * HEAD_DIM + HEAD_DIM // 2 + i, mask=inside, other=0.0)
+    if OF_ROWS:
+        first = first.to(DTYPE).to(tl.float32)
+        second = second.to(DTYPE).to(tl.float32)
+    return first, second
+
+
+@triton.jit
+def _write_kv(
+    qkv, layer, slot, first, second, head, i, inside,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_HALF: tl.constexpr, NORMS: tl.constexpr,
+    BLOCK_KV: tl.constexpr, BLOCK_HALF: tl.constexpr,
+):
+    """Store a token's K, the halves of its rotated heads [heads, D / 2], and its V, from qkv."""
+    block = slot // BLOCK_SIZE
+    offset = slot % BLOCK_SIZE
+    is_key = inside & (head >= HEADS)
+    row = ((block * 2 * KV_HEADS + head - HEADS) * BLOCK_SIZE + offset) * HEAD_DIM
+    tl.store(layer + row + i, first, mask=is_key)
+    tl.store(layer + row + HEAD_DIM // 2 + i, second, mask=is_key)
+    value_head = tl.arange(0, BLOCK_KV)[:, None]
+    j = tl.arange(0, 2 * BLOCK_HALF)[None, :]
+    is_value = (value_head < KV_HEADS) & (j < HEAD_DIM)
+    value = tl.load(qkv + (HEADS + KV_HEADS + value_head) * HEAD_DIM + j, mask=is_value)
+    value_row = ((block * 2 * KV_HEADS + KV_HEADS + value_head) * BLOCK_SIZE + offset) * HEAD_DIM
+    tl.store(layer + value_row + j, value, mask=is_value)
+
+
+@triton.jit
+def _rope(
+    qkv, cos, sin, head_norms, growth, slots, q, layer, eps,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_KV: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    NORMS: tl.constexpr, OF_ROWS: tl.constexpr, CENTRED: tl.constexpr, AFTER: tl.constexpr, GROWS: tl.constexpr,
 ):
     """Compute one token in each program.
 
-    cos and sin [T, D] float32 come from kernels.torch.rope.rotary_tables: sin's second half is +sin.
+    cos and sin [T, D] float32 come from kernels.torch.rope.rotary_tables: sin's second half is +sin. growth [T]
+    float32: factors of queries, if they GROW.
     """
     token = tl.program_id(0).to(tl.int64)
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -27,47 +79,64 @@ def _rope(
     inside = (head < HEADS + KV_HEADS) & (i < HALF)
     first = tl.load(qkv + head * HEAD_DIM + i, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(qkv + head * HEAD_DIM + HALF + i, mask=inside, other=0.0).to(tl.float32)
-    if NORMS:
-        squares = tl.sum(first * first + second * second, 1)[:, None]
-        norm = 1.0 / tl.sqrt(squares / HEAD_DIM + eps)
-        first = first * norm * tl.load(head_norms + head * HEAD_DIM + i, mask=inside, other=0.0)
-        second = second * norm * tl.load(head_norms + head * HEAD_DIM + HALF + i, mask=inside, other=0.0)
+    if NORMS and not AFTER:
+        first, second = _normalised(
+            first, second, head_norms, head, i, inside, eps,
+            HEADS, KV_HEADS, HEAD_DIM, OF_ROWS, CENTRED, q.dtype.element_ty,
+        )
     cosine = tl.load(cos + token * HEAD_DIM + i, mask=i < HALF, other=0.0)
     sine = tl.load(sin + token * HEAD_DIM + HALF + i, mask=i < HALF, other=0.0)
-    turned_first = (first * cosine - second * sine).to(q.dtype.element_ty)
-    turned_second = (second * cosine + first * sine).to(q.dtype.element_ty)
-
+    turned_first = first * cosine - second * sine
+    turned_second = second * cosine + first * sine
+    if NORMS and AFTER:
+        turned_first, turned_second = _normalised(
+            turned_first, turned_second, head_norms, head, i, inside, eps,
+            HEADS, KV_HEADS, HEAD_DIM, OF_ROWS, CENTRED, q.dtype.element_ty,
+        )
+    if GROWS:
+        factor = tl.where(head < HEADS, tl.load(growth + token), 1.0)
+        turned_first *= factor
+        turned_second *= factor
+    turned_first = turned_first.to(q.dtype.element_ty)
+    turned_second = turned_second.to(q.dtype.element_ty)
     is_query = inside & (head < HEADS)
     q += token * HEADS * HEAD_DIM
     tl.store(q + head * HEAD_DIM + i, turned_first, mask=is_query)
     tl.store(q + head * HEAD_DIM + HALF + i, turned_second, mask=is_query)
-
     slot = tl.load(slots + token)
     if slot >= 0:
-        block = slot // BLOCK_SIZE
-        offset = slot % BLOCK_SIZE
-        is_key = inside & (head >= HEADS)
-        row = ((block * 2 * KV_HEADS + head - HEADS) * BLOCK_SIZE + offset) * HEAD_DIM
-        tl.store(layer + row + i, turned_first, mask=is_key)
-        tl.store(layer + row + HALF + i, turned_second, mask=is_key)
-        value_head = tl.arange(0, BLOCK_KV)[:, None]
-        j = tl.arange(0, 2 * BLOCK_HALF)[None, :]
-        is_value = (value_head < KV_HEADS) & (j < HEAD_DIM)
-        value = tl.load(qkv + (HEADS + KV_HEADS + value_head) * HEAD_DIM + j, mask=is_value)
-        value_row = ((block * 2 * KV_HEADS + KV_HEADS + value_head) * BLOCK_SIZE + offset) * HEAD_DIM
-        tl.store(layer + value_row + j, value, mask=is_value)
+        _write_kv(
+            qkv, layer, slot, turned_first, turned_second, head, i, inside,
+            HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, BLOCK_KV, BLOCK_HALF,
+        )
 # fmt: on
 
 
 class TritonRope:
     """The rotary embedding of one layer.
 
-    head_norms [H + Hkv, D] float32: weights of the norms of Q's and K's heads, before rotation.
+    head_norms [H + Hkv, D] float32: weights of the norms of Q's and K's heads, before rotation or, if it is_after,
+    after it; of_rows: of Q's heads together and K's together; is_centred: they are layer normalisations.
     """
 
-    def __init__(self, num_heads: int, head_norms: torch.Tensor | None = None, eps: float = 0.0) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        head_norms: torch.Tensor | None = None,
+        eps: float = 0.0,
+        *,
+        of_rows: bool = False,
+        is_centred: bool = False,
+        is_after: bool = False,
+    ) -> None:
         self.num_heads, self.eps = num_heads, eps
         self.head_norms = None if head_norms is None else head_norms.contiguous()
+        self._constants = {
+            "NORMS": head_norms is not None,
+            "OF_ROWS": of_rows,
+            "CENTRED": is_centred,
+            "AFTER": is_after,
+        }
 
     def __call__(
         self,
@@ -77,11 +146,12 @@ class TritonRope:
         cache: TritonKVCache,
         layer: int,
         slots: torch.Tensor,
+        growth: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Rotate Q and K, store K and V; return Q [T, H, D] of the cache's dtype.
 
         qkv [T, (H + 2 * Hkv) * D] is in the cache's dtype; cos and sin come from rotary_tables; slots [T] int64 (-1: do
-        not store).
+        not store). growth [T] float32: factors of the queries.
         """
         assert qkv.is_contiguous(), qkv.stride()
         dtype = cache.layers[layer].dtype
@@ -94,6 +164,7 @@ class TritonRope:
                 cos,
                 sin,
                 qkv if self.head_norms is None else self.head_norms,
+                qkv if growth is None else growth,
                 slots,
                 q,
                 cache.layers[layer],
@@ -105,6 +176,7 @@ class TritonRope:
                 BLOCK_HEADS=power_of_2(self.num_heads + cache.num_kv_heads),
                 BLOCK_KV=power_of_2(cache.num_kv_heads),
                 BLOCK_HALF=power_of_2(cache.head_dim // 2),
-                NORMS=self.head_norms is not None,
+                GROWS=growth is not None,
+                **self._constants,
             )
         return q

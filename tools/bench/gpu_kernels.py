@@ -167,7 +167,7 @@ def gqa_option(attention: Callable[..., object]) -> dict[str, Any]:
 def _row_cases(shapes: Shapes, device: torch.device, dtype: torch.dtype, rows: int) -> Iterator[Case]:
     from kernels.triton.gated_activation import silu_mul
     from kernels.triton.kv_cache import TritonKVCache
-    from kernels.triton.rms_norm import TritonNorm
+    from kernels.triton.norm import TritonNorm
     from kernels.triton.rope import TritonRope
 
     size, hidden_size, width = dtype.itemsize, shapes.hidden, shapes.intermediate

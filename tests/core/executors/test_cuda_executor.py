@@ -11,7 +11,6 @@ from core.engine import EngineCore
 from core.execution.executor import ModelInfo, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.models.llama import Llama
-from core.models.step import ModelInputs, StepResult
 from core.models.triton_operations import TritonOperations
 from core.runner.cuda_model_runner import CudaModelRunner
 from core.runner.model_runner import ModelRunner
@@ -19,7 +18,7 @@ from ipc.config import EngineConfig, LogprobsMode, PreemptionMode
 from ipc.messages import AddRequest, Logprobs, Outputs
 from ipc.sampling_params import SamplingParams
 from kernels.elements import FLOAT32
-from tests.core.models.test_llama import Requests, prompts, random_weights, tiny_config
+from tests.core.models.test_llama import random_weights, tiny_config
 from tests.triton_device import ANYWHERE, DEVICE, GPU_ONLY, ON_GPU
 
 pytestmark = ANYWHERE
@@ -35,45 +34,6 @@ def both(**changes: Any) -> tuple[Llama, Llama]:
     operations = TritonOperations(config, FLOAT32, DEVICE)
     weights = list(random_weights(config, FLOAT32))
     return Llama(config, weights, FLOAT32), Llama(config, weights, FLOAT32, operations=operations)
-
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen3": {"qk_norm": True, "qkv_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 6},
-    "gemma3": {
-        "hidden_act": "gelu_pytorch_tanh",
-        "post_norms": True,
-        "norm_offset": 1.0,
-        "scale_embeddings": True,
-        "sliding_window": 20,
-        "sliding_layers": frozenset((0,)),
-        "sliding_rope_theta": 1e3,
-        "num_key_value_heads": 1,
-    },
-}
-
-
-class OnDevice:
-    """A model whose inputs come from the host."""
-
-    def __init__(self, model: Llama) -> None:
-        self._model = model
-        self.attention_metadata, self.allocate_cache = model.attention_metadata, model.allocate_cache
-
-    def forward(self, inputs: ModelInputs) -> StepResult:
-        names = ("token_ids", "positions", "slots", "logits_rows")
-        moved = {name: torch.from_numpy(getattr(inputs, name)).to(DEVICE) for name in names}
-        return self._model.forward(inputs._replace(**moved))
-
-
-@pytest.mark.parametrize("kind", SHAPES)
-def test_logits_are_near_those_of_torch(kind: str) -> None:
-    torch_model, triton_model = both(**SHAPES[kind])
-    theirs, ours = (Requests(each, prompts(5, 40, vocab_size=VOCAB)) for each in (torch_model, OnDevice(triton_model)))
-    for counts in ({0: 2, 1: 33}, {1: 1, 0: 1}, {0: 2, 1: 1}):
-        expected, got = theirs.step(counts), ours.step(counts)
-        for index in counts:
-            torch.testing.assert_close(got[index], expected[index], rtol=1e-4, atol=1e-4)
 
 
 class RunnerExecutor:

@@ -20,13 +20,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kernels.triton import (
+    activation,
     copy_blocks,
     decode_attention,
     embedding,
     gated_activation,
+    norm,
+    output_gate,
     prefill_attention,
     prepare_inputs,
-    rms_norm,
     rope,
     sampling,
     threshold_search,
@@ -35,7 +37,6 @@ from kernels.triton.attention_work import SPLIT, kv_tile_tokens, prefill_options
 from kernels.triton.device import power_of_2
 
 HALF, FLOAT, DOUBLE, INT, LONG = "*bf16", "*fp32", "*fp64", "*i32", "*i64"
-HEADS = {"HEADS": 9, "KV_HEADS": 3, "HEAD_DIM": 80}
 PARTIALS = {"partial_sums": FLOAT, "partial_stats": FLOAT}
 POINTERS = {torch.bfloat16: HALF, torch.float16: "*fp16", torch.float32: FLOAT}
 #: Bytes of shared memory that a program may have, by compute capability (CUDA C++ Programming Guide, "Technical
@@ -66,24 +67,24 @@ KERNELS: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
         {"HEADS": 9, "HEAD_DIM": 80, "BLOCK_D": 128, "SPLIT": 256},
     ),
     (
-        rope._rope,
+        norm._norm,
         {
-            "qkv": HALF,
-            "cos": FLOAT,
-            "sin": FLOAT,
-            "head_norms": FLOAT,
-            "slots": LONG,
-            "q": HALF,
-            "layer": HALF,
+            "hidden": FLOAT,
+            "x": HALF,
+            "weight": FLOAT,
+            "bias": FLOAT,
+            "out": HALF,
             "eps": "fp32",
+            "multiplier": "fp32",
         },
-        {**HEADS, "BLOCK_SIZE": 16, "BLOCK_HEADS": 16, "BLOCK_KV": 4, "BLOCK_HALF": 64, "NORMS": True},
+        {
+            "WIDTH": 576,
+            "BLOCK": 1024,
+            **dict.fromkeys(("ADDS", "PRECEDES", "SCALES", "HAS_WEIGHT", "HAS_BIAS", "CENTRED"), True),
+        },
     ),
-    (
-        rms_norm._norm,
-        {"hidden": FLOAT, "x": HALF, "weight": FLOAT, "out": HALF, "eps": "fp32"},
-        {"WIDTH": 576, "BLOCK": 1024, "ADDS": True},
-    ),
+    (activation._activate, {"x": HALF, "out": HALF}, {"WIDTH": 1536, "BLOCK": 1024, "FUNCTION": 1}),
+    (output_gate._open_gates, {"mixed": HALF, "gates": HALF}, {"WIDTH": 1536, "BLOCK": 1024}),
     (gated_activation._gated, {"gate_up": HALF, "out": HALF}, {"WIDTH": 1536, "BLOCK": 1024, "GELU": True}),
     (embedding._gather, {"ids": LONG, "table": HALF, "out": FLOAT, "scale": "fp32"}, {"WIDTH": 576, "BLOCK": 1024}),
     (
@@ -107,6 +108,13 @@ KERNELS: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
         {"BLOCK_SIZE": 16, "BLOCK": 128},
     ),
 )
+
+ROPE = {
+    **dict.fromkeys(("qkv", "q", "layer"), HALF),
+    **dict.fromkeys(("cos", "sin", "head_norms", "growth"), FLOAT),
+    "slots": LONG,
+    "eps": "fp32",
+}
 
 SIZES = {"vocab_size": "i32", "num_pieces": "i32"}
 ROWS = {"words": INT, "largest": FLOAT, **SIZES, "num_rows": "i32"}
@@ -152,7 +160,7 @@ class Attention(NamedTuple):
         """Both, with their arguments' types, constants and options as launched."""
         pointer, group = POINTERS[self.dtype], self.group_size
         layer = {"layer": pointer, "rows": INT, "positions": INT, "tables": INT, "table_width": "i32"}
-        common = {"q": pointer, "out": pointer, **layer, "scale": "fp32", "soft_cap": "fp32"}
+        common = {"q": pointer, "out": pointer, **layer, "scale": "fp32", "soft_cap": "fp32", "sinks": FLOAT}
         constants = {
             "HEADS": 2 * group,
             "KV_HEADS": 2,
@@ -162,6 +170,7 @@ class Attention(NamedTuple):
             "BLOCK_N": kv_tile_tokens(self.head_dim, self.dtype),
             "WINDOW": self.window,
             "HAS_CAP": True,
+            "HAS_SINKS": True,
             "UPCAST": False,
         }
         parts = {**PARTIALS, "tokens": INT, "num_splits": "i32"}
@@ -184,6 +193,20 @@ def all_sizes() -> Iterator[Attention]:
     sizes = product(POINTERS, (16, 20, 32, 64, 80, 96, 128, 256), (1, 3, 4, 8), (16, 64))
     for turn, size in enumerate(sizes):
         yield Attention(*size, window=100 * (turn // 2 % 2), direct=turn % 2 == 0)
+
+
+def ropes(*, every: bool) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+    """The kernel of rotation with what some models have; every: all, and of models with many heads."""
+    kinds: tuple[set[str], ...] = ({"NORMS", "OF_ROWS", "CENTRED"}, {"NORMS", "AFTER", "GROWS"})
+    names = ("NORMS", "OF_ROWS", "CENTRED", "AFTER", "GROWS")
+    if every:
+        kinds += (set(), {"NORMS"}, {"NORMS", "OF_ROWS"}, {"NORMS", "CENTRED"})
+    for heads, kv_heads, head_dim in ((9, 3, 80), *(((40, 40, 128), (96, 8, 128), (16, 8, 256)) if every else ())):
+        sizes = {"HEADS": heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "BLOCK_SIZE": 16}
+        blocks = {"BLOCK_HEADS": heads + kv_heads, "BLOCK_KV": kv_heads, "BLOCK_HALF": head_dim // 2}
+        sizes |= {name: power_of_2(size) for name, size in blocks.items()}
+        for kind in kinds:
+            yield rope._rope, ROPE, {**sizes, **{name: name in kind for name in names}}, {}
 
 
 def build(
@@ -210,14 +233,15 @@ def build(
 
 
 def main() -> None:
-    for kernel, types, constants, options in (*((*kernel, {}) for kernel in KERNELS), *SAMPLING):
+    every = sys.argv[1:] == ["every"]
+    for kernel, types, constants, options in (*((*kernel, {}) for kernel in KERNELS), *ropes(every=every), *SAMPLING):
         shared, spilled = build(kernel, types, constants, **options)
         most = MOST_SPILLED if kernel is threshold_search._search else 0
         assert shared <= SHARED[90], (kernel.__name__, shared)
         assert spilled <= most, (kernel.__name__, spilled)
         print(kernel.__name__, flush=True)
     sizes = [(size, 90) for size in each_size() if (size.dtype, size.head_dim) in SOME]
-    if sys.argv[1:] == ["every"]:
+    if every:
         sizes = [(size, 90) for size in all_sizes()] + [(size, old) for size in each_size() for old in (80, 89)]
     for size, capability in sizes:
         for kernel, types, constants, options in size.kernels():

@@ -1,7 +1,7 @@
 """Triton's attention equals the float64 oracle: shuffled tables, poisoned caches, padding, any chunking and batch."""
 
 from copy import copy
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -71,20 +71,27 @@ def work_of(shape: Shape, given: Batch) -> TritonWork:
     return triton_work(*columns, group, DEVICE, shape.window)
 
 
-def attend(shape: Shape, given: Batch, work: TritonWork | None = None, soft_cap: float | None = None) -> torch.Tensor:
+def attend(
+    shape: Shape,
+    given: Batch,
+    work: TritonWork | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     work = work_of(shape, given) if work is None else work
     q, cache = given.q.to(DEVICE), copy(given.cache)
     cache.layers = [layer.to(DEVICE) for layer in given.cache.layers]
     out = torch.full_like(q, torch.nan)
-    prefill_attention(q, cache, 0, work, SCALE, out, soft_cap)
-    decode_attention(q, cache, 0, work, SCALE, out, soft_cap)
+    options = soft_cap, None if sinks is None else sinks.to(DEVICE)
+    prefill_attention(q, cache, 0, work, SCALE, out, *options)
+    decode_attention(q, cache, 0, work, SCALE, out, *options)
     return out.cpu()
 
 
-def expected(shape: Shape, given: Batch) -> torch.Tensor:
+def expected(shape: Shape, given: Batch, sinks: torch.Tensor | None = None) -> torch.Tensor:
     tables = np.where(given.tables < given.cache.num_blocks, given.tables, 0)
     metadata = attention_metadata(given.num_tokens, given.context_lens, tables, given.cache, shape.window)
-    return reference_attention(given.q, given.cache, 0, metadata, SCALE).view(given.q.shape)
+    return reference_attention(given.q, given.cache, 0, metadata, SCALE, sinks).view(given.q.shape)
 
 
 MIXED = [(1, 1), (5, 5), (1, 70), (23, 40), (1, 16)]
@@ -132,6 +139,28 @@ def test_soft_cap() -> None:
             token += 1
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_sinks(dtype: torch.dtype) -> None:
+    """Each head has its own; one is so low that it takes no weight, one so high that it takes nearly all."""
+    shape = Shape(6, 2, 20, 16, 9)
+    given = batch(shape, MIXED, dtype)
+    sinks = torch.tensor([0.5, -200.0, 1.5, -1.0, -torch.inf, 30.0])
+    got, want = attend(shape, given, sinks=sinks).double(), expected(shape, given, sinks)
+    torch.testing.assert_close(got, want, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    assert (want - expected(shape, given)).abs().amax((0, 2))[[0, 2, 3, 5]].min() > 0.1
+
+
+@pytest.mark.parametrize("window", [None, 130])
+def test_a_long_context_has_its_sinks_once(window: int | None) -> None:
+    """With a window, the first split sees nothing."""
+    shape = Shape(3, 1, 16, 16, window)
+    given, sinks = batch(shape, [(1, 2 * SPLIT + 1), (1, 40), (1, SPLIT)], torch.float32), torch.tensor([0.5, 4.0, 6.0])
+    got = attend(shape, given, sinks=sinks)
+    torch.testing.assert_close(got.double(), expected(shape, given, sinks), rtol=2e-5, atol=2e-5)
+    alone = Batch(given.q[[1]], given.cache, *(column[[1]] for column in given[2:]))
+    assert torch.equal(attend(shape, alone, sinks=sinks)[0], got[1])
+
+
 def test_padding_is_zero_and_reads_no_table() -> None:
     shape = Shape(2, 1, 16, 16)
     given = batch(shape, [(1, 5), (1, 3)], torch.float32)
@@ -142,9 +171,9 @@ def test_padding_is_zero_and_reads_no_table() -> None:
         decode_tokens=torch.arange(3, dtype=torch.int32, device=DEVICE),
     )
     q = torch.cat((given.q, torch.full((1, 2, 16), 3.0)))
-    for splits in (1, 2):
-        out = attend(shape, given._replace(q=q), padded._replace(num_splits=splits))
-        assert torch.equal(out[:2], attend(shape, given))
+    for splits, sinks in product((1, 2), (None, torch.ones(2))):
+        out = attend(shape, given._replace(q=q), padded._replace(num_splits=splits), sinks=sinks)
+        assert torch.equal(out[:2], attend(shape, given, sinks=sinks))
         assert torch.equal(out[2], torch.zeros(2, 16))
 
 

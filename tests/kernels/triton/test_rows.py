@@ -3,26 +3,35 @@
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch.nn.functional import layer_norm
 
 from core.runner.device_tables import DeviceTables
+from kernels import rotary
 from kernels.elements import FLOAT32
 from kernels.rotary import rotary_frequencies
+from kernels.torch import activation as plain_activation
 from kernels.torch import gated_activation as reference_activation
+from kernels.torch import output_gate
 from kernels.torch.kv_cache import TorchKVCache
+from kernels.torch.norm import TorchNorm
 from kernels.torch.rms_norm import rms_norm
-from kernels.torch.rope import rope_kv_write, rotary_tables
+from kernels.torch.rope import query_factors, rope_kv_write, rotary_tables
 from kernels.torch.tensors import element_type, to_tensor
+from kernels.triton import activation
 from kernels.triton.copy_blocks import copy_blocks
 from kernels.triton.embedding import embedding
 from kernels.triton.gated_activation import gelu_tanh_mul, silu_mul
 from kernels.triton.kv_cache import TritonKVCache, _runs
+from kernels.triton.norm import TritonNorm
+from kernels.triton.output_gate import open_gates
 from kernels.triton.prepare_inputs import prepare_inputs
-from kernels.triton.rms_norm import TritonNorm
 from kernels.triton.rope import TritonRope
 from tests.placed import placed
 from tests.triton_device import ANYWHERE, DEVICE, ON_GPU
@@ -58,6 +67,61 @@ def test_norm(dtype: torch.dtype, width: int) -> None:
     assert norm(x[:0]).shape == (0, width)
 
 
+#: How TritonNorm and TorchNorm are made, but for their tensors.
+NORMS: dict[str, dict[str, Any]] = {
+    "centred": {"is_centred": True},
+    "precedes": {"precedes": True, "residual_multiplier": 0.22},
+    "multiplied": {"residual_multiplier": 0.22},
+}
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", NORMS)
+def test_further_norms(kind: str, dtype: torch.dtype, has_bias: bool) -> None:
+    """Far from zero, where the mean of squares and the square of the mean would cancel. x is not centred."""
+    x, weight = random(3, 37, dtype=dtype) + 20, random(37, seed=2)
+    bias = random(37, seed=3) if has_bias else None
+    options = {**NORMS[kind], "is_centred": has_bias or kind == "centred", "bias": bias}
+    ours, theirs = TritonNorm(weight, 1e-5, dtype, **options), TorchNorm(weight, 1e-5, torch.float32, **options)
+    hidden = random(3, 37, seed=1)
+    expected = hidden.clone()
+    assert_close = partial(torch.testing.assert_close, rtol=ROUNDING[dtype], atol=max(ROUNDING[dtype] / 100, 1e-5))
+    assert_close(ours(x).float(), theirs(x))
+    assert_close(ours.after(hidden, x).float(), theirs.after(expected, x))
+    assert_near(hidden, expected, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_norm_without_a_weight_only_rounds(dtype: torch.dtype) -> None:
+    x, hidden = random(3, 37), random(3, 37, seed=1)
+    norm = TritonNorm(None, 1e-5, dtype)
+    assert_near(norm(x), x, dtype)
+    expected = hidden + x
+    assert_near(norm.after(hidden, x), expected, dtype)
+    assert torch.equal(hidden, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations_without_a_gate(dtype: torch.dtype) -> None:
+    x = random(2, 1037, dtype=dtype)
+    x[0, :5] = torch.tensor([-200.0, 200.0, 0.0, -20.0, -4.0], device=DEVICE)
+    for name in ("gelu_tanh", "gelu_erf", "relu_squared"):
+        ours, theirs = getattr(activation, name), getattr(plain_activation, name)
+        expected = theirs(x.cpu().float().clone()).double()
+        torch.testing.assert_close(ours(x).cpu().double(), expected, rtol=ROUNDING[dtype], atol=3e-6)
+        assert ours(x[:0]).shape == (0, 1037)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gates_of_attentions_output(dtype: torch.dtype) -> None:
+    mixed, gates = random(2, 1037, dtype=dtype), random(2, 1037, dtype=dtype, seed=1)
+    gates[0, :4] = torch.tensor([-200.0, 200.0, 0.0, -20.0], device=DEVICE)
+    expected = output_gate.open_gates(mixed.cpu().float(), gates.cpu().float())
+    assert_near(open_gates(mixed, gates), expected, dtype)
+    assert open_gates(mixed[:0], gates[:0]).shape == (0, 1037)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gated_activations(dtype: torch.dtype) -> None:
     gate_up = random(2, 2 * 37, dtype=dtype)
@@ -77,36 +141,81 @@ def test_embedding(dtype: torch.dtype) -> None:
     assert embedding(ids[:0], table, 1.0).shape == (0, 20)
 
 
+#: The norms of heads: before or after rotation, of whole rows, layer normalisations.
+HEAD_NORMS: dict[str, dict[str, Any]] = {
+    "heads": {},
+    "rows": {"of_rows": True},
+    "after": {"is_after": True},
+    "centred": {"is_centred": True},
+}
+
+
+def head_norm(x: torch.Tensor, weight: torch.Tensor, heads: int, dtype: torch.dtype, kind: str) -> torch.Tensor:
+    """Return heads [T, H + Hkv, D] normalised: the definition."""
+    if kind == "centred":
+        return layer_norm(x.float(), x.shape[2:], eps=1e-5) * weight
+    if kind != "rows":
+        return rms_norm(x.float(), weight, 1e-5, torch.float32)
+    parts = zip((x[:, :heads], x[:, heads:]), (weight[:heads], weight[heads:]), strict=True)
+    normed = [rms_norm(part.flatten(1).float(), own.flatten(), 1e-5, dtype).view_as(part) for part, own in parts]
+    return torch.cat(normed, 1).float()
+
+
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "head_dim", "has_norms"), [(3, 3, 16, False), (6, 2, 20, True), (8, 1, 80, False)]
+    ("heads", "kv_heads", "head_dim", "kind"),
+    [(3, 3, 16, None), (8, 1, 80, None), *((6, 2, 20, kind) for kind in HEAD_NORMS)],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rope_and_cache_write(heads: int, kv_heads: int, head_dim: int, has_norms: bool, dtype: torch.dtype) -> None:
+def test_rope_and_cache_write(heads: int, kv_heads: int, head_dim: int, kind: str | None, dtype: torch.dtype) -> None:
     num_tokens, slots = 5, torch.tensor([37, 16, -1, 63, 33])
     qkv = random(num_tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     cos, sin = rotary_tables(torch.tensor([0, 1, 5, 90, 4000]), to_tensor(rotary_frequencies(head_dim, 1e4)))
-    weight = random(heads + kv_heads, head_dim, seed=1) if has_norms else None
+    weight = None if kind is None else random(heads + kv_heads, head_dim, seed=1)
     ours = TritonKVCache(2, 4, 16, kv_heads, head_dim, element_type(dtype), DEVICE)
     theirs = TorchKVCache(2, 4, 16, kv_heads, head_dim, element_type(dtype))
     for cache in (ours, theirs):
         for layer in cache.layers:
             layer.fill_(-7)
-    q = TritonRope(heads, weight, 1e-5)(qkv, cos.to(DEVICE), sin.to(DEVICE), ours, 1, slots.to(DEVICE))
+    q = TritonRope(heads, weight, 1e-5, **HEAD_NORMS.get(kind or "", {}))(
+        qkv, cos.to(DEVICE), sin.to(DEVICE), ours, 1, slots.to(DEVICE)
+    )
 
-    def before(x: torch.Tensor) -> torch.Tensor:
-        return x.float() if weight is None else rms_norm(x.float(), weight.cpu(), 1e-5, torch.float32)
+    def normed(x: torch.Tensor) -> torch.Tensor:
+        assert weight is not None
+        assert kind is not None
+        return head_norm(x, weight.cpu(), heads, dtype, kind)
 
+    around = () if kind is None else (torch.Tensor.float, normed) if kind == "after" else (normed,)
     stored = torch.nonzero(slots >= 0).flatten()
     rows = theirs.slot_rows(slots[stored])
-    expected = rope_kv_write(qkv.cpu().clone(), cos, sin, theirs, 1, rows, stored, before)
+    expected = rope_kv_write(qkv.cpu().clone(), cos, sin, theirs, 1, rows, stored, *around)
     # The interpreter cuts bfloat16 off where a GPU rounds.
     if weight is None and (ON_GPU or dtype != torch.bfloat16):
         assert torch.equal(q.cpu(), expected.to(dtype))
         assert torch.equal(ours.layers[1].cpu(), theirs.layers[1])
+    elif kind == "rows":  # rounded twice, and a rotation may cancel what was rounded first
+        for mine, other in ((q, expected), (ours.layers[1], theirs.layers[1])):
+            torch.testing.assert_close(mine.cpu().float(), other.float(), rtol=0, atol=6 * ROUNDING[dtype])
     else:
         assert_near(q, expected, dtype)
         assert_near(ours.layers[1], theirs.layers[1], dtype)
     assert (ours.layers[0] == -7).all()
+
+
+def test_queries_that_grow() -> None:
+    """The factors are NumPy's; a query is multiplied before it is rounded, and nothing else is."""
+    positions = torch.tensor([0, 99, 100, 399, 400, -1])
+    factors = query_factors(positions, 0.1, 100)
+    expected = rotary.query_factors(positions.numpy().clip(0), 0.1, 100)
+    np.testing.assert_allclose(factors.numpy(), expected, rtol=1e-7)
+    assert factors.tolist()[2] > factors.tolist()[1] == 1.0
+    cache = TritonKVCache(2, 4, 16, 1, 16, FLOAT32, DEVICE)
+    qkv, slots = random(6, 4 * 16), torch.arange(16, 22, device=DEVICE)
+    cos, sin = (table.to(DEVICE) for table in rotary_tables(positions, to_tensor(rotary_frequencies(16, 1e4))))
+    rope = TritonRope(2)
+    plain, grown = (rope(qkv, cos, sin, cache, layer, slots, of) for layer, of in enumerate((None, factors.to(DEVICE))))
+    assert torch.equal(grown.cpu(), plain.cpu() * factors[:, None, None])
+    assert torch.equal(cache.layers[0][1, :, :, :6], cache.layers[1][1, :, :, :6])
 
 
 def test_products_are_not_cut_to_fewer_bits() -> None:

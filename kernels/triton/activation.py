@@ -1,0 +1,55 @@
+"""The activations of MLPs without a gate by Triton; see kernels/torch/activation.py."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton.device import power_of_2
+from kernels.triton.gated_activation import MAX_BLOCK, SQRT_8_OVER_PI
+
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+_GELU_TANH, _GELU_ERF, _RELU_SQUARED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def _activate(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FUNCTION: tl.constexpr):
+    """Compute BLOCK numbers of one row in each program."""
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    at = tl.program_id(0).to(tl.int64) * WIDTH + column
+    number = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    if FUNCTION == _RELU_SQUARED:
+        positive = tl.maximum(number, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        result = positive * positive
+    elif FUNCTION == _GELU_ERF:
+        result = number * 0.5 * (1.0 + tl.erf(number * _SQRT_HALF))
+    else:
+        inner = (number * number * 0.044715 + 1.0) * number * SQRT_8_OVER_PI
+        # exp of a number that is not positive never overflows.
+        small = tl.exp(-tl.abs(inner))
+        result = number * (tl.where(inner < 0, small, 1.0) / (1.0 + small))
+    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
+
+
+def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    """Return the tanh form of gelu of x [T, I] contiguous, of x's dtype; float32 inside, rounded once."""
+    return _run(x, _GELU_TANH)
+
+
+def gelu_erf(x: torch.Tensor) -> torch.Tensor:
+    """Return gelu of x like gelu_tanh."""
+    return _run(x, _GELU_ERF)
+
+
+def relu_squared(x: torch.Tensor) -> torch.Tensor:
+    """Return max(x, 0) ** 2 of x like gelu_tanh."""
+    return _run(x, _RELU_SQUARED)
+
+
+def _run(x: torch.Tensor, function: tl.constexpr) -> torch.Tensor:
+    assert x.is_contiguous(), x.stride()
+    out, (num_rows, width) = torch.empty_like(x), x.shape
+    block = min(MAX_BLOCK, power_of_2(width))
+    if num_rows:
+        _activate[(num_rows, triton.cdiv(width, block))](x, out, WIDTH=width, BLOCK=block, FUNCTION=function.value)
+    return out

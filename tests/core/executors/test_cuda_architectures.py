@@ -1,0 +1,164 @@
+"""The parts of all architectures on a GPU: logits near those of the C kernels, step by step.
+
+In CI the kernels run under Triton's interpreter.
+"""
+
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from core.models.config import ModelConfig
+from core.models.llama import Llama
+from core.models.rope_scaling import LongropeScaling, YarnScaling
+from core.models.step import ModelInputs, StepResult
+from core.models.triton_operations import TritonOperations
+from kernels.cpu.library import load_cpu_library
+from kernels.elements import BFLOAT16, FLOAT32, Dtype, to_floats
+from tests.core.models.test_llama import Requests, prompts, random_weights, tiny_config
+from tests.triton_device import ANYWHERE, DEVICE, GPU_ONLY
+
+pytestmark = ANYWHERE
+
+VOCAB = 64
+_SLIDING = {"sliding_window": 20, "sliding_layers": (0,)}
+
+#: The fields of a model that has the parts of an architecture, of which a tiny Llama is the rest.
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"qk_norm": True, "qkv_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 6},
+    "gemma3": {
+        **_SLIDING,
+        "hidden_act": "gelu_pytorch_tanh",
+        "post_norms": True,
+        "norm_offset": 1.0,
+        "scale_embeddings": True,
+        "sliding_rope_theta": 1e3,
+        "num_key_value_heads": 1,
+    },
+    "gemma2": {**_SLIDING, "post_norms": True, "scores_cap": 0.5, "logits_cap": 2.0, "query_pre_attn_scalar": 2.0},
+    "gpt-oss": {**_SLIDING, "attention_sinks": True, "qkv_bias": True, "output_bias": True},
+    "olmo2": {"qk_norm": True, "qk_norm_of_rows": True, "pre_norms": False, "post_norms": True},
+    "hunyuan": {"qk_norm": True, "qk_norm_after": True},
+    "ministral3": {"query_growth": 0.5, "rope_scaling": YarnScaling(4.0, 9, 1.2, 32.0, 1.0, True)},
+    "minicpm": {
+        "rope_scaling": LongropeScaling((1.0,) * 6, (1.5,) * 6, 64, 1.1),
+        "residual_multiplier": 0.4,
+        "embedding_multiplier": 3.0,
+        "logits_multiplier": 0.5,
+    },
+    "starcoder2": {
+        "centred_norms": True,
+        "norm_bias": True,
+        "is_gated": False,
+        "hidden_act": "gelu_pytorch_tanh",
+        "mlp_bias": True,
+    },
+    "neox": {
+        "centred_norms": True,
+        "norm_bias": True,
+        "residual": "parallel",
+        "is_gated": False,
+        "hidden_act": "gelu",
+        "rotary_dim": 6,
+    },
+    "cohere": {
+        "centred_norms": True,
+        "residual": "parallel with one norm",
+        "qk_norm": True,
+        "qk_norm_by_head": True,
+        "unrotated_layers": (1,),
+    },
+    "nemotron": {"is_gated": False, "hidden_act": "relu2", "centred_norms": True, "norm_bias": True},
+    "qwen3-next": {"output_gate": True, "qk_norm": True},
+}
+
+#: Shape, field and the value of a model without the part: its logits are others, else the comparison would not see it.
+PARTS: list[tuple[str, str, Any]] = [
+    ("gemma2", "scores_cap", None),
+    ("gpt-oss", "attention_sinks", False),
+    ("olmo2", "qk_norm", False),
+    ("olmo2", "pre_norms", True),
+    ("hunyuan", "qk_norm_after", False),
+    ("ministral3", "query_growth", None),
+    ("minicpm", "residual_multiplier", 1.0),
+    ("neox", "residual", "in turn"),
+    ("cohere", "centred_norms", False),
+    ("cohere", "residual", "in turn"),
+    ("nemotron", "hidden_act", "gelu"),
+    ("qwen3-next", "output_gate", False),
+]
+
+
+def shape_config(kind: str) -> ModelConfig:
+    config = tiny_config(**{"vocab_size": VOCAB, "num_hidden_layers": 2, **SHAPES[kind]})
+    assert isinstance(config, ModelConfig)
+    return config
+
+
+def built(config: ModelConfig, weights: dict[str, Any], dtype: Dtype, operations: Any = None) -> Llama:
+    library = load_cpu_library() if operations is None else None
+    return Llama(config, weights.items(), dtype, library=library, operations=operations)
+
+
+class OnDevice:
+    """A model whose inputs come from the host."""
+
+    def __init__(self, model: Llama) -> None:
+        self._model = model
+        self.attention_metadata, self.allocate_cache = model.attention_metadata, model.allocate_cache
+
+    def forward(self, inputs: ModelInputs) -> StepResult:
+        names = ("token_ids", "positions", "slots", "logits_rows")
+        moved = {name: torch.from_numpy(getattr(inputs, name)).to(DEVICE) for name in names}
+        return self._model.forward(inputs._replace(**moved))
+
+
+def logits(model: Any) -> torch.Tensor:
+    """Return those of some steps: a prompt beside the beginning of another one, single tokens, both."""
+    requests = Requests(model, prompts(5, 40, vocab_size=VOCAB))
+    steps = [requests.step(counts) for counts in ({0: 2, 1: 33}, {1: 1, 0: 1}, {0: 2, 1: 1})]
+    return torch.cat([logits for step in steps for logits in step.values()])
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_logits_are_near_those_of_the_c_kernels(kind: str) -> None:
+    config = shape_config(kind)
+    weights = dict(random_weights(config, FLOAT32))
+    ours = built(config, weights, FLOAT32, TritonOperations(config, FLOAT32, DEVICE))
+    expected = logits(built(config, weights, FLOAT32))
+    torch.testing.assert_close(logits(OnDevice(ours)), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "field", "value"), PARTS)
+def test_each_part_makes_other_logits(kind: str, field: str, value: Any) -> None:
+    config = shape_config(kind)
+    without = msgspec.structs.replace(config, **{field: value})
+    weights = dict(random_weights(without, FLOAT32)) | dict(random_weights(config, FLOAT32))
+    assert (logits(built(config, weights, FLOAT32)) - logits(built(without, weights, FLOAT32))).abs().max() > 0.01
+
+
+def test_the_longest_context_settles_longrope() -> None:
+    """The other test's models have the long divisors."""
+    config = shape_config("minicpm")
+    weights = dict(random_weights(config, FLOAT32))
+    ours = built(config, weights, FLOAT32, TritonOperations(config, FLOAT32, DEVICE))
+    long, short = (built(config, weights, FLOAT32) for _ in range(2))
+    for model in (ours, short):
+        model.settle_length(64)
+        assert "longrope=short" in model.variant
+    expected = logits(short)
+    assert (expected - logits(long)).abs().max() > 0.01
+    torch.testing.assert_close(logits(OnDevice(ours)), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=GPU_ONLY) for kind in SHAPES])
+def test_logits_in_bfloat16(kind: str) -> None:
+    """Their error against float32 is at most three times the C kernels'."""
+    config = shape_config(kind)
+    weights = dict(random_weights(config, BFLOAT16))
+    exact = logits(built(config, {name: to_floats(one) for name, one in weights.items()}, FLOAT32))
+    theirs = (logits(built(config, weights, BFLOAT16)) - exact).square().mean().sqrt()
+    ours = built(config, weights, BFLOAT16, TritonOperations(config, BFLOAT16, DEVICE))
+    assert (logits(OnDevice(ours)) - exact).square().mean().sqrt() < 3 * theirs
