@@ -30,7 +30,7 @@ class CudaExecutor:
         device = cuda_device()
         torch.set_num_threads(num_threads(config))
         # float32 without a GPU: bfloat16 is slow under Triton's interpreter.
-        self._loaded = load(config, lambda path: BFLOAT16 if device.type == "cuda" else FLOAT32)
+        self._loaded = load(config, lambda *_: BFLOAT16 if device.type == "cuda" else FLOAT32)
         model, self.info = self._loaded.model, self._loaded.info
         assert isinstance(model, Llama), type(model)
         assert isinstance(model.operations, TritonOperations), type(model.operations)

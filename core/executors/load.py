@@ -43,17 +43,17 @@ class Loaded(NamedTuple):
 
 def load(
     config: EngineConfig,
-    usual_dtype: Callable[[Path], Dtype],
+    usual_dtype: Callable[[Path, str | None], Dtype],
     rank: Rank | None = None,
     stage: Stage | None = None,
 ) -> Loaded:
     """Load the config's model on the config's device.
 
-    usual_dtype: the dtype of a model for "auto". rank: see Llama. stage: the part to load; None = all layers. Errors:
-    ModelFileError, UnsupportedModelError, ConfigError, OutOfMemoryError.
+    usual_dtype: the dtype of a model with this projector (mmproj) for "auto". rank: see Llama. stage: the part to
+    load; None = all layers. Errors: ModelFileError, UnsupportedModelError, ConfigError, OutOfMemoryError.
     """
     path = resolve_model(config.model)
-    dtype = ELEMENT_TYPES[config.dtype] if config.dtype != "auto" else usual_dtype(path)
+    dtype = ELEMENT_TYPES[config.dtype] if config.dtype != "auto" else usual_dtype(path, config.mmproj)
     source = load_model(path, dtype, config, rank, stage)
     model, pooler = source.model, source.pooler
     kv_window, kv_page_blocks = _kv_window(model, config)

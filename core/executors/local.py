@@ -149,15 +149,15 @@ def create(config: EngineConfig) -> LocalExecutor:
     return LocalExecutor(config)
 
 
-def usual_dtype(path: Path) -> Dtype:
-    """Return the dtype that suits this machine for the model of a folder or .gguf file.
+def usual_dtype(path: Path, mmproj: str | None = None) -> Dtype:
+    """Return the dtype that suits this machine for the model of a folder or .gguf file. mmproj: its projector's path.
 
     It is bfloat16 where that is fast, or if the model is one of ours and takes too much memory in float32.
     """
     if _is_fast_in_bfloat16():
         return BFLOAT16
     try:
-        model = read_model_config(path)
+        model = read_model_config(path, mmproj)
     except ModelFileError:  # one of transformers' models; or loading says what is wrong
         return FLOAT32
     return FLOAT32 if fits(model, FLOAT32) else BFLOAT16

@@ -62,6 +62,9 @@ def test_the_dtype_is_bfloat16_where_that_is_fast_or_float32_too_large(
     monkeypatch.setattr("core.models.weight_form.usable_memory_bytes", lambda: weights * bytes_per_weight)
     monkeypatch.setattr(Path, "read_text", lambda path, *_: f"flags : fpu {flags}\n")
     assert usual_dtype(tmp_path) == dtype
+    if flags == "sse4_2":  # the projector counts where memory does
+        with pytest.raises(ConfigError, match="mmproj is for models in"):
+            usual_dtype(tmp_path, "mmproj.gguf")
 
 
 def test_dequantized_at_load_the_bits_are_those_as_stored() -> None:
