@@ -24,7 +24,8 @@ from ipc.beam_search import MAX_BEAM_TOKENS
 from ipc.messages import FinishReason
 from ipc.rounding import ceil_div
 
-#: Steps that rows of a group wait for one that may start and cannot, before the group gives up its rows.
+#: Steps that rows of a group wait for one that may start and cannot, while no row of it computes anything, before the
+#: group gives up its rows.
 _PATIENCE = 8
 
 
@@ -36,6 +37,7 @@ class _Group:
         self.search = search
         self.candidates: dict[int, Candidates] = {}  # by choice
         self.is_broken = False
+        self.num_computed = 0  # tokens of all rows together, before the last step
         self.num_idle_steps = 0
 
 
@@ -51,8 +53,10 @@ class BeamSearches:
         outputs: OutputCollector,
         stats: SchedulerStats,
         eos_token_ids: tuple[int, ...],
+        num_watermark_blocks: int,
     ) -> None:
         self._batch, self._waiting, self._preemption = batch, waiting, preemption
+        self._watermark = num_watermark_blocks
         self._ends, self._outputs, self._stats, self._eos = ends, outputs, stats, eos_token_ids
         self._groups: dict[tuple[int, int], _Group] = {}
         batch.on_release.append(self._on_release)
@@ -70,8 +74,10 @@ class BeamSearches:
         own = width * (ceil_div(first.max_computed_tokens, size) - shared)
         needed = self._batch.most_blocks_of_beams(shared, own)
         there_are = self._batch.pool.num_blocks - 1
-        if needed > there_are:
-            return f"the search's {width} beams may need {needed} KV blocks together, and there are {there_are}"
+        kept = self._watermark if width > 1 else 0  # a beam that starts beside others leaves so many free
+        if needed + kept > there_are:
+            beside = f" beside the watermark of {kept}" if kept else ""
+            return f"the search's {width} beams may need {needed} KV blocks together{beside}, and there are {there_are}"
         return None
 
     def enter(self, requests: list[Request]) -> None:
@@ -93,7 +99,9 @@ class BeamSearches:
                 continue
             has_begun = any(beam.has_started for beam in group.beams)
             waits = any(beam.row == NO_ROW and not beam.follows for beam in group.beams)
-            group.num_idle_steps = group.num_idle_steps + 1 if waits and group.candidates else 0
+            before, group.num_computed = group.num_computed, self._num_computed(group)
+            is_idle = waits and group.candidates and group.num_computed == before
+            group.num_idle_steps = group.num_idle_steps + 1 if is_idle else 0
             if group.is_broken or group.num_idle_steps > _PATIENCE:
                 self._break(group, draft)
             for beam in group.beams:
@@ -178,6 +186,10 @@ class BeamSearches:
             np.array([one.stop_token is not None for one in results]),
             counts,
         )
+
+    def _num_computed(self, group: _Group) -> int:
+        computed = self._batch.table.num_computed_tokens
+        return sum(int(computed[beam.row]) for beam in group.beams if beam.row != NO_ROW)
 
     def _break(self, group: _Group, draft: Draft) -> None:
         """Let all rows of a group wait: one is to compute the prompt, and the others follow it."""

@@ -70,7 +70,7 @@ class Scheduler:
         served = self.batch, self.waiting, self.policy, self.preemption
         self._ends = Ends(*served, self.outputs, self.stats, self._requests, self._parties, self._leads)
         beside = self.preemption, self._ends, self.outputs, self.stats, eos_token_ids
-        self.beams = BeamSearches(self.batch, self.waiting, *beside)
+        self.beams = BeamSearches(self.batch, self.waiting, *beside, self.admission.num_watermark_blocks)
         self._group_rows: GroupRows | None = None  # from the first beam search on
         self._wholes = WholeFeatures(self.batch, self.admission.add_limit, self.cuts)
         self.has_executor, self._step = True, 0  # has_executor: it can take plans

@@ -178,7 +178,11 @@ def test_disturbed_searches_have_their_results(count: int) -> None:
 
 @pytest.mark.parametrize(
     ("options", "text"),
-    [({"max_num_seqs": 3}, "the search has 4 beams, and max_num_seqs is 3"), ({"num_blocks": 12}, "beams may need")],
+    [
+        ({"max_num_seqs": 3}, "the search has 4 beams, and max_num_seqs is 3"),
+        ({"num_blocks": 12}, "beams may need"),
+        ({"num_blocks": 30, "watermark": 0.3}, "may need 22 KV blocks together beside the watermark of 9, and there"),
+    ],
 )
 def test_a_search_that_never_fits_is_refused(options: dict[str, Any], text: str) -> None:
     core = driver(**options)
@@ -187,6 +191,20 @@ def test_a_search_that_never_fits_is_refused(options: dict[str, Any], text: str)
     assert failed is not None
     assert (failed.code, text in failed.message) == (ErrorCode.INVALID_ARGUMENT, True)
     core.drain()
+
+
+def test_beams_that_compute_for_many_steps_are_not_given_up_meanwhile() -> None:
+    """After a hold each beam computes its tokens anew, in ten steps. The last one starts when the others have theirs."""
+    message = search(1, [5, 6, 7], 50, 3, 4, early_stopping="never", length_penalty=2.0)
+    core = driver(budget=4, prefix_caching=False)
+    core.step([(0, message)])
+    for _ in range(45):
+        core.step()
+    assert core.inbox.received[0, 1].finish is None
+    core.step([(0, HoldClient())])
+    core.step([(0, ReleaseClient())])
+    core.drain(limit=300)
+    check(core, message)
 
 
 def test_a_deadline_fails_the_whole_search_once() -> None:
