@@ -49,6 +49,8 @@ def check_beam_search(params: Any) -> None:
         _check_unused(params)
         return
     width = params.n if params.best_of is None else params.best_of
+    if params.n > MAX_BEAMS:
+        raise InvalidRequestError(f"n of a beam search is at most {MAX_BEAMS}, got {params.n}")
     if isinstance(width, bool) or not isinstance(width, int) or not params.n <= width <= MAX_BEAMS:
         raise InvalidRequestError(
             f"best_of (the number of beams) must be in [n={params.n}, {MAX_BEAMS}], got {width!r}"
@@ -74,7 +76,7 @@ def check_beam_search(params: Any) -> None:
 
 def _check_unused(params: Any) -> None:
     """Check that the parameters of beam search have their defaults where there is none."""
-    if params.best_of not in (None, 1) or isinstance(params.best_of, bool):
+    if params.best_of not in (None, 1, params.n) or isinstance(params.best_of, bool):  # the n best of n are all
         raise InvalidRequestError(f"best_of={params.best_of!r} is the number of beams of use_beam_search: {_CHOICES}")
     params.best_of = None
     if params.length_penalty != 1.0 or isinstance(params.length_penalty, bool):

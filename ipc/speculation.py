@@ -41,6 +41,15 @@ _REASONS = {
     **dict.fromkeys(("eagle", "medusa", "mlp_speculator", "dflash"), _NO_HEADS),
 }
 
+#: Keys of vLLM that mean nothing here, and the values at which each says what holds here anyway.
+_NEUTRAL_KEYS: dict[str, tuple[object, ...]] = {
+    "draft_tensor_parallel_size": (1,),
+    "enforce_eager": (True, False),  # no graphs are captured for drafts
+    "disable_padded_drafter_batch": (True, False),  # no batch is padded
+    "parallel_drafting": (False,),
+    "use_heterogeneous_vocab": (False,),
+    "rejection_sample_method": ("standard",),
+}
 #: Keys of vLLM that mean nothing here -> why.
 _REFUSED_KEYS = {
     "num_speculative_tokens_per_batch_size": "the number of drafts follows the measured cost of a step",
@@ -50,12 +59,15 @@ _REFUSED_KEYS = {
     "rejection_sample_method": "a draft is accepted exactly when sampling draws it",
     "posterior_threshold": "a draft is accepted exactly when sampling draws it",
     "posterior_alpha": "a draft is accepted exactly when sampling draws it",
-    "draft_tensor_parallel_size": "there is no tensor parallelism",
+    "draft_tensor_parallel_size": "one process computes the draft model whole",
+    "enforce_eager": "it is True or False",
     "draft_sample_method": "a draft is accepted exactly when sampling draws it",
     "disable_logprobs": "log probabilities are those of requests without speculation",
     "disable_padded_drafter_batch": "no batch is padded",
+    "use_heterogeneous_vocab": "a draft model has the vocabulary of the model",
+    "revision": "write it behind the name: model='org/name@revision'",
     "parallel_drafting": "methods that need it are not supported",
-    "quantization": "no method of this version has weights of its own that could be quantized",
+    "quantization": "a draft model's matrices are kept as the option quantization says for both models",
 }
 
 
@@ -127,12 +139,17 @@ def parse_speculative_config(given: object) -> SpeculativeConfig | None:
     if not isinstance(given, Mapping):
         raise ConfigError(f"speculative_config must be a dict or a JSON object; got {given!r:.80}")
     keys: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+    for key, neutral in _NEUTRAL_KEYS.items():
+        if key in keys and any(type(keys[key]) is type(value) and keys[key] == value for value in neutral):
+            del keys[key]
     for key in keys:
         if key in _REFUSED_KEYS:
             raise ConfigError(f"speculative_config: {key} is not supported: {_REFUSED_KEYS[key]}; leave it out")
         if key not in SpeculativeConfig.__struct_fields__:
             known = ", ".join(SpeculativeConfig.__struct_fields__)
             raise ConfigError(f"speculative_config: unknown key {key!r:.80}; known are {known}")
+    if "method" not in keys and isinstance(model := keys.get("model"), str):  # as in vLLM
+        keys["method"] = "eagle3" if "eagle3" in model.lower() else "draft_model"
     if not isinstance(keys.get("method"), str):
         raise ConfigError(f"speculative_config needs a method; {_have()}")
     lookup = [keys[name] for name in ("prompt_lookup_min", "prompt_lookup_max") if name in keys]

@@ -49,7 +49,8 @@ class StructuredOutputsParams(msgspec.Struct, array_like=True, omit_defaults=Tru
     disable_any_whitespace: bool = False  # JSON without white space between its parts
     disable_additional_properties: bool = False  # as if each schema of an object with properties forbade others
     whitespace_pattern: str | None = None  # regex of the white space between JSON's parts; default: up to 20 characters
-    structural_tag: str | None = None  # JSON text: {"structures": [{begin, schema, end}, ...], "triggers": [...]}
+    #: JSON text: {"structures": [{begin, schema, end}, ...], "triggers": [...]}
+    structural_tag: str | _NoWireDict | None = None
 
     def __post_init__(self) -> None:
         if self.json_object is False:
@@ -61,6 +62,8 @@ class StructuredOutputsParams(msgspec.Struct, array_like=True, omit_defaults=Tru
             )
         if self.json is not None:
             self.json = _schema_text(self.json)
+        if isinstance(self.structural_tag, dict):
+            self.structural_tag = _json_text("structural_tag", self.structural_tag)
         _check_text("regex", self.regex, MAX_REGEX_BYTES)
         _check_text("grammar", self.grammar, MAX_GRAMMAR_BYTES)
         _check_text("whitespace_pattern", self.whitespace_pattern, MAX_WHITESPACE_PATTERN_BYTES)
@@ -101,14 +104,19 @@ def _check_text(name: str, text: object, max_bytes: int) -> None:
 def _schema_text(schema: object) -> str:
     """Return the text of a JSON schema, which is a JSON object."""
     if isinstance(schema, dict):
-        try:
-            schema = json_text.dumps(schema, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidRequestError(f"json is not a JSON schema: {error}") from None
+        schema = _json_text("json", schema)
+    if not isinstance(schema, str):
+        raise InvalidRequestError(f"json must be a JSON schema, a dict or its text, got {schema!r:.80}")
     _check_text("json", schema, MAX_SCHEMA_BYTES)
-    assert isinstance(schema, str), type(schema)
     _parse_object("json", schema)
     return schema
+
+
+def _json_text(name: str, value: dict[str, Any]) -> str:
+    try:
+        return json_text.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"{name} is not JSON: {error}") from None
 
 
 def _parse_object(name: str, text: str) -> dict[str, Any]:

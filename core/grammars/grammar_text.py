@@ -84,7 +84,7 @@ def _structural_tag(params: StructuredOutputsParams) -> str:
     from llguidance import StructTag
 
     tags = []
-    for tag in read_structural_tag(params.structural_tag or ""):
+    for tag in read_structural_tag(str(params.structural_tag)):
         grammar = {**_obeyed(tag.schema, params), "x-guidance": _json_options(params)}
         tags.append(StructTag(trigger=tag.trigger, begin=tag.begin, grammar=grammar, end=tag.end))
     return StructTag.to_grammar(tags, assume_special=False)

@@ -74,12 +74,14 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     guided_choice: Any = None
     guided_grammar: Any = None
     guided_decoding_backend: Any = None
+    guided_whitespace_pattern: Any = None
     structural_tag: Any = None
     grammar: Any = None
     json_schema: Any = None
     regex: Any = None
     ebnf: Any = None
     prompt_embeds: Any = None
+    beam_width: Any = None
     lora_request: Any = None
     logits_processors: Any = None
     thinking_token_budget: Any = None
@@ -149,12 +151,14 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "guided_choice": ((), _GRAMMAR),
     "guided_grammar": ((), _GRAMMAR),
     "guided_decoding_backend": ((), _GRAMMAR),
+    "guided_whitespace_pattern": ((), _GRAMMAR),
     "structural_tag": ((), _GRAMMAR),
     "grammar": (("",), _GRAMMAR),  # llama.cpp's
     "json_schema": (({},), _GRAMMAR),
     "regex": ((), _GRAMMAR),  # SGLang's
     "ebnf": ((), _GRAMMAR),
     "prompt_embeds": ((), "send text or token ids"),
+    "beam_width": ((), "the beams of use_beam_search are best_of, of which the n best are returned"),
     "lora_request": ((), "name the adapter as the model"),
     "logits_processors": (([],), "use logit_bias, allowed_token_ids or bad_words"),
     "thinking_token_budget": ((), "use max_tokens"),

@@ -83,6 +83,8 @@ def sampling_fields(body: OllamaBody, max_model_len: int) -> Json:
     """Return the options as fields of SamplingFields. Errors: HttpError 400, also for a num_ctx above max_model_len."""
     found: Json = {"stream": body.stream is not False}
     if body.format not in (None, ""):
+        if body.format != "json" and not isinstance(body.format, dict):
+            raise HttpError(400, 'format must be "json" or a JSON schema', param="format")
         schema = {"type": "json_schema", "json_schema": {"schema": body.format}}
         found["response_format"] = {"type": "json_object"} if body.format == "json" else schema
     for name, value in (body.options or {}).items():

@@ -17,6 +17,7 @@ def test_beams_are_best_of_or_n() -> None:
     assert num_rows(make(n=3)) == 3
     assert num_rows(make(n=2, best_of=5)) == 5
     assert num_rows(SamplingParams(n=4)) == num_rows(SamplingParams(n=4, best_of=1)) == 4
+    assert SamplingParams(n=4, best_of=4) == SamplingParams(n=4)
     assert make(length_penalty=2).length_penalty == 2.0
     assert make(early_stopping="never").early_stopping == "never"
 
@@ -34,6 +35,7 @@ def test_candidates_suffice_where_all_beams_end() -> None:
     [
         ({"n": 3, "best_of": 2}, r"best_of \(the number of beams\) must be in \[n=3, 64\], got 2"),
         ({"best_of": MAX_BEAMS + 1}, r"best_of \(the number of beams\)"),
+        ({"n": MAX_BEAMS + 1}, "n of a beam search is at most 64, got 65"),
         ({"best_of": 2.0}, r"best_of \(the number of beams\)"),
         ({"best_of": True}, r"best_of \(the number of beams\)"),
         ({"length_penalty": MAX_LENGTH_PENALTY + 1}, "length_penalty must be a number in"),

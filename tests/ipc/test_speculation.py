@@ -38,6 +38,26 @@ def test_defaults() -> None:
     assert (alone.prompt_lookup_min, alone.prompt_lookup_max) == (3, 3)
 
 
+def test_a_model_without_a_method_is_a_draft_model_or_by_its_name_a_head() -> None:
+    assert parse_speculative_config({"model": "org/a"}) == SpeculativeConfig(
+        method="draft_model", model="org/a", num_speculative_tokens=4
+    )
+    found = parse_speculative_config({"model": "org/A-EAGLE3-b", "num_speculative_tokens": 2})
+    assert found == SpeculativeConfig(method="eagle3", model="org/A-EAGLE3-b", num_speculative_tokens=2)
+
+
+def test_keys_that_say_what_holds_anyway_are_accepted() -> None:
+    neutral = {
+        "draft_tensor_parallel_size": 1,
+        "enforce_eager": True,
+        "disable_padded_drafter_batch": False,
+        "parallel_drafting": False,
+        "use_heterogeneous_vocab": False,
+        "rejection_sample_method": "standard",
+    }
+    assert parse_speculative_config({"model": "m", **neutral}) == parse_speculative_config({"model": "m"})
+
+
 @pytest.mark.parametrize(
     ("given", "text"),
     [
@@ -60,6 +80,10 @@ def test_defaults() -> None:
         ({"method": "ngram", "prompt_lookup_max": 17}, "prompt_lookup_m"),
         ({"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3}, "is more than prompt_lookup_max=3"),
         ({"method": "ngram", "disable_by_batch_size": 8}, "a large batch gets none; leave it out"),
+        ({"model": "m", "draft_tensor_parallel_size": 2}, "one process computes the draft model whole; leave it out"),
+        ({"model": "m", "draft_tensor_parallel_size": True}, "draft_tensor_parallel_size is not supported"),
+        ({"model": "m", "revision": "v1"}, "write it behind the name: model='org/name@revision'"),
+        ({"model": "m", "quantization": "awq"}, "as the option quantization says for both models"),
         ({"method": "ngram", "draft": 8}, "unknown key 'draft'"),
         ({"method": "ngram", "step_ns": [0]}, "step_ns must be"),
         ({"method": "ngram", "step_ns": 5}, "step_ns must be a list"),

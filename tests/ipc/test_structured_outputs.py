@@ -58,9 +58,9 @@ def nested(depth: int) -> str:
         ({"regex": "a", "choice": ["a"]}, "got regex, choice"),
         ({"json": "{"}, "json is not JSON"),
         ({"json": "[1]"}, r"json must be a JSON object, got '\[1\]'"),
-        ({"json": {"a": {1, 2}}}, "json is not a JSON schema: .*set"),
-        ({"json": {"a": float("nan")}}, "json is not a JSON schema"),
-        ({"json": 5}, "json must be a str"),
+        ({"json": {"a": {1, 2}}}, "json is not JSON: .*set"),
+        ({"json": {"a": float("nan")}}, "json is not JSON"),
+        ({"json": 5}, "json must be a JSON schema, a dict or its text, got 5"),
         ({"json": '{"a": "' + "x" * MAX_SCHEMA_BYTES + '"}'}, f"at most {MAX_SCHEMA_BYTES} are allowed"),
         ({"json": nested(MAX_SCHEMA_DEPTH + 1)}, f"more than {MAX_SCHEMA_DEPTH} deep"),
         ({"json": "[" * 100_000}, f"more than {MAX_SCHEMA_DEPTH} deep"),
@@ -74,6 +74,7 @@ def nested(depth: int) -> str:
         ({"json_object": 1}, "json_object must be True or False"),
         ({"regex": "a", "whitespace_pattern": "[ ]"}, "whitespace_pattern is about JSON and has no effect on regex"),
         ({"json_object": True, "disable_any_whitespace": True, "whitespace_pattern": "x"}, "contradict each other"),
+        ({"structural_tag": {"structures": [{1}]}}, "structural_tag is not JSON: .*set"),
         ({"structural_tag": '{"type": "structural_tag"}'}, "needs `structures`"),
         ({"structural_tag": json.dumps(TAG | {"triggers": ["<g"]})}, "no trigger begins"),
         ({"structural_tag": json.dumps(TAG | {"structures": [{"begin": "<f"}]})}, "a structure has begin"),
@@ -91,6 +92,8 @@ def test_a_structural_tag_of_the_newer_form_is_not_supported() -> None:
 
 def test_structural_tags() -> None:
     (tag,) = read_structural_tag(json.dumps(TAG))
+    given = StructuredOutputsParams(structural_tag=TAG)
+    assert given == StructuredOutputsParams(structural_tag=json.dumps(TAG, separators=(",", ":")))
     assert (tag.trigger, tag.begin, tag.schema, tag.end) == ("<f", "<f>", {"type": "object"}, "</f>")
 
 
