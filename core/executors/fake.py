@@ -293,7 +293,7 @@ class FakeExecutor:
         if not len(self._matchers) or not self._matchers.is_constrained[row]:
             return everything
         bits = np.unpackbits(self._matchers.masks(np.array([row])).view(np.uint8), axis=1, bitorder="little")
-        return everything[bits[0, : self.info.vocab_size] > 0]
+        return everything[np.flatnonzero(bits[0, : self.info.vocab_size])]  # there may be more ids than bits
 
     def _sample(self, rows: Rows) -> Int32s:
         """The next token of each; it counts in the checksum, and is not in the table yet.

@@ -210,6 +210,13 @@ def test_choices_have_matchers_of_their_own() -> None:
     assert len(set(texts)) == 4
 
 
+def test_a_search_keeps_to_its_grammar() -> None:
+    """Also with a vocabulary that has fewer tokens than the model has ids."""
+    searching = {"use_beam_search": True, "best_of": 3, "temperature": 0}
+    received = run([add(1, structured(regex="[a-c]{4}"), n=2, **searching)])
+    assert all(re.fullmatch("[a-c]{4}", text_of(received[1 + choice].tokens)) for choice in range(2))
+
+
 def test_options_that_contradict_the_grammar_fail_the_request_alone(alone: dict[int, list[int]]) -> None:
     longer = add(50, structured(choice=["no"]), min_tokens=9)
     for options in ({}, {"depth": 2}, {"fake_tokens_per_step": 3}):
