@@ -10,17 +10,21 @@ from typing import Any, NamedTuple
 
 from frontend.calls.formats import HERMES_TOOLS, ToolFormat
 from ipc.errors import InvalidRequestError
-from ipc.json_schemas import drop_annotations, spell_dependencies
+from ipc.json_schemas import close_objects, drop_annotations, spell_dependencies
 from ipc.structured_outputs import StructuredOutputsParams
+
+Json = Mapping[str, Any]
 
 #: The JSON of a call is written as chat templates write earlier calls. So little is left to choose, and what a grammar
 #: forces needs no step of its own.
-_CALL_JSON = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_CALL_JSON: Json = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 #: White space in an answer is bounded because small models like to write it without end.
-_ANSWER_JSON = {"whitespace_pattern": r"[ \n\t]{0,20}"}
+_ANSWER_JSON: Json = {"whitespace_pattern": r"[ \n\t]{0,20}"}
+_COMPACT_JSON: Json = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
+#: What ends a regex in Lark's notation, or its line, unless it is escaped already.
+_REGEX_MARKS = re.compile(r"\\.|[/\n]", re.DOTALL)
 _NAME = "{name}"
 _MAX_CALLS = 32  # of one answer; a small model that must call may never stop
-Json = Mapping[str, Any]
 
 
 class Thought(NamedTuple):
@@ -103,13 +107,13 @@ def constrain(
 
     answer: the structure of an answer that is no call; None = there is none such. functions: those that may be called;
     is_parallel: several times. answer_begin: marks before an answer that is no call. special_tokens: name -> id; a mark
-    that is one of them is that token, else text. A structure of another kind than json and choice stands alone. Errors:
+    that is one of them is that token, else text. A structure of kind grammar or structural_tag stands alone. Errors:
     InvalidRequestError for such a one where the prompt has begun the reasoning.
     """
     rule = None if answer is None else _rule_of(answer)
     if answer is not None and rule is None and thought is not None and thought.is_begun:
         raise InvalidRequestError(
-            f"structured_outputs of kind {answer.kind} cannot follow reasoning: use json or choice"
+            f"structured_outputs of kind {answer.kind} cannot follow reasoning: use json, choice or regex"
         )
     is_wrapped = bool(functions) or thought is not None or bool(answer_begin)
     if (answer is None and not functions) or (answer is not None and (rule is None or not is_wrapped)):
@@ -178,14 +182,23 @@ class _Rules:
 
 def _rule_of(answer: StructuredOutputsParams) -> str | None:
     """Return the rule `answer`; None for a structure that cannot be a part of a grammar."""
-    if answer.disable_any_whitespace or answer.disable_additional_properties or answer.whitespace_pattern:
-        return None
     if answer.kind == "choice":
         return "answer: " + " | ".join(_json(text) for text in answer.choice or ())
+    if answer.kind == "regex":
+        return f"answer: ANSWER\nANSWER: /{_REGEX_MARKS.sub(_escaped, answer.regex or '')}/"
     if answer.kind not in ("json", "json_object"):
         return None
     schema = json.loads(answer.json) if isinstance(answer.json, str) else {"type": "object"}
-    return f"answer: {_json_rule(schema, _ANSWER_JSON)}"
+    options = _ANSWER_JSON if answer.whitespace_pattern is None else {"whitespace_pattern": answer.whitespace_pattern}
+    if answer.disable_any_whitespace:
+        options = _COMPACT_JSON
+    if answer.disable_additional_properties:
+        schema = close_objects(schema)
+    return f"answer: {_json_rule(schema, options)}"
+
+
+def _escaped(mark: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n"}.get(mark.group(), mark.group())
 
 
 def _places(functions: Sequence[Json]) -> list[str]:

@@ -1,6 +1,7 @@
 """The grammar of a chat's answer, by what it accepts; and what it accepts is what the scanner reads."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -143,10 +144,32 @@ def test_reasoning_before_an_answer(grammars: Grammars) -> None:
     assert not accepts(grammars, free, thinking, "2")
     assert accepts(grammars, constrain(StructuredOutputsParams(choice=["a", "b"]), thought=begun), thinking, "b")
     assert accepts(grammars, constrain(None, ALL, thought=begun), thinking, marked(STOP))
-    regex = StructuredOutputsParams(regex="a")
-    assert constrain(regex, ALL, thought=THINK) is regex
-    with pytest.raises(InvalidRequestError, match="kind regex cannot follow reasoning"):
-        constrain(regex, thought=begun)
+    lark = StructuredOutputsParams(grammar='start: "a"')
+    assert constrain(lark, ALL, thought=THINK) is lark
+    with pytest.raises(InvalidRequestError, match="kind grammar cannot follow reasoning"):
+        constrain(lark, thought=begun)
+
+
+@pytest.mark.parametrize("regex", ["a/b|c", r"a\/b|c", r"\[/]?|c", "a\nb|c", r"a\nb|c", r"\\/|c", "/|c"])
+def test_a_regex_behind_reasoning_is_what_it_is_alone(grammars: Grammars, regex: str) -> None:
+    given = StructuredOutputsParams(regex=regex)
+    behind = constrain(given, thought=THINK._replace(is_begun=True))
+    for text in ("a/b", "a\nb", "[", "[/", "\\/", "/", "c", "a", ""):
+        wanted = re.fullmatch(regex, text) is not None
+        assert accepts(grammars, given, text) == accepts(grammars, behind, "Hm.\n</think>", text) == wanted, text
+
+
+def test_options_of_json_hold_behind_reasoning(grammars: Grammars) -> None:
+    begun, options = THINK._replace(is_begun=True), {"disable_additional_properties": True}
+    compact = StructuredOutputsParams(json={"properties": {"a": {}}}, disable_any_whitespace=True, **options)
+    spaced = StructuredOutputsParams(json_object=True, whitespace_pattern="_?")
+    for given, right, wrong in (
+        (compact, '{"a":1}', ['{"a": 1}', '{"a":1,"b":2}']),
+        (spaced, '{_"b"_:_2}', ['{__"b":2}', '{"b": 2}']),
+    ):
+        behind = constrain(given, ALL, thought=begun)
+        assert accepts(grammars, behind, "Hm.\n</think>", right)
+        assert not any(accepts(grammars, behind, "Hm.\n</think>", text) for text in wrong)
 
 
 def test_an_answer_of_a_form_or_calls(grammars: Grammars) -> None:
