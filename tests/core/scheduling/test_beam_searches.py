@@ -194,7 +194,7 @@ def test_a_search_that_never_fits_is_refused(options: dict[str, Any], text: str)
 
 
 def test_beams_that_compute_for_many_steps_are_not_given_up_meanwhile() -> None:
-    """After a hold each beam computes its tokens anew, in ten steps. The last one starts when the others have theirs."""
+    """After a hold each beam computes its tokens anew, in ten steps, and the last one starts late."""
     message = search(1, [5, 6, 7], 50, 3, 4, early_stopping="never", length_penalty=2.0)
     core = driver(budget=4, prefix_caching=False)
     core.step([(0, message)])
