@@ -11,6 +11,7 @@ from core.engine import EngineCore
 from core.execution.executor import ModelInfo, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.models.llama import Llama
+from core.models.rope_scaling import LongropeScaling, YarnScaling
 from core.models.triton_operations import TritonOperations
 from core.runner.cuda_model_runner import CudaModelRunner
 from core.runner.model_runner import ModelRunner
@@ -52,16 +53,49 @@ class RunnerExecutor:
     def close(self) -> None: ...
 
 
-MODELS: list[Llama] = []
+#: The fields of models with parts that a Llama has not, as many as go together.
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {"num_hidden_layers": 1},
+    "parallel": {
+        "scores_cap": 2.0,
+        "attention_sinks": True,
+        "qk_norm": True,
+        "qk_norm_by_head": True,
+        "qk_norm_after": True,
+        "centred_norms": True,
+        "norm_bias": True,
+        "residual": "parallel",
+        "is_gated": False,
+        "hidden_act": "relu2",
+        "output_gate": True,
+        "sliding_window": 20,
+        "sliding_layers": (0,),
+        "query_growth": 0.5,
+        "rope_scaling": YarnScaling(4.0, 9, 1.2),
+    },
+    "post norms": {
+        "num_hidden_layers": 1,
+        "qk_norm": True,
+        "qk_norm_of_rows": True,
+        "pre_norms": False,
+        "post_norms": True,
+        "residual_multiplier": 0.4,
+        "rope_scaling": LongropeScaling((1.0,) * 6, (1.5,) * 6, 64, 1.1),
+    },
+}
+#: By shape, once built.
+MODELS: dict[str, tuple[Llama, Llama]] = {}
 
 
 NUM_SWAP_BLOCKS = 12
 
 
-def runner(kind: str, num_blocks: int, logprobs_mode: LogprobsMode = "raw_logprobs") -> ModelRunner:
-    if not MODELS:
-        MODELS.extend(both(num_hidden_layers=1))
-    torch_model, triton_model = MODELS
+def runner(
+    kind: str, num_blocks: int, logprobs_mode: LogprobsMode = "raw_logprobs", shape: str = "llama"
+) -> ModelRunner:
+    if shape not in MODELS:
+        MODELS[shape] = both(**SHAPES[shape])
+    torch_model, triton_model = MODELS[shape]
     options: dict[str, Any] = {"num_rows": 4, "num_blocks": num_blocks, "block_size": BLOCK_SIZE, "eos_token_ids": (2,)}
     options |= {"num_swap_blocks": NUM_SWAP_BLOCKS, "logprobs_mode": logprobs_mode}
     if kind == "torch":
@@ -113,8 +147,9 @@ def run(
     num_blocks: int = 40,
     mode: PreemptionMode = "recompute",
     logprobs_mode: LogprobsMode = "raw_logprobs",
+    shape: str = "llama",
 ) -> Answers:
-    executor = RunnerExecutor(runner(kind, num_blocks, logprobs_mode))
+    executor = RunnerExecutor(runner(kind, num_blocks, logprobs_mode, shape))
     config = EngineConfig(
         device="cuda",
         max_num_seqs=4,
@@ -149,6 +184,16 @@ def test_greedy_tokens_are_those_of_the_cpu() -> None:
     assert [len(tokens) for tokens in expected] == [5, 5, 5]
     assert run("triton", requests).tokens == expected
     assert run("triton", requests, depth=2).tokens == expected
+
+
+@pytest.mark.parametrize("shape", ["parallel", "post norms"])
+def test_tokens_of_other_architectures_are_those_of_the_cpu(shape: str) -> None:
+    """A prompt is longer than a step's budget and than the window."""
+    requests = [
+        (ids(length, length), SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)) for length in (40, 10)
+    ]
+    expected = run("torch", requests, shape=shape).tokens
+    assert run("triton", requests, depth=2, shape=shape).tokens == expected
 
 
 def test_sampled_tokens_are_those_of_the_cpu() -> None:
@@ -218,7 +263,7 @@ def test_costs_of_preemption_are_measured() -> None:
 
 def test_blocks_go_to_the_hosts_memory_and_back() -> None:
     made = runner("triton", 6)
-    operations = MODELS[1].operations
+    operations = MODELS["llama"][1].operations
     assert isinstance(operations, TritonOperations)
     pool = operations.allocate_swap_cache(3, BLOCK_SIZE)
     assert [(layer.device.type, layer.is_pinned()) for layer in pool.layers] == [("cpu", ON_GPU)]
