@@ -126,8 +126,11 @@ def check_speculation(config: "EngineConfig") -> None:
     settings, executor = config.speculative_config, config.executor
     if settings is None:
         return
-    if executor == "local" and config.device == "cuda":
-        raise ConfigError("speculative_config runs on device=cpu only; leave it out, or device=cuda")
+    if executor == "local" and config.device == "cuda" and settings.runs_model:
+        raise ConfigError(
+            f"speculative_config: method={settings.method!r} runs on device=cpu only: its drafts are computed by the C "
+            "kernels or beside them; on device=cuda take method='ngram' or 'suffix'"
+        )
     if settings.runs_model and executor != "local":
         raise ConfigError(f"executor={executor!r} runs no model that drafts; use executor='local'")
     if settings.runs_head and (sizes := given_sizes(config)):

@@ -5,7 +5,7 @@ import torch
 from core.device import cuda_device, num_threads
 from core.execution.executor import Costs, StepCosts, StepHandle
 from core.execution.plan import SchedulerOutput
-from core.executors.cuda_memory import CudaMemory
+from core.executors.cuda_memory import CudaMemory, most_alone
 from core.executors.load import load
 from core.executors.run import caches_that_fit, runner_sizes
 from core.grammars.grammars import model_grammars
@@ -13,6 +13,7 @@ from core.models.llama import Llama
 from core.models.triton_operations import TritonOperations
 from core.runner.cuda_model_runner import CudaModelRunner
 from ipc.config import EngineConfig
+from ipc.workers import overlaps
 from kernels.elements import BFLOAT16, FLOAT32
 
 
@@ -37,6 +38,7 @@ class CudaExecutor:
         self._model, self._operations = model, model.operations
         self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
         self._memory = CudaMemory(model, model.operations, config)
+        self._overlaps = overlaps(config)
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
         """Return the number of blocks in memory_bytes."""
@@ -56,6 +58,7 @@ class CudaExecutor:
                 self._operations,
                 max_model_len=config.max_model_len,
                 use_graphs=not config.enforce_eager,
+                most_alone=most_alone(config),
                 **runner_sizes(config, self.info, self.grammars),
             )
 
@@ -64,8 +67,15 @@ class CudaExecutor:
         return self.runner.measure_costs()
 
     def measure_steps(self) -> StepCosts:
-        """Return nothing: there is no speculation on a GPU yet."""
-        return StepCosts()
+        """Return the measured durations of steps, and what drafts cost a step besides.
+
+        Where steps overlap, the device does not wait for the host's launches, but it does before and after drafts.
+        """
+        durations = self.runner.measure_steps()
+        if not self._overlaps:
+            return StepCosts(durations)
+        saved = min(self.runner.measure_overlap(), durations[0] - 1)
+        return StepCosts(tuple(duration - saved for duration in durations), saved)
 
     def warm_up(self) -> int:
         """Return 0: the first launch of a kernel may compile it, so one short step says little of the next."""

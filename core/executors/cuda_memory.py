@@ -10,11 +10,23 @@ from core.models.llama import Llama
 from core.models.step import ModelInputs
 from core.models.triton_operations import TritonOperations
 from core.runner.decode_graphs import padded_rows, padded_splits
+from core.scheduling.draft_rule import MAX_STEP_DRAFTS
 from ipc.config import EngineConfig
 from ipc.errors import OutOfMemoryError
 from kernels.rounding import ceil_div
 from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
 from kernels.triton.sampling import Kinds, pack_columns, sample_tokens
+
+
+def most_alone(config: EngineConfig) -> int:
+    """Return the most tokens of a step that attention computes by themselves: one of each row, and its drafts.
+
+    Memory for the parts of their contexts is kept free. Drafts of grammars alone have none of their own: where there is
+    no speculation, a step of more tokens than rows may run computes those of a row together.
+    """
+    if (settings := config.speculative_config) is None:
+        return config.max_num_seqs
+    return config.max_num_seqs + min(MAX_STEP_DRAFTS, config.max_num_seqs * settings.num_speculative_tokens)
 
 
 class CudaMemory:
@@ -85,7 +97,7 @@ class CudaMemory:
         """
         model = self._model
         num_tokens = self._token_budget()
-        num_requests = min(self._config.max_num_seqs, num_tokens)
+        num_requests = min(most_alone(self._config), num_tokens)  # a draft has logits as a request has
         counts = np.full(num_requests, num_tokens // num_requests)
         counts[: num_tokens % num_requests] += 1
         block_size = self._config.block_size
@@ -111,13 +123,13 @@ class CudaMemory:
 
     @torch.inference_mode()
     def _largest_decode(self) -> None:
-        """Run a decode step with one token of each request that may run.
+        """Run a decode step with one token of each request that may run, and of each draft.
 
         Its memory is that of the longest possible context. Its time is that of a context of one token, in the null
         block.
         """
         model = self._model
-        num_rows, device = padded_rows(self._config.max_num_seqs), self._device
+        num_rows, device = padded_rows(most_alone(self._config)), self._device
         zeros = torch.zeros(num_rows, dtype=torch.int32, device=device)
         splits = padded_splits(ceil_div(self._max_model_len(), SPLIT))
         alone = torch.arange(num_rows, dtype=torch.int32, device=device)

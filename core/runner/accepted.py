@@ -7,6 +7,12 @@ from ipc.arrays import Bools, Int32s, Ints, Rows
 
 
 def accepted(rows: Rows, offsets: Ints, sampled: Int32s, table: RunnerTable) -> Bools:
+    """Return accepted_of() with the drafts that the table has behind the rows' tokens."""
+    drafts = table.tokens.get(rows, np.where(_has_draft(rows), table.num_tokens[rows] + offsets, 0))
+    return accepted_of(rows, offsets, sampled, drafts)
+
+
+def accepted_of(rows: Rows, offsets: Ints, sampled: Int32s, drafts: Int32s) -> Bools:
     """Return the mask [S] of the samples that become tokens of their rows.
 
     A sample is accepted if every draft before it equals the sample in the draft's place. Each accepted sample is then
@@ -14,12 +20,15 @@ def accepted(rows: Rows, offsets: Ints, sampled: Int32s, table: RunnerTable) -> 
 
     rows [S]: rows of the table, the samples of one row together. offsets [S]: drafts before each sample: 0, 1, ...
     within a row. sampled [S]: token ids, negative where the logits are not finite. A negative sample behind a draft is
-    not accepted: the row's next step samples it again, as its first.
+    not accepted: the row's next step samples it again, as its first. drafts [S]: the draft in each sample's place, and
+    anything for a row's last sample, where there is none.
     """
-    has_draft = np.append(rows[1:] == rows[:-1], False)  # a draft of the same row follows
-    drafts = table.tokens.get(rows, np.where(has_draft, table.num_tokens[rows] + offsets, 0))
     begins = np.flatnonzero(offsets == 0)
-    ends = np.where(has_draft & (sampled == drafts), len(rows), offsets)
+    ends = np.where(_has_draft(rows) & (sampled == drafts), len(rows), offsets)
     last = np.minimum.reduceat(ends, begins).repeat(np.diff(begins, append=len(rows)))
     is_accepted: Bools = (offsets <= last) & ((sampled >= 0) | (offsets == 0))
     return is_accepted
+
+
+def _has_draft(rows: Rows) -> Bools:
+    return np.append(rows[1:] == rows[:-1], False)  # a draft of the same row follows

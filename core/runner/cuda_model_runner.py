@@ -1,116 +1,47 @@
 """CudaModelRunner: a ModelRunner that launches steps on a device and returns a handle for each, without waiting."""
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import time
+from functools import partial
 
 import numpy as np
 import torch
 
 from core.execution.executor import Costs
-from core.execution.plan import (
-    FAILED_TOKEN,
-    NO_TOKEN,
-    LogprobColumns,
-    ModelRunnerOutput,
-    SchedulerOutput,
-    concat_logprobs,
-)
+from core.execution.plan import NO_TOKEN, LogprobColumns, ModelRunnerOutput, SchedulerOutput, concat_logprobs
 from core.grammars.grammars import Grammars
 from core.models.llama import Llama
 from core.models.step import ModelInputs
 from core.models.triton_operations import TritonOperations
+from core.runner.cuda_step import CudaStep, Sampled, behind_drafts
 from core.runner.decode_graphs import DecodeGraphs
 from core.runner.device_logits import DeviceLogits
 from core.runner.device_tables import DeviceTables
+from core.runner.host_rows import HostRows
 from core.runner.model_runner import ModelRunner
 from core.runner.preemption_costs import NUM_TOKENS, measure_costs
+from core.runner.step_columns import StepColumns, draft_columns, step_columns
+from core.runner.step_durations import Clock, measure_steps, trial_sampling, trial_sizes
 from core.sampling.candidates import gather_candidates
 from core.sampling.logit_edits import apply_edits
-from core.sampling.logprobs import gather_logprobs
 from core.sampling.sampler import SamplingInputs, processed_logits
-from ipc.arrays import NO_INTS, AnyInts, Bools, Int32s, Ints, Positions, Rows, TokenIds
+from ipc.arrays import NO_INT32S, NO_INTS, Int32s, Ints, Positions, Rows
 from ipc.config import LogprobsMode
 from ipc.rounding import ceil_div
 from kernels.triton.attention_work import TritonWork, triton_work, work_columns
 from kernels.triton.prepare_inputs import prepare_inputs
 from kernels.triton.sampling import kinds_of, pack_columns, sample_tokens
 
-
-class _Batch(NamedTuple):
-    """A step's T tokens of R rows, packed row after row, in the host's memory."""
-
-    num_tokens: Int32s  # [R]
-    context_lens: Ints  # [R]
-    rows: Rows  # [T] table row of each token
-    positions: Ints  # [T]
-    samples: Bools  # [R]
-    last: AnyInts  # [R] index of each row's last token
-
-
-@dataclass(frozen=True)
-class _Sampled:
-    """The tokens and logits that a step samples for S rows, while they are copied to the host."""
-
-    rows: Int32s
-    positions: Ints  # [S] of the new tokens in their rows
-    tenancies: Ints  # [S] of the rows, when the step was launched
-    tokens: torch.Tensor  # [S] int32, host memory; valid after the event
-    reporting: Ints  # indices of the S rows that report log probabilities
-    num_top: Ints  # [len(reporting)]
-    reported: torch.Tensor  # [len(reporting), vocab] their logits, host memory; valid after the event
-    draws: Bools  # [S] whether the row gets the token; rows of beam searches do not
-    candidates: LogprobColumns | None  # of rows of beam searches
-
-
-class CudaStep:
-    """The handle of a step in flight."""
-
-    def __init__(
-        self,
-        runner: "CudaModelRunner",
-        plan: SchedulerOutput,
-        samples: Bools,
-        logprobs: list[LogprobColumns],
-        sampled: _Sampled | None,
-    ) -> None:
-        self._runner, self._number, self._samples = runner, plan.step, samples
-        self._logprobs, self._sampled = logprobs, sampled
-        self._event = runner.record_event()
-        self._output: ModelRunnerOutput | None = None
-
-    def result(self) -> ModelRunnerOutput:
-        """Return the step's output. The first call waits for the device."""
-        if self._output is None:
-            if self._event is not None:
-                self._event.synchronize()
-            self._output = self._finish()
-        return self._output
-
-    def _finish(self) -> ModelRunnerOutput:
-        token_ids = np.full(len(self._samples), NO_TOKEN, np.int32)
-        sampled, logprobs, candidates = self._sampled, self._logprobs, None
-        if sampled is not None:
-            tokens = sampled.tokens.numpy()
-            kept = np.where(sampled.draws, tokens, NO_TOKEN)
-            token_ids[self._samples] = np.where(tokens >= 0, kept, FAILED_TOKEN)
-            candidates = sampled.candidates
-            known = np.maximum(tokens, 0)
-            if len(which := sampled.reporting):
-                in_plan = np.flatnonzero(self._samples)[which]
-                columns = known[which], sampled.num_top, in_plan, sampled.positions[which]
-                normalized = not self._runner.tells_logits
-                logprobs = [*logprobs, gather_logprobs(sampled.reported.numpy(), *columns, normalized=normalized)]
-            draws = sampled.draws
-            self._runner.learn(sampled.rows[draws], sampled.positions[draws], sampled.tenancies[draws], known[draws])
-        return ModelRunnerOutput(self._number, token_ids, concat_logprobs(logprobs), candidates=candidates)
+#: Steps that are launched one after the other to measure by how much they overlap.
+_OVERLAPPING = 5
 
 
 class CudaModelRunner(ModelRunner):
     """A ModelRunner whose begin() launches a step before the tokens of the previous step are known on the host.
 
     The host's table counts a token as soon as the step that samples it is launched. The token's id is written when the
-    step's result arrives. A step waits for the previous one only while some row has options that edit its logits, since
-    some of these (penalties, bad words) read earlier tokens.
+    step's result arrives. The tokens of a row with drafts are counted then, too: it has nothing in the next step. A
+    step waits for the previous one only while some row has options that edit its logits, since some of these
+    (penalties, bad words) read earlier tokens.
     """
 
     def __init__(
@@ -126,13 +57,14 @@ class CudaModelRunner(ModelRunner):
         logprobs_mode: LogprobsMode = "raw_logprobs",
         num_swap_blocks: int = 0,
         use_graphs: bool = True,
+        most_alone: int = 0,
         grammars: Grammars | None = None,
     ) -> None:
         """Allocate the KV cache, the swap cache and the device's tables.
 
         num_swap_blocks: blocks of the host's swap cache; 0 = none. use_graphs: run decoding steps as CUDA graphs (on
-        CUDA only). grammars: of structured_outputs; None = no request has them. Errors: MemoryError when a cache cannot
-        be allocated.
+        CUDA only). most_alone: tokens that attention computes by themselves in a step, at most; 0 = num_rows. grammars:
+        of structured_outputs; None = no request has them. Errors: MemoryError when a cache cannot be allocated.
         """
         super().__init__(
             model,
@@ -147,15 +79,15 @@ class CudaModelRunner(ModelRunner):
             self.swap_cache = operations.allocate_swap_cache(num_swap_blocks, block_size)
         self._llama, self._group_size = model, operations.group_size
         self._device = operations.device
-        self.tells_logits = self._tells_logits
         self._tables = DeviceTables(num_rows, max_model_len, self.cache)
-        self._tenancy = np.zeros(num_rows, np.int64)  # requests that have left each row
+        self._host = HostRows(self.table, self.sampling, num_rows)
         self._pending: CudaStep | None = None
         self._nothing = torch.zeros(0, dtype=torch.int32, device=self._device)
-        self._graphs = self._make_graphs(num_rows) if use_graphs and self._device.type == "cuda" else None
+        self._most_alone = max(num_rows, most_alone)
+        self._graphs = self._make_graphs(self._most_alone) if use_graphs and self._device.type == "cuda" else None
 
-    def _make_graphs(self, num_rows: int) -> DecodeGraphs:
-        return DecodeGraphs(self._decode, self._device, num_rows, self._llama.config.hidden_size)
+    def _make_graphs(self, num_tokens: int) -> DecodeGraphs:
+        return DecodeGraphs(self._decode, self._device, num_tokens, self._llama.config.hidden_size)
 
     @torch.inference_mode()
     def measure_costs(self) -> Costs:
@@ -179,6 +111,42 @@ class CudaModelRunner(ModelRunner):
 
         return measure_costs(compute, count, self.cache, self.swap_cache, self._wait)
 
+    @torch.inference_mode()
+    def measure_steps(self, used: Clock = time.perf_counter_ns) -> tuple[int, ...]:
+        """Return what steps of 1, 2, 4, ... drawn tokens take, in ns, until the host has their tokens.
+
+        It must run before the first step. Kernels are compiled and graphs captured before the measurement.
+        """
+        self._tables.blocks[0] = torch.arange(self._tables.blocks.shape[1], device=self._device) + self._first_block
+        for size in trial_sizes(self._most_tokens):
+            self._run_trial(size)
+        return measure_steps(self._run_trial, self._most_tokens, used)
+
+    @torch.inference_mode()
+    def measure_overlap(self, used: Clock = time.perf_counter_ns) -> int:
+        """Return by how much a step is shorter, in ns, where the next one is launched before it has ended.
+
+        It must follow measure_steps(). A row with drafts has nothing in the next step, and alone it forgoes this.
+        """
+        apart = min(measure_steps(self._run_trial, 1, used))
+        together = min(measure_steps(lambda _: self._run_trial(1, _OVERLAPPING), 1, used))
+        return max(0, apart - (together - apart) // (_OVERLAPPING - 1))
+
+    def _run_trial(self, num_tokens: int, num_steps: int = 1) -> None:
+        """Run steps of so many tokens of row 0, and wait for the last one's."""
+        rows, at, each = np.zeros(num_tokens, np.int64), np.arange(num_tokens), np.ones(num_tokens, np.int64)
+        all_at_once = np.array([num_tokens])
+        pieces = (each, at + 1) if num_tokens <= self._most_alone else (all_at_once, all_at_once)
+        for _ in range(num_steps):
+            hidden, logits_rows = self._launch(StepColumns(all_at_once, all_at_once, rows, at, rows, at, pieces))
+            drawn = self._draw(self._llama.logits(hidden, logits_rows), trial_sampling(num_tokens), rows, at + 1)
+            self._receive(drawn)
+        self._wait()
+
+    @property
+    def _most_tokens(self) -> int:
+        return min(super()._most_tokens, self._tables.tokens.shape[1] - 1)
+
     def _wait(self) -> None:
         """Wait until the device has finished all launched work."""
         if self._device.type == "cuda":
@@ -194,24 +162,39 @@ class CudaModelRunner(ModelRunner):
         self._apply(plan)
         if self._pending is not None and self.sampling.num_edited:
             self._pending.result()
-        batch = self._batch(plan)
-        hidden, logits_rows = self._launch(batch)
+        columns = self._columns(plan)
+        hidden, logits_rows = self._launch(columns)
         logprobs: list[LogprobColumns] = []
         if self.sampling.num_reporting:
             result = self._llama.result(hidden, NO_INTS)
-            logprobs += self._prompt_logprobs(plan, batch.num_tokens, batch.context_lens, result)
+            logprobs += self._prompt_logprobs(plan, columns.num_tokens, columns.context_lens, result)
         sampled = None
-        if batch.samples.any():
-            in_plan = np.flatnonzero(batch.samples)
-            sampled = self._sample(plan.rows[in_plan], in_plan, self._llama.logits(hidden, logits_rows))
-        self._pending = CudaStep(self, plan, batch.samples, logprobs, sampled)
+        if len(columns.in_plan):
+            sampled = self._sample(plan, columns, self._llama.logits(hidden, logits_rows))
+        self._pending = CudaStep(self._record_event(), partial(self._finish, plan, logprobs, sampled))
         return self._pending
+
+    def _finish(
+        self, plan: SchedulerOutput, logprobs: list[LogprobColumns], sampled: Sampled | None
+    ) -> ModelRunnerOutput:
+        """Return the output of a step whose results are in the host's memory, and tell the table its tokens."""
+        token_ids, counts, candidates = np.full(len(plan.rows), NO_TOKEN, np.int32), None, None
+        failures: list[tuple[int, str]] = []
+        if sampled is not None:
+            token_ids, counts, failed = sampled.take(len(plan.rows))
+            logprobs = [*logprobs, *sampled.logprobs(normalized=not self._tells_logits)]
+            candidates = sampled.candidates
+            failures = self.sampling.failures(sampled.in_plan[failed], sampled.rows[failed])
+            sampled.tell(self._host)
+        drafts = self.matchers.drafts(plan.rows) if self.matchers else (None, NO_INT32S)
+        columns = concat_logprobs(logprobs), counts, failures, *drafts, None, candidates
+        return ModelRunnerOutput(plan.step, token_ids, *columns)
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step to its end."""
         return self.begin(plan).result()
 
-    def record_event(self) -> torch.cuda.Event | None:
+    def _record_event(self) -> torch.cuda.Event | None:
         """Return an event that follows all launched work; None where everything runs on the host."""
         if self._device.type != "cuda":
             return None
@@ -219,34 +202,30 @@ class CudaModelRunner(ModelRunner):
         event.record()
         return event
 
-    def learn(self, rows: Int32s, positions: Positions, tenancies: Ints, tokens: TokenIds) -> None:
-        """Write sampled tokens [n] into the host's table, at these rows [n] and positions [n].
-
-        tenancies [n]: of the rows when their step was launched. Tokens of a row that its request has left since are
-        dropped.
-        """
-        here = self._tenancy[rows] == tenancies
-        self.table.tokens.set(rows[here], positions[here], tokens[here])
-        self.sampling.append_tokens(rows[here], tokens[here])
-
     def _apply(self, plan: SchedulerOutput) -> None:
         super()._apply(plan)
-        self._tenancy[plan.removed_rows] += 1
+        self._host.leave(plan.removed_rows)
         self._tables.apply(plan, self.table)
 
-    def _batch(self, plan: SchedulerOutput) -> _Batch:
-        rows, counts = plan.rows, plan.num_scheduled_tokens
-        samples = self.table.advance(plan)
-        ends = self.table.num_computed_tokens[rows]
-        last = np.cumsum(counts) - 1
-        positions = np.arange(int(last[-1]) + 1) + np.repeat(ends - 1 - last, counts)
-        return _Batch(counts, ends, np.repeat(rows, counts), positions, samples, last)
+    def _columns(self, plan: SchedulerOutput) -> StepColumns:
+        """Return the step's columns, and write its drafts into both tables."""
+        in_plan = np.flatnonzero(self.table.advance(plan))
+        ends = self.table.num_computed_tokens[plan.rows]
+        if not len(plan.num_draft_tokens):
+            return step_columns(plan.rows, plan.num_scheduled_tokens, ends, in_plan)
+        columns = draft_columns(plan, ends, in_plan, self._most_alone)
+        drafted = np.flatnonzero(plan.num_draft_tokens)
+        rows, counts = plan.rows[drafted].astype(np.int64), plan.num_draft_tokens[drafted].astype(np.int64)
+        self.table.write_drafts(rows, plan.draft_token_ids, counts)
+        is_draft = columns.positions >= np.repeat(ends, plan.num_scheduled_tokens)
+        self._tables.write_drafts(columns.rows[is_draft], columns.positions[is_draft], plan.draft_token_ids)
+        return columns
 
-    def _launch(self, batch: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Launch the model over a batch; return the hidden states, and the indices of the tokens that sample."""
-        work = work_columns(batch.num_tokens, batch.context_lens, self._group_size)
-        columns = (batch.rows, batch.positions, *work[:3], batch.last[batch.samples])
-        rows, positions, alone, tiles, counts, logits_rows = self._tables.send_columns(columns)
+    def _launch(self, columns: StepColumns) -> tuple[torch.Tensor, torch.Tensor]:
+        """Launch the model over a step; return the hidden states, and the indices of the tokens that sample."""
+        work = work_columns(*columns.pieces, self._group_size)
+        sent = self._tables.send_columns((columns.rows, columns.positions, *work[:3], columns.logits_tokens))
+        rows, positions, alone, tiles, counts, logits_rows = sent
         if self._graphs is not None and len(alone) == len(rows) and self._graphs.fits(len(rows)):
             hidden = self._graphs(rows, positions, work.num_splits)
         else:
@@ -255,9 +234,10 @@ class CudaModelRunner(ModelRunner):
         return hidden, logits_rows
 
     def _decode(self, rows: torch.Tensor, positions: torch.Tensor, num_splits: int, hidden: torch.Tensor) -> None:
-        """Compute one token of each of these rows [B] at these positions [B]; write hidden [B, hidden].
+        """Compute a token of each of these rows [B] at these positions [B]; write hidden [B, hidden].
 
-        -1 is padding. Everything is on the device, so that a CUDA graph can capture it.
+        A row may have several, at positions that follow one another. -1 is padding. Everything is on the device, so
+        that a CUDA graph can capture it.
         """
         alone = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
         none, blocks = self._nothing, self._tables.blocks
@@ -274,26 +254,31 @@ class CudaModelRunner(ModelRunner):
         hidden: torch.Tensor = self._llama.hidden_states(inputs)
         return hidden
 
-    def _sample(self, rows: Int32s, in_plan: Ints, logits: torch.Tensor) -> _Sampled:
-        """Launch the sampling of these rows [S] from logits [S, V]. in_plan [S]: index of each in the plan's rows."""
+    def _sample(self, plan: SchedulerOutput, columns: StepColumns, logits: torch.Tensor) -> Sampled:
+        """Launch the sampling of a step from the logits [S, V] of its samples."""
+        in_plan, offsets = columns.in_plan, columns.offsets
+        rows = plan.rows[in_plan]
         searching = self.sampling.searching(rows)
         self._normalize(logits, rows, searching)
-        positions = self.table.num_tokens[rows]
-        inputs = self.sampling.inputs(rows, self.table)
+        inputs = self.sampling.inputs(rows, self.table, offsets)
+        positions = inputs.position + self.table.num_prompt_tokens[rows]
         reporting = self.sampling.reporting(rows)
         reported = logits[self._tables.send(reporting)] if len(reporting) else logits[:0]
         apply_edits(DeviceLogits(logits), inputs.edits)
         if len(reporting) and self._tells_processed:
             reported = torch.from_numpy(processed_logits(logits.cpu().numpy(), reporting, inputs))
         candidates = self._gather(logits, rows, in_plan, searching)
-        tokens = self._draw(logits, inputs, rows, positions)
+        tokens = self._receive(self._draw(logits, inputs, rows, positions))
         num_top = self.sampling.num_logprobs[rows[reporting]]
         draws = np.ones(len(rows), np.bool_)
         draws[searching] = False
-        drawing = rows[draws]
-        self.table.append_tokens(drawing, np.zeros(len(drawing), np.int32))  # placeholders; learn() writes the tokens
-        columns = rows, positions, self._tenancy[rows], self._receive(tokens), reporting, num_top
-        return _Sampled(*columns, self._receive(reported), draws, candidates)
+        tenancies = self._host.tenancies[rows]
+        logprobs = reporting, num_top, self._receive(reported)
+        sampled = Sampled(rows, in_plan, positions, tenancies, tokens, *logprobs, draws, candidates)
+        if offsets is not None:
+            sampled = behind_drafts(sampled, plan, offsets)
+        self._host.count(sampled.counted)
+        return sampled
 
     def _normalize(self, logits: torch.Tensor, rows: Int32s, searching: Ints) -> None:
         """Turn the logits of rows of beam searches into log probabilities, in place: normalize() on the device."""
@@ -311,7 +296,7 @@ class CudaModelRunner(ModelRunner):
         columns = self.sampling.num_candidates[owners], in_plan[searching], self.table.num_tokens[owners]
         return gather_candidates(values, np.arange(len(owners)), *columns)
 
-    def _draw(self, logits: torch.Tensor, inputs: SamplingInputs, rows: Int32s, positions: Positions) -> torch.Tensor:
+    def _draw(self, logits: torch.Tensor, inputs: SamplingInputs, rows: Rows, positions: Positions) -> torch.Tensor:
         words = pack_columns(
             temperature=inputs.temperature,
             top_k=inputs.top_k,

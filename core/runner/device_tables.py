@@ -50,10 +50,15 @@ class DeviceTables:
             from_end = np.arange(len(rows))[::-1] - _starts_of_runs(rows[::-1])[::-1]
             self._write(self.blocks, rows, table.num_blocks[rows] - 1 - from_end, plan.block_ids)
 
+    def write_drafts(self, rows: Rows, positions: Positions, token_ids: AnyInts) -> None:
+        """Write a draft token for each of these rows [n] at these positions [n], behind the row's tokens."""
+        self._write(self.tokens, rows, positions, token_ids)
+
     def append(self, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
         """Write one sampled token for each of these rows [n] at these positions [n].
 
-        All tensors are int32 on the device. A negative token (no valid sample) is written as 0.
+        All tensors are int32 on the device. A negative token (no valid sample) is written as 0. A row with drafts has
+        several: up to the first that is not its draft they are the row's tokens, and those behind are never read.
         """
         self.tokens[rows.long(), positions.long()] = tokens.clamp_min(0)
 

@@ -29,7 +29,7 @@ def measure_steps(
     long all of it may take.
     """
     begin, durations = clock(), dict[int, int]()
-    sizes = [1 << power for power in range(_LARGEST.bit_length()) if 1 << power <= most]
+    sizes = trial_sizes(most)
     for round_ in range(_NUM_ROUNDS):
         for size in sizes if round_ == 0 else list(durations):
             if round_ == 0:
@@ -43,6 +43,11 @@ def measure_steps(
         if clock() - begin > _PATIENCE_NS:
             break
     return tuple(durations.values())
+
+
+def trial_sizes(most: int) -> list[int]:
+    """Return the sizes that are measured, in tokens, none larger than `most`."""
+    return [1 << power for power in range(_LARGEST.bit_length()) if 1 << power <= most]
 
 
 def trial_sampling(count: int) -> SamplingInputs:

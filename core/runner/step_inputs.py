@@ -198,17 +198,24 @@ def _with_drafts(inputs: StepInputs, num_drafts: Int32s, last: Ints) -> StepInpu
     num_drafts, last [R]: drafts of each row, and the index of its last token.
     """
     assert not np.count_nonzero(num_drafts[~inputs.samples]), "a row with drafts has tokens before them to compute"
-    in_plan = np.flatnonzero(inputs.samples)
-    counts = num_drafts[in_plan].astype(np.int64) + 1
-    sample_rows = in_plan.repeat(counts)
-    offsets: Ints = np.arange(len(sample_rows)) - (counts.cumsum() - counts).repeat(counts)
-    logits_rows = (last - num_drafts)[sample_rows] + offsets
+    sample_rows, offsets, logits_rows = draft_samples(np.flatnonzero(inputs.samples), num_drafts, last)
     return inputs._replace(
         num_samples=len(sample_rows),
         logits_rows=logits_rows,
         sample_rows=sample_rows,
         sample_offsets=offsets,
     )
+
+
+def draft_samples(in_plan: Ints, num_drafts: Int32s, last: Ints) -> tuple[Ints, Ints, Ints]:
+    """Return (sample_rows, sample_offsets, logits_rows) of StepInputs for these sampling rows, indices in the plan.
+
+    num_drafts, last [R]: drafts of each of the plan's rows, and the index of its last token.
+    """
+    counts = num_drafts[in_plan].astype(np.int64) + 1
+    sample_rows = in_plan.repeat(counts)
+    offsets: Ints = np.arange(len(sample_rows)) - (counts.cumsum() - counts).repeat(counts)
+    return sample_rows, offsets, (last - num_drafts)[sample_rows] + offsets
 
 
 def _steps_to_end(positions: Positions, mask: int) -> int:

@@ -21,13 +21,14 @@ class DraftRule:
     single floating-point operations, so that a replay on another machine decides the same.
     """
 
-    def __init__(self, step_ns: tuple[int, ...] = (), draft_ns: int = 0) -> None:
+    def __init__(self, step_ns: tuple[int, ...] = (), draft_ns: int = 0, *, loses_turn: bool = False) -> None:
         """step_ns: durations of steps of 1, 2, 4, 8, ... tokens; empty: drafts cost nothing.
 
-        draft_ns: of the making of the drafts, where that takes longer than a look into tables.
+        draft_ns: of the making of the drafts, where that takes longer than a look into tables. loses_turn: a row with
+        drafts gets nothing in the next step.
         """
         self._overhead_ns = OVERHEAD_NS + draft_ns
-        self._is_free = not step_ns
+        self._is_free, self._loses_turn = not step_ns, loses_turn
         self._costs = _by_tokens(step_ns or (1,), LARGEST_STEP + MAX_STEP_DRAFTS + 1)
         ahead = np.arange(1, MAX_STEP_DRAFTS + 1)
         size = np.arange(LARGEST_STEP + 1)[:, None]
@@ -59,7 +60,11 @@ class DraftRule:
         count = limit
         if not self._is_free:
             kept = num_tokens + gains.reshape(-1)[order].cumsum()
-            rates = kept / (self._costs[num_tokens + 1 : num_tokens + 1 + limit] + self._overhead_ns)
+            costs = self._costs[num_tokens + 1 : num_tokens + 1 + limit] + self._overhead_ns
+            if self._loses_turn:  # this step and the next, which the rows without drafts have to themselves
+                left = num_tokens - (order % most == 0).cumsum()
+                kept, costs = kept + left, costs + self._costs[left]
+            rates = kept / costs
             count = int(rates.argmax()) + 1
             if float(rates[count - 1]) <= num_tokens / float(self._costs[num_tokens]):
                 return none

@@ -23,6 +23,7 @@ from ipc.arrays import Bools, Doubles, Int32s, Ints, Rows
 from ipc.columns import Columns, column
 from ipc.config import EngineConfig
 from ipc.speculation import MAX_DRAFTS
+from ipc.workers import overlaps
 
 #: A row's counts are halved when it has tried so many drafts, so that what it did last counts most.
 _ROW_MEMORY = 32
@@ -59,7 +60,10 @@ class Speculation(Columns):
         self._watermark = num_watermark_blocks
         self._most = MAX_DRAFTS if settings is None else settings.num_speculative_tokens
         self.most_in_step = config.max_num_seqs * MAX_DRAFTS
-        self._rule = DraftRule() if settings is None else DraftRule(settings.step_ns, settings.draft_ns)
+        self._rule = DraftRule()
+        if settings is not None:
+            loses_turn = overlaps(config) and config.pipeline_parallel_size == 1  # else each row waits for its turn
+            self._rule = DraftRule(settings.step_ns, settings.draft_ns, loses_turn=loses_turn)
         self._kinds_tried = np.zeros(NUM_KINDS, np.int64)
         self._kinds_right = np.zeros(NUM_KINDS, np.int64)
         self.offered = OfferedDrafts(batch.table, self._most)

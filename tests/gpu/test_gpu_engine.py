@@ -1,8 +1,10 @@
-"""The engine on a GPU (`make gpu`): the demo model's goldens, bfloat16, graphs, depth, preemption, memory."""
+"""The engine on a GPU (`make gpu`): the demo model's goldens, bfloat16, graphs, depth, drafts, preemption, memory."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -14,7 +16,10 @@ from ipc.config import EngineConfig, PreemptionMode
 from ipc.files.model_files import resolve_model
 from ipc.messages import AddRequest, Outputs
 from ipc.sampling_params import SamplingParams
+from ipc.speculation import SpeculativeConfig
+from tests.core.hostile_drafts import speculative, use
 from tests.core.models.test_golden import GOLDEN
+from tests.core.runner.test_several_samples import next_tokens
 from tests.triton_device import GPU_ONLY
 from tools.bench.tiny_model import VOCAB_SIZE, write_tiny_model
 
@@ -51,8 +56,8 @@ class Engine:
             device_bytes=executor.cache_memory_bytes(),
         )
         executor.initialize_cache(resolved)
-        resolved = resolve_costs(resolved, executor.measure_costs)
-        self.executor, self.engine = executor, EngineCore(resolved, executor)
+        resolved = resolve_costs(resolved, executor.measure_costs, executor.measure_steps)
+        self.config, self.executor, self.engine = resolved, executor, EngineCore(resolved, executor)
 
     def run(self, messages: list[AddRequest]) -> list[list[int]]:
         tokens: list[list[int]] = [[] for _ in messages]
@@ -108,6 +113,59 @@ def test_depth_changes_nothing(tiny: Path, temperature: float) -> None:
     messages = requests(300, 40, temperature=temperature, top_p=0.9)
     shallow, deep = (Engine(tiny, dtype="float32", async_scheduling=overlaps) for overlaps in (False, True))
     assert deep.run(messages) == shallow.run(messages)
+
+
+def drafts(method: str = "ngram", **options: Any) -> SpeculativeConfig:
+    """With these durations each draft that may be right is tried."""
+    return SpeculativeConfig(**{"method": method, "prompt_lookup_min": 1, "step_ns": (10**8,) * 8, **options})
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_the_demo_models_goldens_with_drafts(method: str, async_scheduling: bool) -> None:
+    """In float32 torch's products of other numbers of rows do not differ enough to change these tokens."""
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    messages = [
+        AddRequest(number, np.array(row["prompt_token_ids"], "<i4").tobytes(), params, seed=0)
+        for number, row in enumerate(GOLDEN)
+    ]
+    options = {"async_scheduling": async_scheduling, "speculative_config": drafts(method)}
+    engine = Engine(resolve_model(None), dtype="float32", **options)
+    for message, row in zip(messages, GOLDEN, strict=True):  # one after the other: alone each gets drafts
+        assert engine.run([msgspec.structs.replace(message, number=0)]) == [row["token_ids"]]
+    stats = engine.engine.scheduler.stats
+    assert stats.num_draft_tokens > stats.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_drafts_change_nothing(tiny: Path, async_scheduling: bool, temperature: float) -> None:
+    """Steps with drafts run as graphs of more rows than there are requests, and without graphs."""
+    messages = requests(300, 40, temperature=temperature)
+    plain = Engine(tiny, dtype="float32").run(messages)
+    for eager in (False, True):
+        engine = Engine(tiny, dtype="float32", enforce_eager=eager, async_scheduling=async_scheduling)
+        settings = msgspec.structs.replace(engine.config, speculative_config=speculative())
+        engine.engine = EngineCore(settings, engine.executor)
+        use(engine.engine.scheduler, "random", partial(partial, next_tokens, dict(enumerate(plain))), VOCAB_SIZE)
+        assert engine.run(messages) == plain
+        stats = engine.engine.scheduler.stats
+        assert stats.num_draft_tokens > stats.num_accepted_tokens > 20
+        if (graphs := engine.executor.runner._graphs) is not None:
+            assert max(size for size, _ in graphs._graphs) > NUM_REQUESTS
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_durations_of_steps_are_measured(tiny: Path, async_scheduling: bool) -> None:
+    settings = drafts(step_ns=())
+    engine = Engine(tiny, dtype="bfloat16", async_scheduling=async_scheduling, speculative_config=settings)
+    measured = engine.config.speculative_config
+    assert measured is not None
+    assert len(measured.step_ns) == 8, "1, 2, 4, ... 128 tokens"
+    assert measured.draft_ns == 0 or async_scheduling, "what the device waits for launches"
+    assert engine.executor.runner._graphs is not None
+    sizes = {size for size, _ in engine.executor.runner._graphs._graphs}
+    assert {1, 2, 4, 8, 16, 32, 64, 128} <= sizes
 
 
 @pytest.mark.parametrize("mode", ["recompute", "swap", "auto"])

@@ -116,9 +116,16 @@ def test_suffix_proposes_as_much_as_it_matches() -> None:
     assert shallow.num_speculative_tokens == 8
 
 
-def test_not_on_a_gpu() -> None:
-    with pytest.raises(ConfigError, match="speculative_config runs on device=cpu only"):
-        config_from_options(speculative_config={"method": "ngram"}, device="cuda")
+@pytest.mark.parametrize("method", ["draft_model", "eagle3", "mtp"])
+def test_a_gpu_has_no_models_that_draft(method: str) -> None:
+    model = {} if method == "mtp" else {"model": "some/model"}
+    with pytest.raises(ConfigError, match=f"method='{method}' runs on device=cpu only: .* method='ngram' or 'suffix'"):
+        config_from_options(speculative_config={"method": method, **model}, device="cuda")
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_a_gpu_has_the_drafts_that_are_looked_up(method: str) -> None:
+    assert config_from_options(speculative_config={"method": method}, device="cuda").speculative_config is not None
 
 
 def test_it_travels() -> None:

@@ -1,15 +1,18 @@
 """The CUDA executor: how it sizes the KV cache, and what it refuses."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from core.executors.cuda import CudaExecutor
+from core.executors.cuda_memory import most_alone
 from core.model_files.loading import load_model
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
+from ipc.speculation import SpeculativeConfig
 from kernels.elements import FLOAT32
 from kernels.triton import decode_attention
 from tests.triton_device import ANYWHERE, ON_GPU
@@ -75,6 +78,21 @@ def test_the_largest_decode_takes_the_parts_of_the_longest_contexts(
     config = executor._model.config
     num_splits = config.max_position_embeddings // 256
     assert max(sizes) == 4 * num_splits * config.num_attention_heads * config.head_dim, "3 requests, padded to 4"
+
+
+@pytest.mark.parametrize(("num_rows", "num_drafts", "expected"), [(3, None, 3), (3, 7, 24), (200, 7, 328)])
+def test_each_draft_has_parts_of_contexts_too(num_rows: int, num_drafts: int | None, expected: int) -> None:
+    drafts = None if num_drafts is None else SpeculativeConfig(method="ngram", num_speculative_tokens=num_drafts)
+    assert most_alone(EngineConfig(max_num_seqs=num_rows, speculative_config=drafts)) == expected
+
+
+@pytest.mark.parametrize(("overlaps", "expected"), [(False, ((10, 12), 0)), (True, ((7, 9), 3))])
+def test_where_steps_overlap_drafts_cost_what_the_next_launch_takes(
+    executor: CudaExecutor, overlaps: bool, expected: tuple[tuple[int, ...], int]
+) -> None:
+    measured = SimpleNamespace(measure_steps=lambda: (10, 12), measure_overlap=lambda: 3)
+    executor.runner, executor._overlaps = measured, overlaps  # type: ignore[assignment]
+    assert executor.measure_steps() == expected
 
 
 def test_what_is_left_is_the_caches(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from core.runner import decode_graphs
 from core.runner.decode_graphs import Decode, DecodeGraphs, padded_rows, padded_splits
 from ipc.sampling_params import SamplingParams
 from tests.core.executors import test_cuda_executor as engine
+from tests.core.executors import test_cuda_speculation as drafting
 from tests.triton_device import ANYWHERE, ON_GPU
 
 pytestmark = [*ANYWHERE, pytest.mark.skipif(ON_GPU, reason="graphs are real there")]
@@ -122,6 +123,24 @@ def test_a_runner_gives_the_same_tokens_with_graphs(
         assert got.tokens == expected.tokens
         assert got.logprobs.keys() == expected.logprobs.keys()
     assert set(cuda) == {(4, 1), (2, 1), (1, 1)}
+
+
+def test_a_runner_with_drafts_gives_the_same_tokens_with_graphs(
+    cuda: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row's drafts are as many rows of a graph."""
+    plain = drafting.runner
+
+    def with_graphs(*options: Any, **others: Any) -> Any:
+        made = plain(*options, **others)
+        made._graphs = None if others["on_cpu"] else made._make_graphs(made._most_alone)  # type: ignore[attr-defined]
+        return made
+
+    monkeypatch.setattr(drafting, "runner", with_graphs)
+    got, core = drafting.run(drafting.config("ngram", 2), hostile="random", numbers=(0, 1))
+    drafting.check(got)
+    assert core.scheduler.stats.num_accepted_tokens > 0
+    assert {size for size, _ in cuda} > {2, 8}, "two rows, and with their drafts more"
 
 
 def test_sizes() -> None:

@@ -80,3 +80,36 @@ def test_drafts_that_take_as_long_as_the_steps_they_save_never_pay() -> None:
     assert DraftRule(BEND, 15 * MS).can_pay(4)  # five tokens in 26 ms
     assert not DraftRule(BEND, 60 * MS).can_pay(4)
     assert not DraftRule(tuple(MS * 2**n for n in range(8))).can_pay(4)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_turn_that_a_row_loses_is_counted(seed: int) -> None:
+    """No shorter list of the likeliest drafts keeps more in this step and the next, which rows with drafts miss."""
+    rng = np.random.default_rng(seed)
+    chances, counts, num_tokens = rng.random(4), rng.integers(1, 5, 4), int(rng.integers(4, 12))
+
+    def rate(chosen: list[int]) -> float:
+        kept = sum(chances[row] ** (place + 1) for row, n in enumerate(chosen) for place in range(n))
+        left = num_tokens - np.count_nonzero(chosen)
+        return float((num_tokens + kept + left) / (cost(num_tokens + sum(chosen)) + cost(left) + OVERHEAD_NS))
+
+    rule, free = DraftRule(BEND, loses_turn=True), DraftRule((), loses_turn=True)
+    chosen = rule.choose(num_tokens, chances, counts, 100).tolist()
+    others = [free.choose(num_tokens, chances, counts, limit).tolist() for limit in range(1, int(counts.sum()) + 1)]
+    best = max(others, key=rate)
+    if rate(best) > num_tokens / cost(num_tokens):
+        assert rate(chosen) == pytest.approx(rate(best), rel=1e-9)
+    else:
+        assert not any(chosen)
+
+
+def test_alone_a_row_loses_no_turn() -> None:
+    """Nobody else would have it: the next step is not run. Among seven others a draft must save two steps."""
+    rule, usual = DraftRule(BEND, loses_turn=True), DraftRule(BEND)
+    for chance in (0.02, 0.1, 0.5, 0.9):
+        alone = [one.choose(1, np.array([chance]), np.array([7]), 100).tolist() for one in (rule, usual)]
+        assert alone[0] == alone[1]
+    flat = (10 * MS,) * 8
+    assert DraftRule(flat).choose(8, np.array([0.6]), np.array([1]), 100).tolist() == [1]
+    assert DraftRule(flat, loses_turn=True).choose(8, np.array([0.6]), np.array([1]), 100).tolist() == [0]
+    assert DraftRule(flat, loses_turn=True).choose(8, np.array([0.9]), np.array([7]), 100).tolist() == [7]

@@ -1,0 +1,56 @@
+"""StepColumns: the tokens and samples of a step on a device, as columns in the host's memory, made from its plan."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from core.execution.plan import SchedulerOutput
+from core.runner.step_inputs import draft_samples
+from ipc.arrays import AnyInts, Int32s, Ints, Rows
+
+
+class StepColumns(NamedTuple):
+    """A step's T tokens of R rows, packed row after row, with S samples."""
+
+    num_tokens: Int32s  # [R] drafts included
+    context_lens: Ints  # [R] tokens in the cache after the step, drafts included
+    rows: Rows  # [T] table row of each token
+    positions: Ints  # [T]
+    #: [S] index in the plan's rows of each sample's row, and index of the token whose logits it needs. A row with
+    #: drafts has several samples, together: after its known tokens and after each of its drafts.
+    in_plan: Ints
+    logits_tokens: AnyInts
+    #: Tokens, and tokens in the cache after them, of each piece that attention computes by itself: a row, or a token of
+    #: a row with drafts.
+    pieces: tuple[AnyInts, AnyInts]
+    offsets: Ints | None = None  # [S] drafts before each sample: 0, 1, ... in a row; None: no row has drafts
+
+
+def step_columns(rows: Rows, counts: Int32s, ends: Ints, in_plan: Ints) -> StepColumns:
+    """Return the columns of a step without drafts.
+
+    rows, counts, ends [R]: the plan's rows, their tokens, and how many of each are computed after the step. in_plan:
+    indices of the rows that sample.
+    """
+    last = np.cumsum(counts) - 1
+    positions = np.arange(int(last[-1]) + 1) + np.repeat(ends - 1 - last, counts)
+    return StepColumns(counts, ends, np.repeat(rows, counts), positions, in_plan, last[in_plan], (counts, ends))
+
+
+def draft_columns(plan: SchedulerOutput, ends: Ints, in_plan: Ints, most_alone: int) -> StepColumns:
+    """Return the columns of a step in which rows have drafts.
+
+    ends [R]: tokens computed after the step, drafts left out. Each token of a row with drafts is a piece for attention,
+    like the token of a row without: so it gets the bits that it would get alone, long contexts are cut into splits,
+    and a CUDA graph of so many tokens serves. most_alone: but these tokens are so many at most. Where they would be
+    more, a row's tokens stay together.
+    """
+    num_drafts = plan.num_draft_tokens
+    columns = step_columns(plan.rows, plan.num_scheduled_tokens, ends + num_drafts, in_plan)
+    counts = columns.num_tokens.astype(np.int64)
+    in_plan, offsets, logits_tokens = draft_samples(in_plan, num_drafts, counts.cumsum() - 1)
+    is_drafted, pieces = num_drafts > 0, columns.pieces
+    if int(counts[is_drafted | (counts == 1)].sum()) <= most_alone:
+        lengths: Ints = np.where(is_drafted, 1, counts).repeat(np.where(is_drafted, counts, 1))
+        pieces = lengths, columns.positions[lengths.cumsum() - 1] + 1
+    return columns._replace(in_plan=in_plan, logits_tokens=logits_tokens, pieces=pieces, offsets=offsets)
