@@ -1,6 +1,7 @@
 """Columns: a table's NumPy columns, each declared once with its name, its dtype and the value of an empty row."""
 
 import struct
+from functools import lru_cache
 from typing import Any, get_type_hints
 
 import msgspec
@@ -37,7 +38,7 @@ class Columns:
         self._names: dict[np.dtype[Any], list[str]] = {}
         self._empty: dict[np.dtype[Any], NDArray[Any]] = {}  # [columns, 1]
         self._bound: dict[str, NDArray[Any]] = {}
-        for dtype, declared in _declared(type(self)).items():
+        for dtype, declared in _declared(type(self)).items():  # type: ignore[arg-type]
             self._names[dtype] = list(declared)
             self._empty[dtype] = np.array([[each.empty] for each in declared.values()], dtype)
             self._blocks[dtype] = np.zeros((len(declared), 0), dtype)
@@ -93,11 +94,12 @@ class Columns:
 
     def check_columns(self) -> None:
         """Check that every column is the array that it was made. AssertionError names a column that was rebound."""
+        now = self.__dict__
         for name, values in self._bound.items():
-            bound = getattr(self, name)
-            assert bound is values, f"column {name} of {type(self).__name__} was rebound: {bound!r:.80}"
+            assert now[name] is values, f"column {name} of {type(self).__name__} was rebound: {now[name]!r:.80}"
 
 
+@lru_cache(maxsize=32)  # reading the annotations takes 0.1 ms
 def _declared(table: type[Columns]) -> dict[np.dtype[Any], dict[str, _Column]]:
     """Return the columns of a class by dtype and name, in the order of their declaration."""
     declared: dict[np.dtype[Any], dict[str, _Column]] = {}

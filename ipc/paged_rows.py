@@ -122,6 +122,9 @@ class PagedRows:
 
     def read(self, row: int, start: int, stop: int) -> Int32s:
         """Return a copy of positions start..stop-1 of one row."""
+        if stop <= self.page_size:  # a slice of one page: a third of the time
+            first = int(self._index[row, 0])
+            return self._flat[first + start : first + stop].copy()
         return self._flat[self._slots_of_row(row, np.arange(start, stop))]
 
     def clear_all(self, rows: Rows) -> None:

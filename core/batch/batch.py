@@ -302,7 +302,9 @@ class Batch:
         self.host_cache.check_integrity()
         if self.kept_states is not None:
             self.kept_states.check_integrity()
-        assert self._is_sorted(self.table.serial[self.rows], self.table.rank[self.rows]), f"out of order: {self.rows}"
+        if len(self.rows) > 1:
+            serials, ranks = self.table.serial[self.rows], self.table.rank[self.rows]
+            assert self._is_sorted(serials, ranks), f"out of order: {self.rows}"
 
     def _held(self) -> list[BlockIds]:
         """Return all block tables, and the blocks that are kept for forks."""

@@ -211,10 +211,12 @@ class HostCache:
 
     def check_integrity(self) -> None:
         """Raise AssertionError with the numbers when slots are lost or doubled, or a name is wrong."""
+        if not self.num_slots:
+            assert not len(self.names), "blocks are found on the host, which has no slot"
+            assert not len(self._ring), "a ring of no slots has blocks"
+            return  # what follows is of slots
         self.names.check_integrity()
         self._ring.check_integrity()
-        if not self.num_slots:
-            return  # what follows is of slots
         slots = np.arange(self.num_slots)
         states = np.zeros((self.num_slots, 3), np.bool_)
         states[self._blank[: self._num_blank], 0] = True

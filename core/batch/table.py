@@ -219,16 +219,19 @@ class BatchTable(Columns):
             request = self.request[row]
             assert request is not None, f"row {row} is in use and has no request"
             assert request.row == row, f"the request of row {row} says row {request.row}"
-        known = self.num_tokens[used] + self.num_placeholders[used]
-        assert (self.num_computed_tokens[used] <= known).all(), f"computed {self.num_computed_tokens[used]} of {known}"
-        uncounted = self.num_in_draft[used] > 0
-        expected = np.maximum(self.num_computed_tokens[used] + 1 - self.num_tokens[used] - uncounted, 0)
-        assert (self.num_placeholders[used] == expected).all(), f"{self.num_placeholders[used]} are not {expected}"
-        assert (self.num_tokens[used] < self.max_total_tokens[used]).all(), "a finished request is still running"
-        assert (self.num_placeholders[used] >= 0).all(), f"placeholders {self.num_placeholders[used]}"
-        assert (self.num_named_blocks[used] <= self.num_blocks[used]).all(), "more names than blocks"
-        assert (self.num_released[used] <= self.num_blocks[used]).all(), "more blocks are given back than there are"
-        assert not self.num_released[used[self.keeps_blocks[used] == 1]].any(), "a row that keeps its blocks lacks some"
+        lengths = self.num_tokens, self.num_placeholders, self.num_computed_tokens, self.num_in_draft
+        numbers = self.num_blocks, self.num_named_blocks, self.num_released, self.keeps_blocks
+        columns = (values[used].tolist() for values in (*lengths, self.max_total_tokens, *numbers))
+        for row, *values in zip(used.tolist(), *columns, strict=True):
+            tokens, placeholders, computed, in_draft, most, blocks, named, released, keeps_blocks = values
+            assert computed <= tokens + placeholders, f"row {row}: computed {computed} of {tokens} + {placeholders}"
+            expected = max(0, computed + 1 - tokens - (in_draft > 0))
+            assert placeholders == expected, f"row {row}: {placeholders} placeholders are not {expected}"
+            assert tokens < most, f"row {row} is finished and still running"
+            assert placeholders >= 0, f"row {row}: {placeholders} placeholders"
+            assert named <= blocks, f"row {row} has {named} names for {blocks} blocks"
+            assert released <= blocks, f"row {row} has given back {released} of {blocks} blocks"
+            assert not (keeps_blocks and released), f"row {row} keeps its blocks and lacks {released}"
 
 
 def _entries(start: RequestStart, tenancy: int) -> tuple[int, ...]:

@@ -231,14 +231,23 @@ class BlockNames:
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a name does not lead to its block or does not say what the block holds."""
-        named = np.flatnonzero(self.content != UNNAMED)
-        assert len(named) == len(self.block_of_key), f"{len(named)} named, {len(self.block_of_key)} findable"
-        hashes = hash_blocks(self._tokens[named]).tolist()
-        parents, contents = self._parent[named].tolist(), self.content[named].tolist()
-        assert len(set(contents)) == len(contents), "two blocks have one content number"
-        for block, parent, value in zip(named.tolist(), parents, hashes, strict=True):
-            key = block_key(parent, value)
-            assert self.block_of_key.get(key) == block, f"block {block} is not found under its name"
+        columns = self.content.tobytes(), self._parent.tobytes(), self._tokens.tobytes()
+        expected = _findable(*columns, self.block_size)
+        odd = dict(expected.items() ^ self.block_of_key.items()) if expected != self.block_of_key else {}
+        assert not odd, f"blocks {sorted(odd.values())[:8]} are not found under their names, or found without one"
+
+
+@lru_cache(maxsize=4)  # tests check after each step, and most steps change no name
+def _findable(contents: bytes, parents: bytes, token_ids: bytes, block_size: int) -> dict[int, int]:
+    """Return the block under each lookup key, from all columns. Two blocks with one content or key: AssertionError."""
+    content = np.frombuffer(contents, np.int64)
+    named = np.flatnonzero(content != UNNAMED)
+    assert len(set(content[named].tolist())) == len(named), "two blocks have one content number"
+    tokens = np.frombuffer(token_ids, np.int32).reshape(len(content), block_size)[named]
+    keys = block_key(np.frombuffer(parents, np.uint64)[named], hash_blocks(tokens))
+    findable = dict(zip(keys.tolist(), named.tolist(), strict=True))
+    assert len(findable) == len(named), "two blocks have one key"
+    return findable
 
 
 def block_key(content: _Number, value: _Number) -> _Number:

@@ -17,6 +17,7 @@ from ipc.arrays import NO_INTS, BlockIds, Bools, Ints
 
 NULL_BLOCK = 0
 _NO_FENCE = -1
+_NULL_TABLE = np.array([NULL_BLOCK])  # who holds it
 
 
 class Tier(Protocol):
@@ -207,31 +208,21 @@ class BlockPool:
 
     def check_integrity(self, tables: Sequence[BlockIds]) -> None:
         """Recount all states from scratch against the block tables of all rows. AssertionError with the numbers."""
-        expected = np.bincount(np.concatenate([[NULL_BLOCK], *tables]), minlength=self.num_blocks)
-        wrong = np.flatnonzero(expected != self.ref_count)
-        assert not len(wrong), (
-            f"blocks {wrong[:8]}: {expected[wrong[:8]]} owners, ref_count {self.ref_count[wrong[:8]]}"
-        )
-        states = np.zeros((self.num_blocks, 4), np.bool_)
-        states[:, 0] = self.ref_count > 0
-        states[self._blank[: self._num_blank], 1] = True
-        assert np.count_nonzero(states[:, 1]) == self._num_blank, "a block is blank twice"
-        for ring in self._rings:
-            ring.check_integrity()
-            here = ring.holds(np.arange(self.num_blocks))
-            assert not (states[:, 2] & here).any(), "a block is in two rings"
-            states[:, 2] |= here
-        states[:, 3] = self._fence_of != _NO_FENCE
-        odd = np.flatnonzero(np.add.reduce(states, 1, np.int8) != 1)
-        assert not len(odd), f"blocks {odd[:8]} are (held, blank, cached, fenced) = {states[odd[:8]].tolist()}"
-        num_free = np.count_nonzero(states[:, 1:3])
-        assert self.num_free == num_free, f"{self.num_free} free, {num_free} blank or in the rings"
-        num_fenced = np.count_nonzero(states[:, 3])
-        assert self.num_fenced == num_fenced, f"{self.num_fenced} fenced, {num_fenced} found"
-        self._check_names(states)
-
-    def _check_names(self, states: Bools) -> None:
+        expected = np.bincount(np.concatenate([_NULL_TABLE, *tables]), minlength=self.num_blocks)
+        if np.count_nonzero(expected != self.ref_count):
+            wrong = np.flatnonzero(expected != self.ref_count)[:8]
+            raise AssertionError(f"blocks {wrong}: {expected[wrong]} owners, ref_count {self.ref_count[wrong]}")
+        blank, held, fenced = self._num_blank, expected.nonzero()[0], (self._fence_of != _NO_FENCE).nonzero()[0]
+        free = np.concatenate([self._blank[:blank], *(ring.check_integrity() for ring in self._rings)])
+        assert self.num_free == len(free), f"{self.num_free} free, {blank} blank and {len(free) - blank} in the rings"
+        assert self.num_fenced == len(fenced), f"{self.num_fenced} fenced, {len(fenced)} found"
+        places = np.concatenate([free, held, fenced]).tolist()
+        if sorted(places) != list(range(self.num_blocks)):  # each block is in one state, and there once
+            states = {"blank": free[:blank], "cached": free[blank:], "held": held, "fenced": fenced}
+            odd = [block for block in range(self.num_blocks) if places.count(block) != 1][:8]
+            found = {block: [name for name, state in states.items() if block in state] for block in odd}
+            raise AssertionError(f"blocks in no state, in several, or in one twice: {found}")
         self.names.check_integrity()
-        named = self._is_named(np.arange(self.num_blocks))
-        assert not states[named, 1].any(), "a blank block has a name"
-        assert named[states[:, 2]].all(), "a block without a name is in a ring"
+        named = self._is_named(free)
+        assert not np.count_nonzero(named[:blank]), "a blank block has a name"
+        assert np.count_nonzero(named) == len(free) - blank, "a block without a name is in a ring"

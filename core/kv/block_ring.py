@@ -6,7 +6,7 @@ implementation is a ring whose entries go stale when a hit revives their blocks.
 
 import numpy as np
 
-from ipc.arrays import BlockIds, Bools, Ints
+from ipc.arrays import NO_INTS, BlockIds, Bools, Ints
 
 _NOT_HERE = -1
 
@@ -71,7 +71,7 @@ class BlockRing:
 
     def _live(self) -> Ints:
         positions = np.arange(self._head, self._tail)
-        blocks = self._entries[positions % len(self._entries)]
+        blocks = self._entries.take(positions, mode="wrap")
         live: Ints = blocks[self._position[blocks] == positions]
         return live
 
@@ -100,7 +100,9 @@ class BlockRing:
             missing -= len(live)
         return np.concatenate(found)
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError when the count is wrong."""
+    def check_integrity(self) -> Ints:
+        """Raise AssertionError when the count is wrong; return all blocks, oldest first."""
         num_here = int(np.count_nonzero(self._position != _NOT_HERE))
-        assert self._length == num_here == len(self._live()), f"{self._length} cached, {num_here} in the ring"
+        live = self._live() if num_here else NO_INTS
+        assert self._length == num_here == len(live), f"{self._length} cached, {num_here} in the ring"
+        return live

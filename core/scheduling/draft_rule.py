@@ -1,5 +1,6 @@
 """DraftRule: how many drafts of which rows are worth their cost in a step."""
 
+from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
@@ -29,11 +30,7 @@ class DraftRule:
         """
         self._overhead_ns = OVERHEAD_NS + draft_ns
         self._is_free, self._loses_turn = not step_ns, loses_turn
-        self._costs = _by_tokens(step_ns or (1,), LARGEST_STEP + MAX_STEP_DRAFTS + 1)
-        ahead = np.arange(1, MAX_STEP_DRAFTS + 1)
-        size = np.arange(LARGEST_STEP + 1)[:, None]
-        #: [LARGEST_STEP + 1] of a step of so many tokens: the least that some number of drafts costs, for each.
-        self._least = ((self._costs[size + ahead] - self._costs[size]) / ahead).min(1)
+        self._costs, self._least = _tables(step_ns or (1,))
 
     def may_pay(self, num_tokens: int, chance: float) -> bool:
         """Return whether drafts may be worth their cost in a step of num_tokens tokens.
@@ -75,6 +72,19 @@ class DraftRule:
         """Return whether up to `most` drafts a row, all of them right, are worth their cost in any small batch."""
         sizes = (1, 2, 4, 8, 16)
         return any(self.choose(size, np.ones(size), np.full(size, most), MAX_STEP_DRAFTS).any() for size in sizes)
+
+
+@lru_cache(maxsize=2)
+def _tables(step_ns: tuple[int, ...]) -> tuple[Ints, Doubles]:
+    """Return what steps of 0, 1, ... tokens cost, and [LARGEST_STEP + 1] the least that some number of drafts costs.
+
+    The second is for each of these drafts, in a step of so many other tokens.
+    """
+    costs = _by_tokens(step_ns, LARGEST_STEP + MAX_STEP_DRAFTS + 1)
+    ahead = np.arange(1, MAX_STEP_DRAFTS + 1)
+    size = np.arange(LARGEST_STEP + 1)[:, None]
+    least: Doubles = ((costs[size + ahead] - costs[size]) / ahead).min(1)
+    return costs, least
 
 
 def _by_tokens(step_ns: tuple[int, ...], count: int) -> Ints:

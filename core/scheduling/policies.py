@@ -189,11 +189,12 @@ class Fair:
         parties = self._table.party[rows]
         own = parties == request.party
         less_urgent: Bools = self._table.level[rows] > request.level
-        if own.all():
+        num_own = int(np.count_nonzero(own))
+        if num_own == len(own):
             return less_urgent
         lead = self._times.at(parties) - self._times.of(request.party)
         yields = lead > self._quantum
-        if int(np.count_nonzero(own)) < self._shares.of(request.party):
+        if num_own < self._shares.of(request.party):
             yields |= self._times.behind(parties, request.party) & self._shares.borrowed(parties)
         return np.where(own, less_urgent, yields)
 

@@ -39,6 +39,8 @@ class Preemption:
 
         Keys: least valuable to the policy, then cheapest to restore, then served last.
         """
+        if len(candidates) < 2:
+            return candidates
         position = np.arange(len(candidates))
         victim_keys = self._policy.victim_keys(candidates)
         order = np.lexsort((-position, self._costs(candidates), *(-values for values in reversed(victim_keys))))

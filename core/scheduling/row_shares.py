@@ -27,11 +27,11 @@ class RowShares:
 
         parties: of all running rows [n]; a party's own rows are in the order in which it is served.
         """
-        different, index, counts = np.unique(parties, return_inverse=True, return_counts=True)
-        order = np.argsort(index, kind="stable")
+        order = parties.argsort(kind="stable")
+        together = parties[order]
         place = np.empty(len(parties), np.int64)  # of each row among those of its party
-        place[order] = np.arange(len(parties)) - (np.cumsum(counts) - counts).repeat(counts)
-        is_borrowed: Bools = place >= self._due(different)[index]
+        place[order] = np.arange(len(parties)) - together.searchsorted(together)
+        is_borrowed: Bools = place >= self._due(parties)
         return is_borrowed
 
     def _due(self, parties: Ints) -> Ints:

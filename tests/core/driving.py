@@ -246,7 +246,7 @@ class ByHand:
             self.mirror.apply(plan)
             self._samples[plan.step] = self.mirror.advance(plan)
             rows = plan.rows[self._samples[plan.step]]
-            self.mirror.append_tokens(rows, np.zeros(len(rows), np.int32))  # lengths matter, ids do not
+            self.mirror.num_tokens[rows] += 1  # lengths matter, ids do not
         return plan
 
     def update(self, plan: SchedulerOutput, token: int | Callable[[int], int] = 7) -> list[ClientOutput]:

@@ -58,6 +58,8 @@ class GoldBlocks:
     def allocate(self, count: int) -> list[Block]:
         from_blank = min(count, self.blank)
         self.blank -= from_blank
+        if from_blank == count:
+            return [Block() for _ in range(count)]
         self.cached.sort(key=lambda block: block.urgency)  # keeps the order within
         evicted, self.cached = self.cached[: count - from_blank], self.cached[count - from_blank :]
         self.names = {key: block for key, block in self.names.items() if block not in evicted}
@@ -122,6 +124,8 @@ class GoldBlocks:
 
     def lift(self, steps: int) -> None:
         """So many are back."""
+        if not self.fenced:
+            return
         for block in self.fenced:
             block.fence -= steps
             if not block.fence and block.name:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 Key = tuple[int | str, tuple[int, ...]]  # (name of the block before it, or the salt; its tokens)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Block:
     """A KV block that somebody holds, or that has content."""
 
@@ -15,7 +15,7 @@ class Block:
     urgency: int = 0  # of its last user
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class Entry:
     """A live request."""
 

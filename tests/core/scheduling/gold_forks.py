@@ -19,7 +19,7 @@ class GoldWithForks(GoldWithOptions):
 
     def schedule(self, now: int) -> None:
         for q in list(self.waiting):
-            if any(r.computed >= r.first - 1 for r in q.choices if r in self.running):
+            if q.follows and any(r.computed >= r.first - 1 for r in q.choices if r in self.running):
                 q.follows = False
         super().schedule(now)
 

@@ -82,7 +82,7 @@ class GoldWithOptions(Gold):
         return super().divide(rows, fed)
 
     def limit_each(self) -> None:
-        num_live = len(self.running) + len([q for q in self.waiting if q not in self.refused])
+        num_live = len(self.running) + len(self.waiting) - len(self.refused)
         self.most = self.tokens if num_live < 2 else self.c.long_prefill_token_threshold or self.tokens
 
     def grow(self) -> None:

@@ -49,8 +49,10 @@ class GoldPolicy:
 
     def queue(self, q: Entry) -> tuple[int, ...]:
         """The smallest starts first; of equals, a party that has had nothing since it was lifted."""
-        time, party = self.turn(q)
-        return (time, time != self.lifted.get(q.party) and self.name == "fair", party, q.rank, q.serial)
+        if self.name != "fair":
+            return (q.rank, q.serial)
+        time = self.times[q.party]
+        return (time, time != self.lifted.get(q.party), q.party, q.rank, q.serial)
 
     def value(self, r: Entry) -> tuple[int, ...]:
         """The smallest is the first victim."""

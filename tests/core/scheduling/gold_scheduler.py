@@ -1,6 +1,7 @@
 """The scheduler's rules once more, slow and of plain lists: tests compare every decision of core's with them."""
 
 from collections.abc import Callable
+from itertools import accumulate
 
 from ipc.config import EngineConfig
 from tests.core.scheduling.gold_blocks import GoldBlocks
@@ -123,9 +124,12 @@ class Gold:
         """Give tokens in this order, from row `fed` on only for blocks it has. Returns the first short of blocks."""
         for r in rows:
             r.n = 0
+        left = self.budget()
         for r, wanted in zip(rows, self.wants(rows, fed), strict=True):
-            r.n = min(wanted, self.budget())
-        return next((i for i in range(len(rows)) if self.b.growth(rows[: i + 1]) > self.b.free), None)
+            r.n = min(wanted, left)
+            left -= r.n
+        needs = accumulate(self.b.growth([r]) for r in rows)
+        return next((i for i, needed in enumerate(needs) if needed > self.b.free), None)
 
     def grow(self) -> None:
         rows = self.running

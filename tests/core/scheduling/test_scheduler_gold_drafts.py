@@ -64,7 +64,7 @@ class Verifying(ByHand):
             drafted = plan.num_draft_tokens > 0 if len(plan.num_draft_tokens) else np.zeros(len(plan.rows), np.bool_)
             assert samples[drafted].all()
             rows = plan.rows[samples & ~drafted]  # those with drafts are told when their step is back
-            self.mirror.append_tokens(rows, np.zeros(len(rows), np.int32))
+            self.mirror.num_tokens[rows] += 1
         return plan
 
     def update(self, plan: SchedulerOutput, token: Any = 7) -> Any:
@@ -84,7 +84,7 @@ class Verifying(ByHand):
             runs.append([sampled(number, length + place) for place in range(right + 1)] if samples[index] else [])
             self.num_right += right
             if count and live[index]:
-                self.mirror.append_tokens(np.array([row]), np.zeros(right + 1, np.int32), np.array([right + 1]))
+                self.mirror.num_tokens[row] += right + 1
                 self.mirror.num_computed_tokens[row] += right
         tokens = np.array([token for one in runs for token in one], np.int32)
         output = ModelRunnerOutput(plan.step, tokens, counts=np.array([len(one) for one in runs], np.int32))
