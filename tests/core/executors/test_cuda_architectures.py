@@ -3,19 +3,24 @@
 In CI the kernels run under Triton's interpreter.
 """
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
+from core.executors.cuda import CudaExecutor
 from core.models.config import ModelConfig
 from core.models.llama import Llama
 from core.models.rope_scaling import LongropeScaling, YarnScaling
 from core.models.step import ModelInputs, StepResult
 from core.models.triton_operations import TritonOperations
+from core.process.resolve import resolve
+from ipc.config import EngineConfig
 from kernels.cpu.library import load_cpu_library
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, to_floats
+from tests.core.models.checkpoints import build
 from tests.core.models.test_llama import Requests, prompts, random_weights, tiny_config
 from tests.triton_device import ANYWHERE, DEVICE, GPU_ONLY
 
@@ -151,6 +156,22 @@ def test_the_longest_context_settles_longrope() -> None:
     expected = logits(short)
     assert (expected - logits(long)).abs().max() > 0.01
     torch.testing.assert_close(logits(OnDevice(ours)), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers
+def test_the_executor_settles_longrope(tmp_path: Path) -> None:
+    """The fingerprint tells contexts with short factors from those with long ones."""
+    build("phi4-mini").save_pretrained(tmp_path)
+    options: dict[str, Any] = {"device": "cuda", "num_blocks_override": 9, "max_num_seqs": 1, "max_model_len": 4}
+    config, fingerprints = EngineConfig(model=str(tmp_path), **options), set()
+    for length in (4, 5):
+        executor = CudaExecutor(msgspec.structs.replace(config, max_model_len=None))
+        blocks = executor.determine_num_available_blocks
+        resolved = resolve(config, executor.info, blocks, total_memory_bytes=1 << 30, num_cpus=1)
+        executor.initialize_cache(msgspec.structs.replace(resolved, max_model_len=length))
+        fingerprints |= {executor.info.fingerprint}
+        assert f"longrope={'short' if length == 4 else 'long'}" in executor.runner.model.variant
+    assert len(fingerprints) == 2
 
 
 @pytest.mark.parametrize("kind", [pytest.param(kind, marks=GPU_ONLY) for kind in SHAPES])
