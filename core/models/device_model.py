@@ -31,7 +31,6 @@ def device_model(
 def missing_on_device(config: ModelConfig) -> str | None:
     """Return the name of a feature of the model that the device's kernels do not have; None: they have all."""
     features = {
-        "routed MLPs": config.experts is not None,
         "latent attention": config.latent is not None,
         "recurrent layers": config.recurrent is not None,
     }

@@ -13,7 +13,6 @@ from core.models.rotary import of_each_kind, rotary_embeddings
 from core.models.stored_matrix import StoredMatrix
 from core.models.tensor import Operation
 from core.models.token_adapters import TokenAdapters
-from core.models.torch_experts import TorchExpert, TorchExperts
 from core.models.torch_latent import TorchLatentAttend
 from ipc.arrays import AnyInts, Floats, Ints
 from kernels.elements import FLOAT32, Dtype
@@ -24,6 +23,7 @@ from kernels.rotary import query_factors
 from kernels.routing import Routing
 from kernels.torch.activation import gelu_erf, gelu_tanh, relu_squared
 from kernels.torch.attention import AttentionMetadata, attention_metadata, paged_attention
+from kernels.torch.experts import TorchExpert, TorchExperts
 from kernels.torch.gated_activation import clamped_silu_mul, gelu_tanh_mul, silu_mul
 from kernels.torch.kv_cache import TorchKVCache
 from kernels.torch.linear import TorchLinear

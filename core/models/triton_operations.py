@@ -5,20 +5,20 @@ This module imports triton, so it is imported for device=cuda only.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 
 from core.models.config import Activation, LatentParts, ModelConfig
 from core.models.latent_weights import LatentWeights
-from core.models.operations import LatentAttention, Product
+from core.models.operations import LatentAttention
 from core.models.rotary import of_each_kind, rotary_embeddings
 from core.models.stored_matrix import StoredMatrix
 from core.models.tensor import Operation, Tensor
 from ipc.arrays import AnyInts, Floats, Ints
 from ipc.errors import UnsupportedModelError
-from kernels.elements import FLOAT32, Dtype, Numbers
+from kernels.elements import Dtype, Numbers
 from kernels.memory.kv_cache import KVCache, bytes_per_block
 from kernels.recurrence import RecurrenceParts, StateRows
 from kernels.routing import Routing
@@ -28,15 +28,20 @@ from kernels.triton.activation import gelu_erf, gelu_tanh, relu_squared
 from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
 from kernels.triton.decode_attention import decode_attention
 from kernels.triton.embedding import embedding
-from kernels.triton.gated_activation import gelu_tanh_mul, silu_mul
+from kernels.triton.experts import DeviceExpert, TritonExperts
+from kernels.triton.gated_activation import clamped_silu_mul, gelu_tanh_mul, silu_mul
 from kernels.triton.kv_cache import TritonKVCache
-from kernels.triton.linear import DeviceLinear
+from kernels.triton.linear import DeviceLinear, DeviceRouter
 from kernels.triton.norm import TritonNorm
 from kernels.triton.output_gate import open_gates
 from kernels.triton.prefill_attention import prefill_attention
 from kernels.triton.rope import TritonRope
 
-GATES: dict[Activation, Operation] = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul}
+GATES: dict[Activation, Operation] = {
+    "silu": silu_mul,
+    "gelu_pytorch_tanh": gelu_tanh_mul,
+    "clamped_silu": clamped_silu_mul,
+}
 #: Those of MLPs without a gate.
 ACTIVATIONS: dict[Activation, Operation] = {
     "gelu_pytorch_tanh": gelu_tanh,
@@ -133,13 +138,19 @@ class TritonOperations:
         """Return the product, and the operation that applies the function to its result."""
         return self.linear(weight, bias), ACTIVATIONS[function]
 
-    def router(self, weight: StoredMatrix, bias: Floats | None = None) -> DeviceLinear:
+    def router(self, weight: StoredMatrix, bias: Floats | None = None) -> DeviceRouter:
         """Return the product of a routed MLP's router."""
-        return self.linear(weight, bias, out_dtype=FLOAT32)
+        return DeviceRouter(self._send(weight.dense(self._dtype)), None if bias is None else self._send(bias))
 
-    def experts(self, router: Any, experts: Sequence[Any], routing: Routing, shared: Any = None) -> Product:
-        """Refuse. Errors: UnsupportedModelError."""
-        raise UnsupportedModelError("device='cuda' has no routed MLPs; use device='cpu'")
+    def experts(
+        self,
+        router: DeviceRouter,
+        experts: Sequence[DeviceExpert],
+        routing: Routing,
+        shared: DeviceExpert | None = None,
+    ) -> TritonExperts:
+        """Return the routed MLP of these experts."""
+        return TritonExperts(router, experts, routing, shared, self._config.hidden_act)
 
     def latent_attention(self, kind: int, latent: LatentParts, weights: LatentWeights) -> LatentAttention:
         """Refuse. Errors: UnsupportedModelError."""

@@ -1,4 +1,6 @@
-"""The gated activations by Triton: silu(gate) * up and gelu_tanh(gate) * up; see kernels/torch/gated_activation.py."""
+"""The gated activations by Triton, f(gate) * up with silu, the tanh gelu, or clamps; see
+kernels/torch/gated_activation.py.
+"""
 
 import torch
 import triton
@@ -8,41 +10,56 @@ from kernels.triton.device import power_of_2
 
 MAX_BLOCK = 1024
 SQRT_8_OVER_PI = tl.constexpr(1.5957691216057308)
+_LIMIT, _STEEPNESS = tl.constexpr(7.0), tl.constexpr(1.702)
 
 
 @triton.jit
-def _gated(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr):
+def gated(gate, up, FUNCTION: tl.constexpr):
+    """Return f(gate) * up; all float32. FUNCTION: silu, gelu_pytorch_tanh or clamped_silu."""
+    inner = gate
+    if FUNCTION == "gelu_pytorch_tanh":
+        inner = (gate * gate * 0.044715 + 1.0) * gate * SQRT_8_OVER_PI
+    if FUNCTION == "clamped_silu":
+        gate = tl.where(gate > _LIMIT, _LIMIT, gate)
+        inner = gate * _STEEPNESS
+        up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up)) + 1.0
+    # exp of a number that is not positive never overflows.
+    small = tl.exp(-tl.abs(inner))
+    sigmoid = tl.where(inner < 0, small, 1.0) / (1.0 + small)
+    return gate * sigmoid * up
+
+
+@triton.jit
+def _gated(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FUNCTION: tl.constexpr):
     """Compute BLOCK numbers of one row in each program."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
     gate = tl.load(gate_up + row * 2 * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(gate_up + row * 2 * WIDTH + WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    inner = gate
-    if GELU:
-        inner = (gate * gate * 0.044715 + 1.0) * gate * SQRT_8_OVER_PI
-    # exp of a number that is not positive never overflows.
-    small = tl.exp(-tl.abs(inner))
-    sigmoid = tl.where(inner < 0, small, 1.0) / (1.0 + small)
-    result = gate * sigmoid * up
-    tl.store(out + row * WIDTH + column, result.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * WIDTH + column, gated(gate, up, FUNCTION).to(out.dtype.element_ty), mask=inside)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Compute silu(gate) * up: gate_up [T, 2 * I] contiguous -> [T, I], same dtype; float32 inside, rounded once."""
-    return _run(gate_up, gelu=False)
+    return _run(gate_up, "silu")
 
 
 def gelu_tanh_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Compute gelu(gate) * up like silu_mul, with gelu's tanh approximation."""
-    return _run(gate_up, gelu=True)
+    return _run(gate_up, "gelu_pytorch_tanh")
 
 
-def _run(gate_up: torch.Tensor, *, gelu: bool) -> torch.Tensor:
+def clamped_silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Compute gate * sigmoid(1.702 * gate) * (1 + up) like silu_mul, with gate at most 7 and up between -7 and 7."""
+    return _run(gate_up, "clamped_silu")
+
+
+def _run(gate_up: torch.Tensor, function: str) -> torch.Tensor:
     assert gate_up.is_contiguous(), gate_up.stride()
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, width)
     block = min(MAX_BLOCK, power_of_2(width))
     if num_rows:
-        _gated[(num_rows, triton.cdiv(width, block))](gate_up, out, WIDTH=width, BLOCK=block, GELU=gelu)
+        _gated[(num_rows, triton.cdiv(width, block))](gate_up, out, WIDTH=width, BLOCK=block, FUNCTION=function)
     return out

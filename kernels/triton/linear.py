@@ -1,4 +1,4 @@
-"""DeviceLinear: a linear layer by torch's own product on the device, numerics level L0.
+"""DeviceLinear and DeviceRouter: linear layers by torch's own product on the device, numerics level L0.
 
 How the product sums over K depends on the number of rows.
 """
@@ -33,3 +33,26 @@ class DeviceLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Compute x [T, in] -> [T, out] of out_dtype."""
         return linear(x, self.weight, self.bias).to(self.out_dtype)
+
+
+class DeviceRouter:
+    """The product of a routed MLP's router, y = x @ weight.T + bias: float32, not rounded to the weight's dtype.
+
+    weight [out, in]; bias [out] float32.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        self._weight, self._bias = weight.contiguous(), bias
+
+    @property
+    def variant(self) -> str:
+        """Return the name of the product, for reports."""
+        return f"torch-{self._weight.device.type}"
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute x [T, in] -> [T, out] float32."""
+        if x.is_cuda:
+            y = torch.mm(x, self._weight.T, out_dtype=torch.float32)
+        else:  # torch has that product on CUDA only
+            y = linear(x.float(), self._weight.float())
+        return y if self._bias is None else y.add_(self._bias)

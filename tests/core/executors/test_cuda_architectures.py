@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from core.executors.cuda import CudaExecutor
-from core.models.config import ModelConfig
+from core.models.config import ExpertParts, ModelConfig
 from core.models.llama import Llama
 from core.models.rope_scaling import LongropeScaling, YarnScaling
 from core.models.step import ModelInputs, StepResult
@@ -77,6 +77,32 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
     "nemotron": {"is_gated": False, "hidden_act": "relu2", "centred_norms": True, "norm_bias": True},
     "qwen3-next": {"output_gate": True, "qk_norm": True},
+    "mixtral": {"experts": ExpertParts(num_experts=5, num_chosen=2, intermediate_size=40, normalises=True)},
+    "qwen2-moe": {
+        "experts": ExpertParts(
+            num_experts=7, num_chosen=3, intermediate_size=36, normalises=False, shared_size=52, has_shared_gate=True
+        )
+    },
+    "glm4-moe": {
+        "experts": ExpertParts(
+            num_experts=8,
+            num_chosen=3,
+            intermediate_size=24,
+            normalises=True,
+            dense_layers=(0,),
+            shared_size=48,
+            is_sigmoid=True,
+            num_groups=4,
+            num_chosen_groups=2,
+            best_of_group=2,
+            scaling=1.7,
+            has_correction=True,
+        )
+    },
+    "gpt-oss experts": {
+        "hidden_act": "clamped_silu",
+        "experts": ExpertParts(num_experts=4, num_chosen=2, intermediate_size=40, normalises=True, has_biases=True),
+    },
 }
 
 #: Shape, field and the value of a model without the part: its logits are others, else the comparison would not see it.

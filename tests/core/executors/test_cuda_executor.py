@@ -10,6 +10,7 @@ import torch
 from core.engine import EngineCore
 from core.execution.executor import ModelInfo, StepHandle
 from core.execution.plan import SchedulerOutput
+from core.models.config import ExpertParts
 from core.models.llama import Llama
 from core.models.rope_scaling import LongropeScaling, YarnScaling
 from core.models.triton_operations import TritonOperations
@@ -81,6 +82,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         "post_norms": True,
         "residual_multiplier": 0.4,
         "rope_scaling": LongropeScaling((1.0,) * 6, (1.5,) * 6, 64, 1.1),
+    },
+    "routed MLPs": {
+        "num_hidden_layers": 1,
+        "experts": ExpertParts(
+            num_experts=7, num_chosen=3, intermediate_size=36, normalises=False, shared_size=52, has_shared_gate=True
+        ),
     },
 }
 #: By shape, once built.
@@ -186,7 +193,7 @@ def test_greedy_tokens_are_those_of_the_cpu() -> None:
     assert run("triton", requests, depth=2).tokens == expected
 
 
-@pytest.mark.parametrize("shape", ["parallel", "post norms"])
+@pytest.mark.parametrize("shape", ["parallel", "post norms", "routed MLPs"])
 def test_tokens_of_other_architectures_are_those_of_the_cpu(shape: str) -> None:
     """A prompt is longer than a step's budget and than the window."""
     requests = [

@@ -35,6 +35,7 @@ from kernels.triton import (
 )
 from kernels.triton.attention_work import SPLIT, kv_tile_tokens, prefill_options, tile_tokens
 from kernels.triton.device import power_of_2
+from tests.kernels.triton.compile_experts import ROUTING, Experts, each_experts
 
 HALF, FLOAT, DOUBLE, INT, LONG = "*bf16", "*fp32", "*fp64", "*i32", "*i64"
 PARTIALS = {"partial_sums": FLOAT, "partial_stats": FLOAT}
@@ -43,7 +44,7 @@ POINTERS = {torch.bfloat16: HALF, torch.float16: "*fp16", torch.float32: FLOAT}
 #: Specifications per Compute Capability").
 SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 #: Arguments that differ from step to step: a kernel of its own for some of their values would be compiled in between.
-OF_STEPS = {"num_splits", "num_tokens", "num_rows"}
+OF_STEPS = {"num_splits", "num_tokens", "num_rows", "num_pairs", "is_few"}
 #: Does not run there, as docs/gpu.md says.
 TOO_LARGE = torch.float32, 256, 89
 #: Bytes of a thread: some indices. Numbers of a tile would be hundreds.
@@ -85,7 +86,7 @@ KERNELS: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
     ),
     (activation._activate, {"x": HALF, "out": HALF}, {"WIDTH": 1536, "BLOCK": 1024, "FUNCTION": 1}),
     (output_gate._open_gates, {"mixed": HALF, "gates": HALF}, {"WIDTH": 1536, "BLOCK": 1024}),
-    (gated_activation._gated, {"gate_up": HALF, "out": HALF}, {"WIDTH": 1536, "BLOCK": 1024, "GELU": True}),
+    (gated_activation._gated, {"gate_up": HALF, "out": HALF}, {"WIDTH": 1536, "BLOCK": 1024, "FUNCTION": "gelu_pytorch_tanh"}),
     (embedding._gather, {"ids": LONG, "table": HALF, "out": FLOAT, "scale": "fp32"}, {"WIDTH": 576, "BLOCK": 1024}),
     (
         copy_blocks._copy,
@@ -234,7 +235,7 @@ def build(
 
 def main() -> None:
     every = sys.argv[1:] == ["every"]
-    for kernel, types, constants, options in (*((*kernel, {}) for kernel in KERNELS), *ropes(every=every), *SAMPLING):
+    for kernel, types, constants, options in (*((*kernel, {}) for kernel in KERNELS), *ropes(every=every), *SAMPLING, *ROUTING):
         shared, spilled = build(kernel, types, constants, **options)
         most = MOST_SPILLED if kernel is threshold_search._search else 0
         assert shared <= SHARED[90], (kernel.__name__, shared)
@@ -244,12 +245,19 @@ def main() -> None:
     if every:
         sizes = [(size, 90) for size in all_sizes()] + [(size, old) for size in each_size() for old in (80, 89)]
     for size, capability in sizes:
-        for kernel, types, constants, options in size.kernels():
-            shared, spilled = build(kernel, types, constants, capability, **options)
-            fits = shared <= SHARED[capability] or (size.dtype, size.head_dim, capability) == TOO_LARGE
-            assert fits, (kernel.__name__, size, capability, shared)
-            assert spilled <= MOST_SPILLED, (kernel.__name__, size, capability, spilled)
-            print(kernel.__name__, flush=True)
+        check(size, capability, fits=(size.dtype, size.head_dim, capability) != TOO_LARGE)
+    for capability in SHARED if every else (90,):
+        for routed in each_experts(SHARED[capability]):
+            check(routed, capability)
+
+
+def check(size: "Attention | Experts", capability: int, *, fits: bool = True) -> None:
+    """Compile the kernels of this size and print their names. fits: shared memory has room for them."""
+    for kernel, types, constants, options in size.kernels():
+        shared, spilled = build(kernel, types, constants, capability, **options)
+        assert shared <= SHARED[capability] or not fits, (kernel.__name__, size, capability, shared)
+        assert spilled <= MOST_SPILLED, (kernel.__name__, size, capability, spilled)
+        print(kernel.__name__, flush=True)
 
 
 if __name__ == "__main__":

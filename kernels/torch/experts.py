@@ -5,9 +5,8 @@ from typing import Protocol
 
 import torch
 
-from core.models.tensor import Operation
 from kernels.routing import Routing
-from kernels.torch.linear import TorchLinear
+from kernels.torch.linear import Operation, TorchLinear
 
 
 class TorchExpert(Protocol):
@@ -43,7 +42,7 @@ class TorchExperts:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the output [T, d] of x [T, d], of its dtype."""
         logits = self.router(x)
-        chosen, weights = _choose(self.routing, logits[:, : len(self.experts)])
+        chosen, weights = choose_experts(self.routing, logits[:, : len(self.experts)])
         out = torch.zeros(x.shape, dtype=torch.float32)
         for number in sorted(set(chosen.flatten().tolist())):
             rows, places = (chosen == number).nonzero(as_tuple=True)
@@ -58,8 +57,8 @@ def _result(expert: TorchExpert, x: torch.Tensor) -> torch.Tensor:
     return expert.down(expert.activation(expert.gate_up(x)))
 
 
-def _choose(routing: Routing, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's experts and their weights, both [T, num_chosen]; logits [T, experts]."""
+def choose_experts(routing: Routing, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return each row's experts, the best one first, and their weights, both [T, num_chosen]; logits [T, experts]."""
     scores = logits.sigmoid() if routing.is_sigmoid else logits.softmax(-1)
     keys = logits if routing.correction is None else scores + torch.from_numpy(routing.correction)
     if routing.num_chosen_groups < routing.num_groups:

@@ -1,0 +1,132 @@
+"""The choice of each token's experts, by Triton: one program for a token. Its reference: kernels/torch/experts.py."""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.routing import Routing
+from kernels.triton.device import power_of_2
+from kernels.triton.expert_tiles import ExpertTiles, sort_pairs
+
+#: Below all keys that are compared, and above those of experts that are chosen already.
+_LEAST = tl.constexpr(-3.0e38)
+_LEAST_SUM = tl.constexpr(1e-20)
+
+
+# fmt: off
+@triton.jit
+def _choose(
+    logits, correction, experts, weights, order, tiles, scaling, added_to_sum,
+    EXPERTS: tl.constexpr, COLUMNS: tl.constexpr, NUM_CHOSEN: tl.constexpr, SIGMOID: tl.constexpr,
+    NORMALISES: tl.constexpr, CORRECTS: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr,
+    BEST: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
+):
+    """Write a token's experts in ascending order, and their weights; NaN where a logit is not finite.
+
+    A single token has a tile for each expert at once. COLUMNS: of logits, those after EXPERTS are other numbers.
+    """
+    SIZE: tl.constexpr = EXPERTS // GROUPS
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, BLOCK_G)
+    place = tl.arange(0, BLOCK_S)[None, :]
+    inside = (group[:, None] < GROUPS) & (place < SIZE)
+    number = group[:, None] * SIZE + place
+    read = tl.load(logits + row * COLUMNS + number, mask=inside, other=0.0)
+    broken = tl.max(tl.max(tl.where(tl.abs(read) < float("inf"), 0, 1), 1), 0)
+    values = tl.where(inside, tl.where(broken == 0, read, 0.0), -float("inf"))
+    if SIGMOID:
+        small = tl.exp(-tl.abs(values))  # never overflows
+        scores = tl.where(values < 0, small, 1.0) / (1.0 + small)
+    else:
+        powers = tl.exp(values - tl.max(tl.max(values, 1), 0))
+        scores = powers / tl.sum(tl.sum(powers, 1), 0)
+    keys = values
+    if CORRECTS:
+        keys = scores + tl.load(correction + number, mask=inside, other=0.0)
+    keys = tl.where(keys > _LEAST, keys, _LEAST)
+    keys = tl.where(inside, keys, -float("inf"))
+    if CHOSEN_GROUPS < GROUPS:
+        rest = keys
+        best = tl.zeros((BLOCK_G,), tl.float32)
+        for _ in tl.static_range(BEST):
+            best += tl.max(rest, 1)
+            rest = tl.where(place == tl.argmax(rest, 1)[:, None], -float("inf"), rest)
+        left_out = tl.full((BLOCK_G,), 1, tl.int32)
+        for _ in tl.static_range(CHOSEN_GROUPS):
+            best_one = group == tl.argmax(best, 0)
+            left_out = tl.where(best_one, 0, left_out)
+            best = tl.where(best_one, -float("inf"), best)
+        keys = tl.where(inside & (left_out[:, None] == 1), _LEAST, keys)
+    N: tl.constexpr = BLOCK_G * BLOCK_S
+    index = tl.arange(0, N)
+    keys = tl.reshape(keys, (N,))
+    scores = tl.reshape(scores, (N,))
+    number = tl.reshape(number, (N,))
+    taken = tl.zeros((N,), tl.int32)
+    for _ in range(NUM_CHOSEN):
+        here = index == tl.argmax(keys, 0)  # of equal ones the first
+        taken = tl.where(here, 1, taken)
+        keys = tl.where(here, -float("inf"), keys)
+    if NORMALISES:
+        total = tl.sum(tl.where(taken == 1, scores, 0.0), 0)
+        scores = scores / (tl.maximum(total, _LEAST_SUM) + added_to_sum)
+    scores = tl.where(broken == 0, scores * scaling, float("nan"))
+    slot = tl.cumsum(taken, 0) - 1
+    at = row * NUM_CHOSEN + slot
+    tl.store(experts + at, number, mask=taken == 1)
+    tl.store(weights + at, scores, mask=taken == 1)
+    if tl.num_programs(0) == 1:
+        tl.store(order + slot, slot, mask=taken == 1)
+        tl.store(tiles + slot * 3, number, mask=taken == 1)
+        tl.store(tiles + slot * 3 + 1, slot, mask=taken == 1)
+        tl.store(tiles + slot * 3 + 2, slot + 1, mask=taken == 1)
+# fmt: on
+
+
+class ChosenExperts:
+    """The routing of a layer, with its correction [experts] float32 on the device."""
+
+    def __init__(self, routing: Routing, num_experts: int, device: torch.device) -> None:
+        """Send the correction to the device."""
+        self.routing, self.num_experts = routing, num_experts
+        self._correction = None if routing.correction is None else torch.from_numpy(routing.correction).to(device)
+
+    def __call__(self, logits: torch.Tensor, tile_rows: int) -> tuple[torch.Tensor, ExpertTiles]:
+        """Return the weights [T, num_chosen] float32 of each token's experts, in the order of their numbers, and the
+        tiles, each of tile_rows pairs of a token and an expert at most.
+
+        logits [T, C] float32 contiguous, T > 0: of the experts, and other numbers behind them.
+        """
+        routing, num_experts = self.routing, self.num_experts
+        assert logits.is_contiguous(), logits.stride()
+        shape = len(logits), routing.num_chosen
+        experts = torch.empty(shape, dtype=torch.int32, device=logits.device)
+        weights = torch.empty(shape, dtype=torch.float32, device=logits.device)
+        tiles = ExpertTiles.allocate(experts.numel(), num_experts, tile_rows, logits.device)
+        by_groups = routing.num_chosen_groups < routing.num_groups
+        groups = routing.num_groups if by_groups else 1
+        _choose[(len(logits),)](
+            logits,
+            logits if self._correction is None else self._correction,
+            experts,
+            weights,
+            tiles.order,
+            tiles.bounds,
+            routing.scaling,
+            routing.added_to_sum,
+            EXPERTS=num_experts,
+            COLUMNS=logits.shape[1],
+            NUM_CHOSEN=routing.num_chosen,
+            SIGMOID=routing.is_sigmoid,
+            NORMALISES=routing.normalises,
+            CORRECTS=self._correction is not None,
+            GROUPS=groups,
+            CHOSEN_GROUPS=routing.num_chosen_groups if by_groups else 1,
+            BEST=routing.best_of_group,
+            BLOCK_G=power_of_2(groups),
+            BLOCK_S=power_of_2(num_experts // groups),
+            num_warps=1,
+        )
+        if len(logits) > 1:
+            sort_pairs(experts, num_experts, tile_rows, tiles)
+        return weights, tiles

@@ -1,0 +1,59 @@
+"""The weighted sum of a token's experts by Triton, in the order of their numbers; see kernels/torch/experts.py."""
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 512
+
+
+# fmt: off
+@triton.jit
+def _sum(
+    results, weights, shared, logits, out,
+    WIDTH: tl.constexpr, NUM_CHOSEN: tl.constexpr, COLUMNS: tl.constexpr, HAS_SHARED: tl.constexpr,
+    HAS_GATE: tl.constexpr, BLOCK: tl.constexpr,
+):
+    """Compute BLOCK numbers of one token in each program; the last of its logits is that of the shared one's gate."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    total = tl.zeros((BLOCK,), tl.float32)
+    for place in tl.static_range(NUM_CHOSEN):
+        pair = row * NUM_CHOSEN + place
+        result = tl.load(results + pair * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        total += result * tl.load(weights + pair)
+    if HAS_SHARED:
+        result = tl.load(shared + row * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
+        if HAS_GATE:
+            logit = tl.load(logits + row * COLUMNS + COLUMNS - 1)
+            small = tl.exp(-tl.abs(logit))  # never overflows
+            result = result * (tl.where(logit < 0, small, 1.0) / (1.0 + small))
+        total += result
+    tl.store(out + row * WIDTH + column, total.to(out.dtype.element_ty), mask=inside)
+# fmt: on
+
+
+def expert_sum(
+    results: torch.Tensor, weights: torch.Tensor, logits: torch.Tensor, shared: torch.Tensor | None, *, has_gate: bool
+) -> torch.Tensor:
+    """Return the sum [T, d] of results [T * num_chosen, d] times weights [T, num_chosen], of the results' dtype.
+
+    shared [T, d] is added, with the sigmoid of the last of logits [T, C] as its weight if has_gate; None: nothing is.
+    """
+    (num_rows, num_chosen), width = weights.shape, results.shape[1]
+    out = results.new_empty(num_rows, width)
+    _sum[(num_rows, triton.cdiv(width, _BLOCK))](
+        results,
+        weights,
+        results if shared is None else shared,
+        logits,
+        out,
+        WIDTH=width,
+        NUM_CHOSEN=num_chosen,
+        COLUMNS=logits.shape[1],
+        HAS_SHARED=shared is not None,
+        HAS_GATE=has_gate,
+        BLOCK=_BLOCK,
+    )
+    return out

@@ -1,0 +1,95 @@
+"""TritonExperts: a routed MLP on a device. Nothing waits for the host, so that a CUDA graph can capture it.
+
+The router's product and those of a shared expert are torch's own, at numerics level L0.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import triton
+
+from kernels.routing import Routing
+from kernels.torch.linear import Operation
+from kernels.triton.choose_experts import ChosenExperts
+from kernels.triton.expert_products import StackedProduct, down_products, gate_up_products, tile_shape
+from kernels.triton.expert_sum import expert_sum
+from kernels.triton.linear import DeviceLinear, DeviceRouter
+
+#: Bytes of shared memory of a program of expert_products.MANY, and some for the compiler.
+ROOM = 160 << 10
+
+
+class DeviceExpert(Protocol):
+    """The parts of one expert."""
+
+    @property
+    def gate_up(self) -> DeviceLinear:
+        """The product of gate and up."""
+
+    @property
+    def activation(self) -> Operation:
+        """f(gate) * up."""
+
+    @property
+    def down(self) -> DeviceLinear:
+        """The product that follows."""
+
+
+class TritonExperts:
+    """The weighted sum of the experts that a router chooses for each row, and of one that all rows have."""
+
+    def __init__(
+        self,
+        router: DeviceRouter,
+        experts: Sequence[DeviceExpert],
+        routing: Routing,
+        shared: DeviceExpert | None,
+        function: str,
+    ) -> None:
+        """Stack the experts' weights, which lie in the stacks from then on. function: the experts' activation."""
+        self._router, self._shared, self._function = router, shared, function
+        self._gate_up = stacked([expert.gate_up for expert in experts])
+        self._down = stacked([expert.down for expert in experts])
+        device = self._down.weight.device
+        self._choose = ChosenExperts(routing, len(experts), device)
+        self._has_room = device.type == "cuda" and _shared_memory(device) >= ROOM
+        # A sum needs no more digits of the shared one's result than of the others'.
+        self._shared_down = None if shared is None else DeviceLinear(shared.down.weight, shared.down.bias)
+
+    @property
+    def variant(self) -> str:
+        """Return the name of the products, for reports."""
+        return f"triton-{self._down.weight.device.type}"
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the output [T, d] of x [T, d] contiguous, of its dtype."""
+        if len(x) == 0:
+            return torch.empty_like(x)
+        routing, num_experts = self._choose.routing, self._choose.num_experts
+        shape = tile_shape(len(x) * routing.num_chosen, num_experts, x.dtype, has_room=self._has_room)
+        logits = self._router(x)
+        weights, tiles = self._choose(logits, shape.rows)
+        hidden = gate_up_products(x, self._gate_up, tiles, routing.num_chosen, self._function, shape)
+        results = down_products(hidden, self._down, tiles, shape)
+        return expert_sum(results, weights, logits, self._of_all(x), has_gate=routing.has_shared_gate)
+
+    def _of_all(self, x: torch.Tensor) -> torch.Tensor | None:
+        """Return the shared expert's result."""
+        if self._shared is None or self._shared_down is None:
+            return None
+        return self._shared_down(self._shared.activation(self._shared.gate_up(x)))
+
+
+def stacked(products: Sequence[DeviceLinear]) -> StackedProduct:
+    """Return the products' weights and biases in one piece of memory each; the products' weights lie there then."""
+    weight = torch.stack([product.weight for product in products])
+    for product, own in zip(products, weight, strict=True):
+        product.weight = own  # frees what it was
+    biases = [product.bias for product in products if product.bias is not None]
+    return StackedProduct(weight, torch.stack(biases) if biases else None)
+
+
+def _shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program can have."""
+    return int(triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"])

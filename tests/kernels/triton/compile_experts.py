@@ -1,0 +1,94 @@
+"""The kernels of routed MLPs that compile_triton.py compiles."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from kernels.triton import choose_experts, expert_sum, expert_tiles, experts
+from kernels.triton.expert_products import (
+    FEW,
+    FEW_FLOATS,
+    MANY,
+    MANY_FLOATS,
+    MANY_IN_LITTLE,
+    SOME,
+    TileShape,
+    _down,
+    _gate_up,
+)
+
+HALF, FLOAT, INT = "*bf16", "*fp32", "*i32"
+PAIRS = {"order": INT, "bounds": INT}
+
+#: Those that choose experts and sum their results up.
+ROUTING: tuple[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]], ...] = (
+    (
+        choose_experts._choose,
+        {
+            "logits": FLOAT,
+            "correction": FLOAT,
+            "experts": INT,
+            "weights": FLOAT,
+            "order": INT,
+            "tiles": INT,
+            "scaling": "fp32",
+            "added_to_sum": "fp32",
+        },
+        {
+            "EXPERTS": 160,
+            "COLUMNS": 161,
+            "NUM_CHOSEN": 6,
+            "SIGMOID": True,
+            "NORMALISES": True,
+            "CORRECTS": True,
+            "GROUPS": 8,
+            "CHOSEN_GROUPS": 3,
+            "BEST": 2,
+            "BLOCK_G": 8,
+            "BLOCK_S": 32,
+        },
+        {"num_warps": 1},
+    ),
+    (
+        expert_tiles._sort,
+        {"experts": INT, **PAIRS, "num_pairs": "i32", "is_few": "i32"},
+        {"TILE_ROWS": 16, "BLOCK": expert_tiles._BLOCK},
+        {"num_warps": expert_tiles._NUM_WARPS},
+    ),
+    (
+        expert_sum._sum,
+        {"results": HALF, "weights": FLOAT, "shared": HALF, "logits": FLOAT, "out": HALF},
+        {"WIDTH": 2000, "NUM_CHOSEN": 8, "COLUMNS": 129, "HAS_SHARED": True, "HAS_GATE": True, "BLOCK": 512},
+        {},
+    ),
+)
+
+
+class Experts(NamedTuple):
+    dtype: torch.dtype
+    shape: TileShape
+    hidden: int
+    width: int
+
+    def kernels(self) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+        """Both products, with their arguments' types, constants and options as launched."""
+        options = self.shape.options
+        pointer = HALF if self.dtype == torch.bfloat16 else FLOAT
+        types = {"x": pointer, "weight": pointer, "bias": pointer, **PAIRS, "out": pointer}
+        sizes = {"HIDDEN": self.hidden, "WIDTH": self.width, "HAS_BIAS": True, "UPCAST": False}
+        blocks = {name: value for name, value in options.items() if name.isupper()}
+        rest = {name: value for name, value in options.items() if not name.isupper()}
+        function = {"FUNCTION": "clamped_silu", "NUM_CHOSEN": 8}
+        yield _gate_up, types, sizes | function | blocks, rest
+        yield _down, types, sizes | blocks, rest
+
+
+def each_experts(shared_memory: int) -> Iterator[Experts]:
+    """Each shape of tiles that a device with so much shared memory uses; sizes that its steps divide, and odd ones."""
+    many = MANY_IN_LITTLE if shared_memory < experts.ROOM else MANY
+    for hidden, width in ((2048, 768), (1000, 360)):
+        for shape in (FEW, SOME, many):
+            yield Experts(torch.bfloat16, shape, hidden, width)
+        for shape in (FEW_FLOATS, MANY_FLOATS):
+            yield Experts(torch.float32, shape, hidden, width)
