@@ -49,9 +49,9 @@ class TritonExperts:
     ) -> None:
         """Stack the experts' weights, which lie in the stacks from then on. function: the experts' activation."""
         self._router, self._shared, self._function = router, shared, function
-        self._gate_up = stacked([expert.gate_up for expert in experts])
-        self._down = stacked([expert.down for expert in experts])
-        device = self._down.weight.device
+        self.gate_up = stacked([expert.gate_up for expert in experts])
+        self.down = stacked([expert.down for expert in experts])
+        device = self.down.weight.device
         self._choose = ChosenExperts(routing, len(experts), device)
         self._has_room = device.type == "cuda" and _shared_memory(device) >= ROOM
         # A sum needs no more digits of the shared one's result than of the others'.
@@ -60,7 +60,7 @@ class TritonExperts:
     @property
     def variant(self) -> str:
         """Return the name of the products, for reports."""
-        return f"triton-{self._down.weight.device.type}"
+        return f"triton-{self.down.weight.device.type}"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the output [T, d] of x [T, d] contiguous, of its dtype."""
@@ -70,8 +70,8 @@ class TritonExperts:
         shape = tile_shape(len(x) * routing.num_chosen, num_experts, x.dtype, has_room=self._has_room)
         logits = self._router(x)
         weights, tiles = self._choose(logits, shape.rows)
-        hidden = gate_up_products(x, self._gate_up, tiles, routing.num_chosen, self._function, shape)
-        results = down_products(hidden, self._down, tiles, shape)
+        hidden = gate_up_products(x, self.gate_up, tiles, routing.num_chosen, self._function, shape)
+        results = down_products(hidden, self.down, tiles, shape)
         return expert_sum(results, weights, logits, self._of_all(x), has_gate=routing.has_shared_gate)
 
     def _of_all(self, x: torch.Tensor) -> torch.Tensor | None:

@@ -35,6 +35,7 @@ from tools.bench import (
     structured,
 )
 from tools.bench.__main__ import main
+from tools.bench.gpu_experts import ExpertShape
 from tools.bench.report import percentile, summary_ms
 from tools.bench.runs import is_clean
 from tools.bench.startup import kernel_cache
@@ -306,7 +307,9 @@ def test_gpu_kernels_are_measured_beside_torch(monkeypatch: pytest.MonkeyPatch) 
         return 1e-3
 
     monkeypatch.setattr(gpu_kernels, "seconds", run_once)
-    shapes = gpu_kernels.Shapes(4, 2, 16, 32, 48, 50, ((2, 40),), ((1, 20),), (3,), 1 << 10, 16)
+    shapes = gpu_kernels.Shapes(
+        4, 2, 16, 32, 48, 50, ((2, 40),), ((1, 20),), (3,), ExpertShape(5, 2, 32, 24, (4,)), 1 << 10, 16
+    )
     records = list(gpu_kernels.measure_gpu_kernels(EngineConfig(dtype="float32", device="cuda"), 0, shapes))
     assert len(ran) == 2 + 2 * len(records)
     decode, prefill, *rest = records
@@ -316,7 +319,11 @@ def test_gpu_kernels_are_measured_beside_torch(monkeypatch: pytest.MonkeyPatch) 
     names = ["norm after addition", "silu * up", "rope and cache write"]
     draws = "plain", "top_k 50", "top_p 0.9 of 50 tokens", "top_p 0.9 of thousands"
     samplers = [f"sampler {name}" for name in ("greedy", *draws)]
-    assert [record["kernel"] for record in rest] == names + samplers
+    assert [record["kernel"] for record in rest] == [*names, "routed MLP", *samplers]
+    mlp = rest[len(names)]
+    assert (mlp["shape"], mlp["torch"]) == ("4x5x24", "linear, index_add")
+    assert mlp["gflop_s"] == round(2 * 4 * 32 * (2 * 3 * 24 + 5) / 1e-3 / 1e9, 1)
+    assert 0 < mlp["gb_s"] <= round((5 * 3 * 32 * 24 + 5 * 32 + 2 * 4 * 32) * 4 / 1e-3 / 1e9, 2)
 
 
 def test_flash_attention_of_any_torch_is_called_as_it_wants() -> None:

@@ -19,10 +19,12 @@ from ipc.config import EngineConfig
 from ipc.rounding import ceil_div
 from ipc.version import NAME, VERSION
 from kernels.torch.tensors import element_type
+from tools.bench.gpu_case import Case
+from tools.bench.gpu_experts import QWEN3_30B, ExpertShape, expert_cases
 
 
 class Shapes(NamedTuple):
-    """The shapes of a model, and the batches to measure. The defaults are those of Llama 3 8B."""
+    """The shapes of a model, and the batches to measure. The defaults are those of Llama 3 8B, with other experts."""
 
     heads: int = 32
     kv_heads: int = 8
@@ -33,23 +35,12 @@ class Shapes(NamedTuple):
     decode: tuple[tuple[int, int], ...] = ((1, 2048), (8, 2048), (64, 2048), (256, 1024))  # requests, context of each
     prefill: tuple[tuple[int, int], ...] = ((1, 2048), (4, 512), (1, 8192))  # requests, tokens of each
     rows: tuple[int, ...] = (1, 64, 2048)
+    experts: ExpertShape = QWEN3_30B
     copied: int = 1 << 30  # bytes
     square: int = 8192
 
 
 LLAMA_8B = Shapes()
-
-
-class Case(NamedTuple):
-    """One kernel on one shape, and torch's operation for the same work."""
-
-    kernel: str
-    shape: str
-    run: Callable[[], object]
-    theirs: str
-    torch_run: Callable[[], object]
-    num_bytes: float  # read and written at least once
-    num_flops: float
 
 
 @torch.inference_mode()
@@ -103,6 +94,7 @@ def _cases(shapes: Shapes, device: torch.device, dtype: torch.dtype) -> Iterator
         yield _attention(shapes, device, dtype, requests, length, length)
     for rows in shapes.rows:
         yield from _row_cases(shapes, device, dtype, rows)
+    yield from expert_cases(shapes.experts, device, dtype)
     for requests, _ in shapes.decode:
         yield from _sampler_cases(shapes, device, requests)
 

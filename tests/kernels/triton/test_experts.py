@@ -240,7 +240,7 @@ def test_a_token_that_is_no_number_stays_alone() -> None:
 
 def test_experts_weights_are_in_memory_once() -> None:
     both = Both(Routing(2, normalises=True), 4, 32, 20, torch.float32, biases=True)
-    for product, stack in (("gate_up", both.triton._gate_up), ("down", both.triton._down)):
+    for product, stack in (("gate_up", both.triton.gate_up), ("down", both.triton.down)):
         pointers = [getattr(expert, product).weight.data_ptr() for expert in both.own]
         assert pointers == [own.data_ptr() for own in stack.weight]
         assert stack.weight.is_contiguous()
@@ -251,6 +251,13 @@ def test_a_router_does_not_round_to_the_models_dtype() -> None:
     bias = random(5, seed=2).to(DEVICE)
     expected = linear(x.double(), weight.double(), bias.double())
     torch.testing.assert_close(DeviceRouter(weight, bias)(x).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=GPU_ONLY) for dtype in DTYPES])
+def test_sizes_of_real_models(dtype: torch.dtype) -> None:
+    both = Both(Routing(4, normalises=True), 32, 1024, 768, dtype)
+    for count in (1, 40, 300, 2048):  # few, some and many pairs of each expert
+        both.check(random(count, 1024, seed=3).to(dtype))
 
 
 @pytest.mark.parametrize("count", [pytest.param(count, marks=GPU_ONLY) for count in (1, 4)])
