@@ -9,7 +9,7 @@ from core.model_files.model_config import read_model_config
 from core.model_files.weights import load_weights
 from core.models.device_model import device_model
 from kernels.elements import FLOAT32
-from tests.core.executors.test_cuda_executor import OnDevice
+from tests.core.executors.test_cuda_architectures import OnDevice
 from tests.core.models.checkpoints import CASES, build, our_logits
 from tests.core.models.gguf_checkpoints import GGUF_CASES, write_model
 from tests.core.models.test_llama import Requests, prompts
@@ -18,8 +18,11 @@ from tests.triton_device import ANYWHERE, DEVICE
 pytestmark = [*ANYWHERE, pytest.mark.filterwarnings("ignore")]  # of transformers and what it imports
 
 #: Every way to choose experts, and a shared one with a gate and without.
-SOME = ("qwen3-moe", "qwen2-moe", "glm4-moe", "ernie4.5-moe")
-REST = ("mixtral", "glm4.5-air", "dots1", "solar-open", "exaone-moe")
+SOME = ("qwen3-moe", "qwen2-moe", "glm4-moe", "ernie4.5-moe", "gpt-oss")
+REST = (
+    *("mixtral", "olmoe", "flex-olmo", "minimax-m2", "granite-moe", "granite-moe-shared", "granite4-experts"),
+    *("hunyuan-moe", "glm4.5-air", "dots1", "solar-open", "exaone-moe"),
+)
 #: From a GGUF file, where all experts are one tensor; the others are from safetensors.
 FROM_GGUF = ("qwen2-moe", "glm4.5-air", "dots1")
 

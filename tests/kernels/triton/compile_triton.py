@@ -86,7 +86,11 @@ KERNELS: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
     ),
     (activation._activate, {"x": HALF, "out": HALF}, {"WIDTH": 1536, "BLOCK": 1024, "FUNCTION": 1}),
     (output_gate._open_gates, {"mixed": HALF, "gates": HALF}, {"WIDTH": 1536, "BLOCK": 1024}),
-    (gated_activation._gated, {"gate_up": HALF, "out": HALF}, {"WIDTH": 1536, "BLOCK": 1024, "FUNCTION": "gelu_pytorch_tanh"}),
+    (
+        gated_activation._gated,
+        {"gate_up": HALF, "out": HALF},
+        {"WIDTH": 1536, "BLOCK": 1024, "FUNCTION": "gelu_pytorch_tanh"},
+    ),
     (embedding._gather, {"ids": LONG, "table": HALF, "out": FLOAT, "scale": "fp32"}, {"WIDTH": 576, "BLOCK": 1024}),
     (
         copy_blocks._copy,
@@ -235,7 +239,12 @@ def build(
 
 def main() -> None:
     every = sys.argv[1:] == ["every"]
-    for kernel, types, constants, options in (*((*kernel, {}) for kernel in KERNELS), *ropes(every=every), *SAMPLING, *ROUTING):
+    for kernel, types, constants, options in (
+        *((*kernel, {}) for kernel in KERNELS),
+        *ropes(every=every),
+        *SAMPLING,
+        *ROUTING,
+    ):
         shared, spilled = build(kernel, types, constants, **options)
         most = MOST_SPILLED if kernel is threshold_search._search else 0
         assert shared <= SHARED[90], (kernel.__name__, shared)
