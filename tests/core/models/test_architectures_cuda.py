@@ -17,8 +17,8 @@ from tests.triton_device import ANYWHERE, DEVICE
 
 pytestmark = [*ANYWHERE, pytest.mark.soak, pytest.mark.filterwarnings("ignore")]  # of transformers
 
-#: What no dense model with attention in all layers has.
-REFUSED = ("routed MLPs", "latent attention", "recurrent layers")
+#: What no model with plain attention in all layers has.
+REFUSED = ("latent attention", "recurrent layers")
 
 
 @pytest.mark.parametrize("case", CASES)
