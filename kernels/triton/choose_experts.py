@@ -13,6 +13,33 @@ _LEAST = tl.constexpr(-3.0e38)
 _LEAST_SUM = tl.constexpr(1e-20)
 
 
+@triton.jit
+def _scores_of(values, SIGMOID: tl.constexpr):
+    """Return the scores of logits [G, S], of which those of no expert are minus infinity."""
+    if SIGMOID:
+        small = tl.exp(-tl.abs(values))  # never overflows
+        return tl.where(values < 0, small, 1.0) / (1.0 + small)
+    powers = tl.exp(values - tl.max(tl.max(values, 1), 0))
+    return powers / tl.sum(tl.sum(powers, 1), 0)
+
+
+@triton.jit
+def _left_out(keys, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, BEST: tl.constexpr):
+    """Return 1 for each group of keys [G, S] but CHOSEN_GROUPS: those whose BEST largest keys have the largest sums."""
+    group = tl.arange(0, BLOCK_G)
+    place = tl.arange(0, BLOCK_S)[None, :]
+    best = tl.zeros((BLOCK_G,), tl.float32)
+    for _ in tl.static_range(BEST):
+        best += tl.max(keys, 1)
+        keys = tl.where(place == tl.argmax(keys, 1)[:, None], -float("inf"), keys)
+    left_out = tl.full((BLOCK_G,), 1, tl.int32)
+    for _ in tl.static_range(CHOSEN_GROUPS):
+        here = group == tl.argmax(best, 0)
+        left_out = tl.where(here, 0, left_out)
+        best = tl.where(here, -float("inf"), best)
+    return left_out
+
+
 # fmt: off
 @triton.jit
 def _choose(
@@ -34,28 +61,14 @@ def _choose(
     read = tl.load(logits + row * COLUMNS + number, mask=inside, other=0.0)
     broken = tl.max(tl.max(tl.where(tl.abs(read) < float("inf"), 0, 1), 1), 0)
     values = tl.where(inside, tl.where(broken == 0, read, 0.0), -float("inf"))
-    if SIGMOID:
-        small = tl.exp(-tl.abs(values))  # never overflows
-        scores = tl.where(values < 0, small, 1.0) / (1.0 + small)
-    else:
-        powers = tl.exp(values - tl.max(tl.max(values, 1), 0))
-        scores = powers / tl.sum(tl.sum(powers, 1), 0)
+    scores = _scores_of(values, SIGMOID)
     keys = values
     if CORRECTS:
         keys = scores + tl.load(correction + number, mask=inside, other=0.0)
     keys = tl.where(keys > _LEAST, keys, _LEAST)
     keys = tl.where(inside, keys, -float("inf"))
     if CHOSEN_GROUPS < GROUPS:
-        rest = keys
-        best = tl.zeros((BLOCK_G,), tl.float32)
-        for _ in tl.static_range(BEST):
-            best += tl.max(rest, 1)
-            rest = tl.where(place == tl.argmax(rest, 1)[:, None], -float("inf"), rest)
-        left_out = tl.full((BLOCK_G,), 1, tl.int32)
-        for _ in tl.static_range(CHOSEN_GROUPS):
-            best_one = group == tl.argmax(best, 0)
-            left_out = tl.where(best_one, 0, left_out)
-            best = tl.where(best_one, -float("inf"), best)
+        left_out = _left_out(keys, BLOCK_G, BLOCK_S, CHOSEN_GROUPS, BEST)
         keys = tl.where(inside & (left_out[:, None] == 1), _LEAST, keys)
     N: tl.constexpr = BLOCK_G * BLOCK_S
     index = tl.arange(0, N)

@@ -323,7 +323,6 @@ def test_gpu_kernels_are_measured_beside_torch(monkeypatch: pytest.MonkeyPatch) 
     mlp = rest[len(names)]
     assert (mlp["shape"], mlp["torch"]) == ("4x5x24", "linear, index_add")
     assert mlp["gflop_s"] == round(2 * 4 * 32 * (2 * 3 * 24 + 5) / 1e-3 / 1e9, 1)
-    assert 0 < mlp["gb_s"] <= round((5 * 3 * 32 * 24 + 5 * 32 + 2 * 4 * 32) * 4 / 1e-3 / 1e9, 2)
 
 
 def test_flash_attention_of_any_torch_is_called_as_it_wants() -> None:
