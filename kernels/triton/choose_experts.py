@@ -81,8 +81,7 @@ def _choose(
         taken = tl.where(here, 1, taken)
         keys = tl.where(here, -float("inf"), keys)
     if NORMALISES:
-        total = tl.sum(tl.where(taken == 1, scores, 0.0), 0)
-        scores = scores / (tl.maximum(total, _LEAST_SUM) + added_to_sum)
+        scores = scores / (tl.maximum(tl.sum(tl.where(taken == 1, scores, 0.0), 0), _LEAST_SUM) + added_to_sum)
     scores = tl.where(broken == 0, scores * scaling, float("nan"))
     slot = tl.cumsum(taken, 0) - 1
     at = row * NUM_CHOSEN + slot
