@@ -227,7 +227,7 @@ class CudaModelRunner(ModelRunner):
         sent = self._tables.send_columns((columns.rows, columns.positions, *work[:3], columns.logits_tokens))
         rows, positions, alone, tiles, counts, logits_rows = sent
         if self._graphs is not None and len(alone) == len(rows) and self._graphs.fits(len(rows)):
-            hidden = self._graphs(rows, positions, work.num_splits)
+            hidden = self._graphs(rows, positions, work.num_splits, has_drafts=columns.offsets is not None)
         else:
             blocks = self._tables.blocks
             hidden = self._forward(TritonWork(rows, positions, blocks, alone, tiles, counts, work.num_splits))

@@ -1,4 +1,4 @@
-"""DecodeGraphs: CUDA graphs of the steps in which every row computes one token: one launch instead of hundreds."""
+"""DecodeGraphs: CUDA graphs of the steps in which each token is a decode of its own: one launch instead of hundreds."""
 
 from collections.abc import Callable
 
@@ -41,13 +41,18 @@ class DecodeGraphs:
         """Return whether a graph can serve this many rows."""
         return num_rows <= MAX_ROWS
 
-    def __call__(self, rows: torch.Tensor, positions: torch.Tensor, num_splits: int) -> torch.Tensor:
+    def __call__(
+        self, rows: torch.Tensor, positions: torch.Tensor, num_splits: int, *, has_drafts: bool = False
+    ) -> torch.Tensor:
         """Return the hidden states [n, width] of these rows [n] at these positions [n].
 
-        The next call overwrites the result.
+        The next call overwrites the result. has_drafts: the number of rows will be another in the next step. So that
+        few graphs serve them all, it is rounded up to a power of two.
         """
         count = len(rows)
         size, splits = padded_rows(count), padded_splits(num_splits)
+        if has_drafts:
+            size = min(_power_of_2(count), self._inputs.shape[1])
         graph = self._graphs.get((size, splits))
         if graph is None:
             graph = self._graphs[size, splits] = self._capture(size, splits)
@@ -76,4 +81,8 @@ def padded_rows(num_rows: int) -> int:
 
 def padded_splits(num_splits: int) -> int:
     """Return the smallest power of two that is at least num_splits."""
-    return 1 << max(0, num_splits - 1).bit_length()
+    return _power_of_2(num_splits)
+
+
+def _power_of_2(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
