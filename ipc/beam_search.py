@@ -77,13 +77,19 @@ def check_beam_search(params: Any) -> None:
 def _check_unused(params: Any) -> None:
     """Check that the parameters of beam search have their defaults where there is none."""
     if params.best_of not in (None, 1, params.n) or isinstance(params.best_of, bool):  # the n best of n are all
-        raise InvalidRequestError(f"best_of={params.best_of!r} is the number of beams of use_beam_search: {_CHOICES}")
+        raise InvalidRequestError(
+            f"best_of={params.best_of!r} is the number of beams, for use_beam_search; without one, {_CHOICES}"
+        )
     params.best_of = None
     if params.length_penalty != 1.0 or isinstance(params.length_penalty, bool):
-        raise InvalidRequestError(f"length_penalty={params.length_penalty!r} is for use_beam_search: {_CHOICES}")
+        raise InvalidRequestError(
+            f"length_penalty={params.length_penalty!r} is for use_beam_search; without one, {_CHOICES}"
+        )
     params.length_penalty = 1.0
     if params.early_stopping is not False:
-        raise InvalidRequestError(f"early_stopping={params.early_stopping!r} is for use_beam_search: {_CHOICES}")
+        raise InvalidRequestError(
+            f"early_stopping={params.early_stopping!r} is for use_beam_search; without one, {_CHOICES}"
+        )
 
 
 class BeamSearchParams(NamedTuple):

@@ -1,7 +1,34 @@
 """Hints for flags and commands of other engines: what they are called here, or that they do not exist."""
 
-#: Flag of llama.cpp, Ollama or vLLM -> what to do instead.
+_NGRAM = """it is --speculative-config '{"method": "ngram"}', or another method of docs/speculation.md"""
+_DRAFT_MODEL = """it is --speculative-config '{"method": "draft_model", "model": "PATH"}'"""
+_NUM_DRAFTS = "it is num_speculative_tokens in --speculative-config"
+_GUIDED = "engine-core generate has --json-schema, --regex, --choice and --grammar"
+
+#: Flag of llama.cpp, Ollama, SGLang or vLLM -> what to do instead.
 FLAGS: dict[str, str] = {
+    "--spec-type": _NGRAM,
+    "--speculative-algorithm": _NGRAM,
+    "--speculative-model": _DRAFT_MODEL,
+    "--speculative-draft-model-path": _DRAFT_MODEL,
+    "--model-draft": _DRAFT_MODEL,
+    "-md": _DRAFT_MODEL,
+    "--num-speculative-tokens": _NUM_DRAFTS,
+    "--speculative-num-draft-tokens": _NUM_DRAFTS,
+    "--draft": _NUM_DRAFTS,
+    "--draft-n": _NUM_DRAFTS,
+    "--draft-max": _NUM_DRAFTS,
+    "--spec-draft-n-max": _NUM_DRAFTS,
+    "--guided-json": _GUIDED,
+    "--guided-regex": _GUIDED,
+    "--guided-choice": _GUIDED,
+    "--guided-grammar": _GUIDED,
+    "--response-format": "engine-core generate has --json-object and --json-schema",
+    "-j": "engine-core generate has --json-schema",
+    "-jf": "engine-core generate has --json-schema @FILE",
+    "--json-schema-file": "engine-core generate has --json-schema @FILE",
+    "--grammar-file": "engine-core generate has --grammar @FILE",
+    "--num-beams": "engine-core generate has --use-beam-search --beam-width",
     "-n": "the number of tokens is --max-tokens",
     "--n-predict": "the number of tokens is --max-tokens",
     "--predict": "the number of tokens is --max-tokens",

@@ -50,7 +50,10 @@ def test_candidates_suffice_where_all_beams_end() -> None:
         ({"logprobs": -1}, "logprobs=-1 and use_beam_search exclude each other: each beam would keep"),
         ({"max_tokens": 65_536}, "max_tokens of a beam search is at most 65535"),
         ({"use_beam_search": 1}, "use_beam_search must be True or False"),
-        ({"use_beam_search": False, "best_of": 3}, "best_of=3 is the number of beams of use_beam_search: sample n"),
+        (
+            {"use_beam_search": False, "best_of": 3},
+            "best_of=3 is the number of beams, for use_beam_search; without one, sample n",
+        ),
         ({"use_beam_search": False, "length_penalty": 0.5}, "length_penalty=0.5 is for use_beam_search"),
         ({"use_beam_search": False, "early_stopping": True}, "early_stopping=True is for use_beam_search"),
     ],

@@ -36,7 +36,7 @@ def test_a_beam_search_takes_no_defaults_of_draws() -> None:
 
 
 def test_flags_of_a_search_without_one_are_refused_by_name() -> None:
-    with pytest.raises(InvalidRequestError, match="best_of=6 is the number of beams of use_beam_search"):
+    with pytest.raises(InvalidRequestError, match="best_of=6 is the number of beams, for use_beam_search"):
         read("--best-of", "6")
     with pytest.raises(InvalidRequestError, match="early_stopping=True is for use_beam_search"):
         read("--early-stopping", "true")
