@@ -83,6 +83,11 @@ class Admission:
             )
         return None
 
+    def blocks_to_start(self, request: Request) -> int:
+        """Return how many blocks a request needs to start with, at most: those that it holds, and its reserve."""
+        is_reserved = self._reserves_all or request.num_preemptions
+        return ceil_div(request.max_computed_tokens if is_reserved else len(request.token_ids), self._block_size)
+
     def room(self) -> "_Room":
         """Return what is left between two steps, for appraise()."""
         return _Room(self._batch, 0)

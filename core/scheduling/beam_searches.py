@@ -24,8 +24,8 @@ from ipc.beam_search import MAX_BEAM_TOKENS
 from ipc.messages import FinishReason
 from ipc.rounding import ceil_div
 
-#: Steps that rows of a group wait for one that may start and cannot, while no row of it computes anything, before the
-#: group gives up its rows.
+#: Steps in which no row of the batch computes anything, since rows of a group wait for one that may start and cannot,
+#: before the group gives up its rows. While others compute they come to their ends, and then there is room.
 _PATIENCE = 8
 
 
@@ -37,7 +37,6 @@ class _Group:
         self.search = search
         self.candidates: dict[int, Candidates] = {}  # by choice
         self.is_broken = False
-        self.num_computed = 0  # tokens of all rows together, before the last step
         self.num_idle_steps = 0
 
 
@@ -59,6 +58,7 @@ class BeamSearches:
         self._watermark = num_watermark_blocks
         self._ends, self._outputs, self._stats, self._eos = ends, outputs, stats, eos_token_ids
         self._groups: dict[tuple[int, int], _Group] = {}
+        self._num_scheduled = 0  # tokens of all steps before the last one
         batch.on_release.append(self._on_release)
 
     def __len__(self) -> int:
@@ -92,6 +92,8 @@ class BeamSearches:
 
     def mend(self, draft: Draft) -> None:
         """Before a step is filled: let groups that have lost a row wait, and end those that have lost a beam."""
+        before, self._num_scheduled = self._num_scheduled, self._stats.num_scheduled_tokens
+        is_idle = self._num_scheduled == before  # the last step
         for key, group in list(self._groups.items()):
             if any(beam.is_finished for beam in group.beams):
                 del self._groups[key]
@@ -99,9 +101,7 @@ class BeamSearches:
                 continue
             has_begun = any(beam.has_started for beam in group.beams)
             waits = any(beam.row == NO_ROW and not beam.follows for beam in group.beams)
-            before, group.num_computed = group.num_computed, self._num_computed(group)
-            is_idle = waits and group.candidates and group.num_computed == before
-            group.num_idle_steps = group.num_idle_steps + 1 if is_idle else 0
+            group.num_idle_steps = group.num_idle_steps + 1 if waits and group.candidates and is_idle else 0
             if group.is_broken or group.num_idle_steps > _PATIENCE:
                 self._break(group, draft)
             for beam in group.beams:
@@ -186,10 +186,6 @@ class BeamSearches:
             np.array([one.stop_token is not None for one in results]),
             counts,
         )
-
-    def _num_computed(self, group: _Group) -> int:
-        computed = self._batch.table.num_computed_tokens
-        return sum(int(computed[beam.row]) for beam in group.beams if beam.row != NO_ROW)
 
     def _break(self, group: _Group, draft: Draft) -> None:
         """Let all rows of a group wait: one is to compute the prompt, and the others follow it."""

@@ -3,37 +3,41 @@
 from core.batch.batch import Batch
 from core.batch.request import NO_ROW, Request
 from core.batch.table import RequestStart
+from core.scheduling.admission import Admission
 from core.scheduling.decisions import Examined, Verdict
 from core.scheduling.draft import Draft
 
 
 class GroupRows:
-    """A Limit of max_num_seqs rows, of which those that a running group still lacks are kept free for it.
+    """A Limit of max_num_seqs rows and of blocks, of which those that running groups still lack are kept for them.
 
-    A group's first row starts where rows for all of the group are free, and a block for each of them.
+    A group's first row starts where the rows of all of the group are free, and the blocks with which they start. Else
+    groups could hold what the others lack, and none would ever have all of its rows.
     """
 
-    def __init__(self, batch: Batch, max_num_seqs: int) -> None:
-        self._batch = batch
+    def __init__(self, batch: Batch, admission: Admission, max_num_seqs: int) -> None:
+        self._batch, self._admission = batch, admission
         self._max_num_seqs = max_num_seqs
+        self._left = 0  # blocks that the step being planned may still give to starts
         self._groups: list[list[Request]] = []  # of which a row runs or starts
         self._draft: Draft | None = None  # the step that is being planned
         self._starting: list[Request] = []  # in that step
 
     def lacks(self, start: RequestStart, draft: Draft) -> Examined | None:
-        """Return NO_ROW where the free rows are promised to groups, or too few for this one; NO_BLOCKS for blocks."""
+        """Return NO_ROW where the free rows are kept for groups, or too few for this one; NO_BLOCKS for blocks."""
         self._begin(draft)
         request = start.request
         is_group = request.searches
         if is_group and any(request.choices is group for group in self._groups):
             return None
         needed = len(request.choices) if is_group else 1
-        free = self._max_num_seqs - len(self._batch) - len(self._starting) - self._num_promised()
+        lacking = [one for group in self._groups for one in group if one.row == NO_ROW and one not in self._starting]
+        free = self._max_num_seqs - len(self._batch) - len(self._starting) - len(lacking)
         if free < needed:
             return Examined(request, Verdict.NO_ROW, needed, max(0, free))
-        if is_group and len(self._batch):
-            blocks = start.num_lacking + (needed - 1) * self._batch.blocks_of_a_block
-            left = self._batch.pool.num_free - self._batch.num_promised_blocks()
+        if (is_group or lacking) and (len(self._batch) or self._starting):
+            others = [one for one in request.choices if one is not request] if is_group else []
+            blocks, left = start.num_lacking + self._blocks_of(others), self._left - self._blocks_of(lacking)
             if left < blocks:
                 return Examined(request, Verdict.NO_BLOCKS, blocks, max(0, left))
         return None
@@ -43,6 +47,7 @@ class GroupRows:
         self._begin(draft)
         request = start.request
         self._starting.append(request)
+        self._left -= start.num_lacking
         if request.searches and not any(request.choices is group for group in self._groups):
             self._groups.append(request.choices)
 
@@ -53,7 +58,12 @@ class GroupRows:
         if self._draft is not draft:
             self._draft, self._starting = draft, []
             self._groups = [group for group in self._groups if any(one.row != NO_ROW for one in group)]
+            promised = self._batch.num_promised_blocks() + self._admission.num_watermark_blocks
+            self._left = self._batch.pool.num_free - promised
 
-    def _num_promised(self) -> int:
-        """Return how many rows the groups lack."""
-        return sum(one.row == NO_ROW and one not in self._starting for group in self._groups for one in group)
+    def _blocks_of(self, beams: list[Request]) -> int:
+        """Return the most blocks with which these beams start, each as a fork of another one with its prompt."""
+        own = [
+            self._admission.blocks_to_start(beam) - self._batch.forks.num_sure(beam.num_prompt_tokens) for beam in beams
+        ]
+        return sum(own) * self._batch.blocks_of_a_block

@@ -121,7 +121,7 @@ class Scheduler:
 
     def _enter_search(self, requests: list[Request]) -> None:
         if self._group_rows is None:
-            self._group_rows = GroupRows(self.batch, self.max_num_seqs)
+            self._group_rows = GroupRows(self.batch, self.admission, self.max_num_seqs)
             self.admission.add_limit(self._group_rows)
         self.beams.enter(requests)
 

@@ -207,6 +207,25 @@ def test_beams_that_compute_for_many_steps_are_not_given_up_meanwhile() -> None:
     check(core, message)
 
 
+@pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
+@pytest.mark.parametrize(
+    ("options", "length"),
+    [
+        ({"num_blocks": 7, "block_size": 32}, 5),  # six blocks: one for each first beam, and none for the others
+        ({"budget": 4}, 40),  # ten steps for each prompt, in which no other beam starts
+        ({"budget": 4, "num_blocks": 100, "block_size": 1}, 40),
+    ],
+    ids=str,
+)
+def test_searches_do_not_give_way_to_one_another_for_ever(options: dict[str, Any], length: int, policy: str) -> None:
+    messages = [search(8 * n, [n + 3] * length, 10, 2, 3, length_penalty=2.0) for n in range(6)]
+    core = driver(prefix_caching=False, scheduling_policy=policy, max_num_seqs=24, **options)
+    core.step([(0, message) for message in messages])
+    core.drain(limit=600)
+    for message in messages:
+        check(core, message)
+
+
 def test_a_deadline_fails_the_whole_search_once() -> None:
     core = driver()
     core.step([(0, search(1, [5] * 9, 20, 2, 4, deadline_ms=1))])
