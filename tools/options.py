@@ -52,7 +52,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return parsed
 
     def _refuse_abbreviations(self, words: Sequence[str]) -> None:
-        """Refuse -n where only -np exists: argparse takes it for that, whatever allow_abbrev says; and -md beside -m."""
+        """Refuse -n where only -np exists, and -md: argparse takes them for -np and -m, in spite of allow_abbrev."""
         known = {flag for action in self._actions for flag in action.option_strings}
         for word in words[: words.index("--")] if "--" in words else words:
             if _SHORT.fullmatch(word) and word not in known and (word[:2] not in known or word in FLAGS):

@@ -6,14 +6,18 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from core.capture.file import CaptureFile
 from core.capture.records import Step, decode_record
+from frontend.client.client import EngineClient
+from frontend.client.transport import ZmqTransport
 from frontend.engine.process import EngineProcess
 from ipc.config import EngineConfig
 from ipc.messages import AddRequest
+from ipc.sampling_params import SamplingParams
 from tests.captures import (
     CONFIG,
     NUM_REQUESTS,
@@ -95,6 +99,23 @@ def test_live(captures: dict[str, Path], server: str, timing: list[str], capfd: 
     assert report["lateness_ms"]["count"] == NUM_REQUESTS
     span = 0.0 if timing == ["--asap"] else last_arrival(captures["fake"]) / report["speed"]
     assert report["seconds"] >= span - 0.001
+
+
+def test_live_compares_all_choices_and_the_beams_of_a_search(
+    server: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path, kinds = tmp_path / "run.cap", ({"n": 3}, {"n": 2, "best_of": 3, "use_beam_search": True, "temperature": 0})
+    with EngineProcess(msgspec.structs.replace(CONFIG, capture=str(path))) as engine:
+        client = EngineClient(ZmqTransport(engine.address))
+        for seed, options in enumerate(kinds):
+            params = SamplingParams(max_tokens=9, ignore_eos=True, **options)  # type: ignore[arg-type]
+            number = client.submit([3, 4, 5], params, seed=seed)
+            while not all(client.read(number, 0, choice).finish for choice in range(params.n)):
+                client.wait(np.array([number]), 10)
+        client.close()
+    status, report = replay(capfd, path, "--mode", "live", "--connect", server, "--asap")
+    assert (status, report["differences"], report["failures"]) == (0, [], [])
+    assert (report["num_requests"], report["num_tokens"]) == (2, 5 * 9)
 
 
 def last_arrival(path: Path) -> float:

@@ -29,6 +29,7 @@ class TokenDifference(msgspec.Struct, frozen=True):
     position: int
     expected: int | None
     got: int | None
+    choice: int = 0
 
 
 class Failure(msgspec.Struct, frozen=True):
@@ -59,11 +60,21 @@ class LiveReport(msgspec.Struct, frozen=True):
 class _Sent(msgspec.Struct):
     trace: Trace
     late: float  # seconds
-    progress: Progress  # its token_ids are only the latest
+    progress: list[Progress]  # of each choice; their token_ids are only the latest
     sent: float  # monotonic seconds
-    tokens: list[int] = []
+    tokens: list[list[int]]  # by choice
     abort_at: float | None = None  # monotonic seconds; for a request that was aborted before its first token
     is_aborted: bool = False
+
+    @property
+    def error(self) -> EngineCoreError | None:
+        """Return why the request has failed."""
+        return self.progress[0].error
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether nothing more will come."""
+        return self.error is not None or all(one.finish for one in self.progress)
 
 
 def run_live(file: CaptureFile, address: str, speed: float | None) -> LiveReport:
@@ -86,15 +97,15 @@ def run_live(file: CaptureFile, address: str, speed: float | None) -> LiveReport
         speed=speed,
         num_requests=len(traces),
         num_aborted=sum(one.is_aborted for one in sent),
-        num_tokens=sum(min(len(one.trace.tokens), len(one.tokens)) for one in sent),
+        num_tokens=sum(min(len(a), len(b)) for one in sent for a, b in zip(one.trace.tokens, one.tokens, strict=True)),
         recorded=latencies([_recorded_times(trace) for trace in traces]),
         replayed=latencies([_replayed_times(one) for one in sent]),
         lateness_ms=summarize([one.late for one in sent]),
-        differences=[found for one in sent if (found := _difference(one)) is not None],
+        differences=[found for one in sent for found in _differences(one)],
         failures=[
-            Failure(one.trace.client, one.trace.message.number, str(one.progress.error))
+            Failure(one.trace.client, one.trace.message.number, str(one.error))
             for one in sent
-            if one.progress.error is not None and one.trace.end is not End.FAILED
+            if one.error is not None and one.trace.end is not End.FAILED
         ],
         seconds=round(seconds, 3),
     )
@@ -145,7 +156,7 @@ class _Player:
         if message.features:
             raise CaptureFileError("the capture has requests with images or prompt_embeds, whose content is not in it")
         sent = time.monotonic()
-        one = _Sent(trace, sent - due, _NOTHING, sent)
+        one = _Sent(trace, sent - due, [_NOTHING] * message.params.n, sent, [[] for _ in range(message.params.n)])
         self._sent.append(one)
         try:
             number = self._client.submit(
@@ -154,26 +165,30 @@ class _Player:
                 seed=message.seed,
                 priority=message.priority,
                 cache_salt=message.cache_salt,
+                tenant=message.tenant,
+                adapter=message.adapter,
                 deadline_ms=message.deadline_ms,
                 streaming=True,
             )
         except EngineCoreError as error:
             self._client.raise_if_ended()
-            one.progress = _NOTHING._replace(error=error)
+            one.progress[0] = _NOTHING._replace(error=error)
             return
-        if trace.end in (End.ABORTED, End.OPEN) and not trace.tokens and trace.end_time is not None:
+        if trace.end in (End.ABORTED, End.OPEN) and not trace.num_tokens and trace.end_time is not None:
             one.abort_at = sent + (trace.end_time - trace.arrival) * self._scale
         self._live[number] = one
 
     def _look(self, number: int) -> None:
         one = self._live[number]
-        one.progress = self._client.read(number, len(one.tokens))
-        one.tokens += one.progress.token_ids.tolist()
-        gave_up = one.trace.end in (End.ABORTED, End.OPEN) and bool(one.trace.tokens)
-        if one.progress.finish or one.progress.error is not None:
+        for choice, tokens in enumerate(one.tokens):
+            one.progress[choice] = self._client.read(number, len(tokens), choice)
+            tokens += one.progress[choice].token_ids.tolist()
+        gave_up = one.trace.end in (End.ABORTED, End.OPEN) and one.trace.num_tokens > 0
+        has_all = all(len(got) >= len(wanted) for got, wanted in zip(one.tokens, one.trace.tokens, strict=True))
+        if one.has_ended:
             del self._live[number]
             self._client.discard([number])
-        elif gave_up and not one.is_aborted and len(one.tokens) >= len(one.trace.tokens):
+        elif gave_up and not one.is_aborted and has_all:
             one.is_aborted = True
             self._client.abort([number])
 
@@ -188,17 +203,18 @@ class _Player:
 _NOTHING = Progress(np.zeros(0, np.int32), FinishReason.NONE, None, 0, 0.0, 0.0, 0.0, 0.0, None)
 
 
-def _difference(one: _Sent) -> TokenDifference | None:
-    """Compare a finished request to its end, any other as far as both go."""
-    expected, got = one.trace.tokens, one.tokens
-    if one.progress.error is not None:
-        return None
-    length = min(len(expected), len(got))
-    at = next((place for place in range(length) if expected[place] != got[place]), length)
-    if at == length and (len(expected) == len(got) or one.trace.end is not End.FINISHED):
-        return None
-    number = one.trace.message.number
-    return TokenDifference(one.trace.client, number, at, _at(expected, at), _at(got, at))
+def _differences(one: _Sent) -> list[TokenDifference]:
+    """Compare the choices of a finished request to their ends, those of any other as far as both go."""
+    if one.error is not None:
+        return []
+    found, message = [], one.trace.message
+    for choice, (expected, got) in enumerate(zip(one.trace.tokens, one.tokens, strict=True)):
+        length = min(len(expected), len(got))
+        at = next((place for place in range(length) if expected[place] != got[place]), length)
+        if at < length or (len(expected) != len(got) and one.trace.end is End.FINISHED):
+            tokens = _at(expected, at), _at(got, at)
+            found.append(TokenDifference(one.trace.client, message.number, at, *tokens, choice))
+    return found
 
 
 def _at(tokens: Sequence[int], place: int) -> int | None:
@@ -207,18 +223,18 @@ def _at(tokens: Sequence[int], place: int) -> int | None:
 
 def _recorded_times(trace: Trace) -> Times:
     end = trace.end_time if trace.end is End.FINISHED else None
-    return Times(trace.arrival, trace.first_token, trace.last_token, end, len(trace.tokens))
+    return Times(trace.arrival, trace.first_token, trace.last_token, end, trace.num_tokens)
 
 
 def _replayed_times(one: _Sent) -> Times:
-    progress = one.progress
-    is_whole = progress.finish in (FinishReason.STOP, FinishReason.LENGTH) and one.trace.end is End.FINISHED
+    begun = [progress for progress in one.progress if progress.first_token_time]
+    is_whole = one.has_ended and one.error is None and not one.is_aborted and one.trace.end is End.FINISHED
     return Times(
         one.sent,
-        progress.first_token_time or None,
-        progress.last_token_time or None,
-        progress.finished_time if is_whole else None,
-        len(one.tokens),
+        min((progress.first_token_time for progress in begun), default=None),
+        max((progress.last_token_time for progress in begun), default=None),
+        max(progress.finished_time for progress in one.progress) if is_whole else None,
+        sum(map(len, one.tokens)),
     )
 
 
@@ -237,7 +253,8 @@ def print_live(report: LiveReport) -> None:
         print(f"client {failure.client} request {failure.request} failed: {failure.error}")
     for found in report.differences[:_MAX_SHOWN]:
         print(
-            f"client {found.client} request {found.request}, position {found.position}: expected token "
+            f"client {found.client} request {found.request}{f'.{found.choice}' if found.choice else ''}, position "
+            f"{found.position}: expected token "
             f"{found.expected}, got {found.got}"
         )
     print(f"{len(report.differences)} differences, {len(report.failures)} failures")

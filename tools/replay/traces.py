@@ -31,11 +31,17 @@ class Trace(msgspec.Struct):
     client: int
     message: AddRequest
     arrival: float  # begin of the step that received it
-    tokens: list[int]  # including those in AddRequest.delivered
+    tokens: list[list[int]]  # by choice, including those in AddRequest.delivered
     first_token: float | None = None
     last_token: float | None = None
     end: End = End.OPEN
     end_time: float | None = None  # of an open request: the end of the capture
+    finishes: list[FinishReason] = []  # of the choices that have ended
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens of all choices."""
+        return sum(map(len, self.tokens))
 
 
 def read_traces(file: CaptureFile) -> list[Trace]:
@@ -67,8 +73,8 @@ class _Collector:
         begin = (turn.step.now_ns - self._begin_ns) * NS
         for client, message in turn.inbox:
             if isinstance(message, AddRequest) and (client, message.number) not in self._live:
-                delivered = unpack(message.delivered[0]) if message.delivered else []
-                trace = Trace(client, message, begin, delivered)
+                delivered = message.delivered or [b""] * message.params.n
+                trace = Trace(client, message, begin, [unpack(tokens) for tokens in delivered])
                 self._live[client, message.number] = trace
                 self.traces.append(trace)
             elif isinstance(message, Goodbye):
@@ -91,13 +97,22 @@ class _Collector:
             if trace is None:
                 continue
             if row.tokens:
-                trace.tokens += row.tokens
+                trace.tokens[row.choice] += row.tokens
                 trace.first_token = now if trace.first_token is None else trace.first_token
                 trace.last_token = now
             if row.finish:
-                self._end((client, row.number), End.ABORTED if row.finish == FinishReason.ABORT else End.FINISHED, now)
+                trace.finishes.append(row.finish)
+            if len(trace.finishes) == trace.message.params.n:
+                self._end((client, row.number), _end_of(trace), now)
 
     def _end(self, key: tuple[int, int], end: End, now: float) -> None:
         trace = self._live.pop(key, None)
         if trace is not None:
             trace.end, trace.end_time = end, now
+
+
+def _end_of(trace: Trace) -> End:
+    """Return how a request ended whose choices have all ended. A beam search may have fewer sequences than choices."""
+    aborted = [finish == FinishReason.ABORT for finish in trace.finishes]
+    is_aborted = all(aborted) if trace.message.params.use_beam_search else any(aborted)
+    return End.ABORTED if is_aborted else End.FINISHED
