@@ -18,9 +18,11 @@ def _scores_of(values, SIGMOID: tl.constexpr):
     """Return the scores of logits [G, S], of which those of no expert are minus infinity."""
     if SIGMOID:
         small = tl.exp(-tl.abs(values))  # never overflows
-        return tl.where(values < 0, small, 1.0) / (1.0 + small)
-    powers = tl.exp(values - tl.max(tl.max(values, 1), 0))
-    return powers / tl.sum(tl.sum(powers, 1), 0)
+        scores = tl.where(values < 0, small, 1.0) / (1.0 + small)
+    else:
+        powers = tl.exp(values - tl.max(tl.max(values, 1), 0))
+        scores = powers / tl.sum(tl.sum(powers, 1), 0)
+    return scores
 
 
 @triton.jit

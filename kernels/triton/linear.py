@@ -51,7 +51,7 @@ class DeviceRouter:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Compute x [T, in] -> [T, out] float32."""
-        if x.is_cuda:
+        if x.is_cuda and x.dtype != torch.float32:
             y = torch.mm(x, self._weight.T, out_dtype=torch.float32)
         else:  # torch has that product on CUDA only
             y = linear(x.float(), self._weight.float())

@@ -21,33 +21,32 @@ from kernels.triton.expert_products import (
 HALF, FLOAT, INT = "*bf16", "*fp32", "*i32"
 PAIRS = {"order": INT, "bounds": INT}
 
+_CHOICE: tuple[Any, dict[str, str]] = (
+    choose_experts._choose,
+    {
+        "logits": FLOAT,
+        "correction": FLOAT,
+        "experts": INT,
+        "weights": FLOAT,
+        "order": INT,
+        "tiles": INT,
+        "scaling": "fp32",
+        "added_to_sum": "fp32",
+    },
+)
+_OF_ALL = {"EXPERTS": 128, "COLUMNS": 128, "NUM_CHOSEN": 8, "SIGMOID": False, "NORMALISES": False, "CORRECTS": False}
+_OF_GROUPS = {"EXPERTS": 160, "COLUMNS": 161, "NUM_CHOSEN": 6, "SIGMOID": True, "NORMALISES": True, "CORRECTS": True}
+
 #: Those that choose experts and sum their results up.
 ROUTING: tuple[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]], ...] = (
     (
-        choose_experts._choose,
-        {
-            "logits": FLOAT,
-            "correction": FLOAT,
-            "experts": INT,
-            "weights": FLOAT,
-            "order": INT,
-            "tiles": INT,
-            "scaling": "fp32",
-            "added_to_sum": "fp32",
-        },
-        {
-            "EXPERTS": 160,
-            "COLUMNS": 161,
-            "NUM_CHOSEN": 6,
-            "SIGMOID": True,
-            "NORMALISES": True,
-            "CORRECTS": True,
-            "GROUPS": 8,
-            "CHOSEN_GROUPS": 3,
-            "BEST": 2,
-            "BLOCK_G": 8,
-            "BLOCK_S": 32,
-        },
+        *_CHOICE,
+        _OF_ALL | {"GROUPS": 1, "CHOSEN_GROUPS": 1, "BEST": 1, "BLOCK_G": 1, "BLOCK_S": 128},
+        {"num_warps": 1},
+    ),
+    (
+        *_CHOICE,
+        _OF_GROUPS | {"GROUPS": 8, "CHOSEN_GROUPS": 3, "BEST": 2, "BLOCK_G": 8, "BLOCK_S": 32},
         {"num_warps": 1},
     ),
     (
