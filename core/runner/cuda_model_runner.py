@@ -19,7 +19,7 @@ from core.runner.device_tables import DeviceTables
 from core.runner.host_rows import HostRows
 from core.runner.model_runner import ModelRunner
 from core.runner.preemption_costs import NUM_TOKENS, measure_costs
-from core.runner.step_columns import StepColumns, draft_columns, step_columns
+from core.runner.step_columns import StepColumns, draft_columns, step_columns, trial_columns
 from core.runner.step_durations import Clock, measure_steps, trial_sampling, trial_sizes
 from core.sampling.candidates import gather_candidates
 from core.sampling.logit_edits import apply_edits
@@ -134,13 +134,11 @@ class CudaModelRunner(ModelRunner):
 
     def _run_trial(self, num_tokens: int, num_steps: int = 1) -> None:
         """Run steps of so many tokens of row 0, and wait for the last one's."""
-        rows, at, each = np.zeros(num_tokens, np.int64), np.arange(num_tokens), np.ones(num_tokens, np.int64)
-        all_at_once = np.array([num_tokens])
-        pieces = (each, at + 1) if num_tokens <= self._most_alone else (all_at_once, all_at_once)
+        columns = trial_columns(num_tokens, self._most_alone, self._group_size)
         for _ in range(num_steps):
-            hidden, logits_rows = self._launch(StepColumns(all_at_once, all_at_once, rows, at, rows, at, pieces))
-            drawn = self._draw(self._llama.logits(hidden, logits_rows), trial_sampling(num_tokens), rows, at + 1)
-            self._receive(drawn)
+            hidden, logits_rows = self._launch(columns)
+            logits, inputs = self._llama.logits(hidden, logits_rows), trial_sampling(num_tokens)
+            self._receive(self._draw(logits, inputs, columns.rows, columns.positions + 1))
         self._wait()
 
     @property
@@ -213,7 +211,7 @@ class CudaModelRunner(ModelRunner):
         ends = self.table.num_computed_tokens[plan.rows]
         if not len(plan.num_draft_tokens):
             return step_columns(plan.rows, plan.num_scheduled_tokens, ends, in_plan)
-        columns = draft_columns(plan, ends, in_plan, self._most_alone)
+        columns = draft_columns(plan, ends, in_plan, self._most_alone, self._group_size)
         drafted = np.flatnonzero(plan.num_draft_tokens)
         rows, counts = plan.rows[drafted].astype(np.int64), plan.num_draft_tokens[drafted].astype(np.int64)
         self.table.write_drafts(rows, plan.draft_token_ids, counts)
@@ -224,24 +222,33 @@ class CudaModelRunner(ModelRunner):
     def _launch(self, columns: StepColumns) -> tuple[torch.Tensor, torch.Tensor]:
         """Launch the model over a step; return the hidden states, and the indices of the tokens that sample."""
         work = work_columns(*columns.pieces, self._group_size)
-        sent = self._tables.send_columns((columns.rows, columns.positions, *work[:3], columns.logits_tokens))
-        rows, positions, alone, tiles, counts, logits_rows = sent
+        sent = self._tables.send_columns(
+            (columns.rows, columns.positions, *work[:3], columns.logits_tokens, *columns.shared)
+        )
+        rows, positions, alone, tiles, counts, logits_rows, *shared = sent
         if self._graphs is not None and len(alone) == len(rows) and self._graphs.fits(len(rows)):
-            hidden = self._graphs(rows, positions, work.num_splits, has_drafts=columns.offsets is not None)
+            hidden = self._graphs(rows, positions, work.num_splits, *shared)
         else:
-            blocks = self._tables.blocks
-            hidden = self._forward(TritonWork(rows, positions, blocks, alone, tiles, counts, work.num_splits))
+            blocks, splits = self._tables.blocks, work.num_splits
+            hidden = self._forward(TritonWork(rows, positions, blocks, alone, tiles, counts, splits, None, *shared))
         return hidden, logits_rows
 
-    def _decode(self, rows: torch.Tensor, positions: torch.Tensor, num_splits: int, hidden: torch.Tensor) -> None:
+    def _decode(
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        shared: torch.Tensor | None,
+        num_splits: int,
+        hidden: torch.Tensor,
+    ) -> None:
         """Compute a token of each of these rows [B] at these positions [B]; write hidden [B, hidden].
 
-        A row may have several, at positions that follow one another. -1 is padding. Everything is on the device, so
-        that a CUDA graph can capture it.
+        A row may have several, at positions that follow one another; shared: see TritonWork. -1 is padding. Everything
+        is on the device, so that a CUDA graph can capture it.
         """
         alone = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
         none, blocks = self._nothing, self._tables.blocks
-        hidden.copy_(self._forward(TritonWork(rows, positions, blocks, alone, none, none, num_splits)))
+        hidden.copy_(self._forward(TritonWork(rows, positions, blocks, alone, none, none, num_splits, None, shared)))
 
     def _forward(self, work: TritonWork) -> torch.Tensor:
         """Return the hidden states [T, hidden].

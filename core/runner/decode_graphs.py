@@ -9,9 +9,10 @@ from ipc.rounding import round_up
 #: Rows of the largest graph. Larger batches are launched kernel by kernel: launching takes less time than they run.
 MAX_ROWS = 512
 
-#: The function that a graph captures: (rows [B], positions [B], num_splits, hidden [B, width]); it writes hidden. All
-#: tensors are on the device, rows and positions int32. Entries of -1 are padding: they change no table and no cache.
-Decode = Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], None]
+#: The function that a graph captures: (rows [B], positions [B], shared [B] or None, num_splits, hidden [B, width]); it
+#: writes hidden. All tensors are on the device, and those of inputs int32. Rows and positions of -1 are padding: they
+#: change no table and no cache. shared: see TritonWork; 1 for padding.
+Decode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int, torch.Tensor], None]
 
 
 class DecodeGraphs:
@@ -28,9 +29,9 @@ class DecodeGraphs:
         decode: see Decode. num_rows: the maximum number of rows of a batch. width: length of a hidden state.
         """
         self._decode = decode
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
-        size = padded_rows(max(8, min(num_rows, MAX_ROWS)))  # at least 8: both rows of inputs begin at 16 bytes
-        self._inputs = torch.full((2, size), -1, dtype=torch.int32, device=device)
+        self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
+        size = padded_rows(max(8, min(num_rows, MAX_ROWS)))  # at least 8: all rows of inputs begin at 16 bytes
+        self._inputs = torch.full((3, size), -1, dtype=torch.int32, device=device)
         self._hidden = torch.empty((size, width), dtype=torch.float32, device=device)
         self._pool = torch.cuda.graph_pool_handle()
         # One stream for all captures: cuBLAS keeps a workspace for each stream that it has seen.
@@ -42,28 +43,31 @@ class DecodeGraphs:
         return num_rows <= MAX_ROWS
 
     def __call__(
-        self, rows: torch.Tensor, positions: torch.Tensor, num_splits: int, *, has_drafts: bool = False
+        self, rows: torch.Tensor, positions: torch.Tensor, num_splits: int, shared: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the hidden states [n, width] of these rows [n] at these positions [n].
 
-        The next call overwrites the result. has_drafts: the number of rows will be another in the next step. So that
-        few graphs serve them all, it is rounded up to a power of two.
+        The next call overwrites the result. shared [n]: of a step with drafts. The next one will have another number of
+        tokens. So that few graphs serve them all, it is rounded up to a power of two.
         """
-        count = len(rows)
-        size, splits = padded_rows(count), padded_splits(num_splits)
-        if has_drafts:
-            size = min(_power_of_2(count), self._inputs.shape[1])
-        graph = self._graphs.get((size, splits))
+        count, splits = len(rows), padded_splits(num_splits)
+        size = padded_rows(count) if shared is None else min(_power_of_2(count), self._inputs.shape[1])
+        graph = self._graphs.get((size, splits, shared is not None))
         if graph is None:
-            graph = self._graphs[size, splits] = self._capture(size, splits)
+            graph = self._graphs[size, splits, shared is not None] = self._capture(size, splits, shared is not None)
         self._inputs[0, :count], self._inputs[1, :count] = rows, positions
-        self._inputs[:, count:size] = -1
+        self._inputs[:2, count:size] = -1
+        if shared is not None:
+            self._inputs[2, :count] = shared
+            self._inputs[2, count:size] = 1
         graph.replay()
         return self._hidden[:count]
 
-    def _capture(self, num_rows: int, num_splits: int) -> torch.cuda.CUDAGraph:
-        self._inputs.fill_(-1)
-        arguments = self._inputs[0, :num_rows], self._inputs[1, :num_rows], num_splits, self._hidden[:num_rows]
+    def _capture(self, num_rows: int, num_splits: int, shares: bool) -> torch.cuda.CUDAGraph:
+        self._inputs[:2] = -1
+        self._inputs[2] = 1
+        rows, positions, shared = (each[:num_rows] for each in self._inputs)
+        arguments = rows, positions, shared if shares else None, num_splits, self._hidden[:num_rows]
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._decode(*arguments)  # compiles kernels and makes handles, which a capture must not do

@@ -7,6 +7,7 @@ import numpy as np
 from core.execution.plan import SchedulerOutput
 from core.runner.step_inputs import draft_samples
 from ipc.arrays import AnyInts, Int32s, Ints, Rows
+from kernels.triton.attention_work import shared_tokens
 
 
 class StepColumns(NamedTuple):
@@ -24,6 +25,9 @@ class StepColumns(NamedTuple):
     #: a row with drafts.
     pieces: tuple[AnyInts, AnyInts]
     offsets: Ints | None = None  # [S] drafts before each sample: 0, 1, ... in a row; None: no row has drafts
+    #: Pieces of one token that follow one another in a row, whose attention programs read its context together: the
+    #: column TritonWork.shared. Empty: each reads its own.
+    shared: tuple[Int32s, ...] = ()
 
 
 def step_columns(rows: Rows, counts: Int32s, ends: Ints, in_plan: Ints) -> StepColumns:
@@ -37,20 +41,32 @@ def step_columns(rows: Rows, counts: Int32s, ends: Ints, in_plan: Ints) -> StepC
     return StepColumns(counts, ends, np.repeat(rows, counts), positions, in_plan, last[in_plan], (counts, ends))
 
 
-def draft_columns(plan: SchedulerOutput, ends: Ints, in_plan: Ints, most_alone: int) -> StepColumns:
+def draft_columns(plan: SchedulerOutput, ends: Ints, in_plan: Ints, most_alone: int, group_size: int) -> StepColumns:
     """Return the columns of a step in which rows have drafts.
 
     ends [R]: tokens computed after the step, drafts left out. Each token of a row with drafts is a piece for attention,
     like the token of a row without: so it gets the bits that it would get alone, long contexts are cut into splits,
     and a CUDA graph of so many tokens serves. most_alone: but these tokens are so many at most. Where they would be
-    more, a row's tokens stay together.
+    more, a row's tokens stay together. group_size: query heads of a KV head.
     """
     num_drafts = plan.num_draft_tokens
     columns = step_columns(plan.rows, plan.num_scheduled_tokens, ends + num_drafts, in_plan)
     counts = columns.num_tokens.astype(np.int64)
     in_plan, offsets, logits_tokens = draft_samples(in_plan, num_drafts, counts.cumsum() - 1)
-    is_drafted, pieces = num_drafts > 0, columns.pieces
-    if int(counts[is_drafted | (counts == 1)].sum()) <= most_alone:
-        lengths: Ints = np.where(is_drafted, 1, counts).repeat(np.where(is_drafted, counts, 1))
-        pieces = lengths, columns.positions[lengths.cumsum() - 1] + 1
-    return columns._replace(in_plan=in_plan, logits_tokens=logits_tokens, pieces=pieces, offsets=offsets)
+    columns = columns._replace(in_plan=in_plan, logits_tokens=logits_tokens, offsets=offsets)
+    is_drafted = num_drafts > 0
+    alone = counts[is_drafted | (counts == 1)]
+    if int(alone.sum()) > most_alone:
+        return columns
+    lengths: Ints = np.where(is_drafted, 1, counts).repeat(np.where(is_drafted, counts, 1))
+    pieces = lengths, columns.positions[lengths.cumsum() - 1] + 1
+    return columns._replace(pieces=pieces, shared=(shared_tokens(alone, group_size),))
+
+
+def trial_columns(num_tokens: int, most_alone: int, group_size: int) -> StepColumns:
+    """Return the columns of a step that verifies the first tokens of row 0: the last ones are drafts of the first."""
+    rows, at, whole = np.zeros(num_tokens, np.int64), np.arange(num_tokens), np.array([num_tokens])
+    if num_tokens > most_alone:
+        return StepColumns(whole, whole, rows, at, rows, at, (whole, whole))
+    shared = (shared_tokens(whole, group_size),) if num_tokens > 1 else ()
+    return StepColumns(whole, whole, rows, at, rows, at, (np.ones(num_tokens, np.int64), at + 1), None, shared)

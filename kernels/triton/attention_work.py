@@ -31,6 +31,9 @@ class TritonWork(NamedTuple):
     tile_counts: torch.Tensor  # [m] tokens of the tile
     num_splits: int  # splits of SPLIT tokens in the longest context of decode_tokens, or more
     window: int | None = None  # tokens that a row sees, itself included; None = all before it
+    #: [n] of each of decode_tokens: how many tokens its program computes, itself and those that follow it in the same
+    #: request; 0 = an earlier one's does. None: each has a program of its own.
+    shared: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -41,6 +44,18 @@ class TritonWork(NamedTuple):
 def tile_tokens(group_size: int) -> int:
     """Return the tokens of a query tile; group_size: query heads of a KV head."""
     return max(1, PREFILL_ROWS // power_of_2(group_size))
+
+
+def decode_rows(group_size: int) -> int:
+    """Return the rows of a decode program's products, which are 16 at least."""
+    return max(16, power_of_2(group_size))
+
+
+def shared_tokens(counts: AnyInts, group_size: int) -> Int32s:
+    """Return TritonWork.shared of requests with so many decode tokens each, packed one request after the other."""
+    most, before = decode_rows(group_size) // group_size, np.repeat(np.cumsum(counts) - counts, counts)
+    place = np.arange(len(before)) - before
+    return np.where(place % most == 0, np.minimum(most, np.repeat(counts, counts) - place), 0).astype(np.int32)
 
 
 def kv_tile_tokens(head_dim: int, dtype: torch.dtype) -> int:

@@ -1,8 +1,9 @@
-"""Attention of requests with one query token, by Triton.
+"""Attention of requests with one query token, by Triton, and of those with few.
 
 One program computes SPLIT tokens of context and a KV head, all its query heads together. A merge follows in the order
-of the splits. The bounds of the splits depend on the request's own length alone, so its bits do not depend on the
-batch.
+of the splits. The bounds of the splits depend on a token's own position alone, so its bits do not depend on the batch.
+Tokens of one request that follow one another can share a program, which reads their context once: a token that another
+one does not see adds exact zeros to it.
 """
 
 import torch
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 
 from kernels.triton.attention_tile import before_tiles, fold_tile, load_queries
-from kernels.triton.attention_work import SPLIT, TritonWork, kv_tile_tokens
+from kernels.triton.attention_work import SPLIT, TritonWork, decode_rows, kv_tile_tokens
 from kernels.triton.device import INTERPRETED, power_of_2
 from kernels.triton.kv_cache import TritonKVCache
 
@@ -19,12 +20,13 @@ from kernels.triton.kv_cache import TritonKVCache
 @triton.jit(do_not_specialize=["num_splits"])
 def _decode(
     q, out, partial_sums, partial_stats, layer, rows, positions, tables, table_width, tokens, scale, soft_cap,
-    sinks, num_splits,
+    sinks, shared, num_splits,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, DIRECT: tl.constexpr,
-    WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, UPCAST: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, SHARES: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):
-    """Compute one split of one request and KV head.
+    """Compute one split of one token and KV head; where it SHARES, of as many tokens as `shared` says, or of none.
 
     DIRECT, for one split: the result goes to out. Else the sums so far go to partial_sums [n, splits, H, D] and
     partial_stats [n, splits, H, 2] (maximum, total), also from a split that sees nothing.
@@ -35,19 +37,27 @@ def _decode(
     split = tl.program_id(2)
     token = tl.load(tokens + index).to(tl.int64)
     position = tl.load(positions + token)
-    if split * SPLIT <= tl.maximum(position, 0):
+    m = tl.arange(0, BLOCK_M)
+    count = 1
+    ahead = 0  # of each row of the product: its token is so many behind the first
+    member = m
+    if SHARES:
+        count = tl.load(shared + index)
+        ahead = m // GROUP
+        member = m % GROUP
+    last = position + count - 1
+    if (split * SPLIT <= tl.maximum(last, 0)) & (count > 0):
         # Padding has row -1 and position -1: it reads no table.
         table = tables + tl.maximum(tl.load(rows + token), 0).to(tl.int64) * table_width
-        m = tl.arange(0, BLOCK_M)
-        mine = m < GROUP
-        own = tl.where(mine, position, -1)
-        row = token * HEADS + head * GROUP + m
+        mine = m < GROUP * count
+        own = tl.where(mine, position + ahead, -1)
+        row = (token + ahead) * HEADS + head * GROUP + member
         queries = load_queries(q, row, mine, HEAD_DIM, BLOCK_D)
         # The first split has the sinks, also where it sees nothing.
-        having = m < tl.where(split == 0, GROUP, 0)
-        maximum, total = before_tiles(sinks, head * GROUP + m, having, HAS_SINKS, BLOCK_M)
+        having = m < tl.where(split == 0, GROUP * count, 0)
+        maximum, total = before_tiles(sinks, head * GROUP + member, having, HAS_SINKS, BLOCK_M)
         sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        end = tl.minimum((split + 1) * SPLIT, position + 1)
+        end = tl.minimum((split + 1) * SPLIT, last + 1)
         low = split * SPLIT
         if WINDOW > 0:
             low = tl.maximum(tl.maximum(position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N, low)
@@ -62,7 +72,7 @@ def _decode(
             result = sums / tl.where(total == 0, 1.0, total)[:, None]
             tl.store(out + row[:, None] * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=inside)
         else:
-            part = (index.to(tl.int64) * num_splits + split) * HEADS + head * GROUP + m
+            part = ((index.to(tl.int64) + ahead) * num_splits + split) * HEADS + head * GROUP + member
             tl.store(partial_sums + part[:, None] * HEAD_DIM + d, sums, mask=inside)
             tl.store(partial_stats + part * 2, maximum, mask=mine)
             tl.store(partial_stats + part * 2 + 1, total, mask=mine)
@@ -118,7 +128,7 @@ def decode_attention(
 ) -> None:
     """Compute the attention of work's decode_tokens like prefill_attention: q [T, H, D] -> out [T, H, D].
 
-    Padding gets zeros.
+    Padding gets zeros. A token's bits are the same whether it shares a program or not.
     """
     count, num_heads, splits = len(work.decode_tokens), q.shape[1], max(1, work.num_splits)
     if count == 0:
@@ -139,16 +149,18 @@ def decode_attention(
         scale,
         soft_cap or 0.0,
         q if sinks is None else sinks,
+        work.decode_tokens if work.shared is None else work.shared,
         splits,
         **shape,
         KV_HEADS=kv_heads,
         BLOCK_SIZE=cache.block_size,
-        BLOCK_M=max(16, power_of_2(num_heads // kv_heads)),
+        BLOCK_M=decode_rows(num_heads // kv_heads),
         BLOCK_N=kv_tile_tokens(cache.head_dim, q.dtype),
         DIRECT=splits == 1,
         WINDOW=work.window or 0,
         HAS_CAP=soft_cap is not None,
         HAS_SINKS=sinks is not None,
+        SHARES=work.shared is not None,
         UPCAST=INTERPRETED,
     )
     if splits > 1:

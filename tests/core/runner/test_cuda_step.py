@@ -26,7 +26,7 @@ def test_each_token_of_a_row_with_drafts_is_a_piece_of_its_own() -> None:
     """Row 3 has two drafts behind its token 20, row 5 computes 4 tokens of its prompt, row 1 decodes."""
     step = plan(int32s(3, 5, 1), int32s(3, 4, 1), int32s(2, 0, 0), int32s(70, 71))
     ends, in_plan = np.array([21, 8, 9]), np.array([0, 2])
-    columns = draft_columns(step, ends, in_plan, most_alone=4)
+    columns = draft_columns(step, ends, in_plan, most_alone=4, group_size=8)
     assert columns.rows.tolist() == [3, 3, 3, 5, 5, 5, 5, 1]
     assert columns.positions.tolist() == [20, 21, 22, 4, 5, 6, 7, 8]
     assert columns.context_lens.tolist() == [23, 8, 9]
@@ -35,7 +35,9 @@ def test_each_token_of_a_row_with_drafts_is_a_piece_of_its_own() -> None:
     assert columns.offsets is not None
     assert columns.offsets.tolist() == [0, 1, 2, 0]
     assert [piece.tolist() for piece in columns.pieces] == [[1, 1, 1, 4, 1], [21, 22, 23, 8, 9]]
-    together = draft_columns(step, ends, in_plan, most_alone=3)
+    assert [each.tolist() for each in columns.shared] == [[2, 0, 1, 1]], "16 rows of a product are two tokens"
+    together = draft_columns(step, ends, in_plan, most_alone=3, group_size=8)
+    assert not together.shared
     assert [piece.tolist() for piece in together.pieces] == [[3, 4, 1], [23, 8, 9]]
 
 

@@ -64,11 +64,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     init = DecodeGraphs.__init__
 
     def recorded(self: DecodeGraphs, decode: Decode, device: torch.device, num_rows: int, width: int) -> None:
-        def traced(rows: torch.Tensor, positions: torch.Tensor, num_splits: int, hidden: torch.Tensor) -> None:
-            decode(rows, positions, num_splits, hidden)
+        def traced(rows: torch.Tensor, *others: Any) -> None:
+            decode(rows, *others)
             if (recording := Recording.current) is not None:
-                captured.append((len(rows), num_splits))
-                recording.run = lambda: decode(rows, positions, num_splits, hidden)
+                captured.append((len(rows), others[2]))
+                recording.run = lambda: decode(rows, *others)
 
         init(self, traced, device, num_rows, width)
 
@@ -80,7 +80,10 @@ def test_inputs_are_padded_and_a_graph_is_captured_once_for_each_size(cuda: list
     seen: list[list[list[int]]] = []
     places: set[int] = set()
 
-    def decode(rows: torch.Tensor, positions: torch.Tensor, num_splits: int, hidden: torch.Tensor) -> None:
+    def decode(
+        rows: torch.Tensor, positions: torch.Tensor, shared: object, num_splits: int, hidden: torch.Tensor
+    ) -> None:
+        assert shared is None
         seen.append([rows.tolist(), positions.tolist()])
         places.update((rows.data_ptr(), positions.data_ptr(), hidden.data_ptr()))
         hidden.copy_((rows + 100 * positions * num_splits)[:, None])
@@ -95,24 +98,30 @@ def test_inputs_are_padded_and_a_graph_is_captured_once_for_each_size(cuda: list
     assert graphs(int32s(3, 4, 5, 6, 7, 8), int32s(0, 0, 0, 0, 0, 0), 4)[:, 0].tolist() == [3, 4, 5, 6, 7, 8]
     graphs(int32s(1), int32s(2), 1)
     assert seen[-1] == [[1], [2]]
-    assert graphs(int32s(*range(9)), int32s(*range(9)), 1)[:, 0].tolist() == [101 * n for n in range(9)]
-    graphs(int32s(*range(3)), int32s(*range(3)), 2, has_drafts=True)
-    graphs(int32s(*range(9)), int32s(*range(9)), 1, has_drafts=True)
-    assert cuda == [(8, 4), (1, 1), (16, 1), (4, 2)], "9 rows are 16 with drafts as without"
+    assert cuda == [(8, 4), (1, 1)]
     assert seen[0] == [[-1] * 8] * 2  # what is captured writes nothing
     assert len(places) == 3, "all graphs have the same inputs and result"
     assert {place % 16 for place in places} == {0}
 
 
 def test_sizes_with_drafts_are_few(cuda: list[tuple[int, int]]) -> None:
-    def decode(rows: torch.Tensor, positions: torch.Tensor, num_splits: int, hidden: torch.Tensor) -> None:
+    seen: list[list[int]] = []
+
+    def decode(
+        rows: torch.Tensor, positions: torch.Tensor, shared: torch.Tensor | None, num_splits: int, hidden: torch.Tensor
+    ) -> None:
+        seen.append([] if shared is None else shared.tolist())
         hidden.copy_(rows[:, None])
 
     graphs = DecodeGraphs(decode, torch.device("cpu"), 21, 1)
     for count in (1, 3, 9, 12, 17):
         rows = torch.arange(count, dtype=torch.int32)
-        assert graphs(rows, rows, 1, has_drafts=True)[:, 0].tolist() == rows.tolist()
+        assert graphs(rows, rows, 1, rows + 7)[:, 0].tolist() == rows.tolist()
+        if count == 3:
+            assert seen[-1] == [7, 8, 9, 1], "padding has a program of its own"
     assert [size for size, _ in cuda] == [1, 4, 16, 24], "17 would be 32, and there is room for 24"
+    assert graphs(rows, rows, 1).tolist() == graphs(rows, rows, 1, rows).tolist()
+    assert cuda[4:] == [(24, 1)], "one of the same size without drafts is another"
 
 
 def test_a_runner_gives_the_same_tokens_with_graphs(

@@ -33,7 +33,7 @@ from kernels.triton import (
     sampling,
     threshold_search,
 )
-from kernels.triton.attention_work import SPLIT, kv_tile_tokens, prefill_options, tile_tokens
+from kernels.triton.attention_work import SPLIT, decode_rows, kv_tile_tokens, prefill_options, tile_tokens
 from kernels.triton.device import power_of_2
 from tests.kernels.triton.compile_experts import ROUTING, Experts, each_experts
 
@@ -162,7 +162,7 @@ class Attention(NamedTuple):
     direct: bool
 
     def kernels(self) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
-        """Both, with their arguments' types, constants and options as launched."""
+        """All, with their arguments' types, constants and options as launched."""
         pointer, group = POINTERS[self.dtype], self.group_size
         layer = {"layer": pointer, "rows": INT, "positions": INT, "tables": INT, "table_width": "i32"}
         common = {"q": pointer, "out": pointer, **layer, "scale": "fp32", "soft_cap": "fp32", "sinks": FLOAT}
@@ -178,9 +178,10 @@ class Attention(NamedTuple):
             "HAS_SINKS": True,
             "UPCAST": False,
         }
-        parts = {**PARTIALS, "tokens": INT, "num_splits": "i32"}
-        rows = {"BLOCK_M": max(16, power_of_2(group)), "SPLIT": SPLIT, "DIRECT": self.direct}
-        yield decode_attention._decode, common | parts, constants | rows, {}
+        parts = {**PARTIALS, "tokens": INT, "shared": INT, "num_splits": "i32"}
+        for shares in (False, True):
+            rows = {"BLOCK_M": decode_rows(group), "SPLIT": SPLIT, "DIRECT": self.direct, "SHARES": shares}
+            yield decode_attention._decode, common | parts, constants | rows, {}
         tiles = {"tile_tokens": INT, "tile_counts": INT}
         rows = {"BLOCK_M": tile_tokens(group) * power_of_2(group)}
         yield prefill_attention._prefill, common | tiles, constants | rows, prefill_options(self.dtype)

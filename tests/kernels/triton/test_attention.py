@@ -14,7 +14,14 @@ from kernels.torch.attention import attention_metadata
 from kernels.torch.kv_cache import TorchKVCache
 from kernels.torch.tensors import element_type
 from kernels.triton import decode_attention as decode
-from kernels.triton.attention_work import SPLIT, TritonWork, tile_tokens, triton_work, work_columns
+from kernels.triton.attention_work import (
+    SPLIT,
+    TritonWork,
+    shared_tokens,
+    tile_tokens,
+    triton_work,
+    work_columns,
+)
 from kernels.triton.decode_attention import decode_attention
 from kernels.triton.prefill_attention import prefill_attention
 from tests.kernels.attention_reference import reference_attention
@@ -227,6 +234,29 @@ def pieces_with_other_bits(window: int | None, cuts: list[int]) -> list[int]:
         if not torch.equal(attend(shape, part), whole[first:last]):
             found.append(last - first)
     return found
+
+
+@pytest.mark.parametrize("window", [None, 130])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tokens_that_share_a_program_have_the_bits_that_they_have_alone(
+    window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs of up to five tokens, on both sides of a split's end, of a window's beginning and of a block's."""
+    if not ON_GPU:
+        monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", add_in_order)
+    shape, requests = Shape(6, 2, 16, 16, window), [(7, SPLIT + 4), (1, 40), (3, SPLIT + 3), (5, 20)]
+    given, sinks = batch(shape, requests, dtype), torch.tensor([0.5, -1.0, 2.0, 0.0, 1.0, 0.1])
+    counts = given.num_tokens
+    lengths = np.concatenate([np.arange(length - count, length) + 1 for count, length in requests])
+    columns = np.ones(len(lengths), np.int64), lengths, given.tables.repeat(counts, 0)
+    alone = triton_work(*columns, 3, DEVICE, window)
+    shared = shared_tokens(counts, 3)
+    assert shared.tolist() == [5, 0, 0, 0, 0, 2, 0, 1, 3, 0, 0, 5, 0, 0, 0, 0]
+    together = alone._replace(shared=torch.from_numpy(shared).to(DEVICE))
+    got = attend(shape, given, together, sinks=sinks)
+    assert torch.equal(got, attend(shape, given, alone, sinks=sinks))
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(got.double(), expected(shape, given, sinks), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("window", [None, 20])
