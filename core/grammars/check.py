@@ -1,7 +1,7 @@
 """The process that compiles grammars before an engine does: `python -P -m core.grammars.check FD CPU_MS MEMORY`.
 
 core/grammars/checker.py starts it. FD is one end of a socket pair, whose other end is the engine's. A grammar is a
-program from a stranger. Most that are wrong are found here, where they hold nobody up: the process has little
+program from a stranger. Most that are wrong are found here, where they hold nobody up: the process is given little
 priority, and a grammar that takes more than CPU_MS milliseconds of CPU time, or MEMORY bytes, ends it. It ends when the
 other end of its socket closes, and when its engine dies.
 """
@@ -29,7 +29,6 @@ from ipc.structured_outputs import StructuredOutputsParams
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-_NICE = 10  # with 19, a grammar of a millisecond would wait a tenth of a second beside an engine that computes
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _LOG_S = 0.5  # for the last lines on standard error
 #: Of the thread that compiles here: half of the least that a thread of the engine has (glibc's without a limit). So a
@@ -64,8 +63,7 @@ def serve(channel: Channel, max_cpu_s: float, max_memory_bytes: int) -> None:
     """Answer the engine's messages. Errors: ChannelEndedError when it is gone."""
     vocabulary = decode_question(channel.receive())
     assert isinstance(vocabulary, Vocabulary), "the first message is Vocabulary"
-    os.nice(_NICE)  # the vocabulary takes as long as hundreds of grammars, and the engine's cores
-    tokenizer = build_vocabulary(vocabulary)
+    tokenizer = build_vocabulary(vocabulary, in_parts=False)
     _limit_memory(max_memory_bytes)
     while True:
         question = decode_question(channel.receive())

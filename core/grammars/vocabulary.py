@@ -54,17 +54,22 @@ class _Wrapper:
         return self.divide(text[:_DIVIDED]) + self.divide_rest(text[_DIVIDED:])
 
 
-def build_vocabulary(vocabulary: Vocabulary, build: Callable[[], Divide] | None = None) -> "LLTokenizer":
+def build_vocabulary(
+    vocabulary: Vocabulary, build: Callable[[], Divide] | None = None, *, in_parts: bool = True
+) -> "LLTokenizer":
     """Return the vocabulary for llguidance.
 
     build: returns what divides forced texts into tokens; None: the longest tokens do, which is quicker to make.
+    in_parts: in two calls, which take a third longer together. Each holds Python's lock from its beginning to its end,
+    and steps wait for it.
     """
     from llguidance import LLTokenizer
 
     wrapper, ends = _Wrapper(vocabulary), list(vocabulary.eos_token_ids)
-    # In two parts, as each holds Python's lock from its beginning to its end, and steps wait for it.
-    whole = LLTokenizer(wrapper, n_vocab=vocabulary.size, eos_token=ends, slices=[])  # type: ignore[arg-type]
-    sliced = whole.with_slices(_SLICES)
-    wrapper.divide_rest = whole.greedy_tokenize
-    wrapper.divide = whole.greedy_tokenize if build is None else build()
-    return sliced
+    slices = [] if in_parts else _SLICES
+    made = LLTokenizer(wrapper, n_vocab=vocabulary.size, eos_token=ends, slices=slices)  # type: ignore[arg-type]
+    if in_parts:
+        made = made.with_slices(_SLICES)
+    wrapper.divide_rest = made.greedy_tokenize
+    wrapper.divide = made.greedy_tokenize if build is None else build()
+    return made

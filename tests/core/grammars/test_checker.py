@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from core.grammars import checker
 from core.grammars.checker import CheckedGrammars
 from core.grammars.grammars import Grammars
 from core.grammars.vocabulary import build_vocabulary
@@ -75,6 +76,32 @@ def test_what_passes_is_compiled_here_and_what_does_not_is_refused_with_its_reas
     assert not Path(f"/proc/{before}").exists()
     with pytest.raises(InvalidRequestError, match="the engine stops"):
         checked.prepare(request(structured(regex="[d-f]+")))
+
+
+def test_the_process_has_less_priority_than_the_engine_from_its_start_on(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = list[int]()
+    run = checker.run_package
+
+    def run_slowly(*arguments: Any) -> Any:
+        process = run(*arguments)
+        os.kill(process.pid, signal.SIGSTOP)  # before its interpreter has imported anything
+        return process
+
+    monkeypatch.setattr(checker, "run_package", run_slowly)
+    checked = make()
+    thread = threading.Thread(target=checked.prepare, args=(request(structured(regex="a+")),))
+    thread.start()
+    while checked._process is None:
+        time.sleep(0.001)
+    found.append(os.getpriority(os.PRIO_PROCESS, pid_of(checked)))
+    os.kill(pid_of(checked), signal.SIGCONT)
+    thread.join()
+    for task in Path(f"/proc/{pid_of(checked)}/task").iterdir():  # also of the thread that compiles
+        found.append(os.getpriority(os.PRIO_PROCESS, int(task.name)))
+    assert set(found) == {min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)}
+    assert len(found) > 2
 
 
 def test_a_grammar_that_takes_too_long_or_too_much_is_refused_and_the_next_one_is_not(make: Make) -> None:

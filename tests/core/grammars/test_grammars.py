@@ -11,7 +11,9 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from core.grammars import grammars as module
+from core.grammars.compilation import compile_grammar
 from core.grammars.grammars import Grammars
+from core.grammars.vocabulary import build_vocabulary
 from ipc.errors import InvalidRequestError, UnsupportedParameterError
 from ipc.messages import AddRequest
 from ipc.sampling_params import SamplingParams
@@ -110,6 +112,24 @@ def test_masks_are_the_library_s_own_for_its_own_reading_of_the_tokenizer(gramma
             token = allowed(np.frombuffer(mask, np.uint32))[-1]
             assert ours.consume_token(token)
             assert other.consume_token(token)
+
+
+def test_a_vocabulary_made_in_one_call_allows_what_one_made_in_parts_allows() -> None:
+    """The process that compiles first makes it in one call: it must refuse what the engine would refuse."""
+    vocabulary = make_grammars().vocabulary()
+    params = structured(json='{"type": "array", "items": {"type": "string", "maxLength": 20}}')
+    first, second = (
+        compile_grammar(build_vocabulary(vocabulary, in_parts=in_parts), params) for in_parts in (False, True)
+    )
+    for _ in range(40):
+        mask = first.compute_bitmask()
+        assert mask == second.compute_bitmask()
+        token = allowed(np.frombuffer(mask, np.uint32))[-1]
+        assert first.consume_token(token)
+        assert second.consume_token(token)
+        if first.is_stopped():
+            break
+    assert first.compute_ff_tokens() == second.compute_ff_tokens()
 
 
 def test_eos_is_never_text() -> None:
