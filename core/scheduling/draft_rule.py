@@ -22,6 +22,9 @@ class DraftRule:
     single floating-point operations, so that a replay on another machine decides the same.
     """
 
+    #: Whether a step with drafts is weighed together with the next one, which then gets none; older checkpoints lack it
+    weighs_pairs = False
+
     def __init__(self, step_ns: tuple[int, ...] = (), draft_ns: int = 0, *, loses_turn: bool = False) -> None:
         """step_ns: durations of steps of 1, 2, 4, 8, ... tokens; empty: drafts cost nothing.
 
@@ -29,7 +32,8 @@ class DraftRule:
         drafts gets nothing in the next step.
         """
         self._overhead_ns = OVERHEAD_NS + draft_ns
-        self._is_free, self._loses_turn = not step_ns, loses_turn
+        self._is_free = not step_ns
+        self.weighs_pairs = loses_turn and not self._is_free
         self._costs, self._least = _tables(step_ns or (1,))
 
     def may_pay(self, num_tokens: int, chance: float) -> bool:
@@ -58,7 +62,7 @@ class DraftRule:
         if not self._is_free:
             kept = num_tokens + gains.reshape(-1)[order].cumsum()
             costs = self._costs[num_tokens + 1 : num_tokens + 1 + limit] + self._overhead_ns
-            if self._loses_turn:  # this step and the next, which the rows without drafts have to themselves
+            if self.weighs_pairs:  # the rows without drafts have the next step to themselves
                 left = num_tokens - (order % most == 0).cumsum()
                 kept, costs = kept + left, costs + self._costs[left]
             rates = kept / costs

@@ -44,6 +44,7 @@ class Speculation(Columns):
     _kind: Ints = column()  # of the drafts in flight
     _num_tried: Ints = column()  # drafts up to the first wrong one, included
     _num_right: Ints = column()
+    _first_right = _FIRST_RIGHT  # of older checkpoints
 
     def __init__(
         self,
@@ -64,6 +65,8 @@ class Speculation(Columns):
         if settings is not None:
             loses_turn = overlaps(config) and config.pipeline_parallel_size == 1  # else each row waits for its turn
             self._rule = DraftRule(settings.step_ns, settings.draft_ns, loses_turn=loses_turn)
+        if self._rule.weighs_pairs:
+            self._first_right = np.full(NUM_KINDS, 2)
         self._kinds_tried = np.zeros(NUM_KINDS, np.int64)
         self._kinds_right = np.zeros(NUM_KINDS, np.int64)
         self.offered = OfferedDrafts(batch.table, self._most)
@@ -84,6 +87,8 @@ class Speculation(Columns):
         rows, ends = self._eligible(draft)
         if not len(rows):
             return
+        if self._rule.weighs_pairs and np.count_nonzero(self._batch.table.num_in_draft[draft.rows]):
+            return  # else the rows would part into two groups, each of which waits while the other runs
         room = np.minimum(self._batch.table.max_total_tokens[rows] - 1 - ends, self._most)
         found = self._propose(rows, room)
         if not np.count_nonzero(found.counts):
@@ -191,9 +196,10 @@ class Speculation(Columns):
     def _kind_chances(self) -> Doubles:
         """Return how often a draft of each kind is right, float64 [NUM_KINDS].
 
-        A new kind begins at a third; offered drafts, which an executor took trouble to find, at two thirds.
+        A new kind begins at a third; offered drafts, which an executor took trouble to find, at two thirds. So do all
+        where a row loses a turn by its drafts: at a third they would never be tried.
         """
-        chances: Doubles = (self._kinds_right + _FIRST_RIGHT) / (self._kinds_tried + 3)
+        chances: Doubles = (self._kinds_right + self._first_right) / (self._kinds_tried + 3)
         return chances
 
     def _chances(self, rows: Rows, kinds: Ints) -> Doubles:

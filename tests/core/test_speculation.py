@@ -6,8 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from core.execution.encoding import decode_plan
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from core.inputs import EngineInput
+from core.proposers.proposer import Proposals
+from ipc.arrays import Ints
 from ipc.messages import Abort, FinishReason
 from ipc.speculation import SpeculativeConfig
 from tests.columns import pack_numbers
@@ -102,6 +105,36 @@ def test_suffix_finds_the_outputs_of_earlier_requests(depth: int) -> None:
             assert driver.inbox.received[0, message.number].tokens == expected_tokens(message, MAX_LEN)
         accepted.append(driver.scheduler.stats.num_accepted_tokens)
     assert accepted[1] > accepted[0] + 50
+
+
+class Sometimes(Hostile):
+    """It finds drafts for some rows at a time, others each time."""
+
+    def propose(self, rows: Ints, most: int) -> Proposals:
+        found = super().propose(rows, most)
+        found.counts[(rows + self.num_asked // 3) % 8 == 0] = 0
+        return found
+
+
+def test_rows_do_not_part_into_groups_that_take_turns() -> None:
+    """Steps take as long with all of the drafts as without. While drafts are in flight no other row gets any, so that
+    all rows meet again in the step behind the next."""
+    config = small_config(
+        max_model_len=MAX_LEN, speculative_config=speculative(3, (10**6,) * 8), depth=2, budget=64, max_num_seqs=8
+    )
+    driver = Driver(config)
+    table = driver.scheduler.table
+    driver.scheduler.speculation.proposers[:] = [Sometimes("right", fake_oracle(VOCAB_SIZE, table), VOCAB_SIZE)]
+    added = [add_message(number, range(number, number + 9), 40) for number in range(8)]
+    for got, message in zip(driver.run(*added), added, strict=True):
+        assert got.tokens == expected_tokens(message, MAX_LEN)
+    plans = [decode_plan(plan) for plan in driver.executor.plans]
+    drafted = [bool(len(plan.num_draft_tokens)) for plan in plans]
+    assert sum(drafted) > 5
+    for before, plan, has_drafts, follows in zip(plans, plans[1:], drafted, drafted[1:], strict=False):
+        if has_drafts and follows:
+            back = np.concatenate([plan.rows, plan.removed_rows])
+            assert np.isin(before.rows[before.num_draft_tokens > 0], back).all(), "the step between was empty"
 
 
 def test_a_run_replays_to_the_same_plans() -> None:
