@@ -39,7 +39,8 @@ def close_objects(schema: Any) -> Any:
 def drop_annotations(schema: Any) -> Any:
     """Return a copy of the schema without formats that JSON Schema does not define, and keywords that say nothing.
 
-    Such formats are from OpenAPI ("password", "byte") or made up, and a validator passes them over. A value that is no
+    Such formats are from OpenAPI ("password", "byte") or made up, and a validator passes them over. A oneOf of strings
+    that differ, each with its own description, says what anyOf says, and llguidance obeys that. A value that is no
     schema is returned as it is.
     """
     return _rewrite(schema, _drop)
@@ -83,6 +84,19 @@ def _drop(schema: dict[str, Any]) -> None:
     for name, value in _EMPTY.items():
         if name in schema and type(schema[name]) is type(value) and schema[name] == value:
             del schema[name]
+    if "anyOf" not in schema and _are_different_strings(schema.get("oneOf")):
+        schema["anyOf"] = schema.pop("oneOf")
+
+
+def _are_different_strings(branches: Any) -> bool:
+    """Return whether each of these schemas allows some strings, and no two the same."""
+    values: list[Any] = []
+    for branch in branches if isinstance(branches, list) else ():
+        allowed = [branch["const"]] if isinstance(branch, dict) and "const" in branch else None
+        if allowed is None:
+            allowed = branch.get("enum") if isinstance(branch, dict) else None
+        values += allowed if isinstance(allowed, list) and allowed else [None]
+    return bool(values) and all(isinstance(value, str) for value in values) and len(set(values)) == len(values)
 
 
 def _spell(schema: dict[str, Any]) -> None:

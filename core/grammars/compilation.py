@@ -53,6 +53,8 @@ def why_failed(matcher: "LLMatcher") -> str:
     why = matcher.get_error()
     if why.startswith(_TOO_LONG):
         return f"it forces a text of more than {MAX_FORCED_CHARS:,} characters at once"
+    if "coerce_one_of" in why:  # an option of the library, under which it would ignore what oneOf says
+        return "branches of oneOf must exclude one another by a property that each requires, or by type: or use anyOf"
     if "too many" in why.partition("\n")[0].lower():
         return f"the work of one token is bounded: simplify it, or bound its repetitions ({why})"
     return why

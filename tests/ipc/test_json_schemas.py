@@ -50,6 +50,16 @@ def test_close_objects() -> None:
         ({"uniqueItems": False, "dependencies": {}, "dependentRequired": {}}, {}),
         ({"uniqueItems": True, "dependencies": {"a": ["b"]}},) * 2,
         ({"uniqueItems": 0, "format": 3},) * 2,  # no schema: refused as it is
+        (
+            {"oneOf": [{"const": "a", "title": "A"}, {"enum": ["b"]}]},
+            {"anyOf": [{"const": "a", "title": "A"}, {"enum": ["b"]}]},
+        ),
+        ({"oneOf": [{"const": "a"}, {"enum": ["b", "a"]}]},) * 2,
+        ({"oneOf": [{"const": "a"}, {"const": 1}]},) * 2,
+        ({"oneOf": [{"const": "a"}, {"type": "string"}]},) * 2,
+        ({"oneOf": [{"const": "a"}], "anyOf": [{"const": "b"}]},) * 2,
+        ({"oneOf": [{"enum": []}, True]},) * 2,
+        ({"oneOf": "x"},) * 2,
         (True, True),
     ],
 )

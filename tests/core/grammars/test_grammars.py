@@ -62,6 +62,11 @@ TAG = json.dumps(
         ({"json": OPEN}, ['{"a":1,"c":[]}', "{}"], ["[]"]),
         ({"json": OPEN, "disable_additional_properties": True}, ['{"a":1}', "{}"], ['{"a":1,"c":[]}']),
         ({"json": schema(a={"type": "string", "format": "password"})}, ['{"a":"x"}'], ['{"a":1}']),
+        (
+            {"json": {"oneOf": [{"const": "a", "title": "A"}, {"enum": ["b", "c"]}]}},
+            ['"a"', '"b"', '"c"'],
+            ['"d"', "1"],
+        ),
         ({"json_object": True}, ["{}", '{"a": {"b": [1, null]}}'], ["[]", "1"]),
         ({"regex": r"\d{3}-[a-f]+"}, ["123-ab"], ["12-ab", "123-"]),
         ({"choice": ["yes", "no", 'a "b"\n', "😀"]}, ["yes", "no", 'a "b"\n', "😀"], ["y", "yesno", "maybe"]),
@@ -85,6 +90,10 @@ def test_what_each_kind_accepts(grammars: Grammars, fields: dict[str, Any], good
         ({"grammar": "root ::= " + "(" * 30_000}, "grammar is not GBNF: "),
         ({"json": {"type": "nothing"}}, r"\(json\) cannot be used: .*nothing"),
         ({"json": {"type": "object", "not": {"type": "string"}}}, "Unimplemented keys.*not"),
+        (
+            {"json": {"oneOf": [{"const": 1}, {"const": 2}]}},
+            "branches of oneOf must exclude one another .*: or use anyOf",
+        ),
         ({"json": {"$ref": "http://example.org/x"}}, r"\(json\) cannot be used"),
         ({"json": {"type": "string", "pattern": "^(?!x)"}}, r"\(json\) cannot be used"),
         ({"regex": "a{60000}"}, r"\(regex\) cannot be used: it forces a text of more than 16,384 characters"),

@@ -28,7 +28,7 @@ SCHEMAS: dict[str, Any] = {one["name"]: one["schema"] for one in map(json.loads,
 REASONS = (
     'Unimplemented keys: ["dependencies"]',
     'Unimplemented keys: ["not"]',
-    "oneOf constraints are not supported",
+    "branches of oneOf must exclude one another",
     "Unsatisfiable schema: required property",  # a condition that no object fulfils
 )
 
