@@ -89,7 +89,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         Option(
             "model",
             "matrices in memory: stored = as a quantized file has them, none = dequantized at load (no token changes), "
-            "int8 = products in 8 bits, other tokens; auto = stored or none, by the CPU",
+            "int8 = products in 8 bits (a GPU: of weights in 8 bits), other tokens; auto = stored or none, by the CPU "
+            "(a GPU: none)",
         ),
     ] = "auto"
     device: Annotated[

@@ -37,6 +37,14 @@ from kernels.elements import Dtype
 _NO_INT8_CACHE = "kv_cache_dtype='int8' needs the C kernels at numerics level L2, and a decoder of our own"
 _NO_PARTS = " > 1 needs the C kernels at numerics level L2"
 
+#: Of matrices in a GPU's memory. By default they are dequantized: no GPU's speed with other forms is known well enough.
+_GPU_FORMS = {
+    "auto": WeightForm.DENSE,
+    "none": WeightForm.DENSE,
+    "stored": WeightForm.STORED,
+    "int8": WeightForm.INT8,
+}
+
 
 class LoadedModel(NamedTuple):
     """A model with its weights, and their identity."""
@@ -100,15 +108,19 @@ def load_model(
 
 def _load_for_gpu(path: Path, dtype: Dtype, config: EngineConfig, model_config: ModelConfig) -> LoadedModel:
     """Load a model of our own for a GPU. Errors: those of load_model()."""
-    if config.quantization in ("stored", "int8"):
-        raise ConfigError(f"quantization={config.quantization!r} is of device='cpu': a GPU's is 'none'")
+    form = _GPU_FORMS[config.quantization]
+    if form is not WeightForm.DENSE and model_config.experts is not None:
+        raise ConfigError(
+            f"quantization={config.quantization!r} with device='cuda' does not fit {path}, which has routed MLPs: use "
+            "'none'"
+        )
     if pools(config, path, model_config):
         raise ConfigError(f"{path} pools, and device='cuda' generates only: use device='cpu'")
     weights = open_weights(config.load_format, path, model_config, dtype)
     # Imported here: only this path needs torch and triton.
     from core.models.device_model import device_model
 
-    model = device_model(model_config, weights.tensors, dtype, cuda_device())
+    model = device_model(model_config, weights.tensors, dtype, cuda_device(), form)
     return LoadedModel(model, weights.fingerprint, weights.label)
 
 

@@ -8,14 +8,23 @@ from core.models.config import ModelConfig
 from core.models.llama import Llama
 from core.models.stored_matrix import Weight
 from core.models.triton_operations import TritonOperations
+from core.models.weight_form import WeightForm
 from ipc.errors import OutOfMemoryError, UnsupportedModelError
 from kernels.elements import Dtype
 
+_SMALLER = {
+    WeightForm.DENSE: " (quantization='int8' halves them, 'stored' keeps those of a quantized file as they are)"
+}
+
 
 def device_model(
-    config: ModelConfig, weights: Iterable[tuple[str, Weight]], dtype: Dtype, device: torch.device
+    config: ModelConfig,
+    weights: Iterable[tuple[str, Weight]],
+    dtype: Dtype,
+    device: torch.device,
+    form: WeightForm = WeightForm.DENSE,
 ) -> Llama:
-    """Build the model on the device.
+    """Build the model on the device, with its matrices in this form.
 
     Errors: UnsupportedModelError naming a feature that the device's kernels do not have; ModelFileError naming missing
     tensors; OutOfMemoryError.
@@ -23,9 +32,9 @@ def device_model(
     if missing := missing_on_device(config):
         raise UnsupportedModelError(f"{config.architecture}: device='cuda' has no {missing}; use device='cpu'")
     try:
-        return Llama(config, weights, dtype, operations=TritonOperations(config, dtype, device))
+        return Llama(config, weights, dtype, operations=TritonOperations(config, dtype, device, form))
     except torch.OutOfMemoryError as error:
-        raise OutOfMemoryError(f"the model's weights do not fit the GPU: {error}") from error
+        raise OutOfMemoryError(f"the model's weights do not fit the GPU{_SMALLER.get(form, '')}: {error}") from error
 
 
 def missing_on_device(config: ModelConfig) -> str | None:

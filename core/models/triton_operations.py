@@ -11,11 +11,13 @@ import torch
 import triton
 
 from core.models.config import Activation, LatentParts, ModelConfig
+from core.models.device_weights import pack
 from core.models.latent_weights import LatentWeights
 from core.models.operations import LatentAttention
 from core.models.rotary import of_each_kind, rotary_embeddings
 from core.models.stored_matrix import StoredMatrix
 from core.models.tensor import Operation, Tensor
+from core.models.weight_form import WeightForm
 from ipc.arrays import AnyInts, Floats, Ints
 from ipc.errors import UnsupportedModelError
 from kernels.elements import Dtype, Numbers
@@ -34,6 +36,7 @@ from kernels.triton.kv_cache import TritonKVCache
 from kernels.triton.linear import DeviceLinear, DeviceRouter
 from kernels.triton.norm import TritonNorm
 from kernels.triton.output_gate import open_gates
+from kernels.triton.packed_linear import PackedLinear
 from kernels.triton.prefill_attention import prefill_attention
 from kernels.triton.rope import TritonRope
 
@@ -73,8 +76,10 @@ class TritonOperations:
     is_exact = False
     sampler = None
 
-    def __init__(self, config: ModelConfig, dtype: Dtype, device: torch.device) -> None:
-        self._config, self._dtype, self.device = config, dtype, device
+    def __init__(
+        self, config: ModelConfig, dtype: Dtype, device: torch.device, form: WeightForm = WeightForm.DENSE
+    ) -> None:
+        self._config, self._dtype, self.device, self._form = config, dtype, device, form
         self.settle_length(config.max_position_embeddings)
         self.group_size = config.num_attention_heads // config.num_key_value_heads
 
@@ -104,13 +109,13 @@ class TritonOperations:
         bias: Floats | None = None,
         *,
         out_dtype: Dtype | None = None,
-    ) -> DeviceLinear:
+    ) -> DeviceLinear | PackedLinear:
         """Return the product with this weight [out, in] and bias [out] float32."""
-        return DeviceLinear(
-            self._send(weight.dense(self._dtype)),
-            None if bias is None else self._send(bias),
-            DTYPES[out_dtype or self._dtype],
-        )
+        packed = pack(weight, self._form, self.device)
+        shift, dtype = None if bias is None else self._send(bias), DTYPES[out_dtype or self._dtype]
+        if packed is None:
+            return DeviceLinear(self._send(weight.dense(self._dtype)), shift, dtype)
+        return PackedLinear(packed, shift, DTYPES[self._dtype], dtype, self._form.name.lower())
 
     def norm(
         self,
@@ -128,13 +133,13 @@ class TritonOperations:
 
     def gate_up(
         self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
-    ) -> tuple[DeviceLinear, Operation]:
+    ) -> tuple[DeviceLinear | PackedLinear, Operation]:
         """Return the product of gate and up, and the operation that makes f(gate) * up of its result."""
         return self.linear(weight, bias), GATES[function]
 
     def activated(
         self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
-    ) -> tuple[DeviceLinear, Operation]:
+    ) -> tuple[DeviceLinear | PackedLinear, Operation]:
         """Return the product, and the operation that applies the function to its result."""
         return self.linear(weight, bias), ACTIVATIONS[function]
 

@@ -308,11 +308,11 @@ def test_gpu_kernels_are_measured_beside_torch(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(gpu_kernels, "seconds", run_once)
     shapes = gpu_kernels.Shapes(
-        4, 2, 16, 32, 48, 50, ((2, 40),), ((1, 20),), (3,), ExpertShape(5, 2, 32, 24, (4,)), 1 << 10, 16
+        4, 2, 16, 32, 64, 50, ((2, 40),), ((1, 20),), (3,), ExpertShape(5, 2, 32, 24, (4,)), 1 << 10, 16
     )
     records = list(gpu_kernels.measure_gpu_kernels(EngineConfig(dtype="float32", device="cuda"), 0, shapes))
     assert len(ran) == 2 + 2 * len(records)
-    decode, prefill, *rest = records
+    decode, prefill, *rest = (one for one in records if "product " not in one["kernel"])  # see test_gpu_products.py
     assert (decode["kernel"], decode["shape"], decode["us"]) == ("attention decode", "2x40", 1000)
     assert decode["gb_s"] == pytest.approx((2 * 2 * 40 * 2 + 2 * 2 * 4) * 16 * 4 / 1e-3 / 1e9, abs=0.01)
     assert (prefill["kernel"], prefill["gflop_s"]) == ("attention prefill", round(4 * 210 * 4 * 16 / 1e-3 / 1e9, 1))

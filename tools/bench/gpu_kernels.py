@@ -21,6 +21,7 @@ from ipc.version import NAME, VERSION
 from kernels.torch.tensors import element_type
 from tools.bench.gpu_case import Case
 from tools.bench.gpu_experts import QWEN3_30B, ExpertShape, expert_cases
+from tools.bench.gpu_products import quantized_products
 
 
 class Shapes(NamedTuple):
@@ -38,6 +39,16 @@ class Shapes(NamedTuple):
     experts: ExpertShape = QWEN3_30B
     copied: int = 1 << 30  # bytes
     square: int = 8192
+
+    @property
+    def products(self) -> dict[str, tuple[int, int]]:
+        """Of a layer: numbers of a result and of an input."""
+        return {
+            "qkv": ((self.heads + 2 * self.kv_heads) * self.head_dim, self.hidden),
+            "o": (self.hidden, self.heads * self.head_dim),
+            "gate_up": (2 * self.intermediate, self.hidden),
+            "down": (self.hidden, self.intermediate),
+        }
 
 
 LLAMA_8B = Shapes()
@@ -95,6 +106,7 @@ def _cases(shapes: Shapes, device: torch.device, dtype: torch.dtype) -> Iterator
     for rows in shapes.rows:
         yield from _row_cases(shapes, device, dtype, rows)
     yield from expert_cases(shapes.experts, device, dtype)
+    yield from quantized_products(shapes.products, device, dtype)
     for requests, _ in shapes.decode:
         yield from _sampler_cases(shapes, device, requests)
 

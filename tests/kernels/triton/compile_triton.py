@@ -27,11 +27,13 @@ from kernels.triton import (
     gated_activation,
     norm,
     output_gate,
+    packed_product,
     prefill_attention,
     prepare_inputs,
     rope,
     sampling,
     threshold_search,
+    unpack,
 )
 from kernels.triton.attention_work import SPLIT, decode_rows, kv_tile_tokens, prefill_options, tile_tokens
 from kernels.triton.device import power_of_2
@@ -45,6 +47,8 @@ POINTERS = {torch.bfloat16: HALF, torch.float16: "*fp16", torch.float32: FLOAT}
 SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 #: Arguments that differ from step to step: a kernel of its own for some of their values would be compiled in between.
 OF_STEPS = {"num_splits", "num_tokens", "num_rows", "num_pairs", "is_few"}
+#: Arguments that are multiples of 16 in usual models, so that kernels are compiled for that.
+OF_MODELS = {"num_columns", "depth", "width", "split_width", "first_column", "out_columns"}
 #: Does not run there, as docs/gpu.md says.
 TOO_LARGE = torch.float32, 256, 89
 #: Bytes of a thread: some indices. Numbers of a tile would be hundreds.
@@ -152,6 +156,51 @@ SAMPLING: tuple[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]], ...]
     ),
 )
 
+#: What packed rows of some types have: pointers of scales and minima, constants of kernels.triton.packed_tile.
+_ONE_LEVEL = dict.fromkeys(("scales", "fine", "minima", "fine_minima"), "*fp16")
+_TWO_LEVELS = {"scales": FLOAT, "fine": "*i8", "minima": FLOAT, "fine_minima": "*i8"}
+_NAMES = ("BIT", "BITS", "ZERO", "GROUP", "FINE", "MINIMA")
+PACKED: tuple[tuple[dict[str, str], tuple[int, ...]], ...] = (
+    (_ONE_LEVEL, (8, 8, 128, 32, False, False)),  # Q8_0
+    (_ONE_LEVEL, (8, 4, 8, 32, False, False)),  # Q4_0
+    (_TWO_LEVELS, (8, 4, 0, 32, True, True)),  # Q4_K
+    (_TWO_LEVELS, (16, 7, 32, 16, True, False)),  # Q6_K
+)
+
+
+def packed(*, every: bool) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
+    """The kernels of packed weights: for few rows and for as many as there may be; every: for all in between, and in
+    float32 too."""
+    numbers = ("num_columns", "depth", "width", "split_width", "first_column", "out_columns")
+    for dtype in (HALF, FLOAT) if every else (HALF,):
+        for scales, values in PACKED:
+            constants = {**dict(zip(_NAMES, values, strict=True)), "INTERPRETED": False, "BLOCK_N": 64}
+            types = {"codes": "*u8", **scales}
+            for rows in (16,) if dtype == FLOAT else (16, 32, 64, 128) if every else (16, 128):
+                yield (
+                    packed_product._multiply_packed,
+                    {
+                        **dict.fromkeys(("x", "bias", "out"), dtype),
+                        **types,
+                        "partial_sums": FLOAT,
+                        **dict.fromkeys((*numbers, "num_rows"), "i32"),
+                    },
+                    {
+                        **constants,
+                        "BLOCK_M": rows,
+                        "BLOCK_K": 64 if values[1] == 4 or rows > 32 else 128,
+                        "EVEN": True,
+                        "DIRECT": rows > 16,
+                        "HAS_BIAS": True,
+                    },
+                    {},
+                )
+            sizes = dict.fromkeys(("num_rows", "depth", "width"), "i32")
+            yield unpack._unpack, {**types, **sizes, "out": dtype}, {**constants, "BLOCK_K": 128, "EVEN": True}, {}
+    sizes = dict.fromkeys(("num_rows", "num_columns", "first_column", "out_columns"), "i32")
+    types = {**dict.fromkeys(("x", "bias", "out"), HALF), "partial_sums": FLOAT, **sizes}
+    yield packed_product._merge_parts, types, {"PARTS": 8, "BLOCK": 1024, "HAS_BIAS": True}, {}
+
 
 class Attention(NamedTuple):
     dtype: torch.dtype
@@ -224,7 +273,7 @@ def build(
     assert all(param.do_not_specialize for param in kernel.params if param.name in OF_STEPS), kernel.__name__
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
-    pointers = (name for name, kind in types.items() if kind[0] == "*")
+    pointers = (name for name, kind in types.items() if kind[0] == "*" or name in OF_MODELS)
     aligned = {(kernel.arg_names.index(name),): [["tt.divisibility", 16]] for name in pointers}
     target = GPUTarget("cuda", capability, 32)
     compiled = triton.compile(ASTSource(kernel, signature, places, aligned), target=target, options=options)
@@ -243,6 +292,7 @@ def main() -> None:
     for kernel, types, constants, options in (
         *((*kernel, {}) for kernel in KERNELS),
         *ropes(every=every),
+        *packed(every=every),
         *SAMPLING,
         *ROUTING,
     ):

@@ -1,0 +1,222 @@
+"""PackedRows: rows of a quantized matrix as the GPU's products read them, made of the blocks of kernels/dequantize.py.
+
+A weight is (code - zero) * scale - minimum, each operation rounded in float32: the number that dequantize() gives, bit
+for bit. Codes have four bits, or eight where the type has more than four: so a product knows two layouts, not nine.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from kernels.arrays import UInt8s
+from kernels.dequantize import BLOCK, BLOCK_SIZES, K_BLOCK
+
+_CHUNK = 1 << 24  # weights that are converted at once; temporary tensors take about ten bytes each
+_LARGEST_CODE = 127  # of Q8_0
+_MOST_INVERSE = 2.0**127
+
+
+class PackedRows(NamedTuple):
+    """Rows of `depth` weights, in groups that have a scale each."""
+
+    codes: torch.Tensor  # uint8 [rows, depth]; of four bits [rows, depth / 2]: column j, and j + depth / 2 above it
+    #: float16 [rows, depth / group]; with fine ones float32 [rows, depth / 256], which a group's fine scale multiplies.
+    scales: torch.Tensor
+    fine: torch.Tensor | None  # int8 [rows, depth / group]
+    minima: torch.Tensor | None  # as scales; None = all are 0
+    fine_minima: torch.Tensor | None
+    depth: int
+    zero: int
+    group: int  # weights
+
+    @property
+    def in_4_bits(self) -> bool:
+        """Whether a byte of codes has two of them."""
+        return self.codes.shape[1] < self.depth
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that a product reads."""
+        return sum(field.nbytes for field in self if isinstance(field, torch.Tensor))
+
+    def rows(self, first: int, last: int) -> "PackedRows":
+        """Return the rows from `first` to before `last`, of the same tensors."""
+        return self._replace(**{name: getattr(self, name)[first:last] for name in self._tensors})
+
+    def joins(self, other: "PackedRows") -> bool:
+        """Return whether both can be one after the other in a PackedRows."""
+        return self._kind == other._kind
+
+    @property
+    def _tensors(self) -> list[str]:
+        return [name for name in self._fields if isinstance(getattr(self, name), torch.Tensor)]
+
+    @property
+    def _kind(self) -> tuple[object, ...]:
+        shapes = (None if field is None else field.shape[1] for field in self[:5])
+        return *shapes, self.depth, self.zero, self.group
+
+
+def join(parts: Sequence[PackedRows]) -> PackedRows:
+    """Return the rows of all parts, one part after the other."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    fields: dict[str, Any] = {name: torch.cat([getattr(part, name) for part in parts]) for name in first._tensors}
+    return first._replace(**fields)
+
+
+def pack_blocks(data: UInt8s, type_name: str, device: torch.device) -> PackedRows:
+    """Return rows uint8 [rows, bytes] of a quantized type of kernels.dequantize, on the device."""
+    weights, num_bytes = BLOCK_SIZES[type_name]
+    depth = data.shape[1] // num_bytes * weights
+    step, parts = max(1, _CHUNK // depth), []
+    for begin in range(0, len(data), step):
+        blocks = torch.tensor(data[begin : begin + step], device=device).view(-1, data.shape[1] // num_bytes, num_bytes)
+        parts.append(_READERS[type_name](blocks, depth))
+    return join(parts)
+
+
+def quantize_rows(numbers: torch.Tensor) -> PackedRows | None:
+    """Return numbers [rows, depth] of any floating type as Q8_0, with the bits of kernels/cpu/make_blocks.c.
+
+    None: the depth is no multiple of 32, or a scale would be no finite float16.
+    """
+    rows, depth = numbers.shape
+    if depth % BLOCK:
+        return None
+    step, parts = max(1, _CHUNK // depth), []
+    for begin in range(0, rows, step):
+        blocks = numbers[begin : begin + step].float().view(-1, depth // BLOCK, BLOCK)
+        scales = blocks.abs().amax(2) / _LARGEST_CODE
+        inverse = torch.where(scales > 0, 1.0 / scales, 0.0)
+        halves = scales.half()
+        if not bool((halves.isfinite() & (inverse <= _MOST_INVERSE)).all()):
+            return None
+        scaled = blocks * inverse[:, :, None]
+        sizes = scaled.abs().floor()
+        sizes += scaled.abs() - sizes >= 0.5  # halves go away from zero
+        codes = (sizes.copysign(scaled) + 128).to(torch.uint8).view(-1, depth)
+        parts.append(PackedRows(codes, halves, None, None, None, depth, 128, BLOCK))
+    return join(parts)
+
+
+def unpack(packed: PackedRows) -> torch.Tensor:
+    """Return the weights float32 [rows, depth]."""
+    codes = packed.codes
+    if packed.in_4_bits:
+        codes = torch.cat((codes & 15, codes >> 4), 1)
+    numbers = (codes.float() - packed.zero).view(len(codes), -1, packed.group)
+    numbers *= _factors(packed.scales, packed.fine)
+    if packed.minima is not None:
+        numbers -= _factors(packed.minima, packed.fine_minima)
+    return numbers.flatten(1)
+
+
+def _factors(scales: torch.Tensor, fine: torch.Tensor | None) -> torch.Tensor:
+    """Return float32 [rows, groups, 1]."""
+    if fine is None:
+        return scales.float()[:, :, None]
+    return fine.float().view(*scales.shape, -1).mul(scales[:, :, None]).flatten(1)[:, :, None]
+
+
+# --- blocks [rows, blocks, bytes] ------------------------------------------------------------------------------------
+
+
+def _q8_0(blocks: torch.Tensor, depth: int) -> PackedRows:
+    return _packed(blocks[:, :, 2:] ^ 128, depth, 128, 8, _halves(blocks, 0))
+
+
+def _q4_0(blocks: torch.Tensor, depth: int) -> PackedRows:
+    return _packed(_nibbles(blocks[:, :, 2:], 16), depth, 8, 4, _halves(blocks, 0))
+
+
+def _q4_1(blocks: torch.Tensor, depth: int) -> PackedRows:
+    return _packed(_nibbles(blocks[:, :, 4:], 16), depth, 0, 4, _halves(blocks, 0), -_halves(blocks, 2))
+
+
+def _q5_0(blocks: torch.Tensor, depth: int) -> PackedRows:
+    return _packed(_five_bits(blocks[:, :, 2:]), depth, 16, 8, _halves(blocks, 0))
+
+
+def _q5_1(blocks: torch.Tensor, depth: int) -> PackedRows:
+    return _packed(_five_bits(blocks[:, :, 4:]), depth, 0, 8, _halves(blocks, 0), -_halves(blocks, 2))
+
+
+def _q4_k(blocks: torch.Tensor, depth: int) -> PackedRows:
+    return _packed_k(_nibbles(blocks[:, :, 16:], 32), depth, 4, blocks)
+
+
+def _q5_k(blocks: torch.Tensor, depth: int) -> PackedRows:
+    fifth = (blocks[:, :, None, 16:48] >> _shifts(1, blocks)[:, None]) & 1
+    return _packed_k(_nibbles(blocks[:, :, 48:], 32) | fifth.flatten(2) << 4, depth, 8, blocks)
+
+
+def _q6_k(blocks: torch.Tensor, depth: int) -> PackedRows:
+    rows = len(blocks)
+    high = (blocks[:, :, 128:192].reshape(rows, -1, 2, 1, 32) >> _shifts(2, blocks)[:, None]) & 3
+    codes = _nibbles(blocks[:, :, :128], 64) | high.flatten(2) << 4
+    fine = blocks[:, :, 192:208].contiguous().view(torch.int8).view(rows, -1)
+    return PackedRows(codes.view(rows, depth), _halves(blocks, 208).float(), fine, None, None, depth, 32, 16)
+
+
+def _packed(
+    codes: torch.Tensor, depth: int, zero: int, bits: int, scales: torch.Tensor, minima: torch.Tensor | None = None
+) -> PackedRows:
+    return PackedRows(_in_bits(codes, depth, bits), scales, None, minima, None, depth, zero, BLOCK)
+
+
+def _packed_k(codes: torch.Tensor, depth: int, bits: int, blocks: torch.Tensor) -> PackedRows:
+    """Return the rows of codes with the scales and minima of Q4_K and Q5_K; see kernels.dequantize."""
+    first, last = blocks[:, :, 4:12], blocks[:, :, 12:16]
+    high = (first >> 2) & 0x30
+    fine = torch.cat((first[:, :, :4] & 63, (last & 15) | high[:, :, :4]), 2)
+    fine_minima = torch.cat((first[:, :, 4:] & 63, (last >> 4) | high[:, :, 4:]), 2)
+    scales, minima = (_halves(blocks, place).float() for place in (0, 2))
+    of_groups = (one.flatten(1).to(torch.int8) for one in (fine, fine_minima))
+    fine, fine_minima = of_groups
+    return PackedRows(_in_bits(codes, depth, bits), scales, fine, minima, fine_minima, depth, 0, BLOCK)
+
+
+def _in_bits(codes: torch.Tensor, depth: int, bits: int) -> torch.Tensor:
+    """Return codes [rows, blocks, weights] as PackedRows has them; groups must not lie in both halves of a row."""
+    codes = codes.reshape(len(codes), depth)
+    if bits == 8 or depth % (2 * BLOCK):
+        return codes
+    return codes[:, : depth // 2] | codes[:, depth // 2 :] << 4
+
+
+def _halves(blocks: torch.Tensor, offset: int) -> torch.Tensor:
+    """Return float16 [rows, blocks]: those at this byte of each block."""
+    return blocks[:, :, offset : offset + 2].contiguous().view(torch.float16)[:, :, 0].contiguous()
+
+
+def _shifts(width: int, blocks: torch.Tensor) -> torch.Tensor:
+    """Return uint8 [8 / width]: 0, width, 2 * width, ..."""
+    return torch.arange(0, 8, width, dtype=torch.uint8, device=blocks.device)
+
+
+def _nibbles(packed: torch.Tensor, group: int) -> torch.Tensor:
+    """Return the half-bytes [rows, blocks, 2n] of [rows, blocks, n]: of each group of bytes the low ones first."""
+    groups = packed.reshape(*packed.shape[:2], -1, group)
+    return torch.stack((groups & 15, groups >> 4), 3).flatten(2)
+
+
+def _five_bits(packed: torch.Tensor) -> torch.Tensor:
+    """Return codes [rows, blocks, 32] of 4 bytes of fifth bits, lowest bit first, and 16 of half-bytes."""
+    fifth = ((packed[:, :, :4, None] >> _shifts(1, packed)) & 1).flatten(2)
+    return _nibbles(packed[:, :, 4:], 16) | fifth << 4
+
+
+_READERS: dict[str, Callable[[torch.Tensor, int], PackedRows]] = {
+    "Q8_0": _q8_0,
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
+}
+assert _READERS.keys() == {name for name, (weights, _) in BLOCK_SIZES.items() if weights in (BLOCK, K_BLOCK)}

@@ -1,0 +1,158 @@
+"""packed_product: x @ weight.T with weights that are unpacked in the kernel; sums are float32.
+
+Tensor cores multiply a tile of weights, rounded to x's type, by the rows of x, at least 16. A product with few columns
+is cut along its depth, since a GPU has more processors than it has tiles; the parts' sums are added in their order.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.rounding import ceil_div
+from kernels.torch.packed_rows import PackedRows
+from kernels.triton.device import dot, power_of_2
+from kernels.triton.packed_tile import TILE_BYTES, constants, unpacked
+
+TILE_COLUMNS = 64  # of the product: rows of weights
+_FEW_ROWS, _MOST_TILE_ROWS = 32, 128
+#: Programs of a product with few rows, and with more: four and two for each of an H100's 132 processors, as many as
+#: their registers have room for.
+_NUM_PROGRAMS, _NUM_LARGE_PROGRAMS = 528, 264
+_LEAST_TILES = 4  # that a program sums
+_MERGED = 1024  # numbers of one program of _merge_parts
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["num_rows"])
+def _multiply_packed(
+    x, codes, scales, fine, minima, fine_minima, bias, out, partial_sums, num_rows, num_columns, depth, width,
+    split_width, first_column, out_columns,
+    BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    BIT: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, FINE: tl.constexpr,
+    MINIMA: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr,
+):
+    """Compute BLOCK_N columns of BLOCK_M rows in each program, or their sum over one part of the depth.
+
+    width: bytes of codes in a row, of which a program takes split_width. DIRECT: there is one part.
+    """
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row = tl.minimum(column, num_columns - 1).to(tl.int64)
+    source = x + tl.minimum(token, num_rows - 1).to(tl.int64)[None, :] * depth
+    place = tl.arange(0, BLOCK_K)
+    begin = tl.program_id(1) * split_width
+    sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for first in range(begin, tl.minimum(begin + split_width, width), BLOCK_K):
+        at = first + place
+        packed = _loaded(codes + row[:, None] * width + at[None, :], (at < width)[None, :], EVEN)
+        numbers = _loaded(source + at[:, None], (at < width)[:, None], EVEN)
+        placed = packed.to(tl.int32) << BIT
+        weights = unpacked(
+            placed, row, first, depth, scales, fine, minima, fine_minima, BIT, BITS,
+            ZERO, GROUP, FINE, MINIMA, EVEN, INTERPRETED,
+        )
+        sums += dot(weights.to(x.dtype.element_ty), numbers, INTERPRETED)
+        if BITS == 4:
+            numbers = _loaded(source + width + at[:, None], (at < width)[:, None], EVEN)
+            weights = unpacked(
+                placed, row, first + width, depth, scales, fine, minima, fine_minima, BIT + 4, BITS,
+                ZERO, GROUP, FINE, MINIMA, EVEN, INTERPRETED,
+            )
+            sums += dot(weights.to(x.dtype.element_ty), numbers, INTERPRETED)
+    inside = (column < num_columns)[:, None] & (token < num_rows)[None, :]
+    if DIRECT:
+        if HAS_BIAS:
+            sums += tl.load(bias + first_column + row)[:, None].to(tl.float32)
+        target = out + token.to(tl.int64)[None, :] * out_columns + first_column + column[:, None]
+        tl.store(target, sums.to(x.dtype.element_ty).to(out.dtype.element_ty), mask=inside)
+    else:
+        part = tl.program_id(1).to(tl.int64) * num_rows + token
+        tl.store(partial_sums + part[None, :] * num_columns + column[:, None], sums, mask=inside)
+
+
+@triton.jit
+def _loaded(places, inside, EVEN: tl.constexpr):
+    """Return what is there, and zeros outside. EVEN: nothing is."""
+    if EVEN:
+        return tl.load(places)
+    else:  # without it Triton compiles both  # noqa: RET505
+        return tl.load(places, mask=inside, other=0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _merge_parts(
+    x, bias, out, partial_sums, num_rows, num_columns, first_column, out_columns,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
+):
+    """Add BLOCK numbers of all parts in each program. x: for its type, to which the sums are rounded first."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < num_columns
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(PARTS):
+        sums += tl.load(partial_sums + (part * num_rows + token) * num_columns + column, mask=inside, other=0.0)
+    if HAS_BIAS:
+        sums += tl.load(bias + first_column + column, mask=inside, other=0.0).to(tl.float32)
+    target = out + token * out_columns + first_column + column
+    tl.store(target, sums.to(x.dtype.element_ty).to(out.dtype.element_ty), mask=inside)
+# fmt: on
+
+
+def packed_product(
+    x: torch.Tensor, weight: PackedRows, bias: torch.Tensor | None, out: torch.Tensor, first_column: int = 0
+) -> None:
+    """Write x [T, depth] @ weight.T plus the bias, rounded to x's type, into columns of out [T, columns].
+
+    x and out are contiguous, T is at least 1. The columns begin at first_column; the bias is that of all columns.
+    """
+    assert x.is_contiguous(), x.stride()
+    assert out.is_contiguous(), out.stride()
+    num_rows, (num_columns, width) = len(x), weight.codes.shape
+    tile_rows = min(_MOST_TILE_ROWS, max(16, power_of_2(num_rows)))
+    tile_bytes = _tile_bytes(weight, tile_rows)
+    split_width, parts = _split(num_columns, width, tile_rows, tile_bytes)
+    shape = (parts, num_rows, num_columns) if parts > 1 else (1,)
+    partial_sums = torch.empty(shape, dtype=torch.float32, device=x.device)
+    fields = (weight.scales if one is None else one for one in (weight.fine, weight.minima, weight.fine_minima))
+    places = num_columns, first_column, out.shape[1]
+    _multiply_packed[ceil_div(num_columns, TILE_COLUMNS), parts, ceil_div(num_rows, tile_rows)](
+        x,
+        weight.codes,
+        weight.scales,
+        *fields,
+        x if bias is None else bias,
+        out,
+        partial_sums,
+        num_rows,
+        num_columns,
+        weight.depth,
+        width,
+        split_width,
+        first_column,
+        out.shape[1],
+        BLOCK_N=TILE_COLUMNS,
+        BLOCK_M=tile_rows,
+        BLOCK_K=tile_bytes,
+        EVEN=width % tile_bytes == 0,
+        DIRECT=parts == 1,
+        HAS_BIAS=bias is not None,
+        **constants(weight),
+    )
+    if parts > 1:
+        grid = num_rows, ceil_div(num_columns, _MERGED)
+        has_bias = bias is not None
+        options = {"PARTS": parts, "BLOCK": _MERGED, "HAS_BIAS": has_bias}
+        _merge_parts[grid](x, bias if has_bias else x, out, partial_sums, num_rows, *places, **options)
+
+
+def _tile_bytes(weight: PackedRows, tile_rows: int) -> int:
+    """Return the bytes of codes in a row of a tile: fewer where registers would be short."""
+    return TILE_BYTES // 2 if weight.in_4_bits or tile_rows > _FEW_ROWS else TILE_BYTES
+
+
+def _split(num_columns: int, width: int, tile_rows: int, tile_bytes: int) -> tuple[int, int]:
+    """Return the bytes of a row's codes that one program takes, and the number of parts that makes."""
+    tiles, programs = ceil_div(width, tile_bytes), _NUM_PROGRAMS if tile_rows <= _FEW_ROWS else _NUM_LARGE_PROGRAMS
+    wanted = min(programs // ceil_div(num_columns, TILE_COLUMNS), tiles // _LEAST_TILES)
+    split_tiles = ceil_div(tiles, max(1, wanted))
+    return split_tiles * tile_bytes, ceil_div(tiles, split_tiles)

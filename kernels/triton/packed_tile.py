@@ -1,0 +1,79 @@
+"""unpacked: a tile of weights from codes, scales and minima; see kernels/torch/packed_rows.py."""
+
+import triton
+import triton.language as tl
+
+from kernels.torch.packed_rows import PackedRows
+from kernels.triton.device import INTERPRETED
+
+#: Most bytes of codes in a row of a tile; it may have half as many. A tile lies in one block of 256 weights, so it has
+#: one coarse scale a row.
+TILE_BYTES = 128
+
+
+# fmt: off
+@triton.jit
+def unpacked(
+    codes, row, first, depth, scales, fine, minima, fine_minima, BIT: tl.constexpr, BITS: tl.constexpr,
+    ZERO: tl.constexpr, GROUP: tl.constexpr, FINE: tl.constexpr, MINIMA: tl.constexpr, EVEN: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Return the weights float32 [N, K] with codes in BITS bits, from BIT on, of codes [N, K] int32.
+
+    row [N] int64: their rows; first: the column of the first; EVEN: no tile goes beyond the rows' ends.
+
+    A float32 whose last 23 bits have a code from BIT on is code + 2 ** (23 - BIT): no conversion. Less that power and
+    zero, times the scale, is one fused multiply-add, which rounds once and need not round: a scale has 11 bits, or 17
+    or 19 with a fine one, so the power's and zero's multiple of it fits 24 bits where constants() puts the code.
+    The interpreter rounds twice, so there the zero is taken off first. depth >> 31 is 0, which the compiler does not
+    know: of two constants in one operation it copies one into a register for each weight.
+    """
+    ROWS: tl.constexpr = codes.shape[0]
+    WIDTH: tl.constexpr = codes.shape[1]
+    OFFSET: tl.constexpr = (1 << (23 - BIT)) + ZERO
+    bits = (codes & (((1 << BITS) - 1) << BIT)) | (((150 - BIT) << 23) + (depth >> 31))
+    numbers = tl.reshape(bits.to(tl.float32, bitcast=True), (ROWS, WIDTH // GROUP, GROUP))
+    factors = _factors(scales, fine, row, first, depth, WIDTH // GROUP, GROUP, FINE, EVEN)
+    if INTERPRETED:
+        numbers = (numbers - OFFSET) * factors[:, :, None]
+    else:
+        numbers = tl.fma(numbers, factors[:, :, None], (factors * -OFFSET)[:, :, None])
+    if MINIMA:
+        numbers -= _factors(minima, fine_minima, row, first, depth, WIDTH // GROUP, GROUP, FINE, EVEN)[:, :, None]
+    return tl.reshape(numbers, (ROWS, WIDTH))
+
+
+@triton.jit
+def _factors(
+    scales, fine, row, first, depth,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, FINE: tl.constexpr, EVEN: tl.constexpr,
+):
+    """Return the scales float32 [N, GROUPS], or the minima."""
+    group = first // GROUP + tl.arange(0, GROUPS)
+    num_groups = depth // GROUP
+    places = row[:, None] * num_groups + group[None, :]
+    table = fine if FINE else scales
+    if EVEN:
+        factors = tl.load(table + places).to(tl.float32)
+    else:
+        factors = tl.load(table + places, mask=(group < num_groups)[None, :], other=0).to(tl.float32)
+    if FINE:
+        factors *= tl.load(scales + row * (depth // 256) + first // 256)[:, None]
+    return factors
+# fmt: on
+
+
+def constants(packed: PackedRows) -> dict[str, int]:
+    """Return the constants of a kernel that unpacks these rows.
+
+    BIT: where a byte of codes is put in a word before it is unpacked; see unpacked().
+    """
+    return {
+        "BIT": 16 if not packed.in_4_bits and packed.zero < 128 else 8,
+        "ZERO": packed.zero,
+        "GROUP": packed.group,
+        "FINE": packed.fine is not None,
+        "MINIMA": packed.minima is not None,
+        "BITS": 4 if packed.in_4_bits else 8 if packed.zero == 128 else 7,
+        "INTERPRETED": INTERPRETED,
+    }

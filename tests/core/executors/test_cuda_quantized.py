@@ -1,0 +1,135 @@
+"""The whole engine with weights that stay quantized on the device: the tokens of the dequantized weights.
+
+In CI the kernels run under Triton's interpreter.
+"""
+
+from pathlib import Path
+from typing import Any, cast
+
+import gguf
+import numpy as np
+import pytest
+
+from core.executors.cuda import CudaExecutor
+from core.model_files.loading import load_model
+from core.models.llama import Llama
+from core.models.stored_matrix import StoredMatrix, StoredPart, Weight
+from core.models.triton_operations import TritonOperations
+from core.models.weight_form import WeightForm
+from ipc.config import EngineConfig
+from ipc.errors import ConfigError
+from ipc.sampling_params import SamplingParams
+from kernels.elements import FLOAT32
+from kernels.torch.packed_rows import quantize_rows, unpack
+from kernels.torch.tensors import to_array, to_tensor
+from kernels.triton.linear import DeviceLinear
+from kernels.triton.packed_linear import PackedLinear
+from tests.core.executors.test_cuda_executor import MODELS, VOCAB, ids, run
+from tests.core.models.test_llama import random_weights, tiny_config
+from tests.core.runner.test_invariance_quantized import TYPES
+from tests.triton_device import ANYWHERE, DEVICE
+from tools.bench.tiny_model import write_tiny_model
+
+pytestmark = ANYWHERE
+
+#: Depths are multiples of 32 and, but the intermediate one, of 64.
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "head_dim": 16,
+    "qkv_bias": True,
+}
+
+
+def stored_weights(weights: dict[str, Any]) -> dict[str, Weight]:
+    """Matrices in the types of TYPES: four bits, also of several types within a merged matrix."""
+    stored: dict[str, Weight] = dict(weights)
+    for name, numbers in weights.items():
+        if numbers.ndim == 2:
+            type_name = TYPES[name.split(".")[-2]]
+            blocks = gguf.quantize(numbers, gguf.GGMLQuantizationType[type_name])
+            stored[name] = StoredMatrix([StoredPart(type_name, blocks, numbers.shape[1])])
+    return stored
+
+
+def in_8_bits(numbers: Any) -> Any:
+    packed = quantize_rows(to_tensor(numbers))
+    assert packed is not None
+    return to_array(unpack(packed))
+
+
+def dense(weight: Weight) -> Any:
+    return weight.dense(FLOAT32) if isinstance(weight, StoredMatrix) else weight
+
+
+def models(form: WeightForm) -> tuple[Llama, Llama]:
+    """A model of dequantized weights on the CPU, and the quantized one on the device."""
+    config = tiny_config(**SIZES)
+    weights: dict[str, Any] = dict(random_weights(config, FLOAT32))
+    if form is WeightForm.STORED:
+        given: dict[str, Weight] = stored_weights(weights)
+        numbers = {name: dense(weight) for name, weight in given.items()}
+    else:
+        given = weights
+        whole = {"model.embed_tokens.weight"}
+        numbers = {n: in_8_bits(w) if w.ndim == 2 and n not in whole else w for n, w in weights.items()}
+    operations = TritonOperations(config, FLOAT32, DEVICE, form)
+    return Llama(config, numbers.items(), FLOAT32), Llama(config, given.items(), FLOAT32, operations=operations)
+
+
+@pytest.mark.parametrize("form", [WeightForm.INT8, WeightForm.STORED])
+def test_tokens_are_those_of_the_dequantized_weights(form: WeightForm) -> None:
+    MODELS[form.name] = models(form)
+    requests = [
+        (ids(length, length), SamplingParams(max_tokens=5, ignore_eos=True, temperature=length % 2))
+        for length in (1, 20, 45)
+    ]
+    expected = run("torch", requests, shape=form.name).tokens
+    assert run("triton", requests, depth=2, shape=form.name).tokens == expected
+
+
+def test_the_form_is_in_the_models_fingerprint() -> None:
+    variants = [models(form)[1].variant for form in (WeightForm.INT8, WeightForm.STORED)]
+    assert ["gate_up=triton-int8." in variant for variant in variants] == [True, False]
+    assert ["gate_up=triton-stored." in variant for variant in variants] == [False, True]
+
+
+def test_what_has_no_packed_form_is_dequantized() -> None:
+    config = tiny_config(**SIZES)
+    weights = dict(random_weights(config, FLOAT32))
+    mixed = stored_weights(weights)
+    mixed["model.layers.0.self_attn.k_proj.weight"] = weights["model.layers.0.self_attn.k_proj.weight"]
+    layers = Llama(
+        config, mixed.items(), FLOAT32, operations=TritonOperations(config, FLOAT32, DEVICE, WeightForm.STORED)
+    ).layers
+    kinds = {name: type(product) for name, product in layers[0].products.items()}
+    assert kinds == {"qkv": DeviceLinear, "o": PackedLinear, "gate_up": PackedLinear, "down": PackedLinear}
+
+
+@pytest.mark.parametrize("quantization", ["auto", "none", "stored", "int8"])
+def test_the_option_reaches_the_operations(quantization: str, tmp_path: Path) -> None:
+    """The model's weights are bfloat16: only int8 packs them, and only where the option says so."""
+    write_tiny_model(tmp_path)
+    executor = CudaExecutor(EngineConfig(model=str(tmp_path), device="cuda", quantization=cast(Any, quantization)))
+    model = executor._loaded.model
+    assert isinstance(model, Llama)
+    kinds = {type(product) for product in (*model.layers[0].products.values(), model.head)}
+    assert kinds == {PackedLinear if quantization == "int8" else DeviceLinear}
+
+
+def test_routed_mlps_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tiny_model(tmp_path)
+    config = EngineConfig(model=str(tmp_path), device="cuda", quantization="int8")
+    routed = type("Routed", (), {"experts": object(), "is_causal": True})()
+    monkeypatch.setattr("core.model_files.loading.read_model_config", lambda *_: routed)
+    with pytest.raises(ConfigError, match=r"'int8' with device='cuda' does not fit .* routed MLPs: use 'none'"):
+        load_model(tmp_path, FLOAT32, config)
+
+
+def test_numbers_of_8_bits_are_others() -> None:
+    """Else the tokens above would say nothing of the option."""
+    numbers = np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32)
+    assert not np.array_equal(in_8_bits(numbers), numbers)
