@@ -26,37 +26,39 @@ _MERGED = 1024  # numbers of one program of _merge_parts
 @triton.jit(do_not_specialize=["num_rows"])
 def _multiply_packed(
     x, codes, scales, fine, minima, fine_minima, bias, out, partial_sums, num_rows, num_columns, depth, width,
-    split_width, first_column, out_columns,
+    num_groups, half_groups, split_tiles, first_column, out_columns,
     BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
     BIT: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, FINE: tl.constexpr,
     MINIMA: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """Compute BLOCK_N columns of BLOCK_M rows in each program, or their sum over one part of the depth.
 
-    width: bytes of codes in a row, of which a program takes split_width. DIRECT: there is one part.
+    width: bytes of codes in a row, of which a program takes split_tiles tiles. half_groups: num_groups, or half of them
+    where a row's halves share bytes. DIRECT: there is one part.
     """
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
     row = tl.minimum(column, num_columns - 1).to(tl.int64)
     source = x + tl.minimum(token, num_rows - 1).to(tl.int64)[None, :] * depth
     place = tl.arange(0, BLOCK_K)
-    begin = tl.program_id(1) * split_width
+    begin = tl.program_id(1) * split_tiles
     sums = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
-    for first in range(begin, tl.minimum(begin + split_width, width), BLOCK_K):
+    for tile in range(begin, tl.minimum(begin + split_tiles, tl.cdiv(width, BLOCK_K))):
+        first, group = tile * BLOCK_K, tile * (BLOCK_K // GROUP)
         at = first + place
         packed = _loaded(codes + row[:, None] * width + at[None, :], (at < width)[None, :], EVEN)
         numbers = _loaded(source + at[:, None], (at < width)[:, None], EVEN)
         placed = packed.to(tl.int32) << BIT
         weights = unpacked(
-            placed, row, first, depth, scales, fine, minima, fine_minima, BIT, BITS,
+            placed, row, first, group, num_groups, depth, scales, fine, minima, fine_minima, BIT, BITS,
             ZERO, GROUP, FINE, MINIMA, EVEN, INTERPRETED,
         )
         sums += dot(weights.to(x.dtype.element_ty), numbers, INTERPRETED)
         if BITS == 4:
             numbers = _loaded(source + width + at[:, None], (at < width)[:, None], EVEN)
             weights = unpacked(
-                placed, row, first + width, depth, scales, fine, minima, fine_minima, BIT + 4, BITS,
-                ZERO, GROUP, FINE, MINIMA, EVEN, INTERPRETED,
+                placed, row, first + width, group + half_groups, num_groups, depth, scales, fine, minima, fine_minima,
+                BIT + 4, BITS, ZERO, GROUP, FINE, MINIMA, EVEN, INTERPRETED,
             )
             sums += dot(weights.to(x.dtype.element_ty), numbers, INTERPRETED)
     inside = (column < num_columns)[:, None] & (token < num_rows)[None, :]
@@ -110,7 +112,7 @@ def packed_product(
     num_rows, (num_columns, width) = len(x), weight.codes.shape
     tile_rows = min(_MOST_TILE_ROWS, max(16, power_of_2(num_rows)))
     tile_bytes = _tile_bytes(weight, tile_rows)
-    split_width, parts = _split(num_columns, width, tile_rows, tile_bytes)
+    split_tiles, parts = _split(num_columns, width, tile_rows, tile_bytes)
     shape = (parts, num_rows, num_columns) if parts > 1 else (1,)
     partial_sums = torch.empty(shape, dtype=torch.float32, device=x.device)
     fields = (weight.scales if one is None else one for one in (weight.fine, weight.minima, weight.fine_minima))
@@ -127,7 +129,9 @@ def packed_product(
         num_columns,
         weight.depth,
         width,
-        split_width,
+        weight.depth // weight.group,
+        width // weight.group,
+        split_tiles,
         first_column,
         out.shape[1],
         BLOCK_N=TILE_COLUMNS,
@@ -146,13 +150,17 @@ def packed_product(
 
 
 def _tile_bytes(weight: PackedRows, tile_rows: int) -> int:
-    """Return the bytes of codes in a row of a tile: fewer where registers would be short."""
-    return TILE_BYTES // 2 if weight.in_4_bits or tile_rows > _FEW_ROWS else TILE_BYTES
+    """Return the bytes of codes in a row of a tile: fewer where registers would be short.
+
+    With two levels of scales the work on them is shared by as many weights as possible.
+    """
+    is_short = tile_rows > _FEW_ROWS or (weight.in_4_bits and weight.fine is None)
+    return TILE_BYTES // 2 if is_short else TILE_BYTES
 
 
 def _split(num_columns: int, width: int, tile_rows: int, tile_bytes: int) -> tuple[int, int]:
-    """Return the bytes of a row's codes that one program takes, and the number of parts that makes."""
+    """Return the tiles of a row's codes that one program takes, and the number of parts that makes."""
     tiles, programs = ceil_div(width, tile_bytes), _NUM_PROGRAMS if tile_rows <= _FEW_ROWS else _NUM_LARGE_PROGRAMS
     wanted = min(programs // ceil_div(num_columns, TILE_COLUMNS), tiles // _LEAST_TILES)
     split_tiles = ceil_div(tiles, max(1, wanted))
-    return split_tiles * tile_bytes, ceil_div(tiles, split_tiles)
+    return split_tiles, ceil_div(tiles, split_tiles)

@@ -14,13 +14,15 @@ TILE_BYTES = 128
 # fmt: off
 @triton.jit
 def unpacked(
-    codes, row, first, depth, scales, fine, minima, fine_minima, BIT: tl.constexpr, BITS: tl.constexpr,
-    ZERO: tl.constexpr, GROUP: tl.constexpr, FINE: tl.constexpr, MINIMA: tl.constexpr, EVEN: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    codes, row, first, group, num_groups, depth, scales, fine, minima, fine_minima,
+    BIT: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, FINE: tl.constexpr,
+    MINIMA: tl.constexpr, EVEN: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
     """Return the weights float32 [N, K] with codes in BITS bits, from BIT on, of codes [N, K] int32.
 
-    row [N] int64: their rows; first: the column of the first; EVEN: no tile goes beyond the rows' ends.
+    row [N] int64: their rows; first, group: the column of the first, and its group; num_groups: of a row; EVEN: no tile
+    goes beyond the rows' ends. The compiler sees whether group and num_groups are multiples of two or four: only
+    then it loads scales ahead, which takes four bytes at least.
 
     A float32 whose last 23 bits have a code from BIT on is code + 2 ** (23 - BIT): no conversion. Less that power and
     zero, times the scale, is one fused multiply-add, which rounds once and need not round: a scale has 11 bits, or 17
@@ -33,30 +35,31 @@ def unpacked(
     OFFSET: tl.constexpr = (1 << (23 - BIT)) + ZERO
     bits = (codes & (((1 << BITS) - 1) << BIT)) | (((150 - BIT) << 23) + (depth >> 31))
     numbers = tl.reshape(bits.to(tl.float32, bitcast=True), (ROWS, WIDTH // GROUP, GROUP))
-    factors = _factors(scales, fine, row, first, depth, WIDTH // GROUP, GROUP, FINE, EVEN)
+    GROUPS: tl.constexpr = WIDTH // GROUP
+    factors = _factors(scales, fine, row, first, group, num_groups, depth, GROUPS, FINE, EVEN)
     if INTERPRETED:
         numbers = (numbers - OFFSET) * factors[:, :, None]
     else:
         numbers = tl.fma(numbers, factors[:, :, None], (factors * -OFFSET)[:, :, None])
     if MINIMA:
-        numbers -= _factors(minima, fine_minima, row, first, depth, WIDTH // GROUP, GROUP, FINE, EVEN)[:, :, None]
+        shifts = _factors(minima, fine_minima, row, first, group, num_groups, depth, GROUPS, FINE, EVEN)
+        numbers -= shifts[:, :, None]
     return tl.reshape(numbers, (ROWS, WIDTH))
 
 
 @triton.jit
 def _factors(
-    scales, fine, row, first, depth,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, FINE: tl.constexpr, EVEN: tl.constexpr,
+    scales, fine, row, first, group, num_groups, depth,
+    GROUPS: tl.constexpr, FINE: tl.constexpr, EVEN: tl.constexpr,
 ):
     """Return the scales float32 [N, GROUPS], or the minima."""
-    group = first // GROUP + tl.arange(0, GROUPS)
-    num_groups = depth // GROUP
-    places = row[:, None] * num_groups + group[None, :]
+    column = group + tl.arange(0, GROUPS)
+    places = row[:, None] * num_groups + column[None, :]
     table = fine if FINE else scales
     if EVEN:
         factors = tl.load(table + places).to(tl.float32)
     else:
-        factors = tl.load(table + places, mask=(group < num_groups)[None, :], other=0).to(tl.float32)
+        factors = tl.load(table + places, mask=(column < num_groups)[None, :], other=0).to(tl.float32)
     if FINE:
         factors *= tl.load(scales + row * (depth // 256) + first // 256)[:, None]
     return factors

@@ -8,6 +8,7 @@ from torch.nn.functional import linear
 
 from kernels.torch.packed_rows import PackedRows, pack_blocks, quantize_rows
 from tools.bench.gpu_case import Case
+from tools.bench.gpu_experts import captured
 
 #: Rows of x.
 ROWS = (1, 8, 64, 512)
@@ -26,9 +27,9 @@ def quantized_products(shapes: dict[str, tuple[int, int]], device: torch.device,
                 yield Case(
                     f"product {form}",
                     f"{name} {rows}x{depth}x{columns}",
-                    partial(product, x),
+                    captured(partial(product, x)),
                     "linear",
-                    partial(linear, x, weight),
+                    captured(partial(linear, x, weight)),
                     packed.num_bytes + rows * (depth + columns) * dtype.itemsize,
                     2 * rows * depth * columns,
                 )

@@ -48,7 +48,7 @@ SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
 #: Arguments that differ from step to step: a kernel of its own for some of their values would be compiled in between.
 OF_STEPS = {"num_splits", "num_tokens", "num_rows", "num_pairs", "is_few"}
 #: Arguments that are multiples of 16 in usual models, so that kernels are compiled for that.
-OF_MODELS = {"num_columns", "depth", "width", "split_width", "first_column", "out_columns"}
+OF_MODELS = {"num_columns", "depth", "width", "num_groups", "half_groups", "first_column", "out_columns"}
 #: Does not run there, as docs/gpu.md says.
 TOO_LARGE = torch.float32, 256, 89
 #: Bytes of a thread: some indices. Numbers of a tile would be hundreds.
@@ -171,7 +171,8 @@ PACKED: tuple[tuple[dict[str, str], tuple[int, ...]], ...] = (
 def packed(*, every: bool) -> Iterator[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     """The kernels of packed weights: for few rows and for as many as there may be; every: for all in between, and in
     float32 too."""
-    numbers = ("num_columns", "depth", "width", "split_width", "first_column", "out_columns")
+    groups = "depth", "width", "num_groups", "half_groups"
+    numbers = (*groups, "num_columns", "split_tiles", "first_column", "out_columns")
     for dtype in (HALF, FLOAT) if every else (HALF,):
         for scales, values in PACKED:
             constants = {**dict(zip(_NAMES, values, strict=True)), "INTERPRETED": False, "BLOCK_N": 64}
@@ -188,14 +189,14 @@ def packed(*, every: bool) -> Iterator[tuple[Any, dict[str, str], dict[str, Any]
                     {
                         **constants,
                         "BLOCK_M": rows,
-                        "BLOCK_K": 64 if values[1] == 4 or rows > 32 else 128,
+                        "BLOCK_K": 64 if values[:3] == (8, 4, 8) or rows > 32 else 128,
                         "EVEN": True,
                         "DIRECT": rows > 16,
                         "HAS_BIAS": True,
                     },
                     {},
                 )
-            sizes = dict.fromkeys(("num_rows", "depth", "width"), "i32")
+            sizes = dict.fromkeys(("num_rows", *groups), "i32")
             yield unpack._unpack, {**types, **sizes, "out": dtype}, {**constants, "BLOCK_K": 128, "EVEN": True}, {}
     sizes = dict.fromkeys(("num_rows", "num_columns", "first_column", "out_columns"), "i32")
     types = {**dict.fromkeys(("x", "bias", "out"), HALF), "partial_sums": FLOAT, **sizes}

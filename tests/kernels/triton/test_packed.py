@@ -109,9 +109,10 @@ def test_a_depth_in_parts(type_name: str) -> None:
     """Few columns are cut along their depth: here into parts of which the last is shorter."""
     part, bias = packed(type_name, 70, 4736), random(70)
     width = part.codes.shape[1]
-    split_width, parts = packed_product._split(70, width, 16, packed_product._tile_bytes(part, 16))
+    tile_bytes = packed_product._tile_bytes(part, 16)
+    split_tiles, parts = packed_product._split(70, width, 16, tile_bytes)
     assert parts > 1
-    assert width % split_width
+    assert width % (split_tiles * tile_bytes)
     x = random(3, 4736)
     product = PackedLinear([part], bias, torch.float32, torch.float32, "stored")
     assert_product(product(x), x, [part], bias)
@@ -123,9 +124,8 @@ def test_a_depth_in_parts(type_name: str) -> None:
 @pytest.mark.parametrize(("tile_rows", "most"), [(16, 528), (32, 528), (64, 264), (128, 264)])
 def test_the_parts_of_a_depth_are_the_whole(num_columns: int, width: int, tile_rows: int, most: int) -> None:
     for tile_bytes in (64, 128):
-        split_width, parts = packed_product._split(num_columns, width, tile_rows, tile_bytes)
-        assert parts == math.ceil(width / split_width)
-        assert split_width % tile_bytes == 0
+        split_tiles, parts = packed_product._split(num_columns, width, tile_rows, tile_bytes)
+        assert parts == math.ceil(width / (split_tiles * tile_bytes))
         assert parts == 1 or parts * math.ceil(num_columns / packed_product.TILE_COLUMNS) <= most
 
 
