@@ -37,7 +37,8 @@ class GroupRows:
             return Examined(request, Verdict.NO_ROW, needed, max(0, free))
         if (is_group or lacking) and (len(self._batch) or self._starting):
             others = [one for one in request.choices if one is not request] if is_group else []
-            blocks, left = start.num_lacking + self._blocks_of(others), self._left - self._blocks_of(lacking)
+            before = [one for one in lacking if one.level <= request.level]  # a more urgent request may take their room
+            blocks, left = start.num_lacking + self._blocks_of(others), self._left - self._blocks_of(before)
             if left < blocks:
                 return Examined(request, Verdict.NO_BLOCKS, blocks, max(0, left))
         return None
