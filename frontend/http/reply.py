@@ -73,7 +73,7 @@ class Part:
         progress: Progress | None = None
         if finish or self._has_logprobs:
             progress = client.read(self.state.number, completion.num_tokens, choice)
-            if not self._is_sound(progress):
+            if not self._is_sound(choice, progress):
                 return
             self._count_cached(progress)
             changed = completion.update(progress)
@@ -102,9 +102,13 @@ class Part:
         prompt = self.state.prompt
         return PromptSide(prompt.text, prompt.token_ids, self._prompt_logprobs)
 
-    def _is_sound(self, progress: Progress) -> bool:
-        """Return whether a choice goes on or ended in an answer; else the reply fails."""
-        if progress.error is None and progress.finish != FinishReason.ABORT:
+    def _is_sound(self, choice: int, progress: Progress) -> bool:
+        """Return whether a choice goes on or ended in an answer; else the reply fails.
+
+        A beam search may find fewer sequences than choices: the last choices then end so, and the first one does not.
+        """
+        has_no_sequence = choice > 0 and self.params.use_beam_search
+        if progress.error is None and (progress.finish != FinishReason.ABORT or has_no_sequence):
             return True
         self.reply.fail(progress.error or HttpError(503, _UNAVAILABLE))
         return False

@@ -3,6 +3,8 @@
 import asyncio
 from typing import Any
 
+import pytest
+
 from engine_core import LLM, AsyncLLM, BeamSearchParams, SamplingParams
 from tests.frontend.http.caller import Caller
 
@@ -56,6 +58,18 @@ def test_an_answer_in_a_grammar(served: Caller) -> None:
     shown = [one["message"]["content"] for one in answer["choices"]]
     assert set(shown) <= set(choices)
     assert {one["finish_reason"] for one in answer["choices"]} == {"stop"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_search_with_fewer_sequences_than_choices(served: Caller, stream: bool) -> None:
+    two = {"choice": ["a", "b"]}
+    fields = {**FIELDS, "n": 4, "max_tokens": 1, "structured_outputs": two, "logprobs": 1, "stream": stream}
+    answer = served.complete([5, 6, 7], **fields)
+    assert answer.status == 200, answer.json
+    choices = [one for event in answer.events for one in event["choices"]] if stream else answer.json["choices"]
+    ends = {one["index"]: one["finish_reason"] for one in choices if one["finish_reason"] is not None}
+    assert ends == {0: "length", 1: "length", 2: "abort", 3: "abort"}
+    assert [one["text"] for one in choices if one["index"] > 1] == ["", ""]
 
 
 def test_async_llm(served: Caller, llm: LLM) -> None:
