@@ -72,6 +72,7 @@ class BeamSearches:
             return f"the search has {width} beams, and max_num_seqs is {max_num_seqs}"
         shared = self._batch.forks.num_sure(first.num_prompt_tokens)
         own = width * (ceil_div(first.max_computed_tokens, size) - shared)
+        shared += shared if first.needs_whole_prompt else 0  # its first beam computes what the others find in the cache
         needed = self._batch.most_blocks_of_beams(shared, own)
         there_are = self._batch.pool.num_blocks - 1
         kept = self._watermark if width > 1 else 0  # a beam that starts beside others leaves so many free

@@ -64,7 +64,10 @@ class GroupRows:
 
     def _blocks_of(self, beams: list[Request]) -> int:
         """Return the most blocks with which these beams start, each as a fork of another one with its prompt."""
-        own = [
-            self._admission.blocks_to_start(beam) - self._batch.forks.num_sure(beam.num_prompt_tokens) for beam in beams
-        ]
-        return sum(own) * self._batch.blocks_of_a_block
+        return sum(map(self._own_blocks_of, beams)) * self._batch.blocks_of_a_block
+
+    def _own_blocks_of(self, beam: Request) -> int:
+        shared, first = self._batch.forks.num_sure(beam.num_prompt_tokens), beam.choices[0].sampling
+        # Of a prompt that the first beam computes in any case, the second one may bring back what the cache has.
+        is_there_twice = beam.choice == 1 and first is not None and first.prompt_logprobs is not None
+        return self._admission.blocks_to_start(beam) - (0 if is_there_twice else shared)

@@ -207,6 +207,23 @@ def test_beams_that_compute_for_many_steps_are_not_given_up_meanwhile() -> None:
     check(core, message)
 
 
+@pytest.mark.parametrize(("num_blocks", "fits"), [(8, False), (9, True)])
+def test_a_prompt_that_is_there_twice_counts_twice(num_blocks: int, fits: bool) -> None:
+    """Log probabilities of a prompt are computed anew, and the other beams find it in the cache: three blocks twice."""
+    core = driver(num_blocks=num_blocks + 1, block_size=16)
+    core.step([(0, add_message(1, [5] * 50, 1))])
+    core.drain()
+    message = search(8, [5] * 50, 4, 2, 3, prompt_logprobs=0)
+    core.step([(0, message)])
+    core.step([(0, HoldClient())])
+    core.step([(0, ReleaseClient())])
+    core.drain(limit=300)
+    failed = core.inbox.received[0, 8].failed
+    assert (failed is None) == fits
+    if fits:
+        check(core, message)
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "priority", "fair"])
 @pytest.mark.parametrize(
     ("options", "length"),
