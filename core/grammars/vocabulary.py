@@ -60,8 +60,8 @@ def build_vocabulary(
     """Return the vocabulary for llguidance.
 
     build: returns what divides forced texts into tokens; None: the longest tokens do, which is quicker to make.
-    in_parts: in two calls, which take a third more time together. Each holds Python's lock from its beginning to its end,
-    and steps wait for it.
+    in_parts: in two calls, which take a third more time together. Each holds Python's lock from its beginning to its
+    end, and steps wait for it.
     """
     from llguidance import LLTokenizer
 
