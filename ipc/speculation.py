@@ -85,6 +85,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     #: Durations of steps of 1, 2, 4, 8, ... tokens with logits, in ns. Empty: measured at the engine's start.
     step_ns: tuple[int, ...] = ()
     draft_ns: int = 0  # duration of a model's drafts for one row; measured where step_ns is
+    #: As step_ns, of steps that no other step overlaps with, where others do. Empty: the same.
+    alone_ns: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.method not in _METHODS:
@@ -113,8 +115,9 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if self.model is not None and not isinstance(self.model, str):
             raise ConfigError(f"speculative_config: model must be a name or a path; got {self.model!r:.80}")
         _check("draft_ns", self.draft_ns, 10**15, 0)
-        for value in self.step_ns:
-            _check("step_ns", value, 10**15)
+        for name in ("step_ns", "alone_ns"):
+            for value in getattr(self, name):
+                _check(name, value, 10**15)
 
     @property
     def runs_model(self) -> bool:
@@ -159,9 +162,11 @@ def parse_speculative_config(given: object) -> SpeculativeConfig | None:
         keys["num_speculative_tokens"] = keys.get("suffix_decoding_max_tree_depth", _MAX_DEPTH)
     if keys["method"] in _DRAFTS:
         keys.setdefault("num_speculative_tokens", _DRAFTS[keys["method"]])
-    if not isinstance(step_ns := keys.get("step_ns", ()), (list, tuple)) or len(step_ns) > 32:
-        raise ConfigError(f"speculative_config: step_ns must be a list of up to 32 integers; got {step_ns!r:.80}")
-    return SpeculativeConfig(**{**keys, "step_ns": tuple(step_ns)})
+    for name in ("step_ns", "alone_ns"):
+        if not isinstance(durations := keys.get(name, ()), (list, tuple)) or len(durations) > 32:
+            raise ConfigError(f"speculative_config: {name} must be a list of up to 32 integers; got {durations!r:.80}")
+        keys[name] = tuple(durations)
+    return SpeculativeConfig(**keys)
 
 
 def _have() -> str:

@@ -76,6 +76,7 @@ class StepCosts(NamedTuple):
 
     step_ns: tuple[int, ...] = ()  # of steps of 1, 2, 4, 8, ... tokens with logits each
     draft_ns: int = 0  # of the drafts for one row by the executor's own draft model
+    alone_ns: tuple[int, ...] = ()  # as step_ns, of steps that no other step overlaps with; empty: no others
 
 
 #: Tokens of the step before the first: enough to show what a token of a prompt costs.

@@ -12,6 +12,7 @@ from core.grammars.grammars import model_grammars
 from core.models.llama import Llama
 from core.models.triton_operations import TritonOperations
 from core.runner.cuda_model_runner import CudaModelRunner
+from core.runner.trial_loop import loop_costs
 from ipc.config import EngineConfig
 from ipc.workers import overlaps
 from kernels.elements import BFLOAT16, FLOAT32
@@ -69,13 +70,14 @@ class CudaExecutor:
     def measure_steps(self) -> StepCosts:
         """Return the measured durations of steps, and what drafts cost a step besides.
 
-        Where steps overlap, the device does not wait for the host's launches, but it does before and after drafts.
+        Where steps overlap, the longer of the host's and the device's work is a step's duration, and both together are
+        that of a step whose rows all have drafts: nothing overlaps with it.
         """
         durations = self.runner.measure_steps()
-        if not self._overlaps:
+        loop = self.runner.measure_loop() if self._overlaps else None
+        if loop is None:
             return StepCosts(durations)
-        saved = min(self.runner.measure_overlap(), durations[0] - 1)
-        return StepCosts(tuple(duration - saved for duration in durations), saved)
+        return loop_costs(loop, durations, self.runner.measure_overlapping(durations))
 
     def warm_up(self) -> int:
         """Return 0: the first launch of a kernel may compile it, so one short step says little of the next."""

@@ -21,6 +21,7 @@ from core.runner.model_runner import ModelRunner
 from core.runner.preemption_costs import NUM_TOKENS, measure_costs
 from core.runner.step_columns import StepColumns, draft_columns, step_columns, trial_columns
 from core.runner.step_durations import Clock, measure_steps, trial_sampling, trial_sizes
+from core.runner.trial_loop import LEAST_TOKENS, MOST_TOKENS, LoopDurations, TrialLoop
 from core.sampling.candidates import gather_candidates
 from core.sampling.logit_edits import apply_edits
 from core.sampling.sampler import SamplingInputs, processed_logits
@@ -32,7 +33,7 @@ from kernels.triton.prepare_inputs import prepare_inputs
 from kernels.triton.sampling import kinds_of, pack_columns, sample_tokens
 
 #: Steps that are launched one after the other to measure by how much they overlap.
-_OVERLAPPING = 5
+_OVERLAPPING = 3
 
 
 class CudaModelRunner(ModelRunner):
@@ -123,14 +124,30 @@ class CudaModelRunner(ModelRunner):
         return measure_steps(self._run_trial, self._most_tokens, used)
 
     @torch.inference_mode()
-    def measure_overlap(self, used: Clock = time.perf_counter_ns) -> int:
-        """Return by how much a step is shorter, in ns, where the next one is launched before it has ended.
+    def measure_overlapping(self, apart: tuple[int, ...], used: Clock = time.perf_counter_ns) -> tuple[int, ...]:
+        """Return what the device or the launches take, the longer of both, of steps that follow one another, in ns.
 
-        It must follow measure_steps(). A row with drafts has nothing in the next step, and alone it forgoes this.
+        apart: what measure_steps() returned.
         """
-        apart = min(measure_steps(self._run_trial, 1, used))
-        together = min(measure_steps(lambda _: self._run_trial(1, _OVERLAPPING), 1, used))
-        return max(0, apart - (together - apart) // (_OVERLAPPING - 1))
+        more = _OVERLAPPING - 1
+        together = measure_steps(lambda size: self._run_trial(size, _OVERLAPPING), self._most_tokens, used)
+        return tuple(max(1, (long - short) // more) for long, short in zip(together, apart, strict=False))
+
+    def measure_loop(self, used: Clock = time.perf_counter_ns) -> LoopDurations | None:
+        """Return what steps of the engine's loop take, in ns; None where the cache has too few tokens for it.
+
+        It must run before the first step. Its row leaves what a row leaves whose request has ended.
+        """
+        most = min(self._most_tokens, MOST_TOKENS)
+        if most < LEAST_TOKENS:
+            return None
+        blocks = np.arange(ceil_div(most, self.block_size), dtype=np.int32) + self._first_block
+        loop = TrialLoop(self, blocks, most, self._most_alone, used)
+        durations = loop.measure()
+        self._apply(loop.end())
+        self.table.clear_columns([0])
+        self._pending = None
+        return durations
 
     def _run_trial(self, num_tokens: int, num_steps: int = 1) -> None:
         """Run steps of so many tokens of row 0, and wait for the last one's."""

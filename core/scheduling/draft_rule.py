@@ -13,6 +13,8 @@ LARGEST_STEP = 512
 MAX_STEP_DRAFTS = 128
 #: What a step with drafts costs apart from its tokens: proposing, other inputs, verifying. In ns.
 OVERHEAD_NS = 200_000
+#: What a bound of chances is multiplied by, since it is rounded in another order than what it bounds.
+_SLACK = 1 - 1e-9
 
 
 class DraftRule:
@@ -24,17 +26,28 @@ class DraftRule:
 
     #: Whether a step with drafts is weighed together with the next one, which then gets none; older checkpoints lack it
     weighs_pairs = False
+    _least_chance: Doubles | None = None  # which drafts must have to pay, for each number of tokens
 
-    def __init__(self, step_ns: tuple[int, ...] = (), draft_ns: int = 0, *, loses_turn: bool = False) -> None:
+    def __init__(
+        self,
+        step_ns: tuple[int, ...] = (),
+        draft_ns: int = 0,
+        alone_ns: tuple[int, ...] = (),
+        *,
+        loses_turn: bool = False,
+    ) -> None:
         """step_ns: durations of steps of 1, 2, 4, 8, ... tokens; empty: drafts cost nothing.
 
         draft_ns: of the making of the drafts, where that takes longer than a look into tables. loses_turn: a row with
-        drafts gets nothing in the next step.
+        drafts gets nothing in the next step. alone_ns: as step_ns, of steps in which all rows have drafts, so that
+        there is no next step to overlap with; empty: the same.
         """
         self._overhead_ns = OVERHEAD_NS + draft_ns
         self._is_free = not step_ns
         self.weighs_pairs = loses_turn and not self._is_free
-        self._costs, self._least = _tables(step_ns or (1,))
+        self._costs, self._alone, self._least = _tables(step_ns or (1,), alone_ns)
+        if self.weighs_pairs:
+            self._least_chance = _least_chances(self._costs, self._alone, self._overhead_ns)
 
     def may_pay(self, num_tokens: int, chance: float) -> bool:
         """Return whether drafts may be worth their cost in a step of num_tokens tokens.
@@ -43,7 +56,11 @@ class DraftRule:
         """
         if not 0 < num_tokens <= LARGEST_STEP:
             return False
-        return self._is_free or chance * float(self._costs[num_tokens]) > num_tokens * float(self._least[num_tokens])
+        if self._is_free:
+            return True
+        if self._least_chance is not None and chance < float(self._least_chance[num_tokens]):
+            return False
+        return chance * float(self._costs[num_tokens]) > num_tokens * float(self._least[num_tokens])
 
     def choose(self, num_tokens: int, chances: Doubles, counts: Ints, limit: int) -> Ints:
         """Return how many of counts [n] drafts each row gets, in a step that has num_tokens tokens already.
@@ -61,11 +78,12 @@ class DraftRule:
         count = limit
         if not self._is_free:
             kept = num_tokens + gains.reshape(-1)[order].cumsum()
-            costs = self._costs[num_tokens + 1 : num_tokens + 1 + limit] + self._overhead_ns
+            sizes = slice(num_tokens + 1, num_tokens + 1 + limit)
+            costs = self._costs[sizes]
             if self.weighs_pairs:  # the rows without drafts have the next step to themselves
                 left = num_tokens - (order % most == 0).cumsum()
-                kept, costs = kept + left, costs + self._costs[left]
-            rates = kept / costs
+                kept, costs = kept + left, np.where(left > 0, costs + self._costs[left], self._alone[sizes])
+            rates = kept / (costs + self._overhead_ns)
             count = int(rates.argmax()) + 1
             if float(rates[count - 1]) <= num_tokens / float(self._costs[num_tokens]):
                 return none
@@ -79,16 +97,32 @@ class DraftRule:
 
 
 @lru_cache(maxsize=2)
-def _tables(step_ns: tuple[int, ...]) -> tuple[Ints, Doubles]:
-    """Return what steps of 0, 1, ... tokens cost, and [LARGEST_STEP + 1] the least that some number of drafts costs.
+def _tables(step_ns: tuple[int, ...], alone_ns: tuple[int, ...]) -> tuple[Ints, Ints, Doubles]:
+    """Return what steps of 0, 1, ... tokens cost, the same alone, and the least that some number of drafts costs.
 
-    The second is for each of these drafts, in a step of so many other tokens.
+    The last, [LARGEST_STEP + 1], is for each of these drafts, in a step of so many other tokens.
     """
-    costs = _by_tokens(step_ns, LARGEST_STEP + MAX_STEP_DRAFTS + 1)
+    count = LARGEST_STEP + MAX_STEP_DRAFTS + 1
+    costs = _by_tokens(step_ns, count)
+    alone = np.maximum(costs, _by_tokens(alone_ns, count)) if alone_ns else costs
     ahead = np.arange(1, MAX_STEP_DRAFTS + 1)
     size = np.arange(LARGEST_STEP + 1)[:, None]
     least: Doubles = ((costs[size + ahead] - costs[size]) / ahead).min(1)
-    return costs, least
+    return costs, alone, least
+
+
+def _least_chances(costs: Ints, alone: Ints, overhead_ns: int) -> Doubles:
+    """Return [LARGEST_STEP + 1] the least chance at which drafts may pay if rows lose turns by them.
+
+    costs, alone: see _tables(). It is a bound: some rows have drafts of this chance without end, which keep
+    chance / (1 - chance) tokens each, at the cost of one.
+    """
+    size, drafted = np.arange(1, LARGEST_STEP + 1)[:, None], np.arange(1, MAX_STEP_DRAFTS + 1)
+    left = np.maximum(size - drafted, 0)
+    both = np.where(left > 0, costs[size + drafted] + costs[left], alone[size + drafted])
+    gains = (size * ((both + overhead_ns) / costs[size]) - size - left) / drafted
+    least = np.maximum(np.where(drafted <= size, gains, np.inf).min(1), 0.0)
+    return np.append(0.0, _SLACK * least / (1 + least))
 
 
 def _by_tokens(step_ns: tuple[int, ...], count: int) -> Ints:

@@ -64,7 +64,8 @@ class Speculation(Columns):
         self._rule = DraftRule()
         if settings is not None:
             loses_turn = overlaps(config) and config.pipeline_parallel_size == 1  # else each row waits for its turn
-            self._rule = DraftRule(settings.step_ns, settings.draft_ns, loses_turn=loses_turn)
+            durations = settings.step_ns, settings.draft_ns, settings.alone_ns
+            self._rule = DraftRule(*durations, loses_turn=loses_turn)
         if self._rule.weighs_pairs:
             self._first_right = np.full(NUM_KINDS, 2)
         self._kinds_tried = np.zeros(NUM_KINDS, np.int64)

@@ -87,6 +87,8 @@ def test_keys_that_say_what_holds_anyway_are_accepted() -> None:
         ({"method": "ngram", "draft": 8}, "unknown key 'draft'"),
         ({"method": "ngram", "step_ns": [0]}, "step_ns must be"),
         ({"method": "ngram", "step_ns": 5}, "step_ns must be a list"),
+        ({"method": "ngram", "alone_ns": [2, 0]}, "alone_ns must be"),
+        ({"method": "ngram", "alone_ns": "5"}, "alone_ns must be a list"),
         ({"method": "suffix", "suffix_decoding_max_tree_depth": 25}, "must be an integer from 1 to 24; got 25"),
         ({"method": "suffix", "suffix_decoding_max_cached_requests": -1}, "must be an integer from 0 to"),
         ({"method": "suffix", "suffix_decoding_max_spec_factor": 0}, "must be a number above 0"),
@@ -130,5 +132,7 @@ def test_a_gpu_has_the_drafts_that_are_looked_up(method: str) -> None:
 
 def test_it_travels() -> None:
     """As a part of the Start message and of a capture's header."""
-    config = config_from_options(speculative_config={"method": "ngram", "step_ns": [5, 6]}, executor="fake")
+    config = config_from_options(
+        speculative_config={"method": "ngram", "step_ns": [5, 6], "alone_ns": [8]}, executor="fake"
+    )
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config

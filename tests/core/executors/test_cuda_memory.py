@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from core.execution.executor import StepCosts
 from core.executors.cuda import CudaExecutor
 from core.executors.cuda_memory import most_alone
 from core.model_files.loading import load_model
+from core.runner.trial_loop import LoopDurations
 from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
 from ipc.speculation import SpeculativeConfig
@@ -86,11 +88,21 @@ def test_each_draft_has_parts_of_contexts_too(num_rows: int, num_drafts: int | N
     assert most_alone(EngineConfig(max_num_seqs=num_rows, speculative_config=drafts)) == expected
 
 
-@pytest.mark.parametrize(("overlaps", "expected"), [(False, ((10, 12), 0)), (True, ((7, 9), 3))])
-def test_where_steps_overlap_drafts_cost_what_the_next_launch_takes(
-    executor: CudaExecutor, overlaps: bool, expected: tuple[tuple[int, ...], int]
+@pytest.mark.parametrize(
+    ("overlaps", "loop", "expected"),
+    [
+        (False, None, StepCosts((10, 12, 18))),
+        (True, None, StepCosts((10, 12, 18))),
+        (True, LoopDurations(9, 25, 2), StepCosts((9, 9, 15), 0, (23, 25, 31))),
+    ],
+)
+def test_where_steps_overlap_those_alone_take_the_hosts_time_and_the_devices(
+    executor: CudaExecutor, overlaps: bool, loop: LoopDurations | None, expected: StepCosts
 ) -> None:
-    measured = SimpleNamespace(measure_steps=lambda: (10, 12), measure_overlap=lambda: 3)
+    overlapping = {(10, 12, 18): (7, 8, 15)}
+    measured = SimpleNamespace(
+        measure_steps=lambda: (10, 12, 18), measure_loop=lambda: loop, measure_overlapping=overlapping.__getitem__
+    )
     executor.runner, executor._overlaps = measured, overlaps  # type: ignore[assignment]
     assert executor.measure_steps() == expected
 

@@ -134,9 +134,10 @@ def run(
     *,
     on_cpu: bool = False,
     numbers: Sequence[int] = range(len(OPTIONS)),
+    made: ModelRunner | None = None,
 ) -> tuple[Heard, EngineCore]:
     """hostile: kind of the only proposer, see hostile_drafts.py. numbers: of the requests; three arrive in a step."""
-    made = runner(settings, on_cpu=on_cpu)
+    made = made or runner(settings, on_cpu=on_cpu)
     if on_cpu:
         made.matchers.offers_drafts = False  # type: ignore[union-attr]
     if crowd == "a row's tokens together":
@@ -226,5 +227,21 @@ def test_durations_of_steps_are_measured_for_the_rule() -> None:
     durations = made.measure_steps()
     assert len(durations) == 3, "1, 2 and 4 tokens in a block of 4"
     assert min(durations) > 0
-    assert made.measure_overlap() >= 0
+    assert 1 <= len(made.measure_overlapping(durations)) <= 3, "as far as its patience goes"
+    assert made.measure_loop() is not None
     assert not made.table.num_tokens.any()
+
+
+def test_trials_leave_nothing_behind() -> None:
+    """Requests that come after them have the tokens of others, and no row has any."""
+    settings = config("ngram", 2)
+    made = runner(settings, on_cpu=False)
+    assert isinstance(made, CudaModelRunner)
+    made.measure_steps()
+    assert made.measure_loop() is not None
+    assert made._pending is None
+    for one in ("num_tokens", "num_prompt_tokens", "num_computed_tokens", "num_blocks"):
+        assert not getattr(made.table, one).any(), one
+    for one in ("num_drawing", "num_reporting", "num_searching", "num_edited", "num_asking", "temperature"):
+        assert not np.count_nonzero(getattr(made.sampling, one)), one
+    check(run(settings, numbers=(0, 3), made=made)[0])

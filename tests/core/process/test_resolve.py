@@ -26,8 +26,9 @@ def resolved(memory: int = 64 * GIB, cpus: int = 4, **options: object) -> Engine
 def test_the_durations_of_steps_are_frozen() -> None:
     """Measured once; durations that are given, as in a capture's config, are taken."""
     config = msgspec.structs.replace(resolved(), speculative_config=SpeculativeConfig(method="ngram"))
-    once = resolve_costs(config, not_asked, lambda: StepCosts((7, 8, 9), 5))
-    assert once.speculative_config == SpeculativeConfig(method="ngram", step_ns=(7, 8, 9), draft_ns=5)
+    once = resolve_costs(config, not_asked, lambda: StepCosts((7, 8, 9), 5, (10, 12)))
+    expected = SpeculativeConfig(method="ngram", step_ns=(7, 8, 9), draft_ns=5, alone_ns=(10, 12))
+    assert once.speculative_config == expected
     assert resolve_costs(once, not_asked, lambda: StepCosts((1, 1, 1))).speculative_config == once.speculative_config
 
 

@@ -103,6 +103,53 @@ def test_the_turn_that_a_row_loses_is_counted(seed: int) -> None:
         assert not any(chosen)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_where_all_rows_have_drafts_the_step_stands_alone(seed: int) -> None:
+    """Then it takes what it takes with nothing to overlap with; else the next one overlaps with it."""
+    rng = np.random.default_rng(seed)
+    num_rows, alone = int(rng.integers(1, 4)), tuple(30 * MS + one for one in BEND)
+    chances, counts = rng.random(num_rows) ** 0.25, rng.integers(1, 8, num_rows)
+
+    def rate(chosen: tuple[int, ...]) -> float:
+        drafted = np.count_nonzero(chosen)
+        kept = sum(chances[row] ** (place + 1) for row, n in enumerate(chosen) for place in range(n))
+        if not drafted:
+            return num_rows / cost(num_rows)
+        size, left = num_rows + sum(chosen), num_rows - drafted
+        taken = cost(size) + cost(left) if left else cost(size) + 30 * MS
+        return float((num_rows + kept + left) / (taken + OVERHEAD_NS))
+
+    rule = DraftRule(BEND, 0, alone, loses_turn=True)
+    free = DraftRule((), loses_turn=True)
+    lists = [free.choose(num_rows, chances, counts, limit) for limit in range(1, int(counts.sum()) + 1)]
+    chosen = tuple(rule.choose(num_rows, chances, counts, 100).tolist())
+    best = max(rate(tuple(one.tolist())) for one in lists)
+    assert rate(chosen) == pytest.approx(max(best, rate((0,) * num_rows)), rel=1e-9)
+    assert rule.may_pay(num_rows, float(chances.max())) or not any(chosen)
+
+
+#: Of an H100 with a slow host, in ns: the demo model, whose steps last as long as the host's work, and an 8B's shape.
+DEMO = DraftRule((1_330_000,) * 4 + (1_390_000,) * 4, 0, (2_700_000,) * 3 + (2_750_000,) * 5, loses_turn=True)
+EIGHT_B = DraftRule((6_600_000,) * 8, 0, (8_500_000,) * 8, loses_turn=True)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 8])
+@pytest.mark.parametrize(("rule", "chance", "pays"), [(DEMO, 0.5, False), (DEMO, 0.7, True), (EIGHT_B, 0.4, True)])
+def test_drafts_pay_for_the_overlap_that_is_lost(rule: DraftRule, chance: float, pays: bool, num_rows: int) -> None:
+    """A verifying step takes more than twice as long as a plain one of the demo model: so many more tokens are kept."""
+    chosen = rule.choose(num_rows, np.full(num_rows, chance), np.full(num_rows, 7), 128)
+    assert chosen.any() == pays
+    assert rule.may_pay(num_rows, chance) == pays, "no proposer is asked in vain"
+
+
+@pytest.mark.parametrize("rule", [DEMO, EIGHT_B, DraftRule(BEND, 5 * MS, loses_turn=True)])
+def test_where_turns_are_lost_may_pay_denies_nothing_that_pays(rule: DraftRule) -> None:
+    for num_tokens, chance in itertools.product((1, 2, 5, 9, 16, 31, 100, 512), np.arange(0.05, 1, 0.05).tolist()):
+        for num_rows in (1, max(1, num_tokens // 2), num_tokens):
+            chosen = rule.choose(num_tokens, np.full(num_rows, chance), np.full(num_rows, 7), 1000)
+            assert rule.may_pay(num_tokens, chance) or not chosen.any(), (num_tokens, num_rows, chance)
+
+
 def test_alone_a_row_loses_no_turn() -> None:
     """Nobody else would have it: the next step is not run. Among seven others a draft must save two steps."""
     rule, usual = DraftRule(BEND, loses_turn=True), DraftRule(BEND)
