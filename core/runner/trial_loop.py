@@ -111,7 +111,15 @@ def _plan(
     """Return a plan of row 0; of no row, if it has no tokens."""
     row = np.zeros(1, np.int32)
     rows, counts = (row, np.array([num_tokens], np.int32)) if num_tokens else (NO_INT32S, NO_INT32S)
-    drafts = (np.array([num_drafts], np.int32), np.zeros(num_drafts, np.int32)) if num_drafts else ()
-    names = dict(zip(("num_draft_tokens", "draft_token_ids"), drafts, strict=False))
     leaves = row if removed else NO_INT32S
-    return SchedulerOutput(0, leaves, added or [], NO_INT32S, NO_INT32S, rows, counts, **names)
+    return SchedulerOutput(
+        step=0,
+        removed_rows=leaves,
+        added=added or [],
+        block_rows=NO_INT32S,
+        block_ids=NO_INT32S,
+        rows=rows,
+        num_scheduled_tokens=counts,
+        num_draft_tokens=np.array([num_drafts], np.int32) if num_drafts else NO_INT32S,
+        draft_token_ids=np.zeros(num_drafts, np.int32),
+    )
