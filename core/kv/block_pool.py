@@ -7,6 +7,7 @@ those of the least urgent last user first, and among them the least recently fre
 
 from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -208,21 +209,31 @@ class BlockPool:
 
     def check_integrity(self, tables: Sequence[BlockIds]) -> None:
         """Recount all states from scratch against the block tables of all rows. AssertionError with the numbers."""
-        expected = np.bincount(np.concatenate([_NULL_TABLE, *tables]), minlength=self.num_blocks)
-        if np.count_nonzero(expected != self.ref_count):
-            wrong = np.flatnonzero(expected != self.ref_count)[:8]
-            raise AssertionError(f"blocks {wrong}: {expected[wrong]} owners, ref_count {self.ref_count[wrong]}")
-        blank, held, fenced = self._num_blank, expected.nonzero()[0], (self._fence_of != _NO_FENCE).nonzero()[0]
-        free = np.concatenate([self._blank[:blank], *(ring.check_integrity() for ring in self._rings)])
-        assert self.num_free == len(free), f"{self.num_free} free, {blank} blank and {len(free) - blank} in the rings"
-        assert self.num_fenced == len(fenced), f"{self.num_fenced} fenced, {len(fenced)} found"
-        places = np.concatenate([free, held, fenced]).tolist()
-        if sorted(places) != list(range(self.num_blocks)):  # each block is in one state, and there once
-            states = {"blank": free[:blank], "cached": free[blank:], "held": held, "fenced": fenced}
-            odd = [block for block in range(self.num_blocks) if places.count(block) != 1][:8]
-            found = {block: [name for name, state in states.items() if block in state] for block in odd}
-            raise AssertionError(f"blocks in no state, in several, or in one twice: {found}")
+        rings = [ring.check_integrity() for ring in self._rings]
+        free = np.concatenate([self._blank[: self._num_blank], *rings])
+        assert self.num_free == len(free), f"{self.num_free} free, {self._num_blank} blank, in the rings {rings}"
+        held = np.concatenate([_NULL_TABLE, *tables])
+        num_fenced = _recount(free.tobytes(), held.tobytes(), self.ref_count.tobytes(), self._fence_of.tobytes())
+        assert self.num_fenced == num_fenced, f"{self.num_fenced} fenced, {num_fenced} found"
         self.names.check_integrity()
         named = self._is_named(free)
-        assert not np.count_nonzero(named[:blank]), "a blank block has a name"
-        assert np.count_nonzero(named) == len(free) - blank, "a block without a name is in a ring"
+        assert not np.count_nonzero(named[: self._num_blank]), "a blank block has a name"
+        assert np.count_nonzero(named) == len(free) - self._num_blank, "a block without a name is in a ring"
+
+
+@lru_cache(maxsize=4)  # tests check after each step, and every second step changes none of these
+def _recount(free_blocks: bytes, tables: bytes, ref_counts: bytes, fences: bytes) -> int:
+    """Check that each block is free, held as often as the tables say, or fenced; return how many are fenced."""
+    free, ref_count = np.frombuffer(free_blocks, np.int64), np.frombuffer(ref_counts, np.int32)
+    owners = np.bincount(np.frombuffer(tables, np.int64), minlength=len(ref_count))
+    if np.count_nonzero(owners != ref_count):
+        wrong = np.flatnonzero(owners != ref_count)[:8]
+        raise AssertionError(f"blocks {wrong}: {owners[wrong]} owners, ref_count {ref_count[wrong]}")
+    held, fenced = owners.nonzero()[0], (np.frombuffer(fences, np.int64) != _NO_FENCE).nonzero()[0]
+    places = np.concatenate([free, held, fenced]).tolist()
+    if sorted(places) != list(range(len(ref_count))):  # each block is in one state, and there once
+        states = {"free": free, "held": held, "fenced": fenced}
+        odd = [block for block in range(len(ref_count)) if places.count(block) != 1][:8]
+        found = {block: [name for name, state in states.items() if block in state] for block in odd}
+        raise AssertionError(f"blocks in no state, in several, or in one twice: {found}")
+    return len(fenced)
