@@ -24,7 +24,7 @@ class PackedRows(NamedTuple):
     #: float16 [rows, depth / group]; with fine ones float32 [rows, depth / 256], which a group's fine scale multiplies.
     scales: torch.Tensor
     fine: torch.Tensor | None  # int8 [rows, depth / group]
-    minima: torch.Tensor | None  # as scales; None = all are 0
+    minima: torch.Tensor | None  # as scales, or float32; None = all are 0
     fine_minima: torch.Tensor | None
     depth: int
     zero: int
@@ -54,7 +54,7 @@ class PackedRows(NamedTuple):
 
     @property
     def _kind(self) -> tuple[object, ...]:
-        shapes = (None if field is None else field.shape[1] for field in self[:5])
+        shapes = (None if field is None else (field.shape[1], field.dtype) for field in self[:5])
         return *shapes, self.depth, self.zero, self.group
 
 
@@ -75,7 +75,23 @@ def pack_blocks(data: UInt8s, type_name: str, device: torch.device) -> PackedRow
     for begin in range(0, len(data), step):
         blocks = torch.tensor(data[begin : begin + step], device=device).view(-1, data.shape[1] // num_bytes, num_bytes)
         parts.append(_READERS[type_name](blocks, depth))
-    return join(parts)
+    packed = join(parts)
+    return _narrowed(packed) if type_name == "Q5_0" else packed
+
+
+def _narrowed(packed: PackedRows) -> PackedRows:
+    """Return rows in four bits if no group has codes more than 15 apart, as in AWQ, whose groups have their own zeros.
+
+    What the least code of a group stands for becomes its minimum, which float32 holds exactly. Others are unchanged.
+    """
+    if packed.depth % (2 * BLOCK):
+        return packed
+    codes = packed.codes.view(len(packed.codes), -1, packed.group)
+    least = codes.amin(2)
+    if int((codes.amax(2) - least).max()) > 15:
+        return packed
+    minima = (packed.zero - least.float()) * packed.scales.float()
+    return packed._replace(codes=_in_bits(codes - least[:, :, None], packed.depth, 4), minima=minima, zero=0)
 
 
 def quantize_rows(numbers: torch.Tensor) -> PackedRows | None:

@@ -12,6 +12,8 @@ import pytest
 
 from core.executors.cuda import CudaExecutor
 from core.model_files.loading import load_model
+from core.model_files.packed_matrix import unpack as unpack_files
+from core.models.device_weights import pack
 from core.models.llama import Llama
 from core.models.stored_matrix import StoredMatrix, StoredPart, Weight
 from core.models.triton_operations import TritonOperations
@@ -25,6 +27,7 @@ from kernels.torch.tensors import to_array, to_tensor
 from kernels.triton.linear import DeviceLinear
 from kernels.triton.packed_linear import PackedLinear
 from tests.core.executors.test_cuda_executor import MODELS, VOCAB, ids, run
+from tests.core.model_files.packing import awq, random_plain
 from tests.core.models.test_llama import random_weights, tiny_config
 from tests.core.runner.test_invariance_quantized import TYPES
 from tests.triton_device import ANYWHERE, DEVICE
@@ -127,6 +130,16 @@ def test_routed_mlps_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("core.model_files.loading.read_model_config", lambda *_: routed)
     with pytest.raises(ConfigError, match=r"'int8' with device='cuda' does not fit .* routed MLPs: use 'none'"):
         load_model(tmp_path, FLOAT32, config)
+
+
+def test_awq_takes_four_bits() -> None:
+    """Its groups have zeros; as five bits, which the CPU needs for them, it would take eight here."""
+    plain = random_plain((16, 128), 2, 4)
+    tensors = {name: to_array(tensor) for name, tensor in awq(plain).items()}
+    parts = pack(unpack_files(tensors, (16, 128), "awq", FLOAT32), WeightForm.STORED, DEVICE)
+    assert parts is not None
+    assert [part.in_4_bits for part in parts] == [True]
+    np.testing.assert_array_equal(unpack(parts[0]).cpu().numpy(), plain.weights)
 
 
 def test_numbers_of_8_bits_are_others() -> None:

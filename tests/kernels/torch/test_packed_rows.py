@@ -61,6 +61,29 @@ def test_rows_that_are_no_two_halves_of_groups(type_name: str) -> None:
     assert torch.equal(unpack(packed).cpu(), numbers_of(blocks, type_name))
 
 
+def narrow_blocks(rows: int, depth: int) -> UInt8s:
+    """Q5_0 whose blocks have 16 neighbouring codes each, the first of them anywhere from 0 to 16."""
+    rng = np.random.default_rng(0)
+    blocks = random_blocks("Q5_0", rows, depth).reshape(-1, 22)
+    codes = rng.integers(0, 16, (len(blocks), 32)) + rng.integers(0, 17, (len(blocks), 1))
+    blocks[:, 2:6] = np.packbits(codes >> 4, axis=1, bitorder="little")
+    blocks[:, 6:] = (codes[:, :16] & 15) | (codes[:, 16:] & 15) << 4
+    return blocks.reshape(rows, -1)
+
+
+def test_five_bits_that_are_four_with_zeros_take_four(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_rows, "_CHUNK", 1024)
+    blocks = narrow_blocks(7, 512)
+    packed = pack_blocks(blocks, "Q5_0", DEVICE)
+    assert packed.in_4_bits
+    assert packed.num_bytes * 8 == 7 * 512 * 5.5
+    assert torch.equal(unpack(packed).cpu(), numbers_of(blocks, "Q5_0"))
+    assert not pack_blocks(narrow_blocks(3, 96), "Q5_0", DEVICE).in_4_bits  # no two halves of groups
+    blocks[-1, 2:6], blocks[-1, 6:22] = [255, 255, 0, 0], 15 * 16 + 15  # codes 31 and 15
+    assert not pack_blocks(blocks, "Q5_0", DEVICE).in_4_bits
+    assert torch.equal(unpack(pack_blocks(blocks, "Q5_0", DEVICE)).cpu(), numbers_of(blocks, "Q5_0"))
+
+
 def test_rows_of_one_kind_are_joined() -> None:
     parts = [pack_blocks(random_blocks("Q4_K", rows, 512), "Q4_K", DEVICE) for rows in (3, 5)]
     assert parts[0].joins(parts[1])

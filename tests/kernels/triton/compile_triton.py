@@ -163,6 +163,7 @@ _NAMES = ("BIT", "BITS", "ZERO", "GROUP", "FINE", "MINIMA")
 PACKED: tuple[tuple[dict[str, str], tuple[int, ...]], ...] = (
     (_ONE_LEVEL, (8, 8, 128, 32, False, False)),  # Q8_0
     (_ONE_LEVEL, (8, 4, 8, 32, False, False)),  # Q4_0
+    ({**_ONE_LEVEL, "minima": FLOAT}, (8, 4, 0, 32, False, True)),  # Q5_0 in four bits
     (_TWO_LEVELS, (8, 4, 0, 32, True, True)),  # Q4_K
     (_TWO_LEVELS, (16, 7, 32, 16, True, False)),  # Q6_K
 )
@@ -189,7 +190,7 @@ def packed(*, every: bool) -> Iterator[tuple[Any, dict[str, str], dict[str, Any]
                     {
                         **constants,
                         "BLOCK_M": rows,
-                        "BLOCK_K": 64 if values[:3] == (8, 4, 8) or rows > 32 else 128,
+                        "BLOCK_K": 64 if values[1:5:3] == (4, False) or rows > 32 else 128,
                         "EVEN": True,
                         "DIRECT": rows > 16,
                         "HAS_BIAS": True,

@@ -10,7 +10,7 @@ from kernels.torch.packed_rows import PackedRows, pack_blocks, unpack
 from kernels.triton import packed_linear, packed_product
 from kernels.triton.packed_linear import MOST_FLOAT_ROWS, MOST_ROWS, PackedLinear
 from kernels.triton.unpack import unpack as device_unpack
-from tests.kernels.torch.test_packed_rows import HALVES, random_blocks
+from tests.kernels.torch.test_packed_rows import HALVES, narrow_blocks, random_blocks
 from tests.triton_device import ANYWHERE, DEVICE, GPU_ONLY, ON_GPU
 
 pytestmark = ANYWHERE
@@ -20,7 +20,12 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ROUNDING = {torch.float32: 2**-22, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 
+NARROW = "Q5_0 in four bits"
+
+
 def packed(type_name: str, rows: int = 70, depth: int = 512) -> PackedRows:
+    if type_name == NARROW:
+        return pack_blocks(narrow_blocks(rows, depth), "Q5_0", DEVICE)
     return pack_blocks(random_blocks(type_name, rows, depth), type_name, DEVICE)
 
 
@@ -43,7 +48,7 @@ def assert_product(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("type_name", HALVES)
+@pytest.mark.parametrize("type_name", [*HALVES, NARROW])
 def test_unpacked_rows_are_those_of_the_reference(type_name: str, dtype: torch.dtype) -> None:
     """Bit for bit, but that the interpreter cuts bfloat16 off."""
     part = packed(type_name)
@@ -54,7 +59,7 @@ def test_unpacked_rows_are_those_of_the_reference(type_name: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("type_name", HALVES)
+@pytest.mark.parametrize("type_name", [*HALVES, NARROW])
 def test_few_rows(type_name: str, dtype: torch.dtype) -> None:
     part, x = packed(type_name), random(3, 512, dtype=dtype)
     assert_product(PackedLinear([part], None, dtype, dtype, "stored")(x), x, [part])
@@ -136,7 +141,9 @@ def test_a_row_has_the_same_bits_among_others() -> None:
     assert torch.equal(product(x)[5:6], product(x[5:6]))
 
 
-@pytest.mark.parametrize("type_name", [pytest.param(name, marks=GPU_ONLY) for name in ("Q8_0", "Q4_0", "Q4_K", "Q6_K")])
+@pytest.mark.parametrize(
+    "type_name", [pytest.param(name, marks=GPU_ONLY) for name in ("Q8_0", "Q4_0", "Q4_K", "Q6_K", NARROW)]
+)
 @pytest.mark.parametrize("count", [1, 8, 64, 512])
 def test_shapes_of_llama_3_8b(type_name: str, count: int) -> None:
     """In bfloat16, and the same inside a CUDA graph."""
