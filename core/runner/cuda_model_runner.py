@@ -84,6 +84,7 @@ class CudaModelRunner(ModelRunner):
         self._host = HostRows(self.table, self.sampling, num_rows)
         self._pending: CudaStep | None = None
         self._nothing = torch.zeros(0, dtype=torch.int32, device=self._device)
+        self._unreported = torch.zeros((0, model.vocab_size))  # in the host's memory
         self._most_alone = max(num_rows, most_alone)
         self._graphs = self._make_graphs(self._most_alone) if use_graphs and self._device.type == "cuda" else None
 
@@ -287,7 +288,7 @@ class CudaModelRunner(ModelRunner):
         inputs = self.sampling.inputs(rows, self.table, offsets)
         positions = inputs.position + self.table.num_prompt_tokens[rows]
         reporting = self.sampling.reporting(rows)
-        reported = logits[self._tables.send(reporting)] if len(reporting) else logits[:0]
+        reported = logits[self._tables.send(reporting)] if len(reporting) else self._unreported
         apply_edits(DeviceLogits(logits), inputs.edits)
         if len(reporting) and self._tells_processed:
             reported = torch.from_numpy(processed_logits(logits.cpu().numpy(), reporting, inputs))
@@ -297,7 +298,7 @@ class CudaModelRunner(ModelRunner):
         draws = np.ones(len(rows), np.bool_)
         draws[searching] = False
         tenancies = self._host.tenancies[rows]
-        logprobs = reporting, num_top, self._receive(reported)
+        logprobs = reporting, num_top, self._receive(reported) if len(reporting) else reported
         sampled = Sampled(rows, in_plan, positions, tenancies, tokens, *logprobs, draws, candidates)
         if offsets is not None:
             sampled = behind_drafts(sampled, plan, offsets)

@@ -56,9 +56,10 @@ class DecodeGraphs:
         if graph is None:
             graph = self._graphs[size, splits, shared is not None] = self._capture(size, splits, shared is not None)
         self._inputs[0, :count], self._inputs[1, :count] = rows, positions
-        self._inputs[:2, count:size] = -1
         if shared is not None:
             self._inputs[2, :count] = shared
+        if count < size:
+            self._inputs[:2, count:size] = -1
             self._inputs[2, count:size] = 1
         graph.replay()
         return self._hidden[:count]
