@@ -66,16 +66,25 @@ def _decode(
                 queries, own, maximum, total, sums, layer, table, start, end, head, scale, soft_cap,
                 KV_HEADS, HEAD_DIM, BLOCK_D, BLOCK_SIZE, BLOCK_N, WINDOW, HAS_CAP, UPCAST,
             )
-        d = tl.arange(0, BLOCK_D)[None, :]
-        inside = mine[:, None] & (d < HEAD_DIM)
-        if DIRECT:
-            result = sums / tl.where(total == 0, 1.0, total)[:, None]
-            tl.store(out + row[:, None] * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=inside)
-        else:
-            part = ((index.to(tl.int64) + ahead) * num_splits + split) * HEADS + head * GROUP + member
-            tl.store(partial_sums + part[:, None] * HEAD_DIM + d, sums, mask=inside)
-            tl.store(partial_stats + part * 2, maximum, mask=mine)
-            tl.store(partial_stats + part * 2 + 1, total, mask=mine)
+        part = ((index.to(tl.int64) + ahead) * num_splits + split) * HEADS + head * GROUP + member
+        _store(out, partial_sums, partial_stats, row, part, mine, maximum, total, sums, HEAD_DIM, BLOCK_D, DIRECT)
+
+
+@triton.jit
+def _store(
+    out, partial_sums, partial_stats, row, part, mine, maximum, total, sums,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DIRECT: tl.constexpr,
+):
+    """Store the result of each of `mine` in its row of out if it is DIRECT, else what is to be merged, as its part."""
+    d = tl.arange(0, BLOCK_D)[None, :]
+    inside = mine[:, None] & (d < HEAD_DIM)
+    if DIRECT:
+        result = sums / tl.where(total == 0, 1.0, total)[:, None]
+        tl.store(out + row[:, None] * HEAD_DIM + d, result.to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(partial_sums + part[:, None] * HEAD_DIM + d, sums, mask=inside)
+        tl.store(partial_stats + part * 2, maximum, mask=mine)
+        tl.store(partial_stats + part * 2 + 1, total, mask=mine)
 # fmt: on
 
 
