@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import linear
 
 from kernels.torch.packed_rows import PackedRows
+from kernels.triton import linear as _precision  # noqa: F401 (it sets the precision of torch's products)
 from kernels.triton.packed_product import packed_product
 from kernels.triton.unpack import unpack
 
