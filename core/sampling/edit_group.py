@@ -31,6 +31,10 @@ class Logits(Protocol):
 class Edit(Protocol):
     """The change that one option makes to the logits of one batch."""
 
+    @property
+    def row(self) -> Ints:
+        """The index of the sample of each entry; samples without an entry are not changed."""
+
     def apply(self, logits: Logits) -> None:
         """Change logits [S, V] in place.
 

@@ -9,9 +9,14 @@ import numpy as np
 
 from core.execution.runner_table import RunnerTable
 from core.sampling.columns import SamplingColumns, positions_of
+from core.sampling.edit_group import Edit
+from core.sampling.logit_edits import apply_edits
 from core.sampling.sampler import NOT_A_TOKEN, sample
 from ipc.arrays import Floats, Int32s, Ints, Rows
 from kernels.cpu.sampling import CpuSampler
+
+#: Up to one sample in so many is drawn from a copy of its logits: 0.2 MB each, where a call for all takes 0.1 ms.
+_FEW = 4
 
 
 def sample_rows(
@@ -36,10 +41,32 @@ def sample_rows(
     if columns.num_asking and largest is not None and kernel is not None:
         first = _tokens_before_edits(columns, rows, positions, logits, largest, kernel)
     edits = columns.edits(rows, table, positions, offsets, first)
-    if first is not None and not edits and first.min() >= 0:
-        return first
+    if first is not None and not keeps_logits:
+        is_open = first < 0
+        for edit in edits:
+            is_open[edit.row] = True
+        which = np.flatnonzero(is_open)
+        if len(which) <= len(rows) // _FEW:
+            return _sample_few(columns, rows, positions, logits, edits, first, which, kernel)
     inputs = columns.parameters(rows, positions, edits)
     return sample(logits, inputs, kernel, largest, first, keeps_logits=keeps_logits)
+
+
+def _sample_few(
+    columns: SamplingColumns,
+    rows: Rows,
+    positions: Ints,
+    logits: Floats,
+    edits: tuple[Edit, ...],
+    first: Int32s,
+    which: Ints,
+    kernel: CpuSampler | None,
+) -> Int32s:
+    """Return the first tokens, but for the samples `which` [n]: those of their edited logits."""
+    if len(which):
+        apply_edits(logits, edits)
+        first[which] = sample(logits[which], columns.parameters(rows[which], positions[which]), kernel)
+    return first
 
 
 def _tokens_before_edits(
