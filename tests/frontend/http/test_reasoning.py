@@ -48,7 +48,7 @@ def events_of(answer: LocalAnswer) -> list[Any]:
 
 
 def exactly(text: str) -> dict[str, Any]:
-    return {"structured_outputs": {"regex": re.escape(text).replace("\\\n", "\\n")}, "max_tokens": 200}
+    return {"structured_outputs": {"grammar": f"start: {json.dumps(text, ensure_ascii=False)}"}, "max_tokens": 200}
 
 
 def chat(engine: EngineHandle, text: str, *, tools: Any = None, **options: Any) -> Any:

@@ -1,7 +1,6 @@
 """Tools over HTTP: the demo model's tokenizer, made-up tokens, and a grammar where the text has to be a certain one."""
 
 import json
-import re
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 def exactly(text: str) -> dict[str, Any]:
     """Fields that make this text the answer."""
-    return {"structured_outputs": {"regex": re.escape(text).replace("\\\n", "\\n")}, "max_tokens": 300}
+    return {"structured_outputs": {"grammar": f"start: {json.dumps(text, ensure_ascii=False)}"}, "max_tokens": 300}
 
 
 def fold(events: list[Any], index: int = 0) -> dict[str, Any]:
