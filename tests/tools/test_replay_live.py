@@ -95,7 +95,7 @@ def test_live(captures: dict[str, Path], server: str, timing: list[str], capfd: 
     assert report["speed"] == {"--asap": None, "--speed": 2.0, "": 1.0}[(timing or [""])[0]]
     recorded, replayed = report["recorded"], report["replayed"]
     assert recorded["e2e_ms"]["count"] == replayed["e2e_ms"]["count"] > NUM_REQUESTS / 2
-    assert recorded["ttft_ms"]["mean"] > 0 < replayed["tpot_ms"]["p50"]
+    assert recorded["ttft_ms"]["mean"] > 0 < replayed["tpot_ms"]["mean"]  # tokens of most requests may come together
     assert report["lateness_ms"]["count"] == NUM_REQUESTS
     span = 0.0 if timing == ["--asap"] else last_arrival(captures["fake"]) / report["speed"]
     assert report["seconds"] >= span - 0.001
