@@ -110,10 +110,13 @@ class RowMatchers:
 
         A row's tokens are in their order.
         """
-        left = self.is_constrained[rows] & (self._taken[rows] != token_ids)
+        taken = self._taken[rows]
+        left = self.is_constrained[rows] & (taken != token_ids)
         self._taken[rows] = _NO_TOKEN
         if not left.any():
             return
+        others = rows[left & (taken != _NO_TOKEN)]
+        assert not len(others), f"rows {others} got other tokens than they had taken"
         for number, token in zip(rows[left].tolist(), token_ids[left].tolist(), strict=True):
             row = self._rows[number]
             row.output.append(token)
