@@ -9,12 +9,12 @@ than that, and what a flooding client sends waits in its own system's buffers.
 
 from collections import deque
 from collections.abc import Iterator
-from itertools import islice
 from typing import NamedTuple
 
 import msgspec
 import zmq
 
+from core.border.busy import Busy
 from core.border.sessions import Sessions
 from ipc.feature_messages import PutFeature
 
@@ -25,7 +25,6 @@ UNITS_PER_S, BURST_UNITS = 4000.0, 128.0
 MAX_PARKED, MAX_PARKED_BYTES, MAX_ALL_BYTES = 256, 1 << 20, 64 << 20
 _MAX_LOTS = 8192  # budgets that are kept; beyond it only those of clients with something parked
 _FEATURE = bytes((0x90 | len(PutFeature.__struct_fields__) + 1, 7))  # the first bytes of a PutFeature
-_LOOK_S = 0.05  # between looks at who has work: there may be thousands of sessions
 
 
 class Message(NamedTuple):
@@ -67,14 +66,13 @@ class Pacing:
     for a client that alone has work. num_parked: messages, of all.
     """
 
-    def __init__(self, sessions: Sessions, now: float) -> None:
+    def __init__(self, sessions: Sessions, busy: Busy, now: float) -> None:
         self.is_on = False
         self.num_parked = 0
-        self._sessions = sessions
+        self._sessions, self._busy = sessions, busy
         self._lots: dict[bytes, _Lot] = {}  # the one that was served last comes last
         self._num_bytes = self._num_full = 0
-        self._noted_at = self._next_look = now
-        self._busy: list[bytes] = []  # peers with requests, two at most
+        self._noted_at = now
 
     @property
     def is_full(self) -> bool:
@@ -136,11 +134,9 @@ class Pacing:
 
     def _others_have_work(self, identity: bytes, now: float) -> bool:
         """Return whether another peer has requests. What is known of that may be 50 ms old."""
-        if now >= self._next_look:
-            busy = (session.identity for session in self._sessions.all if len(session.requests))
-            self._busy = list(islice(busy, 2))
-            self._next_look = now + _LOOK_S
-        return any(one != identity for one in self._busy)
+        self._busy.look(now)
+        session = self._sessions.of_identity(identity)
+        return self._busy.others_than(-1 if session is None else session.client)
 
 
 def _units(message: Message) -> float:

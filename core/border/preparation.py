@@ -3,11 +3,13 @@
 Each kind of work has its thread, so that a grammar keeps no image waiting. A request with several passes them in turn.
 
 A request counts as queued from its admission on. The engine's step remains a pure function of its inbox, and a capture
-holds only prepared requests. Clients take turns. One client's requests without preparation keep their order, and so do
-those with it. There is no order between the two kinds.
+holds only prepared requests. Clients take turns, and so do the tenants of one, each with its share of the time while
+others have work. One client's requests without preparation keep their order, and so do a tenant's with it. There is no
+order between the two kinds.
 """
 
 import threading
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -17,6 +19,7 @@ import msgspec
 import numpy as np
 
 from core import log
+from core.border.busy import Busy
 from core.border.inbox import Inbox
 from core.border.turns import Turns
 from ipc.columns import unpack_choices, unpack_numbers
@@ -37,7 +40,20 @@ _JOIN_S = 1.0  # seconds that close() waits for the running preparation; then it
 
 
 class Preparer(Protocol):
-    """Protocol of the work that requests need."""
+    """Protocol of the work that requests need.
+
+    share: the part of the time that a client may have it done while others have unfinished requests; 1.0 = all. Work
+    takes cores and Python's lock from their steps.
+    """
+
+    share: float
+
+    def start(self) -> None:
+        """Do what all requests' work needs, before the first of it. Called once, by the thread of this work.
+
+        Must not fail: what cannot be done now fails each prepare().
+        """
+        ...
 
     def needs(self, message: Submission) -> bool:
         """Return whether a valid request needs preparation. Called under the socket's lock: must not block."""
@@ -64,6 +80,11 @@ class Job(msgspec.Struct, eq=False):
     is_dropped: bool = False
     error: str = ""
     code: ErrorCode = ErrorCode.INVALID_ARGUMENT  # of the error
+
+    @property
+    def owner(self) -> tuple[int, str]:
+        """Return whose it is: its client, and the tenant that it was sent for."""
+        return self.client, self.message.tenant
 
 
 class Waiting:
@@ -165,13 +186,15 @@ class Preparation(Waiting):
     wake: called by another thread when take_done() has a result.
     """
 
-    def __init__(self, preparers: Sequence[Preparer], inbox: Inbox, epoch: int, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, preparers: Sequence[Preparer], inbox: Inbox, busy: Busy, epoch: int, wake: Callable[[], None]
+    ) -> None:
         super().__init__(inbox, epoch)
         self._wake = wake
         self._stages: list[_Stage] = []
         then = self._end
         for preparer in reversed(preparers):
-            stage = _Stage(preparer, then, self._end)
+            stage = _Stage(preparer, busy, then, self._end)
             self._stages.append(stage)
             then = stage.put
         self._first = then
@@ -205,16 +228,18 @@ class Preparation(Waiting):
 class _Stage:
     """One kind of work and its thread. then: takes requests that it is done with; end: those that it fails."""
 
-    def __init__(self, preparer: Preparer, then: Callable[[Job], None], end: Callable[[Job], None]) -> None:
-        self.preparer, self._then, self._end = preparer, then, end
-        self._waiting: Turns[Job] = Turns()
+    def __init__(
+        self, preparer: Preparer, busy: Busy, then: Callable[[Job], None], end: Callable[[Job], None]
+    ) -> None:
+        self.preparer, self._busy, self._then, self._end = preparer, busy, then, end
+        self._waiting: Turns[Job] = Turns(preparer.share)
         self._thread = threading.Thread(target=self._run, name="preparation", daemon=True)
         self._thread.start()
 
     def put(self, job: Job) -> None:
         """Let a request wait for this work, or pass it on; from any thread."""
         if self.preparer.needs(job.message):
-            self._waiting.put(job.client, job)
+            self._waiting.put(job.owner, job)
         else:
             self._then(job)
 
@@ -225,19 +250,34 @@ class _Stage:
         self.preparer.close()
 
     def _run(self) -> None:
+        has_started = False
         while (job := self._waiting.take()) is not None:
             if job.is_dropped:
                 continue
-            try:
-                if self.preparer.prepare(job.message):
-                    self._waiting.give_back(job.client, job)
-                    continue
-            except InvalidRequestError as error:
-                job.error = str(error)
-            except Exception as error:  # only this request fails; the engine continues
-                log.say(traceback.format_exc())
-                job.error = f"the request could not be prepared: {type(error).__name__}: {error}"
-            (self._end if job.error else self._then)(job)
+            if not has_started:  # nobody's share pays for that
+                self.preparer.start()
+                has_started = True
+            begin = time.monotonic()
+            is_done = self._prepare(job)
+            if self._busy.others_than(*job.owner):
+                self._waiting.charge(job.owner, time.monotonic() - begin)
+            if not is_done:
+                self._waiting.give_back(job.owner, job)
+            elif job.error:
+                self._end(job)
+            else:
+                self._then(job)
+
+    def _prepare(self, job: Job) -> bool:
+        """Do a part of the work of a request; return whether nothing is left, or it has failed."""
+        try:
+            return not self.preparer.prepare(job.message)
+        except InvalidRequestError as error:
+            job.error = str(error)
+        except Exception as error:  # only this request fails; the engine continues
+            log.say(traceback.format_exc())
+            job.error = f"the request could not be prepared: {type(error).__name__}: {error}"
+        return True
 
 
 def _pack(pairs: list[tuple[int, int]], *, has_choices: bool) -> Abort:

@@ -10,7 +10,7 @@ import fcntl
 import os
 import termios
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import msgspec
 import zmq
@@ -193,6 +193,10 @@ class Sessions:
                 self._tenants = {name: one for name, one in self._tenants.items() if one.num_requests}
             account = self._tenants[name] = Account()
         return account
+
+    def busy_tenants(self) -> Iterator[str]:
+        """Yield the tenants that have live requests."""
+        return (name for name, one in self._tenants.items() if one.num_requests)
 
     # --- sending ---
 

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import zmq
 
 from core.border.adapter_calls import AdapterCalls, AdapterShelf
+from core.border.busy import Busy
 from core.border.departure import Departure
 from core.border.doorway import Doorway
 from core.border.inbox import Inbox
@@ -74,13 +75,13 @@ class Border:
         self.shutdown_asked = self._has_ended_inbox = False  # nothing is received any more; the inbox ends
         self._socket, self._monitor, self._doorway = socket, monitor, doorway
         self._lease_s = served.welcome.limits.lease_ms / 1000
-        self._pacing, self._num_units = Pacing(self.sessions, now), 0  # units that were read and not noted yet
+        self._busy = Busy(self.sessions, now)
+        self._pacing, self._num_units = Pacing(self.sessions, self._busy, now), 0  # units read and not noted yet
         self._clock = LeaseClock(self._lease_s / _TICKS_PER_LEASE, now)
         self._on_drain, self._on_shutdown = on_drain, on_shutdown
         self._meter = served.meter
-        self._preparation: Preparation | None = None
-        if preparers:
-            self._preparation = Preparation(preparers, self.inbox, served.welcome.epoch, on_prepared)
+        parts = self.inbox, self._busy, served.welcome.epoch, on_prepared
+        self._preparation = Preparation(preparers, *parts) if preparers else None
         self._adapters = AdapterCalls(adapters, on_prepared)
         self._isolation = Isolation(self.inbox, served.welcome.epoch, served.isolate)
         self._forget_at_close(served)
@@ -120,6 +121,8 @@ class Border:
         self.is_behind = may_receive and not has_read
         self._end_silent(now, has_read=has_read)
         if self._preparation is not None:
+            if self._preparation:  # it paces clients that are not alone
+                self._busy.look(now)
             self.send(self._preparation.take_done(), now)
         self.send(self._adapters.take_done(), now)
         if (isolate := self.isolate) is not None:

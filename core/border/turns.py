@@ -1,32 +1,51 @@
-"""Turns: a queue from which one thread takes an item of each client in turn."""
+"""Turns: a queue from which one thread takes an item of each owner in turn; who has had more than its share rests."""
 
 import threading
+import time
 from collections import OrderedDict, deque
+from collections.abc import Hashable
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
 
+#: Seconds of work that an owner may have at once, before its share counts.
+BURST_S = 0.05
+_MAX_RESTING = 4096  # owners, beyond which those whose rest is over are forgotten
+
 
 class Turns(Generic[Item]):
-    """Items by client. A client's items keep their order; a client with many does not keep another one waiting."""
+    """Items by owner. An owner's items keep their order; an owner with many does not keep another one waiting.
 
-    def __init__(self) -> None:
-        self._items: OrderedDict[int, deque[Item]] = OrderedDict()  # the client whose turn it is comes first
+    share: the part of the time that an owner may have of what it is charged for, above 0; 1.0 = all.
+    """
+
+    def __init__(self, share: float = 1.0) -> None:
+        self._share = share
+        self._items: OrderedDict[Hashable, deque[Item]] = OrderedDict()  # the owner whose turn it is comes first
+        self._paid_at: dict[Hashable, float] = {}  # monotonic: when an owner's share will have paid for its work
         self._changed = threading.Condition()
         self._is_closed = False
 
-    def put(self, client: int, item: Item) -> None:
-        """Add a client's item."""
+    def put(self, owner: Hashable, item: Item) -> None:
+        """Add an owner's item."""
         with self._changed:
-            self._items.setdefault(client, deque()).append(item)
+            self._items.setdefault(owner, deque()).append(item)
             self._changed.notify()
 
-    def give_back(self, client: int, item: Item) -> None:
-        """Put back an item that was taken, before the client's others. Other clients come first."""
+    def give_back(self, owner: Hashable, item: Item) -> None:
+        """Put back an item that was taken, before the owner's others. Other owners come first."""
         with self._changed:
-            self._items.setdefault(client, deque()).appendleft(item)
-            self._items.move_to_end(client)
+            self._items.setdefault(owner, deque()).appendleft(item)
+            self._items.move_to_end(owner)
             self._changed.notify()
+
+    def charge(self, owner: Hashable, seconds: float) -> None:
+        """Let an owner pay for work: nothing of it is taken while it has had more than its share and BURST_S."""
+        now = time.monotonic()
+        with self._changed:
+            if len(self._paid_at) >= _MAX_RESTING:
+                self._paid_at = {one: at for one, at in self._paid_at.items() if at > now}
+            self._paid_at[owner] = max(now, self._paid_at.get(owner, now)) + seconds / self._share
 
     def close(self) -> None:
         """Let take() return None from now on."""
@@ -35,13 +54,28 @@ class Turns(Generic[Item]):
             self._changed.notify_all()
 
     def take(self) -> Item | None:
-        """Wait for an item and take it; None after close()."""
+        """Wait for an item of an owner that does not rest and take it; None after close()."""
         with self._changed:
-            self._changed.wait_for(lambda: self._items or self._is_closed)
-            if self._is_closed:
-                return None
-            client, items = self._items.popitem(last=False)
-            item = items.popleft()
-            if items:
-                self._items[client] = items  # behind the others
-            return item
+            while not self._is_closed:
+                owner, wait_s = self._next(time.monotonic())
+                if wait_s == 0.0:
+                    return self._take_of(owner)
+                self._changed.wait(wait_s)
+            return None
+
+    def _next(self, now: float) -> tuple[Hashable, float | None]:
+        """Return the first owner that may go, and 0.0; else any, and the seconds until one may; None = no item."""
+        soonest: float | None = None
+        for owner in self._items:
+            rest_s = self._paid_at.get(owner, 0.0) - BURST_S / self._share - now
+            if rest_s <= 0:
+                return owner, 0.0
+            soonest = rest_s if soonest is None else min(soonest, rest_s)
+        return None, soonest
+
+    def _take_of(self, owner: Hashable) -> Item:
+        items = self._items.pop(owner)
+        item = items.popleft()
+        if items:
+            self._items[owner] = items  # behind the others
+        return item

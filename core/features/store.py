@@ -221,6 +221,11 @@ class Features:
 
     # --- preparation ---
 
+    share = 1.0  # the encoder gives way to steps itself (core/models/turns.py)
+
+    def start(self) -> None:
+        """Do nothing: what it needs is there."""
+
     def needs(self, message: Submission) -> bool:
         """Return whether rows of the request are not made yet."""
         if not isinstance(message, AddRequest) or not message.features:

@@ -14,6 +14,7 @@ import signal
 import socket
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 
 from core.grammars.check_messages import Check, decode_verdict, encode_message
 from core.grammars.grammars import GrammarKey, Grammars, constraint_of, key_of
@@ -25,6 +26,9 @@ from ipc.structured_outputs import StructuredOutputsParams
 
 #: What a grammar may take to compile, and the engine compiles what passes once more: of CPU time, and of memory.
 MAX_CPU_MS, MAX_MEMORY_BYTES = 1000, 1 << 30
+#: Part of the time that one client may have grammars compiled while others have unfinished requests. A flood of them
+#: took 42 % of one of two cores, and the steps beside it waited for cores.
+SHARE = 0.25
 #: What the process needs not: a thread for each core, its memory, and address space that is set aside for a thread.
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -86,7 +90,9 @@ class _Process:
 
 
 class CheckedGrammars:
-    """A Preparer (core/border/preparation.py). prepare() is for one thread, the other methods are for any."""
+    """A Preparer (core/border/preparation.py). start() and prepare() are for one thread, other methods are for any."""
+
+    share = SHARE
 
     def __init__(
         self, grammars: Grammars, max_cpu_ms: int = MAX_CPU_MS, max_memory_bytes: int = MAX_MEMORY_BYTES
@@ -105,6 +111,11 @@ class CheckedGrammars:
     def needs(self, message: Submission) -> bool:
         """Return whether the request's grammar has to be compiled first."""
         return self._grammars.needs(message)
+
+    def start(self) -> None:
+        """Start the process and make the vocabulary, some 0.3 s."""
+        with contextlib.suppress(EngineCoreError):
+            self._attempt(lambda process: "")
 
     def prepare(self, message: Submission) -> bool:
         """Compile the request's grammar; return False: nothing is left. Errors: InvalidRequestError."""
@@ -153,32 +164,41 @@ class CheckedGrammars:
 
     def _check(self, params: StructuredOutputsParams) -> None:
         """Let the process compile the grammar. Errors: InvalidRequestError."""
-        code = 0
+        answer: str | int = ""
         for _ in range(_MAX_ATTEMPTS):
-            process, is_new = self._start_asking()
-            try:
-                if is_new:
-                    process.load(self._message())
-                self._grammars.load()  # once, beside the process, which does the same
-                error = process.ask(params)
-            except ChannelEndedError:
-                if (code := self._end(process)) == -signal.SIGPROF:
-                    break
-                continue
-            except UnsupportedParameterError:  # this model has no vocabulary
-                self._end(process)
-                raise
-            finally:
-                with self._lock:
-                    self._is_asking = False
-            if error:
-                raise InvalidRequestError(error)
-            return
-        if code in _ITS_OWN_SIGNALS:
-            self._fatal[key_of(params)] = self._why(code)
+            answer = self._attempt(lambda process: process.ask(params))
+            if answer == "":
+                return
+            if isinstance(answer, str):
+                raise InvalidRequestError(answer)
+            if answer == -signal.SIGPROF:
+                break
+        assert isinstance(answer, int)
+        if answer in _ITS_OWN_SIGNALS:
+            self._fatal[key_of(params)] = self._why(answer)
             if len(self._fatal) > _MAX_REMEMBERED:
                 self._fatal.popitem(last=False)
-        raise InvalidRequestError(self._why(code))
+        raise InvalidRequestError(self._why(answer))
+
+    def _attempt(self, use: Callable[[_Process], str]) -> str | int:
+        """Return what `use` makes of the process, which is started if there is none; its exit code if it has ended.
+
+        Errors: InvalidRequestError, UnsupportedParameterError.
+        """
+        process, is_new = self._start_asking()
+        try:
+            if is_new:
+                process.load(self._message())
+            self._grammars.load()  # once, beside the process, which does the same
+            return use(process)
+        except ChannelEndedError:
+            return self._end(process)
+        except UnsupportedParameterError:  # this model has no vocabulary
+            self._end(process)
+            raise
+        finally:
+            with self._lock:
+                self._is_asking = False
 
     def _start_asking(self) -> tuple[_Process, bool]:
         """Return the process, and whether it was started now, without a vocabulary. Errors: InvalidRequestError."""

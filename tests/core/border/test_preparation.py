@@ -1,15 +1,19 @@
 """Requests that need preparation: they wait outside the engine, and end in each way that a request can end there."""
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from core.border import preparation
 from core.border.inbox import Inbox
-from core.border.turns import Turns
+from core.border.turns import BURST_S, Turns
 from ipc.errors import InvalidRequestError
 from ipc.messages import (
     Abort,
@@ -39,6 +43,12 @@ class Gate:
     def __init__(self) -> None:
         self.opened = threading.Event()
         self.begun: list[int] = []  # request numbers
+        self.num_starts = 0
+
+    share = 1.0
+
+    def start(self) -> None:
+        self.num_starts += 1
 
     def needs(self, message: AddRequest) -> bool:
         return message.prompt_token_ids[0] in (7, 8, 9)
@@ -87,6 +97,75 @@ def test_prepared_requests_of_a_client_keep_their_order(start: Start, gate: Gate
             client.add(number, [7, number])
         assert client.finish(*range(30)) == [expected([7, number], 8) for number in range(30)]
     assert gate.begun == list(range(30))
+
+
+def test_work_is_started_once_and_before_the_first_request(start: Start, gate: Gate) -> None:
+    gate.opened.set()
+    with RawClient(start(gate, **PATIENT).address) as client:
+        client.add(1, [1])
+        client.finish(1)
+        assert gate.num_starts == 0
+        for number in (2, 3):
+            client.add(number, [7])
+            client.finish(number)
+        assert gate.num_starts == 1
+
+
+class Slow(Gate):
+    """A test-only preparer whose work takes 5 ms."""
+
+    share = 0.25
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = 0.0  # when its last work ended
+
+    def prepare(self, message: AddRequest) -> None:
+        time.sleep(0.005)
+        self.last = time.monotonic()
+        self.begun.append(message.number)
+
+
+def test_beside_others_a_client_has_its_share_and_keeps_nobody_else_waiting(start: Start) -> None:
+    slow = Slow()
+    address = start(slow, **PATIENT).address
+    with RawClient(address) as many, RawClient(address) as other:
+        other.add(1, [1], LONG)
+        other.receive(Outputs)
+        begin = time.monotonic()
+        for number in range(100, 140):
+            many.add(number, [7])
+        wait_until(lambda: len(slow.begun) == 30)
+        other.add(2, [7])
+        other.finish(2)
+        assert slow.begun[-1] == 2 or slow.begun.index(2) < 35, "it pays for its own work alone"
+        many.finish(*range(100, 140))
+        other.send(Abort(pack_numbers([1])))
+    assert sorted(slow.begun) == [2, *range(100, 140)]
+    assert slow.last - begin > (39 * 0.005 - BURST_S) / 0.25, "39 before the last"
+
+
+def test_a_client_alone_does_not_wait(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    charged = list[tuple[int, str]]()
+    monkeypatch.setattr(Turns, "charge", lambda turns, owner, seconds: charged.append(owner))
+    address = start(Slow(), **PATIENT).address
+    with RawClient(address) as client, RawClient(address):
+        client.add(0, [1], LONG)
+        client.receive(Outputs)
+        for number in range(1, 8):
+            client.add(number, [7])
+        client.finish(*range(1, 8))
+        assert not charged, "its own requests are the only ones"
+        client.send(msgspec.structs.replace(request(8, [1], LONG), tenant="a"))
+        client.receive(Outputs)
+        end = time.monotonic() + PATIENCE_S
+        for number in itertools.count(9):  # who has work is looked at every 50 ms
+            client.send(msgspec.structs.replace(request(number, [7]), tenant="b"))
+            client.finish(number)
+            if charged:
+                break
+            assert time.monotonic() < end, "tenants are not alone"
+        assert {owner[1] for owner in charged} == {"b"}
 
 
 def test_clients_take_turns(start: Start, gate: Gate) -> None:
@@ -224,25 +303,12 @@ def test_a_stop_joins_the_thread(start: Start, gate: Gate) -> None:
     assert not any(thread.name == "preparation" for thread in threading.enumerate())
 
 
-def test_parts_of_a_request_come_before_its_clients_others_and_behind_other_clients() -> None:
-    turns: Turns[str] = Turns()
-    for client, item in ((1, "a"), (1, "b"), (2, "c")):
-        turns.put(client, item)
-    taken = []
-    for _ in range(5):
-        item = turns.take()
-        assert item is not None
-        taken.append(item)
-        if taken.count("a") < 3 and item == "a":
-            turns.give_back(1, item)
-    assert taken == ["a", "c", "a", "a", "b"]
-
-
 def test_each_kind_of_work_has_its_thread_and_a_request_may_need_several() -> None:
     grammars, images, inbox, woken = Gate(), Gate(), Inbox(), threading.Semaphore(0)
     images.needs = lambda message: message.seed == 1  # type: ignore[method-assign]
     images.prepare = lambda message: images.begun.append(message.number)  # type: ignore[method-assign]
-    both = preparation.Preparation([grammars, images], inbox, 0, woken.release)
+    busy: Any = SimpleNamespace(others_than=lambda client, tenant: False)
+    both = preparation.Preparation([grammars, images], inbox, busy, 0, woken.release)
     try:
         for number, first, seed in ((1, 7, 0), (2, 7, 1), (3, 1, 1)):
             message = AddRequest(number, bytes([first, 0, 0, 0]), SamplingParams(), seed)
