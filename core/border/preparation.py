@@ -228,9 +228,7 @@ class Preparation(Waiting):
 class _Stage:
     """One kind of work and its thread. then: takes requests that it is done with; end: those that it fails."""
 
-    def __init__(
-        self, preparer: Preparer, busy: Busy, then: Callable[[Job], None], end: Callable[[Job], None]
-    ) -> None:
+    def __init__(self, preparer: Preparer, busy: Busy, then: Callable[[Job], None], end: Callable[[Job], None]) -> None:
         self.preparer, self._busy, self._then, self._end = preparer, busy, then, end
         self._waiting: Turns[Job] = Turns(preparer.share)
         self._thread = threading.Thread(target=self._run, name="preparation", daemon=True)
