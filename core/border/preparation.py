@@ -77,6 +77,7 @@ class Job(msgspec.Struct, eq=False):
     client: int
     message: Submission
     aborts: list[Abort] = msgspec.field(default_factory=list)  # of some of its choices
+    is_free: bool = False  # nobody's share pays for its preparation
     is_dropped: bool = False
     error: str = ""
     code: ErrorCode = ErrorCode.INVALID_ARGUMENT  # of the error
@@ -100,9 +101,9 @@ class Waiting:
         """Return the number of requests that wait."""
         return len(self._jobs)
 
-    def keep(self, client: int, message: Submission) -> Job:
+    def keep(self, client: int, message: Submission, *, is_free: bool = False) -> Job:
         """Let a request wait; take_done() puts it into the inbox once it is done."""
-        job = self._jobs[client, message.number] = Job(client, message)
+        job = self._jobs[client, message.number] = Job(client, message, is_free=is_free)
         self._inbox.begin_preparation(message)
         return job
 
@@ -208,9 +209,12 @@ class Preparation(Waiting):
         """Return whether a valid request needs preparation."""
         return any(stage.preparer.needs(message) for stage in self._stages)
 
-    def begin(self, client: int, message: Submission) -> None:
-        """Start to prepare a request; take_done() puts it into the inbox."""
-        self._first(self.keep(client, message))
+    def begin(self, client: int, message: Submission, *, is_free: bool) -> None:
+        """Start to prepare a request; take_done() puts it into the inbox.
+
+        is_free: nobody's share pays for it, as for what a client sends again after it lost its engine.
+        """
+        self._first(self.keep(client, message, is_free=is_free))
 
     def close(self) -> None:
         """Drop all requests and end the threads, after the work that is running."""
@@ -257,7 +261,7 @@ class _Stage:
                 has_started = True
             begin = time.monotonic()
             is_done = self._prepare(job)
-            if self._busy.others_than(*job.owner):
+            if not job.is_free and self._busy.others_than(*job.owner):
                 self._waiting.charge(job.owner, time.monotonic() - begin)
             if not is_done:
                 self._waiting.give_back(job.owner, job)

@@ -328,7 +328,7 @@ class Reception:
         if self._isolation.is_parked(message):
             self._isolation.park(session.client, message, now)
         else:
-            self.begin(session.client, message)
+            self.begin(session.client, message, is_resumed=is_resumed)
         return None
 
     def _use_of(self, session: Session, now: float) -> KeyUse | None:
@@ -359,10 +359,10 @@ class Reception:
             return RequestFailed(number, ErrorCode.RESOURCE_EXHAUSTED, text, RETRY_AFTER_MS)
         return None
 
-    def begin(self, client: int, message: Submission) -> None:
+    def begin(self, client: int, message: Submission, *, is_resumed: bool = False) -> None:
         """Pass an accepted request on: to its preparation, if it needs one, or into the inbox."""
         if self._preparation is not None and self._preparation.needs(message):
-            self._preparation.begin(client, message)
+            self._preparation.begin(client, message, is_free=is_resumed)
         else:
             self._inbox.put(client, message)
 

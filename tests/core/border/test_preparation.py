@@ -28,6 +28,7 @@ from ipc.messages import (
 )
 from ipc.sampling_params import SamplingParams
 from tests.columns import pack_numbers
+from tests.core.border.test_restorable import come_back
 from tests.core.running_engine import LONG, Running, expected, is_free, start_engine, wait_for
 from tests.raw_client import PATIENCE_S, RawClient, request
 
@@ -143,6 +144,26 @@ def test_beside_others_a_client_has_its_share_and_keeps_nobody_else_waiting(star
         other.send(Abort(pack_numbers([1])))
     assert sorted(slow.begun) == [2, *range(100, 140)]
     assert slow.last - begin > (39 * 0.005 - BURST_S) / 0.25, "39 before the last"
+
+
+def test_what_a_client_sends_again_after_its_engine_was_lost_is_free(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    charged = list[tuple[int, str]]()
+    monkeypatch.setattr(Turns, "charge", lambda turns, owner, seconds: charged.append(owner))
+    running = start(Slow(), **PATIENT)
+    with RawClient(running.address) as other, come_back(running, 2) as client:
+        other.add(0, [1], LONG)
+        other.receive(Outputs)
+        client.add(1, [7])
+        client.finish(1)
+        time.sleep(0.06)  # who has work is looked at every 50 ms
+        client.add(2, [7])
+        client.finish(2)
+        assert not charged
+        client.add(3, [7])
+        client.finish(3)
+        assert len(charged) == 1
 
 
 def test_a_client_alone_does_not_wait(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +334,7 @@ def test_each_kind_of_work_has_its_thread_and_a_request_may_need_several() -> No
         for number, first, seed in ((1, 7, 0), (2, 7, 1), (3, 1, 1)):
             message = AddRequest(number, bytes([first, 0, 0, 0]), SamplingParams(), seed)
             assert both.needs(message)
-            both.begin(1, message)
+            both.begin(1, message, is_free=False)
         assert not both.needs(AddRequest(4, b"\1\0\0\0", SamplingParams(), 0))
         assert woken.acquire(timeout=PATIENCE_S)
         assert not both.take_done()
