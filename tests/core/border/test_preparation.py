@@ -265,6 +265,7 @@ def test_it_counts_as_queued(start: Start, gate: Gate) -> None:
         assert (failed.number, failed.code) == (2, ErrorCode.RESOURCE_EXHAUSTED)
         assert "2 requests wait to begin" in failed.message
         client.send(encode(request(0, [7])))  # sent twice: it is one request
+        client.statistics()  # it has arrived
         gate.opened.set()
         assert client.finish(0, 1) == [expected([7], 8)] * 2
         client.add(3, [7])
