@@ -19,7 +19,6 @@ _NOTHING_LEFT = (
     "allowed_token_ids) allow too, or the logits are not finite"
 )
 _MAX_ERROR_CHARS = 500
-_NO_TOKEN = -1
 #: Forced tokens of a row that are drafts of one step: each needs a mask, and a hostile grammar's takes milliseconds.
 _MAX_FORCED = 8
 #: Drafts of a row, times the tokens of its whole forced text, which each of their masks divides anew: some 3 us each.
@@ -31,6 +30,11 @@ _MAX_RENEWALS = 2
 class _Row:
     """A constrained row: its matcher, and what makes it again."""
 
+    # A step finds its rows in no cache, since the model has been there: each is one object.
+    __slots__ = (
+        "draft_failed", "error", "is_free", "matcher", "num_renewals", "output", "params", "takes_drafts"
+    )  # fmt: skip
+
     def __init__(self, params: StructuredOutputsParams, *, takes_drafts: bool) -> None:
         self.params = params  # its life keeps the grammar compiled
         self.output: list[int] = []  # tokens that the matcher has consumed
@@ -39,7 +43,7 @@ class _Row:
         self.num_renewals = 0
         self.draft_failed = False  # the mask behind a draft has failed; the one of the next token may not
         self.takes_drafts = takes_drafts
-        self.forced: list[int] = []  # tokens that the grammar leaves no choice about now
+        self.is_free = False  # nothing is forced where the matcher stands
 
 
 class RowMatchers:
@@ -53,9 +57,8 @@ class RowMatchers:
         self._rows: dict[int, _Row] = {}
         self.offers_drafts = True  # False: for measurements
         self.is_constrained: Bools = np.zeros(num_rows, np.bool_)
-        self._is_free: Bools = np.zeros(num_rows, np.bool_)  # nothing is forced where the row's matcher stands
-        self._num_forced: Int32s = np.zeros(num_rows, np.int32)
-        self._taken: Int32s = np.full(num_rows, _NO_TOKEN, np.int32)  # by take(), and not appended yet
+        self._forced: dict[int, list[int]] = {}  # tokens that the grammar leaves no choice about now; by row, not empty
+        self._taken: dict[int, int] = {}  # by take(), and not appended yet; by row
         self._masks: UInt32s = np.zeros((0, 0), np.uint32)
 
     def __len__(self) -> int:
@@ -78,52 +81,52 @@ class RowMatchers:
     def remove(self, row: int) -> None:
         """Remove the row; a row that was not added is ignored."""
         if self.is_constrained[row]:
-            self.is_constrained[row] = self._is_free[row] = False
-            self._num_forced[row] = 0
-            self._taken[row] = _NO_TOKEN
+            self.is_constrained[row] = False
+            self._forced.pop(row, None)
+            self._taken.pop(row, None)
             del self._rows[row]
 
-    def take(self, rows: Rows, tokens: TokenIds) -> Bools:
-        """Let each of these distinct rows [n] consume its token [n] if it may; return which have done so.
+    def take(self, rows: list[int], tokens: list[int]) -> tuple[list[int], list[int]]:
+        """Let each of these distinct rows [n] that is constrained consume its token [n] if it may.
 
-        tokens: below 0 = none. All of the rows are constrained. append() has to follow with the tokens that were taken.
-        Where the text is free, a token is taken in a tenth of the time of a mask. Where it is forced, none is: a mask
-        allows the first token of the text alone, though others would do.
+        Return (refused, closed): the indices of the rows that may not have this token, and of those that need a mask.
+        tokens: below 0 = none. append() has to follow with the tokens that were taken. Where the text is free, a token
+        is taken in a tenth of the time of a mask. Where it is forced, none is: a mask allows the first token of the
+        text alone, though others would do.
         """
-        may = self._is_free[rows] & (tokens >= 0) & (tokens < self._grammars.num_tokens)
-        asked = np.flatnonzero(may)
-        for index, number, token in zip(asked.tolist(), rows[asked].tolist(), tokens[asked].tolist(), strict=True):
-            row = self._rows[number]
-            matcher = row.matcher
-            assert matcher is not None, f"row {number} is free and has no matcher"
-            if not matcher.try_consume_tokens([token]):
-                may[index] = False
+        refused, closed, num_tokens = list[int](), list[int](), self._grammars.num_tokens
+        for index, (number, token) in enumerate(zip(rows, tokens, strict=True)):
+            row = self._rows.get(number)
+            if row is None:
                 continue
-            row.output.append(token)
-            if matcher.is_stopped() or matcher.compute_ff_bytes():  # else it is as it was: free
-                self._settle(number, row)
-        self._taken[rows[may]] = tokens[may]
-        return may
+            matcher = row.matcher
+            if matcher is None or not row.is_free or not 0 <= token < num_tokens:
+                closed.append(index)
+            elif not matcher.try_consume_tokens([token]):
+                (closed if matcher.is_error() else refused).append(index)
+            else:
+                row.output.append(token)
+                self._taken[number] = token
+                if matcher.compute_ff_bytes() or matcher.is_stopped():  # else it is as it was: free
+                    self._settle(number, row)
+        return refused, closed
 
     def append(self, rows: Rows, token_ids: TokenIds) -> None:
         """Let each of these rows [n] that is constrained consume a token [n], if take() has not done so.
 
         A row's tokens are in their order.
         """
-        taken = self._taken[rows]
-        left = self.is_constrained[rows] & (taken != token_ids)
-        self._taken[rows] = _NO_TOKEN
-        if not left.any():
-            return
-        others = rows[left & (taken != _NO_TOKEN)]
-        assert not len(others), f"rows {others} got other tokens than they had taken"
-        for number, token in zip(rows[left].tolist(), token_ids[left].tolist(), strict=True):
-            row = self._rows[number]
-            row.output.append(token)
-            if row.matcher is not None:
-                row.matcher.consume_token(token)
-        for number in np.unique(rows[left]).tolist():
-            self._settle(number, self._rows[number])
+        moved: dict[int, _Row] = {}
+        for number, token in zip(rows.tolist(), token_ids.tolist(), strict=True):
+            if self._taken and (taken := self._taken.pop(number, None)) is not None:
+                assert taken == token, f"row {number} got token {token} and had taken {taken}"
+            elif (row := self._rows.get(number)) is not None:
+                row.output.append(token)
+                if row.matcher is not None:
+                    row.matcher.consume_token(token)
+                moved[number] = row
+        for number, row in moved.items():
+            self._settle(number, row)
 
     def masks(self, rows: Rows, drafts: Sequence[Sequence[int]] | None = None) -> UInt32s:
         """Return the allowed tokens of some distinct constrained rows as bits [n, words], valid until the next call.
@@ -152,10 +155,12 @@ class RowMatchers:
         counts is None where no row has any. They are drafts: the text is forced, its division into tokens is the
         tokenizer's, and a model may sample another.
         """
-        counts = self._num_forced[rows]
-        if not self.offers_drafts or not counts.any():
+        if not self._forced or not self.offers_drafts:
             return None, NO_INT32S
-        forced = [self._rows[row].forced for row in rows[counts > 0].tolist()]
+        forced = [self._forced.get(row, ()) for row in rows.tolist()]
+        if not any(forced):
+            return None, NO_INT32S
+        counts = np.array([len(tokens) for tokens in forced], np.int32)
         return counts, np.array([token for tokens in forced for token in tokens], np.int32)
 
     def failure(self, row: int) -> str | None:
@@ -181,9 +186,10 @@ class RowMatchers:
         elif row.takes_drafts:
             forced = matcher.compute_ff_tokens()
             forced = forced[: min(_MAX_FORCED, _MAX_FORCED_WORK // max(1, len(forced)))]
-        self._is_free[number] = is_free
-        row.forced = forced if row.takes_drafts else []
-        self._num_forced[number] = len(row.forced)
+        row.is_free = is_free
+        self._forced.pop(number, None)
+        if forced and row.takes_drafts:
+            self._forced[number] = forced
 
     def _renewed(self, row: _Row, address: int, size: int) -> bool:
         """Make a matcher that has failed again, and fill the mask at this address; return whether that succeeded.

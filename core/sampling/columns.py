@@ -36,7 +36,7 @@ class SamplingColumns(Columns):
     num_candidates: Ints = column()  # of a row of a beam search; 0 = the row draws its tokens
     search_temperature: Floats = column()  # of the same row
     _options_used: Ints = column()  # bit i: the option of group i, so 0 = nothing edits the row's logits
-    _asks_first: Bools = column()  # whether the only option that edits the row's logits asks for its token before
+    _asks_first: Bools = column()  # whether the only option that edits the row's logits is asked about its token before
 
     def __init__(self, num_rows: int, groups: tuple[EditGroup, ...], num_eos: int = 0) -> None:
         """Make empty columns for num_rows rows.
@@ -48,10 +48,11 @@ class SamplingColumns(Columns):
         self.num_searching = 0  # rows of beam searches
         self.num_drawing = 0  # rows with a temperature above 0
         self.num_edited = 0  # rows with options that edit their logits, some by what the rows had before
-        self.num_asking = 0  # rows for asking()
+        self.num_asking = 0  # rows for take(), of those that are edited
         self._groups = groups
         self._num_using = [0] * len(groups)  # rows of each group
         self._in_use: list[EditGroup] = []  # the groups with rows
+        self._asking = next((group for group in groups if group.asks_first), None)
         self._num_eos = num_eos
         self._options = attrgetter(*(option for group in self._groups for option in group.options))
         self._unused = self._options(SamplingParams())
@@ -99,7 +100,7 @@ class SamplingColumns(Columns):
             self._options_used[row] = used
             self._count(used, 1)
             self.num_edited += used > 0
-            asks = sum(uses) == 1 and self._groups[uses.index(True)].asks_first and _is_simple(params)
+            asks = sum(uses) == 1 and self._groups[uses.index(True)] is self._asking and _is_simple(params)
             self._asks_first[row] = asks
             self.num_asking += asks
 
@@ -158,14 +159,10 @@ class SamplingColumns(Columns):
         table: RunnerTable,
         positions: Positions,
         offsets: Ints | None = None,
-        first: Int32s | None = None,
+        is_settled: Bools | None = None,
     ) -> tuple[Edit, ...]:
-        """Return the edits of inputs().
-
-        first [S]: the tokens of the unedited logits, of rows that ask for them; below 0: none. A row has no edit where
-        its option leaves that token allowed. It has to get it then: see EditGroup.asks_first.
-        """
-        return self._edits(rows, offsets, positions, table, self._in_use, first) if self.num_edited else NO_EDITS
+        """Return the edits of inputs(). is_settled [S]: the samples whose tokens take() has settled."""
+        return self._edits(rows, offsets, positions, table, self._in_use, is_settled) if self.num_edited else NO_EDITS
 
     def _count(self, used: int, change: int) -> None:
         """Count a row more or less of each group of these bits."""
@@ -173,9 +170,35 @@ class SamplingColumns(Columns):
             self._num_using[index] += change * (used >> index & 1)
         self._in_use = [group for group, count in zip(self._groups, self._num_using, strict=True) if count]
 
-    def asking(self, rows: Rows) -> Bools:
-        """Return which of these rows may have the token of their unedited logits, where their option allows it."""
-        return self._asks_first[rows]
+    @property
+    def all_ask(self) -> bool:
+        """Whether any row may have the token of its unedited logits, unless its option forbids it."""
+        return self.num_asking == self.num_edited
+
+    def is_edited(self, rows: Rows) -> Bools:
+        """Return which of these rows have edits, whatever the tokens of their unedited logits are."""
+        is_edited: Bools = (self._options_used[rows] != 0) & ~self._asks_first[rows]
+        return is_edited
+
+    def take(self, rows: Rows, tokens: Int32s, offsets: Ints | None = None) -> tuple[list[int], list[int]]:
+        """Let rows have the tokens [S] of their unedited logits where no option can forbid them, or it allows them.
+
+        Return (refused, closed): the indices of the other samples, see EditGroup.take(). append_tokens() has to follow
+        with the tokens that rows have got. offsets [S]: see inputs(). Of the samples of a row with an option that has
+        several, all are closed.
+        """
+        assert self._asking is not None, "there are rows that ask"
+        if self.all_ask and offsets is None:
+            return self._asking.take(rows.tolist(), tokens.tolist())
+        is_closed, asks = self._options_used[rows] != 0, self._asks_first[rows]
+        if offsets is not None:
+            begins = offsets == 0
+            asks &= begins & np.append(begins[1:], True)
+        asked = np.flatnonzero(asks)
+        refused, closed = self._asking.take(rows[asked].tolist(), tokens[asked].tolist())
+        is_closed[asked] = False
+        is_closed[asked[closed]] = True
+        return asked[refused].tolist(), np.flatnonzero(is_closed).tolist()
 
     def inputs_ahead(self, rows: Ints, table: RunnerTable, offset: int) -> SamplingInputs:
         """Return the sampler's inputs for the token `offset` places behind the next one of each row.
@@ -196,9 +219,9 @@ class SamplingColumns(Columns):
         positions: Positions,
         table: RunnerTable,
         groups: Sequence[EditGroup],
-        first: Int32s | None = None,
+        is_settled: Bools | None = None,
     ) -> tuple[Edit, ...]:
-        sampled = SampledRows(SampleIndex(rows, len(self.seed), offsets), positions, table, first)
+        sampled = SampledRows(SampleIndex(rows, len(self.seed), offsets), positions, table, is_settled)
         return tuple([edit for group in groups if (edit := group.edit(sampled)) is not None])
 
 

@@ -60,8 +60,7 @@ class SampledRows(NamedTuple):
     samples: SampleIndex
     positions: Positions  # [S] index of each sample in its row's output
     table: RunnerTable  # has the row's drafts behind its tokens
-    #: [S] the tokens of the unedited logits, of rows that have one option, which asks first; below 0: none.
-    first: Int32s | None = None
+    is_settled: Bools | None = None  # [S] the samples whose tokens are known: take() has let their rows have them
 
 
 class EditGroup(ABC):
@@ -72,8 +71,7 @@ class EditGroup(ABC):
     options: ClassVar[tuple[str, ...]]
     #: Whether edit() takes a sample behind drafts of which the row's earlier samples are not asked for, too.
     looks_ahead: ClassVar[bool] = True
-    #: Whether edit() lets rows have the token of their unedited logits where the option allows it: such an option only
-    #: forbids tokens. append() of that token follows.
+    #: Whether the option has take(). It only forbids tokens then.
     asks_first: ClassVar[bool] = False
 
     @abstractmethod
@@ -91,6 +89,15 @@ class EditGroup(ABC):
 
         is_distinct: each row occurs once. Otherwise a row's tokens are adjacent, in their order.
         """
+
+    def take(self, rows: list[int], tokens: list[int]) -> tuple[list[int], list[int]]:
+        """Let each of these distinct rows [n] have its token [n], where the option allows it; below 0: no token.
+
+        Return (refused, closed): the indices of the rows that may not have theirs. Those that are refused may have
+        other tokens; of those that are closed no token is to be asked for. A row without the option may have any. The
+        others get their tokens: no edit() of these samples is asked for, and append() of the tokens follows.
+        """
+        raise NotImplementedError(f"{type(self).__name__} asks about no tokens")
 
     def failure(self, row: int) -> str | None:
         """Return why this option can leave the row no token; None for most options, and where the row has it not."""

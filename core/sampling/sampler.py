@@ -47,32 +47,25 @@ def sample(
     inputs: SamplingInputs,
     kernel: CpuSampler | None = None,
     largest: Int32s | None = None,
-    first: Int32s | None = None,
     *,
     keeps_logits: bool = True,
 ) -> Int32s:
     """Return the token ids [S] int32 sampled from logits [S, V] float32, which are overwritten.
 
     The result is NOT_A_TOKEN where the row's largest logit after the edits is NaN or infinite. kernel: the C sampler;
-    None: NumPy. largest [S]: the result of sample_greedily() for the unedited logits, if it is known. first [S]: the
-    tokens that rows have where their edits leave them allowed (core/sampling/first_tokens.py); below 0: not known; it
-    needs `largest`. keeps_logits: False = nobody reads the logits afterwards, so rows whose token is known without them
-    are not edited.
+    None: NumPy. largest [S]: the result of sample_greedily() for the unedited logits, if it is known; or the token of a
+    sample without edits at temperature 0. keeps_logits: False = nobody reads the logits afterwards, so rows whose token
+    is known without them are not edited.
     """
     if len(logits) == 0:
         return NO_INT32S
     temperature, edits = inputs.temperature, inputs.edits
-    if first is not None and largest is not None:
-        largest = np.where(first >= 0, first, largest).astype(np.int32)
     if edits and largest is not None:
         largest = largest_after(largest, edits)
-    if first is not None and largest is not None:  # where no edit has moved it, it is the row's token
-        temperature = np.where((first >= 0) & (largest >= 0), np.float32(0), temperature)
-    if edits and largest is not None and not keeps_logits:
         is_open = (largest < 0) | (temperature > 0)
-        if not is_open.any():
+        if not keeps_logits and not is_open.any():
             return largest
-        edits = edits if is_open.all() else tuple([edit.only(is_open) for edit in edits])
+        edits = edits if keeps_logits or is_open.all() else tuple([edit.only(is_open) for edit in edits])
     apply_edits(logits, edits)
     if kernel is None:
         return _draw_tokens(logits, inputs)

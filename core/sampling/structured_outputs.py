@@ -7,7 +7,6 @@ import numpy as np
 from core.execution.plan import NewRow
 from core.grammars.matchers import RowMatchers
 from core.sampling.edit_group import EditGroup, Logits, SampledRows
-from core.sampling.sample_index import SampleIndex
 from ipc.arrays import Bools, Int32s, Ints, Rows, TokenIds, UInt32s
 from kernels.cpu.token_masks import CpuTokenMasks
 
@@ -42,21 +41,21 @@ class StructuredOutputs(EditGroup):
         if len(self._matchers):
             self._matchers.append(rows, token_ids)
 
+    def take(self, rows: list[int], tokens: list[int]) -> tuple[list[int], list[int]]:
+        """Let the matchers of these rows consume the tokens that they allow; return the indices of the other rows."""
+        return self._matchers.take(rows, tokens)
+
     def failure(self, row: int) -> str | None:
         """Return why the row has no token that it may sample; None for a row without the option."""
         return self._matchers.failure(row)
 
     def edit(self, sampled: SampledRows) -> "Masked | None":
-        """Return the edit that forbids tokens; None where no sampled row needs it.
-
-        A row that takes its token of the unedited logits needs none.
-        """
+        """Return the edit that forbids tokens; None where no sampled row needs it."""
         if not len(self._matchers):
             return None
         samples = sampled.samples
-        mine = np.flatnonzero(self._matchers.is_constrained[samples.rows])
-        if sampled.first is not None and len(mine):
-            mine = mine[~self._take(sampled.first[mine], samples, mine)]
+        is_mine = self._matchers.is_constrained[samples.rows]
+        mine = np.flatnonzero(is_mine if sampled.is_settled is None else is_mine & ~sampled.is_settled)
         if not len(mine):
             return None
         rows = samples.rows[mine]
@@ -72,15 +71,6 @@ class StructuredOutputs(EditGroup):
             )
         ]
         return Masked(mine, self._matchers.masks(rows[begins], drafts), self._kernel)
-
-    def _take(self, first: Int32s, samples: SampleIndex, mine: Ints) -> Bools:
-        """Let rows of one sample take its token; return which of the samples `mine` [n] have done so. first [n]."""
-        rows = samples.rows[mine]
-        if samples.offsets is not None:
-            begins = samples.offsets[mine] == 0
-            is_alone = begins & np.append(begins[1:], True)
-            first = np.where(is_alone, first, np.int32(-1))
-        return self._matchers.take(rows, first)
 
 
 class Masked(NamedTuple):

@@ -16,7 +16,6 @@ from core.execution.plan import SchedulerOutput
 from core.grammars.matchers import RowMatchers
 from core.runner.model_runner import ModelRunner
 from core.sampling.structured_outputs import StructuredOutputs
-from ipc.arrays import Bools, Int32s, Rows
 from ipc.messages import AddRequest, FinishReason, Outputs, RequestFailed
 from ipc.sampling_params import SamplingParams
 from ipc.structured_outputs import StructuredOutputsParams
@@ -184,10 +183,11 @@ def test_rows_that_have_their_unedited_token_need_no_mask(monkeypatch: pytest.Mo
     ]
     take, answers = RowMatchers.take, Counter[bool]()
 
-    def noted(matchers: RowMatchers, rows: Rows, tokens: Int32s) -> Bools:
-        found = take(matchers, rows, tokens)
-        answers.update(found[tokens >= 0].tolist())
-        return found
+    def noted(matchers: RowMatchers, rows: list[int], tokens: list[int]) -> tuple[list[int], list[int]]:
+        refused, closed = take(matchers, rows, tokens)
+        answers[False] += len(refused)
+        answers[True] += int(matchers.is_constrained[rows].sum()) - len(refused) - len(closed)
+        return refused, closed
 
     monkeypatch.setattr(RowMatchers, "take", noted)
     for drafts in (True, False):
@@ -197,4 +197,4 @@ def test_rows_that_have_their_unedited_token_need_no_mask(monkeypatch: pytest.Mo
             num_asked = answers.total()
             assert run(messages, drafts=drafts, variant=variant)[0] == got
             assert answers.total() == num_asked
-    assert min(answers[True], answers[False]) > 100, answers
+    assert min(answers[True], answers[False]) > 70, answers
