@@ -10,13 +10,15 @@ import numpy as np
 import pytest
 
 from core.capture.file import CaptureFile
-from core.capture.records import Input, Step, decode_record
+from core.capture.records import Input, Step, decode_config, decode_record
+from core.execution.plan import NO_TOKEN
 from frontend.engine.process import EngineProcess
 from ipc.messages import Abort, AddRequest, Goodbye
 from tests.captures import (
     CONFIG,
     NUM_REQUESTS,
     VOCAB,
+    capture_in_process,
     change,
     find,
     frames_of,
@@ -54,6 +56,18 @@ def test_plans_with_drafts_are_in_the_captures(captures: dict[str, Path]) -> Non
         steps = [turn.step for turn in CaptureFile(captures[name]).turns()]
         counts = [np.frombuffer(step.token_counts, "<i4") for step in steps if step.token_counts]
         assert max(int(one.max()) for one in counts) >= least
+
+
+def test_a_step_that_computes_a_part_of_a_prompt_alone_may_have_drafts(
+    captures: dict[str, Path], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It has no token, as a step that was lost with its workers."""
+    header, path = CaptureFile(captures["real-draft-model"]).header, tmp_path / "parts"
+    capture_in_process(path, msgspec.structs.replace(decode_config(header), max_num_batched_tokens=8))
+    steps = [turn.step for turn in CaptureFile(path).turns()]
+    assert any(step.draft_counts and max(unpack(step.tokens)) == NO_TOKEN for step in steps)
+    status, report = replay(capfd, path, "--mode", "full")
+    assert (status, report["run"]["difference"]) == (0, None)
 
 
 def test_zero_differences_of_an_engine_process(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

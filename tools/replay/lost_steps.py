@@ -10,9 +10,10 @@ from core.execution.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 
 
 class LostSteps:
-    """What an EngineCore uses of an Executor, around one. A step without any token in the capture yields none here.
+    """What an EngineCore uses of an Executor, around one. A step without a result in the capture yields none here.
 
-    Which rows a step samples follows from its plan, so only a lost step can have tokens here and none in the capture.
+    Which rows a step samples follows from its plan, so only a lost step can have tokens here and none in the capture. A
+    step that computes a part of a prompt has none in both, and may have drafts.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -31,11 +32,16 @@ class LostSteps:
     def output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Return the output of a plan as far as the captured engine had it."""
         step = self._step
-        if step is not None and step.result_step == plan.step and not step.token_counts and step.pooled is None:
-            recorded = np.frombuffer(step.tokens, "<i4")
-            if not step.candidate_rows and (recorded == NO_TOKEN).all():
-                return ModelRunnerOutput(plan.step, recorded.astype(np.int32))
+        if step is not None and step.result_step == plan.step and not _has_result(step):
+            return ModelRunnerOutput(plan.step, np.frombuffer(step.tokens, "<i4").astype(np.int32))
         return output
+
+
+def _has_result(step: Step) -> bool:
+    """Return whether anything of a step arrived, beside that its rows have no tokens."""
+    if step.token_counts or step.draft_counts or step.candidate_rows or step.pooled is not None:
+        return True
+    return bool((np.frombuffer(step.tokens, "<i4") != NO_TOKEN).any())
 
 
 class _Handle(NamedTuple):
