@@ -51,7 +51,7 @@ class Preparer(Protocol):
     def start(self) -> None:
         """Do what all requests' work needs, before the first of it. Called once, by the thread of this work.
 
-        Must not fail: what cannot be done now fails each prepare().
+        What cannot be done now fails each prepare().
         """
         ...
 
@@ -257,7 +257,7 @@ class _Stage:
             if job.is_dropped:
                 continue
             if not has_started:  # nobody's share pays for that
-                self.preparer.start()
+                self._start()
                 has_started = True
             begin = time.monotonic()
             is_done = self._prepare(job)
@@ -269,6 +269,12 @@ class _Stage:
                 self._end(job)
             else:
                 self._then(job)
+
+    def _start(self) -> None:
+        try:
+            self.preparer.start()
+        except Exception:  # the thread goes on: else the requests would wait for ever
+            log.say(traceback.format_exc())
 
     def _prepare(self, job: Job) -> bool:
         """Do a part of the work of a request; return whether nothing is left, or it has failed."""

@@ -170,7 +170,10 @@ class Grammars:
             self.check_usable()
             with _switching_often():
                 vocabulary, build = self._read or self._read_files_now()
-                self._vocabulary = build_vocabulary(vocabulary, build)
+                try:
+                    self._vocabulary = build_vocabulary(vocabulary, build)
+                except ModelFileError as error:
+                    raise self._unusable(error) from None
             self._read = None
         return self._vocabulary
 
@@ -180,8 +183,12 @@ class Grammars:
         try:
             return read_vocabulary(self._read_files(), self._vocab_size, self._eos_token_ids)
         except ModelFileError as error:
-            self._failure = f"structured_outputs need the model's tokenizer: {error}"
-            raise UnsupportedParameterError(self._failure) from None
+            raise self._unusable(error) from None
+
+    def _unusable(self, error: ModelFileError) -> UnsupportedParameterError:
+        """Remember that the model has no vocabulary, and return the error that says why."""
+        self._failure = f"structured_outputs need the model's tokenizer: {error}"
+        return UnsupportedParameterError(self._failure)
 
 
 @contextlib.contextmanager

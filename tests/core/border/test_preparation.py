@@ -112,6 +112,25 @@ def test_work_is_started_once_and_before_the_first_request(start: Start, gate: G
         assert gate.num_starts == 1
 
 
+class Unstartable(Gate):
+    """A test-only preparer that cannot be started."""
+
+    def start(self) -> None:
+        raise KeyError("no start")
+
+
+def test_requests_are_answered_where_the_work_cannot_be_started(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    preparer = Unstartable()
+    preparer.opened.set()
+    with RawClient(start(preparer, **PATIENT).address) as client:
+        for number in (2, 3):
+            client.add(number, [7, number])
+            assert client.finish(number) == [expected([7, number], 8)]
+    assert capfd.readouterr().err.count("Traceback") == 1
+
+
 class Slow(Gate):
     """A test-only preparer whose work takes 5 ms."""
 

@@ -192,6 +192,22 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         make_grammars().prepare(request(structured(regex="a")))
 
 
+def test_a_tokenizer_that_cannot_be_made_is_tried_once() -> None:
+    """Its tokens are known, and nothing divides texts as it does."""
+    file = json.loads(tokenizer_files()["tokenizer.json"]) | {"pre_tokenizer": {"type": "Unknown"}}
+    reads = list[int]()
+
+    def read() -> dict[str, bytes]:
+        reads.append(1)
+        return {"tokenizer.json": json.dumps(file).encode()}
+
+    unusable = Grammars(read, VOCAB_SIZE, (EOS,))
+    for _ in range(2):
+        with pytest.raises(UnsupportedParameterError, match="need the model's tokenizer: tokenizer.json is not"):
+            unusable.matcher(structured(regex="a"))
+    assert len(reads) == 1
+
+
 def test_without_a_tokenizer_or_an_end_they_are_refused() -> None:
     with pytest.raises(UnsupportedParameterError, match="need the model's tokenizer: the model has no tokenizer"):
         Grammars(dict, VOCAB_SIZE, (EOS,)).prepare(request(structured(regex="a")))
