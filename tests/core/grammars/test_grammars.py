@@ -203,7 +203,7 @@ def test_a_tokenizer_that_cannot_be_made_is_tried_once() -> None:
 
     unusable = Grammars(read, VOCAB_SIZE, (EOS,))
     for _ in range(2):
-        with pytest.raises(UnsupportedParameterError, match="need the model's tokenizer: tokenizer.json is not"):
+        with pytest.raises(UnsupportedParameterError, match="need the model's tokenizer: tokenizer\\.json is not"):
             unusable.matcher(structured(regex="a"))
     assert len(reads) == 1
 
