@@ -39,14 +39,25 @@ def sample_rows(
     offsets [S]: see SamplingColumns.inputs().
     """
     if columns.num_asking and largest is not None and kernel is not None:
-        return _Asking(columns, table, rows, offsets, logits, largest, kernel).sample(keeps_logits=keeps_logits)
+        tokens = largest.copy()  # the model's next step overwrites its result
+        inputs: SamplingInputs | None = None
+        if columns.num_drawing:
+            inputs = columns.parameters(rows, positions_of(rows, table, offsets))
+            if not columns.all_ask:  # the tokens of rows that are edited in any case are not drawn yet
+                inputs.temperature[columns.is_edited(rows)] = 0
+            tokens = kernel(logits, inputs[:-1], largest)
+        refused, closed = columns.take(rows, tokens, offsets)
+        if not refused and not closed:
+            return tokens
+        left = _Left(columns, table, rows, offsets, logits, largest, kernel, tokens)
+        return left.sample(refused, closed, inputs, keeps_logits=keeps_logits)
     positions = positions_of(rows, table, offsets)
     edits = columns.edits(rows, table, positions, offsets)
     return sample(logits, columns.parameters(rows, positions, edits), kernel, largest, keeps_logits=keeps_logits)
 
 
-class _Asking(NamedTuple):
-    """The samples of a step in which rows ask for their tokens; the arguments of sample_rows()."""
+class _Left(NamedTuple):
+    """The samples of a step of which some may not have their tokens; the arguments of sample_rows(), and the tokens."""
 
     columns: SamplingColumns
     table: RunnerTable
@@ -55,50 +66,39 @@ class _Asking(NamedTuple):
     logits: Floats
     largest: Int32s
     kernel: CpuSampler
+    tokens: Int32s  # [S] of the unedited logits
 
-    def sample(self, *, keeps_logits: bool) -> Int32s:
-        """Return the tokens of the unedited logits, but for samples that may not have theirs."""
-        tokens, inputs = self._before_edits()
-        refused, closed = self.columns.take(self.rows, tokens, self.offsets)
-        few = 0 if keeps_logits else len(tokens) // _FEW
+    def sample(
+        self, refused: list[int], closed: list[int], inputs: SamplingInputs | None, *, keeps_logits: bool
+    ) -> Int32s:
+        """Return the tokens, others for samples that are refused or closed.
+
+        inputs: what the tokens were drawn with, if any was.
+        """
+        few = 0 if keeps_logits else len(self.tokens) // _FEW
         if refused and len(refused) + len(closed) <= few:
-            inputs = inputs or self._parameters()
-            refused = [index for index in refused if not self._takes_next(tokens, index, inputs)]
+            inputs = inputs or self.columns.parameters(self.rows, positions_of(self.rows, self.table, self.offsets))
+            refused = [index for index in refused if not self._takes_next(index, inputs)]
         if not refused and not closed:
-            return tokens
+            return self.tokens
         which = np.array(sorted(refused + closed), np.int64)
         if len(which) > few:
-            return self._sample_all(tokens, which, keeps_logits=keeps_logits)
+            return self._sample_all(which, keeps_logits=keeps_logits)
         rows, offsets = self.rows[which], None if self.offsets is None else self.offsets[which]
         positions = positions_of(rows, self.table, offsets)
         edits = self.columns.edits(rows, self.table, positions, offsets)
         part = self.logits[which] if len(which) > 1 else self.logits[which[0] : which[0] + 1]
         # The largest of these logits is found sooner than it is known whether the edits leave it.
-        tokens[which] = sample(part, self.columns.parameters(rows, positions, edits), self.kernel)
-        return tokens
+        self.tokens[which] = sample(part, self.columns.parameters(rows, positions, edits), self.kernel)
+        return self.tokens
 
-    def _before_edits(self) -> tuple[Int32s, SamplingInputs | None]:
-        """Return the tokens [S] of the unedited logits, and what they are drawn with, if any is.
-
-        Those of rows that are edited in any case are not drawn.
-        """
-        if not self.columns.num_drawing:
-            return self.largest.copy(), None  # the model's next step overwrites its result
-        inputs = self._parameters()
-        if not self.columns.all_ask:
-            inputs.temperature[self.columns.is_edited(self.rows)] = 0
-        return self.kernel(self.logits, inputs[:-1], self.largest), inputs
-
-    def _parameters(self) -> SamplingInputs:
-        return self.columns.parameters(self.rows, positions_of(self.rows, self.table, self.offsets))
-
-    def _takes_next(self, tokens: Int32s, index: int, inputs: SamplingInputs) -> bool:
+    def _takes_next(self, index: int, inputs: SamplingInputs) -> bool:
         """Let a sample have the next token of its draw, since its token is refused; return whether it has got one.
 
         The winner among the tokens that are left is the winner among the allowed ones, if it is allowed. Edits forbid
         what is refused, too.
         """
-        one = slice(index, index + 1)
+        one, tokens = slice(index, index + 1), self.tokens
         logits, own = self.logits[one], tuple([column[one] for column in inputs[:-1]])
         for _ in range(_MORE):
             logits[0, tokens[index]] = -np.inf
@@ -108,13 +108,13 @@ class _Asking(NamedTuple):
                 return not closed
         return False
 
-    def _sample_all(self, tokens: Int32s, which: Ints, *, keeps_logits: bool) -> Int32s:
-        """Return these tokens [S], but for the samples `which` [n], in one call for all. Edits change their logits."""
-        is_settled = np.ones(len(tokens), np.bool_)
+    def _sample_all(self, which: Ints, *, keeps_logits: bool) -> Int32s:
+        """Return the tokens [S], but for the samples `which` [n], in one call for all. Edits change their logits."""
+        is_settled = np.ones(len(self.tokens), np.bool_)
         is_settled[which] = False
         positions = positions_of(self.rows, self.table, self.offsets)
         edits = self.columns.edits(self.rows, self.table, positions, self.offsets, is_settled)
         inputs = self.columns.parameters(self.rows, positions, edits)
-        inputs.temperature[is_settled & (tokens >= 0)] = 0  # the parameters are copies
-        largest = np.where(is_settled, tokens, self.largest)
+        inputs.temperature[is_settled & (self.tokens >= 0)] = 0  # the parameters are copies
+        largest = np.where(is_settled, self.tokens, self.largest)
         return sample(self.logits, inputs, self.kernel, largest, keeps_logits=keeps_logits)
