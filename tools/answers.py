@@ -15,7 +15,7 @@ import uvloop
 from rich.console import Console
 
 from frontend.async_llm import AsyncLLM
-from frontend.results.outputs import RequestOutput
+from frontend.results.outputs import CompletionOutput, RequestOutput
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import CallFailedError, EngineCoreError, EngineDeadError, InvalidRequestError
 from ipc.sampling_params import SamplingParams
@@ -45,7 +45,7 @@ async def _run(parsed: argparse.Namespace, address: str, start_s: float | None) 
         demo = {} if parsed.prompts else DEMO_SAMPLING
         params = sampling_params(parsed, llm.client.welcome.default_sampling, demo)
         console = OutputConsole()
-        titles = [question.title.replace("\n", " ") for question in questions]
+        titles = _titles(questions, params.n)
         before, engine_id = await llm.statistics(), llm.client.welcome.engine_id
         begin = time.monotonic()
         with (
@@ -54,7 +54,11 @@ async def _run(parsed: argparse.Namespace, address: str, start_s: float | None) 
             answers = [_answer(llm, question, params, i, streams) for i, question in enumerate(questions)]
             results = await asyncio.gather(*answers)
         wall_s = time.monotonic() - begin
-        requests = [summarize_request(title, result) for title, result in zip(titles, results, strict=True)]
+        requests = [
+            summarize_request(question.title.replace("\n", " "), result, choice)
+            for question, result in zip(questions, results, strict=True)
+            for choice in range(params.n)
+        ]
         num_tokens = _count_tokens(requests)
         engine = None
         with contextlib.suppress(EngineDeadError, CallFailedError):  # it had been told to end after these answers
@@ -66,17 +70,23 @@ async def _run(parsed: argparse.Namespace, address: str, start_s: float | None) 
         sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
     elif parsed.quiet:
         for request in requests:
-            if request.error:
+            if request.error and request.choice == 0:
                 print_error(request.error)
     else:  # beside answers in a pipe, tables stand on standard error
         print_summary(console if console.is_terminal else Console(stderr=True, highlight=False), summary)
     return summary
 
 
+def _titles(questions: Sequence[Question], n: int) -> list[str]:
+    """Return the title of each answer, n of each question."""
+    titles = [question.title.replace("\n", " ") for question in questions]
+    return [f"{title} [{choice + 1}/{n}]" if n > 1 else title for title in titles for choice in range(n)]
+
+
 async def _answer(
     llm: AsyncLLM, question: Question, params: SamplingParams, index: int, streams: Streams | None
 ) -> RequestOutput | EngineCoreError:
-    """Return the request's last output, or the error with which it failed alone.
+    """Return the last output of request `index`, or the error with which it failed alone.
 
     Errors: EngineDeadError, which concerns all requests.
     """
@@ -85,24 +95,27 @@ async def _answer(
     else:
         outputs = llm.generate(question.token_ids or question.text, params)
     last: RequestOutput | None = None
+    first = index * params.n  # the stream of its first answer
     try:
         async for last in outputs:
             if streams is not None:
-                streams.update(index, _shown_text(question, last))
+                for choice in last.outputs:
+                    streams.update(first + choice.index, _shown_text(question, choice))
     except EngineDeadError:
         raise
     except EngineCoreError as error:
         if streams is not None:
-            streams.finish(index, "failed")
+            for choice_index in range(params.n):
+                streams.finish(first + choice_index, "failed")
         return error
     assert last is not None, f"request {index} ended without an output"
     if streams is not None:
-        streams.finish(index, f"{len(last.outputs[0].token_ids)} tokens, {last.outputs[0].finish_reason}")
+        for choice in last.outputs:
+            streams.finish(first + choice.index, f"{len(choice.token_ids)} tokens, {choice.finish_reason}")
     return last
 
 
-def _shown_text(question: Question, output: RequestOutput) -> str:
-    choice = output.outputs[0]
+def _shown_text(question: Question, choice: CompletionOutput) -> str:
     return choice.text if question.token_ids is None else " ".join(map(str, choice.token_ids))
 
 

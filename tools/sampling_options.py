@@ -10,7 +10,7 @@ from tools.structured_outputs import add_structured_outputs_options, read_struct
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 _OF_DRAWS = ("temperature", "top_p", "top_k", "min_p")
 _BEAMS = ("best_of", "length_penalty", "early_stopping")
-_SAMPLING = (*_OF_DRAWS, "seed", "stop", *_PENALTIES, *_BEAMS)
+_SAMPLING = (*_OF_DRAWS, "n", "seed", "stop", *_PENALTIES, *_BEAMS)
 _WIDTH = 4  # beams
 _EARLY_STOPPING: dict[str, bool | str] = {"true": True, "false": False, "never": "never"}
 
@@ -19,6 +19,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) ->
     """Add a flag for each sampling parameter. max_tokens: the default of --max-tokens."""
     group = parser.add_argument_group("sampling options")
     group.add_argument("--max-tokens", type=int, default=max_tokens, metavar="N", help="default: %(default)s")
+    group.add_argument("--n", type=int, metavar="N", help="answers to each prompt, which is computed once; default: 1")
     group.add_argument("--temperature", type=float, metavar="X", help="default: the model's, else 0 = greedy")
     group.add_argument("--top-p", type=float, metavar="X")
     group.add_argument("--top-k", type=int, metavar="N")

@@ -11,7 +11,7 @@ from ipc.messages import Statistics
 
 
 class RequestSummary(msgspec.Struct, frozen=True):
-    """One request. Times are in milliseconds, None where it produced too few tokens."""
+    """One answer to a request. Times are in milliseconds, None where the request produced too few tokens."""
 
     prompt: str
     text: str
@@ -23,6 +23,7 @@ class RequestSummary(msgspec.Struct, frozen=True):
     num_cached_tokens: int
     finish_reason: str | None
     error: str = ""
+    choice: int = 0  # which of the request's answers, from 0
 
 
 class EngineSummary(msgspec.Struct, frozen=True):
@@ -53,11 +54,11 @@ class RunSummary(msgspec.Struct, frozen=True):
     engine: EngineSummary | None
 
 
-def summarize_request(prompt: str, result: RequestOutput | Exception) -> RequestSummary:
-    """Return the summary of one request. result: its last output, or the error in place of one."""
+def summarize_request(prompt: str, result: RequestOutput | Exception, index: int = 0) -> RequestSummary:
+    """Return the summary of one answer. result: the request's last output, or the error in place of one."""
     if isinstance(result, Exception):
-        return RequestSummary(prompt, "", [], None, None, 0, 0, 0, "error", str(result))
-    choice, metrics = result.outputs[0], result.metrics
+        return RequestSummary(prompt, "", [], None, None, 0, 0, 0, "error", str(result), index)
+    choice, metrics = result.outputs[index], result.metrics
     return RequestSummary(
         prompt=prompt,
         text=choice.text,
@@ -68,6 +69,7 @@ def summarize_request(prompt: str, result: RequestOutput | Exception) -> Request
         num_output_tokens=len(choice.token_ids),
         num_cached_tokens=result.num_cached_tokens,
         finish_reason=choice.finish_reason,
+        choice=index,
     )
 
 
@@ -110,7 +112,7 @@ def print_summary(console: Console, summary: RunSummary) -> None:
     if summary.engine is not None:
         console.print(_engine_table(summary.engine))
     for index, request in enumerate(summary.requests):
-        if request.error:
+        if request.error and request.choice == 0:
             console.print(f"request {index + 1}: {request.error}", style="red", markup=False, soft_wrap=True)
 
 

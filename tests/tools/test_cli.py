@@ -210,6 +210,21 @@ def test_a_failed_request_fails_alone() -> None:
     assert "token id 500" in bad["error"]
 
 
+def test_each_prompt_may_have_several_answers() -> None:
+    flags = "--executor", "fake", "--fake-vocab-size", "100", "--n", "2", "--temperature", "1", "--max-tokens", "3"
+    done = run("generate", *flags, "--json", "5 6", "500", "7 8")
+    assert done.returncode == 1
+    found = json.loads(done.stdout)["requests"]
+    assert [(one["prompt"], one["choice"]) for one in found] == [(p, c) for p in ("5 6", "500", "7 8") for c in (0, 1)]
+    assert [len(one["token_ids"]) for one in found] == [3, 3, 0, 0, 3, 3]
+    done = run("generate", *flags, "--quiet", "5 6", "500")
+    headings = [line for line in done.stdout.splitlines() if line.startswith("===")]
+    assert [line.partition(" (")[0] for line in headings] == [
+        *("=== 1 5 6 [1/2]", "=== 2 5 6 [2/2]", "=== 3 500 [1/2]", "=== 4 500 [2/2]")
+    ]
+    assert done.stderr.count("token id 500") == 1
+
+
 def test_ctrl_c_is_quiet(tmp_path: Path) -> None:
     capture = tmp_path / "capture"
     words = ["--max-tokens", str(LONG // 2), "--json", "--capture", str(capture), "5 6"]
