@@ -33,7 +33,7 @@ def close_objects(schema: Any) -> Any:
 
     A value that is no schema is returned as it is.
     """
-    return _rewrite(schema, _close)
+    return rewrite(schema, _close)
 
 
 def drop_annotations(schema: Any) -> Any:
@@ -43,7 +43,7 @@ def drop_annotations(schema: Any) -> Any:
     that differ, each with its own description, says what anyOf says, and llguidance obeys that. A value that is no
     schema is returned as it is.
     """
-    return _rewrite(schema, _drop)
+    return rewrite(schema, _drop)
 
 
 def spell_dependencies(schema: Any) -> Any:
@@ -53,21 +53,21 @@ def spell_dependencies(schema: Any) -> Any:
     it is absent, or they are required. Dependencies that are schemas stay, and all where there are more than
     MAX_DEPENDENCIES.
     """
-    return _rewrite(schema, _spell)
+    return rewrite(schema, _spell)
 
 
-def _rewrite(schema: Any, change: Callable[[dict[str, Any]], None]) -> Any:
+def rewrite(schema: Any, change: Callable[[dict[str, Any]], None]) -> Any:
     """Return a copy of the schema, in which `change` has changed each schema, the innermost first."""
     if not isinstance(schema, dict):
         return schema
     copy = dict(schema)
     for name, value in schema.items():
         if name in _BY_NAME and isinstance(value, dict):
-            copy[name] = {key: _rewrite(part, change) for key, part in value.items()}
+            copy[name] = {key: rewrite(part, change) for key, part in value.items()}
         elif name in _LISTS and isinstance(value, list):
-            copy[name] = [_rewrite(part, change) for part in value]
+            copy[name] = [rewrite(part, change) for part in value]
         elif name in _SCHEMA:
-            copy[name] = _rewrite(value, change)
+            copy[name] = rewrite(value, change)
     change(copy)
     return copy
 

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from ipc.choices import MANY_CHOICES, pattern_of
 from ipc.errors import InvalidRequestError
 from ipc.json_schemas import close_objects, drop_annotations, spell_dependencies
+from ipc.schema_numbers import keep_numbers
 from ipc.structured_outputs import StructuredOutputsParams, read_structural_tag
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ def grammar_text(params: StructuredOutputsParams) -> str:
         case "regex":
             return LLMatcher.grammar_from_regex(params.regex or "")
         case "choice":
-            return LLMatcher.grammar_from_lark("start: " + " | ".join(quoted(text) for text in params.choice or ()))
+            return _choice(params.choice or [])
         case "grammar":
             return LLMatcher.grammar_from_lark(_lark(params.grammar or ""))
         case "structural_tag":
@@ -37,6 +39,14 @@ def grammar_text(params: StructuredOutputsParams) -> str:
         case _:
             schema = _ANY_OBJECT if params.json is None else msgspec.json.decode(str(params.json))
             return _json(schema, params)
+
+
+def _choice(texts: list[str]) -> str:
+    from llguidance import LLMatcher
+
+    if len(texts) > MANY_CHOICES:
+        return LLMatcher.grammar_from_regex(pattern_of(texts))
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quoted, texts)))
 
 
 def quoted(text: str) -> str:
@@ -54,8 +64,8 @@ def _json(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
 
 
 def _obeyed(schema: dict[str, Any], params: StructuredOutputsParams) -> dict[str, Any]:
-    """Return the schema as llguidance is to obey it."""
-    schema = drop_annotations(schema)
+    """Return the schema as llguidance is to obey it. Errors: InvalidRequestError."""
+    schema = keep_numbers(drop_annotations(schema))
     if params.disable_additional_properties:
         schema = close_objects(schema)
     obeyed: dict[str, Any] = spell_dependencies(schema)

@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from frontend.calls.formats import HERMES_TOOLS, ToolFormat
+from ipc.choices import MANY_CHOICES, pattern_of
 from ipc.errors import InvalidRequestError
 from ipc.json_schemas import close_objects, drop_annotations, spell_dependencies
+from ipc.schema_numbers import keep_numbers
 from ipc.structured_outputs import StructuredOutputsParams
 
 Json = Mapping[str, Any]
@@ -182,10 +184,12 @@ class _Rules:
 
 def _rule_of(answer: StructuredOutputsParams) -> str | None:
     """Return the rule `answer`; None for a structure that cannot be a part of a grammar."""
-    if answer.kind == "choice":
-        return "answer: " + " | ".join(_json(text) for text in answer.choice or ())
-    if answer.kind == "regex":
-        return f"answer: ANSWER\nANSWER: /{_REGEX_MARKS.sub(_escaped, answer.regex or '')}/"
+    choices = answer.choice or []
+    if answer.kind == "choice" and len(choices) <= MANY_CHOICES:
+        return "answer: " + " | ".join(map(_json, choices))
+    if answer.kind in ("choice", "regex"):
+        pattern = pattern_of(choices) if answer.regex is None else answer.regex
+        return f"answer: ANSWER\nANSWER: /{_REGEX_MARKS.sub(_escaped, pattern)}/"
     if answer.kind not in ("json", "json_object"):
         return None
     schema = json.loads(answer.json) if isinstance(answer.json, str) else {"type": "object"}
@@ -243,7 +247,7 @@ def _moved(schema: Any, place: str) -> Any:
 
 
 def _json_rule(schema: Json, options: Json = _CALL_JSON) -> str:
-    return f"%json {_json({**spell_dependencies(drop_annotations(schema)), 'x-guidance': options})}"
+    return f"%json {_json({**spell_dependencies(keep_numbers(drop_annotations(schema))), 'x-guidance': options})}"
 
 
 def _json(value: object) -> str:

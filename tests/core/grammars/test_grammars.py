@@ -192,6 +192,15 @@ def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch)
         make_grammars().prepare(request(structured(regex="a")))
 
 
+def test_as_many_choices_as_may_be_given(grammars: Grammars) -> None:
+    special = ["a.b", "a|b", "x+(y)", "[z]{2}", "^$", "\\d", "tab\tline\n", "é ñ", "name", "names", "#-&~/"]
+    choices = [*special, *(f"no{index:05d}" for index in range(4096 - len(special)))]
+    for text in (*special, "no00000", f"no{4095 - len(special):05d}"):
+        assert accepts(grammars, text, choice=choices), text
+    for text in ("aXb", "a", "xy", "d", "", "no0000", f"no{4096 - len(special):05d}"):
+        assert not accepts(grammars, text, choice=choices), text
+
+
 def test_a_tokenizer_that_cannot_be_made_is_tried_once() -> None:
     """Its tokens are known, and nothing divides texts as it does."""
     file = json.loads(tokenizer_files()["tokenizer.json"]) | {"pre_tokenizer": {"type": "Unknown"}}

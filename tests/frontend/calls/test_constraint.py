@@ -172,6 +172,16 @@ def test_options_of_json_hold_behind_reasoning(grammars: Grammars) -> None:
         assert not any(accepts(grammars, behind, "Hm.\n</think>", text) for text in wrong)
 
 
+def test_many_choices_and_large_numbers_behind_reasoning(grammars: Grammars) -> None:
+    begun = THINK._replace(is_begun=True)
+    texts = ["a/b", "a.b\n", *(f"no{index}" for index in range(4000))]
+    behind = constrain(StructuredOutputsParams(choice=texts), ALL, thought=begun)
+    assert all(accepts(grammars, behind, "Hm.\n</think>", text) for text in (*texts[:3], texts[-1]))
+    assert not any(accepts(grammars, behind, "Hm.\n</think>", text) for text in ("axb\n", "no4000", ""))
+    with pytest.raises(InvalidRequestError, match="123456789012345678 is not supported"):
+        constrain(StructuredOutputsParams(json={"const": 123456789012345678}), ALL, thought=begun)
+
+
 def test_an_answer_of_a_form_or_calls(grammars: Grammars) -> None:
     either = constrain(ENUM, ALL, HERMES.forced or ToolFormat())
     assert accepts(grammars, either, "2")
