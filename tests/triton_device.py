@@ -4,6 +4,10 @@ import pytest
 import torch
 
 from kernels.triton.device import INTERPRETED, NoDeviceError, find_device
+from tests.quick_interpreter import quicken
+
+if INTERPRETED:
+    quicken()
 
 
 def _found() -> torch.device | None:
