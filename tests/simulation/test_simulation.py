@@ -37,7 +37,7 @@ def run_seeds(first: int, count: int) -> None:
     assert [kind for kind in KINDS if not census[kind]] == [], census
 
 
-@pytest.mark.parametrize("part", range(2))
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.soak)])
 def test_four_hundred_seeds(part: int) -> None:
     run_seeds(SEEDS_PER_ITEM * part, SEEDS_PER_ITEM)
 
@@ -58,7 +58,7 @@ def test_sixty_thousand_seeds(part: int) -> None:
     run_seeds(SEEDS_PER_ITEM * 2 + 2000 * part, 2000)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 10))])
 def test_a_seed_decides_everything(seed: int) -> None:
     first, second = simulate(seed, verbose=True), simulate(seed, verbose=True)
     assert first.log == second.log

@@ -18,6 +18,7 @@ from core.executors.cuda_memory import most_alone
 from core.inputs import EngineInput
 from core.models.llama import Llama
 from core.models.triton_operations import TritonOperations
+from core.runner import step_durations, trial_loop
 from core.runner.cuda_model_runner import CudaModelRunner
 from core.runner.model_runner import ModelRunner
 from ipc.config import EngineConfig
@@ -219,6 +220,14 @@ def test_forced_tokens_of_grammars_are_drafts_without_speculation(depth: int) ->
     check(got)
 
 
+@pytest.fixture
+def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each duration is measured once."""
+    for module in (step_durations, trial_loop):
+        monkeypatch.setattr(module, "_NUM_ROUNDS", 1)
+
+
+@pytest.mark.usefixtures("few_rounds")
 def test_durations_of_steps_are_measured_for_the_rule() -> None:
     """Of as many tokens as the cache holds, also where not all of them may be alone. The tables are not to know."""
     made = runner(config("ngram", 1, num_blocks_override=2, block_size=4), on_cpu=False)
@@ -232,9 +241,11 @@ def test_durations_of_steps_are_measured_for_the_rule() -> None:
     assert not made.table.num_tokens.any()
 
 
+@pytest.mark.usefixtures("few_rounds")
 def test_trials_leave_nothing_behind() -> None:
-    """Requests that come after them have the tokens of others, and no row has any."""
-    settings = config("ngram", 2)
+    """Requests that come after them have the tokens of others, and no row has any. Trials have 32 tokens at most, for
+    which the cache has room."""
+    settings = config("ngram", 2, num_blocks_override=15, block_size=4)
     made = runner(settings, on_cpu=False)
     assert isinstance(made, CudaModelRunner)
     made.measure_steps()

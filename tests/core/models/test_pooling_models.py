@@ -96,28 +96,28 @@ def test_dimensions_activation_and_each_token(llm: LLM, qwen3: tuple[Path, Any])
     np.testing.assert_allclose(each, hidden, atol=1e-5)
 
 
-def test_vectors_are_functions_of_their_prompts_alone(qwen3: tuple[Path, Any]) -> None:
+def test_vectors_are_functions_of_their_prompts_alone(llm: LLM, qwen3: tuple[Path, Any]) -> None:
     """Alone, together, in chunks of 5 tokens, with and without a prefix cache hit: the same bits."""
-    if not _has_kernels(qwen3[0]):
+    if llm.numerics != "L2":
         pytest.skip("numerics L2 needs the C kernels")
     prompts = [PROMPTS[3], PROMPTS[3][:40], PROMPTS[2], PROMPTS[3]]
-    results = []
-    for options in ({}, {"max_num_batched_tokens": 5, "max_num_seqs": 2}, {"enable_prefix_caching": False}):
-        with LLM(str(qwen3[0]), **SMALL, **options) as llm:
-            for task in ("embed", "token_embed"):
-                results.append((task, [vectors(llm, [prompt], task)[0] for prompt in prompts]))
-                results.append((task, vectors(llm, prompts, task)))
-            if not options:
-                hits = llm.encode(prompts, use_tqdm=False)
-                assert hits[3].num_cached_tokens == 48
+    llm.reset_prefix_cache()
+    results = _alone_and_together(llm, prompts)
+    assert llm.encode(prompts, use_tqdm=False)[3].num_cached_tokens == 48
+    for options in ({"max_num_batched_tokens": 5, "max_num_seqs": 2}, {"enable_prefix_caching": False}):
+        with LLM(str(qwen3[0]), **SMALL, **options) as other:
+            results += _alone_and_together(other, prompts)
     for task, found in results:
         first = next(other for name, other in results if name == task)
         assert [one.tobytes() for one in found] == [one.tobytes() for one in first]
 
 
-def _has_kernels(folder: Path) -> bool:
-    with LLM(str(folder), **SMALL) as llm:
-        return llm.numerics == "L2"
+def _alone_and_together(llm: LLM, prompts: list[list[int]]) -> list[tuple[str, list[Floats]]]:
+    results = []
+    for task in ("embed", "token_embed"):
+        results.append((task, [vectors(llm, [prompt], task)[0] for prompt in prompts]))
+        results.append((task, vectors(llm, prompts, task)))
+    return results
 
 
 def test_a_gemma_3_whose_tokens_see_both_sides(tmp_path: Path) -> None:

@@ -40,8 +40,19 @@ SOAKED = ("plain", "sinks", "beside attention", "gated delta")
 OTHERS = ("local and global", "centred head norms", "head norms after rotation")
 
 
-@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.soak) for kind in SOAKED), *OTHERS])
-@pytest.mark.parametrize("dtype", DTYPES)
+#: Each variant with each of the others in one of the dtypes, and in both dtypes; the rest are the soak's.
+CASES = [
+    pytest.param(dtype, kind, variant, marks=[pytest.mark.soak] if kind in SOAKED or sum(places) % 2 else [])
+    for *places, dtype, kind, variant in (
+        (row, column, number, dtype, kind, variant)
+        for row, dtype in enumerate(DTYPES)
+        for column, kind in enumerate((*OTHERS, *SOAKED))
+        for number, variant in enumerate(USABLE)
+    )
+]
+
+
+@pytest.mark.parametrize(("dtype", "kind", "variant"), CASES, indirect=["variant"])
 def test_a_request_in_any_company_has_the_logits_it_has_alone(dtype: str, kind: str, variant: str) -> None:
     model = tiny_model(DTYPES[dtype], kind, variant)
     assert model.numerics == "L2"

@@ -88,6 +88,6 @@ class PageMachine(EngineMachine):
         super().start(msgspec.json.decode(msgspec.json.encode(config)))
 
 
-@pytest.mark.parametrize("examples", [10, pytest.param(1_000, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize("examples", [5, pytest.param(1_000, marks=[pytest.mark.soak, pytest.mark.timeout(1200)])])
 def test_engine_survives_random_clients(examples: int) -> None:
     run(PageMachine, examples)

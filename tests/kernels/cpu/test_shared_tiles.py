@@ -85,12 +85,16 @@ def test_bits_are_those_of_a_request_alone(dtype, variant):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "heads",
-    [*(pytest.param(heads, marks=pytest.mark.soak) for heads in ((9, 3, 64), (14, 2, 32))), (4, 4, 16), (9, 1, 16)],
-    ids=str,
-)
+def in_turn(values, soaked=()):
+    """Each value with one of the dtypes; the other pairs and all of `soaked` are the soak's."""
+    return [
+        pytest.param(value, dtype, marks=[pytest.mark.soak] if value in soaked or (row + column) % 2 else [])
+        for row, value in enumerate((*values, *soaked))
+        for column, dtype in enumerate(DTYPES)
+    ]
+
+
+@pytest.mark.parametrize(("heads", "dtype"), in_turn([(4, 4, 16), (9, 1, 16)], [(9, 3, 64), (14, 2, 32)]), ids=str)
 def test_groups_of_heads_change_no_bit(heads, dtype, c_library):
     assert heads in HEADS or heads[0] // heads[1] in (1, 7, 9)
     compare(attention_of(c_library), heads, dtype)
@@ -101,8 +105,7 @@ def test_block_sizes_change_no_bit(block_size, c_library):
     compare(attention_of(c_library), (6, 2, 16), torch.bfloat16, block_size=block_size)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("window", [1090, pytest.param(1200, marks=pytest.mark.soak), 5000])
+@pytest.mark.parametrize(("window", "dtype"), in_turn([1090, 5000], [1200]), ids=str)
 def test_windows_change_no_bit(window, dtype, c_library):
     compare(attention_of(c_library), (6, 2, 16), dtype, window=window)
 

@@ -83,11 +83,13 @@ class Experts(NamedTuple):
         yield _down, types, sizes | blocks, rest
 
 
-def each_experts(shared_memory: int) -> Iterator[Experts]:
-    """Each shape of tiles that a device with so much shared memory uses; sizes that its steps divide, and odd ones."""
+def each_experts(shared_memory: int, *, every: bool) -> Iterator[Experts]:
+    """Each shape of tiles that a device with so much shared memory uses. Sizes that its steps divide, or odd ones, in
+    turn; every: both."""
     many = MANY_IN_LITTLE if shared_memory < experts.ROOM else MANY
-    for hidden, width in ((2048, 768), (1000, 360)):
-        for shape in (FEW, SOME, many):
-            yield Experts(torch.bfloat16, shape, hidden, width)
-        for shape in (FEW_FLOATS, MANY_FLOATS):
-            yield Experts(torch.float32, shape, hidden, width)
+    halves, floats = torch.bfloat16, torch.float32
+    tiles = (halves, FEW), (halves, SOME), (halves, many), (floats, FEW_FLOATS), (floats, MANY_FLOATS)
+    for turn, (dtype, shape) in enumerate(tiles):
+        for odd, size in enumerate(((2048, 768), (1000, 360))):
+            if every or odd == turn % 2:
+                yield Experts(dtype, shape, *size)

@@ -236,8 +236,14 @@ def pieces_with_other_bits(window: int | None, cuts: list[int]) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("window", [None, 130])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("window", "dtype"),
+    [
+        (None, torch.bfloat16),
+        (130, torch.float32),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in ((None, torch.float32), (130, torch.bfloat16))),
+    ],
+)
 def test_tokens_that_share_a_program_have_the_bits_that_they_have_alone(
     window: int | None, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,7 +103,7 @@ def test_a_token_whose_logits_are_no_numbers_has_weights_that_are_none() -> None
 
 @pytest.mark.parametrize("num_experts", [1, 5, 40])
 @pytest.mark.parametrize("tile_rows", [16, 64])
-@pytest.mark.parametrize("num_pairs", [2, 33, 700, 2100])
+@pytest.mark.parametrize("num_pairs", [2, 33, pytest.param(700, marks=pytest.mark.soak), 2100])
 def test_every_pair_is_in_one_tile_of_its_expert(num_experts: int, tile_rows: int, num_pairs: int) -> None:
     generator = torch.Generator().manual_seed(num_pairs)
     anywhere = torch.randint(num_experts, (num_pairs,), generator=generator, dtype=torch.int32)

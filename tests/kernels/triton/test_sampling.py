@@ -94,7 +94,7 @@ def test_draws_equal_those_of_the_sampler(kind: str) -> None:
     assert draw(logits, inputs) == sample(logits.numpy().copy(), inputs).tolist()
 
 
-@pytest.mark.parametrize("kind", ["usual", "flat", "tied"])
+@pytest.mark.parametrize("kind", [pytest.param("usual", marks=pytest.mark.soak), "flat", "tied"])
 def test_short_lists_and_whole_rows_leave_the_same_tokens(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With lists of two groups at most, most rows are searched as a whole."""
     logits = torch.randn((len(ROWS), 700), generator=torch.Generator().manual_seed(4)) * (0.1 if kind == "flat" else 3)
@@ -125,9 +125,9 @@ def test_in_blocks_smaller_than_the_vocabulary(monkeypatch: pytest.MonkeyPatch) 
     assert draw(logits, inputs) == sample(logits.numpy().copy(), inputs).tolist()
 
 
-def test_every_token_is_drawn_as_often_as_it_should() -> None:
+@pytest.mark.parametrize("count", [8, pytest.param(16, marks=pytest.mark.soak)])
+def test_every_token_is_drawn_as_often_as_it_should(count: int) -> None:
     """Ties at the border of top_p, over many positions: the same draws as the other sampler's."""
-    count = 16
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0, 1.0]]).repeat(count, 1)
     inputs = columns((Row(1.0, 0, 0.6),) * count)
     got = draw(logits, inputs)
