@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,16 @@ def product_files() -> list[Path]:
     return [path for path in tracked_files() if path.parts[0] in PACKAGES]
 
 
+@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse((ROOT / path).read_text(), str(path))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def trees_are_forgotten() -> Iterator[None]:
+    """The trees are a million objects, which every garbage collection of later tests would look through."""
+    yield
+    parse.cache_clear()
 
 
 def imported_modules(tree: ast.Module) -> Iterator[str]:

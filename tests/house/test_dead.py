@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -39,18 +39,24 @@ def _assigned(node: ast.stmt) -> list[str]:
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
-def used_names(tree: ast.AST) -> Counter[str]:
-    """Count the names that are read: as variables, as attributes, or as strings that are one identifier. Imports do not
-    count."""
-    found: Counter[str] = Counter()
+def used_names(tree: ast.AST) -> dict[str, list[int]]:
+    """Return the lines in which names are read: as variables, as attributes, or as strings that are one identifier.
+    Imports do not count."""
+    found: defaultdict[str, list[int]] = defaultdict(list)
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store):
-            found[node.id] += 1
+            found[node.id].append(node.lineno)
         elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Store):
-            found[node.attr] += 1
+            found[node.attr].append(node.lineno)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.isidentifier():
-            found[node.value] += 1  # getattr, entries of tables, forward references
+            found[node.value].append(node.lineno)  # getattr, entries of tables, forward references
     return found
+
+
+def lines_of(node: ast.stmt) -> range:
+    """Return the lines of a statement, its decorators among them."""
+    decorators = getattr(node, "decorator_list", [])
+    return range(min([node.lineno, *(one.lineno for one in decorators)]), (node.end_lineno or node.lineno) + 1)
 
 
 def base_names(node: ast.ClassDef) -> set[str]:
@@ -66,14 +72,17 @@ def dead(trees: Mapping[Path, ast.Module], public: set[str]) -> list[str]:
     Left out: public classes with their public methods, special names, and methods of a class with a base from a library
     or from Python, which may call them.
     """
+    of_files = {path: used_names(tree) for path, tree in trees.items()}
     uses: Counter[str] = Counter()
-    for tree in trees.values():
-        uses += used_names(tree)
+    for of_file in of_files.values():
+        uses.update({name: len(lines) for name, lines in of_file.items()})
     ours = {node.name for tree in trees.values() for node in tree.body if isinstance(node, ast.ClassDef)}
     found = []
     for path, tree in trees.items():
         for name, owner, node in declared(tree):
-            if name.startswith("__") or name in public or uses[name] > used_names(node)[name]:
+            own = lines_of(node)
+            within = sum(line in own for line in of_files[path].get(name, ()))
+            if name.startswith("__") or name in public or uses[name] > within:
                 continue
             if owner is not None and not name.startswith("_") and owner.name in public:
                 continue
