@@ -361,7 +361,7 @@ def test_the_engine_process_dies_while_its_socket_lives(router, played_engine):
         child.send_signal(signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="killed by SIGKILL"):
             wait()
-        assert time.monotonic() - begin < 2.0
+        assert time.monotonic() - begin < 20.0  # the child would live for 60
         assert client.read(number).token_ids.tolist() == [8]
         client.close()
     finally:

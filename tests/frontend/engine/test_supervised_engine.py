@@ -249,7 +249,7 @@ def test_when_the_budget_is_spent_everybody_knows_at_once(tmp_path: Path) -> Non
             with pytest.raises(EngineDeadError, match="it was started again 1 times within 60 s, which is the limit"):
                 client.wait(np.array([number]), PATIENCE_S)
             client.close()
-        assert time.monotonic() - begin < 2.0
+        assert time.monotonic() - begin < PATIENCE_S / 2
         assert wait_for_end(engine)
     assert list(tmp_path.iterdir()) == []
 

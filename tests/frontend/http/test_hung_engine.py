@@ -31,7 +31,7 @@ def test_health_tells_that_the_engine_hangs() -> None:
             assert time.monotonic() - begin < PATIENCE_S, (statuses, said)
             asked = time.monotonic()
             answer = caller.get("/health")
-            assert time.monotonic() - asked < 1.0, "a hung engine delays no answer"
+            assert time.monotonic() - asked < 5.0, "a hung engine delays no answer"
             statuses.append(answer.status)
             said += answer.body.decode() if answer.status == 503 else ""
             time.sleep(0.02)
