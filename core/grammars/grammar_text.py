@@ -1,13 +1,13 @@
 """grammar_text(): a request's StructuredOutputsParams as the grammar text that llguidance compiles."""
 
 import json
-import re
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from ipc.choices import MANY_CHOICES, pattern_of
 from ipc.errors import InvalidRequestError
+from ipc.gbnf import is_gbnf, split
 from ipc.json_schemas import close_objects, drop_annotations, spell_dependencies
 from ipc.schema_numbers import keep_numbers
 from ipc.structured_outputs import StructuredOutputsParams, read_structural_tag
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 #: like to write white space without end.
 _WHITESPACE = r"[ \n\t]{0,20}"
 _ANY_OBJECT = {"type": "object"}
-#: The beginning of a GBNF grammar, behind comments. Lark's rules have one colon.
-_GBNF = re.compile(r"(?:\s|#[^\n]*(?:\n|\Z))*+[A-Za-z_][\w-]*\s*::=")
 
 
 def grammar_text(params: StructuredOutputsParams) -> str:
@@ -79,9 +77,14 @@ def _json_options(params: StructuredOutputsParams) -> "JsonCompileOptions":
 
 
 def _lark(text: str) -> str:
-    """Return a grammar in Lark's notation, from Lark or GBNF."""
-    if not _GBNF.match(text):
-        return text
+    """Return a grammar in Lark's notation, from Lark or GBNF, or both (ipc/gbnf.py)."""
+    if is_gbnf(text):
+        return _lark_of_gbnf(text)
+    parts = split(text)
+    return text if parts is None else f"{parts.lark}{parts.name}: %lark {{\n{_lark_of_gbnf(parts.gbnf)}\n}}"
+
+
+def _lark_of_gbnf(text: str) -> str:
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
     try:

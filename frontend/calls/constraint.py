@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from frontend.calls.formats import HERMES_TOOLS, ToolFormat
 from ipc.choices import MANY_CHOICES, pattern_of
 from ipc.errors import InvalidRequestError
+from ipc.gbnf import rule_of_grammar
 from ipc.json_schemas import close_objects, drop_annotations, spell_dependencies
 from ipc.schema_numbers import keep_numbers
 from ipc.structured_outputs import StructuredOutputsParams
@@ -109,28 +110,27 @@ def constrain(
 
     answer: the structure of an answer that is no call; None = there is none such. functions: those that may be called;
     is_parallel: several times. answer_begin: marks before an answer that is no call. special_tokens: name -> id; a mark
-    that is one of them is that token, else text. A structure of kind grammar or structural_tag stands alone. Errors:
+    that is one of them is that token, else text. A structure of kind structural_tag stands alone. Errors:
     InvalidRequestError for such a one where the prompt has begun the reasoning.
     """
-    rule = None if answer is None else _rule_of(answer)
+    is_wrapped = bool(functions) or thought is not None or bool(answer_begin)
+    rule = None if answer is None or not is_wrapped else _rule_of(answer)
     if answer is not None and rule is None and thought is not None and thought.is_begun:
         raise InvalidRequestError(
-            f"structured_outputs of kind {answer.kind} cannot follow reasoning: use json, choice or regex"
+            f"structured_outputs of kind {answer.kind} cannot follow reasoning: use json, choice, regex or grammar"
         )
-    is_wrapped = bool(functions) or thought is not None or bool(answer_begin)
-    if (answer is None and not functions) or (answer is not None and (rule is None or not is_wrapped)):
+    if (answer is None and not functions) or (answer is not None and rule is None):
         return answer
     rules = _Rules(special_tokens or {})
     choices = []
     if rule is not None:
-        rules.lines.append(rule)
         choices.append(f"{rules.text(answer_begin)} answer")
     if functions:
         rules.add_calls(functions, form, is_parallel=is_parallel)
         choices.append("calls")
     begin = "" if thought is None else rules.add_thought(thought)
     start = f"start: {begin}({' | '.join(choices)})"
-    return StructuredOutputsParams(grammar="\n".join([start, *rules.lines]))
+    return StructuredOutputsParams(grammar="\n".join([start, *rules.lines, rule or ""]))
 
 
 class _Rules:
@@ -190,6 +190,8 @@ def _rule_of(answer: StructuredOutputsParams) -> str | None:
     if answer.kind in ("choice", "regex"):
         pattern = pattern_of(choices) if answer.regex is None else answer.regex
         return f"answer: ANSWER\nANSWER: /{_REGEX_MARKS.sub(_escaped, pattern)}/"
+    if answer.kind == "grammar":  # its names are its own
+        return rule_of_grammar("answer", answer.grammar or "")
     if answer.kind not in ("json", "json_object"):
         return None
     schema = json.loads(answer.json) if isinstance(answer.json, str) else {"type": "object"}

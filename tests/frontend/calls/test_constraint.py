@@ -28,6 +28,7 @@ ALL = list(FUNCTIONS.values())
 ADD, STOP = '{"name": "add", "arguments": {"a": 1}}', '{"name": "stop", "arguments": {}}'
 NAMED = {"type": "function", "function": {"name": "add"}}
 ENUM = StructuredOutputsParams(json=json.dumps({"enum": [1, 2]}))
+TAG = {"structures": [{"begin": "<a>", "schema": {}, "end": "</a>"}], "triggers": ["<a>"]}
 THINK = Thought("<think>", "</think>")
 
 
@@ -144,10 +145,51 @@ def test_reasoning_before_an_answer(grammars: Grammars) -> None:
     assert not accepts(grammars, free, thinking, "2")
     assert accepts(grammars, constrain(StructuredOutputsParams(choice=["a", "b"]), thought=begun), thinking, "b")
     assert accepts(grammars, constrain(None, ALL, thought=begun), thinking, marked(STOP))
-    lark = StructuredOutputsParams(grammar='start: "a"')
-    assert constrain(lark, ALL, thought=THINK) is lark
-    with pytest.raises(InvalidRequestError, match="kind grammar cannot follow reasoning"):
-        constrain(lark, thought=begun)
+    tag = StructuredOutputsParams(structural_tag=json.dumps(TAG))
+    assert constrain(tag, ALL, thought=THINK) is tag
+    with pytest.raises(InvalidRequestError, match="kind structural_tag cannot follow reasoning"):
+        constrain(tag, thought=begun)
+
+
+LARK = 'start: (answer | "{" THOUGHT "}")+ // }\nanswer: "a" | "b"\nTHOUGHT: /[0-9]{2}/\n%ignore " "'
+GBNF = '# a comment\nroot ::= (answer | "{" THOUGHT "}")+\nanswer ::= " "* [ab]\nTHOUGHT ::= " "* [0-9] [0-9] " "*'
+
+
+@pytest.mark.parametrize("text", [LARK, GBNF])
+def test_a_grammar_behind_reasoning_is_what_it_is_alone(grammars: Grammars, text: str) -> None:
+    """Also where its rules have the names of those around it, and its strings and comments have braces."""
+    given = StructuredOutputsParams(grammar=text)
+    begun, free = (constrain(given, ALL, thought=THINK._replace(is_begun=one)) for one in (True, False))
+    for answer, wanted in (
+        ("a", True),
+        ("a b{12}a", True),
+        ("{ 12 }", True),
+        ("{1 2}", False),
+        ("", False),
+        ("c", False),
+    ):
+        assert accepts(grammars, given, answer) == wanted, answer
+        assert accepts(grammars, begun, "Hm: b}\n</think>\n", answer) == wanted, answer
+        assert accepts(grammars, free, "<think>", "Hm.</think>", answer) == accepts(grammars, free, answer) == wanted
+    assert accepts(grammars, begun, "Hm.</think>", marked(STOP))
+    assert not accepts(grammars, begun, "a")
+    assert constrain(given) is given
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('start: "a" }', "Expected value"),
+        ('begin: "a"', "no start rule"),
+        ("start: b", "unknown name"),
+        ("root ::= missing", "grammar is not GBNF: Rule 'missing' not found"),
+    ],
+)
+def test_a_grammar_behind_reasoning_that_is_wrong_is_refused(grammars: Grammars, text: str, why: str) -> None:
+    given = constrain(StructuredOutputsParams(grammar=text), thought=THINK._replace(is_begun=True))
+    assert given is not None
+    with pytest.raises(InvalidRequestError, match=why):
+        grammars.matcher(given)
 
 
 @pytest.mark.parametrize("regex", ["a/b|c", r"a\/b|c", r"\[/]?|c", "a\nb|c", r"a\nb|c", r"\\/|c", "/|c"])
