@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _MAX_ERROR_CHARS = 500
+_OF_PARSER = ("Parser Error", "parser error")  # the parser's state is a function of the text, whatever copies share
 _TOO_LONG = "NoExtensionBias"  # what llguidance says of a forced text that has no tokens (core/grammars/vocabulary.py)
 
 
@@ -46,6 +47,11 @@ def compile_grammar(tokenizer: "LLTokenizer", params: StructuredOutputsParams) -
         text = f"the grammar of structured_outputs ({params.kind}) cannot be used: {why_failed(matcher)}"
         raise InvalidRequestError(text[:_MAX_ERROR_CHARS])
     return matcher
+
+
+def is_of_lexer(matcher: "LLMatcher") -> bool:
+    """Return whether a matcher has failed at a limit of its lexer, and not at one that its own text has reached."""
+    return not matcher.get_error().startswith(_OF_PARSER)
 
 
 def why_failed(matcher: "LLMatcher") -> str:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from core.grammars.compilation import why_failed
+from core.grammars.compilation import is_of_lexer, why_failed
 from core.grammars.grammars import Grammars
 from ipc.arrays import NO_INT32S, Bools, Int32s, Rows, TokenIds, UInt32s
 from ipc.errors import InvalidRequestError
@@ -41,7 +41,7 @@ class _Row:
         self.matcher: LLMatcher | None = None
         self.error = ""  # of the compilation
         self.num_renewals = 0
-        self.draft_failed = False  # the mask behind a draft has failed; the one of the next token may not
+        self.draft_failed = False  # a token that was only tried has failed the matcher; the row's own may not
         self.takes_drafts = takes_drafts
         self.is_free = False  # nothing is forced where the matcher stands
 
@@ -103,7 +103,8 @@ class RowMatchers:
             if matcher is None or not row.is_free or not 0 <= token < num_tokens:
                 closed.append(index)
             elif not matcher.try_consume_tokens([token]):
-                (closed if matcher.is_error() else refused).append(index)
+                row.draft_failed = matcher.is_error()
+                (closed if row.draft_failed else refused).append(index)
             else:
                 row.output.append(token)
                 self._taken[number] = token
@@ -194,15 +195,23 @@ class RowMatchers:
     def _renewed(self, row: _Row, address: int, size: int) -> bool:
         """Make a matcher that has failed again, and fill the mask at this address; return whether that succeeded.
 
-        Copies of a compiled grammar share its lexer, whose states add up to a limit; and a mask behind a draft may have
-        failed. So a row fails only where a matcher of its own fails too.
+        A token that was only tried may have failed it: then a copy of the compiled grammar does. And copies share a
+        lexer, whose states add up to a limit: then the grammar is compiled again, which takes up to a second of the
+        step. So a row fails only where a matcher of its own fails too.
         """
-        may_help = row.draft_failed or self._grammars.is_shared(row.params)
+        if row.draft_failed:
+            row.draft_failed = False
+            if self._fill_again(row, self._grammars.matcher(row.params), address, size):
+                return True
+        assert row.matcher is not None, "a row that has failed had a matcher"
+        may_help = is_of_lexer(row.matcher) and self._grammars.is_shared(row.params)
         if not may_help or row.num_renewals == _MAX_RENEWALS:
             return False
         row.num_renewals += 1
-        row.draft_failed = False
-        row.matcher = matcher = self._grammars.renew(row.params)
+        return self._fill_again(row, self._grammars.renew(row.params), address, size)
+
+    def _fill_again(self, row: _Row, matcher: "LLMatcher", address: int, size: int) -> bool:
+        row.matcher = matcher
         if matcher.consume_tokens(row.output):
             matcher.unsafe_compute_mask_ptr(address, size)
         return not matcher.is_error()
@@ -211,7 +220,7 @@ class RowMatchers:
         """Fill the mask behind each draft. The matcher is left as it was, or with an error that _renewed() ends."""
         masks[:] = 0
         matcher, num_taken = row.matcher, 0
-        if matcher is None or matcher.is_error():
+        if matcher is None or matcher.is_error() or not row.takes_drafts:
             return
         for token, mask in zip(draft, masks, strict=True):
             # An id that the vocabulary does not have would put the matcher in error.
@@ -221,9 +230,11 @@ class RowMatchers:
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             if matcher.is_error():
                 mask[:] = 0
-                row.takes_drafts, row.draft_failed = False, True
-                return
-        matcher.rollback(num_taken)
+                break
+        if matcher.is_error():
+            row.takes_drafts, row.draft_failed = False, True
+        else:
+            matcher.rollback(num_taken)
 
     def _room(self, count: int) -> UInt32s:
         if count > len(self._masks):

@@ -1,5 +1,6 @@
 """RowMatchers: masks behind drafts are those of a row that has them as tokens, and drafts leave no trace."""
 
+import json
 import random
 
 import numpy as np
@@ -114,6 +115,7 @@ def test_an_output_that_the_grammar_refuses_fails_the_row() -> None:
 def test_a_matcher_that_reaches_a_limit_is_made_again_and_then_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here the limit is a token that the grammar refuses, so the new matcher fails too."""
     made = []
+    monkeypatch.setattr("core.grammars.matchers.is_of_lexer", lambda matcher: True)
     monkeypatch.setattr(GRAMMARS, "renew", lambda params: made.append(params) or GRAMMARS.matcher(params))
     matchers = RowMatchers(GRAMMARS, 1)
     matchers.add(0, PARAMS[3], np.array([5, 5], np.int32))
@@ -124,6 +126,7 @@ def test_a_matcher_that_reaches_a_limit_is_made_again_and_then_fails(monkeypatch
 
 def test_a_matcher_that_shares_nothing_is_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars, made = make_grammars(), []
+    monkeypatch.setattr("core.grammars.matchers.is_of_lexer", lambda matcher: True)
     monkeypatch.setattr(grammars, "renew", lambda params: made.append(params) or grammars.matcher(params))
     matchers = RowMatchers(grammars, 2)
     matchers.add(0, PARAMS[3], np.array([5, 5], np.int32))
@@ -132,6 +135,45 @@ def test_a_matcher_that_shares_nothing_is_not_made_again(monkeypatch: pytest.Mon
     matchers.add(1, PARAMS[3], np.zeros(0, np.int32))
     assert allowed(matchers.masks(np.array([0]))[0]) == []
     assert made == [PARAMS[3]]
+
+
+#: A schema of which one branch fails at its first token: more than 2,000 rules would begin there.
+MANY = {"type": "object", "properties": {f"p{index}": {} for index in range(600)}}
+EITHER = structured(json=json.dumps({"type": "array", "items": {"anyOf": [{"type": "null"}, MANY]}}))
+
+
+@pytest.mark.parametrize("others", [0, 2])
+def test_a_token_that_is_only_tried_fails_no_row_and_has_nothing_compiled(
+    others: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether a draft or a token of unedited logits."""
+    grammars, row = make_grammars(), np.array([0])
+    monkeypatch.setattr(grammars, "renew", lambda params: pytest.fail("compiled in a step"))
+    matchers = RowMatchers(grammars, 1 + others)
+    for number in range(1 + others):
+        matchers.add(number, EITHER, np.array(tokenizer().encode("[").ids, np.int32))
+    before, wrong = allowed(matchers.masks(row)[0]), tokenizer().encode("{").ids
+    assert wrong[0] in before
+    for _ in range(4):
+        first, behind = matchers.masks(row, [wrong])
+        assert (allowed(first), allowed(behind)) == (before, [])
+    assert matchers.take([0], wrong) == ([], [0])
+    assert allowed(matchers.masks(row)[0]) == before
+    right = tokenizer().encode("null]").ids
+    matchers.append(np.zeros(len(right), np.int64), np.array(right, np.int32))
+    assert allowed(matchers.masks(row)[0]) == [EOS]
+
+
+def test_a_text_that_fails_its_parser_has_nothing_compiled_though_others_share_its_grammar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    grammars = make_grammars()
+    monkeypatch.setattr(grammars, "renew", lambda params: pytest.fail("compiled in a step"))
+    matchers = RowMatchers(grammars, 2)
+    for number in range(2):
+        matchers.add(number, EITHER, np.array(tokenizer().encode("[{").ids, np.int32))
+    assert allowed(matchers.masks(np.array([0]))[0]) == []
+    assert "Current row has" in (matchers.failure(0) or "")
 
 
 @pytest.mark.parametrize(("count", "num_drafts"), [(100, 8), (600, 3), (3000, 0)])
