@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 _MAX_ERROR_CHARS = 500
 _OF_PARSER = ("Parser Error", "parser error")  # the parser's state is a function of the text, whatever copies share
-_TOO_LONG = "NoExtensionBias"  # what llguidance says of a forced text that has no tokens (core/grammars/vocabulary.py)
+TOO_LONG = f"it forces a text of more than {MAX_FORCED_CHARS:,} characters at once"
+_NO_TOKENS = "NoExtensionBias"  # what llguidance says of a forced text that has no tokens (core/grammars/vocabulary.py)
 
 
 def check_library() -> None:
@@ -43,10 +44,17 @@ def compile_grammar(tokenizer: "LLTokenizer", params: StructuredOutputsParams) -
     matcher = LLMatcher(tokenizer, grammar_text(params), log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()  # the first mask builds the lexer's states, which copies share
-    if matcher.is_error():
-        text = f"the grammar of structured_outputs ({params.kind}) cannot be used: {why_failed(matcher)}"
+    is_long = not matcher.is_error() and is_too_long(matcher.compute_ff_bytes())
+    if is_long or matcher.is_error():
+        why = TOO_LONG if is_long else why_failed(matcher)
+        text = f"the grammar of structured_outputs ({params.kind}) cannot be used: {why}"
         raise InvalidRequestError(text[:_MAX_ERROR_CHARS])
     return matcher
+
+
+def is_too_long(forced: bytes) -> bool:
+    """Return whether a forced text has no tokens. A mask may allow what follows behind it then."""
+    return len(forced) > MAX_FORCED_CHARS and len(forced.decode(errors="ignore")) > MAX_FORCED_CHARS
 
 
 def is_of_lexer(matcher: "LLMatcher") -> bool:
@@ -57,8 +65,8 @@ def is_of_lexer(matcher: "LLMatcher") -> bool:
 def why_failed(matcher: "LLMatcher") -> str:
     """Return why a matcher has failed."""
     why = matcher.get_error()
-    if why.startswith(_TOO_LONG):
-        return f"it forces a text of more than {MAX_FORCED_CHARS:,} characters at once"
+    if why.startswith(_NO_TOKENS):
+        return TOO_LONG
     if "coerce_one_of" in why:  # an option of the library, under which it would ignore what oneOf says
         return "branches of oneOf must exclude one another by a property that each requires, or by type: or use anyOf"
     if "too many" in why.partition("\n")[0].lower():

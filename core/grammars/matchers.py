@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from core.grammars.compilation import is_of_lexer, why_failed
+from core.grammars.compilation import TOO_LONG, is_of_lexer, is_too_long, why_failed
 from core.grammars.grammars import Grammars
 from ipc.arrays import NO_INT32S, Bools, Int32s, Rows, TokenIds, UInt32s
 from ipc.errors import InvalidRequestError
@@ -182,8 +182,10 @@ class RowMatchers:
             pass
         elif matcher.is_stopped():
             forced = [self._grammars.eos_token_id]
-        elif not matcher.compute_ff_bytes():
+        elif not (text := matcher.compute_ff_bytes()):
             is_free = True
+        elif is_too_long(text):
+            row.matcher, row.error = None, f"structured_outputs: the grammar failed: {TOO_LONG}"
         elif row.takes_drafts:
             forced = matcher.compute_ff_tokens()
             forced = forced[: min(_MAX_FORCED, _MAX_FORCED_WORK // max(1, len(forced)))]
@@ -227,6 +229,8 @@ class RowMatchers:
             if token >= self._grammars.num_tokens or not matcher.try_consume_tokens([token]):
                 break
             num_taken += 1
+            if is_too_long(matcher.compute_ff_bytes()):
+                break
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
             if matcher.is_error():
                 mask[:] = 0

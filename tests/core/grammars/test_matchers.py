@@ -8,6 +8,7 @@ import pytest
 
 from core.grammars.matchers import RowMatchers
 from ipc.arrays import Int32s
+from ipc.errors import InvalidRequestError
 from ipc.structured_outputs import StructuredOutputsParams
 from tests.grammar_vocabulary import EOS, VOCAB_SIZE, allowed, make_grammars, schema, structured, tokenizer
 
@@ -202,6 +203,23 @@ def test_a_long_forced_text_is_divided_a_piece_at_a_time(
     assert max(lengths) <= 512
 
 
+def test_behind_a_text_that_is_too_long_nothing_is_allowed_yet() -> None:
+    """llguidance allowed what follows such a text in the place of its beginning."""
+    long, row = "a" * 17_000, np.array([0])
+    with pytest.raises(InvalidRequestError, match="more than 16,384 characters at once"):
+        GRAMMARS.matcher(structured(choice=[f"{long}b", f"{long}c"]))
+    matchers, ten = RowMatchers(make_grammars(), 1), "l " * 10
+    later = f'start: "no" | "x" rest\nrest: {ten}"b" | {ten}"c"\nl: "{long[:1700]}"'
+    matchers.add(0, structured(grammar=later), np.zeros(0, np.int32))
+    (begin,) = tokenizer().encode("x").ids
+    first, behind = matchers.masks(row, [[begin]])
+    assert begin in allowed(first)
+    assert allowed(behind) == []
+    matchers.append(row, np.array([begin], np.int32))
+    assert allowed(matchers.masks(row)[0]) == []
+    assert "more than 16,384 characters at once" in (matchers.failure(0) or "")
+
+
 def test_letters_of_all_scripts_are_within_the_limits() -> None:
     """A class such as \\p{L} in a pattern takes most of a mask's fuel (core/grammars/compilation.py)."""
     name = {"type": "string", "pattern": r"^(\p{Lu}\p{L}{1,20}[ '-]){1,3}\p{Lu}\p{Ll}+$"}
@@ -216,7 +234,7 @@ def test_a_forced_text_without_end_fails_the_row_and_costs_the_step_little() -> 
     matchers = RowMatchers(make_grammars(), 1)
     matchers.add(0, structured(grammar=many), np.array(tokenizer().encode("a").ids, np.int32))
     assert allowed(matchers.masks(np.array([0]))[0]) == []
-    assert "the work of one token is bounded" in (matchers.failure(0) or "")
+    assert "more than 16,384 characters at once" in (matchers.failure(0) or "")
 
 
 @pytest.mark.parametrize("number", range(8))
