@@ -10,7 +10,8 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ipc.errors import InvalidRequestError, UnsupportedParameterError
+from ipc.errors import InvalidRequestError
+from ipc.structural_tags import Format, read_format
 
 #: Bytes of UTF-8. Larger grammars take seconds to compile.
 MAX_SCHEMA_BYTES = 1 << 18
@@ -49,7 +50,8 @@ class StructuredOutputsParams(msgspec.Struct, array_like=True, omit_defaults=Tru
     disable_any_whitespace: bool = False  # JSON without white space between its parts
     disable_additional_properties: bool = False  # as if each schema of an object with properties forbade others
     whitespace_pattern: str | None = None  # regex of the white space between JSON's parts; default: up to 20 characters
-    #: JSON text: {"structures": [{begin, schema, end}, ...], "triggers": [...]}
+    #: JSON text: {"format": {"type": ..., ...}}, or the older {"structures": [{begin, schema, end}, ...],
+    #: "triggers": [...]}
     structural_tag: str | _NoWireDict | None = None
 
     def __post_init__(self) -> None:
@@ -170,13 +172,14 @@ class StructuralTag(msgspec.Struct, frozen=True):
     end: str
 
 
-def read_structural_tag(text: str) -> list[StructuralTag]:
-    """Return the tags of a structural_tag's JSON text. Errors: InvalidRequestError."""
+def read_structural_tag(text: str) -> list[StructuralTag] | Format:
+    """Return the tags of a structural_tag's JSON text, or the format of one of the newer form.
+
+    Errors: InvalidRequestError, and UnsupportedParameterError for what XGrammar has and this engine has not.
+    """
     value = _parse_object("structural_tag", text)
     if "format" in value:
-        raise UnsupportedParameterError(
-            "a structural_tag with `format` is not supported by this version: use `structures` and `triggers`"
-        )
+        return read_format(value)
     structures, triggers = value.get("structures"), value.get("triggers")
     if not isinstance(structures, list) or not 0 < len(structures) <= MAX_STRUCTURAL_TAGS:
         raise InvalidRequestError(f"structural_tag needs `structures`, a list of 1 to {MAX_STRUCTURAL_TAGS} objects")

@@ -21,7 +21,7 @@ def add_structured_outputs_options(parser: argparse.ArgumentParser) -> None:
         "--choice", action="append", metavar="TEXT", help="the answer is this; given again: one of these"
     )
     kinds.add_argument("--grammar", metavar="TEXT", help="the answer follows this grammar, in Lark or GBNF")
-    kinds.add_argument("--structural-tag", metavar="TEXT", help="JSON with `structures` and `triggers`, as in vLLM")
+    kinds.add_argument("--structural-tag", metavar="TEXT", help="JSON with `format`, or `structures` and `triggers`")
     group.add_argument("--disable-any-whitespace", action="store_true", help="JSON without white space")
     group.add_argument("--disable-additional-properties", action="store_true", help="JSON objects as the schema names")
     group.add_argument("--whitespace-pattern", metavar="TEXT", help="regex of white space in JSON")

@@ -5,11 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from core.grammars.grammar_notation import quoted
+from core.grammars.structural_tags import structural_tag_grammar
 from ipc.choices import MANY_CHOICES, pattern_of
 from ipc.errors import InvalidRequestError
 from ipc.gbnf import is_gbnf, split
 from ipc.json_schemas import close_objects, drop_annotations, spell_dependencies
 from ipc.schema_numbers import keep_numbers
+from ipc.structural_tags import Grammar
 from ipc.structured_outputs import StructuredOutputsParams, read_structural_tag
 
 if TYPE_CHECKING:
@@ -45,11 +48,6 @@ def _choice(texts: list[str]) -> str:
     if len(texts) > MANY_CHOICES:
         return LLMatcher.grammar_from_regex(pattern_of(texts))
     return LLMatcher.grammar_from_lark("start: " + " | ".join(map(quoted, texts)))
-
-
-def quoted(text: str) -> str:
-    """Return a text as a string of Lark."""
-    return json.dumps(text, ensure_ascii=False)
 
 
 def _json(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
@@ -94,10 +92,22 @@ def _lark_of_gbnf(text: str) -> str:
 
 
 def _structural_tag(params: StructuredOutputsParams) -> str:
-    from llguidance import StructTag
+    from llguidance import LLMatcher, StructTag
 
+    read = read_structural_tag(str(params.structural_tag))
+    if isinstance(read, Grammar):
+        return LLMatcher.grammar_from_lark(_lark(read.grammar))
+    if not isinstance(read, list):
+        return LLMatcher.grammar_from_lark(structural_tag_grammar(read, lambda schema: _json_rule(schema, params)))
     tags = []
-    for tag in read_structural_tag(str(params.structural_tag)):
+    for tag in read:
         grammar = {**_obeyed(tag.schema, params), "x-guidance": _json_options(params)}
         tags.append(StructTag(trigger=tag.trigger, begin=tag.begin, grammar=grammar, end=tag.end))
     return StructTag.to_grammar(tags, assume_special=False)
+
+
+def _json_rule(schema: dict[str, Any] | bool, params: StructuredOutputsParams) -> str:
+    """Return the rule of Lark's notation that is JSON of this schema."""
+    if isinstance(schema, bool):
+        schema = {} if schema else {"not": {}}
+    return f"%json {json.dumps({**_obeyed(schema, params), 'x-guidance': _json_options(params)}, ensure_ascii=False)}"
