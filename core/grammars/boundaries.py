@@ -20,7 +20,7 @@ _NUMBER_NEXT = "0123456789.eE+-"
 #: Places, each a set of terminals that may stand there, and questions to llguidance, which take some 0.5 ms each.
 _MAX_PLACES = 2048
 _MAX_QUESTIONS = 256
-_FUEL = 100_000
+_FUEL = 200_000
 _NO_TOKEN = "NoExtensionBias"  # what llguidance says of a grammar that allows no token
 
 
@@ -52,7 +52,7 @@ class _Languages:
         if pattern not in self._known:
             if len(self._known) == _MAX_QUESTIONS:
                 raise InvalidRequestError("structural_tag has too many alternatives of free text at one place")
-            self._known[pattern] = _has_word("\n".join(["start: Q", f"Q: {pattern}", *self._terminals.lines()]))
+            self._known[pattern] = _has_word("\n".join(["start: Q", f"Q: {pattern}", *self._terminals.wider_lines()]))
         return self._known[pattern]
 
 

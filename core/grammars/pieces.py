@@ -74,14 +74,20 @@ class Terminals:
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}  # definition -> name
+        self._wider: dict[str, str] = {}  # definition -> one that has more words
 
-    def name(self, definition: str) -> str:
-        """Return the name of a terminal with this definition."""
+    def name(self, definition: str, wider: str | None = None) -> str:
+        """Return the name of a terminal with this definition. wider: one with more words, which is less work."""
+        self._wider[definition] = wider or definition
         return self._names.setdefault(definition, f"P{len(self._names)}")
 
     def lines(self) -> list[str]:
         """Return the definitions in Lark's notation."""
         return [*_COMMON, *(f"{name}: {definition}" for definition, name in self._names.items())]
+
+    def wider_lines(self) -> list[str]:
+        """Return the wider definitions: what their words leave out, the terminals' words leave out too."""
+        return [*_COMMON, *(f"{name}: {self._wider[definition]}" for definition, name in self._names.items())]
 
     def choice(self, pieces: Many[Piece]) -> Piece:
         """Return one of the pieces; they become one if all are regular."""

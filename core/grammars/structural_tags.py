@@ -124,7 +124,7 @@ class _Pieces:
 
     def _free(self, marks: list[str], max_chars: int | None, number: int = 0) -> Text:
         """Return text without these marks. number: of the free text whose last part it is; 0 = it is the only one."""
-        some = "ANY" if max_chars is None else f"/(?s:.{{0,{max_chars}}})/"
+        some = "ANY" if max_chars is None else self._terminals.name(f"/(?s:.{{0,{max_chars}}})/", wider="ANY")
         text = f"{some} & ~(ANY {self._one_of(marks)} ANY)" if marks else some
         return Text(self._terminals.name(text), free=number, is_nullable=True)
 

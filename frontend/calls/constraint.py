@@ -8,6 +8,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from frontend.calls.formats import HERMES_TOOLS, ToolFormat
 from ipc.choices import MANY_CHOICES, pattern_of
 from ipc.errors import InvalidRequestError
@@ -110,15 +112,14 @@ def constrain(
 
     answer: the structure of an answer that is no call; None = there is none such. functions: those that may be called;
     is_parallel: several times. answer_begin: marks before an answer that is no call. special_tokens: name -> id; a mark
-    that is one of them is that token, else text. A structure of kind structural_tag stands alone. Errors:
-    InvalidRequestError for such a one where the prompt has begun the reasoning.
+    that is one of them is that token, else text. A structure of kind structural_tag stands alone, but one of the newer
+    form follows reasoning that the prompt has begun. Errors: InvalidRequestError for one of the older form there, or
+    where a special token ends the reasoning.
     """
     is_wrapped = bool(functions) or thought is not None or bool(answer_begin)
     rule = None if answer is None or not is_wrapped else _rule_of(answer)
     if answer is not None and rule is None and thought is not None and thought.is_begun:
-        raise InvalidRequestError(
-            f"structured_outputs of kind {answer.kind} cannot follow reasoning: use json, choice, regex or grammar"
-        )
+        return _behind_thought(answer, thought, special_tokens or {})
     if (answer is None and not functions) or (answer is not None and rule is None):
         return answer
     rules = _Rules(special_tokens or {})
@@ -201,6 +202,20 @@ def _rule_of(answer: StructuredOutputsParams) -> str | None:
     if answer.disable_additional_properties:
         schema = close_objects(schema)
     return f"answer: {_json_rule(schema, options)}"
+
+
+def _behind_thought(
+    answer: StructuredOutputsParams, thought: Thought, special_tokens: Mapping[str, int]
+) -> StructuredOutputsParams:
+    """Return a structural tag that follows the rest of a thought. Errors: InvalidRequestError for what cannot."""
+    form = None if answer.structural_tag is None else json.loads(str(answer.structural_tag)).get("format")
+    if form is None or any(token in thought.end for token in special_tokens):
+        raise InvalidRequestError(
+            f"structured_outputs of kind {answer.kind} cannot follow reasoning: use json, choice, regex or grammar"
+        )
+    rest = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": thought.end}
+    tag = _json({"format": {"type": "sequence", "elements": [rest, form]}})
+    return msgspec.structs.replace(answer, structural_tag=tag)
 
 
 def _escaped(mark: re.Match[str]) -> str:

@@ -217,6 +217,21 @@ def test_a_search_keeps_to_its_grammar() -> None:
     assert all(re.fullmatch("[a-c]{4}", text_of(received[1 + choice].tokens)) for choice in range(2))
 
 
+@pytest.mark.parametrize("options", [{}, {"depth": 2}, {"fake_tokens_per_step": 3}, {"num_blocks": 40}])
+def test_structural_tags_beside_other_kinds(alone: dict[int, list[int]], options: dict[str, Any]) -> None:
+    """Free text that ends with a mark, forced text behind it, and JSON; the neighbours get the same tokens as ever."""
+    value = {"type": "json_schema", "json_schema": {"enum": ["yes", "no"]}}
+    tag = {"type": "tag", "begin": "<call>", "content": value, "end": "</call>"}
+    calls = {"type": "triggered_tags", "triggers": ["<"], "tags": [tag], "stop_after_first": True, "at_least_one": True}
+    free = {**tag, "content": {"type": "any_text", "max_chars": 6}}
+    tags = [add(50 + index, structured(structural_tag={"format": one})) for index, one in enumerate((calls, free))]
+    received = run([tags[0], *ADDED[:6], tags[1], *ADDED[6:12]], **options)
+    for number, content in ((50, '"(yes|no)"'), (51, "(?s:.{0,6})")):
+        assert received[number].finish is FinishReason.STOP
+        assert re.fullmatch(f"<call>{content}</call>", text_of(received[number].tokens))
+    assert {number: received[number].tokens for number in range(12)} == {number: alone[number] for number in range(12)}
+
+
 def test_options_that_contradict_the_grammar_fail_the_request_alone(alone: dict[int, list[int]]) -> None:
     longer = add(50, structured(choice=["no"]), min_tokens=9)
     for options in ({}, {"depth": 2}, {"fake_tokens_per_step": 3}):

@@ -1,6 +1,7 @@
 """Structured outputs from LLM to an engine process and back, on the demo model's vocabulary."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -106,6 +107,9 @@ def test_flags_of_generate(tmp_path: Path) -> None:
     jsonschema.validate(json.loads(json.loads(done.stdout)["requests"][0]["text"]), SCHEMA)
     done = run("generate", *options, "--choice", "ja", "--choice", "nein", "A or B")
     assert json.loads(done.stdout)["requests"][0]["text"] in ("ja", "nein")
+    form = {"type": "tag", "begin": "<", "content": {"type": "regex", "pattern": "[a-c]{3}"}, "end": ">"}
+    done = run("generate", *options, "--structural-tag", json.dumps({"format": form}), "A tag")
+    assert re.fullmatch("<[a-c]{3}>", json.loads(done.stdout)["requests"][0]["text"])
     done = run("generate", *options, "--json-schema", "@/nowhere.json", "A")
     assert "nowhere.json" in done.stderr
 

@@ -192,6 +192,23 @@ def test_a_grammar_behind_reasoning_that_is_wrong_is_refused(grammars: Grammars,
         grammars.matcher(given)
 
 
+def test_a_structural_tag_behind_reasoning(grammars: Grammars) -> None:
+    """Where the prompt has begun it and its end is text; else the tag stands alone."""
+    call = {"type": "tag", "begin": "<c>", "content": {"type": "json_schema", "json_schema": {"enum": [1]}}, "end": "<"}
+    given = StructuredOutputsParams(structural_tag={"format": call}, disable_any_whitespace=True)
+    begun = THINK._replace(is_begun=True)
+    behind = constrain(given, ALL, thought=begun)
+    assert behind is not None
+    assert behind.disable_any_whitespace
+    assert accepts(grammars, behind, "<c>1?</think>", "<c>1<")
+    assert not accepts(grammars, behind, "<c>1<")
+    assert constrain(given, ALL, thought=THINK) is given
+    old = {"structures": [{"begin": "<c>", "schema": {}, "end": "<"}], "triggers": ["<c"]}
+    for answer, special in ((StructuredOutputsParams(structural_tag=old), {}), (given, {"</think>": 7})):
+        with pytest.raises(InvalidRequestError, match="kind structural_tag cannot follow reasoning"):
+            constrain(answer, ALL, thought=begun, special_tokens=special)
+
+
 @pytest.mark.parametrize("regex", ["a/b|c", r"a\/b|c", r"\[/]?|c", "a\nb|c", r"a\nb|c", r"\\/|c", "/|c"])
 def test_a_regex_behind_reasoning_is_what_it_is_alone(grammars: Grammars, regex: str) -> None:
     given = StructuredOutputsParams(regex=regex)
