@@ -48,7 +48,9 @@ def events_of(answer: LocalAnswer) -> list[Any]:
 
 
 def exactly(text: str) -> dict[str, Any]:
-    return {"structured_outputs": {"grammar": f"start: {json.dumps(text, ensure_ascii=False)}"}, "max_tokens": 200}
+    """Fields that make this text the answer. Beside tools a structural tag stands alone."""
+    tag = {"type": "structural_tag", "format": {"type": "const_string", "value": text}}
+    return {"structured_outputs": {"structural_tag": tag}, "max_tokens": 200}
 
 
 def chat(engine: EngineHandle, text: str, *, tools: Any = None, **options: Any) -> Any:

@@ -22,8 +22,9 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 
 
 def exactly(text: str) -> dict[str, Any]:
-    """Fields that make this text the answer."""
-    return {"structured_outputs": {"grammar": f"start: {json.dumps(text, ensure_ascii=False)}"}, "max_tokens": 300}
+    """Fields that make this text the answer. Beside tools a structural tag stands alone."""
+    tag = {"type": "structural_tag", "format": {"type": "const_string", "value": text}}
+    return {"structured_outputs": {"structural_tag": tag}, "max_tokens": 300}
 
 
 def fold(events: list[Any], index: int = 0) -> dict[str, Any]:
