@@ -205,6 +205,8 @@ class BatchTable(Columns):
         self.tokens.ensure(rows, longer)
         self.tokens.set_runs(rows, lengths, counts, token_ids)
         self.num_tokens[rows] = longer
+        # Of a step in flight: of this one they have been counted. Behind several tokens they come too late.
+        self.num_in_draft[rows[counts > 1]] = 0
         uncounted = (self.num_in_draft[rows] > 0).astype(np.int64)
         self.num_placeholders[rows] = np.maximum(self.num_computed_tokens[rows] + 1 - longer - uncounted, 0)
         return longer

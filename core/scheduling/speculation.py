@@ -114,11 +114,12 @@ class Speculation(Columns):
     def end(self, plan: SchedulerOutput, rows: Ints, live: Bools, yielded: Int32s) -> None:
         """Learn how many tokens each of the plan's rows has yielded, before they are appended.
 
-        rows, live, yielded [R]; rows that are not live belong to other requests now.
+        rows, live, yielded [R]; rows that are not live belong to other requests now. Drafts of a row without a token
+        were in flight when the row got several: nothing was verified.
         """
         if not len(plan.num_draft_tokens):
             return
-        verified = live & (plan.num_draft_tokens > 0)
+        verified = live & (plan.num_draft_tokens > 0) & (yielded > 0)
         rows, counts = rows[verified], plan.num_draft_tokens[verified].astype(np.int64)
         right = np.maximum(yielded[verified].astype(np.int64) - 1, 0)
         assert not np.count_nonzero(right > counts), f"{right} of {counts} drafts were accepted"

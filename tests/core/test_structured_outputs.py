@@ -27,12 +27,21 @@ from tests.grammar_vocabulary import EOS, VOCAB_SIZE, schema, structured, text_o
 
 MAX_LEN = 120
 SCHEMA = schema(name={"type": "string", "maxLength": 6}, age={"type": "integer", "minimum": 0, "maximum": 99})
+CALL = {
+    "type": "tag",
+    "begin": "<call>",
+    "content": {"type": "json_schema", "json_schema": {"enum": ["yes", "no"]}},
+    "end": "</call>",
+}
+CALLS = {"type": "triggered_tags", "triggers": ["<"], "tags": [CALL]}
 KINDS = [
     structured(json=SCHEMA, disable_any_whitespace=True),
     structured(regex="[a-e]{3,9}(00)?"),
     structured(choice=["yes", "no", "perhaps"]),
     structured(grammar='root ::= "<" [a-z]{2,5} ">"'),
     structured(json={"type": "array", "items": {"enum": [True, None]}, "maxItems": 3}, whitespace_pattern=" ?"),
+    structured(structural_tag={"format": {**CALLS, "at_least_one": True, "stop_after_first": True}}),
+    structured(structural_tag={"format": {**CALL, "content": {"type": "any_text", "max_chars": 6}}}),
 ]
 
 
@@ -108,6 +117,9 @@ def check(constraint: StructuredOutputsParams, received: Received) -> None:
             assert re.fullmatch(constraint.regex or "", text)
         case "choice":
             assert text in (constraint.choice or ())
+        case "structural_tag":
+            content = '"(yes|no)"' if "triggered" in str(constraint.structural_tag) else "(?s:.{0,6})"
+            assert re.fullmatch(f"<call>{content}</call>", text)
         case _:
             assert re.fullmatch("<[a-z]{2,5}>", text)
 
