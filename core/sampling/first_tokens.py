@@ -12,7 +12,7 @@ import numpy as np
 
 from core.execution.runner_table import RunnerTable
 from core.sampling.columns import SamplingColumns, positions_of
-from core.sampling.sampler import SamplingInputs, sample
+from core.sampling.sampler import NO_EDITS, SamplingInputs, sample
 from ipc.arrays import Floats, Int32s, Ints, Rows
 from kernels.cpu.sampling import CpuSampler
 
@@ -52,7 +52,7 @@ def sample_rows(
         left = _Left(columns, table, rows, offsets, logits, largest, kernel, tokens)
         return left.sample(refused, closed, inputs, keeps_logits=keeps_logits)
     positions = positions_of(rows, table, offsets)
-    edits = columns.edits(rows, table, positions, offsets)
+    edits = columns.edits(rows, table, positions, offsets) if columns.num_edited else NO_EDITS
     return sample(logits, columns.parameters(rows, positions, edits), kernel, largest, keeps_logits=keeps_logits)
 
 
