@@ -97,7 +97,7 @@ $(STAMP): pyproject.toml
 	touch $@
 
 $(DEV_STAMP): $(STAMP)
-	$(BIN)/python tools/install_torch.py $(TORCH)
+	$(BIN)/python tools/lab/install_torch.py $(TORCH)
 	$(PIP) install --quiet -e '.[dev]' '$(TRITON)'
 	touch $@
 

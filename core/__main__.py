@@ -23,8 +23,8 @@ from core.process.loop import EXIT_FAILED, run
 from core.process.standby import dying_first, prepare_standby
 from core.process.start import StartedEngine, bind, start_engine
 from ipc.errors import EngineCoreError, EngineStartError, OutOfMemoryError
-from ipc.pipes import write_frame
-from ipc.start_messages import Prepared, Ready, StartFailed, StartPhase, StartReport
+from ipc.wire.pipes import write_frame
+from ipc.wire.start_messages import Prepared, Ready, StartFailed, StartPhase, StartReport
 
 EXIT_START_FAILED = 2
 _STORE_S = 5.0  # for KV blocks that wait to be written to files

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from core import log
 from core.execution.executor import check_triton
-from ipc.config import EngineConfig
-from ipc.cpus import usable_cpus
 from ipc.errors import ConfigError
+from ipc.machine.cpus import usable_cpus
+from ipc.options.config import EngineConfig
 from kernels.cpu.build import CpuLibraryError, variant_of
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 

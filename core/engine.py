@@ -29,11 +29,12 @@ from core.kv.orders import Order
 from core.scheduling.explain import explain
 from core.scheduling.scheduler import Scheduler
 from core.scheduling.state_ends import keep_states
-from ipc.call import Call
-from ipc.columns import unpack_choices, unpack_numbers
-from ipc.config import EngineConfig
-from ipc.fleet_messages import NO_FLEET, ChangeReplica, GetReplicas
-from ipc.messages import (
+from ipc.options.config import EngineConfig
+from ipc.options.workers import most_in_flight
+from ipc.tables.columns import unpack_choices, unpack_numbers
+from ipc.wire.call import Call
+from ipc.wire.fleet_messages import NO_FLEET, ChangeReplica, GetReplicas
+from ipc.wire.messages import (
     Abort,
     AddRequest,
     CallDone,
@@ -47,9 +48,8 @@ from ipc.messages import (
     Statistics,
     Submission,
 )
-from ipc.pooling_messages import AddPooling
-from ipc.scheduling_messages import Explain, FollowKVEvents, StopRequest, UnfollowKVEvents
-from ipc.workers import most_in_flight
+from ipc.wire.pooling_messages import AddPooling
+from ipc.wire.scheduling_messages import Explain, FollowKVEvents, StopRequest, UnfollowKVEvents
 
 NS_PER_MS = 1_000_000
 

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import msgspec
 
-from ipc.messages import (
+from ipc.wire.messages import (
     Abort,
     CallDone,
     CallFailed,
@@ -18,7 +18,7 @@ from ipc.messages import (
     Statistics,
     Submission,
 )
-from ipc.scheduling_messages import Explanation, KVEvents
+from ipc.wire.scheduling_messages import Explanation, KVEvents
 
 
 class HoldClient(msgspec.Struct, frozen=True, array_like=True, tag=120):

@@ -34,11 +34,11 @@ _POOLING_OUTPUTS = {
         *("ClassificationOutput", "ClassificationRequestOutput", "ScoringOutput", "ScoringRequestOutput"),
     )
 }
-_POOLING_PARAMS = {"PoolingParams": ("ipc.pooling_params", "PoolingParams")}
+_POOLING_PARAMS = {"PoolingParams": ("ipc.params.pooling_params", "PoolingParams")}
 _BEAMS = {name: ("frontend.results.beam_search", name) for name in ("BeamSearchOutput", "BeamSearchSequence")}
 _PARSER = {"FlexibleArgumentParser": ("frontend.vllm_arguments", "FlexibleArgumentParser")}
 _PROMPTS = {name: ("frontend.text.prompts", name) for name in ("TextPrompt", "TokensPrompt")}
-_PARAMS = {"SamplingParams": ("ipc.sampling_params", "SamplingParams")}
+_PARAMS = {"SamplingParams": ("ipc.params.sampling_params", "SamplingParams")}
 _TOKENIZER = {"get_tokenizer": ("frontend.vllm_functions", "get_tokenizer")}
 _FUNCTIONS = "frontend.vllm_functions"
 #: Module of vLLM -> its names -> module and name here.
@@ -77,9 +77,9 @@ MODULES: dict[str, dict[str, tuple[str, str]]] = {
     "vllm.renderers.hf": {"resolve_chat_template": (_FUNCTIONS, "resolve_chat_template")},
     "vllm.sampling_params": {
         **_PARAMS,
-        "BeamSearchParams": ("ipc.beam_search", "BeamSearchParams"),
-        "RequestOutputKind": ("ipc.sampling_params", "RequestOutputKind"),
-        "StructuredOutputsParams": ("ipc.structured_outputs", "StructuredOutputsParams"),
+        "BeamSearchParams": ("ipc.params.beam_search", "BeamSearchParams"),
+        "RequestOutputKind": ("ipc.params.sampling_params", "RequestOutputKind"),
+        "StructuredOutputsParams": ("ipc.params.structured_outputs", "StructuredOutputsParams"),
     },
     "vllm.tokenizers": _TOKENIZER,
     "vllm.transformers_utils": {},

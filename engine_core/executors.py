@@ -26,8 +26,8 @@ from core.execution.runner_table import RunnerTable
 from core.executors.fake import FakeExecutor
 from core.executors.local import LocalExecutor
 from core.grammars.grammars import Grammars, model_grammars
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
+from ipc.options.config import EngineConfig
 
 __all__ = [
     "EXECUTOR_API",

@@ -15,7 +15,6 @@ from frontend.results.pooling_outputs import (
 )
 from frontend.text.prompts import TextPrompt, TokensPrompt
 from frontend.text.tokenizer import Tokenizer
-from ipc.beam_search import BeamSearchParams
 from ipc.errors import (
     AddressError,
     CallFailedError,
@@ -34,9 +33,10 @@ from ipc.errors import (
     UnsupportedModelError,
     UnsupportedParameterError,
 )
-from ipc.pooling_params import PoolingParams
-from ipc.sampling_params import RequestOutputKind, SamplingParams
-from ipc.structured_outputs import StructuredOutputsParams
+from ipc.params.beam_search import BeamSearchParams
+from ipc.params.pooling_params import PoolingParams
+from ipc.params.sampling_params import RequestOutputKind, SamplingParams
+from ipc.params.structured_outputs import StructuredOutputsParams
 
 __all__ = [
     "LLM",

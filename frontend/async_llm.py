@@ -24,12 +24,12 @@ from frontend.session import EngineHandle, Message
 from frontend.text.prompts import PromptInput, split_prompts
 from frontend.text.tokenizer import Tokenizer
 from frontend.waker import Waker
-from ipc.beam_search import BeamSearchParams
 from ipc.errors import EngineCoreError, EngineDeadError, InvalidRequestError
-from ipc.messages import Statistics
-from ipc.pooling_params import PoolingParams, PoolingTask
-from ipc.sampling_params import SamplingParams
-from ipc.scheduling_messages import KVEvents
+from ipc.params.beam_search import BeamSearchParams
+from ipc.params.pooling_params import PoolingParams, PoolingTask
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import Statistics
+from ipc.wire.scheduling_messages import KVEvents
 
 Prepared = TypeVar("Prepared")
 

@@ -20,10 +20,10 @@ from frontend.results.outputs import RequestOutput
 from frontend.session import EngineHandle, Message
 from frontend.text.prompts import PromptInput, split_prompts
 from frontend.text.tokenizer import Tokenizer
-from ipc.beam_search import BeamSearchParams
 from ipc.errors import EngineCoreError, InvalidRequestError
-from ipc.messages import Statistics
-from ipc.sampling_params import SamplingParams
+from ipc.params.beam_search import BeamSearchParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import Statistics
 
 
 class LLM(PoolingCalls, AbsentMethods):

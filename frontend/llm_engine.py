@@ -17,8 +17,8 @@ from frontend.session import EngineHandle
 from frontend.text.prompts import PromptInput, split_prompts
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import EngineCoreError, EngineDeadError, InvalidRequestError
-from ipc.messages import ModelInformation, Statistics
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import ModelInformation, Statistics
 
 #: vLLM's name of a metric -> field of Statistics.
 _COUNTERS = {

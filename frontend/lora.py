@@ -8,7 +8,7 @@ import msgspec
 
 from frontend.client.client import EngineClient
 from ipc.errors import CallFailedError, InvalidRequestError, UnsupportedParameterError
-from ipc.lora_messages import LORA_MINOR, AdapterId, LoraAdapter
+from ipc.wire.lora_messages import LORA_MINOR, AdapterId, LoraAdapter
 
 
 class LoRARequest(msgspec.Struct, frozen=True):

@@ -13,9 +13,9 @@ from frontend.results.pooling_state import PoolingState
 from frontend.session import EngineHandle
 from frontend.text.prompts import Prompt, PromptInput, read_prompts
 from ipc.errors import InvalidRequestError, UnsupportedParameterError
-from ipc.lora_messages import AdapterId
-from ipc.pooling_messages import POOLING_MINOR
-from ipc.pooling_params import GENERATE, PoolingParams, PoolingTask, check_task
+from ipc.params.pooling_params import GENERATE, PoolingParams, PoolingTask, check_task
+from ipc.wire.lora_messages import AdapterId
+from ipc.wire.pooling_messages import POOLING_MINOR
 
 
 class PreparedPooling(NamedTuple):

@@ -19,7 +19,7 @@ from frontend.results.pooling_outputs import (
 from frontend.session import EngineHandle
 from frontend.text.prompts import PromptInput, split_prompts
 from ipc.errors import InvalidRequestError
-from ipc.pooling_params import PoolingParams, PoolingTask
+from ipc.params.pooling_params import PoolingParams, PoolingTask
 
 
 class PoolingCalls:

@@ -30,14 +30,14 @@ from frontend.text.bad_words import bad_words_token_ids
 from frontend.text.chat_prompts import render_prompts
 from frontend.text.prompts import Prompt, PromptInput, read_prompts
 from frontend.text.tokenizer import Tokenizer
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError, InvalidRequestError, ModelFileError, UnsupportedParameterError
 from ipc.files.model_files import read_tokenizer_files, tokenizer_hash
-from ipc.files.tokenizer_files import tokenizer_files_of
-from ipc.given_options import config_from_options
-from ipc.lora_messages import AdapterId
-from ipc.messages import STRUCTURED_OUTPUTS_MINOR
-from ipc.sampling_params import RequestOutputKind, SamplingParams, check_num_logprobs
+from ipc.options.config import EngineConfig
+from ipc.options.given_options import config_from_options
+from ipc.options.tokenizer_files import tokenizer_files_of
+from ipc.params.sampling_params import RequestOutputKind, SamplingParams, check_num_logprobs
+from ipc.wire.lora_messages import AdapterId
+from ipc.wire.messages import STRUCTURED_OUTPUTS_MINOR
 
 Message: TypeAlias = dict[str, Any]
 

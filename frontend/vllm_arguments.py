@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from ipc.config import OPTIONS
-from ipc.neutral_options import NEUTRAL, WITHOUT_EFFECT, is_switch, value_of
-from ipc.option import DeclaredOption
+from ipc.options.config import OPTIONS
+from ipc.options.neutral_options import NEUTRAL, WITHOUT_EFFECT, is_switch, value_of
+from ipc.options.option import DeclaredOption
 
 _SHORT = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
 #: Arguments of LLM() beside the engine's options -> type.

@@ -1,4 +1,4 @@
-"""Type names of the kernels' NumPy columns; ipc/arrays.py has those of the other packages."""
+"""Type names of the kernels' NumPy columns; ipc/tables/arrays.py has those of the other packages."""
 
 from typing import Any, TypeAlias
 

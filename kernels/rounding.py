@@ -1,4 +1,4 @@
-"""ceil_div and round_up: rounding of whole numbers for the kernels; ipc/rounding.py serves the other packages."""
+"""ceil_div and round_up: rounding of whole numbers for the kernels; ipc/tables/rounding.py serves the other packages."""
 
 from typing import TypeVar
 

@@ -14,10 +14,10 @@ from core.capture.engine import CapturedEngine, start_capture
 from core.capture.records import TAGS, Input, Record, Step, decode_record, encode_record
 from core.executors.by_name import load_executor
 from core.inputs import EngineInput
-from ipc.config import EngineConfig
-from ipc.log_frames import Frame, pack_frame, read_frames
-from ipc.messages import Abort, AddRequest, GetStatistics, Goodbye, ResetPrefixCache
-from ipc.sampling_params import SamplingParams
+from ipc.options.config import EngineConfig
+from ipc.params.sampling_params import SamplingParams
+from ipc.records.log_frames import Frame, pack_frame, read_frames
+from ipc.wire.messages import Abort, AddRequest, GetStatistics, Goodbye, ResetPrefixCache
 from tests.columns import pack_numbers
 from tools.cli import main
 

@@ -1,10 +1,10 @@
 """Columns of the wire and pages of a pool, as only tests write and count them."""
 
-from ipc.paged_rows import PagedRows
+from ipc.tables.paged_rows import PagedRows
 
 
 def pack_numbers(numbers: list[int]) -> bytes:
-    """Request numbers as a uint32 column; ipc.columns.unpack_numbers() reads it."""
+    """Request numbers as a uint32 column; ipc.tables.columns.unpack_numbers() reads it."""
     return b"".join(number.to_bytes(4, "little") for number in numbers)
 
 

@@ -9,7 +9,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from core.grammars.grammars import Grammars
-from ipc.structured_outputs import StructuredOutputsParams
+from ipc.params.structured_outputs import StructuredOutputsParams
 
 EOS = 256
 VOCAB_SIZE = 320  # more than there are tokens, as in models with a padded vocabulary

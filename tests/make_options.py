@@ -2,17 +2,17 @@
 
 from pathlib import Path
 
-from ipc.config import OPTIONS
-from ipc.option import DeclaredOption
-from ipc.speculation import SpeculativeConfig
-from tools.options import aliases_of, flag_of, help_of
+from ipc.options.config import OPTIONS
+from ipc.options.option import DeclaredOption
+from ipc.options.speculation import SpeculativeConfig
+from tools.flags.options import aliases_of, flag_of, help_of
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 _HEAD = """# Engine options
 
 Flags of `engine-core serve`, `generate` and `bench`; from Python, keywords of `LLM` and `AsyncLLM`:
 `--max-num-seqs 8` is `max_num_seqs=8`. A value outside its bounds is refused with a message that says what is allowed.
-`make map` makes this page from the declarations in `ipc/config.py` and `ipc/model_options.py`; a test compares them.
+`make map` makes this page from the declarations in `ipc/options/config.py` and `ipc/options/model_options.py`; a test compares them.
 """
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from core.models.stored_matrix import StoredMatrix, Weight
+from core.models.operations.stored_matrix import StoredMatrix, Weight
 from kernels.elements import FLOAT32, Dtype, Numbers, rounded
 from kernels.torch.tensors import to_tensor
 

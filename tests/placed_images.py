@@ -3,8 +3,8 @@
 import numpy as np
 import numpy.typing as npt
 
-from ipc.feature_messages import PIXELS, FeatureUse, PutFeature, feature_digest
-from ipc.placed_feature import PlacedFeature
+from ipc.wire.feature_messages import PIXELS, FeatureUse, PutFeature, feature_digest
+from ipc.wire.placed_feature import PlacedFeature
 
 
 def placed_image(pixels: npt.NDArray[np.uint8], position: int, num_rows: int) -> PlacedFeature:

@@ -6,7 +6,8 @@ from typing import TypeVar
 import numpy as np
 import zmq
 
-from ipc.messages import (
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     AddRequest,
@@ -20,8 +21,7 @@ from ipc.messages import (
     decode_server_message,
     encode,
 )
-from ipc.sampling_params import SamplingParams
-from ipc.sockets import connect_dealer
+from ipc.wire.sockets import connect_dealer
 
 PATIENCE_S = 10.0
 Message = TypeVar("Message", bound=ServerMessage)

@@ -88,7 +88,7 @@ def loaded_by(statement: str) -> set[str]:
 
 
 def test_there_are_files_to_check() -> None:
-    assert {Path("ipc/config.py"), Path("core/scheduling/scheduler.py"), Path("tests/test_house.py")} <= set(
+    assert {Path("ipc/options/config.py"), Path("core/scheduling/scheduler.py"), Path("tests/test_house.py")} <= set(
         tracked_files()
     )
 
@@ -116,10 +116,10 @@ def test_a_function_fits_a_screen() -> None:
 
 
 def test_array_types_and_empty_columns_have_one_file() -> None:
-    """ipc/arrays.py, and kernels/arrays.py for the kernels, name them; no other file does."""
+    """ipc/tables/arrays.py, and kernels/arrays.py for the kernels, name them; no other file does."""
     alias = re.compile(r"(?m)^\w+(?:: TypeAlias)? = (?:npt\.)?NDArray\[np\.|^_?[A-Z_]+(?:: \w+)? = np\.zeros\(0,")
     found = {str(path) for path in product_files() if alias.search((ROOT / path).read_text())}
-    assert found == {"ipc/arrays.py", "kernels/arrays.py"}
+    assert found == {"ipc/tables/arrays.py", "kernels/arrays.py"}
 
 
 def test_the_map_is_that_of_the_code() -> None:
@@ -142,7 +142,8 @@ def test_the_start_of_the_engine_process_loads_no_torch() -> None:
 
 def test_an_engine_on_the_cpu_loads_no_triton() -> None:
     assert (
-        loaded_by("import core.executors.local") & {"triton", "kernels.triton", "core.models.triton_operations"}
+        loaded_by("import core.executors.local")
+        & {"triton", "kernels.triton", "core.models.operations.triton_operations"}
         == set()
     )
 

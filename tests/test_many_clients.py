@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from frontend.engine.process import EngineProcess
-from ipc.config import EngineConfig
-from ipc.messages import (
+from ipc.options.config import EngineConfig
+from ipc.wire.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     Abort,
@@ -39,7 +39,7 @@ from ipc.messages import (
 )
 from tests.columns import pack_numbers
 from tests.core.running_engine import VOCAB, expected
-from tests.ipc.test_messages import CLIENT_MESSAGES, mutate
+from tests.ipc.wire.test_messages import CLIENT_MESSAGES, mutate
 from tests.placed import placed
 from tests.raw_client import PATIENCE_S, RawClient, request
 
@@ -73,7 +73,7 @@ import sys, time
 import numpy as np
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
 from tests.core.running_engine import expected
 address, role, me = sys.argv[1], sys.argv[2], int(sys.argv[3])
 client = EngineClient(ZmqTransport(address))

@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ipc.arrays import Ints
 from ipc.errors import ModelFileError
+from ipc.tables.arrays import Ints
 from kernels.low_rank import LowRank
 
 

@@ -7,7 +7,7 @@ import os
 
 import msgspec
 
-from ipc.messages import DECODE_ERRORS
+from ipc.wire.messages import DECODE_ERRORS
 
 _MAX_BYTES = 1 << 20
 

@@ -17,9 +17,9 @@ from core.adapters.gguf_adapter import read_gguf_adapter
 from core.adapters.peft_folder import read_peft_folder
 from core.adapters.remembered import RememberedModules
 from core.holders import Holders
-from ipc.config import EngineConfig
 from ipc.errors import EngineCoreError, InvalidRequestError, ModelFileError
-from ipc.lora_messages import AdapterId, LoraAdapter
+from ipc.options.config import EngineConfig
+from ipc.wire.lora_messages import AdapterId, LoraAdapter
 
 MAX_NAME_CHARS = 256
 

@@ -15,10 +15,10 @@ from core.batch.request import Request
 from core.batch.stop_check import StopCheck
 from core.batch.table import BatchTable, RequestStart
 from core.kv.block_pool import NULL_BLOCK, BlockPool
-from ipc.arrays import BlockIds, Bools, Int32s, Ints, Rows
-from ipc.config import EngineConfig
-from ipc.paged_rows import PagedRows
-from ipc.rounding import ceil_div
+from ipc.options.config import EngineConfig
+from ipc.tables.arrays import BlockIds, Bools, Int32s, Ints, Rows
+from ipc.tables.paged_rows import PagedRows
+from ipc.tables.rounding import ceil_div
 
 
 class Batch:

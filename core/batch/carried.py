@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ipc.arrays import NO_INT32S, AnyInts, Int32s
+from ipc.tables.arrays import NO_INT32S, AnyInts, Int32s
 
 
 class Copies(NamedTuple):

@@ -10,8 +10,8 @@ from core.batch.prefix_cache import PrefixCache
 from core.batch.request import NO_ROW, Request
 from core.batch.table import BatchTable, Fork
 from core.kv.block_pool import NULL_BLOCK, BlockPool
-from ipc.arrays import NO_INT32S, Int32s, Ints
-from ipc.rounding import ceil_div
+from ipc.tables.arrays import NO_INT32S, Int32s, Ints
+from ipc.tables.rounding import ceil_div
 
 
 class Forks:

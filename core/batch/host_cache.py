@@ -14,7 +14,7 @@ from core.batch.request import Request
 from core.batch.table import RequestStart
 from core.kv.block_names import UNNAMED, BlockNames
 from core.kv.block_ring import BlockRing
-from ipc.arrays import BlockIds, Bools, Int32s, Ints
+from ipc.tables.arrays import BlockIds, Bools, Int32s, Ints
 
 if TYPE_CHECKING:
     from core.batch.batch import Batch

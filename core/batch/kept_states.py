@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from core.batch.carried import Carried
 from core.batch.table import BatchTable, RequestStart
 from core.kv.block_names import BlockNames
-from ipc.arrays import Int32s, Rows
+from ipc.tables.arrays import Int32s, Rows
 
 
 class KeptStates:

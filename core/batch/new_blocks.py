@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ipc.arrays import NO_INTS, BlockIds, Rows
+from ipc.tables.arrays import NO_INTS, BlockIds, Rows
 
 
 class NewBlocks:

@@ -6,7 +6,7 @@ from core.batch.kept_states import KeptStates
 from core.batch.request import Request
 from core.batch.table import BatchTable, RequestStart
 from core.kv.block_names import BlockNames, block_key, hash_blocks
-from ipc.arrays import NO_INT32S, Int32s, Ints, Rows
+from ipc.tables.arrays import NO_INT32S, Int32s, Ints, Rows
 
 
 class PrefixCache:

@@ -5,15 +5,15 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from ipc.arrays import Int32s
-from ipc.beam_search import num_rows
-from ipc.block_roots import root_of_message
-from ipc.feature_messages import FeatureUse
-from ipc.lora_messages import AdapterId
-from ipc.messages import AddRequest, Submission
-from ipc.pooling_messages import AddPooling
-from ipc.pooling_params import PoolingParams
-from ipc.sampling_params import SamplingParams
+from ipc.params.beam_search import num_rows
+from ipc.params.pooling_params import PoolingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.tables.arrays import Int32s
+from ipc.wire.block_roots import root_of_message
+from ipc.wire.feature_messages import FeatureUse
+from ipc.wire.lora_messages import AdapterId
+from ipc.wire.messages import AddRequest, Submission
+from ipc.wire.pooling_messages import AddPooling
 
 NO_ROW = -1
 
@@ -41,7 +41,7 @@ class Request(msgspec.Struct, eq=False):
     params: SamplingParams | PoolingParams
     seed: int
     priority: int
-    root: int  # content that its first block follows, by its cache salt and adapter; see ipc/block_roots.py
+    root: int  # content that its first block follows, by its cache salt and adapter; see ipc/wire/block_roots.py
     party: int = 0  # who pays for it under policy fair: the client, or a negative number of its tenant
     tenant: str = ""
     adapter: AdapterId | None = None  # that of its message itself, so that the executor keeps the adapter

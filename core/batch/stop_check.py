@@ -6,8 +6,8 @@ import numpy as np
 
 from core.batch.request import Request
 from core.batch.table import BatchTable
-from ipc.arrays import Bools, Ints, Rows, TokenIds, UInt8s
-from ipc.messages import FinishReason
+from ipc.tables.arrays import Bools, Ints, Rows, TokenIds, UInt8s
+from ipc.wire.messages import FinishReason
 
 
 class StopCheck:

@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 
 from core.batch.request import NO_ROW, Request
-from ipc.arrays import NO_INT32S, NO_INTS, BlockIds, Int32s, Ints, Rows, TokenIds
-from ipc.columns import Columns, column
-from ipc.paged_rows import PagedRows
+from ipc.tables.arrays import NO_INT32S, NO_INTS, BlockIds, Int32s, Ints, Rows, TokenIds
+from ipc.tables.columns import Columns, column
+from ipc.tables.paged_rows import PagedRows
 
 
 class Fork(NamedTuple):

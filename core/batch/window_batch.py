@@ -1,6 +1,6 @@
 """WindowBatch: a Batch whose rows have blocks of their own for layers with a window, beside layers that see all tokens.
 
-The pool is one of pages (core/models/cache_pages.py). A row's blocks in layers that see everything stay until it ends.
+The pool is one of pages (core/models/layers/cache_pages.py). A row's blocks in layers that see everything stay until it ends.
 Those in layers with a window go back when the window has passed. In the methods' numbers the pool's blocks are pages.
 """
 
@@ -16,9 +16,9 @@ from core.batch.window_table import WindowTable
 from core.kv.block_pool import NULL_BLOCK
 from core.kv.page_pool import PagePool
 from core.kv.page_room import page_room
-from ipc.arrays import BlockIds, Bools, Int32s, Ints, Rows
-from ipc.config import EngineConfig
-from ipc.rounding import ceil_div
+from ipc.options.config import EngineConfig
+from ipc.tables.arrays import BlockIds, Bools, Int32s, Ints, Rows
+from ipc.tables.rounding import ceil_div
 
 
 def make_batch(config: EngineConfig, eos_token_ids: tuple[int, ...]) -> Batch:

@@ -18,8 +18,8 @@ from core.kv.block_pool import NULL_BLOCK
 from core.kv.page_names import PageNames
 from core.kv.page_pool import PagePool
 from core.kv.page_room import PageRoom
-from ipc.arrays import Int32s, Ints
-from ipc.rounding import ceil_div
+from ipc.tables.arrays import Int32s, Ints
+from ipc.tables.rounding import ceil_div
 
 
 class WindowCache(PrefixCache):

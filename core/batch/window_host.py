@@ -1,7 +1,7 @@
 """WindowHost: a HostCache that keeps blocks of layers with a window, too, where these layers have blocks of their own.
 
 A block of layers that see everything takes one slot, found by its name as in any HostCache. A block of layers with a
-window is a page of the cache (core/models/cache_pages.py) and takes as many slots as a page has blocks. It is found by
+window is a page of the cache (core/models/layers/cache_pages.py) and takes as many slots as a page has blocks. It is found by
 the content number of the block beside which it was. Either may go without the other: where a slot of it is given away,
 all of it is.
 """
@@ -14,7 +14,7 @@ from core.batch.host_cache import UNKNOWN, HostCache
 from core.batch.request import Request
 from core.batch.table import RequestStart, WindowStart
 from core.kv.block_names import UNNAMED
-from ipc.arrays import BlockIds, Bools, Int32s, Ints
+from ipc.tables.arrays import BlockIds, Bools, Int32s, Ints
 
 if TYPE_CHECKING:
     from core.batch.window_batch import WindowBatch

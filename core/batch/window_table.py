@@ -3,15 +3,15 @@
 import numpy as np
 
 from core.batch.table import BLOCKS_PER_PAGE
-from ipc.arrays import BlockIds, Int32s, Ints, Rows
-from ipc.columns import Columns, column
-from ipc.paged_rows import PagedRows
+from ipc.tables.arrays import BlockIds, Int32s, Ints, Rows
+from ipc.tables.columns import Columns, column
+from ipc.tables.paged_rows import PagedRows
 
 
 class WindowTable(Columns):
     """Block tables beside those of the batch table, under the same row numbers.
 
-    A block has the number of its page's first block (core/models/cache_pages.py).
+    A block has the number of its page's first block (core/models/layers/cache_pages.py).
     """
 
     num_blocks: Ints = column()  # places in the row's table; those that the window has passed are empty

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from core.border.inbox import num_tokens
-from ipc.messages import AddRequest, Submission
+from ipc.wire.messages import AddRequest, Submission
 
 #: Bytes of Python objects, measured on CPython 3.11 to 3.13: of an entry of logit_bias (a slot of a dict, an int and a
 #: float), of a token id in a list, and of one choice of a request while it waits.

@@ -11,8 +11,8 @@ from typing import Protocol
 
 from core import log
 from ipc.errors import EngineCoreError, InvalidRequestError
-from ipc.lora_messages import AdapterId, ListLora, LoadLora, LoraAdapter, LoraAdapters, UnloadLora
-from ipc.messages import CallDone, CallFailed, ErrorCode, ServerMessage
+from ipc.wire.lora_messages import AdapterId, ListLora, LoadLora, LoraAdapter, LoraAdapters, UnloadLora
+from ipc.wire.messages import CallDone, CallFailed, ErrorCode, ServerMessage
 
 _JOIN_S = 1.0  # seconds that close() waits for the adapter that is being read; then its thread is abandoned
 _OFF = "this engine has no adapters: start it with enable_lora"

@@ -6,13 +6,13 @@ from pathlib import Path
 from zmq.utils import z85
 
 from core import log
-from ipc.curve import ALLOWED_FILE, AllowedClient, read_allowed, read_keys
 from ipc.errors import ConfigError
-from ipc.quota import NO_QUOTA, Quota
+from ipc.keys.curve import ALLOWED_FILE, AllowedClient, read_allowed, read_keys
+from ipc.keys.quota import NO_QUOTA, Quota
 
 
 class AllowList:
-    """The allowed clients of one folder of keys (ipc/curve.py). Used by one thread, but for quota_of().
+    """The allowed clients of one folder of keys (ipc/keys/curve.py). Used by one thread, but for quota_of().
 
     A file that is wrong or gone changes nothing: the last list holds. Who is connected stays so; the list is asked
     when a connection is made. Errors: ConfigError.

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from ipc.arrays import Ints
-from ipc.messages import Outputs, ServerMessage, TokenizerFiles, encode
-from ipc.scheduling_messages import RequestEvents
+from ipc.tables.arrays import Ints
+from ipc.wire.messages import Outputs, ServerMessage, TokenizerFiles, encode
+from ipc.wire.scheduling_messages import RequestEvents
 
 #: Bytes of columns that are merged into one message. No row in it comes near the 65,535 tokens that a count can hold.
 MAX_MERGED_BYTES = 64 << 10

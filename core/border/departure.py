@@ -1,7 +1,7 @@
 """Departure: how a draining engine leaves its clients: when all has finished, or at a time, for another engine."""
 
-from ipc.messages import BeginDrain, EngineStopping
-from ipc.start_messages import EXIT_RESTART
+from ipc.wire.messages import BeginDrain, EngineStopping
+from ipc.wire.start_messages import EXIT_RESTART
 
 
 class Departure:

@@ -13,7 +13,7 @@ import zmq
 
 from core import log
 from core.border.sessions import MAX_SESSIONS
-from ipc.sockets import Context, Socket
+from ipc.wire.sockets import Context, Socket
 
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 #: Most connections; peers without a session, such as those that are refused one, are connections too.

@@ -3,8 +3,8 @@
 from typing import Protocol
 
 from ipc.errors import InvalidRequestError
-from ipc.feature_messages import FeatureLimits, PutFeature
-from ipc.messages import AddRequest, Submission
+from ipc.wire.feature_messages import FeatureLimits, PutFeature
+from ipc.wire.messages import AddRequest, Submission
 
 NO_FEATURES = "this engine takes no features (prompt_embeds, images): its executor runs no model that reads them"
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ipc.metrics_messages import Histogram
+from ipc.wire.metrics_messages import Histogram
 
 _MOST_KEPT = 1024  # rows of values that wait to be counted
 

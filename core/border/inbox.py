@@ -4,10 +4,10 @@ import time
 from queue import SimpleQueue
 
 from core.inputs import EngineInput, ExecutorNews, StoreNews
-from ipc.messages import Abort, Submission
-from ipc.pooling_params import PoolingParams
-from ipc.sampling_params import SamplingParams
-from ipc.scheduling_messages import Explain
+from ipc.params.pooling_params import PoolingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import Abort, Submission
+from ipc.wire.scheduling_messages import Explain
 
 #: Units of work that the engine thread takes in before a step, at some 20 microseconds each. The rest waits for the
 #: next steps. A unit is a choice of a request, 1024 of its tokens, 256 numbers among its parameters, or a number of an

@@ -27,9 +27,9 @@ from core.border.preparation import Preparer
 from core.border.reception import Served
 from core.border.socket_rounds import NOBODY, AddressedMessage, Border
 from core.inputs import EngineInput, ExecutorNews, StoreNews
-from ipc.messages import EngineStopping
-from ipc.sockets import BoundRouter, Context, signal_fd
-from ipc.start_messages import Isolate
+from ipc.wire.messages import EngineStopping
+from ipc.wire.sockets import BoundRouter, Context, signal_fd
+from ipc.wire.start_messages import Isolate
 
 MAX_OUTBOX_STEPS = 32  # results of steps that wait to be sent; then the engine waits
 _MAX_SENT_BY_ENGINE = 2  # messages of a step that cost its thread less than to wake this one

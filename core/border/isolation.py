@@ -1,6 +1,6 @@
 """Isolation: requests that the engine must not run, because one of them has killed it or may have.
 
-The supervisor says which, by digests (ipc/black_box.py). Quarantined requests are refused. Parked ones wait here until
+The supervisor says which, by digests (ipc/records/black_box.py). Quarantined requests are refused. Parked ones wait here until
 they are released, and count as queued. The step knows of neither.
 """
 
@@ -10,9 +10,9 @@ import msgspec
 
 from core.border.inbox import Inbox
 from core.border.preparation import Waiting
-from ipc.black_box import request_digest
-from ipc.messages import AddRequest, ErrorCode, Submission
-from ipc.start_messages import Isolate
+from ipc.records.black_box import request_digest
+from ipc.wire.messages import AddRequest, ErrorCode, Submission
+from ipc.wire.start_messages import Isolate
 
 QUARANTINED_TEXT = (
     "the engine died or hung repeatedly while it ran this request, so it does not run it again; change the prompt or "

@@ -9,9 +9,9 @@ from collections.abc import Callable
 import numpy as np
 
 from core.border.accounts import Account
-from ipc.bucket import Bucket
-from ipc.messages import ErrorCode, Outputs, RequestFailed, Submission
-from ipc.quota import Quota
+from ipc.keys.bucket import Bucket
+from ipc.keys.quota import Quota
+from ipc.wire.messages import ErrorCode, Outputs, RequestFailed, Submission
 
 _OWN = "/"  # between the name of a key and that of one of its own tenants
 _SOON_MS = 1000

@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 
 from core.border.accounts import Account, Load
-from ipc.arrays import UInt32s
-from ipc.messages import Abort, Outputs, RequestFailed, ServerMessage
+from ipc.tables.arrays import UInt32s
+from ipc.wire.messages import Abort, Outputs, RequestFailed, ServerMessage
 
 #: Numbers of finished requests that a session remembers. This is more than the rows, of at least 10 bytes each, that
 #: core/border/backlog.py merges into one message: a number's second use must not be merged with its first.

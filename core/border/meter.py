@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 
 from core.border.histogram import Samples, decades
-from ipc.arrays import Ints
-from ipc.messages import FinishReason, Outputs, RequestFailed, ServerMessage, Submission
-from ipc.metrics_messages import Metrics
-from ipc.scheduling_messages import EventKind, RequestEvents
+from ipc.tables.arrays import Ints
+from ipc.wire.messages import FinishReason, Outputs, RequestFailed, ServerMessage, Submission
+from ipc.wire.metrics_messages import Metrics
+from ipc.wire.scheduling_messages import EventKind, RequestEvents
 
 # fmt: off
 _FIRST_TOKEN_S = (

@@ -16,7 +16,7 @@ import zmq
 
 from core.border.busy import Busy
 from core.border.sessions import Sessions
-from ipc.feature_messages import PutFeature
+from ipc.wire.feature_messages import PutFeature
 
 #: Units of one client a second, and at once. A message is one, and so is each KiB of it, whose lists take some 100 us
 #: to read; 64 KiB of a feature, which is one piece of bytes. A request takes some 90 us of Python's lock until it ends.

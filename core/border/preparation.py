@@ -22,9 +22,9 @@ from core import log
 from core.border.busy import Busy
 from core.border.inbox import Inbox
 from core.border.turns import Turns
-from ipc.columns import unpack_choices, unpack_numbers
 from ipc.errors import InvalidRequestError
-from ipc.messages import (
+from ipc.tables.columns import unpack_choices, unpack_numbers
+from ipc.wire.messages import (
     Abort,
     ErrorCode,
     FinishReason,

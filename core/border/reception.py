@@ -26,9 +26,10 @@ from core.border.room import RETRY_AFTER_MS, Room
 from core.border.sessions import MAX_SESSIONS, Session, Sessions
 from core.border.validation import decode_request_number, validate_request
 from ipc.errors import InvalidRequestError, MalformedMessageError
-from ipc.feature_messages import PutFeature
-from ipc.lora_messages import ListLora, LoadLora, UnloadLora
-from ipc.messages import (
+from ipc.keys.quota import Quota
+from ipc.wire.feature_messages import PutFeature
+from ipc.wire.lora_messages import ListLora, LoadLora, UnloadLora
+from ipc.wire.messages import (
     CALLS,
     MAX_ABORTED,
     PROTOCOL_MAJOR,
@@ -55,10 +56,9 @@ from ipc.messages import (
     Welcome,
     decode_client_message,
 )
-from ipc.metrics_messages import GetMetrics, Metrics
-from ipc.pooling_messages import AddPooling
-from ipc.quota import Quota
-from ipc.start_messages import Isolate
+from ipc.wire.metrics_messages import GetMetrics, Metrics
+from ipc.wire.pooling_messages import AddPooling
+from ipc.wire.start_messages import Isolate
 
 MAX_MALFORMED = 10  # messages of one session ...
 MALFORMED_S = 10.0  # ... in so many seconds end it

@@ -1,7 +1,7 @@
 """Restorable: how many requests of a dead engine's clients this engine takes without asking its bounds."""
 
 from core.border.ledger import MAX_UNCONFIRMED
-from ipc.messages import Limits
+from ipc.wire.messages import Limits
 
 
 class Restorable:

@@ -3,7 +3,7 @@
 from core.border.accounts import Account, Load
 from core.border.inbox import Inbox
 from core.border.sessions import Sessions
-from ipc.messages import ErrorCode, Limits, RequestFailed, Submission
+from ipc.wire.messages import ErrorCode, Limits, RequestFailed, Submission
 
 RETRY_AFTER_MS = 1000
 

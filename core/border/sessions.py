@@ -21,10 +21,10 @@ from core.border.inbox import MAX_ABORTED_AT_ONCE, Inbox
 from core.border.key_use import KeyUse
 from core.border.ledger import MAX_FINISHED, RequestLedger
 from core.inputs import HoldClient, ReleaseClient, RenewKVEvents, SetClientWeight
-from ipc.kv_events import KVBlocksCleared
-from ipc.messages import Abort, ErrorCode, Goodbye, Refused, ServerMessage, encode
-from ipc.scheduling_messages import KVEvents
-from ipc.sockets import Socket
+from ipc.wire.kv_events import KVBlocksCleared
+from ipc.wire.messages import Abort, ErrorCode, Goodbye, Refused, ServerMessage, encode
+from ipc.wire.scheduling_messages import KVEvents
+from ipc.wire.sockets import Socket
 
 MAX_SESSIONS = 4096
 #: Bytes that wait for one client beyond the socket's own queue, when its requests are put on hold ...

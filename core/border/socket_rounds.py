@@ -23,9 +23,9 @@ from core.border.preparation import Preparation, Preparer
 from core.border.reception import RETURN_S, Reception, Served
 from core.border.sessions import Sessions
 from core.inputs import EndPause
-from ipc.messages import CallResult, ErrorCode, Outputs, ServerMessage
-from ipc.sockets import READABLE, Socket, pending_events
-from ipc.start_messages import Isolate
+from ipc.wire.messages import CallResult, ErrorCode, Outputs, ServerMessage
+from ipc.wire.sockets import READABLE, Socket, pending_events
+from ipc.wire.start_messages import Isolate
 
 AddressedMessage: TypeAlias = tuple[int, ServerMessage]  # (client, message)
 

@@ -6,10 +6,10 @@ import msgspec
 import numpy as np
 
 from ipc.errors import InvalidRequestError
-from ipc.messages import DECODE_ERRORS, AddRequest, Submission
-from ipc.pooling_messages import AddPooling
-from ipc.pooling_params import check_task, generates
-from ipc.sampling_params import SamplingParams, check_num_logprobs
+from ipc.params.pooling_params import check_task, generates
+from ipc.params.sampling_params import SamplingParams, check_num_logprobs
+from ipc.wire.messages import DECODE_ERRORS, AddRequest, Submission
+from ipc.wire.pooling_messages import AddPooling
 
 MAX_CACHE_SALT_CHARS = 1024
 MAX_TENANT_BYTES = 64

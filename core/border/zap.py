@@ -14,7 +14,7 @@ import zmq
 
 from core import log
 from core.border.allow_list import AllowList
-from ipc.sockets import Context
+from ipc.wire.sockets import Context
 
 _ENDPOINT = "inproc://zeromq.zap.01"
 

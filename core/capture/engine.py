@@ -36,8 +36,8 @@ from core.execution.plan import (
     plan_fields,
 )
 from core.inputs import EngineInput, EngineReply
-from ipc.arrays import NO_INT32S, Int32s
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
+from ipc.tables.arrays import NO_INT32S, Int32s
 
 _REMOVED, _ROWS, _COUNTS = map(
     SchedulerOutput.__struct_fields__.index, ("removed_rows", "rows", "num_scheduled_tokens")

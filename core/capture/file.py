@@ -24,7 +24,7 @@ from core.capture.records import (
 from core.inputs import EngineInput
 from ipc.errors import CaptureFileError, ModelFileError
 from ipc.files.mapped_file import map_file
-from ipc.log_frames import Frame, read_frame, read_frames
+from ipc.records.log_frames import Frame, read_frame, read_frames
 
 
 class Turn(NamedTuple):

@@ -1,4 +1,4 @@
-"""The file of a flight recorder: the records of a ring (ipc/flight_ring.py) as a capture, redacted or whole.
+"""The file of a flight recorder: the records of a ring (ipc/records/flight_ring.py) as a capture, redacted or whole.
 
 Without --flight-recorder-contents no prompt reaches a disk: the ring's records become a capture in memory, and what is
 written is its redaction (core/capture/redaction.py). Before the file has its name it is FILE.part.
@@ -18,9 +18,9 @@ from core.capture.packed_steps import unpack_steps
 from core.capture.records import TAGS, Checkpoint, Header, Step, decode_config, decode_record
 from core.capture.redaction import redact
 from ipc.errors import CaptureFileError, ConfigError
-from ipc.flight_ring import Half
-from ipc.log_frames import Frame, pack_frame, read_frames
-from ipc.memory_files import make_memory_file
+from ipc.machine.memory_files import make_memory_file
+from ipc.records.flight_ring import Half
+from ipc.records.log_frames import Frame, pack_frame, read_frames
 
 KEPT_FILES = 20  # of a folder, the last ones
 _OURS = re.compile(r"engine-\d{8}T\d{6}-\d+\.cap")

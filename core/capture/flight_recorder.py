@@ -1,4 +1,4 @@
-"""FlightRecorder: the engine's last records in shared memory (ipc/flight_ring.py), where its owner finds them.
+"""FlightRecorder: the engine's last records in shared memory (ipc/records/flight_ring.py), where its owner finds them.
 
 The engine thread writes each record at once, so the ring has all but what a dying step was about to say. A half that is
 three quarters full, or old enough, makes a checkpoint due. While a thread of its own encodes that into the other
@@ -17,8 +17,8 @@ import msgspec
 from core import log
 from core.capture.records import TAGS, Checkpoint, Header, Input, Step, encode_record
 from core.capture.snapshot import Snapshot
-from ipc.flight_ring import HALF, HALVES_AT, half_at, ring_half_bytes
-from ipc.log_frames import MAX_PAYLOAD_BYTES, UNCHECKED_BYTES, frame_of, pack_frame, put_frame
+from ipc.records.flight_ring import HALF, HALVES_AT, half_at, ring_half_bytes
+from ipc.records.log_frames import MAX_PAYLOAD_BYTES, UNCHECKED_BYTES, frame_of, pack_frame, put_frame
 
 PAUSE_S = 0.0005  # in which the engine thread gets Python's lock while a checkpoint is encoded
 _COPY_BYTES = 1 << 18  # that are copied without a pause

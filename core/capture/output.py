@@ -7,7 +7,7 @@ import time
 
 from core.capture.records import TAGS, Close, Gap, Header, Input, Step, encode_record
 from ipc.errors import ConfigError
-from ipc.log_frames import pack_frame
+from ipc.records.log_frames import pack_frame
 
 SYNC_S = 1.0  # longest time from a write to the fdatasync that follows it
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from core.capture.records import NO_RESULT, TAGS, Step, decode_record, encode_record
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput, encode_plan
-from ipc.arrays import Int32s
-from ipc.log_frames import Frame
+from ipc.records.log_frames import Frame
+from ipc.tables.arrays import Int32s
 
 #: The tag of a packed step's frame in a ring. Another layout gets another tag.
 PACKED_TAG = 255

@@ -8,8 +8,8 @@ from core.capture.records import Step
 from core.execution.executor import Costs, ModelInfo, StepCosts, StepHandle
 from core.execution.plan import LogprobColumns, ModelRunnerOutput, PooledColumns, SchedulerOutput
 from core.grammars.grammars import Grammars
-from ipc.arrays import Int32s
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
+from ipc.tables.arrays import Int32s
 
 
 class NotRecordedError(Exception):

@@ -1,6 +1,6 @@
 """The records of a capture: the engine's inputs with their times, and its decisions, step by step.
 
-A record is the msgpack payload of one frame of ipc/log_frames.py. The frame's tag names its kind. New fields are
+A record is the msgpack payload of one frame of ipc/records/log_frames.py. The frame's tag names its kind. New fields are
 always appended, with defaults. Columns are little-endian int32 arrays in `bin` fields.
 """
 
@@ -10,9 +10,9 @@ import msgspec
 
 from core.execution.executor import ModelInfo
 from core.inputs import EngineInput
-from ipc.config import EngineConfig
 from ipc.errors import CaptureFileError
-from ipc.messages import DECODE_ERRORS
+from ipc.options.config import EngineConfig
+from ipc.wire.messages import DECODE_ERRORS
 
 MAGIC = "engine-core capture"
 FORMAT_MAJOR = 1

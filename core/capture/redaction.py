@@ -23,10 +23,10 @@ from core.capture.restore import restore
 from core.capture.snapshot import Snapshot
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from core.scheduling.scheduler import Scheduler
-from ipc.block_stores import NO_STORE
-from ipc.config import EngineConfig
 from ipc.errors import CaptureFileError
-from ipc.messages import DECODE_ERRORS, AddRequest
+from ipc.options.block_stores import NO_STORE
+from ipc.options.config import EngineConfig
+from ipc.wire.messages import DECODE_ERRORS, AddRequest
 
 #: Fields of a Step that the renamed one has as well; the digest is of a plan with other tokens.
 _DECIDED = ("rows", "counts", "removed_rows", "added", "num_preemptions", "num_waiting", "num_free_blocks")

@@ -13,10 +13,10 @@ from core.kv.block_names import rename_blocks
 from core.proposers.offered import OfferedDrafts
 from core.scheduling.adapter_slots import AdapterSlots
 from core.scheduling.scheduler import Scheduler
-from ipc.arrays import NO_INT32S, Int32s
-from ipc.block_roots import PLAIN_ROOT
 from ipc.errors import CaptureFileError
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.tables.arrays import NO_INT32S, Int32s
+from ipc.wire.block_roots import PLAIN_ROOT
 
 
 def check_state(state: list[Any]) -> list[Request]:

@@ -11,15 +11,15 @@ from core.batch.table import BatchTable
 from core.capture.token_names import TokenNames
 from core.execution.plan import ModelRunnerOutput
 from core.inputs import EngineInput, ExecutorLost
-from ipc.arrays import Int32s, Ints
-from ipc.block_roots import PLAIN_ROOT, root_of_message, root_of_salt
 from ipc.errors import CaptureFileError
-from ipc.feature_messages import FeatureUse
-from ipc.lora_messages import AdapterId
-from ipc.messages import AddRequest, Submission
-from ipc.pooling_messages import AddPooling
-from ipc.pooling_params import PoolingParams
-from ipc.sampling_params import SamplingParams
+from ipc.params.pooling_params import PoolingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.tables.arrays import Int32s, Ints
+from ipc.wire.block_roots import PLAIN_ROOT, root_of_message, root_of_salt
+from ipc.wire.feature_messages import FeatureUse
+from ipc.wire.lora_messages import AdapterId
+from ipc.wire.messages import AddRequest, Submission
+from ipc.wire.pooling_messages import AddPooling
 
 #: What the scheduler reads of the parameters besides stop_token_ids; the rest is left out.
 _KEPT = (
@@ -61,7 +61,7 @@ class Renaming:
         self._roots[root_of_message(message)] = root_of_salt(salt, tenant, self.digest(digest))
 
     def root(self, root: int) -> int:
-        """Return the new root of blocks; see ipc/block_roots.py."""
+        """Return the new root of blocks; see ipc/wire/block_roots.py."""
         if root not in self._roots:
             self._roots[root] = root_of_salt(self.tokens.word(f"root {root}"))
         return self._roots[root]

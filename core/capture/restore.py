@@ -16,7 +16,7 @@ import numpy as np
 
 from core.capture.snapshot import HOME_PACKAGE, PACKAGES, REFERENCE
 from ipc.errors import CaptureFileError
-from ipc.messages import DECODE_ERRORS
+from ipc.wire.messages import DECODE_ERRORS
 
 #: Most bytes of a snapshot that is read; a larger one is no engine's.
 MAX_BYTES = 1 << 30

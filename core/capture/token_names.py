@@ -11,8 +11,8 @@ from hashlib import blake2b
 
 import numpy as np
 
-from ipc.arrays import AnyInts, Int32s
 from ipc.errors import CaptureFileError
+from ipc.tables.arrays import AnyInts, Int32s
 
 _STATE_BYTES = 16
 _TRIES = 64  # after which it is asked whether a name is left

@@ -14,7 +14,7 @@ from typing import NoReturn
 from core import log
 from core.capture.flight_file import FlightWritten, write_flight
 from ipc.errors import EngineCoreError
-from ipc.flight_ring import read_ring
+from ipc.records.flight_ring import read_ring
 
 _NICE = 19
 _CPU_S = 60  # of CPU time that the work may take

@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
-from ipc.arrays import dtype_of
 from ipc.errors import MalformedMessageError
-from ipc.messages import DECODE_ERRORS
+from ipc.tables.arrays import dtype_of
+from ipc.wire.messages import DECODE_ERRORS
 
 _DTYPES = {np.dtype(np.int32): np.dtype("<i4"), np.dtype(np.float32): np.dtype("<f4")}
 

@@ -8,8 +8,8 @@ import msgspec
 
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from core.inputs import ExecutorNews
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError
+from ipc.options.config import EngineConfig
 
 if TYPE_CHECKING:
     from core.adapters.store import Adapters

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ipc.arrays import NO_INT32S, Bools, Floats, Int32s
-from ipc.feature_messages import FeatureUse
-from ipc.pooling_params import PoolingParams
-from ipc.sampling_params import SamplingParams
+from ipc.params.pooling_params import PoolingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.tables.arrays import NO_INT32S, Bools, Floats, Int32s
+from ipc.wire.feature_messages import FeatureUse
 
 #: In ModelRunnerOutput.token_ids: the row's known tokens are not all computed yet, so nothing was sampled.
 NO_TOKEN = -1
@@ -85,7 +85,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     #: [s] recurrent states: of rows, or of slots, which are numbered behind the rows; copied one after the other
     copied_states: Int32s = NO_INT32S
     copied_states_to: Int32s = NO_INT32S  # [s]
-    #: Where layers with a window have blocks of their own (core/models/cache_pages.py): known rows and rows that start;
+    #: Where layers with a window have blocks of their own (core/models/layers/cache_pages.py): known rows and rows that start;
     #: each entry appends a block to the row's table for these layers. 0 stands for tokens that the window has passed.
     window_rows: Int32s = NO_INT32S  # [n], entries of a row are neighbours
     window_blocks: Int32s = NO_INT32S  # [n]
@@ -107,7 +107,7 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
 
 
 class LogprobColumns(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities at L positions of some rows, ascending in each row; see ipc.messages.Logprobs."""
+    """Log probabilities at L positions of some rows, ascending in each row; see ipc.wire.messages.Logprobs."""
 
     rows: Int32s  # [L] index in the plan's rows
     positions: Int32s  # [L] index in the row's tokens, the prompt's first
@@ -124,7 +124,7 @@ class LogprobColumns(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PooledColumns(msgspec.Struct, frozen=True, array_like=True):
-    """The vectors of P pooling rows, which have computed their last tokens in this step; see ipc.messages.Pooled."""
+    """The vectors of P pooling rows, which have computed their last tokens in this step; see ipc.wire.messages.Pooled."""
 
     rows: Int32s  # [P] index in the plan's rows, ascending
     counts: Int32s  # [P]; 0 = the request fails, because its vectors are not finite

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from core.execution.plan import NewPooling, NewRow, SchedulerOutput
-from ipc.arrays import AnyInts, Bools, Int32s, Ints, Rows, TokenIds
-from ipc.columns import Columns, column
-from ipc.paged_rows import PagedRows
+from ipc.tables.arrays import AnyInts, Bools, Int32s, Ints, Rows, TokenIds
+from ipc.tables.columns import Columns, column
+from ipc.tables.paged_rows import PagedRows
 
 TOKENS_PER_PAGE = 256
 BLOCKS_PER_PAGE = 64

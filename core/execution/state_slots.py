@@ -1,6 +1,6 @@
 """How many recurrent states an engine has beside those of its rows: for later requests, and before a step's drafts."""
 
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
 
 #: Most states that are kept for each row.
 _EACH = 4

@@ -1,7 +1,7 @@
 """token_budget: the number of tokens of a step, as given or by default."""
 
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError
+from ipc.options.config import EngineConfig
 
 DEFAULT_TOKEN_BUDGET = 512  # tokens of a step
 

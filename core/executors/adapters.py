@@ -2,12 +2,12 @@
 
 from core.adapters.store import Adapters
 from core.executors.load import Loaded
-from core.model_files.adapted_layers import gguf_layers, peft_layers
-from core.models.adapted import AdaptedMatrices, takes_adapters
+from core.model_files.tensors.adapted_layers import gguf_layers, peft_layers
+from core.models.layers.adapted import AdaptedMatrices, takes_adapters
 from core.models.llama import Llama
-from core.models.operations import AdaptingOperations
-from ipc.config import EngineConfig
+from core.models.operations.operations import AdaptingOperations
 from ipc.errors import ConfigError
+from ipc.options.config import EngineConfig
 
 
 def model_adapters(config: EngineConfig, loaded: Loaded) -> Adapters | None:

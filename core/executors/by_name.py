@@ -7,9 +7,9 @@ from types import ModuleType
 
 from core.execution.executor import Executor, check_triton
 from core.executors.plug_ins import import_plug_in
-from ipc.config import EngineConfig
-from ipc.config_checks import BUILT_IN_EXECUTORS
-from ipc.workers import has_workers
+from ipc.options.config import EngineConfig
+from ipc.options.config_checks import BUILT_IN_EXECUTORS
+from ipc.options.workers import has_workers
 
 
 def import_executor(config: EngineConfig) -> ModuleType:

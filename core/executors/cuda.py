@@ -10,11 +10,11 @@ from core.executors.load import load
 from core.executors.run import caches_that_fit, runner_sizes
 from core.grammars.grammars import model_grammars
 from core.models.llama import Llama
-from core.models.triton_operations import TritonOperations
+from core.models.operations.triton_operations import TritonOperations
 from core.runner.cuda_model_runner import CudaModelRunner
 from core.runner.trial_loop import loop_costs
-from ipc.config import EngineConfig
-from ipc.workers import overlaps
+from ipc.options.config import EngineConfig
+from ipc.options.workers import overlaps
 from kernels.elements import BFLOAT16, FLOAT32
 
 

@@ -7,12 +7,12 @@ import torch
 
 from core.execution.token_budget import token_budget
 from core.models.llama import Llama
+from core.models.operations.triton_operations import TritonOperations
 from core.models.step import ModelInputs
-from core.models.triton_operations import TritonOperations
 from core.runner.decode_graphs import padded_rows, padded_splits
 from core.scheduling.draft_rule import MAX_STEP_DRAFTS
-from ipc.config import EngineConfig
 from ipc.errors import OutOfMemoryError
+from ipc.options.config import EngineConfig
 from kernels.rounding import ceil_div
 from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
 from kernels.triton.sampling import Kinds, pack_columns, sample_tokens

@@ -27,11 +27,11 @@ from core.execution.plan import (
 from core.execution.runner_table import RunnerTable
 from core.grammars.grammars import model_grammars
 from core.grammars.matchers import RowMatchers
-from ipc.arrays import NO_INT32S, AnyInts, Bools, Floats, Int32s, Ints, Positions, Rows, TokenIds, UInt64s
-from ipc.beam_search import num_candidates
-from ipc.config import EngineConfig
-from ipc.pooling_params import PoolingParams
-from ipc.sampling_params import SamplingParams
+from ipc.options.config import EngineConfig
+from ipc.params.beam_search import num_candidates
+from ipc.params.pooling_params import PoolingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.tables.arrays import NO_INT32S, AnyInts, Bools, Floats, Int32s, Ints, Positions, Rows, TokenIds, UInt64s
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _WIDTH = 8  # numbers of a vector

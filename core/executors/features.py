@@ -3,7 +3,7 @@
 from core.executors.load import Loaded
 from core.features.store import Features
 from core.models.llama import Llama
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
 
 
 def model_features(config: EngineConfig, loaded: Loaded) -> Features | None:

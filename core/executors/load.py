@@ -14,12 +14,12 @@ from core.model_files.loading import LoadedModel, load_model
 from core.models.draft_head import DraftHead
 from core.models.interface import Model
 from core.models.llama import Llama
-from core.models.rank import Rank
-from core.models.stage import Stage
-from ipc.config import EngineConfig
+from core.models.parts.rank import Rank
+from core.models.parts.stage import Stage
 from ipc.errors import ConfigError
 from ipc.files.hub_name import hub_name
 from ipc.files.model_files import resolve_model
+from ipc.options.config import EngineConfig
 from kernels.elements import ELEMENT_TYPES, Dtype, element_name
 from kernels.gumbel import DRAW
 

@@ -19,17 +19,17 @@ from core.grammars.grammars import model_grammars
 from core.model_files.model_config import read_model_config
 from core.models.draft_head import DraftHead
 from core.models.llama import Llama
-from core.models.rank import Rank
-from core.models.stage import Stage
-from core.models.weight_form import fits
+from core.models.operations.weight_form import fits
+from core.models.parts.rank import Rank
+from core.models.parts.stage import Stage
 from core.runner.draft_blocks import num_spare_blocks
 from core.runner.drafter import Drafter
 from core.runner.head_drafter import HeadDrafter
 from core.runner.model_drafter import ModelDrafter
 from core.runner.model_runner import ModelRunner
 from core.runner.state_rows import RowStates
-from ipc.config import EngineConfig
 from ipc.errors import ModelFileError
+from ipc.options.config import EngineConfig
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from kernels.memory.blocks_ahead import BlocksAhead
 

@@ -8,7 +8,7 @@ import time
 from core.execution.executor import StepHandle
 from core.execution.plan import SchedulerOutput
 from core.executors.fake import FakeExecutor
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
 
 
 class PacedExecutor(FakeExecutor):

@@ -10,8 +10,8 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from core.execution.executor import EXECUTOR_API
-from ipc.config_checks import BUILT_IN_EXECUTORS
 from ipc.errors import ConfigError
+from ipc.options.config_checks import BUILT_IN_EXECUTORS
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

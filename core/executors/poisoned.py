@@ -9,8 +9,8 @@ import msgspec
 from core.execution.executor import FinishedStep, StepHandle
 from core.execution.plan import FAILED_TOKEN, SchedulerOutput
 from core.executors.paced import PacedExecutor
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError
+from ipc.options.config import EngineConfig
 
 
 class PoisonError(Exception):

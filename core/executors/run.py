@@ -6,8 +6,8 @@ from typing import TypedDict
 
 from core.execution.executor import ModelInfo
 from core.grammars.grammars import Grammars
-from ipc.config import EngineConfig, LogprobsMode
 from ipc.errors import OutOfMemoryError
+from ipc.options.config import EngineConfig, LogprobsMode
 
 
 class RunnerSizes(TypedDict):

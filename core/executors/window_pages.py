@@ -1,6 +1,6 @@
-"""What the config says of pages, by which layers with a window give KV blocks back (core/models/cache_pages.py)."""
+"""What the config says of pages, by which layers with a window give KV blocks back (core/models/layers/cache_pages.py)."""
 
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
 
 
 def keeping_option(config: EngineConfig) -> str | None:

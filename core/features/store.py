@@ -17,9 +17,9 @@ import msgspec
 import numpy as np
 
 from core.holders import Holders
-from ipc.arrays import Floats, UInt8s
 from ipc.errors import InvalidRequestError
-from ipc.feature_messages import (
+from ipc.tables.arrays import Floats, UInt8s
+from ipc.wire.feature_messages import (
     EMBEDS,
     ITEM_BYTES,
     MAX_FEATURES,
@@ -30,7 +30,7 @@ from ipc.feature_messages import (
     feature_digest,
     num_bytes,
 )
-from ipc.messages import AddRequest, Submission
+from ipc.wire.messages import AddRequest, Submission
 
 #: Bytes of rows that are kept though no request has them: 1,000 tiles of 64 rows of 576 numbers.
 MAX_CACHED_BYTES = 256 << 20
@@ -221,7 +221,7 @@ class Features:
 
     # --- preparation ---
 
-    share = 1.0  # the encoder gives way to steps itself (core/models/turns.py)
+    share = 1.0  # the encoder gives way to steps itself (core/models/operations/turns.py)
 
     def start(self) -> None:
         """Do nothing: what it needs is there."""

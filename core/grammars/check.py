@@ -22,9 +22,9 @@ from core import log
 from core.grammars.check_messages import Check, Verdict, decode_question, encode_message
 from core.grammars.compilation import compile_grammar
 from core.grammars.vocabulary import Vocabulary, build_vocabulary
-from ipc.channel import Channel, ChannelEndedError
 from ipc.errors import EngineCoreError
-from ipc.structured_outputs import StructuredOutputsParams
+from ipc.params.structured_outputs import StructuredOutputsParams
+from ipc.wire.channel import Channel, ChannelEndedError
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

@@ -5,7 +5,7 @@ from typing import TypeAlias
 import msgspec
 
 from core.grammars.vocabulary import Vocabulary
-from ipc.structured_outputs import StructuredOutputsParams
+from ipc.params.structured_outputs import StructuredOutputsParams
 
 
 class Check(msgspec.Struct, frozen=True, tag=True):

@@ -18,11 +18,11 @@ from collections.abc import Callable
 
 from core.grammars.check_messages import Check, decode_verdict, encode_message
 from core.grammars.grammars import GrammarKey, Grammars, constraint_of, key_of
-from ipc.channel import Channel, ChannelEndedError
-from ipc.child_process import describe_exit, run_package
 from ipc.errors import EngineCoreError, EngineStartError, InvalidRequestError, UnsupportedParameterError
-from ipc.messages import Submission
-from ipc.structured_outputs import StructuredOutputsParams
+from ipc.machine.child_process import describe_exit, run_package
+from ipc.params.structured_outputs import StructuredOutputsParams
+from ipc.wire.channel import Channel, ChannelEndedError
+from ipc.wire.messages import Submission
 
 #: What a grammar may take to compile, and the engine compiles what passes once more: of CPU time, and of memory.
 MAX_CPU_MS, MAX_MEMORY_BYTES = 1000, 1 << 30

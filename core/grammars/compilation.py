@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from core.grammars.grammar_text import grammar_text
 from core.grammars.vocabulary import MAX_FORCED_CHARS
 from ipc.errors import InvalidRequestError, UnsupportedParameterError
-from ipc.structured_outputs import StructuredOutputsParams
+from ipc.params.structured_outputs import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -7,13 +7,13 @@ import msgspec
 
 from core.grammars.grammar_notation import quoted
 from core.grammars.structural_tags import structural_tag_grammar
-from ipc.choices import MANY_CHOICES, pattern_of
 from ipc.errors import InvalidRequestError
-from ipc.gbnf import is_gbnf, split
-from ipc.json_schemas import close_objects, drop_annotations, spell_dependencies
-from ipc.schema_numbers import keep_numbers
-from ipc.structural_tags import Grammar
-from ipc.structured_outputs import StructuredOutputsParams, read_structural_tag
+from ipc.params.choices import MANY_CHOICES, pattern_of
+from ipc.params.gbnf import is_gbnf, split
+from ipc.params.json_schemas import close_objects, drop_annotations, spell_dependencies
+from ipc.params.schema_numbers import keep_numbers
+from ipc.params.structural_tags import Grammar
+from ipc.params.structured_outputs import StructuredOutputsParams, read_structural_tag
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -75,7 +75,7 @@ def _json_options(params: StructuredOutputsParams) -> "JsonCompileOptions":
 
 
 def _lark(text: str) -> str:
-    """Return a grammar in Lark's notation, from Lark or GBNF, or both (ipc/gbnf.py)."""
+    """Return a grammar in Lark's notation, from Lark or GBNF, or both (ipc/params/gbnf.py)."""
     if is_gbnf(text):
         return _lark_of_gbnf(text)
     parts = split(text)

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 from core.grammars.compilation import check_library, compile_grammar
 from core.grammars.vocabulary import Divide, Vocabulary, build_vocabulary
-from ipc.config import EngineConfig
 from ipc.errors import ModelFileError, UnsupportedParameterError
-from ipc.files.tokenizer_files import tokenizer_files_of
-from ipc.messages import AddRequest, Submission
-from ipc.structured_outputs import StructuredOutputsParams
+from ipc.options.config import EngineConfig
+from ipc.options.tokenizer_files import tokenizer_files_of
+from ipc.params.structured_outputs import StructuredOutputsParams
+from ipc.wire.messages import AddRequest, Submission
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -7,9 +7,9 @@ import numpy as np
 
 from core.grammars.compilation import TOO_LONG, is_of_lexer, is_too_long, why_failed
 from core.grammars.grammars import Grammars
-from ipc.arrays import NO_INT32S, Bools, Int32s, Rows, TokenIds, UInt32s
 from ipc.errors import InvalidRequestError
-from ipc.structured_outputs import StructuredOutputsParams
+from ipc.params.structured_outputs import StructuredOutputsParams
+from ipc.tables.arrays import NO_INT32S, Bools, Int32s, Rows, TokenIds, UInt32s
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

@@ -13,7 +13,7 @@ from core.grammars.boundaries import check_boundaries
 from core.grammars.grammar_notation import quoted
 from core.grammars.pieces import Choice, Hole, Loop, Piece, Row, Terminals, Text, literal, row, times
 from ipc.errors import UnsupportedParameterError
-from ipc.structural_tags import (
+from ipc.params.structural_tags import (
     AnyText,
     ConstString,
     Dispatch,

@@ -9,8 +9,8 @@ from ipc.errors import ModelFileError
 from ipc.files.gguf import parse_gguf_metadata
 from ipc.files.gguf_vocabulary import build_gguf_tokenizer
 from ipc.files.model_files import GGUF_HEADER
+from ipc.files.token_bytes import token_bytes_of_gguf, token_bytes_of_json
 from ipc.files.tokenizer_json import parse_tokenizer_json
-from ipc.token_bytes import token_bytes_of_gguf, token_bytes_of_json
 
 
 def read_vocabulary(

@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from core.kv.event_log import KVEventLog
-from ipc.arrays import NO_INT32S, BlockIds, Int32s, Ints, TokenIds, UInt64s
+from ipc.tables.arrays import NO_INT32S, BlockIds, Int32s, Ints, TokenIds, UInt64s
 
-#: Content number of a block that has no name. Numbers of blocks are positive, roots (ipc/block_roots.py) negative.
+#: Content number of a block that has no name. Numbers of blocks are positive, roots (ipc/wire/block_roots.py) negative.
 UNNAMED = 0
 
 _MASK = 2**64 - 1

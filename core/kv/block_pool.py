@@ -14,7 +14,7 @@ import numpy as np
 
 from core.kv.block_names import UNNAMED, BlockNames
 from core.kv.block_ring import BlockRing
-from ipc.arrays import NO_INTS, BlockIds, Bools, Ints
+from ipc.tables.arrays import NO_INTS, BlockIds, Bools, Ints
 
 NULL_BLOCK = 0
 _NO_FENCE = -1

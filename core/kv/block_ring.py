@@ -6,7 +6,7 @@ implementation is a ring whose entries go stale when a hit revives their blocks.
 
 import numpy as np
 
-from ipc.arrays import NO_INTS, BlockIds, Bools, Ints
+from ipc.tables.arrays import NO_INTS, BlockIds, Bools, Ints
 
 _NOT_HERE = -1
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from core.kv.block_names import BlockNames
 from core.kv.event_log import KVEventLog
-from ipc.kv_events import KVBlocksCleared, KVBlocksStored, KVEvent
-from ipc.scheduling_messages import KVEvents
+from ipc.wire.kv_events import KVBlocksCleared, KVBlocksStored, KVEvent
+from ipc.wire.scheduling_messages import KVEvents
 
 #: Most blocks in one message of a snapshot.
 MAX_SNAPSHOT_BLOCKS = 4096

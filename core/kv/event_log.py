@@ -8,8 +8,8 @@ from itertools import groupby
 
 import numpy as np
 
-from ipc.arrays import Ints, TokenIds
-from ipc.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored, KVEvent
+from ipc.tables.arrays import Ints, TokenIds
+from ipc.wire.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored, KVEvent
 
 
 class KVEventLog:

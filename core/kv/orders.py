@@ -7,7 +7,7 @@ has nobody who carries them out: the answers are in its log.
 from typing import NamedTuple, TypeAlias
 
 from core.kv.page_room import PageRoom
-from ipc.arrays import NO_INT32S, NO_INTS, Bools, Int32s, Ints
+from ipc.tables.arrays import NO_INT32S, NO_INTS, Bools, Int32s, Ints
 
 
 class Windows(NamedTuple):
@@ -30,7 +30,7 @@ class Look(NamedTuple):
     """
 
     ticket: int
-    root: int  # see ipc/block_roots.py
+    root: int  # see ipc/wire/block_roots.py
     token_ids: Int32s  # of whole blocks, from the prompt's beginning to the last block that is wanted
     first: int
     windows: Windows | None = None

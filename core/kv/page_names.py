@@ -7,7 +7,7 @@ these, and either may be evicted without the other.
 import numpy as np
 
 from core.kv.block_names import BlockNames
-from ipc.arrays import BlockIds, Bools, Int32s, Ints, TokenIds
+from ipc.tables.arrays import BlockIds, Bools, Int32s, Ints, TokenIds
 
 _NONE = 0  # in place of a block
 

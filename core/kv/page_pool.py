@@ -3,7 +3,7 @@
 The methods take and return the numbers that block tables have; only allocate() returns pages. A page belongs to
 page_blocks blocks of the layers that see everything, and counts a reference for each time that a table has one of them;
 or to one block of the layers with a window, which has the number of the page's first block. See
-core/models/cache_pages.py.
+core/models/layers/cache_pages.py.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import numpy as np
 
 from core.kv.block_pool import BlockPool
 from core.kv.page_names import PageNames
-from ipc.arrays import BlockIds, Bools, Ints
+from ipc.tables.arrays import BlockIds, Bools, Ints
 
 
 class PagePool(BlockPool):

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ipc.arrays import Bools, Ints
-from ipc.config import EngineConfig
-from ipc.rounding import ceil_div
+from ipc.options.config import EngineConfig
+from ipc.tables.arrays import Bools, Ints
+from ipc.tables.rounding import ceil_div
 
 
 class BlockRoom(NamedTuple):
@@ -24,7 +24,7 @@ class BlockRoom(NamedTuple):
 
 
 class PageRoom(NamedTuple):
-    """The sizes of pages and windows (core/models/cache_pages.py).
+    """The sizes of pages and windows (core/models/layers/cache_pages.py).
 
     A token takes a place in a block of the layers that see everything, of which a page has page_blocks, and in a block
     of the layers with a window, which is a page of its own.

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ipc.arrays import Int32s
+from ipc.tables.arrays import Int32s
 
 
 class SwapSpace:

@@ -8,18 +8,18 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from core.model_files.config_json import decoder_config, read_json_object
 from core.model_files.load_format import made_up
-from core.model_files.values import Values
-from core.model_files.weight_shapes import layer_shapes
-from core.model_files.weights import load_tensors, read_integers
-from core.models.architectures import ARCHITECTURES
+from core.model_files.settings.config_json import decoder_config, read_json_object
+from core.model_files.settings.values import Values
+from core.model_files.tensors.weight_shapes import layer_shapes
+from core.model_files.tensors.weights import load_tensors, read_integers
+from core.models.architectures.by_name import ARCHITECTURES
 from core.models.config import ModelConfig
 from core.models.draft_head import DraftHead, Eagle3Parts, HeadConfig, HeadWeights, head_shapes
 from core.models.llama import Llama
-from ipc.arrays import Ints
 from ipc.errors import ConfigError, ModelFileError
 from ipc.files.safetensors import read_safetensors_folder
+from ipc.tables.arrays import Ints
 
 #: Names in config.json's architectures: EAGLE's own folders have the first, others one of the rest.
 _EAGLE3_NAMES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")

@@ -11,12 +11,12 @@ import numpy as np
 
 from core.model_files.model_config import ModelConfig
 from core.model_files.progress import counted
-from core.model_files.weight_shapes import expected_shapes
-from core.model_files.weights import load_weights
-from core.models.stored_matrix import Weight
+from core.model_files.tensors.weight_shapes import expected_shapes
+from core.model_files.tensors.weights import load_weights
+from core.models.operations.stored_matrix import Weight
 from ipc.errors import ConfigError
 from ipc.files.model_files import model_fingerprint
-from ipc.model_options import LoadFormat
+from ipc.options.model_options import LoadFormat
 from kernels.cpu.library import CpuLibrary
 from kernels.elements import Dtype, Numbers, rounded
 

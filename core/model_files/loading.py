@@ -12,23 +12,23 @@ from core.device import cuda_device, start_cpu_kernels, start_torch
 from core.model_files.load_format import open_weights
 from core.model_files.model_config import SUPPORTED_ARCHITECTURES, read_model_config
 from core.model_files.pooling import pools, read_pooler
-from core.model_files.vision_weights import open_vision
+from core.model_files.tensors.vision_weights import open_vision
 from core.models.config import EncoderParts, ModelConfig
 from core.models.encoder import Encoder
 from core.models.interface import Model
 from core.models.llama import Llama
-from core.models.rank import Rank
-from core.models.stage import Stage
-from core.models.stage_llama import StageLlama
-from core.models.stored_matrix import Weight
+from core.models.operations.stored_matrix import Weight
+from core.models.operations.weight_form import WeightForm, best_form
+from core.models.parts.rank import Rank
+from core.models.parts.stage import Stage
+from core.models.parts.stage_llama import StageLlama
 from core.models.vision_encoder import VisionEncoder
-from core.models.weight_form import WeightForm, best_form
 from core.pooling.pooler import Pooler
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from ipc.files.gguf import forget_gguf
 from ipc.files.model_files import model_fingerprint
 from ipc.files.projector import projector_of
+from ipc.options.config import EngineConfig
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.quantized_kv_cache import QuantizedKVCache
@@ -97,7 +97,7 @@ def load_model(
         raise ConfigError(f"load_format='gguf' does not fit {path}, which transformers' code runs: use 'auto'")
     # Imported here: transformers and torch take seconds to import, and in-tree models never need them.
     start_torch(config)
-    from core.models.transformers_model import TransformersModel
+    from core.models.transformers.transformers_model import TransformersModel
 
     made_up = config.load_format == "dummy"
     foreign = TransformersModel(path, dtype, made_up=made_up, max_model_len=config.max_model_len)

@@ -4,14 +4,14 @@ from pathlib import Path
 
 import msgspec
 
-from core.model_files.config_gguf import read_gguf_config
-from core.model_files.config_json import read_json_config
-from core.model_files.gguf_vision import read_gguf_vision
-from core.model_files.text_part import TEXT_PARTS
-from core.models.architectures import FORMS
+from core.model_files.gguf.config_gguf import read_gguf_config
+from core.model_files.gguf.gguf_vision import read_gguf_vision
+from core.model_files.settings.config_json import read_json_config
+from core.model_files.settings.text_part import TEXT_PARTS
+from core.models.architectures.by_name import FORMS
+from core.models.architectures.encoder_architectures import ENCODER_FORMS
+from core.models.architectures.vision_architectures import VISION_ARCHITECTURES
 from core.models.config import ModelConfig
-from core.models.encoder_architectures import ENCODER_FORMS
-from core.models.vision_architectures import VISION_ARCHITECTURES
 from ipc.files.projector import projector_of
 
 __all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "read_model_config"]

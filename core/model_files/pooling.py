@@ -9,22 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from core.model_files.config_json import read_json_object
 from core.model_files.load_format import open_weights
+from core.model_files.settings.config_json import read_json_object
 from core.models.config import ModelConfig
 from core.models.encoder import Encoder
 from core.models.llama import Llama
-from core.models.stored_matrix import StoredMatrix
+from core.models.operations.stored_matrix import StoredMatrix
 from core.pooling.pooler import Activation, Dense, Method, Norm, Pooler
-from ipc.arrays import Doubles
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError, ModelFileError, UnsupportedModelError
 from ipc.files.gguf import read_gguf
 from ipc.files.mapped_file import map_file
 from ipc.files.model_files import read_small_file
 from ipc.files.safetensors import read_safetensors
-from ipc.files.tokenizer_files import tokenizer_files_of
 from ipc.files.tokenizer_json import parse_tokenizer_json
+from ipc.options.config import EngineConfig
+from ipc.options.tokenizer_files import tokenizer_files_of
+from ipc.tables.arrays import Doubles
 from kernels.elements import to_floats
 
 _METHODS: dict[str, Method] = {

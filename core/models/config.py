@@ -1,7 +1,7 @@
 """ModelConfig: the properties of a model that the forward pass, the weights' names and the KV cache need. Pure data.
 
 Each difference between architectures is a field here. It is set once, when the model's files are read
-(core/model_files/config_json.py, core/model_files/config_gguf.py), so that no later code compares architecture names.
+(core/model_files/settings/config_json.py, core/model_files/gguf/config_gguf.py), so that no later code compares architecture names.
 """
 
 import math
@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 
-from core.models.rope_scaling import RopeScaling
+from core.models.layers.rope_scaling import RopeScaling
 from core.models.vision_parts import VisionParts
 from kernels.recurrence import RecurrenceKind, RecurrenceSizes
 
@@ -21,7 +21,7 @@ EncoderActivation = Literal["gelu", "gelu_pytorch_tanh", "silu"]
 #: norm of its own or the same norm.
 Residual = Literal["in turn", "parallel", "parallel with one norm"]
 #: How the matrices of a safetensors folder are stored: as they are, or as codes and scales in several tensors
-#: (core/model_files/packed_layout.py).
+#: (core/model_files/tensors/packed_layout.py).
 Packing = Literal["none", "gptq", "gptq_v2", "awq", "compressed-tensors", "fp8", "mxfp4"]
 #: What stands between the pooled state and the labels of an encoder that classifies: a linear layer and tanh, or a
 #: linear layer, gelu and a norm.
@@ -119,7 +119,7 @@ class RecurrentParts(msgspec.Struct, frozen=True, kw_only=True):
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The sizes and constants of one model, under transformers' names."""
 
-    architecture: str  # a name of core.models.architectures
+    architecture: str  # a name of core.models.architectures.by_name
     vocab_size: int
     hidden_size: int
     intermediate_size: int

@@ -6,15 +6,15 @@ from typing import Any
 import numpy as np
 
 from core.models.config import ModelConfig
-from core.models.cpu_latent import CpuLatentAttend
-from core.models.cpu_operations import CpuAttend, CpuOperations, CpuRecur
-from core.models.layer import Layer
-from core.models.mlp import DenseMlp, Mlp, RoutedMlp
-from core.models.operations import Norm, Operations, Product
-from core.models.rank import Rank
-from core.models.tensor import Operation, Tensor
-from core.models.unchanged import unchanged
-from ipc.arrays import Ints
+from core.models.layers.layer import Layer
+from core.models.layers.mlp import DenseMlp, Mlp, RoutedMlp
+from core.models.operations.cpu_latent import CpuLatentAttend
+from core.models.operations.cpu_operations import CpuAttend, CpuOperations, CpuRecur
+from core.models.operations.operations import Norm, Operations, Product
+from core.models.operations.tensor import Operation, Tensor
+from core.models.operations.unchanged import unchanged
+from core.models.parts.rank import Rank
+from ipc.tables.arrays import Ints
 from kernels.cpu.decoder import CpuDecoder
 from kernels.cpu.decoder_parts import AttentionParts, DenseParts, LayerParts
 from kernels.cpu.embedding import CpuEmbedding

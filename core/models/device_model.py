@@ -6,9 +6,9 @@ import torch
 
 from core.models.config import ModelConfig
 from core.models.llama import Llama
-from core.models.stored_matrix import Weight
-from core.models.triton_operations import TritonOperations
-from core.models.weight_form import WeightForm
+from core.models.operations.stored_matrix import Weight
+from core.models.operations.triton_operations import TritonOperations
+from core.models.operations.weight_form import WeightForm
 from ipc.errors import OutOfMemoryError, UnsupportedModelError
 from kernels.elements import Dtype
 

@@ -14,15 +14,15 @@ import msgspec
 import numpy as np
 
 from core.models.config import ModelConfig
-from core.models.cpu_operations import CpuAttend, CpuOperations
-from core.models.layer import Layer, build_layer, build_norm
-from core.models.layer_kinds import windows
+from core.models.layers.layer import Layer, build_layer, build_norm
+from core.models.layers.layer_kinds import windows
 from core.models.llama import Llama
-from core.models.operations import Norm, Product
-from core.models.stored_matrix import Weight
-from core.models.tensor import Operation
-from core.models.weight_parts import WeightParts
-from ipc.arrays import AnyInts, Floats, Ints
+from core.models.operations.cpu_operations import CpuAttend, CpuOperations
+from core.models.operations.operations import Norm, Product
+from core.models.operations.stored_matrix import Weight
+from core.models.operations.tensor import Operation
+from core.models.parts.weight_parts import WeightParts
+from ipc.tables.arrays import AnyInts, Floats, Ints
 from kernels.cpu.attention_plan import AttentionPlan
 from kernels.cpu.embedding import CpuEmbedding
 from kernels.cpu.kv_cache import CpuKVCache

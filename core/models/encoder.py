@@ -7,14 +7,14 @@ decoder's C call (kernels/cpu/decoder.h) without a head.
 from collections.abc import Iterable
 
 from core.models.config import ModelConfig
-from core.models.cpu_operations import CpuOperations
-from core.models.layer_kinds import kind_of, windows
+from core.models.layers.layer_kinds import kind_of, windows
+from core.models.operations.cpu_operations import CpuOperations
+from core.models.operations.stored_matrix import Weight
+from core.models.operations.weight_form import WeightForm
+from core.models.parts.weight_parts import WeightParts
 from core.models.step import ONCE, ModelInputs, StepResult
-from core.models.stored_matrix import Weight
-from core.models.weight_form import WeightForm
-from core.models.weight_parts import WeightParts
-from ipc.arrays import AnyInts, Floats, Ints
-from ipc.model_options import Numerics
+from ipc.options.model_options import Numerics
+from ipc.tables.arrays import AnyInts, Floats, Ints
 from kernels.cpu.attention_plan import AttentionPlan
 from kernels.cpu.decoder import CpuDecoder
 from kernels.cpu.decoder_parts import AttentionParts, DenseParts, LayerParts
@@ -42,7 +42,7 @@ class Encoder:
     ) -> None:
         """Pack the weights and build the layers.
 
-        weights: (name, weight) pairs with the names of core/model_files/encoder_weights.py, best in their order. form:
+        weights: (name, weight) pairs with the names of core/model_files/tensors/encoder_weights.py, best in their order. form:
         of the matrices in memory.
         Errors: ModelFileError naming tensors that are missing.
         """

@@ -2,10 +2,10 @@
 
 from typing import Protocol
 
-from core.models.operations import AttentionWork
+from core.models.operations.operations import AttentionWork
 from core.models.step import ONCE, ModelInputs, StepResult
-from ipc.arrays import AnyInts, Ints
-from ipc.model_options import Numerics
+from ipc.options.model_options import Numerics
+from ipc.tables.arrays import AnyInts, Ints
 from kernels.cpu.sampling import CpuSampler
 from kernels.memory.kv_cache import KVCache
 

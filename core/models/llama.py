@@ -1,30 +1,30 @@
 """The Llama family (the rows of architectures.py), for batches of tokens packed request after request.
 
-The differences between its members are in the config, and in the operations of the layers (core/models/layer.py).
+The differences between its members are in the config, and in the operations of the layers (core/models/layers/layer.py).
 """
 
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from core.models.adapted import adapted_layer
-from core.models.cache_pages import blocks_per_page
 from core.models.config import ModelConfig
 from core.models.cpu_decoder import cpu_decoder
-from core.models.cpu_operations import CpuOperations, lora_rows
-from core.models.layer import Layer, NormNumbers, build_layer, take_norm
-from core.models.layer_kinds import windows
-from core.models.operations import AdaptingOperations, AttentionWork, Operations, Product, choose_operations
-from core.models.rank import Rank
-from core.models.rope_scaling import LongropeScaling
+from core.models.layers.adapted import adapted_layer
+from core.models.layers.cache_pages import blocks_per_page
+from core.models.layers.layer import Layer, NormNumbers, build_layer, take_norm
+from core.models.layers.layer_kinds import windows
+from core.models.layers.rope_scaling import LongropeScaling
+from core.models.operations.cpu_operations import CpuOperations, lora_rows
+from core.models.operations.operations import AdaptingOperations, AttentionWork, Operations, Product, choose_operations
+from core.models.operations.stored_matrix import StoredMatrix, Weight
+from core.models.operations.tensor import Tensor
+from core.models.operations.token_adapters import TokenAdapters
+from core.models.operations.weight_form import WeightForm
+from core.models.parts.rank import Rank
+from core.models.parts.weight_parts import WeightParts
 from core.models.step import ONCE, HiddenResult, ModelInputs, StepResult
-from core.models.stored_matrix import StoredMatrix, Weight
-from core.models.tensor import Tensor
-from core.models.token_adapters import TokenAdapters
-from core.models.weight_form import WeightForm
-from core.models.weight_parts import WeightParts
-from ipc.arrays import AnyInts, Floats, Ints
-from ipc.model_options import Numerics
+from ipc.options.model_options import Numerics
+from ipc.tables.arrays import AnyInts, Floats, Ints
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
 from kernels.elements import FLOAT32, Dtype, Numbers, rounded, to_floats
@@ -164,7 +164,7 @@ class Llama:
         return self.operations.bytes_per_block(block_size)
 
     def split_cache(self, num_blocks: int) -> None:
-        """Let caches consist of pages of so many blocks (core/models/cache_pages.py), before the first is allocated."""
+        """Let caches consist of pages of so many blocks (core/models/layers/cache_pages.py), before the first is allocated."""
         assert isinstance(self.operations, CpuOperations), type(self.operations)
         self.operations.split_cache(num_blocks)
 

@@ -5,10 +5,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from core.models.operations import AttentionWork
-from core.models.tensor import Tensor
-from core.models.token_adapters import TokenAdapters
-from ipc.arrays import Floats, Int32s, Ints
+from core.models.operations.operations import AttentionWork
+from core.models.operations.tensor import Tensor
+from core.models.operations.token_adapters import TokenAdapters
+from ipc.tables.arrays import Floats, Int32s, Ints
 from kernels.memory.kv_cache import KVCache
 from kernels.recurrence import StateRows
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from core.models.config import EncoderParts, ModelConfig
-from core.models.cpu_operations import CpuOperations
-from core.models.stored_matrix import StoredMatrix, Weight
-from core.models.turns import Turns
+from core.models.operations.cpu_operations import CpuOperations
+from core.models.operations.stored_matrix import StoredMatrix, Weight
+from core.models.operations.turns import Turns
+from core.models.parts.weight_parts import WeightParts
 from core.models.vision_parts import VisionParts
-from core.models.weight_parts import WeightParts
-from ipc.arrays import Floats, Ints, UInt8s
+from ipc.tables.arrays import Floats, Ints, UInt8s
 from kernels.cpu.decoder import CpuDecoder
 from kernels.cpu.decoder_parts import AttentionParts, DenseParts, LayerParts
 from kernels.cpu.embedding import CpuEmbedding

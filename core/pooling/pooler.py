@@ -6,8 +6,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ipc.arrays import Doubles, Floats
-from ipc.pooling_params import PoolingParams
+from ipc.params.pooling_params import PoolingParams
+from ipc.tables.arrays import Doubles, Floats
 
 #: Which hidden states make the vector of a prompt. "last" and "cls": the last and the first token's.
 Method = Literal["last", "cls", "mean", "max"]

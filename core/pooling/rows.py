@@ -7,8 +7,8 @@ import numpy as np
 from core.execution.plan import NewPooling, PooledColumns
 from core.models.step import StepResult
 from core.pooling.pooler import Method, Pooler
-from ipc.arrays import AnyInts, Doubles, Floats, Int32s, Ints, Rows
-from ipc.pooling_params import PoolingParams
+from ipc.params.pooling_params import PoolingParams
+from ipc.tables.arrays import AnyInts, Doubles, Floats, Int32s, Ints, Rows
 
 
 class PoolingRows:

@@ -1,4 +1,4 @@
-"""BlackBox: the engine's side of its black box (ipc/black_box.py): each step is noted before it runs.
+"""BlackBox: the engine's side of its black box (ipc/records/black_box.py): each step is noted before it runs.
 
 It watches the engine's pipeline (core/execution/pipeline.py), so neither the step nor an executor knows of it. A
 request's digest is made when its row is added. A steady step (the rows of the step before it, one token of each in
@@ -14,7 +14,7 @@ from core.execution.executor import WARM_UP_TOKENS
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from core.scheduling.scheduler import Scheduler
 from core.scheduling.stats import SchedulerStats
-from ipc.black_box import (
+from ipc.records.black_box import (
     BEGUN,
     BEGUN_AT,
     DIGEST_BYTES,

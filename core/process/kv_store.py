@@ -24,11 +24,11 @@ from core.tiers.peers import Peers
 from core.tiers.portable_names import PortableNames
 from core.tiers.store_thread import StoreThread
 from core.tiers.window_store import WindowContents, WindowsServed, WindowStore
-from ipc.arrays import Ints
-from ipc.block_stores import addresses_of, read_key_file, stores_of
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError
-from ipc.sockets import BoundRouter, Context, bind_router, check_address, keys_of
+from ipc.options.block_stores import addresses_of, read_key_file, stores_of
+from ipc.options.config import EngineConfig
+from ipc.tables.arrays import Ints
+from ipc.wire.sockets import BoundRouter, Context, bind_router, check_address, keys_of
 
 
 class OpenStores(NamedTuple):

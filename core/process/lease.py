@@ -15,11 +15,11 @@ from collections.abc import Callable
 
 from core import log
 from core.border.io_thread import IOThread
-from ipc.config import EngineConfig
-from ipc.messages import EngineStopping
-from ipc.pipes import FrameReader, decode_owner_message
-from ipc.sockets import remove_private_address
-from ipc.start_messages import Drain, Isolate, Prepare, Start
+from ipc.options.config import EngineConfig
+from ipc.wire.messages import EngineStopping
+from ipc.wire.pipes import FrameReader, decode_owner_message
+from ipc.wire.sockets import remove_private_address
+from ipc.wire.start_messages import Drain, Isolate, Prepare, Start
 
 EXIT_STOPPED = 128 + signal.SIGTERM  # stopped before the work was done
 _STOP_S = 1.0  # to report the end to the clients

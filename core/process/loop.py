@@ -9,7 +9,7 @@ from core import log
 from core.border.io_thread import IOThread
 from core.border.socket_rounds import AddressedMessage
 from core.inputs import EngineInput
-from ipc.messages import EngineStopping
+from ipc.wire.messages import EngineStopping
 
 EXIT_FAILED = 1
 _FINISH_S = 2.0  # to report to the clients how the engine ended

@@ -15,15 +15,15 @@ from core.executors.by_name import import_executor, load_executor
 from core.model_files.progress import following
 from core.process.resolve import resolve, resolve_costs
 from core.scheduling.draft_rule import DraftRule
-from ipc.config import EngineConfig
-from ipc.cpus import usable_cpus
 from ipc.errors import ConfigError
 from ipc.files.model_files import tokenizer_hash
-from ipc.files.tokenizer_files import tokenizer_files_of
-from ipc.memory import usable_memory_bytes
-from ipc.messages import TokenizerFiles
-from ipc.speculation import SpeculativeConfig
-from ipc.workers import has_workers
+from ipc.machine.cpus import usable_cpus
+from ipc.machine.memory import usable_memory_bytes
+from ipc.options.config import EngineConfig
+from ipc.options.speculation import SpeculativeConfig
+from ipc.options.tokenizer_files import tokenizer_files_of
+from ipc.options.workers import has_workers
+from ipc.wire.messages import TokenizerFiles
 
 if TYPE_CHECKING:  # it imports kernels, which is checked first
     from core.adapters.store import Adapters
@@ -47,7 +47,7 @@ def prepare(config: EngineConfig, report: Report) -> Prepared:
     memory.
     """
     # Imported late, as below.
-    from core.model_files.default_sampling import read_default_sampling
+    from core.model_files.settings.default_sampling import read_default_sampling
 
     report("read tokenizer")
     default_sampling = read_default_sampling(config)  # first: of a GGUF file it reads the header, which is kept

@@ -9,10 +9,10 @@ import msgspec
 
 from core.execution.executor import ModelInfo
 from core.execution.state_slots import num_draft_states
-from ipc.block_stores import stores_of
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
-from ipc.workers import has_workers
+from ipc.options.block_stores import stores_of
+from ipc.options.config import EngineConfig
+from ipc.options.workers import has_workers
 
 
 def for_recurrent_layers(config: EngineConfig, info: ModelInfo, memory_bytes: int) -> EngineConfig:

@@ -9,11 +9,11 @@ from core.execution.state_slots import num_draft_states, num_state_slots
 from core.execution.token_budget import token_budget
 from core.kv.page_room import BlockRoom, PageRoom, page_room
 from core.process.recurrent import for_recurrent_layers
-from ipc.block_stores import stores_of
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
-from ipc.rounding import ceil_div
-from ipc.workers import overlaps
+from ipc.options.block_stores import stores_of
+from ipc.options.config import EngineConfig
+from ipc.options.workers import overlaps
+from ipc.tables.rounding import ceil_div
 
 MAX_DEFAULT_CACHE_BYTES = 4 << 30
 #: Fewest blocks on the host for a store behind it, of each kind of layers: half of them may be read into at once.

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from core.process.prepare import Prepared, Report, prepare, prepare_imports
-from ipc.start_messages import Prepare
+from ipc.wire.start_messages import Prepare
 
 _OOM_SCORE = Path("/proc/self/oom_score_adj")
 _FIRST_TO_DIE = "1000"

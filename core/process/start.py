@@ -29,8 +29,10 @@ from core.process.kv_store import OpenStores, open_stores, start_store, with_ord
 from core.process.loop import Engine
 from core.process.prepare import Prepared, Report, adapters_of, features_of, prepare
 from core.tiers.store_thread import StoreThread
-from ipc.config import EngineConfig
-from ipc.messages import (
+from ipc.options.config import EngineConfig
+from ipc.params.pooling_params import generates
+from ipc.version import VERSION
+from ipc.wire.messages import (
     MAX_CLIENT_MESSAGE_BYTES,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -39,10 +41,8 @@ from ipc.messages import (
     TokenizerFiles,
     Welcome,
 )
-from ipc.pooling_params import generates
-from ipc.sockets import BoundRouter, Context, bind_router, keys_of
-from ipc.start_messages import Start
-from ipc.version import VERSION
+from ipc.wire.sockets import BoundRouter, Context, bind_router, keys_of
+from ipc.wire.start_messages import Start
 
 
 class StartedEngine(NamedTuple):

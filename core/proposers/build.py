@@ -4,8 +4,8 @@ from core.batch.table import BatchTable
 from core.proposers.ngram import NgramProposer
 from core.proposers.proposer import Proposer
 from core.proposers.suffix import SuffixProposer
-from ipc.config import EngineConfig
-from ipc.speculation import SpeculativeConfig
+from ipc.options.config import EngineConfig
+from ipc.options.speculation import SpeculativeConfig
 
 
 def build_proposer(config: EngineConfig, settings: SpeculativeConfig, table: BatchTable) -> Proposer | None:

@@ -7,7 +7,7 @@ from operator import mul
 
 import numpy as np
 
-from ipc.arrays import Int32s, Ints, UInt64s
+from ipc.tables.arrays import Int32s, Ints, UInt64s
 
 _GOLDEN = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1

@@ -8,8 +8,8 @@ import numpy as np
 from core.batch.table import FREE_ROW, BatchTable
 from core.proposers.gram_hash import GramHash
 from core.proposers.proposer import Proposals
-from ipc.arrays import Int32s, Ints, Rows
-from ipc.columns import Columns, column
+from ipc.tables.arrays import Int32s, Ints, Rows
+from ipc.tables.columns import Columns, column
 
 #: Slots of the index for each token that the rows can hold; fewer slots forget more.
 _SLOTS_PER_TOKEN = 2

@@ -4,8 +4,8 @@ import numpy as np
 
 from core.batch.table import FREE_ROW, BatchTable
 from core.proposers.proposer import Proposals
-from ipc.arrays import Bools, Int32s, Ints, Rows
-from ipc.columns import Columns, column
+from ipc.tables.arrays import Bools, Int32s, Ints, Rows
+from ipc.tables.columns import Columns, column
 
 
 class OfferedDrafts(Columns):

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 from core.proposers.gram_hash import GramHash
-from ipc.arrays import Int32s, Ints
+from ipc.tables.arrays import Int32s, Ints
 
 #: Tokens that are remembered, at most: 4 bytes each here, and 16 more of their output.
 _MAX_TOKENS = 1 << 20

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple, Protocol
 
-from ipc.arrays import Int32s, Ints, Rows
+from ipc.tables.arrays import Int32s, Ints, Rows
 
 
 class Proposals(NamedTuple):

@@ -11,9 +11,9 @@ from core.batch.table import FREE_ROW, BatchTable
 from core.proposers.ngram import FEW_ROWS, NgramProposer
 from core.proposers.output_memory import Matches, OutputMemory
 from core.proposers.proposer import Proposals
-from ipc.arrays import Ints, Rows
-from ipc.columns import Columns, column
-from ipc.speculation import SpeculativeConfig
+from ipc.options.speculation import SpeculativeConfig
+from ipc.tables.arrays import Ints, Rows
+from ipc.tables.columns import Columns, column
 
 #: Lengths of the runs that are found, in tokens. Of a longer match, the next of these counts.
 _LENGTHS = (24, 16, 12, 8, 6, 5, 4, 3, 2, 1)

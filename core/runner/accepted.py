@@ -3,7 +3,7 @@
 import numpy as np
 
 from core.execution.runner_table import RunnerTable
-from ipc.arrays import Bools, Int32s, Ints, Rows
+from ipc.tables.arrays import Bools, Int32s, Ints, Rows
 
 
 def accepted(rows: Rows, offsets: Ints, sampled: Int32s, table: RunnerTable) -> Bools:

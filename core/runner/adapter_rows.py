@@ -6,8 +6,8 @@ import numpy as np
 
 from core.adapters.store import Adapters
 from core.execution.plan import SchedulerOutput
+from core.models.operations.token_adapters import TokenAdapters
 from core.models.step import ONCE
-from core.models.token_adapters import TokenAdapters
 from core.runner.step_inputs import StepInputs
 
 

@@ -10,8 +10,8 @@ from core.execution.executor import Costs
 from core.execution.plan import NO_TOKEN, LogprobColumns, ModelRunnerOutput, SchedulerOutput, concat_logprobs
 from core.grammars.grammars import Grammars
 from core.models.llama import Llama
+from core.models.operations.triton_operations import TritonOperations
 from core.models.step import ModelInputs
-from core.models.triton_operations import TritonOperations
 from core.runner.cuda_step import CudaStep, Sampled, behind_drafts
 from core.runner.decode_graphs import DecodeGraphs
 from core.runner.device_logits import DeviceLogits
@@ -25,9 +25,9 @@ from core.runner.trial_loop import LEAST_TOKENS, MOST_TOKENS, LoopDurations, Tri
 from core.sampling.candidates import gather_candidates
 from core.sampling.logit_edits import apply_edits
 from core.sampling.sampler import SamplingInputs, processed_logits
-from ipc.arrays import NO_INT32S, NO_INTS, Int32s, Ints, Positions, Rows
-from ipc.config import LogprobsMode
-from ipc.rounding import ceil_div
+from ipc.options.config import LogprobsMode
+from ipc.tables.arrays import NO_INT32S, NO_INTS, Int32s, Ints, Positions, Rows
+from ipc.tables.rounding import ceil_div
 from kernels.triton.attention_work import TritonWork, triton_work, work_columns
 from kernels.triton.prepare_inputs import prepare_inputs
 from kernels.triton.sampling import kinds_of, pack_columns, sample_tokens

@@ -10,7 +10,7 @@ from core.execution.plan import FAILED_TOKEN, NO_TOKEN, LogprobColumns, ModelRun
 from core.runner.accepted import accepted_of
 from core.runner.host_rows import HostRows
 from core.sampling.logprobs import gather_logprobs
-from ipc.arrays import NO_INTS, Bools, Int32s, Ints
+from ipc.tables.arrays import NO_INTS, Bools, Int32s, Ints
 
 
 class CudaStep:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from ipc.rounding import round_up
+from ipc.tables.rounding import round_up
 
 #: Rows of the largest graph. Larger batches are launched kernel by kernel: launching takes less time than they run.
 MAX_ROWS = 512

@@ -3,7 +3,7 @@
 import torch
 
 from core.sampling.edit_group import Index
-from ipc.arrays import Floats
+from ipc.tables.arrays import Floats
 
 
 class DeviceLogits:

@@ -10,8 +10,8 @@ import torch
 
 from core.execution.plan import SchedulerOutput
 from core.execution.runner_table import RunnerTable
-from ipc.arrays import NO_INTS, AnyInts, Floats, Ints, Positions, Rows
-from ipc.rounding import ceil_div, round_up
+from ipc.tables.arrays import NO_INTS, AnyInts, Floats, Ints, Positions, Rows
+from ipc.tables.rounding import ceil_div, round_up
 from kernels.memory.kv_cache import KVCache
 
 _ALIGNMENT = 4  # in int32 numbers: 16 bytes

@@ -3,8 +3,8 @@
 import numpy as np
 
 from core.execution.runner_table import RunnerTable
-from ipc.arrays import Int32s, Ints
-from ipc.rounding import ceil_div
+from ipc.tables.arrays import Int32s, Ints
+from ipc.tables.rounding import ceil_div
 
 
 class DraftBlocks:

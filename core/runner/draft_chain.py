@@ -8,7 +8,7 @@ import numpy as np
 from core.execution.runner_table import RunnerTable
 from core.sampling.columns import SamplingColumns
 from core.sampling.sampler import sample
-from ipc.arrays import Floats, Int32s, Ints
+from ipc.tables.arrays import Floats, Int32s, Ints
 from kernels.cpu.sampling import CpuSampler
 
 

@@ -9,7 +9,7 @@ from core.execution.runner_table import RunnerTable
 from core.models.step import StepResult
 from core.runner.step_inputs import StepInputs
 from core.sampling.columns import SamplingColumns
-from ipc.arrays import Int32s, Ints
+from ipc.tables.arrays import Int32s, Ints
 
 
 class RanStep(NamedTuple):

@@ -6,8 +6,8 @@ import numpy as np
 
 from core.features.store import Features
 from core.runner.step_inputs import StepInputs
-from ipc.arrays import Floats, Ints
-from ipc.feature_messages import FeatureUse
+from ipc.tables.arrays import Floats, Ints
+from ipc.wire.feature_messages import FeatureUse
 
 
 class StepFeatures(NamedTuple):

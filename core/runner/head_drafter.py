@@ -16,7 +16,7 @@ from core.runner.draft_chain import NextLogits, draw_chain, num_drawn
 from core.runner.draft_pause import DraftPause
 from core.runner.drafter import RanStep
 from core.sampling.columns import SamplingColumns
-from ipc.arrays import NO_INT32S, Floats, Int32s, Ints
+from ipc.tables.arrays import NO_INT32S, Floats, Int32s, Ints
 from kernels.cpu.decoder import DecoderResult
 
 #: Tokens whose K and V are made at once, at most: it bounds the memory for hidden states.

@@ -4,7 +4,7 @@ import numpy as np
 
 from core.execution.runner_table import RunnerTable
 from core.sampling.columns import SamplingColumns
-from ipc.arrays import Int32s, Ints, Positions, Rows, TokenIds
+from ipc.tables.arrays import Int32s, Ints, Positions, Rows, TokenIds
 
 
 class HostRows:

@@ -16,8 +16,8 @@ from core.runner.draft_chain import NextLogits, draw_chain, num_drawn
 from core.runner.draft_pause import DraftPause
 from core.runner.drafter import RanStep
 from core.sampling.columns import SamplingColumns
-from ipc.arrays import NO_INT32S, Int32s, Ints
-from ipc.columns import Columns, column
+from ipc.tables.arrays import NO_INT32S, Int32s, Ints
+from ipc.tables.columns import Columns, column
 
 #: Known tokens that are computed in one step, at most: a long prompt is caught up with in several steps.
 _CATCH_UP = 512

@@ -38,9 +38,9 @@ from core.sampling.first_tokens import sample_rows
 from core.sampling.logit_edits import edit_groups
 from core.sampling.logprobs import gather_logprobs
 from core.sampling.sampler import processed_logits, sample, sample_greedily
-from ipc.arrays import NO_INT32S, AnyInts, Bools, Floats, Int32s, Ints, Rows
-from ipc.config import LogprobsMode
-from ipc.rounding import ceil_div
+from ipc.options.config import LogprobsMode
+from ipc.tables.arrays import NO_INT32S, AnyInts, Bools, Floats, Int32s, Ints, Rows
+from ipc.tables.rounding import ceil_div
 
 #: Prompt tokens whose logits are computed at once for log probabilities. It bounds memory: 4 bytes a logit.
 _PIECE = 32

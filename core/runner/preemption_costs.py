@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from core.execution.executor import Costs
-from ipc.arrays import Int32s
+from ipc.tables.arrays import Int32s
 from kernels.memory.kv_cache import KVCache
 
 NUM_TOKENS = 128  # length of the timed prompt: a chunk that keeps the processor busy

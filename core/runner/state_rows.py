@@ -12,7 +12,7 @@ import numpy as np
 from core.execution.plan import SchedulerOutput
 from core.models.step import ONCE
 from core.runner.step_inputs import StepInputs
-from ipc.arrays import NO_INTS, AnyInts, Floats, Ints
+from ipc.tables.arrays import NO_INTS, AnyInts, Floats, Ints
 from kernels.recurrence import StateRows
 
 

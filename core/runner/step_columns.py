@@ -6,7 +6,7 @@ import numpy as np
 
 from core.execution.plan import SchedulerOutput
 from core.runner.step_inputs import draft_samples
-from ipc.arrays import AnyInts, Int32s, Ints, Rows
+from ipc.tables.arrays import AnyInts, Int32s, Ints, Rows
 from kernels.triton.attention_work import shared_tokens
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from core.execution.plan import SchedulerOutput
 from core.execution.runner_table import TOKENS_PER_PAGE, RunnerTable
 from core.models.step import ONCE
-from ipc.arrays import Bools, Int32s, Ints, Positions, Rows, TokenIds
+from ipc.tables.arrays import Bools, Int32s, Ints, Positions, Rows, TokenIds
 
 #: Block tables have a multiple of this many columns, at least one more than blocks: room to advance.
 _TABLE_COLUMNS = 8

@@ -7,8 +7,8 @@ import numpy as np
 from core.execution.executor import StepCosts, StepHandle
 from core.execution.plan import NewRow, SchedulerOutput
 from core.runner.step_durations import Clock
-from ipc.arrays import NO_INT32S, Int32s
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.tables.arrays import NO_INT32S, Int32s
 
 #: What the engine does around a step, played by waiting: it plans it and passes on its tokens, 130 calls in Python.
 ENGINE_NS = 150_000

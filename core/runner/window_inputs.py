@@ -1,10 +1,10 @@
-"""WindowInputs: a model's inputs where layers with a window have blocks of their own (core/models/cache_pages.py)."""
+"""WindowInputs: a model's inputs where layers with a window have blocks of their own (core/models/layers/cache_pages.py)."""
 
 import numpy as np
 
 from core.execution.plan import SchedulerOutput
 from core.runner.step_inputs import Decoding, InputMaker, StepInputs
-from ipc.arrays import NO_INTS, Int32s, Ints
+from ipc.tables.arrays import NO_INTS, Int32s, Ints
 
 
 class WindowInputs(InputMaker):

@@ -8,7 +8,7 @@ import numpy as np
 
 from core.execution.plan import LogprobColumns
 from core.sampling.logprobs import most_likely
-from ipc.arrays import Floats, Ints, Positions
+from ipc.tables.arrays import Floats, Ints, Positions
 
 #: In place of a sampled token: the row belongs to a beam search, which chooses its tokens.
 NOT_DRAWN = -3

@@ -10,10 +10,10 @@ from core.execution.runner_table import RunnerTable
 from core.sampling.edit_group import Edit, EditGroup, SampledRows
 from core.sampling.sample_index import SampleIndex
 from core.sampling.sampler import NO_EDITS, SamplingInputs
-from ipc.arrays import NO_INTS, Bools, Floats, Int32s, Ints, Positions, Rows, TokenIds, UInt64s
-from ipc.beam_search import num_candidates
-from ipc.columns import Columns, column
-from ipc.sampling_params import SamplingParams
+from ipc.params.beam_search import num_candidates
+from ipc.params.sampling_params import SamplingParams
+from ipc.tables.arrays import NO_INTS, Bools, Floats, Int32s, Ints, Positions, Rows, TokenIds, UInt64s
+from ipc.tables.columns import Columns, column
 
 _NO_LOGPROBS = -1
 _ALL_LOGPROBS = 2**31 - 1

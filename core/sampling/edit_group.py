@@ -8,7 +8,7 @@ import numpy as np
 from core.execution.plan import NewRow
 from core.execution.runner_table import RunnerTable
 from core.sampling.sample_index import SampleIndex
-from ipc.arrays import Bools, Floats, Int32s, Ints, Positions, Rows, TokenIds
+from ipc.tables.arrays import Bools, Floats, Int32s, Ints, Positions, Rows, TokenIds
 
 #: Rows, or pairs of a row and a token, by their indices.
 Index: TypeAlias = Ints | tuple[Ints, Ints]

@@ -13,7 +13,7 @@ import numpy as np
 from core.execution.runner_table import RunnerTable
 from core.sampling.columns import SamplingColumns, positions_of
 from core.sampling.sampler import NO_EDITS, SamplingInputs, sample
-from ipc.arrays import Floats, Int32s, Ints, Rows
+from ipc.tables.arrays import Floats, Int32s, Ints, Rows
 from kernels.cpu.sampling import CpuSampler
 
 #: Up to one sample in so many is drawn from a copy of its logits: 0.2 MB each, where a call for all takes 0.1 ms.

@@ -7,7 +7,7 @@ import numpy as np
 from core.execution.plan import NewRow
 from core.sampling.edit_group import EditGroup, Logits, SampledRows
 from core.sampling.row_group import RowGroup
-from ipc.arrays import Bools, Floats, Int32s, Ints
+from ipc.tables.arrays import Bools, Floats, Int32s, Ints
 
 
 class LogitBias(EditGroup):

@@ -12,7 +12,7 @@ from core.sampling.logit_bias import LogitBias
 from core.sampling.min_tokens import MinTokens
 from core.sampling.penalties import Penalties
 from core.sampling.structured_outputs import StructuredOutputs
-from ipc.arrays import Int32s
+from ipc.tables.arrays import Int32s
 from kernels.cpu.sampling import UNKNOWN
 from kernels.cpu.token_masks import CpuTokenMasks
 

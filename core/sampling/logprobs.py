@@ -3,7 +3,7 @@
 import numpy as np
 
 from core.execution.plan import LogprobColumns
-from ipc.arrays import AnyInts, Doubles, Floats, Ints, Positions, Rows
+from ipc.tables.arrays import AnyInts, Doubles, Floats, Ints, Positions, Rows
 
 #: Logits of which only the largest is looked at first, in the search for a row's most likely tokens.
 _GROUP = 32

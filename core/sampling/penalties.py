@@ -7,7 +7,7 @@ import numpy as np
 from core.execution.plan import NewRow
 from core.sampling.edit_group import EditGroup, Logits, SampledRows
 from core.sampling.token_counts import TokenCounts, add_drafts
-from ipc.arrays import Bools, Floats, Int32s, Ints, Rows, TokenIds
+from ipc.tables.arrays import Bools, Floats, Int32s, Ints, Rows, TokenIds
 
 _NEUTRAL = (1.0, 0.0, 0.0)
 

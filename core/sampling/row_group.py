@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ipc.arrays import Ints
+from ipc.tables.arrays import Ints
 
 
 class RowGroup:

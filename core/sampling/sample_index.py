@@ -4,7 +4,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ipc.arrays import Bools, Ints, Rows
+from ipc.tables.arrays import Bools, Ints, Rows
 
 
 class SampleIndex:

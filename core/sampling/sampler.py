@@ -12,7 +12,7 @@ import numpy as np
 
 from core.sampling.edit_group import Edit
 from core.sampling.logit_edits import apply_edits, largest_after
-from ipc.arrays import NO_INT32S, Bools, Doubles, Floats, Int32s, Ints, Rows, UInt64s
+from ipc.tables.arrays import NO_INT32S, Bools, Doubles, Floats, Int32s, Ints, Rows, UInt64s
 from kernels.cpu.sampling import CpuSampler
 from kernels.gumbel import LEAST_NOISE, MOST_NOISE, high_bits, noise
 

@@ -7,7 +7,7 @@ import numpy as np
 from core.execution.plan import NewRow
 from core.grammars.matchers import RowMatchers
 from core.sampling.edit_group import EditGroup, Logits, SampledRows
-from ipc.arrays import Bools, Int32s, Ints, Rows, TokenIds, UInt32s
+from ipc.tables.arrays import Bools, Int32s, Ints, Rows, TokenIds, UInt32s
 from kernels.cpu.token_masks import CpuTokenMasks
 
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ipc.arrays import AnyInts, Int32s, Ints, Rows, TokenIds
+from ipc.tables.arrays import AnyInts, Int32s, Ints, Rows, TokenIds
 
 _ROW_SHIFT = 32
 

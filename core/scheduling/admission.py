@@ -15,9 +15,9 @@ from core.scheduling.limits import Limit, PartialPrefills
 from core.scheduling.policies import Policy
 from core.scheduling.preemption import Preemption
 from core.scheduling.waiting_queue import WaitingQueue
-from ipc.arrays import Ints
-from ipc.config import EngineConfig
-from ipc.rounding import ceil_div
+from ipc.options.config import EngineConfig
+from ipc.tables.arrays import Ints
+from ipc.tables.rounding import ceil_div
 
 #: After this many preemptions for running requests, a request starts only with all the blocks that it can need.
 MAX_PREEMPTIONS = 8

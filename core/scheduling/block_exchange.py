@@ -16,7 +16,7 @@ from core.inputs import BlocksArrived, BlocksFound, BlocksStored
 from core.kv.block_names import UNNAMED, block_key, hash_blocks
 from core.kv.orders import Fetch, Leave, Look, Order, Store
 from core.scheduling.waiting_queue import WaitingQueue
-from ipc.arrays import NO_INTS, BlockIds, Int32s, Ints, Rows
+from ipc.tables.arrays import NO_INTS, BlockIds, Int32s, Ints, Rows
 
 #: Fewest missing blocks for which a request waits: the store's answer takes as long as computing some tokens.
 MIN_BLOCKS = 4

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import msgspec
 
 from core.batch.request import Request
-from ipc.arrays import Ints, Rows
+from ipc.tables.arrays import Ints, Rows
 
 
 class Verdict(IntEnum):

@@ -10,9 +10,9 @@ from core.batch.new_blocks import NewBlocks
 from core.batch.table import RequestStart
 from core.execution.plan import NewPooling, NewRow, SchedulerOutput
 from core.scheduling.decisions import Decision, Examined, Preempted
-from ipc.arrays import NO_INT32S, NO_INTS, AnyInts, Int32s, Ints, Rows
-from ipc.feature_messages import FeatureUse
-from ipc.pooling_params import PoolingParams
+from ipc.params.pooling_params import PoolingParams
+from ipc.tables.arrays import NO_INT32S, NO_INTS, AnyInts, Int32s, Ints, Rows
+from ipc.wire.feature_messages import FeatureUse
 
 
 class DraftTokens(NamedTuple):

@@ -5,7 +5,7 @@ from itertools import accumulate
 
 import numpy as np
 
-from ipc.arrays import Doubles, Ints
+from ipc.tables.arrays import Doubles, Ints
 
 #: A step with more tokens than this gets no drafts: its cost grows with each token.
 LARGEST_STEP = 512

@@ -13,8 +13,8 @@ from core.scheduling.policies import Policy
 from core.scheduling.preemption import Preemption
 from core.scheduling.stats import SchedulerStats
 from core.scheduling.waiting_queue import WaitingQueue
-from ipc.arrays import Bools, Rows
-from ipc.messages import ErrorCode
+from ipc.tables.arrays import Bools, Rows
+from ipc.wire.messages import ErrorCode
 
 #: Most requests that one step fails because their deadlines have passed: it costs 10 microseconds each.
 MAX_OVERDUE = 512

@@ -5,8 +5,8 @@ import numpy as np
 from core.batch.request import NO_ROW, Request
 from core.scheduling.decisions import Examined, Verdict
 from core.scheduling.scheduler import Scheduler
-from ipc.messages import CallFailed, ErrorCode, PauseMode
-from ipc.scheduling_messages import (
+from ipc.wire.messages import CallFailed, ErrorCode, PauseMode
+from ipc.wire.scheduling_messages import (
     EVERY_REQUEST,
     OWN_SESSION,
     Explain,

@@ -10,9 +10,9 @@ from core.batch.request import Request
 from core.batch.table import RequestStart
 from core.execution.plan import LogprobColumns, PooledColumns
 from core.scheduling.request_events import RequestEventLog
-from ipc.arrays import NO_INT32S, NO_INTS, Bools, Int32s, Ints, Positions, Rows, TokenIds, UInt8s
-from ipc.messages import ErrorCode, FinishReason, Logprobs, Outputs, RequestFailed
-from ipc.pooling_messages import Pooled
+from ipc.tables.arrays import NO_INT32S, NO_INTS, Bools, Int32s, Ints, Positions, Rows, TokenIds, UInt8s
+from ipc.wire.messages import ErrorCode, FinishReason, Logprobs, Outputs, RequestFailed
+from ipc.wire.pooling_messages import Pooled
 
 #: (client, message) in the order in which they are to be sent.
 ClientOutput: TypeAlias = tuple[int, Outputs | RequestFailed]

@@ -14,8 +14,8 @@ from core.batch.table import BatchTable, RequestStart
 from core.scheduling.row_shares import RowShares
 from core.scheduling.virtual_time import TOKEN, VirtualTime
 from core.scheduling.waiting_lines import FairLine, Line
-from ipc.arrays import Bools, Ints, Rows
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
+from ipc.tables.arrays import Bools, Ints, Rows
 
 NS_PER_S = 1_000_000_000
 _FARTHEST = 2**62  # ranks are int64; 146 years

@@ -11,8 +11,8 @@ from core.scheduling.draft import Draft
 from core.scheduling.policies import Policy
 from core.scheduling.stats import SchedulerStats
 from core.scheduling.waiting_queue import WaitingQueue
-from ipc.arrays import Ints, Rows
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
+from ipc.tables.arrays import Ints, Rows
 
 
 class Preemption:

@@ -8,7 +8,7 @@ import struct
 from core.batch.request import Request
 from core.batch.table import RequestStart
 from core.scheduling.decisions import Preempted
-from ipc.scheduling_messages import EventCause, EventKind, RequestEvents
+from ipc.wire.scheduling_messages import EventCause, EventKind, RequestEvents
 
 _QUEUED, _SCHEDULED, _PREEMPTED, _RESUMED = map(int, EventKind)
 _FORMATS = "IHBBIq"  # struct codes of an event's fields: number, choice, kind, cause, amount, time

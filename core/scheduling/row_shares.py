@@ -3,7 +3,7 @@
 import numpy as np
 
 from core.scheduling.virtual_time import VirtualTime
-from ipc.arrays import Bools, Ints
+from ipc.tables.arrays import Bools, Ints
 
 
 class RowShares:

@@ -7,10 +7,10 @@ from core.scheduling.policies import Policy
 from core.scheduling.preemption import Preemption
 from core.scheduling.running_rows import RunningRows
 from core.scheduling.waiting_queue import WaitingQueue
-from ipc.arrays import Ints, Rows
-from ipc.config import EngineConfig
-from ipc.rounding import ceil_div
-from ipc.workers import most_in_flight
+from ipc.options.config import EngineConfig
+from ipc.options.workers import most_in_flight
+from ipc.tables.arrays import Ints, Rows
+from ipc.tables.rounding import ceil_div
 
 
 class RowsInTurn(RunningRows):

@@ -8,8 +8,8 @@ from core.scheduling.draft import Draft
 from core.scheduling.policies import Policy
 from core.scheduling.preemption import Preemption
 from core.scheduling.waiting_queue import WaitingQueue
-from ipc.arrays import Ints, Rows
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
+from ipc.tables.arrays import Ints, Rows
 
 _NO_BUDGET = 2**62  # tokens: more than rows can want
 

@@ -17,11 +17,11 @@ from core.batch.window_batch import make_batch
 from core.execution.plan import FAILED_TOKEN, ModelRunnerOutput, SchedulerOutput
 from core.scheduling.adapter_slots import AdapterSlots
 from core.scheduling.admission import Admission
-from core.scheduling.beam_searches import BeamSearches
+from core.scheduling.beams.beam_searches import BeamSearches
+from core.scheduling.beams.group_rows import GroupRows
 from core.scheduling.decisions import Decision
 from core.scheduling.draft import Draft, finish_plan
 from core.scheduling.ends import Ends
-from core.scheduling.group_rows import GroupRows
 from core.scheduling.leads import Leads
 from core.scheduling.outputs import ClientOutput, OutputCollector
 from core.scheduling.parties import Parties
@@ -33,9 +33,9 @@ from core.scheduling.stats import new_stats
 from core.scheduling.waiting_queue import WaitingQueue
 from core.scheduling.whole_features import WholeFeatures
 from core.scheduling.window_exchange import make_exchange
-from ipc.arrays import AnyInts, Bools, Int32s, Ints, Rows, TokenIds, UInt8s
-from ipc.config import EngineConfig
-from ipc.messages import ErrorCode, FinishReason, PauseMode
+from ipc.options.config import EngineConfig
+from ipc.tables.arrays import AnyInts, Bools, Int32s, Ints, Rows, TokenIds, UInt8s
+from ipc.wire.messages import ErrorCode, FinishReason, PauseMode
 
 
 class Scheduler:

@@ -19,11 +19,11 @@ from core.scheduling.outputs import OutputCollector
 from core.scheduling.policies import Policy
 from core.scheduling.stats import SchedulerStats
 from core.scheduling.waiting_queue import WaitingQueue
-from ipc.arrays import Bools, Doubles, Int32s, Ints, Rows
-from ipc.columns import Columns, column
-from ipc.config import EngineConfig
-from ipc.speculation import MAX_DRAFTS
-from ipc.workers import overlaps
+from ipc.options.config import EngineConfig
+from ipc.options.speculation import MAX_DRAFTS
+from ipc.options.workers import overlaps
+from ipc.tables.arrays import Bools, Doubles, Int32s, Ints, Rows
+from ipc.tables.columns import Columns, column
 
 #: A row's counts are halved when it has tried so many drafts, so that what it did last counts most.
 _ROW_MEMORY = 32

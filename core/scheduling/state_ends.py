@@ -15,7 +15,7 @@ from core.batch.table import RequestStart
 from core.scheduling.decisions import Examined
 from core.scheduling.draft import Draft
 from core.scheduling.limits import Limit
-from ipc.arrays import Ints
+from ipc.tables.arrays import Ints
 
 #: Tokens for whose state a chunk is cut in two: computing fewer again costs less than a step.
 LEAST_TOKENS = 64

@@ -9,9 +9,9 @@ from core.batch.table import RequestStart
 from core.execution.plan import SchedulerOutput
 from core.kv.block_pool import BlockPool
 from core.scheduling.decisions import Decision, Verdict
-from ipc.arrays import Ints
-from ipc.messages import Statistics
-from ipc.metrics_messages import STEP_TOKEN_BOUNDS, step_token_bucket
+from ipc.tables.arrays import Ints
+from ipc.wire.messages import Statistics
+from ipc.wire.metrics_messages import STEP_TOKEN_BOUNDS, step_token_bucket
 
 _HEAD_COUNTERS: dict[Verdict, str] = {
     verdict: f"num_head_{verdict.name.lower()}" for verdict in Verdict if verdict is not Verdict.HOLDS_THE_REST

@@ -6,7 +6,7 @@ that comes back after a pause is lifted to the least served of those at work, so
 
 import numpy as np
 
-from ipc.arrays import Bools, Ints
+from ipc.tables.arrays import Bools, Ints
 
 #: Virtual time of one token at weight 1. Integers: sums are exact, and the same in every process.
 TOKEN = 1 << 16

@@ -10,7 +10,7 @@ from core.batch.table import RequestStart
 from core.scheduling.decisions import Examined, Verdict
 from core.scheduling.draft import Draft
 from core.scheduling.limits import Limit
-from ipc.feature_messages import FeatureUse
+from ipc.wire.feature_messages import FeatureUse
 
 
 class WholeFeatures:

@@ -17,9 +17,9 @@ from core.kv.block_names import UNNAMED
 from core.kv.orders import Fetch, Leave, Look, Store, Windows
 from core.scheduling.block_exchange import MAX_STORES, STORED_AT_ONCE, BlockExchange, PendingFetch, has_live
 from core.scheduling.waiting_queue import WaitingQueue
-from ipc.arrays import NO_INTS, BlockIds, Int32s, Ints, Rows
-from ipc.block_stores import asks_store, stores_of
-from ipc.config import EngineConfig
+from ipc.options.block_stores import asks_store, stores_of
+from ipc.options.config import EngineConfig
+from ipc.tables.arrays import NO_INTS, BlockIds, Int32s, Ints, Rows
 
 
 class WindowExchange(BlockExchange):

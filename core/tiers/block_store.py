@@ -20,7 +20,7 @@ from core.tiers.memory_shelf import Contents, MemoryShelf
 from core.tiers.peer_server import PeerServer
 from core.tiers.peers import Peers
 from core.tiers.portable_names import PortableNames
-from ipc.arrays import Ints
+from ipc.tables.arrays import Ints
 
 _PAUSE_S = 30.0  # without writing, after an error of the disk
 #: A block that requests use in memory counts as used on the disk so often at most. If its file has gone it is written

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from core.execution.shared_blocks import BlockMemory
 from core.tiers.block_file import pack_block
-from ipc.arrays import Ints
+from ipc.tables.arrays import Ints
 
 #: Names that are remembered for each block of a memory: several may have been there, one after the other.
 _NAMES_PER_BLOCK = 2

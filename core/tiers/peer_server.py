@@ -24,7 +24,7 @@ from core.tiers.peer_messages import (
     encode,
     split_names,
 )
-from ipc.sockets import BoundRouter, Context
+from ipc.wire.sockets import BoundRouter, Context
 
 _LINGER_MS = 0  # an asker computes what does not come
 

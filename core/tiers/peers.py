@@ -23,7 +23,7 @@ from core.tiers.peer_messages import (
     decode_answer,
     encode,
 )
-from ipc.sockets import Context, Socket, connect_dealer
+from ipc.wire.sockets import Context, Socket, connect_dealer
 
 #: Longest wait for the answers to one look, and for the blocks of one fetch, in seconds. A request waits 2 s at most
 #: (core/scheduling/block_exchange.py); what has come by then is used.

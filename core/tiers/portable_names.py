@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 import numpy as np
 
-from ipc.arrays import TokenIds
+from ipc.tables.arrays import TokenIds
 
 NAME_BYTES = 16
 KEY_BYTES = 32
@@ -32,7 +32,7 @@ class PortableNames:
         self._block_size = block_size
 
     def root(self, root: int) -> bytes:
-        """Return the name before the first block under this root (ipc/block_roots.py)."""
+        """Return the name before the first block under this root (ipc/wire/block_roots.py)."""
         return self._digest(self._begin + root.to_bytes(8, "little", signed=True))
 
     def chain(self, root: int, token_ids: TokenIds) -> Iterator[bytes]:

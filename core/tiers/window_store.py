@@ -15,7 +15,7 @@ from core.tiers.block_store import BlocksServed, BlockStore, Left
 from core.tiers.memory_shelf import MemoryShelf
 from core.tiers.peers import Peers
 from core.tiers.portable_names import PortableNames
-from ipc.arrays import Ints
+from ipc.tables.arrays import Ints
 
 #: Most prefixes for whose blocks of windows peers are asked at one look; each question takes a way there and back.
 _MOST_QUESTIONS = 4

@@ -50,9 +50,9 @@ from core.workers.messages import (
 )
 from core.workers.placement import bind
 from core.workers.wires import Place, Wires
-from ipc.channel import Channel, ChannelEndedError
-from ipc.config import EngineConfig
 from ipc.errors import EngineCoreError, OutOfMemoryError
+from ipc.options.config import EngineConfig
+from ipc.wire.channel import Channel, ChannelEndedError
 
 EXIT_FAILED = 1
 _LOG_S = 0.5  # for the last lines on standard error

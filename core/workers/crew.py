@@ -30,9 +30,9 @@ from core.workers.nodes import Nodes
 from core.workers.processes import ChildProcess, WorkerProcess
 from core.workers.wires import Place, above, make_wires
 from ipc import errors
-from ipc.channel import Channel, ChannelEndedError
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError, EngineCoreError, EngineStartError
+from ipc.options.config import EngineConfig
+from ipc.wire.channel import Channel, ChannelEndedError
 
 AnswerT = TypeVar("AnswerT", bound=Answer)
 Value = TypeVar("Value")

@@ -31,10 +31,10 @@ from core.workers.messages import (
 from core.workers.nodes import Nodes
 from core.workers.step_clock import StepClock
 from core.workers.wires import places_of
-from ipc.channel import ChannelEndedError
-from ipc.config import EngineConfig
 from ipc.errors import EngineCoreError, EngineStartError
-from ipc.workers import in_one_process
+from ipc.options.config import EngineConfig
+from ipc.options.workers import in_one_process
+from ipc.wire.channel import ChannelEndedError
 
 MAX_LOSSES = 3  # within _LOSSES_S; the last of these ends the engine
 _LOSSES_S = 60.0

@@ -11,9 +11,9 @@ import msgspec
 
 from core.execution.executor import Costs, ModelInfo, StepCosts
 from core.workers.wires import Place, Wires
-from ipc.config import EngineConfig
 from ipc.errors import MalformedMessageError
-from ipc.messages import DECODE_ERRORS
+from ipc.options.config import EngineConfig
+from ipc.wire.messages import DECODE_ERRORS
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag=1):

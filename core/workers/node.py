@@ -35,10 +35,10 @@ from core.workers.node_messages import (
 from core.workers.nodes import files_fingerprint
 from core.workers.processes import ChildProcess
 from core.workers.wires import Place, make_wires
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError, EngineCoreError, MalformedMessageError
-from ipc.sockets import READABLE, Socket, connect_dealer, pending_events, signal_fd
+from ipc.options.config import EngineConfig
 from ipc.version import VERSION
+from ipc.wire.sockets import READABLE, Socket, connect_dealer, pending_events, signal_fd
 
 _JOIN_S = 1.0  # between two attempts to join
 _RETRY_S = 0.5  # before a new connection

@@ -10,9 +10,9 @@ from typing import TypeAlias
 import msgspec
 
 from core.workers.wires import Place
-from ipc.config import EngineConfig
 from ipc.errors import MalformedMessageError
-from ipc.messages import DECODE_ERRORS
+from ipc.options.config import EngineConfig
+from ipc.wire.messages import DECODE_ERRORS
 
 #: Seconds between two signs of life, and after which an engine or a node that gives none counts as gone: before a step
 #: counts as hung (core/workers/step_clock.py).

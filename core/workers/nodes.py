@@ -40,12 +40,12 @@ from core.workers.node_messages import (
 )
 from core.workers.processes import RemoteProcess
 from core.workers.wires import Place, ends_of_streams
-from ipc.config import EngineConfig
 from ipc.errors import EngineStartError, MalformedMessageError
 from ipc.files.model_files import model_fingerprint, resolve_model
-from ipc.sockets import READABLE, Context, Socket, bind_router, keys_of, pending_events, signal_fd
+from ipc.options.config import EngineConfig
+from ipc.options.workers import master_address
 from ipc.version import VERSION
-from ipc.workers import master_address
+from ipc.wire.sockets import READABLE, Context, Socket, bind_router, keys_of, pending_events, signal_fd
 
 _REMIND_S = 30.0  # between two lines that say who is missing
 _DESCRIBE_S = 60.0  # for a machine to read what identifies its files of the model

@@ -10,18 +10,18 @@ import numpy as np
 from core.execution.executor import StepHandle
 from core.execution.plan import SchedulerOutput
 from core.executors.local import LocalExecutor
-from core.models.rank import Rank
-from core.models.shard import Shard
-from core.models.stage import Stage
-from core.models.stage_link import StageLink
-from core.models.stage_llama import StageLlama
+from core.models.parts.rank import Rank
+from core.models.parts.shard import Shard
+from core.models.parts.stage import Stage
+from core.models.parts.stage_link import StageLink
+from core.models.parts.stage_llama import StageLlama
 from core.runner.model_runner import ModelRunner
 from core.workers.rank_channel import Followers
 from core.workers.rank_runners import FollowingRunner, LeadingRunner
 from core.workers.stage_runners import EarlierFollowingRunner, EarlierLeadingRunner, EarlierRunner
 from core.workers.wires import Place, Wires
-from ipc.channel import Channel
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
+from ipc.wire.channel import Channel
 from kernels.cpu.group import SeparateMemory, SharedMemory
 
 

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from ipc.cpus import usable_cpus
+from ipc.machine.cpus import usable_cpus
 
 _NODES = Path("/sys/devices/system/node")
 

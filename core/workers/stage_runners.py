@@ -9,7 +9,7 @@ import numpy as np
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from core.runner.model_runner import ModelRunner
 from core.workers.rank_runners import FollowsTrials, LeadsTrials
-from ipc.arrays import NO_INT32S, Bools, Int32s, Ints
+from ipc.tables.arrays import NO_INT32S, Bools, Int32s, Ints
 
 
 @dataclass

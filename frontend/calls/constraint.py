@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 import msgspec
 
 from frontend.calls.formats import HERMES_TOOLS, ToolFormat
-from ipc.choices import MANY_CHOICES, pattern_of
 from ipc.errors import InvalidRequestError
-from ipc.gbnf import rule_of_grammar
-from ipc.json_schemas import close_objects, drop_annotations, spell_dependencies
-from ipc.schema_numbers import keep_numbers
-from ipc.structured_outputs import StructuredOutputsParams
+from ipc.params.choices import MANY_CHOICES, pattern_of
+from ipc.params.gbnf import rule_of_grammar
+from ipc.params.json_schemas import close_objects, drop_annotations, spell_dependencies
+from ipc.params.schema_numbers import keep_numbers
+from ipc.params.structured_outputs import StructuredOutputsParams
 
 Json = Mapping[str, Any]
 

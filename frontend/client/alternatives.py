@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 
 from ipc.errors import EngineDeadError
-from ipc.sockets import check_address, check_listening
+from ipc.wire.sockets import check_address, check_listening
 
 #: Seconds in which an address must answer before the next one is tried.
 _TURN_S = 0.5

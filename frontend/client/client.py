@@ -24,7 +24,6 @@ from frontend.client.kv_event_stream import KVEventStream
 from frontend.client.resumption import Resumption
 from frontend.client.transport_interface import Borrower, Transport
 from frontend.client.typed_calls import TypedCalls
-from ipc.call import Call
 from ipc.errors import (
     CallFailedError,
     EngineCoreError,
@@ -33,8 +32,11 @@ from ipc.errors import (
     InvalidRequestError,
     RequestFailedError,
 )
-from ipc.lora_messages import AdapterId
-from ipc.messages import (
+from ipc.params.pooling_params import PoolingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.call import Call
+from ipc.wire.lora_messages import AdapterId
+from ipc.wire.messages import (
     CALLS,
     MAX_ABORTED,
     PROTOCOL_MAJOR,
@@ -56,11 +58,9 @@ from ipc.messages import (
     decode_server_message,
     encode,
 )
-from ipc.placed_feature import PlacedFeature
-from ipc.pooling_messages import AddPooling
-from ipc.pooling_params import PoolingParams
-from ipc.sampling_params import SamplingParams
-from ipc.scheduling_messages import FollowKVEvents, KVEvents
+from ipc.wire.placed_feature import PlacedFeature
+from ipc.wire.pooling_messages import AddPooling
+from ipc.wire.scheduling_messages import FollowKVEvents, KVEvents
 
 _MAX_NUMBER = 2**32 - 1
 _LOST = "the connection to the engine was lost and is being made again; try again"

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import zmq
 
-from ipc.sockets import READABLE, Context, connect_dealer, pending_events
+from ipc.wire.sockets import READABLE, Context, connect_dealer, pending_events
 
 #: Most frames received in one batch, so that a slow reader still looks at its other file descriptors.
 MAX_BATCH = 256

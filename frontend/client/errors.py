@@ -8,8 +8,8 @@ from ipc.errors import (
     InvalidRequestError,
     RequestFailedError,
 )
-from ipc.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, ErrorCode, Refused, RequestFailed, Welcome
-from ipc.sockets import HANDSHAKE_MS
+from ipc.wire.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, ErrorCode, Refused, RequestFailed, Welcome
+from ipc.wire.sockets import HANDSHAKE_MS
 
 _SAME_TOKENS = "L2"  # the level at which equal fingerprints mean equal tokens
 

@@ -17,12 +17,12 @@ from frontend.client.progress import Progress
 from frontend.client.received_logprobs import ReceivedLogprobs, logprob_columns_of
 from frontend.client.received_vectors import vectors_of
 from frontend.client.request_events import RequestEvent, read_events
-from ipc.arrays import AnyInts, Bools, Doubles, Floats, Int32s, Ints, UInt8s
-from ipc.columns import Columns, column
 from ipc.errors import EngineCoreError, MalformedMessageError
-from ipc.feature_messages import PutFeature
-from ipc.messages import Abort, AddRequest, FinishReason, Outputs, Submission
-from ipc.paged_rows import PagedRows
+from ipc.tables.arrays import AnyInts, Bools, Doubles, Floats, Int32s, Ints, UInt8s
+from ipc.tables.columns import Columns, column
+from ipc.tables.paged_rows import PagedRows
+from ipc.wire.feature_messages import PutFeature
+from ipc.wire.messages import Abort, AddRequest, FinishReason, Outputs, Submission
 
 _PAGE_SIZE = 64  # tokens
 _SIBLINGS_PAGE = 4  # rows

@@ -7,7 +7,7 @@ from typing import Protocol
 from frontend.client.journal import Journal
 from frontend.client.news import News
 from frontend.client.progress import Progress
-from ipc.arrays import Ints
+from ipc.tables.arrays import Ints
 
 
 class JournalReader(Protocol):

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ipc.errors import EngineCoreError
-from ipc.kv_events import KVBlocksCleared
-from ipc.scheduling_messages import KVEvents
+from ipc.wire.kv_events import KVBlocksCleared
+from ipc.wire.scheduling_messages import KVEvents
 
 #: Messages that wait to be read. Beyond this number they are dropped, and the engine sends a new snapshot.
 MAX_UNREAD = 4096

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from ipc.arrays import NO_INT32S, NO_INTS, NO_UINT8S, Int32s, Ints, UInt8s
+from ipc.tables.arrays import NO_INT32S, NO_INTS, NO_UINT8S, Int32s, Ints, UInt8s
 
 
 class News(NamedTuple):

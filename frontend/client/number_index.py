@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ipc.arrays import AnyInts, Ints
+from ipc.tables.arrays import AnyInts, Ints
 
 
 class NumberIndex:

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ipc.arrays import Bools, Int32s, Ints, UInt8s
 from ipc.errors import MalformedMessageError
-from ipc.messages import FinishReason, Outputs
+from ipc.tables.arrays import Bools, Int32s, Ints, UInt8s
+from ipc.wire.messages import FinishReason, Outputs
 
 LAST_FINISH = int(max(FinishReason))
 

@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 from frontend.client.received_logprobs import ReceivedLogprobs
 from frontend.client.request_events import RequestEvent
-from ipc.arrays import Floats, Int32s
 from ipc.errors import EngineCoreError
-from ipc.messages import FinishReason
+from ipc.tables.arrays import Floats, Int32s
+from ipc.wire.messages import FinishReason
 
 
 class Progress(NamedTuple):

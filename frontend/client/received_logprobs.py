@@ -4,9 +4,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ipc.arrays import Floats, Int32s, UInt16s, UInt32s
 from ipc.errors import MalformedMessageError
-from ipc.messages import Logprobs
+from ipc.tables.arrays import Floats, Int32s, UInt16s, UInt32s
+from ipc.wire.messages import Logprobs
 
 
 class PositionLogprobs(NamedTuple):

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ipc.arrays import Floats
 from ipc.errors import MalformedMessageError
-from ipc.pooling_messages import Pooled
+from ipc.tables.arrays import Floats
+from ipc.wire.pooling_messages import Pooled
 
 
 def vectors_of(pooled: Pooled) -> Iterator[tuple[int, Floats]]:

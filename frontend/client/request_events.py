@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ipc.errors import MalformedMessageError
-from ipc.scheduling_messages import EventCause, EventKind, RequestEvents
+from ipc.wire.scheduling_messages import EventCause, EventKind, RequestEvents
 
 
 @dataclass(slots=True, frozen=True)

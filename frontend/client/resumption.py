@@ -6,7 +6,7 @@ import msgspec
 
 from frontend.client.journal import Journal
 from ipc.errors import RequestFailedError
-from ipc.messages import FinishReason, Hello, Limits, encode
+from ipc.wire.messages import FinishReason, Hello, Limits, encode
 
 
 class Resumption:

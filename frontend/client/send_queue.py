@@ -5,7 +5,7 @@ from collections import deque
 import zmq
 
 from ipc.errors import RequestFailedError
-from ipc.sockets import Socket
+from ipc.wire.sockets import Socket
 
 #: Most bytes that wait for an engine that does not read; beyond them, a frame is refused.
 MAX_QUEUED_BYTES = 64 << 20

@@ -23,7 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 from frontend.client.connection import MAX_BATCH, Connection, connect, receive_batch
 from frontend.client.send_queue import SendQueue
 from frontend.client.transport_interface import Borrower, OnDead, OnFrames, OnLost
-from ipc.sockets import READABLE, WRITABLE, Context, check_listening, pending_events, signal_fd
+from ipc.wire.sockets import READABLE, WRITABLE, Context, check_listening, pending_events, signal_fd
 
 Locate = Callable[[], str | None]
 

@@ -1,13 +1,13 @@
-"""TypedCalls: a client's calls to its engine, other than requests, as methods. ipc.messages.CALLS is their table."""
+"""TypedCalls: a client's calls to its engine, other than requests, as methods. ipc.wire.messages.CALLS is their table."""
 
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
-from ipc.call import Call
 from ipc.errors import CallFailedError
-from ipc.fleet_messages import ChangeReplica, GetReplicas, ReplicaChange, ReplicaList
-from ipc.lora_messages import ListLora, LoadLora, LoraAdapter, LoraAdapters, UnloadLora
-from ipc.messages import (
+from ipc.wire.call import Call
+from ipc.wire.fleet_messages import ChangeReplica, GetReplicas, ReplicaChange, ReplicaList
+from ipc.wire.lora_messages import ListLora, LoadLora, LoraAdapter, LoraAdapters, UnloadLora
+from ipc.wire.messages import (
     BeginDrain,
     CallDone,
     CallFailed,
@@ -25,8 +25,8 @@ from ipc.messages import (
     Statistics,
     TokenizerFiles,
 )
-from ipc.metrics_messages import GetMetrics, Metrics
-from ipc.scheduling_messages import (
+from ipc.wire.metrics_messages import GetMetrics, Metrics
+from ipc.wire.scheduling_messages import (
     EVERY_REQUEST,
     OWN_SESSION,
     Explain,

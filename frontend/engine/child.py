@@ -1,7 +1,7 @@
 """Child: the operating system's side of a process of ours: spawn it, its pipes, its pidfd, its end.
 
 A child is one of our packages, run by name with exec. It has two pipes: its lease on life, whose first frame says what
-to start, and one for its reports. ipc/start_messages.py has the messages of the engine.
+to start, and one for its reports. ipc/wire/start_messages.py has the messages of the engine.
 """
 
 import fcntl
@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from ipc.child_process import describe_exit, run_package
-from ipc.config import EngineConfig
-from ipc.cpus import usable_cpus
 from ipc.errors import EngineStartError
-from ipc.pipes import write_frame
-from ipc.sockets import remove_private_address
+from ipc.machine.child_process import describe_exit, run_package
+from ipc.machine.cpus import usable_cpus
+from ipc.options.config import EngineConfig
+from ipc.wire.pipes import write_frame
+from ipc.wire.sockets import remove_private_address
 
 
 class Child(msgspec.Struct, eq=False, weakref=True):
@@ -99,7 +99,7 @@ def spawn(
     """Start `python -m package LEASE_FD REPORT_FD *arguments` and return at once.
 
     package: one of ours, by its name in a checkout, such as "core". start: the first frame of the lease pipe; the
-    child reads it with ipc.pipes.FrameReader and a decoder of its own. pass_fds: open descriptors that the child gets
+    child reads it with ipc.wire.pipes.FrameReader and a decoder of its own. pass_fds: open descriptors that the child gets
     under the same numbers. defaults: environment variables that the user may override. Errors: EngineStartError.
     """
     lease_read, lease_write = _pipe()

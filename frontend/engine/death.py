@@ -5,8 +5,8 @@ from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
-from ipc.control_groups import control_groups
-from ipc.start_messages import EXIT_RESTART
+from ipc.machine.control_groups import control_groups
+from ipc.wire.start_messages import EXIT_RESTART
 
 _VMSTAT = Path("/proc/vmstat")
 

@@ -7,9 +7,9 @@ import threading
 import time
 
 from frontend.engine.death import Cause
-from ipc.child_process import HOME_PACKAGE, child_environment, inherited_stream
-from ipc.flight_ring import FlightFile
 from ipc.log_lines import LogFormat
+from ipc.machine.child_process import HOME_PACKAGE, child_environment, inherited_stream
+from ipc.records.flight_ring import FlightFile
 
 #: Deaths whose flight recorders are written.
 WRITTEN = (Cause.FAILED, Cause.CRASHED, Cause.OUT_OF_MEMORY, Cause.HUNG, Cause.KILLED)

@@ -5,8 +5,8 @@ import time
 import zmq
 
 from ipc.errors import AddressError
-from ipc.messages import ErrorCode, Refused, encode
-from ipc.sockets import Context, bind_router
+from ipc.wire.messages import ErrorCode, Refused, encode
+from ipc.wire.sockets import Context, bind_router
 
 
 def say_last_words(address: str, text: str, seconds: float) -> None:

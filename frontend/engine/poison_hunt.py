@@ -9,8 +9,8 @@ one left is quarantined. So a poison among B suspects costs at most ceil(log2 B)
 from collections import OrderedDict
 
 from frontend.engine.death import Cause
-from ipc.black_box import Suspect
-from ipc.start_messages import Isolate
+from ipc.records.black_box import Suspect
+from ipc.wire.start_messages import Isolate
 
 #: Causes that lie in the work that was done. Somebody else's SIGKILL accuses no request.
 CAUSED_BY_WORK = frozenset({Cause.FAILED, Cause.CRASHED, Cause.OUT_OF_MEMORY, Cause.HUNG})

@@ -19,14 +19,14 @@ from frontend.engine.child import Child, engine_defaults, spawn
 from frontend.engine.standby import Standby
 from frontend.engine.stopped import LIMIT_S, LOOK_S, StoppedProcess
 from ipc import errors
-from ipc.black_box import BlackBoxFile, BlackBoxReader
-from ipc.config import EngineConfig
 from ipc.errors import EngineCoreError, EngineStartError, MalformedMessageError
 from ipc.files.model_files import locate_model
-from ipc.flight_ring import FlightFile
-from ipc.pipes import FrameReader, decode_start_report, write_frame
-from ipc.sockets import check_address, private_ipc_address, remove_private_address
-from ipc.start_messages import Drain, Isolate, Prepared, Ready, Start, StartFailed, StartPhase, StartReport
+from ipc.options.config import EngineConfig
+from ipc.records.black_box import BlackBoxFile, BlackBoxReader
+from ipc.records.flight_ring import FlightFile
+from ipc.wire.pipes import FrameReader, decode_start_report, write_frame
+from ipc.wire.sockets import check_address, private_ipc_address, remove_private_address
+from ipc.wire.start_messages import Drain, Isolate, Prepared, Ready, Start, StartFailed, StartPhase, StartReport
 
 OnPhase = Callable[[str, float], None]
 

@@ -5,7 +5,7 @@ The engine is not asked, so a hung one cannot delay the answer. Times: ns of the
 
 import os
 
-from ipc.black_box import Reading
+from ipc.records.black_box import Reading
 
 DEFAULT_HANG_S = 5.0
 _SLOWER = 20  # times a step may be slower than any recent one of its size

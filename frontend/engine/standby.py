@@ -6,11 +6,11 @@ import time
 from collections.abc import Sequence
 
 from frontend.engine.child import Child, engine_defaults, spawn
-from ipc.config import EngineConfig
 from ipc.errors import EngineStartError, MalformedMessageError
-from ipc.flight_ring import FlightFile
-from ipc.pipes import FrameReader, decode_start_report
-from ipc.start_messages import Prepare, Prepared, Start, StartFailed
+from ipc.options.config import EngineConfig
+from ipc.records.flight_ring import FlightFile
+from ipc.wire.pipes import FrameReader, decode_start_report
+from ipc.wire.start_messages import Prepare, Prepared, Start, StartFailed
 
 
 class Standby:

@@ -18,8 +18,8 @@ from frontend.engine.standby import Standby
 from frontend.engine.standby_plan import StandbyKind, StandbyState
 from frontend.engine.supervisor import State, Supervisor
 from frontend.engine.watchdog import Watchdog
-from ipc.black_box import Suspect
 from ipc.errors import EngineCoreError
+from ipc.records.black_box import Suspect
 
 _TICK_S = 0.5  # between two looks at a running engine
 _STACKS_S = 0.5  # for a process that hangs to print its stacks

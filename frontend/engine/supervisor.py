@@ -12,7 +12,7 @@ from frontend.engine.death import Cause, Death
 from frontend.engine.poison_hunt import PoisonHunt
 from frontend.engine.restart_policy import RestartPolicy, RestartRules
 from frontend.engine.standby_plan import StandbyPlan
-from ipc.black_box import Suspect
+from ipc.records.black_box import Suspect
 
 _RESUME_S = 2.0  # for clients to come back to an engine that died while it was draining, before it drains again
 

@@ -1,7 +1,7 @@
 """Watchdog: whether an engine hangs, from what its black box says. It has no clock of its own."""
 
 from frontend.engine.signs import DEFAULT_HANG_S, describe_silence, limit_s
-from ipc.black_box import Reading
+from ipc.records.black_box import Reading
 
 
 class Watchdog:

@@ -7,11 +7,11 @@ import msgspec
 from frontend.fleet.dispatch import Dispatch
 from frontend.fleet.replicas import NO_REPLICA
 from frontend.fleet.requests import RoutedRequests
-from ipc.lora_messages import LoraAdapters
-from ipc.messages import ServerMessage, Statistics
-from ipc.metrics_messages import Histogram, Metrics
-from ipc.sampling_params import SamplingParams
-from ipc.scheduling_messages import Explain, Explanation, Reason, RequestExplanation, SchedulingState
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.lora_messages import LoraAdapters
+from ipc.wire.messages import ServerMessage, Statistics
+from ipc.wire.metrics_messages import Histogram, Metrics
+from ipc.wire.scheduling_messages import Explain, Explanation, Reason, RequestExplanation, SchedulingState
 
 #: Fields of Statistics that are not sums: the largest of all replicas, or that of the first.
 _LARGEST = ("max_scheduled_rows",)

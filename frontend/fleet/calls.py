@@ -18,11 +18,11 @@ from frontend.fleet.dispatch import Dispatch
 from frontend.fleet.membership import Membership, Order, Send
 from frontend.fleet.replicas import NO_REPLICA, Replica
 from frontend.fleet.requests import RoutedRequests
-from ipc.call import Call
 from ipc.errors import AddressError
-from ipc.fleet_messages import ChangeReplica, GetReplicas, ReplicaChange, ReplicaList, ReplicaStatus
-from ipc.lora_messages import ListLora
-from ipc.messages import (
+from ipc.wire.call import Call
+from ipc.wire.fleet_messages import ChangeReplica, GetReplicas, ReplicaChange, ReplicaList, ReplicaStatus
+from ipc.wire.lora_messages import ListLora
+from ipc.wire.messages import (
     CallDone,
     CallFailed,
     ErrorCode,
@@ -36,9 +36,9 @@ from ipc.messages import (
     ServerMessage,
     encode,
 )
-from ipc.metrics_messages import GetMetrics
-from ipc.scheduling_messages import EVERY_REQUEST, OWN_SESSION, Explain, FollowKVEvents, StopRequest
-from ipc.sockets import check_address
+from ipc.wire.metrics_messages import GetMetrics
+from ipc.wire.scheduling_messages import EVERY_REQUEST, OWN_SESSION, Explain, FollowKVEvents, StopRequest
+from ipc.wire.sockets import check_address
 
 
 class Host(Protocol):

@@ -16,7 +16,7 @@ from frontend.fleet.replicas import NO_REPLICA, Replica, Replicas, ReplicaState
 from frontend.fleet.requests import RoutedRequests
 from frontend.fleet.stages import Stages
 from frontend.fleet.suspects import Suspects
-from ipc.messages import Abort, encode
+from ipc.wire.messages import Abort, encode
 
 Send = Callable[[int, bytes], None]  # (row of the replica, frame)
 

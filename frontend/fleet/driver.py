@@ -5,7 +5,7 @@ from typing import Protocol
 from frontend.fleet.fleet import Fleet
 from frontend.fleet.membership import Close, Open, Send
 from ipc.errors import AddressError, MalformedMessageError
-from ipc.messages import decode_server_message
+from ipc.wire.messages import decode_server_message
 
 
 class Connections(Protocol):

@@ -2,7 +2,7 @@
 
 from frontend.fleet.dispatch import Dispatch
 from frontend.fleet.membership import EXACT, Membership
-from ipc.messages import ErrorCode, RequestFailed, ServerMessage
+from ipc.wire.messages import ErrorCode, RequestFailed, ServerMessage
 
 
 class Ends:

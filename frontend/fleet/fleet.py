@@ -1,7 +1,7 @@
 """Fleet: many engines as one: it places clients' requests at replicas, and continues them where a replica is lost.
 
 It is pure: no socket, no clock, no chance. The same calls in the same order give the same messages and orders. It has
-three homes: a client's own process (frontend/fleet/transport.py), a router (tools/route/), and the tests' played world.
+three homes: a client's own process (frontend/fleet/transport.py), a router (tools/commands/route/), and the tests' played world.
 
 What a replica's message changes is settled by the next call of any kind (frontend/fleet/replica_events.py), so its home
 may send the messages for clients first.
@@ -17,9 +17,9 @@ from frontend.fleet.ends import Ends
 from frontend.fleet.membership import Membership, Order, Send
 from frontend.fleet.replica_events import RETRY_AFTER_MS, ReplicaEvents
 from frontend.fleet.replicas import NO_REPLICA, Replica
-from ipc.call import Call
-from ipc.columns import unpack_choices, unpack_numbers
-from ipc.messages import (
+from ipc.tables.columns import unpack_choices, unpack_numbers
+from ipc.wire.call import Call
+from ipc.wire.messages import (
     Abort,
     ErrorCode,
     RequestFailed,

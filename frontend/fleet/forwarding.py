@@ -8,11 +8,11 @@ import numpy as np
 
 from frontend.client.output_columns import LAST_FINISH, OutputColumns, columns_of
 from frontend.fleet.requests import RoutedRequests
-from ipc.arrays import AnyInts, Ints
 from ipc.errors import MalformedMessageError
-from ipc.messages import Logprobs, Outputs
-from ipc.pooling_messages import Pooled
-from ipc.scheduling_messages import RequestEvents
+from ipc.tables.arrays import AnyInts, Ints
+from ipc.wire.messages import Logprobs, Outputs
+from ipc.wire.pooling_messages import Pooled
+from ipc.wire.scheduling_messages import RequestEvents
 
 Messages = list[tuple[int, Outputs]]  # (client, message)
 _FEW = 64  # entries that are looked up one after the other

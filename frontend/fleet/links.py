@@ -10,7 +10,7 @@ from collections import deque
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from ipc.sockets import READABLE, Context, Socket, connect_dealer, pending_events, signal_fd
+from ipc.wire.sockets import READABLE, Context, Socket, connect_dealer, pending_events, signal_fd
 
 SILENCE_MS = 2000
 _MAX_RECONNECT_MS = 320

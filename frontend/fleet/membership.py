@@ -10,8 +10,8 @@ import msgspec
 
 from frontend.fleet.dispatch import Dispatch
 from frontend.fleet.replicas import Replica, ReplicaState
-from ipc.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, ErrorCode, Heartbeat, Hello, Refused, Welcome, encode
-from ipc.scheduling_messages import SCHEDULING_MINOR, FollowKVEvents
+from ipc.wire.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, ErrorCode, Heartbeat, Hello, Refused, Welcome, encode
+from ipc.wire.scheduling_messages import SCHEDULING_MINOR, FollowKVEvents
 
 EXACT = "L2"  # the level at which equal fingerprints mean equal tokens
 _RETRY_S = 1.0  # from a refusal by a replica, or of one, to the next Hello

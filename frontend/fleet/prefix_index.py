@@ -1,6 +1,6 @@
 """PrefixIndex: which replica has which beginnings of prompts in its prefix cache, as its KV events tell.
 
-A block's key is a 64-bit hash of all tokens up to its end and of the root that they follow (ipc/block_roots.py). A key
+A block's key is a 64-bit hash of all tokens up to its end and of the root that they follow (ipc/wire/block_roots.py). A key
 is key(before) * M + hash(tokens) modulo 2**64, with M odd: a stored block's key follows from its parent's by one
 multiplication, and all keys of a prompt from one sum over columns. Two contents with one key cost a longer prefill,
 never a wrong answer: the replica compares the tokens themselves.
@@ -12,8 +12,8 @@ from struct import unpack_from
 
 import numpy as np
 
-from ipc.arrays import Ints, UInt64s
-from ipc.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored, KVEvent
+from ipc.tables.arrays import Ints, UInt64s
+from ipc.wire.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored, KVEvent
 
 _ODD = 0x9E3779B97F4A7C15  # the fractional part of the golden ratio, which is odd
 _MASK = 2**64 - 1

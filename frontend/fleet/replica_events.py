@@ -17,8 +17,8 @@ from frontend.fleet.forwarding import Routed, RoutedRow, forward, forward_row, o
 from frontend.fleet.membership import Membership
 from frontend.fleet.replicas import Replica, ReplicaState
 from ipc.errors import MalformedMessageError
-from ipc.messages import EngineStopping, ErrorCode, Outputs, Refused, RequestFailed, ServerMessage, Welcome
-from ipc.scheduling_messages import KVEvents
+from ipc.wire.messages import EngineStopping, ErrorCode, Outputs, Refused, RequestFailed, ServerMessage, Welcome
+from ipc.wire.scheduling_messages import KVEvents
 
 RETRY_AFTER_MS = 1000
 _ELSEWHERE = (ErrorCode.RESOURCE_EXHAUSTED, ErrorCode.UNAVAILABLE)  # another replica may take what this one refuses

@@ -4,9 +4,9 @@ from enum import Enum
 
 import msgspec
 
-from ipc.arrays import Bools, Ints
-from ipc.columns import Columns, column
-from ipc.messages import Welcome
+from ipc.tables.arrays import Bools, Ints
+from ipc.tables.columns import Columns, column
+from ipc.wire.messages import Welcome
 
 _FIRST_ROWS = 8
 NO_REPLICA = -1

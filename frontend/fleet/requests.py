@@ -10,10 +10,10 @@ import numpy as np
 
 from frontend.client.journal import Journal
 from frontend.fleet.replicas import NO_REPLICA
-from ipc.arrays import Bools, Ints
-from ipc.block_roots import root_of_message
-from ipc.columns import column
-from ipc.messages import FinishReason, Outputs, Submission
+from ipc.tables.arrays import Bools, Ints
+from ipc.tables.columns import column
+from ipc.wire.block_roots import root_of_message
+from ipc.wire.messages import FinishReason, Outputs, Submission
 
 _MAX_TICKET = 2**32 - 1
 
@@ -28,7 +28,7 @@ class RoutedRequests(Journal):
     order: Ints = column()  # of arrival at the fleet
     replica: Ints = column(NO_REPLICA)  # where it is placed
     missing: Ints = column()  # tokens to compute there until its first token; 0 once that has come
-    root: Ints = column()  # see ipc/block_roots.py
+    root: Ints = column()  # see ipc/wire/block_roots.py
     begun: Bools = column()  # it has run somewhere
     runs: Bools = column()  # it has begun where it is placed now
     waits: Bools = column()  # it is in the fleet's queue

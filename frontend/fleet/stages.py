@@ -14,8 +14,8 @@ from frontend.fleet.forwarding import Routed
 from frontend.fleet.placement import Matches
 from frontend.fleet.replicas import Replicas
 from frontend.fleet.requests import RoutedRequests
-from ipc.arrays import Bools
-from ipc.messages import AddRequest, FinishReason
+from ipc.tables.arrays import Bools
+from ipc.wire.messages import AddRequest, FinishReason
 
 _EXACT = "L2"  # the level at which another replica goes on with the same tokens
 

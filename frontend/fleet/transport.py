@@ -19,11 +19,11 @@ from frontend.fleet.fleet import Fleet
 from frontend.fleet.links import Links
 from frontend.fleet.membership import fleet_welcome
 from frontend.fleet.replicas import ReplicaState
-from ipc.call import Call
-from ipc.feature_messages import PutFeature
-from ipc.messages import Abort, AddRequest, Goodbye, Heartbeat, Hello, ServerMessage, decode_client_message, encode
-from ipc.pooling_messages import AddPooling
-from ipc.sockets import check_address
+from ipc.wire.call import Call
+from ipc.wire.feature_messages import PutFeature
+from ipc.wire.messages import Abort, AddRequest, Goodbye, Heartbeat, Hello, ServerMessage, decode_client_message, encode
+from ipc.wire.pooling_messages import AddPooling
+from ipc.wire.sockets import check_address
 
 _CLIENT = 1  # the only one
 _OTHERS_S = 1.0  # for replicas beyond the first to answer

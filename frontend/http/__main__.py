@@ -1,4 +1,4 @@
-"""The HTTP worker's process: `python -m frontend.http LEASE_FD REPORT_FD`, started by frontend/http/worker.py.
+"""The HTTP worker's process: `python -m frontend.http LEASE_FD REPORT_FD`, started by frontend/http/process/worker.py.
 
 The lease brings WorkerStart and maybe BEGIN_DRAIN; at its end the worker ends too. The report is one line: "ready", or
 why it did not start; and behind "ready" a byte for each second in which the loop turned.
@@ -15,12 +15,12 @@ import sys
 import msgspec
 import uvloop
 
-from frontend.http.json_log import log_as_json
-from frontend.http.options import READY, TURNED, WorkerStart
-from frontend.http.server import HttpServer, open_engine, raise_file_limit
+from frontend.http.process.json_log import log_as_json
+from frontend.http.process.options import READY, TURNED, WorkerStart
+from frontend.http.wire.server import HttpServer, open_engine, raise_file_limit
 from frontend.session import EngineHandle
 from ipc.errors import EngineCoreError
-from ipc.pipes import FrameReader
+from ipc.wire.pipes import FrameReader
 
 
 def main() -> int:

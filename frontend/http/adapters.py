@@ -5,7 +5,7 @@ import time
 
 from frontend.client.client import EngineClient
 from ipc.errors import CallFailedError
-from ipc.lora_messages import LORA_MINOR, AdapterId, LoraAdapter
+from ipc.wire.lora_messages import LORA_MINOR, AdapterId, LoraAdapter
 
 #: How long a list of the engine's adapters is used: so soon a name that was loaded or unloaded counts here.
 _FRESH_S = 1.0

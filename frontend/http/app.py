@@ -7,13 +7,13 @@ import asyncio
 import logging
 from collections.abc import Sequence
 
-from frontend.http.access import check_host, find_key, origin_headers
-from frontend.http.answer_format import json_bytes
+from frontend.http.callers.access import check_host, find_key, origin_headers
 from frontend.http.errors import HttpError, http_error
 from frontend.http.hints import hint
 from frontend.http.intake import Intake
-from frontend.http.openapi import describe
-from frontend.http.reply import Reply
+from frontend.http.pages.openapi import describe
+from frontend.http.replies.answer_format import json_bytes
+from frontend.http.replies.reply import Reply
 from frontend.http.request import JSON, Request, Response
 from frontend.http.routes import ROUTES, Access, Route
 from frontend.http.service import MODEL_NOT_FOUND, Service

@@ -19,14 +19,14 @@ from frontend.calls.scanner import Scanner
 from frontend.calls.tool_prompt import with_tools, without_calls
 from frontend.http.bodies import ChatBody, Json
 from frontend.http.errors import HttpError
+from frontend.http.replies.thought_tokens import ThoughtTokens, thought_tokens
 from frontend.http.request import Request
 from frontend.http.sampling import read_sampling
 from frontend.http.service import Service
-from frontend.http.thought_tokens import ThoughtTokens, thought_tokens
 from frontend.images.chat_images import has_images
 from frontend.session import PreparedRequest
 from frontend.text.prompts import PromptInput, text_of
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
 
 MAX_MESSAGES = 4096
 MAX_TOOLS = 128

@@ -10,7 +10,7 @@ from frontend.pooling import PreparedPooling, prepare_pooling, submit_pooling
 from frontend.results.pooling_outputs import PoolingRequestOutput
 from frontend.results.pooling_state import PoolingState
 from frontend.text.prompts import PromptInput
-from ipc.pooling_params import PoolingParams, PoolingTask
+from ipc.params.pooling_params import PoolingParams, PoolingTask
 
 #: Most texts of one request.
 MAX_TEXTS = 2048

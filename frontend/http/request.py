@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import msgspec
 
+from frontend.http.callers.keys import Key
+from frontend.http.callers.meter import HttpMeter, known_fields
 from frontend.http.errors import Headers, HttpError
-from frontend.http.exchange import Exchange
-from frontend.http.keys import Key
-from frontend.http.meter import HttpMeter, known_fields
-from ipc.lora_messages import AdapterId
+from frontend.http.wire.exchange import Exchange
+from ipc.wire.lora_messages import AdapterId
 
 if TYPE_CHECKING:
     from frontend.http.routes import Route

@@ -4,7 +4,7 @@ from typing import Any
 
 from frontend.http.errors import HttpError
 from frontend.text.response_format import constraint_of_response_format
-from ipc.structured_outputs import StructuredOutputsParams
+from ipc.params.structured_outputs import StructuredOutputsParams
 
 
 def read_structure(response_format: Any, structured_outputs: Any) -> StructuredOutputsParams | None:

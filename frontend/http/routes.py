@@ -6,28 +6,17 @@ from typing import NamedTuple
 
 import msgspec
 
-from frontend.http import (
-    chat,
-    completions,
-    embeddings,
-    health,
-    load,
-    messages,
-    metrics,
-    models,
-    ollama,
-    openapi,
-    page,
-    responses,
-    scores,
-)
+from frontend.http.anthropic import messages
+from frontend.http.anthropic.messages_bodies import CountBody, MessagesBody
 from frontend.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from frontend.http.errors import HttpError
-from frontend.http.messages_bodies import CountBody, MessagesBody
-from frontend.http.ollama_bodies import OllamaChatBody, OllamaGenerateBody
-from frontend.http.reply import Reply
+from frontend.http.ollama import ollama
+from frontend.http.ollama.ollama_bodies import OllamaChatBody, OllamaGenerateBody
+from frontend.http.openai import chat, completions, embeddings, responses, scores
+from frontend.http.openai.responses_bodies import ResponsesBody
+from frontend.http.pages import health, load, metrics, models, openapi, page
+from frontend.http.replies.reply import Reply
 from frontend.http.request import Request, Response
-from frontend.http.responses_bodies import ResponsesBody
 from frontend.http.service import Service
 
 Handler = Callable[[Service, Request], Awaitable[Response | Reply]]

@@ -7,7 +7,7 @@ from typing import Any
 
 from frontend.http.bodies import SamplingFields, refuse_fields
 from frontend.http.response_format import read_structure
-from ipc.sampling_params import RequestOutputKind, SamplingParams
+from ipc.params.sampling_params import RequestOutputKind, SamplingParams
 
 #: Fields of a body with the names and meanings of SamplingParams.
 _NAMES = SamplingFields.__struct_fields__[: SamplingFields.__struct_fields__.index("model")]

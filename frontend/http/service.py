@@ -9,27 +9,27 @@ from typing import Any, TypeVar
 
 from frontend.calls.choose import choose_form
 from frontend.engine.signs import trouble
-from frontend.http.access_log import AccessLog
 from frontend.http.adapters import ServedAdapters
-from frontend.http.answer_format import AnswerFormat
 from frontend.http.bodies import SamplingFields
+from frontend.http.callers.access_log import AccessLog
+from frontend.http.callers.keys import KeyRing
+from frontend.http.callers.meter import HttpMeter
+from frontend.http.callers.quotas import Quotas
+from frontend.http.callers.spans import Spans
 from frontend.http.errors import HttpError
-from frontend.http.keys import KeyRing
-from frontend.http.meter import HttpMeter
-from frontend.http.options import HttpOptions
-from frontend.http.pump import Pump
-from frontend.http.quotas import Quotas
-from frontend.http.recent_statistics import RecentStatistics
-from frontend.http.reply import Reply
+from frontend.http.pages.recent_statistics import RecentStatistics
+from frontend.http.process.options import HttpOptions
+from frontend.http.replies.answer_format import AnswerFormat
+from frontend.http.replies.pump import Pump
+from frontend.http.replies.reply import Reply
+from frontend.http.replies.text_frames import TokenJson
 from frontend.http.request import Request, Response
-from frontend.http.spans import Spans
-from frontend.http.text_frames import TokenJson
 from frontend.results.request_state import RequestState
 from frontend.session import EngineHandle, PreparedRequest
 from frontend.text.prompts import PromptInput
 from frontend.text.tokenizer import Tokenizer
-from ipc.black_box import BlackBoxReader, find_black_box
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.records.black_box import BlackBoxReader, find_black_box
 
 #: Bodies above this many bytes are rendered and tokenized on a thread: they would block the loop for milliseconds.
 _LONG_BODY_BYTES = 4096

@@ -11,7 +11,7 @@ import numpy as np
 
 from frontend.images.rules import PROCESSOR_FILE, Squares, check_settings
 from ipc.errors import ModelFileError
-from ipc.feature_messages import FeatureLimits
+from ipc.wire.feature_messages import FeatureLimits
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from frontend.images.rules import PROCESSOR_FILE, Squares, check_settings
-from ipc.arrays import UInt8s
 from ipc.errors import ModelFileError
-from ipc.feature_messages import FeatureLimits
+from ipc.tables.arrays import UInt8s
+from ipc.wire.feature_messages import FeatureLimits
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -11,8 +11,8 @@ from frontend.images.processed import ProcessedImages
 from frontend.images.rules import PROCESSOR_FILE, ImageRules
 from frontend.images.sources import MAX_PROMPT_PIXELS, open_image
 from ipc.errors import InvalidRequestError, ModelFileError, UnsupportedModelError
-from ipc.feature_messages import FeatureLimits, FeatureUse, PutFeature
-from ipc.placed_feature import PlacedFeature
+from ipc.wire.feature_messages import FeatureLimits, FeatureUse, PutFeature
+from ipc.wire.placed_feature import PlacedFeature
 
 _FILES = (PROCESSOR_FILE, "processor_config.json")
 #: Most squares of one prompt.

@@ -6,7 +6,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 from frontend.images.rules import ImageRules
-from ipc.feature_messages import PIXELS, PutFeature, feature_digest
+from ipc.wire.feature_messages import PIXELS, PutFeature, feature_digest
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ipc.arrays import UInt8s
 from ipc.errors import UnsupportedModelError
+from ipc.tables.arrays import UInt8s
 
 if TYPE_CHECKING:
     from PIL.Image import Image

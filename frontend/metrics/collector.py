@@ -10,8 +10,8 @@ from prometheus_client.registry import Collector
 from frontend.client.client import EngineClient
 from frontend.metrics.families import Sighted, families
 from ipc.errors import CallFailedError, EngineCoreError
-from ipc.messages import ModelInformation
-from ipc.metrics_messages import Metrics
+from ipc.wire.messages import ModelInformation
+from ipc.wire.metrics_messages import Metrics
 
 _ANSWER_S = 0.25  # an engine in a longer step answers the next scrape; this one gets its last numbers and their age
 

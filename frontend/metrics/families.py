@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from ipc.messages import ModelInformation, Statistics
-from ipc.metrics_messages import STEP_TOKEN_BOUNDS, Histogram, Metrics
+from ipc.wire.messages import ModelInformation, Statistics
+from ipc.wire.metrics_messages import STEP_TOKEN_BOUNDS, Histogram, Metrics
 
 #: Labels of every metric but the info ones; vLLM's. This engine is number 0: replicas differ by their target.
 LABELS = ("model_name", "engine")

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, field
 
 from frontend.results.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from ipc.beam_search import MAX_BEAMS, BeamSearchParams
 from ipc.errors import InvalidRequestError
-from ipc.sampling_params import SamplingParams
+from ipc.params.beam_search import MAX_BEAMS, BeamSearchParams
+from ipc.params.sampling_params import SamplingParams
 
 
 @dataclass(slots=True)

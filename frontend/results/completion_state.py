@@ -8,8 +8,8 @@ from frontend.results.outputs import CompletionOutput, TokenLogprobs
 from frontend.text.detokenizer import Detokenizer
 from frontend.text.token_texts import TokenTexts
 from frontend.text.tokenizer import Tokenizer
-from ipc.messages import FinishReason
-from ipc.sampling_params import RequestOutputKind, SamplingParams
+from ipc.params.sampling_params import RequestOutputKind, SamplingParams
+from ipc.wire.messages import FinishReason
 
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ipc.arrays import Floats
+from ipc.tables.arrays import Floats
 
 
 @dataclass(slots=True)

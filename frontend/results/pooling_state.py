@@ -4,8 +4,8 @@ from frontend.client.progress import Progress
 from frontend.results.pooling_outputs import PoolingOutput, PoolingRequestOutput
 from frontend.text.prompts import Prompt
 from ipc.errors import RequestFailedError
-from ipc.messages import FinishReason
-from ipc.pooling_params import PoolingParams
+from ipc.params.pooling_params import PoolingParams
+from ipc.wire.messages import FinishReason
 
 
 class PoolingState:

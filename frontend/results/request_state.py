@@ -12,9 +12,9 @@ from frontend.text.prompt_context import prompt_context
 from frontend.text.prompts import Prompt
 from frontend.text.token_texts import TokenTexts
 from frontend.text.tokenizer import Tokenizer
-from ipc.messages import FinishReason
-from ipc.sampling_params import RequestOutputKind, SamplingParams
-from ipc.scheduling_messages import EventKind
+from ipc.params.sampling_params import RequestOutputKind, SamplingParams
+from ipc.wire.messages import FinishReason
+from ipc.wire.scheduling_messages import EventKind
 
 
 class RequestState:

@@ -16,8 +16,8 @@ import numpy as np
 
 from frontend.text.prompt_context import CONTEXT_TOKENS, text_behind
 from frontend.text.tokenizer import Tokenizer, TokenTable
-from ipc.arrays import Int32s
-from ipc.token_bytes import is_byte_token
+from ipc.files.token_bytes import is_byte_token
+from ipc.tables.arrays import Int32s
 
 #: WindowStream decodes unfinished text of up to this many tokens at every push; beyond, at every doubling.
 _EAGER_TOKENS = 16

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
 from frontend.text.tokenizer import Tokenizer, TokenTable
-from ipc.token_bytes import is_byte_token
+from ipc.files.token_bytes import is_byte_token
 
 #: Tokens decoded again so that the ones behind them are decoded in their context; WindowStream uses it too.
 CONTEXT_TOKENS = 6

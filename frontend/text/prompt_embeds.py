@@ -4,10 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from ipc.arrays import Floats
 from ipc.errors import InvalidRequestError, UnsupportedParameterError
-from ipc.feature_messages import FeatureLimits
-from ipc.placed_feature import PlacedFeature, placed_embeds
+from ipc.tables.arrays import Floats
+from ipc.wire.feature_messages import FeatureLimits
+from ipc.wire.placed_feature import PlacedFeature, placed_embeds
 
 
 def read_prompt_embeds(value: Any, name: str, limits: FeatureLimits | None) -> list[PlacedFeature]:

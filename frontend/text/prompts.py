@@ -10,8 +10,8 @@ from frontend.images.image_prompts import ImagePrompts, ImageText
 from frontend.text.prompt_embeds import read_prompt_embeds
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import InvalidRequestError, PromptTooLongError, UnsupportedParameterError
-from ipc.feature_messages import FeatureLimits
-from ipc.placed_feature import PlacedFeature
+from ipc.wire.feature_messages import FeatureLimits
+from ipc.wire.placed_feature import PlacedFeature
 
 
 class TextPrompt(TypedDict, total=False):

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ipc.errors import InvalidRequestError
-from ipc.structured_outputs import StructuredOutputsParams
+from ipc.params.structured_outputs import StructuredOutputsParams
 
 
 def constraint_of_response_format(response_format: Mapping[str, Any] | None) -> StructuredOutputsParams | None:

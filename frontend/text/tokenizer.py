@@ -16,8 +16,8 @@ from ipc.errors import InvalidRequestError, ModelFileError
 from ipc.files.gguf import GgufValue, parse_gguf_metadata
 from ipc.files.gguf_vocabulary import build_gguf_tokenizer, gguf_token_id
 from ipc.files.model_files import GGUF_HEADER
+from ipc.files.token_bytes import byte_level_bytes, is_byte_token
 from ipc.files.tokenizer_json import parse_tokenizer_json
-from ipc.token_bytes import byte_level_bytes, is_byte_token
 
 #: Beginning of a GGUF key of a chat template that has a name; tokenizer.chat_template itself is the default one.
 _GGUF_TEMPLATE = "tokenizer.chat_template."

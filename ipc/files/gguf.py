@@ -18,7 +18,7 @@ import msgspec
 
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.files.mapped_file import map_file
-from ipc.rounding import round_up
+from ipc.tables.rounding import round_up
 
 GgufScalar: TypeAlias = bool | int | float | str
 GgufValue: TypeAlias = GgufScalar | list[GgufScalar]

@@ -45,7 +45,7 @@ class TritonNorm:
     """A norm in float32, rounded once to dtype: x / sqrt(mean(x ** 2) + eps) * weight [d] float32.
 
     A centred one is a layer normalisation, which may have a bias [d] float32. Without a weight it only rounds.
-    residual_multiplier, precedes: see core.models.operations.Norm.
+    residual_multiplier, precedes: see core.models.operations.operations.Norm.
     """
 
     def __init__(

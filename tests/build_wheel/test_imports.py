@@ -189,13 +189,13 @@ def modules_named_by_text(source: str) -> set[str]:
 
 def test_no_module_is_named_by_text() -> None:
     """A module has another name in a wheel. tools/cli.py, frontend/engine/flight_writers.py and run_package() add the
-    prefix to names in text; core/capture/snapshot.py and tools/replay/shrink/written.py find the prefix in their own.
+    prefix to names in text; core/capture/snapshot.py and tools/commands/replay/shrink/written.py find the prefix in their own.
     """
     assert modules_named_by_text("x('core.log'); y = ['-m', 'core']; 'core.nothing'") == {"core.log", "core"}
     found = {path: modules_named_by_text(path.read_text()) for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
     named = {str(path.relative_to(ROOT)): names for path, names in found.items() if names}
     assert named.pop("core/capture/snapshot.py") == {"core.capture.snapshot"}
-    assert named.pop("tools/replay/shrink/written.py") == {"tools.replay.shrink.written"}
+    assert named.pop("tools/commands/replay/shrink/written.py") == {"tools.commands.replay.shrink.written"}
     assert named.pop("frontend/engine/flight_writers.py") == {"core.capture.write_flight"}
     assert named.pop("core/grammars/checker.py") == {"core.grammars.check"}  # for run_package()
     assert named.keys() == {"tools/cli.py"}

@@ -8,7 +8,7 @@ import pytest
 
 from tests.build_wheel.suite import environment
 from tests.fake_tokens import fake_tokens
-from tools.bench.tiny_model import write_tiny_model
+from tools.lab.bench.tiny_model import write_tiny_model
 
 pytestmark = [pytest.mark.checkout, pytest.mark.timeout(400)]  # the wheel's kernels are compiled
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file, save_file
 
-from ipc.arrays import Floats
+from ipc.tables.arrays import Floats
 
 Numbers = npt.NDArray[np.float64]
 Weights = dict[str, Numbers]

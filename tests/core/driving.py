@@ -16,10 +16,10 @@ from core.executors.fake import choice_seed
 from core.inputs import EngineInput, EngineReply
 from core.scheduling.outputs import ClientOutput
 from core.scheduling.scheduler import Scheduler
-from ipc.arrays import Int32s
-from ipc.config import EngineConfig
-from ipc.messages import AddRequest, FinishReason, Outputs, RequestFailed
-from ipc.sampling_params import SamplingParams
+from ipc.options.config import EngineConfig
+from ipc.params.sampling_params import SamplingParams
+from ipc.tables.arrays import Int32s
+from ipc.wire.messages import AddRequest, FinishReason, Outputs, RequestFailed
 from tests.core.paged_executor import PagedExecutor
 from tests.fake_tokens import fake_tokens
 

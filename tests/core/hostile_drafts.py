@@ -9,8 +9,8 @@ from core.batch.table import BatchTable
 from core.executors.fake import choice_seed
 from core.proposers.proposer import NUM_KINDS, Proposals
 from core.scheduling.scheduler import Scheduler
-from ipc.arrays import Ints, Rows
-from ipc.speculation import SpeculativeConfig
+from ipc.options.speculation import SpeculativeConfig
+from ipc.tables.arrays import Ints, Rows
 from tests.fake_tokens import fake_tokens
 
 KINDS = ("right", "wrong", "random", "long")

@@ -7,7 +7,7 @@ import numpy as np
 from core.execution.executor import StepHandle
 from core.execution.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 from core.inputs import ExecutorLost, ExecutorNews, ExecutorRestored
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
 from tests.core.paged_executor import PagedExecutor
 
 

@@ -18,9 +18,9 @@ from core.execution.plan import (
 )
 from core.execution.runner_table import RunnerTable
 from core.executors.fake import FakeExecutor, checksum, choice_seed, fake_candidates, mix, next_token
-from ipc.arrays import Int32s, UInt64s
-from ipc.beam_search import num_candidates
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
+from ipc.params.beam_search import num_candidates
+from ipc.tables.arrays import Int32s, UInt64s
 
 MARK = np.uint64(1 << 63)
 

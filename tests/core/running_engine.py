@@ -17,8 +17,8 @@ from core.engine import EngineCore
 from core.executors.fake import checksum, create, next_token
 from core.features.store import Features
 from core.process import loop as process
-from ipc.config import EngineConfig
-from ipc.messages import (
+from ipc.options.config import EngineConfig
+from ipc.wire.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     Hello,
@@ -28,7 +28,7 @@ from ipc.messages import (
     TokenizerFiles,
     Welcome,
 )
-from ipc.sockets import Context, bind_router, private_ipc_address, remove_private_address
+from ipc.wire.sockets import Context, bind_router, private_ipc_address, remove_private_address
 from tests.raw_client import PATIENCE_S, RawClient
 
 VOCAB = 1000

@@ -11,12 +11,12 @@ import torch
 import core.device
 from core.device import start_cpu_kernels, start_torch
 from core.executors.local import LocalExecutor
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError
-from ipc.model_options import CpuKernels
+from ipc.options.config import EngineConfig
+from ipc.options.model_options import CpuKernels
 from kernels.cpu import library_file as cpu_library_file
 from kernels.cpu.build import VARIANTS, has_amx, runnable_variants
-from tools.bench.tiny_model import write_tiny_model
+from tools.lab.bench.tiny_model import write_tiny_model
 
 
 @pytest.fixture(autouse=True)

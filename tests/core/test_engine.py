@@ -7,7 +7,7 @@ import pytest
 from core.batch.index import RequestIndex
 from core.scheduling.waiting_lines import Line
 from core.scheduling.waiting_queue import WaitingQueue
-from ipc.messages import (
+from ipc.wire.messages import (
     Abort,
     AddRequest,
     CallDone,

@@ -7,7 +7,7 @@ import pytest
 
 from core.execution.executor import ExecutorEndedError
 from core.inputs import EngineInput, ExecutorLost, ExecutorRestored
-from ipc.messages import ErrorCode, FinishReason
+from ipc.wire.messages import ErrorCode, FinishReason
 from tests.core.driving import Driver, add_message, expected_tokens, small_config
 from tests.core.mortal_executor import MortalPagedExecutor
 
@@ -32,7 +32,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def config_of(name: str) -> Any:
-    from ipc.speculation import parse_speculative_config
+    from ipc.options.speculation import parse_speculative_config
 
     options = dict(CASES[name])
     if options.pop("speculative_config", None):
@@ -132,7 +132,7 @@ def test_deadlines_and_calls_do_not_wait_for_the_executor() -> None:
 
 
 def test_a_pause_stays_over_a_loss() -> None:
-    from ipc.messages import Pause, PauseMode, Resume
+    from ipc.wire.messages import Pause, PauseMode, Resume
 
     driver = Driver(small_config(), executor=MortalPagedExecutor)
     executor = driver.executor

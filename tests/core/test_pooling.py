@@ -13,12 +13,12 @@ from core.executors.fake import FakeExecutor, checksum, fake_vector
 from core.inputs import EngineInput, EngineReply
 from core.pooling.pooler import Dense, Pooler
 from frontend.client.received_vectors import vectors_of
-from ipc.arrays import Floats
-from ipc.config import EngineConfig
 from ipc.errors import MalformedMessageError
-from ipc.messages import Abort, AddRequest, ErrorCode, FinishReason, Outputs, RequestFailed
-from ipc.pooling_messages import AddPooling, Pooled
-from ipc.pooling_params import PoolingParams
+from ipc.options.config import EngineConfig
+from ipc.params.pooling_params import PoolingParams
+from ipc.tables.arrays import Floats
+from ipc.wire.messages import Abort, AddRequest, ErrorCode, FinishReason, Outputs, RequestFailed
+from ipc.wire.pooling_messages import AddPooling, Pooled
 from tests.columns import pack_numbers
 from tests.core.driving import VOCAB_SIZE, add_message, expected_tokens, small_config, unpack
 from tools.cli import main

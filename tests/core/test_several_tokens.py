@@ -11,7 +11,7 @@ from core.engine import EngineCore
 from core.execution.plan import FAILED_TOKEN, ModelRunnerOutput, SchedulerOutput
 from core.executors.fake import create, mix, next_token
 from core.inputs import EngineInput
-from ipc.messages import Abort, AddRequest, FinishReason, Logprobs, Outputs
+from ipc.wire.messages import Abort, AddRequest, FinishReason, Logprobs, Outputs
 from tests.columns import pack_numbers
 from tests.core.driving import EOS, VOCAB_SIZE, Driver, PagedExecutor, add_message, expected_tokens, small_config
 from tests.core.test_step_cost import count_calls

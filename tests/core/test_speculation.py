@@ -10,9 +10,9 @@ from core.execution.encoding import decode_plan
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from core.inputs import EngineInput
 from core.proposers.proposer import Proposals
-from ipc.arrays import Ints
-from ipc.messages import Abort, FinishReason
-from ipc.speculation import SpeculativeConfig
+from ipc.options.speculation import SpeculativeConfig
+from ipc.tables.arrays import Ints
+from ipc.wire.messages import Abort, FinishReason
 from tests.columns import pack_numbers
 from tests.core.driving import EOS, VOCAB_SIZE, Driver, PagedExecutor, add_message, expected_tokens, small_config
 from tests.core.hostile_drafts import KINDS, Hostile, fake_oracle, speculative, use

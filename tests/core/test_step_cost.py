@@ -16,9 +16,9 @@ from core.capture.engine import CapturedEngine, make_header
 from core.capture.flight_recorder import FlightRecorder
 from core.engine import EngineCore
 from core.executors.fake import create
-from ipc.config import EngineConfig
-from ipc.flight_ring import FlightFile
-from ipc.messages import Abort, AddRequest, encode
+from ipc.options.config import EngineConfig
+from ipc.records.flight_ring import FlightFile
+from ipc.wire.messages import Abort, AddRequest, encode
 from tests.columns import pack_numbers
 from tests.core.driving import add_message, small_config
 

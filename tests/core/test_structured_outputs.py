@@ -16,10 +16,10 @@ import pytest
 from core.engine import EngineCore
 from core.executors.fake import create
 from core.inputs import EngineInput, HoldClient, ReleaseClient
-from ipc.messages import Abort, AddRequest, ErrorCode, FinishReason, Outputs
-from ipc.sampling_params import SamplingParams
-from ipc.speculation import SpeculativeConfig
-from ipc.structured_outputs import StructuredOutputsParams
+from ipc.options.speculation import SpeculativeConfig
+from ipc.params.sampling_params import SamplingParams
+from ipc.params.structured_outputs import StructuredOutputsParams
+from ipc.wire.messages import Abort, AddRequest, ErrorCode, FinishReason, Outputs
 from tests.columns import pack_numbers
 from tests.core.driving import Inbox, Received, small_config
 from tests.core.hostile_drafts import use

@@ -9,13 +9,13 @@ import jsonschema
 import pytest
 
 from ipc.errors import InvalidRequestError
-from ipc.messages import FinishReason
-from ipc.structured_outputs import StructuredOutputsParams
+from ipc.params.structured_outputs import StructuredOutputsParams
+from ipc.wire.messages import FinishReason
 from tests.core.driving import Received
 from tests.core.test_structured_outputs import Runs, add
 from tests.grammar_vocabulary import make_grammars, text_of
 from tests.schemas import SCHEMAS
-from tools.bench.hostile_grammars import hostile_grammar
+from tools.lab.bench.callers.hostile_grammars import hostile_grammar
 
 
 def outputs(names: list[str], compact: bool, seeds: range) -> list[tuple[str, Received]]:

@@ -13,7 +13,8 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from frontend.llm import LLM
 from frontend.results.outputs import RequestOutput
-from ipc.messages import (
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     AddRequest,
@@ -33,7 +34,6 @@ from ipc.messages import (
     decode_client_message,
     encode,
 )
-from ipc.sampling_params import SamplingParams
 from tests.placed import PREFIX
 
 VOCAB_SIZE = 64

@@ -13,7 +13,8 @@ import uvloop
 
 from frontend.async_llm import AsyncLLM
 from ipc.errors import CallFailedError, EngineCoreError, EngineDeadError, InvalidRequestError, RequestFailedError
-from ipc.messages import (
+from ipc.params.sampling_params import RequestOutputKind, SamplingParams
+from ipc.wire.messages import (
     Abort,
     AddRequest,
     CallFailed,
@@ -23,7 +24,6 @@ from ipc.messages import (
     Goodbye,
     RequestFailed,
 )
-from ipc.sampling_params import RequestOutputKind, SamplingParams
 
 CUMULATIVE, DELTA, FINAL = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 IDS = {"prompt_token_ids": [1, 2, 3]}

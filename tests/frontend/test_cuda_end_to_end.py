@@ -8,7 +8,7 @@ import pytest
 
 from engine_core import LLM, SamplingParams
 from ipc.errors import ConfigError
-from tools.bench.tiny_model import write_tiny_model
+from tools.lab.bench.tiny_model import write_tiny_model
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "threads": 1, "num_blocks_override": 20, "max_num_seqs": 2}
 PROMPTS = [{"prompt_token_ids": list(range(3, 3 + length))} for length in (2, 20)]

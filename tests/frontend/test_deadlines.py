@@ -8,9 +8,9 @@ import pytest
 from frontend.async_llm import AsyncLLM
 from frontend.engine.process import EngineProcess
 from frontend.llm import LLM
-from ipc.config import EngineConfig
 from ipc.errors import DeadlineExceededError, InvalidRequestError, RequestFailedError
-from ipc.messages import AddRequest, ErrorCode, FinishReason, RequestFailed
+from ipc.options.config import EngineConfig
+from ipc.wire.messages import AddRequest, ErrorCode, FinishReason, RequestFailed
 from tests.frontend.conftest import PlayedEngine, greedy
 
 ENDLESS = greedy(100_000, ignore_eos=True)

@@ -10,9 +10,9 @@ import pytest
 from frontend.async_llm import AsyncLLM
 from frontend.engine.process import EngineProcess
 from frontend.llm import LLM
-from ipc.config import EngineConfig
-from ipc.messages import AddRequest, FinishReason
-from ipc.sampling_params import SamplingParams
+from ipc.options.config import EngineConfig
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import AddRequest, FinishReason
 from tests.frontend.conftest import PlayedEngine, greedy
 
 RECOMMENDED = {"temperature": 0.0, "max_new_tokens": 5, "repetition_penalty": 1.5}

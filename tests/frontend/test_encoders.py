@@ -12,8 +12,8 @@ import torch
 from engine_core import LLM, ConfigError, InvalidRequestError, PoolingParams
 from tests.core.models.encoder_checkpoints import add_modules, add_tokenizer, save_encoder, states, unit
 from tests.frontend.http.caller import Caller, serving
-from tools import embed
-from tools.replay.__main__ import main as replay
+from tools.commands import embed
+from tools.commands.replay.__main__ import main as replay
 
 TEXTS = ["The sky is blue.", "the sky is blue today", "Bread is baked slowly in an oven!"]
 PROMPTS = {"query": "query: ", "plain": ""}

@@ -12,9 +12,9 @@ from core.executors.fake import choice_seed
 from frontend.async_llm import AsyncLLM
 from frontend.engine.process import EngineProcess
 from frontend.llm import LLM
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError, EngineDeadError
-from ipc.sampling_params import SamplingParams
+from ipc.options.config import EngineConfig
+from ipc.params.sampling_params import SamplingParams
 from tests.fake_tokens import fake_tokens
 
 VOCAB = 1000

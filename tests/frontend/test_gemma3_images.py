@@ -11,7 +11,7 @@ import torch
 from frontend.images.gemma3 import Gemma3Images
 from frontend.llm import LLM
 from ipc.errors import ConfigError, InvalidRequestError
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
 from tests.core.models.gemma3_checkpoint import ROWS, SIDE, processed, tiny_model, tiny_tokenizer, write_checkpoint
 from tests.core.models.idefics3_checkpoint import noise
 

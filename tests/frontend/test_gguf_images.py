@@ -8,16 +8,16 @@ import pytest
 from core.executors.local import LocalExecutor
 from core.model_files.model_config import read_model_config
 from frontend.llm import LLM
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError, ModelFileError
 from ipc.files.model_files import model_fingerprint, read_tokenizer_files
 from ipc.files.projector import projector_of
-from ipc.sampling_params import SamplingParams
+from ipc.options.config import EngineConfig
+from ipc.params.sampling_params import SamplingParams
 from tests.core.models import gemma3_checkpoint, idefics3_checkpoint
 from tests.core.models.idefics3_checkpoint import LONGEST, noise
 from tests.core.models.projector_gguf import write_projector, write_text
-from tools.replay.__main__ import EXIT_OTHER_MODEL
-from tools.replay.__main__ import main as replay
+from tools.commands.replay.__main__ import EXIT_OTHER_MODEL
+from tools.commands.replay.__main__ import main as replay
 
 pytest.importorskip("PIL.Image")
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports

@@ -5,9 +5,9 @@ import time
 from pathlib import Path
 
 from frontend.llm import LLM
-from ipc.sampling_params import SamplingParams
-from tools.bench.quiet import process_tree
-from tools.bench.tiny_model import write_tiny_model
+from ipc.params.sampling_params import SamplingParams
+from tools.lab.bench.quiet import process_tree
+from tools.lab.bench.tiny_model import write_tiny_model
 
 _SETTLE_S = 1.5  # the flight recorder's memory is made once, a second after the start
 _SECONDS = 1.0

@@ -17,7 +17,7 @@ import torch
 
 from frontend.llm import LLM
 from ipc.errors import InvalidRequestError, UnsupportedParameterError
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
 from tests.core.models.idefics3_checkpoint import noise, processed, tiny_model, write_checkpoint
 from tests.frontend.http.caller import environment, serving
 

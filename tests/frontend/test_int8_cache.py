@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from engine_core import LLM, SamplingParams
-from tools.bench.tiny_model import write_tiny_model
-from tools.replay.__main__ import main as replay
+from tools.commands.replay.__main__ import main as replay
+from tools.lab.bench.tiny_model import write_tiny_model
 
 SMALL: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 20, "max_model_len": 256, "threads": 1}
 SMALL |= {"skip_tokenizer_init": True, "max_num_seqs": 200}

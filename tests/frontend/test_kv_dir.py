@@ -8,9 +8,9 @@ import pytest
 
 from engine_core import LLM, SamplingParams
 from ipc.errors import ConfigError, EngineStartError
-from tools.bench.tiny_model import write_tiny_model
-from tools.replay.__main__ import EXIT_OTHER_MODEL
-from tools.replay.__main__ import main as replay
+from tools.commands.replay.__main__ import EXIT_OTHER_MODEL
+from tools.commands.replay.__main__ import main as replay
+from tools.lab.bench.tiny_model import write_tiny_model
 
 SIZES: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_model_len": 256, "block_size": 8}
 SIZES |= {"skip_tokenizer_init": True, "num_blocks_override": 34, "num_host_blocks": 40}

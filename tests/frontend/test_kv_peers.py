@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from engine_core import LLM
-from ipc.block_stores import make_key_file
 from ipc.errors import AddressError, ConfigError, EngineStartError
+from ipc.options.block_stores import make_key_file
 from tests.frontend.test_kv_dir import SIZES, answers, tiny_model
-from tools.keys import main as keys
+from tools.commands.keys import main as keys
 
 pytestmark = pytest.mark.timeout(120)
 __all__ = ["tiny_model"]  # the fixture `model`

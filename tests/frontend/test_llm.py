@@ -15,7 +15,6 @@ import pytest
 import engine_core
 from frontend.engine.process import EngineProcess
 from frontend.llm import LLM
-from ipc.config import EngineConfig
 from ipc.errors import (
     ConfigError,
     EngineDeadError,
@@ -23,8 +22,9 @@ from ipc.errors import (
     ModelFileError,
     RequestFailedError,
 )
-from ipc.messages import Abort, AddRequest, ErrorCode, FinishReason, RequestFailed
-from ipc.sampling_params import RequestOutputKind, SamplingParams
+from ipc.options.config import EngineConfig
+from ipc.params.sampling_params import RequestOutputKind, SamplingParams
+from ipc.wire.messages import Abort, AddRequest, ErrorCode, FinishReason, RequestFailed
 from tests.fake_tokens import fake_tokens
 from tests.frontend.conftest import VOCAB_SIZE, greedy, ids_of
 from tests.placed import PREFIX

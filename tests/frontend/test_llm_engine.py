@@ -11,7 +11,7 @@ from frontend.engine_args import AsyncEngineArgs, EngineArgs
 from frontend.llm import LLM
 from frontend.llm_engine import LLMEngine, read_metrics
 from ipc.errors import ConfigError, EngineDeadError, InvalidRequestError, RequestFailedError
-from ipc.sampling_params import RequestOutputKind, SamplingParams
+from ipc.params.sampling_params import RequestOutputKind, SamplingParams
 from tests.fake_tokens import fake_tokens
 
 VOCAB = 32_000

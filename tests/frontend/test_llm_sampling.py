@@ -11,8 +11,8 @@ from frontend.async_llm import AsyncLLM
 from frontend.llm import LLM
 from frontend.results.outputs import Logprob
 from ipc.errors import InvalidRequestError
-from ipc.messages import AddRequest
-from ipc.sampling_params import RequestOutputKind, SamplingParams
+from ipc.params.sampling_params import RequestOutputKind, SamplingParams
+from ipc.wire.messages import AddRequest
 from tests.fake_tokens import fake_tokens
 from tests.frontend.conftest import VOCAB_SIZE, greedy
 

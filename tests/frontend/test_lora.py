@@ -16,10 +16,10 @@ import torch
 from core.model_files.model_config import read_model_config
 from frontend.llm import LLM
 from frontend.lora import LoRARequest
-from ipc.beam_search import BeamSearchParams
 from ipc.errors import InvalidRequestError
 from ipc.files.model_files import resolve_model
-from ipc.sampling_params import SamplingParams
+from ipc.params.beam_search import BeamSearchParams
+from ipc.params.sampling_params import SamplingParams
 from tests.core.adapters.peft_files import matrix_shapes, random_matrices, write_peft
 from tests.core.models.checkpoints import build
 

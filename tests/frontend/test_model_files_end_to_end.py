@@ -10,15 +10,15 @@ import torch
 from huggingface_hub import constants
 
 from core.model_files.model_config import read_model_config
-from core.model_files.weight_shapes import expected_shapes
-from core.model_files.weights import load_weights
+from core.model_files.tensors.weight_shapes import expected_shapes
+from core.model_files.tensors.weights import load_weights
 from frontend.llm import LLM
 from ipc.errors import InvalidRequestError
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
 from kernels.elements import FLOAT32
 from tests.frontend.text.sentencepiece_vocabulary import sentencepiece_metadata
 from tests.numbers import dense_tensor
-from tools.bench.tiny_model import write_tiny_model
+from tools.lab.bench.tiny_model import write_tiny_model
 
 HIDDEN = 256  # weights in a K block
 LAYERS = 2

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from tests.placed import placed
-from tools.bench.tiny_model import write_tiny_model
+from tools.lab.bench.tiny_model import write_tiny_model
 
 SCRIPT = """
 import sys

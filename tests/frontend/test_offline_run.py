@@ -5,8 +5,8 @@ import pytest
 
 from frontend.llm import LLM
 from ipc.errors import EngineDeadError, InvalidRequestError, RequestFailedError
-from ipc.messages import AddRequest, ErrorCode, FinishReason, Outputs, RequestFailed
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import AddRequest, ErrorCode, FinishReason, Outputs, RequestFailed
 from tests.frontend.conftest import greedy, ids_of
 
 

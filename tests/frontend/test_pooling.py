@@ -11,8 +11,8 @@ import pytest
 
 from core.executors.fake import checksum, fake_vector
 from engine_core import LLM, AsyncLLM, InvalidRequestError, PoolingParams, RequestFailedError
-from ipc.arrays import Floats
-from ipc.messages import PauseMode
+from ipc.tables.arrays import Floats
+from ipc.wire.messages import PauseMode
 from tools.cli import main
 
 FAKE: dict[str, Any] = {"executor": "fake", "fake_vocab_size": 1000, "max_model_len": 64, "max_num_seqs": 4}

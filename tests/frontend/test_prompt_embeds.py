@@ -11,7 +11,7 @@ import torch
 
 from frontend.llm import LLM
 from ipc.errors import InvalidRequestError, UnsupportedParameterError
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
 from tests.core.models.checkpoints import build
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
@@ -65,7 +65,7 @@ def test_every_form_of_an_array(model: Model) -> None:
 
 
 def test_long_ones_are_several_features(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ipc import placed_feature
+    from ipc.wire import placed_feature
 
     monkeypatch.setattr(placed_feature, "_PART_BYTES", 4 * WIDTH * 50)
     assert len(placed_feature.placed_embeds(model.table[PROMPTS[2]])) == 3

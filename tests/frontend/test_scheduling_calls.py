@@ -6,10 +6,10 @@ import pytest
 from frontend.client.client import EngineClient
 from frontend.llm import LLM
 from ipc.errors import CallFailedError, EngineDeadError
-from ipc.kv_events import KVBlocksCleared
-from ipc.messages import CallDone
-from ipc.sampling_params import SamplingParams
-from ipc.scheduling_messages import EventKind, Explain, FollowKVEvents, KVEvents, UnfollowKVEvents
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.kv_events import KVBlocksCleared
+from ipc.wire.messages import CallDone
+from ipc.wire.scheduling_messages import EventKind, Explain, FollowKVEvents, KVEvents, UnfollowKVEvents
 from tests.frontend.conftest import WELCOME, PlayedEngine
 
 

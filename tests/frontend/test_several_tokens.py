@@ -2,7 +2,7 @@
 
 from core.executors.fake import choice_seed
 from frontend.llm import LLM
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
 from tests.fake_tokens import fake_tokens
 from tests.frontend.conftest import VOCAB_SIZE
 

@@ -12,8 +12,8 @@ import pytest
 from frontend.llm import LLM
 from ipc.errors import InvalidRequestError, UnsupportedParameterError
 from ipc.files.model_files import resolve_model
-from ipc.sampling_params import SamplingParams
-from ipc.structured_outputs import StructuredOutputsParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.params.structured_outputs import StructuredOutputsParams
 from tests.tools.test_cli import run
 
 SCHEMA = {

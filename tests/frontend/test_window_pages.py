@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from frontend.llm import LLM
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
 from tests.core.executors.test_window_pages import SETTINGS
-from tools.replay.__main__ import main
+from tools.commands.replay.__main__ import main
 
 
 def tokens(folder: Path, **options: Any) -> tuple[list[list[int]], int]:

@@ -14,9 +14,9 @@ import pytest
 from engine_core import LLM, SamplingParams
 from tests.core.executors.test_window_pages import SETTINGS, WINDOW
 from tests.frontend.test_kv_dir import wait_for_stored
-from tools.keys import main as keys
-from tools.replay.__main__ import EXIT_OTHER_MODEL
-from tools.replay.__main__ import main as replay
+from tools.commands.keys import main as keys
+from tools.commands.replay.__main__ import EXIT_OTHER_MODEL
+from tools.commands.replay.__main__ import main as replay
 
 pytestmark = pytest.mark.timeout(120)
 BLOCK = 16

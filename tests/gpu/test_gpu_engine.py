@@ -12,16 +12,16 @@ import torch
 from core.engine import EngineCore
 from core.executors.cuda import CudaExecutor
 from core.process.resolve import resolve, resolve_costs
-from ipc.config import EngineConfig, PreemptionMode
 from ipc.files.model_files import resolve_model
-from ipc.messages import AddRequest, Outputs
-from ipc.sampling_params import SamplingParams
-from ipc.speculation import SpeculativeConfig
+from ipc.options.config import EngineConfig, PreemptionMode
+from ipc.options.speculation import SpeculativeConfig
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import AddRequest, Outputs
 from tests.core.hostile_drafts import speculative, use
 from tests.core.models.test_golden import GOLDEN
 from tests.core.runner.test_several_samples import next_tokens
 from tests.triton_device import GPU_ONLY
-from tools.bench.tiny_model import VOCAB_SIZE, write_tiny_model
+from tools.lab.bench.tiny_model import VOCAB_SIZE, write_tiny_model
 
 pytestmark = GPU_ONLY
 

@@ -17,16 +17,16 @@ ALLOWED = {
     "core/capture/flight_recorder.py": "when a recording was made",
     "core/capture/writer.py": "when a recording was made",
     "core/workers/nodes.py": "until when a start waits, in the log",
-    "frontend/http/head.py": "the header Date",
-    "frontend/http/ollama.py": "created_at",
-    "frontend/http/openai_answer.py": "created",
-    "frontend/http/responses.py": "created_at",
-    "frontend/http/scores.py": "created",
+    "frontend/http/wire/head.py": "the header Date",
+    "frontend/http/ollama/ollama.py": "created_at",
+    "frontend/http/openai/openai_answer.py": "created",
+    "frontend/http/openai/responses.py": "created_at",
+    "frontend/http/openai/scores.py": "created",
     "frontend/http/service.py": "created",
-    "frontend/http/spans.py": "a span's end",
+    "frontend/http/callers/spans.py": "a span's end",
     "frontend/text/chat_template.py": "today's date in a prompt",
     "ipc/log_lines.py": "a line's time",
-    "ipc/sockets.py": "the age of a folder that nobody holds, as files have wall times",
+    "ipc/wire/sockets.py": "the age of a folder that nobody holds, as files have wall times",
 }
 
 

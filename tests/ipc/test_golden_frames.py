@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from core.engine import HANDLERS
-from ipc.messages import (
+from ipc.wire.messages import (
     CALLS,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -20,7 +20,7 @@ from ipc.messages import (
     decode_server_message,
     encode,
 )
-from tests.ipc.test_messages import CLIENT_MESSAGES, SERVER_MESSAGES
+from tests.ipc.wire.test_messages import CLIENT_MESSAGES, SERVER_MESSAGES
 
 FOLDER = Path(__file__).resolve().parent.parent / "data"
 NAME = f"frames_{PROTOCOL_MAJOR}_{PROTOCOL_MINOR}.json"

@@ -17,7 +17,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ipc.files.model_files import resolve_model
-from tools.bench.tiny_model import write_tiny_model
+from tools.lab.bench.tiny_model import write_tiny_model
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]

@@ -17,9 +17,9 @@ from typing import Any
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from frontend.fleet.transport import FleetTransport
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
 from tests.fake_tokens import fake_tokens
-from tools.ray_fleet.fleet import Change, RayFleet, deploy
+from tools.commands.ray_fleet.fleet import Change, RayFleet, deploy
 
 VOCAB, NUM_STREAMS, NUM_TOKENS = 1000, 64, 300
 ENGINE = {

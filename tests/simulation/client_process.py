@@ -7,7 +7,7 @@ from functools import partial
 
 from frontend.client.client import EngineClient
 from ipc.errors import CallFailedError, EngineDeadError, HandshakeError
-from ipc.messages import PauseMode
+from ipc.wire.messages import PauseMode
 from tests.simulation.engine_parts import OWNER_TOKEN
 from tests.simulation.engine_process import EngineProcess
 from tests.simulation.follower import Follower

@@ -4,8 +4,8 @@ from core.border.reception import Served
 from core.execution.executor import ModelInfo, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.executors.fake import FakeExecutor, create
-from ipc.config import EngineConfig
-from ipc.messages import (
+from ipc.options.config import EngineConfig
+from ipc.wire.messages import (
     MAX_CLIENT_MESSAGE_BYTES,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,

@@ -7,8 +7,8 @@ from functools import partial
 from core.border.socket_rounds import AddressedMessage, Border
 from core.engine import EngineCore
 from core.inputs import HoldClient, ReleaseClient
-from ipc.config import EngineConfig
-from ipc.messages import EngineStopping
+from ipc.options.config import EngineConfig
+from ipc.wire.messages import EngineStopping
 from tests.core.driving import PagedExecutor
 from tests.core.hostile_drafts import KINDS, fake_oracle, use
 from tests.simulation.engine_parts import FailingExecutor, StepFailure, ready_executor, served

@@ -9,8 +9,8 @@ import numpy as np
 from frontend.client.client import EngineClient
 from frontend.client.kv_event_stream import KVEventStream
 from ipc.errors import CallFailedError, EngineDeadError
-from ipc.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
-from ipc.scheduling_messages import KVEvents
+from ipc.wire.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
+from ipc.wire.scheduling_messages import KVEvents
 from tests.simulation.engine_process import EngineProcess
 from tests.simulation.world import Failure, World
 

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import zmq
 
-from ipc.messages import Abort, AddRequest, Outputs
+from ipc.wire.messages import Abort, AddRequest, Outputs
 from tests.simulation.witness import Witness
 from tests.simulation.world import World
 

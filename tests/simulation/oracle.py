@@ -10,7 +10,7 @@ from typing import NamedTuple
 from core.executors.fake import choice_seed
 from frontend.client.received_logprobs import PositionLogprobs
 from ipc.errors import DeadlineExceededError, EngineCoreError, EngineDeadError, InvalidRequestError, RequestFailedError
-from ipc.messages import FinishReason
+from ipc.wire.messages import FinishReason
 from tests.simulation.plan import Ask
 from tests.simulation.world import Failure
 

@@ -3,7 +3,7 @@
 from enum import Enum
 from typing import NamedTuple, TypeAlias
 
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
 
 
 class Ask(NamedTuple):

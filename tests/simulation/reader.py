@@ -3,7 +3,7 @@
 from frontend.client.client import EngineClient
 from frontend.client.received_logprobs import ReceivedLogprobs
 from ipc.errors import EngineCoreError
-from ipc.messages import FinishReason
+from ipc.wire.messages import FinishReason
 from tests.simulation.oracle import Excuse, Stream, check_error, check_logprobs
 from tests.simulation.plan import Ask
 from tests.simulation.world import MS, World

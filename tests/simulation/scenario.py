@@ -5,8 +5,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from ipc.config import EngineConfig
-from ipc.sampling_params import SamplingParams
+from ipc.options.config import EngineConfig
+from ipc.params.sampling_params import SamplingParams
 from tests.core.driving import small_config
 from tests.core.hostile_drafts import speculative
 from tests.simulation.oracle import Rules

@@ -22,7 +22,7 @@ from core.scheduling.waiting_queue import WaitingQueue
 from frontend.client.journal import Journal
 from frontend.client.output_columns import columns_of
 from frontend.client.resumption import Resumption
-from ipc.messages import AddRequest, Outputs, ServerMessage
+from ipc.wire.messages import AddRequest, Outputs, ServerMessage
 from tests.simulation.simulation import simulate
 
 MAX_SEEDS = 1000

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from core.engine import EngineCore
-from ipc.messages import AddRequest, Outputs
+from ipc.wire.messages import AddRequest, Outputs
 from tests.core.driving import unpack
 from tests.simulation.engine_parts import ready_executor
 from tests.simulation.oracle import Rules, undisturbed

@@ -1,6 +1,13 @@
 """Witness: checks what an engine says on each connection, before the network can change it."""
 
-from ipc.messages import AddRequest, ErrorCode, Outputs, RequestFailed, decode_client_message, decode_server_message
+from ipc.wire.messages import (
+    AddRequest,
+    ErrorCode,
+    Outputs,
+    RequestFailed,
+    decode_client_message,
+    decode_server_message,
+)
 from tests.core.driving import unpack
 from tests.simulation.world import Failure
 

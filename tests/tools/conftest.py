@@ -5,12 +5,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from ipc.speculation import SpeculativeConfig
+from ipc.options.speculation import SpeculativeConfig
 from tests.captures import (
     CONFIG,
     capture_in_process,
 )
-from tools.bench.tiny_model import write_tiny_model
+from tools.lab.bench.tiny_model import write_tiny_model
 
 
 @pytest.fixture(scope="session")

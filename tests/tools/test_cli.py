@@ -17,7 +17,7 @@ import pytest
 
 from frontend.llm import LLM
 from ipc.errors import EngineDeadError
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
 from tests.fake_tokens import fake_tokens
 from tests.placed import PREFIX, placed
 from tools.cli import main
@@ -103,7 +103,9 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_command_is_imported_only_when_called() -> None:
     code = placed("import sys, tools.cli; print(*sys.modules)")
     loaded = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True)
-    assert {"zmq", "rich", "uvloop", "tokenizers", f"{PREFIX}tools.generate"} & set(loaded.stdout.split()) == set()
+    assert {"zmq", "rich", "uvloop", "tokenizers", f"{PREFIX}tools.commands.generate"} & set(
+        loaded.stdout.split()
+    ) == set()
 
 
 def test_an_unknown_command_or_flag_names_the_known(capsys: pytest.CaptureFixture[str]) -> None:

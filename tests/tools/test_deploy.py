@@ -11,7 +11,7 @@ import pytest
 
 from tests.fake_tokens import fake_tokens
 from tests.tools.test_cli import command, environment
-from tools.notify import notify
+from tools.service.notify import notify
 
 pytestmark = pytest.mark.checkout  # deploy/
 

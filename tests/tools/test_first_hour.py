@@ -6,18 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from ipc import neutral_options
 from ipc.errors import AddressError, ConfigError
-from ipc.neutral_options import is_switch
+from ipc.options import neutral_options
+from ipc.options.neutral_options import is_switch
 from tests.tools.test_cli import command, environment
-from tools import address
 from tools.cli import COMMANDS, GROUPS
 from tools.cli import main as cli
-from tools.hints import COMMANDS as OTHER_COMMANDS
-from tools.hints import FLAGS
-from tools.http import add_http_options, http_address
-from tools.neutral_flags import without_neutral
-from tools.options import ArgumentParser, add_engine_options, engine_options
+from tools.commands.http import add_http_options, http_address
+from tools.flags import address
+from tools.flags.hints import COMMANDS as OTHER_COMMANDS
+from tools.flags.hints import FLAGS
+from tools.flags.neutral_flags import without_neutral
+from tools.flags.options import ArgumentParser, add_engine_options, engine_options
 
 
 @pytest.fixture(name="home", autouse=True)

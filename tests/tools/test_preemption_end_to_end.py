@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from frontend.llm import LLM
-from ipc.messages import Statistics
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import Statistics
 from tests.tools.test_cli import serving
-from tools.bench.tiny_model import VOCAB_SIZE, write_tiny_model
+from tools.lab.bench.tiny_model import VOCAB_SIZE, write_tiny_model
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_model_len": 96, "block_size": 8, "max_num_seqs": 6}
 PRESSED = {"num_blocks_override": 14, "num_swap_blocks": 12}

@@ -10,8 +10,8 @@ import pytest
 from core.adapters.file_matrix import FileMatrix, FilePart
 from core.adapters.gguf_adapter import read_gguf_adapter
 from core.adapters.peft_folder import read_peft_folder
-from ipc.arrays import Floats
 from ipc.errors import ModelFileError, UnsupportedModelError
+from ipc.tables.arrays import Floats
 from tests.core.adapters.peft_files import random_matrices, write_peft
 
 SHAPES = {"model.layers.0.self_attn.q_proj": (32, 32), "model.layers.0.mlp.down_proj": (32, 64)}

@@ -11,7 +11,7 @@ import pytest
 
 from core.execution.plan import SchedulerOutput
 from core.inputs import ExecutorLost, ExecutorRestored
-from ipc.messages import ResetPrefixCache
+from ipc.wire.messages import ResetPrefixCache
 from tests.core.driving import Driver, add_message, expected_tokens, small_config
 
 BLOCK = 4

@@ -5,7 +5,7 @@ import numpy.typing as npt
 import pytest
 
 from core.kv.block_names import hash_blocks
-from ipc.arrays import Int32s
+from ipc.tables.arrays import Int32s
 from tests.core.driving import ByHand, Driver, add_message, expected_tokens, small_config
 from tests.placed import PREFIX
 

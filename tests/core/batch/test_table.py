@@ -6,8 +6,8 @@ from core.batch.request import Request
 from core.batch.table import BatchTable, RequestStart
 from core.execution.plan import NewRow, SchedulerOutput
 from core.execution.runner_table import RunnerTable
-from ipc.arrays import NO_INT32S
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.tables.arrays import NO_INT32S
 
 PARAMS = SamplingParams(min_tokens=6, ignore_eos=True, stop_token_ids=[3], max_tokens=20)
 

@@ -5,8 +5,8 @@ import numpy as np
 from core.batch.request import Request, request_from_message
 from core.batch.window_batch import WindowBatch
 from core.batch.window_host import WindowHost
-from ipc.arrays import Int32s, Ints
-from ipc.messages import ResetPrefixCache
+from ipc.tables.arrays import Int32s, Ints
+from ipc.wire.messages import ResetPrefixCache
 from tests.core.batch.test_host_cache import BLOCK, cached, prompt
 from tests.core.driving import Driver, add_message, small_config
 

@@ -8,8 +8,16 @@ import pytest
 from core.border import backlog
 from core.border.backlog import Backlog, merge_outputs
 from frontend.client.journal import Journal
-from ipc.messages import AddRequest, CallDone, ErrorCode, FinishReason, Outputs, RequestFailed, decode_server_message
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import (
+    AddRequest,
+    CallDone,
+    ErrorCode,
+    FinishReason,
+    Outputs,
+    RequestFailed,
+    decode_server_message,
+)
 
 
 def step_outputs(step: int, rows: list[tuple[int, int, int]], finish: dict[int, int] | None = None) -> Outputs:

@@ -18,7 +18,9 @@ from core.executors.fake import create
 from core.inputs import EngineInput
 from core.scheduling.ends import MAX_OVERDUE
 from ipc.errors import MalformedMessageError
-from ipc.messages import (
+from ipc.params.sampling_params import SamplingParams
+from ipc.params.structured_outputs import StructuredOutputsParams
+from ipc.wire.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     Abort,
@@ -33,9 +35,7 @@ from ipc.messages import (
     decode_server_message,
     encode,
 )
-from ipc.sampling_params import SamplingParams
-from ipc.scheduling_messages import Explain, Explanation
-from ipc.structured_outputs import StructuredOutputsParams
+from ipc.wire.scheduling_messages import Explain, Explanation
 from tests.columns import pack_numbers
 from tests.core.driving import add_message, small_config, unpack
 from tests.core.running_engine import CONFIG

@@ -10,7 +10,7 @@ from core.border import sessions as border_sessions
 from core.border.inbox import Inbox
 from core.border.sessions import MAX_UNREAD_BYTES, Session, Sessions, has_read_all
 from core.inputs import HoldClient
-from ipc.messages import CallDone, Refused, TokenizerFiles, decode_server_message
+from ipc.wire.messages import CallDone, Refused, TokenizerFiles, decode_server_message
 from tests.core.running_engine import LONG, NUM_ROWS, Running, start_engine, wait_for
 from tests.raw_client import RawClient
 

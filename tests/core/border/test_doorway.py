@@ -13,7 +13,7 @@ import pytest
 
 from core.border import io_thread
 from core.border.doorway import max_connections
-from ipc.messages import GetStatistics, Statistics
+from ipc.wire.messages import GetStatistics, Statistics
 from tests.core.running_engine import Running, expected, start_engine
 from tests.placed import placed
 from tests.raw_client import PATIENCE_S, RawClient

@@ -9,9 +9,9 @@ import pytest
 from core.border import feature_shelf
 from core.features.store import Features
 from ipc.errors import InvalidRequestError
-from ipc.messages import AddRequest, ErrorCode, RequestFailed
-from ipc.placed_feature import PlacedFeature, placed_embeds
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import AddRequest, ErrorCode, RequestFailed
+from ipc.wire.placed_feature import PlacedFeature, placed_embeds
 from tests.core.running_engine import Running, expected, start_engine
 from tests.raw_client import RawClient, request
 

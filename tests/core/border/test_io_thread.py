@@ -15,7 +15,7 @@ from core.border.io_thread import IOThread
 from core.border.reception import MAX_CALLS, Served
 from core.inputs import HoldClient, ReleaseClient
 from core.process import loop as process
-from ipc.messages import (
+from ipc.wire.messages import (
     PROTOCOL_MAJOR,
     AddRequest,
     CallDone,
@@ -36,7 +36,7 @@ from ipc.messages import (
     decode_server_message,
     encode,
 )
-from ipc.sockets import Context, bind_router, connect_dealer, private_ipc_address, remove_private_address
+from ipc.wire.sockets import Context, bind_router, connect_dealer, private_ipc_address, remove_private_address
 from tests.placed import PREFIX
 from tests.raw_client import PATIENCE_S, RawClient, request
 

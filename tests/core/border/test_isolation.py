@@ -5,9 +5,9 @@ import numpy as np
 
 from core.border.inbox import Inbox
 from core.border.isolation import Isolation
-from ipc.black_box import request_digest
-from ipc.messages import Abort, AddRequest, ErrorCode, FinishReason, RequestFailed
-from ipc.start_messages import Isolate
+from ipc.records.black_box import request_digest
+from ipc.wire.messages import Abort, AddRequest, ErrorCode, FinishReason, RequestFailed
+from ipc.wire.start_messages import Isolate
 from tests.raw_client import request
 
 CLIENT = 3

@@ -6,8 +6,8 @@ import pytest
 from core.border.accounts import load_of
 from core.border.key_use import KeyUse, KeyUses
 from ipc.errors import ConfigError
-from ipc.messages import AddRequest, ErrorCode, Outputs
-from ipc.quota import NO_QUOTA, Quota, read_quota
+from ipc.keys.quota import NO_QUOTA, Quota, read_quota
+from ipc.wire.messages import AddRequest, ErrorCode, Outputs
 from tests.raw_client import request
 
 

@@ -6,7 +6,7 @@ import zmq
 from core.border.accounts import Load
 from core.border.inbox import Inbox
 from core.border.sessions import Session, Sessions
-from ipc.messages import Outputs
+from ipc.wire.messages import Outputs
 
 
 class PlayedSocket:

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from core.border.meter import RequestMeter
-from ipc.messages import AddRequest, ErrorCode, FinishReason, Outputs, RequestFailed
-from ipc.metrics_messages import Metrics
-from ipc.sampling_params import SamplingParams
-from ipc.scheduling_messages import EventKind, RequestEvents
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import AddRequest, ErrorCode, FinishReason, Outputs, RequestFailed
+from ipc.wire.metrics_messages import Metrics
+from ipc.wire.scheduling_messages import EventKind, RequestEvents
 
 CLIENT = 7
 TOKENS = ("request_prompt_tokens", "request_generation_tokens")

@@ -8,7 +8,7 @@ import zmq
 
 from core.border.pacing import BURST_UNITS, MAX_PARKED, MAX_PARKED_BYTES, UNITS_PER_S
 from core.border.socket_rounds import Border
-from ipc.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, Abort, AddRequest, Heartbeat, Hello, encode
+from ipc.wire.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, Abort, AddRequest, Heartbeat, Hello, encode
 from tests.core.border.test_bounded_work import PlayedFrame, PlayedSocket
 from tests.core.running_engine import CONFIG
 from tests.raw_client import request

@@ -15,7 +15,8 @@ from core.border import preparation
 from core.border.inbox import Inbox
 from core.border.turns import BURST_S, Turns
 from ipc.errors import InvalidRequestError
-from ipc.messages import (
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import (
     Abort,
     AddRequest,
     ErrorCode,
@@ -26,7 +27,6 @@ from ipc.messages import (
     decode_server_message,
     encode,
 )
-from ipc.sampling_params import SamplingParams
 from tests.columns import pack_numbers
 from tests.core.border.test_restorable import come_back
 from tests.core.running_engine import LONG, Running, expected, is_free, start_engine, wait_for

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from ipc.messages import CallDone, Pause, PauseMode, RequestFailed, Resume
+from ipc.wire.messages import CallDone, Pause, PauseMode, RequestFailed, Resume
 from tests.core.running_engine import NUM_ROWS, Running, expected, owner, start_engine, wait_for
 from tests.raw_client import RawClient, request
 

@@ -8,7 +8,7 @@ from core.border.accounts import Load
 from core.border.backlog import Backlog
 from core.border.lease_clock import LeaseClock
 from core.border.ledger import NumberStatus, RequestLedger
-from ipc.messages import Abort, ErrorCode, Outputs, RequestFailed
+from ipc.wire.messages import Abort, ErrorCode, Outputs, RequestFailed
 from tests.columns import pack_numbers
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from core.border.validation import MAX_PROMPT_LOGPROBS, decode_request_number, validate_request
 from ipc.errors import InvalidRequestError
-from ipc.messages import AddRequest, encode
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import AddRequest, encode
 
 
 def ids(*tokens: int) -> bytes:

@@ -15,7 +15,7 @@ import pytest
 from core.border import sessions
 from core.border.reception import MAX_MALFORMED
 from core.border.zap import is_allowed
-from ipc.messages import (
+from ipc.wire.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     CallDone,
@@ -49,7 +49,7 @@ __all__ = ["start_engine"]  # a fixture
 #: A client of its own process; prints "started", and when it has everything, a checksum of its tokens.
 STALLED = """
 import sys, zlib, threading, time
-from ipc.messages import Heartbeat
+from ipc.wire.messages import Heartbeat
 from tests.raw_client import RawClient
 client = RawClient(sys.argv[1])
 for number in range(int(sys.argv[2])):

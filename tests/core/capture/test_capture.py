@@ -29,10 +29,10 @@ from core.execution.executor import ModelInfo
 from core.execution.plan import SchedulerOutput
 from core.executors.fake import FakeExecutor
 from core.log import flush
-from ipc.config import EngineConfig
 from ipc.errors import CaptureFileError, ConfigError
-from ipc.log_frames import pack_frame
-from ipc.messages import Abort, AddRequest, Goodbye
+from ipc.options.config import EngineConfig
+from ipc.records.log_frames import pack_frame
+from ipc.wire.messages import Abort, AddRequest, Goodbye
 from tests.captures import CONFIG, NUM_REQUESTS, capture_in_process, change, frames_of, replaced, write_frames
 from tests.raw_client import request
 

@@ -23,18 +23,18 @@ from core.capture.snapshot import Snapshot, UnknownObjectError
 from core.engine import EngineCore
 from core.executors.by_name import load_executor
 from core.inputs import EngineInput, HoldClient, ReleaseClient
-from ipc.config import EngineConfig
 from ipc.errors import CaptureFileError
-from ipc.messages import Abort, AddRequest, Pause, PauseMode, Resume
-from ipc.pooling_messages import AddPooling
-from ipc.pooling_params import PoolingParams
-from ipc.sampling_params import SamplingParams
-from ipc.scheduling_messages import FollowKVEvents
-from ipc.speculation import SpeculativeConfig
+from ipc.options.config import EngineConfig
+from ipc.options.speculation import SpeculativeConfig
+from ipc.params.pooling_params import PoolingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import Abort, AddRequest, Pause, PauseMode, Resume
+from ipc.wire.pooling_messages import AddPooling
+from ipc.wire.scheduling_messages import FollowKVEvents
 from tests.captures import CONFIG, make_request
 from tests.columns import pack_numbers
-from tools.replay.__main__ import main
-from tools.replay.rerun import recorded_executor, replay_config, rerun
+from tools.commands.replay.__main__ import main
+from tools.commands.replay.rerun import recorded_executor, replay_config, rerun
 
 #: Options that give the scheduler other states.
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -21,14 +21,14 @@ from core.capture.records import Input, Step
 from core.capture.write_flight import main as write_main
 from core.executors.by_name import load_executor
 from core.inputs import EngineInput
-from ipc.config import EngineConfig
 from ipc.errors import CaptureFileError, ConfigError
-from ipc.flight_ring import FlightFile, read_ring
-from ipc.messages import AddRequest
-from ipc.speculation import SpeculativeConfig
+from ipc.options.config import EngineConfig
+from ipc.options.speculation import SpeculativeConfig
+from ipc.records.flight_ring import FlightFile, read_ring
+from ipc.wire.messages import AddRequest
 from tests.captures import CONFIG, make_request
 from tests.core.capture.test_checkpoints import make_any, other_inputs
-from tools.replay.__main__ import main as replay_main
+from tools.commands.replay.__main__ import main as replay_main
 
 WHOLE = msgspec.structs.replace(CONFIG, flight_recorder_contents=True)
 

@@ -19,18 +19,18 @@ from core.capture.snapshot import Snapshot
 from core.capture.token_names import TokenNames
 from core.proposers.offered import OfferedDrafts
 from ipc.errors import CaptureFileError, ConfigError
-from ipc.feature_messages import FeatureUse
-from ipc.lora_messages import AdapterId
-from ipc.messages import AddRequest
-from ipc.pooling_messages import AddPooling
-from ipc.sampling_params import SamplingParams
-from ipc.speculation import SpeculativeConfig
+from ipc.options.speculation import SpeculativeConfig
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.feature_messages import FeatureUse
+from ipc.wire.lora_messages import AdapterId
+from ipc.wire.messages import AddRequest
+from ipc.wire.pooling_messages import AddPooling
 from tests.captures import CONFIG, change, frames_of, make_request
 from tests.core.capture.test_checkpoints import VARIANTS, capture, make_any, replay_from_each
 from tests.core.test_structured_outputs import KINDS
 from tests.grammar_vocabulary import EOS, VOCAB_SIZE, tokenizer_files
-from tools.replay.__main__ import main
-from tools.replay.differences import unpack
+from tools.commands.replay.__main__ import main
+from tools.commands.replay.differences import unpack
 
 #: Bytes that must not be in the redacted file.
 CANARIES = ("salt-canary", "tenant-canary", "stop-canary", "regex-canary")

@@ -9,9 +9,9 @@ from core.execution.executor import StepHandle
 from core.execution.pipeline import Pipeline
 from core.execution.plan import ModelRunnerOutput, NewRow, SchedulerOutput, encode_plan
 from core.executors.fake import FakeExecutor, create
-from ipc.config import EngineConfig
-from ipc.messages import AddRequest
-from ipc.sampling_params import SamplingParams
+from ipc.options.config import EngineConfig
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import AddRequest
 from tests.core.driving import Inbox, Received, add_message, expected_tokens, small_config
 
 

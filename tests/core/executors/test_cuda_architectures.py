@@ -12,12 +12,12 @@ import torch
 
 from core.executors.cuda import CudaExecutor
 from core.models.config import ExpertParts, ModelConfig
+from core.models.layers.rope_scaling import LongropeScaling, YarnScaling
 from core.models.llama import Llama
-from core.models.rope_scaling import LongropeScaling, YarnScaling
+from core.models.operations.triton_operations import TritonOperations
 from core.models.step import ModelInputs, StepResult
-from core.models.triton_operations import TritonOperations
 from core.process.resolve import resolve
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
 from kernels.cpu.library import load_cpu_library
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, to_floats
 from tests.core.models.checkpoints import build

@@ -11,14 +11,14 @@ from core.engine import EngineCore
 from core.execution.executor import ModelInfo, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.models.config import ExpertParts
+from core.models.layers.rope_scaling import LongropeScaling, YarnScaling
 from core.models.llama import Llama
-from core.models.rope_scaling import LongropeScaling, YarnScaling
-from core.models.triton_operations import TritonOperations
+from core.models.operations.triton_operations import TritonOperations
 from core.runner.cuda_model_runner import CudaModelRunner
 from core.runner.model_runner import ModelRunner
-from ipc.config import EngineConfig, LogprobsMode, PreemptionMode
-from ipc.messages import AddRequest, Logprobs, Outputs
-from ipc.sampling_params import SamplingParams
+from ipc.options.config import EngineConfig, LogprobsMode, PreemptionMode
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import AddRequest, Logprobs, Outputs
 from kernels.elements import FLOAT32
 from tests.core.models.test_llama import random_weights, tiny_config
 from tests.triton_device import ANYWHERE, DEVICE, GPU_ONLY, ON_GPU

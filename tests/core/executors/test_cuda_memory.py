@@ -12,13 +12,13 @@ from core.executors.cuda import CudaExecutor
 from core.executors.cuda_memory import most_alone
 from core.model_files.loading import load_model
 from core.runner.trial_loop import LoopDurations
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
-from ipc.speculation import SpeculativeConfig
+from ipc.options.config import EngineConfig
+from ipc.options.speculation import SpeculativeConfig
 from kernels.elements import FLOAT32
 from kernels.triton import decode_attention
 from tests.triton_device import ANYWHERE, ON_GPU
-from tools.bench.tiny_model import write_tiny_model
+from tools.lab.bench.tiny_model import write_tiny_model
 
 pytestmark = [*ANYWHERE, pytest.mark.skipif(ON_GPU, reason="plays a GPU of its own")]
 

@@ -12,15 +12,15 @@ import pytest
 
 from core.executors.cuda import CudaExecutor
 from core.model_files.loading import load_model
-from core.model_files.packed_matrix import unpack as unpack_files
-from core.models.device_weights import pack
+from core.model_files.tensors.packed_matrix import unpack as unpack_files
 from core.models.llama import Llama
-from core.models.stored_matrix import StoredMatrix, StoredPart, Weight
-from core.models.triton_operations import TritonOperations
-from core.models.weight_form import WeightForm
-from ipc.config import EngineConfig
+from core.models.operations.device_weights import pack
+from core.models.operations.stored_matrix import StoredMatrix, StoredPart, Weight
+from core.models.operations.triton_operations import TritonOperations
+from core.models.operations.weight_form import WeightForm
 from ipc.errors import ConfigError
-from ipc.sampling_params import SamplingParams
+from ipc.options.config import EngineConfig
+from ipc.params.sampling_params import SamplingParams
 from kernels.elements import FLOAT32
 from kernels.torch.packed_rows import quantize_rows, unpack
 from kernels.torch.tensors import to_array, to_tensor
@@ -31,7 +31,7 @@ from tests.core.model_files.packing import awq, random_plain
 from tests.core.models.test_llama import random_weights, tiny_config
 from tests.core.runner.test_invariance_quantized import TYPES
 from tests.triton_device import ANYWHERE, DEVICE
-from tools.bench.tiny_model import write_tiny_model
+from tools.lab.bench.tiny_model import write_tiny_model
 
 pytestmark = ANYWHERE
 

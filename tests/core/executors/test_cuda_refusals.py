@@ -9,8 +9,8 @@ import torch
 
 from core.device import cuda_device
 from frontend.engine.process import EngineProcess
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError
+from ipc.options.config import EngineConfig
 
 NO_CUDA = r"is built without CUDA \(pip install .* torch==.*\)"
 NO_TRITON = r"needs triton, which is not installed: pip install 'llm-engine-core\[cuda\]'"

@@ -17,14 +17,14 @@ from core.engine import EngineCore
 from core.executors.cuda_memory import most_alone
 from core.inputs import EngineInput
 from core.models.llama import Llama
-from core.models.triton_operations import TritonOperations
+from core.models.operations.triton_operations import TritonOperations
 from core.runner import step_durations, trial_loop
 from core.runner.cuda_model_runner import CudaModelRunner
 from core.runner.model_runner import ModelRunner
-from ipc.config import EngineConfig
-from ipc.messages import Abort, AddRequest, FinishReason
-from ipc.sampling_params import SamplingParams
-from ipc.speculation import SpeculativeConfig
+from ipc.options.config import EngineConfig
+from ipc.options.speculation import SpeculativeConfig
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import Abort, AddRequest, FinishReason
 from kernels.elements import FLOAT32
 from tests.columns import pack_numbers
 from tests.core.executors.test_cuda_executor import RunnerExecutor

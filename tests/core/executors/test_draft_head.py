@@ -18,10 +18,10 @@ from core.runner.draft_pause import DraftPause
 from core.runner.drafter import RanStep
 from core.runner.head_drafter import HeadDrafter
 from core.scheduling.stats import SchedulerStats
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError, ModelFileError, UnsupportedModelError
-from ipc.given_options import config_from_options
-from ipc.speculation import SpeculativeConfig
+from ipc.options.config import EngineConfig
+from ipc.options.given_options import config_from_options
+from ipc.options.speculation import SpeculativeConfig
 from tests.core.draft_heads import (
     EAGLE3,
     HIDDEN,

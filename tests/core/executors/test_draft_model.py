@@ -10,12 +10,12 @@ from core.engine import EngineCore
 from core.executors.local import LocalExecutor
 from core.process.resolve import resolve_costs
 from core.scheduling.stats import SchedulerStats
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError
-from ipc.given_options import config_from_options
-from ipc.speculation import SpeculativeConfig
+from ipc.options.config import EngineConfig
+from ipc.options.given_options import config_from_options
+from ipc.options.speculation import SpeculativeConfig
 from tests.core.driving import Inbox, add_message
-from tools.bench.tiny_model import write_tiny_model
+from tools.lab.bench.tiny_model import write_tiny_model
 
 
 @pytest.fixture(scope="module")

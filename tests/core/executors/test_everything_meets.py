@@ -13,11 +13,11 @@ import pytest
 from core.engine import EngineCore
 from core.executors.local import LocalExecutor
 from core.inputs import EngineInput, HoldClient, ReleaseClient
-from ipc.config import EngineConfig
-from ipc.messages import Abort, AddRequest, FinishReason, Outputs
-from ipc.sampling_params import SamplingParams
-from ipc.scheduling_messages import Explain
-from ipc.speculation import SpeculativeConfig
+from ipc.options.config import EngineConfig
+from ipc.options.speculation import SpeculativeConfig
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import Abort, AddRequest, FinishReason, Outputs
+from ipc.wire.scheduling_messages import Explain
 from tests.columns import pack_numbers
 from tests.core.draft_heads import (
     EAGLE3,

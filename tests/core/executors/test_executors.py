@@ -14,10 +14,10 @@ from core.executors.fake import FakeExecutor
 from core.executors.local import LocalExecutor
 from core.executors.run import caches_that_fit, runner_sizes
 from core.grammars.grammars import Grammars
-from ipc.config import EngineConfig
 from ipc.errors import OutOfMemoryError
-from ipc.speculation import SpeculativeConfig
-from tools.bench.tiny_model import write_tiny_model
+from ipc.options.config import EngineConfig
+from ipc.options.speculation import SpeculativeConfig
+from tools.lab.bench.tiny_model import write_tiny_model
 
 INFO = ModelInfo("tiny", "00", "float32", 64, 96, (2,), "L0")
 EXECUTORS = [LocalExecutor, CudaExecutor, FakeExecutor]

@@ -11,7 +11,7 @@ from core.execution.plan import NO_TOKEN, NewRow, SchedulerOutput
 from core.execution.runner_table import RunnerTable
 from core.executors.by_name import load_executor
 from core.executors.fake import FakeExecutor, checksum, create, mix
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
 from tests.columns import num_used_pages
 from tests.core.driving import VOCAB_SIZE, small_config
 from tests.fake_tokens import fake_tokens
@@ -140,7 +140,7 @@ def test_removed_rows_give_their_pages_back() -> None:
 def test_it_is_found_by_name_and_needs_no_torch() -> None:
     code = (
         "import sys\n"
-        "from ipc.config import EngineConfig\n"
+        "from ipc.options.config import EngineConfig\n"
         "from core.executors.by_name import load_executor\n"
         "import core.engine\n"
         "executor = load_executor(EngineConfig(executor='fake', fake_vocab_size=50, fake_eos_token_id=3))\n"

@@ -11,8 +11,8 @@ from core.execution.executor import EXECUTOR_API
 from core.executors.by_name import import_executor, load_executor
 from core.executors.fake import FakeExecutor
 from core.executors.plug_ins import GROUP
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError
+from ipc.options.config import EngineConfig
 
 Install = Callable[..., None]
 

@@ -8,9 +8,9 @@ import pytest
 
 from core.executors.local import LocalExecutor
 from core.process.resolve import resolve
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError
-from ipc.speculation import SpeculativeConfig
+from ipc.options.config import EngineConfig
+from ipc.options.speculation import SpeculativeConfig
 
 WINDOW = 64
 SETTINGS: dict[str, Any] = {

@@ -9,12 +9,12 @@ import pytest
 
 from core.features import store
 from core.features.store import Features
-from ipc.arrays import Floats, UInt8s
 from ipc.errors import InvalidRequestError
-from ipc.feature_messages import FeatureUse, PutFeature, feature_digest
-from ipc.messages import AddRequest
-from ipc.placed_feature import PlacedFeature, placed_embeds
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.tables.arrays import Floats, UInt8s
+from ipc.wire.feature_messages import FeatureUse, PutFeature, feature_digest
+from ipc.wire.messages import AddRequest
+from ipc.wire.placed_feature import PlacedFeature, placed_embeds
 from tests.placed_images import placed_image
 
 WIDTH, SIDE, ROWS = 4, 6, 3

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 import jsonschema
 import msgspec
 
-from ipc.structural_tags import (
+from ipc.params.structural_tags import (
     AnyText,
     ConstString,
     Dispatch,

@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 from llguidance import LLTokenizer
 
-from ipc.structured_outputs import StructuredOutputsParams
+from ipc.params.structured_outputs import StructuredOutputsParams
 from tests.grammar_vocabulary import EOS, VOCAB_SIZE, make_grammars, tokenizer_files
 
 OBJECTS = [{name: 1 for name in "abcd" if name in some} for n in range(5) for some in itertools.combinations("abcd", n)]

@@ -15,9 +15,9 @@ from core.grammars.compilation import compile_grammar
 from core.grammars.grammars import Grammars
 from core.grammars.vocabulary import build_vocabulary
 from ipc.errors import InvalidRequestError, UnsupportedParameterError
-from ipc.messages import AddRequest
-from ipc.sampling_params import SamplingParams
-from ipc.structured_outputs import StructuredOutputsParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.params.structured_outputs import StructuredOutputsParams
+from ipc.wire.messages import AddRequest
 from tests.grammar_vocabulary import (
     EOS,
     VOCAB_SIZE,

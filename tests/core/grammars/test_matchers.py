@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from core.grammars.matchers import RowMatchers
-from ipc.arrays import Int32s
 from ipc.errors import InvalidRequestError
-from ipc.structured_outputs import StructuredOutputsParams
+from ipc.params.structured_outputs import StructuredOutputsParams
+from ipc.tables.arrays import Int32s
 from tests.grammar_vocabulary import EOS, VOCAB_SIZE, allowed, make_grammars, schema, structured, tokenizer
 
 GRAMMARS = make_grammars()

@@ -15,9 +15,9 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from ipc.errors import InvalidRequestError
-from ipc.json_schemas import drop_annotations, spell_dependencies
-from ipc.messages import FinishReason
-from ipc.structured_outputs import StructuredOutputsParams
+from ipc.params.json_schemas import drop_annotations, spell_dependencies
+from ipc.params.structured_outputs import StructuredOutputsParams
+from ipc.wire.messages import FinishReason
 from tests.core.test_structured_outputs import Runs, add
 from tests.core.test_structured_schemas import FORMATS
 from tests.grammar_vocabulary import EOS, VOCAB_SIZE, allowed, make_grammars, text_of, tokenizer_files

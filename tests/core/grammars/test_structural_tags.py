@@ -13,8 +13,8 @@ from llguidance import LLMatcher, LLTokenizer
 from core.grammars.compilation import compile_grammar
 from core.grammars.grammars import Grammars
 from ipc.errors import InvalidRequestError, UnsupportedParameterError
-from ipc.structural_tags import read_format
-from ipc.structured_outputs import StructuredOutputsParams
+from ipc.params.structural_tags import read_format
+from ipc.params.structured_outputs import StructuredOutputsParams
 from tests.core.grammars.random_tags import RandomTags
 from tests.core.grammars.tag_acceptor import accepts
 from tests.grammar_vocabulary import EOS, make_grammars, structured, tokenizer

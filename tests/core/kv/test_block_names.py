@@ -9,9 +9,9 @@ import pytest
 
 from core.kv.block_names import UNNAMED, BlockNames, block_key, hash_blocks
 from core.kv.event_log import KVEventLog
-from ipc.arrays import Int32s
-from ipc.block_roots import root_of_salt
-from ipc.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
+from ipc.tables.arrays import Int32s
+from ipc.wire.block_roots import root_of_salt
+from ipc.wire.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
 from tests.placed import PREFIX
 
 SIZE = 4

@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from core.kv.block_names import hash_blocks
 from core.kv.block_pool import NULL_BLOCK, BlockPool
-from ipc.arrays import Int32s
-from ipc.block_roots import PLAIN_ROOT
+from ipc.tables.arrays import Int32s
+from ipc.wire.block_roots import PLAIN_ROOT
 
 
 def ids(*blocks: int) -> Int32s:

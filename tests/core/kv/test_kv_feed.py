@@ -10,9 +10,9 @@ from core.border.inbox import Inbox
 from core.border.sessions import Sessions
 from core.inputs import RenewKVEvents
 from core.kv import event_feed as kv_feed
-from ipc.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
-from ipc.messages import CallDone, Goodbye, Outputs, ResetPrefixCache, decode_server_message
-from ipc.scheduling_messages import FollowKVEvents, KVEvents, UnfollowKVEvents
+from ipc.wire.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
+from ipc.wire.messages import CallDone, Goodbye, Outputs, ResetPrefixCache, decode_server_message
+from ipc.wire.scheduling_messages import FollowKVEvents, KVEvents, UnfollowKVEvents
 from tests.core.driving import Driver, add_message, small_config
 
 FOLLOWER = 50

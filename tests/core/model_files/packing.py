@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ipc.arrays import Floats
+from ipc.tables.arrays import Floats
 from kernels.rounding import ceil_div
 
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

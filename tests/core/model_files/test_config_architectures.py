@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.model_files.model_config import ModelConfig, read_model_config
-from core.models.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
+from core.models.layers.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from ipc.errors import ModelFileError, UnsupportedModelError
 from tests.core.model_files.test_model_config import write_gguf
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core.model_files.latent_settings import scalar_of
 from core.model_files.loading import load_model
 from core.model_files.model_config import ModelConfig, read_model_config
-from core.model_files.weights import load_weights
-from core.models.adapted import takes_adapters
+from core.model_files.settings.latent_settings import scalar_of
+from core.model_files.tensors.weights import load_weights
 from core.models.config import ExpertParts, LatentParts
-from core.models.rope_scaling import YarnScaling
-from core.models.shard import Shard
-from ipc.config import EngineConfig
+from core.models.layers.adapted import takes_adapters
+from core.models.layers.rope_scaling import YarnScaling
+from core.models.parts.shard import Shard
 from ipc.errors import ConfigError, ModelFileError, UnsupportedModelError
+from ipc.options.config import EngineConfig
 from kernels.elements import FLOAT32
 from tests.core.model_files.test_config_architectures import SIZES, gguf_of, read
 from tests.core.models.checkpoints import build

@@ -9,13 +9,13 @@ import pytest
 from core.model_files import load_format
 from core.model_files.load_format import open_weights
 from core.model_files.model_config import ModelConfig, read_model_config
-from core.model_files.weight_shapes import expected_shapes
+from core.model_files.tensors.weight_shapes import expected_shapes
 from ipc.errors import ConfigError, ModelFileError
 from ipc.files.gguf import cut_gguf_metadata
 from ipc.files.model_files import model_fingerprint, resolve_model
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers
 from tests.numbers import dense
-from tools.bench.tiny_model import write_tiny_model
+from tools.lab.bench.tiny_model import write_tiny_model
 
 
 @pytest.fixture

@@ -10,23 +10,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from core.model_files.model_config import read_model_config
-from core.model_files.packed_matrix import unpack
-from core.model_files.weight_shapes import expected_shapes
-from core.model_files.weights import load_weights
-from core.models.stored_matrix import StoredMatrix
+from core.model_files.tensors.packed_matrix import unpack
+from core.model_files.tensors.weight_shapes import expected_shapes
+from core.model_files.tensors.weights import load_weights
+from core.models.operations.stored_matrix import StoredMatrix
 from frontend.llm import LLM
 from ipc.errors import ModelFileError, UnsupportedModelError
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
 from kernels.elements import BFLOAT16, FLOAT32, rounded
 from tests.core.model_files.packing import Plain, Tensors, awq, compressed, eight_bits, gptq, random_plain
 from tests.numbers import dense_tensor
-from tools.bench.tiny_model import write_tiny_model
+from tools.lab.bench.tiny_model import write_tiny_model
 
 SHAPE = (48, 128)
 
 
 def arrays(tensors: Tensors) -> dict[str, Any]:
-    """As core/model_files/weights.py reads them: F8_E4M3 as bytes."""
+    """As core/model_files/tensors/weights.py reads them: F8_E4M3 as bytes."""
     kinds = {name: t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t for name, t in tensors.items()}
     return {name: tensor.numpy() for name, tensor in kinds.items() if name != "weight_shape"}
 

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from core.model_files.model_config import read_model_config
-from core.model_files.weights import load_weights
+from core.model_files.tensors.weights import load_weights
 from core.models.llama import Llama
-from ipc.arrays import Ints
+from ipc.tables.arrays import Ints
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.elements import FLOAT32
 from tests.core.models.centred_checkpoints import CENTRED_CASES

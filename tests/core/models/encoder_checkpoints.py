@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ipc.arrays import Floats
+from ipc.tables.arrays import Floats
 
 SIZES: dict[str, Any] = {
     "vocab_size": 120,

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import kernels.cpu.decoder_parts
-from core.model_files.values import Values
+from core.model_files.settings.values import Values
 from core.models.llama import Llama
 from core.models.step import ONCE, ModelInputs, StepResult
 from core.sampling.sampler import sample_greedily
-from ipc.arrays import Ints
 from ipc.errors import ModelFileError
+from ipc.tables.arrays import Ints
 from kernels.cpu.decoder import DecoderResult
 from kernels.cpu.library import load_cpu_library
 from kernels.cpu.norm import CpuNorm

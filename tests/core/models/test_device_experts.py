@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from core.model_files.model_config import read_model_config
-from core.model_files.weights import load_weights
+from core.model_files.tensors.weights import load_weights
 from core.models.device_model import device_model
 from kernels.elements import FLOAT32
 from tests.core.executors.test_cuda_architectures import OnDevice

@@ -10,13 +10,13 @@ import torch
 
 from core.model_files.model_config import read_model_config
 from core.model_files.pooling import read_pooler
-from core.model_files.weights import load_weights
+from core.model_files.tensors.weights import load_weights
 from core.models.encoder import Encoder
 from core.models.step import ModelInputs
-from ipc.arrays import Floats
-from ipc.config import EngineConfig
 from ipc.errors import ModelFileError, UnsupportedModelError
-from ipc.pooling_params import PoolingParams
+from ipc.options.config import EngineConfig
+from ipc.params.pooling_params import PoolingParams
+from ipc.tables.arrays import Floats
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.elements import FLOAT32
 from tests.core.models.encoder_checkpoints import KINDS, save_encoder, states

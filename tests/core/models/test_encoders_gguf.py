@@ -10,12 +10,12 @@ import torch
 
 from core.model_files.model_config import read_model_config
 from core.model_files.pooling import pools, read_pooler
-from core.model_files.weights import load_weights
+from core.model_files.tensors.weights import load_weights
 from core.models.encoder import Encoder
-from core.models.weight_form import WeightForm
+from core.models.operations.weight_form import WeightForm
 from engine_core import LLM
-from ipc.config import EngineConfig
 from ipc.errors import EngineCoreError, ModelFileError, UnsupportedModelError
+from ipc.options.config import EngineConfig
 from kernels.cpu.library import load_cpu_library
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from tests.core.models.checkpoints import SIZES

@@ -16,13 +16,13 @@ from safetensors.torch import save_file
 from core.engine import EngineCore
 from core.executors.local import LocalExecutor
 from core.model_files.model_config import read_model_config
-from core.model_files.weights import load_weights
+from core.model_files.tensors.weights import load_weights
 from core.process.resolve import resolve
-from ipc.config import EngineConfig
 from ipc.files.model_files import resolve_model
-from ipc.messages import AddRequest, Outputs
-from ipc.model_options import CpuKernels
-from ipc.sampling_params import SamplingParams
+from ipc.options.config import EngineConfig
+from ipc.options.model_options import CpuKernels
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import AddRequest, Outputs
 from kernels.elements import FLOAT32
 from tests.numbers import dense_tensor
 

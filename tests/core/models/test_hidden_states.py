@@ -10,7 +10,7 @@ import torch
 from core.model_files.loading import load_model
 from kernels.elements import FLOAT32
 from tests.core.models.test_llama import Requests
-from tests.core.models.test_transformers_model import VOCAB, config_for, save
+from tests.core.models.transformers.test_transformers_model import VOCAB, config_for, save
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
 

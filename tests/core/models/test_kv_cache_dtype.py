@@ -9,14 +9,14 @@ import pytest
 from core.model_files.loading import load_model
 from core.models.llama import Llama
 from frontend.text.tokenizer import Tokenizer
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError
 from ipc.files.model_files import read_tokenizer_files, resolve_model
+from ipc.options.config import EngineConfig
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.quantized_kv_cache import QuantizedKVCache
 from kernels.elements import BFLOAT16, Numbers
 from tests.core.models.test_llama import Requests
-from tools.bench.tiny_model import write_tiny_model
+from tools.lab.bench.tiny_model import write_tiny_model
 
 TEXT = (Path(__file__).parents[3] / "README.md").read_text()
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from core.model_files.model_config import ModelConfig
-from core.model_files.weight_shapes import expected_shapes
+from core.model_files.tensors.weight_shapes import expected_shapes
 from core.models.llama import Llama
 from core.models.step import ModelInputs
 from ipc.errors import ModelFileError
-from ipc.rounding import ceil_div
+from ipc.tables.rounding import ceil_div
 from kernels.cpu.library import load_cpu_library
 from kernels.elements import BFLOAT16, FLOAT32, rounded
 from kernels.recurrence import StateRows

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from core.model_files.model_config import read_model_config
-from core.model_files.weights import load_weights
+from core.model_files.tensors.weights import load_weights
+from core.models.layers.rope_scaling import LongropeScaling
+from core.models.layers.rotary import rotary_embeddings
 from core.models.llama import Llama
-from core.models.rope_scaling import LongropeScaling
-from core.models.rotary import rotary_embeddings
 from ipc.files.model_files import resolve_model
 from kernels.cpu.library import load_cpu_library
 from kernels.elements import FLOAT32

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from core.model_files.model_config import read_model_config
-from core.model_files.mxfp4 import mxfp4_rows
-from core.model_files.weights import load_weights
+from core.model_files.tensors.mxfp4 import mxfp4_rows
+from core.model_files.tensors.weights import load_weights
 from core.models.llama import Llama
-from core.models.stored_matrix import StoredMatrix
-from core.models.weight_form import WeightForm
-from ipc.arrays import UInt8s
+from core.models.operations.stored_matrix import StoredMatrix
+from core.models.operations.weight_form import WeightForm
 from ipc.errors import ModelFileError
+from ipc.tables.arrays import UInt8s
 from kernels.cpu.gemm import QUANTIZED
 from kernels.cpu.library import load_cpu_library
 from kernels.elements import BFLOAT16, FLOAT32

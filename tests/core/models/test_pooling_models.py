@@ -11,7 +11,7 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from engine_core import LLM, ConfigError, InvalidRequestError, PoolingParams, UnsupportedModelError
-from ipc.arrays import Floats
+from ipc.tables.arrays import Floats
 from tests.core.models.checkpoints import SIZES
 
 PROMPTS = [list(range(3, 3 + length)) for length in (1, 5, 17, 60)]

@@ -17,12 +17,12 @@ import pytest
 from core.model_files.load_format import open_weights
 from core.model_files.model_config import ModelConfig
 from core.models.llama import Llama
-from core.models.rank import Rank
-from core.models.shard import Shard, part_of
+from core.models.operations.stored_matrix import StoredMatrix
+from core.models.parts.rank import Rank
+from core.models.parts.shard import Shard, part_of
 from core.models.step import ModelInputs, StepResult
-from core.models.stored_matrix import StoredMatrix
-from ipc.arrays import Ints
 from ipc.errors import ConfigError
+from ipc.tables.arrays import Ints
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.group import SharedMemory, make_shared_file
 from kernels.cpu.library import CpuLibrary, load_cpu_library

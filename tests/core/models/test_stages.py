@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from core.models.llama import Llama
-from core.models.stage import Stage, layers_of_stages
-from core.models.stage_link import StageLink
-from core.models.stage_llama import StageLlama
+from core.models.parts.stage import Stage, layers_of_stages
+from core.models.parts.stage_link import StageLink
+from core.models.parts.stage_llama import StageLlama
 from core.models.step import ModelInputs
-from ipc.arrays import Floats
-from ipc.channel import Channel
 from ipc.errors import ConfigError
+from ipc.tables.arrays import Floats
+from ipc.wire.channel import Channel
 from kernels.cpu.library import load_cpu_library
 from tests.core.runner.invariance import DTYPES, KINDS, TINY, random_model, random_weights
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from core.executors.local import LocalExecutor
-from core.models.transformers_model import TransformersModel
+from core.models.transformers.transformers_model import TransformersModel
 from ipc.errors import ModelFileError, UnsupportedModelError
 from kernels.elements import FLOAT32
-from tests.core.models.test_transformers_model import GPT, GPTJ_RUNS, SIZES, VOCAB, config_for, save
+from tests.core.models.transformers.test_transformers_model import GPT, GPTJ_RUNS, SIZES, VOCAB, config_for, save
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
 

@@ -13,15 +13,15 @@ import torch
 
 from core.executors.local import LocalExecutor
 from core.features.store import Features
-from core.models.turns import Turns
-from core.models.vision_architectures import is_unused, text_name, vision_name
+from core.models.architectures.vision_architectures import is_unused, text_name, vision_name
+from core.models.operations.turns import Turns
 from core.models.vision_encoder import VisionEncoder, position_ids
-from ipc.config import EngineConfig
 from ipc.errors import EngineCoreError, ModelFileError, UnsupportedModelError
-from ipc.feature_messages import FeatureUse
-from ipc.messages import AddRequest
-from ipc.sampling_params import SamplingParams
-from ipc.speculation import SpeculativeConfig
+from ipc.options.config import EngineConfig
+from ipc.options.speculation import SpeculativeConfig
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.feature_messages import FeatureUse
+from ipc.wire.messages import AddRequest
 from kernels.cpu.library import load_cpu_library
 from tests.core.models import gemma3_checkpoint
 from tests.core.models.idefics3_checkpoint import ROWS, SQUARE, noise, tiny_model, write_checkpoint

@@ -11,11 +11,11 @@ import pytest
 from core.execution.plan import ModelRunnerOutput, NewRow, SchedulerOutput
 from core.process.black_box import BlackBox
 from frontend.engine.process import EngineProcess
-from ipc.arrays import NO_INT32S
-from ipc.black_box import NO_READING, BlackBoxFile, request_digest, size_of
-from ipc.config import EngineConfig
-from ipc.memory_files import make_memory_file
-from ipc.sampling_params import SamplingParams
+from ipc.machine.memory_files import make_memory_file
+from ipc.options.config import EngineConfig
+from ipc.params.sampling_params import SamplingParams
+from ipc.records.black_box import NO_READING, BlackBoxFile, request_digest, size_of
+from ipc.tables.arrays import NO_INT32S
 from tests.raw_client import PATIENCE_S, RawClient
 
 PARAMS = SamplingParams(temperature=0.0)

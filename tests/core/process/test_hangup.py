@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import zmq
 
-from ipc import sockets
-from ipc.sockets import bind_router, private_ipc_address, remove_private_address
+from ipc.wire import sockets
+from ipc.wire.sockets import bind_router, private_ipc_address, remove_private_address
 from tests.placed import placed
 from tests.raw_client import PATIENCE_S
 

@@ -13,9 +13,9 @@ from core.process.kv_store import open_stores
 from core.process.loop import EXIT_FAILED
 from core.process.start import StartedEngine
 from core.tiers.block_file import HEAD_BYTES
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError
-from ipc.start_messages import EXIT_RESTART
+from ipc.options.config import EngineConfig
+from ipc.wire.start_messages import EXIT_RESTART
 
 MIB = 1 << 20
 

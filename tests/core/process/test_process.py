@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from frontend.engine.process import EngineProcess
-from ipc.config import EngineConfig
-from ipc.messages import (
+from ipc.options.config import EngineConfig
+from ipc.wire.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
     Abort,

@@ -6,9 +6,9 @@ import signal
 import pytest
 
 from frontend.engine.process import EngineProcess
-from ipc.config import EngineConfig
 from ipc.errors import EngineStartError
-from ipc.messages import (
+from ipc.options.config import EngineConfig
+from ipc.wire.messages import (
     PROTOCOL_MAJOR,
     EngineStopping,
     ErrorCode,

@@ -13,10 +13,10 @@ from core.execution.state_slots import num_draft_states, num_state_slots
 from core.executors.local import LocalExecutor
 from core.process.recurrent import for_recurrent_layers
 from core.process.resolve import resolve
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
-from ipc.messages import AddRequest
-from ipc.speculation import SpeculativeConfig
+from ipc.options.config import EngineConfig
+from ipc.options.speculation import SpeculativeConfig
+from ipc.wire.messages import AddRequest
 from tests.core.draft_heads import LLAMA
 from tests.core.process.tiny_lfm2 import lfm2_folder
 from tests.core.runner.heard import Heard

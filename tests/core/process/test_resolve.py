@@ -5,9 +5,9 @@ import pytest
 
 from core.execution.executor import Costs, ModelInfo, StepCosts
 from core.process.resolve import default_cache_bytes, resolve, resolve_costs
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError, OutOfMemoryError
-from ipc.speculation import SpeculativeConfig
+from ipc.options.config import EngineConfig
+from ipc.options.speculation import SpeculativeConfig
 
 GIB = 1 << 30
 BYTES_PER_TOKEN = 4096

@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[3]
 CODE = """
 import gc
 from core.process.start import bind, start_engine
-from ipc.config import EngineConfig
-from ipc.start_messages import Start
+from ipc.options.config import EngineConfig
+from ipc.wire.start_messages import Start
 
 start = Start(EngineConfig(executor="fake"), "tcp://127.0.0.1:0")
 started = start_engine(start, bind(start), lambda phase: print(phase, gc.isenabled(), gc.get_freeze_count() > 20_000))
@@ -27,8 +27,8 @@ RESTS = """
 import os
 import msgspec
 from core.process import start as module
-from ipc.config import EngineConfig
-from ipc.start_messages import Start
+from ipc.options.config import EngineConfig
+from ipc.wire.start_messages import Start
 
 prepare = module.prepare
 

@@ -5,7 +5,7 @@ import errno
 import pytest
 
 from core.__main__ import describe_failure
-from ipc.start_messages import StartFailed
+from ipc.wire.start_messages import StartFailed
 
 
 @pytest.mark.parametrize("error", [MemoryError(), OSError(errno.ENOMEM, "Cannot allocate memory")])

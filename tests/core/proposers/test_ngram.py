@@ -6,7 +6,7 @@ import pytest
 from core.batch.request import request_from_message
 from core.batch.table import BatchTable, RequestStart
 from core.proposers.ngram import NgramProposer
-from ipc.arrays import NO_INT32S, Ints
+from ipc.tables.arrays import NO_INT32S, Ints
 from tests.core.driving import add_message
 
 MOST = 6

@@ -13,8 +13,8 @@ from core.batch.table import BatchTable, RequestStart
 from core.proposers.gram_hash import GramHash
 from core.proposers.output_memory import OutputMemory
 from core.proposers.suffix import SuffixProposer
-from ipc.arrays import NO_INT32S, Ints
-from ipc.speculation import SpeculativeConfig
+from ipc.options.speculation import SpeculativeConfig
+from ipc.tables.arrays import NO_INT32S, Ints
 from tests.core.driving import add_message
 
 LENGTHS = (24, 16, 12, 8, 6, 5, 4, 3, 2, 1)

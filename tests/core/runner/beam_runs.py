@@ -15,14 +15,14 @@ from core.execution.plan import SchedulerOutput
 from core.execution.state_slots import num_state_slots
 from core.grammars.grammars import Grammars
 from core.model_files.model_config import read_model_config
-from core.model_files.weights import load_weights
+from core.model_files.tensors.weights import load_weights
 from core.models.llama import Llama
 from core.runner.model_runner import ModelRunner
 from core.runner.state_rows import RowStates
 from frontend.client.received_logprobs import PositionLogprobs, logprob_columns_of
-from ipc.config import EngineConfig
-from ipc.messages import AddRequest, FinishReason, Outputs, RequestFailed
-from ipc.sampling_params import SamplingParams
+from ipc.options.config import EngineConfig
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import AddRequest, FinishReason, Outputs, RequestFailed
 from kernels.cpu.library import load_cpu_library
 from kernels.elements import FLOAT32
 from tests.core.driving import small_config

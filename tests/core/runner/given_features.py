@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import msgspec
 
 from core.features.store import Features
-from ipc.feature_messages import FeatureUse
-from ipc.messages import AddRequest
+from ipc.wire.feature_messages import FeatureUse
+from ipc.wire.messages import AddRequest
 
 
 def with_features(

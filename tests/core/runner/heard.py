@@ -6,7 +6,7 @@ import numpy as np
 
 from core.inputs import EngineReply
 from frontend.client.received_logprobs import ReceivedLogprobs, logprob_columns_of
-from ipc.messages import FinishReason, Outputs
+from ipc.wire.messages import FinishReason, Outputs
 
 
 class Heard:

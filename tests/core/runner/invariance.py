@@ -27,13 +27,13 @@ from core.runner.state_rows import RowStates
 from core.runner.step_inputs import StepInputs
 from core.scheduling.scheduler import Scheduler
 from frontend.client.received_logprobs import ReceivedLogprobs
-from ipc.arrays import Floats, Int32s, Ints
-from ipc.config import EngineConfig, SchedulingPolicy
-from ipc.feature_messages import FeatureUse
-from ipc.lora_messages import AdapterId
-from ipc.messages import AddRequest, FinishReason
-from ipc.sampling_params import SamplingParams
-from ipc.speculation import SpeculativeConfig
+from ipc.options.config import EngineConfig, SchedulingPolicy
+from ipc.options.speculation import SpeculativeConfig
+from ipc.params.sampling_params import SamplingParams
+from ipc.tables.arrays import Floats, Int32s, Ints
+from ipc.wire.feature_messages import FeatureUse
+from ipc.wire.lora_messages import AdapterId
+from ipc.wire.messages import AddRequest, FinishReason
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import load_cpu_library
 from kernels.elements import BFLOAT16, FLOAT32, Dtype

@@ -6,9 +6,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from core.model_files.weight_shapes import expected_shapes
+from core.model_files.tensors.weight_shapes import expected_shapes
 from core.models.config import ExpertParts, LatentParts, ModelConfig, RecurrentParts
-from core.models.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
+from core.models.layers.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
 from kernels.elements import Dtype, Numbers, rounded
 
 TINY = ModelConfig(

@@ -11,7 +11,7 @@ from core.inputs import EngineInput
 from core.models.llama import Llama
 from core.scheduling.decisions import Cause
 from core.scheduling.draft import Draft
-from ipc.messages import AddRequest
+from ipc.wire.messages import AddRequest
 from tests.core.runner.invariance import TARGET, Recorder, Run, neighbours, request, run
 
 PROMPT: list[int] = np.random.default_rng(7).integers(1, 500, 300).tolist()

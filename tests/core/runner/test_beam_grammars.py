@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipc.messages import AddRequest, FinishReason
-from ipc.sampling_params import SamplingParams
-from ipc.structured_outputs import StructuredOutputsParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.params.structured_outputs import StructuredOutputsParams
+from ipc.wire.messages import AddRequest, FinishReason
 from tests.core.runner.beam_runs import MAX_TOKENS, Heard, message, reference, run
 from tests.grammar_vocabulary import EOS, VOCAB_SIZE, allowed, make_grammars, schema, structured, text_of
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipc.messages import AddRequest
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import AddRequest
 from tests.core.runner.beam_runs import MAX_TOKENS, message, reference, run
 
 VOCAB_SIZE = 60

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipc.messages import AddRequest
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import AddRequest
 from tests.core.runner.beam_runs import MAX_TOKENS, message, our_model, run
 
 KINDS = ["lfm2", "qwen3.5", "granite4-hybrid"]

@@ -10,7 +10,7 @@ from core.runner.host_rows import HostRows
 from core.runner.step_columns import draft_columns
 from core.sampling.columns import SamplingColumns
 from core.sampling.logit_edits import edit_groups
-from ipc.arrays import NO_INT32S, NO_INTS, Int32s
+from ipc.tables.arrays import NO_INT32S, NO_INTS, Int32s
 
 
 def int32s(*values: int) -> Int32s:

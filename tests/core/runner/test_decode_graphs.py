@@ -11,7 +11,7 @@ import torch
 
 from core.runner import decode_graphs
 from core.runner.decode_graphs import Decode, DecodeGraphs, padded_rows, padded_splits
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
 from tests.core.executors import test_cuda_executor as engine
 from tests.core.executors import test_cuda_speculation as drafting
 from tests.triton_device import ANYWHERE, ON_GPU

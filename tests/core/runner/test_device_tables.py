@@ -8,8 +8,8 @@ import torch
 from core.execution.plan import NewRow, SchedulerOutput
 from core.execution.runner_table import RunnerTable
 from core.runner.device_tables import DeviceTables
-from ipc.arrays import Int32s
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.tables.arrays import Int32s
 
 
 def int32s(*values: int) -> Int32s:

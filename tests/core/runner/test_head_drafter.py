@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from core.execution.plan import SchedulerOutput
-from core.model_files.weight_shapes import layer_shapes
+from core.model_files.tensors.weight_shapes import layer_shapes
 from core.models.draft_head import DraftHead, Eagle3Parts, HeadConfig, HeadWeights, head_shapes
 from core.models.llama import Llama
 from core.runner.head_drafter import HeadDrafter
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
 from kernels.cpu.build import usable_variants
 from kernels.cpu.library import load_cpu_library
 from tests.core.draft_heads import random_weights

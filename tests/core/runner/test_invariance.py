@@ -8,12 +8,12 @@ import pytest
 
 from core.executors.local import LocalExecutor
 from core.model_files.model_config import read_model_config
-from core.model_files.weights import load_weights
+from core.model_files.tensors.weights import load_weights
 from core.models.llama import Llama
-from ipc.arrays import Int32s, Ints
-from ipc.config import EngineConfig
 from ipc.files.model_files import resolve_model
-from ipc.messages import Outputs, RequestFailed
+from ipc.options.config import EngineConfig
+from ipc.tables.arrays import Int32s, Ints
+from ipc.wire.messages import Outputs, RequestFailed
 from kernels.cpu.library import load_cpu_library
 from kernels.elements import BFLOAT16, FLOAT32
 from tests.core.runner.invariance import (

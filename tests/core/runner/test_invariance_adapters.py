@@ -11,11 +11,11 @@ import msgspec
 import pytest
 
 from core.adapters.adapter import AdapterWeights, digest_of
-from core.models.adapted import AdaptedMatrices
-from core.models.cpu_operations import CpuOperations
+from core.models.layers.adapted import AdaptedMatrices
 from core.models.llama import Llama
-from ipc.messages import AddRequest
-from ipc.speculation import SpeculativeConfig
+from core.models.operations.cpu_operations import CpuOperations
+from ipc.options.speculation import SpeculativeConfig
+from ipc.wire.messages import AddRequest
 from kernels.cpu.build import runnable_variants
 from kernels.cpu.library import load_cpu_library
 from kernels.low_rank import LowRank

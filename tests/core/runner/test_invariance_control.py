@@ -11,8 +11,8 @@ import pytest
 from core.execution.plan import SchedulerOutput
 from core.models.llama import Llama
 from core.models.step import ONCE
-from ipc.config import EngineConfig
-from ipc.messages import RequestFailed
+from ipc.options.config import EngineConfig
+from ipc.wire.messages import RequestFailed
 from kernels.cpu.attention import CpuAttention
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.kv_cache import CpuKVCache

@@ -10,9 +10,9 @@ from core.engine import EngineCore
 from core.features.store import Features
 from core.models.llama import Llama
 from core.proposers.proposer import Proposals
-from ipc.arrays import Ints, Rows
-from ipc.feature_messages import FeatureUse
-from ipc.placed_feature import placed_embeds
+from ipc.tables.arrays import Ints, Rows
+from ipc.wire.feature_messages import FeatureUse
+from ipc.wire.placed_feature import placed_embeds
 from kernels.cpu.build import runnable_variants
 from kernels.cpu.library import load_cpu_library
 from kernels.elements import to_floats

@@ -8,7 +8,7 @@ import pytest
 
 from core.engine import EngineCore
 from core.inputs import EngineInput
-from ipc.messages import Abort
+from ipc.wire.messages import Abort
 from kernels.elements import BFLOAT16
 from tests.columns import pack_numbers
 from tests.core.hostile_drafts import speculative

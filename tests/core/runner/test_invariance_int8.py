@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from core.models.llama import Llama
-from core.models.weight_form import WeightForm
+from core.models.operations.weight_form import WeightForm
 from kernels.cpu.build import usable_variants
 from kernels.cpu.gemm import INT8, PackedMatrix
 from kernels.cpu.library import load_cpu_library

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from core.models.llama import Llama
-from ipc.messages import FinishReason
+from ipc.wire.messages import FinishReason
 from tests.core.runner.invariance import DTYPES, Run, difference, run, tiny_model
 from tests.core.runner.invariance_scenarios import EDITS, FILTERS, PROMPT, Preempting, scenario
 

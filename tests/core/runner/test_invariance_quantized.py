@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from core.models.llama import Llama
-from core.models.stored_matrix import StoredMatrix, StoredPart, Weight
+from core.models.operations.stored_matrix import StoredMatrix, StoredPart, Weight
 from kernels.cpu.build import runnable_variants
 from kernels.cpu.gemm import QUANTIZED, PackedMatrix
 from kernels.cpu.library import load_cpu_library

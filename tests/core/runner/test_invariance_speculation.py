@@ -11,7 +11,7 @@ import pytest
 from core.batch.table import BatchTable
 from core.engine import EngineCore
 from core.models.llama import Llama
-from ipc.messages import AddRequest
+from ipc.wire.messages import AddRequest
 from kernels.cpu.build import usable_variants
 from kernels.cpu.library import load_cpu_library
 from kernels.elements import BFLOAT16, FLOAT32

@@ -8,8 +8,8 @@ import pytest
 
 from core.features.store import Features
 from core.models.llama import Llama
-from ipc.arrays import Floats, UInt8s
-from ipc.feature_messages import FeatureUse
+from ipc.tables.arrays import Floats, UInt8s
+from ipc.wire.feature_messages import FeatureUse
 from kernels.cpu.library import load_cpu_library
 from tests.core.runner.given_features import with_features
 from tests.core.runner.invariance import DTYPES, Run, difference, request, run, tiny_model

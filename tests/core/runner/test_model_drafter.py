@@ -12,8 +12,8 @@ from core.models.llama import Llama
 from core.runner.drafter import merged
 from core.runner.model_drafter import ModelDrafter
 from core.scheduling.stats import SchedulerStats
-from ipc.config import EngineConfig
-from ipc.messages import AddRequest
+from ipc.options.config import EngineConfig
+from ipc.wire.messages import AddRequest
 from kernels.elements import BFLOAT16, FLOAT32
 from tests.core.runner.invariance import (
     KINDS,

@@ -15,11 +15,11 @@ from core.models.llama import Llama
 from core.pooling.pooler import Method, Pooler
 from core.runner.model_runner import ModelRunner
 from frontend.client.received_vectors import vectors_of
-from ipc.config import EngineConfig
-from ipc.messages import AddRequest, Outputs
-from ipc.pooling_messages import AddPooling
-from ipc.pooling_params import PoolingParams, PoolingTask
-from ipc.sampling_params import SamplingParams
+from ipc.options.config import EngineConfig
+from ipc.params.pooling_params import PoolingParams, PoolingTask
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import AddRequest, Outputs
+from ipc.wire.pooling_messages import AddPooling
 from kernels.cpu.build import usable_variants
 from kernels.cpu.library import load_cpu_library
 from tests.core.driving import small_config

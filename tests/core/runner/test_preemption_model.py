@@ -15,9 +15,9 @@ from core.execution.executor import Costs, FinishedStep, ModelInfo
 from core.execution.plan import SchedulerOutput
 from core.models.llama import Llama
 from core.runner.model_runner import ModelRunner
-from ipc.config import EngineConfig
-from ipc.messages import AddRequest, Outputs
-from ipc.sampling_params import SamplingParams
+from ipc.options.config import EngineConfig
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import AddRequest, Outputs
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from tests.core.runner.invariance import TINY, random_model
 from tests.numbers import fill_with_nan

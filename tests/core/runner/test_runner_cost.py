@@ -6,7 +6,7 @@ from core.engine import EngineCore
 from core.execution.executor import FinishedStep, ModelInfo, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.runner.model_runner import ModelRunner
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
 from kernels.elements import FLOAT32
 from tests.core.runner.invariance import request, tiny_model
 from tests.core.test_step_cost import count_calls

@@ -11,8 +11,8 @@ from core.batch.table import BatchTable
 from core.engine import EngineCore
 from core.execution.runner_table import RunnerTable
 from core.runner.accepted import accepted
-from ipc.config import EngineConfig
-from ipc.messages import AddRequest, FinishReason, Outputs
+from ipc.options.config import EngineConfig
+from ipc.wire.messages import AddRequest, FinishReason, Outputs
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from tests.core.driving import add_message, small_config
 from tests.core.hostile_drafts import speculative, use

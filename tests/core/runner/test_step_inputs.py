@@ -7,8 +7,8 @@ from core.execution.plan import NewRow, SchedulerOutput
 from core.execution.runner_table import RunnerTable
 from core.models.step import ONCE
 from core.runner.step_inputs import InputMaker, StepInputs
-from ipc.rounding import ceil_div
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.tables.rounding import ceil_div
 from tests.core.test_step_cost import count_calls
 
 NUM_ROWS, BLOCK_SIZE = 300, 4  # the latter where a test says nothing else

@@ -16,9 +16,9 @@ from core.execution.plan import SchedulerOutput
 from core.grammars.matchers import RowMatchers
 from core.runner.model_runner import ModelRunner
 from core.sampling.structured_outputs import StructuredOutputs
-from ipc.messages import AddRequest, FinishReason, Outputs, RequestFailed
-from ipc.sampling_params import SamplingParams
-from ipc.structured_outputs import StructuredOutputsParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.params.structured_outputs import StructuredOutputsParams
+from ipc.wire.messages import AddRequest, FinishReason, Outputs, RequestFailed
 from kernels.cpu.build import usable_variants
 from kernels.elements import FLOAT32
 from tests.core.driving import small_config

@@ -7,7 +7,7 @@ import pytest
 from core.execution.executor import StepCosts
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from core.runner.trial_loop import ENGINE_NS, MOST_TOKENS, LoopDurations, TrialLoop, loop_costs
-from ipc.arrays import NO_INT32S
+from ipc.tables.arrays import NO_INT32S
 
 TICK = 1000  # ns that reading the clock takes
 

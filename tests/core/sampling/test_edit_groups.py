@@ -9,7 +9,7 @@ from core.sampling.columns import SamplingColumns
 from core.sampling.edit_group import EditGroup, Forbidden, SampledRows
 from core.sampling.logit_edits import edit_groups
 from core.sampling.sampler import sample
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
 
 VOCAB_SIZE = 40
 NUM_ROWS = 8

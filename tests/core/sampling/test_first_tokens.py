@@ -13,8 +13,8 @@ from core.sampling.first_tokens import sample_rows
 from core.sampling.logit_edits import edit_groups
 from core.sampling.sampler import sample, sample_greedily
 from core.sampling.structured_outputs import Masked
-from ipc.arrays import NO_INT32S, Bools
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.tables.arrays import NO_INT32S, Bools
 from kernels.cpu.build import usable_variants
 from kernels.cpu.library import load_cpu_library
 from kernels.cpu.sampling import CpuSampler

@@ -14,7 +14,7 @@ from core.sampling.columns import SamplingColumns
 from core.sampling.logit_edits import apply_edits, edit_groups
 from core.sampling.sampler import NOT_A_TOKEN, sample
 from core.sampling.token_counts import TokenCounts
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
 from kernels.gumbel import noise
 
 VOCAB_SIZE = 60

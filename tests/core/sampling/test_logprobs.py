@@ -10,8 +10,8 @@ from core.engine import EngineCore
 from core.executors.fake import create
 from core.sampling.logprobs import gather_logprobs
 from frontend.client.received_logprobs import PositionLogprobs, ReceivedLogprobs, logprob_columns_of
-from ipc.config import EngineConfig
-from ipc.messages import AddRequest, Outputs
+from ipc.options.config import EngineConfig
+from ipc.wire.messages import AddRequest, Outputs
 from kernels.elements import BFLOAT16, FLOAT32, rounded, to_floats
 from tests.core.driving import add_message, small_config
 from tests.core.runner.invariance import Recorder, neighbours, recorded_engine, request, tiny_model

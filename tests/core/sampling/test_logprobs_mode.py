@@ -7,7 +7,7 @@ import pytest
 
 from core.sampling.sampler import processed_logits, sample
 from frontend.client.received_logprobs import ReceivedLogprobs
-from ipc.config import EngineConfig, LogprobsMode
+from ipc.options.config import EngineConfig, LogprobsMode
 from kernels.elements import FLOAT32
 from tests.core.runner.invariance import Recorder, neighbours, recorded_engine, request, tiny_model
 from tests.core.sampling.test_logprobs import PROMPT, drain, same

@@ -12,7 +12,7 @@ from core.sampling.columns import SamplingColumns
 from core.sampling.edit_group import Forbidden
 from core.sampling.logit_edits import apply_edits, edit_groups
 from core.sampling.sampler import NO_EDITS, SamplingInputs, processed_logits, sample
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
 from kernels.cpu.library import load_cpu_library
 from kernels.cpu.sampling import CpuSampler
 from tests.core.sampling.test_logit_edits import EOS, OPTIONS, VOCAB_SIZE, Rows, int32s

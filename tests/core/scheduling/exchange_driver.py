@@ -18,9 +18,9 @@ from core.tiers.block_folder import BlockFolder
 from core.tiers.block_store import BlockStore
 from core.tiers.portable_names import PortableNames
 from core.tiers.window_store import WindowStore
-from ipc.block_roots import root_of_message
-from ipc.config import EngineConfig
-from ipc.messages import AddRequest
+from ipc.options.config import EngineConfig
+from ipc.wire.block_roots import root_of_message
+from ipc.wire.messages import AddRequest
 from tests.core.driving import Driver, Received, expected_tokens, small_config
 from tests.core.paged_executor import MARK, prefix_sums
 

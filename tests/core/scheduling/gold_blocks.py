@@ -1,6 +1,6 @@
 """KV blocks and the prefix cache once more, of plain lists and dicts: what the gold scheduler counts with."""
 
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
 from tests.core.scheduling.gold_entry import Block, Entry, Key
 
 

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable
 
 from core.proposers.proposer import OFFERED
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
 from tests.core.scheduling.gold_entry import Entry
 from tests.core.scheduling.gold_options import GoldWithOptions
 

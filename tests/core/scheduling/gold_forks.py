@@ -1,6 +1,6 @@
 """Several choices of a message as a rule of the gold model: one computes the prompt, and the others take it over."""
 
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
 from tests.core.scheduling.gold_entry import Block, Entry
 from tests.core.scheduling.gold_options import GoldWithOptions
 

@@ -10,9 +10,9 @@ import msgspec
 
 from core.execution.plan import SchedulerOutput
 from core.scheduling.decisions import Verdict
-from ipc.config import EngineConfig
-from ipc.messages import AddRequest, FinishReason, PauseMode
-from ipc.workers import most_in_flight
+from ipc.options.config import EngineConfig
+from ipc.options.workers import most_in_flight
+from ipc.wire.messages import AddRequest, FinishReason, PauseMode
 from tests.core.driving import EOS, ByHand, add_message, small_config
 from tests.core.scheduling.gold_entry import Entry
 from tests.core.scheduling.gold_options import GoldWithOptions

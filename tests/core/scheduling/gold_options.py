@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
 from tests.core.scheduling.gold_entry import Block, Entry
 from tests.core.scheduling.gold_scheduler import Gold
 

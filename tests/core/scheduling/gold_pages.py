@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
 from tests.core.scheduling.gold_blocks import GoldBlocks
 from tests.core.scheduling.gold_entry import Block, Entry
 

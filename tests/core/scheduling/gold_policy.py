@@ -1,6 +1,6 @@
 """The scheduling policies once more, plain and slow: who goes first, who makes room for whom."""
 
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
 from tests.core.scheduling.gold_entry import Entry
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from itertools import accumulate
 
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
 from tests.core.scheduling.gold_blocks import GoldBlocks
 from tests.core.scheduling.gold_entry import Block, Entry
 from tests.core.scheduling.gold_pages import GoldPages

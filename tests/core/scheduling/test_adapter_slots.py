@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 
 from core.scheduling.decisions import Verdict
-from ipc.block_roots import root_of_salt
-from ipc.lora_messages import AdapterId
+from ipc.wire.block_roots import root_of_salt
+from ipc.wire.lora_messages import AdapterId
 from tests.core.driving import ByHand, add_message, small_config
 
 ADAPTERS = ["", "a" * 32, "b" * 32, "c" * 32]

@@ -8,7 +8,7 @@ import pytest
 from core.executors.fake import create
 from core.process.resolve import resolve, resolve_costs
 from core.scheduling.decisions import Verdict
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
 from tests.core.driving import ByHand, Received, add_message, small_config
 
 MS = 1_000_000  # ns

@@ -19,9 +19,9 @@ from core.executors.fake import FakeExecutor
 from core.inputs import BlocksArrived, BlocksFound, BlocksStored, EngineInput, ExecutorLost, ExecutorRestored
 from core.scheduling.block_exchange import MAX_WAIT_NS
 from core.tiers import block_folder
-from ipc.config import EngineConfig
-from ipc.messages import Abort, AddRequest, ResetPrefixCache
-from ipc.scheduling_messages import Explain, Explanation, Reason
+from ipc.options.config import EngineConfig
+from ipc.wire.messages import Abort, AddRequest, ResetPrefixCache
+from ipc.wire.scheduling_messages import Explain, Explanation, Reason
 from tests.core.capture.test_checkpoints import replay_from_each
 from tests.core.driving import Received, add_message, expected_tokens
 from tests.core.scheduling.exchange_driver import BLOCK, ExchangeDriver, exchange_config

@@ -7,7 +7,8 @@ import pytest
 
 from core.border.inbox import Inbox
 from core.border.reception import MAX_TOKENIZERS
-from ipc.messages import (
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import (
     MAX_ABORTED,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -30,7 +31,6 @@ from ipc.messages import (
     TokenizerFiles,
     Welcome,
 )
-from ipc.sampling_params import SamplingParams
 from tests.columns import pack_numbers
 from tests.core.running_engine import LONG, NUM_ROWS, VOCAB, Running, expected, is_free, owner, start_engine, wait_for
 from tests.fake_tokens import fake_tokens

@@ -9,8 +9,8 @@ import pytest
 from core.engine import EngineCore
 from core.executors.fake import choice_seed
 from core.inputs import EngineReply
-from ipc.config import EngineConfig
-from ipc.messages import Abort, AddRequest, ErrorCode, FinishReason, Outputs, RequestFailed
+from ipc.options.config import EngineConfig
+from ipc.wire.messages import Abort, AddRequest, ErrorCode, FinishReason, Outputs, RequestFailed
 from kernels.elements import FLOAT32
 from tests.columns import pack_numbers
 from tests.core.driving import VOCAB_SIZE, PagedExecutor, add_message, small_config

@@ -1,10 +1,10 @@
 """Explanations: why a request does not run, with the numbers, in each of the states that it can be in."""
 
 from core.inputs import HoldClient
-from ipc.messages import CallFailed, Pause, PauseMode, Resume
-from ipc.scheduling_messages import Explain, Explanation, Reason, RequestExplanation, SchedulingState
+from ipc.wire.messages import CallFailed, Pause, PauseMode, Resume
+from ipc.wire.scheduling_messages import Explain, Explanation, Reason, RequestExplanation, SchedulingState
 from tests.core.driving import Driver, add_message, small_config
-from tools.explain import describe_all, describe_reason, describe_request, to_json
+from tools.commands.explain import describe_all, describe_reason, describe_request, to_json
 
 
 def ask(driver: Driver, number: int = -1, session: int = 0, client: int = 1, limit: int = 100) -> Explanation:

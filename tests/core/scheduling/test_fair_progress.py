@@ -5,7 +5,7 @@ import pytest
 from core.inputs import HoldClient, ReleaseClient
 from core.scheduling.policies import Fair
 from core.scheduling.virtual_time import TOKEN
-from ipc.messages import FinishReason, Goodbye
+from ipc.wire.messages import FinishReason, Goodbye
 from tests.core.driving import Driver, add_message, small_config
 
 

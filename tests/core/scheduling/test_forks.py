@@ -3,8 +3,8 @@
 import pytest
 
 from core.inputs import HoldClient, ReleaseClient
-from ipc.messages import Abort, Explain, FinishReason, Pause, PauseMode, Resume
-from ipc.scheduling_messages import Explanation, Reason
+from ipc.wire.messages import Abort, Explain, FinishReason, Pause, PauseMode, Resume
+from ipc.wire.scheduling_messages import Explanation, Reason
 from tests.columns import pack_numbers
 from tests.core.driving import Driver, add_message, small_config
 from tests.core.scheduling.test_choices import Client, engine, expected, run

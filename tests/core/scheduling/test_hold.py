@@ -5,7 +5,7 @@ import random
 import pytest
 
 from core.inputs import HoldClient, ReleaseClient
-from ipc.messages import Abort, CallDone, FinishReason, Goodbye, Pause, PauseMode, Resume
+from ipc.wire.messages import Abort, CallDone, FinishReason, Goodbye, Pause, PauseMode, Resume
 from tests.columns import pack_numbers
 from tests.core.driving import Driver, add_message, expected_tokens, small_config
 

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from ipc.messages import ErrorCode, FinishReason, PauseMode
+from ipc.wire.messages import ErrorCode, FinishReason, PauseMode
 from tests.core.driving import EOS, ByHand, Driver, Received, add_message, expected_tokens, small_config
 
 

@@ -10,8 +10,8 @@ from core.batch.table import RequestStart
 from core.inputs import HoldClient, ReleaseClient
 from core.scheduling.decisions import Examined, Verdict
 from core.scheduling.draft import Draft
-from ipc.messages import Abort, AddRequest, FinishReason
-from ipc.scheduling_messages import Explain, Explanation, Reason
+from ipc.wire.messages import Abort, AddRequest, FinishReason
+from ipc.wire.scheduling_messages import Explain, Explanation, Reason
 from tests.columns import pack_numbers
 from tests.core.driving import Driver, add_message, expected_tokens, small_config
 

@@ -9,8 +9,8 @@ from core.inputs import HoldClient, ReleaseClient, SetClientWeight
 from core.scheduling.decisions import Cause, Verdict
 from frontend.client.request_events import RequestEvent, read_events, time_in_queue
 from ipc.errors import MalformedMessageError
-from ipc.messages import Outputs
-from ipc.scheduling_messages import EventCause, EventKind, Reason, RequestEvents
+from ipc.wire.messages import Outputs
+from ipc.wire.scheduling_messages import EventCause, EventKind, Reason, RequestEvents
 from tests.core.driving import Driver, add_message, small_config
 
 QUEUED, SCHEDULED, PREEMPTED, RESUMED = EventKind

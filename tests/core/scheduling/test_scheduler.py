@@ -3,8 +3,8 @@
 import pytest
 
 from core.scheduling.scheduler import Scheduler
-from ipc.config import EngineConfig
-from ipc.messages import FinishReason
+from ipc.options.config import EngineConfig
+from ipc.wire.messages import FinishReason
 from tests.core.driving import EOS, ByHand, Received, add_message, small_config, unpack
 
 

@@ -8,8 +8,8 @@ import pytest
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from core.proposers.proposer import Proposals
 from core.scheduling.scheduler import Scheduler
-from ipc.arrays import Ints, Rows
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
+from ipc.tables.arrays import Ints, Rows
 from tests.core.driving import ByHand
 from tests.core.hostile_drafts import speculative
 from tests.core.scheduling.gold_drafts import GoldWithDrafts

@@ -5,7 +5,7 @@ import random
 import msgspec
 import pytest
 
-from ipc.messages import AddRequest
+from ipc.wire.messages import AddRequest
 from tests.core.scheduling.gold_entry import Entry
 from tests.core.scheduling.gold_forks import GoldWithForks
 from tests.core.scheduling.gold_machine import ALL, GoldMachine, Options, new_seeds, run

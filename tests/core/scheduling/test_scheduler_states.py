@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from core.inputs import EngineInput
-from ipc.messages import Abort, AddRequest, ErrorCode, FinishReason, Goodbye, ResetPrefixCache
+from ipc.wire.messages import Abort, AddRequest, ErrorCode, FinishReason, Goodbye, ResetPrefixCache
 from tests.columns import pack_numbers
 from tests.core.driving import EOS, ByHand, Driver, Received, add_message, expected_tokens, small_config
 

@@ -8,7 +8,7 @@ import pytest
 from core.inputs import EngineInput
 from core.kv.orders import Look
 from core.scheduling.block_exchange import MAX_AT_ONCE, MAX_WAIT_NS
-from ipc.messages import Abort
+from ipc.wire.messages import Abort
 from tests.core.driving import add_message
 from tests.core.scheduling.exchange_driver import BLOCK, ExchangeDriver, exchange_config
 from tests.core.scheduling.test_block_exchange import ask, check, filled, prompt

@@ -9,7 +9,7 @@ import pytest
 
 from core.scheduling import parties
 from core.scheduling.row_shares import RowShares
-from ipc.messages import AddRequest
+from ipc.wire.messages import AddRequest
 from tests.core.driving import ByHand, add_message, small_config
 
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from core.execution.plan import FAILED_TOKEN, LogprobColumns, ModelRunnerOutput, SchedulerOutput
-from ipc.arrays import Int32s
-from ipc.messages import FinishReason, Outputs
+from ipc.tables.arrays import Int32s
+from ipc.wire.messages import FinishReason, Outputs
 from tests.core.driving import EOS, ByHand, add_message, small_config
 
 

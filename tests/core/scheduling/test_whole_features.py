@@ -9,8 +9,8 @@ import pytest
 
 from core.scheduling.decisions import Verdict
 from core.scheduling.whole_features import last_end
-from ipc.feature_messages import FeatureUse
-from ipc.messages import AddRequest
+from ipc.wire.feature_messages import FeatureUse
+from ipc.wire.messages import AddRequest
 from tests.core.driving import ByHand, add_message, small_config
 
 ROWS = 10

@@ -12,9 +12,9 @@ from core.batch.window_batch import WindowBatch
 from core.batch.window_host import WindowHost
 from core.capture import writer as capture_writer
 from core.scheduling.window_exchange import WindowExchange
-from ipc.block_roots import root_of_message
-from ipc.config import EngineConfig
-from ipc.messages import AddRequest
+from ipc.options.config import EngineConfig
+from ipc.wire.block_roots import root_of_message
+from ipc.wire.messages import AddRequest
 from tests.core.driving import add_message
 from tests.core.scheduling.exchange_driver import BLOCK, ExchangeDriver, exchange_config
 from tests.core.scheduling.test_block_exchange import ask, check, check_captures, messages_of, play, prompt

@@ -10,7 +10,7 @@ from hypothesis.stateful import initialize, invariant
 from core.batch.request import NO_ROW, Request
 from core.batch.window_batch import WindowBatch
 from core.kv.page_room import page_room
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
 from tests.core.driving import small_config
 from tests.core.scheduling.test_scheduler_states import EngineMachine, run
 

@@ -7,9 +7,9 @@ import pytest
 from core.batch.window_batch import WindowBatch
 from core.scheduling.decisions import Cause
 from core.scheduling.draft import Draft
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
 from tests.core.driving import ByHand, Driver, add_message, expected_tokens, small_config
-from tests.core.scheduling.test_beam_searches import MAX_LEN, check, driver, some_messages
+from tests.core.scheduling.beams.test_beam_searches import MAX_LEN, check, driver, some_messages
 
 WINDOW = 9
 #: Of a model as Gemma 3: 5 of 6 layers have a window, so a page has 5 blocks of the layers that see everything.

@@ -31,8 +31,8 @@ from core.tiers.peer_messages import (
 from core.tiers.peer_server import PeerServer
 from core.tiers.peers import DISTRUST_S, PAUSE_S, Peers
 from core.tiers.portable_names import PortableNames
-from ipc.curve import add_client, make_engine_keys
-from ipc.sockets import bind_router
+from ipc.keys.curve import add_client, make_engine_keys
+from ipc.wire.sockets import bind_router
 
 pytestmark = pytest.mark.timeout(60)
 SIZE, KEY = 4, bytes(range(32))

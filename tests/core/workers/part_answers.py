@@ -13,10 +13,10 @@ from core.executors.by_name import load_executor
 from core.inputs import EngineInput
 from core.process.resolve import resolve, resolve_costs
 from core.workers.executor import WorkersExecutor
-from ipc.config import EngineConfig
-from ipc.given_options import config_from_options
-from ipc.messages import AddRequest, Outputs
-from ipc.sampling_params import SamplingParams
+from ipc.options.config import EngineConfig
+from ipc.options.given_options import config_from_options
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import AddRequest, Outputs
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],

@@ -21,11 +21,11 @@ from core.workers import node_messages, nodes, step_clock
 from core.workers.executor import WorkersExecutor
 from core.workers.wires import ends_of_streams, make_wires, places_of
 from frontend.engine.process import EngineProcess
-from ipc.child_process import child_environment
-from ipc.config import EngineConfig
-from ipc.curve import add_client, make_engine_keys
 from ipc.errors import ConfigError, EngineStartError
-from ipc.workers import in_one_process, master_address
+from ipc.keys.curve import add_client, make_engine_keys
+from ipc.machine.child_process import child_environment
+from ipc.options.config import EngineConfig
+from ipc.options.workers import in_one_process, master_address
 from tests.core.workers.part_answers import answers, config_of, kill
 from tools.cli import main
 

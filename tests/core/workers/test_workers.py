@@ -22,10 +22,10 @@ from core.workers import executor as module
 from core.workers import step_clock
 from core.workers.executor import create
 from frontend.engine.process import EngineProcess
-from ipc.channel import Channel, ChannelEndedError
-from ipc.config import EngineConfig
 from ipc.errors import ConfigError, EngineStartError, ModelFileError
-from ipc.messages import AddRequest
+from ipc.options.config import EngineConfig
+from ipc.wire.channel import Channel, ChannelEndedError
+from ipc.wire.messages import AddRequest
 from tests.core.driving import Inbox
 from tests.fake_tokens import fake_tokens
 from tests.raw_client import RawClient, request

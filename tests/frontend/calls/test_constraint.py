@@ -12,7 +12,7 @@ from frontend.calls.delta import fold
 from frontend.calls.formats import CALL_FORMATS, HARMONY_TOOLS, HERMES, AnswerForm, ToolFormat
 from frontend.calls.scanner import Scanner
 from ipc.errors import InvalidRequestError
-from ipc.structured_outputs import StructuredOutputsParams
+from ipc.params.structured_outputs import StructuredOutputsParams
 from tests.grammar_vocabulary import EOS, accepts, make_grammars, tokenizer
 
 ADD_SCHEMA = {"type": "object", "properties": {"a": {"$ref": "#/$defs/number"}}, "required": ["a"]}

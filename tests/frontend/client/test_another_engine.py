@@ -14,10 +14,10 @@ import pytest
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from frontend.engine.process import EngineProcess
-from ipc.config import EngineConfig
 from ipc.errors import EngineDeadError
-from ipc.messages import AddRequest
-from ipc.sampling_params import SamplingParams
+from ipc.options.config import EngineConfig
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import AddRequest
 from tests.fake_tokens import fake_tokens
 from tests.frontend.conftest import PlayedEngine
 

@@ -27,7 +27,8 @@ from ipc.errors import (
     InvalidRequestError,
     RequestFailedError,
 )
-from ipc.messages import (
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import (
     PROTOCOL_MAJOR,
     Abort,
     AddRequest,
@@ -44,7 +45,6 @@ from ipc.messages import (
     decode_client_message,
     encode,
 )
-from ipc.sampling_params import SamplingParams
 from tests.placed import PREFIX
 
 PARAMS = SamplingParams()

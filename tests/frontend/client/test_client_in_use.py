@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from frontend.client.client import EngineClient
-from ipc.messages import Abort
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import Abort
 from tests.placed import PREFIX
 
 

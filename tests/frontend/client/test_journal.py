@@ -8,9 +8,9 @@ import pytest
 
 from frontend.client.journal import Journal
 from ipc.errors import MalformedMessageError, RequestFailedError
-from ipc.feature_messages import FeatureUse, PutFeature
-from ipc.messages import AddRequest, FinishReason, Outputs
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.feature_messages import FeatureUse, PutFeature
+from ipc.wire.messages import AddRequest, FinishReason, Outputs
 
 
 def add(journal: Journal, number: int, *, streaming: bool = True, now: float = 1.0, n: int = 1) -> int:

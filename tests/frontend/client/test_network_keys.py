@@ -11,10 +11,10 @@ import pytest
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from frontend.engine.supervised_engine import SupervisedEngine
-from ipc.curve import add_client, make_engine_keys, remove_client
 from ipc.errors import CallFailedError, EngineDeadError
-from ipc.quota import Quota
-from ipc.sampling_params import SamplingParams
+from ipc.keys.curve import add_client, make_engine_keys, remove_client
+from ipc.keys.quota import Quota
+from ipc.params.sampling_params import SamplingParams
 from tests.frontend.engine.supervised import FAKE, PATIENCE_S, finish, kill, supervised
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)

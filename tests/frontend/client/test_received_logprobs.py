@@ -5,7 +5,7 @@ import pytest
 
 from frontend.client.received_logprobs import PositionLogprobs, ReceivedLogprobs, logprob_columns_of
 from ipc.errors import MalformedMessageError
-from ipc.messages import Logprobs
+from ipc.wire.messages import Logprobs
 
 ONE, TWO = np.array([1], "<u4").tobytes(), np.array([2], "<u4").tobytes()
 GOOD = Logprobs(ONE, TWO, TWO, ONE, bytes(8), bytes(8))

@@ -16,10 +16,10 @@ from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from frontend.engine.process import EngineProcess
 from frontend.llm import LLM
-from ipc.config import EngineConfig
 from ipc.errors import CallFailedError, EngineDeadError
-from ipc.messages import Abort, AddRequest, FinishReason, GetStatistics, Hello, PauseMode
-from ipc.sampling_params import SamplingParams
+from ipc.options.config import EngineConfig
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import Abort, AddRequest, FinishReason, GetStatistics, Hello, PauseMode
 from tests.fake_tokens import fake_tokens
 from tests.frontend.conftest import PlayedEngine
 

@@ -3,8 +3,8 @@
 import numpy as np
 
 from frontend.client.journal import Journal
-from ipc.messages import AddRequest, FinishReason, Outputs
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import AddRequest, FinishReason, Outputs
 
 
 def add(journal: Journal, number: int, n: int = 1, *, streaming: bool = True) -> None:

@@ -20,7 +20,7 @@ from frontend.client.transport import ZmqTransport
 from ipc.errors import EngineCoreError
 from tests.frontend.engine.fault_service import NUM_STREAMS, PATIENCE_S, POISONS, ROOT, Service, Streams
 from tests.frontend.engine.http_streams import HttpStreams, free_port
-from tools.control import read_owner_file
+from tools.commands.control import read_owner_file
 
 SIGNALS = {
     "KILL": [signal.SIGKILL],
@@ -41,7 +41,7 @@ _CLIENT = """
 import signal, sys, time
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
 def fault(*_):
     if sys.argv[2] == "exception":
         raise RuntimeError("planted")

@@ -14,7 +14,7 @@ import numpy as np
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from ipc.errors import EngineCoreError
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
 from tests.frontend.engine.supervised import undisturbed
 
 ROOT = Path(__file__).resolve().parents[3]

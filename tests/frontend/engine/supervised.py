@@ -15,9 +15,9 @@ from frontend.engine.process import EngineProcess
 from frontend.engine.restart_policy import RestartRules
 from frontend.engine.standby_plan import StandbyKind
 from frontend.engine.supervised_engine import SupervisedEngine
-from ipc.arrays import Ints
-from ipc.config import EngineConfig
-from ipc.sampling_params import SamplingParams
+from ipc.options.config import EngineConfig
+from ipc.params.sampling_params import SamplingParams
+from ipc.tables.arrays import Ints
 
 PATIENCE_S = 60.0
 EAGER = RestartRules(most=1000, delays_s=(0.0,))

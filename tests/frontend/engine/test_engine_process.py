@@ -14,10 +14,10 @@ import pytest
 
 from frontend.engine.child import spawn
 from frontend.engine.process import EngineProcess
-from ipc.config import EngineConfig
 from ipc.errors import AddressError, ConfigError, EngineStartError, ModelFileError, OutOfMemoryError
-from ipc.messages import EngineStopping, Outputs
-from ipc.start_messages import Start
+from ipc.options.config import EngineConfig
+from ipc.wire.messages import EngineStopping, Outputs
+from ipc.wire.start_messages import Start
 from tests.placed import PREFIX, placed
 from tests.raw_client import PATIENCE_S, RawClient
 
@@ -28,7 +28,7 @@ FAKE = EngineConfig(executor="fake", fake_vocab_size=1000)
 OWNER = """
 import sys, time
 from frontend.engine.process import EngineProcess
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
 engine = EngineProcess(EngineConfig(executor="fake"))
 engine.start()
 if "ready" in sys.argv:
@@ -327,7 +327,7 @@ def test_owner_with_closed_standard_streams(closed: str) -> None:
     code = f"""
 import os
 from frontend.engine.process import EngineProcess
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
 for fd in ({closed},):
     os.close(fd)
 with EngineProcess(EngineConfig(executor="fake")) as engine:

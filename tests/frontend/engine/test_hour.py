@@ -24,7 +24,7 @@ from frontend.engine.standby_plan import StandbyKind
 from frontend.engine.supervised_engine import SupervisedEngine
 from frontend.engine.supervisor import State
 from ipc.errors import EngineCoreError
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
 from tests.frontend.engine.supervised import EAGER, FAKE, PATIENCE_S, undisturbed
 
 SECONDS = float(os.environ.get("ENGINE_SOAK_S", "3600"))

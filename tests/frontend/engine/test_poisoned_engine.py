@@ -12,7 +12,7 @@ from frontend.client.client import EngineClient
 from frontend.engine.death import Cause
 from frontend.engine.watchdog import Watchdog
 from ipc.errors import RequestFailedError
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
 from tests.frontend.engine.supervised import FAKE, check, connected, finish, kill, submit, supervised, undisturbed
 
 

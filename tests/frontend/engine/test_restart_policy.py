@@ -6,7 +6,7 @@ import pytest
 
 from frontend.engine.death import Cause, Death, classify, count_oom_kills
 from frontend.engine.restart_policy import RestartPolicy, RestartRules
-from ipc.start_messages import EXIT_RESTART
+from ipc.wire.start_messages import EXIT_RESTART
 
 KILLED = Death(Cause.KILLED, "(1) was killed by SIGKILL")
 

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from frontend.engine.signs import limit_s, silence_s, step_age_s, trouble
-from ipc.black_box import NO_READING, BlackBoxFile, Reading, find_black_box
+from ipc.records.black_box import NO_READING, BlackBoxFile, Reading, find_black_box
 
 S = 1_000_000_000
 NOBODY = 2**22 + 1  # above the largest process id

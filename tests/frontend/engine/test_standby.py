@@ -16,9 +16,9 @@ from frontend.engine.process import EngineProcess
 from frontend.engine.standby import Standby
 from frontend.engine.standby_plan import StandbyKind, StandbyState
 from frontend.engine.supervised_engine import SupervisedEngine
-from ipc.config import EngineConfig
 from ipc.errors import EngineStartError
-from ipc.start_messages import Start
+from ipc.options.config import EngineConfig
+from ipc.wire.start_messages import Start
 from tests.frontend.engine.supervised import FAKE, PATIENCE_S, check, connected, kill, submit, supervised
 from tools.cli import main as run_cli
 

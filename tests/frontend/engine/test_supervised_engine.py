@@ -22,9 +22,9 @@ from frontend.engine.supervised_engine import SupervisedEngine
 from frontend.engine.supervisor import State
 from frontend.llm import LLM
 from frontend.results.outputs import RequestOutput
-from ipc.config import EngineConfig
 from ipc.errors import DeadlineExceededError, EngineDeadError, EngineStartError, RequestFailedError
-from ipc.sampling_params import SamplingParams
+from ipc.options.config import EngineConfig
+from ipc.params.sampling_params import SamplingParams
 from tests.frontend.conftest import VOCAB_SIZE
 from tests.frontend.engine.supervised import (
     EAGER,
@@ -306,7 +306,7 @@ from frontend.engine import standby_plan
 from frontend.engine.process import EngineProcess
 from frontend.engine.standby_plan import StandbyKind, StandbyState
 from frontend.engine.supervised_engine import SupervisedEngine
-from ipc.config import EngineConfig
+from ipc.options.config import EngineConfig
 standby_plan._AFTER_S = 0.0
 process = EngineProcess(EngineConfig(executor="fake"), resume_s=60.0)
 engine = SupervisedEngine(process, standby=StandbyKind.MODEL)

@@ -3,7 +3,7 @@
 import pytest
 
 from frontend.engine.watchdog import Watchdog
-from ipc.black_box import NO_READING, Reading
+from ipc.records.black_box import NO_READING, Reading
 
 TICK_S = 0.5
 S = 1_000_000_000

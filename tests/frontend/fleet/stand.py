@@ -10,9 +10,10 @@ from core.engine import EngineCore
 from core.executors.fake import choice_seed, create
 from frontend.fleet.driver import Driver
 from frontend.fleet.fleet import Fleet
-from ipc.call import Call
-from ipc.config import EngineConfig
-from ipc.messages import (
+from ipc.options.config import EngineConfig
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.call import Call
+from ipc.wire.messages import (
     Abort,
     AddRequest,
     CallDone,
@@ -26,7 +27,6 @@ from ipc.messages import (
     decode_client_message,
     encode,
 )
-from ipc.sampling_params import SamplingParams
 from tests.fake_tokens import fake_tokens
 from tests.simulation.engine_parts import served
 

@@ -6,9 +6,9 @@ import msgspec
 
 from frontend.fleet.call_sums import common_adapters
 from frontend.fleet.requests import RoutedRequests
-from ipc.lora_messages import AdapterId, LoraAdapter, LoraAdapters
-from ipc.messages import AddRequest
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.lora_messages import AdapterId, LoraAdapter, LoraAdapters
+from ipc.wire.messages import AddRequest
 
 NO_DISPATCH: Any = None
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from frontend.fleet.suspects import MARGIN
-from ipc.messages import Abort, ErrorCode, FinishReason, GetStatistics, Statistics
+from ipc.wire.messages import Abort, ErrorCode, FinishReason, GetStatistics, Statistics
 from tests.frontend.fleet.stand import Stand
 
 

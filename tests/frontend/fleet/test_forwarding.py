@@ -6,10 +6,10 @@ import pytest
 from frontend.fleet.forwarding import forward, only_new
 from frontend.fleet.requests import RoutedRequests
 from ipc.errors import MalformedMessageError
-from ipc.messages import AddRequest, FinishReason, Logprobs, Outputs
-from ipc.pooling_messages import Pooled
-from ipc.sampling_params import SamplingParams
-from ipc.scheduling_messages import RequestEvents
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import AddRequest, FinishReason, Logprobs, Outputs
+from ipc.wire.pooling_messages import Pooled
+from ipc.wire.scheduling_messages import RequestEvents
 
 
 def u32(*values: int) -> bytes:

@@ -9,8 +9,8 @@ import pytest
 
 from core.kv.block_names import hash_blocks
 from frontend.fleet.prefix_index import _FEW_BLOCKS, PrefixIndex, _Blocks
-from ipc.block_roots import PLAIN_ROOT, root_of_salt
-from ipc.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
+from ipc.wire.block_roots import PLAIN_ROOT, root_of_salt
+from ipc.wire.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
 from tests.frontend.fleet.stand import CONFIG, Stand
 
 SIZE = 4

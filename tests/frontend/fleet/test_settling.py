@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from frontend.fleet.forwarding import forward, forward_row, only_new
-from ipc.kv_events import KVBlocksStored
-from ipc.messages import Abort, FinishReason, Outputs
-from ipc.scheduling_messages import KVEvents, RequestEvents
+from ipc.wire.kv_events import KVBlocksStored
+from ipc.wire.messages import Abort, FinishReason, Outputs
+from ipc.wire.scheduling_messages import KVEvents, RequestEvents
 from tests.fake_tokens import fake_tokens
 from tests.frontend.fleet.stand import VOCAB, Stand
 

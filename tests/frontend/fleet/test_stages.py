@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from ipc.messages import Abort, FinishReason
+from ipc.wire.messages import Abort, FinishReason
 from tests.frontend.fleet.stand import CONFIG, Stand
 
 SHORT = [5, 6, 7]

@@ -8,9 +8,9 @@ from socket import SO_LINGER, SOL_SOCKET
 
 import pytest
 
-from frontend.http.protocol import MAX_PIPELINED
+from frontend.http.wire.protocol import MAX_PIPELINED
 from frontend.llm import LLM
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
 from tests.frontend.http.caller import Caller, free_blocks, post_bytes, wait_for
 
 BODY = b'{"prompt": "One", "max_tokens": 8, "temperature": 0}'

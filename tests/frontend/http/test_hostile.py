@@ -13,7 +13,7 @@ import pytest
 
 from frontend.llm import LLM
 from ipc.errors import CallFailedError
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
 from tests.frontend.http.caller import Caller, post_bytes, serving, wait_for
 
 BODY = b'{"prompt": "One", "max_tokens": 8, "temperature": 0}'

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from frontend.http.app import App
-from frontend.http.local_caller import LocalCaller
-from frontend.http.options import HttpOptions
-from frontend.http.server import open_engine
+from frontend.http.process.options import HttpOptions
 from frontend.http.service import Service
+from frontend.http.wire.local_caller import LocalCaller
+from frontend.http.wire.server import open_engine
 from frontend.session import EngineHandle
 from tests.frontend.http.caller import Caller
 from tests.frontend.http.test_tools import TOOLS

@@ -9,7 +9,7 @@ import numpy as np
 
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
 from tests.frontend.http.caller import serving
 from tests.test_readme import free_port
 

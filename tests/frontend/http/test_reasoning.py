@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from frontend.http.app import App
-from frontend.http.local_caller import LocalAnswer, LocalCaller
-from frontend.http.options import HttpOptions
-from frontend.http.server import open_engine
+from frontend.http.process.options import HttpOptions
 from frontend.http.service import Service
+from frontend.http.wire.local_caller import LocalAnswer, LocalCaller
+from frontend.http.wire.server import open_engine
 from frontend.session import EngineHandle
+from tests.frontend.http.anthropic.test_messages import fold as fold_message
 from tests.frontend.http.caller import Caller
-from tests.frontend.http.test_messages import fold as fold_message
-from tests.frontend.http.test_responses import fold as fold_response
+from tests.frontend.http.openai.test_responses import fold as fold_response
 from tests.frontend.http.test_tools import TOOLS, fold
 
 MESSAGES = [{"role": "user", "content": "Hi"}]

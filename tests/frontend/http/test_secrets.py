@@ -10,7 +10,7 @@ from typing import Any
 
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
-from frontend.http.keys import digest_of
+from frontend.http.callers.keys import digest_of
 from ipc.files.model_files import resolve_model
 from tests.frontend.http.caller import Caller, serving
 

@@ -4,10 +4,10 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+from frontend.http.anthropic.messages import MessagesFormat
 from frontend.http.errors import HttpError
-from frontend.http.messages import MessagesFormat
-from frontend.http.responses import ResponsesFormat
-from frontend.http.responses_bodies import ResponsesBody
+from frontend.http.openai.responses import ResponsesFormat
+from frontend.http.openai.responses_bodies import ResponsesBody
 
 ERROR = HttpError(503, "the engine is gone", code="unavailable")
 REQUEST = SimpleNamespace(prompt=SimpleNamespace(token_ids=[1]))

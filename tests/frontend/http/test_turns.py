@@ -12,9 +12,9 @@ from frontend.client.news import NO_NEWS, News
 from frontend.http import pooling
 from frontend.http.errors import HttpError
 from frontend.http.intake import Intake
-from frontend.http.local_caller import LocalExchange
-from frontend.http.pump import Pump
-from frontend.http.reply import Reply
+from frontend.http.replies.pump import Pump
+from frontend.http.replies.reply import Reply
+from frontend.http.wire.local_caller import LocalExchange
 
 COUNT = 300
 
@@ -157,7 +157,7 @@ class OpeningFails:
 
 
 def test_a_late_head_that_cannot_be_made_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("frontend.http.pump.HEAD_S", 0.0)
+    monkeypatch.setattr("frontend.http.replies.pump.HEAD_S", 0.0)
     ended = list[int]()
     request: Any = SimpleNamespace(
         id="x", received_at=0.0, answer_headers=[], exchange=LocalExchange(), error_body=HttpError.body

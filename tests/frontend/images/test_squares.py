@@ -16,8 +16,8 @@ from frontend.images.image_prompts import ImagePrompts, image_prompts
 from frontend.images.processed import ProcessedImages
 from frontend.images.sources import image_bytes, open_image
 from ipc.errors import InvalidRequestError, ModelFileError, UnsupportedModelError
-from ipc.feature_messages import FeatureLimits
-from ipc.placed_feature import PlacedFeature
+from ipc.wire.feature_messages import FeatureLimits
+from ipc.wire.placed_feature import PlacedFeature
 from tests.core.models.idefics3_checkpoint import LONGEST, ROWS, SQUARE, noise, processed, tiny_tokenizer
 from tests.placed_images import placed_image
 

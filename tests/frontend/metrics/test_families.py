@@ -11,9 +11,9 @@ from prometheus_client.registry import Collector
 
 from core.border.meter import RequestMeter
 from frontend.metrics.families import COUNTERS, GAUGES, Sighted, families
-from ipc.messages import AddRequest, ErrorCode, ModelInformation, RequestFailed, Statistics
-from ipc.metrics_messages import STEP_TOKEN_BOUNDS, Histogram
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import AddRequest, ErrorCode, ModelInformation, RequestFailed, Statistics
+from ipc.wire.metrics_messages import STEP_TOKEN_BOUNDS, Histogram
 
 MODEL = ModelInformation(0, "m", "ab", "L2", "fake", "float32", 1000, [2], 4096, 8, 512, 101, 16, True)
 STATISTICS = Statistics(

@@ -12,8 +12,8 @@ from frontend.results.outputs import Logprob
 from frontend.results.request_state import RequestState
 from frontend.text.prompts import Prompt
 from frontend.text.tokenizer import Tokenizer
-from ipc.messages import FinishReason
-from ipc.sampling_params import RequestOutputKind, SamplingParams
+from ipc.params.sampling_params import RequestOutputKind, SamplingParams
+from ipc.wire.messages import FinishReason
 
 WORDS = ["</s>", "a", "b", "c", "d", "e"]
 CUMULATIVE, DELTA, FINAL = RequestOutputKind.CUMULATIVE, RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY

@@ -17,8 +17,8 @@ from frontend.text.detokenizer import Detokenizer
 from frontend.text.prompt_context import CONTEXT_TOKENS, prompt_context
 from frontend.text.prompts import Prompt
 from frontend.text.tokenizer import Tokenizer
-from ipc.messages import FinishReason
-from ipc.sampling_params import RequestOutputKind, SamplingParams
+from ipc.params.sampling_params import RequestOutputKind, SamplingParams
+from ipc.wire.messages import FinishReason
 from tests.frontend.text.text_kinds import TEXT_KINDS
 
 KINDS = list(TEXT_KINDS)

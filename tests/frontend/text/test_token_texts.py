@@ -14,8 +14,8 @@ from frontend.text.token_texts import TokenTexts
 from frontend.text.tokenizer import Tokenizer
 from ipc.files.gguf_vocabulary import build_gguf_tokenizer
 from ipc.files.model_files import read_tokenizer_files, resolve_model
-from ipc.messages import FinishReason
-from ipc.sampling_params import SamplingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import FinishReason
 from tests.frontend.text.sentencepiece_vocabulary import sentencepiece_metadata
 from tests.frontend.text.test_detokenizer import TEXTS, _byte_level_in_a_sequence, _llama, _words
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ipc.arrays import Floats
+from ipc.tables.arrays import Floats
 from kernels.cpu.quantized import BlockRows
 from kernels.dequantize import BLOCK_SIZES, dequantize
 from kernels.elements import Numbers, to_floats

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from ipc.arrays import Doubles
+from ipc.tables.arrays import Doubles
 from kernels.cpu.build import usable_variants
 from kernels.cpu.embedding import CpuEmbedding
 from kernels.cpu.gemm import PackedMatrix

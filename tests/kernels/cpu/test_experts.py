@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ipc.arrays import Floats
+from ipc.tables.arrays import Floats
 from kernels.cpu.decoder_parts import DenseParts
 from kernels.cpu.experts import CpuExperts
 from kernels.cpu.gemm import PackedMatrix

@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ipc.arrays import Floats, Ints
+from ipc.tables.arrays import Floats, Ints
 from kernels.cpu.attention import CpuAttention
 from kernels.cpu.attention_plan import AttentionPlanner
 from kernels.cpu.build import usable_variants

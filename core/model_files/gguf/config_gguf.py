@@ -1,0 +1,319 @@
+"""ModelConfig from a GGUF file's metadata and tensor names, as llama.cpp's converter writes them.
+
+Settings that would change the arithmetic and are not implemented are refused by name.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from core.model_files.gguf.encoder_gguf import gguf_encoder_config
+from core.model_files.gguf.gguf_experts import gguf_experts
+from core.model_files.gguf.gguf_latent import gguf_latent, scale_of
+from core.model_files.gguf.gguf_rope import gguf_rope_scaling
+from core.model_files.settings.architecture_settings import every, residuals, unrotated_beside
+from core.model_files.settings.config_json import pattern_layers
+from core.model_files.settings.latent_settings import as_one_head
+from core.model_files.settings.recurrent_settings import gguf_recurrent_parts, spread_heads
+from core.model_files.settings.values import Values, model_sizes
+from core.models.architectures.by_name import GGUF_ARCHITECTURES, GGUF_ROUTED, Architecture
+from core.models.architectures.encoder_architectures import GGUF_ENCODERS
+from core.models.config import LatentParts, ModelConfig
+from ipc.files.gguf import GgufHeader, read_gguf
+
+#: Setting -> its key, without the architecture's name in front.
+_KEYS = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "sliding_rope_theta": "rope.freq_base_swa",
+    "sliding_window": "attention.sliding_window",
+    "sliding_window_pattern": "attention.sliding_window_pattern",
+    "vocab_size": "vocab_size",
+    "rope_type": "rope.scaling.type",
+    "factor": "rope.scaling.factor",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+    "query_growth": "attention.temperature_scale",
+    "yarn_log_multiplier": "rope.scaling.yarn_log_multiplier",
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "norm_topk_prob": "expert_weights_norm",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+    "n_shared_experts": "expert_shared_count",
+    "expert_gating": "expert_gating_func",
+    "routed_scaling_factor": "expert_weights_scale",
+    "n_group": "expert_group_count",
+    "topk_group": "expert_group_used_count",
+    "q_lora_rank": "attention.q_lora_rank",
+    "kv_lora_rank": "attention.kv_lora_rank",
+    "key_length_mla": "attention.key_length_mla",
+    "v_head_dim": "attention.value_length_mla",
+    "value_length": "attention.value_length",
+    "num_nextn_predict_layers": "nextn_predict_layers",
+    "attention_factor": "rope.scaling.attn_factor",
+    "rotary_dim": "rope.dimension_count",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "logits_scaling": "logit_scale",
+    "conv_L_cache": "shortconv.l_cache",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+    "mamba_inner_size": "ssm.inner_size",
+    "full_attention_interval": "full_attention_interval",
+    "is_rotated": "rope.scaling.finetuned",
+    "use_parallel_residual": "use_parallel_residual",
+}
+_EPS_OF_CENTRED = "attention.layer_norm_epsilon"
+#: Keys of features that are not implemented -> their value without effect.
+_WITHOUT_EFFECT: dict[str, Any] = {
+    "attention.clamp_kqv": 0.0,
+    "rope.scale_linear": 1.0,
+    "rope.scaling.yarn_attn_factor": 1.0,
+    "rope.scaling.yarn_ext_factor": 1.0,
+}
+#: Settings that some architectures have -> their value without effect. Others refuse them.
+_CAPS = {"attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0}
+_MULTIPLIERS = {
+    "attention_multiplier": 0.0,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+_GROWTH = {"query_growth": 0.0, "yarn_log_multiplier": 0.0}
+_DTYPES = {"F16": "float16", "BF16": "bfloat16"}
+
+#: Every fourth layer of SmolLM3 is not rotated; no key says so, and llama.cpp has the same number.
+_SMOLLM3_INTERVAL = 4
+
+
+def read_gguf_config(path: Path) -> ModelConfig:
+    """Return the configuration of a model from its GGUF file.
+
+    Errors: ModelFileError naming the key for a missing or invalid value; UnsupportedModelError naming what this version
+    cannot run.
+    """
+    header = read_gguf(path)
+    if (encoder := header.metadata.get("general.architecture")) in GGUF_ENCODERS:
+        return gguf_encoder_config(path, header, str(encoder))
+    values, architecture = _named(header, path)
+    tokens = header.metadata.get("tokenizer.ggml.tokens")
+    vocab_size = values.integer("vocab_size", len(tokens) if isinstance(tokens, list) else None)
+    sizes, latent = model_sizes(values), gguf_latent(values, header, architecture)
+    sizes |= _own_sizes(values, architecture, sizes, latent)
+    rotated_from = sizes["head_dim"] if latent is None else latent.rotated_dim
+    width = _rotary_dim(values, architecture, rotated_from)
+    window = _window(values, architecture, sizes["num_hidden_layers"])
+    eos: tuple[int, ...] = ()
+    for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"):
+        eos += values.token_ids(key, vocab_size)
+    bos = values.token_ids("tokenizer.ggml.bos_token_id", vocab_size)
+    features = _features(header, values, architecture, sizes)
+    first = "attn_qkv" if features["fused_qkv"] else "attn_kv_a_mqa" if architecture.latent else "attn_q"
+    return ModelConfig(
+        architecture=architecture.name,
+        vocab_size=vocab_size,
+        tie_word_embeddings="output.weight" not in header.tensors,
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+        dtype=_dtype(header, first),
+        rope_theta=values.number("rope_theta", 1.0, 1e12, architecture.rope_theta),
+        rope_scaling=gguf_rope_scaling(values, header, path, architecture, sizes["max_position_embeddings"], width),
+        query_growth=_query_growth(values, architecture),
+        rotary_dim=width if width != rotated_from else None,
+        unrotated_layers=_unrotated(values, architecture, window, sizes["num_hidden_layers"]),
+        **sizes,
+        **window,
+        **(features | _multipliers(values, architecture) | scale_of(values, latent)),
+        **_caps(values, architecture),
+        latent=latent,
+        recurrent=gguf_recurrent_parts(values, architecture, sizes),
+        experts=gguf_experts(values, header, architecture, sizes["num_hidden_layers"]),
+    )
+
+
+def _named(header: GgufHeader, path: Path) -> tuple[Values, Architecture]:
+    """Return the file's settings by their names in config.json, and its architecture. Errors: UnsupportedModelError."""
+    values = Values(header.metadata, str(path))
+    name = header.metadata.get("general.architecture")
+    known = ", ".join(map(repr, (*GGUF_ARCHITECTURES, *GGUF_ENCODERS)))
+    if name is None:
+        values.fail("general.architecture", f"is missing; supported are {known}")
+    if name not in GGUF_ARCHITECTURES:
+        values.refuse("general.architecture", f"supported are {known}")
+    is_routed = header.metadata.get(f"{name}.{_KEYS['num_experts']}") not in (None, 0) and str(name) in GGUF_ROUTED
+    architecture = (GGUF_ROUTED if is_routed else GGUF_ARCHITECTURES)[str(name)]
+    own = _KEYS | ({"rms_norm_eps": _EPS_OF_CENTRED} if architecture.centred_norms else {})
+    values = Values(header.metadata, str(path), {key: f"{name}.{rest}" for key, rest in own.items()})
+    spread_heads(values, architecture)
+    _refuse_features(values, str(name), architecture)
+    return values, architecture
+
+
+def _own_sizes(
+    values: Values, architecture: Architecture, sizes: dict[str, Any], latent: LatentParts | None
+) -> dict[str, int]:
+    """Return the sizes that are others than those of model_sizes(): without layers that are not read, with one head."""
+    changed = {} if latent is None else as_one_head(latent)
+    if latent is None and values.get("value_length") not in (None, sizes["head_dim"]):
+        values.refuse("value_length", f"only the head dimension {sizes['head_dim']} is")
+    if architecture.further_layers and values.get("num_nextn_predict_layers") not in (None, 0):
+        further, count = values.integer("num_nextn_predict_layers"), sizes["num_hidden_layers"]
+        if further >= count:
+            values.fail("num_nextn_predict_layers", f"must be less than {values.key('num_hidden_layers')}={count}")
+        changed["num_hidden_layers"] = count - further
+    return changed
+
+
+def _dtype(header: GgufHeader, part: str) -> str:
+    """Return the name of the type of the first layer's matrix of this part."""
+    name = next((name for name in header.tensors if name.endswith(f".{part}.weight")), None)
+    return "float32" if name is None else _DTYPES.get(header.tensors[name].type, "float32")
+
+
+def _refuse_features(values: Values, name: str, architecture: Architecture) -> None:
+    for key, plain in _WITHOUT_EFFECT.items():
+        if values.values.get(f"{name}.{key}", plain) != plain:
+            values.refuse(f"{name}.{key}", f"only {plain!r} is")
+    if not _may_slide(architecture) and values.get("sliding_window") not in (None, 0):
+        names = ", ".join(name for name, row in GGUF_ARCHITECTURES.items() if _may_slide(row))
+        values.refuse("sliding_window", f"in a GGUF file only {names} have one; safetensors are the alternative")
+    absent = {} if architecture.soft_caps else _CAPS
+    absent = absent | ({} if architecture.query_growth or architecture.latent else _GROWTH)
+    absent = absent | ({"num_experts": 0} if architecture.experts is None else {})
+    absent = absent | ({} if architecture.further_layers else {"num_nextn_predict_layers": 0})
+    absent = absent | (_MULTIPLIERS if architecture.multipliers == "none" else {})
+    for setting, plain in absent.items():
+        if values.get(setting) not in (None, plain):
+            values.refuse(setting, f"only {plain!r} is")
+    for setting in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if isinstance(values.get(setting), list):
+            values.refuse(setting, "all layers must be alike")
+
+
+def _features(header: GgufHeader, values: Values, architecture: Architecture, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return the layer features by ModelConfig's names, without rotation and window.
+
+    A model has a bias if the file has its tensor. The norms' offset is included in the file's numbers already.
+    """
+    scalar = None
+    if architecture.query_pre_attn_scalar and sizes["num_hidden_layers"] == architecture.gguf_scalar_layers:
+        scalar = sizes["hidden_size"] / sizes["num_attention_heads"]
+    # Phi-2's files have Q, K and V apart or not. Recurrent layers have a matrix of that name, too.
+    is_fused = architecture.recurrent is None and "blk.0.attn_qkv.weight" in header.tensors
+    biases = {name.split(".", 2)[2] for name in header.tensors if name.startswith("blk.") and name.endswith(".bias")}
+    return {
+        "hidden_act": architecture.activation,
+        "qkv_bias": architecture.attention_bias == "qkv" or not biases.isdisjoint(("attn_q.bias", "attn_qkv.bias")),
+        "output_bias": "attn_output.bias" in biases,
+        "mlp_bias": architecture.mlp_bias_key is not None and "ffn_down.bias" in biases,
+        "head_bias": architecture.head_bias,
+        "is_gated": architecture.is_gated,
+        "residual": residuals(values, architecture),
+        "centred_norms": architecture.centred_norms,
+        "norm_bias": architecture.norm_bias,
+        "qk_norm": architecture.qk_norm
+        or (architecture.qk_norm_key is not None and "blk.0.attn_q_norm.weight" in header.tensors),
+        "qk_norm_of_rows": architecture.qk_norm_of_rows,
+        "qk_norm_by_head": architecture.qk_norm_by_head,
+        "qk_norm_after": architecture.qk_norm_after,
+        "pre_norms": architecture.pre_norms,
+        "post_norms": architecture.post_norms,
+        "attention_sinks": architecture.attention_sinks,
+        "output_gate": architecture.output_gate,
+        "scale_embeddings": architecture.scale_embeddings,
+        "query_pre_attn_scalar": scalar,
+        "fused_qkv": is_fused,
+        "fused_gate_up": architecture.fused_gate_up and architecture.experts is None,
+    }
+
+
+def _rotary_dim(values: Values, architecture: Architecture, head_dim: int) -> int:
+    """Return how many numbers of a head are rotated."""
+    width = values.integer("rotary_dim", head_dim)
+    if width == head_dim:
+        return width
+    if not architecture.partial_rotary:
+        values.refuse("rotary_dim", f"only the head dimension {head_dim} is")
+    if width % 2 or width > head_dim:
+        values.fail("rotary_dim", f"must be an even number of at most {head_dim}, got {width}")
+    return width
+
+
+def _query_growth(values: Values, architecture: Architecture) -> float | None:
+    if not architecture.query_growth or values.get("query_growth") in (None, 0.0):
+        return None
+    return values.number("query_growth", 0.0, 1e6)
+
+
+def _caps(values: Values, architecture: Architecture) -> dict[str, Any]:
+    if not architecture.soft_caps:
+        return {}
+    return {  # llama.cpp's defaults
+        "scores_cap": values.number("attn_logit_softcapping", 1e-3, 1e6, 50.0),
+        "logits_cap": values.number("final_logit_softcapping", 1e-3, 1e6, 30.0),
+    }
+
+
+def _multipliers(values: Values, architecture: Architecture) -> dict[str, Any]:
+    if architecture.multipliers == "none":
+        return {}
+    if architecture.multipliers == "cohere":
+        return {"logits_multiplier": values.number("logits_scaling", 1e-6, 1e6)}
+    fields = {name: values.number(name, 1e-6, 1e6) for name in ("embedding_multiplier", "residual_multiplier")}
+    if values.get("attention_multiplier") not in (None, 0.0):
+        fields["query_pre_attn_scalar"] = values.number("attention_multiplier", 1e-6, 1e6) ** -2
+    return fields | {"logits_multiplier": 1 / values.number("logits_scaling", 1e-6, 1e6)}
+
+
+def _unrotated(values: Values, architecture: Architecture, window: dict[str, Any], num_layers: int) -> tuple[int, ...]:
+    match architecture.unrotated:
+        case "no_rope_layers":
+            return every(_SMOLLM3_INTERVAL, num_layers)
+        case "by position_embedding_type" if not values.boolean("is_rotated", True):
+            return tuple(range(num_layers))
+        case "full beside sliding" if window:
+            return unrotated_beside(window["sliding_layers"], num_layers)
+        case _:
+            return ()
+
+
+def _may_slide(architecture: Architecture) -> bool:
+    return architecture.gguf is not None and architecture.sliding in ("all", "by sliding_window_pattern")
+
+
+def _window(values: Values, architecture: Architecture, num_layers: int) -> dict[str, Any]:
+    """Return the window's settings by ModelConfig's names; empty for a model without sliding layers."""
+    if values.get("sliding_window") in (None, 0):
+        return {}
+    fields: dict[str, Any] = {"sliding_window": values.integer("sliding_window")}
+    if architecture.own_sliding_rope:
+        own = architecture.sliding_rope_theta or values.number("rope_theta", 1.0, 1e12, architecture.rope_theta)
+        fields["sliding_rope_theta"] = values.number("sliding_rope_theta", 1.0, 1e12, own)
+    if architecture.sliding == "all":
+        return fields | {"sliding_layers": tuple(range(num_layers))}
+    return fields | {"sliding_layers": _sliding_layers(values, architecture, num_layers)}
+
+
+def _sliding_layers(values: Values, architecture: Architecture, num_layers: int) -> tuple[int, ...]:
+    """Return the sliding layers. The setting is a number as in config.json, or one boolean for each layer."""
+    flags = values.get("sliding_window_pattern")
+    if not isinstance(flags, list):
+        return pattern_layers(
+            values.integer("sliding_window_pattern", architecture.defaults["sliding_window_pattern"]), num_layers
+        )
+    if len(flags) != num_layers or any(type(flag) is not bool for flag in flags):
+        values.fail("sliding_window_pattern", f"must be a number or {num_layers} booleans, got {flags!r:.80}")
+    return tuple(layer for layer, flag in enumerate(flags) if flag)

@@ -1,0 +1,126 @@
+"""Settings of config.json that only some architectures have: multipliers, soft caps, layers without rotary embedding.
+
+Each function returns fields of ModelConfig. Errors of all: ModelFileError naming the key; UnsupportedModelError.
+"""
+
+import math
+from typing import Any
+
+from core.model_files.settings.values import Values
+from core.models.architectures.by_name import Architecture
+from core.models.config import Activation, Residual
+
+_MOST = 1e6  # of a multiplier
+#: transformers' names of activations: of MLPs with a gate, and of others.
+_GATES: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
+_ACTIVATIONS: dict[str, Activation] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_fast": "gelu_pytorch_tanh",
+    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+    "relu2": "relu2",
+}
+
+
+def multipliers(values: Values, architecture: Architecture, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return the factors of embeddings, residuals, scores and logits. sizes: of model_sizes()."""
+    if architecture.multipliers == "none":
+        return {}
+
+    def number(name: str, default: float = 1.0) -> float:
+        return values.number(name, 1 / _MOST, _MOST, default)
+
+    if architecture.multipliers == "granite":
+        return {
+            "embedding_multiplier": number("embedding_multiplier"),
+            "residual_multiplier": number("residual_multiplier"),
+            "query_pre_attn_scalar": number("attention_multiplier") ** -2,
+            "logits_multiplier": 1 / number("logits_scaling"),
+        }
+    if architecture.multipliers == "cohere":
+        return {"logits_multiplier": number("logit_scale")}
+    return {
+        "embedding_multiplier": number("scale_emb"),
+        "residual_multiplier": number("scale_depth") / math.sqrt(sizes["num_hidden_layers"]),
+        "logits_multiplier": number("dim_model_base", sizes["hidden_size"]) / sizes["hidden_size"],
+    }
+
+
+def residuals(values: Values, architecture: Architecture) -> Residual:
+    """Return what the MLPs read."""
+    key = architecture.residual_key
+    return architecture.residual if key is None or values.boolean(key) else "in turn"
+
+
+def activation(values: Values, architecture: Architecture) -> Activation:
+    """Return the activation of the MLPs."""
+    key = architecture.activation_key
+    name = None if key is None else values.get(key)
+    known = _GATES if architecture.is_gated else _ACTIVATIONS
+    if key is not None and name is not None and str(name) not in known:
+        values.refuse(key, f"{' and '.join(map(repr, known))} are")
+    return architecture.activation if name is None else known[str(name)]
+
+
+def caps(values: Values, architecture: Architecture) -> dict[str, Any]:
+    """Return the soft caps of scores and logits, which are refused where the architecture has none."""
+    fields = {"attn_logit_softcapping": "scores_cap", "final_logit_softcapping": "logits_cap"}
+    for name in fields:
+        if values.get(name) is not None and not architecture.soft_caps:
+            values.refuse(name, "only null is")
+    return {field: values.number(name, 1e-3, _MOST) for name, field in fields.items() if values.get(name) is not None}
+
+
+def rotary_dim(values: Values, group: Values, architecture: Architecture, head_dim: int) -> int:
+    """Return how many numbers of a head are rotated. group: of rotary settings, in the settings `values`."""
+    place = next((one for one in (group, values) if one.get("partial_rotary_factor") is not None), None)
+    if place is None and architecture.partial_rotary and values.get("rotary_dim") is not None:  # MiniMax's setting
+        return _even_width(values, "rotary_dim", values.integer("rotary_dim"), head_dim)
+    if place is None:
+        return head_dim
+    if not architecture.partial_rotary:
+        if place.get("partial_rotary_factor") != 1:
+            place.refuse("partial_rotary_factor", "only 1 is")
+        return head_dim
+    width = int(head_dim * place.number("partial_rotary_factor", 1e-3, 1.0))
+    return _even_width(place, "partial_rotary_factor", width, head_dim)
+
+
+def _even_width(values: Values, name: str, width: int, head_dim: int) -> int:
+    if not 2 <= width <= head_dim or width % 2:
+        values.fail(name, f"must rotate an even number of the {head_dim} numbers of a head")
+    return width
+
+
+def unrotated_layers(
+    values: Values, architecture: Architecture, sizes: dict[str, Any], sliding: tuple[int, ...]
+) -> tuple[int, ...]:
+    """Return the layers without rotary embedding. sliding: the layers with a window."""
+    num_layers = sizes["num_hidden_layers"]
+    match architecture.unrotated:
+        case "none":
+            return ()
+        case "full beside sliding":
+            return unrotated_beside(sliding, num_layers) if values.get("sliding_window") is not None else ()
+        case "by position_embedding_type":
+            kind = values.get("position_embedding_type")
+            if kind not in (None, "rope", "nope"):
+                values.refuse("position_embedding_type", "'rope' and 'nope' are")
+            return () if kind == "rope" else tuple(range(num_layers))
+        case "no_rope_layers":
+            flags = values.get("no_rope_layers")
+            if flags is None:
+                return every(values.integer("no_rope_layer_interval"), num_layers)
+            if not isinstance(flags, list) or len(flags) != num_layers or any(flag not in (0, 1) for flag in flags):
+                values.fail("no_rope_layers", f"must be a list of {num_layers} zeros and ones, got {flags!r:.80}")
+            return tuple(layer for layer, is_rotated in enumerate(flags) if not is_rotated)
+
+
+def every(interval: int, num_layers: int) -> tuple[int, ...]:
+    """Return every interval-th layer."""
+    return tuple(range(interval - 1, num_layers, interval))
+
+
+def unrotated_beside(sliding: tuple[int, ...], num_layers: int) -> tuple[int, ...]:
+    """Return the layers that have no window."""
+    return tuple(layer for layer in range(num_layers) if layer not in sliding)

@@ -1,0 +1,360 @@
+"""ModelConfig from a Hugging Face folder: config.json and generation_config.json, as transformers 4 and 5 write them.
+
+Settings that would change the arithmetic and are not implemented are refused by name.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from core.model_files.settings.architecture_settings import (
+    activation,
+    caps,
+    multipliers,
+    residuals,
+    rotary_dim,
+    unrotated_layers,
+)
+from core.model_files.settings.encoder_config import encoder_of, most_tokens_of, read_encoder_config
+from core.model_files.settings.expert_settings import experts
+from core.model_files.settings.latent_settings import as_one_head, latent_features, latent_parts
+from core.model_files.settings.quantization import read_packing
+from core.model_files.settings.recurrent_settings import adjusted_sizes, recurrent_parts
+from core.model_files.settings.rope_scaling import read_rope_scaling
+from core.model_files.settings.text_part import text_part
+from core.model_files.settings.values import Values, model_sizes
+from core.model_files.settings.vision_settings import read_vision, text_values, vision_architecture
+from core.models.architectures.by_name import ARCHITECTURES, FORMS, Architecture, Form
+from core.models.architectures.encoder_architectures import EncoderArchitecture, EncoderForm
+from core.models.architectures.vision_architectures import VisionArchitecture
+from core.models.config import ModelConfig
+from core.models.layers.rope_scaling import YarnScaling
+from ipc.errors import ModelFileError
+from ipc.files.model_files import read_small_file
+from ipc.files.projector import PROCESSOR_FILE
+
+_NAMES = ", ".join(ARCHITECTURES)
+
+#: Settings of related architectures that are not implemented -> their value without effect.
+_WITHOUT_EFFECT: dict[str, Any] = {
+    "mlp_bias": False,
+    "use_bias": False,
+}
+
+
+def read_json_config(folder: Path) -> ModelConfig:
+    """Return the configuration of a model from its folder.
+
+    Errors: ModelFileError naming the key for a missing or invalid value; UnsupportedModelError naming what this version
+    cannot run.
+    """
+    values = Values(read_json_object(folder / "config.json"), str(folder / "config.json"))
+    if (encoder := encoder_of(values)) is not None:
+        return _encoder_config(folder, values, *encoder)
+    if (vision := vision_architecture(values)) is not None:
+        return _vision_config(folder, values, vision)
+    values = text_part(values) or values
+    return decoder_config(folder, values, *_architecture(values))
+
+
+def decoder_config(folder: Path, values: Values, architecture: Architecture, form: Form) -> ModelConfig:
+    """Return the configuration of a decoder from the settings in config.json. Errors: those of read_json_config()."""
+    values.values = {**architecture.defaults, **values.values}
+    adjusted_sizes(values, architecture)
+    _refuse_features(values, architecture)
+    routed = experts(values, architecture)
+    if architecture.size_key != "intermediate_size":
+        values.values["intermediate_size"] = values.integer(architecture.size_key)
+    vocab_size, latent = values.integer("vocab_size"), latent_parts(values, architecture)
+    values.values |= {} if latent is None else as_one_head(latent)
+    sizes = model_sizes(values)
+    features = _features(values, architecture, sizes) | ({} if latent is None else latent_features(values, latent))
+    bos = values.token_ids("bos_token_id", vocab_size)
+    eos = values.token_ids("eos_token_id", vocab_size)
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        eos += Values(read_json_object(generation), str(generation)).token_ids("eos_token_id", vocab_size)
+    return ModelConfig(
+        architecture=architecture.name,
+        vocab_size=vocab_size,
+        tie_word_embeddings=values.boolean("tie_word_embeddings") or form != "causal",
+        has_head=form == "causal",
+        num_labels=_num_labels(values) if form == "classifier" else 0,
+        bos_token_id=bos[0] if bos else None,
+        eos_token_ids=tuple(dict.fromkeys(eos)),
+        dtype=_dtype(values),
+        packing=read_packing(values),
+        **sizes,
+        **_rope(values, architecture, sizes if latent is None else {**sizes, "head_dim": latent.rotated_dim}),
+        **(window := _window(values, architecture, sizes["num_hidden_layers"])),
+        sees_all=_sees_all(values, architecture, form),
+        **features,
+        **caps(values, architecture),
+        latent=latent,
+        experts=routed,
+        recurrent=recurrent_parts(values, architecture, sizes),
+        unrotated_layers=unrotated_layers(values, architecture, sizes, window.get("sliding_layers", ())),
+    )
+
+
+def _vision_config(folder: Path, values: Values, row: VisionArchitecture) -> ModelConfig:
+    """Return the configuration of a model with images: its text's model, with the vision encoder beside it."""
+    file, text = folder / PROCESSOR_FILE, text_values(values, row)
+    processor = Values(read_json_object(file) if file.is_file() else {}, str(file))
+    config = decoder_config(folder, text, *_architecture(text))
+    return msgspec.structs.replace(config, vision=read_vision(values, processor, row))
+
+
+def _encoder_config(folder: Path, values: Values, row: EncoderArchitecture, form: EncoderForm) -> ModelConfig:
+    return read_encoder_config(
+        values.values,
+        values.source,
+        row,
+        form,
+        dtype=_dtype(values),
+        num_labels=_num_labels(values),
+        most_tokens=most_tokens_of(folder, read_json_object),
+    )
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds. Errors: ModelFileError."""
+    try:
+        value = json.loads(read_small_file(path).decode())
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{path}: expected a JSON object: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelFileError(f"{path}: expected a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _architecture(values: Values) -> tuple[Architecture, Form]:
+    """Return the architecture that the config names, and what the checkpoint has on top of its layers.
+
+    A config saved from a bare LlamaConfig has a model_type but no architectures. transformers chooses its code by
+    model_type; for some models that is Llama's code, and it saves them as a LlamaForCausalLM.
+    """
+    names, model_type = values.get("architectures"), values.get("model_type")
+    if names is None and model_type is None:
+        values.fail("architectures", f"is missing; supported are {_NAMES}")
+    rows = ARCHITECTURES.values()
+    found = [row for row in rows if model_type == row.model_type]
+    if isinstance(names, list) and len(names) == 1 and str(names[0]) in FORMS:
+        named, form = FORMS[str(names[0])]
+        return found[0] if found else named, form
+    if names is not None or not found:
+        values.refuse("model_type" if names is None else "architectures", f"supported are {_NAMES}")
+    return found[0], "causal"
+
+
+def _num_labels(values: Values) -> int:
+    """Return the number of labels of a classifier: those of id2label, else num_labels, else transformers' two."""
+    labels, count = values.get("id2label"), values.get("num_labels")
+    if isinstance(labels, dict) and labels:
+        return len(labels)
+    if count is not None and (isinstance(count, bool) or not isinstance(count, int) or not 0 < count < 2**16):
+        values.fail("num_labels", f"must be an integer of at least 1, got {count!r:.80}")
+    return count or 2
+
+
+def _refuse_features(values: Values, architecture: Architecture) -> None:
+    for name, only in architecture.only.items():
+        if values.get(name) != only:
+            values.refuse(name, f"only {json.dumps(only)} is")
+    own = architecture.attention_bias_key, architecture.mlp_bias_key
+    for name, plain in _WITHOUT_EFFECT.items():
+        if name in own:
+            continue
+        if type(plain) is bool:
+            values.boolean(name)
+        if values.get(name) not in (None, plain):
+            values.refuse(name, f"only {json.dumps(plain)} is")
+
+
+def _is_bidirectional(values: Values) -> bool:
+    return values.get("use_bidirectional_attention") is not None and values.boolean("use_bidirectional_attention")
+
+
+def _sees_all(values: Values, architecture: Architecture, form: Form) -> bool:
+    """Return whether tokens see the whole prompt; only a checkpoint that pools may say so."""
+    if not _is_bidirectional(values):
+        return False
+    if not architecture.may_see_all or form == "causal":
+        values.refuse("use_bidirectional_attention", "only false is, but for Gemma 3 without a head")
+    return True
+
+
+def _dtype(values: Values) -> str:
+    dtype = values.get("dtype") or values.get("torch_dtype") or "float32"
+    if dtype not in ("float32", "float16", "bfloat16"):
+        values.fail("dtype", f"must be float32, float16 or bfloat16, got {dtype!r:.80}")
+    return str(dtype)
+
+
+def _features(values: Values, architecture: Architecture, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return the layer features by ModelConfig's names, without rotation and window."""
+    configured = values.boolean(architecture.attention_bias_key) and architecture.attention_bias == "as configured"
+    scalar = None
+    if architecture.query_pre_attn_scalar:
+        scalar = values.number("query_pre_attn_scalar", 1e-6, 1e6)
+    return {
+        "hidden_act": activation(values, architecture),
+        "qkv_bias": configured or architecture.attention_bias == "qkv",
+        "output_bias": configured and values.boolean("attention_out_bias", True),
+        "mlp_bias": (key := architecture.mlp_bias_key) is not None and values.boolean(key),
+        "head_bias": architecture.head_bias,
+        "is_gated": architecture.is_gated,
+        "residual": residuals(values, architecture),
+        "centred_norms": architecture.centred_norms,
+        "norm_bias": architecture.norm_bias,
+        "qk_norm": architecture.qk_norm if (key := architecture.qk_norm_key) is None else values.boolean(key),
+        "qk_norm_of_rows": architecture.qk_norm_of_rows,
+        "qk_norm_by_head": architecture.qk_norm_by_head,
+        "qk_norm_after": architecture.qk_norm_after,
+        "pre_norms": architecture.pre_norms,
+        "post_norms": architecture.post_norms,
+        "attention_sinks": architecture.attention_sinks,
+        "output_gate": architecture.output_gate,
+        "norm_offset": architecture.norm_offset,
+        "scale_embeddings": architecture.scale_embeddings,
+        "query_pre_attn_scalar": scalar,
+        "fused_qkv": architecture.fused_qkv,
+        "fused_gate_up": architecture.fused_gate_up,
+        **multipliers(values, architecture, sizes),
+    }
+
+
+# --- rotary embedding ---------------------------------------------------------------------------------------------
+
+
+def _rope(values: Values, architecture: Architecture, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Return the rotary settings by ModelConfig's names.
+
+    transformers 5 writes rope_parameters with theta and scaling; where layers differ it has one such group for each
+    kind of layer. Earlier versions write theta, the sliding layers' theta and rope_scaling as separate keys.
+    """
+    own = architecture.sliding_rope_theta  # of sliding layers
+    parameters = values.group("rope_parameters")
+    if parameters is None or not architecture.own_sliding_rope:
+        flat = _flat(values, parameters)
+        rope = _rope_group(values, flat, architecture, architecture.rope_theta, sizes)
+        if own is not None:
+            own = values.number("rope_local_base_freq", 1.0, 1e12, own)
+        return rope | {"sliding_rope_theta": own or (rope["rope_theta"] if architecture.own_sliding_rope else None)}
+    full, sliding = parameters.group("full_attention"), parameters.group("sliding_attention")
+    if full is None or sliding is None:
+        values.fail("rope_parameters", "must have full_attention and sliding_attention")
+    rope = _rope_group(values, full, architecture, architecture.rope_theta, sizes)
+    other = _rope_group(values, sliding, architecture, own or architecture.rope_theta, sizes)
+    if other["rope_scaling"] is not None:
+        values.refuse("rope_parameters", "the rotary embedding of sliding layers cannot be scaled")
+    return rope | {"sliding_rope_theta": other["rope_theta"]}
+
+
+def _flat(values: Values, parameters: Values | None) -> Values:
+    """Return the rotary settings of all layers as one group: rope_parameters, or else rope_scaling.
+
+    theta may be outside the group; it is copied into it.
+    """
+    scaling = values.group("rope_scaling")
+    if parameters is not None and scaling is not None and parameters.values != scaling.values:
+        values.fail("rope_scaling", "and rope_parameters contradict each other; one of them is expected")
+    group = parameters or scaling or Values({}, values.source)
+    if "rope_theta" not in group.values and values.get("rope_theta") is not None:
+        theta = values.number("rope_theta", 1.0, 1e12)
+        group.values = {**group.values, "rope_theta": theta}
+    return group
+
+
+def _rope_group(
+    values: Values, group: Values, architecture: Architecture, theta: float, sizes: dict[str, Any]
+) -> dict[str, Any]:
+    """Return theta, the scaling and the number of rotated dimensions of a group. theta: the default.
+
+    An original length outside the group has precedence, as in transformers.
+    """
+    if (original := values.get("original_max_position_embeddings")) is not None:
+        group.values = {**group.values, "original_max_position_embeddings": original}
+    growth = group.get("llama_4_scaling_beta")
+    if growth is not None:
+        if not architecture.query_growth:
+            group.refuse("llama_4_scaling_beta", "only null is")
+        growth = group.number("llama_4_scaling_beta", 0.0, 1e6)
+    width = rotary_dim(values, group, architecture, sizes["head_dim"])
+    scaling = read_rope_scaling(group, sizes["max_position_embeddings"], width // 2 if architecture.longrope else None)
+    return {
+        "rope_theta": group.number("rope_theta", 1.0, 1e12, theta) * _ntk_factor(group, architecture, width),
+        "rope_scaling": scaling,
+        "query_growth": growth if isinstance(scaling, YarnScaling) else None,
+        "rotary_dim": width if width != sizes["head_dim"] else None,
+    }
+
+
+def _ntk_factor(group: Values, architecture: Architecture, width: int) -> float:
+    """Return the factor of theta that a fixed alpha means. width: numbers of a head that are rotated.
+
+    With other scalings than the "dynamic" one transformers does not read it.
+    """
+    if group.get("alpha") is None:
+        return 1.0
+    if not architecture.ntk_alpha:
+        group.refuse("alpha", "only null is")
+    if group.values.get("rope_type", group.values.get("type")) != "dynamic":
+        return 1.0
+    return float(group.number("alpha", 1e-3, 1e9) ** (width / max(1, width - 2)))
+
+
+# --- sliding window -----------------------------------------------------------------------------------------------
+
+
+def _window(values: Values, architecture: Architecture, num_layers: int) -> dict[str, Any]:
+    """Return the window's settings by ModelConfig's names; empty for a model without sliding layers."""
+    match architecture.sliding:
+        case "none":
+            layers: tuple[int, ...] = ()
+            kinds = values.get("layer_types") or values.get("layers_block_type") or []
+            alike = isinstance(kinds, list) and {"attention", "full_attention"}.issuperset(map(str, kinds))
+            if architecture.recurrent is None and not alike:
+                values.refuse("layer_types", f"all layers of a {architecture.name} have full attention")
+        case "all":
+            if values.get("layer_types") is not None and values.get("sliding_window") is not None:
+                values.refuse("layer_types", f"all layers of a {architecture.name} are alike")
+            layers = tuple(range(num_layers)) if values.get("sliding_window") is not None else ()
+        case "from max_window_layers":
+            layers = ()
+            if values.boolean("use_sliding_window"):
+                first = values.integer("max_window_layers") if values.get("sliding_window") is not None else num_layers
+                layers = _named_layers(values, num_layers, tuple(range(first, num_layers)))
+        case "by sliding_window_pattern":
+            layers = ()
+            if values.get("sliding_window") is not None or values.get("layer_types") is None:
+                pattern = values.integer("sliding_window_pattern")
+                layers = _named_layers(values, num_layers, pattern_layers(pattern, num_layers))
+        case "by layer_types":
+            layers = _named_layers(values, num_layers, ()) if values.boolean("use_sliding_window") else ()
+        case "by layer_types, else all":
+            all_layers = tuple(range(num_layers)) if values.get("sliding_window") is not None else ()
+            layers = _named_layers(values, num_layers, all_layers)
+    if not layers:
+        return {}
+    window = values.integer("sliding_window")  # of a token that sees both sides: half of it on each, and itself
+    return {"sliding_window": window // 2 + 1 if _is_bidirectional(values) else window, "sliding_layers": layers}
+
+
+def _named_layers(values: Values, num_layers: int, default: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the sliding layers that layer_types names; the default if there is no such list."""
+    names = values.get("layer_types")
+    if names is None:
+        return default
+    if not isinstance(names, list) or len(names) != num_layers:
+        values.fail("layer_types", f"must be a list of {num_layers} names, one for each layer; got {names!r:.80}")
+    if any(name not in ("full_attention", "sliding_attention") for name in names):
+        values.refuse("layer_types", "'full_attention' and 'sliding_attention' are")
+    return tuple(layer for layer, name in enumerate(names) if name == "sliding_attention")
+
+
+def pattern_layers(pattern: int, num_layers: int) -> tuple[int, ...]:
+    """Return the sliding layers of a model in which every `pattern`-th layer has full attention."""
+    return tuple(layer for layer in range(num_layers) if (layer + 1) % pattern)

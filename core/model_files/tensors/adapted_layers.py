@@ -1,0 +1,93 @@
+"""The linear layers that adapters may change, by their names in an adapter's files (core/adapters/file_matrix.py)."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from core.adapters.file_matrix import FileMatrix, FilePart
+from core.model_files.tensors.tensor_names import gguf_name, head_order, json_name, parts_in_turn
+from core.models.architectures.by_name import ARCHITECTURES
+from core.models.config import ModelConfig
+from ipc.tables.arrays import Ints
+
+_Parts = dict[str, tuple[FilePart, ...]]
+
+#: What names of a model with images have in place of "model.", now and in earlier versions of transformers.
+_TEXT_STEMS = ("model.language_model.", "language_model.model.", "model.text_model.")
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+
+
+def peft_layers(config: ModelConfig) -> dict[str, FileMatrix]:
+    """Return the layers of PEFT's files, which have transformers' order and names.
+
+    Those are a checkpoint's; but for a model that transformers runs by Llama's code (EXAONE 3), they are Llama's, which
+    are ours. Models with images have those of their text's model, after another beginning.
+    """
+    row = ARCHITECTURES[config.architecture]
+    attention = _attention(config, row.interleaves_heads, is_fused=row.fused_qkv, by_kv_heads=row.qkv_by_kv_heads)
+    parts = attention | _mlp(config, is_fused=row.fused_gate_up)
+    found = _of_all_layers(parts, config, lambda name, _: name) | _of_all_layers(parts, config, json_name)
+    layers = [(name.removeprefix("model."), layer) for name, layer in found.items() if name.startswith("model.layers.")]
+    return found | {stem + name: layer for stem in _TEXT_STEMS for name, layer in layers}
+
+
+def gguf_layers(config: ModelConfig) -> dict[str, FileMatrix]:
+    """Return the layers of GGUF files."""
+    row = ARCHITECTURES[config.architecture]
+    interleaves = row.interleaves_heads or row.gguf_interleaves_heads
+    # llama.cpp's converter takes Q, K and V apart where it interleaves rows.
+    attention = _attention(config, interleaves, is_fused=row.fused_qkv and not row.gguf_interleaves_heads)
+    return _of_all_layers(attention | _mlp(config, is_fused=row.fused_gate_up), config, gguf_name)
+
+
+def _attention(config: ModelConfig, interleaves: bool, *, is_fused: bool, by_kv_heads: bool = False) -> _Parts:
+    """Return the parts of the layers of one layer's attention. interleaves: see head_order().
+
+    by_kv_heads: a fused layer has each KV head's queries, its K and its V together.
+    """
+    size, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+    order = head_order(size, config.rotary_dim or size, interleaves=interleaves)
+    output: _Parts = {"self_attn.o_proj": (FilePart("self_attn.o_proj"),)}
+    if by_kv_heads:
+        rows = np.array(parts_in_turn(order, heads, kv_heads), np.int64)
+    else:
+        places = np.array(order, np.int64)
+        turned = [head * size + places for head in range(heads + kv_heads)]
+        rows = np.concatenate([*turned, (heads + kv_heads) * size + np.arange(kv_heads * size)])
+    queries, keys, values = np.split(rows, [heads * size, (heads + kv_heads) * size])
+    if is_fused:
+        parts = zip(_QKV, (queries, keys, values), strict=True)
+        return output | {"self_attn.qkv_proj": tuple(FilePart(name, own) for name, own in parts)}
+    q, k, v = _QKV
+    output[q], output[k], output[v] = (_whole(q, queries),), (_whole(k, keys - heads * size),), (FilePart(v),)
+    return output
+
+
+def _whole(name: str, rows: Ints) -> FilePart:
+    return FilePart(name, None if np.array_equal(rows, np.arange(len(rows))) else rows)
+
+
+def _mlp(config: ModelConfig, *, is_fused: bool) -> _Parts:
+    names, size = ("mlp.gate_proj", "mlp.up_proj") if config.is_gated else ("mlp.up_proj",), config.intermediate_size
+    down: _Parts = {"mlp.down_proj": (FilePart("mlp.down_proj"),)}
+    if not is_fused:
+        down.update({name: (FilePart(name),) for name in names})
+        return down
+    rows = np.split(np.arange(len(names) * size), len(names))
+    return down | {"mlp.gate_up_proj": tuple(FilePart(name, own) for name, own in zip(names, rows, strict=True))}
+
+
+def _of_all_layers(
+    parts: Mapping[str, tuple[FilePart, ...]], config: ModelConfig, file_name: Callable[[str, ModelConfig], str]
+) -> dict[str, FileMatrix]:
+    """Return the layers by file_name(our name of a weight). parts: of those of one layer, by our name."""
+    found: dict[str, FileMatrix] = {}
+    for index in range(config.num_hidden_layers):
+        prefix = f"model.layers.{index}."
+        for name, each in parts.items():
+            if name.startswith("mlp.") and not config.has_dense_mlp(index):
+                continue
+            num_rows = sum(len(part.rows) for part in each if part.rows is not None)
+            own = tuple(FilePart(prefix + part.name, part.rows) for part in each)
+            found[file_name(f"{prefix}{name}.weight", config).removesuffix(".weight")] = FileMatrix(own, num_rows)
+    return found

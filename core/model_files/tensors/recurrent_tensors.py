@@ -1,0 +1,79 @@
+"""The tensors of layers with a recurrent state: their shapes, and those of files under names like other tensors'."""
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+
+from core.model_files.tensors.stored_tensor import StoredTensor
+from core.models.config import ModelConfig
+
+#: Ends of names in files -> the same with the kind of tensor after the last dot, as other tensors have it.
+_ENDS = {".A_log": ".A_log.weight", ".D": ".D.weight", ".dt_bias": ".dt.bias", "ssm_a": "ssm_a.weight"}
+_ENDS |= {"ssm_d": "ssm_d.weight"}
+
+
+def recurrence_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every weight that a recurrent layer has in place of attention's, by name."""
+    own = config.recurrent
+    assert own is not None, config
+    sizes, hidden, heads = own.sizes, config.hidden_size, own.num_heads
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, size in own.input_widths.items():
+        shapes[f"mixer.{name}.weight"] = (size, hidden)
+    if own.has_product_biases:
+        shapes |= {f"mixer.{name}.bias": (size,) for name, size in own.input_widths.items()}
+    shapes["mixer.convolution.weight"] = (own.channels, own.taps)
+    if own.has_bias:
+        shapes["mixer.convolution.bias"] = (own.channels,)
+    if heads:
+        shapes |= {"mixer.rates.weight": (heads,), "mixer.step.bias": (heads,)}
+        if own.kind == "state space":
+            shapes["mixer.skips.weight"] = (heads,)
+        shapes["mixer.norm.weight"] = (own.value_dim if own.kind == "gated delta" else sizes.out_width,)
+    shapes["mixer.out_proj.weight"] = (hidden, sizes.out_width)
+    if own.has_product_biases:
+        shapes["mixer.out_proj.bias"] = (hidden,)
+    return shapes
+
+
+def input_order(name: str, config: ModelConfig) -> tuple[int, tuple[int, ...]] | None:
+    """Return the number of heads and the order of the rows of a matrix of a recurrent layer; None for other layers.
+
+    The rows of each part of the input are together, where the file has them group of heads by group.
+    """
+    own = config.recurrent
+    if own is None or ".mixer." not in name:
+        return None
+    if not name.endswith(("mixer.qkvz_proj.weight", "mixer.ba_proj.weight")):
+        return 0, ()
+    each = own.num_heads // own.num_groups
+    widths = (own.key_dim, own.key_dim, each * own.value_dim, each * own.value_dim) if "qkvz" in name else (each, each)
+    starts = [sum(widths[:index]) for index in range(len(widths))]
+    return 1, tuple(
+        group * sum(widths) + start + place
+        for start, width in zip(starts, widths, strict=True)
+        for group in range(own.num_groups)
+        for place in range(width)
+    )
+
+
+def like_others(found: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
+    """Return a file's tensors with names that end in weight or bias, and without dimensions that say nothing."""
+    if config.recurrent is None:
+        return dict(found)
+    tensors = {}
+    for name, stored in found.items():
+        end = next((end for end in _ENDS if name.endswith(end)), None)
+        renamed = name if end is None else name.removesuffix(end) + _ENDS[end]
+        tensors[renamed] = msgspec.structs.replace(stored, shape=_shape(renamed, stored.shape))
+    return tensors
+
+
+def _shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape without the convolution's middle dimension, and of vectors as one dimension."""
+    if len(shape) == 3 and shape[1] == 1 and "conv" in name:  # [channels, 1, taps]
+        return shape[0], shape[2]
+    if name.endswith(("ssm_a.weight", "ssm_d.weight", "ssm_norm.weight")):  # [heads, 1], [groups, numbers]
+        return (math.prod(shape),)
+    return shape

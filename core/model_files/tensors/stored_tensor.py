@@ -1,0 +1,34 @@
+"""StoredTensor and PackedTensor: where a weight is in a model's files, and in which form."""
+
+from pathlib import Path
+
+import msgspec
+
+from core.models.config import Packing
+
+
+class StoredTensor(msgspec.Struct, frozen=True):
+    """The location and format of one tensor."""
+
+    path: Path
+    source_name: str  # the tensor's name in its file
+    type: str
+    shape: tuple[int, ...]
+    begin: int  # bytes from the start of the file
+    end: int
+    heads: int = 0  # leading heads whose rows are reordered
+    order: tuple[int, ...] = ()  # of a head's rows: where each is in the file
+    is_turned: bool = False  # the file has the matrix's columns as rows; `shape` and `order` are the matrix's
+    first_row: int = 0  # of a turned matrix: its first row's place among
+    num_rows: int = 0  # so many in the file; 0 = it has no others
+
+
+class PackedTensor(msgspec.Struct, frozen=True):
+    """The tensors that a packed matrix is stored as (core/model_files/tensors/packed_layout.py)."""
+
+    stem: str  # of the matrix's name
+    parts: dict[str, StoredTensor]  # by kind
+    shape: tuple[int, ...]
+    packing: Packing
+    heads: int = 0  # see StoredTensor
+    order: tuple[int, ...] = ()

@@ -1,0 +1,120 @@
+"""The names of tensors in safetensors and GGUF files, and the order of the rows of Q and K there."""
+
+import re
+from collections.abc import Mapping
+
+from core.model_files.tensors.encoder_weights import encoder_gguf_name
+from core.models.architectures.by_name import ARCHITECTURES
+from core.models.config import ModelConfig
+
+#: Parts that are numbered: matrices of experts, those of heads of latent attention, and heads' own norms.
+_NUMBERED = re.compile(r"(mlp\.experts|self_attn\.heads)\.(\d+)\.(\w+)")
+_GGUF_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+_GGUF_LAYER_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "self_attn.heads.*.q_norm": "attn_q_norm.*",
+    "self_attn.heads.*.k_norm": "attn_k_norm.*",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+#: Names of norms in models with post_norms; they replace those above.
+_GGUF_POST_NORM_NAMES = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def head_order(head_dim: int, rotary_dim: int, *, interleaves: bool) -> tuple[int, ...]:
+    """Return, for each number of a head of Q and K as the kernels have it, its place in the file.
+
+    The kernels rotate number i with number i + head_dim / 2. In a file, those of rotary_dim leading numbers that are
+    rotated together are half of rotary_dim apart, or neighbours (interleaves). The others are not rotated, and become
+    pairs with an angle of 0.
+    """
+    half = rotary_dim // 2
+    rotated = range(rotary_dim)
+    firsts, seconds = (rotated[::2], rotated[1::2]) if interleaves else (rotated[:half], rotated[half:])
+    others = range(rotary_dim, head_dim)
+    middle = len(others) // 2
+    return (*firsts, *others[:middle], *seconds, *others[middle:])
+
+
+def gates_last(order: tuple[int, ...], num_heads: int) -> tuple[int, ...]:
+    """Return the places in the file of all rows of queries, then of all rows of their gates.
+
+    The file has both of each head, one after the other. order: of a head's queries, see head_order().
+    """
+    size = len(order)
+    queries = (2 * head * size + place for head in range(num_heads) for place in order)
+    gates = (2 * head * size + size + place for head in range(num_heads) for place in range(size))
+    return (*queries, *gates)
+
+
+def parts_in_turn(order: tuple[int, ...], num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
+    """Return the places in the file of all rows of Q, then of K, then of V, which the file has KV head by KV head.
+
+    order: of a head of Q or K, see head_order().
+    """
+    size, group = len(order), num_heads // num_kv_heads
+    firsts = [kv_head * (group + 2) * size for kv_head in range(num_kv_heads)]
+    queries = (first + head * size + place for first in firsts for head in range(group) for place in order)
+    keys = (first + group * size + place for first in firsts for place in order)
+    values = (first + (group + 1) * size + place for first in firsts for place in range(size))
+    return (*queries, *keys, *values)
+
+
+def json_name(name: str, config: ModelConfig) -> str:
+    """Return the name in safetensors of one of our names."""
+    if config.encoder is not None:
+        return name
+    stem, kind = name.rsplit(".", 1)  # kind: weight or bias
+    row = ARCHITECTURES[config.architecture]
+    names = row.names
+    if not name.startswith("model.layers."):
+        return f"{names.get(stem, stem)}.{kind}"
+    _, _, layer, part = stem.split(".", 3)
+    return f"{row.layers_name}.{layer}.{_part_name(part, names)}.{kind}"
+
+
+def gguf_name(name: str, config: ModelConfig) -> str:
+    """Return the name in GGUF files of one of our names."""
+    if config.encoder is not None:
+        return encoder_gguf_name(name, config)
+    stem, kind = name.rsplit(".", 1)  # kind: weight or bias
+    own = ARCHITECTURES[config.architecture].gguf_names
+    if stem in _GGUF_NAMES:
+        return f"{own.get(stem, _GGUF_NAMES[stem])}.{kind}"
+    _, _, layer, part = stem.split(".", 3)
+    names = _GGUF_LAYER_NAMES | (_GGUF_POST_NORM_NAMES if config.post_norms else {})
+    names |= own
+    return f"blk.{layer}.{_part_name(part, names)}.{kind}"
+
+
+def is_of_further_layer(name: str, config: ModelConfig) -> bool:
+    """Return whether a tensor of a file is of a layer past the last one, which this architecture may have."""
+    if config.encoder is not None or not ARCHITECTURES[config.architecture].further_layers:
+        return False
+    match = re.match(r"(?:model\.layers|blk)\.(\d+)\.", name)
+    return name.startswith(("model.mtp_", "mtp.")) or (match is not None and int(match[1]) >= config.num_hidden_layers)
+
+
+def _part_name(part: str, names: Mapping[str, str]) -> str:
+    """Return the file's name of a part of a layer; a part without one keeps its name."""
+    if (match := _NUMBERED.fullmatch(part)) is None:
+        return names.get(part, part)
+    pattern = f"{match[1]}.*.{match[3]}"
+    return names.get(pattern, pattern).replace("*", match[2])

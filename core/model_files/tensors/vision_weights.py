@@ -1,0 +1,35 @@
+"""The weights of a model's vision encoder: from its folder, or made up."""
+
+import math
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from core.model_files.gguf.gguf_vision import open_gguf_vision
+from core.model_files.load_format import made_up
+from core.model_files.tensors.weights import load_tensors
+from core.models.architectures.vision_architectures import is_unused, vision_name
+from core.models.operations.stored_matrix import Weight
+from core.models.vision_parts import VisionParts, vision_shapes
+from ipc.files.safetensors import read_safetensors_folder
+from kernels.elements import Dtype
+
+
+def open_vision(
+    source: Path, parts: VisionParts, hidden_size: int, dtype: Dtype, *, is_made_up: bool
+) -> Iterator[tuple[str, Weight]]:
+    """Return an iterator over (name, weight) of vision_shapes(). source: the model's folder, or its projector's file.
+
+    Errors: ModelFileError, UnsupportedModelError.
+    """
+    shapes = vision_shapes(parts, hidden_size)
+    if is_made_up:
+        flat = {name: shape if len(shape) < 3 else (shape[0], math.prod(shape[1:])) for name, shape in shapes.items()}
+        return made_up(flat, dtype)
+    if source.suffix == ".gguf":
+        return open_gguf_vision(source, parts, hidden_size, dtype)
+    files = [name for tensors in read_safetensors_folder(source).values() for name in tensors]
+    theirs = {vision_name(name): name for name in files}
+    names = {name: theirs.get(name, f"of the vision encoder's {name}") for name in shapes}
+    unused = re.compile("|".join(re.escape(name) for name in files if is_unused(name)))
+    return load_tensors(source, names, shapes, unused, dtype)

@@ -1,0 +1,69 @@
+"""The shapes of a model's weights, by our names and in the order of use."""
+
+from core.model_files.tensors.encoder_weights import encoder_shapes
+from core.model_files.tensors.mixer_shapes import mixer_shapes
+from core.models.config import ModelConfig
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every weight by name, in the order of use; matrices are [out, in]."""
+    if config.encoder is not None:
+        return encoder_shapes(config)
+    hidden = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    for layer in range(config.num_hidden_layers):
+        for name, shape in layer_shapes(config, layer).items():
+            shapes[f"model.layers.{layer}.{name}"] = shape
+    shapes |= _norm_shapes(config, "model.norm")
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+        shapes |= {"lm_head.bias": (config.vocab_size,)} if config.head_bias else {}
+    if config.num_labels:
+        shapes["score.weight"] = (config.num_labels, hidden)
+    return shapes
+
+
+def layer_shapes(config: ModelConfig, layer: int = 0) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every weight of a layer by name, without the layer's prefix."""
+    hidden = config.hidden_size
+    shapes = _norm_shapes(config, "input_layernorm") if config.pre_norms else {}
+    shapes |= mixer_shapes(config, layer)
+    norms = [] if config.residual == "parallel with one norm" else ["post_attention_layernorm"]
+    if config.post_norms:
+        norms += ["pre_feedforward_layernorm"] if config.pre_norms else []
+        norms += ["post_feedforward_layernorm"]
+    shapes |= _norm_shapes(config, *norms)
+    experts = config.experts
+    if experts is None or layer in experts.dense_layers:
+        dense = _mlp_shapes(config, "mlp.", config.intermediate_size)
+        biases = {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in dense.items()}
+        return shapes | dense | (biases if config.mlp_bias else {})
+    shapes["mlp.router.weight"] = (experts.num_experts, hidden)
+    if experts.has_shared_gate:
+        shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
+    if experts.has_correction:
+        shapes["mlp.router_correction.bias"] = (experts.num_experts,)
+    for number in range(experts.num_experts):
+        shapes |= _mlp_shapes(config, f"mlp.experts.{number}.", experts.intermediate_size)
+    if experts.has_biases:
+        routed = {name: shape for name, shape in shapes.items() if name.startswith("mlp.")}
+        shapes |= {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in routed.items()}
+    if experts.shared_size:
+        shapes |= _mlp_shapes(config, "mlp.shared_expert.", experts.shared_size)
+    return shapes
+
+
+def _norm_shapes(config: ModelConfig, *names: str) -> dict[str, tuple[int, ...]]:
+    kinds = ("weight", "bias") if config.norm_bias else ("weight",)
+    return {f"{name}.{kind}": (config.hidden_size,) for name in names for kind in kinds}
+
+
+def _mlp_shapes(config: ModelConfig, prefix: str, size: int) -> dict[str, tuple[int, ...]]:
+    hidden = config.hidden_size
+    shapes: dict[str, tuple[int, ...]]
+    if config.fused_gate_up:
+        shapes = {f"{prefix}gate_up_proj.weight": (2 * size, hidden)}
+    else:
+        names = ("gate", "up") if config.is_gated else ("up",)
+        shapes = {f"{prefix}{name}_proj.weight": (size, hidden) for name in names}
+    return shapes | {f"{prefix}down_proj.weight": (hidden, size)}

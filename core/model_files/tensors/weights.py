@@ -1,0 +1,362 @@
+"""A model's weights: from its files to tensors with Hugging Face names.
+
+The headers are checked completely before the first tensor is made. Then the files are mapped and the tensors made one
+at a time, so that there is never a second copy of a whole file.
+"""
+
+import math
+import mmap
+import re
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from core.model_files.settings.text_part import without_images
+from core.model_files.tensors.encoder_weights import with_our_names
+from core.model_files.tensors.latent_tensors import latent_orders
+from core.model_files.tensors.mxfp4 import MXFP4, mxfp4_rows
+from core.model_files.tensors.packed_layout import UNUSED_KINDS, fault_of, kinds_of
+from core.model_files.tensors.packed_matrix import ELEMENT_DTYPES, unpack
+from core.model_files.tensors.recurrent_tensors import input_order, like_others
+from core.model_files.tensors.stacked_experts import by_expert, unstacked, unturned
+from core.model_files.tensors.stored_tensor import PackedTensor, StoredTensor
+from core.model_files.tensors.tensor_names import (
+    gates_last,
+    gguf_name,
+    head_order,
+    is_of_further_layer,
+    json_name,
+    parts_in_turn,
+)
+from core.model_files.tensors.weight_shapes import expected_shapes
+from core.models.architectures.by_name import ARCHITECTURES
+from core.models.architectures.vision_architectures import text_name
+from core.models.config import ModelConfig, Packing
+from core.models.layers.rope_scaling import LongropeScaling
+from core.models.operations.stored_matrix import StoredMatrix, StoredPart, Weight
+from ipc.errors import ModelFileError, UnsupportedModelError
+from ipc.files.gguf import read_gguf
+from ipc.files.mapped_file import map_file
+from ipc.files.safetensors import read_safetensors_folder
+from ipc.tables.arrays import Ints, UInt8s
+from ipc.tables.rounding import round_up
+from kernels.cpu.library import CpuLibrary
+from kernels.dequantize import BLOCK_SIZES
+from kernels.elements import FLOAT32, Dtype
+
+#: safetensors dtype -> type name of kernels.dequantize, which converts both formats.
+_SAFETENSORS_TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
+_INTEGER_TYPES = {"I64": "<i8", "I32": "<i4"}
+
+#: Types of single tensors that become weights.
+_TYPES = (*BLOCK_SIZES, MXFP4)
+
+#: Tables of rotary embedding in files; the config contains their information already.
+_HARMLESS = re.compile(
+    r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|blk\.\d+\.attn_rot_embd\.weight|rope_freqs\.weight"
+)
+
+
+def load_weights(
+    path: Path,
+    config: ModelConfig,
+    dtype: Dtype,
+    library: CpuLibrary | None = None,
+    reads: Callable[[str], bool] = lambda name: True,
+) -> Iterator[tuple[str, Weight]]:
+    """Return an iterator over (name, weight) for every name of expected_shapes that `reads` wants, in its order.
+
+    Matrices of a GGUF file stay as they are stored; other matrices are in dtype, and packed ones of a quantized folder
+    are blocks or in dtype. Vectors are in float32, the dtype in which norms and biases are computed. All checks are
+    done when this function returns.
+
+    A weight that needs no conversion is a view of a private mapping of its file. Reading it reads the file, and the
+    mapping exists as long as the weight. A file's pages are released as its weights are taken or converted, so data
+    that the caller writes into a view is lost when the next weight is taken. library: the C kernels that dequantize;
+    None = NumPy dequantizes.
+
+    Errors: ModelFileError naming file and tensor for a missing, unexpected or misshapen tensor; UnsupportedModelError
+    for a type that cannot be converted.
+    """
+    plan = _plan_gguf(path, config) if path.suffix == ".gguf" else _plan_folder(path, config)
+    return _convert({name: stored for name, stored in plan.items() if reads(name)}, dtype, library)
+
+
+def load_tensors(
+    folder: Path,
+    files: Mapping[str, str],
+    shapes: Mapping[str, tuple[int, ...]],
+    unused: re.Pattern[str] | None,
+    dtype: Dtype,
+) -> Iterator[tuple[str, Weight]]:
+    """Return an iterator over (name, weight) for every name of shapes, as load_weights() does for a whole model.
+
+    folder: or a GGUF file. files: the names in the files. unused: of tensors that they may have besides. Errors: those
+    of load_weights(). A tensor of more than two dimensions becomes a matrix [first, others].
+    """
+    found = _gguf_tensors(folder) if folder.suffix == ".gguf" else _folder_tensors(folder)
+    plan = {name: _as_matrix(_take(found, files[name], shape, folder)) for name, shape in shapes.items()}
+    for name, stored in found.items():
+        if unused is None or not unused.fullmatch(name):
+            raise UnsupportedModelError(f"{stored.path}: unexpected tensor {name!r:.80} of shape {stored.shape}")
+    return _convert(plan, dtype, None)
+
+
+def _as_matrix(stored: StoredTensor) -> StoredTensor:
+    shape = stored.shape
+    return msgspec.structs.replace(stored, shape=(shape[0], math.prod(shape[1:]))) if len(shape) > 2 else stored
+
+
+def read_integers(folder: Path, name: str) -> Ints | None:
+    """Return a tensor of integers as int64 in its shape; None if there is none of that name.
+
+    Errors: ModelFileError, UnsupportedModelError for another type.
+    """
+    stored = _folder_tensors(folder).get(name)
+    if stored is None:
+        return None
+    if stored.type not in _INTEGER_TYPES:
+        types = ", ".join(_INTEGER_TYPES)
+        raise UnsupportedModelError(f"{stored.path}: tensor {name} has type {stored.type}; supported are {types}")
+    with map_file(stored.path) as file:
+        return np.frombuffer(file[stored.begin : stored.end], _INTEGER_TYPES[stored.type]).astype(np.int64)
+
+
+def _plan_gguf(path: Path, config: ModelConfig) -> Mapping[str, StoredTensor | PackedTensor]:
+    found = unstacked(like_others(_gguf_tensors(path), config), by_head=config.qk_norm_by_head)
+    plan = {name: _take(found, gguf_name(name, config), shape, path) for name, shape in expected_shapes(config).items()}
+    _check_rest(found, config)
+    if config.encoder is not None:
+        return plan
+    row = ARCHITECTURES[config.architecture]
+    return _in_our_order(plan, config, row.interleaves_heads or row.gguf_interleaves_heads)
+
+
+def _gguf_tensors(path: Path) -> dict[str, StoredTensor]:
+    tensors = read_gguf(path).tensors.items()
+    return {n: StoredTensor(path, n, t.type, t.shape, t.offset, t.offset + t.num_bytes) for n, t in tensors}
+
+
+def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
+    return {
+        _ended(name): StoredTensor(path, name, _SAFETENSORS_TYPES.get(t.dtype, t.dtype), t.shape, t.begin, t.end)
+        for path, tensors in read_safetensors_folder(folder).items()
+        for name, t in tensors.items()
+    }
+
+
+def _ended(name: str) -> str:
+    """Return the name with .bias at the end where a file has _bias after the name of no matrix."""
+    return name.replace("e_score_correction_bias", "e_score_correction.bias").replace("expert_bias", "expert.bias")
+
+
+def _plan_folder(folder: Path, config: ModelConfig) -> Mapping[str, StoredTensor | PackedTensor]:
+    found = without_images(_folder_tensors(folder), config.architecture)
+    if config.encoder is not None:
+        found = with_our_names(found, config)
+    elif config.vision is not None:
+        found = {ours: stored for name, stored in found.items() if (ours := text_name(name)) is not None}
+    elif (first := json_name("model.embed_tokens.weight", config)) not in found:  # saved from a model without a head
+        stem = f"{first.split('.')[0]}."
+        found = {name if name.startswith(("lm_head.", "score.")) else stem + name: t for name, t in found.items()}
+    found = like_others(found, config)
+    turns = config.encoder is None and (experts := ARCHITECTURES[config.architecture].experts) and experts.is_turned
+    found = unturned(found) if turns else unstacked(by_expert(found, config), by_head=config.qk_norm_by_head)
+    plan: dict[str, StoredTensor | PackedTensor] = {}
+    for name, shape in expected_shapes(config).items():
+        theirs = json_name(name, config)
+        plan[name] = _take_packed(found, theirs, shape, config.packing) or _take(found, theirs, shape, folder)
+    _check_rest(found, config)
+    if config.encoder is not None:
+        return plan
+    row = ARCHITECTURES[config.architecture]
+    return _in_our_order(plan, config, row.interleaves_heads, by_kv_heads=row.qkv_by_kv_heads)
+
+
+def _in_our_order(
+    plan: Mapping[str, StoredTensor | PackedTensor],
+    config: ModelConfig,
+    interleaves: bool,
+    *,
+    by_kv_heads: bool = False,
+) -> Mapping[str, StoredTensor | PackedTensor]:
+    """Return the plan with the order of the heads' rows of Q and K. interleaves: see head_order().
+
+    by_kv_heads: the rows of a fused matrix are in the order of KV heads.
+    """
+    if config.latent is not None:
+        heads = latent_orders(config, config.latent, interleaves)
+    else:
+        order = head_order(config.head_dim, config.rotary_dim or config.head_dim, interleaves=interleaves)
+        query, kv = config.num_attention_heads, config.num_key_value_heads
+        counts = {"q_proj": query, "k_proj": kv, "qkv_proj": query + kv}
+        counts |= {"q_norm": query, "k_norm": kv} if config.qk_norm_of_rows else {"q_norm": 1, "k_norm": 1}
+        heads = {name: (count, order) for name, count in counts.items() if order != tuple(range(len(order)))}
+        if by_kv_heads:
+            heads["qkv_proj"] = 1, parts_in_turn(order, query, kv)
+        if config.output_gate:
+            heads["q_proj"] = 1, gates_last(order, query)
+    ordered = dict(plan)
+    for name, stored in plan.items():
+        count, order = input_order(name, config) or heads.get(name.split(".")[-2], (0, ()))
+        if count:
+            ordered[name] = msgspec.structs.replace(stored, heads=count, order=order)
+    return ordered
+
+
+def _take(found: dict[str, StoredTensor], name: str, shape: tuple[int, ...], where: Path) -> StoredTensor:
+    """Remove a tensor from `found`, check it and return it. Errors: ModelFileError, UnsupportedModelError."""
+    stored = found.pop(name, None)
+    if stored is None:
+        raise ModelFileError(f"{where}: tensor {name} is missing; expected shape {shape}")
+    if stored.shape != shape and stored.shape in ((1, *shape), shape[1:]) and 1 in (*shape[:1], *stored.shape[:1]):
+        stored = msgspec.structs.replace(stored, shape=shape)  # one row, as a matrix or as a vector
+    if stored.shape != shape:
+        raise ModelFileError(f"{stored.path}: tensor {name} has shape {stored.shape}; the config says {shape}")
+    if stored.type not in _TYPES:
+        raise UnsupportedModelError(
+            f"{stored.path}: tensor {name} has type {stored.type}; supported are {', '.join(_TYPES)}"
+        )
+    return stored
+
+
+def _take_packed(
+    found: dict[str, StoredTensor], name: str, shape: tuple[int, ...], packing: Packing
+) -> PackedTensor | None:
+    """Remove the tensors of a packed matrix from `found` and check them; None if the weight is stored plainly.
+
+    Errors: ModelFileError.
+    """
+    stem = name.removesuffix(".weight")
+    kinds = kinds_of(found, stem, packing) if len(shape) > 1 else ()
+    if not kinds:
+        return None
+    parts = {kind: found.pop(f"{stem}.{kind}") for kind in kinds}
+    fault = fault_of({kind: (part.type, part.shape) for kind, part in parts.items()}, shape, packing)
+    if fault:
+        raise ModelFileError(f"{parts[kinds[0]].path}: matrix {stem}: {fault}")
+    return PackedTensor(stem, parts, shape, packing)
+
+
+def _check_rest(found: dict[str, StoredTensor], config: ModelConfig) -> None:
+    """Refuse unused tensors, except for a few harmless ones: ignoring them would change the model's output.
+
+    Errors: UnsupportedModelError.
+    """
+    for name, stored in found.items():
+        if _HARMLESS.fullmatch(name) or (name == "lm_head.weight" and config.tie_word_embeddings):
+            continue
+        if name.startswith("rope_factors_") and isinstance(config.rope_scaling, LongropeScaling):
+            continue
+        if config.packing != "none" and (name.rpartition(".")[2] in UNUSED_KINDS or _is_zero_bias(stored)):
+            continue
+        if config.encoder is None and (prefix := ARCHITECTURES[config.architecture].mtp) and name.startswith(prefix):
+            continue
+        if is_of_further_layer(name, config):
+            continue
+        raise UnsupportedModelError(
+            f"{stored.path}: unexpected tensor {name!r:.80} of shape {stored.shape}; "
+            f"a {config.architecture} of {config.num_hidden_layers} layers has none of that name"
+        )
+
+
+def _is_zero_bias(stored: StoredTensor) -> bool:
+    """Return whether a tensor is a bias of zeros; AutoGPTQ gives one to each matrix that has none."""
+    if not stored.source_name.endswith("_proj.bias"):
+        return False
+    with map_file(stored.path) as data:
+        return not any(data[stored.begin : stored.end])
+
+
+def _convert(
+    plan: Mapping[str, StoredTensor | PackedTensor], dtype: Dtype, library: CpuLibrary | None
+) -> Iterator[tuple[str, Weight]]:
+    files: dict[Path, mmap.mmap] = {}
+    for (name, stored), after in zip_longest(plan.items(), [*plan.values()][1:]):
+        if isinstance(after, StoredTensor) and after.end > after.begin:
+            _ask_for(_data_of(after, files)[0], after)
+        if isinstance(stored, PackedTensor):
+            yield name, _unpack(stored, files, dtype)
+            continue
+        file, data = _data_of(stored, files)
+        weight = _to_weight(data, stored, library, partial(_release, file, stored))
+        if len(stored.shape) == 1:
+            yield name, weight.dense(FLOAT32).reshape(stored.shape)
+        elif stored.path.suffix == ".gguf":
+            yield name, weight
+        else:
+            yield name, weight.dense(dtype)
+        del data, weight
+        _release(file, stored)
+
+
+def _data_of(stored: StoredTensor, files: dict[Path, mmap.mmap]) -> tuple[mmap.mmap, UInt8s]:
+    """Return the mapped file of a tensor, and the tensor's bytes in it. files: those mapped so far."""
+    file = files.get(stored.path)
+    if file is None:
+        file = files[stored.path] = map_file(stored.path, mmap.ACCESS_COPY)
+    if len(file) < stored.end:
+        raise ModelFileError(f"{stored.path}: the file became shorter while it was read: {len(file)} bytes")
+    return file, np.frombuffer(file, np.uint8, stored.end - stored.begin, stored.begin)
+
+
+def _unpack(packed: PackedTensor, files: dict[Path, mmap.mmap], dtype: Dtype) -> StoredMatrix:
+    tensors: dict[str, NDArray[Any]] = {}
+    for kind, stored in packed.parts.items():
+        _, data = _data_of(stored, files)
+        tensor = np.array(data).view(ELEMENT_DTYPES[stored.type]).reshape(stored.shape)
+        tensors[kind] = tensor[list(stored.order)] if stored.order else tensor
+        _release(files[stored.path], stored)
+    try:
+        matrix = unpack(tensors, packed.shape, packed.packing, dtype)
+    except ValueError as error:
+        raise ModelFileError(f"{next(iter(packed.parts.values())).path}: matrix {packed.stem}: {error}") from None
+    if packed.heads:
+        parts = [part._replace(data=_reordered(part.data, packed.heads, packed.order)) for part in matrix.parts]
+        assert len(parts) == 1, packed.stem
+        matrix = StoredMatrix(parts)
+    return matrix
+
+
+def _ask_for(file: mmap.mmap, stored: StoredTensor) -> None:
+    """Have the system read the tensor while others are packed: packing alone reads several places in turn, slowly."""
+    begin = stored.begin // mmap.PAGESIZE * mmap.PAGESIZE
+    file.madvise(mmap.MADV_WILLNEED, begin, stored.end - begin)
+
+
+def _release(file: mmap.mmap, stored: StoredTensor) -> None:
+    """Release the mapping's pages that hold only this tensor. A later access reads them from the file again."""
+    begin, end = round_up(stored.begin, mmap.PAGESIZE), stored.end // mmap.PAGESIZE * mmap.PAGESIZE
+    if end > begin:
+        file.madvise(mmap.MADV_DONTNEED, begin, end - begin)
+
+
+def _to_weight(
+    data: UInt8s, stored: StoredTensor, library: CpuLibrary | None, release: Callable[[], None]
+) -> StoredMatrix:
+    """Return the stored tensor as a matrix; a vector becomes a matrix of one row."""
+    if stored.begin % 4:
+        data = data.copy()  # no type is wider than 4 bytes, and a safetensors header may have any length
+    if stored.is_turned:
+        rows, columns = stored.shape
+        turned = data.reshape(columns, stored.num_rows or rows, -1).swapaxes(0, 1)
+        data = turned[stored.first_row : stored.first_row + rows].reshape(-1)
+    if stored.heads:
+        data = _reordered(data.reshape(stored.shape[0], -1), stored.heads, stored.order).reshape(-1)
+    rows = stored.shape[0] if len(stored.shape) > 1 else 1
+    if stored.type == MXFP4:
+        return mxfp4_rows(data.reshape(rows, -1), library)
+    return StoredMatrix([StoredPart(stored.type, data.reshape(rows, -1), stored.shape[-1], library, release)])
+
+
+def _reordered(rows: UInt8s, heads: int, order: tuple[int, ...]) -> UInt8s:
+    """Return rows of bytes, the leading heads put in this order; rows consist of whole blocks."""
+    count = heads * len(order)
+    leading = rows[:count].reshape(heads, len(order), -1)[:, list(order)]
+    return np.concatenate((leading.reshape(count, -1), rows[count:]))

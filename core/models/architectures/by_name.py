@@ -1,0 +1,33 @@
+"""The in-tree architectures by name. Code that reads files uses an architecture's row and never compares names."""
+
+from typing import Literal
+
+from core.models.architectures.architecture import Architecture
+from core.models.architectures.architecture_rows import ROWS
+
+__all__ = ["ARCHITECTURES", "FORMS", "GGUF_ARCHITECTURES", "GGUF_ROUTED", "Architecture", "Form"]
+
+ARCHITECTURES: dict[str, Architecture] = {row.name: row for row in ROWS}
+GGUF_ARCHITECTURES: dict[str, Architecture] = {row.gguf: row for row in ROWS if row.gguf is not None}
+GGUF_ARCHITECTURES |= {name: row for row in ROWS for name in row.gguf_with_images}
+#: By general.architecture of a file with experts, where another row has the name.
+GGUF_ROUTED: dict[str, Architecture] = {
+    row.experts.gguf: row for row in ROWS if row.experts is not None and row.experts.gguf is not None
+}
+
+#: What a checkpoint has on top of its layers: a language model's head, nothing, or a classifier of prompts.
+Form = Literal["causal", "base", "classifier"]
+
+
+def _forms(row: Architecture) -> dict[str, tuple[Architecture, Form]]:
+    """Return the names in config.json's architectures of checkpoints with this row's layers."""
+    stem = row.base_name.removesuffix("Model")
+    return {
+        row.name: (row, "causal"),
+        row.base_name: (row, "base"),
+        f"{stem}ForSequenceClassification": (row, "classifier"),
+    }
+
+
+#: By each name in config.json's architectures that runs here.
+FORMS: dict[str, tuple[Architecture, Form]] = {name: form for row in ROWS for name, form in _forms(row).items()}

@@ -1,0 +1,104 @@
+"""The architectures with images, as data: their text's model, and how a vision encoder's rows join its tokens."""
+
+import re
+
+import msgspec
+
+from core.models.vision_parts import VisionJoin
+
+
+class VisionArchitecture(msgspec.Struct, frozen=True, kw_only=True):
+    """One kind of models with images; the vision encoder is SigLIP's in all."""
+
+    names: tuple[str, ...]  # in config.json's architectures
+    gguf: str  # llama.cpp's name of the projector
+    text_architecture: str  # of the text's model, a name of core.models.architectures.by_name
+    text_type: str  # model_type of text_config
+    join: VisionJoin
+    sees_whole: bool = False  # an image's tokens see each other
+    finds_positions: bool = False  # a patch's position is looked up by its place as a fraction, as Idefics3 does
+
+
+VISION_ROWS = (
+    VisionArchitecture(
+        gguf="idefics3",
+        names=("Idefics3ForConditionalGeneration", "SmolVLMForConditionalGeneration"),
+        text_architecture="LlamaForCausalLM",
+        text_type="llama",
+        join="shuffle",
+        finds_positions=True,
+    ),
+    VisionArchitecture(
+        gguf="gemma3",
+        names=("Gemma3ForConditionalGeneration",),
+        text_architecture="Gemma3ForCausalLM",
+        text_type="gemma3_text",
+        join="mean and norm",
+        sees_whole=True,
+    ),
+)
+#: By the name in config.json's architectures.
+VISION_ARCHITECTURES = {name: row for row in VISION_ROWS for name in row.names}
+#: By llama.cpp's name of the projector.
+GGUF_VISION = {row.gguf: row for row in VISION_ROWS}
+
+_VISION = "vision."
+#: Beginnings of names in safetensors, as transformers 4 and 5 write them -> ours; names of vision encoders get _VISION
+#: before those of vision_shapes().
+_RENAMED = tuple(
+    (re.compile(theirs), ours)
+    for theirs, ours in (
+        (r"(model\.)?vision_(model|tower)\.(vision_model\.)?", _VISION),
+        (r"model\.connector\.modality_projection\.proj\.", f"{_VISION}connector."),
+        (r"(model\.)?multi_modal_projector\.mm_input_projection_weight", f"{_VISION}connector.weight"),
+        (r"(model\.)?multi_modal_projector\.mm_soft_emb_norm\.", f"{_VISION}connector_norm."),
+        (r"model\.(text_model|language_model)\.|language_model\.model\.", "model."),
+        (r"language_model\.lm_head\.", "lm_head."),
+    )
+)
+_PARTS = (
+    ("embeddings.patch_embedding.", "patches."),
+    ("embeddings.position_embedding.", "positions."),
+    ("post_layernorm.", "norm."),
+    ("encoder.layers.", "layers."),
+    (".layer_norm1.", ".attention_norm."),
+    (".layer_norm2.", ".mlp_norm."),
+    (".self_attn.q_proj.", ".q."),
+    (".self_attn.k_proj.", ".k."),
+    (".self_attn.v_proj.", ".v."),
+    (".self_attn.out_proj.", ".o."),
+    (".mlp.fc1.", ".up."),
+    (".mlp.fc2.", ".down."),
+)
+#: Weights of SigLIP's own pooling, which no text's model reads.
+_UNUSED = f"{_VISION}head."
+
+
+def vision_name(name: str) -> str | None:
+    """Return the name of vision_shapes() of a weight by its name in safetensors; None for one of the text's model."""
+    ours = _our_name(name)
+    if not ours.startswith(_VISION):
+        return None
+    ours = ours.removeprefix(_VISION)
+    for theirs, own in _PARTS:
+        ours = ours.replace(theirs, own)
+    return ours
+
+
+def text_name(name: str) -> str | None:
+    """Return our name of a weight of the text's model by its name in safetensors; None for one of a vision encoder."""
+    ours = _our_name(name)
+    return None if ours.startswith(_VISION) else ours
+
+
+def is_unused(name: str) -> bool:
+    """Return whether nothing reads the weight of this name in safetensors, or only the text's model."""
+    ours = _our_name(name)
+    return not ours.startswith(_VISION) or ours.startswith(_UNUSED)
+
+
+def _our_name(name: str) -> str:
+    for pattern, ours in _RENAMED:
+        if found := pattern.match(name):
+            return ours + name[found.end() :]
+    return name

@@ -1,0 +1,142 @@
+"""The first half of layers, in which a token learns of those before it: by attention, or by a recurrent state."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from core.models.config import ModelConfig
+from core.models.layers.latent import build_latent
+from core.models.layers.layer_kinds import kind_of
+from core.models.operations.operations import LatentAttention, Operations, Product
+from core.models.operations.tensor import Tensor
+from core.models.parts.weight_parts import WeightParts
+from ipc.tables.arrays import Floats
+from kernels.elements import FLOAT32, Dtype, to_floats
+from kernels.recurrence import RecurrenceParts
+
+
+@dataclass(frozen=True)
+class OutputGate:
+    """The gate of attention's output: each number is multiplied by the sigmoid of one of the product."""
+
+    product: Product
+    open_gates: Callable[[Tensor, Tensor], Tensor]  # (attention's output, the product's result) -> gated output
+
+    def __call__(self, mixed: Tensor, x: Tensor) -> Tensor:
+        """Return attention's output `mixed` [T, H * D] with the gates of its input x applied."""
+        return self.open_gates(mixed, self.product(x))
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """o(output_gate(mix(qkv(x)), x))."""
+
+    qkv: Product
+    mix: Callable[[Tensor, Any, int], Tensor]  # (result of qkv, step, place): attends, or renews a recurrent state
+    o: Product
+    place: int  # of the layer's K and V among the caches, or of its recurrent state in a request's states
+    output_gate: OutputGate | None = None
+    latent: LatentAttention | None = None  # the same as `mix`; None = K and V are cached
+    is_recurrent: bool = False
+
+    @property
+    def products(self) -> dict[str, Any]:
+        """The products by name; those within latent attention are one."""
+        inner: dict[str, Any] = {} if self.output_gate is None else {"gate": self.output_gate.product}
+        inner |= {} if self.latent is None else {"latent": self.latent}
+        return {"qkv": self.qkv, **inner, "o": self.o}
+
+    def __call__(self, x: Tensor, step: Any) -> Tensor:
+        """Return the output [T, hidden] for x [T, hidden]. step: of Operations.step()."""
+        mixed = self.mix(self.qkv(x), step, self.place)
+        return self.o(mixed if self.output_gate is None else self.output_gate(mixed, x))
+
+
+def build_mixer(operations: Operations, parts: WeightParts, config: ModelConfig, index: int, dtype: Dtype) -> Mixer:
+    """Build the mixer of the layer with this index. dtype: of the model.
+
+    Errors: ModelFileError naming tensors that are missing.
+    """
+    if config.latent is not None:
+        prefix, kind = f"model.layers.{index}.self_attn.", kind_of(config, index)
+        qkv, latent = build_latent(operations, parts, prefix, config, kind, dtype)
+        o = _product(operations, parts, f"{prefix}o_proj", has_bias=config.output_bias)
+        return Mixer(qkv, latent, o, config.place_of(index), latent=latent)
+    build = _recurrence if index in config.recurrent_layers else _attention
+    return build(operations, parts, config, index)
+
+
+def _attention(operations: Operations, parts: WeightParts, config: ModelConfig, index: int) -> Mixer:
+    prefix, kind = f"model.layers.{index}.self_attn.", kind_of(config, index)
+    # In the order of the weights' iterator, so that each is packed before the next is read.
+    names = [f"{prefix}{name}_proj" for name in (("qkv",) if config.fused_qkv else "qkv")]
+    weight = parts.take_matrix(*(f"{name}.weight" for name in names))
+    bias = parts.take(*(f"{name}.bias" for name in names)) if config.qkv_bias else None
+    gate = None
+    if config.output_gate:  # the rows of q_proj: all queries, then all gates
+        size = config.num_attention_heads * config.head_dim
+        gates = weight.rows(size, 2 * size)
+        weight = weight.without(size, 2 * size)
+        biases = None if bias is None else bias[size : 2 * size]
+        bias = None if bias is None else np.concatenate((bias[:size], bias[2 * size :]))
+        gate = OutputGate(operations.linear(gates, biases), operations.open_gates)
+    qkv = operations.linear(weight, bias)
+    o = _product(operations, parts, f"{prefix}o_proj", has_bias=config.output_bias)
+    sinks = parts.take(f"{prefix}sinks.weight") if config.attention_sinks else None
+    attend = operations.attention(kind, _query_key_norms(parts, prefix, config), sinks)
+    return Mixer(qkv, attend, o, config.place_of(index), gate)
+
+
+def _query_key_norms(parts: WeightParts, attention: str, config: ModelConfig) -> Floats | None:
+    """Return the norm weights of all query and key heads [H + Hkv, D] float32; None without qk_norm.
+
+    All query heads share one weight, and so do all key heads; with qk_norm_of_rows or _by_head each has its own.
+    """
+    if not config.qk_norm:
+        return None
+    if config.qk_norm_of_rows:
+        rows = parts.take(*(f"{attention}{name}_norm.weight" for name in "qk"))
+        return rows.reshape(-1, config.head_dim) + np.float32(config.norm_offset)
+    heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+    if config.qk_norm_by_head:
+        names = (f"heads.{head}.{name}_norm.weight" for name, count in heads.items() for head in range(count))
+        own = parts.take(*(attention + name for name in names))
+        return own.reshape(-1, config.head_dim) + np.float32(config.norm_offset)
+    weights = [np.tile(parts.take(f"{attention}{name}_norm.weight"), (count, 1)) for name, count in heads.items()]
+    return np.concatenate(weights) + np.float32(config.norm_offset)
+
+
+def _recurrence(operations: Operations, parts: WeightParts, config: ModelConfig, index: int) -> Mixer:
+    own, prefix = config.recurrent, f"model.layers.{index}.mixer."
+    assert own is not None, index
+    sizes = own.sizes
+    weight = parts.take_matrix(*(f"{prefix}{name}.weight" for name in own.inputs))
+    bias = parts.take(*(f"{prefix}{name}.bias" for name in own.inputs)) if own.has_product_biases else None
+    qkv = operations.linear(weight, bias)
+    # [channels, taps] in files
+    kernel = np.ascontiguousarray(to_floats(parts.take_matrix(f"{prefix}convolution.weight").dense(FLOAT32)).T)
+    bias = parts.take(f"{prefix}convolution.bias") if own.has_bias else None
+    constants = RecurrenceParts(sizes, kernel, bias)
+    if sizes.num_heads:
+        rates = parts.take(f"{prefix}rates.weight")
+        constants = RecurrenceParts(
+            sizes,
+            kernel,
+            bias,
+            rates=np.exp(rates.astype(np.float64)).astype(np.float32) if own.rates_are_logs else -rates,
+            step_biases=parts.take(f"{prefix}step.bias"),
+            skips=parts.take(f"{prefix}skips.weight") if own.kind == "state space" else None,
+            norm=parts.take(f"{prefix}norm.weight"),
+            eps=config.rms_norm_eps,
+            steps=own.steps,
+        )
+    o = _product(operations, parts, f"{prefix}out_proj", has_bias=own.has_product_biases)
+    place = config.place_of(index)
+    return Mixer(qkv, operations.recurrence(constants, place), o, place, is_recurrent=True)
+
+
+def _product(operations: Operations, parts: WeightParts, name: str, *, has_bias: bool) -> Product:
+    weight = parts.take_matrix(f"{name}.weight")
+    return operations.linear(weight, parts.take(f"{name}.bias") if has_bias else None)

@@ -1,0 +1,105 @@
+"""The MLPs of layers: a dense one, or a routed one, whose experts are chosen for each token."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from core.models.config import ExpertParts, ModelConfig
+from core.models.operations.operations import Operations, Product
+from core.models.operations.tensor import Operation, Tensor
+from core.models.parts.weight_parts import WeightParts
+from ipc.tables.arrays import Floats
+from kernels.elements import FLOAT32
+from kernels.routing import Routing
+
+
+class Mlp(Protocol):
+    """A layer's MLP."""
+
+    @property
+    def products(self) -> dict[str, Product]:
+        """The MLP's products by name; all experts are one."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the MLP's output [T, d] of its normalised input x [T, d]."""
+
+
+@dataclass(frozen=True)
+class DenseMlp:
+    """down(activation(gate_up(x)))."""
+
+    gate_up: Product
+    activation: Operation
+    down: Product
+
+    @property
+    def products(self) -> dict[str, Product]:
+        """The MLP's products by name."""
+        return {"gate_up": self.gate_up, "down": self.down}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self.activation(self.gate_up(x)))
+
+
+@dataclass(frozen=True)
+class RoutedMlp:
+    """The weighted sum of the experts that the router chooses for each token, and of one that all have."""
+
+    experts: Product
+
+    @property
+    def products(self) -> dict[str, Product]:
+        """All experts as one product."""
+        return {"experts": self.experts}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.experts(x)
+
+
+def build_mlp(operations: Operations, parts: WeightParts, config: ModelConfig, index: int) -> Mlp:
+    """Build the MLP of the layer with this index. Errors: ModelFileError naming tensors that are missing."""
+    prefix, routed = f"model.layers.{index}.mlp.", config.experts
+    halves = ("gate_up",) if config.fused_gate_up else ("gate", "up") if config.is_gated else ("up",)
+    is_dense = routed is None or index in routed.dense_layers
+    has_biases = config.mlp_bias if is_dense else routed is not None and routed.has_biases
+
+    def gate_up(name: str) -> tuple[Product, Operation]:
+        names = [f"{name}{half}_proj" for half in halves]
+        weight = parts.take_matrix(*(f"{one}.weight" for one in names))
+        build = operations.gate_up if config.is_gated else operations.activated
+        return build(weight, config.hidden_act, bias(*names))
+
+    def bias(*names: str) -> Floats | None:
+        return parts.take(*(f"{name}.bias" for name in names)) if has_biases else None
+
+    if routed is None or is_dense:
+        product, activation = gate_up(prefix)
+        weight = parts.take_matrix(f"{prefix}down_proj.weight")
+        return DenseMlp(product, activation, operations.linear(weight, bias(f"{prefix}down_proj")))
+    # In the order of the weights' iterator, so that each is packed before the next is read.
+    gate = (f"{prefix}shared_expert_gate.weight",) if routed.has_shared_gate else ()
+    router = operations.router(parts.take_matrix(f"{prefix}router.weight", *gate), bias(f"{prefix}router"))
+    correction = parts.take(f"{prefix}router_correction.bias") if routed.has_correction else None
+
+    def expert(name: str) -> DenseMlp:
+        product, activation = gate_up(name)
+        weight = parts.take_matrix(f"{name}down_proj.weight")
+        return DenseMlp(product, activation, operations.linear(weight, bias(f"{name}down_proj"), out_dtype=FLOAT32))
+
+    experts = [expert(f"{prefix}experts.{number}.") for number in range(routed.num_experts)]
+    shared = expert(f"{prefix}shared_expert.") if routed.shared_size else None
+    return RoutedMlp(operations.experts(router, experts, _routing(routed, correction), shared))
+
+
+def _routing(routed: ExpertParts, correction: Floats | None) -> Routing:
+    return Routing(
+        routed.num_chosen,
+        routed.normalises,
+        routed.is_sigmoid,
+        routed.num_groups,
+        routed.num_chosen_groups,
+        routed.best_of_group,
+        routed.scaling,
+        correction,
+        routed.added_to_sum,
+        routed.has_shared_gate,
+    )

@@ -1,0 +1,56 @@
+"""CpuLatentAttend: one layer's latent attention as C kernels, operation after operation."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ipc.tables.arrays import Ints
+from kernels.cpu.attention import CpuAttention
+from kernels.cpu.attention_plan import AttentionPlan
+from kernels.cpu.kv_cache import CpuKVCache
+from kernels.cpu.latent import CpuLatent
+from kernels.cpu.rope import RotaryTable
+from kernels.elements import Numbers
+
+
+class Step(Protocol):
+    """The inputs that attention needs in one step; CpuStep (core/models/operations/cpu_operations.py) has them."""
+
+    @property
+    def positions(self) -> Ints:
+        """[T]."""
+
+    @property
+    def slots(self) -> Ints:
+        """[T], -1 = do not store."""
+
+    @property
+    def tables(self) -> tuple[RotaryTable, ...]:
+        """One for each kind of layer."""
+
+    @property
+    def work(self) -> tuple[AttentionPlan, ...]:
+        """One for each kind of layer."""
+
+    @property
+    def cache(self) -> CpuKVCache:
+        """The KV cache, which has one side: a row of K for each token, and V is made of it."""
+
+
+@dataclass(frozen=True)
+class CpuLatentAttend:
+    """Write the cache, attend, and make the heads' values of the result. kind: see layer_kinds.py."""
+
+    latent: CpuLatent
+    attention: CpuAttention
+    kind: int
+    scale: float
+
+    @property
+    def variant(self) -> str:
+        """Name of the choices that fix the results' bits; part of the fingerprint."""
+        return self.latent.variant
+
+    def __call__(self, x: Numbers, step: Step, index: int) -> Numbers:
+        table, work = step.tables[self.kind], step.work[self.kind]
+        q = self.latent.begin(x, table, step.positions, step.cache, index, step.slots)
+        return self.latent.expand(self.attention(q, step.cache, index, work, self.scale))

@@ -1,0 +1,353 @@
+"""CpuOperations: a model's operations as C kernels. Each operation is one call for the whole batch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from core.models.config import Activation, EncoderActivation, LatentParts, ModelConfig
+from core.models.layers.cache_pages import CachePages, cache_pages
+from core.models.layers.layer_kinds import windows
+from core.models.layers.rotary import of_each_kind, rotary_embeddings
+from core.models.operations.cpu_latent import CpuLatentAttend
+from core.models.operations.latent_weights import LatentWeights
+from core.models.operations.stored_matrix import StoredMatrix
+from core.models.operations.tensor import Operation
+from core.models.operations.token_adapters import TokenAdapters
+from core.models.operations.unchanged import unchanged
+from core.models.operations.weight_form import WeightForm
+from ipc.tables.arrays import AnyInts, Floats, Ints
+from kernels.cpu.attention import CpuAttention, sink_scores
+from kernels.cpu.attention_plan import TILE, AttentionPlan, AttentionPlanner
+from kernels.cpu.decoder_parts import exceed_caches
+from kernels.cpu.embedding import CpuEmbedding
+from kernels.cpu.experts import CpuExperts, ExpertProducts
+from kernels.cpu.gemm import PackedMatrix
+from kernels.cpu.kv_cache import CpuKVCache
+from kernels.cpu.latent import CpuLatent
+from kernels.cpu.library import ARITHMETIC, CpuLibrary
+from kernels.cpu.lora import CpuAdapter, LoraRows, multiply_adapted
+from kernels.cpu.norm import CpuNorm
+from kernels.cpu.output_gate import open_gates
+from kernels.cpu.quantized import BlockRows
+from kernels.cpu.recurrence import CpuRecurrence
+from kernels.cpu.rope import CpuRope, RotaryTable
+from kernels.cpu.sampling import CpuSampler
+from kernels.cpu.soft_cap import cap_logits
+from kernels.dequantize import PLAIN_TYPES
+from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers, to_floats
+from kernels.low_rank import LowRank, ProductShape
+from kernels.memory.kv_cache import KVCache
+from kernels.recurrence import RecurrenceParts, StateRows
+from kernels.routing import Routing
+
+
+class CpuStep(NamedTuple):
+    """The inputs that attention needs in one step of T tokens."""
+
+    positions: Ints  # [T]
+    slots: Ints  # [T], -1 = do not store
+    tables: tuple[RotaryTable, ...]  # one for each kind of layer
+    work: tuple[AttentionPlan, ...]  # one for each kind of layer
+    cache: CpuKVCache
+    requests: StateRows | None = None  # of recurrent states
+
+
+@dataclass(frozen=True)
+class CpuRecur:
+    """One layer's recurrence."""
+
+    recurrence: CpuRecurrence
+
+    def __call__(self, tokens: Numbers, step: CpuStep, place: int) -> Numbers:
+        assert step.requests is not None, "a step of a model with recurrent states lacks them"
+        assert place == self.recurrence.offset, (place, self.recurrence.offset)
+        return self.recurrence(tokens, step.positions, step.requests)
+
+
+@dataclass(frozen=True)
+class CpuAttend:
+    """One layer's attention: normalise and rotate heads, store K and V, attend. kind: see layer_kinds.py."""
+
+    rope: CpuRope
+    attention: CpuAttention
+    kind: int
+    scale: float
+    cap: float | None = None  # of the scores
+    sinks: Floats | None = None  # [H], of sink_scores()
+
+    def __call__(self, qkv: Numbers, step: CpuStep, index: int) -> Numbers:
+        q = self.rope(qkv, step.tables[self.kind], step.positions, step.cache, index, step.slots)
+        return self.attention(q, step.cache, index, step.work[self.kind], self.scale, self.cap, self.sinks)
+
+
+class CpuOperations:
+    """Operations made of the C kernels, at numerics level L2; the methods are described at Operations."""
+
+    is_exact = True
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: Dtype,
+        library: CpuLibrary,
+        form: WeightForm = WeightForm.STORED,
+        cache_type: type[CpuKVCache] = CpuKVCache,
+    ) -> None:
+        self._config, self._dtype, self.library, self.form = config, dtype, library, form
+        self._cache_type = cache_type
+        self._is_kept = not exceed_caches(config.num_matrix_weights * dtype.itemsize)
+        self.tables = _rotary_tables(config)
+        self._attention = CpuAttention(library)
+        self._plan = AttentionPlanner(
+            library, config.num_attention_heads, config.num_key_value_heads, is_causal=config.is_causal
+        )
+        #: A whole prompt is computed in one step, so each layer may overwrite the K and V of the one before.
+        self._num_caches = config.num_caches if config.is_causal else 1
+        self.sampler = CpuSampler(library)
+        self._pages: CachePages | None = None
+
+    @property
+    def variant(self) -> str:
+        """Name of the kernels and constants that fix the results' bits; part of the fingerprint."""
+        stored_as = self._cache_type.stored_as
+        kernels = f"c-{self.library.variant} arithmetic={ARITHMETIC} attention={TILE}"
+        return f"{kernels} kv={stored_as}" if stored_as else kernels
+
+    def wake(self) -> None:
+        """Wake the kernels' threads."""
+        self.library.wake_threads()
+
+    def embedding(self, table: StoredMatrix, scale: float, head: Operation | None) -> CpuEmbedding:
+        """Return the embedding; it reads the packed head where the table is the head's weights."""
+        if isinstance(head, PackedMatrix):
+            return CpuEmbedding(self.library, head, scale)  # the packed head replaces the table
+        part = table.parts[0]
+        is_stored = self._dtype == BFLOAT16 and self.form is not WeightForm.DENSE
+        if is_stored and part.type_name not in PLAIN_TYPES and len(table.parts) == 1:
+            return CpuEmbedding(self.library, BlockRows(part.type_name, part.data.copy()), scale)
+        return CpuEmbedding(self.library, table.own(self._dtype), scale)
+
+    def linear(
+        self,
+        weight: StoredMatrix,
+        bias: Floats | None = None,
+        *,
+        out_dtype: Dtype | None = None,
+        activation: EncoderActivation | None = None,
+    ) -> PackedMatrix:
+        """Pack the weight and return the product; with an activation, of its result."""
+        return self._packed(weight, bias, out_dtype=out_dtype, activation=activation)
+
+    def norm(
+        self,
+        weight: Floats | None,
+        eps: float,
+        dtype: Dtype,
+        *,
+        bias: Floats | None = None,
+        is_centred: bool = False,
+        precedes: bool = False,
+    ) -> CpuNorm:
+        """Return the norm with this weight [d] float32."""
+        return CpuNorm(
+            self.library,
+            weight,
+            eps,
+            dtype,
+            multiplier=self._config.residual_multiplier,
+            bias=bias,
+            is_centred=is_centred,
+            precedes=precedes,
+        )
+
+    def activated(
+        self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
+    ) -> tuple[PackedMatrix, Operation]:
+        """Return a product that applies the activation itself, and `unchanged`."""
+        return self._packed(weight, bias, activation=function), unchanged
+
+    def gate_up(
+        self, weight: StoredMatrix, function: Activation | EncoderActivation, bias: Floats | None = None
+    ) -> tuple[PackedMatrix, Operation]:
+        """Return a product that applies the activation itself, and `unchanged`."""
+        return self._packed(weight, bias, gate=function), unchanged
+
+    def _packed(
+        self,
+        weight: StoredMatrix,
+        bias: Floats | None = None,
+        *,
+        out_dtype: Dtype | None = None,
+        gate: str | None = None,
+        activation: str | None = None,
+    ) -> PackedMatrix:
+        """Pack the weight as it is stored if bfloat16 products can read it so, else as numbers of the model's dtype."""
+        in_8_bits, stored = self.form is WeightForm.INT8, None
+        if in_8_bits or (self._dtype == BFLOAT16 and self.form is WeightForm.STORED):
+            stored = weight.quantized(self.library, is_gated=gate is not None, in_8_bits=in_8_bits)
+        if stored is not None and stored.has_whole_panels and self._dtype != BFLOAT16:
+            stored = None  # such panels are of bfloat16
+        numbers = weight.dense(self._dtype) if stored is None else stored
+        return PackedMatrix(
+            self.library,
+            numbers,
+            bias,
+            dtype=self._dtype,
+            out_dtype=out_dtype,
+            gate=gate,
+            activation=activation,
+            is_kept=self._is_kept,
+        )
+
+    def router(self, weight: StoredMatrix, bias: Floats | None = None) -> PackedMatrix:
+        """Return the product of a routed MLP's router; 8 bits would choose other experts."""
+        numbers = weight.dense(self._dtype)
+        return PackedMatrix(self.library, numbers, bias, dtype=self._dtype, out_dtype=FLOAT32, is_kept=self._is_kept)
+
+    def experts(
+        self,
+        router: PackedMatrix,
+        experts: Sequence[ExpertProducts],
+        routing: Routing,
+        shared: ExpertProducts | None = None,
+    ) -> CpuExperts:
+        """Return the routed MLP of these experts."""
+        return CpuExperts(self.library, router, experts, routing, shared)
+
+    def attention(self, kind: int, norms: Floats | None, sinks: Floats | None = None) -> CpuAttend:
+        """Return the attention of one layer."""
+        config = self._config
+        rope = CpuRope(
+            self.library,
+            config.num_attention_heads,
+            norms,
+            config.rms_norm_eps,
+            of_rows=config.qk_norm_of_rows,
+            is_centred=config.centred_norms,
+            is_after=config.qk_norm_after,
+        )
+        scores = None if sinks is None else sink_scores(sinks)
+        return CpuAttend(rope, self._attention, kind, config.scores_scale, config.scores_cap, scores)
+
+    def latent_attention(self, kind: int, latent: LatentParts, weights: LatentWeights) -> CpuLatentAttend:
+        """Return latent attention with these weights; the heads' own matrices are not multiplied in 8 bits."""
+        parts = CpuLatent(
+            self.library,
+            [self._head_product(each) for each in weights.keys],
+            [self._head_product(each) for each in weights.values],
+            weights.latent_norm,
+            latent.rotated_dim,
+            latent.norm_eps,
+            query=None if weights.query is None else self._packed(weights.query),
+            query_norm=weights.query_norm,
+        )
+        return CpuLatentAttend(parts, self._attention, kind, self._config.scores_scale)
+
+    def _head_product(self, weight: StoredMatrix) -> PackedMatrix:
+        if self.form is not WeightForm.INT8:
+            return self._packed(weight)
+        return PackedMatrix(self.library, weight.dense(self._dtype), dtype=self._dtype, is_kept=self._is_kept)
+
+    def settle_length(self, length: int) -> None:
+        """Fix the rotary embeddings that depend on the length of the longest context."""
+        for table, rotary in zip(self.tables, rotary_embeddings(self._config, length), strict=True):
+            if table is not None:
+                table.settle(*rotary)
+
+    def recurrence(self, parts: RecurrenceParts, place: int) -> CpuRecur:
+        """Return the recurrence of one layer."""
+        return CpuRecur(CpuRecurrence(self.library, parts, self._dtype, place))
+
+    def open_gates(self, mixed: Numbers, gates: Numbers) -> Numbers:
+        """Multiply attention's output by the sigmoid of gates, in place."""
+        open_gates(self.library, mixed, gates)
+        return mixed
+
+    def step(
+        self,
+        positions: Ints,
+        slots: Ints,
+        work: tuple[AttentionPlan, ...],
+        cache: KVCache,
+        requests: StateRows | None = None,
+    ) -> CpuStep:
+        """Return the step's inputs of attention, with rotary tables as long as the longest context."""
+        assert isinstance(cache, CpuKVCache), type(cache)
+        tables = tuple(table for table in self.tables if table is not None)
+        for table in tables:
+            table.reach(work[0].longest)
+        return CpuStep(np.ascontiguousarray(positions), np.ascontiguousarray(slots), tables, work, cache, requests)
+
+    def pack_adapter(self, shapes: Sequence[ProductShape], products: Sequence[Sequence[LowRank | None]]) -> CpuAdapter:
+        """Return an adapter packed for the C kernels."""
+        return CpuAdapter(shapes, products, self._dtype)
+
+    def multiply_adapted(self, product: PackedMatrix, x: Numbers, adapters: TokenAdapters, number: int) -> Numbers:
+        """Return the product with what the tokens' adapters add; with a gate, before it."""
+        return multiply_adapted(self.library, product, x, lora_rows(adapters), number)
+
+    def add(self, hidden: Floats, x: Numbers) -> None:
+        """Add x times the residual multiplier to hidden, in place."""
+        hidden += to_floats(x) * np.float32(self._config.residual_multiplier)
+
+    def capped(self, logits: Floats, cap: float) -> Floats:
+        """Return cap * tanh(logits / cap), in place."""
+        cap_logits(self.library, logits, cap)
+        return logits
+
+    def pick(self, hidden: Floats, rows: Ints) -> Floats:
+        """Return these rows of hidden."""
+        return hidden[rows]
+
+    def to_host(self, numbers: Floats) -> Floats:
+        """Return the numbers unchanged."""
+        return numbers
+
+    def attention_work(
+        self,
+        num_tokens: AnyInts,
+        context_lens: AnyInts,
+        block_tables: AnyInts,
+        cache: KVCache,
+        window: int | None,
+        generation: int,
+        wholes: Ints | None = None,
+    ) -> AttentionPlan:
+        """Return the plan that splits the step's attention among threads."""
+        return self._plan(num_tokens, context_lens, block_tables, cache.block_size, window, generation, wholes)
+
+    def split_cache(self, num_blocks: int) -> None:
+        """Let caches consist of pages of so many blocks (core/models/layers/cache_pages.py), before the first is allocated."""
+        self._pages = cache_pages(self._config, num_blocks)
+        self._num_caches = self._pages.num_arrays
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Return the bytes of KV cache of one block, all layers together; heads are padded."""
+        config = self._config
+        sizes = (config.num_key_value_heads, config.head_dim, self._num_caches, self._dtype)
+        return self._cache_type.bytes_per_block(block_size, *sizes, num_sides=2 if config.latent is None else 1)
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> CpuKVCache:
+        """Allocate a KV cache. Errors: MemoryError."""
+        config = self._config
+        value_dim = None if config.latent is None else config.latent.latent_dim
+        sizes = (config.num_key_value_heads, config.head_dim, self._dtype, value_dim)
+        cache = self._cache_type(self._num_caches, num_blocks, block_size, *sizes)
+        if self._pages is not None:
+            cache.share(self._pages.places)
+        return cache
+
+
+def lora_rows(adapters: TokenAdapters) -> LoraRows:
+    """Return the adapters of a step's tokens as the C kernels take them."""
+    addresses = np.array([*(one.address for one in adapters.packed), 0], np.int64)  # -1 is the last
+    return LoraRows(addresses[adapters.of_token], max((one.width for one in adapters.packed), default=0))
+
+
+def _rotary_tables(config: ModelConfig) -> tuple[RotaryTable | None, ...]:
+    """Return the rotary table of each kind of layer; None for a model with a table of positions."""
+    if config.encoder is not None and config.encoder.num_positions:
+        return (None,) * len(windows(config))
+    return of_each_kind(lambda rotary: RotaryTable(*rotary), rotary_embeddings(config))

@@ -1,0 +1,244 @@
+"""Operations: the interface of the operations that a model is built from, and the choice of an implementation."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from core.models.config import Activation, LatentParts, ModelConfig
+from core.models.operations.cpu_operations import CpuOperations
+from core.models.operations.latent_weights import LatentWeights
+from core.models.operations.stored_matrix import StoredMatrix
+from core.models.operations.tensor import Operation, Tensor
+from core.models.operations.token_adapters import TokenAdapters
+from core.models.operations.weight_form import WeightForm
+from ipc.options.model_options import Numerics
+from ipc.tables.arrays import AnyInts, Floats, Ints
+from kernels.cpu.kv_cache import CpuKVCache
+from kernels.cpu.library import CpuLibrary
+from kernels.cpu.sampling import CpuSampler
+from kernels.elements import Dtype
+from kernels.low_rank import LowRank, ProductShape
+from kernels.memory.kv_cache import KVCache
+from kernels.recurrence import RecurrenceParts, StateRows
+from kernels.routing import Routing
+
+#: A step's attention work for the layers of one window. Its type depends on the operations that made it.
+AttentionWork = Any
+
+
+class Norm(Protocol):
+    """Normalisation of the last dimension, rounded once: by the root mean square, or of layers."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return x [T, d] normalised [T, d]."""
+
+    def after(self, hidden: Tensor, x: Tensor) -> Tensor:
+        """Add x [T, d] times the residual multiplier to hidden [T, d] float32, in place; return hidden normalised.
+
+        A norm that precedes returns hidden normalised as it was before the addition.
+        """
+
+
+class Product(Protocol):
+    """A matrix product with fixed weights: y = x @ weight.T + bias."""
+
+    @property
+    def variant(self) -> str:
+        """Name of the choices that fix the results' bits; part of the fingerprint."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the product [T, out] of x [T, in]."""
+
+
+class LatentAttention(Protocol):
+    """Attention whose K and V of all heads follow from one vector of a token."""
+
+    @property
+    def variant(self) -> str:
+        """Name of the choices that fix the bits of the products within; part of the fingerprint."""
+
+    def __call__(self, x: Tensor, step: Any, index: int) -> Tensor:
+        """Return the heads' values [T, H * value_dim] of the layer's first product [T, columns]; index: the layer's.
+
+        The columns are those of the queries, or of their latent vector; of the latent vector; and the rotated ones.
+        """
+
+
+class Operations(Protocol):
+    """The operations of a model on one kind of device."""
+
+    @property
+    def variant(self) -> str:
+        """Name of the choices that fix the results' bits; part of the fingerprint."""
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a row's bits are independent of other rows (numerics level L2)."""
+
+    @property
+    def sampler(self) -> CpuSampler | None:
+        """The kernel that draws tokens; None: core/sampling/sampler.py."""
+
+    def wake(self) -> None:
+        """Prepare for a step's first operation within tens of microseconds."""
+
+    def embedding(self, table: StoredMatrix, scale: float, head: Operation | None) -> Operation:
+        """Return the operation from ids [T] int64 to the table's rows times scale [T, d] float32.
+
+        head: the product whose weights are the table, if there is one.
+        """
+
+    def linear(
+        self,
+        weight: StoredMatrix,
+        bias: Floats | None = None,
+        *,
+        out_dtype: Dtype | None = None,
+    ) -> Product:
+        """Return the product with weight [out, in] and bias [out] float32. out_dtype: None = the model's dtype."""
+
+    def norm(
+        self,
+        weight: Floats | None,
+        eps: float,
+        dtype: Dtype,
+        *,
+        bias: Floats | None = None,
+        is_centred: bool = False,
+        precedes: bool = False,
+    ) -> Norm:
+        """Return the norm with weight [d] float32; results are of dtype. None: it rounds to dtype, and no more.
+
+        is_centred: it is a layer normalisation, which may have a bias [d] float32. precedes: see Norm.after().
+        """
+
+    def activated(
+        self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
+    ) -> tuple[Product, Operation]:
+        """Return the product with weight [I, in] and bias [I], and the operation f(result [T, I])."""
+
+    def gate_up(
+        self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
+    ) -> tuple[Product, Operation]:
+        """Return a product, and the operation that makes f(gate) * up [T, I] of its result.
+
+        weight [2 * I, in], bias [2 * I]: the rows of gate, then those of up.
+        """
+
+    def router(self, weight: StoredMatrix, bias: Floats | None = None) -> Product:
+        """Return the product of a routed MLP's router, to float32; its weights keep the model's dtype in every form."""
+
+    def experts(self, router: Any, experts: Sequence[Any], routing: Routing, shared: Any = None) -> Product:
+        """Return the routed MLP whose router gives float32, one number for each expert, and one for a shared gate.
+
+        experts: each one's gate_up and activation, of gate_up(), and down, of linear(). shared: the same of an expert
+        that all rows have, with the weight 1 or, with a shared gate, the sigmoid of its number; it may have another
+        size. None = there is none.
+        """
+
+    def attention(
+        self, kind: int, norms: Floats | None, sinks: Floats | None = None
+    ) -> Callable[[Tensor, Any, int], Tensor]:
+        """Return the function (qkv [T, (H + 2 * Hkv) * D], step, index of the layer) -> [T, H * D].
+
+        It normalises the heads of Q and K with norms [H + Hkv, D] float32 (None: not at all), each by itself or, with
+        qk_norm_of_rows, Q's together and K's together; rotates them (with qk_norm_after, before that), stores K and V
+        and attends. kind: see layer_kinds.py. sinks [H] float32: the heads' scores that have no value but take part in
+        the softmax.
+        """
+
+    def latent_attention(self, kind: int, latent: LatentParts, weights: LatentWeights) -> LatentAttention:
+        """Return latent attention with these weights. kind: see layer_kinds.py."""
+
+    def settle_length(self, length: int) -> None:
+        """Fix the rotary embeddings that depend on the length of the longest context, in tokens; before any step."""
+
+    def recurrence(self, parts: RecurrenceParts, place: int) -> Callable[[Tensor, Any, int], Tensor]:
+        """Return the function (rows [T, sum(parts.sizes.parts)], step, place) -> [T, out_width].
+
+        It renews the states of the step's requests. place: of the layer's state in a request's states.
+        """
+
+    def open_gates(self, mixed: Tensor, gates: Tensor) -> Tensor:
+        """Return attention's output `mixed` [T, H * D] times the sigmoid of gates [T, H * D]; mixed may be changed."""
+
+    def step(
+        self,
+        positions: Tensor,
+        slots: Tensor,
+        work: tuple[AttentionWork, ...],
+        cache: KVCache,
+        requests: StateRows | None = None,
+    ) -> Any:
+        """Return the inputs that attention and recurrent states need in a step.
+
+        positions [T] and slots [T]: of the step's tokens. work: one for each kind of layer. requests: where the states
+        are; None = there are none.
+        """
+
+    def add(self, hidden: Tensor, x: Tensor) -> None:
+        """Add x [T, d], times the model's residual multiplier, to hidden [T, d] float32, in place."""
+
+    def capped(self, logits: Tensor, cap: float) -> Tensor:
+        """Return cap * tanh(logits / cap) for logits [n, vocab] float32, which may be overwritten."""
+
+    def pick(self, hidden: Tensor, rows: Ints) -> Tensor:
+        """Return these rows [n] of hidden [T, d], as [n, d]; rows may be a tensor on the operations' device."""
+
+    def to_host(self, numbers: Tensor) -> Floats:
+        """Return float32 numbers as an array in the host's memory."""
+
+    def attention_work(
+        self,
+        num_tokens: AnyInts,
+        context_lens: AnyInts,
+        block_tables: AnyInts,
+        cache: KVCache,
+        window: int | None,
+        generation: int,
+        wholes: Ints | None = None,
+    ) -> AttentionWork:
+        """Return the attention work of a step for one window; see kernels.torch.attention.attention_metadata.
+
+        generation: number of the columns, see ModelInputs.generation. wholes: see Model.attention_metadata(); only the
+        C kernels take any.
+        """
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Return the bytes of KV cache of one block, all layers together."""
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
+        """Allocate a KV cache. Errors: MemoryError."""
+
+
+@runtime_checkable
+class AdaptingOperations(Protocol):
+    """The further operations of those that run adapters (LoRA)."""
+
+    def pack_adapter(self, shapes: Sequence[ProductShape], products: Sequence[Sequence[LowRank | None]]) -> Any:
+        """Return an adapter as multiply_adapted() takes it: what it adds to each product of the model, part by part.
+
+        It has num_bytes. None = the part stays as it is.
+        """
+
+    def multiply_adapted(self, product: Product, x: Tensor, adapters: TokenAdapters, number: int) -> Tensor:
+        """Return the product [T, out] of x [T, in], with what the tokens' adapters add. number: of the product."""
+
+
+def choose_operations(
+    config: ModelConfig,
+    dtype: Dtype,
+    numerics: Numerics,
+    library: CpuLibrary | None,
+    form: WeightForm = WeightForm.STORED,
+    cache_type: type[CpuKVCache] = CpuKVCache,
+) -> Operations:
+    """Return the C kernels' operations; torch's, which dequantize, if there is no library or numerics is L0.
+
+    cache_type: of the C kernels' KV cache.
+    """
+    if library is None or numerics == "L0":
+        # Imported here: only this path needs torch.
+        from core.models.operations.torch_operations import TorchOperations
+
+        return TorchOperations(config, dtype)
+    return CpuOperations(config, dtype, library, form, cache_type)

@@ -1,0 +1,128 @@
+"""StoredMatrix: a weight matrix in its file's format, converted only when its numbers are needed."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from ipc.tables.arrays import UInt8s
+from kernels.cpu.dequantize import cpu_dequantize, has_cpu_kernel
+from kernels.cpu.library import CpuLibrary
+from kernels.cpu.quantized import BlockRows, QuantizedMatrix, in_q8_0, quantize
+from kernels.dequantize import PLAIN_TYPES, dequantize
+from kernels.elements import Dtype, Numbers, write_rounded
+
+_PLAIN_NAMES = {dtype: name for name, dtype in PLAIN_TYPES.items()}
+
+
+class StoredPart(NamedTuple):
+    """Rows of a matrix, all stored as one type."""
+
+    type_name: str  # of kernels.dequantize
+    data: UInt8s  # uint8 [rows, bytes of a row], contiguous, at a multiple of 4 bytes
+    depth: int  # numbers in a row
+    library: CpuLibrary | None = None  # the C kernels that dequantize; None = NumPy dequantizes
+    release: Callable[[], None] | None = None  # lets the data's memory be reclaimed; it can be read again
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.data)
+
+    @property
+    def block_rows(self) -> BlockRows:
+        """The rows as the kernels take them."""
+        return BlockRows(self.type_name, self.data)
+
+    def let_go(self) -> None:
+        """Let the data's memory be reclaimed, if it can be read again."""
+        if self.release is not None:
+            self.release()
+
+
+class StoredMatrix:
+    """A matrix of parts of equal depth; the rows of each part follow those of the previous one.
+
+    Parts may have different types: llama.cpp stores V of a layer with more bits than Q and K.
+    """
+
+    def __init__(self, parts: Sequence[StoredPart]) -> None:
+        depths = {part.depth for part in parts}
+        assert len(depths) == 1, depths
+        self.parts = tuple(parts)
+        self.shape = sum(part.rows for part in parts), parts[0].depth
+
+    @classmethod
+    def of(cls, matrix: Numbers) -> "StoredMatrix":
+        """Wrap a dense matrix [rows, depth] float32, float16 or bfloat16 without a copy if it is contiguous."""
+        matrix = np.ascontiguousarray(matrix)
+        return cls([StoredPart(_PLAIN_NAMES[matrix.dtype], matrix.view(np.uint8), matrix.shape[1])])
+
+    def rows(self, first: int, last: int) -> "StoredMatrix":
+        """Return the rows from `first` to before `last`, of the same data."""
+        parts, begin = list[StoredPart](), 0
+        for part in self.parts:
+            rows = part.data[max(0, first - begin) : max(0, last - begin)]
+            begin += part.rows
+            if len(rows):
+                parts.append(part._replace(data=rows))
+        return StoredMatrix(parts)
+
+    def without(self, first: int, last: int) -> "StoredMatrix":
+        """Return the rows before `first`, then those from `last` on, of the same data."""
+        rows = self.rows(0, first).parts if first else ()
+        return StoredMatrix([*rows, *self.rows(last, self.shape[0]).parts])
+
+    def dense(self, dtype: Dtype) -> Numbers:
+        """Return the numbers [rows, depth] in dtype.
+
+        If no conversion is needed the result may be a view of the data. Otherwise the caller owns it, and the data is
+        released.
+        """
+        first = self.parts[0]
+        if len(self.parts) == 1 and PLAIN_TYPES.get(first.type_name) == dtype:
+            return first.data.view(dtype)
+        numbers = np.empty(self.shape, dtype)
+        begin = 0
+        for part in self.parts:
+            _write(part, numbers[begin : begin + part.rows])
+            begin += part.rows
+            part.let_go()
+        return numbers
+
+    def quantized(
+        self, library: CpuLibrary, *, is_gated: bool = False, in_8_bits: bool = False
+    ) -> QuantizedMatrix | None:
+        """Return the matrix packed as it is stored, for products in bfloat16; None: use dense(). See quantize().
+
+        in_8_bits: for products in 8 bits; then parts that are not quantized become Q8_0. The data is released.
+        """
+        rows = [part.block_rows for part in self.parts]
+        if in_8_bits:
+            rows = [block for part in rows if (block := in_q8_0(library, part)) is not None]
+        packed = None
+        if len(rows) == len(self.parts):
+            packed = quantize(library, rows, is_gated=is_gated)
+        for part in self.parts:
+            part.let_go()
+        return packed._replace(in_8_bits=True) if in_8_bits and packed is not None else packed
+
+    def own(self, dtype: Dtype) -> Numbers:
+        """Return the numbers [rows, depth] in dtype, in memory that is not the data's."""
+        numbers = self.dense(dtype)
+        return numbers.copy() if np.shares_memory(numbers, self.parts[0].data) else numbers
+
+
+#: A tensor of a model file. Vectors are always dense; matrices may be stored in another form.
+Weight: TypeAlias = Numbers | StoredMatrix
+
+
+def _write(part: StoredPart, out: Numbers) -> None:
+    """Write the part's numbers into out [rows, depth], contiguous, rounded once to its dtype."""
+    name, data = part.type_name, part.data.reshape(-1)
+    if name in PLAIN_TYPES:
+        write_rounded(part.data.view(PLAIN_TYPES[name]), out)
+    elif part.library is not None and has_cpu_kernel(name, out.dtype):
+        cpu_dequantize(part.library, data, name, out.dtype, out)
+    else:
+        write_rounded(dequantize(data, name).reshape(out.shape), out)

@@ -1,0 +1,271 @@
+"""TritonOperations: a model's operations on a device: Triton kernels, and torch's products.
+
+This module imports triton, so it is imported for device=cuda only.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import triton
+
+from core.models.config import Activation, LatentParts, ModelConfig
+from core.models.layers.rotary import of_each_kind, rotary_embeddings
+from core.models.operations.device_weights import pack
+from core.models.operations.latent_weights import LatentWeights
+from core.models.operations.operations import LatentAttention
+from core.models.operations.stored_matrix import StoredMatrix
+from core.models.operations.tensor import Operation, Tensor
+from core.models.operations.weight_form import WeightForm
+from ipc.errors import UnsupportedModelError
+from ipc.tables.arrays import AnyInts, Floats, Ints
+from kernels.elements import Dtype, Numbers
+from kernels.memory.kv_cache import KVCache, bytes_per_block
+from kernels.recurrence import RecurrenceParts, StateRows
+from kernels.routing import Routing
+from kernels.torch.rope import query_factors, rotary_tables
+from kernels.torch.tensors import DTYPES, to_array, to_tensor
+from kernels.triton.activation import gelu_erf, gelu_tanh, relu_squared
+from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
+from kernels.triton.decode_attention import decode_attention
+from kernels.triton.embedding import embedding
+from kernels.triton.experts import DeviceExpert, TritonExperts
+from kernels.triton.gated_activation import clamped_silu_mul, gelu_tanh_mul, silu_mul
+from kernels.triton.kv_cache import TritonKVCache
+from kernels.triton.linear import DeviceLinear, DeviceRouter
+from kernels.triton.norm import TritonNorm
+from kernels.triton.output_gate import open_gates
+from kernels.triton.packed_linear import PackedLinear
+from kernels.triton.prefill_attention import prefill_attention
+from kernels.triton.rope import TritonRope
+
+GATES: dict[Activation, Operation] = {
+    "silu": silu_mul,
+    "gelu_pytorch_tanh": gelu_tanh_mul,
+    "clamped_silu": clamped_silu_mul,
+}
+#: Those of MLPs without a gate.
+ACTIVATIONS: dict[Activation, Operation] = {
+    "gelu_pytorch_tanh": gelu_tanh,
+    "gelu": gelu_erf,
+    "relu2": relu_squared,
+}
+
+
+#: Frequencies on the device, and the other fields of core.models.layers.rotary.Rotary.
+_Rotary = tuple[torch.Tensor, float, tuple[float, float] | None]
+
+
+class TritonStep(NamedTuple):
+    """The inputs that attention needs in one step of T tokens."""
+
+    slots: torch.Tensor  # [T] int64, -1 = do not store
+    #: For each kind of layer: cosines, sines and, where queries grow, their factors, of all tokens.
+    tables: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], ...]
+    work: tuple[TritonWork, ...]  # one for each kind of layer
+    cache: TritonKVCache
+
+
+class TritonOperations:
+    """Operations on a device, at numerics level L0; the methods are described at Operations.
+
+    The bits of decode attention do not depend on the batch, but those of the products do.
+    """
+
+    is_exact = False
+    sampler = None
+
+    def __init__(
+        self, config: ModelConfig, dtype: Dtype, device: torch.device, form: WeightForm = WeightForm.DENSE
+    ) -> None:
+        self._config, self._dtype, self.device, self._form = config, dtype, device, form
+        self.settle_length(config.max_position_embeddings)
+        self.group_size = config.num_attention_heads // config.num_key_value_heads
+
+    def settle_length(self, length: int) -> None:
+        """Fix the rotary embeddings that depend on the length of the longest context."""
+        self._rotary = of_each_kind(
+            lambda rotary: (self._send(rotary.frequencies), rotary.factor, rotary.growth),
+            rotary_embeddings(self._config, length),
+        )
+
+    @property
+    def variant(self) -> str:
+        """Name of the kernels and constants that fix the results' bits; part of the fingerprint."""
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "interpreter"
+        return f"torch={torch.__version__} triton-{triton.__version__} split={SPLIT} device={name}"
+
+    def wake(self) -> None:
+        """Do nothing: the device needs no wake-up."""
+
+    def embedding(self, table: StoredMatrix, scale: float, head: Operation | None) -> Operation:
+        """Return the operation from ids [T] int64 to the table's rows times scale [T, d] float32."""
+        return partial(embedding, table=self._send(table.dense(self._dtype)), scale=scale)
+
+    def linear(
+        self,
+        weight: StoredMatrix,
+        bias: Floats | None = None,
+        *,
+        out_dtype: Dtype | None = None,
+    ) -> DeviceLinear | PackedLinear:
+        """Return the product with this weight [out, in] and bias [out] float32."""
+        packed = pack(weight, self._form, self.device)
+        shift, dtype = None if bias is None else self._send(bias), DTYPES[out_dtype or self._dtype]
+        if packed is None:
+            return DeviceLinear(self._send(weight.dense(self._dtype)), shift, dtype)
+        return PackedLinear(packed, shift, DTYPES[self._dtype], dtype, self._form.name.lower())
+
+    def norm(
+        self,
+        weight: Floats | None,
+        eps: float,
+        dtype: Dtype,
+        *,
+        bias: Floats | None = None,
+        is_centred: bool = False,
+        precedes: bool = False,
+    ) -> TritonNorm:
+        """Return the norm with this weight [d] float32; results are of dtype."""
+        tensor, shift = (None if one is None else self._send(one) for one in (weight, bias))
+        return TritonNorm(tensor, eps, DTYPES[dtype], self._config.residual_multiplier, shift, is_centred, precedes)
+
+    def gate_up(
+        self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
+    ) -> tuple[DeviceLinear | PackedLinear, Operation]:
+        """Return the product of gate and up, and the operation that makes f(gate) * up of its result."""
+        return self.linear(weight, bias), GATES[function]
+
+    def activated(
+        self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
+    ) -> tuple[DeviceLinear | PackedLinear, Operation]:
+        """Return the product, and the operation that applies the function to its result."""
+        return self.linear(weight, bias), ACTIVATIONS[function]
+
+    def router(self, weight: StoredMatrix, bias: Floats | None = None) -> DeviceRouter:
+        """Return the product of a routed MLP's router."""
+        return DeviceRouter(self._send(weight.dense(self._dtype)), None if bias is None else self._send(bias))
+
+    def experts(
+        self,
+        router: DeviceRouter,
+        experts: Sequence[DeviceExpert],
+        routing: Routing,
+        shared: DeviceExpert | None = None,
+    ) -> TritonExperts:
+        """Return the routed MLP of these experts."""
+        return TritonExperts(router, experts, routing, shared, self._config.hidden_act)
+
+    def latent_attention(self, kind: int, latent: LatentParts, weights: LatentWeights) -> LatentAttention:
+        """Refuse. Errors: UnsupportedModelError."""
+        raise UnsupportedModelError("device='cuda' has no latent attention; use device='cpu'")
+
+    def attention(
+        self, kind: int, norms: Floats | None, sinks: Floats | None = None
+    ) -> Callable[[torch.Tensor, TritonStep, int], torch.Tensor]:
+        """Return the attention of one layer; see Operations."""
+        config = self._config
+        head_norms, scores = (None if one is None else self._send(one) for one in (norms, sinks))
+        options = config.scores_cap, scores
+        rope = TritonRope(
+            config.num_attention_heads,
+            head_norms,
+            config.rms_norm_eps,
+            of_rows=config.qk_norm_of_rows,
+            is_centred=config.centred_norms,
+            is_after=config.qk_norm_after,
+        )
+
+        def attend(qkv: torch.Tensor, step: TritonStep, index: int) -> torch.Tensor:
+            cos, sin, growth = step.tables[kind]
+            q = rope(qkv, cos, sin, step.cache, index, step.slots, growth)
+            out = torch.empty_like(q)
+            prefill_attention(q, step.cache, index, step.work[kind], config.scores_scale, out, *options)
+            decode_attention(q, step.cache, index, step.work[kind], config.scores_scale, out, *options)
+            return out.flatten(1)
+
+        return attend
+
+    def recurrence(self, parts: RecurrenceParts, place: int) -> Callable[[torch.Tensor, TritonStep, int], torch.Tensor]:
+        """Refuse. Errors: UnsupportedModelError."""
+        raise UnsupportedModelError("device='cuda' has no recurrent layers; use device='cpu'")
+
+    def open_gates(self, mixed: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """Return attention's output times the sigmoid of gates."""
+        return open_gates(mixed, gates)
+
+    def step(
+        self,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        work: tuple[TritonWork, ...],
+        cache: KVCache,
+        requests: StateRows | None = None,
+    ) -> TritonStep:
+        """Return the step's inputs of attention, with the rotary tables of its positions."""
+
+        def of_tokens(rotary: _Rotary) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+            frequencies, factor, growth = rotary
+            factors = None if growth is None else query_factors(positions, *growth)
+            return *rotary_tables(positions, frequencies, factor), factors
+
+        tables = of_each_kind(of_tokens, self._rotary)
+        assert isinstance(cache, TritonKVCache), type(cache)
+        assert requests is None, "device_model() refuses models with recurrent layers"
+        return TritonStep(slots, tables, work, cache)
+
+    def add(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
+        """Add x times the residual multiplier to hidden, in place."""
+        hidden.add_(x, alpha=self._config.residual_multiplier)
+
+    def capped(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
+        """Return cap * tanh(logits / cap), in place."""
+        return logits.div_(cap).tanh_().mul_(cap)
+
+    def pick(self, hidden: torch.Tensor, rows: Tensor) -> torch.Tensor:
+        """Return these rows of hidden."""
+        return hidden.index_select(0, torch.as_tensor(rows, device=hidden.device))
+
+    def to_host(self, numbers: torch.Tensor) -> Floats:
+        """Return the numbers in the host's memory."""
+        return to_array(numbers.cpu())
+
+    def _send(self, numbers: Numbers) -> torch.Tensor:
+        """Return a tensor with these numbers on the device, with memory of its own."""
+        return to_tensor(numbers).to(self.device, copy=True)
+
+    def attention_work(
+        self,
+        num_tokens: AnyInts,
+        context_lens: AnyInts,
+        block_tables: AnyInts,
+        cache: KVCache,
+        window: int | None,
+        generation: int,
+        wholes: Ints | None = None,
+    ) -> TritonWork:
+        """Return the attention work of a step for one window."""
+        assert wholes is None, "only the C kernels read features"
+        return triton_work(num_tokens, context_lens, block_tables, self.group_size, self.device, window)
+
+    def bytes_per_block(self, block_size: int) -> int:
+        """Return the bytes of KV cache of one block, all layers together."""
+        config = self._config
+        return bytes_per_block(
+            block_size, config.num_key_value_heads, config.head_dim, config.num_hidden_layers, self._dtype
+        )
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> TritonKVCache:
+        """Allocate a KV cache. Errors: MemoryError."""
+        return self._cache(num_blocks, block_size, self.device)
+
+    def allocate_swap_cache(self, num_blocks: int, block_size: int) -> TritonKVCache:
+        """Allocate a cache in pinned host memory for blocks of preempted requests. Errors: MemoryError."""
+        return self._cache(num_blocks, block_size, torch.device("cpu"), pinned=self.device.type == "cuda")
+
+    def _cache(self, num_blocks: int, block_size: int, device: torch.device, *, pinned: bool = False) -> TritonKVCache:
+        config = self._config
+        heads, head_dim = config.num_key_value_heads, config.head_dim
+        shape = config.num_hidden_layers, num_blocks, block_size, heads, head_dim
+        return TritonKVCache(*shape, self._dtype, device, pinned)

@@ -1,0 +1,110 @@
+"""Stage: the part of a model that some workers of a pipeline compute: neighbouring layers, all that others lack.
+
+A stage gets the residual stream from the one before it, and hands it on. No sum crosses stages, so every number has the
+bits of one process, for any number of stages.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from core.models.config import ModelConfig
+from core.models.operations.stored_matrix import Weight
+from core.models.parts.shard import Range
+from core.models.parts.stage_link import StageLink
+from ipc.errors import ConfigError
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+_EMBEDDINGS = "model.embed_tokens.weight"
+
+
+class Stage(NamedTuple):
+    """A stage of a pipeline of `size`, counted from 0, and its connections with its neighbours."""
+
+    number: int
+    size: int
+    link: StageLink
+
+    @property
+    def is_first(self) -> bool:
+        """Return whether the stage looks up the tokens' embeddings."""
+        return self.number == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Return whether the stage computes logits."""
+        return self.number == self.size - 1
+
+    def layers(self, config: ModelConfig) -> Range:
+        """Return the stage's layers. config: the whole model's. Errors: ConfigError where there are too few."""
+        return layers_of_stages(config, self.size)[self.number]
+
+    def config(self, config: ModelConfig) -> ModelConfig:
+        """Return the config of a model of the stage's layers, which are counted from 0."""
+        own = self.layers(config)
+
+        def renumbered(layers: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(layer - own.first for layer in layers if own.first <= layer < own.last)
+
+        experts = config.experts
+        if experts is not None:
+            experts = msgspec.structs.replace(experts, dense_layers=renumbered(experts.dense_layers))
+        return msgspec.structs.replace(
+            config,
+            num_hidden_layers=own.length,
+            sliding_layers=renumbered(config.sliding_layers),
+            unrotated_layers=renumbered(config.unrotated_layers),
+            experts=experts,
+            num_labels=config.num_labels if self.is_last else 0,
+        )
+
+    def reads(self, config: ModelConfig) -> Callable[[str], bool]:
+        """Return whether the stage reads the weight of a name. config: the whole model's."""
+        own = self.layers(config)
+        reads_embeddings = self.is_first or (self.is_last and config.tie_word_embeddings)
+
+        def reads(name: str) -> bool:
+            if found := _LAYER.match(name):
+                return own.first <= int(found[1]) < own.last
+            return reads_embeddings if name == _EMBEDDINGS else self.is_last
+
+        return reads
+
+    def renamed(self, config: ModelConfig, weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
+        """Yield the weights that the stage reads, under the names that config() gives their layers."""
+        first = self.layers(config).first
+        for name, weight in weights:
+            yield _LAYER.sub(lambda found: f"model.layers.{int(found[1]) - first}.", name), weight
+
+
+def layers_of_stages(config: ModelConfig, num_stages: int) -> list[Range]:
+    """Return the layers of each stage, with about the same number of weights; the last stage has the head besides.
+
+    Errors: ConfigError where there are fewer layers than stages.
+    """
+    count = config.num_hidden_layers
+    if num_stages > count:
+        raise ConfigError(
+            f"pipeline_parallel_size={num_stages} is more than the {count} layers of the model: use at most {count}"
+        )
+    sizes = [_layer_weights(config, layer) for layer in range(count)]
+    ends = np.concatenate([[0], np.cumsum(sizes)])
+    total = int(ends[-1]) + config.vocab_size * config.hidden_size
+    bounds = [0]
+    for stage in range(1, num_stages):
+        least, most = bounds[-1] + 1, count - (num_stages - stage)
+        bounds.append(least + int(np.abs(ends[least : most + 1] - total * stage / num_stages).argmin()))
+    return [Range(first, last) for first, last in zip(bounds, [*bounds[1:], count], strict=True)]
+
+
+def _layer_weights(config: ModelConfig, layer: int) -> int:
+    """Return the number of weights of a layer's matrices."""
+    experts = config.experts
+    if experts is not None:
+        dense = (0,) if layer in experts.dense_layers else ()
+        experts = msgspec.structs.replace(experts, dense_layers=dense)
+    alone = msgspec.structs.replace(config, num_hidden_layers=1, experts=experts)
+    return alone.num_matrix_weights - config.vocab_size * config.hidden_size

@@ -1,0 +1,94 @@
+"""StageLlama: the layers of one stage of a pipeline, with embeddings in the first stage and the head in the last."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from core.models.config import ModelConfig
+from core.models.layers.cache_pages import blocks_per_page
+from core.models.layers.layer_kinds import windows
+from core.models.llama import Llama, embedding_scale
+from core.models.operations.operations import Product
+from core.models.operations.stored_matrix import StoredMatrix, Weight
+from core.models.parts.stage import Stage
+from core.models.parts.weight_parts import WeightParts
+from core.models.step import ModelInputs, StepResult
+from ipc.errors import ConfigError
+from ipc.tables.arrays import NO_INTS
+from kernels.elements import FLOAT32, Dtype, element_name
+
+
+class StageLlama(Llama):
+    """A part of a Llama. It needs the C kernels.
+
+    The residual stream of a step's tokens comes in as given embeddings (kernels/cpu/embedding.h), and goes out as the
+    last layer's output.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: Iterable[tuple[str, Weight]], dtype: Dtype, stage: Stage, **options: Any
+    ) -> None:
+        """Build the stage. config: the whole model's. weights: those that the stage reads. options: see Llama.
+
+        Errors: those of Llama; ConfigError for more stages than layers; ChannelEndedError.
+        """
+        self.stage = stage
+        super().__init__(stage.config(config), stage.renamed(config, weights), dtype, **options)
+        self.windows_of_model, self.num_blocks_per_page = windows(config), blocks_per_page(config)
+        #: Whether steps come from the stage before and go to the next one. Steps that measure times do not.
+        self.is_linked = False
+        own = [f"{name}={product.variant}" for name, product in self.layers[0].products.items()]
+        kernels = f"{element_name(dtype)} {self.operations.variant}"
+        first, *names = stage.link.pass_on([kernels, *own])
+        if first != kernels:
+            raise ConfigError(
+                f"the stages' machines would not compute the bits of one process: the first has {first}, and this one "
+                f"{kernels}: give --dtype and --cpu-kernels, such as avx2, so that they agree"
+            )
+        self._first_variants = dict(one.split("=", 1) for one in names)
+        if not stage.is_last:
+            self.tap([len(self.layers)])
+
+    def _build_begin(self, parts: WeightParts) -> Product | None:
+        if self.stage.is_first and not (self.stage.is_last and self.config.tie_word_embeddings):
+            table = parts.take_matrix("model.embed_tokens.weight")
+            self.embedding = self.operations.embedding(table, embedding_scale(self.config, self.dtype), None)
+            return None
+        if self.stage.is_last and self.config.tie_word_embeddings:
+            return super()._build_begin(parts)
+        nothing = StoredMatrix.of(np.zeros((1, self.config.hidden_size), np.float32))
+        self.embedding = self.operations.embedding(nothing, 1.0, None)
+        return None
+
+    def _build_end(self, parts: WeightParts, head: Product | None) -> None:
+        if self.stage.is_last:
+            super()._build_end(parts, head)
+            return
+        self._norm = self.operations.norm(None, self.config.rms_norm_eps, self.dtype)
+        self._float_norm = self.operations.norm(None, self.config.rms_norm_eps, FLOAT32)
+
+    @property
+    def product_variants(self) -> dict[str, str]:
+        """The variants of the whole model's products; in the last stage, which has the head."""
+        return {**self._first_variants, **super().product_variants}
+
+    @property
+    def reads_features(self) -> bool:
+        """Return False: what is given are other numbers here."""
+        return False
+
+    def forward(self, inputs: ModelInputs) -> StepResult:
+        """Run one step of the stage, whose result has logits in the last stage only. Errors: ChannelEndedError."""
+        link, count = self.stage.link, len(inputs.positions)
+        if not self.stage.is_first:
+            given = link.room(count, self.config.hidden_size)
+            if self.is_linked:
+                link.receive(given)
+            inputs = inputs._replace(token_ids=-1 - np.arange(count), given=given)
+        if self.stage.is_last:
+            return super().forward(inputs)
+        result = super().forward(inputs._replace(logits_rows=NO_INTS))
+        if self.is_linked:
+            link.send(result.states_of(np.arange(count)))  # type: ignore[attr-defined]
+        return result

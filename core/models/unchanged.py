@@ -1,8 +1,0 @@
-"""unchanged: stands for an operation that an architecture does not have, or that another operation includes."""
-
-from core.models.tensor import Tensor
-
-
-def unchanged(x: Tensor) -> Tensor:
-    """Return x itself."""
-    return x

@@ -1,0 +1,162 @@
+"""/v1/messages and /v1/messages/count_tokens: Anthropic's Messages API."""
+
+import secrets
+
+import msgspec
+
+from frontend.calls.delta import Delta, Kind
+from frontend.calls.parsed import ParsedAnswer, WholeCall
+from frontend.http.anthropic.messages_bodies import CountBody, MessagesBody, chat_of
+from frontend.http.bodies import Json
+from frontend.http.chat_request import PreparedChat, count_tokens, prepare_chat
+from frontend.http.errors import HttpError
+from frontend.http.replies.answer_format import EVENT_STREAM, PromptSide, json_bytes
+from frontend.http.replies.reply import Reply
+from frontend.http.replies.usage import Usage
+from frontend.http.request import Request, Response
+from frontend.http.service import Service
+from frontend.results.outputs import CompletionOutput
+
+_decoder = msgspec.json.Decoder(MessagesBody)
+_count_decoder = msgspec.json.Decoder(CountBody)
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+_KINDS = {Kind.CONTENT: "text", Kind.REASONING: "thinking"}
+
+
+async def create_message(service: Service, request: Request) -> Reply:
+    """Answer a chat of Anthropic's API."""
+    body = request.decode(_decoder)
+    name = service.check_model(request, body.model)
+    prepared = await prepare_chat(service, request, chat_of(body))
+    return service.submit(request, prepared.requests, MessagesFormat(name, prepared))
+
+
+async def count_message_tokens(service: Service, request: Request) -> Response:
+    """Count the tokens of a chat's prompt."""
+    body = request.decode(_count_decoder)
+    service.check_model(request, body.model)
+    return Response(json_bytes({"input_tokens": await count_tokens(service, request, chat_of(body))}))
+
+
+def error_body(error: HttpError) -> bytes:
+    """Return the body of an error in Anthropic's form."""
+    return json_bytes(_error(error))
+
+
+class MessagesFormat:
+    """Answers of /v1/messages: blocks of thinking, text and calls, in the order of the model."""
+
+    stream_type = EVENT_STREAM
+    keep_alive = b'event: ping\ndata: {"type":"ping"}\n\n'
+
+    def __init__(self, name: str, prepared: PreparedChat) -> None:
+        self._name = name
+        self._id = f"msg_{secrets.token_hex(12)}"
+        self._num_prompt = len(prepared.requests[0].prompt.token_ids)
+        self._answer = ParsedAnswer(prepared.scanners[0] if prepared.scanners else None)
+        self._blocks: list[Json] = []
+        self._has_open = False
+        self._stop: Json = {"stop_reason": None, "stop_sequence": None}
+
+    def opening(self) -> bytes:
+        """Return the beginning of the message."""
+        message = self._message(Usage(self._num_prompt))
+        none_yet: Json = {"content": [], "stop_reason": None, "stop_sequence": None}  # a first piece may have been read
+        return _event("message_start", message={**message, **none_yet})
+
+    def piece(self, index: int, output: CompletionOutput, usage: Usage) -> bytes:
+        """Return the events of the new text."""
+        is_end = output.finish_reason is not None
+        events = [self._part(part) for part in self._answer.feed(output.text, is_end=is_end)]
+        if is_end:
+            events.append(self._close())
+            self._stop = self._stop_fields(output)
+        return b"".join(events)
+
+    def closing(self, usage: Usage) -> bytes:
+        """Return the reason of the end, the usage, and the end of the message."""
+        return _event("message_delta", delta=self._stop, usage=_usage(usage)) + _event("message_stop")
+
+    def failure(self, error: HttpError) -> bytes:
+        """Return the event of an error."""
+        return b"event: error\ndata: %b\n\n" % json_bytes(_error(error))
+
+    def whole(self, choices: list[CompletionOutput], prompts: list[PromptSide], usage: Usage) -> bytes:
+        """Return the body of a whole answer."""
+        self.piece(0, choices[0], usage)
+        return json_bytes(self._message(usage))
+
+    def _message(self, usage: Usage) -> Json:
+        return {
+            "id": self._id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._name,
+            "content": self._blocks,
+            **self._stop,
+            "usage": _usage(usage),
+        }
+
+    def _part(self, part: Delta | WholeCall) -> bytes:
+        """Add a part of the answer to the blocks; return its events."""
+        if isinstance(part, WholeCall):
+            block: Json = {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": part.name, "input": {}}
+            events = self._open(block)
+            block["input"] = part.arguments
+            arguments = json_bytes(part.arguments).decode()
+            return events + self._delta({"type": "input_json_delta", "partial_json": arguments}) + self._close()
+        kind, events = _KINDS[part.kind], b""
+        if not self._has_open or self._blocks[-1]["type"] != kind:
+            signature = {"signature": ""} if kind == "thinking" else {}
+            events = self._open({"type": kind, kind: "", **signature})
+        self._blocks[-1][kind] += part.text
+        return events + self._delta({"type": f"{kind}_delta", kind: part.text})
+
+    def _open(self, block: Json) -> bytes:
+        events = self._close()
+        self._blocks.append(block)
+        self._has_open = True
+        return events + _event("content_block_start", index=len(self._blocks) - 1, content_block=block)
+
+    def _delta(self, delta: Json) -> bytes:
+        return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
+
+    def _close(self) -> bytes:
+        if not self._has_open:
+            return b""
+        self._has_open = False
+        return _event("content_block_stop", index=len(self._blocks) - 1)
+
+    def _stop_fields(self, output: CompletionOutput) -> Json:
+        if output.finish_reason == "length":
+            return {"stop_reason": "max_tokens", "stop_sequence": None}
+        if isinstance(output.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": output.stop_reason}
+        reason = "tool_use" if self._answer.num_calls else "end_turn"
+        return {"stop_reason": reason, "stop_sequence": None}
+
+
+def _event(kind: str, **fields: object) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), json_bytes({"type": kind, **fields}))
+
+
+def _usage(usage: Usage) -> Json:
+    return {
+        "input_tokens": usage.prompt_tokens - usage.cached_tokens,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached_tokens,
+        "output_tokens": usage.completion_tokens,
+    }
+
+
+def _error(error: HttpError) -> Json:
+    kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.fields()["message"]}}

@@ -1,0 +1,282 @@
+"""Ollama's API: /api/chat and /api/generate as lines of JSON, and what its programs ask of a server and its models.
+
+Models are neither pulled nor deleted nor unloaded here, and a prompt is never cut to num_ctx.
+"""
+
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import TypeVar
+
+import msgspec
+
+from frontend.calls.delta import Delta, Kind
+from frontend.calls.parsed import ParsedAnswer, WholeCall
+from frontend.calls.scanner import Scanner
+from frontend.http.bodies import ChatBody, CompletionBody, Json
+from frontend.http.chat_request import PreparedChat, prepare_chat
+from frontend.http.errors import HttpError
+from frontend.http.ollama.ollama_bodies import (
+    OllamaBody,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    sampling_fields,
+    with_parts,
+)
+from frontend.http.openai.logprobs import chat_logprobs
+from frontend.http.replies.answer_format import PromptSide, json_bytes
+from frontend.http.replies.reply import Reply
+from frontend.http.replies.usage import Usage
+from frontend.http.request import Request, Response
+from frontend.http.sampling import read_sampling
+from frontend.http.service import Service
+from frontend.results.outputs import CompletionOutput
+from ipc.version import VERSION
+
+_Body = TypeVar("_Body", ChatBody, CompletionBody)
+_TAG = ":latest"
+_ARCHITECTURE = "engine-core"  # Ollama's programs read the context's length under the architecture's name
+_chat_decoder = msgspec.json.Decoder(OllamaChatBody)
+_generate_decoder = msgspec.json.Decoder(OllamaGenerateBody)
+
+
+class _ShowBody(msgspec.Struct):
+    model: str | None = None
+    name: str | None = None
+
+
+_show_decoder = msgspec.json.Decoder(_ShowBody)
+
+
+async def chat(service: Service, request: Request) -> Reply | Response:
+    """Answer a chat."""
+    given = request.decode(_chat_decoder)
+    name = service.check_model(request, given.model.removesuffix(_TAG))
+    if not given.messages:
+        return _loaded(name, {"message": {"role": "assistant", "content": ""}})
+    body = _chat_body(service, given, [with_parts(message) for message in given.messages], given.tools)
+    prepared = await prepare_chat(service, request, body)
+    answer = OllamaFormat(name, prepared.scanners, _logprobs_of(service, given), is_chat=True)
+    return service.submit(request, prepared.requests, answer)
+
+
+async def generate(service: Service, request: Request) -> Reply | Response:
+    """Answer a prompt: as a chat of one message, or with raw=true as it stands."""
+    given = request.decode(_generate_decoder)
+    name = service.check_model(request, given.model.removesuffix(_TAG))
+    for field in ("suffix", "template", "context", *(("images",) if given.raw else ())):
+        if getattr(given, field):
+            raise HttpError(400, f"{field} is not supported {'with raw ' * (field == 'images')}here", param=field)
+    if not given.prompt and not given.images:
+        return _loaded(name, {"response": ""})
+    if given.raw:
+        body = _convert(CompletionBody, {**sampling_fields(given, service.max_model_len), "prompt": given.prompt})
+        logprobs = (given.top_logprobs or 0) if given.logprobs else None
+        params = read_sampling(body, service.default_sampling, max_tokens=None, logprobs=logprobs)
+        prepared = PreparedChat(
+            await service.run(
+                request, lambda: service.prepare(request, body, [given.prompt], params, add_special_tokens=True)
+            )
+        )
+    else:
+        system: list[Json] = [{"role": "system", "content": given.system}] if given.system else []
+        messages = [*system, with_parts({"role": "user", "content": given.prompt, "images": given.images})]
+        prepared = await prepare_chat(service, request, _chat_body(service, given, messages, None))
+    answer = OllamaFormat(name, prepared.scanners, _logprobs_of(service, given), is_chat=False)
+    return service.submit(request, prepared.requests, answer)
+
+
+async def list_tags(service: Service, request: Request) -> Response:
+    """List the model's names."""
+    return Response(json_bytes({"models": [_card(service, name) for name in service.names_for(request)]}))
+
+
+async def list_running(service: Service, request: Request) -> Response:
+    """List what is loaded: the model, always."""
+    cards = [{**_card(service, n), "expires_at": "9999-12-31T00:00:00Z"} for n in service.names_for(request)]
+    return Response(json_bytes({"models": cards}))
+
+
+async def show(service: Service, request: Request) -> Response:
+    """Describe the model."""
+    body = request.decode(_show_decoder)
+    name = service.check_model(request, (body.model or body.name or "").removesuffix(_TAG))
+    tokenizer, length = service.engine.tokenizer, service.max_model_len
+    lengths = {"general.context_length": length, f"{_ARCHITECTURE}.context_length": length}
+    answer = {
+        "template": tokenizer.chat_template or "" if tokenizer is not None else "",
+        "details": _card(service, name)["details"],
+        "model_info": {"general.architecture": _ARCHITECTURE, "general.basename": name, **lengths},
+        "capabilities": _capabilities(service),
+    }
+    return Response(json_bytes(answer))
+
+
+def _capabilities(service: Service) -> list[str]:
+    """Return what the model can do, in Ollama's words; programs offer tools and images by these."""
+    welcome = service.engine.client.welcome
+    found = ["completion", "tools"] if not welcome.tasks or "generate" in welcome.tasks else []
+    if "embed" in welcome.tasks:
+        found.append("embedding")
+    if welcome.features is not None and welcome.features.image_size:
+        found.append("vision")
+    if service.form.reasoning is not None or service.form.is_harmony:
+        found.append("thinking")
+    return found
+
+
+def _loaded(name: str, content: Json) -> Response:
+    """Return the answer to a request without a prompt, by which Ollama's programs load a model or unload it.
+
+    The model is loaded before and after it."""
+    return Response(json_bytes({"model": name, "created_at": _now(), **content, "done": True, "done_reason": "load"}))
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+
+
+async def get_version(service: Service, request: Request) -> Response:
+    """Return the version."""
+    return Response(json_bytes({"version": VERSION}))
+
+
+async def refuse(service: Service, request: Request) -> Response:
+    """Refuse what changes the models of a server."""
+    raise HttpError(501, "this server serves the model that it was started with; its owner changes it")
+
+
+def error_body(error: HttpError) -> bytes:
+    """Return the body of an error in Ollama's form, whose clients take its value for a text."""
+    return json_bytes({"error": error.fields()["message"]})
+
+
+class OllamaFormat:
+    """Answers of /api/chat and /api/generate."""
+
+    stream_type = b"application/x-ndjson"
+    keep_alive = b""  # a line that all of its clients skip does not exist
+
+    def __init__(
+        self,
+        name: str,
+        scanners: list[Scanner] | None,
+        logprobs_of: Callable[[CompletionOutput], Json],
+        *,
+        is_chat: bool,
+    ) -> None:
+        self._name = name
+        self._logprobs_of = logprobs_of
+        self._answer = ParsedAnswer(scanners[0] if scanners else None)
+        self._is_chat = is_chat
+        self._reason = "stop"
+        self._began_ns = time.monotonic_ns()
+        self._first_ns = 0
+
+    def opening(self) -> bytes:
+        """Return nothing: a stream begins with its first tokens."""
+        return b""
+
+    def piece(self, index: int, output: CompletionOutput, usage: Usage) -> bytes:
+        """Return a line for each new part of the answer."""
+        self._first_ns = self._first_ns or time.monotonic_ns()
+        self._reason = output.finish_reason or self._reason
+        parts = self._answer.feed(output.text, is_end=output.finish_reason is not None)
+        fields, logprobs = [_fields([part]) for part in parts], self._logprobs_of(output)
+        if logprobs.get("logprobs") and not fields:
+            fields = [_fields([])]
+        more = [logprobs, *[{}] * len(fields)]  # the first line has what is said of the tokens
+        return b"".join(self._line(one, {"done": False, **more[at]}) for at, one in enumerate(fields))
+
+    def closing(self, usage: Usage) -> bytes:
+        """Return the last line, with the counts."""
+        return self._line(_fields([]), self._end(usage))
+
+    def failure(self, error: HttpError) -> bytes:
+        """Return the line of an error."""
+        return error_body(error) + b"\n"
+
+    def whole(self, choices: list[CompletionOutput], prompts: list[PromptSide], usage: Usage) -> bytes:
+        """Return the body of a whole answer."""
+        self._reason = choices[0].finish_reason or self._reason
+        fields = _fields(self._answer.feed(choices[0].text, is_end=True))
+        return self._line(fields, {**self._end(usage), **self._logprobs_of(choices[0])})
+
+    def _line(self, fields: Json, more: Json) -> bytes:
+        shown: Json = {"message": {"role": "assistant", **fields}}
+        if not self._is_chat:
+            shown = {("response" if name == "content" else name): value for name, value in fields.items()}
+        return json_bytes({"model": self._name, "created_at": _now(), **shown, **more}) + b"\n"
+
+    def _end(self, usage: Usage) -> Json:
+        """Return the counts and the times, in nanoseconds."""
+        now = time.monotonic_ns()
+        first = self._first_ns or now
+        return {
+            "done": True,
+            "done_reason": self._reason,
+            "total_duration": now - self._began_ns,
+            "load_duration": 0,
+            "prompt_eval_count": usage.prompt_tokens,
+            "prompt_eval_duration": first - self._began_ns,
+            "eval_count": usage.completion_tokens,
+            "eval_duration": now - first,
+        }
+
+
+def _fields(parts: list[Delta | WholeCall]) -> Json:
+    """Return the fields of a message of these parts."""
+    texts = {Kind.CONTENT: "", Kind.REASONING: ""}
+    calls: list[Json] = []
+    for part in parts:
+        if isinstance(part, WholeCall):
+            calls.append({"function": {"name": part.name, "arguments": part.arguments}})
+        else:
+            texts[part.kind] += part.text
+    thinking = {"thinking": texts[Kind.REASONING]} if texts[Kind.REASONING] else {}
+    return {"content": texts[Kind.CONTENT], **thinking, **({"tool_calls": calls} if calls else {})}
+
+
+def _logprobs_of(service: Service, given: OllamaBody) -> Callable[[CompletionOutput], Json]:
+    """Return how to show the log probabilities of an output's tokens; nothing where none were asked for."""
+    tokenizer, num_top = service.engine.tokenizer, given.top_logprobs or 0
+
+    def show(output: CompletionOutput) -> Json:
+        if output.logprobs is None:
+            return {}
+        return {
+            "logprobs": chat_logprobs(output.token_ids, output.logprobs, tokenizer, num_top, as_ids=False)["content"]
+        }
+
+    return show
+
+
+def _chat_body(service: Service, given: OllamaBody, messages: list[Json], tools: list[Json] | None) -> ChatBody:
+    fields = sampling_fields(given, service.max_model_len)
+    fields |= {"logprobs": given.logprobs, "top_logprobs": given.top_logprobs}
+    kwargs = {} if given.think is None else {"enable_thinking": bool(given.think)}
+    return _convert(ChatBody, {**fields, "messages": messages, "tools": tools, "chat_template_kwargs": kwargs})
+
+
+def _convert(kind: type[_Body], fields: Json) -> _Body:
+    try:
+        return msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise HttpError(400, str(error)) from None
+
+
+def _card(service: Service, name: str) -> Json:
+    return {
+        "name": name,
+        "model": name,
+        "modified_at": datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z"),
+        "size": 0,
+        "digest": service.engine.client.welcome.model_fingerprint,
+        "details": {
+            "format": "engine-core",
+            "family": "",
+            "families": [],
+            "parameter_size": "",
+            "quantization_level": "",
+        },
+    }

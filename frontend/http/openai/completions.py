@@ -1,0 +1,173 @@
+"""/v1/completions: the handler, and the form of its answers."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from frontend.http.bodies import CompletionBody
+from frontend.http.errors import HttpError
+from frontend.http.openai.logprobs import CompletionLogprobs, Position, completion_logprobs, prompt_logprobs
+from frontend.http.openai.openai_answer import OpenAIAnswer
+from frontend.http.replies.answer_format import EchoingFormat, PromptSide, event, json_bytes
+from frontend.http.replies.reply import Reply
+from frontend.http.replies.text_frames import TextFrames
+from frontend.http.replies.usage import Usage
+from frontend.http.request import Request
+from frontend.http.sampling import read_sampling
+from frontend.http.service import Service
+from frontend.results.outputs import CompletionOutput
+from frontend.session import PreparedRequest
+from frontend.text.prompts import PromptInput, split_prompts
+from frontend.text.tokenizer import Tokenizer
+
+_PLAIN_TAIL = b',"logprobs":null,"finish_reason":null}]}\n\n'
+_decoder = msgspec.json.Decoder(CompletionBody)
+_MAX_TOKENS = 16  # OpenAI's default
+MAX_PROMPTS = 2048
+
+
+async def create_completion(service: Service, request: Request) -> Reply:
+    """Complete one prompt or many."""
+    body = request.decode(_decoder)
+    name = service.check_model(request, body.model)
+    if body.prompt is None or body.prompt == []:
+        raise HttpError(400, "prompt is missing: send a text, texts, token ids or lists of token ids", param="prompt")
+    has_only_echo = bool(body.echo) and body.max_tokens == 0
+    if has_only_echo:
+        body.max_tokens = 1  # the engine makes at least one token; it is not shown
+    params = read_sampling(body, service.default_sampling, max_tokens=_MAX_TOKENS, logprobs=body.logprobs)
+    if body.echo and body.logprobs is not None:
+        if body.stream and params.n > 1:
+            raise HttpError(400, "n choices with echo and logprobs cannot be streamed: leave out stream", param="echo")
+        params.prompt_logprobs = body.logprobs
+
+    def prepare() -> list[PreparedRequest]:
+        prompts: list[PromptInput] = split_prompts(body.prompt)  # type: ignore[arg-type]
+        if len(prompts) > MAX_PROMPTS:
+            raise HttpError(400, f"{len(prompts)} prompts in one request; {MAX_PROMPTS} are allowed", param="prompt")
+        special = body.add_special_tokens is not False
+        return service.prepare(request, body, prompts, params, add_special_tokens=special)
+
+    prepared = await service.run(request, prepare)
+    answer = CompletionFormat(service, body, name, prepared, drops_output=has_only_echo)
+    return service.submit(request, prepared, answer)
+
+
+class CompletionFormat(OpenAIAnswer, EchoingFormat):
+    """Answers of /v1/completions."""
+
+    def __init__(
+        self,
+        service: Service,
+        body: CompletionBody,
+        name: str,
+        prepared: list[PreparedRequest],
+        *,
+        drops_output: bool,
+    ) -> None:
+        super().__init__(service, body, prefix="cmpl", kind="text_completion", name=name)
+        self._body = body
+        self._params = prepared[0].params
+        self._n = prepared[0].params.n
+        self._num_choices = len(prepared) * self._n
+        self._prompts = [one.prompt for one in prepared]
+        self._drops_output = drops_output
+        self._offsets = [0] * self._num_choices  # characters of each choice so far, for text_offset
+        self._is_plain = body.logprobs is None and not self._counts_always and not body.return_token_ids
+        self.echoes = bool(body.stream and body.echo) and body.logprobs is not None
+        is_plain = body.stream and self._is_plain and not drops_output
+        self._plain_heads = self._heads(self._num_choices, b'"text":') if is_plain else []
+
+    def opening(self) -> bytes:
+        """Return the prompts, where they are to be echoed without log probabilities."""
+        if not self._body.echo or self.echoes:
+            return b""
+        texts = [self._prompt_text(index // self._n) for index in range(self._num_choices)]
+        return b"".join(self._event({"index": index, "text": text}) for index, text in enumerate(texts))
+
+    def prompt_piece(self, index: int, prompt: PromptSide) -> bytes:
+        """Return a prompt and its log probabilities."""
+        logprobs = None
+        if prompt.logprobs is not None:
+            logprobs = self._logprobs(index, list(zip(prompt.token_ids, prompt.logprobs, strict=True)))
+        choice = {"index": index, "text": self._prompt_text(index // self._n), "logprobs": logprobs}
+        return event({**self._fields, "choices": [{**choice, "finish_reason": None}]})
+
+    def piece(self, index: int, output: CompletionOutput, usage: Usage) -> bytes:
+        """Return the event of a choice's new text."""
+        if self._drops_output:
+            if output.finish_reason is None:
+                return b""
+            usage.completion_tokens = 0
+            _drop(output)
+            return self._chunk(self._choice(index, output), usage)
+        if output.finish_reason is None and self._is_plain:
+            if not output.text:
+                return b""
+            return self._plain_heads[index] + json_bytes(output.text) + _PLAIN_TAIL
+        return self._chunk(self._choice(index, output), usage)
+
+    def text_frames(self) -> TextFrames | None:
+        """Return the frames of plain events."""
+        return self._frames(self._plain_heads, _PLAIN_TAIL, self._params)
+
+    def whole(self, choices: list[CompletionOutput], prompts: list[PromptSide], usage: Usage) -> bytes:
+        """Return the body of a whole answer."""
+        if self._drops_output:
+            usage.completion_tokens = 0
+        shown = [self._whole_choice(index, one, prompts[index // self._n]) for index, one in enumerate(choices)]
+        return json_bytes({**self._fields, "choices": shown, "usage": usage.openai()})
+
+    def _whole_choice(self, index: int, output: CompletionOutput, prompt: PromptSide) -> dict[str, object]:
+        if self._drops_output:
+            _drop(output)
+        text, before = output.text, list[Position]()
+        if self._body.echo:
+            text = self._prompt_text(index // self._n) + text
+            if self._body.logprobs is not None and prompt.logprobs is not None:
+                before = list(zip(prompt.token_ids, prompt.logprobs, strict=True))
+        choice = self._choice(index, output, before)
+        choice["text"] = text
+        if self._body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(prompt.logprobs)
+        if self._body.return_token_ids:
+            choice["prompt_token_ids"] = prompt.token_ids
+        return choice
+
+    def _choice(self, index: int, output: CompletionOutput, before: Sequence[Position] = ()) -> dict[str, object]:
+        logprobs = None
+        if output.logprobs is not None:
+            logprobs = self._logprobs(index, [*before, *zip(output.token_ids, output.logprobs, strict=True)])
+        choice: dict[str, object] = {
+            "index": index,
+            "text": output.text,
+            "logprobs": logprobs,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+        if self._body.return_token_ids:
+            choice["token_ids"] = output.token_ids
+        return choice
+
+    def _logprobs(self, index: int, positions: Sequence[Position]) -> CompletionLogprobs:
+        as_ids = bool(self._body.return_tokens_as_token_ids)
+        logprobs = completion_logprobs(positions, self._tokenizer, self._offsets[index], as_ids=as_ids)
+        self._offsets[index] += sum(map(len, logprobs["tokens"]))
+        return logprobs
+
+    def _event(self, choice: dict[str, object]) -> bytes:
+        return event({**self._fields, "choices": [{**choice, "logprobs": None, "finish_reason": None}]})
+
+    def _prompt_text(self, index: int) -> str:
+        prompt = self._prompts[index]
+        return prompt.text if prompt.text is not None else _decode(self._tokenizer, prompt.token_ids)
+
+
+def _drop(output: CompletionOutput) -> None:
+    """Leave out the token that the engine makes at least."""
+    output.text, output.token_ids, output.finish_reason = "", [], "length"
+    output.logprobs = None if output.logprobs is None else []
+
+
+def _decode(tokenizer: Tokenizer | None, ids: list[int]) -> str:
+    return "" if tokenizer is None else tokenizer.decode(ids, skip_special_tokens=False)

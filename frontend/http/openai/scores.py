@@ -1,0 +1,105 @@
+"""/v1/score and /v1/rerank: how well texts fit a query, in vLLM's and in Jina's and Cohere's form."""
+
+import secrets
+import time
+from typing import Any
+
+import msgspec
+
+from frontend.http.errors import HttpError
+from frontend.http.pooling import MAX_TEXTS, pool
+from frontend.http.replies.answer_format import json_bytes
+from frontend.http.request import Request, Response
+from frontend.http.service import Service
+from frontend.pooling import pair_prompt, scored_pairs
+from frontend.results.pooling_outputs import ScoringRequestOutput, cosine_score, score_of
+from frontend.text.prompts import PromptInput
+from ipc.params.pooling_params import PoolingParams
+
+
+class ScoreBody(msgspec.Struct, kw_only=True):
+    """The body of /v1/score: one text with each of the others, or each with the one at its place."""
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+    model: str | None = None
+    template: str | None = None  # see LLM.score()
+    priority: int | None = None
+    truncate_prompt_tokens: int | None = None
+
+
+class RerankBody(msgspec.Struct, kw_only=True):
+    """The body of /v1/rerank."""
+
+    query: str
+    documents: list[str | dict[str, Any]]
+    model: str | None = None
+    top_n: int | None = None
+    return_documents: bool | None = None
+    template: str | None = None
+    priority: int | None = None
+    truncate_prompt_tokens: int | None = None
+
+
+_score_decoder = msgspec.json.Decoder(ScoreBody)
+_rerank_decoder = msgspec.json.Decoder(RerankBody)
+
+
+async def create_score(service: Service, request: Request) -> Response:
+    """Score pairs of texts."""
+    body = request.decode(_score_decoder)
+    name = service.check_model(request, body.model)
+    scores = await _scores(service, request, body, scored_pairs(body.text_1, body.text_2))
+    data = [{"index": index, "object": "score", "score": one.outputs.score} for index, one in enumerate(scores)]
+    fields = {"id": f"score-{secrets.token_hex(16)}", "object": "list", "created": int(time.time()), "model": name}
+    return Response(json_bytes({**fields, "data": data, "usage": _usage(scores)}))
+
+
+async def rerank(service: Service, request: Request) -> Response:
+    """Return documents in the order of their scores, the best first."""
+    body = request.decode(_rerank_decoder)
+    name = service.check_model(request, body.model)
+    texts = [one if isinstance(one, str) else one.get("text") for one in body.documents]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise HttpError(400, "documents must be texts, or objects with a text", param="documents")
+    if body.top_n is not None and body.top_n < 0:
+        raise HttpError(400, f"top_n must be at least 0, got {body.top_n}", param="top_n")
+    scores = await _scores(service, request, body, scored_pairs(body.query, texts))
+    order = sorted(range(len(texts)), key=lambda index: (-scores[index].outputs.score, index))
+    results = [
+        {"index": index, "relevance_score": scores[index].outputs.score}
+        | ({} if body.return_documents is False else {"document": {"text": texts[index]}})
+        for index in order[: body.top_n or None]
+    ]
+    fields = {"id": f"rerank-{secrets.token_hex(16)}", "model": name, "usage": _usage(scores)}
+    return Response(json_bytes({**fields, "results": results}))
+
+
+async def _scores(
+    service: Service, request: Request, body: ScoreBody | RerankBody, pairs: list[tuple[str, str]]
+) -> list[ScoringRequestOutput]:
+    """Return the score of each pair: by a classifier with one label, or the cosine of two embeddings."""
+    tasks, priority = service.engine.client.welcome.tasks, body.priority or 0
+    params = PoolingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
+    if tasks.get("classify", 1) != 1:
+        raise HttpError(
+            400, f"scores need a classifier with one label; this one has {tasks['classify']}", param="model"
+        )
+    if len(pairs) > MAX_TEXTS:
+        raise HttpError(400, f"{len(pairs)} pairs in one request; {MAX_TEXTS} are allowed")
+    if "classify" in tasks:
+
+        def prepare() -> list[PromptInput]:
+            return [pair_prompt(service.engine, pair, body.template) for pair in pairs]
+
+        prompts = await service.run(request, prepare)
+        return [score_of(one) for one in await pool(service, request, prompts, params, "classify", priority)]
+    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+    outputs = await pool(service, request, texts, params, "embed", priority)
+    found = dict(zip(texts, outputs, strict=True))
+    return [cosine_score(found[one], found[other]) for one, other in pairs]
+
+
+def _usage(scores: list[ScoringRequestOutput]) -> dict[str, int]:
+    count = sum(len(one.prompt_token_ids) for one in scores)
+    return {"prompt_tokens": count, "total_tokens": count}

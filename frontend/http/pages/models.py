@@ -1,0 +1,108 @@
+"""/v1/models, /version and the tokenizer's routes."""
+
+import msgspec
+
+from frontend.http.bodies import DetokenizeBody, TokenizeBody
+from frontend.http.errors import HttpError
+from frontend.http.replies.answer_format import json_bytes
+from frontend.http.request import Request, Response
+from frontend.http.service import Service
+from ipc.version import VERSION
+
+_tokenize = msgspec.json.Decoder(TokenizeBody)
+_detokenize = msgspec.json.Decoder(DetokenizeBody)
+
+
+async def list_models(service: Service, request: Request) -> Response:
+    """List the names of the model."""
+    return Response(
+        json_bytes({"object": "list", "data": [_card(service, name) for name in service.names_for(request)]})
+    )
+
+
+async def get_model(service: Service, request: Request) -> Response:
+    """Describe one model."""
+    return Response(json_bytes(_card(service, service.check_model(request, request.target))))
+
+
+async def get_version(service: Service, request: Request) -> Response:
+    """Return the server's version."""
+    return Response(json_bytes({"version": VERSION}))
+
+
+async def tokenize(service: Service, request: Request) -> Response:
+    """Return the token ids of a text or of a chat."""
+    body = request.decode(_tokenize)
+    service.check_model(request, body.model)
+    if body.content is not None and body.prompt is None:  # llama.cpp's names, and its default
+        body.prompt, body.add_special_tokens = body.content, bool(body.add_special)
+    if (body.prompt is None) == (body.messages is None):
+        raise HttpError(400, "send prompt or messages, one of them", param="prompt")
+    if body.with_pieces:
+        raise HttpError(400, "with_pieces is not supported: use return_token_strs", param="with_pieces")
+    tokenizer = service.tokenizer
+
+    def work() -> list[int]:
+        text, special = body.prompt, body.add_special_tokens is not False
+        if text is None:
+            continues = bool(body.continue_final_message)
+            prompts = body.add_generation_prompt
+            (rendered,) = service.engine.render_chats(
+                [body.messages or []],
+                chat_template=None,
+                add_generation_prompt=not continues if prompts is None else prompts,
+                continue_final_message=continues,
+                tools=body.tools,
+                kwargs=body.chat_template_kwargs,
+                takes_files=False,
+            )
+            if not isinstance(rendered, str):
+                raise HttpError(400, "tokens of images are not counted here: leave them out", param="messages")
+            text = rendered
+            special = bool(body.add_special_tokens)
+        return tokenizer.encode(text, add_special_tokens=special)
+
+    ids = await service.run(request, work)
+    answer: dict[str, object] = {"count": len(ids), "max_model_len": service.max_model_len, "tokens": ids}
+    answer["token_strs"] = [tokenizer.hf.id_to_token(token) for token in ids] if body.return_token_strs else None
+    return Response(json_bytes(answer))
+
+
+async def detokenize(service: Service, request: Request) -> Response:
+    """Return the text of token ids, special ones included."""
+    body = request.decode(_detokenize)
+    service.check_model(request, body.model)
+    tokenizer = service.tokenizer
+    vocab_size = max(tokenizer.vocab_size, service.engine.client.welcome.vocab_size)  # a model's may be padded
+    if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < vocab_size:
+        raise HttpError(400, f"tokens must be ids of the vocabulary, below {vocab_size}", param="tokens")
+    text = await service.run(request, lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
+    return Response(json_bytes({"prompt": text, "content": text}))  # vLLM's name, and llama.cpp's
+
+
+async def get_tokenizer_info(service: Service, request: Request) -> Response:
+    """Describe the tokenizer: its special tokens and its chat template."""
+    tokenizer = service.tokenizer
+    info = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": tokenizer.bos_token,
+        "eos_token": tokenizer.eos_token,
+        "pad_token": tokenizer.eos_token,
+        "vocab_size": tokenizer.vocab_size,
+        "model_max_length": service.max_model_len,
+        "chat_template": tokenizer.chat_template,
+    }
+    return Response(json_bytes(info))
+
+
+def _card(service: Service, name: str) -> dict[str, object]:
+    is_adapter = name not in service.names
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "engine-core",
+        "root": name if is_adapter else service.names[0],
+        "parent": service.names[0] if is_adapter else None,
+        "max_model_len": service.max_model_len,
+    }

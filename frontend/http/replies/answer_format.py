@@ -1,0 +1,84 @@
+"""AnswerFormat: how one dialect writes a reply. Each API (chat, completions, ...) has a file of one or two of these."""
+
+import json
+from typing import Protocol
+
+import msgspec
+
+from frontend.http.errors import HttpError
+from frontend.http.replies.usage import Usage
+from frontend.results.outputs import CompletionOutput, TokenLogprobs
+
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+#: Line ends of Python's str.splitlines() that JSON may hold unescaped. Some clients split an event's lines there.
+_LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
+_encode = msgspec.json.Encoder().encode
+
+
+class AnswerFormat(Protocol):
+    """The bytes of one reply. Choices count over all prompts: prompt * n + choice.
+
+    stream_type: content type of a stream. keep_alive: bytes that a client skips, sent into a silent stream; may be
+    empty.
+    """
+
+    stream_type: bytes
+    keep_alive: bytes
+
+    def opening(self) -> bytes:
+        """Return what comes before the first tokens of a stream."""
+
+    def piece(self, index: int, output: CompletionOutput, usage: Usage) -> bytes:
+        """Return the events of a choice's new part; may be empty."""
+
+    def closing(self, usage: Usage) -> bytes:
+        """Return what ends a stream."""
+
+    def failure(self, error: HttpError) -> bytes:
+        """Return what ends a stream that failed."""
+
+    def whole(self, choices: list[CompletionOutput], prompts: list["PromptSide"], usage: Usage) -> bytes:
+        """Return the body of an answer that is not streamed."""
+
+
+class EchoingFormat:
+    """The base of an AnswerFormat whose streams may show the prompts with their log probabilities.
+
+    echoes: whether this reply's stream does.
+    """
+
+    echoes = False
+
+    def prompt_piece(self, index: int, prompt: "PromptSide") -> bytes:
+        """Return the event of the prompt of choice `index`, before its first piece()."""
+        return b""
+
+
+class PromptSide(msgspec.Struct):
+    """A prompt as an answer may show it."""
+
+    text: str | None
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs | None] | None = None
+
+
+def json_bytes(value: object) -> bytes:
+    """Return a value as JSON without any character that ends a line. A lone surrogate becomes a question mark."""
+    try:
+        data = _encode(value)
+    except UnicodeEncodeError:  # a model's JSON may have "\ud800", and its parts are read
+        data = json.dumps(value, ensure_ascii=False).encode(errors="replace")
+    if not data.isascii():
+        for raw, escaped in _LINE_ENDS:
+            data = data.replace(raw, escaped)
+    return data
+
+
+def event(value: object) -> bytes:
+    """Return a value as one server-sent event."""
+    return b"data: %b\n\n" % json_bytes(value)
+
+
+def error_event(error: HttpError) -> bytes:
+    """Return the event that ends a stream of OpenAI's API that failed."""
+    return b"%bdata: [DONE]\n\n" % event({"error": error.fields()})

@@ -1,0 +1,175 @@
+"""Pump: the one consumer of the engine's news in a process, which feeds all replies.
+
+The event loop receives from the engine itself, and each batch that it received schedules one run. A run takes all news
+as columns and calls into Python once for each choice; there is no task, queue or timer for a reply.
+"""
+
+import asyncio
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from frontend.client.client import EngineClient
+from frontend.client.loop_receiver import LoopReceiver
+from frontend.http.replies.reply import HEAD_S, Part, Reply
+from frontend.results.request_state import RequestState
+from ipc.params.sampling_params import SamplingParams
+
+_TICK_S = 1.0
+_EACH_TURN = 128  # replies: a write takes some 10 microseconds
+_log = logging.getLogger("engine_core.http")
+
+
+class Pump:
+    """Feeder of all replies of one client. It is made in the event loop that it runs in."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self.client = client
+        self.replies: dict[Reply, None] = {}
+        self.num_events = 0  # choices that had news, since the start
+        self._loop = asyncio.get_running_loop()
+        self._parts: dict[int, Part] = {}
+        self._ends: dict[int, asyncio.Future[None]] = {}  # of requests without a reply of tokens
+        self._touched: dict[Reply, None] = {}  # have something to write
+        self._is_flushing = False
+        self._is_scheduled = False  # written by the loop's thread and the client's
+        self._timer = self._loop.call_later(_TICK_S, self._tick)
+        self._thread = threading.get_ident()  # the loop's
+        client.add_listener(self._on_news)
+        self._receiver = LoopReceiver(client, self._loop)
+
+    def close(self) -> None:
+        """End what runs by itself."""
+        self._timer.cancel()
+        self._receiver.close()
+
+    def add(self, reply: Reply, states: Sequence[tuple[RequestState, SamplingParams]]) -> None:
+        """Feed this reply with the news of these requests.
+
+        They were submitted in the same turn of the loop, so that no run has taken their news already.
+        """
+        for part in reply.attach(self, states):
+            self._parts[part.state.number] = part
+        self.replies[reply] = None
+        if reply.is_streamed:
+            self._loop.call_later(HEAD_S, _start_late, reply)
+
+    def remove(self, reply: Reply) -> None:
+        """Forget an ended reply, and its requests."""
+        self.replies.pop(reply, None)
+        numbers = [part.state.number for part in reply.parts]
+        for number in numbers:
+            del self._parts[number]
+        self.client.discard(numbers)
+
+    def ended(self, number: int) -> "asyncio.Future[None]":
+        """Return what is done when this request has ended, which has no reply.
+
+        It was submitted in the same turn of the loop, as in add().
+        """
+        end = self._ends[number] = self._loop.create_future()
+        return end
+
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Wait for the ends of these requests no longer."""
+        for number in numbers:
+            self._ends.pop(number, None)
+
+    def wake(self) -> None:
+        """Look for news of replies that were on hold."""
+        self._on_news()
+
+    def _on_news(self) -> None:
+        """Schedule a run, unless one is scheduled. Called by the client's IO thread too."""
+        if self._is_scheduled:
+            return
+        self._is_scheduled = True
+        call = self._loop.call_soon if threading.get_ident() == self._thread else self._loop.call_soon_threadsafe
+        try:
+            call(self._run)
+        except RuntimeError:  # the loop is closed
+            return
+
+    def _run(self) -> None:
+        self._is_scheduled = False  # before the news is taken: what comes later schedules another run
+        news = self.client.take_news()
+        tokens, parts = news.tokens.tolist(), self._parts
+        self.num_events += len(news.numbers)
+        at = 0
+        for number, choice, count, finish in zip(
+            news.numbers.tolist(), news.choices.tolist(), news.counts.tolist(), news.finish.tolist(), strict=True
+        ):
+            ids = tokens[at : at + count]
+            at += count
+            part = parts.get(number)
+            if part is not None:
+                try:
+                    part.take(self.client, choice, ids, finish)
+                except Exception as error:  # of one answer's text: the others have their news in this very run
+                    _fail(part.reply, error)
+                self._touched[part.reply] = None
+            elif finish and (end := self._ends.pop(number, None)) is not None and not end.done():
+                end.set_result(None)
+        if self._touched and not self._is_flushing:
+            self._flush()
+        if self.client.error is not None:
+            self.fail_all(self.client.error, time.monotonic())
+
+    def _flush(self) -> None:
+        """Write what so many replies have. Between two turns the loop takes requests and health checks.
+
+        Parts of streams are made first and then sent one right after the other: a process that reads several of them,
+        such as a proxy, need not be woken for each.
+        """
+        self._is_flushing = False
+        now = time.monotonic()
+        turn = list(itertools.islice(self._touched, _EACH_TURN))
+        for reply in turn:
+            del self._touched[reply]
+            try:
+                reply.flush(now)
+            except Exception as error:  # as in _run()
+                _fail(reply, error)
+                reply.flush(now)
+        for reply in turn:
+            if reply.unsent is not None:
+                try:
+                    reply.send(now)
+                except Exception as error:  # as in _run()
+                    _fail(reply, error)
+                    reply.flush(now)
+        if self._touched:
+            self._is_flushing = True
+            self._loop.call_soon(self._flush)
+
+    def fail_all(self, error: Exception, now: float) -> None:
+        """End all replies with this error. now: monotonic seconds."""
+        for reply in list(self.replies):
+            reply.fail(error)
+            reply.flush(now)
+        for end in self._ends.values():
+            if not end.done():
+                end.set_exception(error)
+
+    def _tick(self) -> None:
+        self._timer = self._loop.call_later(_TICK_S, self._tick)
+        now = time.monotonic()
+        for reply in list(self.replies):
+            reply.tick(now)
+
+
+def _start_late(reply: Reply) -> None:
+    """Let the head of a stream go out that has no news yet."""
+    try:
+        reply.start_late()
+    except Exception as error:  # as in Pump._run()
+        _fail(reply, error)
+        reply.flush(time.monotonic())
+
+
+def _fail(reply: Reply, error: Exception) -> None:
+    """Let a reply end with an error that the reading or the writing of its own text raised."""
+    _log.error("request %s failed", reply.request.id, exc_info=error)
+    reply.fail(error)

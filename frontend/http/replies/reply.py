@@ -1,0 +1,302 @@
+"""Reply: one HTTP answer that is made of the tokens of one request or several, as they come.
+
+The head of a stream waits for the first news, so that a refusal is a status and not an event; after HEAD_S it goes out
+alone. A stream is written once for each wake-up of the pump. While its connection is full, nothing is taken from the
+journal, which is the buffer. end() is the only way in which a reply ends.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from frontend.client.client import EngineClient
+from frontend.client.progress import Progress
+from frontend.http.errors import Headers, HttpError, http_error
+from frontend.http.replies.answer_format import AnswerFormat, EchoingFormat, PromptSide
+from frontend.http.replies.text_frames import FramedFormat
+from frontend.http.replies.usage import Usage
+from frontend.http.request import JSON, Request
+from frontend.results.completion_state import CompletionState
+from frontend.results.outputs import TokenLogprobs
+from frontend.results.request_state import RequestState
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import FinishReason
+
+HEAD_S = 0.25
+KEEP_ALIVE_S = 15.0
+STALL_S = 60.0  # for which a peer may read nothing
+MAX_BEHIND = 4096  # tokens that a peer may be behind
+
+_UNAVAILABLE = "the engine ended this request before it was complete"
+
+
+class Owner(Protocol):
+    """What a reply asks of its pump."""
+
+    client: EngineClient
+
+    def remove(self, reply: "Reply") -> None:
+        """Forget an ended reply, and its requests."""
+
+    def wake(self) -> None:
+        """Look for news of replies that were on hold."""
+
+
+class Part:
+    """One request of a reply. first: index of its first choice among the reply's. The pump finds it by its number."""
+
+    def __init__(self, reply: "Reply", state: RequestState, params: SamplingParams, first: int) -> None:
+        self.reply = reply
+        self.state = state
+        self._first = first
+        self.params = params
+        self.last: Progress | None = None  # at the end of the last choice that has ended
+        self._has_logprobs = params.logprobs is not None
+        self._completions = state.completions
+        self._num_going = len(state.completions)
+        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._is_prompt_due = reply.echo is not None
+        self._num_cached = -1  # tokens of the prompt that reply.usage counts; -1 = not asked for yet
+
+    def take(self, client: EngineClient, choice: int, ids: list[int], finish: int) -> None:
+        """Take news of a choice."""
+        completion, reply = self._completions[choice], self.reply
+        if completion.finished or reply.is_ended:
+            return
+        if not finish and (frames := reply.frames) is not None:
+            text = frames.table[ids[0]] if len(ids) == 1 else frames.table.join(ids)
+            if text is not None and completion.take_whole(ids):
+                reply.usage.completion_tokens += len(ids)
+                if text:
+                    reply.pending.append(frames.heads[self._first + choice] + text + frames.tail)
+                return
+        before = len(completion.token_ids)
+        progress: Progress | None = None
+        if finish or self._has_logprobs:
+            progress = client.read(self.state.number, completion.num_tokens, choice)
+            if not self._is_sound(choice, progress):
+                return
+            self._count_cached(progress)
+            changed = completion.update(progress)
+        else:
+            if self._num_cached < 0:
+                self._count_cached(client.read(self.state.number, completion.num_tokens, choice))
+            changed = completion.take(ids, FinishReason.NONE)
+        reply.usage.completion_tokens += len(completion.token_ids) - before
+        if completion.finished:
+            self.last = progress or self.last
+            self._num_going -= 1
+            reply.num_going -= 1
+            if choice == 0:
+                self._take_prompt_logprobs(progress or client.read(self.state.number, completion.num_tokens))
+            if not finish and self._num_going:  # by a stop string, while other choices go on
+                client.abort([self.state.number], [choice])
+        if self._is_prompt_due and reply.echo is not None and progress is not None:
+            self._is_prompt_due = False
+            self._take_prompt_logprobs(progress)  # complete from the first token on
+            reply.pending.append(reply.echo.prompt_piece(self._first, self.prompt_side()))
+        if changed and reply.is_streamed:
+            reply.add(self._first + choice, completion)
+
+    def prompt_side(self) -> PromptSide:
+        """Return the prompt as an answer may show it."""
+        prompt = self.state.prompt
+        return PromptSide(prompt.text, prompt.token_ids, self._prompt_logprobs)
+
+    def _is_sound(self, choice: int, progress: Progress) -> bool:
+        """Return whether a choice goes on or ended in an answer; else the reply fails.
+
+        A beam search may find fewer sequences than choices: the last choices then end so, and the first one does not.
+        """
+        has_no_sequence = choice > 0 and self.params.use_beam_search
+        if progress.error is None and (progress.finish != FinishReason.ABORT or has_no_sequence):
+            return True
+        self.reply.fail(progress.error or HttpError(503, _UNAVAILABLE))
+        return False
+
+    def _count_cached(self, progress: Progress) -> None:
+        """Count the prompt's cached tokens. They change where the engine began the request anew."""
+        self.reply.usage.cached_tokens += progress.num_cached_tokens - max(self._num_cached, 0)
+        self._num_cached = progress.num_cached_tokens
+
+    def _take_prompt_logprobs(self, progress: Progress) -> None:
+        if progress.logprobs is not None and self.params.prompt_logprobs is not None:
+            self._prompt_logprobs = self.state.read_prompt_logprobs(progress.logprobs)
+
+
+class Reply:
+    """See the module's docstring. is_streamed: write tokens as they come, else the whole answer at the end.
+
+    on_end: called once, with the tokens of prompts and choices, when it has ended; `cause` says how.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        answer_format: AnswerFormat,
+        *,
+        is_streamed: bool,
+        max_model_len: int,
+        on_end: Callable[[int], None] | None = None,
+    ) -> None:
+        self.request = request
+        self.is_streamed = is_streamed
+        self.is_ended = False
+        self.cause = ""
+        self.status = 200
+        self.parts: list[Part] = []
+        self.usage = Usage(0)
+        self.pending: list[bytes] = []  # of a stream, for the next write
+        self.unsent: bytes | None = None  # of a stream, for send(); empty where only its head is due
+        echoes = isinstance(answer_format, EchoingFormat) and answer_format.echoes
+        self.echo = answer_format if isinstance(answer_format, EchoingFormat) and echoes else None
+        self.frames = answer_format.text_frames() if isinstance(answer_format, FramedFormat) else None
+        self.num_going = 0  # choices
+        self.last_write = request.received_at  # monotonic seconds, as the following
+        self.full_since = 0.0  # 0 = the connection takes data
+        self.first_token_at = 0.0
+        self._format = answer_format
+        self._exchange = request.exchange
+        self._max_model_len = max_model_len
+        self._is_started = False
+        self._failure: HttpError | None = None
+        self._owner: Owner | None = None
+        self._on_end = on_end
+        self.on_closed: Callable[[], None] | None = None  # called last, once the reply has ended
+
+    def attach(self, owner: Owner, states: Sequence[tuple[RequestState, SamplingParams]]) -> list[Part]:
+        """Make the parts of these submitted requests and return them."""
+        self._owner = owner
+        for state, params in states:
+            self.parts.append(Part(self, state, params, self.num_going))
+            self.num_going += len(state.completions)
+            self.usage.prompt_tokens += len(state.prompt.token_ids)
+        return self.parts
+
+    def add(self, index: int, completion: CompletionState) -> None:
+        """Add a choice's news to the next write."""
+        self.pending.append(self._format.piece(index, completion.output(), self.usage))
+
+    def fail(self, error: Exception) -> None:
+        """Let the next flush() end the reply with this error; the first counts."""
+        if self._failure is None:
+            self._failure = http_error(error, max_model_len=self._max_model_len)
+
+    def flush(self, now: float) -> None:
+        """Write the end and what is pending, or leave the next part of a stream to send(). now: monotonic seconds."""
+        if self.is_ended or self.full_since:
+            return
+        if self._failure is not None:
+            self._write_failure(self._failure)
+        elif self.is_streamed:
+            self._write_events(now)
+        elif not self.num_going:
+            choices = [one.output() for part in self.parts for one in part.state.completions]
+            sides = [part.prompt_side() for part in self.parts]
+            self._write_whole(200, self._format.whole(choices, sides, self.usage), [])
+            self.end("finished")
+
+    def send(self, now: float) -> None:
+        """Write the part that flush() has made. now: monotonic seconds."""
+        body, self.unsent = self.unsent, None
+        if body is not None and not self.is_ended and self._exchange.write(body):
+            self._hold(now)
+
+    def start_late(self) -> None:
+        """Write the head of a stream that has no news yet."""
+        if not self.is_ended and not self._is_started and not self.full_since and self._failure is None:
+            self._exchange.write(self._begin_stream())
+
+    def tick(self, now: float) -> None:
+        """Keep a silent stream alive; end one whose peer does not read."""
+        if self.full_since:
+            behind = max(self._client().hold(part.state.number, True) for part in self.parts)
+            if now - self.full_since > STALL_S or behind > MAX_BEHIND:
+                self.end("stalled")
+                self.request.exchange.abort()
+        elif self._is_started and self._format.keep_alive and now - self.last_write > KEEP_ALIVE_S:
+            self._exchange.write(self._format.keep_alive)
+            self.last_write = now
+
+    def leave(self) -> None:
+        """End the reply because its peer has left."""
+        self.end("disconnected")
+
+    def end(self, cause: str) -> None:
+        """End the reply: forget its requests, of which those that run are aborted. Only the first call counts."""
+        if self.is_ended:
+            return
+        self.is_ended, self.cause = True, cause
+        if self._owner is not None:
+            self._owner.remove(self)
+        if self._on_end is not None:
+            self._on_end(self.usage.prompt_tokens + self.usage.completion_tokens)
+        closed, self.on_closed = self.on_closed, None
+        if closed is not None:
+            closed()
+        self._exchange.on_left = self._exchange.on_writable = None  # no cycles: freed here, and not by a collection
+        self.parts.clear()
+
+    def _write_events(self, now: float) -> None:
+        pending = self.pending
+        body = pending[0] if len(pending) == 1 else b"".join(pending)
+        pending.clear()
+        is_last = not self.num_going
+        if is_last:
+            body += self._format.closing(self.usage)
+        if not self._is_started:
+            self.first_token_at = now
+            body = self._begin_stream() + body
+        self.last_write = now
+        if is_last:
+            self._exchange.end(body)
+            self.end("finished")
+        else:
+            self.unsent = body
+
+    def _hold(self, now: float) -> None:
+        """Take no more news until the peer has read."""
+        self.full_since = now
+        self._exchange.on_writable = self._resume
+        for part in self.parts:
+            self._client().hold(part.state.number, True)
+
+    def _resume(self) -> None:
+        self.full_since = 0.0
+        if self.is_ended:
+            return
+        for part in self.parts:
+            self._client().hold(part.state.number, False)
+        if self._failure is not None:
+            self.flush(self.last_write)
+        elif self._owner is not None:
+            self._owner.wake()
+
+    def _write_failure(self, error: HttpError) -> None:
+        if self._is_started:
+            self._exchange.end(b"".join(self.pending) + self._format.failure(error))
+        else:
+            self.status = error.status
+            self._write_whole(error.status, self.request.error_body(error), error.headers)
+        self.end(f"error {error.status}")
+
+    def _client(self) -> EngineClient:
+        assert self._owner is not None, "the reply has no pump"
+        return self._owner.client
+
+    # --- the wire -----------------------------------------------------------------------------------------------
+
+    def _begin_stream(self) -> bytes:
+        """Begin the stream, and return its opening. Where that cannot be made, the failure is a status still."""
+        opening = self._format.opening()
+        self._is_started = True
+        fields = [
+            (b"content-type", self._format.stream_type),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+            *self.request.answer_headers,
+        ]
+        self._exchange.begin(fields)
+        return opening
+
+    def _write_whole(self, status: int, body: bytes, headers: Headers) -> None:
+        self._exchange.write_whole(status, [(b"content-type", JSON), *self.request.answer_headers, *headers], body)

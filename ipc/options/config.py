@@ -1,0 +1,263 @@
+"""EngineConfig: all options of an engine process. It is frozen, validated once, and itself a message."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from ipc.errors import ConfigError
+from ipc.log_lines import LogFormat
+from ipc.options import config_checks as checks
+from ipc.options.model_options import ModelOptions
+from ipc.options.option import Option, declared_options
+from ipc.options.speculation import SpeculativeConfig
+
+SchedulingPolicy = Literal["fcfs", "priority", "fair"]
+PreemptionMode = Literal["recompute", "swap", "auto"]
+LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
+KVCacheDtype = Literal["auto", "int8"]
+
+
+class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
+    """Options of one engine. None means that the engine decides at its start.
+
+    A resolved config (core/process/resolve.py) has None only in options that are off without a value.
+
+    Errors: ConfigError that names the option and what is allowed.
+    """
+
+    max_num_seqs: Annotated[
+        int,
+        Option(
+            "scheduling", "requests running at once", 1, 65_536, flags=("-np", "--parallel", "--max-running-requests")
+        ),
+    ] = 32
+    max_num_batched_tokens: Annotated[
+        int | None,
+        Option(
+            "scheduling", "token budget of a step; default: 512, with whole prompts at least max_model_len", 1, 2**24
+        ),
+    ] = None
+    block_size: Annotated[
+        int, Option("KV cache", "tokens in a KV block, a power of two up to 128", 1, 128, flags=("--page-size",))
+    ] = 16
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        Option("KV cache", "KV cache, in bytes or as 512M, 2G; default: a quarter of the memory, at most 4G", 1, 2**44),
+    ] = None
+    kv_cache_dtype: Annotated[
+        KVCacheDtype, Option("KV cache", "auto = the model's numbers, int8 = 8 bits and a scale each row, other tokens")
+    ] = "auto"
+    num_blocks_override: Annotated[
+        int | None,
+        Option(
+            "KV cache", "exact number of KV blocks, whatever the memory", 2, 2**30, names=("num_gpu_blocks_override",)
+        ),
+    ] = None
+    kv_host_bytes: Annotated[
+        int, Option("KV cache", "host memory for blocks that the KV cache evicts, as 512M, 2G; 0 = none", 0, 2**44)
+    ] = 0
+    num_host_blocks: Annotated[
+        int | None, Option("KV cache", "exact number of KV blocks in that memory; default: what fits", 0, 2**30)
+    ] = None
+    kv_dir: Annotated[str | None, Option("KV cache", "folder of files with KV blocks; needs kv_host_bytes")] = None
+    kv_dir_bytes: Annotated[
+        int, Option("KV cache", "bytes of these files, as 512M, 2G; the least recently used go first", 2**20, 2**50)
+    ] = 32 << 30
+    kv_listen: Annotated[str | None, Option("KV cache", "address where other engines fetch KV blocks")] = None
+    kv_peers: Annotated[str | None, Option("KV cache", "engines to fetch KV blocks from, by their kv_listen")] = None
+    kv_key_file: Annotated[str | None, Option("KV cache", "key of `engine-core keys blocks`, equal at peers")] = None
+    enable_prefix_caching: Annotated[bool, Option("KV cache", "reuse the KV blocks of equal beginnings")] = True
+    scheduling_policy: Annotated[
+        SchedulingPolicy,
+        Option(
+            "scheduling",
+            "order of requests: by arrival, by priority, or by the tokens that clients have been served",
+            flags=("--schedule-policy",),
+        ),
+    ] = "fcfs"
+    priority_aging_seconds: Annotated[
+        float, Option("scheduling", "policy priority: waiting so long weighs as one priority; 0 = never", 0, 1e6)
+    ] = 0.0
+    fair_quantum: Annotated[
+        int, Option("scheduling", "policy fair: tokens a client may be ahead of another that waits", 0, 2**40)
+    ] = 4096
+    client_weights: Annotated[
+        dict[str, float],
+        Option(
+            "scheduling",
+            "policy fair: share of the clients of this name; others have 1; may be given again",
+            flags=("--client-weight",),
+        ),
+    ] = msgspec.field(default_factory=dict)
+    preemption_mode: Annotated[
+        PreemptionMode,
+        Option("preemption", "compute again what was preempted, copy it to the host and back, or the cheaper of both"),
+    ] = "recompute"
+    swap_space_bytes: Annotated[
+        int,
+        Option(
+            "preemption", "host memory for preempted requests, in bytes or as 512M, 2G; not with recompute", 0, 2**44
+        ),
+    ] = 2**30
+    num_swap_blocks: Annotated[
+        int | None, Option("preemption", "exact number of KV blocks in that memory; default: what fits", 0, 2**30)
+    ] = None
+    recompute_ns_per_token: Annotated[
+        int | None,
+        Option(
+            "preemption", "cost of computing a token again; default: measured at start where it is needed", 1, 10**12
+        ),
+    ] = None
+    swap_ns_per_block: Annotated[
+        int | None,
+        Option(
+            "preemption",
+            "cost of copying a block to the host; default: measured at start where it is needed",
+            1,
+            10**12,
+        ),
+    ] = None
+    enable_chunked_prefill: Annotated[
+        bool, Option("scheduling", "prompts share steps with decoding; no = whole prompts, in steps of their own")
+    ] = True
+    long_prefill_token_threshold: Annotated[
+        int,
+        Option("scheduling", "most tokens of a prompt in one step while other requests live; 0 = no limit", 0, 2**20),
+    ] = 0
+    max_num_partial_prefills: Annotated[
+        int, Option("scheduling", "prompts that may be in the middle of several steps at once; 0 = no limit", 0, 65_536)
+    ] = 0
+    scheduler_delay_factor: Annotated[
+        float,
+        Option("scheduling", "let prompts gather for so many times the duration of the last step with prompts", 0, 1e6),
+    ] = 0.0
+    admission_lookahead: Annotated[
+        int, Option("scheduling", "how many requests may start before an older one that does not fit", 0, 4096)
+    ] = 8
+    watermark: Annotated[
+        float, Option("scheduling", "share of the KV blocks that a start leaves free while others run", 0, 0.5)
+    ] = 0.01
+    reserve_full_length: Annotated[
+        bool, Option("scheduling", "start a request only with all the KV blocks that it can ever need")
+    ] = False
+    max_num_queued_requests: Annotated[
+        int, Option("clients", "requests of all clients that may wait to begin; more are refused", 1, 2**24)
+    ] = 65_536
+    max_num_queued_tokens: Annotated[int, Option("clients", "tokens of those requests", 1, 2**32)] = 2**26
+    max_client_bytes: Annotated[
+        int, Option("clients", "unfinished requests of one client, in bytes or as 512M, 2G", 1, 2**40)
+    ] = 2**28
+    client_lease_ms: Annotated[
+        int, Option("clients", "a client that is silent for so many milliseconds is gone", 100, 2**31)
+    ] = 30_000
+    request_metrics: Annotated[
+        bool,
+        Option("clients", "measure the times of requests, for Prometheus; `serve --metrics` and `--http` set it"),
+    ] = False
+    log_requests: Annotated[
+        bool, Option("log", "a line for each request at its end; never what was asked or answered")
+    ] = False
+    log_format: Annotated[
+        LogFormat, Option("log", "format of the log on standard error: for people or for programs")
+    ] = "text"
+    capture: Annotated[
+        str | None,
+        Option(
+            "capture", "log every request and decision to this new file, for `engine-core replay`; it holds all prompts"
+        ),
+    ] = None
+    capture_rotate_bytes: Annotated[
+        int,
+        Option(
+            "capture", "begin a further file FILE-2, FILE-3, ... after so many bytes, as 512M, 2G; 0 = never", 0, 2**50
+        ),
+    ] = 0
+    capture_keep_files: Annotated[
+        int, Option("capture", "how many of these files are kept, the last ones; 0 = all", 0, 2**20)
+    ] = 0
+    flight_recorder_bytes: Annotated[
+        int,
+        Option(
+            "capture",
+            "memory for the engine's last records, of which its death makes a file without content; as 64M; 0 = off",
+            0,
+            2**32,
+        ),
+    ] = 2**24
+    flight_recorder_seconds: Annotated[
+        int, Option("capture", "the file has at least so many last seconds, if they fit into that memory", 1, 2**20)
+    ] = 60
+    flight_recorder_folder: Annotated[
+        str | None,
+        Option("capture", "folder of those files; default: $XDG_STATE_HOME/engine-core or ~/.local/state/engine-core"),
+    ] = None
+    flight_recorder_contents: Annotated[
+        bool, Option("capture", "leave prompts and answers in those files, as --capture does")
+    ] = False
+    fake_vocab_size: Annotated[int, Option("fake executor", "vocabulary of the fake executor", 4, 2**24)] = 32_000
+    fake_eos_token_id: Annotated[int, Option("fake executor", "end token of the fake executor", 0, 2**24)] = 2
+    fake_max_model_len: Annotated[int, Option("fake executor", "max_model_len of the fake executor", 2, 2**24)] = (
+        131_072
+    )
+    fake_tokens_per_step: Annotated[
+        int, Option("fake executor", "most tokens of a request in one step of the fake executor", 1, 256)
+    ] = 1
+    fake_poison: Annotated[
+        str,
+        Option(
+            "fake executor",
+            "KIND:TOKEN:POSITION: a request whose first token is TOKEN harms the fake executor when it has POSITION "
+            "tokens; KIND is one of raise, row, memory, abort, segv, hang",
+        ),
+    ] = ""
+    fake_step_us: Annotated[
+        int, Option("fake executor", "least microseconds of a step of the fake executor", 0, 10**9)
+    ] = 0
+    max_logprobs: Annotated[
+        int, Option("log probabilities", "most that a request may ask for at a position; -1 = any number", -1, 2**24)
+    ] = 20
+    logprobs_mode: Annotated[
+        LogprobsMode,
+        Option(
+            "log probabilities",
+            "logarithms or logits; raw: as the model gave them, processed: what the sampler draws from",
+        ),
+    ] = "raw_logprobs"
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        Option(
+            "speculation",
+            'guess tokens ahead, as a JSON object: {"method": "ngram", "num_speculative_tokens": 7}; no token changes',
+        ),
+    ] = None
+    kv_window: Annotated[
+        int | None, Option("KV cache", "tokens that keep their KV; 0 = all; default: the model's window", 0, 2**24)
+    ] = None
+    kv_page_blocks: Annotated[int | None, Option("KV cache", "KV blocks of a page; 0 = no pages", 0, 1024)] = None
+
+    @property
+    def num_host_slots(self) -> int:
+        """Return the blocks of the host pool: first those of preempted requests, then those that the cache evicts."""
+        return (self.num_swap_blocks or 0) + (self.num_host_blocks or 0)
+
+    def __post_init__(self) -> None:
+        for name, declared in OPTIONS.items():
+            declared.check(getattr(self, name))
+        checks.check_texts(self.capture, self.flight_recorder_folder, self.generation_config)
+        checks.check_flight_recorder(self.flight_recorder_bytes)
+        checks.check_weights(self.client_weights)
+        checks.check_executor(self.executor, self.executor_options)
+        checks.check_model(self.model)
+        checks.check_mmproj(self.mmproj)
+        if self.block_size & (self.block_size - 1):
+            raise ConfigError(f"block_size must be a power of two from 1 to 128; got {self.block_size}")
+        if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
+            raise ConfigError("long_prefill_token_threshold cuts prompts, which enable_chunked_prefill=false forbids")
+        checks.check_kv_tiers(self, has_workers=checks.check_workers(self))
+        checks.check_overlap(self)
+        checks.check_adapters(self.enable_lora, self.lora_modules, self.device)
+        checks.check_speculation(self)
+
+
+#: Every option by name, in the order of the fields.
+OPTIONS = declared_options(EngineConfig)

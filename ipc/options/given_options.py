@@ -1,0 +1,62 @@
+"""config_from_options: an EngineConfig from options as callers give them, under our names or vLLM's."""
+
+import difflib
+import os
+from typing import Any
+
+from ipc.errors import ConfigError
+from ipc.options.config import OPTIONS, EngineConfig
+from ipc.options.config_checks import with_revision
+from ipc.options.neutral_options import check_neutral, is_neutral
+from ipc.options.option import DeclaredOption, Option
+from ipc.options.speculation import parse_speculative_config
+
+#: vLLM's name -> ours, for options that are named differently.
+_OTHER_NAMES = {other: name for name, declared in OPTIONS.items() for other in declared.option.names}
+#: vLLM's swap_space, in GiB; ours is swap_space_bytes.
+_SWAP_SPACE = DeclaredOption("swap_space", Option("preemption", "", 0, 2**14), float, is_optional=False, default=0)
+#: vLLM's kv_offloading_size, in GiB; ours is kv_host_bytes.
+_OFFLOADING = DeclaredOption(
+    "kv_offloading_size", Option("KV cache", "", 0, 2**14), float, is_optional=True, default=None
+)
+_REVISION = "revision"
+#: Options that become part of another one.
+_NO_FIELDS = (_SWAP_SPACE.name, _OFFLOADING.name, _REVISION)
+
+
+def config_from_options(**options: Any) -> EngineConfig:
+    """Return the EngineConfig of these options, under our names or vLLM's. None = the option was not given.
+
+    Errors: ConfigError for a bad value or an unknown option.
+    """
+    accepted: dict[str, Any] = {}
+    for given, value in options.items():
+        name = _OTHER_NAMES.get(given, given)
+        if value is None and (name in OPTIONS or name in _NO_FIELDS or is_neutral(name)):
+            continue
+        if name in accepted:
+            raise ConfigError(f"{given} is another name of an option that was given too; leave one of them out")
+        if name in OPTIONS or name in _NO_FIELDS:
+            accepted[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
+        elif is_neutral(name):
+            check_neutral(name, value)
+        else:
+            near = difflib.get_close_matches(name, OPTIONS, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(f"unknown option {name!r}; {hint}known options: {', '.join(OPTIONS)}")
+    if (revision := accepted.pop(_REVISION, None)) is not None:
+        accepted["model"] = with_revision(accepted.get("model"), revision)
+    if (dtype := str(accepted.get("dtype"))).startswith("torch."):  # torch.bfloat16 itself
+        accepted["dtype"] = dtype.removeprefix("torch.")
+    if (gibibytes := accepted.pop(_SWAP_SPACE.name, None)) is not None:
+        _SWAP_SPACE.check(gibibytes)
+        accepted.setdefault("swap_space_bytes", round(gibibytes * 2**30))
+    if (gibibytes := accepted.pop(_OFFLOADING.name, None)) is not None:
+        _OFFLOADING.check(gibibytes)
+        accepted.setdefault("kv_host_bytes", round(gibibytes * 2**30))
+    if "speculative_config" in accepted:
+        accepted["speculative_config"] = parse_speculative_config(accepted["speculative_config"])
+    for name, value in accepted.items():
+        if isinstance(value, str):
+            accepted[name] = OPTIONS[name].option.spellings.get(value, value)
+    return EngineConfig(**accepted)

@@ -1,0 +1,162 @@
+"""ModelOptions: the options of an engine that say what runs, and on which machine: the first part of EngineConfig."""
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from ipc.options import config_checks as checks
+from ipc.options.option import Option
+
+Dtype = Literal["auto", "float32", "bfloat16"]
+LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
+Numerics = Literal["L0", "L2"]
+Device = Literal["cpu", "cuda"]
+RunnerKind = Literal["auto", "generate", "pooling"]
+ModelImpl = Literal["auto", "native", "transformers"]
+CpuKernels = Literal["auto", "c", "amx", "avx512bf16", "avx512", "avx2", "portable", "torch"]
+DistributedExecutorBackend = Literal["auto", "uni", "mp"]
+Quantization = Literal["auto", "stored", "none", "int8"]
+
+
+class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Options of the model, of its adapters and of the machine. EngineConfig (ipc/options/config.py) has the others."""
+
+    model: Annotated[
+        str | None,
+        Option(
+            "model",
+            "folder with config.json and *.safetensors, .gguf file, or Hugging Face name (org/name, org/name:Q4_K_M); "
+            "default: the demo model",
+            flags=("-m", "--model-path", "--model-id", "-hf", "-hfr", "--hf-repo"),
+        ),
+    ] = None
+    mmproj: Annotated[
+        str | None,
+        Option(
+            "model",
+            "file with the vision encoder of a model in a .gguf file; default: one beside it with mmproj in its name",
+            flags=("-mm",),
+        ),
+    ] = None
+    executor: Annotated[
+        str,
+        Option(
+            "machine",
+            "what runs the steps: local = the model in the engine's process, fake = made-up tokens without a model; "
+            "another name is a plug-in's (docs/executors.md)",
+        ),
+    ] = "local"
+    executor_options: Annotated[
+        dict[str, str],
+        Option("machine", "an option of a plug-in executor; may be given again", flags=("--executor-option",)),
+    ] = {}
+    distributed_executor_backend: Annotated[
+        DistributedExecutorBackend,
+        Option(
+            "machine",
+            "mp = the executor runs in workers, which may die; uni = in the engine; auto = uni if it can",
+            refused={"ray": checks.NOT_BY_RAY},
+        ),
+    ] = "auto"
+    tensor_parallel_size: Annotated[
+        int, Option("machine", "workers that compute the model together, each a part", 1, 256, flags=("-tp",))
+    ] = 1
+    pipeline_parallel_size: Annotated[
+        int, Option("machine", "stages: groups of workers with some of the layers each", 1, 256, flags=("-pp",))
+    ] = 1
+    nnodes: Annotated[
+        int, Option("machine", "machines that the workers are spread over; others run `engine-core worker`", 1, 256)
+    ] = 1
+    master_addr: Annotated[
+        str | None,
+        Option("machine", "where they join: HOST or HOST:PORT of this machine, or tcp://HOST:PORT?keys=PATH"),
+    ] = None
+    load_format: Annotated[
+        LoadFormat, Option("model", "format of the weights; 'dummy' makes them up, for benchmarks of a config")
+    ] = "auto"
+    dtype: Annotated[
+        Dtype,
+        Option(
+            "model",
+            "type of weights and arithmetic; auto = bfloat16 with AVX2, on a GPU that has it, or where memory is short,"
+            " else float32",
+            spellings={"float": "float32"},
+            refused=dict.fromkeys(("float16", "half"), "bfloat16 takes as much memory, and is what is computed here"),
+        ),
+    ] = "auto"
+    quantization: Annotated[
+        Quantization,
+        Option(
+            "model",
+            "matrices in memory: stored = as a quantized file has them, none = dequantized at load (no token changes), "
+            "int8 = products in 8 bits (a GPU: of weights in 8 bits), other tokens; auto = stored or none, by the CPU "
+            "(a GPU: none)",
+        ),
+    ] = "auto"
+    device: Annotated[
+        Device, Option("machine", "where the model runs; cuda = on an NVIDIA GPU, by Triton's kernels")
+    ] = "cpu"
+    model_impl: Annotated[
+        ModelImpl,
+        Option("model", "source of the model code; auto = ours where it has the architecture, else transformers"),
+    ] = "auto"
+    runner: Annotated[
+        RunnerKind,
+        Option("model", "what requests get: tokens (generate) or vectors (pooling); auto = by the model's files"),
+    ] = "auto"
+    classifier_from_token: Annotated[
+        str | None,
+        Option("model", "NO,YES: two tokens; a prompt's score is the probability of the second, of these two"),
+    ] = None
+    enable_lora: Annotated[bool, Option("adapters", "requests may run with adapters (LoRA) of the model")] = False
+    max_loras: Annotated[
+        int, Option("adapters", "different adapters in one step; requests with others wait", 1, 1024)
+    ] = 8
+    max_lora_rank: Annotated[int, Option("adapters", "largest rank of an adapter's matrices", 1, 4096)] = 64
+    lora_modules: Annotated[
+        dict[str, str],
+        Option("adapters", "adapters to load at the start: a PEFT folder or .gguf file; may be given again"),
+    ] = {}
+    numerics: Annotated[
+        Numerics, Option("model", "L2: a request's tokens never depend on its neighbours; L0: torch's operations")
+    ] = "L2"
+    threads: Annotated[
+        int | None,
+        Option(
+            "machine",
+            "compute threads; default: the CPUs this process may use, by affinity and CPU quota",
+            1,
+            1024,
+            flags=("-t",),
+        ),
+    ] = None
+    max_model_len: Annotated[
+        int | None,
+        Option(
+            "model",
+            "tokens of prompt and output together; default: the model's",
+            2,
+            2**24,
+            flags=("-c", "--ctx-size", "--context-length"),
+        ),
+    ] = None
+    async_scheduling: Annotated[
+        bool | None,
+        Option("machine", "schedule a step before the tokens of the one before are known; without it: on a GPU"),
+    ] = None
+    generation_config: Annotated[
+        str,
+        Option("model", "default sampling parameters; auto = the model's own, vllm = neutral ones, else a folder's"),
+    ] = "auto"
+    cpu_kernels: Annotated[
+        CpuKernels,
+        Option(
+            "machine",
+            "CPU kernels; auto = C kernels if the wheel has them or a C compiler is found, else torch's; "
+            "c or the name of a variant: these, or no start",
+        ),
+    ] = "auto"
+    gpu_memory_utilization: Annotated[
+        float, Option("machine", "share of a GPU's memory that the engine may take", 0, 1, is_above_low=True)
+    ] = 0.9
+    enforce_eager: Annotated[bool, Option("machine", "no CUDA graphs on a GPU")] = False

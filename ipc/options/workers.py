@@ -1,0 +1,55 @@
+"""Where an executor runs: in the process that creates it, or in worker processes of its own."""
+
+import re
+
+import msgspec
+
+from ipc.options.config import EngineConfig
+
+MASTER_PORT = 29_501  # as vLLM's master_port
+_HAS_PORT = re.compile(r"(^[^:]+|\]):[0-9]+$")  # of a name, an IPv4 address or [an IPv6 address]
+
+
+def has_workers(config: EngineConfig) -> bool:
+    """Return whether the executor runs in processes of its own."""
+    return config.distributed_executor_backend == "mp" or num_workers(config) > 1
+
+
+def num_workers(config: EngineConfig) -> int:
+    """Return the number of processes that compute the model together."""
+    return config.tensor_parallel_size * config.pipeline_parallel_size
+
+
+def in_one_process(config: EngineConfig) -> EngineConfig:
+    """Return the config of an executor in the process that creates it: a worker's, or that of a replay."""
+    return msgspec.structs.replace(
+        config,
+        distributed_executor_backend="uni",
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        nnodes=1,
+        async_scheduling=False,
+    )
+
+
+def master_address(config: EngineConfig) -> str:
+    """Return the address at which the engine's other machines join."""
+    address = config.master_addr or ""
+    if "://" in address:
+        return address
+    return f"tcp://{address}" if _HAS_PORT.search(address) else f"tcp://{address}:{MASTER_PORT}"
+
+
+def overlaps(config: EngineConfig) -> bool:
+    """Return async_scheduling, with its default: steps overlap on a GPU."""
+    if config.async_scheduling is None:
+        return config.executor == "local" and config.device == "cuda"
+    return config.async_scheduling
+
+
+def most_in_flight(config: EngineConfig) -> int:
+    """Return the number of steps that are begun before the result of the first is awaited: one for each stage.
+
+    If steps overlap one more, which waits while its stage is busy.
+    """
+    return config.pipeline_parallel_size + overlaps(config)

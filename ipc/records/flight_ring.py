@@ -1,0 +1,72 @@
+"""The flight ring: shared memory with the last records of an engine's capture, which survives the engine's death.
+
+It has two halves. Each begins with the header of a capture and, but for the engine's first one, with a checkpoint, so
+that each replays alone; then come frames of ipc/records/log_frames.py as they are in a capture. The engine fills one half and
+then the other. The numbers before them are little-endian int64: bytes of a half; then for each half its generation (1,
+2, 3, ... in the order in which halves were begun, 0 = it is being prepared) and its bytes in use.
+"""
+
+import mmap
+import os
+import struct
+import weakref
+from typing import NamedTuple
+
+from ipc.machine.memory_files import find_memory_files, make_memory_file
+
+NAME = "engine-core-flight"  # of the memory file, as /proc/PID/fd shows it
+HALVES_AT = 4096  # where the first half begins; the second one follows it
+_SIZE = struct.Struct("<q")
+HALF = struct.Struct("<2q")  # generation, bytes in use
+_TRIES = 100  # to read a ring that is written meanwhile
+
+
+def half_at(half: int) -> int:
+    """Return where the numbers of a half (0 or 1) are."""
+    return _SIZE.size + half * HALF.size
+
+
+class Half(NamedTuple):
+    """What one half had at one moment."""
+
+    generation: int
+    data: bytes
+
+
+class FlightFile:
+    """A new ring, for the owner of one engine process. It is freed with this object, and with all who have it open."""
+
+    def __init__(self, num_bytes: int) -> None:
+        half_bytes = num_bytes // 2
+        self.fd = make_memory_file(NAME, HALVES_AT + 2 * half_bytes)
+        weakref.finalize(self, os.close, self.fd)
+        os.pwrite(self.fd, _SIZE.pack(half_bytes), 0)
+
+
+def ring_half_bytes(memory: mmap.mmap) -> int:
+    """Return the bytes of a half."""
+    half_bytes: int = _SIZE.unpack_from(memory)[0]
+    return half_bytes
+
+
+def read_ring(fd: int) -> list[Half]:
+    """Return the halves that have records, the older one first. An engine may be writing meanwhile."""
+    with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:
+        size = ring_half_bytes(memory)
+        for _ in range(_TRIES):
+            before = [HALF.unpack_from(memory, half_at(half)) for half in (0, 1)]
+            halves = [
+                Half(generation, memory[HALVES_AT + half * size : HALVES_AT + half * size + used])
+                for half, (generation, used) in enumerate(before)
+            ]
+            after = [HALF.unpack_from(memory, half_at(half))[0] for half in (0, 1)]
+            if [generation for generation, _ in before] == after:
+                break
+        return sorted(half for half in halves if half.generation and half.data)
+
+
+def find_ring(pid: int) -> list[Half]:
+    """Return what read_ring() does, of an engine process of this user on this machine; empty: it has no ring."""
+    for fd in find_memory_files(pid, NAME):
+        return read_ring(fd)
+    return []

@@ -1,0 +1,55 @@
+"""Messages on adapters (LoRA): which one a request runs with, and the calls that load, unload and list them."""
+
+import msgspec
+
+from ipc.wire.call import Call
+
+#: The first minor of engines that have adapters.
+LORA_MINOR = 4
+
+
+class AdapterId(msgspec.Struct, frozen=True, array_like=True, weakref=True):
+    """The adapter of a request, by its content: equal digests (and an equal model) mean equal tokens.
+
+    The engine keeps an adapter as long as such an object of a request lives.
+    """
+
+    digest: str  # 32 hexadecimal digits, as LoraAdapter has them
+
+
+class LoraAdapter(msgspec.Struct, frozen=True, array_like=True):
+    """An adapter that requests may name."""
+
+    name: str
+    digest: str
+    rank: int  # the largest of its matrices
+    num_bytes: int  # that it takes in memory
+    path: str = ""  # its files; told to the owner only
+
+
+class LoadLora(Call, frozen=True, array_like=True, tag=27):
+    """Owner only. Read an adapter's files, beside the running steps. Answered by LoraAdapters with this one.
+
+    A name that is in use names the new content from then on; requests that run go on with the old one.
+    """
+
+    name: str
+    path: str  # in the engine's file system: a PEFT folder, or a .gguf file
+
+
+class UnloadLora(Call, frozen=True, array_like=True, tag=28):
+    """Owner only. Forget an adapter's name; requests that have begun go on. Answered by CallDone."""
+
+    name: str
+
+
+class ListLora(Call, frozen=True, array_like=True, tag=29):
+    """Ask for the adapters. Answered by LoraAdapters."""
+
+
+class LoraAdapters(msgspec.Struct, frozen=True, array_like=True, tag=86):
+    """The adapters that are loaded, by name."""
+
+    call: int
+    adapters: list[LoraAdapter] = []
+    is_enabled: bool = True  # False: the engine was started without enable_lora

@@ -1,0 +1,400 @@
+"""All messages between a client and the engine core: a tagged Struct each, a union and a decoder per direction.
+
+Wire: one ZeroMQ message = one frame = one msgpack array `[tag, field, ...]`. New fields and messages are appended, with
+defaults, and none is removed, so that minors of one major interoperate. Columns are little-endian arrays in `bin`
+fields. Token ids are int32; request numbers and positions uint32. There is no untyped field and no extension type.
+"""
+
+from enum import IntEnum
+from typing import TYPE_CHECKING, TypeAlias, Union
+
+import msgspec
+
+from ipc.errors import MalformedMessageError
+from ipc.params.sampling_params import Delivered, SamplingParams
+from ipc.wire.call import Call, CallRule
+from ipc.wire.feature_messages import FeatureLimits, FeatureUses, PutFeature
+from ipc.wire.fleet_messages import FLEET_MINOR, ChangeReplica, GetReplicas, ReplicaList
+from ipc.wire.lora_messages import LORA_MINOR, AdapterId, ListLora, LoadLora, LoraAdapters, UnloadLora
+from ipc.wire.metrics_messages import METRICS_MINOR, GetMetrics, Metrics
+from ipc.wire.pooling_messages import AddPooling, Pooled
+from ipc.wire.scheduling_messages import (
+    SCHEDULING_MINOR,
+    Explain,
+    Explanation,
+    FollowKVEvents,
+    KVEvents,
+    RequestEvents,
+    StopRequest,
+    UnfollowKVEvents,
+)
+
+PROTOCOL_MAJOR = 1
+#: 1: leases, reconnection, bounds, control calls; choices, logprobs, bad words. 2: request events, Explain, KV events.
+#: 3: default sampling. 4: engines started again, measurements, speculation, grammars, pooling, adapters, features.
+PROTOCOL_MINOR = 4
+STRUCTURED_OUTPUTS_MINOR = 4  # the first of engines that take structured_outputs
+
+#: Largest frame the core accepts, bytes: a prompt of a million tokens and its parameters.
+MAX_CLIENT_MESSAGE_BYTES = 8 << 20
+#: Largest frame a client accepts, bytes: tokenizer files of large vocabularies are tens of megabytes.
+MAX_SERVER_MESSAGE_BYTES = 256 << 20
+#: Most numbers in one Abort.
+MAX_ABORTED = 65_536
+
+
+class FinishReason(IntEnum):
+    """Finish code of an output row; 0 while the request goes on."""
+
+    NONE = 0
+    STOP = 1  # EOS or one of stop_token_ids (stop strings are the client's)
+    LENGTH = 2  # max_tokens or max_model_len
+    ABORT = 3  # by the client, or the engine is shutting down
+
+
+class ErrorCode(IntEnum):
+    """Reason for a refusal or a failure."""
+
+    INVALID_ARGUMENT = 1  # the message is wrong; sending it again does not help
+    ALREADY_EXISTS = 2  # the request number is in use in this session
+    RESOURCE_EXHAUSTED = 3  # a bound was reached; a later attempt may succeed
+    UNAVAILABLE = 4  # the engine is draining or stopping
+    VERSION_MISMATCH = 5  # the protocol majors differ
+    DEADLINE_EXCEEDED = 6
+    INTERNAL = 7
+    PERMISSION_DENIED = 8  # only the engine's owner may ask for this
+    QUARANTINED = 9  # the engine died several times while it ran this request; sending it again does not help
+    NUMERIC = 10  # the request's logits were not finite
+
+
+class PauseMode(IntEnum):
+    """The requests that a Pause stops."""
+
+    NEW = 0  # no request begins; those that have begun go on
+    ALL = 1  # nothing runs; requests keep their rows and blocks
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
+    """First message of a session; answered by Welcome or Refused."""
+
+    major: int
+    minor: int
+    client_name: str
+    session_token: bytes = b""  # of the client's lost session, which ends at once with its requests
+    owner_token: bytes = b""  # the token of Start; it gives the owner's rights
+    num_resumed: int = 0  # unfinished requests of the lost session; sent again first, no bound refuses them
+
+
+class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
+    """Submit one request. Answered by Outputs rows with its number, or by RequestFailed."""
+
+    number: int  # uint32, chosen by the client, never reused within a session
+    prompt_token_ids: bytes  # int32[num_prompt_tokens]
+    params: SamplingParams
+    seed: int  # uint64: key of the request's random stream; every request has one
+    priority: int = 0  # smaller = sooner, where the scheduling policy uses priorities
+    deadline_ms: int = 0  # milliseconds from receipt after which the request fails; 0 = none
+    cache_salt: str = ""  # requests share prefix-cache blocks only if their salts are equal
+    delivered: Delivered = []  # per choice, int32 tokens that the client already has; generation continues after them
+    tenant: str = ""  # whose the request is, of a client that sends for many; "" = the client's own
+    adapter: AdapterId | None = None  # the adapter that it runs with
+    features: FeatureUses = []  # what stands for tokens of its prompt, in order; put before the request
+
+
+class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """Stop these requests; unknown and finished numbers are ignored. Each live one gets a last row with ABORT."""
+
+    numbers: bytes  # uint32[n]
+    choices: bytes = b""  # uint16[n]: the choice of each number to stop; empty = all choices
+
+
+class Goodbye(msgspec.Struct, frozen=True, array_like=True, tag=4):
+    """End the session; its requests are aborted, and the engine sends nothing more."""
+
+
+class Heartbeat(msgspec.Struct, frozen=True, array_like=True, tag=5):
+    """Renew the session's lease, as every message does; for a client that had nothing else to send."""
+
+
+class GetTokenizer(Call, frozen=True, array_like=True, tag=16):
+    """Ask for the model's tokenizer files. Answered by TokenizerFiles."""
+
+
+class GetStatistics(Call, frozen=True, array_like=True, tag=17):
+    """Ask for the engine's counters and gauges. Answered by Statistics, between two steps."""
+
+
+class ResetPrefixCache(Call, frozen=True, array_like=True, tag=18):
+    """Forget every cached block that no running request holds. Answered by CallDone, between two steps."""
+
+
+class GetModelInformation(Call, frozen=True, array_like=True, tag=19):
+    """Ask for the model, sizes and options of the engine. Answered by ModelInformation."""
+
+
+class Pause(Call, frozen=True, array_like=True, tag=20):
+    """Owner only. Pause the engine before the next step, for all clients. Answered by CallDone."""
+
+    mode: PauseMode
+
+
+class Resume(Call, frozen=True, array_like=True, tag=21):
+    """Owner only. End a pause; do nothing where there is none. Answered by CallDone."""
+
+
+class BeginDrain(Call, frozen=True, array_like=True, tag=22):
+    """Owner only. Refuse new requests and end the engine after the last one. Answered by CallDone at once."""
+
+    move_after_ms: int = -1  # then clients are told to go on elsewhere with what has not finished; -1 = never
+    comes_back: bool = False  # the next engine answers at this address: the supervisor starts it
+
+
+class Shutdown(Call, frozen=True, array_like=True, tag=23):
+    """Owner only. End the engine at once. Answered by CallDone, then EngineStopping."""
+
+
+class Limits(msgspec.Struct, frozen=True, array_like=True):
+    """Bounds of this engine, for clients that check requests before they send them."""
+
+    max_model_len: int  # tokens of prompt and output together
+    max_num_seqs: int  # requests running at once
+    max_message_bytes: int
+    max_num_queued_requests: int = 0  # of all clients, that have not begun; 0 = not reported
+    max_num_queued_tokens: int = 0  # of those requests
+    max_client_bytes: int = 0  # of one session's unfinished requests, as the engine keeps them
+    heartbeat_ms: int = 0  # longest time between two messages of the client; 0 = no heartbeats are needed
+    lease_ms: int = 0  # a session without a message for so long ends; 0 = never
+    max_logprobs: int = -1  # per position of a request; -1 = any number, or not reported
+    resume_ms: int = 0  # if this engine dies, another answers at its address within so long; 0 = none does
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=64):
+    """Answer to Hello: the session is open."""
+
+    major: int
+    minor: int
+    server_version: str
+    engine_id: str  # random; new at each start of the process
+    epoch: int  # counts the engine's restarts under one owner; outputs of another epoch are stale
+    session_token: bytes  # 16 random bytes naming this session
+    model_name: str
+    model_fingerprint: str  # hex; equal fingerprints and numerics L2 mean equal tokens
+    tokenizer_hash: str  # hex, of the tokenizer files' content; a key for caches of clients
+    numerics: str  # "L0" | "L1" | "L2"
+    vocab_size: int
+    limits: Limits
+    default_sampling: dict[str, float | int] = {}  # SamplingParams by name, for callers that give none
+    pid: int = 0  # of the engine process; 0 = not told
+    tasks: dict[str, int] = {}  # of requests, with the width of the vectors of each; empty: "generate" only
+    is_encoder: bool = False  # tokens see the whole prompt
+    features: FeatureLimits | None = None  # None: requests have none
+
+
+class Refused(msgspec.Struct, frozen=True, array_like=True, tag=65):
+    """Answer to a Hello that is not accepted, or to a message that cannot be decoded."""
+
+    code: ErrorCode
+    message: str
+    major: int = PROTOCOL_MAJOR
+    minor: int = PROTOCOL_MINOR
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities at L positions, as columns of their own. Idempotent by (number, choice, position)."""
+
+    numbers: bytes  # uint32[L]
+    positions: bytes  # uint32[L]: index in the request's tokens, the prompt's first
+    counts: bytes  # uint32[L]: entries of each; the first is the token at the position, the others the most likely ones
+    ranks: bytes  # uint32[L]: of the token at the position, from 1
+    token_ids: bytes  # int32[sum(counts)]
+    values: bytes  # float32[sum(counts)]: natural logarithms
+    choices: bytes = b""  # uint16[L]; empty = all 0
+
+
+class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=66):
+    """Outputs of one step for one client, as columns of R rows.
+
+    (number, choice, position) makes delivery idempotent: at least once on the wire, exactly once to the caller.
+    """
+
+    epoch: int
+    step: int
+    numbers: bytes  # uint32[R]
+    positions: bytes  # uint32[R]: index of the row's first token in the request's output
+    counts: bytes  # uint16[R]: tokens of each row; 0 for a row that only finishes
+    tokens: bytes  # int32[sum(counts)]
+    choices: bytes = b""  # uint16[R]; empty = all 0
+    finish: bytes = b""  # uint8[R] FinishReason; empty = none finished
+    stop_tokens: list[tuple[int, int]] = []  # (row, token id) where a stop_token_id ended the request
+    started: bytes = b""  # uint32[S, 2]: (number, prompt tokens found in the prefix cache) of requests that began
+    logprobs: Logprobs | None = None  # never later than the tokens they belong to
+    events: RequestEvents | None = None
+    drafts: bytes = b""  # uint32[F, 4]: (number, choice, verified drafts, accepted ones) of rows that ended and had any
+    pooled: Pooled | None = None
+
+
+class RequestFailed(msgspec.Struct, frozen=True, array_like=True, tag=67):
+    """Refusal or failure of a request: the last message for its number."""
+
+    number: int
+    code: ErrorCode
+    message: str
+    retry_after_ms: int = 0  # with RESOURCE_EXHAUSTED: when to send it again; 0 = never
+
+
+class TokenizerFiles(msgspec.Struct, frozen=True, array_like=True, tag=80):
+    """The model's tokenizer files, byte for byte as they are beside the weights; the core never parses them."""
+
+    call: int
+    tokenizer_hash: str
+    files: dict[str, bytes]  # file name -> content; "gguf-header" = a GGUF file's metadata section
+
+
+class Statistics(msgspec.Struct, array_like=True, tag=81):
+    """Counters since the engine started, and gauges now. Not frozen: the scheduler increments one instance."""
+
+    call: int
+    num_steps: int
+    num_running: int
+    num_waiting: int
+    num_finished: int
+    num_preemptions: int
+    num_prompt_tokens: int  # of requests that began
+    num_generation_tokens: int
+    num_scheduled_tokens: int
+    num_scheduled_rows: int  # summed over the steps; / num_steps = mean batch size
+    max_scheduled_rows: int
+    prefix_cache_queries: int  # tokens
+    prefix_cache_hits: int  # tokens
+    num_blocks: int
+    num_free_blocks: int
+    max_used_blocks: int
+    block_size: int
+    num_recomputed_tokens: int = 0  # computed again after a preemption
+    num_swapped_out_blocks: int = 0
+    num_swapped_in_blocks: int = 0
+    num_skipped: int = 0  # times a running request wanted tokens and got none
+    num_head_no_row: int = 0  # steps in which the first waiting request did not start, by reason
+    num_head_no_budget: int = 0
+    num_head_preempted: int = 0
+    num_head_fenced: int = 0
+    num_head_no_blocks: int = 0
+    num_head_partial_prefills: int = 0
+    num_swapped: int = 0  # now: preempted requests with a copy on the host
+    num_on_hold: int = 0  # now: requests whose client does not read
+    num_unbegun: int = 0  # now: requests that a pause keeps from beginning
+    num_swap_blocks: int = 0
+    num_free_swap_blocks: int = 0
+    engine_ns: int = 0  # clock of the engine at its answer; only differences are meaningful
+    step_tokens: list[int] = []  # steps by number of tokens: the buckets of STEP_TOKEN_BOUNDS, then what is above
+    num_drafts: int = 0  # times that a step verified guesses (drafts) of a request's next tokens
+    num_draft_tokens: int = 0  # guessed tokens that steps verified
+    num_accepted_tokens: int = 0  # of these: became tokens
+    num_accepted_tokens_per_pos: list[int] = []  # accepted ones by their place among the guesses of one step
+    num_head_no_adapter: int = 0  # as num_head_no_row above
+    num_host_blocks: int = 0  # room for blocks that the KV cache evicts
+    num_kept_blocks: int = 0  # now: of these, in use
+    num_host_hits: int = 0  # blocks that came back from there
+    num_fetched_blocks: int = 0  # read from files into that memory
+    num_stored_blocks: int = 0  # written from there to files
+
+
+class CallDone(msgspec.Struct, frozen=True, array_like=True, tag=82):
+    """Success of a call that has no result."""
+
+    call: int
+
+
+class CallFailed(msgspec.Struct, frozen=True, array_like=True, tag=83):
+    """Refusal or failure of a call."""
+
+    call: int
+    code: ErrorCode
+    message: str
+
+
+class ModelInformation(msgspec.Struct, frozen=True, array_like=True, tag=84):
+    """Model, sizes and options of the engine."""
+
+    call: int
+    model_name: str
+    model_fingerprint: str
+    numerics: str
+    executor: str
+    dtype: str
+    vocab_size: int
+    eos_token_ids: list[int]
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_blocks: int
+    block_size: int
+    enable_prefix_caching: bool
+
+
+class EngineStopping(msgspec.Struct, frozen=True, array_like=True, tag=96):
+    """Last message of a session that the engine ends; `error` is empty for an orderly stop."""
+
+    error: str = ""
+    comes_back: bool = False  # unfinished requests may be sent to the next engine, as after a lost connection
+
+
+_Answer: TypeAlias = TokenizerFiles | Statistics | ModelInformation | Explanation | Metrics | LoraAdapters | ReplicaList
+CallResult: TypeAlias = _Answer | CallDone | CallFailed
+ServerMessage: TypeAlias = Welcome | Refused | Outputs | RequestFailed | KVEvents | CallResult | EngineStopping
+
+#: All calls. A new one needs a Struct, a row here, and a handler in core/border/reception.py or core/engine.py.
+CALLS: dict[type[Call], CallRule] = {
+    GetTokenizer: CallRule(TokenizerFiles, is_at_border=True),
+    GetStatistics: CallRule(Statistics),
+    ResetPrefixCache: CallRule(CallDone),
+    GetModelInformation: CallRule(ModelInformation, is_at_border=True),
+    Pause: CallRule(CallDone, is_owners=True),
+    Resume: CallRule(CallDone, is_owners=True),
+    BeginDrain: CallRule(CallDone, is_owners=True, is_at_border=True),
+    Shutdown: CallRule(CallDone, is_owners=True, is_at_border=True),
+    GetMetrics: CallRule(Metrics, is_at_border=True, minor=METRICS_MINOR),
+    StopRequest: CallRule(CallDone, is_owners=True, minor=METRICS_MINOR),
+    Explain: CallRule(Explanation, minor=SCHEDULING_MINOR),
+    FollowKVEvents: CallRule(CallDone, minor=SCHEDULING_MINOR),
+    UnfollowKVEvents: CallRule(CallDone, minor=SCHEDULING_MINOR),
+    LoadLora: CallRule(LoraAdapters, is_owners=True, is_at_border=True, minor=LORA_MINOR),
+    UnloadLora: CallRule(CallDone, is_owners=True, is_at_border=True, minor=LORA_MINOR),
+    ListLora: CallRule(LoraAdapters, is_at_border=True, minor=LORA_MINOR),
+    GetReplicas: CallRule(ReplicaList, minor=FLEET_MINOR),
+    ChangeReplica: CallRule(CallDone, is_owners=True, minor=FLEET_MINOR),
+}
+if TYPE_CHECKING:
+    ClientCall: TypeAlias = Call
+else:
+    ClientCall = Union[tuple(CALLS)]  # a decoder needs the union at run time  # noqa: UP007
+Submission: TypeAlias = AddRequest | AddPooling  # a request: for tokens, or for vectors
+ClientMessage: TypeAlias = Hello | Submission | PutFeature | Abort | Goodbye | Heartbeat | ClientCall
+
+_encoder = msgspec.msgpack.Encoder()
+_client_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(ClientMessage)
+_server_decoder: msgspec.msgpack.Decoder[ServerMessage] = msgspec.msgpack.Decoder(ServerMessage)
+
+#: Errors of a typed decoder on hostile bytes (found by fuzzing msgspec 0.22). DecodeError includes ValidationError.
+DECODE_ERRORS = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError, OverflowError)
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Return a message as a frame."""
+    return _encoder.encode(message)
+
+
+def decode_client_message(frame: bytes | memoryview) -> ClientMessage:
+    """Return a client's message. Errors: MalformedMessageError that states what is wrong with the frame."""
+    try:
+        return _client_decoder.decode(frame)
+    except DECODE_ERRORS as error:
+        raise MalformedMessageError(f"not a client message: {error}") from error
+
+
+def decode_server_message(frame: bytes | memoryview) -> ServerMessage:
+    """Return an engine's message. Errors: MalformedMessageError that states what is wrong with the frame."""
+    try:
+        return _server_decoder.decode(frame)
+    except DECODE_ERRORS as error:
+        raise MalformedMessageError(f"not a server message: {error}") from error

@@ -1,0 +1,79 @@
+"""The messages between an engine process and its owner, over the two pipes between them.
+
+The first pipe, from the owner, is also the engine's lease on life.
+"""
+
+from typing import TypeAlias
+
+import msgspec
+
+from ipc.options.config import EngineConfig
+
+#: Exit code of an engine that was told to make room for the next one, which its owner starts.
+EXIT_RESTART = 75
+
+
+class Isolate(msgspec.Struct, frozen=True, array_like=True, tag=116):
+    """Which requests are kept from running, by ipc.records.black_box.request_digest(); each message replaces the one before."""
+
+    parked: list[bytes] = []  # they wait: one of them may have killed the engine
+    quarantined: list[bytes] = []  # they are refused: they have
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True, tag=111):
+    """The first frame, or the second after Prepare: what to run and where to listen."""
+
+    config: EngineConfig
+    address: str
+    epoch: int = 0  # counts the engine's restarts under one owner
+    owner_token: bytes = b""  # a client that sends it in Hello is the owner; empty = no client is
+    is_private: bool = False  # the address was made for this engine alone: its directory is removed with it
+    isolate: Isolate = Isolate()
+    black_box_fd: int = -1  # of a memory file for ipc/records/black_box.py, inherited; -1 = nobody reads it
+    resume_ms: int = 0  # if this engine dies, another answers in its place within so long; 0 = none does
+    flight_fd: int = -1  # of a memory file for ipc/records/flight_ring.py, inherited; -1 = no flight recorder
+    adapters_fd: int = -1  # of a memory file that keeps the names of adapters for the next engine; -1 = nobody does
+
+
+class Prepare(msgspec.Struct, frozen=True, array_like=True, tag=117):
+    """The first frame to a standby: do what a later Start with this config needs, report Prepared, and wait for it."""
+
+    config: EngineConfig
+    loads_model: bool = False  # else only what an engine imports is there when it is needed
+
+
+class Drain(msgspec.Struct, frozen=True, array_like=True, tag=112):
+    """Take no more requests, finish the running ones, exit 0. A second one: report to the clients and exit at once,
+    143.
+    """
+
+
+class StartPhase(msgspec.Struct, frozen=True, array_like=True, tag=113):
+    """Child to parent: a phase of the start has begun."""
+
+    name: str
+    seconds: float  # since the process began
+
+
+class Prepared(msgspec.Struct, frozen=True, array_like=True, tag=118):
+    """Child to parent: this standby waits for Start."""
+
+    seconds: float  # since the process began
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag=114):
+    """Child to parent: the socket answers."""
+
+    address: str
+    seconds: float
+
+
+class StartFailed(msgspec.Struct, frozen=True, array_like=True, tag=115):
+    """Child to parent: the start failed; `error` names a class of ipc.errors, or is empty for a bug."""
+
+    error: str
+    message: str
+
+
+OwnerMessage: TypeAlias = Start | Drain | Isolate | Prepare
+StartReport: TypeAlias = StartPhase | Ready | StartFailed | Prepared

@@ -1,0 +1,78 @@
+"""Every in-tree architecture from GGUF files, laid out as llama.cpp's converter does it (gguf_checkpoints.py).
+
+transformers' own GGUF reader confirms tensors and sizes; the logits are held against the model before its conversion.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from core.model_files.model_config import read_model_config
+from core.model_files.tensors.weights import load_weights
+from kernels.elements import FLOAT32
+from tests.core.models.checkpoints import CASES, check_greedy, check_logits, golden
+from tests.core.models.gguf_checkpoints import GGUF_CASES, write, write_model
+from tests.numbers import dense_tensor
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
+
+#: transformers' reader knows no Llama biases, maps no llama file to Mistral names, and subtracts 1 from Gemma norms.
+READ_BY_TRANSFORMERS = ("llama2", "llama3", "qwen2", "qwen3", "gemma3-scaled")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("case", GGUF_CASES)
+def test_gguf_gives_what_transformers_gives(case: str, tmp_path: Path) -> None:
+    expected = golden(case)
+    path = write(tmp_path / "model.gguf", case, expected)
+    check_logits(path, expected)
+    check_greedy(path, expected)
+
+
+def test_files_of_phi_2_may_have_q_k_and_v_in_one_matrix(tmp_path: Path) -> None:
+    def fused(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        kept = {name: one for name, one in tensors.items() if not re.search(r"attn_[qkv]\.", name)}
+        for layer in range(3):
+            for kind in ("weight", "bias"):
+                parts = [tensors[f"blk.{layer}.attn_{one}.{kind}"] for one in "qkv"]
+                kept[f"blk.{layer}.attn_qkv.{kind}"] = torch.cat(parts)
+        return kept
+
+    expected = golden("phi")
+    path = write_model(tmp_path / "model.gguf", expected.model, "phi2", changed=fused)
+    assert read_model_config(path).fused_qkv
+    check_logits(path, expected)
+
+
+@pytest.mark.parametrize("case", READ_BY_TRANSFORMERS)
+def test_tensors_are_those_of_transformers_gguf_reader(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import modeling_gguf_pytorch_utils
+
+    monkeypatch.setattr(modeling_gguf_pytorch_utils, "tqdm", lambda tensors, **_: tensors)
+    expected = golden(case)
+    path = write(tmp_path / "model.gguf", case, expected)
+    read: Any = modeling_gguf_pytorch_utils.load_gguf_checkpoint
+    oracle = read(str(path), return_tensors=True, model_to_load=expected.model)
+    config = read_model_config(path)
+    for name in ("hidden_size", "num_key_value_heads", "rope_theta", "tie_word_embeddings", "vocab_size"):
+        assert getattr(config, name) == oracle["config"][name], name
+    tensors = oracle["tensors"]
+    for name, weight in load_weights(path, config, FLOAT32):
+        theirs, tensor = tensors.pop(name), dense_tensor(weight)
+        offset = 1.0 if GGUF_CASES[case] == "gemma3" and name.endswith("norm.weight") else 0.0
+        assert torch.equal(tensor - offset, theirs), name
+    assert not tensors
+    assert set(GGUF_CASES) <= set(CASES)

@@ -1,0 +1,105 @@
+"""The form of matrices in memory: what each value of `quantization` chooses, and that tokens stay what they are."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from core.executors.local import usual_dtype
+from core.model_files.loading import load_model
+from core.model_files.model_config import read_model_config
+from core.models.llama import Llama
+from core.models.operations.cpu_operations import CpuOperations
+from core.models.operations.weight_form import WeightForm, best_form
+from ipc.errors import ConfigError
+from ipc.options.config import EngineConfig
+from kernels.cpu.gemm import QUANTIZED, PackedMatrix
+from kernels.cpu.library import CpuLibrary, load_cpu_library
+from kernels.elements import BFLOAT16, FLOAT32, Dtype
+from tests.core.runner.invariance import KINDS, difference, run
+from tests.core.runner.invariance_scenarios import PROMPT
+from tests.core.runner.test_invariance_quantized import quantized_weights
+from tools.lab.bench.tiny_model import write_tiny_model
+
+
+@pytest.mark.parametrize(
+    ("variant", "num_threads", "form"),
+    [
+        ("avx512bf16", 1, WeightForm.DENSE),
+        ("avx512bf16", 2, WeightForm.DENSE),
+        ("avx512bf16", 3, WeightForm.STORED),
+        ("avx512", 1, WeightForm.STORED),
+        ("avx2", 2, WeightForm.DENSE),
+        ("avx2", 3, WeightForm.STORED),
+    ],
+)
+def test_the_best_form_is_known_by_the_kernels_and_threads(variant: str, num_threads: int, form: WeightForm) -> None:
+    library = cast(CpuLibrary, SimpleNamespace(variant=variant, num_threads=num_threads))
+    assert best_form(library, KINDS["plain"]) is form
+
+
+def test_what_would_fill_the_memory_stays_as_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = cast(CpuLibrary, SimpleNamespace(variant="avx512bf16", num_threads=1))
+    monkeypatch.setattr(
+        "core.models.operations.weight_form.usable_memory_bytes", lambda: KINDS["plain"].num_matrix_weights * 7
+    )
+    assert best_form(library, KINDS["plain"]) is WeightForm.STORED
+
+
+@pytest.mark.parametrize(
+    ("flags", "bytes_per_weight", "dtype"),
+    [
+        ("sse4_2", 16, FLOAT32),
+        ("sse4_2", 15, BFLOAT16),
+        ("avx2 fma", 16, BFLOAT16),
+        ("avx512f avx512_bf16", 16, BFLOAT16),
+    ],
+)
+def test_the_dtype_is_bfloat16_where_that_is_fast_or_float32_too_large(
+    flags: str, bytes_per_weight: int, dtype: Dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_tiny_model(tmp_path)
+    weights = read_model_config(tmp_path).num_matrix_weights
+    monkeypatch.setattr("core.models.operations.weight_form.usable_memory_bytes", lambda: weights * bytes_per_weight)
+    monkeypatch.setattr(Path, "read_text", lambda path, *_: f"flags : fpu {flags}\n")
+    assert usual_dtype(tmp_path) == dtype
+    if flags == "sse4_2":  # the projector counts where memory does
+        with pytest.raises(ConfigError, match="mmproj is for models in"):
+            usual_dtype(tmp_path, "mmproj.gguf")
+
+
+def test_dequantized_at_load_the_bits_are_those_as_stored() -> None:
+    library = load_cpu_library()
+    forms = {
+        form: Llama(KINDS["plain"], quantized_weights("plain").items(), BFLOAT16, library=library, form=form)
+        for form in (WeightForm.STORED, WeightForm.DENSE)
+    }
+    packings = [cast(PackedMatrix, model.layers[0].products["down"]).packing == QUANTIZED for model in forms.values()]
+    assert packings == [True, False]
+    assert difference(run(forms[WeightForm.DENSE], PROMPT), run(forms[WeightForm.STORED], PROMPT)) == ""
+    assert forms[WeightForm.DENSE].variant == forms[WeightForm.STORED].variant
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"quantization": "stored", "cpu_kernels": "torch"}, "'stored' needs the C kernels"),
+        ({"quantization": "int8", "numerics": "L0"}, "'int8' needs the C kernels"),
+        ({"quantization": "stored", "model_impl": "transformers"}, "'stored' does not fit .*transformers"),
+    ],
+)
+def test_a_form_that_cannot_be_had_is_refused(options: dict[str, Any], text: str, tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    with pytest.raises(ConfigError, match=text):
+        load_model(tmp_path, BFLOAT16, EngineConfig(model=str(tmp_path), threads=1, **options))
+
+
+def test_the_option_reaches_the_operations(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    for value, form in (("none", WeightForm.DENSE), ("stored", WeightForm.STORED)):
+        config = EngineConfig(model=str(tmp_path), threads=1, quantization=cast(Any, value))
+        model = load_model(tmp_path, BFLOAT16, config).model
+        assert isinstance(model, Llama)
+        assert isinstance(model.operations, CpuOperations)
+        assert model.operations.form is form

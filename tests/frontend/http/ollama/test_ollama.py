@@ -1,0 +1,122 @@
+"""Ollama's API: the same answers, as lines of JSON."""
+
+import json
+from typing import Any
+
+import pytest
+
+from frontend.http.ollama.ollama_bodies import with_parts
+from frontend.llm import LLM
+from ipc.params.sampling_params import SamplingParams
+from tests.frontend.http.caller import Answer, Caller
+
+CHAT: dict[str, Any] = {"model": "demo", "messages": [{"role": "user", "content": "Hi"}]}
+OPTIONS = {"num_predict": 12, "temperature": 0, "num_thread": 2, "num_ctx": 2048}
+
+
+def lines(answer: Answer) -> list[Any]:
+    return [json.loads(line) for line in answer.body.splitlines()]
+
+
+def test_a_chat_streams_unless_told_otherwise(served: Caller, llm: LLM) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0)
+    wanted = llm.chat(CHAT["messages"], params, use_tqdm=False)[0]
+    answer = served.post("/api/chat", {**CHAT, "options": OPTIONS})
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    found = lines(answer)
+    assert "".join(one["message"]["content"] for one in found) == wanted.outputs[0].text
+    assert [one["done"] for one in found] == [False] * (len(found) - 1) + [True]
+    end = found[-1]
+    assert (end["eval_count"], end["prompt_eval_count"]) == (12, len(wanted.prompt_token_ids))
+    assert end["done_reason"] == "length"
+    assert end["total_duration"] >= end["eval_duration"] > 0
+    whole = served.post("/api/chat", {**CHAT, "model": "demo:latest", "options": OPTIONS, "stream": False}).json
+    assert whole["message"]["content"] == wanted.outputs[0].text
+    assert whole["done"] is True
+
+
+def test_generate_with_and_without_the_template(served: Caller, llm: LLM) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0)
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    body = {"model": "demo", "prompt": "Hi", "options": OPTIONS, "stream": False}
+    found = served.post("/api/generate", {**body, "system": "Be brief."}).json
+    assert found["response"] == llm.chat(chat, params, use_tqdm=False)[0].outputs[0].text
+    raw = served.post("/api/generate", {**body, "raw": True}).json
+    assert raw["response"] == llm.generate("Hi", params, use_tqdm=False)[0].outputs[0].text
+
+
+def test_log_probabilities(served: Caller) -> None:
+    asked = {"logprobs": True, "top_logprobs": 2, "options": OPTIONS}
+    body = {**CHAT, "max_tokens": 12, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    wanted = served.post("/v1/chat/completions", body).json["choices"][0]["logprobs"]["content"]
+    assert served.post("/api/chat", {**CHAT, **asked, "stream": False}).json["logprobs"] == wanted
+    found = [one for line in lines(served.post("/api/chat", {**CHAT, **asked})) for one in line.get("logprobs", [])]
+    assert found == wanted
+    raw = served.post("/api/generate", {"model": "demo", "prompt": "Hi", "raw": True, **asked, "stream": False}).json
+    assert len(raw["logprobs"]) == 12
+    assert "logprobs" not in served.post("/api/chat", {**CHAT, "options": OPTIONS, "stream": False}).json
+    assert served.post("/api/chat", {**CHAT, "top_logprobs": 2}).status == 400
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "named"),
+    [
+        ({"options": {"num_ctx": 8192}}, 400, "num_ctx"),
+        ({"options": {"mirostat": 1}}, 400, "mirostat"),
+        ({"options": {"speed": 1}}, 400, "speed"),
+        ({"options": {"temperature": "hot"}}, 400, "temperature"),
+        ({"format": "xml"}, 400, "format"),
+        ({"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, 400, "image"),
+        ({"model": "nobody"}, 404, "nobody"),
+    ],
+)
+def test_what_is_not_supported_is_named_in_a_text_as_ollamas_clients_expect(
+    served: Caller, fields: dict[str, Any], status: int, named: str
+) -> None:
+    answer = served.post("/api/chat", {**CHAT, **fields})
+    assert answer.status == status
+    assert isinstance(answer.json["error"], str)
+    assert named in answer.json["error"]
+
+
+def test_what_programs_ask_first(served: Caller) -> None:
+    assert [one["name"] for one in served.get("/api/tags").json["models"]] == ["demo", "other/name"]
+    assert served.get("/api/ps").json["models"]
+    assert served.get("/api/version").json["version"]
+    shown = served.post("/api/show", {"model": "demo"}).json
+    assert shown["model_info"]["general.context_length"] == 4096
+    assert shown["model_info"][f"{shown['model_info']['general.architecture']}.context_length"] == 4096
+    assert shown["capabilities"] == ["completion", "tools", "embedding"]  # of the fake executor
+    assert served.post("/api/pull", {"model": "x"}).status == 501
+    assert served.call("DELETE", "/api/delete").status == 501
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "empty"),
+    [
+        ("/api/generate", {"keep_alive": "5m"}, {"response": ""}),
+        ("/api/generate", {"prompt": "", "stream": False}, {"response": ""}),
+        ("/api/chat", {"messages": []}, {"message": {"role": "assistant", "content": ""}}),
+        ("/api/chat", {"keep_alive": 0}, {"message": {"role": "assistant", "content": ""}}),
+    ],
+)
+def test_a_request_without_a_prompt_asks_for_the_model_to_be_loaded_which_it_is(
+    served: Caller, path: str, body: dict[str, Any], empty: dict[str, Any]
+) -> None:
+    (answer,) = lines(served.post(path, {"model": "demo", **body}))
+    assert answer.pop("created_at").endswith("Z")
+    assert answer == {"model": "demo", **empty, "done": True, "done_reason": "load"}
+
+
+def test_images_beside_a_text_become_parts_before_it() -> None:
+    message = {"role": "user", "content": "What?", "images": ["aGk=", "eW91"]}
+    first, second = (
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}} for data in ("aGk=", "eW91")
+    )
+    assert with_parts(message) == {"role": "user", "content": [first, second, {"type": "text", "text": "What?"}]}
+    assert with_parts({"role": "user", "content": "What?", "images": []}) == {
+        "role": "user",
+        "content": "What?",
+        "images": [],
+    }
+    assert message["images"]

@@ -1,0 +1,82 @@
+"""/v1/embeddings, /v1/score, /v1/rerank and Ollama's /api/embed: the vectors of the Python client, in their forms."""
+
+import base64
+import importlib.util
+from typing import Any
+
+import numpy as np
+import pytest
+
+from frontend.llm import LLM
+from ipc.params.pooling_params import PoolingParams
+from tests.frontend.http.caller import Caller
+
+TEXTS = ["Why is the sky blue?", "Name three colours.", "Why is the sky blue?"]
+
+
+def wanted(llm: LLM, **params: Any) -> list[list[float]]:
+    outputs = llm.embed(TEXTS, use_tqdm=False, pooling_params=PoolingParams(**params))
+    return [output.outputs.embedding for output in outputs]
+
+
+def test_floats_and_base64(served: Caller, llm: LLM) -> None:
+    answer = served.post("/v1/embeddings", {"model": "demo", "input": TEXTS}).json
+    assert [one["embedding"] for one in answer["data"]] == wanted(llm)
+    assert [(one["object"], one["index"]) for one in answer["data"]] == [("embedding", n) for n in range(3)]
+    num_tokens = sum(len(llm.get_tokenizer().encode(text)) for text in TEXTS)
+    assert answer["usage"] == {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
+    body = {"input": TEXTS, "encoding_format": "base64", "dimensions": 3}
+    encoded = served.post("/v1/embeddings", body).json["data"]
+    found = [np.frombuffer(base64.b64decode(one["embedding"]), "<f4").tolist() for one in encoded]
+    assert found == wanted(llm, dimensions=3)
+    ids = llm.get_tokenizer().encode(TEXTS[0])
+    for given in (ids, [ids], TEXTS[0]):
+        data = served.post("/v1/embeddings", {"input": given}).json["data"]
+        assert [one["embedding"] for one in data] == wanted(llm)[:1]
+
+
+def test_ollama(served: Caller, llm: LLM) -> None:
+    answer = served.post("/api/embed", {"model": "demo:latest", "input": TEXTS}).json
+    assert answer["embeddings"] == wanted(llm)
+    assert (answer["model"], answer["total_duration"] > 0) == ("demo", True)
+    assert served.post("/api/embeddings", {"model": "demo", "prompt": TEXTS[0]}).json == {"embedding": wanted(llm)[0]}
+    long = served.post("/api/embed", {"model": "demo", "input": "word " * 5000})
+    assert (long.status, long.json["prompt_eval_count"]) == (200, 4096)
+    assert served.post("/api/embed", {"model": "demo", "input": "word " * 5000, "truncate": False}).status == 400
+
+
+def test_scores_are_cosines_and_the_best_comes_first(served: Caller, llm: LLM) -> None:
+    scores = served.post("/v1/score", {"text_1": TEXTS[0], "text_2": TEXTS[1:]}).json["data"]
+    expected = [one.outputs.score for one in llm.score(TEXTS[0], TEXTS[1:], use_tqdm=False)]
+    assert [one["score"] for one in scores] == expected
+    assert expected[1] == pytest.approx(1.0)
+    body = {"query": TEXTS[0], "documents": [TEXTS[1], {"text": TEXTS[0]}], "top_n": 1}
+    (best,) = served.post("/v1/rerank", body).json["results"]
+    assert best == {"index": 1, "relevance_score": expected[1], "document": {"text": TEXTS[0]}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "text"),
+    [
+        ("/v1/embeddings", {"input": []}, 400, "input is missing"),
+        ("/v1/embeddings", {"input": "x", "dimensions": 9}, 400, "dimensions"),
+        ("/v1/embeddings", {"input": "x", "encoding_format": "int8"}, 400, "encoding_format"),
+        ("/v1/embeddings", {"input": "x", "model": "other"}, 404, "not served"),
+        ("/v1/embeddings", {"input": ["x"] * 2049}, 400, "2048 are allowed"),
+        ("/v1/embeddings", {"input": "x " * 9000}, 400, "at most 4096 fit"),
+        ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, 400, "1 text with n"),
+        ("/v1/rerank", {"query": "a", "documents": [{"title": "b"}]}, 400, "documents"),
+    ],
+)
+def test_what_is_wrong_is_named(served: Caller, path: str, body: dict[str, Any], status: int, text: str) -> None:
+    answer = served.post(path, body)
+    assert (answer.status, text in answer.json["error"]["message"]) == (status, True), answer.json
+
+
+@pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="needs the package openai")
+def test_openais_own_client(served: Caller, llm: LLM) -> None:
+    import openai
+
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none")
+    found = client.embeddings.create(model="demo", input=TEXTS)  # it asks for base64
+    assert [one.embedding for one in found.data] == wanted(llm)

@@ -1,0 +1,67 @@
+"""Engine options on the command line: each has a flag, a help text, its aliases and a row in docs/options.md."""
+
+import re
+
+import pytest
+
+from ipc.options.config import OPTIONS
+from tests.make_options import PAGE, made
+from tools.flags.options import ArgumentParser, add_engine_options, aliases_of, engine_options, flag_of, help_of
+
+
+def test_help_shows_every_option_with_its_text_and_default() -> None:
+    parser = ArgumentParser(prog="x")
+    add_engine_options(parser)
+    shown = " ".join(parser.format_help().split()).replace("- ", "-")  # a line may end after a hyphen
+    shown = shown[shown.index("engine options:") :]
+    for name, declared in OPTIONS.items():
+        text = re.escape(help_of(declared).replace("- ", "-"))
+        heading = re.escape(f"engine options: {declared.option.group}: ")
+        assert re.search(rf"{heading}((?!engine options).)*{flag_of(name)}[ ,][^;]*{text}", shown), name
+    assert "share of the KV blocks that a start leaves free while others run; default: 0.01" in shown
+    assert "reuse the KV blocks of equal beginnings; default: yes" in shown
+
+
+@pytest.mark.checkout  # docs/
+def test_the_page_of_options_is_that_of_the_code() -> None:
+    """docs/options.md: `make map` makes it."""
+    assert PAGE.read_text() == made()
+    assert made().count("\n| `--") == len(OPTIONS)
+
+
+def test_every_option_has_a_flag_and_aliases_mean_the_same() -> None:
+    parser = ArgumentParser(prog="x")
+    add_engine_options(parser)
+    assert engine_options(parser.parse_args([])) == {}
+    values = {
+        "model": "m",
+        "mmproj": "p",
+        "scheduling_policy": "fcfs",
+        "client_weights": "a=b=8",
+        "executor_options": "a=b",
+    }
+    parsed = {"client_weights": {"a=b": 8.0}, "executor_options": {"a": "b"}}
+    with_aliases = {name: aliases_of(declared) for name, declared in OPTIONS.items() if aliases_of(declared)}
+    assert len(with_aliases) == 12
+    for name, aliases in with_aliases.items():
+        for flag in (*aliases, flag_of(name)):
+            given = engine_options(parser.parse_args([flag, values.get(name, "8")]))
+            assert given == {name: parsed.get(name, values.get(name, 8))}, flag
+            assert flag not in aliases or f"{flag} " not in parser.format_help()
+    flags = ["--client-weight", "a=2", "--client-weights", '{"b": 3}', "--client-weight", "a=4"]
+    assert engine_options(parser.parse_args(flags)) == {"client_weights": {"a": 4.0, "b": 3.0}}
+    flags = ["--no-enable-prefix-caching", "--async-scheduling", "--kv-cache-memory-bytes", "2G"]
+    assert engine_options(parser.parse_args(flags)) == {
+        "enable_prefix_caching": False,
+        "async_scheduling": True,
+        "kv_cache_memory_bytes": 2 << 30,
+    }
+
+
+def test_values_of_vllm_that_are_spelled_differently_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = ArgumentParser(prog="x")
+    add_engine_options(parser)
+    assert engine_options(parser.parse_args(["--dtype", "float"])) == {"dtype": "float32"}
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--dtype", "half"])
+    assert "half is not one of auto, float32, bfloat16: bfloat16 takes as much memory" in capsys.readouterr().err

@@ -1,0 +1,113 @@
+"""`engine-core batch`: answer the requests of a file in OpenAI's batch format, by its own engine or a running one."""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvloop
+
+from frontend.http.openai.batch import run_batch
+from frontend.http.openai.batch_files import BatchOutput, check_requests
+from frontend.http.process.options import HttpOptions
+from frontend.http.wire.server import open_engine
+from ipc.errors import ConfigError
+from tools.flags.options import ArgumentParser, add_engine_options, engine_options
+from tools.service.start import check_connect, engine_at
+
+_MAX_IN_FLIGHT = 256
+_SHOW_S = 1.0
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Answer the requests; return the exit status: 1 if one failed. Errors: ConfigError; those of the engine."""
+    parsed = _parser().parse_args(arguments)
+    source, target = Path(parsed.file), Path(parsed.output or _output_name(parsed.file))
+    if target.exists() and source.exists() and target.samefile(source):
+        raise ConfigError(f"the output would be the input, {source}")
+    if not 1 <= parsed.max_in_flight <= 65_536:
+        raise ConfigError(f"--max-in-flight must be from 1 to 65536; got {parsed.max_in_flight}")
+    options = engine_options(parsed)
+    if parsed.model_name is not None:
+        options["model"] = parsed.model_name
+    check_connect(parsed.connect, options)
+    total = check_requests(source)
+    output = BatchOutput(target)
+    progress = _Progress(total, len(output.done))
+    try:
+        if len(output.done) < total:
+            with engine_at(parsed.connect, options) as (address, _, _):
+                _answer(address, parsed, source, output, progress)
+    finally:
+        output.close()
+    progress.end(output.num_failed, target)
+    return 1 if output.num_failed else 0
+
+
+def _answer(address: str, parsed: argparse.Namespace, source: Path, output: BatchOutput, progress: "_Progress") -> None:
+    names = tuple(parsed.served_model_name)
+    http = HttpOptions(
+        served_model_names=names,
+        checks_host=False,
+        tool_call_parser=parsed.tool_call_parser,
+        reasoning_parser=parsed.reasoning_parser,
+    )
+    engine = open_engine(address, client_name="batch")
+    try:
+        uvloop.run(run_batch(engine, http, source, output, max_in_flight=parsed.max_in_flight, on_answer=progress.add))
+    finally:
+        engine.close()
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = ArgumentParser(
+        prog="engine-core batch",
+        usage="engine-core batch FILE.jsonl [MODEL | --connect ADDR] [-o OUTPUT.jsonl] [OPTION ...]",
+        description="Answer the requests of a file in OpenAI's batch format. Run again, it goes on where it ended.",
+    )
+    parser.add_argument("file", metavar="FILE.jsonl", help="a request in each line: custom_id, method, url, body")
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model; default: the demo model")
+    parser.add_argument("-o", "--output", metavar="FILE", help="default: FILE.out.jsonl")
+    parser.add_argument("--connect", metavar="ADDR", help="use the engine at this address (of `engine-core serve`)")
+    parser.add_argument(
+        "--max-in-flight", type=int, default=_MAX_IN_FLIGHT, metavar="N", help="requests at once; default: %(default)s"
+    )
+    parser.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="the model's names")
+    parser.add_argument("--tool-call-parser", metavar="NAME", help="see docs/http.md")
+    parser.add_argument("--reasoning-parser", metavar="NAME", help="see docs/http.md")
+    add_engine_options(parser)
+    return parser
+
+
+def _output_name(source: str) -> str:
+    return source.removesuffix(".jsonl") + ".out.jsonl"
+
+
+class _Progress:
+    """What standard error shows: a line a second on a terminal, and a last one."""
+
+    def __init__(self, total: int, num_done: int) -> None:
+        self._total, self._num_before, self._num_done = total, num_done, num_done
+        self._is_shown = sys.stderr.isatty()
+        self._begin = self._shown_at = time.monotonic()
+
+    def add(self) -> None:
+        """Count an answer."""
+        self._num_done += 1
+        now = time.monotonic()
+        if self._is_shown and now - self._shown_at > _SHOW_S:
+            self._shown_at = now
+            print(f"\rengine-core: {self._num_done} of {self._total} answered", end="", file=sys.stderr, flush=True)
+
+    def end(self, num_failed: int, target: Path) -> None:
+        """Say what was done."""
+        new, before = self._num_done - self._num_before, self._num_before
+        there = f", {before} were there" if before else ""
+        seconds = time.monotonic() - self._begin
+        begin = "\r" if self._is_shown else ""
+        print(
+            f"{begin}engine-core: {new} answered in {seconds:.1f} s{there}, {num_failed} failed: {target}",
+            file=sys.stderr,
+            flush=True,
+        )

@@ -1,0 +1,208 @@
+"""`engine-core explain`: why a request of a running or captured engine does not run, or the state of all requests."""
+
+import re
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from frontend.client.client import EngineClient
+from frontend.client.transport import ZmqTransport
+from ipc.errors import ConfigError
+from ipc.wire.scheduling_messages import (
+    EVERY_REQUEST,
+    OWN_SESSION,
+    Explanation,
+    Reason,
+    RequestExplanation,
+    SchedulingState,
+)
+from tools.flags.address import address_to_connect
+from tools.flags.options import ArgumentParser
+
+_PAUSES = ("", "paused: nothing begins, what has begun goes on", "paused: nothing runs")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the explanation of one request or of the scheduler, and return the exit status. Errors: ConfigError."""
+    parser = ArgumentParser(
+        prog="engine-core explain",
+        usage="engine-core explain [REQUEST] [--connect ADDR | --at STEP FILE] [--limit N] [--json]",
+        description="Say why a request of a running engine does not run, or did not run then. Without REQUEST: the "
+        "scheduler in short.",
+    )
+    parser.add_argument("request", nargs="?", metavar="REQUEST", help="SESSION/NUMBER, as the table shows it")
+    parser.add_argument("--connect", metavar="ADDR", help="the engine's address; default: that of `engine-core serve`")
+    parser.add_argument(
+        "--at", nargs=2, metavar=("STEP", "FILE"), help="of the engine that wrote this capture, after this step of it"
+    )
+    parser.add_argument(
+        "--limit", type=int, default=20, metavar="N", help="requests in the table; default: %(default)s"
+    )
+    parser.add_argument("--json", action="store_true", help="print the answer as one JSON object")
+    parsed = parser.parse_args(arguments)
+    session, number = read_request(parsed.request)
+    if parsed.at is not None:
+        if parsed.connect is not None:
+            parser.error("--at looks into a file: leave out --connect")
+        step, path = parsed.at
+        explanation = _at(step, path, session, number, parsed.limit)
+    else:
+        explanation = _now(parsed.connect, session, number, parsed.limit)
+    if parsed.json:
+        sys.stdout.write(to_json(explanation) + "\n")
+    elif parsed.request is not None:
+        print("\n".join(line for one in explanation.requests for line in describe_request(one, explanation)))
+    else:
+        print("\n".join(describe_all(explanation)))
+    return 0
+
+
+def _now(address: str | None, session: int, number: int, limit: int) -> Explanation:
+    client = EngineClient(ZmqTransport(address_to_connect(address)), name="explain")
+    try:
+        return client.explain(number, session=session, limit=limit)
+    finally:
+        client.close()
+
+
+def _at(step: str, path: str, session: int, number: int, limit: int) -> Explanation:
+    # Imported late: a look at a running engine needs no scheduler of its own.
+    from tools.commands.replay.explain_at import explain_at
+
+    if not re.fullmatch(r"[0-9]{1,18}", step):
+        raise ConfigError(f"a step is a number from 0 on, as `engine-core replay` counts them; got --at {step!r:.40}")
+    return explain_at(path, int(step), session, number, limit)
+
+
+def read_request(text: str | None) -> tuple[int, int]:
+    """Parse "3/17" into (session, number); None stands for every request of the own session. Errors: ConfigError."""
+    if text is None:
+        return OWN_SESSION, EVERY_REQUEST
+    if not re.fullmatch(r"[0-9]{1,18}/[0-9]{1,10}", text):
+        raise ConfigError(f"a request is named SESSION/NUMBER, as 3/17; got {text!r:.80}")
+    session, number = text.split("/")
+    return int(session), int(number)
+
+
+def to_json(explanation: Explanation) -> str:
+    """Return the explanation as one JSON object: fields by name, codes as words."""
+    values = msgspec.structs.asdict(explanation)
+    values["requests"] = [
+        msgspec.structs.asdict(one) | {"state": one.state.name.lower(), "reason": one.reason.name.lower()}
+        for one in explanation.requests
+    ]
+    return msgspec.json.encode(values).decode()
+
+
+def describe_all(explanation: Explanation) -> list[str]:
+    """Return lines that describe the scheduler in short, then one line for each request."""
+    e = explanation
+    lines = [
+        f"step {e.step}, policy {e.policy}: {e.num_running} of {e.max_num_seqs} rows run, {e.num_waiting} requests "
+        f"wait ({e.num_swapped} swapped out, {e.num_on_hold} of clients that do not read, {e.num_unbegun} for a pause)",
+        _blocks(e),
+        f"last step: {e.max_num_batched_tokens - e.budget} of {e.max_num_batched_tokens} tokens given, "
+        f"{e.num_skipped} rows skipped",
+    ]
+    if e.pause:
+        lines.append(_PAUSES[e.pause])
+    if e.requests:
+        lines.append(f"{'request':>12}  {'state':8}  {'queue':>6}  {'tokens':>14}  {'waited':>9}  why")
+    for one in e.requests:
+        name = f"{one.session}/{one.number}" + (f".{one.choice}" if one.choice else "")
+        place = str(one.position) if one.position >= 0 else "-"
+        tokens = f"{one.num_computed_tokens}/{one.num_tokens}/{one.max_total_tokens}"
+        waited = f"{one.waited_ns / 1e9:.3f}s"
+        lines.append(f"{name:>12}  {_state(one):8}  {place:>6}  {tokens:>14}  {waited:>9}  {describe_reason(one)}")
+    if e.num_left_out:
+        lines.append(f"... and {e.num_left_out} more (--limit)")
+    return lines
+
+
+def describe_request(one: RequestExplanation, explanation: Explanation) -> list[str]:
+    """Return lines with everything that the explanation has about one request."""
+    name = f"request {one.session}/{one.number}" + (f", choice {one.choice}" if one.choice else "")
+    lines = [
+        f"{name}: {_state(one)} - {describe_reason(one)}",
+        f"  came {one.waited_ns / 1e9:.3f} s ago with priority {one.priority}; {one.num_prompt_tokens} prompt tokens, "
+        f"{one.num_tokens} so far, at most {one.max_total_tokens}; {one.num_computed_tokens} computed or found",
+    ]
+    if one.state is SchedulingState.RUNNING:
+        lines.append(
+            f"  served as number {one.position}; holds {one.num_blocks} blocks, lacks {one.num_missing_blocks} for the "
+            "tokens that it has"
+        )
+    else:
+        place = (
+            f"number {one.position} in the queue" if one.position >= 0 else "not in the queue of those that may start"
+        )
+        lines.append(
+            f"  {place}; to start it takes {one.num_missing_blocks} blocks beside {one.num_blocks} found in the prefix "
+            f"cache, and {one.num_reserve_blocks} must stay free (watermark and hysteresis)"
+        )
+        lines.append("  " + _blocks(explanation))
+    lines.append(
+        f"  preempted {one.num_preemptions} times for the room of running requests; overtaken {one.num_overtaken} "
+        "times while it was first"
+    )
+    if explanation.pause:
+        lines.append("  " + _PAUSES[explanation.pause])
+    return lines
+
+
+def describe_reason(one: RequestExplanation) -> str:
+    """Return the reason for a request's state in words, with its numbers."""
+    holder = f"{one.holder_session}/{one.holder_number}"
+    match one.reason:
+        case Reason.NONE:
+            return f"got {one.last_tokens} tokens in the last step"
+        case Reason.NO_ROW:
+            return "every row is taken (max_num_seqs)"
+        case Reason.NO_BUDGET:
+            return f"needs {one.needed} tokens of a step's budget, {one.available} were left"
+        case Reason.PREEMPTED:
+            return "was preempted in the last step"
+        case Reason.FENCED:
+            return "its room is made; the steps in flight must end first"
+        case Reason.BEHIND:
+            return f"behind {holder}, which lacks something and goes first"
+        case Reason.NOT_YET:
+            return "no step has looked at it yet"
+        case Reason.PAUSED:
+            return "the engine's owner has paused it"
+        case Reason.ON_HOLD:
+            return "its client does not read its outputs"
+        case Reason.FIRST_CHOICE:
+            return "waits for the prompt, which another choice of its request computes"
+        case Reason.FETCHING:
+            return "KV blocks of its prompt are being read from files"
+        case Reason.NO_REPLICA:
+            return "no replica of the fleet takes it"
+        case Reason.NO_BLOCKS:
+            return f"needs {one.needed} KV blocks, {one.available} may be taken"
+        case Reason.PARTIAL_PREFILLS:
+            return "enough prompts are being computed in chunks (max_num_partial_prefills)"
+        case Reason.NO_ADAPTER:
+            return "requests with enough other adapters run (max_loras)"
+        case Reason.IN_FLIGHT:
+            return "its last token is being computed"
+        case Reason.SKIPPED_BUDGET:
+            return f"skipped: wants {one.needed} tokens, {one.available} were left after those before it"
+        case Reason.PROMPTS_FIRST:
+            return "the last step was one of prompts, which go first without chunked prefill"
+        case Reason.NEXT_TURN:
+            return "its turn comes in a later step: the stages of the pipeline have others"
+        case Reason.SKIPPED_BLOCKS:
+            return f"skipped: lacks {one.needed} KV blocks, {one.available} were free"
+
+
+def _state(one: RequestExplanation) -> str:
+    return one.state.name.lower().replace("_", " ")
+
+
+def _blocks(e: Explanation) -> str:
+    return (
+        f"KV blocks: {e.num_free_blocks} of {e.num_usable_blocks} free; of these {e.num_promised_blocks} promised to "
+        f"running requests and {e.num_watermark_blocks} kept by the watermark; {e.num_fenced_blocks} more in flight"
+    )

@@ -1,0 +1,68 @@
+"""`engine-core generate`: stream the answers to some prompts at the same time, then report what they took."""
+
+import argparse
+from collections.abc import Sequence
+from types import ModuleType
+
+from ipc.errors import EngineDeadError
+from tools.flags.options import ArgumentParser, add_engine_options, engine_options
+from tools.flags.sampling_options import add_sampling_options, sampling_params
+from tools.service.start import check_connect, engine_at
+from tools.terminal.prompts import read_piped_prompt
+
+_DEFAULT_MAX_TOKENS = 128
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Answer the prompts and return the exit status: 1 if a request failed. Errors: ConfigError; the engine's."""
+    parsed = _parser().parse_args(arguments)
+    options = engine_options(parsed)
+    check_connect(parsed.connect, options)
+    sampling_params(parsed, {}, {})  # a bad value is refused before an engine is started
+    read_piped_prompt(parsed.prompts)
+    started = engine_at(parsed.connect, options, is_quiet=parsed.quiet, meanwhile=_answers)
+    with started as (address, process, start_s):
+        try:
+            summary = _answers().answer_all(parsed, address, start_s)
+        except EngineDeadError as error:
+            ended = process.describe_exit() if process is not None else ""
+            raise EngineDeadError(ended or str(error)) from error
+    return 1 if any(request.error for request in summary.requests) else 0
+
+
+def _answers() -> ModuleType:
+    from tools.terminal import answers  # takes as long to import as a part of the engine's start
+
+    return answers
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = ArgumentParser(
+        prog="engine-core generate",
+        usage="engine-core generate [PROMPT ...] [--model PATH | --connect ADDR] [OPTION ...]",
+        description="Stream the answers to prompts, all at once.",
+    )
+    parser.add_argument(
+        "prompts",
+        nargs="*",
+        metavar="PROMPT",
+        help="'-', or none before a pipe, reads one from standard input; else none: a demo",
+    )
+    parser.add_argument("--connect", metavar="ADDR", help="use the engine at this address (of `engine-core serve`)")
+    parser.add_argument(
+        "--client-name", default="generate", metavar="NAME", help="name that serve --client-weight refers to"
+    )
+    parser.add_argument("--raw", action="store_true", help="complete the text as it stands, without the chat template")
+    parser.add_argument("--system", metavar="TEXT", help="system message of every chat")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="an image that every prompt asks about; may be given again",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end, and nothing else")
+    parser.add_argument("--quiet", "-q", action="store_true", help="print the answers, and nothing else")
+    add_sampling_options(parser, max_tokens=_DEFAULT_MAX_TOKENS)
+    add_engine_options(parser)
+    return parser

@@ -1,0 +1,226 @@
+"""`engine-core http`: an HTTP server for an engine that runs already, with OpenAI's API."""
+
+import argparse
+import asyncio
+import importlib.util
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import uvloop
+
+from frontend.calls.choose import choose_form
+from frontend.engine.signs import DEFAULT_HANG_S
+from frontend.http.callers.keys import digest_of, read_keys
+from frontend.http.process.options import HttpOptions
+from frontend.http.process.supervised_worker import SupervisedWorker
+from frontend.http.wire.listen import bind_http, is_loopback, url_of
+from ipc.errors import ConfigError
+from tools.flags.options import ArgumentParser, parse_bytes
+
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
+_NEEDED = ("httptools",)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve until a signal; return the exit status. Errors: ConfigError, AddressError; those of a connection."""
+    parser = ArgumentParser(
+        prog="engine-core http",
+        usage="engine-core http --connect ADDR [--http HOST:PORT] [OPTION ...]",
+        description="Serve a running engine over HTTP.",
+    )
+    parser.add_argument("--connect", required=True, metavar="ADDR", help="the engine's address, of `engine-core serve`")
+    parser.add_argument("--http", metavar="HOST:PORT", help="default: 127.0.0.1:8000")
+    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of the access log")
+    add_http_options(parser)
+    parsed = parser.parse_args(arguments)
+    parsed.http = http_address(parser, parsed) or f"{DEFAULT_HOST}:{DEFAULT_PORT}"
+    check_installed()
+    from frontend.http.wire.server import HttpServer, open_engine, raise_file_limit  # needs the extra
+
+    options = read_http_options(parsed)
+    with bind_http(parsed.http) as bound:
+        raise_file_limit()
+        engine = open_engine(parsed.connect)
+        try:
+            uvloop.run(_serve(HttpServer, engine, options, bound))
+        finally:
+            engine.close()
+    return 0
+
+
+def add_http_options(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of HttpOptions in a group."""
+    group = parser.add_argument_group("HTTP options")
+    group.add_argument("--host", metavar="HOST", help=f"with --port instead of --http; default: {DEFAULT_HOST}")
+    group.add_argument("--port", type=int, metavar="N", help=f"with --host instead of --http; default: {DEFAULT_PORT}")
+    group.add_argument(
+        "--served-model-name", nargs="+", default=[], metavar="NAME", help="the model's names; default: the engine's"
+    )
+    keys = "lines NAME SHA256 [LIMIT=VALUE ...], see docs/http.md; read again on change"
+    group.add_argument("--api-key-file", metavar="FILE", help=keys)
+    group.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="better in ENGINE_CORE_API_KEY: arguments are public",
+    )
+    group.add_argument("--insecure", action="store_true", help="serve other machines without keys")
+    group.add_argument("--allowed-hosts", nargs="+", default=[], metavar="NAME", help="further names in Host headers")
+    group.add_argument(
+        "--allowed-origins",
+        nargs="+",
+        default=[],
+        metavar="URL",
+        help="pages whose scripts may read answers; '*' = all",
+    )
+    group.add_argument("--max-body-bytes", type=parse_bytes, metavar="BYTES", help="of a request; default: 8M")
+    group.add_argument("--max-connections", type=int, metavar="N", help="default: 20000")
+    group.add_argument("--drain-timeout", type=float, metavar="S", help="for running answers at the end; default: 60")
+    group.add_argument(
+        "--allow-request-templates", action="store_true", help="take chat templates, which are programs, from requests"
+    )
+    group.add_argument(
+        "--enable-force-include-usage", action="store_true", help="report the usage at the end of every stream"
+    )
+    group.add_argument(
+        "--tool-call-parser",
+        metavar="NAME",
+        help="how the model writes calls: hermes, llama3_json, mistral, ... (docs/http.md); default: by its template",
+    )
+    group.add_argument(
+        "--reasoning-parser", metavar="NAME", help="how it marks reasoning: qwen3, mistral, ...; none = it is content"
+    )
+    group.add_argument("--access-log", action="store_true", help="a line on standard error for each request at its end")
+    group.add_argument(
+        "--otlp-traces-endpoint", metavar="URL", help="send spans there: http://HOST:4318/v1/traces, OpenTelemetry's"
+    )
+    group.add_argument("--enable-auto-tool-choice", action="store_true", help="no effect: a request's tools decide")
+
+
+def _otlp_endpoint(url: str | None) -> str | None:
+    """Return the URL. Errors: ConfigError for one that is no URL, and where OpenTelemetry is not installed."""
+    if url is not None and not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--otlp-traces-endpoint is a URL such as http://127.0.0.1:4318/v1/traces; got {url!r:.80}")
+    if url is not None and not _has_open_telemetry():
+        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'llm-engine-core[otel]'")
+    return url
+
+
+def _has_open_telemetry() -> bool:
+    try:
+        return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http.trace_exporter") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def http_address(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> str | None:
+    """Return the address of the HTTP server that --http, or --host and --port, give; None = none of them is given."""
+    address: str | None = parsed.http
+    if parsed.host is None and parsed.port is None:
+        return address
+    if address is not None:
+        parser.error("--http is --host and --port in one: give it or them")
+    host = DEFAULT_HOST if parsed.host is None else parsed.host
+    return f"{f'[{host}]' if ':' in host else host}:{DEFAULT_PORT if parsed.port is None else parsed.port}"
+
+
+def read_http_options(parsed: argparse.Namespace) -> HttpOptions:
+    """Return the options that these flags and ENGINE_CORE_API_KEY give. Errors: ConfigError, AddressError."""
+    if parsed.api_key:
+        print("engine-core: warning: --api-key shows the key to all users of this machine", file=sys.stderr, flush=True)
+    secrets = [*parsed.api_key, *filter(None, [os.environ.get("ENGINE_CORE_API_KEY")])]
+    is_local, has_keys = is_loopback(parsed.http), bool(secrets) or parsed.api_key_file is not None
+    if not is_local and not has_keys and not parsed.insecure:
+        raise ConfigError(
+            f"--http {parsed.http} is open to other machines and there are no keys: give --api-key-file, set "
+            "ENGINE_CORE_API_KEY, or say --insecure"
+        )
+    if parsed.api_key_file is not None:
+        read_keys(parsed.api_key_file)
+    choose_form(None, parsed.tool_call_parser, parsed.reasoning_parser)  # for its errors
+    given: dict[str, Any] = {
+        "served_model_names": tuple(parsed.served_model_name),
+        "allow_request_templates": parsed.allow_request_templates,
+        "key_digests": tuple(map(digest_of, secrets)),
+        "api_key_file": None if parsed.api_key_file is None else os.path.abspath(parsed.api_key_file),
+        "checks_host": is_local,
+        "allowed_hosts": tuple(name.lower() for name in parsed.allowed_hosts),
+        "allowed_origins": tuple(parsed.allowed_origins),
+        "include_usage": parsed.enable_force_include_usage,
+        "hang_timeout": getattr(parsed, "hang_timeout", DEFAULT_HANG_S),  # of `engine-core serve`
+        "access_log": parsed.access_log,
+        "otlp_traces_endpoint": _otlp_endpoint(parsed.otlp_traces_endpoint),
+        "log_format": getattr(parsed, "log_format", "text"),
+        "tool_call_parser": parsed.tool_call_parser,
+        "reasoning_parser": parsed.reasoning_parser,
+    }
+    for name, low in (("max_body_bytes", 1024), ("max_connections", 1), ("drain_timeout", 0)):
+        if (value := getattr(parsed, name)) is not None:
+            if not low <= value <= 2**40:
+                raise ConfigError(f"--{name.replace('_', '-')} must be at least {low}; got {value}")
+            given[name] = value
+    return HttpOptions(**given)
+
+
+class HttpFront:
+    """The HTTP side of `engine-core serve`: a bound socket, and from start() on a worker that serves it.
+
+    It binds at once, so that a port in use is an error before a model loads. on_news: called with a line for each
+    death. Errors: ConfigError, AddressError.
+    """
+
+    def __init__(self, parsed: argparse.Namespace, on_news: Callable[[str], None]) -> None:
+        check_installed()
+        self._tell = on_news
+        self._options = read_http_options(parsed)
+        self._bound = bind_http(parsed.http)
+        self.url = url_of(self._bound)
+        self._worker: SupervisedWorker | None = None
+
+    def start(self, address: str) -> None:
+        """Start the worker, for the engine at this address. Errors: EngineStartError."""
+        self._worker = SupervisedWorker(address, [self._bound], self._options, self._tell)
+        self._worker.start()
+
+    def watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let a worker that dies or hangs be followed by another one, until drain()."""
+        assert self._worker is not None, "watch() before start()"
+        self._worker.watch(loop)
+
+    def drain(self) -> None:
+        """Take no more requests; the worker ends after the last answer. Does not wait."""
+        if self._worker is not None:
+            self._worker.drain()
+
+    def __enter__(self) -> "HttpFront":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._worker is not None:
+            self._worker.stop()
+        self._bound.close()
+
+
+def check_installed() -> None:
+    """Check that the packages of the extra are there. Errors: ConfigError that names it."""
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        names = " ".join(missing)
+        raise ConfigError(f"HTTP needs {names}: pip install {names}, or the extra 'llm-engine-core[http]'")
+
+
+async def _serve(kind: Any, engine: Any, options: HttpOptions, bound: Any) -> None:
+    server, loop = kind(engine, options), asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if server.service.is_draining:
+            server.stop()
+        server.drain()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    await server.serve([bound], lambda: print(f"engine-core: HTTP at {url_of(bound)}", flush=True))

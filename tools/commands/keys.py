@@ -1,0 +1,64 @@
+"""`engine-core keys`: make the keys with which an engine is reached over a network, and say which clients may."""
+
+import argparse
+from collections.abc import Sequence
+
+from ipc.keys.curve import add_client, limit_client, make_engine_keys, read_allowed, remove_client
+from ipc.keys.quota import Quota, read_quota
+from ipc.options.block_stores import make_key_file
+from tools.flags.options import ArgumentParser
+
+_USAGE = (
+    "engine-core keys {new FOLDER | add FOLDER NAME FILE [LIMIT ...] | limit FOLDER NAME [LIMIT ...] | "
+    "remove FOLDER NAME | list FOLDER | blocks FILE}"
+)
+_LIMITS = {
+    "concurrent": "unfinished requests at once",
+    "rpm": "requests a minute",
+    "tpm": "tokens a minute, of prompts and outputs",
+}
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Do one action on a folder of keys and return the exit status. Errors: ConfigError."""
+    parser = ArgumentParser(
+        prog="engine-core keys",
+        usage=_USAGE,
+        description="Keys of engines that listen on a network, at tcp://HOST:PORT?keys=FOLDER (docs/operations.md).",
+    )
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=ArgumentParser)
+    for name, words, text in (
+        ("new", ("folder",), "make an engine's keys in this folder"),
+        ("add", ("folder", "name", "file"), "allow a client, and write its keys to a file that it is to get"),
+        ("limit", ("folder", "name"), "give a client these limits, in place of those that it has"),
+        ("remove", ("folder", "name"), "let a client in no more; a connection that it has stays"),
+        ("list", ("folder",), "print the names of the clients that may connect"),
+        ("blocks", ("file",), "write a new key for kv_key_file: engines with the same key find each other's KV blocks"),
+    ):
+        action = actions.add_parser(name, help=text, description=text)
+        for word in words:
+            action.add_argument(word, metavar=word.upper())
+        if name in ("add", "limit"):
+            for limit, what in _LIMITS.items():
+                action.add_argument(f"--{limit}", type=int, metavar="N", help=f"{what}; default: as many as it likes")
+    parsed = parser.parse_args(arguments)
+    if parsed.action == "new":
+        make_engine_keys(parsed.folder)
+    elif parsed.action == "add":
+        add_client(parsed.folder, parsed.name, parsed.file, _quota(parsed))
+    elif parsed.action == "limit":
+        limit_client(parsed.folder, parsed.name, _quota(parsed))
+    elif parsed.action == "remove":
+        remove_client(parsed.folder, parsed.name)
+    elif parsed.action == "blocks":
+        make_key_file(parsed.file)
+    else:
+        for client in read_allowed(parsed.folder).values():
+            print(client.name, *client.quota.words())
+    return 0
+
+
+def _quota(parsed: argparse.Namespace) -> Quota:
+    """Return the limits that were given. Errors: ConfigError for one that is not above 0."""
+    given = Quota(parsed.concurrent, parsed.rpm, parsed.tpm)
+    return read_quota(given.words(), "engine-core keys")

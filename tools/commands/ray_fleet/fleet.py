@@ -1,0 +1,222 @@
+"""RayFleet: engines as Ray actors, as the replicas of a router or of AsyncLLM(connect=..., route="prefix").
+
+Ray places them, starts them and starts them again. Requests and tokens travel over our own sockets, and nothing of them
+through Ray. Ray itself is the extra `ray`, and is imported when it is asked for.
+"""
+
+import importlib
+import os
+import secrets
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from ipc.errors import ConfigError, EngineCoreError, EngineStartError
+from ipc.keys.curve import Keys, new_keys, write_engine_keys
+from ipc.options.given_options import config_from_options
+from tools.commands.ray_fleet.replica import RayReplica
+
+_OBJECT_STORE_BYTES = 100 << 20  # of a cluster that is started here; Ray would take a third of the memory
+_LOOK_S = 0.5  # between two looks at the actors
+_END_S = 10.0  # for all replicas to end by themselves
+
+
+class Members(Protocol):
+    """Where a fleet's replicas are changed: the client of a router, as its owner, or that of AsyncLLM(route=...)."""
+
+    def join(self, address: str) -> None:
+        """Let a replica join."""
+
+    def leave(self, address: str, *, move_after: float | None = None) -> None:
+        """Let a replica leave."""
+
+
+class Change(NamedTuple):
+    """A replica that has gone elsewhere. old, new: addresses; None: it has none."""
+
+    old: str | None
+    new: str | None
+
+
+class RayFleet:
+    """The actors of one fleet; see deploy(). Used by one thread at a time, but for follow()."""
+
+    def __init__(self, ray: Any, actors: list[Any], folder: str, keys: Keys | None, *, owns_ray: bool) -> None:
+        self._ray, self._actors, self._owns_ray = ray, actors, owns_ray
+        self._folder, self._suffix = folder, "" if keys is None else f"?keys={folder}"
+        self._addresses: list[str | None] = [None] * len(actors)
+        self._asked: dict[int, Any] = {}  # by actor: a question for its address that is not answered
+        self._ended = threading.Event()
+        self._followers: list[threading.Thread] = []
+
+    @property
+    def addresses(self) -> list[str]:
+        """Return the addresses of the replicas that were there at the last look."""
+        return [address for address in self._addresses if address is not None]
+
+    def pids(self) -> list[tuple[int, int]]:
+        """Return the process ids (actor, engine) of each replica, on its node."""
+        return [tuple(pair) for pair in self._ray.get([actor.pids.remote() for actor in self._actors])]
+
+    def wait(self, timeout: float) -> None:
+        """Wait until all replicas serve. Errors: EngineStartError."""
+        refs = [actor.address.remote() for actor in self._actors]
+        try:
+            found = self._ray.get(refs, timeout=timeout)
+        except self._ray.exceptions.GetTimeoutError:
+            text = "does the cluster have the CPUs, GPUs and resources for them? `ray status` says so"
+            raise EngineStartError(f"not all {len(refs)} replicas serve after {timeout:g} s: {text}") from None
+        except self._ray.exceptions.RayActorError as error:
+            raise EngineStartError(f"a replica has not started: {error}") from None
+        self._addresses = [f"{address}{self._suffix}" for address in found]
+
+    def look(self, timeout: float = 0.0) -> list[Change]:
+        """Ask all actors where they are; return what has changed since the last look.
+
+        An actor that Ray starts again answers when it is back. timeout: seconds to wait for answers.
+        """
+        for at, actor in enumerate(self._actors):
+            if at not in self._asked:
+                self._asked[at] = actor.address.remote()
+        refs = list(self._asked.values())
+        ready, _ = self._ray.wait(refs, num_returns=len(refs), timeout=timeout)
+        changes: list[Change] = []
+        for at, ref in list(self._asked.items()):
+            if ref in ready:
+                del self._asked[at]
+                if (new := self._answer(ref)) != self._addresses[at]:
+                    changes.append(Change(self._addresses[at], new))
+                    self._addresses[at] = new
+        return changes
+
+    def follow(self, members: Members, on_change: Callable[[Change], None] = lambda change: None) -> None:
+        """Tell a router, or a client that routes, of each replica that comes back elsewhere, until close().
+
+        members: such as `llm.client`. on_change: called, in the thread that follows, after each.
+        """
+        thread = threading.Thread(target=self._follow, args=(members, on_change), name="ray fleet", daemon=True)
+        self._followers.append(thread)
+        thread.start()
+
+    def close(self) -> None:
+        """End all replicas, and the Ray that deploy() has started. A second call does nothing."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        for thread in self._followers:
+            thread.join()
+        refs = [actor.end.remote() for actor in self._actors]
+        self._ray.wait(refs, num_returns=len(refs), timeout=_END_S)
+        for actor in self._actors:
+            self._ray.kill(actor, no_restart=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if self._owns_ray:
+            self._ray.shutdown()
+
+    def __enter__(self) -> "RayFleet":
+        """Return the fleet."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End all replicas."""
+        self.close()
+
+    def _answer(self, ref: Any) -> str | None:
+        try:
+            return f"{self._ray.get(ref)}{self._suffix}"
+        except self._ray.exceptions.RayActorError:
+            return None  # Ray has given it up, or it cannot be reached just now
+
+    def _follow(self, members: Members, on_change: Callable[[Change], None]) -> None:
+        while not self._ended.wait(_LOOK_S):
+            for change in self.look():
+                try:
+                    if change.old is not None:
+                        members.leave(change.old, move_after=0.0)
+                    if change.new is not None:
+                        members.join(change.new)
+                except EngineCoreError:
+                    return  # the router, or the client, has ended
+                on_change(change)
+
+
+def deploy(
+    model: str | None = None,
+    *,
+    replicas: int = 2,
+    num_cpus: float = 1,
+    num_gpus: float = 0,
+    resources: dict[str, float] | None = None,
+    ray_address: str | None = None,
+    network: bool | None = None,
+    start_timeout: float = 300.0,
+    **options: Any,
+) -> RayFleet:
+    """Start so many engines of one model as Ray actors, and wait until they serve.
+
+    num_cpus, num_gpus, resources: of each actor, as Ray counts them; an engine gets as many threads as num_cpus where
+    `threads` is not given. ray_address: of a running cluster; None: the one that this program is connected to, that of
+    RAY_ADDRESS, or one that is started here and ended by close(). network: engines listen on their nodes' addresses,
+    with keys that only this fleet has; None: where the cluster has more nodes than one. options: of each engine, as
+    LLM() takes them. Errors: ConfigError; EngineStartError.
+    """
+    if replicas < 1:
+        raise ConfigError(f"a fleet has at least one replica; got replicas={replicas}")
+    options = {"model": model, "threads": max(1, int(num_cpus)), **options}
+    config_from_options(**options)
+    ray = _import_ray()
+    owns_ray = _connect(ray, ray_address, num_cpus=replicas * num_cpus)
+    if network is None:
+        network = sum(bool(node["Alive"]) for node in ray.nodes()) > 1
+    keys = new_keys() if network else None
+    folder = _make_folder(keys)
+    kind = ray.remote(RayReplica).options(
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
+        resources=resources or {},
+        max_restarts=-1,
+        max_task_retries=-1,
+        scheduling_strategy="SPREAD",
+    )
+    name, own = (
+        f"engine-core-ray-{secrets.token_hex(8)}",
+        None if keys is None else (keys.public, keys.secret, keys.engine),
+    )
+    actors = [kind.remote(options, f"{name}-{number}", own, start_timeout) for number in range(replicas)]
+    fleet = RayFleet(ray, actors, folder, keys, owns_ray=owns_ray)
+    try:
+        fleet.wait(start_timeout)
+    except BaseException:
+        fleet.close()
+        raise
+    return fleet
+
+
+def _make_folder(keys: Keys | None) -> str:
+    """Return a new folder of this program's own, with these keys in it."""
+    folder = tempfile.mkdtemp(prefix="engine-core-ray-")
+    if keys is not None:
+        write_engine_keys(folder, keys)
+    return folder
+
+
+def _connect(ray: Any, address: str | None, *, num_cpus: float) -> bool:
+    """Connect to Ray; return whether a cluster was started for it here."""
+    if ray.is_initialized():
+        return False
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports its use to its makers unless told otherwise
+    if address is not None or os.environ.get("RAY_ADDRESS"):
+        ray.init(address=address)
+        return False
+    own = {"num_cpus": max(num_cpus, os.cpu_count() or 1), "object_store_memory": _OBJECT_STORE_BYTES}
+    ray.init(include_dashboard=False, **own)
+    return True
+
+
+def _import_ray() -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise ConfigError(f"Ray is not installed ({error}): pip install 'llm-engine-core[ray]'") from None

@@ -1,0 +1,111 @@
+"""`engine-core replay FILE --compare OTHER`: two versions of the program on one capture, and where they first differ.
+
+This version's decisions are in a capture: FILE itself, if this version decides as the one that wrote it, and else one
+that is made here of FILE's requests. The other version replays that, by its own `replay --json`.
+"""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from core.capture.file import CaptureFile
+from ipc.errors import CaptureFileError, ConfigError
+from tools.commands.replay.rerun import recorded_executor, replay_config, rerun
+from tools.commands.replay.shrink.workload import read_workload
+from tools.commands.replay.shrink.written import write_capture
+
+EXIT_SAME = 0
+EXIT_DIFFERS = 3
+_STATUSES = (EXIT_SAME, EXIT_DIFFERS)
+_LIMIT_S = 3600.0
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """The object that --json prints."""
+
+    capture: str
+    other: str
+    is_own: bool  # the decisions are those of FILE; else its requests ran here, and the other version replayed that run
+    num_steps: int
+    difference: dict[str, Any] | None  # as in `replay --json`: where the other version differs from this one
+
+
+def run_compare(file: CaptureFile, other: str, *, as_json: bool) -> int:
+    """Compare this version with another, print where they first differ, and return the exit status.
+
+    other: a checkout, or the path of its `engine-core`. Errors: ConfigError, CaptureFileError, OtherModelError.
+    """
+    command, environment = _other(other)
+    with _decided_here(file) as (path, is_own):
+        report = _replay(command, environment, path)
+    difference = report["run"]["difference"]
+    comparison = Comparison(str(file.path), other, is_own, report["num_steps"], difference)
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(comparison).decode() + "\n")
+    else:
+        _print(comparison)
+    return EXIT_SAME if difference is None else EXIT_DIFFERS
+
+
+@contextlib.contextmanager
+def _decided_here(file: CaptureFile) -> Iterator[tuple[Path, bool]]:
+    """Yield (a capture with this version's decisions, whether it is the file itself)."""
+    if rerun(file, replay_config(file.header), recorded_executor(file)).difference is None:
+        yield file.path, True
+        return
+    if file.begins_inside:
+        raise CaptureFileError(
+            f"{file.path}: this version decides otherwise than the one that wrote it, and the file begins with a "
+            "checkpoint, so its requests cannot be run anew: use one from the engine's start"
+        )
+    with tempfile.TemporaryDirectory(prefix="engine-core-compare-") as folder:
+        path = Path(folder) / "here.cap"
+        write_capture(read_workload(file), str(path))
+        yield path, False
+
+
+def _other(other: str) -> tuple[list[str], dict[str, str]]:
+    """Return the command of another version, and its environment. Errors: ConfigError."""
+    path = Path(other)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    if (path / "tools" / "cli.py").is_file():
+        start = "import sys; from tools.cli import main; sys.exit(main(sys.argv[1:]))"
+        return [sys.executable, "-P", "-c", start], {**environment, "PYTHONPATH": str(path.resolve())}
+    if path.is_file() and os.access(path, os.X_OK):
+        return [str(path.resolve())], environment
+    raise ConfigError(f"--compare {other}: neither a checkout of engine-core nor the path of its command")
+
+
+def _replay(command: list[str], environment: dict[str, str], path: Path) -> dict[str, Any]:
+    """Return what the other version's `replay --json` prints. Errors: CaptureFileError where it cannot replay."""
+    words = [*command, "replay", str(path), "--json"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    if done.returncode not in _STATUSES:
+        lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        raise CaptureFileError(
+            f"the other version cannot replay {path}: {lines[-1] if lines else 'no reason given'} "
+            f"(status {done.returncode})"
+        )
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def _print(comparison: Comparison) -> None:
+    where = "" if comparison.is_own else ", its requests run anew here, since this version decides otherwise"
+    print(f"{comparison.capture}: {comparison.num_steps} steps{where}")
+    found = comparison.difference
+    if found is None:
+        print(f"  {comparison.other} makes the same decisions")
+        return
+    print(f"  {comparison.other} first decides otherwise in step {found['step']} ({found['kind']}):")
+    print("  - this version only, + the other one only, ~ both")
+    for line in found["details"]:
+        print(f"    {line}")

@@ -1,0 +1,37 @@
+"""The explanation of a captured engine's requests at a step of its past, as it would have given it then."""
+
+from core.capture.file import CaptureFile
+from core.scheduling.explain import explain
+from ipc.errors import CaptureFileError, ConfigError
+from ipc.wire.messages import CallFailed
+from ipc.wire.scheduling_messages import EVERY_REQUEST, Explain, Explanation
+from tools.commands.replay.rerun import Replay, recorded_executor, replay_config
+
+
+def explain_at(path: str, step: int, session: int, number: int, limit: int) -> Explanation:
+    """Return the explanation after a step, counted as `engine-core replay` counts them.
+
+    The capture runs again from the last checkpoint before that step. session, number, limit: see Explain.
+    Errors: CaptureFileError; ConfigError for a step that the file does not have, or a request that did not live then.
+    """
+    file = CaptureFile(path)
+    first, last = file.first_step, file.first_step + file.num_steps - 1
+    if not first <= step <= last:
+        raise ConfigError(f"{path} has the steps {first} to {last}; got --at {step}")
+    config = replay_config(file.header)
+    replay = Replay(file, config, recorded_executor(file), file.last_checkpoint(step))
+    now_ns = 0
+    for turn, difference, _ in replay.steps():
+        if difference is not None:
+            raise CaptureFileError(
+                f"{path}: step {turn.step_index} is decided differently by this version of the engine, which cannot "
+                f"say how it was then; `engine-core replay` shows the difference"
+            )
+        now_ns = turn.step.now_ns
+        if turn.step_index == step:
+            break
+    call = Explain(0, number, session, limit) if number != EVERY_REQUEST else Explain(0, limit=limit)
+    answer = explain(replay.engine.scheduler, config.scheduling_policy, 0, call, now_ns)
+    if isinstance(answer, CallFailed):
+        raise ConfigError(f"at step {step}: {answer.message}")
+    return answer

@@ -1,0 +1,260 @@
+"""`--mode live`: a capture's requests, sent to a running engine at their recorded times and compared."""
+
+import sys
+import time
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from rich.console import Console
+
+from core.capture.file import CaptureFile
+from frontend.client.client import EngineClient
+from frontend.client.progress import Progress
+from frontend.client.transport import ZmqTransport
+from ipc.errors import CaptureFileError, EngineCoreError
+from ipc.wire.messages import FinishReason
+from tools.commands.replay.latency import Latencies, Summary, Times, latencies, print_latencies, summarize
+from tools.commands.replay.rerun import OtherModelError
+from tools.commands.replay.traces import End, Trace, read_traces
+
+_MAX_SHOWN = 10
+
+
+class TokenDifference(msgspec.Struct, frozen=True):
+    """The first token of a request that differs from the recorded one; None: no token at this position."""
+
+    client: int
+    request: int
+    position: int
+    expected: int | None
+    got: int | None
+    choice: int = 0
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """A request that failed in the replay and not in the capture."""
+
+    client: int
+    request: int
+    error: str
+
+
+class LiveReport(msgspec.Struct, frozen=True):
+    """The object that --json prints for the mode live."""
+
+    capture: str
+    mode: str
+    speed: float | None  # None: as soon as possible
+    num_requests: int
+    num_aborted: int  # by the replay, after the recorded number of tokens
+    num_tokens: int  # compared
+    recorded: Latencies
+    replayed: Latencies
+    lateness_ms: Summary | None  # of sending, behind the schedule
+    differences: list[TokenDifference]
+    failures: list[Failure]  # requests that failed now and not in the capture
+    seconds: float  # from the first request sent to the end
+
+
+class _Sent(msgspec.Struct):
+    trace: Trace
+    late: float  # seconds
+    progress: list[Progress]  # of each choice; their token_ids are only the latest
+    sent: float  # monotonic seconds
+    tokens: list[list[int]]  # by choice
+    abort_at: float | None = None  # monotonic seconds; for a request that was aborted before its first token
+    is_aborted: bool = False
+
+    @property
+    def error(self) -> EngineCoreError | None:
+        """Return why the request has failed."""
+        return self.progress[0].error
+
+    @property
+    def has_ended(self) -> bool:
+        """Return whether nothing more will come."""
+        return self.error is not None or all(one.finish for one in self.progress)
+
+
+def run_live(file: CaptureFile, address: str, speed: float | None) -> LiveReport:
+    """Send all requests to the engine at `address` and return the report.
+
+    speed: factor on the recorded times; None = all at once. Errors: OtherModelError; EngineDeadError; CaptureFileError.
+    """
+    traces = read_traces(file)
+    client = EngineClient(ZmqTransport(address), name="replay")
+    try:
+        _check_model(file, client)
+        begin = time.monotonic()
+        sent = _Player(client, traces, speed).run()
+    finally:
+        client.close()
+    seconds = time.monotonic() - begin
+    return LiveReport(
+        capture=str(file.path),
+        mode="live",
+        speed=speed,
+        num_requests=len(traces),
+        num_aborted=sum(one.is_aborted for one in sent),
+        num_tokens=sum(min(len(a), len(b)) for one in sent for a, b in zip(one.trace.tokens, one.tokens, strict=True)),
+        recorded=latencies([_recorded_times(trace) for trace in traces]),
+        replayed=latencies([_replayed_times(one) for one in sent]),
+        lateness_ms=summarize([one.late for one in sent]),
+        differences=[found for one in sent for found in _differences(one)],
+        failures=[
+            Failure(one.trace.client, one.trace.message.number, str(one.error))
+            for one in sent
+            if one.error is not None and one.trace.end is not End.FAILED
+        ],
+        seconds=round(seconds, 3),
+    )
+
+
+def _check_model(file: CaptureFile, client: EngineClient) -> None:
+    recorded, welcome = file.header.model, client.welcome
+    if recorded.fingerprint != welcome.model_fingerprint:
+        raise OtherModelError(
+            f"the capture is of {recorded.name} with fingerprint {recorded.fingerprint:.16}, the engine runs "
+            f"{welcome.model_name} with {welcome.model_fingerprint:.16}: weights, dtype, kernels or torch differ"
+        )
+
+
+class _Player:
+    """Sends every request when it is due, and aborts those that their clients aborted in the capture."""
+
+    def __init__(self, client: EngineClient, traces: Sequence[Trace], speed: float | None) -> None:
+        self._client = client
+        self._due = [0.0 if speed is None else trace.arrival / speed for trace in traces]
+        self._scale = 0.0 if speed is None else 1 / speed
+        self._traces = traces
+        self._live: dict[int, _Sent] = {}  # by number in this session
+        self._sent: list[_Sent] = []
+
+    def run(self) -> list[_Sent]:
+        """Return the sent requests, in order of the traces. Errors: EngineDeadError."""
+        begin = time.monotonic()
+        while len(self._sent) < len(self._traces) or self._live:
+            now = time.monotonic()
+            while len(self._sent) < len(self._traces) and begin + self._due[len(self._sent)] <= now:
+                self._send(self._traces[len(self._sent)], begin + self._due[len(self._sent)])
+            numbers = np.fromiter(self._live, np.int64)
+            for number in self._client.wait(numbers, self._timeout(begin)).tolist():
+                self._look(number)
+            self._abort_due()
+        return self._sent
+
+    def _timeout(self, begin: float) -> float | None:
+        """Return the seconds until a request or an abort is due; None: only the engine's messages are awaited."""
+        due = [one.abort_at for one in self._live.values() if one.abort_at is not None and not one.is_aborted]
+        if len(self._sent) < len(self._traces):
+            due.append(begin + self._due[len(self._sent)])
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _send(self, trace: Trace, due: float) -> None:
+        message = trace.message
+        if message.features:
+            raise CaptureFileError("the capture has requests with images or prompt_embeds, whose content is not in it")
+        sent = time.monotonic()
+        one = _Sent(trace, sent - due, [_NOTHING] * message.params.n, sent, [[] for _ in range(message.params.n)])
+        self._sent.append(one)
+        try:
+            number = self._client.submit(
+                np.frombuffer(message.prompt_token_ids, "<i4"),  # type: ignore[arg-type]
+                message.params,
+                seed=message.seed,
+                priority=message.priority,
+                cache_salt=message.cache_salt,
+                tenant=message.tenant,
+                adapter=message.adapter,
+                deadline_ms=message.deadline_ms,
+                streaming=True,
+            )
+        except EngineCoreError as error:
+            self._client.raise_if_ended()
+            one.progress[0] = _NOTHING._replace(error=error)
+            return
+        if trace.end in (End.ABORTED, End.OPEN) and not trace.num_tokens and trace.end_time is not None:
+            one.abort_at = sent + (trace.end_time - trace.arrival) * self._scale
+        self._live[number] = one
+
+    def _look(self, number: int) -> None:
+        one = self._live[number]
+        for choice, tokens in enumerate(one.tokens):
+            one.progress[choice] = self._client.read(number, len(tokens), choice)
+            tokens += one.progress[choice].token_ids.tolist()
+        gave_up = one.trace.end in (End.ABORTED, End.OPEN) and one.trace.num_tokens > 0
+        has_all = all(len(got) >= len(wanted) for got, wanted in zip(one.tokens, one.trace.tokens, strict=True))
+        if one.has_ended:
+            del self._live[number]
+            self._client.discard([number])
+        elif gave_up and not one.is_aborted and has_all:
+            one.is_aborted = True
+            self._client.abort([number])
+
+    def _abort_due(self) -> None:
+        now = time.monotonic()
+        for number, one in self._live.items():
+            if one.abort_at is not None and not one.is_aborted and one.abort_at <= now:
+                one.is_aborted = True
+                self._client.abort([number])
+
+
+_NOTHING = Progress(np.zeros(0, np.int32), FinishReason.NONE, None, 0, 0.0, 0.0, 0.0, 0.0, None)
+
+
+def _differences(one: _Sent) -> list[TokenDifference]:
+    """Compare the choices of a finished request to their ends, those of any other as far as both go."""
+    if one.error is not None:
+        return []
+    found, message = [], one.trace.message
+    for choice, (expected, got) in enumerate(zip(one.trace.tokens, one.tokens, strict=True)):
+        length = min(len(expected), len(got))
+        at = next((place for place in range(length) if expected[place] != got[place]), length)
+        if at < length or (len(expected) != len(got) and one.trace.end is End.FINISHED):
+            tokens = _at(expected, at), _at(got, at)
+            found.append(TokenDifference(one.trace.client, message.number, at, *tokens, choice))
+    return found
+
+
+def _at(tokens: Sequence[int], place: int) -> int | None:
+    return tokens[place] if place < len(tokens) else None
+
+
+def _recorded_times(trace: Trace) -> Times:
+    end = trace.end_time if trace.end is End.FINISHED else None
+    return Times(trace.arrival, trace.first_token, trace.last_token, end, trace.num_tokens)
+
+
+def _replayed_times(one: _Sent) -> Times:
+    begun = [progress for progress in one.progress if progress.first_token_time]
+    is_whole = one.has_ended and one.error is None and not one.is_aborted and one.trace.end is End.FINISHED
+    return Times(
+        one.sent,
+        min((progress.first_token_time for progress in begun), default=None),
+        max((progress.last_token_time for progress in begun), default=None),
+        max(progress.finished_time for progress in one.progress) if is_whole else None,
+        sum(map(len, one.tokens)),
+    )
+
+
+def print_live(report: LiveReport) -> None:
+    """Print the report as text."""
+    timing = "as soon as possible" if report.speed is None else f"at {report.speed:g} times the recorded speed"
+    print(
+        f"{report.capture}: {report.num_requests} requests {timing}, {report.num_aborted} aborted, "
+        f"{report.num_tokens} tokens compared in {report.seconds:.2f} s"
+    )
+    print_latencies(Console(file=sys.stdout, highlight=False), report.recorded, report.replayed, report.lateness_ms)
+    print(
+        "recorded: from the step that took a request in, to the end of a token's step; replayed: as the client sees it"
+    )
+    for failure in report.failures[:_MAX_SHOWN]:
+        print(f"client {failure.client} request {failure.request} failed: {failure.error}")
+    for found in report.differences[:_MAX_SHOWN]:
+        print(
+            f"client {found.client} request {found.request}{f'.{found.choice}' if found.choice else ''}, position "
+            f"{found.position}: expected token "
+            f"{found.expected}, got {found.got}"
+        )
+    print(f"{len(report.differences)} differences, {len(report.failures)} failures")

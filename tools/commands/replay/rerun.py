@@ -1,0 +1,239 @@
+"""A capture run again through the engine core, step by step, with recorded tokens or with the model."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol, cast
+
+import msgspec
+
+from core.batch.table import BatchTable
+from core.border.validation import validate_request
+from core.capture.engine import CapturedEngine
+from core.capture.file import CaptureFile, Place, Turn
+from core.capture.recorded_executor import RecordedExecutor
+from core.capture.records import Header, Input, Step, decode_config
+from core.capture.snapshot import Snapshot
+from core.engine import EngineCore
+from core.execution.executor import Executor
+from core.execution.pipeline import StepWatcher
+from core.executors.by_name import load_executor
+from core.inputs import BlocksArrived, EngineReply
+from ipc.errors import CaptureFileError, EngineCoreError, InvalidRequestError
+from ipc.options.config import EngineConfig
+from ipc.options.workers import in_one_process
+from ipc.tables.columns import unpack_numbers
+from ipc.wire.feature_messages import without_ids
+from ipc.wire.messages import DECODE_ERRORS, Abort, AddRequest, Submission
+from tools.commands.replay.differences import Batch, Difference, find_difference
+from tools.commands.replay.lost_steps import LostSteps
+
+OnTurn = Callable[[Turn, Sequence[tuple[int, EngineReply]]], None]
+
+
+class OtherModelError(EngineCoreError):
+    """The capture is sound, but the model, the engine's options or the engine of the replay differ from its own."""
+
+
+class Rerun(msgspec.Struct, frozen=True):
+    """The totals of a run of a capture's steps."""
+
+    num_steps: int  # replayed, the one that differs included
+    num_requests: int
+    num_aborted: int  # requests named in an Abort
+    num_tokens: int  # sampled and delivered
+    num_preemptions: int
+    num_cached_tokens: int
+    engine_error: str  # exception of the captured engine, with which the capture ends
+    difference: Difference | None
+
+
+class _Comparison:
+    """The log of the replaying engine: keeps the last step until it is compared."""
+
+    step: Step
+    wants_checkpoint = False
+
+    def add(self, record: Input | Step) -> None:
+        if isinstance(record, Step):
+            self.step = record
+
+    def add_checkpoint(self, snapshot: Snapshot, num_steps: int, num_inputs: int) -> None:
+        raise AssertionError("none is wanted")
+
+
+def recorded_executor(file: CaptureFile) -> RecordedExecutor:
+    """Return an executor whose tokens are those of the capture."""
+    return RecordedExecutor(file.header.model)
+
+
+def real_executor(
+    file: CaptureFile, model: str | None, modules: Mapping[str, str] | None = None, mmproj: str | None = None
+) -> tuple[EngineConfig, Executor]:
+    """Load the captured engine's model; return (config, executor). model, mmproj: paths here, None = as in the capture.
+
+    modules: paths of its adapters by name, beside those that it loaded at its start. Errors: OtherModelError;
+    ModelFileError, OutOfMemoryError.
+    """
+    config = replay_config(file.header)
+    moved = {name: path for name, path in (("model", model), ("mmproj", mmproj)) if path is not None}
+    config = msgspec.structs.replace(config, **moved)
+    if modules:
+        config = msgspec.structs.replace(config, lora_modules={**config.lora_modules, **modules})
+    executor = load_executor(in_one_process(config))
+    recorded, found = file.header.model, executor.info
+    if found.fingerprint != recorded.fingerprint:
+        executor.close()
+        raise OtherModelError(
+            f"the capture is of {recorded.name} with fingerprint {recorded.fingerprint:.16}, numerics "
+            f"{recorded.numerics}, and this is {found.name} with {found.fingerprint:.16}, {found.numerics}: weights, "
+            f"dtype, kernels or torch differ; give the capture's own model with --model"
+        )
+    executor.initialize_cache(in_one_process(config))
+    return config, executor
+
+
+def replay_config(header: Header) -> EngineConfig:
+    """Return the captured engine's config. Errors: OtherModelError for options that this version does not have."""
+    try:
+        return decode_config(header)
+    except DECODE_ERRORS as error:
+        raise OtherModelError(
+            f"the capture was written by engine-core {header.engine_version} with options that are none here: {error}"
+        ) from None
+
+
+class TableWatcher(StepWatcher, Protocol):
+    """A watcher that looks at the rows of the batch table. table: set before the first step."""
+
+    table: BatchTable
+
+
+class Replay:
+    """A capture's engine while its steps run again, from the beginning of the file or from a checkpoint in it.
+
+    config: the engine's. start: a checkpoint of the file; None: the file's beginning. watcher: told of every plan.
+    Errors: CaptureFileError for options or a state that no engine can have had.
+    """
+
+    def __init__(
+        self,
+        file: CaptureFile,
+        config: EngineConfig,
+        executor: Executor,
+        start: Place | None = None,
+        watcher: TableWatcher | None = None,
+    ) -> None:
+        self._file, self._log = file, _Comparison()
+        self._executor = executor if isinstance(executor, RecordedExecutor) else LostSteps(executor)
+        self._start = file.checkpoints[0] if start is None and file.begins_inside else start
+        try:
+            watchers = [watcher] if watcher else []
+            self._captured = CapturedEngine(
+                config, cast(Executor, self._executor), self._log, file.header.epoch, watchers
+            )
+        except Exception as error:  # any kind: the options come from the file
+            raise CaptureFileError(f"{file.path}: no engine can have had its options: {error!r}") from None
+        self._batch = Batch()
+        if self._start is not None:
+            self._captured.start_at(file.checkpoint(self._start))
+            self._batch = Batch.of(self.engine)
+        if watcher is not None:
+            watcher.table = self.engine.scheduler.table
+
+    @property
+    def engine(self) -> EngineCore:
+        """Return the engine as the steps so far have left it."""
+        return self._captured.engine
+
+    def steps(self) -> Iterator[tuple[Turn, Difference | None, Sequence[tuple[int, EngineReply]]]]:
+        """Run one step after the other; yield each, its difference from the recorded one, and the engine's replies.
+
+        The last one differs, or ended the captured engine, or is the last of the file.
+        """
+        for turn in self._file.turns(self._start):
+            _check_inputs(self._file, turn, has_features=isinstance(self._executor, RecordedExecutor))
+            if turn.has_columns:
+                self._captured.write_columns()
+            self._executor.feed(turn.step)
+            replies: Sequence[tuple[int, EngineReply]] = ()
+            with contextlib.suppress(Exception):  # the engine has noted the exception in its record
+                replies = self._captured.step(turn.inbox, turn.step.now_ns)
+            difference = find_difference(turn, self._log.step, self._batch, replies)
+            yield turn, difference, replies
+            if difference is not None or turn.step.error:
+                return
+
+
+def rerun(
+    file: CaptureFile,
+    config: EngineConfig,
+    executor: Executor,
+    *,
+    on_turn: OnTurn | None = None,
+    watcher: TableWatcher | None = None,
+    start: Place | None = None,
+) -> Rerun:
+    """Run every step, up to the first difference.
+
+    on_turn: called with each turn that was equal, and the engine's replies. watcher, start: see Replay.
+    Errors: CaptureFileError for records that no engine can have written.
+    """
+    replay = Replay(file, config, executor, start, watcher)
+    difference, num_steps, engine_error = None, 0, ""
+    num_requests = num_aborted = 0
+    for turn, difference, replies in replay.steps():
+        num_steps += 1
+        num_requests += sum(isinstance(message, Submission) for _, message in turn.inbox)
+        num_aborted += sum(
+            len(unpack_numbers(message.numbers)) for _, message in turn.inbox if isinstance(message, Abort)
+        )
+        engine_error = turn.step.error
+        if on_turn is not None and difference is None and not engine_error:
+            on_turn(turn, replies)
+    stats = replay.engine.scheduler.stats
+    return Rerun(
+        num_steps=num_steps,
+        num_requests=num_requests,
+        num_aborted=num_aborted,
+        num_tokens=stats.num_generation_tokens,
+        num_preemptions=stats.num_preemptions,
+        num_cached_tokens=stats.prefix_cache_hits,
+        engine_error=engine_error,
+        difference=difference,
+    )
+
+
+def _check_inputs(file: CaptureFile, turn: Turn, *, has_features: bool) -> None:
+    """Check the inbox. has_features: the executor needs none, or has those of requests.
+
+    Errors: CaptureFileError for a message that the IO thread would have refused; OtherModelError for features, and
+    for KV blocks that no step has computed.
+    """
+    model, max_logprobs = file.header.model, decode_config(file.header).max_logprobs
+    for client, message in turn.inbox:
+        if isinstance(message, BlocksArrived) and message.count and not has_features:
+            raise OtherModelError(
+                f"{file.path}: step {turn.step_index}: KV blocks came from files or from a peer, which a capture does "
+                "not have: the model cannot run it again; leave out --mode full"
+            )
+        if not isinstance(message, Submission):
+            continue
+        where = f"{file.path}: step {turn.step_index}: request {message.number} of client {client}"
+        if isinstance(message, AddRequest) and message.features:
+            if not has_features:
+                raise OtherModelError(
+                    f"{where} has images or prompt_embeds, and a capture has their digests alone: the model cannot run "
+                    "it again; leave out --mode full"
+                )
+            plain = without_ids(message.prompt_token_ids, message.features)
+            message = msgspec.structs.replace(message, prompt_token_ids=plain)
+        try:
+            validate_request(
+                message,
+                vocab_size=model.vocab_size,
+                max_model_len=model.max_model_len,
+                max_logprobs=max_logprobs,
+                tasks=model.tasks,
+            )
+        except InvalidRequestError as error:
+            raise CaptureFileError(f"{where}: {error}") from None

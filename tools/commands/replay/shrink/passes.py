@@ -1,0 +1,164 @@
+"""Shrinker: the smallest workload that still fails: fewer requests, shorter ones, simpler ones, a smaller engine."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from core.kv.page_room import room_of
+from ipc.errors import ConfigError
+from ipc.options.config import EngineConfig
+from ipc.params.sampling_params import SamplingParams
+from tools.commands.replay.shrink.minimize import minimize, smallest
+from tools.commands.replay.shrink.workload import Workload, changed, of_fixed_length, packed, params_of, prompt_of
+from tools.commands.replay.what_if.recording import Recorded
+
+_NS_PER_MS = 1_000_000
+_MAX_ROUNDS = 4
+#: Options that are made as small as they can be.
+_SIZES = ("max_num_seqs", "max_num_batched_tokens", "num_blocks_override")
+#: Fields of a request that are set to what is usual, one after the other.
+_USUAL: dict[str, Any] = {"priority": 0, "cache_salt": "", "tenant": "", "deadline_ms": 0, "delivered": []}
+
+Fails = Callable[[Workload], bool]
+
+
+class OutOfTimeError(Exception):
+    """The time for shrinking is over; the smallest workload so far is kept."""
+
+
+class Shrinker:
+    """One search. workload: fails. seconds: after which it ends with what it has. best: the smallest one so far."""
+
+    def __init__(self, workload: Workload, fails: Fails, seconds: float) -> None:
+        self.best = workload
+        self.is_out_of_time = False
+        self._fails = fails
+        self._end = time.monotonic() + seconds
+
+    def run(self) -> Workload:
+        """Return the smallest workload that was found."""
+        try:
+            self._shrink()
+        except OutOfTimeError:
+            self.is_out_of_time = True
+        return self.best
+
+    def _shrink(self) -> None:
+        self._clients()
+        self._requests()
+        self._each(of_fixed_length)
+        for _ in range(_MAX_ROUNDS):
+            before = self.best
+            self._arrivals()
+            self._simplify()
+            self._sizes()
+            self._options()
+            self._requests()
+            if self.best == before:
+                return
+
+    def _try(self, workload: Workload) -> bool:
+        """Return whether a workload fails; it is then the best so far."""
+        if time.monotonic() > self._end:
+            raise OutOfTimeError
+        if not self._fails(workload):
+            return False
+        self.best = workload
+        return True
+
+    def _try_requests(self, requests: Sequence[Recorded]) -> bool:
+        return self._try(msgspec.structs.replace(self.best, requests=list(requests)))
+
+    def _clients(self) -> None:
+        """Leave out whole clients, and then all that came late or early."""
+        requests = self.best.requests
+        clients = sorted({one.client for one in requests})
+        minimize(clients, lambda some: self._try_requests([one for one in requests if one.client in set(some)]))
+        requests = self.best.requests
+        smallest(len(requests), 1, lambda count: self._try_requests(requests[:count]))
+        requests = self.best.requests
+        smallest(len(requests), 1, lambda count: self._try_requests(requests[len(requests) - count :]))
+
+    def _requests(self) -> None:
+        minimize(self.best.requests, self._try_requests)
+
+    def _each(self, change: Callable[[Recorded], Recorded]) -> None:
+        """Change all requests, or else each that can be changed."""
+        requests = self.best.requests
+        if [change(one) for one in requests] == requests or self._try_requests([change(one) for one in requests]):
+            return
+        for index in range(len(requests)):
+            self._replace(index, change)
+
+    def _replace(self, index: int, change: Callable[[Recorded], Recorded]) -> bool:
+        requests = list(self.best.requests)
+        one = change(requests[index])
+        if one == requests[index]:
+            return True
+        requests[index] = one
+        return self._try_requests(requests)
+
+    def _arrivals(self) -> None:
+        """Let all arrive at once, or else a millisecond after the other."""
+        requests = self.best.requests
+        for step_ns in (0, _NS_PER_MS):
+            if self._try_requests([_moved(one, place * step_ns) for place, one in enumerate(requests)]):
+                return
+
+    def _simplify(self) -> None:
+        for name, value in _USUAL.items():
+            self._each(lambda one, name=name, value=value: changed(one, **{name: value}))  # type: ignore[misc]
+        self._each(_plain)
+
+    def _sizes(self) -> None:
+        """Shorten the prompts and the answers."""
+        for index in range(len(self.best.requests)):
+            prompt = prompt_of(self.best.requests[index])
+            smallest(len(prompt), 1, lambda n, at=index: self._replace(at, lambda one: _with_prompt(one, n)))  # type: ignore[misc]
+            wanted = params_of(self.best.requests[index]).max_tokens
+            if wanted is not None:
+                smallest(wanted, 1, lambda n, at=index: self._replace(at, lambda one: _with_output(one, n)))  # type: ignore[misc]
+
+    def _options(self) -> None:
+        for name in _SIZES:
+            smallest(getattr(self.best.config, name), 1, lambda n, name=name: self._try_option(name, n))  # type: ignore[misc]
+
+    def _try_option(self, name: str, value: int) -> bool:
+        try:
+            config = EngineConfig(**{**msgspec.structs.asdict(self.best.config), name: value})
+        except ConfigError:
+            return False
+        fitting = _fitting(config)
+        return fitting is not None and self._try(msgspec.structs.replace(self.best, config=fitting))
+
+
+def _fitting(config: EngineConfig) -> EngineConfig | None:
+    """Return a config under which every request can end; None where there is none so small."""
+    assert config.num_blocks_override is not None, "the config is not resolved"
+    assert config.max_model_len is not None, "the config is not resolved"
+    room = room_of(config).longest(config.num_blocks_override - 1)
+    if room < 2:
+        return None
+    return msgspec.structs.replace(config, max_model_len=min(config.max_model_len, room))
+
+
+def _moved(one: Recorded, received_ns: int) -> Recorded:
+    aborted_ns = received_ns + one.aborted_ns - one.received_ns if one.aborted_ns else 0
+    return msgspec.structs.replace(one, received_ns=received_ns, aborted_ns=aborted_ns, ended_ns=0)
+
+
+def _plain(one: Recorded) -> Recorded:
+    """Return the request with one choice and without conditions for its end."""
+    params = SamplingParams(max_tokens=params_of(one).max_tokens, ignore_eos=True)
+    return changed(msgspec.structs.replace(one, tokens=one.tokens[:1], aborted_ns=0), params=params)
+
+
+def _with_prompt(one: Recorded, count: int) -> Recorded:
+    return changed(one, prompt_token_ids=packed(prompt_of(one)[:count]))
+
+
+def _with_output(one: Recorded, count: int) -> Recorded:
+    params = msgspec.structs.replace(params_of(one), max_tokens=count)
+    return changed(one, params=params)

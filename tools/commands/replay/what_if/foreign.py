@@ -1,0 +1,45 @@
+"""read_requests: a capture's requests from its records alone, where this version of the engine decides otherwise."""
+
+import numpy as np
+
+from core.capture.file import CaptureFile
+from core.capture.records import NO_RESULT, Step
+from ipc.wire.messages import AddRequest
+from tools.commands.replay.differences import Batch, unpack
+from tools.commands.replay.what_if.recording import Recorded, Requests
+
+
+def read_requests(file: CaptureFile) -> list[Recorded]:
+    """Return the requests with the tokens of those with one choice; nothing is run again.
+
+    A token that a pipelined engine had computed for a request when it preempted it is in there twice. Errors:
+    CaptureFileError.
+    """
+    reader, batch = Requests(), Batch()
+    for turn in file.turns():
+        reader.receive(turn)
+        step = turn.step
+        batch.apply(step)
+        if step.result_step != NO_RESULT:
+            _note(reader, batch, step)
+            batch.forget(step.result_step)
+    for one in file.last_inputs():
+        reader.take_in(one.client, one.message, one.received_ns, one.received_ns)
+    return reader.requests
+
+
+def _note(reader: Requests, batch: Batch, step: Step) -> None:
+    """Note the tokens of a step's result."""
+    keys, tokens = batch.requests_of(step.result_step), unpack(step.tokens)
+    counts = unpack(step.token_counts) or [1] * len(keys)
+    firsts = (np.cumsum(counts) - counts).tolist()
+    for key, first, count in zip(keys, firsts, counts, strict=False):
+        run = [token for token in tokens[first : first + count] if token >= 0]
+        one = None if key is None else reader.live(key)
+        message = None if one is None else one.message
+        if one is None or not isinstance(message, AddRequest) or not run or one.num_choices > 1:
+            continue
+        one.tokens[0] += run
+        one.token_times += [step.now_ns + step.elapsed_ns] * len(run)
+        if len(one.tokens[0]) == message.params.max_tokens:
+            one.ended_ns = step.now_ns + step.elapsed_ns

@@ -1,0 +1,262 @@
+"""Simulation: a recording's requests through the real scheduler, under a virtual clock and maybe with other options."""
+
+import heapq
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from core.engine import EngineCore
+from core.execution.executor import ModelInfo
+from core.inputs import EngineInput, EngineReply
+from ipc.errors import CaptureFileError
+from ipc.options.config import EngineConfig
+from ipc.tables.arrays import Doubles, Ints
+from ipc.wire.messages import Abort, Outputs, RequestFailed
+from tools.commands.replay.what_if.arrivals import Arrivals
+from tools.commands.replay.what_if.joined_steps import JoinedSteps
+from tools.commands.replay.what_if.oracle_executor import OracleExecutor
+from tools.commands.replay.what_if.recording import Recorded, Recording, RequestKey
+from tools.commands.replay.what_if.step_time import FeatureWatcher, StepTime, decoding_features
+
+_MAX_EMPTY_STEPS = 100_000  # one after the other, with requests alive, after which the engine counts as stuck
+_POLL_NS = 1_000_000  # from a step that could run nothing to the next: deadlines and pauses pass meanwhile
+
+
+class StuckError(CaptureFileError):
+    """With these options the engine makes no progress any more."""
+
+
+class Moments(msgspec.Struct):
+    """The times of one request in ns; 0 = never."""
+
+    arrived: int = 0
+    first_token: int = 0
+    last_token: int = 0
+    ended: int = 0
+    was_aborted: bool = False
+    num_tokens: int = 0  # of its first choice
+
+
+class Simulated(NamedTuple):
+    """One simulated run. moments: in the order of the recording's requests."""
+
+    moments: list[Moments]
+    num_tokens: int
+    num_steps: int
+    num_cached_tokens: int
+    num_preemptions: int
+    begin_ns: int
+    end_ns: int
+    num_uncovered_steps: int  # beyond the steps that the step time was fitted to
+    num_made_up_tokens: int  # beyond those recorded
+
+
+def simulate(
+    config: EngineConfig,
+    info: ModelInfo,
+    recording: Recording,
+    time: StepTime,
+    *,
+    is_open: bool = False,
+    ratios: Doubles | None = None,
+    executor: type[OracleExecutor] = OracleExecutor,
+    look: "Callable[[Run], None] | None" = None,
+    joins: bool = True,
+    most_empty_steps: int = _MAX_EMPTY_STEPS,
+) -> Simulated:
+    """Simulate until all requests have ended.
+
+    config: resolved. is_open: all clients keep their recorded times. ratios: factors of the steps' durations, one after
+    the other. executor: what makes the tokens. look: called after each step; then none are joined. joins: steps that
+    decide alike are one call (joined_steps.py), which changes no figure. most_empty_steps: one after the other,
+    after which the engine counts as stuck. Errors: StuckError.
+    """
+    run = Run(config, info, recording, Arrivals(recording.requests, is_open=is_open), executor)
+    clock = _Clock(recording, time, ratios)
+    joined = JoinedSteps(config, run.engine, run.executor) if joins and look is None else None
+    num_empty = 0
+    while run.goes_on:
+        if not run.engine.has_unfinished and run.arrivals.next_ns is not None:
+            clock.now_ns = max(clock.now_ns, run.arrivals.next_ns)
+        inbox = run.take_inbox(clock.now_ns)
+        if joined is not None and not inbox and not run.num_odd and joined.look() and run.join(joined, clock):
+            continue
+        replies = run.engine.step(inbox, clock.now_ns)
+        features = run.watcher.take()
+        if features is None:
+            num_empty += 1
+            if num_empty > most_empty_steps:
+                raise StuckError(f"with these options no request makes progress after {clock.num_steps} steps")
+            end_ns = clock.now_ns + (recording.empty_ns if run.engine.has_work else _POLL_NS)
+        else:
+            end_ns, num_empty = clock.end_of(features), 0
+        run.note(replies, end_ns)
+        if look is not None:
+            look(run)
+        clock.now_ns = end_ns + recording.gap_ns
+    return run.result(clock)
+
+
+class _Clock:
+    """The virtual clock: now_ns is the begin of the next step. ratios: factors of the steps' durations, in turn."""
+
+    def __init__(self, recording: Recording, time: StepTime, ratios: Doubles | None) -> None:
+        self.now_ns = self.begin_ns = recording.begin_ns
+        self.gap_ns = recording.gap_ns
+        self.num_steps = self.num_uncovered = 0
+        self._time, self._ratios = time, ratios
+
+    def end_of(self, features: Ints) -> int:
+        """Count a step with these features that begins now, and return when it ends."""
+        factor = 1.0 if self._ratios is None else float(self._ratios[self.num_steps % len(self._ratios)])
+        self.num_steps += 1
+        self.num_uncovered += self._time.num_uncovered(features[None])
+        return self.now_ns + max(1, round(self._time.of(features) * factor))
+
+    def run_all(self, features: Ints, until: int | None) -> Ints:
+        """Count those of these steps, one after the other, that begin before `until`, and return when each ends.
+
+        The next step begins behind the last of them.
+        """
+        durations = self._time.of_each(features)
+        if self._ratios is not None:
+            durations *= self._ratios[(self.num_steps + np.arange(len(features))) % len(self._ratios)]
+        spans = np.maximum(np.rint(durations).astype(np.int64), 1) + self.gap_ns
+        nexts = self.now_ns + spans.cumsum()
+        count = len(features) if until is None else int(np.searchsorted(nexts - spans, until))
+        if count:
+            self.now_ns = int(nexts[count - 1])
+            self.num_steps += count
+            self.num_uncovered += self._time.num_uncovered(features[:count])
+        ends: Ints = nexts[:count] - self.gap_ns
+        return ends
+
+
+class Run:
+    """The state of a simulation: the engine, what arrives, and what has come out."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: ModelInfo,
+        recording: Recording,
+        arrivals: Arrivals,
+        executor: type[OracleExecutor],
+    ) -> None:
+        self.arrivals = arrivals
+        self.executor = executor(config, info, tokens_of(recording.requests), recording.candidates, recording.offers)
+        self.watcher = FeatureWatcher()
+        self.engine = EngineCore(config, self.executor, watchers=[self.watcher])
+        self.watcher.table = self.executor.table = self.engine.scheduler.table
+        self.moments = [Moments() for _ in recording.requests]
+        self.end_ns = 0
+        self.num_odd = 0  # live requests of which joined steps know nothing
+        self._requests = recording.requests
+        self._live: dict[RequestKey, int] = {}
+        self._num_open: dict[int, int] = {}  # choices, by index
+        self._aborts = list[tuple[int, RequestKey]]()  # (ns, request), a heap: what clients will abort
+
+    @property
+    def goes_on(self) -> bool:
+        """Return whether a request lives or is on its way."""
+        return self.arrivals.next_ns is not None or self.engine.has_unfinished
+
+    def result(self, clock: _Clock) -> Simulated:
+        """Return the run as it is now."""
+        stats = self.engine.scheduler.stats
+        return Simulated(
+            self.moments,
+            stats.num_generation_tokens,
+            clock.num_steps,
+            stats.prefix_cache_hits,
+            stats.num_preemptions,
+            clock.begin_ns,
+            self.end_ns,
+            clock.num_uncovered,
+            self.executor.num_made_up,
+        )
+
+    def take_inbox(self, now_ns: int) -> list[tuple[int, EngineInput]]:
+        """Return the requests that have arrived, and the aborts that are due."""
+        inbox = list[tuple[int, EngineInput]]()
+        for arrived_ns, index in self.arrivals.take(now_ns):
+            one, key = self._requests[index], self._requests[index].key
+            self._live[key], self._num_open[index] = index, one.num_choices
+            self.num_odd += one.is_odd
+            self.moments[index].arrived = arrived_ns
+            inbox.append((one.client, one.message))
+            if one.aborted_ns and not one.token_times:
+                heapq.heappush(self._aborts, (arrived_ns + one.aborted_ns - one.received_ns, key))
+        while self._aborts and self._aborts[0][0] <= now_ns:
+            client, number = heapq.heappop(self._aborts)[1]
+            inbox.append((client, Abort(np.array([number], "<u4").tobytes())))
+        return inbox
+
+    def note(self, replies: Sequence[tuple[int, EngineReply]], end_ns: int) -> None:
+        """Note the replies of a step that ends then."""
+        self.end_ns = end_ns
+        for client, reply in replies:
+            if isinstance(reply, RequestFailed) and (client, reply.number) in self._live:
+                self._end((client, reply.number), end_ns)
+            elif isinstance(reply, Outputs):
+                self._note_outputs(client, reply, end_ns)
+
+    def join(self, joined: JoinedSteps, clock: _Clock) -> bool:
+        """Take those of the joined steps that begin before anything else happens; return whether there are any."""
+        features = decoding_features(len(joined.rows), joined.num_read(), joined.count)
+        ends = clock.run_all(features, self._next_ns())
+        if not len(ends):
+            return False
+        count, first_end, last_end = len(ends), int(ends[0]), int(ends[-1])
+        joined.take(count)
+        self.end_ns = last_end
+        for key in zip(*(one.tolist() for one in self.engine.scheduler.table.address(joined.rows)[:2]), strict=True):
+            moments = self.moments[self._live[key]]
+            moments.first_token = moments.first_token or first_end
+            moments.last_token = last_end
+            moments.num_tokens += count
+        return True
+
+    def _next_ns(self) -> int | None:
+        """Return when the next request or abort comes; None: nothing is on its way."""
+        times = [self._aborts[0][0]] if self._aborts else []
+        if self.arrivals.next_ns is not None:
+            times.append(self.arrivals.next_ns)
+        return min(times, default=None)
+
+    def _note_outputs(self, client: int, outputs: Outputs, end_ns: int) -> None:
+        """Note how many tokens each choice has got, and which have ended; which tokens does not matter here."""
+        numbers, counts = np.frombuffer(outputs.numbers, "<u4").tolist(), np.frombuffer(outputs.counts, "<u2").tolist()
+        choices = np.frombuffer(outputs.choices, "<u2").tolist() if outputs.choices else [0] * len(numbers)
+        live, all_moments, requests = self._live, self.moments, self._requests
+        for number, choice, count, finish in zip(
+            numbers, choices, counts, outputs.finish or bytes(len(numbers)), strict=True
+        ):
+            key = client, number
+            if (index := live.get(key)) is None:
+                continue
+            if count and not choice:
+                one, moments = requests[index], all_moments[index]
+                moments.first_token = moments.first_token or end_ns
+                moments.last_token = end_ns
+                moments.num_tokens += count
+                if one.aborted_ns and moments.num_tokens >= len(one.token_times):
+                    heapq.heappush(self._aborts, (end_ns, key))
+            if finish:
+                self._num_open[index] -= 1
+                if not self._num_open[index]:
+                    self._end(key, end_ns)
+
+    def _end(self, key: RequestKey, end_ns: int) -> None:
+        index = self._live.pop(key)
+        self.num_odd -= self._requests[index].is_odd
+        self.moments[index].ended = end_ns
+        self.moments[index].was_aborted = bool(self._requests[index].aborted_ns)
+        self.arrivals.note_end(index, end_ns)
+
+
+def tokens_of(requests: Sequence[Recorded]) -> dict[tuple[int, int, int], list[int]]:
+    """Return the output tokens of each choice by (client, number, choice)."""
+    return {(*one.key, choice): tokens for one in requests for choice, tokens in enumerate(one.tokens)}

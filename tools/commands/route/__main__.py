@@ -1,0 +1,236 @@
+"""`engine-core route`: several engines as one: a router in the foreground, for clients that connect to its address.
+
+SIGTERM, SIGINT or SIGHUP drains it: new requests are refused, the running ones finish, exit status 0. A second signal
+notifies the clients and stops it at once, exit status 143. The replicas are left as they are.
+"""
+
+import argparse
+import contextlib
+import os
+import secrets
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+
+import msgspec
+import zmq
+
+from core import log
+from core.border.allow_list import AllowList
+from core.border.doorway import raise_descriptor_limit
+from core.border.io_thread import IOThread
+from core.border.meter import RequestMeter
+from core.border.zap import start_zap
+from core.process.garbage import settle_garbage
+from core.process.loop import run
+from frontend.fleet.driver import Driver
+from frontend.fleet.fleet import PREFILL_MIN_TOKENS, Fleet
+from frontend.fleet.links import Links
+from frontend.fleet.placement import POLICIES
+from ipc.errors import ConfigError
+from ipc.wire.messages import EngineStopping
+from ipc.wire.sockets import Context, bind_router, check_address, keys_of
+from tools.commands.control import write_owner_file
+from tools.commands.route.engine import RouterEngine
+from tools.commands.route.start import Bounds, served_by, wait_for_replicas
+from tools.flags.options import ArgumentParser
+from tools.service.notify import notify
+
+EXIT_STOPPED = 128 + signal.SIGTERM  # stopped before the work was done
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_STOP_S = 1.0  # to report the end to the clients
+_IDLE_S = 0.5  # between two rounds of an idle loop, which sends heartbeats
+_ASK_S = 30.0  # for a replica to hand over its tokenizer
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Route until a signal or the owner ends it; return the exit status. Errors: ConfigError, AddressError,
+    EngineStartError where no replica answers.
+    """
+    parsed = _parse(arguments)
+    addresses = _addresses(parsed)
+    log.use_format(parsed.log_format)
+    raise_descriptor_limit()
+    with contextlib.ExitStack() as stack:
+        context: Context = zmq.Context()
+        keys = keys_of(parsed.listen)
+        allowed = None if keys is None else AllowList(keys)
+        start_zap(context, allowed)
+        router = bind_router(context, parsed.listen)
+        links = Links()
+        stack.callback(links.end)
+        token = secrets.token_bytes(16)
+        if parsed.owner_file is not None:
+            write_owner_file(parsed.owner_file, token)  # its descriptor, and so its lock, lasts to our end
+            stack.callback(_unlink, parsed.owner_file)
+        own = {"patience_s": parsed.patience, "prefill_min_tokens": parsed.prefill_min_tokens}
+        fleet = Fleet(policy=parsed.route, seed=parsed.seed, name="router", **own)
+        driver, stop = Driver(fleet, links), _Stop()
+        stack.callback(stop.end)
+        for address in addresses:
+            fleet.membership.join(address, prefills=address in parsed.prefill)
+        try:
+            wait_for_replicas(driver, links, parsed.start_timeout, stop.is_asked)
+            bounds = Bounds(
+                int(parsed.client_lease * 1000), int(parsed.resume_timeout * 1000), parsed.max_num_queued_requests
+            )
+            served = served_by(driver, links, secrets.token_hex(8), token, bounds, _ASK_S)
+        except BaseException:
+            router.close(0)
+            context.term()
+            raise
+        meter = RequestMeter(served.welcome.limits.max_model_len, None)
+        at_border = {"meter": meter, "quota_of": None if allowed is None else allowed.quota_of}
+        io = IOThread(context, router, msgspec.structs.replace(served, **at_border))
+        io.wake_engine_on(links.fd)
+        io.start()
+        stop.serve(io)
+        names = f"{served.welcome.model_name}, numerics {served.welcome.numerics}"
+        text = f"engine-core: ready at {router.address} ({names}, {len(fleet.replicas.sessions)} replicas)"
+        print(text, flush=True)
+        notify(f"READY=1\nSTATUS={text.removeprefix('engine-core: ')}")
+        settle_garbage()
+        engine = RouterEngine(driver)
+        return run(engine, io, engine.look_ahead, engine.turn, _IDLE_S)
+
+
+def _addresses(parsed: argparse.Namespace) -> list[str]:
+    """Return the addresses of all replicas. Errors: AddressError, ConfigError for one that is named twice."""
+    addresses = [*parsed.replica, *parsed.prefill]
+    for address in addresses:
+        check_address(address, binding=False)
+    if len(set(addresses)) < len(addresses):
+        raise ConfigError(f"a replica is named twice, by --replica or --prefill: {' '.join(addresses)}")
+    return addresses
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = ArgumentParser(
+        prog="engine-core route",
+        usage="engine-core route --listen ADDR --replica ADDR [ADDR ...] [OPTION ...]",
+        description="Serve several running engines as one.",
+    )
+    parser.add_argument("--listen", required=True, metavar="ADDR", help="where clients connect, as `serve --listen`")
+    _add_replicas(parser)
+    parser.add_argument(
+        "--route",
+        choices=tuple(POLICIES),
+        default="prefix",
+        help="where a request goes: to the longest cached prefix where that is not too busy, to the least loaded "
+        "replica, or in turn; default: %(default)s",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="decides between equal replicas; default: %(default)d"
+    )
+    _add_times(parser)
+    parser.add_argument("--owner-file", metavar="FILE", help="write what `engine-core control` needs to this new file")
+    parser.add_argument(
+        "--max-num-queued-requests",
+        type=int,
+        default=0,
+        metavar="N",
+        help="requests that have not begun; 0 = as many as the replicas take together",
+    )
+    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of lines on standard error")
+    parsed: argparse.Namespace = parser.parse_args(arguments)
+    return parsed
+
+
+def _add_replicas(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--replica",
+        required=True,
+        nargs="+",
+        action="extend",
+        metavar="ADDR",
+        help="engines of the same model, as clients name them",
+    )
+    parser.add_argument(
+        "--prefill",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="ADDR",
+        help="engines that compute long prompts for the replicas, which fetch the KV blocks from them (--kv-peers)",
+    )
+    parser.add_argument(
+        "--prefill-min-tokens",
+        type=int,
+        default=PREFILL_MIN_TOKENS,
+        metavar="N",
+        help="a prompt is long with so many tokens to compute; default: %(default)d",
+    )
+
+
+def _add_times(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--start-timeout", type=float, default=60.0, metavar="S", help="for the first replica; default: %(default)g"
+    )
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds that requests wait while no replica answers at all; default: %(default)g",
+    )
+    parser.add_argument(
+        "--resume-timeout",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="seconds that clients wait for the next router at this address; 0 = there is none; default: %(default)g",
+    )
+    parser.add_argument(
+        "--client-lease", type=float, default=30.0, metavar="S", help="seconds of silence that end a client's session"
+    )
+
+
+class _Stop:
+    """The signals received so far: the first drains, the second stops at once."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._io: IOThread | None = None
+        for number in _SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, lambda *_: self._tell())
+
+    def is_asked(self) -> bool:
+        return self._count > 0
+
+    def serve(self, io: IOThread) -> None:
+        """Set the IO thread: from now on a signal drains it."""
+        self._io = io
+        if self._count:
+            io.drain()
+
+    def end(self) -> None:
+        """Ignore signals from now on: the end has begun, and Python would give them back their power to kill."""
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+
+    def _tell(self) -> None:
+        self._count += 1
+        if self._io is None:
+            sys.exit(EXIT_STOPPED if self._count > 1 else 0)
+        if self._count == 1:
+            os.write(2, b"engine-core: draining\n")
+            notify("STOPPING=1")
+            # Not here: the signal may have come while this very thread holds the lock that drain() takes.
+            threading.Thread(target=self._io.drain, daemon=True).start()
+        elif self._count == 2:
+            threading.Thread(target=self._stop, args=(self._io,), daemon=True).start()
+
+    def _stop(self, io: IOThread) -> None:
+        io.finish(EngineStopping("the router was told to stop at once"), _STOP_S)
+        os._exit(EXIT_STOPPED)
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

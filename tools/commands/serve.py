@@ -1,0 +1,295 @@
+"""`engine-core serve`: an engine in the foreground, for clients that connect to its address.
+
+An engine that dies is started again, and the requests of its clients go on (docs/operations.md). SIGTERM, SIGINT or
+SIGHUP drains it: new requests are refused, the running ones finish, exit status 0. A second signal notifies the clients
+and stops it at once, exit status 143. Under nohup, SIGHUP stays ignored. Where the engine dies too often, the exit
+status is 1.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import uvloop
+
+from frontend.client.client import EngineClient
+from frontend.client.transport import ZmqTransport
+from frontend.engine.death import Cause
+from frontend.engine.process import EngineProcess, OnPhase
+from frontend.engine.restart_policy import RestartRules
+from frontend.engine.signs import DEFAULT_HANG_S
+from frontend.engine.standby_plan import StandbyKind
+from frontend.engine.supervised_engine import SupervisedEngine
+from ipc.errors import ConfigError, EngineCoreError, EngineDeadError, EngineStartError
+from ipc.log_lines import log_line
+from ipc.options.config import EngineConfig
+from ipc.options.given_options import config_from_options
+from ipc.options.workers import master_address
+from ipc.wire.sockets import private_ipc_address, remove_private_address
+from tools.commands.control import write_owner_file
+from tools.commands.http import HttpFront, add_http_options, http_address
+from tools.flags.address import default_address, fresh_owner_file
+from tools.flags.options import ArgumentParser, add_engine_options, engine_options
+from tools.service.metrics import measuring, served_metrics
+from tools.service.notify import keep_watchdog, notify
+from tools.service.start import phase_printer
+
+EXIT_STOPPED = 128 + signal.SIGTERM  # stopped before the work was done
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_STOP_S = 5.0  # seconds between a second signal and the kill
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Serve until a signal or the owner ends the engine; return the exit status. Errors: ConfigError; a start's."""
+    parsed = _parse(arguments)
+    options = measuring(parsed.metrics or parsed.http) | engine_options(parsed)
+    if parsed.model_name is not None:
+        options["model"] = parsed.model_name
+    config = config_from_options(**options)
+    if parsed.node_rank:
+        # Imported here: it imports parts of the engine, which this process has no other use for.
+        from tools.commands.worker import run_node
+
+        return run_node(master_address(config), parsed.node_rank, config.model)
+    standby = _standby(parsed, config)
+    private = None
+    if parsed.listen is None and parsed.http is not None:
+        private = private_ipc_address()  # one for all engines that follow each other
+    elif parsed.listen is None:
+        parsed.listen, parsed.owner_file = default_address(), parsed.owner_file or fresh_owner_file()
+    process = EngineProcess(
+        config,
+        listen=parsed.listen or private,
+        start_timeout=parsed.start_timeout,
+        on_phase=_phase_teller(config),
+        resume_s=parsed.resume_timeout if parsed.restarts > 0 else 0.0,
+    )
+    if parsed.owner_file is not None:
+        write_owner_file(parsed.owner_file, process.owner_token)  # its descriptor, and so its lock, lasts to our end
+    rules = RestartRules(most=max(0, parsed.restarts))
+    engine = SupervisedEngine(process, rules, hang_s=parsed.hang_timeout, standby=standby, on_news=_teller(config))
+    stop = _Stop(engine)
+    for number in stop.signals:
+        signal.signal(number, lambda *_: stop.tell())
+    try:
+        with contextlib.ExitStack() as stack:
+            url = stack.enter_context(served_metrics(parsed.metrics, lambda: process.last_address, engine))
+            front = None if parsed.http is None else stack.enter_context(HttpFront(parsed, _teller(config)))
+            return _serve(engine, stop, url, front)
+    finally:
+        engine.close()
+        if private is not None:
+            remove_private_address(private)
+        if parsed.owner_file is not None:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(parsed.owner_file)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = ArgumentParser(
+        prog="engine-core serve",
+        usage="engine-core serve [MODEL] [--http HOST:PORT] [--listen ADDR] [OPTION ...]",
+        description="Run an engine that clients connect to, over HTTP, ZeroMQ or both.",
+    )
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model")
+    parser.add_argument("--http", metavar="HOST:PORT", help="serve OpenAI's API here, such as 127.0.0.1:8000")
+    parser.add_argument(
+        "--listen",
+        metavar="ADDR",
+        help="ipc:///run/user/1000/engine.sock, tcp://127.0.0.1:5555 or so; default: a socket of this user's, where "
+        "other commands look too; with --http a private one",
+    )
+    parser.add_argument("--owner-file", metavar="FILE", help="write what `engine-core control` needs to this new file")
+    parser.add_argument(
+        "--metrics", metavar="ADDR", help="serve Prometheus metrics at http://ADDR/metrics; HOST:PORT or PORT"
+    )
+    parser.add_argument(
+        "--node-rank",
+        type=int,
+        default=0,
+        metavar="N",
+        help="above 0: run workers for the engine at --master-addr on another machine, as `engine-core worker` does",
+    )
+    parser.add_argument("--start-timeout", type=float, default=300.0, metavar="S", help="seconds; default: %(default)g")
+    _add_restart_options(parser)
+    add_http_options(parser)
+    add_engine_options(parser)
+    parsed: argparse.Namespace = parser.parse_args(arguments)
+    parsed.http = http_address(parser, parsed)
+    return parsed
+
+
+def _add_restart_options(parser: ArgumentParser) -> None:
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=RestartRules().most,
+        metavar="N",
+        help="times that an engine which dies is started again within a minute; 0 = never; default: %(default)d",
+    )
+    parser.add_argument(
+        "--hang-timeout",
+        type=float,
+        default=DEFAULT_HANG_S,
+        metavar="S",
+        help="seconds after which a step that takes 20 times as long as any of its size counts as hung, and the engine "
+        "is killed and started again; 0 = never; default: %(default)g",
+    )
+    parser.add_argument(
+        "--standby",
+        choices=[kind.value for kind in StandbyKind],
+        default=StandbyKind.NO.value,
+        help="keep a second process that takes over when the engine dies: import = it has imported all it needs; model "
+        "= it has loaded the model, too, which takes its memory twice; default: %(default)s",
+    )
+    parser.add_argument(
+        "--resume-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds that clients wait for the next engine; at least what a start takes; default: %(default)g",
+    )
+
+
+def _standby(parsed: argparse.Namespace, config: EngineConfig) -> StandbyKind:
+    """Return how far a standby is prepared. Errors: ConfigError for what this engine cannot have."""
+    kind = StandbyKind(parsed.standby)
+    if kind is not StandbyKind.NO and parsed.restarts <= 0:
+        raise ConfigError(
+            f"--standby {kind.value} is for restarts, and --restarts 0 allows none: leave one of them out"
+        )
+    if kind is StandbyKind.MODEL and config.nnodes > 1:
+        raise ConfigError("--standby model has no workers on other machines (--nnodes): use --standby import")
+    if kind is StandbyKind.MODEL and config.device == "cuda":
+        raise ConfigError("--standby model would load a second model into the GPU's memory: use --standby import")
+    return kind
+
+
+class _Stopped(BaseException):
+    """A signal arrived while the model was being found or downloaded.
+
+    It is a BaseException, like KeyboardInterrupt, so that no library takes it for an error and handles it.
+    """
+
+
+class _Stop:
+    """The signals received so far. Handlers are installed before the engine starts and stay until it has ended."""
+
+    def __init__(self, engine: SupervisedEngine) -> None:
+        self._engine = engine
+        self.count = 0
+        self.signals = tuple(number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN)
+        self.is_fetching = False  # there is no engine process yet
+
+    def tell(self) -> None:
+        """Count one signal, and drain or stop the engine accordingly."""
+        self.count += 1
+        if self.is_fetching:
+            raise _Stopped
+        if self.count == 1:
+            line = log_line(self._engine.process.config.log_format, "engine-core: draining", {})
+            os.write(2, f"{line}\n".encode())  # sys.stderr may be in the middle of a line that this interrupts
+            notify("STOPPING=1")
+        if self.count <= 2:
+            self._engine.drain()
+
+    @property
+    def status(self) -> int:
+        return EXIT_STOPPED if self.count > 1 else 0
+
+
+def _serve(engine: SupervisedEngine, stop: _Stop, metrics: str, front: HttpFront | None) -> int:
+    process = engine.process
+    begin = time.monotonic()
+    try:
+        stop.is_fetching = True
+        engine.start()
+        stop.is_fetching = False
+        if stop.count:
+            engine.drain()  # the signal may have come before the process existed
+        engine.wait_ready()
+    except _Stopped:
+        return stop.status
+    except EngineStartError:
+        if stop.count:
+            return stop.status
+        raise
+    try:
+        took_s = time.monotonic() - begin
+        told = f", metrics at {metrics}" if metrics else ""
+        text = f"engine-core: ready at {process.address} ({_describe(process)}, {took_s:.2f} s){told}"
+        print(log_line(process.config.log_format, text, {}), flush=True)
+        if front is not None:
+            front.start(process.address)
+            print(log_line(process.config.log_format, f"engine-core: HTTP at {front.url}", {}), flush=True)
+        elif sys.stderr.isatty():
+            print("engine-core: without HTTP; --port 8000 adds OpenAI's API", file=sys.stderr, flush=True)
+        notify(f"READY=1\nSTATUS={text.removeprefix('engine-core: ')}")
+    except EngineCoreError:
+        if not stop.count:  # a draining engine refuses new clients, which is right
+            raise
+    return uvloop.run(_watch(engine, stop, front))
+
+
+def _describe(process: EngineProcess) -> str:
+    """Return the model and the size of its KV cache as text, asked for as any client would."""
+    client = EngineClient(ZmqTransport(process.address, pidfd=process.pidfd, describe_exit=process.describe_exit))
+    try:
+        welcome = client.welcome
+        return f"{welcome.model_name}, numerics {welcome.numerics}, {client.statistics().num_blocks} blocks"
+    finally:
+        client.close()
+
+
+def _teller(config: EngineConfig) -> Callable[[str], None]:
+    """Return what prints a line of news as the log has it."""
+
+    def tell(text: str) -> None:
+        print(log_line(config.log_format, f"engine-core: {text}", {}), file=sys.stderr, flush=True)
+
+    return tell
+
+
+def _phase_teller(config: EngineConfig) -> OnPhase:
+    show = phase_printer(config.log_format)
+
+    def tell(name: str, seconds: float) -> None:
+        show(name, seconds)
+        notify(f"STATUS=starting: {name}")
+
+    return tell
+
+
+async def _watch(engine: SupervisedEngine, stop: _Stop, front: HttpFront | None) -> int:
+    """Wait until the engine has ended for good; return the exit status. Errors: EngineDeadError if it crashed."""
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+
+    def limit() -> None:
+        if stop.count > 1:
+            loop.call_later(_STOP_S, ended.set)
+
+    def on_signal() -> None:
+        stop.tell()
+        if front is not None:
+            front.drain()
+        limit()
+
+    for number in stop.signals:
+        loop.add_signal_handler(number, on_signal)
+    limit()  # for signals before
+    keep_watchdog(loop)
+    if front is not None:
+        front.watch(loop)
+    loop.add_reader(engine.ended_fd, ended.set)
+    await ended.wait()
+    loop.remove_reader(engine.ended_fd)
+    engine.close(0)
+    if not stop.count and engine.last_cause is not Cause.ENDED:  # ended: its owner drained it or shut it down
+        raise EngineDeadError(engine.describe_end())
+    return stop.status

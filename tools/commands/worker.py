@@ -1,0 +1,61 @@
+"""`engine-core worker`: this machine runs workers of an engine on another one (docs/scale_out.md).
+
+`engine-core serve --node-rank N --master-addr ADDR` with N above 0 is the same. It runs until a signal ends it; when
+the engine is gone it waits for the next one.
+"""
+
+import argparse
+import os
+import signal
+from collections.abc import Sequence
+
+from core import log
+from core.workers.node import Node
+from ipc.wire.sockets import check_address
+from tools.flags.options import ArgumentParser
+
+_FLUSH_S = 0.5
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run workers until a signal; return the exit status. Errors: AddressError; ConfigError where it is refused."""
+    parser = ArgumentParser(
+        prog="engine-core worker",
+        usage="engine-core worker --connect ADDR [--node-rank N] [--model PATH]",
+        description="Run workers of an engine on another machine, which was started with --nnodes.",
+    )
+    parser.add_argument(
+        "--connect",
+        required=True,
+        metavar="ADDR",
+        help="the engine's --master-addr: tcp://HOST:PORT?keys=FILE, or tcp://127.0.0.1:PORT",
+    )
+    parser.add_argument(
+        "--node-rank",
+        type=int,
+        default=0,
+        metavar="N",
+        help="which machine to be, from 1; default: any that is missing",
+    )
+    parser.add_argument(
+        "--model", metavar="PATH", help="the model's files here; default: those of the name that the engine has"
+    )
+    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of lines on standard error")
+    parsed: argparse.Namespace = parser.parse_args(arguments)
+    log.use_format(parsed.log_format)
+    return run_node(parsed.connect, parsed.node_rank, parsed.model)
+
+
+def run_node(address: str, node: int, model: str | None) -> int:
+    """Run workers until SIGTERM, SIGINT or SIGHUP; return the exit status. Errors: as main()."""
+    check_address(address, binding=False)
+    machine = Node(address, node, None if model is None else os.path.abspath(model) if os.path.exists(model) else model)
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, lambda *_: machine.stop())
+    log.say(f"engine-core: asks the engine at {address.partition('?')[0]} for workers to run")
+    try:
+        machine.run()
+    finally:
+        log.flush(_FLUSH_S)
+    return 0

@@ -1,0 +1,48 @@
+"""without_neutral(): vLLM's flags that change nothing here are accepted, as LLM() accepts them (docs/vllm.md)."""
+
+from collections.abc import Container, Sequence
+
+from ipc.errors import ConfigError
+from ipc.options.neutral_options import check_neutral, is_neutral, is_switch, value_of
+from tools.flags.hints import FLAGS
+
+_SHORT = {"-dp": "data_parallel_size"}
+
+
+def without_neutral(words: Sequence[str], known: Container[str]) -> list[str]:
+    """Return the words without the flags of vLLM's that ask for nothing. known: flags that the command has itself.
+
+    Errors: ConfigError for a value that asks for a feature which is not there.
+    """
+    kept, at = [], 0
+    while at < len(words) and words[at] != "--":
+        word, at = words[at], at + 1
+        flag, has_value, value = word.partition("=")
+        name = _option(flag)
+        if flag in known or name is None:
+            kept.append(word)
+        elif is_switch(name):
+            _check(flag, name, not flag.startswith("--no-"))
+        else:
+            if not has_value:
+                value, at = " ".join(words[at : at + 1]), at + 1
+            _check(flag, name, value_of(value))
+    return kept + list(words[at:])
+
+
+def _check(flag: str, name: str, value: object) -> None:
+    try:
+        check_neutral(name, value)
+    except ConfigError as error:
+        raise ConfigError(f"argument {flag}: {FLAGS.get(flag, error)}") from None
+
+
+def _option(flag: str) -> str | None:
+    """Return the option of this flag, if it is vLLM's and not ours."""
+    if flag in _SHORT:
+        return _SHORT[flag]
+    name = flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else ""
+    if is_neutral(name):
+        return name
+    name = name.removeprefix("no_")
+    return name if is_neutral(name) and is_switch(name) else None

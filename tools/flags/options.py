@@ -1,0 +1,217 @@
+"""Command line flags of the engine's options, made from their declarations (ipc/options/config.py, ipc/options/model_options.py)."""
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, ClassVar, NoReturn
+
+import msgspec
+
+from ipc.errors import ConfigError
+from ipc.options.config import OPTIONS
+from ipc.options.neutral_options import WITHOUT_EFFECT, is_neutral
+from ipc.options.option import DeclaredOption
+from ipc.options.speculation import SpeculativeConfig
+from tools.flags.hints import FLAGS
+from tools.flags.neutral_flags import without_neutral
+from tools.flags.option_sources import CONFIG_FLAG, words_from_elsewhere
+
+_SHORT = re.compile(r"-[A-Za-z]+")
+_BYTE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """argparse's parser without abbreviated flags; its error for an unknown flag suggests the nearest known one."""
+
+    #: Called with each parser before it parses; tools/commands/completion.py reads the declarations so.
+    before_parsing: "ClassVar[Callable[[ArgumentParser], None] | None]" = None
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(allow_abbrev=False, **options)
+        self.has_engine_options = False  # then they may come from the environment and a file too
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Return the namespace of the arguments; end the process with a message for an unknown one."""
+        if ArgumentParser.before_parsing is not None:
+            ArgumentParser.before_parsing(self)
+        args = list(sys.argv[1:] if args is None else args)
+        if self.has_engine_options:
+            try:
+                args = without_neutral(args, self._option_string_actions)
+            except ConfigError as error:
+                self.error(str(error))
+        self._refuse_abbreviations(args)
+        if self.has_engine_options:
+            args = [*words_from_elsewhere(args), *args]
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self._refuse(unknown)
+        return parsed
+
+    def _refuse_abbreviations(self, words: Sequence[str]) -> None:
+        """Refuse -n where only -np exists, and -md: argparse takes them for -np and -m, in spite of allow_abbrev."""
+        known = {flag for action in self._actions for flag in action.option_strings}
+        for word in words[: words.index("--")] if "--" in words else words:
+            if _SHORT.fullmatch(word) and word not in known and (word[:2] not in known or word in FLAGS):
+                self._refuse([word])
+
+    def _refuse(self, unknown: list[str]) -> NoReturn:
+        shown = [flag for action in self._actions if action.help != argparse.SUPPRESS for flag in action.option_strings]
+        name = unknown[0].split("=", 1)[0]
+        if name in FLAGS and name not in shown:
+            self.error(f"unknown argument {unknown[0]}: {FLAGS[name]}")
+        option = name.lstrip("-").removeprefix("no-").replace("-", "_")
+        if is_neutral(option):
+            what = "has no effect here" if option in WITHOUT_EFFECT else "asks for what this version does not have"
+            self.error(f"unknown argument {unknown[0]}: it is vLLM's and {what}; leave it out")
+        near = difflib.get_close_matches(name, shown, n=1)
+        self.error(f"unknown argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def add_engine_options(parser: ArgumentParser) -> None:
+    """Add one flag for each field of EngineConfig, in groups; options not given stay out of the namespace."""
+    parser.has_engine_options = True
+    parser.add_argument(
+        CONFIG_FLAG, metavar="FILE", help="engine options from a TOML file; ENGINE_CORE_MAX_NUM_SEQS=8 works too"
+    )
+    groups = dict.fromkeys(declared.option.group for declared in OPTIONS.values())
+    sections = {group: parser.add_argument_group(f"engine options: {group}") for group in groups}
+    for name, declared in OPTIONS.items():
+        section, arguments = sections[declared.option.group], _argument(declared)
+        section.add_argument(flag_of(name), dest=name, default=argparse.SUPPRESS, help=help_of(declared), **arguments)
+        if aliases := aliases_of(declared):
+            arguments.pop("metavar", None)
+            section.add_argument(*aliases, dest=name, default=argparse.SUPPRESS, help=argparse.SUPPRESS, **arguments)
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of an option: --max-num-seqs for max_num_seqs."""
+    return "--" + name.replace("_", "-")
+
+
+def aliases_of(declared: DeclaredOption) -> tuple[str, ...]:
+    """Return the option's flags in other engines; they are accepted and not shown."""
+    return (*declared.option.flags, *map(flag_of, declared.option.names))
+
+
+def help_of(declared: DeclaredOption) -> str:
+    """Return the option's help text, with its default unless the text already states one."""
+    text = declared.option.help
+    if "default:" not in text and declared.default is not None and declared.default != {}:
+        text += f"; default: {_spell(declared.default)}"
+    return text
+
+
+def engine_options(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Return the engine options that were given, by their names in EngineConfig."""
+    return {name: getattr(parsed, name) for name in OPTIONS if hasattr(parsed, name)}
+
+
+def parse_bytes(text: str) -> int:
+    """Return '1048576', '512M' or '2G' (powers of 1024) as a number of bytes. Errors: ArgumentTypeError."""
+    unit = _BYTE_UNITS.get(text[-1:].upper(), 0)
+    digits = text[:-1] if unit else text
+    if not digits.isascii() or not digits.isdigit():
+        raise argparse.ArgumentTypeError(f"expected bytes as 1048576, 512M or 2G, got {text!r}")
+    return int(digits) * (unit or 1)
+
+
+def _choice(declared: DeclaredOption, text: str) -> str:
+    """Return a value in our spelling. Errors: ArgumentTypeError for one of vLLM's that is refused for a reason."""
+    option = declared.option
+    if text in option.refused:
+        allowed = ", ".join(declared.choices)
+        raise argparse.ArgumentTypeError(f"{text} is not one of {allowed}: {option.refused[text]}")
+    return option.spellings.get(text, text)
+
+
+def _argument(declared: DeclaredOption) -> dict[str, Any]:
+    if declared.choices:
+        return {"type": partial(_choice, declared), "choices": declared.choices}
+    if declared.name == "classifier_from_token":
+        return {"type": str, "metavar": "NO,YES"}
+    if declared.name == "client_weights":
+        return {"action": _Weights, "metavar": "NAME=W"}
+    if declared.name == "executor_options":
+        return {"action": _Pairs, "metavar": "KEY=VALUE"}
+    if declared.name == "lora_modules":
+        return {"action": Modules, "metavar": "NAME=PATH", "nargs": "+"}
+    if declared.name == "executor":
+        return {"type": str, "metavar": "NAME"}
+    if declared.plain is SpeculativeConfig:
+        return {"type": str, "metavar": "JSON"}
+    if declared.plain is bool:
+        return {"action": argparse.BooleanOptionalAction}
+    if declared.name.endswith("_bytes"):
+        return {"type": parse_bytes, "metavar": "BYTES"}
+    if declared.plain is float:
+        return {"type": float, "metavar": "X"}
+    return {"type": int, "metavar": "N"} if declared.plain is int else {"type": str, "metavar": "PATH"}
+
+
+class _Weights(argparse.Action):
+    """Parser of NAME=W or a JSON object of weights; several flags are merged."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        weights = dict(getattr(namespace, self.dest, {}))
+        try:
+            if values.startswith("{"):
+                weights |= msgspec.json.decode(values, type=dict[str, float])
+            else:
+                name, _, weight = values.rpartition("=")
+                weights[name] = float(weight)
+        except ValueError:  # msgspec's errors are ValueErrors too
+            parser.error(f'argument {option}: expected NAME=W or {{"NAME": W}}, got {values!r}')
+        setattr(namespace, self.dest, weights)
+
+
+class _Pairs(argparse.Action):
+    """Parser of KEY=VALUE; several flags are merged."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        key, is_given, value = values.partition("=")
+        if not key or not is_given:
+            parser.error(f"argument {option}: expected KEY=VALUE, got {values!r}")
+        setattr(namespace, self.dest, getattr(namespace, self.dest, {}) | {key: value})
+
+
+class Modules(argparse.Action):
+    """Parser of NAME=PATH, or vLLM's JSON objects {"name": ..., "path": ...}; several words and flags are merged."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
+    ) -> None:
+        modules = dict(getattr(namespace, self.dest, {}))
+        for value in values:
+            try:
+                module = msgspec.json.decode(value, type=_Module) if value.startswith("{") else None
+            except msgspec.DecodeError as error:
+                parser.error(f"argument {option}: {error}: {value!r}")
+            name, is_given, path = (module.name, "=", module.path) if module else value.partition("=")
+            if not name or not is_given or not path:
+                parser.error(f'argument {option}: expected NAME=PATH or {{"name": NAME, "path": PATH}}, got {value!r}')
+            modules[name] = path
+        setattr(namespace, self.dest, modules)
+
+
+class _Module(msgspec.Struct):
+    """An adapter as vLLM's --lora-modules has it as JSON; other keys do not matter."""
+
+    name: str
+    path: str
+
+
+def _spell(default: object) -> str:
+    return {True: "yes", False: "no"}[default] if isinstance(default, bool) else str(default)
+
+
+def print_error(message: str) -> None:
+    """Print an error of the command line to stderr."""
+    print(f"engine-core: error: {message}", file=sys.stderr, flush=True)
