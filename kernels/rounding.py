@@ -1,4 +1,4 @@
-"""ceil_div and round_up: rounding of whole numbers for the kernels; ipc/tables/rounding.py serves the other packages."""
+"""ceil_div and round_up: rounding of whole numbers for the kernels; others use ipc/tables/rounding.py."""
 
 from typing import TypeVar
 

@@ -12,7 +12,8 @@ _HEAD = """# Engine options
 
 Flags of `engine-core serve`, `generate` and `bench`; from Python, keywords of `LLM` and `AsyncLLM`:
 `--max-num-seqs 8` is `max_num_seqs=8`. A value outside its bounds is refused with a message that says what is allowed.
-`make map` makes this page from the declarations in `ipc/options/config.py` and `ipc/options/model_options.py`; a test compares them.
+`make map` makes this page from the declarations in `ipc/options/config.py` and `ipc/options/model_options.py`; a test
+compares them.
 """
 
 

@@ -1,7 +1,8 @@
 """WindowBatch: a Batch whose rows have blocks of their own for layers with a window, beside layers that see all tokens.
 
-The pool is one of pages (core/models/layers/cache_pages.py). A row's blocks in layers that see everything stay until it ends.
-Those in layers with a window go back when the window has passed. In the methods' numbers the pool's blocks are pages.
+The pool is one of pages (core/models/layers/cache_pages.py). A row's blocks in layers that see everything stay until it
+ends. Those in layers with a window go back when the window has passed. In the methods' numbers the pool's blocks are
+pages.
 """
 
 import numpy as np

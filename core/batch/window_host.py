@@ -1,9 +1,9 @@
 """WindowHost: a HostCache that keeps blocks of layers with a window, too, where these layers have blocks of their own.
 
 A block of layers that see everything takes one slot, found by its name as in any HostCache. A block of layers with a
-window is a page of the cache (core/models/layers/cache_pages.py) and takes as many slots as a page has blocks. It is found by
-the content number of the block beside which it was. Either may go without the other: where a slot of it is given away,
-all of it is.
+window is a page of the cache (core/models/layers/cache_pages.py) and takes as many slots as a page has blocks. It is
+found by the content number of the block beside which it was. Either may go without the other: where a slot of it is
+given away, all of it is.
 """
 
 from typing import TYPE_CHECKING, NamedTuple

@@ -1,7 +1,7 @@
 """Isolation: requests that the engine must not run, because one of them has killed it or may have.
 
-The supervisor says which, by digests (ipc/records/black_box.py). Quarantined requests are refused. Parked ones wait here until
-they are released, and count as queued. The step knows of neither.
+The supervisor says which, by digests (ipc/records/black_box.py). Quarantined requests are refused. Parked ones wait
+here until they are released, and count as queued. The step knows of neither.
 """
 
 from collections.abc import Callable

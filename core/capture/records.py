@@ -1,7 +1,7 @@
 """The records of a capture: the engine's inputs with their times, and its decisions, step by step.
 
-A record is the msgpack payload of one frame of ipc/records/log_frames.py. The frame's tag names its kind. New fields are
-always appended, with defaults. Columns are little-endian int32 arrays in `bin` fields.
+A record is the msgpack payload of one frame of ipc/records/log_frames.py. The frame's tag names its kind. New fields
+are always appended, with defaults. Columns are little-endian int32 arrays in `bin` fields.
 """
 
 from typing import TypeAlias

@@ -85,8 +85,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     #: [s] recurrent states: of rows, or of slots, which are numbered behind the rows; copied one after the other
     copied_states: Int32s = NO_INT32S
     copied_states_to: Int32s = NO_INT32S  # [s]
-    #: Where layers with a window have blocks of their own (core/models/layers/cache_pages.py): known rows and rows that start;
-    #: each entry appends a block to the row's table for these layers. 0 stands for tokens that the window has passed.
+    #: Where layers with a window have blocks of their own (core/models/layers/cache_pages.py): known rows and rows that
+    #: start; each entry appends a block to the row's table for these layers. 0 stands for tokens that the window has
+    #: passed.
     window_rows: Int32s = NO_INT32S  # [n], entries of a row are neighbours
     window_blocks: Int32s = NO_INT32S  # [n]
 
@@ -124,7 +125,7 @@ class LogprobColumns(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PooledColumns(msgspec.Struct, frozen=True, array_like=True):
-    """The vectors of P pooling rows, which have computed their last tokens in this step; see ipc.wire.messages.Pooled."""
+    """The vectors of P pooling rows that computed their last tokens in this step; see ipc.wire.messages.Pooled."""
 
     rows: Int32s  # [P] index in the plan's rows, ascending
     counts: Int32s  # [P]; 0 = the request fails, because its vectors are not finite

@@ -1,4 +1,4 @@
-"""What the config says of pages, by which layers with a window give KV blocks back (core/models/layers/cache_pages.py)."""
+"""The pages of a config whose layers with a window give KV blocks back (core/models/layers/cache_pages.py)."""
 
 from ipc.options.config import EngineConfig
 

@@ -1,7 +1,8 @@
 """ModelConfig: the properties of a model that the forward pass, the weights' names and the KV cache need. Pure data.
 
 Each difference between architectures is a field here. It is set once, when the model's files are read
-(core/model_files/settings/config_json.py, core/model_files/gguf/config_gguf.py), so that no later code compares architecture names.
+(core/model_files/settings/config_json.py, core/model_files/gguf/config_gguf.py), so that no later code compares
+architecture names.
 """
 
 import math

@@ -42,8 +42,8 @@ class Encoder:
     ) -> None:
         """Pack the weights and build the layers.
 
-        weights: (name, weight) pairs with the names of core/model_files/tensors/encoder_weights.py, best in their order. form:
-        of the matrices in memory.
+        weights: (name, weight) pairs with the names of core/model_files/tensors/encoder_weights.py, best in their
+        order. form: of the matrices in memory.
         Errors: ModelFileError naming tensors that are missing.
         """
         assert config.encoder is not None, config.architecture

@@ -1,6 +1,7 @@
 """The Llama family (the rows of architectures.py), for batches of tokens packed request after request.
 
-The differences between its members are in the config, and in the operations of the layers (core/models/layers/layer.py).
+The differences between its members are in the config, and in the operations of the layers
+(core/models/layers/layer.py).
 """
 
 from collections.abc import Iterable, Sequence
@@ -164,7 +165,7 @@ class Llama:
         return self.operations.bytes_per_block(block_size)
 
     def split_cache(self, num_blocks: int) -> None:
-        """Let caches consist of pages of so many blocks (core/models/layers/cache_pages.py), before the first is allocated."""
+        """Divide caches, before any is allocated, into pages of num_blocks (core/models/layers/cache_pages.py)."""
         assert isinstance(self.operations, CpuOperations), type(self.operations)
         self.operations.split_cache(num_blocks)
 

@@ -1,4 +1,4 @@
-"""WindowInputs: a model's inputs where layers with a window have blocks of their own (core/models/layers/cache_pages.py)."""
+"""WindowInputs: a model's inputs if layers with a window have their own blocks (core/models/layers/cache_pages.py)."""
 
 import numpy as np
 

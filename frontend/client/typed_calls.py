@@ -1,4 +1,4 @@
-"""TypedCalls: a client's calls to its engine, other than requests, as methods. ipc.wire.messages.CALLS is their table."""
+"""TypedCalls: a client's calls to its engine, other than requests, as methods. ipc.wire.messages.CALLS lists them."""
 
 from collections.abc import Callable
 from typing import Protocol, TypeVar

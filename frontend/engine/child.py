@@ -99,8 +99,8 @@ def spawn(
     """Start `python -m package LEASE_FD REPORT_FD *arguments` and return at once.
 
     package: one of ours, by its name in a checkout, such as "core". start: the first frame of the lease pipe; the
-    child reads it with ipc.wire.pipes.FrameReader and a decoder of its own. pass_fds: open descriptors that the child gets
-    under the same numbers. defaults: environment variables that the user may override. Errors: EngineStartError.
+    child reads it with ipc.wire.pipes.FrameReader and a decoder of its own. pass_fds: open descriptors that the child
+    gets under the same numbers. defaults: environment variables that the user may override. Errors: EngineStartError.
     """
     lease_read, lease_write = _pipe()
     report_read, report_write = _pipe()

@@ -1,7 +1,8 @@
 """Fleet: many engines as one: it places clients' requests at replicas, and continues them where a replica is lost.
 
 It is pure: no socket, no clock, no chance. The same calls in the same order give the same messages and orders. It has
-three homes: a client's own process (frontend/fleet/transport.py), a router (tools/commands/route/), and the tests' played world.
+three homes: a client's own process (frontend/fleet/transport.py), a router (tools/commands/route/), and the tests'
+played world.
 
 What a replica's message changes is settled by the next call of any kind (frontend/fleet/replica_events.py), so its home
 may send the messages for clients first.

@@ -1,7 +1,7 @@
 """PrefixIndex: which replica has which beginnings of prompts in its prefix cache, as its KV events tell.
 
-A block's key is a 64-bit hash of all tokens up to its end and of the root that they follow (ipc/wire/block_roots.py). A key
-is key(before) * M + hash(tokens) modulo 2**64, with M odd: a stored block's key follows from its parent's by one
+A block's key is a 64-bit hash of all tokens up to its end and of the root that they follow (ipc/wire/block_roots.py). A
+key is key(before) * M + hash(tokens) modulo 2**64, with M odd: a stored block's key follows from its parent's by one
 multiplication, and all keys of a prompt from one sum over columns. Two contents with one key cost a longer prefill,
 never a wrong answer: the replica compares the tokens themselves.
 """

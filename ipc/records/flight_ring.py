@@ -1,9 +1,9 @@
 """The flight ring: shared memory with the last records of an engine's capture, which survives the engine's death.
 
 It has two halves. Each begins with the header of a capture and, but for the engine's first one, with a checkpoint, so
-that each replays alone; then come frames of ipc/records/log_frames.py as they are in a capture. The engine fills one half and
-then the other. The numbers before them are little-endian int64: bytes of a half; then for each half its generation (1,
-2, 3, ... in the order in which halves were begun, 0 = it is being prepared) and its bytes in use.
+that each replays alone; then come frames of ipc/records/log_frames.py as they are in a capture. The engine fills one
+half and then the other. The numbers before them are little-endian int64: bytes of a half; then for each half its
+generation (1, 2, 3, ... in the order in which halves were begun, 0 = it is being prepared) and its bytes in use.
 """
 
 import mmap

@@ -1,6 +1,7 @@
 """Messages on measurements: what an engine's requests took, as histograms, and the call that asks for them.
 
-They are part of the unions of ipc/wire/messages.py. Statistics has the counters of the scheduler; these are the border's.
+They are part of the unions of ipc/wire/messages.py. Statistics has the counters of the scheduler; these are the
+border's.
 """
 
 from bisect import bisect_left

@@ -14,7 +14,7 @@ EXIT_RESTART = 75
 
 
 class Isolate(msgspec.Struct, frozen=True, array_like=True, tag=116):
-    """Which requests are kept from running, by ipc.records.black_box.request_digest(); each message replaces the one before."""
+    """Requests that must not run, by ipc.records.black_box.request_digest(); each message replaces the one before."""
 
     parked: list[bytes] = []  # they wait: one of them may have killed the engine
     quarantined: list[bytes] = []  # they are refused: they have

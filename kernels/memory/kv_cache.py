@@ -72,7 +72,7 @@ class KVCache:
         return self.memory
 
     def share(self, places: Sequence[tuple[int, int]]) -> None:
-        """Let other layers use these arrays: each has its array and its first block there (core/models/layers/cache_pages.py).
+        """Let other layers use these arrays, each with its array and first block (core/models/layers/cache_pages.py).
 
         Block 0 of every layer holds zeros.
         """

@@ -188,8 +188,9 @@ def modules_named_by_text(source: str) -> set[str]:
 
 
 def test_no_module_is_named_by_text() -> None:
-    """A module has another name in a wheel. tools/cli.py, frontend/engine/flight_writers.py and run_package() add the
-    prefix to names in text; core/capture/snapshot.py and tools/commands/replay/shrink/written.py find the prefix in their own.
+    """A module has another name in a wheel. Modules named in text get the prefix from tools/command_table.py,
+    frontend/engine/flight_writers.py or run_package(); core/capture/snapshot.py and
+    tools/commands/replay/shrink/written.py find the prefix in their own names.
     """
     assert modules_named_by_text("x('core.log'); y = ['-m', 'core']; 'core.nothing'") == {"core.log", "core"}
     found = {path: modules_named_by_text(path.read_text()) for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
@@ -198,4 +199,4 @@ def test_no_module_is_named_by_text() -> None:
     assert named.pop("tools/commands/replay/shrink/written.py") == {"tools.commands.replay.shrink.written"}
     assert named.pop("frontend/engine/flight_writers.py") == {"core.capture.write_flight"}
     assert named.pop("core/grammars/checker.py") == {"core.grammars.check"}  # for run_package()
-    assert named.keys() == {"tools/cli.py"}
+    assert named.keys() == {"tools/command_table.py"}

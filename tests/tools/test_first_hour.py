@@ -10,8 +10,8 @@ from ipc.errors import AddressError, ConfigError
 from ipc.options import neutral_options
 from ipc.options.neutral_options import is_switch
 from tests.tools.test_cli import command, environment
-from tools.cli import COMMANDS, GROUPS
 from tools.cli import main as cli
+from tools.command_table import COMMANDS, GROUPS
 from tools.commands.http import add_http_options, http_address
 from tools.flags import address
 from tools.flags.hints import COMMANDS as OTHER_COMMANDS

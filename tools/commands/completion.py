@@ -4,7 +4,7 @@ import argparse
 import importlib
 from collections.abc import Sequence
 
-from tools.cli import COMMANDS, HOME
+from tools.command_table import COMMANDS, HOME
 from tools.flags.options import ArgumentParser
 from tools.terminal import shells
 

@@ -1,4 +1,4 @@
-"""Command line flags of the engine's options, made from their declarations (ipc/options/config.py, ipc/options/model_options.py)."""
+"""Command line flags of the engine's options, made from their declarations in ipc/options/."""
 
 import argparse
 import difflib

@@ -1,4 +1,4 @@
-"""CENTRED_ROWS: the rows of architectures with layer normalisations; core/models/architectures/architecture_rows.py has all."""
+"""CENTRED_ROWS: the rows of architectures with layer normalisations; architecture_rows.py collects all rows."""
 
 from core.models.architectures.architecture import Architecture
 

@@ -1,4 +1,4 @@
-"""HUNYUAN_ROWS: the rows of Hunyuan's architectures; core/models/architectures/architecture_rows.py has all."""
+"""HUNYUAN_ROWS: the rows of Hunyuan's architectures; architecture_rows.py collects all rows."""
 
 import msgspec
 

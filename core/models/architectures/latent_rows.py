@@ -1,4 +1,4 @@
-"""LATENT_ROWS: the rows of architectures with latent attention; core/models/architectures/architecture_rows.py has all."""
+"""LATENT_ROWS: the rows of architectures with latent attention; architecture_rows.py collects all rows."""
 
 import msgspec
 

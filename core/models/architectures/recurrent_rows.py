@@ -1,4 +1,4 @@
-"""RECURRENT_ROWS: the rows of architectures with recurrent layers; core/models/architectures/architecture_rows.py has all."""
+"""RECURRENT_ROWS: the rows of architectures with recurrent layers; architecture_rows.py collects all rows."""
 
 from core.models.architectures.architecture import SIGMOID, Architecture, ExpertRow
 from core.models.architectures.routed_rows import GGUF_EXPERTS

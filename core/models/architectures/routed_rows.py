@@ -1,4 +1,4 @@
-"""ROUTED_ROWS: the rows of architectures with routed MLPs; core/models/architectures/architecture_rows.py has all."""
+"""ROUTED_ROWS: the rows of architectures with routed MLPs; architecture_rows.py collects all rows."""
 
 import msgspec
 

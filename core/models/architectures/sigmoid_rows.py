@@ -1,4 +1,4 @@
-"""SIGMOID_ROWS: the rows of mixtures whose experts' scores are sigmoids; core/models/architectures/architecture_rows.py has all."""
+"""SIGMOID_ROWS: the rows of mixtures whose experts' scores are sigmoids; architecture_rows.py collects all rows."""
 
 from core.models.architectures.architecture import SIGMOID, Architecture, ExpertRow
 from core.models.architectures.routed_rows import DEEPSEEK_NAMES, GGUF_EXPERTS

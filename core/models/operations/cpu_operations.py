@@ -319,7 +319,7 @@ class CpuOperations:
         return self._plan(num_tokens, context_lens, block_tables, cache.block_size, window, generation, wholes)
 
     def split_cache(self, num_blocks: int) -> None:
-        """Let caches consist of pages of so many blocks (core/models/layers/cache_pages.py), before the first is allocated."""
+        """Divide caches, before any is allocated, into pages of num_blocks (core/models/layers/cache_pages.py)."""
         self._pages = cache_pages(self._config, num_blocks)
         self._num_caches = self._pages.num_arrays
 

@@ -1,9 +1,9 @@
 """BeamSearches: the running beam searches, each a group of rows that go on together.
 
 A row of a group asks for one token at a time (max_total_tokens) and yields candidates instead of a token. When all
-rows of the group have theirs, the rules (core/scheduling/beams/beam_rules.py) choose the next beams, and the rows become
-those beams: a row goes on as its own, or as a copy of another one. A group that has lost a row gives up all its rows
-and waits.
+rows of the group have theirs, the rules (core/scheduling/beams/beam_rules.py) choose the next beams, and the rows
+become those beams: a row goes on as its own, or as a copy of another one. A group that has lost a row gives up all its
+rows and waits.
 """
 
 import numpy as np

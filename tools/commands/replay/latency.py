@@ -6,8 +6,6 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from tools.lab.bench.report import percentile
-
 
 class Times(msgspec.Struct, frozen=True):
     """The times of one request, in seconds; None: the request did not get that far."""
@@ -59,6 +57,15 @@ def summarize(seconds: Sequence[float]) -> Summary | None:
         return None
     values = [sum(seconds) / len(seconds), *(percentile(seconds, q) for q in (0.5, 0.9, 0.99)), max(seconds)]
     return Summary(len(seconds), *(round(value * 1000, 3) for value in values))
+
+
+def percentile(values: Sequence[float], q: float) -> float:
+    """Return the q-quantile (q from 0 to 1), linear between the two nearest values."""
+    ordered = sorted(values)
+    position = (len(ordered) - 1) * q
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
 
 
 def print_latencies(console: Console, recorded: Latencies, replayed: Latencies, lateness: Summary | None) -> None:

@@ -1,7 +1,6 @@
 """`python -m tools.lab.bench BENCHMARK`: print one JSON line per result; it never fails because of a time."""
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -277,9 +276,3 @@ def _host_options(options: dict[str, Any], folder: Path) -> dict[str, Any]:
         write_tiny_model(folder)
         options = {**options, "model": str(folder)}
     return {"max_num_seqs": 256, **options}
-
-
-if __name__ == "__main__":
-    from tools.cli import main as run_cli
-
-    sys.exit(run_cli(["bench", *sys.argv[1:]]))

@@ -32,9 +32,9 @@ from ipc.wire.messages import (
     encode,
 )
 from ipc.wire.sockets import Socket, connect_dealer
+from tools.commands.replay.latency import percentile
 from tools.lab.bench.costs.wakeups import measure_wakeups
 from tools.lab.bench.quiet import cpu_by_process, cpu_use, foreign_cpu
-from tools.lab.bench.report import percentile
 from tools.lab.bench.runs import request_params
 
 CONNECTIONS = (1, 64)

@@ -10,6 +10,7 @@ from typing import Any
 
 from ipc.options.config import EngineConfig
 from ipc.version import NAME, VERSION
+from tools.commands.replay.latency import percentile
 from tools.lab.bench.cpu_name import cpu_name
 from tools.lab.bench.runs import Bench, Run
 from tools.lab.bench.startup import MeasuredStartup
@@ -91,12 +92,3 @@ def summary_ms(seconds: Sequence[float]) -> dict[str, float] | None:
         return None
     values = {"mean": sum(seconds) / len(seconds), "p50": percentile(seconds, 0.5), "p99": percentile(seconds, 0.99)}
     return {name: round(value * 1000, 2) for name, value in values.items()}
-
-
-def percentile(values: Sequence[float], q: float) -> float:
-    """Return the q-quantile (q from 0 to 1), linear between the two nearest values."""
-    ordered = sorted(values)
-    position = (len(ordered) - 1) * q
-    low = int(position)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)

@@ -23,7 +23,7 @@ from frontend.engine.supervised_engine import SupervisedEngine
 from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.version import NAME, VERSION
-from tools.lab.bench.report import percentile
+from tools.commands.replay.latency import percentile
 
 _NUM_KILLS = 12
 _NUM_STREAMS = 8

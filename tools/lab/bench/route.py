@@ -28,8 +28,8 @@ from ipc.params.sampling_params import SamplingParams
 from ipc.version import NAME, VERSION
 from ipc.wire.block_roots import PLAIN_ROOT
 from ipc.wire.kv_events import KVBlocksStored
+from tools.commands.replay.latency import percentile
 from tools.lab.bench.ipc import Connections, first_token_seconds, streaming_seconds, summary_us
-from tools.lab.bench.report import percentile
 
 NUM_REPLICAS = 4
 _FIRST_TOKENS, _ROUNDS = 300, 3

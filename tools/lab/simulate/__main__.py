@@ -193,9 +193,3 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_engine_options(parser)
     return parser
-
-
-if __name__ == "__main__":
-    from tools.cli import main as run_cli
-
-    sys.exit(run_cli(["simulate", *sys.argv[1:]]))

@@ -216,9 +216,3 @@ def _command(arguments: Sequence[str]) -> str:
     """Return the command as it can be typed in the folder of the traces: without the folders of this machine."""
     words = [Path(word).name if word.endswith((".jsonl", ".csv", ".md")) else word for word in arguments]
     return "engine-core traces " + shlex.join(words)
-
-
-if __name__ == "__main__":
-    from tools.cli import main as run_cli
-
-    sys.exit(run_cli(["traces", *sys.argv[1:]]))

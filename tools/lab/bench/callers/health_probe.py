@@ -1,4 +1,4 @@
-"""`python -m tools.lab.bench.callers.health_probe PORT`: asks /health again and again, in a process that has nothing else to do.
+"""`python -m tools.lab.bench.callers.health_probe PORT`: asks /health repeatedly from an otherwise idle process.
 
 A load generator cannot time it: its own loop is busy with the streams. At the end of its standard input it prints a
 JSON list of (monotonic seconds of the question, seconds until its answer).

@@ -6,8 +6,8 @@ computes and sends nothing, whose gap is the machine's and not the border's. Of 
 long threads of engine and witness were ready to run and had no core meanwhile, all waits added, and what the hypervisor
 took: what is left of the gap is the border's.
 
-`python -m tools.lab.bench.callers.hostile ADDRESS` is the witness: it prints its longest gap with these waits, and its number of
-messages, for each line that it reads.
+`python -m tools.lab.bench.callers.hostile ADDRESS` is the witness: it prints its longest gap with these waits, and its
+number of messages, for each line that it reads.
 """
 
 import contextlib

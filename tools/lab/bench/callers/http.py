@@ -31,9 +31,9 @@ from frontend.http.wire.listen import bind_http
 from ipc.files.model_files import resolve_model
 from ipc.options.config import EngineConfig
 from tools.commands.http import check_installed
+from tools.commands.replay.latency import percentile
 from tools.lab.bench.costs.wire import Peer, connect, post
 from tools.lab.bench.ipc import client_seconds, summary_us
-from tools.lab.bench.report import percentile
 
 #: (connections, least microseconds of a step, tokens of each): the last one is a server at its limit.
 PACED = ((1, 8000, 400), (64, 8000, 400), (1000, 60_000, 60))

@@ -19,7 +19,7 @@ from frontend.engine.process import EngineProcess
 from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.version import NAME, VERSION
-from tools.lab.bench.report import percentile
+from tools.commands.replay.latency import percentile
 
 _STEP_US = 5000
 _GREEDY = 1000  # requests

@@ -20,7 +20,7 @@ from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.version import NAME, VERSION
 from ipc.wire.messages import AddRequest
-from tools.lab.bench.report import percentile
+from tools.commands.replay.latency import percentile
 
 
 class Load(NamedTuple):

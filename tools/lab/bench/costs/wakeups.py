@@ -15,7 +15,7 @@ from typing import Any
 import zmq
 
 from ipc.wire.sockets import Socket, bind_router, connect_dealer, private_ipc_address, remove_private_address
-from tools.lab.bench.report import percentile
+from tools.commands.replay.latency import percentile
 
 _COUNT = 100
 _PAUSE_S = 0.003
