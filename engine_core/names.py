@@ -13,7 +13,7 @@ from frontend.results.pooling_outputs import (
     PoolingRequestOutput,
     ScoringRequestOutput,
 )
-from frontend.text.prompts import TextPrompt, TokensPrompt
+from frontend.text.prompt_forms import TextPrompt, TokensPrompt
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import (
     AddressError,

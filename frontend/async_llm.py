@@ -21,7 +21,8 @@ from frontend.results.outputs import RequestOutput
 from frontend.results.pooling_outputs import PoolingRequestOutput
 from frontend.results.state import Output, State
 from frontend.session import EngineHandle, Message
-from frontend.text.prompts import PromptInput, split_prompts
+from frontend.text.prompt_forms import PromptInput
+from frontend.text.prompts import split_prompts
 from frontend.text.tokenizer import Tokenizer
 from frontend.waker import Waker
 from ipc.errors import EngineCoreError, EngineDeadError, InvalidRequestError

@@ -18,7 +18,8 @@ from frontend.pooling_calls import PoolingCalls
 from frontend.results.beam_search import BeamSearchOutput, beam_search_output, sampling_params
 from frontend.results.outputs import RequestOutput
 from frontend.session import EngineHandle, Message
-from frontend.text.prompts import PromptInput, split_prompts
+from frontend.text.prompt_forms import PromptInput
+from frontend.text.prompts import split_prompts
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import EngineCoreError, InvalidRequestError
 from ipc.params.beam_search import BeamSearchParams

@@ -14,7 +14,8 @@ from frontend.lora import LoRARequest
 from frontend.results.outputs import RequestOutput
 from frontend.results.request_state import RequestState
 from frontend.session import EngineHandle
-from frontend.text.prompts import PromptInput, split_prompts
+from frontend.text.prompt_forms import PromptInput
+from frontend.text.prompts import split_prompts
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import EngineCoreError, EngineDeadError, InvalidRequestError
 from ipc.params.sampling_params import SamplingParams

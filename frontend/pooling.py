@@ -11,7 +11,8 @@ from frontend.call_arguments import read_deadline, read_priorities
 from frontend.lora import LoRAInput
 from frontend.results.pooling_state import PoolingState
 from frontend.session import EngineHandle
-from frontend.text.prompts import Prompt, PromptInput, read_prompts
+from frontend.text.prompt_forms import PromptInput
+from frontend.text.prompts import Prompt, read_prompts
 from ipc.errors import InvalidRequestError, UnsupportedParameterError
 from ipc.params.pooling_params import GENERATE, PoolingParams, PoolingTask, check_task
 from ipc.wire.lora_messages import AdapterId

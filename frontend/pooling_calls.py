@@ -17,7 +17,8 @@ from frontend.results.pooling_outputs import (
     score_of,
 )
 from frontend.session import EngineHandle
-from frontend.text.prompts import PromptInput, split_prompts
+from frontend.text.prompt_forms import PromptInput
+from frontend.text.prompts import split_prompts
 from ipc.errors import InvalidRequestError
 from ipc.params.pooling_params import PoolingParams, PoolingTask
 

@@ -28,7 +28,8 @@ from frontend.results.request_state import RequestState
 from frontend.results.state import Output, State
 from frontend.text.bad_words import bad_words_token_ids
 from frontend.text.chat_prompts import render_prompts
-from frontend.text.prompts import Prompt, PromptInput, read_prompts
+from frontend.text.prompt_forms import PromptInput
+from frontend.text.prompts import Prompt, read_prompts
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import ConfigError, InvalidRequestError, ModelFileError, UnsupportedParameterError
 from ipc.files.model_files import read_tokenizer_files, tokenizer_hash

@@ -15,7 +15,8 @@ from frontend.http.pages.openapi import describe
 from frontend.http.replies.answer_format import json_bytes
 from frontend.http.replies.reply import Reply
 from frontend.http.request import JSON, Request, Response
-from frontend.http.routes import ROUTES, Access, Route
+from frontend.http.route import Access, Route
+from frontend.http.routes import ROUTES
 from frontend.http.service import MODEL_NOT_FOUND, Service
 
 _PREFLIGHT = [
@@ -104,14 +105,15 @@ class App:
         service = self._service
         await service.adapters.catch_up()
         try:
-            return await row.handler(service, request)
+            answer: Response | Reply = await row.handler(service, request)
         except HttpError as error:
             before = service.adapters.names
             if error.code == MODEL_NOT_FOUND:
                 await service.adapters.look()
             if service.adapters.names == before:
                 raise
-        return await row.handler(service, request)
+            answer = await row.handler(service, request)
+        return answer
 
     def _write(self, request: Request, answer: Response) -> None:
         if (b"connection", b"close") in answer.headers:

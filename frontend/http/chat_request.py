@@ -25,7 +25,8 @@ from frontend.http.sampling import read_sampling
 from frontend.http.service import Service
 from frontend.images.chat_images import has_images
 from frontend.session import PreparedRequest
-from frontend.text.prompts import PromptInput, text_of
+from frontend.text.prompt_forms import PromptInput
+from frontend.text.prompts import text_of
 from ipc.params.sampling_params import SamplingParams
 
 MAX_MESSAGES = 4096

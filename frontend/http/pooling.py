@@ -9,7 +9,7 @@ from frontend.http.service import Service
 from frontend.pooling import PreparedPooling, prepare_pooling, submit_pooling
 from frontend.results.pooling_outputs import PoolingRequestOutput
 from frontend.results.pooling_state import PoolingState
-from frontend.text.prompts import PromptInput
+from frontend.text.prompt_forms import PromptInput
 from ipc.params.pooling_params import PoolingParams, PoolingTask
 
 #: Most texts of one request.

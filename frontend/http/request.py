@@ -4,18 +4,16 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from frontend.http.callers.keys import Key
 from frontend.http.callers.meter import HttpMeter, known_fields
 from frontend.http.errors import Headers, HttpError
+from frontend.http.route import Route
 from frontend.http.wire.exchange import Exchange
 from ipc.wire.lora_messages import AdapterId
-
-if TYPE_CHECKING:
-    from frontend.http.routes import Route
 
 JSON = b"application/json"
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")

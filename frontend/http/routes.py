@@ -1,15 +1,12 @@
 """The routing table: every path that this server answers, with what it does and who may ask."""
 
 from collections.abc import Awaitable, Callable
-from enum import Enum
-from typing import NamedTuple
 
 import msgspec
 
 from frontend.http.anthropic import messages
 from frontend.http.anthropic.messages_bodies import CountBody, MessagesBody
 from frontend.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from frontend.http.errors import HttpError
 from frontend.http.ollama import ollama
 from frontend.http.ollama.ollama_bodies import OllamaChatBody, OllamaGenerateBody
 from frontend.http.openai import chat, completions, embeddings, responses, scores
@@ -17,33 +14,11 @@ from frontend.http.openai.responses_bodies import ResponsesBody
 from frontend.http.pages import health, load, metrics, models, openapi, page
 from frontend.http.replies.reply import Reply
 from frontend.http.request import Request, Response
+from frontend.http.route import Access, Route
 from frontend.http.service import Service
 
-Handler = Callable[[Service, Request], Awaitable[Response | Reply]]
-
-
-class Access(Enum):
-    """Who may use a route."""
-
-    OPEN = "open"  # everyone, without a key
-    KEY = "key"  # callers with a key, where the server has keys
-
-
-class Route(NamedTuple):
-    """One row. A path that ends in "/" takes what follows it as the request's target; access: KEY unless it says so.
-
-    error_body: the form of errors, where it is not OpenAI's.
-    """
-
-    method: str
-    path: str
-    handler: Handler
-    access: Access = Access.KEY
-    body: type[msgspec.Struct] | None = None
-    error_body: Callable[[HttpError], bytes] = HttpError.body
-
-
-_Row = tuple[str, str, Handler, type[msgspec.Struct] | None]
+_Handler = Callable[[Service, Request], Awaitable[Response | Reply]]
+_Row = tuple[str, str, _Handler, type[msgspec.Struct] | None]
 _OLLAMA: tuple[_Row, ...] = (
     ("POST", "/api/chat", ollama.chat, OllamaChatBody),
     ("POST", "/api/generate", ollama.generate, OllamaGenerateBody),

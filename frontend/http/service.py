@@ -26,7 +26,7 @@ from frontend.http.replies.text_frames import TokenJson
 from frontend.http.request import Request, Response
 from frontend.results.request_state import RequestState
 from frontend.session import EngineHandle, PreparedRequest
-from frontend.text.prompts import PromptInput
+from frontend.text.prompt_forms import PromptInput
 from frontend.text.tokenizer import Tokenizer
 from ipc.params.sampling_params import SamplingParams
 from ipc.records.black_box import BlackBoxReader, find_black_box

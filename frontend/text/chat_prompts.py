@@ -5,7 +5,7 @@ from typing import Any
 
 from frontend.images.chat_images import take_images
 from frontend.text.chat_template import render_chat
-from frontend.text.prompts import PromptInput
+from frontend.text.prompt_forms import PromptInput
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import InvalidRequestError
 

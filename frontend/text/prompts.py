@@ -2,50 +2,17 @@
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias, TypedDict
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from frontend.images.image_prompts import ImagePrompts, ImageText
 from frontend.text.prompt_embeds import read_prompt_embeds
+from frontend.text.prompt_forms import PromptInput
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import InvalidRequestError, PromptTooLongError, UnsupportedParameterError
 from ipc.wire.feature_messages import FeatureLimits
 from ipc.wire.placed_feature import PlacedFeature
-
-
-class TextPrompt(TypedDict, total=False):
-    """A prompt written as text."""
-
-    prompt: str
-    cache_salt: str
-
-
-class EmbedsPrompt(TypedDict, total=False):
-    """A prompt whose tokens are given by their embeddings."""
-
-    prompt_embeds: Any  # [tokens, hidden], an array or a tensor of floats
-    cache_salt: str
-
-
-class ImagePrompt(TypedDict, total=False):
-    """A prompt written as text, with images in it."""
-
-    prompt: str  # with the model's mark, such as <image>, where each image is
-    multi_modal_data: Mapping[str, Any]  # {"image": one image, or a list of them}
-    cache_salt: str
-
-
-class TokensPrompt(TypedDict, total=False):
-    """A prompt written as token ids."""
-
-    prompt_token_ids: Sequence[int]
-    prompt: str  # the text they came from, for the output only
-    cache_salt: str
-    second_from: int  # where the second of two texts begins, for encoders that tell them apart; 0 = there is one
-
-
-PromptInput: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt | ImagePrompt
 
 _MAX_CACHE_SALT_CHARS = 1024
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt", "second_from", "prompt_embeds", "multi_modal_data")

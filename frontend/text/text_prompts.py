@@ -1,12 +1,10 @@
 """TextPrompts: the instructions that an embedding model wants before its texts, by name, from its own files."""
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from frontend.text.prompt_forms import PromptInput
 from ipc.errors import InvalidRequestError, ModelFileError
-
-if TYPE_CHECKING:  # prompts are read by the tokenizer, which has these
-    from frontend.text.prompts import PromptInput
 
 
 class TextPrompts(NamedTuple):
@@ -15,7 +13,7 @@ class TextPrompts(NamedTuple):
     by_name: Mapping[str, str] = {}
     default_name: str | None = None  # of the one for texts without another; None: nothing stands before them
 
-    def before(self, prompts: "Sequence[PromptInput]", name: str | None) -> "list[PromptInput]":
+    def before(self, prompts: Sequence[PromptInput], name: str | None) -> list[PromptInput]:
         """Return the prompts with the named instruction before each text; those that are token ids stay as they are.
 
         name: None = the model's default, "" = none. Errors: InvalidRequestError for a name that the model has not.
@@ -29,7 +27,7 @@ class TextPrompts(NamedTuple):
         return [_after(self.by_name[chosen], prompt) for prompt in prompts]
 
 
-def _after(instruction: str, prompt: "PromptInput") -> "PromptInput":
+def _after(instruction: str, prompt: PromptInput) -> PromptInput:
     if isinstance(prompt, str):
         return instruction + prompt
     if (

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 
 from frontend.llm import LLM
-from frontend.text.prompts import PromptInput
+from frontend.text.prompt_forms import PromptInput
 from ipc.params.pooling_params import PoolingParams
 from tools.flags.options import ArgumentParser, add_engine_options, engine_options
 from tools.service.start import check_connect, engine_at

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from frontend.llm import LLM
 from frontend.results.outputs import RequestOutput
-from frontend.text.prompts import TokensPrompt
+from frontend.text.prompt_forms import TokensPrompt
 from ipc.params.sampling_params import SamplingParams
 from tools.flags.options import ArgumentParser, add_engine_options, engine_options
 from tools.terminal.prompts import DEMO_IDS_PREFIX

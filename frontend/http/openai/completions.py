@@ -17,7 +17,8 @@ from frontend.http.sampling import read_sampling
 from frontend.http.service import Service
 from frontend.results.outputs import CompletionOutput
 from frontend.session import PreparedRequest
-from frontend.text.prompts import PromptInput, split_prompts
+from frontend.text.prompt_forms import PromptInput
+from frontend.text.prompts import split_prompts
 from frontend.text.tokenizer import Tokenizer
 
 _PLAIN_TAIL = b',"logprobs":null,"finish_reason":null}]}\n\n'

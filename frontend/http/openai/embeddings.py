@@ -13,7 +13,8 @@ from frontend.http.replies.answer_format import json_bytes
 from frontend.http.request import Request, Response
 from frontend.http.service import Service
 from frontend.results.pooling_outputs import PoolingRequestOutput
-from frontend.text.prompts import PromptInput, split_prompts
+from frontend.text.prompt_forms import PromptInput
+from frontend.text.prompts import split_prompts
 from ipc.params.pooling_params import PoolingParams
 
 

@@ -13,7 +13,7 @@ from frontend.http.request import Request, Response
 from frontend.http.service import Service
 from frontend.pooling import pair_prompt, scored_pairs
 from frontend.results.pooling_outputs import ScoringRequestOutput, cosine_score, score_of
-from frontend.text.prompts import PromptInput
+from frontend.text.prompt_forms import PromptInput
 from ipc.params.pooling_params import PoolingParams
 
 

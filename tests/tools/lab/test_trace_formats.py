@@ -9,7 +9,8 @@ import pytest
 from ipc.errors import ConfigError
 from tests.captures import NUM_REQUESTS, capture_in_process
 from tools.cli import main
-from tools.lab.traces.formats import Making, Row, Trace, read_trace
+from tools.lab.traces.formats import read_trace
+from tools.lab.traces.row import Making, Row, Trace
 from tools.lab.traces.workload import make_workload
 
 BAILIAN = [

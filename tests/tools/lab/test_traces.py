@@ -17,8 +17,9 @@ from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import AddRequest
 from tools.cli import main
 from tools.lab.traces.__main__ import _parser
-from tools.lab.traces.formats import Row, Trace, read_trace
+from tools.lab.traces.formats import read_trace
 from tools.lab.traces.report import BEGIN, END
+from tools.lab.traces.row import Row, Trace
 from tools.lab.traces.simulation import StepTime, simulate
 from tools.lab.traces.workload import TimedRequest, make_workload
 

@@ -18,7 +18,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from frontend.llm import LLM
-from frontend.text.prompts import PromptInput
+from frontend.text.prompt_forms import PromptInput
 from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import UInt8s
 from ipc.version import NAME, VERSION

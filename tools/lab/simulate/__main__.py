@@ -23,7 +23,8 @@ from tools.commands.replay.what_if.recording import read_recording
 from tools.commands.replay.what_if.step_time import FEATURES, StepTime, fit
 from tools.flags.options import ArgumentParser, add_engine_options, engine_options
 from tools.lab.simulate.fleet import FleetRun, simulate_fleet
-from tools.lab.traces.formats import Making, read_trace
+from tools.lab.traces.formats import read_trace
+from tools.lab.traces.row import Making
 from tools.lab.traces.workload import Workload, make_workload
 
 EXIT_MISSED = 1

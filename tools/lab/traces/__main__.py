@@ -18,8 +18,9 @@ from ipc.options.config import EngineConfig, SchedulingPolicy
 from ipc.options.given_options import config_from_options
 from tools.flags.options import ArgumentParser, add_engine_options, engine_options
 from tools.lab.traces.fleet_record import ONE_CACHE, run_fleet
-from tools.lab.traces.formats import Making, read_trace
+from tools.lab.traces.formats import read_trace
 from tools.lab.traces.report import write_report
+from tools.lab.traces.row import Making
 from tools.lab.traces.simulation import StepTime, simulate
 from tools.lab.traces.summary import Seconds, run_record, ttft_seconds
 from tools.lab.traces.workload import Workload, make_workload

@@ -6,7 +6,7 @@ from core.capture.file import CaptureFile
 from ipc.wire.messages import AddRequest
 from tools.commands.replay.what_if.foreign import read_requests
 from tools.commands.replay.what_if.recording import Recorded
-from tools.lab.traces.formats import Row
+from tools.lab.traces.row import Row
 
 BLOCK = 16  # prompt tokens that one id stands for
 

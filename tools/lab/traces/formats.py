@@ -4,56 +4,16 @@ A format is known by the file's first line, never by its name. Each has a file o
 to be no trace of requests is refused with the reason.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
 
 from ipc.errors import ConfigError
+from tools.lab.traces import captured, lines, servegen, sharegpt
+from tools.lab.traces.row import HASH_BLOCK, Making, Parse, Row, Trace
 
-HASH_BLOCK = 512  # prompt tokens that one of Mooncake's hash ids stands for
 _MAX_LENGTH = 2**31
 _FIRST_BYTES = 4096
-
-
-class Row(NamedTuple):
-    """One request."""
-
-    arrival_s: float  # since any moment before the first request
-    num_input: int
-    num_output: int
-    hash_ids: tuple[int, ...] | None = None  # one for hash_block tokens of the prompt; the last may be partial
-    ttft_s: float | None = None  # as measured when the trace was recorded
-
-
-class Trace(NamedTuple):
-    """A trace: rows in order of arrival, the first at 0 s. num_skipped: requests that failed when it was recorded."""
-
-    name: str
-    rows: list[Row]
-    hash_block: int = HASH_BLOCK
-    num_skipped: int = 0
-
-
-#: Parses a line; None: a request that failed when the trace was recorded.
-Parse: TypeAlias = Callable[[str], Row | None]
-
-
-class Format(NamedTuple):
-    """How lines become rows. header: how many lines come before the first row."""
-
-    parse: Parse
-    header: int = 0
-    hash_block: int = HASH_BLOCK
-
-
-class Making(NamedTuple):
-    """How requests are made where a file has no times of its own: at a rate [1/s], with gamma-distributed gaps."""
-
-    rate: float | None = None
-    burstiness: float = 1.0  # 1 = Poisson; smaller = in bursts
-    seed: int = 0
-    tokenizer: str | None = None  # folder of the tokenizer that measures texts
 
 
 def read_trace(path: Path, num_rows: int | None = None, making: Making | None = None) -> Trace:
@@ -61,13 +21,6 @@ def read_trace(path: Path, num_rows: int | None = None, making: Making | None = 
 
     Errors: ConfigError that names the file and the row, counted from 1.
     """
-    from tools.lab.traces import (
-        captured,  # which import this file's Row
-        lines,  # which import this file's Row
-        servegen,  # which import this file's Row
-        sharegpt,  # which import this file's Row
-    )
-
     making = making or Making()
     try:
         with path.open("rb") as file:

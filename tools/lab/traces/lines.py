@@ -10,7 +10,7 @@ from typing import Any
 
 from ipc.errors import ConfigError
 from ipc.tables.rounding import ceil_div
-from tools.lab.traces.formats import HASH_BLOCK, Format, Row
+from tools.lab.traces.row import HASH_BLOCK, Format, Row
 
 BAILIAN_BLOCK = 16  # prompt tokens that one of Qwen-Bailian's hash ids stands for
 _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")

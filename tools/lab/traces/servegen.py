@@ -15,7 +15,7 @@ import numpy as np
 
 from ipc.errors import ConfigError
 from ipc.tables.arrays import Doubles, Ints
-from tools.lab.traces.formats import Making, Row
+from tools.lab.traces.row import Making, Row
 
 _SUFFIX = "-trace.csv"
 _KINDS = ("Gamma", "Weibull")

@@ -9,7 +9,7 @@ import numpy as np
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import ConfigError
 from ipc.files.model_files import read_tokenizer_files
-from tools.lab.traces.formats import Making, Row
+from tools.lab.traces.row import Making, Row
 
 
 def is_sharegpt(beginning: bytes) -> bool:

@@ -19,7 +19,7 @@ from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import Int32s
 from ipc.tables.rounding import ceil_div
 from ipc.wire.messages import AddRequest
-from tools.lab.traces.formats import HASH_BLOCK, Row, Trace
+from tools.lab.traces.row import HASH_BLOCK, Row, Trace
 
 _FIRST_ID = 3  # smaller ids are the special tokens of the fake executor
 

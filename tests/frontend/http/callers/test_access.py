@@ -18,7 +18,8 @@ from frontend.http.callers.meter import HttpMeter
 from frontend.http.callers.quotas import Quotas
 from frontend.http.errors import HttpError
 from frontend.http.request import Request
-from frontend.http.routes import ROUTES, Access
+from frontend.http.route import Access
+from frontend.http.routes import ROUTES
 from ipc.errors import ConfigError
 from ipc.keys.bucket import Bucket
 from tests.frontend.http.caller import Caller, serving, wait_for

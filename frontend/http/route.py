@@ -1,0 +1,33 @@
+"""Route: one row of the routing table (frontend/http/routes.py)."""
+
+from collections.abc import Awaitable, Callable
+from enum import Enum
+from typing import Any, NamedTuple
+
+import msgspec
+
+from frontend.http.errors import HttpError
+
+#: Called with the Service and the Request; returns a Response or a Reply. routes.py checks its rows with these types.
+Handler = Callable[[Any, Any], Awaitable[Any]]
+
+
+class Access(Enum):
+    """Who may use a route."""
+
+    OPEN = "open"  # everyone, without a key
+    KEY = "key"  # callers with a key, where the server has keys
+
+
+class Route(NamedTuple):
+    """One row. A path that ends in "/" takes what follows it as the request's target; access: KEY unless it says so.
+
+    error_body: the form of errors, where it is not OpenAI's.
+    """
+
+    method: str
+    path: str
+    handler: Handler
+    access: Access = Access.KEY
+    body: type[msgspec.Struct] | None = None
+    error_body: Callable[[HttpError], bytes] = HttpError.body
