@@ -5,8 +5,8 @@ distribution function exp(-exp(-x)): Gumbel-max, also known as the exponential r
 position, choice, token id) and of no logit. So two models that draw at one position with one seed have the same noise,
 and draw the same token about as often as their distributions allow.
 
-The definition, for kernels/cpu/gumbel.h and kernels/triton/gumbel.py too. Each operation is rounded by itself, so that
-all give the same bits:
+The definition, for kernels/cpu/c/sampling/gumbel.h and kernels/triton/gumbel.py too. Each operation is rounded by
+itself, so that all give the same bits:
 
     high  = 16 bits of Philox(seed; position, choice, HIGH_BITS, token // 8): half token % 8, low halves first
     low   = 32 bits of Philox(seed; position, choice, LOW_BITS, token // 4): word token % 4

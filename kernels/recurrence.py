@@ -1,7 +1,7 @@
 """Layers with a recurrent state: their constants, the sizes of their state, and their definition in NumPy.
 
-kernels/cpu/recurrence.h has the formulas and their sources. `recur` computes them token by token, as the C kernel does,
-but for the order of sums.
+kernels/cpu/c/layers/recurrence.h has the formulas and their sources. `recur` computes them token by token, as the C
+kernel does, but for the order of sums.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ import numpy as np
 from kernels.arrays import Floats
 from kernels.rounding import round_up
 
-#: The enum of kernels/cpu/recurrence.h, in its order.
+#: The enum of kernels/cpu/c/layers/recurrence.h, in its order.
 RECURRENCES = ("short convolution", "gated delta", "state space")
 RecurrenceKind = Literal["short convolution", "gated delta", "state space"]
-#: Most taps of a convolution; MAX_TAPS in kernels/cpu/recurrence.h.
+#: Most taps of a convolution; MAX_TAPS in kernels/cpu/c/layers/recurrence.h.
 MAX_TAPS = 8
-_STRIP = 32  # the enum of kernels/cpu/recurrence.h
+_STRIP = 32  # the enum of kernels/cpu/c/layers/recurrence.h
 _LINE = 16  # floats of a cache line
 
 

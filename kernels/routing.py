@@ -1,4 +1,4 @@
-"""Routing: how a routed MLP chooses experts for a row; kernels/cpu/routing.h has the definition."""
+"""Routing: how a routed MLP chooses experts for a row; kernels/cpu/c/layers/routing.h has the definition."""
 
 from typing import NamedTuple
 

@@ -69,7 +69,7 @@ class ExpertParts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LatentParts(msgspec.Struct, frozen=True, kw_only=True):
-    """The properties of latent attention (kernels/cpu/latent.h): all heads' K and V follow from one vector of a token.
+    """The properties of latent attention (kernels/cpu/c/attention/latent.h), where a token caches one vector.
 
     ModelConfig describes attention as it is computed: of one KV head, with heads of latent_dim + rotated_dim.
     """

@@ -1,7 +1,7 @@
 """Encoder: models whose tokens see the whole prompt (BERT, RoBERTa, ModernBERT), on the C kernels.
 
 A prompt is computed in one step, so no K or V outlives it, and all layers share the memory of one. The step is the
-decoder's C call (kernels/cpu/decoder.h) without a head.
+decoder's C call (kernels/cpu/c/layers/decoder.h) without a head.
 """
 
 from collections.abc import Iterable

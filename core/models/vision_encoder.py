@@ -1,7 +1,7 @@
 """VisionEncoder: rows of embeddings from the pixels of images (SigLIP), on the C kernels.
 
 An image is computed alone and whole, so its rows are a function of its pixels. The layers are the decoder's C call
-(kernels/cpu/decoder.h), as encoders of text use it. Patches are the tokens, given by their embeddings.
+(kernels/cpu/c/layers/decoder.h), as encoders of text use it. Patches are the tokens, given by their embeddings.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""CpuAttention: paged attention by the C kernel (kernels/cpu/attention.h); numerics level L2."""
+"""CpuAttention: paged attention by the C kernel (kernels/cpu/c/attention/attention.h); numerics level L2."""
 
 import ctypes
 import math

@@ -1,7 +1,7 @@
-"""AttentionPlan: a step's attention as work items of the C kernel (kernels/cpu/attention_plan.h).
+"""AttentionPlan: a step's attention as work items of the C kernel (kernels/cpu/c/attention/attention_plan.h).
 
 A plan is made once a step, and every layer uses it. How the work is cut changes no bit of any result
-(kernels/cpu/attention.h). So the sizes below may be chosen for the machine's speed alone.
+(kernels/cpu/c/attention/attention.h). So the sizes below may be chosen for the machine's speed alone.
 """
 
 import ctypes

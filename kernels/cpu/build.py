@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-SOURCE_FOLDER = Path(__file__).resolve().parent
+SOURCE_FOLDER = Path(__file__).resolve().parent / "c"
 BUILD_S = 120.0  # limit of one build; two free cores need 7 s
 BUILD_FOLDER_PREFIX = "build-"
 
@@ -167,8 +167,8 @@ def source_hash(variant: str, compiler_version: str = "") -> str:
     digest = hashlib.blake2b(digest_size=16)
     for part in (platform.machine(), compiler_version, *_FLAGS, *VARIANTS[variant].flags):
         digest.update(part.encode() + b"\0")
-    for path in sorted(SOURCE_FOLDER.glob("*.[ch]")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in sorted(SOURCE_FOLDER.rglob("*.[ch]")):
+        digest.update(str(path.relative_to(SOURCE_FOLDER)).encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
 
@@ -182,13 +182,13 @@ def build(variant: str, compiler: Compiler, folder: Path, seconds: float = BUILD
         with tempfile.TemporaryDirectory(
             prefix=BUILD_FOLDER_PREFIX, dir=folder, ignore_cleanup_errors=True
         ) as build_folder:
-            command = [*compiler.command, *_FLAGS, *VARIANTS[variant].flags]
-            names = [path.stem for path in sorted(SOURCE_FOLDER.glob("*.c"))]
-            _make_common_header(command, build_folder, end, is_compiled=len(names) >= _MANY_FILES)
+            command = [*compiler.command, *_FLAGS, "-I", str(SOURCE_FOLDER), *VARIANTS[variant].flags]
+            sources = sorted(SOURCE_FOLDER.rglob("*.c"))
+            _make_common_header(command, build_folder, end, is_compiled=len(sources) >= _MANY_FILES)
             each = [*command, "-include", _COMMON_HEADER, "-c"]
-            compiling = [[*each, str(SOURCE_FOLDER / f"{name}.c"), "-o", f"{name}.o"] for name in names]
+            compiling = [[*each, str(path), "-o", f"{path.stem}.o"] for path in sources]
             _run("failed", compiling, build_folder, end)
-            linking = [*command, "-shared", *(f"{name}.o" for name in names), "-lm", "-o", "library.so"]
+            linking = [*command, "-shared", *(f"{path.stem}.o" for path in sources), "-lm", "-o", "library.so"]
             _run("does not link", [linking], build_folder, end)
             return Path(build_folder, "library.so").read_bytes()
     except subprocess.TimeoutExpired:

@@ -15,4 +15,4 @@ def fields(names: str, ctype: type) -> Iterator[tuple[str, type]]:
 class CStruct(ctypes.Structure):
     """A struct that Python fills for the C kernels."""
 
-    c_name: ClassVar[str]  # its name in kernels/cpu/*.h
+    c_name: ClassVar[str]  # its name in kernels/cpu/c/

@@ -1,4 +1,4 @@
-"""CpuDecoder: a decoder's whole step - embedding, layers, final norm, head - as one C call (kernels/cpu/decoder.h)."""
+"""CpuDecoder: a decoder's whole step (embedding, layers, final norm, head) as one C call (c/layers/decoder.h)."""
 
 import ctypes
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""cpu_dequantize: GGUF blocks to float32 or bfloat16 by the C kernel (kernels/cpu/dequantize.h), on all threads."""
+"""cpu_dequantize: GGUF blocks to float32 or bfloat16 by the C kernel (c/blocks/dequantize.h), on all threads."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""CpuEmbedding: rows of an embedding table by the C kernel (kernels/cpu/embedding.h)."""
+"""CpuEmbedding: rows of an embedding table by the C kernel (kernels/cpu/c/layers/embedding.h)."""
 
 import ctypes
 

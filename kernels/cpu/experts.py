@@ -1,4 +1,4 @@
-"""CpuExperts: a routed MLP by the C kernel (kernels/cpu/experts.h)."""
+"""CpuExperts: a routed MLP by the C kernel (kernels/cpu/c/layers/experts.h)."""
 
 import ctypes
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""PackedMatrix: a weight matrix in the C kernel's layout, multiplied with any number of rows (kernels/cpu/gemm.h)."""
+"""PackedMatrix: a weight matrix in the C kernel's layout, multiplied with any number of rows (c/products/gemm.h)."""
 
 import ctypes
 
@@ -44,8 +44,8 @@ class PackedMatrix:
     bits do not depend on the number of rows, the row's place among them, or the number of threads.
 
     bfloat16 weights take 12 bits each, without loss, if the instruction set can unpack them fast (`packing` is COMPACT;
-    see kernels/cpu/compact.h). Such a `packed` contains its own addresses and must not be moved. `is_kept` says that
-    the CPU's caches keep the weights from one product to the next. Compact weights gain nothing then.
+    see kernels/cpu/c/products/compact.h). Such a `packed` contains its own addresses and must not be moved. `is_kept`
+    says that the CPU's caches keep the weights from one product to the next. Compact weights gain nothing then.
 
     With `gate`, weight is [2 * out, in] and bias [2 * out]: the gates, then the values they scale (up). y = f(gate) *
     up; gate and up are rounded to out_dtype first. With `activation`, one of ACTIVATIONS, y = f(x @ weight.T + bias).

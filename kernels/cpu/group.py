@@ -1,4 +1,4 @@
-"""The buffers by which the ranks of a group exchange what they compute (kernels/cpu/group.h): shared, or by streams."""
+"""The buffers by which the ranks of a group exchange what they compute (c/threads/group.h): shared, or by streams."""
 
 import ctypes
 import math

@@ -1,4 +1,4 @@
-"""CpuKVCache: a KVCache in the layout of the C kernels (kernels/cpu/cache_layout.h), which multiply it without a copy.
+"""CpuKVCache: a KVCache in the layout of the C kernels (c/attention/cache_layout.h), which multiply it without a copy.
 
 A chunk is 16 tokens. Its unit is 4 bytes: a pair of bfloat16, or one float32. K of a chunk is [pairs of dimensions,
 token], V is [pairs of tokens, dimension]. A head's width is padded to a multiple of 16. Blocks of fewer than 16 tokens

@@ -1,4 +1,4 @@
-"""CpuLatent: the parts of latent attention around attention itself, by the C kernels (kernels/cpu/latent.h)."""
+"""CpuLatent: the parts of latent attention around attention itself, by the C kernels (c/attention/latent.h)."""
 
 import ctypes
 from collections.abc import Sequence

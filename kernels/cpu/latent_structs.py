@@ -1,4 +1,4 @@
-"""The structs of latent attention (kernels/cpu/latent.h) as ctypes classes."""
+"""The structs of latent attention (kernels/cpu/c/attention/latent.h) as ctypes classes."""
 
 from kernels.cpu.c_struct import FLOAT, INT32, INT64, POINTER, CStruct, fields
 from kernels.cpu.structs import CacheShape

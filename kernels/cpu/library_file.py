@@ -33,7 +33,7 @@ from kernels.cpu.build import (
     with_digest,
 )
 
-PREBUILT_FOLDER = SOURCE_FOLDER / "prebuilt"
+PREBUILT_FOLDER = SOURCE_FOLDER.parent / "prebuilt"
 _LOCK_POLL_S = 0.02
 
 

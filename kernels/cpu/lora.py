@@ -1,4 +1,4 @@
-"""CpuAdapter: a low-rank adapter (LoRA) packed for the C kernels, which add it to single rows (kernels/cpu/lora.h)."""
+"""CpuAdapter: a low-rank adapter (LoRA) packed for the C kernels, which add it to single rows (c/products/lora.h)."""
 
 import ctypes
 from collections.abc import Sequence

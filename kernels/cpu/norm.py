@@ -1,4 +1,4 @@
-"""CpuNorm: normalisation of rows, and the addition before it, by the C kernel (kernels/cpu/norm.h)."""
+"""CpuNorm: normalisation of rows, and the addition before it, by the C kernel (kernels/cpu/c/layers/norm.h)."""
 
 import ctypes
 

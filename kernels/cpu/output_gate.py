@@ -1,4 +1,4 @@
-"""open_gates: attention's output with a gate, by the C kernel (kernels/cpu/output_gate.h)."""
+"""open_gates: attention's output with a gate, by the C kernel (kernels/cpu/c/layers/output_gate.h)."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""quantize: a matrix of GGUF blocks, packed for the C kernels as it is stored (kernels/cpu/quantized.h)."""
+"""quantize: a matrix of GGUF blocks, packed for the C kernels as it is stored (kernels/cpu/c/products/quantized.h)."""
 
 import ctypes
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class BlockRows(NamedTuple):
 class QuantizedMatrix(NamedTuple):
     """A packed matrix [num_columns, depth]; products take the bfloat16 numbers that its blocks stand for.
 
-    Or they are in 8 bits (kernels/cpu/int8.h): then x is quantized too, and is bfloat16 or float32.
+    Or they are in 8 bits (kernels/cpu/c/products/int8.h): then x is quantized too, and is bfloat16 or float32.
     """
 
     packed: UInt8s

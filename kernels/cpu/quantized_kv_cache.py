@@ -1,8 +1,9 @@
 """QuantizedKVCache: a CpuKVCache with a byte for each number and a float32 scale for each token and head.
 
-kernels/cpu/cache_codes.h defines codes and scales. What is read is a code times its scale, rounded to the cache's
-dtype; so the kernels compute with numbers of that dtype, as with any cache. A layer's array is int8; its last dimension
-is the bytes that a token takes in a head, for the size only: the codes of a chunk come first, then its scales.
+kernels/cpu/c/attention/cache_codes.h defines codes and scales. What is read is a code times its scale, rounded to the
+cache's dtype; so the kernels compute with numbers of that dtype, as with any cache. A layer's array is int8; its last
+dimension is the bytes that a token takes in a head, for the size only: the codes of a chunk come first, then its
+scales.
 """
 
 import numpy as np

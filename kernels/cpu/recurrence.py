@@ -1,4 +1,4 @@
-"""CpuRecurrence: a layer with a recurrent state by the C kernel (kernels/cpu/recurrence.h)."""
+"""CpuRecurrence: a layer with a recurrent state by the C kernel (kernels/cpu/c/layers/recurrence.h)."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""CpuRope: rotary embedding, head norms and the cache write, by the C kernel (kernels/cpu/rope.h)."""
+"""CpuRope: rotary embedding, head norms and the cache write, by the C kernel (kernels/cpu/c/layers/rope.h)."""
 
 import ctypes
 

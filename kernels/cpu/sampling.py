@@ -1,4 +1,4 @@
-"""CpuSampler: tokens drawn from rows of logits by the C kernel (kernels/cpu/sampling.h)."""
+"""CpuSampler: tokens drawn from rows of logits by the C kernel (kernels/cpu/c/sampling/sampling.h)."""
 
 import ctypes
 from typing import Any

@@ -54,11 +54,11 @@ def check_structs(library: ctypes.CDLL, structs: Sequence[type[CStruct]] = STRUC
                 what = f"field {name}" if name else "as a whole"
                 raise CpuLibraryError(
                     f"struct {struct.c_name}, {what}: {here or 'missing'} in class {struct.__name__} of "
-                    f"kernels/cpu/structs.py, {there or 'missing'} in kernels/cpu/struct_fields.c"
+                    f"kernels/cpu/structs.py, {there or 'missing'} in kernels/cpu/c/layers/struct_fields.c"
                 )
     if exported and structs is STRUCTS:
         raise CpuLibraryError(
-            f"struct {min(exported)} of kernels/cpu/struct_fields.c is missing in kernels/cpu/structs.py"
+            f"struct {min(exported)} of kernels/cpu/c/layers/struct_fields.c is missing in kernels/cpu/structs.py"
         )
 
 

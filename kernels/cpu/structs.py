@@ -1,7 +1,7 @@
 """The C kernels' structs as ctypes classes; kernels/cpu/struct_check.py compares them with the loaded library.
 
-Each class mirrors one struct of kernels/cpu/*.h, field by field; kernels/cpu/struct_fields.c exports the C side.
-kernels/cpu/latent_structs.py has those of latent attention.
+Each class mirrors one struct of kernels/cpu/c/, field by field; kernels/cpu/c/layers/struct_fields.c exports the C
+side. kernels/cpu/latent_structs.py has those of latent attention.
 """
 
 from kernels.cpu.c_struct import FLOAT as _FLOAT

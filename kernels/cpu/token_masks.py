@@ -1,4 +1,4 @@
-"""CpuTokenMasks: masks of allowed tokens, applied to logits by the C kernel (kernels/cpu/token_masks.h)."""
+"""CpuTokenMasks: masks of allowed tokens, applied to logits by the C kernel (kernels/cpu/c/sampling/token_masks.h)."""
 
 import ctypes
 

@@ -2,9 +2,9 @@
 
 Logically each layer holds keys and values [num_blocks, block_size, num_kv_heads, head_dim]; block 0 is the null block,
 which holds zeros and is never written. Physically a layer is one array [num_blocks, 2 (K, V), num_kv_heads,
-block_size, head_dim]; a cache of one side has K only (kernels/cpu/latent.h). One head's tokens of a block lie together.
-So gathering whole (block, K or V, head) runs already yields the operands of a batched product per head, without a
-transposition.
+block_size, head_dim]; a cache of one side has K only (kernels/cpu/c/attention/latent.h). One head's tokens of a block
+lie together. So gathering whole (block, K or V, head) runs already yields the operands of a batched product per head,
+without a transposition.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""TorchExperts: a routed MLP made of torch's operations; its definition is kernels/cpu/experts.h."""
+"""TorchExperts: a routed MLP made of torch's operations; its definition is kernels/cpu/c/layers/experts.h."""
 
 from dataclasses import dataclass
 from typing import Protocol

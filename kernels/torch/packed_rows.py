@@ -95,7 +95,7 @@ def _narrowed(packed: PackedRows) -> PackedRows:
 
 
 def quantize_rows(numbers: torch.Tensor) -> PackedRows | None:
-    """Return numbers [rows, depth] of any floating type as Q8_0, with the bits of kernels/cpu/make_blocks.c.
+    """Return numbers [rows, depth] of any floating type as Q8_0, with the bits of kernels/cpu/c/blocks/make_blocks.c.
 
     None: the depth is no multiple of 32, or a scale would be no finite float16.
     """

@@ -165,7 +165,9 @@ def test_a_folder_is_copied_with_its_imports_moved(tmp_path: Path) -> None:
         for path in (ROOT / "kernels").rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     )
-    assert (tmp_path / "kernels/cpu/gemm.c").read_bytes() == (ROOT / "kernels/cpu/gemm.c").read_bytes()
+    assert (tmp_path / "kernels/cpu/c/products/gemm.c").read_bytes() == (
+        ROOT / "kernels/cpu/c/products/gemm.c"
+    ).read_bytes()
     sources = [path for path in (tmp_path / "kernels").rglob("*.py") if "kernels" in set(imported(path))]
     assert len(sources) > 10
     assert not [path for path in sources if move_imports(path.read_text()) != path.read_text()]

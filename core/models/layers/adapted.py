@@ -14,7 +14,8 @@ from core.models.operations.tensor import Tensor
 from core.models.operations.token_adapters import TokenAdapters
 from kernels.low_rank import ProductShape
 
-#: The matrices of each product of a layer, in the order of kernels/cpu/decoder.h. MLPs without gates have no gate_proj.
+#: The matrices of each product of a layer, in the order of kernels/cpu/c/layers/decoder.h. MLPs without gates have no
+#: gate_proj.
 _PRODUCTS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "o": ("self_attn.o_proj",),

@@ -1,4 +1,4 @@
-"""Latent attention (kernels/cpu/latent.h): its first product and the rest of it, built from a layer's weights."""
+"""Latent attention (kernels/cpu/c/attention/latent.h): its first product and the rest, from a layer's weights."""
 
 import numpy as np
 

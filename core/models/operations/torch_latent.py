@@ -1,4 +1,4 @@
-"""TorchLatentAttend: one layer's latent attention (kernels/cpu/latent.h) made of torch's operations."""
+"""TorchLatentAttend: one layer's latent attention (kernels/cpu/c/attention/latent.h) made of torch's operations."""
 
 from typing import Any
 

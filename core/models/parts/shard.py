@@ -17,7 +17,8 @@ from ipc.errors import ConfigError
 
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 _HEAD_NORM = re.compile(r"(model\.layers\.\d+\.self_attn\.heads)\.(\d+)\.([qk])_norm\.weight")
-#: Columns of a packed matrix that lie together (kernels/cpu/gemm.h); a rank gets whole panels where there are enough.
+#: Columns of a packed matrix that lie together (kernels/cpu/c/products/gemm.h); a rank gets whole panels where there
+#: are enough.
 _PANEL = 32
 
 

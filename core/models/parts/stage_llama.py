@@ -22,8 +22,8 @@ from kernels.elements import FLOAT32, Dtype, element_name
 class StageLlama(Llama):
     """A part of a Llama. It needs the C kernels.
 
-    The residual stream of a step's tokens comes in as given embeddings (kernels/cpu/embedding.h), and goes out as the
-    last layer's output.
+    The residual stream of a step's tokens comes in as given embeddings (kernels/cpu/c/layers/embedding.h), and goes out
+    as the last layer's output.
     """
 
     def __init__(

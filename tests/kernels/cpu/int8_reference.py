@@ -1,4 +1,4 @@
-"""Products in 8 bits by the definition in kernels/cpu/int8.h, in NumPy: each operation rounds as it says there."""
+"""Products in 8 bits by the definition in c/products/int8.h, in NumPy: each operation rounds as it says there."""
 
 from typing import NamedTuple
 

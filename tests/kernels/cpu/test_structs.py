@@ -69,13 +69,14 @@ def test_a_library_with_another_struct_is_not_loaded(
 ) -> None:
     """The header has changed, and nobody thought of Python: two pointers of GemmPack change places."""
     sources = tmp_path / "sources"
-    sources.mkdir()
-    for path in SOURCE_FOLDER.glob("*.h"):
-        (sources / path.name).write_text(path.read_text())
-    (sources / "struct_fields.c").write_text((SOURCE_FOLDER / "struct_fields.c").read_text())
-    text = (sources / "gemm.h").read_text()
+    for path in (*SOURCE_FOLDER.rglob("*.h"), SOURCE_FOLDER / "layers" / "struct_fields.c"):
+        copy = sources / path.relative_to(SOURCE_FOLDER)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text(path.read_text())
+    gemm = sources / "products" / "gemm.h"
+    text = gemm.read_text()
     source, packed = re.findall(r"(?m)^    (?:const )?void \*(?:source|packed);.*\n", text)
-    (sources / "gemm.h").write_text(text.replace(source + packed, packed + source))
+    gemm.write_text(text.replace(source + packed, packed + source))
     monkeypatch.setattr(f"{PREFIX}kernels.cpu.build.SOURCE_FOLDER", sources)
     (tmp_path / "changed.so").write_bytes(build("portable", find_compiler(), tmp_path))
     with pytest.raises(CpuLibraryError, match=r"struct GemmPack, field source: .* at 0 in .*, .* at 8 in"):
@@ -94,7 +95,7 @@ def test_loading_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_struct_that_python_lacks_is_refused(exports: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     rest = tuple(struct for struct in STRUCTS if struct is not GemmArguments)
     monkeypatch.setattr(f"{PREFIX}kernels.cpu.struct_check.STRUCTS", rest)
-    with pytest.raises(CpuLibraryError, match=r"struct Gemm of kernels/cpu/struct_fields\.c is missing"):
+    with pytest.raises(CpuLibraryError, match=r"struct Gemm of kernels/cpu/c/layers/struct_fields\.c is missing"):
         check_structs(exports, rest)
 
 

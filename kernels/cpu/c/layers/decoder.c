@@ -1,0 +1,582 @@
+#include "layers/decoder.h"
+
+#include "layers/embedding.h"
+#include "threads/group.h"
+#include "layers/norm.h"
+#include "layers/output_gate.h"
+#include "threads/pool.h"
+#include "layers/rope.h"
+#include "sampling/sampling.h"
+#include "layers/soft_cap.h"
+
+/* A thread's view of the step. */
+typedef struct {
+    const DecoderStep *step;
+    const Decoder *decoder;
+    const DecoderLayer *layer;
+    void *const *cache; /* of this layer */
+    float *hidden;      /* [num_rows, hidden_size]: the rows that are computed */
+    int64_t num_rows;
+    const LoraProduct *const *adapters; /* [num_rows]; NULL = no row has one */
+    int thread, num_threads; /* in run_by_rows(): index and number of pieces of the rows */
+} Share;
+
+/* Minimum rows of a piece. The intermediate results of a piece stay in a second level cache. But each piece reads the
+ * weights again; the larger minimum is for weights that the caches do not keep. */
+enum { PIECE_ROWS = 64, STREAMED_PIECE_ROWS = 192 };
+
+/* Return the number of pieces of each thread's rows; 0 if products divide columns instead of rows among threads. */
+static int pieces_of_thread(const Share *share) {
+    const int num_threads = share->num_threads;
+    if (share->decoder->group) return 0; /* ranks wait for each other within a phase, so each thread runs it once */
+    if (num_threads == 1 || !gemm_splits_rows(share->num_rows, num_threads, share->decoder->dtype)) return 0;
+    const int64_t least = share->decoder->head.streams ? STREAMED_PIECE_ROWS : PIECE_ROWS;
+    const int pieces = (int)(share->num_rows / (least * num_threads));
+    return pieces > 0 ? pieces : 1;
+}
+
+/* Separate two parts, the second of which reads row by row what the first wrote. A barrier is needed unless both give a
+ * thread the same rows. */
+static void go_on_by_rows(const Share *share) {
+    if (!gemm_splits_rows(share->num_rows, share->num_threads, share->decoder->dtype)) pool_barrier();
+}
+
+/* Wait for all threads of all ranks. */
+static void wait_for_group(const Share *share) {
+    const DecoderGroup *group = share->decoder->group;
+    pool_barrier();
+    if (share->thread == 0) group_wait(group->state, group->size);
+    pool_barrier();
+}
+
+/* Copy the columns of a rank in y to its part, or back. */
+static void copy_part(char *part, char *y, const Place *place, int rank, int64_t rows, int64_t element, int is_back) {
+    const int64_t bytes = (place->bounds[rank + 1] - place->bounds[rank]) * element;
+    for (int64_t row = 0; row < rows; row++) {
+        char *columns = y + (row * place->width + place->bounds[rank]) * element;
+        memcpy(is_back ? columns : part + row * bytes, is_back ? part + row * bytes : columns, bytes);
+    }
+}
+
+/* Exchange the columns of y [num_rows, width] with ranks that share no memory. to_first: only rank 0 gets them. */
+static void exchange_columns(const Share *share, char *y, const Place *place, int64_t element, int to_first) {
+    GroupStreams *streams = share->decoder->group->streams;
+    const int64_t rows = share->num_rows;
+    int64_t ends[MAX_RANKS + 1];
+    for (int rank = 0; rank <= streams->size; rank++) ends[rank] = place->bounds[rank] * rows * element;
+    char *room = group_room(streams, ends[streams->size]);
+    copy_part(room + ends[streams->rank], y, place, streams->rank, rows, element, 0);
+    group_exchange(streams, ends, to_first);
+    if (to_first && streams->rank) return;
+    for (int rank = 0; rank < streams->size; rank++) {
+        if (rank != streams->rank) copy_part(room + ends[rank], y, place, rank, rows, element, 1);
+    }
+}
+
+/* Wait for all threads of all ranks, and for the columns of y, whose elements have so many bytes, that others have. */
+static void gather_columns(const Share *share, void *y, const Place *place, int64_t element, int to_first) {
+    if (!share->decoder->group->streams) {
+        wait_for_group(share);
+        return;
+    }
+    pool_barrier();
+    if (share->thread == 0) exchange_columns(share, y, place, element, to_first);
+    pool_barrier();
+}
+
+/* Separate two parts, the second of which reads what all ranks wrote to y in the first: a product's result. */
+static void gather(const Share *share, void *y, const Place *place, int y_dtype) {
+    if (share->decoder->group)
+        gather_columns(share, y, place, element_bytes(y_dtype), 0);
+    else
+        go_on_by_rows(share);
+}
+
+/* Return the first row of a thread's share; the share ends at the next thread's first row. */
+static int64_t first_row(const Share *share, int thread) { return share->num_rows * thread / share->num_threads; }
+
+/* Exchange the rows of `embedded` with ranks that share no memory: each has those of its part of the vocabulary. */
+static void exchange_embedded(const Share *share) {
+    const DecoderStep *step = share->step;
+    const DecoderGroup *group = share->decoder->group;
+    const int64_t *bounds = group->vocabulary.bounds, row_bytes = share->decoder->hidden_size * sizeof(float);
+    char *room = group_room(group->streams, step->num_tokens * row_bytes);
+    int64_t ends[MAX_RANKS + 1];
+    for (int pass = 0; pass < 2; pass++) { /* own rows to the room, then those of others from it */
+        int64_t at = 0;
+        for (int rank = 0; rank < group->size; rank++) {
+            ends[rank] = at;
+            for (int64_t row = 0; row < step->num_tokens; row++) {
+                const int64_t id = step->token_ids[row];
+                if (id < bounds[rank] || id >= bounds[rank + 1]) continue;
+                char *embedded = (char *)step->embedded + row * row_bytes;
+                if (pass == 0 && rank == group->rank) memcpy(room + at, embedded, row_bytes);
+                if (pass == 1 && rank != group->rank) memcpy(embedded, room + at, row_bytes);
+                at += row_bytes;
+            }
+        }
+        ends[group->size] = at;
+        if (pass == 0) group_exchange(group->streams, ends, 0);
+    }
+}
+
+/* Embed the tokens that this rank has; then take all tokens' embeddings. */
+static void embed_in_group(const Share *share, Embedding args) {
+    const DecoderStep *step = share->step;
+    const int64_t begin = first_row(share, share->thread), end = first_row(share, share->thread + 1);
+    args.num_rows = 1;
+    for (int64_t row = begin; row < end; row++) {
+        const int64_t id = step->token_ids[row] - share->decoder->group->vocabulary.first;
+        if (id < 0 || id >= share->decoder->group->num_words) continue;
+        args.ids = &id, args.out = step->embedded + row * args.width;
+        embedding_part(&args, 0, 1);
+    }
+    if (share->decoder->group->streams) {
+        pool_barrier();
+        if (share->thread == 0) exchange_embedded(share);
+        pool_barrier();
+    } else {
+        wait_for_group(share);
+    }
+    memcpy(step->hidden + begin * args.width, step->embedded + begin * args.width,
+           (end - begin) * args.width * sizeof(float));
+}
+
+static void embed(const Share *share) {
+    const Decoder *decoder = share->decoder;
+    const Embedding args = {share->step->token_ids,   decoder->embeddings,  share->step->hidden,
+                            share->step->num_tokens,  decoder->hidden_size, decoder->dtype,
+                            decoder->embedding_scale, decoder->embeddings_packing,
+                            decoder->kinds, decoder->places, share->step->positions, decoder->num_words,
+                            share->step->given};
+    if (decoder->group && !args.given) /* what is given, each rank has whole */
+        embed_in_group(share, args);
+    else
+        embedding_part(&args, share->thread, share->num_threads);
+}
+
+/* Compute y = x @ w^T + bias for all rows of the share, whose x is complete. place: of the columns in y; NULL = they are
+ * all of y. */
+static void multiply(const Share *share, const Gemm *weights, const void *x, void *y, const Place *place,
+                     const Gemm *next, const Lora *lora) {
+    Gemm args = *weights;
+    args.next = next;
+    args.x = x, args.x_stride = args.depth;
+    args.y = y, args.y_stride = args.gate ? args.num_columns / 2 : args.num_columns;
+    if (place) args.y = (char *)y + place->first * element_bytes(args.y_dtype), args.y_stride = place->width;
+    args.num_rows = share->num_rows;
+    args.quantized = share->step->quantized, args.quantized_stride = share->step->quantized_stride;
+    args.lora = lora;
+    gemm_part(&args, share->thread, share->num_threads);
+}
+
+/* Compute one of the layer's products, to which the rows' adapters add; a rank of a group has none. */
+static void multiply_adapted(const Share *share, const Gemm *weights, int which, const void *x, void *y,
+                             const Place *place, const Gemm *next) {
+    if (!share->adapters) {
+        multiply(share, weights, x, y, place, next, NULL);
+        return;
+    }
+    const DecoderStep *step = share->step;
+    const int64_t layer = share->layer - share->decoder->layers;
+    const Lora lora = {share->adapters, step->lowered, step->lowered_stride, layer * LAYER_PRODUCTS + which};
+    const LoraLower lower = {
+        .lora = &lora,
+        .x = x,
+        .num_rows = share->num_rows,
+        .depth = weights->depth,
+        .x_stride = weights->depth,
+        .dtype = share->decoder->dtype,
+        .by_rows = gemm_splits_rows(share->num_rows, share->num_threads, share->decoder->dtype),
+    };
+    lora_lower_part(&lower, share->thread, share->num_threads);
+    if (!lower.by_rows) pool_barrier();
+    multiply(share, weights, x, y, place, next, &lora);
+}
+
+/* Write the normalised rows of hidden to the step's x. */
+static void normalise_hidden(const Share *share, const NormWeights *norm) {
+    const Decoder *decoder = share->decoder;
+    const Norm args = {share->hidden, NULL,  *norm, share->step->x, share->num_rows, decoder->hidden_size,
+                       FLOAT32, decoder->dtype, decoder->eps, 1.0f};
+    norm_part(&args, share->thread, share->num_threads);
+}
+
+/* hidden += added, normalised by out_norm first if there is one; then x = hidden normalised by next_norm, if given. */
+static void add(const Share *share, const NormWeights *out_norm, const NormWeights *next_norm) {
+    const DecoderStep *step = share->step;
+    const Decoder *decoder = share->decoder;
+    Norm args = {.num_rows = share->num_rows, .width = decoder->hidden_size, .eps = decoder->eps};
+    args.multiplier = decoder->residual_multiplier;
+    args.x = step->added, args.x_dtype = decoder->dtype;
+    if (out_norm->weight) {
+        args.norm = *out_norm, args.out = step->normed, args.out_dtype = FLOAT32;
+        norm_part(&args, share->thread, share->num_threads);
+        args.x = step->normed, args.x_dtype = FLOAT32;
+    }
+    args.hidden = share->hidden;
+    args.out = NULL;
+    if (next_norm) args.norm = *next_norm, args.out = step->x, args.out_dtype = decoder->dtype;
+    norm_part(&args, share->thread, share->num_threads);
+}
+
+static void rotate(const Share *share) {
+    const DecoderStep *step = share->step;
+    const DecoderLayer *layer = share->layer;
+    const DecoderKind *kind = &step->kinds[layer->kind];
+    const RopeKvWrite args = {
+        .qkv = step->qkv,
+        .cos = kind->cos,
+        .sin = kind->sin,
+        .query_cos = kind->query_cos,
+        .query_sin = kind->query_sin,
+        .positions = step->positions,
+        .norms = layer->norms,
+        .norms_of_rows = layer->norms_of_rows,
+        .is_centred = layer->centred_norms,
+        .is_after = layer->norms_after,
+        .slots = kind->slots,
+        .q = step->q,
+        .layer = *share->cache,
+        .shape = kind->attention.shape,
+        .num_heads = share->decoder->num_heads,
+        .num_tokens = (int32_t)step->num_tokens,
+        .eps = share->decoder->eps,
+    };
+    rope_kv_write_part(&args, share->thread, share->num_threads);
+}
+
+/* Compute q from the layer's first product, and write the cache: latent attention. */
+static void begin_latent(const Share *share) {
+    const DecoderStep *step = share->step;
+    const DecoderKind *kind = &step->kinds[share->layer->kind];
+    const LatentStep args = {
+        .latent = share->layer->latent,
+        .qkv = step->qkv,
+        .queries = step->queries,
+        .cos = kind->cos,
+        .sin = kind->sin,
+        .query_cos = kind->query_cos,
+        .query_sin = kind->query_sin,
+        .positions = step->positions,
+        .slots = kind->slots,
+        .q = step->q,
+        .layer = *share->cache,
+        .shape = kind->attention.shape,
+        .num_rows = step->num_tokens,
+        .quantized = step->quantized,
+        .quantized_stride = step->quantized_stride,
+    };
+    latent_begin_part(&args, share->thread, share->num_threads);
+}
+
+/* Compute the heads' values from what latent attention yields, [num_rows, latent vectors of all heads]; return them. */
+static const void *expand_values(const Share *share, const void *attended) {
+    const LatentValues args = {share->layer->latent, attended, share->step->values, share->num_rows};
+    latent_values_part(&args, share->thread, share->num_threads);
+    go_on_by_rows(share);
+    return args.values;
+}
+
+/* Renew the requests' states, for all tokens: what this layer has in place of attention. */
+static void recur(const Share *share) {
+    const DecoderStep *step = share->step;
+    const RecurrenceStep args = {
+        .layer = share->layer->recurrence,
+        .in = step->qkv,
+        .out = step->attended,
+        .mixed = step->mixed,
+        .states = step->states,
+        .rows = step->state_rows,
+        .firsts = step->firsts,
+        .positions = step->positions,
+        .saves = step->saves,
+        .state_stride = step->state_stride,
+        .mixed_stride = step->mixed_stride,
+        .num_requests = step->num_requests,
+    };
+    recurrence_part(&args, share->thread, share->num_threads);
+}
+
+/* Run attention for all tokens; with is_narrow for those of the narrowed plan only. */
+static void attend(const Share *share, int is_narrow) {
+    const DecoderLayer *layer = share->layer;
+    if (layer->recurrence) {
+        recur(share);
+        return;
+    }
+    const DecoderKind *kind = &share->step->kinds[layer->kind];
+    Attention args = kind->attention;
+    use_plan(&args, kind->plan, is_narrow);
+    args.q = share->step->q, args.layer = *share->cache;
+    args.out = share->decoder->group ? share->step->own_attended : share->step->attended;
+    args.scale = layer->scale, args.cap_factor = layer->cap_factor, args.sinks = layer->sinks;
+    attention_part(&args, share->thread, share->num_threads);
+}
+
+/* Multiply attention's output by the sigmoid of the rows' gates. */
+static void apply_output_gate(const Share *share) {
+    const DecoderStep *step = share->step;
+    const int64_t width = share->layer->o.depth, bytes = element_bytes(share->decoder->dtype);
+    for (int64_t row = first_row(share, share->thread); row < first_row(share, share->thread + 1); row++)
+        output_gate_row((char *)step->attended + row * width * bytes, (const char *)step->output_gates + row * width * bytes,
+                        width, share->decoder->dtype);
+    pool_barrier();
+}
+
+/* End attention: its whole output can be read then. */
+static void finish_attention(const Share *share) {
+    pool_barrier();
+    if (share->layer->output_gate) apply_output_gate(share);
+    const DecoderGroup *group = share->decoder->group;
+    if (!group) return;
+    const DecoderStep *step = share->step;
+    const size_t bytes = element_bytes(share->decoder->dtype), stride = group->attended.width * bytes;
+    const size_t own = step->kinds[share->layer->kind].attention.shape.head_dim * share->decoder->num_heads * bytes;
+    char *out = (char *)step->attended + group->attended.first * bytes;
+    for (int64_t row = first_row(share, share->thread); row < first_row(share, share->thread + 1); row++)
+        memcpy(out + row * stride, (const char *)step->own_attended + row * own, own);
+    gather_columns(share, step->attended, &group->attended, bytes, 0);
+}
+
+/* Compute a layer up to attention from x: q, and K and V in the cache. */
+static void begin_layer(const Share *share) {
+    const DecoderLayer *layer = share->layer;
+    multiply_adapted(share, &layer->qkv, QKV_PRODUCT, share->step->x, share->step->qkv, NULL, &layer->o);
+    if (layer->recurrence) return;
+    go_on_by_rows(share); /* also between two products: threads take their columns by counters */
+    if (layer->output_gate) {
+        multiply(share, layer->output_gate, share->step->x, share->step->output_gates, NULL, &layer->o, NULL);
+        go_on_by_rows(share);
+    }
+    if (layer->latent)
+        begin_latent(share);
+    else
+        rotate(share);
+}
+
+static void begin_step(const Share *share) {
+    embed(share);
+    normalise_hidden(share, &share->layer->input_norm);
+    go_on_by_rows(share);
+    begin_layer(share);
+}
+
+/* Add the output of attention to hidden; x is the MLP's input then. */
+static void add_attention(const Share *share, const void *attended) {
+    const DecoderLayer *layer = share->layer;
+    const DecoderGroup *group = share->decoder->group;
+    if (layer->latent) attended = expand_values(share, attended);
+    multiply_adapted(share, &layer->o, O_PRODUCT, attended, share->step->added, group ? &group->hidden : NULL,
+                     layer->experts ? NULL : &layer->gate_up);
+    gather(share, share->step->added, group ? &group->hidden : NULL, layer->o.y_dtype);
+    add(share, &layer->attention_out_norm, &layer->mlp_norm);
+}
+
+/* Compute the MLP from x. `next` is the product that follows. */
+static void run_mlp(const Share *share, const Gemm *next) {
+    const DecoderStep *step = share->step;
+    const DecoderLayer *layer = share->layer;
+    go_on_by_rows(share);
+    const DecoderGroup *group = share->decoder->group;
+    const Place *hidden = group ? &group->hidden : NULL, *gated = group ? &group->gated : NULL;
+    multiply_adapted(share, &layer->gate_up, GATE_UP_PRODUCT, step->x, step->gated, gated, &layer->down);
+    gather(share, step->gated, gated, layer->gate_up.y_dtype);
+    multiply_adapted(share, &layer->down, DOWN_PRODUCT, step->gated, step->added, hidden, next);
+    gather(share, step->added, hidden, layer->down.y_dtype);
+}
+
+/* Compute the routed MLP from x, for all rows together. */
+static void run_experts(const Share *share) {
+    const DecoderStep *step = share->step;
+    const ExpertsStep args = {share->layer->experts, step->experts_room, step->x, step->added, share->num_rows};
+    pool_barrier();
+    experts_part(&args, share->thread, share->num_threads);
+    pool_barrier();
+}
+
+/* Copy the rows of hidden, which the layer with this tap reads, to the step's taps. */
+static void copy_tap(const Share *share, int64_t tap) {
+    const DecoderStep *step = share->step;
+    const int64_t width = share->decoder->hidden_size;
+    for (int64_t i = first_row(share, share->thread); i < first_row(share, share->thread + 1); i++)
+        memcpy(step->taps + (i * step->num_taps + tap - 1) * width, share->hidden + i * width, width * sizeof(float));
+}
+
+static void begin_next_layer(const Share *share) {
+    const DecoderLayer *layer = share->layer;
+    add(share, &layer->mlp_out_norm, &layer[1].input_norm);
+    go_on_by_rows(share);
+    if (layer[1].tap) copy_tap(share, layer[1].tap);
+    Share next = *share;
+    next.layer++, next.cache++;
+    begin_layer(&next);
+}
+
+static void add_attention_output(const Share *share) { add_attention(share, share->step->attended); }
+
+static void go_to_next_layer(const Share *share) {
+    add_attention_output(share);
+    run_mlp(share, &share->layer[1].qkv);
+    begin_next_layer(share);
+}
+
+/* Copy the rows that have logits: hidden to last_hidden, the last layer's attention output to qkv, their adapters. */
+static void pick_rows(const Share *share, size_t attended_bytes) {
+    const DecoderStep *step = share->step;
+    const int64_t width = share->decoder->hidden_size;
+    for (int64_t i = first_row(share, share->thread); i < first_row(share, share->thread + 1); i++) {
+        const int64_t row = step->logits_rows[i];
+        memcpy(step->last_hidden + i * width, step->hidden + row * width, width * sizeof(float));
+        memcpy((char *)step->qkv + i * attended_bytes, (const char *)step->attended + row * attended_bytes,
+               attended_bytes);
+        if (step->adapters) step->picked[i] = step->adapters[row];
+    }
+}
+
+static void cap_logits(const Share *share) {
+    const Decoder *decoder = share->decoder;
+    const SoftCap args = {share->step->logits, share->num_rows, decoder->head.num_columns, decoder->logits_cap};
+    soft_cap_part(&args, share->thread, share->num_threads);
+}
+
+/* Find the largest logits now: if threads divide rows, they are still in the cache of the thread that wrote them. */
+static void find_largest_logits(const Share *share) {
+    const DecoderStep *step = share->step;
+    const DecoderGroup *group = share->decoder->group;
+    int64_t begin = first_row(share, share->thread), end = first_row(share, share->thread + 1);
+    int64_t size = group ? group->vocabulary.width : share->decoder->head.num_columns;
+    if (group && !group->streams) { /* ranks divide the rows, then the rank's threads do */
+        const int64_t first = share->num_rows * group->rank / group->size;
+        const int64_t rows = share->num_rows * (group->rank + 1) / group->size - first;
+        begin = first + rows * share->thread / share->num_threads;
+        end = first + rows * (share->thread + 1) / share->num_threads;
+    }
+    find_largest(step->logits + begin * size, end - begin, size, step->largest + begin);
+}
+
+/* Add attention's output in the last layer, for the rows that have logits. */
+static void add_picked_attention(const Share *share) {
+    const Latent *latent = share->layer->latent;
+    const int64_t width = latent ? (int64_t)latent->num_heads * latent->latent_dim : share->layer->o.depth;
+    pick_rows(share, width * element_bytes(share->decoder->dtype));
+    go_on_by_rows(share);
+    add_attention(share, share->step->qkv);
+}
+
+/* Finish the step for the rows that have logits, after the last layer's MLP: final norm and head. */
+static void run_head(const Share *share) {
+    const DecoderStep *step = share->step;
+    const Decoder *decoder = share->decoder;
+    add(share, &share->layer->mlp_out_norm, step->logits ? &decoder->norm : NULL);
+    if (!step->logits) return;
+    const DecoderGroup *group = decoder->group;
+    go_on_by_rows(share);
+    multiply(share, &decoder->head, step->x, step->logits, group ? &group->vocabulary : NULL, NULL, NULL);
+    if (group) gather_columns(share, step->logits, &group->vocabulary, sizeof(float), 1);
+    const int is_split = group && !group->streams;
+    if (group && !is_split && group->rank) return; /* only rank 0 has them */
+    if (decoder->logits_cap != 0.0f || step->largest) go_on_by_rows(share);
+    if (decoder->logits_cap != 0.0f) cap_logits(share);
+    if (step->largest) find_largest_logits(share);
+    if (step->largest && is_split) wait_for_group(share);
+}
+
+static void finish_step(const Share *share) {
+    add_picked_attention(share);
+    run_mlp(share, share->step->logits ? &share->decoder->head : NULL);
+    run_head(share);
+}
+
+/* Run a phase that works row by row. Many rows are cut into pieces. A thread runs its own pieces, then those left of
+ * the other threads. So a thread that has lost its core to another process delays the others by one piece at most. */
+static void run_by_rows(const Share *share, void (*phase)(const Share *)) {
+    const int num_threads = share->num_threads, num_pieces = pieces_of_thread(share);
+    if (num_pieces == 0) {
+        phase(share);
+        return;
+    }
+    Share piece = *share;
+    piece.num_threads = num_threads * num_pieces;
+    for (int i = 0; i < num_threads; i++) {
+        const int owner = (share->thread + i) % num_threads;
+        for (int64_t number; (number = pool_take(owner)) < num_pieces;) {
+            piece.thread = owner * num_pieces + (int)number;
+            phase(&piece);
+        }
+    }
+}
+
+/* Compute the rest only for rows that have logits. For the other rows the last layer's K and V are enough: no later
+ * result depends on more of them. */
+static void compute_logits(const Share *share) {
+    Share picked = *share;
+    picked.hidden = share->step->last_hidden, picked.num_rows = share->step->num_logits;
+    if (picked.adapters) picked.adapters = share->step->picked;
+    if (!picked.layer->experts) {
+        run_by_rows(&picked, finish_step);
+        return;
+    }
+    run_by_rows(&picked, add_picked_attention);
+    run_experts(&picked);
+    run_by_rows(&picked, run_head);
+}
+
+/* Compute the rest of a layer from the output of attention, and the next layer up to its attention. */
+static void continue_layer(const Share *share) {
+    if (!share->layer->experts) {
+        run_by_rows(share, go_to_next_layer);
+        return;
+    }
+    run_by_rows(share, add_attention_output);
+    run_experts(share);
+    run_by_rows(share, begin_next_layer);
+}
+
+static const DecoderLayer *last_layer(const DecoderStep *step) {
+    return step->decoder->layers + step->decoder->num_layers - 1;
+}
+
+static Share share_of(const DecoderStep *step, int64_t layer, int thread, int num_threads) {
+    const Decoder *decoder = step->decoder;
+    return (Share){step,         decoder,          decoder->layers + layer, step->cache + layer,
+                   step->hidden, step->num_tokens, step->adapters,          thread,
+                   num_threads};
+}
+
+static void step_job(void *args, int thread, int num_threads) {
+    const DecoderStep *step = args;
+    const DecoderLayer *last = last_layer(step);
+    Share share = share_of(step, 0, thread, num_threads);
+    if (step->is_narrow && thread == 0)
+        narrow_plan(step->kinds[last->kind].plan, step->logits_rows, step->num_logits);
+    run_by_rows(&share, begin_step);
+    for (;; share.layer++, share.cache++) {
+        pool_barrier();
+        attend(&share, share.layer == last && step->is_narrow);
+        finish_attention(&share);
+        if (share.layer == last) break;
+        continue_layer(&share);
+    }
+    if (step->num_logits > 0) compute_logits(&share);
+}
+
+static void logits_job(void *args, int thread, int num_threads) {
+    const DecoderStep *step = args;
+    const Share share = share_of(step, step->decoder->num_layers - 1, thread, num_threads);
+    if (step->is_narrow) {
+        attend(&share, 0);
+        finish_attention(&share);
+    }
+    compute_logits(&share);
+}
+
+EXPORT void decoder_step(DecoderStep *args) {
+    args->is_narrow = args->num_logits < args->num_tokens && !last_layer(args)->recurrence;
+    pool_run(step_job, args);
+}
+
+EXPORT void decoder_logits(DecoderStep *args) {
+    pool_run(logits_job, args);
+    args->is_narrow = 0;
+}

@@ -1,0 +1,61 @@
+/* Layers with a recurrent state in place of attention: what a token gives the next one has a fixed size.
+ *
+ * All begin with a causal convolution of each channel over the last tokens. Then, by kind:
+ *
+ *   SHORT_CONVOLUTION (Liquid AI 2025, arXiv 2511.23404): y = c * convolution(b * x).
+ *   GATED_DELTA (Yang et al. 2024, arXiv 2412.06464), a state S [key_dim, value_dim] for each head:
+ *       S = decay * S; S = S + k (beta * (v - k S))^T; y = norm(q S) * silu(z),
+ *       decay = exp(-rate * softplus(a + step_bias)), beta = sigmoid(b), q and k of length 1, q / sqrt(key_dim).
+ *   STATE_SPACE (Mamba 2: Dao & Gu 2024, arXiv 2405.21060), the same state with k = B and q = C:
+ *       S = decay * S + k (step * v)^T; y = norm((q S + skip * v) * silu(z)),
+ *       step = softplus(dt + step_bias) within limits, decay = exp(-rate * step).
+ *
+ * A request's tokens are computed one after the other, in float32, by one order of operations. So a token's bits depend
+ * on its request's tokens up to it, whatever the steps, the neighbours and the threads. kernels/recurrence.py has the
+ * definition in NumPy.
+ */
+#ifndef RECURRENCE_H
+#define RECURRENCE_H
+
+#include "math/elements.h"
+
+enum { SHORT_CONVOLUTION = 0, GATED_DELTA = 1, STATE_SPACE = 2 };
+
+/* Values of a head are computed in strips of so many columns, which the first level cache keeps. */
+enum { STRIP = 32, MAX_TAPS = 8 };
+
+/* A layer; made once. A row of its input has [b, c, x] (SHORT_CONVOLUTION), [q, k, v, z, b, a] (GATED_DELTA) or
+ * [z, v, k, q, dt] (STATE_SPACE); channels are those that are convolved, in their order. */
+typedef struct {
+    const float *kernel; /* [taps, channels]: the oldest token's first */
+    const float *bias;   /* [channels]; or NULL */
+    const float *rates, *step_biases, *skips; /* [num_heads]; skips may be NULL */
+    const float *norm;   /* [value_dim], or of STATE_SPACE [num_heads * value_dim] */
+    int64_t channels, width; /* width: of a row of the input */
+    int64_t state_offset;    /* of the layer's state in a request's */
+    int32_t kind, dtype, taps;
+    int32_t num_heads, num_groups; /* heads of a group have the same keys and queries */
+    int32_t takes_turns;           /* head h is of group h % num_groups; else neighbours are of one group */
+    int32_t key_dim, value_dim;    /* key_dim is even */
+    float eps, least_step, most_step;
+} Recurrence;
+
+/* One step's T tokens of some requests. */
+typedef struct {
+    const Recurrence *layer;
+    const void *in; /* [T, width] of dtype */
+    void *out;      /* [T, channels] of dtype for SHORT_CONVOLUTION; else [T, num_heads * value_dim] */
+    float *mixed;   /* [T, mixed_stride]: room for the channels, then two factors for each head */
+    float *states;  /* [requests' rows, state_stride]: convolution's last inputs [taps - 1, channels], then at a multiple
+                     * of 16 the heads' strips [num_heads, strips, key_dim, STRIP] */
+    const int64_t *rows, *firsts; /* [R] row of each request's state; [R + 1] its first token */
+    const int64_t *positions;     /* [T]; a request that begins at 0 begins with a state of zeros */
+    const int64_t *saves;         /* [T] row to which the state behind the token is copied, below 0: none; NULL: none */
+    int64_t state_stride, mixed_stride, num_requests;
+} RecurrenceStep;
+
+/* Compute out and the new states. All threads call this; there are barriers inside, but none at the end. */
+void recurrence_part(const RecurrenceStep *args, int thread, int num_threads);
+void recurrence(const RecurrenceStep *args);
+
+#endif

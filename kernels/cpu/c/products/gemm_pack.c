@@ -1,0 +1,79 @@
+#include "products/gemm.h"
+#include "threads/pool.h"
+#include "math/vectors.h"
+
+static int64_t num_steps(int64_t depth, int dtype) { return dtype == FLOAT32 ? depth : (depth + 1) / 2; }
+
+EXPORT int64_t packed_bytes(int64_t num_columns, int64_t depth, int32_t dtype) {
+    int64_t num_panels = (num_columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS;
+    return num_panels * num_steps(depth, dtype) * PANEL_COLUMNS * 4;
+}
+
+INLINE uint32_t word_of(float value) {
+    uint32_t word;
+    memcpy(&word, &value, sizeof word);
+    return word;
+}
+
+INLINE float float_at(const char *row, int64_t index, const int dtype) {
+    float value;
+    uint16_t bits;
+    if (dtype == FLOAT32) {
+        memcpy(&value, row + index * 4, sizeof value);
+        return value;
+    }
+    memcpy(&bits, row + index * 2, sizeof bits);
+    return dtype == BFLOAT16 ? float_of_bfloat16(bits) : float_of_float16(bits);
+}
+
+/* Return one column's step: a float32, or two bfloat16 with the first one in the lower half. */
+INLINE uint32_t step_at(const char *row, int64_t step, int64_t depth, const int source_dtype, const int dtype) {
+    if (dtype == FLOAT32) return word_of(float_at(row, step, source_dtype));
+    int64_t index = step * 2;
+    if (source_dtype == BFLOAT16 && index + 1 < depth) { /* no conversion needed */
+        uint32_t word;
+        memcpy(&word, row + index * 2, sizeof word);
+        return word;
+    }
+    uint32_t low = bfloat16_of_float(float_at(row, index, source_dtype));
+    uint32_t high = index + 1 < depth ? bfloat16_of_float(float_at(row, index + 1, source_dtype)) : 0;
+    return low | high << 16;
+}
+
+/* Return the source row of a panel's column. A missing column gets the first column's row; its sums are not used. */
+static const char *source_row(const GemmPack *args, int64_t panel, int64_t column) {
+    const int64_t parts = args->is_gated ? 2 : 1;
+    const int64_t in_panel = PANEL_COLUMNS / parts, in_source = args->num_columns / parts;
+    int64_t index = panel * in_panel + column % in_panel;
+    if (index >= in_source) index = panel * in_panel, column = 0;
+    const int64_t row = column / in_panel * in_source + index;
+    return (const char *)args->source + row * args->source_stride * element_bytes(args->source_dtype);
+}
+
+INLINE void pack_steps(const GemmPack *args, int64_t panel, int64_t first, int64_t last, uint32_t *to,
+                       const int source_dtype, const int dtype) {
+    const char *rows[PANEL_COLUMNS];
+    for (int64_t column = 0; column < PANEL_COLUMNS; column++) rows[column] = source_row(args, panel, column);
+    for (int64_t step = first; step < last; step++, to += PANEL_COLUMNS)
+        for (int64_t column = 0; column < PANEL_COLUMNS; column++)
+            to[column] = step_at(rows[column], step, args->depth, source_dtype, dtype);
+}
+
+void gemm_pack_steps(const GemmPack *args, int64_t panel, int64_t first, int64_t last, void *to) {
+    const int source_dtype = args->source_dtype, dtype = args->dtype;
+    if (source_dtype == BFLOAT16 && dtype == BFLOAT16) /* the usual case, compiled for constants */
+        pack_steps(args, panel, first, last, to, BFLOAT16, BFLOAT16);
+    else
+        pack_steps(args, panel, first, last, to, source_dtype, dtype);
+}
+
+void gemm_pack_part(const GemmPack *args, int thread, int num_threads) {
+    const int64_t num_panels = (args->num_columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS;
+    const int64_t steps = num_steps(args->depth, args->dtype), last = num_panels * (thread + 1) / num_threads;
+    for (int64_t panel = num_panels * thread / num_threads; panel < last; panel++)
+        gemm_pack_steps(args, panel, 0, steps, (uint32_t *)args->packed + panel * steps * PANEL_COLUMNS);
+}
+
+static void gemm_pack_job(void *args, int thread, int num_threads) { gemm_pack_part(args, thread, num_threads); }
+
+EXPORT void gemm_pack(const GemmPack *args) { pool_run(gemm_pack_job, (void *)args); }

@@ -1,0 +1,41 @@
+/* Products of several rows, slice by slice: DEPTH places along the depth of a panel at a time.
+ *
+ * The slice's weights are unpacked once, to memory that the first level cache keeps, for all rows. Where products are
+ * in float32 (gemm.h), so are the weights there, and x is converted once for several panels. Sums wait in memory for
+ * the next slice. They are the sums of the other ways to compute a product, bit for bit.
+ */
+#ifndef GEMM_SLICES_H
+#define GEMM_SLICES_H
+
+#include "products/gemm_block.h"
+#include "products/quantized.h"
+
+/* Panels that are multiplied in turn with a slice of x, which is made ready for them once. */
+enum { SLICE_PANELS = 4 };
+
+/* Rows of x from place k on, in the form that products take. */
+typedef struct {
+    const char *rows;
+    int64_t bytes; /* from row to row */
+} Slice;
+
+/* Return `count` numbers of each row from place k on. If they must be converted they are written to `room`. */
+INLINE Slice slice_of_x(const Gemm *args, int64_t row, int64_t num_rows, int64_t k, int64_t count, float *room) {
+    const uint16_t *x = (const uint16_t *)args->x + row * args->x_stride + k;
+    if (BY_PAIRS) return (Slice){(const char *)x, args->x_stride * 2};
+    for (int64_t i = 0; i < num_rows; i++, x += args->x_stride)
+        for (int64_t j = 0; j < count; j += LANES) store_floats(room + i * count + j, load_bfloat16(x + j));
+    return (Slice){(const char *)room, count * 4};
+}
+
+/* Unpack places [begin, end) along the depth of a panel, as steps of floats, or of pairs if products take those. `begin`
+ * is a multiple of GROUP; `end` too, or it is the depth. */
+void gemm_unpack(const Gemm *args, int64_t panel, int64_t begin, int64_t end, char *out);
+
+/* Whether a product of so many rows goes slice by slice. */
+int gemm_has_slices(const Gemm *args, int64_t num_rows);
+
+/* Multiply rows [begin, end) with the panels [first, last). */
+void gemm_multiply_slices(const Gemm *args, int64_t begin, int64_t end, int64_t first, int64_t last);
+
+#endif

@@ -1,0 +1,251 @@
+#include "products/int8.h"
+
+#include <math.h>
+
+#include "products/gemm_amx.h"
+#include "products/gemm_slices.h"
+#include "products/int8_amx.h"
+#include "products/int8_block.h"
+#include "threads/pool.h"
+
+/* Groups of a panel whose codes are unpacked at once, to memory that the first level cache keeps. */
+enum { SLICE_GROUPS = 8 };
+
+/* Rows whose sums are kept in memory meanwhile; and blocks of x that a second level cache keeps beside them. */
+enum { MOST_ROWS = 128, MOST_BLOCKS = 8192 };
+
+/* With at most so many rows, codes are unpacked in registers, for some rows after the other. With more it pays to have
+ * them in memory. */
+enum { FEW_ROWS = 16 };
+
+/* Panels that a thread takes at a time: as in gemm.c. */
+enum { PIECE = 4 };
+
+/* A block whose numbers are all smaller is zero: the inverse of its scale would not be finite. */
+#define LEAST 1e-30f
+
+static int64_t num_panels(const Gemm *args) { return (args->num_columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS; }
+
+static const Int8Functions *functions(void) {
+#if defined(__AVX512F__) && !defined(__AVX512VNNI__) && defined(__GNUC__) && !defined(__clang__)
+    if (__builtin_cpu_supports("avx512vnni")) return &int8_vnni;
+#elif defined(__AVX2__) && !defined(__AVX512F__) && defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+    if (__builtin_cpu_supports("avxvnni")) return &int8_avx_vnni;
+#endif
+    return &int8_plain;
+}
+
+/* Return the place of number k of a block among its codes. */
+INLINE int place_of(const int k) { return k / 8 * 8 + k % 2 * 4 + k % 8 / 2; }
+
+/* Return the bits of the largest magnitude of a block; of a NaN or an infinity if there is one. */
+INLINE uint32_t largest_bits(const Floats numbers[GROUP / LANES]) {
+    uint32_t lanes[LANES], largest = 0;
+    Signed most = {0};
+#pragma GCC unroll 8
+    for (int i = 0; i < GROUP / LANES; i++) {
+        const Signed bits = (Signed)numbers[i] & 0x7fffffff, is_more = bits > most;
+        most = (bits & is_more) | (most & ~is_more);
+    }
+    memcpy(lanes, &most, sizeof lanes);
+    for (int i = 0; i < LANES; i++) largest = lanes[i] > largest ? lanes[i] : largest;
+    return largest;
+}
+
+INLINE void quantize_block(const void *x, int64_t k, const int dtype, Int8Block *block) {
+    Floats numbers[GROUP / LANES];
+    Signed codes[GROUP / LANES];
+    float largest;
+    for (int i = 0; i < GROUP / LANES; i++) numbers[i] = load_numbers(x, k + i * LANES, dtype);
+    const uint32_t bits = largest_bits(numbers);
+    memcpy(&largest, &bits, sizeof largest);
+    memset(block, 0, sizeof *block);
+    if (bits >= 0x7f800000) block->scale = NAN;
+    if (bits >= 0x7f800000 || largest < LEAST) return;
+    block->scale = largest / 127.0f;
+    const Floats inverse = all_floats(127.0f / largest);
+    for (int i = 0; i < GROUP / LANES; i++) codes[i] = __builtin_convertvector(nearest(numbers[i] * inverse), Signed);
+#if defined(__AVX512F__)
+    const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
+    for (int i = 0; i < 2; i++) {
+        const __m128i bytes = _mm_shuffle_epi8(_mm512_cvtepi32_epi8((__m512i)codes[i]), order);
+        memcpy(block->codes + i * 16, &bytes, sizeof bytes);
+    }
+    block->sum_of_first = _mm512_reduce_add_epi32((__m512i)codes[0]);
+    block->sum_of_codes = block->sum_of_first + _mm512_reduce_add_epi32((__m512i)codes[1]);
+#else
+    int32_t values[GROUP];
+    memcpy(values, codes, sizeof values);
+    for (int i = 0; i < GROUP; i++) {
+        block->codes[place_of(i)] = (int8_t)values[i];
+        block->sum_of_codes += values[i];
+        if (i == GROUP / 2 - 1) block->sum_of_first = block->sum_of_codes;
+    }
+#endif
+    block->sum = (float)block->sum_of_codes;
+}
+
+/* Quantize rows [begin, end) of x. */
+void int8_quantize(const Gemm *args, int64_t begin, int64_t end) {
+    const int64_t blocks = args->depth / GROUP, stride = args->quantized_stride;
+    for (int64_t row = begin; row < end; row++) {
+        const char *x = (const char *)args->x + row * args->x_stride * element_bytes(args->dtype);
+        Int8Block *to = (Int8Block *)args->quantized + row * stride;
+        for (int64_t i = 0; i < blocks; i++) {
+            if (args->dtype == FLOAT32)
+                quantize_block(x, i * GROUP, FLOAT32, to + i);
+            else
+                quantize_block(x, i * GROUP, BFLOAT16, to + i);
+        }
+    }
+}
+
+INLINE void unpack_groups(const char *panel, int64_t first, int64_t last, Int8Group *to, const int type) {
+    const QuantizedLayout layout = layout_of(type);
+    for (int64_t g = first; g < last; g++, to++) {
+        const char *head = panel + head_offset(layout, g), *group = panel + group_offset(layout, g);
+        for (int line = 0; line < layout.group_bytes; line += 64) __builtin_prefetch(group + INT8_PREFETCH_BYTES + line);
+        for (int v = 0; v < PANEL_VECTORS; v++) {
+            const Scales scales = load_scales(head, group, v, type);
+            for (int half = 0; half < 2; half++) store_floats(to->scale[half] + v * LANES, scales.scale[half]);
+            store_floats(to->minimum + v * LANES, scales.minimum);
+#pragma GCC unroll 8
+            for (int s = 0; s < 8; s++)
+                store_floats(to->codes[s] + v * VECTOR_BYTES,
+                             (Floats)codes_of_step(group + layout.scale_bytes, v, s, type));
+        }
+    }
+}
+
+static void unpack(const char *panel, int32_t type, int64_t first, int64_t last, Int8Group *to) {
+    switch (type) {
+    case Q8_0: unpack_groups(panel, first, last, to, Q8_0); break;
+    case Q4_0: unpack_groups(panel, first, last, to, Q4_0); break;
+    case Q4_1: unpack_groups(panel, first, last, to, Q4_1); break;
+    case Q5_0: unpack_groups(panel, first, last, to, Q5_0); break;
+    case Q5_1: unpack_groups(panel, first, last, to, Q5_1); break;
+    case Q4_K: unpack_groups(panel, first, last, to, Q4_K); break;
+    case Q5_K: unpack_groups(panel, first, last, to, Q5_K); break;
+    default: unpack_groups(panel, first, last, to, Q6_K);
+    }
+}
+
+/* Multiply at most FEW_ROWS rows with a panel, whose codes are unpacked in registers. */
+static void multiply_few(const Gemm *args, int64_t row, int num_rows, int64_t panel) {
+    const QuantizedPanel *entry = quantized_panel(args->weights, panel);
+    const int num_parts = (num_rows + INT8_PACKED_ROWS - 1) / INT8_PACKED_ROWS;
+    _Alignas(64) float sums[FEW_ROWS * PANEL_COLUMNS] = {0};
+    for (int i = 0; i < num_parts; i++) {
+        const int begin = num_rows * i / num_parts, rows = num_rows * (i + 1) / num_parts - begin;
+        const Int8Work work = {
+            .panel = (const char *)args->weights + entry->offset,
+            .last = args->depth / GROUP,
+            .x = (const Int8Block *)args->quantized + (row + begin) * args->quantized_stride,
+            .x_stride = args->quantized_stride,
+            .out = sums + begin * PANEL_COLUMNS,
+        };
+        functions()->packed[rows - 1][entry->type](&work);
+    }
+    gemm_store_panel(args, sums, row, num_rows, panel);
+}
+
+/* Multiply rows with unpacked groups, some rows after the other. */
+static void multiply_slice(const Int8Work *slice, int num_rows, int type) {
+    if (HAS_AMX) {
+        int8_multiply_amx(slice, num_rows, type);
+        return;
+    }
+    const int num_parts = (num_rows + INT8_ROWS - 1) / INT8_ROWS;
+    for (int i = 0; i < num_parts; i++) {
+        const int begin = num_rows * i / num_parts, rows = num_rows * (i + 1) / num_parts - begin;
+        Int8Work work = *slice;
+        work.x += begin * work.x_stride;
+        work.out += begin * PANEL_COLUMNS;
+        functions()->unpacked[rows - 1][type](&work);
+    }
+}
+
+/* Multiply at most MOST_ROWS rows with a panel, whose codes are unpacked slice by slice. */
+static void multiply_many(const Gemm *args, int64_t row, int num_rows, int64_t panel) {
+    const QuantizedPanel *entry = quantized_panel(args->weights, panel);
+    const int64_t blocks = args->depth / GROUP;
+    _Alignas(64) Int8Group slice[SLICE_GROUPS];
+    _Alignas(64) float sums[MOST_ROWS * PANEL_COLUMNS];
+    memset(sums, 0, num_rows * PANEL_COLUMNS * sizeof *sums);
+    for (int64_t first = 0; first < blocks; first += SLICE_GROUPS) {
+        const int64_t last = first + SLICE_GROUPS < blocks ? first + SLICE_GROUPS : blocks;
+        unpack((const char *)args->weights + entry->offset, entry->type, first, last, slice);
+        const Int8Work work = {
+            .panel = (const char *)slice,
+            .first = first,
+            .last = last,
+            .x = (const Int8Block *)args->quantized + row * args->quantized_stride + first,
+            .x_stride = args->quantized_stride,
+            .zero_bits = zero_bits_of(entry->type),
+            .out = sums,
+        };
+        multiply_slice(&work, num_rows, entry->type);
+    }
+    gemm_store_panel(args, sums, row, num_rows, panel);
+}
+
+/* Multiply rows with a panel in bfloat16. */
+static void multiply_whole(const Gemm *args, int64_t begin, int64_t end, int64_t panel) {
+    Gemm stored = *args;
+    stored.packing = QUANTIZED_WEIGHTS;
+    if (gemm_has_amx(args->dtype))
+        gemm_multiply_amx(&stored, begin, end, panel, panel + 1);
+    else if (gemm_has_slices(&stored, end - begin))
+        gemm_multiply_slices(&stored, begin, end, panel, panel + 1);
+    else
+        quantized_multiply(&stored, begin, end, panel, panel + 1);
+}
+
+static void multiply_panel(const Gemm *args, int64_t begin, int64_t end, int64_t panel) {
+    const int64_t num_rows = end - begin, num_parts = (num_rows + MOST_ROWS - 1) / MOST_ROWS;
+    if (quantized_panel(args->weights, panel)->type == WHOLE_PANEL) {
+        multiply_whole(args, begin, end, panel);
+        return;
+    }
+    if (num_rows <= FEW_ROWS) {
+        multiply_few(args, begin, (int)num_rows, panel);
+        return;
+    }
+    for (int64_t i = 0; i < num_parts; i++) {
+        const int64_t row = begin + num_rows * i / num_parts;
+        multiply_many(args, row, (int)(begin + num_rows * (i + 1) / num_parts - row), panel);
+    }
+}
+
+/* Multiply rows [begin, end) with all panels, in chunks of rows whose blocks a second level cache keeps. */
+static void multiply_rows(const Gemm *args, int64_t begin, int64_t end) {
+    int64_t chunk_rows = MOST_BLOCKS / (args->depth / GROUP);
+    if (chunk_rows < MOST_ROWS) chunk_rows = MOST_ROWS;
+    const int64_t num_rows = end - begin, num_chunks = (num_rows + chunk_rows - 1) / chunk_rows;
+    for (int64_t i = 0; i < num_chunks; i++)
+        for (int64_t panel = 0; panel < num_panels(args); panel++)
+            multiply_panel(args, begin + num_rows * i / num_chunks, begin + num_rows * (i + 1) / num_chunks, panel);
+}
+
+/* Multiply all rows with the panels of thread `owner`, except those that other threads have taken. */
+static void multiply_pieces(const Gemm *args, int owner, int num_threads) {
+    const int64_t first = num_panels(args) * owner / num_threads, end = num_panels(args) * (owner + 1) / num_threads;
+    for (int64_t panel; (panel = first + pool_take(owner) * PIECE) < end;)
+        for (int64_t last = panel + PIECE < end ? panel + PIECE : end; panel < last; panel++)
+            multiply_panel(args, 0, args->num_rows, panel);
+}
+
+void int8_panels(const Gemm *args, int64_t first, int64_t last) {
+    for (; first < last; first++) multiply_panel(args, 0, args->num_rows, first);
+}
+
+void int8_part(const Gemm *args, int thread, int num_threads) {
+    const int64_t begin = args->num_rows * thread / num_threads, end = args->num_rows * (thread + 1) / num_threads;
+    int8_quantize(args, begin, end);
+    if (gemm_splits_rows(args->num_rows, num_threads, args->dtype)) {
+        multiply_rows(args, begin, end);
+        return;
+    }
+    pool_barrier(); /* each thread reads all rows */
+    for (int i = 0; i < num_threads; i++) multiply_pieces(args, (thread + i) % num_threads, num_threads);
+}

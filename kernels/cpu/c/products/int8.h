@@ -1,0 +1,67 @@
+/* Products in 8 bits: y = x @ w^T with the panels of quantized.h, x quantized on the fly.
+ *
+ * A row of x is cut into blocks of GROUP numbers. A block becomes integers of eight bits and a scale, from its own
+ * numbers alone: scale = largest / 127, code = x * (127 / largest), to nearest even. A block with a NaN or an infinity
+ * gets the scale NaN, one of numbers below 1e-30 zeros.
+ *
+ * Sums of codes are exact in int32, in whatever order an instruction set adds them. Then each group of weights gives
+ *   value = float(sum(w * x)) * scale                      codes w with their zero taken off
+ *   value = value + float(sum(x)) * minimum                types with a minimum
+ *   value = float(sum(w * x)) * scale[0] + float(...) * scale[1]   Q6_K: one for each half of the group
+ *   y     = y + value * scale of x                         groups in ascending order
+ * where each product and each sum is rounded. So all variants give the same bits, and a row's depend on nothing else.
+ *
+ * A panel that is WHOLE_PANEL is multiplied in bfloat16, as in quantized.h.
+ */
+#ifndef INT8_H
+#define INT8_H
+
+#include "products/quantized.h"
+
+/* A block of x. Codes stand in the order of the weights' bytes: of each eight neighbours those at even places, then
+ * those at odd ones. */
+typedef struct {
+    int8_t codes[GROUP];
+    float scale;
+    float sum;                /* of the codes */
+    int32_t sum_of_codes;     /* the same */
+    int32_t sum_of_first;     /* of the codes of the first half */
+} Int8Block;
+
+/* Groups [first, last) of a panel, and rows of blocks from the first group on. */
+typedef struct {
+    const char *panel; /* or, unpacked, Int8Group[] from the first group on */
+    int64_t first, last;
+    const Int8Block *x;
+    int64_t x_stride; /* blocks from row to row */
+    int32_t zero_bits; /* the zero of unpacked codes is 2 ** zero_bits; of types without a minimum */
+    float *out;       /* sums [rows][PANEL_COLUMNS], which are added to */
+} Int8Work;
+
+/* A group with its codes as bytes and its scales as floats. */
+typedef struct {
+    uint8_t codes[8][PANEL_COLUMNS * 4]; /* steps of four codes for each column */
+    float scale[2][PANEL_COLUMNS], minimum[PANEL_COLUMNS];
+} Int8Group;
+
+/* Most rows at once: while codes are unpacked in registers, and of unpacked codes. */
+enum { INT8_PACKED_ROWS = 4, INT8_ROWS = 6 };
+
+typedef void (*Int8Function)(const Int8Work *work);
+typedef struct {
+    Int8Function packed[INT8_PACKED_ROWS][8]; /* [rows - 1][type] */
+    Int8Function unpacked[INT8_ROWS][8];   /* the same; types that differ in `zero` only share one */
+} Int8Functions;
+
+/* Made of the same source for three instruction sets; `int8_vnni` is to be used where the CPU has AVX512_VNNI, and
+ * `int8_avx_vnni` by the variant avx2 where it has AVX_VNNI. */
+extern const Int8Functions int8_plain, int8_vnni, int8_avx_vnni;
+
+/* Multiply a thread's share: as gemm_part(), with args->packing INT8_WEIGHTS. args->quantized is written. */
+void int8_part(const Gemm *args, int thread, int num_threads);
+
+/* Its two halves, on the calling thread: quantize rows [begin, end) of x; multiply all rows with some panels. */
+void int8_quantize(const Gemm *args, int64_t begin, int64_t end);
+void int8_panels(const Gemm *args, int64_t first, int64_t last);
+
+#endif

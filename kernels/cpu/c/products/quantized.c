@@ -1,0 +1,162 @@
+#include "products/quantized.h"
+
+#include "products/gemm_slices.h"
+#include "products/quantized_decode.h"
+
+enum { FEW_ROWS = QUANTIZED_FEW_ROWS };
+
+/* Depth of a slice of x that is converted: whole heads. */
+enum { SLICE_DEPTH = GROUP * MAX_GROUPS };
+
+/* Prefetch distance: the hardware's own prefetch ends at each page. */
+enum { PREFETCH_BYTES = 4096 };
+
+/* Groups [first, last) of a panel, and what is done with their weights. */
+typedef struct {
+    const char *panel;
+    int64_t first, last;
+    const char *x;   /* rows of pairs of bfloat16 (BY_PAIRS) or of float32, from the first group on */
+    int64_t x_bytes; /* from row to row */
+    char *out;       /* sums [rows][PANEL_COLUMNS], which are added to; without rows: steps, as gemm.h packs them */
+} Groups;
+
+/* Multiply the rows of x with two neighbours along the depth, the first of which is weight k of the group. */
+INLINE void multiply_two(Floats *sums, const char *x, const int64_t x_bytes, const int k, const Two two,
+                         const int rows) {
+    const int bytes = BY_PAIRS ? 2 : 4;
+#pragma GCC unroll 8
+    for (int row = 0; row < rows; row++) {
+        const char *at = x + row * x_bytes + k * bytes;
+#pragma GCC unroll 2
+        for (int s = 0; s < STEPS_OF_TWO; s++)
+            sums[row] = add_step(sums[row], load_step(at + 4 * s, 4), two.steps[s], BY_PAIRS ? BFLOAT16 : FLOAT32);
+    }
+}
+
+/* Write two neighbours as the one or two steps of vector v. */
+INLINE void store_two(char *out, const int k, const int v, const Two two) {
+    out += v * VECTOR_BYTES + k * STEPS_OF_TWO / 2 * STEP_BYTES;
+#pragma GCC unroll 2
+    for (int s = 0; s < STEPS_OF_TWO; s++) store_floats(out + s * STEP_BYTES, (Floats)two.steps[s]);
+}
+
+/* Work on a row of words of a group, for `vectors` vectors of columns from `first` on: multiply eight neighbours along
+ * the depth with `rows` rows, or unpack them to `out` if there are none. */
+INLINE void work_on_words(Floats sums[PANEL_VECTORS][FEW_ROWS], const Groups *work, const char *codes, const char *x,
+                          char *out, const Scales *scales, const int first, const int r, const int vectors,
+                          const int rows, const int type) {
+    Words low[PANEL_VECTORS], high[PANEL_VECTORS];
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; v++) {
+        low[v] = load_low(codes, first + v, r, type);
+        high[v] = load_high(codes, first + v, r, type);
+    }
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2)
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; v++) {
+            const Two two = two_weights(codes, low[v], high[v], first + v, r, i, &scales[v], type);
+            if (rows)
+                multiply_two(sums[v], x, work->x_bytes, 8 * r + i, two, rows);
+            else
+                store_two(out, 8 * r + i, first + v, two);
+        }
+}
+
+/* Work on all groups, for `vectors` vectors of columns from `first` on. Several vectors have several chains of sums;
+ * one row alone has too few of them. */
+INLINE void work_on_vectors(const Groups *work, const int first, const int vectors, const int rows, const int type) {
+    const QuantizedLayout layout = layout_of(type);
+    const char *x = work->x;
+    char *out = work->out, *at = out + first * VECTOR_BYTES;
+    Floats sums[PANEL_VECTORS][FEW_ROWS];
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; v++)
+#pragma GCC unroll 8
+        for (int row = 0; row < rows; row++) sums[v][row] = load_floats(at + row * ROW_BYTES + v * VECTOR_BYTES);
+    for (int64_t g = work->first; g < work->last; g++) {
+        const char *head = work->panel + head_offset(layout, g), *group = work->panel + group_offset(layout, g);
+        Scales scales[PANEL_VECTORS];
+        if (first == 0)
+            for (int line = 0; line < layout.group_bytes; line += 64) __builtin_prefetch(group + PREFETCH_BYTES + line);
+#pragma GCC unroll 2
+        for (int v = 0; v < vectors; v++) scales[v] = load_scales(head, group, first + v, type);
+#pragma GCC unroll 1
+        for (int r = 0; r < GROUP / 8; r++)
+            work_on_words(sums, work, group + layout.scale_bytes, x, out, scales, first, r, vectors, rows, type);
+        x += GROUP * (BY_PAIRS ? 2 : 4);
+        if (!rows) out += GROUP / (BY_PAIRS ? 2 : 1) * STEP_BYTES;
+    }
+#pragma GCC unroll 2
+    for (int v = 0; v < vectors; v++)
+#pragma GCC unroll 8
+        for (int row = 0; row < rows; row++) store_floats(at + row * ROW_BYTES + v * VECTOR_BYTES, sums[v][row]);
+}
+
+INLINE void work_on_groups(const Groups *work, const int rows, const int type) {
+    const int vectors = PANEL_VECTORS >= 2 ? 2 : 1;
+#pragma GCC unroll 1
+    for (int v = 0; v < PANEL_VECTORS; v += vectors) work_on_vectors(work, v, vectors, rows, type);
+}
+
+typedef void (*Work_On_Groups)(const Groups *work);
+
+#define DEFINE_OF(name, rows, type) \
+    static void name(const Groups *work) { work_on_groups(work, rows, type); }
+#define DEFINE_TYPES(rows)                                                                            \
+    DEFINE_OF(q8_0_##rows, rows, Q8_0) DEFINE_OF(q4_0_##rows, rows, Q4_0) DEFINE_OF(q4_1_##rows, rows, Q4_1) \
+    DEFINE_OF(q5_0_##rows, rows, Q5_0) DEFINE_OF(q5_1_##rows, rows, Q5_1) DEFINE_OF(q4_k_##rows, rows, Q4_K) \
+    DEFINE_OF(q5_k_##rows, rows, Q5_K) DEFINE_OF(q6_k_##rows, rows, Q6_K) DEFINE_OF(whole_##rows, rows, WHOLE_PANEL)
+#define TYPES_OF(rows) \
+    {whole_##rows, q8_0_##rows, q4_0_##rows, q4_1_##rows, q5_0_##rows,         \
+     q5_1_##rows,  q4_k_##rows, q5_k_##rows, q6_k_##rows}
+
+/* WORKS[rows][type - WHOLE_PANEL] */
+DEFINE_TYPES(0)
+DEFINE_TYPES(1)
+DEFINE_TYPES(2)
+#if defined(__AVX512F__)
+DEFINE_TYPES(3)
+DEFINE_TYPES(4)
+static const Work_On_Groups WORKS[FEW_ROWS + 1][9] = {
+    TYPES_OF(0), TYPES_OF(1), TYPES_OF(2), TYPES_OF(3), TYPES_OF(4),
+};
+#else
+static const Work_On_Groups WORKS[FEW_ROWS + 1][9] = {TYPES_OF(0), TYPES_OF(1), TYPES_OF(2)};
+#endif
+
+void quantized_unpack(const char *panel, int32_t type, int64_t first, int64_t last, void *out) {
+    const Groups work = {.panel = panel, .first = first, .last = last, .out = out};
+    WORKS[0][type - WHOLE_PANEL](&work);
+}
+
+/* Multiply a few rows with at most SLICE_PANELS panels. */
+static void multiply_panels(const Gemm *args, int64_t row, int num_rows, int64_t first, int64_t last) {
+    _Alignas(64) float sums[SLICE_PANELS][FEW_ROWS * PANEL_COLUMNS], room[FEW_ROWS * SLICE_DEPTH];
+    const int64_t most = BY_PAIRS ? args->depth : SLICE_DEPTH; /* pairs are taken as they are */
+    memset(sums, 0, sizeof sums);
+    for (int64_t k = 0; k < args->depth; k += most) {
+        const int64_t end = args->depth - k > most ? k + most : args->depth;
+        const Slice x = slice_of_x(args, row, num_rows, k, end - k, room);
+        for (int64_t panel = first; panel < last; panel++) {
+            const QuantizedPanel *entry = quantized_panel(args->weights, panel);
+            const Groups work = {
+                .panel = (const char *)args->weights + entry->offset,
+                .first = k / GROUP,
+                .last = end / GROUP,
+                .x = x.rows,
+                .x_bytes = x.bytes,
+                .out = (char *)sums[panel - first],
+            };
+            WORKS[num_rows][entry->type - WHOLE_PANEL](&work);
+        }
+    }
+    for (int64_t panel = first; panel < last; panel++)
+        gemm_store_panel(args, sums[panel - first], row, num_rows, panel);
+}
+
+void quantized_multiply(const Gemm *args, int64_t begin, int64_t end, int64_t first, int64_t last) {
+    for (int64_t panel = first; panel < last; panel += SLICE_PANELS)
+        multiply_panels(args, begin, (int)(end - begin), panel,
+                        last - panel > SLICE_PANELS ? panel + SLICE_PANELS : last);
+}

@@ -1,0 +1,133 @@
+/* Weights as a GGUF file has them (kernels/dequantize.py documents its blocks), in panels like those of gemm.h.
+ *
+ * A product reads each weight's code and its block's scales, and makes of them, in registers, the bfloat16 number that
+ * dequantize.h gives. So the sums are those of the dequantized matrix, bit for bit, from as many bytes as the file has.
+ *
+ * A matrix begins with a table of its panels (QuantizedPanel); the panels follow, each on a cache line. The weights of
+ * a panel are all of one type. A panel whose columns are of several types, or of a type that is not a quantized one, is
+ * WHOLE_PANEL: packed bfloat16 as in gemm.h. So is a panel in which a weight would have other bits than dequantize.h
+ * gives: one with a scale that is no finite number, or with scales of very different magnitudes. gemm_quantize()
+ * compares every weight.
+ *
+ * Of a zero the sign is not kept. A sum would show it only if all of its products were zero or too small for a float.
+ *
+ * The depth is cut into groups of GROUP weights. A group has its scales, then its codes. All are rows with an entry for
+ * each of the panel's 32 columns, side by side:
+ *   Q4_0, Q4_1, Q4_K  4 rows of words; a word has the codes of 8 neighbours along the depth, from its low end
+ *   Q5_0, Q5_1, Q5_K  the same for the low four bits, then a row of words with the fifth bit of all 32: bit s of each
+ *                     byte has step s (below)
+ *   Q6_K              the same for the low four bits, then 2 rows of words with the upper two bits of 16 each: bits 2 s
+ *                     and 2 s + 1 of each byte have step s or 4 + s
+ *   Q8_0              8 rows of words: steps
+ * A step has four codes: of eight neighbours those at even places, or those at odd places. A row of words with four bits
+ * of each code is two steps; so products in 8 bits (int8.h) get a step by one shift, and all types have the same steps.
+ * Scales, and minima after them, are rows of float16. In K types they are integers of eight bits (Q4_K and Q5_K have
+ * two rows, scale and minimum; Q6_K one row for each half of the group), and factors for eight groups, in rows of
+ * float16, stand before the first of them (the head).
+ */
+#ifndef QUANTIZED_H
+#define QUANTIZED_H
+
+#include <string.h>
+
+#include "blocks/dequantize.h"
+#include "math/elements.h"
+#include "products/gemm.h"
+
+enum { GROUP = 32, MAX_GROUPS = 8, WHOLE_PANEL = -1 };
+
+typedef struct {
+    int64_t offset; /* bytes from the table to the panel */
+    int32_t type;   /* of dequantize.h, or WHOLE_PANEL */
+    int32_t reserved;
+} QuantizedPanel;
+
+/* Bytes of a panel of one type: a head, then `groups` groups, and so on. */
+typedef struct {
+    int32_t head_bytes, scale_bytes, group_bytes, groups;
+} QuantizedLayout;
+
+static inline QuantizedLayout layout_of(int32_t type) {
+    switch (type) {
+    case Q8_0: return (QuantizedLayout){0, 64, 64 + 1024, 1};
+    case Q4_0: return (QuantizedLayout){0, 64, 64 + 512, 1};
+    case Q4_1: return (QuantizedLayout){0, 128, 128 + 512, 1};
+    case Q5_0: return (QuantizedLayout){0, 64, 64 + 640, 1};
+    case Q5_1: return (QuantizedLayout){0, 128, 128 + 640, 1};
+    case Q4_K: return (QuantizedLayout){128, 64, 64 + 512, 8};
+    case Q5_K: return (QuantizedLayout){128, 64, 64 + 640, 8};
+    case Q6_K: return (QuantizedLayout){64, 64, 64 + 768, 8};
+    default: return (QuantizedLayout){0, 0, GROUP * PANEL_COLUMNS * 2, 1}; /* WHOLE_PANEL */
+    }
+}
+
+/* Return the place of the head that group `group` belongs to, from the panel's begin. */
+static inline int64_t head_offset(QuantizedLayout layout, int64_t group) {
+    return group / layout.groups * (layout.head_bytes + (int64_t)layout.groups * layout.group_bytes);
+}
+
+/* Return the place of a group, from the panel's begin. */
+static inline int64_t group_offset(QuantizedLayout layout, int64_t group) {
+    return head_offset(layout, group) + layout.head_bytes + group % layout.groups * layout.group_bytes;
+}
+
+static inline int64_t quantized_panel_bytes(int32_t type, int64_t depth) {
+    return head_offset(layout_of(type), depth / GROUP);
+}
+
+static inline const QuantizedPanel *quantized_panel(const void *weights, int64_t panel) {
+    return (const QuantizedPanel *)weights + panel;
+}
+
+/* Rows of a matrix that are stored alike. */
+typedef struct {
+    const void *rows; /* no alignment needed */
+    int64_t num_rows, row_bytes;
+    int32_t type; /* of dequantize.h; or PLAIN_PART + element type */
+    int32_t reserved;
+} QuantizedPart;
+
+enum { PLAIN_PART = 16 };
+
+typedef struct {
+    const QuantizedPart *parts; /* their rows are the matrix's columns (gemm.h), one part after the other */
+    void *packed;               /* quantize_bytes() bytes, 64-byte aligned */
+    uint8_t *must_be_whole;     /* [panels], 0 at first; gemm_quantize() sets it for panels that need more bytes */
+    int64_t num_parts, num_columns, depth; /* the depth is a multiple of each part's block */
+    int32_t is_gated;                      /* whether the matrix's halves are gates and up */
+    int32_t reserved;
+} Quantize;
+
+/* Return the bytes of the matrix; 0 if fewer than half of its panels would be quantized. */
+int64_t quantize_bytes(const Quantize *args);
+
+/* Write the matrix. Return how many panels could not be written: they are marked in must_be_whole, and quantize_bytes()
+ * has changed. */
+int64_t gemm_quantize(const Quantize *args);
+
+/* Unpack groups [first, last) of a panel, as steps of floats, or of pairs if products take those (gemm.h). */
+void quantized_unpack(const char *panel, int32_t type, int64_t first, int64_t last, void *out);
+
+/* Return weight k of a column from what quantized_unpack() has written. */
+static inline float quantized_weight(const uint32_t *steps, int k, int column) {
+    const uint32_t word = steps[(BY_PAIRS ? k / 2 : k) * PANEL_COLUMNS + column];
+    const uint32_t bits = !BY_PAIRS ? word : k % 2 ? word & 0xffff0000 : word << 16;
+    float weight;
+    memcpy(&weight, &bits, sizeof weight);
+    return weight;
+}
+
+/* Rows that are multiplied while the weights are in registers. More go slice by slice (gemm_slices.h). */
+#if defined(__AVX512F__)
+enum { QUANTIZED_FEW_ROWS = 4 };
+#else
+enum { QUANTIZED_FEW_ROWS = 2 };
+#endif
+
+/* Multiply at most QUANTIZED_FEW_ROWS rows [begin, end) with the panels [first, last). */
+void quantized_multiply(const Gemm *args, int64_t begin, int64_t end, int64_t first, int64_t last);
+
+/* Write the weights [depth] of one column: the numbers that products take. */
+void quantized_column(const void *weights, int64_t depth, int64_t column, float *out);
+
+#endif

@@ -1,0 +1,119 @@
+#include "threads/group.h"
+
+#include <errno.h>
+#include <limits.h>
+#include <linux/futex.h>
+#include <poll.h>
+#include <stdatomic.h>
+#include <stdlib.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "threads/spinning.h"
+#include "math/vectors.h"
+
+typedef struct {
+    _Alignas(64) _Atomic uint32_t phase; /* number of waits that have ended; also the futex */
+    _Alignas(64) _Atomic uint32_t num_arrived;
+    _Atomic uint32_t num_asleep;
+} State;
+_Static_assert(sizeof(State) <= GROUP_STATE_BYTES, "the state fits its page");
+
+/* Return when the phase has changed, or when woken because it changes soon. No wake-up is lost: see pool.c. */
+static void wait_for_phase_after(State *state, uint32_t phase) {
+    const int64_t end = now_ns() + SPIN_NS;
+    do {
+        for (int i = 0; i < PAUSES_PER_LOOK; i++) {
+            if (atomic_load_explicit(&state->phase, memory_order_acquire) != phase) return;
+            pause_briefly();
+        }
+    } while (now_ns() < end);
+    atomic_fetch_add(&state->num_asleep, 1);
+    if (atomic_load(&state->phase) == phase) syscall(SYS_futex, &state->phase, FUTEX_WAIT, phase, NULL, NULL, 0);
+    atomic_fetch_sub(&state->num_asleep, 1);
+}
+
+EXPORT void group_wait(void *memory, int32_t size) {
+    State *state = memory;
+    const uint32_t phase = atomic_load_explicit(&state->phase, memory_order_acquire);
+    if (atomic_fetch_add(&state->num_arrived, 1) + 1 < (uint32_t)size) {
+        while (atomic_load_explicit(&state->phase, memory_order_acquire) == phase) wait_for_phase_after(state, phase);
+        return;
+    }
+    atomic_store_explicit(&state->num_arrived, 0, memory_order_relaxed);
+    atomic_fetch_add(&state->phase, 1);
+    if (atomic_load(&state->num_asleep) > 0) syscall(SYS_futex, &state->phase, FUTEX_WAKE, INT_MAX, NULL, NULL, 0);
+}
+
+/* What is left of an exchange with one rank. */
+typedef struct {
+    const char *out;
+    char *in;
+    int64_t to_send, to_receive;
+} Left;
+
+static void wait_to_be_ended(void) {
+    for (;;) pause();
+}
+
+char *group_room(GroupStreams *streams, int64_t bytes) {
+    if (bytes > streams->room_bytes) {
+        free(streams->room);
+        streams->room = malloc(bytes);
+        if (!streams->room) abort();
+        streams->room_bytes = bytes;
+    }
+    return streams->room;
+}
+
+/* Send and receive what a stream takes and has now; return whether that was anything. */
+static int go_on(int fd, Left *left) {
+    int64_t moved = 0;
+    if (left->to_send) {
+        const ssize_t count = send(fd, left->out, left->to_send, MSG_DONTWAIT | MSG_NOSIGNAL);
+        if (count < 0 && errno != EAGAIN && errno != EINTR) wait_to_be_ended();
+        if (count > 0) left->out += count, left->to_send -= count, moved += count;
+    }
+    if (left->to_receive) {
+        const ssize_t count = recv(fd, left->in, left->to_receive, MSG_DONTWAIT);
+        if (count == 0 || (count < 0 && errno != EAGAIN && errno != EINTR)) wait_to_be_ended();
+        if (count > 0) left->in += count, left->to_receive -= count, moved += count;
+    }
+    return moved > 0;
+}
+
+/* Sleep until a stream of which something is left may be ready. */
+static void sleep_on(const GroupStreams *streams, const Left *left) {
+    struct pollfd fds[MAX_RANKS];
+    int count = 0;
+    for (int rank = 0; rank < streams->size; rank++) {
+        const short events = (left[rank].to_send ? POLLOUT : 0) | (left[rank].to_receive ? POLLIN : 0);
+        if (events) fds[count++] = (struct pollfd){streams->fds[rank], events, 0};
+    }
+    poll(fds, count, -1);
+}
+
+void group_exchange(GroupStreams *streams, const int64_t *ends, int to_first) {
+    const int own = streams->rank;
+    Left left[MAX_RANKS];
+    for (int rank = 0; rank < streams->size; rank++) {
+        const int sends = rank != own && (!to_first || rank == 0);
+        const int receives = rank != own && (!to_first || own == 0);
+        left[rank] = (Left){streams->room + ends[own], streams->room + ends[rank],
+                            sends ? ends[own + 1] - ends[own] : 0, receives ? ends[rank + 1] - ends[rank] : 0};
+    }
+    for (int64_t end = 0;;) {
+        int has_moved = 0, is_done = 1;
+        for (int rank = 0; rank < streams->size; rank++) {
+            if (!left[rank].to_send && !left[rank].to_receive) continue;
+            has_moved |= go_on(streams->fds[rank], &left[rank]);
+            is_done &= !left[rank].to_send && !left[rank].to_receive;
+        }
+        if (is_done) return;
+        if (has_moved || !end) end = now_ns() + SPIN_NS;
+        if (now_ns() < end) continue;
+        sleep_on(streams, left);
+        end = 0;
+    }
+}

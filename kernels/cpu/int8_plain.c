@@ -1,4 +1,0 @@
-/* Products in 8 bits by the instruction set of the variant. */
-#include "int8_functions.h"
-
-const Int8Functions int8_plain = INT8_FUNCTIONS;
