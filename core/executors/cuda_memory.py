@@ -85,7 +85,7 @@ class CudaMemory:
         return token_budget(self._config, self._max_model_len())
 
     def _tables_bytes(self) -> int:
-        """Return the bytes of the tables in core/runner/device_tables.py, which are allocated later."""
+        """Return the bytes of the tables in core/runner/cuda_model_runner.py, which are allocated later."""
         num_tokens = self._max_model_len() + 1
         return 4 * self._config.max_num_seqs * (num_tokens + ceil_div(num_tokens, self._config.block_size))
 

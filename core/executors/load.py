@@ -8,7 +8,6 @@ from typing import NamedTuple
 import msgspec
 
 from core.execution.executor import ModelInfo
-from core.executors.window_pages import keeping_option
 from core.model_files.draft_head import load_eagle3, load_mtp
 from core.model_files.loading import LoadedModel, load_model
 from core.models.draft_head import DraftHead
@@ -147,3 +146,18 @@ def _fingerprint(source: LoadedModel, dtype: Dtype) -> str:
     if source.vision is not None:
         parts.append(source.vision.variant)
     return source.label + hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+# The pages of a config whose layers with a window give KV blocks back (core/models/layers/cache_pages.py).
+
+
+def keeping_option(config: EngineConfig) -> str | None:
+    """Return the option with which layers keep all blocks, where only some layers have a window; None: there is none.
+
+    A step of whole prompts needs them all.
+    """
+    if config.kv_window == 0:
+        return "kv_window"
+    if config.kv_page_blocks == 0:
+        return "kv_page_blocks"
+    return None if config.enable_chunked_prefill else "enable_chunked_prefill"

@@ -7,18 +7,21 @@ from typing import Any
 
 import numpy as np
 
+from core.adapters.store import Adapters
 from core.execution.executor import Costs, FinishedStep, StepCosts, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.execution.shared_blocks import BlockMemory, SharedBlocks
 from core.execution.state_slots import num_draft_states, num_state_slots
-from core.executors.adapters import model_adapters
-from core.executors.features import model_features
-from core.executors.load import load, load_drafting_model
+from core.executors.load import Loaded, load, load_drafting_model
 from core.executors.run import RunnerSizes, caches_that_fit, runner_sizes
+from core.features.store import Features
 from core.grammars.grammars import model_grammars
 from core.model_files.model_config import read_model_config
+from core.model_files.tensors.adapted_layers import gguf_layers, peft_layers
 from core.models.draft_head import DraftHead
+from core.models.layers.adapted import AdaptedMatrices, takes_adapters
 from core.models.llama import Llama
+from core.models.operations.operations import AdaptingOperations
 from core.models.operations.weight_form import fits
 from core.models.parts.rank import Rank
 from core.models.parts.stage import Stage
@@ -28,7 +31,7 @@ from core.runner.head_drafter import HeadDrafter
 from core.runner.model_drafter import ModelDrafter
 from core.runner.model_runner import ModelRunner
 from core.runner.state_rows import RowStates
-from ipc.errors import ModelFileError
+from ipc.errors import ConfigError, ModelFileError
 from ipc.options.config import EngineConfig
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from kernels.memory.blocks_ahead import BlocksAhead
@@ -174,3 +177,41 @@ def _is_fast_in_bfloat16() -> bool:
     except OSError:
         return False
     return bool(set(flags.split()) & {"avx2", "avx512_bf16", "amx_bf16", "bf16"})  # bf16 is aarch64's name
+
+
+# model_adapters: the adapters that a loaded model takes; a part of the executors that run a model.
+
+
+def model_adapters(config: EngineConfig, loaded: Loaded) -> Adapters | None:
+    """Return the model's adapters, with the config's lora_modules loaded; None without enable_lora.
+
+    Errors: ConfigError for a model that takes none; ModelFileError, UnsupportedModelError for the modules' files.
+    """
+    if not config.enable_lora:
+        return None
+    model = loaded.model
+    if not isinstance(model, Llama):
+        what = "an encoder" if loaded.info.is_encoder else "run by transformers' code"
+        raise ConfigError(f"enable_lora: {loaded.info.name} is {what}, whose layers take no adapters: leave it out")
+    if not isinstance(model.operations, AdaptingOperations) or not takes_adapters(model.layers):
+        raise ConfigError(f"enable_lora: layers of {loaded.info.name} take no adapters: leave it out")
+    sizes = model.config
+    return Adapters(config, AdaptedMatrices(sizes, model.operations, peft_layers(sizes), gguf_layers(sizes)))
+
+
+# model_features: the features that a loaded model takes; a part of the executors that run a model.
+
+
+def model_features(config: EngineConfig, loaded: Loaded) -> Features | None:
+    """Return the model's features; None for a model that reads none."""
+    model = loaded.model
+    if not isinstance(model, Llama) or not model.reads_features or loaded.source.pooler is not None:
+        return None
+    settings = config.speculative_config
+    refusal = ""
+    if settings is not None and settings.runs_model:
+        refusal = (
+            f"this engine drafts by a model (speculative_config: {settings.method}), which does not read features "
+            "(prompt_embeds, images): use method ngram or suffix"
+        )
+    return Features(model.config.hidden_size, loaded.source.vision, refusal)

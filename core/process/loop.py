@@ -14,7 +14,7 @@ from ipc.wire.messages import EngineStopping
 EXIT_FAILED = 1
 _FINISH_S = 2.0  # to report to the clients how the engine ended
 _LOG_S = 0.5  # for the last lines on standard error
-_IDLE_S = 5.0  # between two turns of an idle loop, which frontend/engine/watchdog.py waits for
+_IDLE_S = 5.0  # between two turns of an idle loop, which frontend/engine/supervised_engine.py waits for
 _HELD_S = 0.1  # between checks of the deadlines of requests that wait for their client or for the end of a pause
 
 

@@ -1,36 +1,104 @@
 """CudaModelRunner: a ModelRunner that launches steps on a device and returns a handle for each, without waiting."""
 
 import time
+from collections.abc import Sequence
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from core.execution.executor import Costs
 from core.execution.plan import NO_TOKEN, LogprobColumns, ModelRunnerOutput, SchedulerOutput, concat_logprobs
+from core.execution.runner_table import RunnerTable
 from core.grammars.grammars import Grammars
 from core.models.llama import Llama
 from core.models.operations.triton_operations import TritonOperations
 from core.models.step import ModelInputs
 from core.runner.cuda_step import CudaStep, Sampled, behind_drafts
 from core.runner.decode_graphs import DecodeGraphs
-from core.runner.device_logits import DeviceLogits
-from core.runner.device_tables import DeviceTables
 from core.runner.host_rows import HostRows
 from core.runner.model_runner import ModelRunner
 from core.runner.preemption_costs import NUM_TOKENS, measure_costs
-from core.runner.step_columns import StepColumns, draft_columns, step_columns, trial_columns
 from core.runner.step_durations import Clock, measure_steps, trial_sampling, trial_sizes
+from core.runner.step_inputs import draft_samples
 from core.runner.trial_loop import LEAST_TOKENS, MOST_TOKENS, LoopDurations, TrialLoop
 from core.sampling.candidates import gather_candidates
+from core.sampling.edit_group import Index
 from core.sampling.logit_edits import apply_edits
 from core.sampling.sampler import SamplingInputs, processed_logits
 from ipc.options.config import LogprobsMode
-from ipc.tables.arrays import NO_INT32S, NO_INTS, Int32s, Ints, Positions, Rows
-from ipc.tables.rounding import ceil_div
-from kernels.triton.attention_work import TritonWork, triton_work, work_columns
+from ipc.tables.arrays import NO_INT32S, NO_INTS, AnyInts, Floats, Int32s, Ints, Positions, Rows
+from ipc.tables.rounding import ceil_div, round_up
+from kernels.memory.kv_cache import KVCache
+from kernels.triton.attention_work import TritonWork, shared_tokens, triton_work, work_columns
 from kernels.triton.prepare_inputs import prepare_inputs
 from kernels.triton.sampling import kinds_of, pack_columns, sample_tokens
+
+# StepColumns: the tokens and samples of a step on a device, as columns in the host's memory, made from its plan.
+
+
+class StepColumns(NamedTuple):
+    """A step's T tokens of R rows, packed row after row, with S samples."""
+
+    num_tokens: Int32s  # [R] drafts included
+    context_lens: Ints  # [R] tokens in the cache after the step, drafts included
+    rows: Rows  # [T] table row of each token
+    positions: Ints  # [T]
+    #: [S] index in the plan's rows of each sample's row, and index of the token whose logits it needs. A row with
+    #: drafts has several samples, together: after its known tokens and after each of its drafts.
+    in_plan: Ints
+    logits_tokens: AnyInts
+    #: Tokens, and tokens in the cache after them, of each piece that attention computes by itself: a row, or a token of
+    #: a row with drafts.
+    pieces: tuple[AnyInts, AnyInts]
+    offsets: Ints | None = None  # [S] drafts before each sample: 0, 1, ... in a row; None: no row has drafts
+    #: Pieces of one token that follow one another in a row, whose attention programs read its context together: the
+    #: column TritonWork.shared. Empty: each reads its own.
+    shared: tuple[Int32s, ...] = ()
+
+
+def step_columns(rows: Rows, counts: Int32s, ends: Ints, in_plan: Ints) -> StepColumns:
+    """Return the columns of a step without drafts.
+
+    rows, counts, ends [R]: the plan's rows, their tokens, and how many of each are computed after the step. in_plan:
+    indices of the rows that sample.
+    """
+    last = np.cumsum(counts) - 1
+    positions = np.arange(int(last[-1]) + 1) + np.repeat(ends - 1 - last, counts)
+    return StepColumns(counts, ends, np.repeat(rows, counts), positions, in_plan, last[in_plan], (counts, ends))
+
+
+def draft_columns(plan: SchedulerOutput, ends: Ints, in_plan: Ints, most_alone: int, group_size: int) -> StepColumns:
+    """Return the columns of a step in which rows have drafts.
+
+    ends [R]: tokens computed after the step, drafts left out. Each token of a row with drafts is a piece for attention,
+    like the token of a row without: so it gets the bits that it would get alone, long contexts are cut into splits,
+    and a CUDA graph of so many tokens serves. most_alone: but these tokens are so many at most. Where they would be
+    more, a row's tokens stay together. group_size: query heads of a KV head.
+    """
+    num_drafts = plan.num_draft_tokens
+    columns = step_columns(plan.rows, plan.num_scheduled_tokens, ends + num_drafts, in_plan)
+    counts = columns.num_tokens.astype(np.int64)
+    in_plan, offsets, logits_tokens = draft_samples(in_plan, num_drafts, counts.cumsum() - 1)
+    columns = columns._replace(in_plan=in_plan, logits_tokens=logits_tokens, offsets=offsets)
+    is_drafted = num_drafts > 0
+    alone = counts[is_drafted | (counts == 1)]
+    if int(alone.sum()) > most_alone:
+        return columns
+    lengths: Ints = np.where(is_drafted, 1, counts).repeat(np.where(is_drafted, counts, 1))
+    pieces = lengths, columns.positions[lengths.cumsum() - 1] + 1
+    return columns._replace(pieces=pieces, shared=(shared_tokens(alone, group_size),))
+
+
+def trial_columns(num_tokens: int, most_alone: int, group_size: int) -> StepColumns:
+    """Return the columns of a step that verifies the first tokens of row 0: the last ones are drafts of the first."""
+    rows, at, whole = np.zeros(num_tokens, np.int64), np.arange(num_tokens), np.array([num_tokens])
+    if num_tokens > most_alone:
+        return StepColumns(whole, whole, rows, at, rows, at, (whole, whole))
+    shared = (shared_tokens(whole, group_size),) if num_tokens > 1 else ()
+    return StepColumns(whole, whole, rows, at, rows, at, (np.ones(num_tokens, np.int64), at + 1), None, shared)
+
 
 #: Steps that are launched one after the other to measure by how much they overlap.
 _OVERLAPPING = 3
@@ -342,3 +410,112 @@ class CudaModelRunner(ModelRunner):
             return tensor.cpu().clone()
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
+
+
+# DeviceLogits: logits on a device, read and written as an array, for the edits of sampling options.
+
+
+class DeviceLogits:
+    """Logits [S, V] float32 on a device, of the protocol Logits. Each access is a transfer."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._logits, self.shape = logits, tuple(logits.shape)
+
+    def __getitem__(self, index: Index) -> Floats:
+        """Return a copy of some logits in the host's memory."""
+        found: Floats = self._logits[self._on_device(index)].cpu().numpy()
+        return found
+
+    def __setitem__(self, index: Index, values: Floats | float) -> None:
+        """Set some logits."""
+        self._logits[self._on_device(index)] = torch.as_tensor(values, dtype=torch.float32, device=self._logits.device)
+
+    def _on_device(self, index: Index) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        device = self._logits.device
+        if isinstance(index, tuple):
+            return tuple(torch.as_tensor(part, device=device) for part in index)
+        return torch.as_tensor(index, device=device)
+
+
+# DeviceTables: the tokens and the KV blocks of all rows in the device's memory, updated from plans by few transfers.
+#
+# The device itself writes the tokens that a step samples, so the next step can be launched before the host has them.
+
+
+_ALIGNMENT = 4  # in int32 numbers: 16 bytes
+
+
+class DeviceTables:
+    """The tables tokens [rows, max_model_len + 1] and blocks [rows, P], both int32 on the device.
+
+    Entries behind a row's own tokens and blocks are never read.
+    """
+
+    def __init__(self, num_rows: int, max_model_len: int, cache: KVCache) -> None:
+        self.device = cache.layers[0].device
+        num_tokens = max_model_len + 1  # the last sampled token is stored, but never computed
+        shape = num_rows, ceil_div(num_tokens, cache.block_size)
+        self.tokens = torch.zeros((num_rows, num_tokens), dtype=torch.int32, device=self.device)
+        self.blocks = torch.zeros(shape, dtype=torch.int32, device=self.device)
+
+    def apply(self, plan: SchedulerOutput, table: RunnerTable) -> None:
+        """Write the tokens and blocks that the plan adds.
+
+        table: the host's table, to which the plan is applied already.
+        """
+        added = plan.added
+        if added:
+            rows = np.repeat([new.row for new in added], [len(new.token_ids) for new in added])
+            positions = np.concatenate([np.arange(len(new.token_ids)) for new in added])
+            self._write(self.tokens, rows, positions, np.concatenate([new.token_ids for new in added]))
+            rows = np.repeat([new.row for new in added], [len(new.block_ids) for new in added])
+            positions = np.concatenate([np.arange(len(new.block_ids)) for new in added])
+            self._write(self.blocks, rows, positions, np.concatenate([new.block_ids for new in added]))
+        rows = plan.block_rows
+        if len(rows):
+            # The plan's blocks of one row are adjacent, and the host's table counts them already: the last of them is
+            # the row's last block.
+            from_end = np.arange(len(rows))[::-1] - _starts_of_runs(rows[::-1])[::-1]
+            self._write(self.blocks, rows, table.num_blocks[rows] - 1 - from_end, plan.block_ids)
+
+    def write_drafts(self, rows: Rows, positions: Positions, token_ids: AnyInts) -> None:
+        """Write a draft token for each of these rows [n] at these positions [n], behind the row's tokens."""
+        self._write(self.tokens, rows, positions, token_ids)
+
+    def append(self, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Write one sampled token for each of these rows [n] at these positions [n].
+
+        All tensors are int32 on the device. A negative token (no valid sample) is written as 0. A row with drafts has
+        several: up to the first that is not its draft they are the row's tokens, and those behind are never read.
+        """
+        self.tokens[rows.long(), positions.long()] = tokens.clamp_min(0)
+
+    def send(self, column: AnyInts | Floats) -> torch.Tensor:
+        """Return a copy of the column on the device; the host does not wait for the transfer."""
+        tensor = torch.from_numpy(np.ascontiguousarray(column))
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+
+    def send_columns(self, columns: Sequence[AnyInts]) -> list[torch.Tensor]:
+        """Return int32 copies of the columns on the device, sent by one transfer.
+
+        Each copy begins at a multiple of 16 bytes: Triton compiles a kernel anew for pointers that do not.
+        """
+        lengths = np.array([len(column) for column in columns])
+        ends = np.cumsum(round_up(lengths, _ALIGNMENT))
+        packed = np.zeros(int(ends[-1]), np.int32)
+        starts = np.concatenate(([0], ends[:-1])).tolist()
+        for column, start in zip(columns, starts, strict=True):
+            packed[start : start + len(column)] = column
+        sent = self.send(packed)
+        return [sent[start : start + length] for start, length in zip(starts, lengths.tolist(), strict=True)]
+
+    def _write(self, table: torch.Tensor, rows: Rows, positions: Positions, values: AnyInts) -> None:
+        if len(rows):
+            places = self.send(rows.astype(np.int64) * table.shape[1] + positions)
+            table.view(-1)[places] = self.send(values.astype(np.int32))
+
+
+def _starts_of_runs(values: AnyInts) -> Ints:
+    """Return, for each value, the index where its run of equal values begins."""
+    starts = np.flatnonzero(np.diff(values, prepend=values[:1] - 1)) if len(values) else NO_INTS
+    return np.repeat(starts, np.diff(starts, append=len(values)))

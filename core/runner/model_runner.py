@@ -1,6 +1,7 @@
 """ModelRunner: makes the model's inputs from plans, as columns, and samples tokens from its logits."""
 
 import time
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,13 +21,12 @@ from core.features.store import Features
 from core.grammars.grammars import Grammars
 from core.grammars.matchers import RowMatchers
 from core.models.interface import Model
+from core.models.operations.token_adapters import TokenAdapters
 from core.models.step import ONCE, ModelInputs, StepResult
 from core.pooling.pooler import Pooler
 from core.pooling.rows import PoolingRows
 from core.runner.accepted import accepted
-from core.runner.adapter_rows import AdapterRows
 from core.runner.drafter import Drafter, RanStep, merged
-from core.runner.feature_rows import FeatureRows
 from core.runner.preemption_costs import NUM_TOKENS, measure_costs
 from core.runner.state_rows import RowStates
 from core.runner.step_durations import Clock, measure_steps, trial_sampling
@@ -41,6 +41,7 @@ from core.sampling.sampler import processed_logits, sample, sample_greedily
 from ipc.options.config import LogprobsMode
 from ipc.tables.arrays import NO_INT32S, AnyInts, Bools, Floats, Int32s, Ints, Rows
 from ipc.tables.rounding import ceil_div
+from ipc.wire.feature_messages import FeatureUse
 
 #: Prompt tokens whose logits are computed at once for log probabilities. It bounds memory: 4 bytes a logit.
 _PIECE = 32
@@ -398,3 +399,104 @@ class ModelRunner:
 
 def _no_tokens(plan: SchedulerOutput) -> Int32s:
     return np.full(len(plan.rows), NO_TOKEN, np.int32)
+
+
+# AdapterRows: the adapters of the batch's rows, and of each step's tokens.
+
+
+class AdapterRows:
+    """The packed adapters of rows that have one. adapters: None = no request has one."""
+
+    def __init__(self, adapters: Adapters | None) -> None:
+        self._adapters = adapters
+        self._of_row: dict[int, Any] = {}
+        self._generation = ONCE  # of the inputs that `_last` was made for
+        self._last: TokenAdapters | None = None
+
+    def __bool__(self) -> bool:
+        """Return whether any row has an adapter."""
+        return bool(self._of_row)
+
+    def apply(self, plan: SchedulerOutput) -> None:
+        """Take in the rows that left and those that begin."""
+        if self._of_row:
+            for row in plan.removed_rows.tolist():
+                self._of_row.pop(row, None)
+        for row, digest in plan.adapters:
+            assert self._adapters is not None, f"row {row} has the adapter {digest}, and enable_lora is off"
+            self._of_row[row] = self._adapters.find(digest)
+
+    def of_step(self, inputs: StepInputs) -> TokenAdapters | None:
+        """Return the adapters of a step's tokens; None where no token has one."""
+        if inputs.generation != ONCE and inputs.generation == self._generation:
+            return self._last
+        places: dict[int, int] = {}  # by id() of the packed adapter
+        packed: list[Any] = []
+        of_row = np.full(len(inputs.rows), -1, np.int64)
+        for index, row in enumerate(inputs.rows.tolist()):
+            if (one := self._of_row.get(row)) is None:
+                continue
+            if id(one) not in places:
+                places[id(one)] = len(packed)
+                packed.append(one)
+            of_row[index] = places[id(one)]
+        self._generation = inputs.generation
+        self._last = TokenAdapters(tuple(packed), of_row.repeat(inputs.num_tokens)) if packed else None
+        return self._last
+
+
+# FeatureRows: the features of the batch's rows, and what stands for the tokens of each step that have ids below 0.
+
+
+class StepFeatures(NamedTuple):
+    """What the tokens of a step stand for."""
+
+    token_ids: Ints  # [T]
+    rows: Floats  # [F, width] float32
+    wholes: Ints | None  # [n, 2] see Model.attention_metadata()
+
+
+class FeatureRows:
+    """The features of rows that have any. features: None = no request has one."""
+
+    def __init__(self, features: Features | None) -> None:
+        self._features = features
+        self.of_row: dict[int, list[FeatureUse]] = {}  # of rows that have any; empty in most steps, which costs nothing
+
+    def add(self, row: int, uses: list[FeatureUse]) -> None:
+        """Take in a row that begins."""
+        assert self._features is not None, f"row {row} has features, and this executor runs none"
+        self.of_row[row] = uses
+
+    def remove(self, row: int) -> None:
+        """Forget a row that has left, if it has any."""
+        self.of_row.pop(row, None)
+
+    def of_step(self, inputs: StepInputs) -> StepFeatures | None:
+        """Return the step's token ids and the rows that some of them stand for; None where no token is of a feature.
+
+        token_ids: as in the inputs; those below 0 are -1 - row of `rows`.
+        """
+        ids = inputs.token_ids
+        if int(ids.min()) >= 0:
+            return None
+        assert self._features is not None, "tokens have ids below 0, and this executor runs no features"
+        ends = inputs.num_tokens.cumsum()
+        parts, wholes = list[Floats](), list[tuple[int, int]]()
+        for row, end, count in zip(inputs.rows.tolist(), ends.tolist(), inputs.num_tokens.tolist(), strict=True):
+            if (uses := self.of_row.get(row)) is None:
+                continue
+            first = int(inputs.positions[end - count])
+            for use in uses:
+                begin, stop = max(use.position, first), min(use.position + use.num_rows, first + count)
+                if begin < stop:
+                    parts.append(self._features.find(use.digest)[begin - use.position : stop - use.position])
+                    if use.is_whole:
+                        assert stop == use.position + use.num_rows, f"a step ends in a whole feature of row {row}"
+                        wholes.append((end - count + begin - first, stop - begin))
+        given = np.concatenate(parts)
+        places = np.flatnonzero(ids < 0)
+        assert len(places) == len(given), f"{len(places)} tokens have ids below 0, and their features {len(given)} rows"
+        ids = ids.copy()
+        ids[places] = -1 - np.arange(len(given))
+        return StepFeatures(ids, given, np.array(wholes, np.int64) if wholes else None)

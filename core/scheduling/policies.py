@@ -11,7 +11,6 @@ import numpy as np
 
 from core.batch.request import Request
 from core.batch.table import BatchTable, RequestStart
-from core.scheduling.row_shares import RowShares
 from core.scheduling.virtual_time import TOKEN, VirtualTime
 from core.scheduling.waiting_lines import FairLine, Line
 from ipc.options.config import EngineConfig
@@ -137,7 +136,7 @@ class Fair:
     A party is a client, or a tenant whom clients name in their requests.
 
     A waiting request takes room from a party that is more than `quantum` tokens ahead of its own, and borrowed rows
-    (core/scheduling/row_shares.py) from one that has a later place in the line. Within its own party, it takes room
+    (core/scheduling/policies.py) from one that has a later place in the line. Within its own party, it takes room
     from less urgent requests. So whoever gives room is behind it in the line, and cannot take the room again while its
     blocks are fenced. Tokens computed again after a preemption are not counted. Else two clients with long prompts
     would take each other's room for ever, each ahead again before it has one new token.
@@ -215,3 +214,39 @@ def build_policy(config: EngineConfig, table: BatchTable) -> Policy:
             return Priority(table, config.priority_aging_seconds)
         case "fair":
             return Fair(table, config.fair_quantum, config.max_num_seqs)
+
+
+# RowShares: how many rows of the batch are due to each party, and which running rows are borrowed.
+
+
+class RowShares:
+    """The rows [max_num_seqs] of the batch, divided among the parties with live requests by their weights.
+
+    At least one row is due to each. A party may take more while nobody asks for them: these are borrowed. Only a party
+    with fewer rows than are due to it may ask, so a row that is taken is never taken back by the same rule, and the
+    rule preempts at most one row for each start.
+    """
+
+    def __init__(self, times: VirtualTime, max_num_seqs: int) -> None:
+        self._times = times
+        self._max_num_seqs = max_num_seqs
+
+    def of(self, party: int) -> int:
+        """Return the number of rows that are due to one party."""
+        return int(self._due(np.array([party]))[0])
+
+    def borrowed(self, parties: Ints) -> Bools:
+        """Return which rows are beyond the share of their party, bool [n]: the last ones of each.
+
+        parties: of all running rows [n]; a party's own rows are in the order in which it is served.
+        """
+        order = parties.argsort(kind="stable")
+        together = parties[order]
+        place = np.empty(len(parties), np.int64)  # of each row among those of its party
+        place[order] = np.arange(len(parties)) - together.searchsorted(together)
+        is_borrowed: Bools = place >= self._due(parties)
+        return is_borrowed
+
+    def _due(self, parties: Ints) -> Ints:
+        weights, total = self._times.weights(parties)
+        return np.maximum(1, self._max_num_seqs * weights // total)

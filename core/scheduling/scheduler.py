@@ -27,7 +27,7 @@ from core.scheduling.outputs import ClientOutput, OutputCollector
 from core.scheduling.parties import Parties
 from core.scheduling.policies import build_policy
 from core.scheduling.preemption import Preemption
-from core.scheduling.rows_in_turn import RowsInTurn, running_rows
+from core.scheduling.running_rows import RowsInTurn, running_rows
 from core.scheduling.speculation import Speculation
 from core.scheduling.stats import new_stats
 from core.scheduling.waiting_queue import WaitingQueue

@@ -1,14 +1,17 @@
 """PartExecutor: the local executor with a part of the model, in a worker process."""
 
 import socket
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import msgspec
 import numpy as np
 
 from core.execution.executor import StepHandle
-from core.execution.plan import SchedulerOutput
+from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from core.executors.local import LocalExecutor
 from core.models.parts.rank import Rank
 from core.models.parts.shard import Shard
@@ -17,10 +20,10 @@ from core.models.parts.stage_link import StageLink
 from core.models.parts.stage_llama import StageLlama
 from core.runner.model_runner import ModelRunner
 from core.workers.rank_channel import Followers
-from core.workers.rank_runners import FollowingRunner, LeadingRunner
-from core.workers.stage_runners import EarlierFollowingRunner, EarlierLeadingRunner, EarlierRunner
+from core.workers.rank_runners import FollowingRunner, FollowsTrials, LeadingRunner, LeadsTrials
 from core.workers.wires import Place, Wires
 from ipc.options.config import EngineConfig
+from ipc.tables.arrays import NO_INT32S, Bools, Int32s, Ints
 from ipc.wire.channel import Channel
 from kernels.cpu.group import SeparateMemory, SharedMemory
 
@@ -64,3 +67,71 @@ class PartExecutor(LocalExecutor):
 
 def _channel(fd: int) -> Channel:
     return Channel(socket.socket(fileno=fd))
+
+
+# The model runners of the stages before the last: mirrors of the batch that learn tokens after their step.
+
+
+@dataclass
+class _Awaited:
+    """A step whose tokens are not known here yet."""
+
+    plan: SchedulerOutput
+    rows: Ints  # [R]
+    live: Bools  # [R] whether the row still belongs to the same request
+
+
+class EarlierRunner(ModelRunner):
+    """The runner of a stage before the last. It samples nothing.
+
+    The engine plans a row's next token when it knows the one before, and tells that first. A row may have been removed
+    meanwhile, and belong to another request; then its token is nobody's here.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        none = dict.fromkeys(("grammars", "drafter", "pooler", "adapters", "features"))
+        super().__init__(*arguments, **{**options, **none})
+        self._awaited: deque[_Awaited] = deque()
+
+    def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        """Run the stage's part of one step; the output is nobody's."""
+        self.apply_blocks(plan)
+        if len(plan.removed_rows):
+            for one in self._awaited:
+                one.live &= ~np.isin(one.rows, plan.removed_rows)
+        self.model.wake()
+        inputs = self.prepare(plan)
+        self.forward(inputs)
+        self._awaited.append(_Awaited(plan, inputs.rows, np.ones(len(inputs.rows), np.bool_)))
+        return ModelRunnerOutput(plan.step, NO_INT32S)
+
+    def learn(self, tokens: Int32s, counts: Int32s | None) -> None:
+        """Append the tokens of the oldest step whose tokens were not told: columns of ModelRunnerOutput."""
+        step = self._awaited.popleft()
+        if counts is not None:
+            self._learn_runs(step, tokens, counts)
+            return
+        known = step.live & (tokens >= 0)
+        if not self._awaited and known.all():  # the newest inputs are of this step
+            self._inputs.append(step.rows, tokens)
+        else:
+            self.table.append_tokens(step.rows[known], tokens[known])
+
+    def _learn_runs(self, step: _Awaited, tokens: Int32s, counts: Int32s) -> None:
+        owners = np.arange(len(counts)).repeat(counts)
+        finite = (tokens >= 0) & step.live[owners]
+        known = np.bincount(owners[finite], minlength=len(counts))
+        going = known > 0
+        self.table.append_tokens(step.rows[going], tokens[finite], known[going])
+        self.table.accept(step.plan, np.where(step.live, counts, 0))
+
+    def _trial_step(self, num_tokens: int) -> None:
+        self.forward(self._trial_inputs(num_tokens, num_tokens))
+
+
+class EarlierLeadingRunner(LeadsTrials, EarlierRunner):
+    """The runner of the first rank of such a stage."""
+
+
+class EarlierFollowingRunner(FollowsTrials, EarlierRunner):
+    """The runner of another rank of such a stage."""

@@ -13,19 +13,21 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Protocol
 
+import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from frontend.client.errors import fresh, refusal, request_error, unanswered, why_not_again
 from frontend.client.journal import Journal
-from frontend.client.journal_reader import JournalReader
 from frontend.client.kv_event_stream import KVEventStream
-from frontend.client.resumption import Resumption
+from frontend.client.news import News
+from frontend.client.progress import Progress
 from frontend.client.transport_interface import Borrower, Transport
 from frontend.client.typed_calls import TypedCalls
 from ipc.errors import (
     CallFailedError,
+    DeadlineExceededError,
     EngineCoreError,
     EngineDeadError,
     HandshakeError,
@@ -34,6 +36,7 @@ from ipc.errors import (
 )
 from ipc.params.pooling_params import PoolingParams
 from ipc.params.sampling_params import SamplingParams
+from ipc.tables.arrays import Ints
 from ipc.wire.call import Call
 from ipc.wire.lora_messages import AdapterId
 from ipc.wire.messages import (
@@ -46,9 +49,11 @@ from ipc.wire.messages import (
     CallResult,
     EngineStopping,
     ErrorCode,
+    FinishReason,
     Goodbye,
     Heartbeat,
     Hello,
+    Limits,
     Outputs,
     Refused,
     RequestFailed,
@@ -61,6 +66,63 @@ from ipc.wire.messages import (
 from ipc.wire.placed_feature import PlacedFeature
 from ipc.wire.pooling_messages import AddPooling
 from ipc.wire.scheduling_messages import FollowKVEvents, KVEvents
+from ipc.wire.sockets import HANDSHAKE_MS
+
+# JournalReader: what consumers read of a client's requests, under the lock of the journal.
+
+
+class JournalReader(Protocol):
+    """The reading methods of EngineClient, which owns the fields."""
+
+    _changed: threading.Condition
+    _journal: Journal
+    _clock: Callable[[], float]
+
+    def raise_if_ended(self) -> None:
+        """Raise the error that ended the session, if any."""
+
+    def _check_process(self) -> None:
+        """Raise in a forked child."""
+
+    def wait(self, numbers: Ints, timeout: float | None = None) -> Ints:
+        """Return those of `numbers` (int64) with news, and wait until there is one; empty after `timeout` seconds.
+
+        Errors: EngineDeadError when the session has ended and none of them has news left.
+        """
+        self._check_process()
+        end = None if timeout is None else self._clock() + timeout
+        with self._changed:
+            while not len(ready := self._journal.take_ready(numbers)):
+                self.raise_if_ended()
+                left = None if end is None else end - self._clock()
+                if left is not None and left <= 0:
+                    break
+                self._changed.wait(left)
+            return ready
+
+    def take_ready(self) -> Ints:
+        """Return the numbers of all requests with news that was not taken yet, for listeners."""
+        with self._changed:
+            return self._journal.take_ready()
+
+    def take_news(self) -> News:
+        """Return all new tokens and ends as columns, except of requests on hold.
+
+        For a listener that serves many requests; it and take_ready() exclude each other.
+        """
+        with self._changed:
+            return self._journal.take_news()
+
+    def hold(self, number: int, held: bool) -> int:
+        """Keep a live request's news in the journal, or no longer; return how many of its tokens were not taken."""
+        with self._changed:
+            return self._journal.hold(number, held)
+
+    def read(self, number: int, start: int = 0, choice: int = 0) -> Progress:
+        """Return the progress of a choice of a request, with its tokens from output position `start` on."""
+        with self._changed:
+            return self._journal.read(number, start, choice)
+
 
 _MAX_NUMBER = 2**32 - 1
 _LOST = "the connection to the engine was lost and is being made again; try again"
@@ -395,3 +457,113 @@ class EngineClient(JournalReader, TypedCalls):
             listener()
         if self._error is not None and self._kv_events is not None:
             self._kv_events.wake()
+
+
+# The client's errors for what the engine refuses.
+
+
+_SAME_TOKENS = "L2"  # the level at which equal fingerprints mean equal tokens
+
+
+def fresh(error: EngineCoreError) -> EngineCoreError:
+    """Return an equal error, because one error raised by several threads would collect their tracebacks."""
+    return type(error)(*error.args)
+
+
+def request_error(failed: RequestFailed) -> EngineCoreError:
+    """Return the error of a request that the engine failed.
+
+    It is an InvalidRequestError, a DeadlineExceededError or another RequestFailedError.
+    """
+    if failed.code == ErrorCode.INVALID_ARGUMENT:
+        return InvalidRequestError(failed.message)
+    kind = DeadlineExceededError if failed.code == ErrorCode.DEADLINE_EXCEEDED else RequestFailedError
+    error = kind(f"{failed.message} ({ErrorCode(failed.code).name})")
+    error.code, error.retry_after_ms = ErrorCode(failed.code).name, failed.retry_after_ms
+    return error
+
+
+def unanswered(error: EngineDeadError, seconds: float) -> EngineDeadError:
+    """Return the error of a connection that ended so many seconds after it was made, before anything was heard."""
+    if seconds < HANDSHAKE_MS / 1000:
+        return error
+    return EngineDeadError(f"{error}, on which nothing was said for {seconds:.0f} s: an engine that is stopped is so")
+
+
+def refusal(refused: Refused) -> HandshakeError:
+    """Return the error of a handshake that the engine refused."""
+    return HandshakeError(
+        f"the engine refused this client: {refused.message} ({ErrorCode(refused.code).name}; it speaks protocol "
+        f"{refused.major}.{refused.minor}, this client {PROTOCOL_MAJOR}.{PROTOCOL_MINOR})"
+    )
+
+
+def why_not_again(before: Welcome, now: Welcome) -> str:
+    """Return why requests of the engine `before` cannot go on at the engine that answers `now`; "" where they can."""
+    if now.engine_id == before.engine_id:
+        return ""
+    if now.model_fingerprint != before.model_fingerprint:
+        return (
+            f"another model answers: {now.model_name} ({now.model_fingerprint}), not {before.model_name} "
+            f"({before.model_fingerprint}); requests are lost"
+        )
+    if before.numerics != _SAME_TOKENS or now.numerics != _SAME_TOKENS:
+        levels = f"{before.numerics} before and {now.numerics} now"
+        return f"its tokens may differ at numerics level {levels} ({_SAME_TOKENS} is needed); requests are lost"
+    lengths = before.limits.max_model_len, now.limits.max_model_len
+    if lengths[0] != lengths[1]:  # a request without max_tokens would end elsewhere
+        return f"its max_model_len is {lengths[1]}, not {lengths[0]}: streams may end elsewhere; requests are lost"
+    return ""
+
+
+# Resumption: what a client needs to go on after its engine or its connection was lost: the Hello, and the requests.
+
+
+class Resumption:
+    """The Hello of a client's next session, and its journal's unfinished requests as frames. Under the client's lock.
+
+    hello: that of the first session.
+    """
+
+    def __init__(self, hello: Hello, journal: Journal) -> None:
+        self._hello = hello
+        self._journal = journal
+
+    @property
+    def hello(self) -> bytes:
+        """Return the Hello that opens the next session, encoded."""
+        return encode(self._hello)
+
+    def opened(self, session_token: bytes) -> None:
+        """Note that a session is open."""
+        self._hello = msgspec.structs.replace(self._hello, session_token=session_token, num_resumed=0)
+
+    def lost(self) -> None:
+        """Note that an open session was lost. What is unfinished now was accepted: no bound refuses it."""
+        self._hello = msgspec.structs.replace(self._hello, num_resumed=len(self._journal.unfinished()))
+
+    def is_full(self, limits: Limits) -> bool:
+        """Return whether the lost engine would take no more requests; without an engine, nobody else says so."""
+        bound = limits.max_num_queued_requests
+        return bound > 0 and len(self._journal.unfinished()) >= bound + limits.max_num_seqs
+
+    def submit_again(self, send: Callable[[bytes], None], limits: Limits, now: float) -> bool:
+        """Send the unfinished requests in the new session; return whether there is news of requests that ended.
+
+        Requests with tokens come first, the shortest first, so that most streams move soon. The others follow in the
+        order in which they were submitted, which is also that of requests that no engine has accepted yet.
+        """
+        journal, news = self._journal, False
+        for number in journal.unfinished_in_order().tolist():
+            if journal.is_aborted(number):
+                news |= journal.finish(number, FinishReason.ABORT, now)
+                continue
+            frames = [encode(message) for message in journal.resubmission(number, now)]
+            try:
+                if max(map(len, frames)) > limits.max_message_bytes:
+                    raise RequestFailedError("the connection was lost and the request has become too long to go on")
+                for frame in frames:
+                    send(frame)
+            except RequestFailedError as error:
+                news |= journal.fail(number, error, now)
+        return news

@@ -5,17 +5,15 @@ lost. Applying a batch of outputs is a handful of column operations. Python code
 is added, stopped by a token, failed or removed. Owner and lock: frontend/client/client.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import numpy as np
 
 from frontend.client.news import NO_NEWS, News
-from frontend.client.number_index import NumberIndex
 from frontend.client.output_columns import OutputColumns, columns_of
 from frontend.client.progress import Progress
 from frontend.client.received_logprobs import ReceivedLogprobs, logprob_columns_of
-from frontend.client.received_vectors import vectors_of
 from frontend.client.request_events import RequestEvent, read_events
 from ipc.errors import EngineCoreError, MalformedMessageError
 from ipc.tables.arrays import AnyInts, Bools, Doubles, Floats, Int32s, Ints, UInt8s
@@ -23,6 +21,7 @@ from ipc.tables.columns import Columns, column
 from ipc.tables.paged_rows import PagedRows
 from ipc.wire.feature_messages import PutFeature
 from ipc.wire.messages import Abort, AddRequest, FinishReason, Outputs, Submission
+from ipc.wire.pooling_messages import Pooled
 
 _PAGE_SIZE = 64  # tokens
 _SIBLINGS_PAGE = 4  # rows
@@ -398,3 +397,73 @@ class Journal(Columns):
         self._siblings.grow_rows(2 * size)
         self._requests.extend([None] * size)
         self._free.extend(range(2 * size - 1, size - 1, -1))
+
+
+# NumberIndex: the journal's row of each live request, by the request's number; looked up as a column.
+
+
+class NumberIndex:
+    """Rows by request numbers, which only grow. -1: not live."""
+
+    def __init__(self) -> None:
+        # [1 + i]: row of number _first_number + i. Both ends stay -1: clipped look-ups land on them.
+        self._row_of = np.full(66, -1, np.int64)
+        self._first_number = 0
+
+    def row(self, number: int) -> int:
+        """Return the row of a number."""
+        slot = number - self._first_number + 1
+        return int(self._row_of[slot]) if 0 < slot < len(self._row_of) else -1
+
+    def rows(self, numbers: AnyInts) -> Ints:
+        """Return the rows [N] of these numbers, in a new array."""
+        slots = numbers.astype(np.int64) - (self._first_number - 1)
+        rows: Ints = self._row_of.take(slots, mode="clip")
+        return rows
+
+    def add(self, number: int, row: int) -> None:
+        """Enter a number above all earlier ones."""
+        slot = self._slot_for(number)
+        assert self._row_of[slot] == -1, (number, int(self._row_of[slot]))
+        self._row_of[slot] = row
+
+    def remove(self, number: int) -> None:
+        """Forget a live number."""
+        self._row_of[number - self._first_number + 1] = -1
+
+    def _slot_for(self, number: int) -> int:
+        """Return the index of `number` in _row_of; drop leading removed numbers and enlarge the array if needed."""
+        slot = number - self._first_number + 1
+        assert slot > 0, (number, self._first_number)
+        if slot < len(self._row_of) - 1:
+            return slot
+        live = np.flatnonzero(self._row_of >= 0)
+        dropped = int(live[0]) - 1 if len(live) else slot - 1
+        kept = self._row_of[1 + dropped : -1]
+        slot -= dropped
+        self._row_of = np.full(max(len(self._row_of), 2 * (slot + 1)), -1, np.int64)
+        self._row_of[1 : 1 + len(kept)] = kept
+        self._first_number += dropped
+        return slot
+
+
+# The vectors of pooling requests as a client receives them: read from the wire's columns.
+
+
+def vectors_of(pooled: Pooled) -> Iterator[tuple[int, Floats]]:
+    """Yield (number, vectors [n, width] float32) of each request. Errors: MalformedMessageError."""
+    try:
+        columns = (np.frombuffer(column, "<u4") for column in (pooled.numbers, pooled.counts, pooled.widths))
+        numbers, counts, widths = (column.astype(np.int64) for column in columns)
+        values = np.frombuffer(pooled.values, "<f4").astype(np.float32, copy=False)
+    except ValueError as error:
+        raise MalformedMessageError(f"a column of vectors is not a whole number of entries: {error}") from error
+    if not len(numbers) == len(counts) == len(widths) or int((counts * widths).sum()) != len(values):
+        raise MalformedMessageError(
+            f"columns of vectors do not fit: {len(numbers)} numbers, {len(counts)} counts, {len(widths)} widths, "
+            f"{len(values)} values"
+        )
+    end = 0
+    for number, count, width in zip(numbers.tolist(), counts.tolist(), widths.tolist(), strict=True):
+        start, end = end, end + count * width
+        yield number, values[start:end].reshape(count, width)

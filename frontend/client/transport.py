@@ -16,14 +16,51 @@ import time
 import weakref
 from collections.abc import Callable
 from enum import Enum
+from typing import NamedTuple
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from frontend.client.connection import MAX_BATCH, Connection, connect, receive_batch
 from frontend.client.send_queue import SendQueue
 from frontend.client.transport_interface import Borrower, OnDead, OnFrames, OnLost
-from ipc.wire.sockets import READABLE, WRITABLE, Context, check_listening, pending_events, signal_fd
+from ipc.wire.sockets import READABLE, WRITABLE, Context, check_listening, connect_dealer, pending_events, signal_fd
+
+# Connection: a client's socket to an engine, and the monitor that tells when the engine has closed it.
+
+
+#: Most frames received in one batch, so that a slow reader still looks at its other file descriptors.
+MAX_BATCH = 256
+
+
+class Connection(NamedTuple):
+    """See the module's docstring."""
+
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+
+    def close(self, linger_s: float) -> None:
+        """Close both; linger_s: seconds for what waits to be sent."""
+        self.socket.disable_monitor()
+        self.monitor.close(linger=0)
+        self.socket.close(linger=int(linger_s * 1000))
+
+
+def connect(context: Context, address: str) -> Connection:
+    """Connect a DEALER socket and its monitor. Errors: AddressError."""
+    socket = connect_dealer(context, address)
+    return Connection(socket, socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+
+
+def receive_batch(socket: zmq.Socket[bytes]) -> list[bytes]:
+    """Return the frames that have arrived, at most MAX_BATCH.
+
+    With fewer, the socket was seen to have no more: its file descriptor signals the next one.
+    """
+    frames: list[bytes] = []
+    while len(frames) < MAX_BATCH and pending_events(socket) & READABLE:
+        frames.append(socket.recv(zmq.NOBLOCK))
+    return frames
+
 
 Locate = Callable[[], str | None]
 

@@ -8,18 +8,20 @@ import time
 import traceback
 from collections.abc import Callable
 
+import zmq
+
 from frontend.engine.death import Cause, Death, classify, count_oom_kills
 from frontend.engine.flight_writers import FlightWriters
-from frontend.engine.last_words import say_last_words
 from frontend.engine.process import EngineProcess
 from frontend.engine.restart_policy import RestartRules
-from frontend.engine.signs import DEFAULT_HANG_S
+from frontend.engine.signs import DEFAULT_HANG_S, describe_silence, limit_s
 from frontend.engine.standby import Standby
 from frontend.engine.standby_plan import StandbyKind, StandbyState
 from frontend.engine.supervisor import State, Supervisor
-from frontend.engine.watchdog import Watchdog
-from ipc.errors import EngineCoreError
-from ipc.records.black_box import Suspect
+from ipc.errors import AddressError, EngineCoreError
+from ipc.records.black_box import Reading, Suspect
+from ipc.wire.messages import ErrorCode, Refused, encode
+from ipc.wire.sockets import Context, bind_router
 
 _TICK_S = 0.5  # between two looks at a running engine
 _STACKS_S = 0.5  # for a process that hangs to print its stacks
@@ -33,7 +35,7 @@ class SupervisedEngine:
     """An engine that outlives its processes.
 
     process: not started yet; this object owns it. rules: how often it is started again. hang_s: seconds after
-    which a step may count as hung (frontend/engine/watchdog.py); 0 = none does. on_news: called by the
+    which a step may count as hung (frontend/engine/supervised_engine.py); 0 = none does. on_news: called by the
     supervisor's thread with a line for each death and each restart. start() and wait_ready() are those of the first
     process, whose failure is the caller's error; afterwards the thread watches.
     """
@@ -318,3 +320,62 @@ class SupervisedEngine:
         finally:
             if self.ended_fd >= 0:
                 os.eventfd_write(self.ended_fd, 1)
+
+
+# The last words of an engine that does not come back: said at its address to clients that wait for its return.
+
+
+def say_last_words(address: str, text: str, seconds: float) -> None:
+    """Answer whoever says Hello at this address with a refusal, for so many seconds; then leave nothing behind.
+
+    Where the address cannot be had, another engine may be there already: then nothing is said.
+    """
+    context: Context = zmq.Context()
+    try:
+        router = bind_router(context, address)
+    except AddressError:
+        context.term()
+        return
+    frame = encode(Refused(ErrorCode.UNAVAILABLE, text))
+    end = time.monotonic() + seconds
+    try:
+        while (left := end - time.monotonic()) > 0:
+            if router.socket.poll(int(left * 1000) + 1):
+                identity, *_ = router.socket.recv_multipart()
+                router.socket.send_multipart([identity, frame])
+    finally:
+        router.close(100)
+        context.term()
+
+
+# Watchdog: whether an engine hangs, from what its black box says. It has no clock of its own.
+
+
+class Watchdog:
+    """The time for which an engine has shown no sign of life.
+
+    least_s: seconds without a sign that are never too long; 0 = nothing ever is. Only time in which this process ran is
+    counted: a machine that was suspended, or a supervisor that got no CPU, accuses no engine.
+    """
+
+    def __init__(self, least_s: float = DEFAULT_HANG_S, longest_look_s: float = 1.0) -> None:
+        self.text = ""  # of the last alarm, for people
+        self._least_s = least_s
+        self._longest_look_s = longest_look_s  # counted for one look, however long ago the last one was
+        self._last: Reading | None = None
+        self._looked_at = 0.0
+        self._still_s = 0.0
+
+    def look(self, reading: Reading, now: float) -> bool:
+        """Return whether the engine hangs. now: seconds; looks come several times a second."""
+        if reading != self._last:
+            self._still_s = 0.0
+        else:
+            self._still_s += min(max(0.0, now - self._looked_at), self._longest_look_s)
+        self._last, self._looked_at = reading, now
+        limit = limit_s(reading, self._least_s)
+        if self._least_s <= 0 or self._still_s <= limit:
+            return False
+        self.text = describe_silence(reading, self._still_s, limit)
+        self._still_s = 0.0
+        return True

@@ -59,7 +59,7 @@ class Membership:
         self.on_session_end: Callable[[int], None] = lambda row: None
 
     def join(self, address: str, *, prefills: bool = False) -> Replica:
-        """Take a replica in; it gets requests when it has answered. prefills: see frontend/fleet/stages.py.
+        """Take a replica in; it gets requests when it has answered. prefills: see frontend/fleet/dispatch.py.
 
         One that is there gets this role for the requests that are placed from now on.
         """

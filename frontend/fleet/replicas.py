@@ -49,7 +49,7 @@ class Replicas(Columns):
     live: Ints = column()  # requests placed there
     given: Ints = column()  # tokens to compute of all requests ever placed there
     is_open: Bools = column()  # takes requests
-    prefills: Bools = column()  # computes prompts for the others; see frontend/fleet/stages.py
+    prefills: Bools = column()  # computes prompts for the others; see frontend/fleet/dispatch.py
 
     def __init__(self) -> None:
         super().__init__(_FIRST_ROWS)

@@ -1,23 +1,110 @@
 """GGUF vocabularies: build a `tokenizers.Tokenizer` from a GGUF file's metadata.
 
 A GGUF file has no tokenizer.json. It names a vocabulary kind (`tokenizer.ggml.model`) and a pre-tokenizer
-(`tokenizer.ggml.pre`: ipc/files/gguf_pre_tokenizers.py), and lists tokens, token types and merges. SentencePiece
-vocabularies have scores instead of merges (ipc/files/gguf_sentencepiece.py, and ipc/files/gguf_unigram.py), and a
+(`tokenizer.ggml.pre`: ipc/files/gguf_vocabulary.py), and lists tokens, token types and merges. SentencePiece
+vocabularies have scores instead of merges (ipc/files/gguf_vocabulary.py, and ipc/files/gguf_vocabulary.py), and a
 WordPiece one neither (ipc/files/gguf_wordpiece.py).
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, processors
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.files.gguf import GgufValue
-from ipc.files.gguf_pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from ipc.files.gguf_sentencepiece import build_sentencepiece, merges_of_scores
-from ipc.files.gguf_unigram import build_unigram
 from ipc.files.gguf_wordpiece import build_wordpiece
+
+# PRE_TOKENIZERS: how text is split before the merges of byte-level BPE, by the name that a GGUF file has for it.
+#
+# Names (tokenizer.ggml.pre) are llama.cpp's. Splits and normalizers are those of the tokenizer.json that the models
+# were published with, because their merges were learned on text split that way.
+
+
+class PreTokenizer(NamedTuple):
+    """One way of splitting. Without `splits`, words are those of GPT-2."""
+
+    splits: tuple[str, ...] = ()  # expressions whose matches are words, one after the other
+    has_digits: bool = False  # each digit is a word
+    is_nfc: bool = False  # text is normalized to NFC
+    #: A word of the vocabulary is a token, whether or not the merges reach it.
+    ignores_merges: bool = False
+    adds_bos: bool = False  # where the file does not say whether
+
+    def build(self) -> Any:
+        """Return the pre-tokenizer of the tokenizers library."""
+        steps: list[Any] = [pre_tokenizers.Split(tokenizers.Regex(each), behavior="isolated") for each in self.splits]
+        steps += [pre_tokenizers.Digits(individual_digits=True)] if self.has_digits else []
+        last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not self.splits)
+        return pre_tokenizers.Sequence([*steps, last]) if steps else last
+
+
+#: Llama 3's expression, for any number of digits that go together.
+_BY_DIGITS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
+    r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+#: o200k's: a word begins with capitals and goes on with small letters, and takes an 's with it.
+_BY_CASE = (
+    r"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{ending}"
+    r"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{ending}"
+    r"|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_THREE_DIGITS, _ONE_DIGIT = _BY_DIGITS.format(digits="{1,3}"), _BY_DIGITS.format(digits="")
+#: Qwen 3.5's: marks belong to letters.
+_WITH_MARKS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+#: Seed's: line ends are words of their own.
+_SEED = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+#: Ideographs and what DeepSeek's first vocabularies put with them.
+_EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+#: The published expression lists cased letters one by one, without mathematical ones.
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    r"\s?[\p{Lu}\p{Ll}\p{Lt}&&[^\x{1d400}-\x{1d7ff}]]+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    _EAST_ASIAN,
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN)
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+
+_GPT2, _DIGITS = PreTokenizer(), PreTokenizer(has_digits=True)
+_LLAMA3 = PreTokenizer((_THREE_DIGITS,), ignores_merges=True, adds_bos=True)
+_QWEN2 = PreTokenizer((_ONE_DIGIT,), is_nfc=True)
+_GPT4O = PreTokenizer((_BY_CASE.format(ending="(?i:'s|'t|'re|'ve|'m|'ll|'d)?", digits="{1,3}"),))
+
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    **dict.fromkeys(("default", "gpt-2", "phi-2", "exaone4", "granite-docling", "mpt", "jais"), _GPT2),
+    "olmo": _GPT2._replace(is_nfc=True),  # GPT-NeoX's
+    **dict.fromkeys(("smollm", "starcoder", "refact", "exaone", "codeshell", "minerva-7b"), _DIGITS),
+    "command-r": _DIGITS._replace(is_nfc=True),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA3
+    ),
+    **dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), PreTokenizer((_THREE_DIGITS,))),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _QWEN2),
+    **dict.fromkeys(("stablelm2", "hunyuan", "megrez", "solar-open", "grok-2"), PreTokenizer((_ONE_DIGIT,))),
+    "qwen35": PreTokenizer((_WITH_MARKS,), is_nfc=True),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _GPT4O),
+    "tekken": PreTokenizer((_BY_CASE.format(ending="", digits=""),), ignores_merges=True, adds_bos=True),
+    "seed-coder": PreTokenizer((_SEED,)),
+    "deepseek-llm": PreTokenizer(_DEEPSEEK_LLM, has_digits=True),
+    "deepseek-coder": PreTokenizer(_DEEPSEEK_CODER, has_digits=True),
+    **dict.fromkeys(("deepseek-v3", "hunyuan-dense", "joyai-llm"), PreTokenizer(_DEEPSEEK_V3)),
+}
+
 
 # Token types of llama.cpp: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
 _NORMAL = 1
@@ -202,3 +289,101 @@ def _list(metadata: Mapping[str, GgufValue], key: str, item: type[_Item]) -> lis
     if len(checked) != len(values):
         raise ModelFileError(f"{key} must hold only {item.__name__} values")
     return checked
+
+
+# SentencePiece vocabularies of GGUF files ("llama": Llama 2, Mistral, Gemma), as a `tokenizers.Tokenizer`.
+#
+# SentencePiece writes spaces as ▁ and begins with single characters. It merges, again and again, the two neighbours
+# whose union is the token with the best score, and the leftmost of equals. A character that is no token becomes its
+# UTF-8 bytes, one token <0xNN> each. The library merges by rank instead. So every way to cut a token into two tokens is
+# a merge here, ranked by the token's score. The two methods differ at most where two ways to write one token overlap in
+# the text: "aaaa" is both "a" + "aaa" and "aaa" + "a", and of "a", "aaa", "a" the library merges the better ranked
+# pair, not the left one. A file made from a tokenizer.json lists its merges and has no meaningful scores; then the
+# merges are used.
+
+
+_SPACE = "▁"
+#: Types of tokens that no merge makes: 2 unknown, 3 control, 6 byte.
+_RESERVED = (2, 3, 6)
+
+
+def build_sentencepiece(
+    vocabulary: Mapping[str, int],
+    merges: Sequence[tuple[str, str]],
+    *,
+    unknown: int | None,
+    add_space_prefix: bool,
+) -> tokenizers.Tokenizer:
+    """Return the tokenizer of these tokens (token -> id, ids without gaps) and merges, the first ranked best.
+
+    unknown: id of the token for text that has no bytes either. add_space_prefix: each stretch of text between special
+    tokens begins as if after a space (llama.cpp and Llama 2's own tokenizer.json do this); decoding removes that space.
+    """
+    names = list(vocabulary)
+    model = models.BPE(
+        vocab=dict(vocabulary),
+        merges=list(merges),
+        byte_fallback=True,
+        fuse_unk=True,
+        unk_token=None if unknown is None else names[unknown],
+    )
+    tokenizer = tokenizers.Tokenizer(model)
+    replace = normalizers.Replace(" ", _SPACE)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), replace]) if add_space_prefix else replace
+    steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if add_space_prefix else steps)
+    return tokenizer
+
+
+def merges_of_scores(
+    vocabulary: Mapping[str, int], scores: Sequence[float], types: Sequence[int]
+) -> list[tuple[str, str]]:
+    """Return every cut of a token into two tokens: best score first, and the smaller id first among equals.
+
+    scores, types: by id.
+    """
+    parts = {token: index for token, index in vocabulary.items() if types[index] not in _RESERVED}
+    merges = []
+    for token in sorted(parts, key=lambda token: (-scores[parts[token]], parts[token])):
+        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        merges += [(left, right) for left, right in cuts if left in parts and right in parts]
+    return merges
+
+
+# Unigram vocabularies of GGUF files, of kind "t5" (XLM-R: bge-m3, multilingual-e5), as a `tokenizers.Tokenizer`.
+#
+# SentencePiece's unigram model (Kudo 2018, arXiv 1804.10959) cuts a text into the tokens whose scores have the largest
+# sum; text that no token covers is the unknown token. Before that the file's table, if there is one, replaces
+# characters by others, and spaces become ▁: one before each word, however many stood there, as XLM-R's tokenizer.json
+# has it.
+
+
+def build_unigram(
+    tokens: Sequence[str], scores: Sequence[float], unknown: int | None, characters: Sequence[int]
+) -> tokenizers.Tokenizer:
+    """Return the tokenizer of these tokens with their scores, both by id.
+
+    unknown: id of the token for text without tokens. characters: the bytes of SentencePiece's table of replacements;
+    none = characters stay as they are. Errors: ModelFileError.
+    """
+    if unknown is None:
+        raise ModelFileError(
+            "the GGUF file's vocabulary names no unknown token: tokenizer.ggml.unknown_token_id is missing"
+        )
+    model = models.Unigram(list(zip(tokens, scores, strict=True)), unk_id=unknown, byte_fallback=False)
+    tokenizer = tokenizers.Tokenizer(model)
+    if characters:
+        tokenizer.normalizer = _replacements(characters)
+    words = pre_tokenizers.WhitespaceSplit()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.Metaspace(_SPACE, prepend_scheme="always")]
+    )
+    tokenizer.decoder = decoders.Metaspace(_SPACE, prepend_scheme="always")
+    return tokenizer
+
+
+def _replacements(characters: Sequence[int]) -> normalizers.Normalizer:
+    try:
+        return normalizers.Precompiled(bytes(characters))
+    except Exception as error:  # the library raises Exception itself
+        raise ModelFileError(f"tokenizer.ggml.precompiled_charsmap is no table of replacements: {error}") from None

@@ -1,4 +1,4 @@
-"""The C kernels' structs as ctypes classes; kernels/cpu/struct_check.py compares them with the loaded library.
+"""The C kernels' structs as ctypes classes; kernels/cpu/library.py compares them with the loaded library.
 
 Each class mirrors one struct of kernels/cpu/c/, field by field; kernels/cpu/c/layers/struct_fields.c exports the C
 side. kernels/cpu/latent_structs.py has those of latent attention.

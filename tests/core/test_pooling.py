@@ -12,7 +12,7 @@ from core.execution.plan import PooledColumns, SchedulerOutput
 from core.executors.fake import FakeExecutor, checksum, fake_vector
 from core.inputs import EngineInput, EngineReply
 from core.pooling.pooler import Dense, Pooler
-from frontend.client.received_vectors import vectors_of
+from frontend.client.journal import vectors_of
 from ipc.errors import MalformedMessageError
 from ipc.options.config import EngineConfig
 from ipc.params.pooling_params import PoolingParams

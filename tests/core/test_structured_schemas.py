@@ -15,7 +15,7 @@ from tests.core.driving import Received
 from tests.core.test_structured_outputs import Runs, add
 from tests.grammar_vocabulary import make_grammars, text_of
 from tests.schemas import SCHEMAS
-from tools.lab.bench.callers.hostile_grammars import hostile_grammar
+from tools.lab.bench.callers.hostile import hostile_grammar
 
 
 def outputs(names: list[str], compact: bool, seeds: range) -> list[tuple[str, Received]]:

@@ -6,8 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from kernels.gumbel import HIGH_BITS, LEAST_NOISE, LOW_BITS, MOST_NOISE, gumbel, high_bits, ln, noise
-from kernels.philox import philox4x32
+from kernels.gumbel import HIGH_BITS, LEAST_NOISE, LOW_BITS, MOST_NOISE, gumbel, high_bits, ln, noise, philox4x32
 
 SEEDS = np.array([0, 7, 2**64 - 1], np.uint64)
 POSITIONS, CHOICES = np.array([0, 5, 2**31 - 1]), np.array([0, 3, 2**16])

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from kernels.philox import philox4x32
+from kernels.gumbel import philox4x32
 
 
 def test_known_answers():

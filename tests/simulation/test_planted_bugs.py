@@ -12,16 +12,16 @@ import core.border.backlog
 from core.batch.request import request_from_message
 from core.border.lease_clock import LeaseClock
 from core.border.ledger import RequestLedger
-from core.border.restorable import Restorable
+from core.border.reception import Restorable
 from core.border.sessions import Session, Sessions
 from core.border.socket_rounds import Border
 from core.kv.event_feed import KVFeed
 from core.kv.event_log import KVEventLog
 from core.scheduling.scheduler import Scheduler
 from core.scheduling.waiting_queue import WaitingQueue
+from frontend.client.client import Resumption
 from frontend.client.journal import Journal
 from frontend.client.output_columns import columns_of
-from frontend.client.resumption import Resumption
 from ipc.wire.messages import AddRequest, Outputs, ServerMessage
 from tests.simulation.simulation import simulate
 

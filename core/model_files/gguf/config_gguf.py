@@ -3,22 +3,28 @@
 Settings that would change the arithmetic and are not implemented are refused by name.
 """
 
+import math
+import mmap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from core.model_files.gguf.encoder_gguf import gguf_encoder_config
 from core.model_files.gguf.gguf_experts import gguf_experts
-from core.model_files.gguf.gguf_latent import gguf_latent, scale_of
-from core.model_files.gguf.gguf_rope import gguf_rope_scaling
 from core.model_files.settings.architecture_settings import every, residuals, unrotated_beside
 from core.model_files.settings.config_json import pattern_layers
-from core.model_files.settings.latent_settings import as_one_head
+from core.model_files.settings.latent_settings import as_one_head, checked_latent, scalar_of
 from core.model_files.settings.recurrent_settings import gguf_recurrent_parts, spread_heads
+from core.model_files.settings.rope_scaling import yarn_attention_factor
 from core.model_files.settings.values import Values, model_sizes
 from core.models.architectures.by_name import GGUF_ARCHITECTURES, GGUF_ROUTED, Architecture
 from core.models.architectures.encoder_architectures import GGUF_ENCODERS
 from core.models.config import LatentParts, ModelConfig
+from core.models.layers.rope_scaling import FrequencyDivisors, LinearScaling, LongropeScaling, RopeScaling, YarnScaling
+from ipc.errors import UnsupportedModelError
 from ipc.files.gguf import GgufHeader, read_gguf
+from ipc.files.mapped_file import map_file
 
 #: Setting -> its key, without the architecture's name in front.
 _KEYS = {
@@ -317,3 +323,122 @@ def _sliding_layers(values: Values, architecture: Architecture, num_layers: int)
     if len(flags) != num_layers or any(type(flag) is not bool for flag in flags):
         values.fail("sliding_window_pattern", f"must be a number or {num_layers} booleans, got {flags!r:.80}")
     return tuple(layer for layer, flag in enumerate(flags) if flag)
+
+
+# gguf_latent: the properties of latent attention in a GGUF file, as LatentParts.
+
+
+def gguf_latent(values: Values, header: GgufHeader, architecture: Architecture) -> LatentParts | None:
+    """Return the properties of latent attention; None for an architecture without it.
+
+    Newer files state the cached vector as key and value, and the heads' sizes beside it. Errors: ModelFileError,
+    UnsupportedModelError.
+    """
+    if not architecture.latent:
+        return None
+    rotated = values.integer("rotary_dim")
+    width = values.integer("key_length_mla", values.integer("head_dim"))
+    if width <= rotated:
+        values.fail("rotary_dim", f"must be less than the width of a head, {width}; got {rotated}")
+    return checked_latent(
+        values,
+        LatentParts(
+            query_dim=None if values.get("q_lora_rank") in (None, 0) else values.integer("q_lora_rank"),
+            latent_dim=values.integer("kv_lora_rank"),
+            plain_dim=width - rotated,
+            rotated_dim=rotated,
+            value_dim=values.integer("v_head_dim", values.integer("value_length")),
+            is_split="blk.0.attn_k_b.weight" in header.tensors,
+        ),
+    )
+
+
+def scale_of(values: Values, latent: LatentParts | None) -> dict[str, Any]:
+    """Return the scale of scores, as ModelConfig has it; empty without latent attention.
+
+    The file has a tenth of DeepSeek's mscale_all_dim.
+    """
+    if latent is None:
+        return {}
+    multiplier, kind = 1.0, values.get("rope_type")
+    if kind == "yarn" and values.get("factor") not in (None, 0, 1):
+        tenth = values.number("yarn_log_multiplier", 0.0, 1e6, 0.0)
+        multiplier += tenth * math.log(values.number("factor", 1e-6, 1e6))
+    return {"query_pre_attn_scalar": scalar_of(latent, multiplier)}
+
+
+# The rotary scaling of a GGUF file: from its metadata, or from a tensor of one divisor for each frequency.
+
+
+_DIVISORS = "rope_freqs.weight"
+_SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
+
+
+def gguf_rope_scaling(
+    values: Values, header: GgufHeader, path: Path, architecture: Architecture, max_positions: int, width: int
+) -> RopeScaling | None:
+    """Return the scaling; None without one. width: numbers of a head that are rotated. max_positions: tokens.
+
+    Errors: ModelFileError naming the key or tensor; UnsupportedModelError.
+    """
+    if architecture.longrope and (_SHORT in header.tensors or _LONG in header.tensors):
+        return _longrope(values, header, path, max_positions, width // 2)
+    if values.get("attention_factor") not in (None, 1.0):
+        values.refuse("attention_factor", "only 1.0 is")
+    if _DIVISORS in header.tensors:
+        if values.get("rope_type") not in (None, "none"):
+            values.refuse("rope_type", f"beside the tensor {_DIVISORS} only 'none' is")
+        return FrequencyDivisors(_divisors(values, header, path, _DIVISORS, width // 2))
+    kind = values.values.get(values.key("rope_type"), "linear")  # llama.cpp's default
+    if kind not in ("none", "linear", "yarn"):
+        values.refuse("rope_type", "'none', 'linear' and 'yarn' are")
+    if values.get("factor") in (None, 0, 1):
+        return None
+    factor = values.number("factor", 1e-6, 1e6)
+    has_equal_scales = architecture.query_growth or architecture.latent
+    if kind == "yarn":
+        return YarnScaling(
+            factor=factor,
+            original_max_position_embeddings=values.number(_LENGTH, 1, 2**24, max_positions),
+            # Ministral 3's mscale and mscale_all_dim are equal, and so are DeepSeek's: llama.cpp computes no other.
+            attention_factor=1.0 if has_equal_scales else yarn_attention_factor(factor),
+            beta_fast=values.number("beta_fast", 1e-6, 1e6, 32.0),
+            beta_slow=values.number("beta_slow", 1e-6, 1e6, 1.0),
+            truncate=architecture.gguf_yarn_truncates,
+        )
+    return LinearScaling(factor) if kind == "linear" else None
+
+
+_LENGTH = "original_max_position_embeddings"
+
+
+def _longrope(values: Values, header: GgufHeader, path: Path, max_positions: int, expected: int) -> LongropeScaling:
+    if values.get("rope_type") not in (None, "none", "longrope"):
+        values.refuse("rope_type", f"beside the tensor {_LONG} only 'none' and 'longrope' are")
+    for name in (_SHORT, _LONG):
+        if name not in header.tensors:
+            values.fail(name, "is missing")
+    return LongropeScaling(
+        _divisors(values, header, path, _SHORT, expected),
+        _divisors(values, header, path, _LONG, expected),
+        values.number(_LENGTH, 1, 2**24, max_positions),
+        values.number("attention_factor", 1e-6, 1e6, 1.0),
+    )
+
+
+def _divisors(values: Values, header: GgufHeader, path: Path, name: str, expected: int) -> tuple[float, ...]:
+    """Read a tensor of frequency divisors.
+
+    It belongs to the configuration, and has only a few numbers. Errors: ModelFileError, UnsupportedModelError.
+    """
+    tensor = header.tensors[name]
+    if tensor.type != "F32" or tensor.shape != (expected,):
+        raise UnsupportedModelError(
+            f"{path}: tensor {name} of type {tensor.type} and shape {tensor.shape} is not supported; "
+            f"F32 of shape ({expected},) is"
+        )
+    with map_file(path, mmap.ACCESS_READ) as data:
+        numbers = np.frombuffer(data[tensor.offset : tensor.offset + tensor.num_bytes], "<f4").tolist()
+    if not all(math.isfinite(number) and number > 0 for number in numbers):
+        values.fail(name, "must hold finite numbers above 0")
+    return tuple(numbers)

@@ -3,7 +3,7 @@
 This module imports triton, so it is imported for device=cuda only.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -12,18 +12,19 @@ import triton
 
 from core.models.config import Activation, LatentParts, ModelConfig
 from core.models.layers.rotary import of_each_kind, rotary_embeddings
-from core.models.operations.device_weights import pack
 from core.models.operations.latent_weights import LatentWeights
 from core.models.operations.operations import LatentAttention
-from core.models.operations.stored_matrix import StoredMatrix
+from core.models.operations.stored_matrix import StoredMatrix, StoredPart
 from core.models.operations.tensor import Operation, Tensor
 from core.models.operations.weight_form import WeightForm
 from ipc.errors import UnsupportedModelError
 from ipc.tables.arrays import AnyInts, Floats, Ints
+from kernels.dequantize import PLAIN_TYPES
 from kernels.elements import Dtype, Numbers
 from kernels.memory.kv_cache import KVCache, bytes_per_block
 from kernels.recurrence import RecurrenceParts, StateRows
 from kernels.routing import Routing
+from kernels.torch.packed_rows import PackedRows, join, pack_blocks, quantize_rows
 from kernels.torch.rope import query_factors, rotary_tables
 from kernels.torch.tensors import DTYPES, to_array, to_tensor
 from kernels.triton.activation import gelu_erf, gelu_tanh, relu_squared
@@ -269,3 +270,53 @@ class TritonOperations:
         heads, head_dim = config.num_key_value_heads, config.head_dim
         shape = config.num_hidden_layers, num_blocks, block_size, heads, head_dim
         return TritonKVCache(*shape, self._dtype, device, pinned)
+
+
+# pack: a weight matrix as a GPU's products read it when it stays quantized; imported for device=cuda only.
+
+
+#: Packs a part, or returns None if it has no packed form.
+_Packer = Callable[[StoredPart, torch.device], PackedRows | None]
+
+
+def pack(weight: StoredMatrix, form: WeightForm, device: torch.device) -> list[PackedRows] | None:
+    """Return the matrix's parts packed on the device, those of one kind joined; None: use its dense numbers.
+
+    STORED packs matrices that are quantized as a whole, INT8 others too. The parts' data is released.
+    """
+    packer = _PACKERS.get(form)
+    if packer is None:
+        return None
+    parts = []
+    for part in weight.parts:
+        if (packed := packer(part, device)) is None:
+            return None
+        parts.append(packed)
+    for part in weight.parts:
+        part.let_go()
+    return _joined(parts)
+
+
+def _joined(parts: Iterable[PackedRows]) -> list[PackedRows]:
+    groups: list[list[PackedRows]] = []
+    for part in parts:
+        if groups and groups[-1][0].joins(part):
+            groups[-1].append(part)
+        else:
+            groups.append([part])
+    return [join(group) for group in groups]
+
+
+def _as_stored(part: StoredPart, device: torch.device) -> PackedRows | None:
+    return None if part.type_name in PLAIN_TYPES else pack_blocks(part.data, part.type_name, device)
+
+
+def _in_8_bits(part: StoredPart, device: torch.device) -> PackedRows | None:
+    """Return a quantized part as it is stored, another one as Q8_0."""
+    dtype = PLAIN_TYPES.get(part.type_name)
+    if dtype is None:
+        return _as_stored(part, device)
+    return quantize_rows(to_tensor(part.data.view(dtype)).to(device))
+
+
+_PACKERS: dict[WeightForm, _Packer] = {WeightForm.STORED: _as_stored, WeightForm.INT8: _in_8_bits}

@@ -7,7 +7,7 @@ import pytest
 
 from core.border import reception
 from core.border.ledger import MAX_UNCONFIRMED
-from core.border.restorable import Restorable
+from core.border.reception import Restorable
 from ipc.wire.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,

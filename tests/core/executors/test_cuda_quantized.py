@@ -14,9 +14,8 @@ from core.executors.cuda import CudaExecutor
 from core.model_files.loading import load_model
 from core.model_files.tensors.packed_matrix import unpack as unpack_files
 from core.models.llama import Llama
-from core.models.operations.device_weights import pack
 from core.models.operations.stored_matrix import StoredMatrix, StoredPart, Weight
-from core.models.operations.triton_operations import TritonOperations
+from core.models.operations.triton_operations import TritonOperations, pack
 from core.models.operations.weight_form import WeightForm
 from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig

@@ -11,8 +11,7 @@ from core.engine import EngineCore
 from core.execution.executor import ModelInfo
 from core.execution.state_slots import num_draft_states, num_state_slots
 from core.executors.local import LocalExecutor
-from core.process.recurrent import for_recurrent_layers
-from core.process.resolve import resolve
+from core.process.resolve import for_recurrent_layers, resolve
 from ipc.errors import ConfigError, OutOfMemoryError
 from ipc.options.config import EngineConfig
 from ipc.options.speculation import SpeculativeConfig

@@ -5,9 +5,9 @@ import torch
 
 from core.execution.plan import FAILED_TOKEN, SchedulerOutput
 from core.execution.runner_table import RunnerTable
+from core.runner.cuda_model_runner import draft_columns
 from core.runner.cuda_step import Sampled, behind_drafts
 from core.runner.host_rows import HostRows
-from core.runner.step_columns import draft_columns
 from core.sampling.columns import SamplingColumns
 from core.sampling.logit_edits import edit_groups
 from ipc.tables.arrays import NO_INT32S, NO_INTS, Int32s

@@ -14,7 +14,7 @@ from core.grammars.grammars import Grammars
 from core.models.llama import Llama
 from core.pooling.pooler import Method, Pooler
 from core.runner.model_runner import ModelRunner
-from frontend.client.received_vectors import vectors_of
+from frontend.client.journal import vectors_of
 from ipc.options.config import EngineConfig
 from ipc.params.pooling_params import PoolingParams, PoolingTask
 from ipc.params.sampling_params import SamplingParams

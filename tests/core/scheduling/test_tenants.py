@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from core.scheduling import parties
-from core.scheduling.row_shares import RowShares
+from core.scheduling.policies import RowShares
 from ipc.wire.messages import AddRequest
 from tests.core.driving import ByHand, add_message, small_config
 

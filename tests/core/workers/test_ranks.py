@@ -8,8 +8,8 @@ import pytest
 
 from core.executors.by_name import load_executor
 from core.workers import step_clock
+from core.workers.__main__ import cpus_of, parse_cpus
 from core.workers.part_executor import PartExecutor
-from core.workers.placement import cpus_of, parse_cpus
 from core.workers.wires import Place, Wires
 from ipc.errors import ConfigError
 from kernels.cpu.group import make_shared_file

@@ -10,7 +10,7 @@ import pytest
 
 from frontend.client.client import EngineClient
 from frontend.engine.death import Cause
-from frontend.engine.watchdog import Watchdog
+from frontend.engine.supervised_engine import Watchdog
 from ipc.errors import RequestFailedError
 from ipc.params.sampling_params import SamplingParams
 from tests.frontend.engine.supervised import FAKE, check, connected, finish, kill, submit, supervised, undisturbed

@@ -2,7 +2,7 @@
 
 import pytest
 
-from frontend.engine.watchdog import Watchdog
+from frontend.engine.supervised_engine import Watchdog
 from ipc.records.black_box import NO_READING, Reading
 
 TICK_S = 0.5

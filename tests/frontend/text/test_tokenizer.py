@@ -14,8 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from frontend.text.tokenizer import Tokenizer, _from_gguf
 from ipc.errors import InvalidRequestError, ModelFileError, UnsupportedModelError
-from ipc.files.gguf_pre_tokenizers import PRE_TOKENIZERS
-from ipc.files.gguf_vocabulary import build_gguf_tokenizer
+from ipc.files.gguf_vocabulary import PRE_TOKENIZERS, build_gguf_tokenizer
 from ipc.files.model_files import read_tokenizer_files, resolve_model
 
 CORPUS = [

@@ -4,8 +4,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from frontend.text.tokenizer import Tokenizer
-from ipc.files.gguf_sentencepiece import merges_of_scores
-from ipc.files.gguf_vocabulary import build_gguf_tokenizer
+from ipc.files.gguf_vocabulary import build_gguf_tokenizer, merges_of_scores
 from ipc.files.model_files import read_tokenizer_files, resolve_model
 from tests.frontend.text.sentencepiece_vocabulary import sentencepiece_metadata
 

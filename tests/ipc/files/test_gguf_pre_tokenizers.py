@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from tokenizers import Regex, pre_tokenizers
 
-from ipc.files.gguf_pre_tokenizers import PRE_TOKENIZERS
+from ipc.files.gguf_vocabulary import PRE_TOKENIZERS
 from tests.frontend.text.test_tokenizer import CORPUS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and what it imports

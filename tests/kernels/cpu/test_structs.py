@@ -9,9 +9,8 @@ import pytest
 
 from kernels.cpu.build import SOURCE_FOLDER, CpuLibraryError, build, find_compiler
 from kernels.cpu.c_struct import CStruct
-from kernels.cpu.library import load_cpu_library
+from kernels.cpu.library import STRUCTS, check_structs, load_cpu_library
 from kernels.cpu.library_file import find_library
-from kernels.cpu.struct_check import STRUCTS, check_structs
 from kernels.cpu.structs import GemmArguments, NormArguments
 from tests.placed import PREFIX
 
@@ -94,7 +93,7 @@ def test_loading_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_struct_that_python_lacks_is_refused(exports: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
     rest = tuple(struct for struct in STRUCTS if struct is not GemmArguments)
-    monkeypatch.setattr(f"{PREFIX}kernels.cpu.struct_check.STRUCTS", rest)
+    monkeypatch.setattr(f"{PREFIX}kernels.cpu.library.STRUCTS", rest)
     with pytest.raises(CpuLibraryError, match=r"struct Gemm of kernels/cpu/c/layers/struct_fields\.c is missing"):
         check_structs(exports, rest)
 

@@ -9,7 +9,7 @@ import torch
 from kernels.torch.packed_rows import PackedRows, pack_blocks, unpack
 from kernels.triton import packed_linear, packed_product
 from kernels.triton.packed_linear import MOST_FLOAT_ROWS, MOST_ROWS, PackedLinear
-from kernels.triton.unpack import unpack as device_unpack
+from kernels.triton.packed_linear import unpack as device_unpack
 from tests.kernels.torch.test_packed_rows import HALVES, narrow_blocks, random_blocks
 from tests.triton_device import ANYWHERE, DEVICE, GPU_ONLY, ON_GPU
 

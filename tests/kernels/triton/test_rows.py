@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.nn.functional import layer_norm
 
-from core.runner.device_tables import DeviceTables
+from core.runner.cuda_model_runner import DeviceTables
 from kernels import rotary
 from kernels.elements import FLOAT32
 from kernels.rotary import rotary_frequencies
@@ -25,10 +25,9 @@ from kernels.torch.rms_norm import rms_norm
 from kernels.torch.rope import query_factors, rope_kv_write, rotary_tables
 from kernels.torch.tensors import element_type, to_tensor
 from kernels.triton import activation
-from kernels.triton.copy_blocks import copy_blocks
 from kernels.triton.embedding import embedding
 from kernels.triton.gated_activation import gelu_tanh_mul, silu_mul
-from kernels.triton.kv_cache import TritonKVCache, _runs
+from kernels.triton.kv_cache import TritonKVCache, _runs, copy_blocks
 from kernels.triton.norm import TritonNorm
 from kernels.triton.output_gate import open_gates
 from kernels.triton.prepare_inputs import prepare_inputs

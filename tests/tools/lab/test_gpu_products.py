@@ -3,8 +3,7 @@
 import torch
 
 from tests.triton_device import ANYWHERE, DEVICE
-from tools.lab.bench.gpu.gpu_kernels import LLAMA_8B
-from tools.lab.bench.gpu.gpu_products import ROWS, quantized_products
+from tools.lab.bench.gpu.gpu_kernels import LLAMA_8B, ROWS, quantized_products
 
 pytestmark = ANYWHERE
 

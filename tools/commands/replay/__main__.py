@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from core.capture.file import CaptureFile
+from core.capture.redaction import redact
 from ipc.errors import CaptureFileError, ModelFileError
 from ipc.wire.messages import Submission
 from tools.commands.replay.compare import run_compare
@@ -15,11 +16,30 @@ from tools.commands.replay.differences import Difference, name_request
 from tools.commands.replay.html.page import write_html
 from tools.commands.replay.live import LiveReport, print_live, run_live
 from tools.commands.replay.perfetto import MAX_EVENTS, write_perfetto
-from tools.commands.replay.redact import run_redact
 from tools.commands.replay.rerun import OtherModelError, Rerun, real_executor, recorded_executor, replay_config, rerun
 from tools.commands.replay.shrink.command import judge, run_shrink
 from tools.commands.replay.what_if.command import run_what_if
 from tools.flags.options import ArgumentParser, Modules, print_error
+
+# `engine-core replay redact FILE OUT`: a capture without its content, which decides as the original does.
+
+
+def run_redact(arguments: Sequence[str]) -> int:
+    """Write the file and return the exit status. Errors: CaptureFileError, ConfigError, OSError."""
+    parser = ArgumentParser(
+        prog="engine-core replay redact",
+        usage="engine-core replay redact FILE OUT",
+        description="Write a capture without its content: tokens, salts and tenants get other names under a key that "
+        "is thrown away. Every decision stays, and the new file replays. Times, lengths and who shares how much with "
+        "whom stay, too: the decisions are made of them.",
+    )
+    parser.add_argument("file", metavar="FILE")
+    parser.add_argument("out", metavar="OUT", help="a new file")
+    parsed = parser.parse_args(arguments)
+    done = redact(CaptureFile(parsed.file), parsed.out)
+    print(f"{parsed.out}: {done.num_steps} steps, {done.num_requests} requests, every decision as in {parsed.file}")
+    return 0
+
 
 EXIT_SAME = 0
 EXIT_DIFFERS = 3

@@ -2,9 +2,10 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import msgspec
+import numpy as np
 
 from core.batch.table import BatchTable
 from core.border.validation import validate_request
@@ -14,8 +15,9 @@ from core.capture.recorded_executor import RecordedExecutor
 from core.capture.records import Header, Input, Step, decode_config
 from core.capture.snapshot import Snapshot
 from core.engine import EngineCore
-from core.execution.executor import Executor
+from core.execution.executor import Executor, StepHandle
 from core.execution.pipeline import StepWatcher
+from core.execution.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 from core.executors.by_name import load_executor
 from core.inputs import BlocksArrived, EngineReply
 from ipc.errors import CaptureFileError, EngineCoreError, InvalidRequestError
@@ -25,7 +27,6 @@ from ipc.tables.columns import unpack_numbers
 from ipc.wire.feature_messages import without_ids
 from ipc.wire.messages import DECODE_ERRORS, Abort, AddRequest, Submission
 from tools.commands.replay.differences import Batch, Difference, find_difference
-from tools.commands.replay.lost_steps import LostSteps
 
 OnTurn = Callable[[Turn, Sequence[tuple[int, EngineReply]]], None]
 
@@ -237,3 +238,50 @@ def _check_inputs(file: CaptureFile, turn: Turn, *, has_features: bool) -> None:
             )
         except InvalidRequestError as error:
             raise CaptureFileError(f"{where}: {error}") from None
+
+
+# LostSteps: an executor for the replay of a capture whose engine lost steps with its workers: it drops them, too.
+
+
+class LostSteps:
+    """What an EngineCore uses of an Executor, around one. A step without a result in the capture yields none here.
+
+    Which rows a step samples follows from its plan, so only a lost step can have tokens here and none in the capture. A
+    step that computes a part of a prompt has none in both, and may have drafts.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self.info, self.grammars = executor.info, executor.grammars
+        self._executor = executor
+        self._step: Step | None = None
+
+    def feed(self, step: Step) -> None:
+        """Set the step that is replayed next."""
+        self._step = step
+
+    def execute(self, plan: SchedulerOutput) -> StepHandle:
+        """Begin a step."""
+        return _Handle(self, plan, self._executor.execute(plan))
+
+    def output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Return the output of a plan as far as the captured engine had it."""
+        step = self._step
+        if step is not None and step.result_step == plan.step and not _has_result(step):
+            return ModelRunnerOutput(plan.step, np.frombuffer(step.tokens, "<i4").astype(np.int32))
+        return output
+
+
+def _has_result(step: Step) -> bool:
+    """Return whether anything of a step arrived, beside that its rows have no tokens."""
+    if step.token_counts or step.draft_counts or step.candidate_rows or step.pooled is not None:
+        return True
+    return bool((np.frombuffer(step.tokens, "<i4") != NO_TOKEN).any())
+
+
+class _Handle(NamedTuple):
+    steps: LostSteps
+    plan: SchedulerOutput
+    handle: StepHandle
+
+    def result(self) -> ModelRunnerOutput:
+        return self.steps.output(self.plan, self.handle.result())

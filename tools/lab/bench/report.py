@@ -6,12 +6,12 @@ Its fields are those of the other engines' runners, so that lines compare.
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ipc.options.config import EngineConfig
 from ipc.version import NAME, VERSION
 from tools.commands.replay.latency import percentile
-from tools.lab.bench.cpu_name import cpu_name
 from tools.lab.bench.runs import Bench, Run
 from tools.lab.bench.startup import MeasuredStartup
 from tools.lab.bench.startup_parts import Parts
@@ -92,3 +92,21 @@ def summary_ms(seconds: Sequence[float]) -> dict[str, float] | None:
         return None
     values = {"mean": sum(seconds) / len(seconds), "p50": percentile(seconds, 0.5), "p99": percentile(seconds, 0.99)}
     return {name: round(value * 1000, 2) for name, value in values.items()}
+
+
+# cpu_name(): the CPU of this machine. Names alone do not tell generations apart on virtual machines.
+
+
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+def cpu_name() -> str:
+    """Return the CPU's name, family and model number; "unknown" where the system does not say."""
+    try:
+        lines = _CPU_INFO.read_text().splitlines()
+    except OSError:
+        return "unknown"
+    fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in reversed(lines))}
+    if "model name" not in fields:
+        return "unknown"
+    return f"{fields['model name']}, family {fields.get('cpu family', '?')}, model {fields.get('model', '?')}"

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+import msgspec
+
 from core.executors.fake import create
 from core.process.resolve import resolve, resolve_costs
 from frontend.fleet.placement import POLICIES
@@ -17,7 +19,7 @@ from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig, SchedulingPolicy
 from ipc.options.given_options import config_from_options
 from tools.flags.options import ArgumentParser, add_engine_options, engine_options
-from tools.lab.traces.fleet_record import ONE_CACHE, run_fleet
+from tools.lab.traces.fleet import busiest_share, simulate_fleet
 from tools.lab.traces.formats import read_trace
 from tools.lab.traces.report import write_report
 from tools.lab.traces.row import Making
@@ -217,3 +219,39 @@ def _command(arguments: Sequence[str]) -> str:
     """Return the command as it can be typed in the folder of the traces: without the folders of this machine."""
     words = [Path(word).name if word.endswith((".jsonl", ".csv", ".md")) else word for word in arguments]
     return "engine-core traces " + shlex.join(words)
+
+
+# One simulated run of a fleet as a record: the line that is printed.
+
+
+#: In the place of a routing policy: one engine with the cache, the rows and the speed of all replicas together.
+ONE_CACHE = "one_cache"
+
+
+def run_fleet(
+    workload: Workload, config: EngineConfig, step_time: StepTime, count: int, route: str, seed: int = 0
+) -> dict[str, Any]:
+    """Return the record of a workload under a routing policy, or ONE_CACHE."""
+    begin = time.perf_counter()
+    if route == ONE_CACHE:
+        config, step_time = _together(config, step_time, count)
+        observed, own = simulate(config, workload.requests, step_time), {}
+    else:
+        run = simulate_fleet(config, workload.requests, step_time, count=count, policy=route, seed=seed)
+        observed, own = run.observed, {"busiest": round(busiest_share(run.computed_tokens), 3)}
+    record = run_record(workload, config, observed, time.perf_counter() - begin)
+    return {"route": route, "replicas": count, **own, **record}
+
+
+def _together(config: EngineConfig, step_time: StepTime, count: int) -> tuple[EngineConfig, StepTime]:
+    """Return the config and the step time of one engine that is `count` of them."""
+    assert config.num_blocks_override is not None, "the config is not resolved"
+    assert config.max_num_batched_tokens is not None, "the config is not resolved"
+    larger = msgspec.structs.replace(
+        config,
+        num_blocks_override=count * config.num_blocks_override,
+        max_num_seqs=count * config.max_num_seqs,
+        max_num_batched_tokens=count * config.max_num_batched_tokens,
+    )
+    faster = step_time._replace(token_ns=step_time.token_ns // count, context_ns=step_time.context_ns / count)
+    return larger, faster

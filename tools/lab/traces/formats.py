@@ -4,12 +4,22 @@ A format is known by the file's first line, never by its name. Each has a file o
 to be no trace of requests is refused with the reason.
 """
 
+import json
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from core.capture.file import CaptureFile
+from frontend.text.tokenizer import Tokenizer
 from ipc.errors import ConfigError
-from tools.lab.traces import captured, lines, servegen, sharegpt
+from ipc.files.model_files import read_tokenizer_files
+from ipc.wire.messages import AddRequest
+from tools.commands.replay.what_if.foreign import read_requests
+from tools.commands.replay.what_if.recording import Recorded
+from tools.lab.traces import lines, servegen
 from tools.lab.traces.row import HASH_BLOCK, Making, Parse, Row, Trace
 
 _MAX_LENGTH = 2**31
@@ -28,9 +38,9 @@ def read_trace(path: Path, num_rows: int | None = None, making: Making | None = 
     except OSError as error:
         raise ConfigError(f"{path} is not a trace that can be read: {error}") from error
     if is_capture(beginning):
-        return _sorted(path, captured.read_capture(path, num_rows), captured.BLOCK)
-    if sharegpt.is_sharegpt(beginning):
-        return _sorted(path, sharegpt.read_conversations(path, num_rows, making), HASH_BLOCK)
+        return _sorted(path, read_capture(path, num_rows), BLOCK)
+    if is_sharegpt(beginning):
+        return _sorted(path, read_conversations(path, num_rows, making), HASH_BLOCK)
     if servegen.is_windows(beginning):
         return _sorted(path, servegen.generate(path, num_rows, making), HASH_BLOCK)
     try:
@@ -75,3 +85,77 @@ def _checked(row: Row) -> Row:
 
 def _reason(error: Exception) -> str:
     return f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+
+
+# A capture of this engine as a trace: arrivals, lengths, and which prompts begin alike.
+
+
+BLOCK = 16  # prompt tokens that one id stands for
+
+
+def read_capture(path: Path, num_rows: int | None) -> list[Row]:
+    """Return the capture's requests; of one with several choices, the first. Errors: CaptureFileError."""
+    ids: dict[tuple[int, bytes], int] = {}  # by the block before and the block's tokens
+
+    def hash_ids(prompt: bytes) -> tuple[int, ...]:
+        found, before = [], -1
+        for at in range(0, len(prompt), 4 * BLOCK):
+            before = ids.setdefault((before, prompt[at : at + 4 * BLOCK]), len(ids))
+            found.append(before)
+        return tuple(found)
+
+    return [
+        Row(
+            one.received_ns / 1e9,
+            len(one.message.prompt_token_ids) // 4,
+            len(one.tokens[0]) or _wanted(one),
+            hash_ids(one.message.prompt_token_ids),
+        )
+        for one in read_requests(CaptureFile(path))[:num_rows]
+    ]
+
+
+def _wanted(one: Recorded) -> int:
+    """Return the tokens that a request asked for, where it has none yet; a pooling request has none."""
+    return (one.message.params.max_tokens or 1) if isinstance(one.message, AddRequest) else 1
+
+
+# ShareGPT's conversations: texts without times, measured by a tokenizer and sent at a rate.
+
+
+def is_sharegpt(beginning: bytes) -> bool:
+    """Return whether a file is one JSON array of conversations."""
+    return beginning.lstrip().startswith(b"[") and b'"conversations"' in beginning
+
+
+def read_conversations(path: Path, num_rows: int | None, making: Making) -> list[Row]:
+    """Return a request for the first question and its answer of each conversation that has both.
+
+    Errors: ConfigError, also without a tokenizer or a rate.
+    """
+    if making.tokenizer is None or making.rate is None:
+        raise ConfigError(f"{path} has texts without times: give --tokenizer FOLDER and --rate X (requests a second)")
+    try:
+        conversations = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not a trace that can be read: {error}") from None
+    pairs = [pair for one in conversations if (pair := _first_pair(one)) is not None][:num_rows]
+    tokenizer = Tokenizer.from_files(read_tokenizer_files(Path(making.tokenizer)))
+    questions, answers = (tokenizer.encode_batch([pair[side] for pair in pairs]) for side in (0, 1))
+    draw = np.random.default_rng(making.seed)
+    gaps = draw.gamma(making.burstiness, 1 / (making.rate * making.burstiness), len(pairs))
+    return [
+        Row(arrival, max(1, len(question)), max(1, len(answer)))
+        for arrival, question, answer in zip(np.cumsum(gaps).tolist(), questions, answers, strict=True)
+    ]
+
+
+def _first_pair(conversation: Any) -> tuple[str, str] | None:
+    """Return the first question and the answer to it; None: the conversation has none."""
+    turns = conversation.get("conversations") if isinstance(conversation, dict) else None
+    texts = [turn.get("value") for turn in turns or () if isinstance(turn, dict)][:2]
+    match texts:
+        case [str(question), str(answer)] if question and answer:
+            return question, answer
+        case _:
+            return None

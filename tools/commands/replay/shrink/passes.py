@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -10,7 +10,6 @@ from core.kv.page_room import room_of
 from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
-from tools.commands.replay.shrink.minimize import minimize, smallest
 from tools.commands.replay.shrink.workload import Workload, changed, of_fixed_length, packed, params_of, prompt_of
 from tools.commands.replay.what_if.recording import Recorded
 
@@ -162,3 +161,43 @@ def _with_prompt(one: Recorded, count: int) -> Recorded:
 def _with_output(one: Recorded, count: int) -> Recorded:
     params = msgspec.structs.replace(params_of(one), max_tokens=count)
     return changed(one, params=params)
+
+
+# minimize: the smallest part of a list with which something still fails (Zeller and Hildebrandt, TSE 2002).
+
+
+_Item = TypeVar("_Item")
+
+
+def minimize(items: Sequence[_Item], fails: Callable[[list[_Item]], bool]) -> list[_Item]:
+    """Return a part of the items, in their order, that fails, and does not without any one of them (ddmin).
+
+    fails: of a part; it holds for all of the items.
+    """
+    left, parts = list(items), 2
+    while len(left) >= 2:
+        size = max(1, len(left) // parts)
+        for begin in range(0, len(left), size):
+            without = left[:begin] + left[begin + size :]
+            if without and fails(without):
+                left, parts = without, max(2, parts - 1)
+                break
+        else:
+            if size == 1:
+                break
+            parts = min(len(left), 2 * parts)
+    return left
+
+
+def smallest(number: int, least: int, fails: Callable[[int], bool]) -> int:
+    """Return a number from `least` to `number` that fails, and most likely not the one below. `number` fails."""
+    if number <= least or fails(least):
+        return min(number, least)
+    low, high = least, number  # low does not fail, high does
+    while high - low > 1:
+        middle = (low + high) // 2
+        if fails(middle):
+            high = middle
+        else:
+            low = middle
+    return high

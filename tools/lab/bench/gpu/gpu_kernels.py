@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from core.device import cuda_device
 from ipc.options.config import EngineConfig
 from ipc.tables.rounding import ceil_div
 from ipc.version import NAME, VERSION
+from kernels.torch.packed_rows import PackedRows, pack_blocks, quantize_rows
 from kernels.torch.tensors import element_type
 from tools.lab.bench.gpu.gpu_case import Case
-from tools.lab.bench.gpu.gpu_experts import QWEN3_30B, ExpertShape, expert_cases
-from tools.lab.bench.gpu.gpu_products import quantized_products
+from tools.lab.bench.gpu.gpu_experts import QWEN3_30B, ExpertShape, captured, expert_cases
 
 
 class Shapes(NamedTuple):
@@ -252,3 +252,43 @@ def _torch_sample(logits: torch.Tensor, temperature: float, top_k: int, top_p: f
         return logits.argmax(-1)
     values = logits.topk(top_k).values if top_k else logits.sort(-1).values if top_p < 1 else logits
     return torch.multinomial(values.softmax(-1), 1)
+
+
+# The products of weights that stay quantized on a GPU, each beside torch's product of the same weights in bfloat16.
+
+
+#: Rows of x.
+ROWS = (1, 8, 64, 512)
+
+
+def quantized_products(shapes: dict[str, tuple[int, int]], device: torch.device, dtype: torch.dtype) -> Iterator[Case]:
+    """Yield a case for each shape, name -> (out, in), each form and each number of rows."""
+    from kernels.triton.packed_linear import PackedLinear
+
+    for name, (columns, depth) in shapes.items():
+        weight = torch.randn(columns, depth, device=device, dtype=dtype) * 0.02
+        for form, packed in _forms(weight):
+            product = PackedLinear([packed], None, dtype, dtype, form)
+            for rows in ROWS:
+                x = torch.randn(rows, depth, device=device, dtype=dtype)
+                yield Case(
+                    f"product {form}",
+                    f"{name} {rows}x{depth}x{columns}",
+                    captured(partial(product, x)),
+                    "linear",
+                    captured(partial(linear, x, weight)),
+                    packed.num_bytes + rows * (depth + columns) * dtype.itemsize,
+                    2 * rows * depth * columns,
+                )
+
+
+def _forms(weight: torch.Tensor) -> Iterator[tuple[str, PackedRows]]:
+    """Yield the weight in 8 bits, and codes of its size in 4 bits, of one level of scales and of two."""
+    packed = quantize_rows(weight)
+    assert packed is not None, "the weights have scales"
+    yield "int8", packed
+    columns, depth = weight.shape
+    for type_name, weights, num_bytes in (("Q4_0", 32, 18), ("Q4_K", 256, 144)):
+        if depth % weights == 0:
+            blocks = torch.full((columns, depth // weights, num_bytes), 0x21, dtype=torch.uint8)  # scales of 0.01
+            yield type_name, pack_blocks(blocks.view(columns, -1).numpy(), type_name, weight.device)
