@@ -16,8 +16,8 @@ pytestmark = pytest.mark.checkout
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("build_wheel", "core", "engine_core", "frontend", "ipc", "kernels", "tools")
-MAX_LINES = 400
-MAX_FUNCTION_LINES = 50
+MAX_LINES = 600
+MAX_FUNCTION_LINES = 60
 
 #: The pure part of the core; nothing it loads may know the time, chance or the environment.
 PURE = ("core.scheduling.scheduler", "core.engine")
