@@ -2,7 +2,9 @@
 
 With kernels, the wheel is for this platform only. It has every variant of its architecture, or those that
 ENGINE_CORE_WHEEL_VARIANTS names (avx512,portable). Without a C compiler the wheel is pure Python; then kernels are
-built on the machine that installs it, or torch's are used. An editable install uses the checkout unchanged.
+built on the machine that installs it, or torch's are used. A compiler that is there and fails ends the build, because
+installers hide warnings; with ENGINE_CORE_WHEEL_PURE=1 the wheel has the variants that were built. An editable install
+uses the checkout unchanged.
 """
 
 import importlib.util
@@ -14,6 +16,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 WANTED = "ENGINE_CORE_WHEEL_VARIANTS"
+PURE = "ENGINE_CORE_WHEEL_PURE"
 
 
 class WheelHook(BuildHookInterface[Any]):
@@ -40,23 +43,37 @@ class WheelHook(BuildHookInterface[Any]):
             build_data["tag"] = f"py3-none-{platform_tag.platform_tag(libraries.values())}"
 
     def _compile_kernels(self) -> dict[str, bytes]:
-        """Return file name -> content of each variant's library; empty where there is no compiler."""
+        """Return file name -> content of each variant's library; empty where there is no compiler.
+
+        Errors: RuntimeError for a compiler that fails, unless PURE is 1.
+        """
         cpu_build = self._load("kernels/cpu/build.py")
-        libraries = {}
+        libraries: dict[str, bytes] = {}
         try:
             compiler = cpu_build.find_compiler()
-            for variant in _wanted(cpu_build.variants_of_machine()):
-                try:
-                    cpu_build.check_instructions(variant, compiler)
-                except cpu_build.CannotCompileError as error:
-                    self.app.display_warning(f"the wheel has no kernels {variant}: {error}")
-                    continue
-                built = cpu_build.build(variant, compiler, Path(self._folder.name))
-                libraries[f"{variant}-{cpu_build.source_hash(variant)}.so"] = cpu_build.with_digest(built)
-        except cpu_build.CpuLibraryError as error:
+        except cpu_build.CannotCompileError as error:
             self.app.display_warning(f"the wheel has no compiled kernels: {error}")
-            return {}
+            return libraries
+        except cpu_build.CpuLibraryError as error:
+            self._fail("compiled kernels", error)
+            return libraries
+        for variant in _wanted(cpu_build.variants_of_machine()):
+            try:
+                cpu_build.check_instructions(variant, compiler)
+                folder, limits = Path(self._folder.name), (cpu_build.WHEEL_BUILD_S, cpu_build.WHEEL_CPU_S)
+                built = cpu_build.build(variant, compiler, folder, *limits)
+                libraries[f"{variant}-{cpu_build.source_hash(variant)}.so"] = cpu_build.with_digest(built)
+            except cpu_build.CannotCompileError as error:
+                self.app.display_warning(f"the wheel has no kernels {variant}: {error}")
+            except cpu_build.CpuLibraryError as error:
+                self._fail(f"kernels {variant}", error)
         return libraries
+
+    def _fail(self, what: str, error: Exception) -> None:
+        """Say that the wheel has none of these. Errors: RuntimeError, unless PURE is 1."""
+        if os.environ.get(PURE) != "1":
+            raise RuntimeError(f"the C compiler fails; {PURE}=1 makes a wheel without {what}: {error}") from error
+        self.app.display_warning(f"the wheel has no {what}: {error}")
 
     def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
         """Delete the temporary folder."""

@@ -32,10 +32,10 @@ from frontend.text.prompt_forms import PromptInput
 from frontend.text.prompts import Prompt, read_prompts
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import ConfigError, InvalidRequestError, ModelFileError, UnsupportedParameterError
-from ipc.files.model_files import read_tokenizer_files, tokenizer_hash
+from ipc.files.model_files import read_chat_template, read_tokenizer_files, tokenizer_hash
 from ipc.options.config import EngineConfig
 from ipc.options.given_options import config_from_options
-from ipc.options.tokenizer_files import tokenizer_files_of
+from ipc.options.tokenizer_files import client_files_of
 from ipc.params.sampling_params import RequestOutputKind, SamplingParams, check_num_logprobs
 from ipc.wire.lora_messages import AdapterId
 from ipc.wire.messages import STRUCTURED_OUTPUTS_MINOR
@@ -65,7 +65,8 @@ class EngineHandle:
     least_loaded or round_robin); None = one of them serves, and the next one where that is lost. seed: seed of requests
     without one of their own; None = 0. tokenizer: path of the tokenizer files, instead of the model's; skip_tokenizer:
     use token ids only. start_timeout, connect_timeout: seconds. restart: whether an engine that dies is started again
-    and its requests go on. client_name: this client's name in the engine. options: those of EngineConfig. Errors:
+    and its requests go on. client_name: this client's name in the engine. options: those of EngineConfig; with connect
+    chat_template alone, which is then this client's. Errors:
     ConfigError, ModelFileError, EngineStartError, EngineDeadError, HandshakeError.
     """
 
@@ -103,12 +104,14 @@ class EngineHandle:
             config = config_from_options(model=read_path("model", model), **options)
             self._start(config, start_timeout, connect_timeout, restart)
         else:
-            if model is not None or options:
+            own = dict(options)
+            template = read_chat_template(read_path("chat_template", own.pop("chat_template", None)))
+            if model is not None or own:
                 given = ["model"] if model is not None else []
                 raise ConfigError(
-                    f"connect={connect!r} uses an engine as it runs; leave out {', '.join([*given, *options])}"
+                    f"connect={connect!r} uses an engine as it runs; leave out {', '.join([*given, *own])}"
                 )
-            self._connect(self._transport_to(connect, route), connect_timeout)
+            self._connect(self._transport_to(connect, route), connect_timeout, template)
         if connect is None and route is not None:
             raise ConfigError(f"route={route!r} is for running engines: name them with connect=[...]")
         self.adapters = LoadedAdapters(self.client)
@@ -301,15 +304,15 @@ class EngineHandle:
         alternatives = Alternatives(addresses)
         return ZmqTransport(alternatives.first, locate=alternatives, grace=_RESUME_S)
 
-    def _connect(self, transport: Transport, connect_timeout: float) -> None:
+    def _connect(self, transport: Transport, connect_timeout: float, template: dict[str, bytes]) -> None:
         self.client = EngineClient(transport, name=self._client_name, hello_timeout=connect_timeout)
         try:
             if self._skip_tokenizer:
                 return
             if self._text_source is not None:
-                self._load(read_tokenizer_files(Path(self._text_source)))
+                self._load(read_tokenizer_files(Path(self._text_source)) | template)
             else:
-                self._load(self.client.tokenizer_files().files)
+                self._load(self.client.tokenizer_files().files | template)
         except BaseException:
             self.client.close()
             raise
@@ -317,8 +320,7 @@ class EngineHandle:
     def _read_own_files(self, config: EngineConfig) -> dict[str, bytes]:
         if self._skip_tokenizer:
             return {}
-        source = self._text_source
-        files = tokenizer_files_of(config) if source is None else read_tokenizer_files(Path(source))
+        files = client_files_of(config, self._text_source)
         self._load(files)
         return files
 

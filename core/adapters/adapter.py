@@ -11,6 +11,9 @@ from ipc.errors import ModelFileError
 from kernels.elements import to_floats
 from kernels.low_rank import LORA_ARITHMETIC, LowRank
 
+#: Largest factor of a product: the kernels compute with float32.
+MAX_SCALE = float(np.finfo(np.float32).max)
+
 
 class AdapterWeights(NamedTuple):
     """The matrices of one adapter, by the name of the matrix that each changes (model.layers.0.self_attn.q_proj)."""
@@ -44,6 +47,10 @@ def checked_weights(
             )
         if rank > max_rank:
             raise ModelFileError(f"{source}: {name} has rank {rank}, and max_lora_rank is {max_rank}")
+        if not abs(matrix.scale) <= MAX_SCALE:
+            raise ModelFileError(
+                f"{source}: {name}: alpha by rank is {matrix.scale:g}; numbers here are at most {MAX_SCALE:g}"
+            )
         for part, numbers in (("lora_A", matrix.a), ("lora_B", matrix.b)):
             if not np.isfinite(to_floats(numbers)).all():
                 raise ModelFileError(f"{source}: {part} of {name} has numbers that are not finite")

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from core.adapters.adapter import MAX_SCALE
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.files.model_files import read_small_file
 
@@ -64,8 +65,12 @@ class PeftConfig:
         )
         self._is_rank_stabilized = settings.get("use_rslora") is True
         targets = settings.get("target_modules")
-        #: Names of which each must have matrices; empty where the setting is "all-linear" or a regular expression.
-        self.targets = sorted(targets) if isinstance(targets, list) and all(isinstance(t, str) for t in targets) else []
+        #: Names of which each must have matrices if the model has layers of that name; empty where the setting is
+        #: "all-linear" or a regular expression, or where some modules are excluded.
+        self.targets: list[str] = []
+        is_list = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
+        if isinstance(targets, list) and is_list and not settings.get("exclude_modules"):
+            self.targets = targets
 
     def rank(self, name: str) -> int:
         """Return the rank of the matrix of this name."""
@@ -99,7 +104,8 @@ class PeftConfig:
 
     def _number(self, settings: Mapping[str, Any], name: str) -> float:
         value = settings.get(name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        # A NaN is not below it, either.
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MAX_SCALE:
             raise ModelFileError(f"{self._source}: {name} must be a number; got {value!r:.80}")
         return float(value)
 

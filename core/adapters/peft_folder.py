@@ -2,7 +2,7 @@
 
 import mmap
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -56,10 +56,15 @@ def read_peft_folder(
                 f"{path}: {matrix!r:.120} has rank {len(pair['lora_A'])} and {CONFIG_FILE} says {rank}"
             )
         matrices[matrix] = LowRank(pair["lora_A"], pair["lora_B"], config.scale(matrix))
-    for target in config.targets:
-        if not any(matrix == target or matrix.endswith(f".{target}") for matrix in matrices):
-            raise ModelFileError(f"{path}: {CONFIG_FILE} names the target {target!r:.80}, and no tensor is of it")
+    lacking = set(config.targets) - _endings(matrices)
+    if lacking and (lost := sorted(lacking & _endings(layers))):  # PEFT also writes targets that no layer has
+        raise ModelFileError(f"{path}: {CONFIG_FILE} names the target {lost[0]!r:.80}, and no tensor is of it")
     return checked_weights(path, model_matrices(path, matrices, layers), shapes, max_rank)
+
+
+def _endings(names: Iterable[str]) -> set[str]:
+    """Return all names under which PEFT's target_modules may name these: each whole one, and its ends behind dots."""
+    return {".".join(parts[begin:]) for name in names for parts in [name.split(".")] for begin in range(len(parts))}
 
 
 def _parts_of(name: str, path: Path) -> tuple[str, str]:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from core.grammars.gbnf import lark_of_gbnf
 from core.grammars.grammar_notation import quoted
 from core.grammars.structural_tags import structural_tag_grammar
 from ipc.errors import InvalidRequestError
@@ -77,18 +78,9 @@ def _json_options(params: StructuredOutputsParams) -> "JsonCompileOptions":
 def _lark(text: str) -> str:
     """Return a grammar in Lark's notation, from Lark or GBNF, or both (ipc/params/gbnf.py)."""
     if is_gbnf(text):
-        return _lark_of_gbnf(text)
+        return lark_of_gbnf(text)
     parts = split(text)
-    return text if parts is None else f"{parts.lark}{parts.name}: %lark {{\n{_lark_of_gbnf(parts.gbnf)}\n}}"
-
-
-def _lark_of_gbnf(text: str) -> str:
-    from llguidance.gbnf_to_lark import gbnf_to_lark
-
-    try:
-        return str(gbnf_to_lark(text))
-    except Exception as error:  # the very class that the library raises for a missing rule
-        raise InvalidRequestError(f"grammar is not GBNF: {error or type(error).__name__}") from None
+    return text if parts is None else f"{parts.lark}{parts.name}: %lark {{\n{lark_of_gbnf(parts.gbnf)}\n}}"
 
 
 def _structural_tag(params: StructuredOutputsParams) -> str:

@@ -24,7 +24,12 @@ from ipc.tables.arrays import Ints
 #: Names in config.json's architectures: EAGLE's own folders have the first, others one of the rest.
 _EAGLE3_NAMES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
 #: Settings of EAGLE-3 heads that are not implemented -> their value without effect.
-_WITHOUT_EFFECT: dict[str, Any] = {"parallel_drafting": False, "norm_output": False, "logit_scale": 1}
+_WITHOUT_EFFECT: dict[str, Any] = {
+    "parallel_drafting": False,
+    "norm_output": False,
+    "logit_scale": 1,
+    "per_layer_config": None,
+}
 #: Tensors of an EAGLE-3 folder that are read elsewhere or not at all: t2d says the same as d2t.
 _EAGLE3_REST = re.compile(r"(.*\.)?(d2t|t2d|rotary_emb\.inv_freq)|embed_tokens\.weight")
 _LAYER = "model.layers.0."

@@ -21,7 +21,7 @@ from ipc.machine.cpus import usable_cpus
 from ipc.machine.memory import usable_memory_bytes
 from ipc.options.config import EngineConfig
 from ipc.options.speculation import SpeculativeConfig
-from ipc.options.tokenizer_files import tokenizer_files_of
+from ipc.options.tokenizer_files import client_files_of
 from ipc.options.workers import has_workers
 from ipc.wire.messages import TokenizerFiles
 
@@ -51,7 +51,7 @@ def prepare(config: EngineConfig, report: Report) -> Prepared:
 
     report("read tokenizer")
     default_sampling = read_default_sampling(config)  # first: of a GGUF file it reads the header, which is kept
-    files = tokenizer_files_of(config)
+    files = client_files_of(config)
     prepare_imports(config, report)
     report("load model")
     with following(lambda share: report(f"load model, {share:.0%}")):

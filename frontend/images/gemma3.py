@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _BEGIN, _SOFT, _END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
-_ONLY = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 2, "do_pan_and_scan": False}
+_ONLY = {
+    "do_resize": True,
+    "do_rescale": True,
+    "do_normalize": True,
+    "do_convert_rgb": True,
+    "resample": 2,
+    "do_pan_and_scan": False,
+}
 
 
 class Gemma3Images(NamedTuple):
@@ -31,6 +38,11 @@ class Gemma3Images(NamedTuple):
     def mark(self) -> str:
         """Text that stands for an image in prompts."""
         return _BEGIN
+
+    @property
+    def token(self) -> str:
+        """Text of the token that stands for a row of an image."""
+        return _SOFT
 
     def squares_of(self, image: "Image") -> Squares:
         """Return the square of an image in RGB."""

@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _MARK, _AROUND, _WHOLE = "<image>", "<fake_token_around_image>", "<global-img>"
-_ONLY = {"do_resize": True, "do_rescale": True, "do_normalize": True, "resample": 1}  # 1 = Lanczos
+_ONLY = {
+    "do_resize": True,
+    "do_rescale": True,
+    "do_normalize": True,
+    "do_convert_rgb": True,
+    "resample": 1,
+}  # 1 = Lanczos
 #: No image is larger than this on its longer side, whatever a model's files say. Pixels.
 _LONGEST = 4096
 
@@ -36,6 +42,11 @@ class Idefics3Images(NamedTuple):
     @property
     def mark(self) -> str:
         """Text that stands for an image in prompts, and for each token of a square."""
+        return _MARK
+
+    @property
+    def token(self) -> str:
+        """Text of the token that stands for a row of a square."""
         return _MARK
 
     def squares_of(self, image: "Image") -> Squares:

@@ -1,5 +1,6 @@
 """ImagePrompts: the images of prompts, as a model was trained on them: text around each, and squares of pixels."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from frontend.images.gemma3 import gemma3_images
 from frontend.images.idefics3 import idefics3_images
 from frontend.images.processed import ProcessedImages
 from frontend.images.rules import PROCESSOR_FILE, ImageRules
-from frontend.images.sources import MAX_PROMPT_PIXELS, open_image
+from frontend.images.sources import MAX_PROMPT_PIXELS, find_image, read_pixels, turn_of
 from ipc.errors import InvalidRequestError, ModelFileError, UnsupportedModelError
 from ipc.wire.feature_messages import FeatureLimits, FeatureUse, PutFeature
 from ipc.wire.placed_feature import PlacedFeature
@@ -31,19 +32,23 @@ class ImageText(NamedTuple):
     text: str
     squares: list[tuple[bytes, PutFeature]]
     rules: ImageRules
+    #: Of each square, which of the text's tokens for rows is its first, and how many there are. Some may be no image's:
+    #: somebody wrote them.
+    firsts: list[int]
+    num_tokens: int
 
     def place(self, token_ids: Sequence[int]) -> list[PlacedFeature]:
         """Return the features at their places in the text's tokens."""
         size, mark = self.rules.rows_per_square, self.rules.mark_id
         places = [at for at, token in enumerate(token_ids) if token == mark]
-        if len(places) != size * len(self.squares):
+        if len(places) != self.num_tokens:
             raise InvalidRequestError(
-                f"the prompt has {len(places)} tokens for images, and its images have {size * len(self.squares)}: "
-                f"write {self.rules.mark} once for each image, and nowhere else"
+                f"the prompt has {len(places)} tokens for images, and its text has {self.num_tokens} times "
+                f"{self.rules.token}: write {self.rules.mark} once for each image"
             )
         return [
-            PlacedFeature(FeatureUse(places[size * index], size, digest), feature)
-            for index, (digest, feature) in enumerate(self.squares)
+            PlacedFeature(FeatureUse(places[first], size, digest), feature)
+            for first, (digest, feature) in zip(self.firsts, self.squares, strict=True)
         ]
 
 
@@ -54,31 +59,45 @@ class ImagePrompts:
         self.rules, self.mark = rules, rules.mark
         self._images = ProcessedImages(rules)
 
-    def read(self, text: str, images: Sequence[Any], name: str) -> ImageText:
+    def read(self, text: str, images: Sequence[Any], name: str, marks: Sequence[int] | None = None) -> ImageText:
         """Return a prompt's text with the marks of its images written out, and their squares.
 
-        text: has the mark for each image. name: of the prompt, for errors. Errors: InvalidRequestError;
-        UnsupportedParameterError without Pillow.
+        text: has the mark for each image. marks: which of the text's marks are images, ascending; the others are text.
+        None = all are. name: of the prompt, for errors. Errors: InvalidRequestError; UnsupportedParameterError without
+        Pillow.
         """
-        parts = text.split(self.mark)
+        parts = self._between(text, marks)
         if len(parts) - 1 != len(images):
             raise InvalidRequestError(
                 f"{name} has {self.mark} {len(parts) - 1} times and {len(images)} images: write it once for each"
             )
         written, squares, num_pixels = [parts[0]], list[tuple[bytes, PutFeature]](), 0
+        firsts, num_tokens = list[int](), parts[0].count(self.rules.token)
         for image, following in zip(images, parts[1:], strict=True):
-            opened = open_image(image, name)
-            num_pixels += opened.width * opened.height
+            found = find_image(image, name)
+            num_pixels += found.width * found.height
             if num_pixels > MAX_PROMPT_PIXELS:
                 raise InvalidRequestError(f"{name}: its images have more than {MAX_PROMPT_PIXELS} pixels together")
-            made = self._images.of(opened)
+            with turn_of(found):
+                made = self._images.of(read_pixels(found, image, name))
+            del found  # its pixels: the next image may be large, too
             squares += made.squares
             written += [self.rules.text_of(made.num_rows, made.num_columns), following]
+            firsts += [num_tokens + index * self.rules.rows_per_square for index in range(len(made.squares))]
+            num_tokens += len(made.squares) * self.rules.rows_per_square + following.count(self.rules.token)
             if len(squares) > MAX_SQUARES:
                 raise InvalidRequestError(
                     f"{name}: its images have more than {MAX_SQUARES} squares: send fewer of them"
                 )
-        return ImageText("".join(written), squares, self.rules)
+        return ImageText("".join(written), squares, self.rules, firsts, num_tokens)
+
+    def _between(self, text: str, marks: Sequence[int] | None) -> list[str]:
+        """Return the text before, between and after the images."""
+        parts = text.split(self.mark)
+        if marks is None:
+            return parts
+        ends = [0, *(mark + 1 for mark in marks), len(parts)]
+        return [self.mark.join(parts[begin:end]) for begin, end in itertools.pairwise(ends)]
 
 
 def image_prompts(

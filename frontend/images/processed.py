@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 #: Bytes of squares that are kept: of nine images of 17 squares of 512 x 512 pixels.
 MAX_BYTES = 128 << 20
+_STRIP_ROWS = 64  # that are hashed at once
 
 
 class ProcessedImage(NamedTuple):
@@ -40,7 +41,10 @@ class ProcessedImages:
 
     def of(self, image: "Image") -> ProcessedImage:
         """Return an image, in RGB, as features."""
-        key = blake2b(image.tobytes(), digest_size=32, salt=b"%dx%d" % image.size).digest()
+        digest = blake2b(digest_size=32, salt=b"%dx%d" % image.size)
+        for top in range(0, image.height, _STRIP_ROWS):  # not a copy of the whole
+            digest.update(image.crop((0, top, image.width, min(top + _STRIP_ROWS, image.height))).tobytes())
+        key = digest.digest()
         with self._lock:
             if (found := self._by_pixels.get(key)) is not None:
                 self._by_pixels.move_to_end(key)

@@ -29,12 +29,16 @@ class ImageRules(Protocol):
         """Text that stands for an image in the prompts of callers and chat templates."""
 
     @property
+    def token(self) -> str:
+        """Text of the token that stands for a row of a square."""
+
+    @property
     def rows_per_square(self) -> int:
         """Tokens that stand for a square."""
 
     @property
     def mark_id(self) -> int:
-        """The token that stands there, so many times."""
+        """The id of that token."""
 
     def squares_of(self, image: "Image") -> Squares:
         """Return the squares of an image in RGB."""

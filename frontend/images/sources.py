@@ -4,7 +4,10 @@ import base64
 import binascii
 import io
 import os
+import threading
 import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,42 +17,81 @@ from ipc.errors import InvalidRequestError, UnsupportedParameterError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-#: Largest image, in pixels and as a file in bytes; and its longer side, since resizing takes memory by it.
-MAX_PIXELS, MAX_FILE_BYTES, MAX_SIDE = 64 << 20, 32 << 20, 1 << 15
-MAX_PROMPT_PIXELS = 4 * MAX_PIXELS  # of all images of a prompt
+#: Largest image, in pixels and as a file in bytes; and its longer side, since resizing takes memory by it. A pixel
+#: takes 8 bytes while an image is converted: 4 as it was decoded and 4 in RGB.
+MAX_PIXELS, MAX_FILE_BYTES, MAX_SIDE = 32 << 20, 32 << 20, 1 << 15
+_MEMORY = {"WEBP": 2}  # format -> memory of a pixel while it is decoded, by that of others
+MAX_PROMPT_PIXELS = 8 * MAX_PIXELS  # of all images of a prompt
+LARGE_PIXELS = 4 << 20  # an image with more is read while no other of these is: turn_of()
+_LARGE_TURN = threading.Lock()
+_STRIP_PIXELS = 1 << 20  # of the strips in which transparent images are put on white
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _FORMS = "a path, bytes of a file, an image of Pillow's, or an array [height, width, 3] of uint8"
 
 
 def open_image(source: Any, name: str) -> "Image":
-    """Return an image in RGB, turned as its EXIF data says.
+    """Return an image in RGB, turned as its EXIF data says; what is transparent is on white.
 
     name: of the prompt, for errors. Errors: InvalidRequestError; UnsupportedParameterError without Pillow.
     """
+    return read_pixels(find_image(source, name), source, name)
+
+
+def find_image(source: Any, name: str) -> "Image":
+    """Return an image whose size is known and allowed, and whose pixels are not read yet. Errors: as open_image()."""
     try:
-        from PIL import Image, ImageOps
+        from PIL import Image
     except ImportError:
         raise UnsupportedParameterError(
             "images need Pillow, which is not installed here: pip install 'llm-engine-core[vision]'"
         ) from None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # MAX_PIXELS is the bound
-            image = source if isinstance(source, Image.Image) else _opened(source, name)
-            if image.width * image.height > MAX_PIXELS or max(image.size) > MAX_SIDE:
-                raise InvalidRequestError(
-                    f"{name}: an image of {image.width} x {image.height} pixels; at most {MAX_PIXELS} are taken, and "
-                    f"{MAX_SIDE} on a side"
-                )
-            if image is source:
-                image = ImageOps.exif_transpose(image)  # a copy
-            else:
-                ImageOps.exif_transpose(image, in_place=True)
-            return image if image.mode == "RGB" else image.convert("RGB")
-    except InvalidRequestError:
-        raise
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise InvalidRequestError(f"{name}: the image cannot be read: {error}") from error
+    with _errors(name), warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # MAX_PIXELS is the bound
+        image = source if isinstance(source, Image.Image) else _opened(source, name)
+    most = MAX_PIXELS // _MEMORY.get(str(image.format), 1)
+    if image.width * image.height > most or max(image.size) > MAX_SIDE:
+        raise InvalidRequestError(
+            f"{name}: an image of {image.width} x {image.height} pixels; at most {most} are taken, and "
+            f"{MAX_SIDE} on a side"
+        )
+    return image
+
+
+def read_pixels(image: "Image", source: Any, name: str) -> "Image":
+    """Return what find_image() found as open_image() does; a picture of the caller's, source, is not changed."""
+    from PIL import ImageOps
+
+    with _errors(name):
+        if image is source:
+            image = ImageOps.exif_transpose(image)  # a copy
+        else:
+            ImageOps.exif_transpose(image, in_place=True)
+        return in_rgb(image)
+
+
+def turn_of(image: "Image") -> AbstractContextManager[object]:
+    """Return the context in which an image's pixels are read: large images wait for one another, so that their memory
+    is that of one.
+    """
+    return _LARGE_TURN if image.width * image.height > LARGE_PIXELS else nullcontext()
+
+
+def in_rgb(image: "Image") -> "Image":
+    """Return an image in RGB, and what is transparent in it on white, as transformers' processors have it.
+
+    Strip by strip, so that no second image with four colours is in memory.
+    """
+    from PIL import Image
+
+    if "A" not in image.getbands() and image.info.get("transparency") is None:
+        return image if image.mode == "RGB" else image.convert("RGB")
+    result = Image.new("RGB", image.size)
+    height = max(1, _STRIP_PIXELS // image.width)
+    for top in range(0, image.height, height):
+        strip = image.crop((0, top, image.width, min(top + height, image.height))).convert("RGBA")
+        white = Image.new("RGBA", strip.size, (255, 255, 255, 255))
+        result.paste(Image.alpha_composite(white, strip).convert("RGB"), (0, top))
+    return result
 
 
 def image_bytes(url: str, name: str) -> bytes:
@@ -68,6 +110,18 @@ def image_bytes(url: str, name: str) -> bytes:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
         raise InvalidRequestError(f"{name}: an image's data: URL is no base64: {error}") from None
+
+
+@contextmanager
+def _errors(name: str) -> Iterator[None]:
+    from PIL import Image
+
+    try:
+        yield
+    except InvalidRequestError:
+        raise
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        raise InvalidRequestError(f"{name}: the image cannot be read: {error}") from error
 
 
 def _opened(source: Any, name: str) -> "Image":

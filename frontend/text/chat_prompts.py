@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from frontend.images.chat_images import take_images
+from frontend.images.written_marks import hide_marks, reveal_marks
 from frontend.text.chat_template import render_chat
 from frontend.text.prompt_forms import PromptInput
 from frontend.text.tokenizer import Tokenizer
@@ -33,15 +34,22 @@ def render_prompts(
     rendered: list[PromptInput] = []
     for messages in conversations:
         images: list[Any] = []
+        variables = dict(arguments)
         if image_mark is not None:
             messages, images = take_images(messages, takes_files=takes_files)
+            if images:
+                messages, variables = hide_marks(messages, image_mark), hide_marks(variables, image_mark)
         prompt = render_chat(
             source,
             messages,
             bos_token=tokenizer.bos_token,
             eos_token=tokenizer.eos_token,
             image_mark=image_mark,
-            **arguments,
+            **variables,
         )
-        rendered.append({"prompt": prompt, "multi_modal_data": {"image": images}} if images else prompt)
+        if image_mark is not None and images:
+            text, marks = reveal_marks(prompt, image_mark)
+            rendered.append({"prompt": text, "multi_modal_data": {"image": images}, "image_marks": marks})
+        else:
+            rendered.append(prompt)
     return rendered

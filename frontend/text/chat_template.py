@@ -59,7 +59,11 @@ def render_chat(
     without a template, and for what the template refuses.
     """
     if template is None:
-        raise InvalidRequestError("this model has no chat template; write the prompt yourself and call generate()")
+        raise InvalidRequestError(
+            "this model has no chat template (chat_template.jinja, or in tokenizer_config.json, chat_template.json or "
+            "a GGUF file): give one with chat_template= or --chat-template FILE, or write the prompt yourself and call "
+            "generate()"
+        )
     if continue_final_message:
         messages, final = mark_final_text(messages, add_generation_prompt=add_generation_prompt)
     compiled = _compile(template)
@@ -82,6 +86,11 @@ def render_chat(
 
     prompt = _in_either_form(render)
     return cut_at_mark(prompt, final) if continue_final_message else prompt
+
+
+def check_template(template: str) -> None:
+    """Check that this is a template. Errors: InvalidRequestError."""
+    _compile(template)
 
 
 def _in_either_form(render: Callable[[bool], str]) -> str:

@@ -1,7 +1,8 @@
 """continue_final_message: a prompt that ends with the text of the last message, so that the output goes on with it.
 
-A chat template puts the end of a turn behind each message. So the last message is rendered with a mark in place of its
-text, and the prompt is cut at the mark. This is the method of transformers.
+A chat template puts the end of a turn behind each message. So a mark is put behind the text of the last message, and
+the prompt is cut at the mark. This is the method of transformers 5.24: the template sees the text, and what it does
+with it (trimming, reasoning taken apart) is in the prompt.
 """
 
 from typing import Any
@@ -9,29 +10,46 @@ from typing import Any
 from ipc.errors import InvalidRequestError
 
 _MARK = "\ue0f0\ue0f1continued here\ue0f1\ue0f0"  # of the private use area: no template and no tokenizer has it
+_END = " "  # behind the mark: a template that trims takes it away
 
 
 def mark_final_text(messages: Any, *, add_generation_prompt: bool) -> tuple[list[dict[str, Any]], str]:
-    """Return the messages with the mark in place of the last one's text, and that text. Errors: InvalidRequestError."""
+    """Return the messages with the mark behind the last one's text, and that text: of content parts, the last text.
+
+    Errors: InvalidRequestError.
+    """
     if add_generation_prompt:
         raise InvalidRequestError(
             "continue_final_message and add_generation_prompt exclude each other: a prompt goes on with the last "
             "message or begins a new one; set add_generation_prompt to False"
         )
     last = messages[-1] if isinstance(messages, (list, tuple)) and messages else None
-    text = last.get("content") if isinstance(last, dict) else None
-    if not isinstance(text, str):
-        raise InvalidRequestError(
-            f"continue_final_message needs a last message whose content is a str; the last message is {last!r:.80}"
-        )
-    return [*messages[:-1], {**last, "content": _MARK}], text  # type: ignore[dict-item]
+    content = last.get("content") if isinstance(last, dict) else None
+    if isinstance(content, str):
+        return [*messages[:-1], {**last, "content": content + _MARK + _END}], content  # type: ignore[dict-item]
+    parts = list(content) if isinstance(content, (list, tuple)) else []
+    for at in reversed(range(len(parts))):
+        text = parts[at].get("text") if isinstance(parts[at], dict) else parts[at]
+        if isinstance(text, str):
+            marked = text + _MARK + _END
+            parts[at] = {**parts[at], "text": marked} if isinstance(parts[at], dict) else marked
+            return [*messages[:-1], {**last, "content": parts}], text  # type: ignore[dict-item]
+    raise InvalidRequestError(
+        "continue_final_message needs a last message whose content is a str or has a part that is text; the last "
+        f"message is {last!r:.80}"
+    )
 
 
 def cut_at_mark(prompt: str, text: str) -> str:
-    """Return the prompt up to the mark, and `text` in its place. Errors: InvalidRequestError where it has no mark."""
+    """Return the prompt up to the mark, without the spaces before it if the template trims.
+
+    Errors: InvalidRequestError for a template that does not show the whole text.
+    """
     at = prompt.rfind(_MARK)
-    if at < 0:
+    if at < 0 or text.strip() not in prompt[:at]:
         raise InvalidRequestError(
-            "continue_final_message: the chat template does not show the last message's content as it is"
+            "continue_final_message: the chat template does not show the last message's content as it is: templates of "
+            "models that reason may leave reasoning out"
         )
-    return prompt[:at] + text
+    trims = not prompt.startswith(_END, at + len(_MARK))
+    return prompt[:at].rstrip() if trims else prompt[:at]

@@ -23,6 +23,7 @@ class ImagePrompt(TypedDict, total=False):
 
     prompt: str  # with the model's mark, such as <image>, where each image is
     multi_modal_data: Mapping[str, Any]  # {"image": one image, or a list of them}
+    image_marks: Sequence[int]  # which of the marks are images', from 0 on; the others are text; absent = all
     cache_salt: str
 
 

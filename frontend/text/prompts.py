@@ -15,7 +15,7 @@ from ipc.wire.feature_messages import FeatureLimits
 from ipc.wire.placed_feature import PlacedFeature, placed_embeds
 
 _MAX_CACHE_SALT_CHARS = 1024
-_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "second_from", "prompt_embeds", "multi_modal_data")
+_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "second_from", "prompt_embeds", "multi_modal_data", "image_marks")
 #: Keys of vLLM's prompts that this version cannot serve.
 _UNSUPPORTED_KEYS = ("multi_modal_uuids", "mm_processor_kwargs", "encoder_prompt")
 _DATA = "'multi_modal_data'"
@@ -41,6 +41,7 @@ class _Form(NamedTuple):
     second_from: int = 0
     embeds: Any = None
     images: tuple[Any, ...] = ()
+    image_marks: list[int] | None = None
 
 
 def text_of(prompt: PromptInput) -> str:
@@ -158,7 +159,7 @@ def _read_images(form: _Form, name: str, images: ImagePrompts | None) -> ImageTe
     if images is None:
         raise UnsupportedParameterError(f"{name}: this engine's model takes no images")
     assert form.text is not None, form
-    return images.read(form.text, form.images, name)
+    return images.read(form.text, form.images, name, form.image_marks)
 
 
 def _truncated(ids: list[int], keep: int, keeps_beginnings: bool) -> list[int]:
@@ -182,7 +183,7 @@ def _read_form(prompt: PromptInput, name: str) -> _Form:
             near = difflib.get_close_matches(str(key), _KEYS, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise InvalidRequestError(f"{name}: unknown key {key!r}; {hint}a prompt is {_FORMS}")
-    text, token_ids, cache_salt, second_from, embeds, data = (prompt.get(key) for key in _KEYS)
+    text, token_ids, cache_salt, second_from, embeds, data, marks = (prompt.get(key) for key in _KEYS)
     for key, value in (("prompt", text), ("cache_salt", cache_salt)):
         if value is not None and not isinstance(value, str):
             raise InvalidRequestError(f"{name}: {key!r} must be a str, got {type(value).__name__}")
@@ -196,7 +197,8 @@ def _read_form(prompt: PromptInput, name: str) -> _Form:
     images = _images_of(data, name)
     if images and (text is None or token_ids is not None):
         raise InvalidRequestError(f"{name}: images are for a prompt that is text: {{'prompt': ..., {_DATA}: ...}}")
-    return _Form(text, token_ids, cache_salt or "", second_from or 0, embeds, images)  # type: ignore[arg-type]
+    image_marks = None if marks is None else _read_image_marks(marks, name)
+    return _Form(text, token_ids, cache_salt or "", second_from or 0, embeds, images, image_marks)  # type: ignore[arg-type]
 
 
 def _images_of(data: Any, name: str) -> tuple[Any, ...]:
@@ -211,6 +213,13 @@ def _images_of(data: Any, name: str) -> tuple[Any, ...]:
     if given is None:
         return ()
     return tuple(given) if isinstance(given, (list, tuple)) else (given,)
+
+
+def _read_image_marks(marks: object, name: str) -> list[int]:
+    ids = _read_token_ids(marks, name) if isinstance(marks, Sequence) and not isinstance(marks, str) else [-1]
+    if ids != sorted(set(ids)) or (ids and ids[0] < 0):
+        raise InvalidRequestError(f"{name}: 'image_marks' must be ascending ints from 0 on; got {marks!r:.80}")
+    return ids
 
 
 def _check_cache_salt(salt: str, name: str) -> None:

@@ -10,12 +10,14 @@ import msgspec
 import tokenizers
 from tokenizers import decoders
 
+from frontend.text.chat_template import check_template
 from frontend.text.text_prompts import TextPrompts, read_text_prompts
 from frontend.text.tokenizer_calls import TokenizerCalls
 from ipc.errors import InvalidRequestError, ModelFileError
 from ipc.files.gguf import GgufValue, parse_gguf_metadata
-from ipc.files.gguf_vocabulary import build_gguf_tokenizer, gguf_token_id
-from ipc.files.model_files import GGUF_HEADER
+from ipc.files.gguf_vocabulary import GGUF_ENDS, build_gguf_tokenizer, gguf_end_ids, gguf_token_id
+from ipc.files.model_files import GGUF_HEADER, GIVEN_TEMPLATE
+from ipc.files.text_files import TEMPLATE_FOLDER
 from ipc.files.token_bytes import byte_level_bytes, is_byte_token
 from ipc.files.tokenizer_json import parse_tokenizer_json
 
@@ -92,13 +94,16 @@ class Tokenizer(TokenizerCalls):
         Errors: ModelFileError naming the file that is missing or corrupt; UnsupportedModelError for a GGUF vocabulary
         of a kind that is not supported.
         """
-        if "tokenizer.json" in files:
-            return _from_folder(files)
-        if GGUF_HEADER in files:
-            return _from_gguf(parse_gguf_metadata(files[GGUF_HEADER]))
-        found = ", ".join(sorted(files)) or "no file at all"
+        found = _from_folder(files) if "tokenizer.json" in files else None
+        if found is None and GGUF_HEADER in files:
+            found = _from_gguf(parse_gguf_metadata(files[GGUF_HEADER]))
+        if found is not None:
+            if GIVEN_TEMPLATE in files:
+                found.chat_templates = {"default": _checked_template(files)}
+            return found
+        names = ", ".join(sorted(files)) or "no file at all"
         raise ModelFileError(
-            f"the model has no tokenizer: tokenizer.json is missing (found {found}); "
+            f"the model has no tokenizer: tokenizer.json is missing (found {names}); "
             "skip_tokenizer_init=True runs it on token ids"
         )
 
@@ -162,7 +167,7 @@ def _from_gguf(metadata: Mapping[str, GgufValue]) -> Tokenizer:
     named = {"default": template} | {
         key.removeprefix(_GGUF_TEMPLATE): value for key, value in metadata.items() if key.startswith(_GGUF_TEMPLATE)
     }
-    ends = (gguf_token_id(metadata, name) for name in ("eos", "eot"))
+    ends = [gguf_token_id(metadata, name) for name in GGUF_ENDS] + gguf_end_ids(metadata)
     return Tokenizer(
         hf,
         bos_token_id=gguf_token_id(metadata, "bos"),
@@ -221,17 +226,38 @@ def _token_text(value: object) -> str | None:
 
 
 def _chat_templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the templates by name. chat_template.jinja overrides the default one of tokenizer_config.json."""
+    """Return the templates by name. Files of their own override those of tokenizer_config.json; chat_template.json, of
+    older processors, is read if nothing else has a default one.
+    """
     given = config.get("chat_template")
     named: dict[object, object] = {"default": given}
     if isinstance(given, list):
         named = {entry.get("name"): entry.get("template") for entry in given if isinstance(entry, dict)}
-    if "chat_template.jinja" in files:
-        try:
-            named["default"] = files["chat_template.jinja"].decode()
-        except UnicodeDecodeError as error:
-            raise ModelFileError(f"chat_template.jinja is not UTF-8: {error}") from error
+    for name in files:
+        if name == "chat_template.jinja":
+            named["default"] = _read_template(files, name)
+        elif name.startswith(f"{TEMPLATE_FOLDER}/"):
+            named[name.removeprefix(f"{TEMPLATE_FOLDER}/").removesuffix(".jinja")] = _read_template(files, name)
+    if named.get("default") is None:
+        named["default"] = _read_object(files, "chat_template.json").get("chat_template")
     return {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
+
+
+def _checked_template(files: Mapping[str, bytes]) -> str:
+    """Return the template that somebody gave. Errors: ModelFileError where it is none."""
+    text = _read_template(files, GIVEN_TEMPLATE)
+    try:
+        check_template(text)
+    except InvalidRequestError as error:
+        raise ModelFileError(f"{GIVEN_TEMPLATE}: {error}") from None
+    return text
+
+
+def _read_template(files: Mapping[str, bytes], name: str) -> str:
+    try:
+        return files[name].decode()
+    except UnicodeDecodeError as error:
+        raise ModelFileError(f"{name} is not UTF-8: {error}") from error
 
 
 def _check_text(text: object) -> None:

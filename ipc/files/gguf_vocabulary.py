@@ -112,6 +112,20 @@ _UNKNOWN = 2
 _CONTROL = 3
 _USER_DEFINED = 4
 
+#: Tokens that end a generation: the text's, a turn's, and a message's that asks for a call of a tool.
+GGUF_ENDS = ("eos", "eot", "eom")
+#: Names of control tokens that end a generation whatever the keys say, as llama.cpp has them: files made before a key
+#: existed name one end only. Its ends of files within code are left out.
+_END_NAMES = frozenset(
+    (
+        *("<|eot_id|>", "<|im_end|>", "<|ifm|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<end_of_utterance>"),
+        *("<EOT>", "_<EOT>", "[EOT]", "[e~[", "<|return|>"),
+        *("<|eom_id|>", "<|call|>", "<|calls|>", "<|flush|>", "<|tool_response>"),
+        *("<|endoftext|>", "<|end_of_text|>", "[EOS]", "<eos>", "<\uff5cend\u2581of\u2581sentence\uff5c>"),
+    )
+)
+_MESSAGE_ENDS = frozenset(("<|return|>", "<|call|>", "<|calls|>", "<|flush|>"))
+
 _Item = TypeVar("_Item", str, int, float)
 
 
@@ -168,6 +182,22 @@ def gguf_token_id(metadata: Mapping[str, GgufValue], name: str) -> int | None:
     if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < count:
         raise ModelFileError(f"{key} is {token_id!r}; the vocabulary has {count} tokens")
     return token_id
+
+
+def gguf_end_ids(metadata: Mapping[str, GgufValue]) -> list[int]:
+    """Return the ids of the control tokens that end a generation by their names, ascending.
+
+    In vocabularies where messages have ends of their own kinds (gpt-oss), `<|end|>` ends one of several messages of a
+    turn. Errors: ModelFileError.
+    """
+    if "tokenizer.ggml.token_type" not in metadata:
+        return []
+    tokens = _list(metadata, "tokenizer.ggml.tokens", str)
+    types = _per_token(metadata, "tokenizer.ggml.token_type", int, tokens)
+    ends = {token: at for at, token in enumerate(tokens) if token in _END_NAMES and types[at] == _CONTROL}
+    if _MESSAGE_ENDS & ends.keys():
+        ends.pop("<|end|>", None)
+    return list(ends.values())
 
 
 def _byte_level(metadata: Mapping[str, GgufValue], vocabulary: dict[str, int]) -> tokenizers.Tokenizer:

@@ -15,19 +15,10 @@ from ipc.errors import ModelFileError
 from ipc.files.hub_gguf import choose_gguf, gguf_files
 from ipc.files.hub_name import HubName, parse_hub_name
 from ipc.files.safetensors import weight_files
+from ipc.files.text_files import is_text_file
 
-_TEXT_FILES = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-]
 #: How an embedding model pools (sentence-transformers), in folders such as 1_Pooling; its longest text; its prompts.
-_MODULES = re.compile(
-    r"modules\.json|\d+_\w+/config\.json|sentence_[\w-]+_config\.json|config_sentence_transformers\.json"
-)
+_MODULES = re.compile(r"modules\.json|\d+_\w+/config\.json|sentence_[\w-]+_config\.json")
 #: Weights: not those in folders of their own, and not the copy in Mistral's own format.
 _WEIGHTS = re.compile(r"(?!consolidated)[^/]*\.safetensors(\.index\.json)?|\d+_\w+/model\.safetensors")
 
@@ -90,7 +81,7 @@ def _download(name: HubName, with_weights: bool) -> Path:
     files = [one.rfilename for one in HfApi().model_info(name.repo, revision=name.branch).siblings or ()]
     has_safetensors = any(file.endswith(".safetensors") and "/" not in file for file in files)
     if name.quantization is None and "config.json" in files and (has_safetensors or not with_weights):
-        wanted = [file for file in files if file in _TEXT_FILES or _MODULES.fullmatch(file)]
+        wanted = [file for file in files if is_text_file(file) or _MODULES.fullmatch(file)]
         wanted += [file for file in files if with_weights and _WEIGHTS.fullmatch(file)]
         found = snapshot_download(
             name.repo,

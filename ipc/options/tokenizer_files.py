@@ -1,6 +1,8 @@
-"""tokenizer_files_of(): the tokenizer files of the model that a config names."""
+"""The tokenizer files of the model that a config names, and those of its clients."""
 
-from ipc.files.model_files import read_tokenizer_files, resolve_model
+from pathlib import Path
+
+from ipc.files.model_files import read_chat_template, read_tokenizer_files, resolve_model
 from ipc.options.config import EngineConfig
 
 
@@ -13,3 +15,12 @@ def tokenizer_files_of(config: EngineConfig) -> dict[str, bytes]:
         return {}
     is_optional = config.load_format == "dummy"
     return read_tokenizer_files(resolve_model(config.model), optional=is_optional, mmproj=config.mmproj)
+
+
+def client_files_of(config: EngineConfig, source: str | None = None) -> dict[str, bytes]:
+    """Return what clients read: the tokenizer files, and the chat template that the config gives. Errors: as above.
+
+    source: path of other tokenizer files than the model's.
+    """
+    files = tokenizer_files_of(config) if source is None else read_tokenizer_files(Path(source))
+    return files | read_chat_template(config.chat_template) if files else files

@@ -213,7 +213,11 @@ def private_ipc_address() -> str:
     """
     tail = len(f"/{PRIVATE_PREFIX}xxxxxxxx/{_PRIVATE_SOCKET}")
     failures = []
-    for parent in (os.environ.get("XDG_RUNTIME_DIR"), tempfile.gettempdir(), "/tmp"):
+    try:
+        usual = tempfile.gettempdir()
+    except OSError:  # none that can be written to
+        usual = None
+    for parent in (os.environ.get("XDG_RUNTIME_DIR"), usual, "/tmp"):
         if not parent or not os.path.isabs(parent) or len(os.fsencode(parent)) + tail > MAX_IPC_PATH_BYTES:
             continue
         _sweep(parent)
@@ -345,8 +349,9 @@ def _lock(address: str) -> int:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_same_file(fd, path):  # its last owner may have unlinked it between our open and our lock
-                os.ftruncate(fd, 0)
-                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                with contextlib.suppress(OSError):  # a full disk: the lock holds without the number, which is a note
+                    os.ftruncate(fd, 0)
+                    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
                 return fd
         except BlockingIOError:
             owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
@@ -354,6 +359,9 @@ def _lock(address: str) -> int:
             raise AddressError(
                 f"{address} is in use by a live engine, process {owner}: connect to it, stop it or choose another"
             ) from None
+        except OSError as error:
+            os.close(fd)
+            raise AddressError(f"cannot listen on {address}: {error.strerror} ({path})") from error
         except BaseException:
             os.close(fd)
             raise

@@ -21,7 +21,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCE_FOLDER = Path(__file__).resolve().parent / "c"
-BUILD_S = 120.0  # limit of one build; two free cores need 7 s
+BUILD_S = 120.0  # limit of one build while somebody waits for it; two free cores need 7 s
+#: Of a build that nobody waits for, a wheel's: CPU time of each process of the compiler, which a loaded machine does
+#: not use up, and a limit for one that hangs.
+WHEEL_CPU_S, WHEEL_BUILD_S = 600, 7200.0
 BUILD_FOLDER_PREFIX = "build-"
 
 _FLAGS = (
@@ -143,8 +146,10 @@ def find_compiler() -> Compiler:
         done = subprocess.run(
             [*command, "--version"], capture_output=True, text=True, errors="replace", check=True, timeout=30
         )
-    except (OSError, subprocess.SubprocessError) as error:
+    except OSError as error:
         raise CannotCompileError(f"no C compiler: {shlex.join(command)} does not run ({error})") from error
+    except subprocess.SubprocessError as error:
+        raise CpuLibraryError(f"the C compiler {shlex.join(command)} fails ({error})") from error
     return Compiler(command, done.stdout)
 
 
@@ -156,6 +161,8 @@ def check_instructions(variant: str, compiler: Compiler) -> None:
     command = [*compiler.command, *flags, "-x", "c", "-c", "-", "-o", os.devnull]
     try:
         subprocess.run(command, input=probe, capture_output=True, text=True, errors="replace", check=True, timeout=30)
+    except subprocess.TimeoutExpired as error:
+        raise CpuLibraryError(f"the C compiler {shlex.join(compiler.command)} fails ({error})") from error
     except (OSError, subprocess.SubprocessError) as error:
         raise CannotCompileError(
             f"{shlex.join(compiler.command)} does not know the instructions of the variant {variant} ({error})"
@@ -172,17 +179,22 @@ def source_hash(variant: str, compiler_version: str = "") -> str:
     return digest.hexdigest()
 
 
-def build(variant: str, compiler: Compiler, folder: Path, seconds: float = BUILD_S) -> bytes:
+def build(
+    variant: str, compiler: Compiler, folder: Path, seconds: float = BUILD_S, cpu_seconds: int | None = None
+) -> bytes:
     """Build a variant and return the shared library's content.
 
-    The files are compiled in parallel, in a temporary folder below `folder`. Errors: CpuLibraryError with the
-    compiler's output, or if the build takes longer than `seconds`."""
+    The files are compiled in parallel, in a temporary folder below `folder`. cpu_seconds: CPU time of each process of
+    the compiler; None = any. Errors: CpuLibraryError with the compiler's output, or if the build takes longer than
+    `seconds`.
+    """
     end = time.monotonic() + seconds
     try:
         with tempfile.TemporaryDirectory(
             prefix=BUILD_FOLDER_PREFIX, dir=folder, ignore_cleanup_errors=True
         ) as build_folder:
-            command = [*compiler.command, *_FLAGS, "-I", str(SOURCE_FOLDER), *VARIANTS[variant].flags]
+            limit = [] if cpu_seconds is None else ["sh", "-c", 'ulimit -t "$0"; exec "$@"', str(cpu_seconds)]
+            command = [*limit, *compiler.command, *_FLAGS, "-I", str(SOURCE_FOLDER), *VARIANTS[variant].flags]
             sources = sorted(SOURCE_FOLDER.rglob("*.c"))
             _make_common_header(command, build_folder, end, is_compiled=len(sources) >= _MANY_FILES)
             each = [*command, "-include", _COMMON_HEADER, "-c"]
@@ -225,8 +237,8 @@ def _run(failure: str, commands: list[list[str]], folder: str, end: float) -> No
     with contextlib.ExitStack() as stack:
         running = [stack.enter_context(_started(command, folder)) for command in commands]
         said = [process.communicate(timeout=max(0.0, end - time.monotonic()))[0] for process in running]
-    if any(process.returncode for process in running):
-        raise _CompilerFailedError(f"{failure}: {''.join(said)[-2000:]}")
+    if statuses := [process.returncode for process in running if process.returncode]:
+        raise _CompilerFailedError(f"{failure}: {''.join(said)[-2000:] or f'its status is {statuses[0]}'}")
 
 
 @contextlib.contextmanager

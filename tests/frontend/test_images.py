@@ -106,6 +106,29 @@ def test_chats(llm: LLM, tmp_path: Path) -> None:
     assert text.prompt == "<|im_start|>User: What?<end>\nAssistant:"
 
 
+def test_a_mark_in_somebodys_text_is_text(llm: LLM) -> None:
+    image = {"type": "image", "image": IMAGES[1]}
+    text = {"type": "text", "text": "How do I write an <image> tag?"}
+    mark = llm.get_tokenizer().convert_tokens_to_ids("<image>")
+    answer = {"role": "assistant", "content": "Write <image>."}
+    after = llm.chat([{"role": "user", "content": [image, text]}], GREEDY, use_tqdm=False)[0]
+    assert after.prompt == "<|im_start|>User: <image>How do I write an <image> tag?<end>\nAssistant:"
+    before = llm.chat(
+        [{"role": "user", "content": [text]}, answer, {"role": "user", "content": [image]}], GREEDY, use_tqdm=False
+    )[0]
+    assert [after.prompt_token_ids.count(mark), before.prompt_token_ids.count(mark)] == [160 + 1, 160 + 2]
+    for output, images in ((after, [0]), (before, [2])):
+        (prepared,) = llm._engine.prepare([{**asked(IMAGES[1], text=output.prompt), "image_marks": images}], GREEDY)  # type: ignore[list-item]
+        assert prepared.prompt.token_ids == output.prompt_token_ids
+        uses = [feature.use for feature in prepared.prompt.features]
+        begins = [llm.get_tokenizer().decode([output.prompt_token_ids[use.position - 1]]) for use in uses]
+        assert begins == [f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)] + ["<global-img>"]
+    wrong: list[Any] = [[1, 0], [-1], "0", [0.5]]
+    for marks in wrong:
+        with pytest.raises(InvalidRequestError, match=r"image_marks|token ids must be ints"):
+            llm.generate({**asked(IMAGES[1]), "image_marks": marks}, GREEDY, use_tqdm=False)
+
+
 def test_a_request_goes_on_after_a_crash(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=150)
     expected = tokens_of(llm.generate(asked(IMAGES[0]), params, use_tqdm=False))

@@ -57,7 +57,8 @@ def main(arguments: Sequence[str]) -> int:
             parser.error("there is no terminal to chat in, and no prompt on standard input")
     with engine_at(parsed.connect, options, is_quiet=parsed.quiet) as (address, process, _), asyncio.Runner() as runner:
         try:
-            llm = runner.run(AsyncLLM.create(connect=address, client_name="chat"))
+            template = options.get("chat_template") if parsed.connect is not None else None
+            llm = runner.run(AsyncLLM.create(connect=address, client_name="chat", chat_template=template))
             params = sampling_params(parsed, llm.client.welcome.default_sampling, {})
             chat = Conversation(runner, llm, params, parsed.system)
             with contextlib.closing(llm):

@@ -158,6 +158,9 @@ def write_owner_file(path: str, token: bytes) -> int:
     except BlockingIOError:
         os.close(fd)
         raise ConfigError(f"--owner-file {path} is in use by a running `engine-core serve`: name another") from None
+    except OSError as error:  # a full disk
+        os.close(fd)
+        raise ConfigError(f"--owner-file {path} cannot be written: {error.strerror}") from None
     except BaseException:
         os.close(fd)
         raise

@@ -33,6 +33,12 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--connect", required=True, metavar="ADDR", help="the engine's address, of `engine-core serve`")
     parser.add_argument("--http", metavar="HOST:PORT", help="default: 127.0.0.1:8000")
+    parser.add_argument(
+        "--chat-template",
+        "--chat-template-file",
+        metavar="FILE",
+        help="a chat template, or a file with one, in place of the engine's; with `serve` it is an engine option",
+    )
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of the access log")
     add_http_options(parser)
     parsed = parser.parse_args(arguments)
@@ -43,7 +49,7 @@ def main(arguments: Sequence[str]) -> int:
     options = read_http_options(parsed)
     with bind_http(parsed.http) as bound:
         raise_file_limit()
-        engine = open_engine(parsed.connect)
+        engine = open_engine(parsed.connect, chat_template=parsed.chat_template)
         try:
             uvloop.run(_serve(HttpServer, engine, options, bound))
         finally:

@@ -51,8 +51,6 @@ FLAGS: dict[str, str] = {
     "--alias": "it is --served-model-name",
     "-a": "it is --served-model-name",
     "--no-webui": "the page is at /, and asks only this server; leave it out",
-    "--chat-template": "the template is the model's; --allow-request-templates lets requests bring their own",
-    "--chat-template-file": "the template is the model's; --allow-request-templates lets requests bring their own",
     "--ssl-keyfile": "TLS is the work of a proxy before this server",
     "--ssl-certfile": "TLS is the work of a proxy before this server",
     "--root-path": "paths begin at /; a proxy can cut a prefix off",

@@ -15,9 +15,13 @@ from ipc.options.given_options import config_from_options
 
 
 def check_connect(connect: str | None, options: Mapping[str, Any]) -> None:
-    """Check that no engine options were given beside --connect. Errors: ConfigError that names them."""
-    if connect is not None and options:
-        given = ", ".join("--" + name.replace("_", "-") for name in options)
+    """Check that no engine options were given beside --connect, but for those that are a client's, too.
+
+    Errors: ConfigError that names them.
+    """
+    others = [name for name in options if name != "chat_template"]
+    if connect is not None and others:
+        given = ", ".join("--" + name.replace("_", "-") for name in others)
         raise ConfigError(f"--connect uses an engine as it runs; leave out {given}")
 
 

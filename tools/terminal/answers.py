@@ -19,7 +19,7 @@ from frontend.results.outputs import CompletionOutput, RequestOutput
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import CallFailedError, EngineCoreError, EngineDeadError, InvalidRequestError
 from ipc.params.sampling_params import SamplingParams
-from tools.flags.options import print_error
+from tools.flags.options import engine_options, print_error
 from tools.flags.sampling_options import sampling_params
 from tools.terminal.prompts import DEMO_SAMPLING, Question, read_questions
 from tools.terminal.streams import OutputConsole, Streams, streams_for
@@ -32,7 +32,8 @@ def answer_all(parsed: argparse.Namespace, address: str, start_s: float | None) 
 
 
 async def _run(parsed: argparse.Namespace, address: str, start_s: float | None) -> RunSummary:
-    async with await AsyncLLM.create(connect=address, client_name=parsed.client_name) as llm:
+    template = engine_options(parsed).get("chat_template") if parsed.connect is not None else None
+    async with await AsyncLLM.create(connect=address, client_name=parsed.client_name, chat_template=template) as llm:
         tokenizer = _tokenizer(llm)
         questions = read_questions(
             parsed.prompts,

@@ -24,6 +24,7 @@ from core.models.config import LatentParts, ModelConfig
 from core.models.layers.rope_scaling import FrequencyDivisors, LinearScaling, LongropeScaling, RopeScaling, YarnScaling
 from ipc.errors import UnsupportedModelError
 from ipc.files.gguf import GgufHeader, read_gguf
+from ipc.files.gguf_vocabulary import GGUF_ENDS, gguf_end_ids
 from ipc.files.mapped_file import map_file
 
 #: Setting -> its key, without the architecture's name in front.
@@ -123,8 +124,9 @@ def read_gguf_config(path: Path) -> ModelConfig:
     width = _rotary_dim(values, architecture, rotated_from)
     window = _window(values, architecture, sizes["num_hidden_layers"])
     eos: tuple[int, ...] = ()
-    for key in ("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"):
-        eos += values.token_ids(key, vocab_size)
+    for name in GGUF_ENDS:
+        eos += values.token_ids(f"tokenizer.ggml.{name}_token_id", vocab_size)
+    eos += tuple(token for token in gguf_end_ids(header.metadata) if token < vocab_size)
     bos = values.token_ids("tokenizer.ggml.bos_token_id", vocab_size)
     features = _features(header, values, architecture, sizes)
     first = "attn_qkv" if features["fused_qkv"] else "attn_kv_a_mqa" if architecture.latent else "attn_q"

@@ -50,17 +50,22 @@ def read_json_config(folder: Path) -> ModelConfig:
     cannot run.
     """
     values = Values(read_json_object(folder / "config.json"), str(folder / "config.json"))
+    _refuse_own_settings(values)
     if (encoder := encoder_of(values)) is not None:
         return _encoder_config(folder, values, *encoder)
     if (vision := vision_architecture(values)) is not None:
         return _vision_config(folder, values, vision)
     values = text_part(values) or values
-    return decoder_config(folder, values, *_architecture(values))
+    config = decoder_config(folder, values, *_architecture(values))
+    if (folder / "modules.json").is_file() and (most := most_tokens_of(folder, read_json_object)) is not None:
+        most = min(most, config.max_position_embeddings)
+        config = msgspec.structs.replace(config, max_position_embeddings=most)
+    return config
 
 
 def decoder_config(folder: Path, values: Values, architecture: Architecture, form: Form) -> ModelConfig:
     """Return the configuration of a decoder from the settings in config.json. Errors: those of read_json_config()."""
-    values.values = {**architecture.defaults, **values.values}
+    values.values = _with_defaults(values.values, architecture)
     adjusted_sizes(values, architecture)
     _refuse_features(values, architecture)
     routed = experts(values, architecture)
@@ -156,6 +161,25 @@ def _num_labels(values: Values) -> int:
     if count is not None and (isinstance(count, bool) or not isinstance(count, int) or not 0 < count < 2**16):
         values.fail("num_labels", f"must be an integer of at least 1, got {count!r:.80}")
     return count or 2
+
+
+def _refuse_own_settings(values: Values) -> None:
+    """Refuse settings that single layers have (transformers 5.23 and newer), in any group of the file."""
+    groups = [
+        Values(group, values.source, prefix=f"{name}.") for name, group in values.values.items() if type(group) is dict
+    ]
+    for group in (values, *groups):
+        if group.get("per_layer_config"):
+            group.refuse("per_layer_config", "all layers must have the settings of the whole model")
+
+
+def _with_defaults(settings: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
+    """Return the settings with the architecture's own for those that are missing. Rotary settings are one of these,
+    under either of their names.
+    """
+    rotary = {name: None for name in ("rope_parameters",) if settings.get("rope_scaling") is not None}
+    given = {name: value for name, value in settings.items() if name != "rope_parameters" or value is not None}
+    return {**architecture.defaults, **rotary, **given}
 
 
 def _refuse_features(values: Values, architecture: Architecture) -> None:

@@ -13,6 +13,7 @@ from core.models.architectures.encoder_architectures import (
 )
 from core.models.config import EncoderActivation, EncoderParts, ModelConfig
 
+_NO_LIMIT = 2**24  # tokens: a tokenizer's model_max_length above this is none
 #: transformers' names of activations -> ours.
 _ACTIVATIONS: dict[str, EncoderActivation] = {name: name for name in get_args(EncoderActivation)}
 _ACTIVATIONS |= {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
@@ -181,13 +182,19 @@ def _theta(values: Values, kind: str, older: str, default: float) -> float:
 
 
 def most_tokens_of(folder: Path, read: Callable[[Path], dict[str, Any]]) -> int | None:
-    """Return the longest prompt that sentence-transformers' file in a folder allows; None: it says nothing.
+    """Return the longest prompt that sentence-transformers takes with the files of a folder; None: they say nothing.
 
-    The file is sentence_bert_config.json, or of another model's name. read: reads a JSON object.
+    It is max_seq_length in sentence_bert_config.json, or a file of another model's name. Version 6 does not write it:
+    then it is the tokenizer's model_max_length, which is 1e30 where there is none. read: reads a JSON object.
     Errors: ModelFileError.
     """
     for file in sorted(folder.glob("sentence_*_config.json")):
         values = Values(read(file), str(file))
         if values.get("max_seq_length") is not None:
             return values.integer("max_seq_length")
-    return None
+    file = folder / "tokenizer_config.json"
+    values = Values(read(file) if file.is_file() else {}, str(file))
+    most = values.get("model_max_length")
+    if type(most) not in (int, float) or most > _NO_LIMIT:
+        return None
+    return values.integer("model_max_length")

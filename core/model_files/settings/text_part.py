@@ -20,7 +20,7 @@ TEXT_PARTS: dict[str, tuple[str, ...]] = {
 #: The first configs of these have the text's settings beside the others, not in text_config.
 _FLAT = ("Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration")
 #: Settings of the whole model that its text's model has, unless text_config has its own.
-_SHARED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
+SHARED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
 #: Default values of the text's settings where they are others than the text's model's by itself.
 _DEFAULTS = {"Qwen3VLMoeForConditionalGeneration": {"norm_topk_prob": True}}
 #: Beginnings of names in safetensors -> in the text's model.
@@ -43,7 +43,7 @@ def text_part(values: Values) -> Values | None:
         text = values
     if text is None:
         values.fail("text_config", "is missing; expected the settings of the text's model")
-    own = {name: values.get(name) for name in _SHARED if text.get(name) is None and values.get(name) is not None}
+    own = {name: values.get(name) for name in SHARED if text.get(name) is None and values.get(name) is not None}
     if values.get("tie_word_embeddings") is not None:  # the head is the whole model's
         own["tie_word_embeddings"] = values.get("tie_word_embeddings")
     text.values = {

@@ -65,6 +65,7 @@ _RANGES: dict[str, tuple[int, int]] = {
     "local_attention": (2, 2**24),
     "global_attn_every_n_layers": (1, 2**12),
     "max_seq_length": (1, 2**24),
+    "model_max_length": (1, 2**24),
     "image_size": (1, 2**12),
     "patch_size": (1, 2**10),
     "scale_factor": (1, 2**6),

@@ -3,6 +3,7 @@
 import math
 from typing import Any, get_args
 
+from core.model_files.settings.text_part import SHARED
 from core.model_files.settings.values import Values
 from core.models.architectures.vision_architectures import VISION_ARCHITECTURES, VisionArchitecture
 from core.models.vision_parts import VisionActivation, VisionParts
@@ -32,8 +33,6 @@ _TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
     },
 }
-#: Settings of the whole model that its text's model has, unless text_config has its own.
-_SHARED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id")
 
 
 def vision_architecture(values: Values) -> VisionArchitecture | None:
@@ -50,7 +49,7 @@ def text_values(values: Values, row: VisionArchitecture) -> Values:
     if text.get("model_type") not in (None, row.text_type):
         text.refuse("model_type", f"{row.text_type!r} is")
     own: dict[str, Any] = {"architectures": [row.text_architecture]}
-    for name in _SHARED:
+    for name in SHARED:
         if text.get(name) is None and values.get(name) is not None:
             own[name] = values.get(name)
     if values.get("tie_word_embeddings") is not None or row.join == "shuffle":

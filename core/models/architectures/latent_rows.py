@@ -60,6 +60,7 @@ LATENT_ROWS = (
             "qk_rope_head_dim": 64,
             "v_head_dim": 128,
             "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5,
             "n_group": 8,
             "topk_group": 4,
             "first_k_dense_replace": 3,

@@ -174,6 +174,7 @@ RECURRENT_ROWS = (
         defaults={
             **_QWEN_DELTA,
             **_QWEN_EXPERTS,
+            "intermediate_size": 5632,
             "num_key_value_heads": 2,
             "num_experts": 512,
             "num_experts_per_tok": 10,

@@ -75,6 +75,12 @@ ROUTED_ROWS = (
             "attention_bias": True,
             "swiglu_alpha": 1.702,
             "swiglu_limit": 7.0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "original_max_position_embeddings": 4096,
+                "truncate": False,
+            },
         },
         only={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
         activation_key=None,  # hidden_act says silu

@@ -27,6 +27,7 @@ SIGMOID_ROWS = (
             "partial_rotary_factor": 0.5,
             "norm_topk_prob": True,
             "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
             "scoring_func": "sigmoid",
         },
         only={"scoring_func": "sigmoid"},

@@ -102,8 +102,11 @@ class HttpServer:
         await asyncio.sleep(0)
 
 
-def open_engine(address: str, client_name: str = "http") -> EngineHandle:
-    """Return a session with the engine at this address. Errors: those of EngineHandle."""
+def open_engine(address: str, client_name: str = "http", chat_template: str | None = None) -> EngineHandle:
+    """Return a session with the engine at this address. chat_template: in place of the engine's.
+
+    Errors: those of EngineHandle.
+    """
     return EngineHandle(
         None,
         connect=address,
@@ -114,7 +117,7 @@ def open_engine(address: str, client_name: str = "http") -> EngineHandle:
         connect_timeout=10.0,
         client_name=client_name,
         restart=False,
-        options={},
+        options={"chat_template": chat_template},
     )
 
 

@@ -92,12 +92,26 @@ def test_the_digest_is_of_the_content(tmp_path: Path, folder: Path) -> None:
         ({"r": 8}, "has rank 4 and adapter_config.json says 8"),
         ({"lora_alpha": None}, "lora_alpha must be a number; got None"),
         ({"rank_pattern": {"(": 4}}, "rank_pattern: a bad regular expression"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "names the target 'lm_head', and no tensor is of it"),
+        ({"lora_alpha": 1e39}, r"lora_alpha must be a number; got 1e\+39"),
+        ({"lora_alpha": 10**400}, "lora_alpha must be a number; got 1000"),
+        ({"lora_alpha": float("nan")}, "lora_alpha must be a number; got nan"),
     ],
 )
 def test_settings_that_are_not_done_are_refused_by_name(folder: Path, settings: dict[str, Any], text: str) -> None:
     with pytest.raises((ModelFileError, UnsupportedModelError), match=text):
         read(change(folder, **settings))
+
+
+def test_targets_without_tensors(tmp_path: Path) -> None:
+    """PEFT writes targets that the model does not have, and those that exclude_modules leaves out."""
+    matrices = random_matrices(SHAPES, 4, 1, targets=("q_proj", "down_proj"))
+    folder = write_peft(tmp_path / "a", matrices, rank=4, alpha=8, target_modules=["q_proj", "down_proj", "dense_h"])
+    digest = read(folder).digest
+    change(folder, target_modules=["q_proj", "down_proj", "v_proj"], exclude_modules=["v_proj"])
+    assert read(folder).digest == digest
+    change(folder, exclude_modules=None)
+    with pytest.raises(ModelFileError, match="names the target 'v_proj', and no tensor is of it"):
+        read(folder)
 
 
 def tensors_with(**changes: Any) -> dict[str, Any]:

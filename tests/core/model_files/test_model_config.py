@@ -294,7 +294,7 @@ def test_the_demo_model() -> None:
         max_position_embeddings=8192,
         tie_word_embeddings=True,
         bos_token_id=1,
-        eos_token_ids=(2,),
+        eos_token_ids=(2, 0),
         dtype="float32",
     )
 
@@ -311,6 +311,16 @@ def test_the_demo_model() -> None:
         ({"llama.vocab_size": None, "tokenizer.ggml.tokens": ["a", "b", "c"]}, (), {"vocab_size": 3}),
         ({"tokenizer.ggml.eot_token_id": 7}, (), {"eos_token_ids": (2, 7)}),
         ({"tokenizer.ggml.eot_token_id": 2}, (), {"eos_token_ids": (2,)}),
+        ({"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 5}, (), {"eos_token_ids": (2, 7, 5)}),
+        (
+            {
+                "llama.vocab_size": None,
+                "tokenizer.ggml.tokens": ["a", "<s>", "</s>", "<|im_end|>"],
+                "tokenizer.ggml.token_type": [1, 3, 3, 3],
+            },
+            (),
+            {"vocab_size": 4, "eos_token_ids": (2, 3)},
+        ),
         (
             {"tokenizer.ggml.eos_token_id": None, "tokenizer.ggml.bos_token_id": None},
             (),

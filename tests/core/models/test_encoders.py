@@ -157,3 +157,32 @@ def test_the_length_that_sentence_transformers_allows(tmp_path: Path) -> None:
     save_encoder(tmp_path, "Bert", "Model")
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 128}')
     assert load(tmp_path).max_model_len == 128
+
+
+@pytest.mark.parametrize(
+    ("older", "tokenizer", "most"),
+    [
+        (None, 32, 32),  # as sentence-transformers 6 saves it
+        (None, 10**30, 512),  # no limit: the positions count
+        (None, 4096, 512),
+        (128, 32, 128),  # the older file has precedence, as in the library
+    ],
+)
+def test_the_length_that_the_tokenizer_allows(tmp_path: Path, older: int | None, tokenizer: int, most: int) -> None:
+    save_encoder(tmp_path, "Bert", "Model")
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 512}))
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": older}))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": tokenizer}))
+    assert read_model_config(tmp_path).max_position_embeddings == most
+
+
+def test_the_length_of_a_decoder_that_embeds(tmp_path: Path) -> None:
+    values = {"architectures": ["Qwen3Model"], "model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4}
+    values |= {"intermediate_size": 72, "num_hidden_layers": 1, "vocab_size": 120, "num_key_value_heads": 2}
+    values |= {"rms_norm_eps": 1e-6, "max_position_embeddings": 512}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 32}))
+    assert read_model_config(tmp_path).max_position_embeddings == 512
+    (tmp_path / "modules.json").write_text("[]")
+    assert read_model_config(tmp_path).max_position_embeddings == 32

@@ -3,6 +3,7 @@
 # ruff: noqa: RUF001 - the texts are meant to be unusual
 import json
 import warnings
+from pathlib import Path
 from typing import Any
 
 import gguf
@@ -15,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from frontend.text.tokenizer import Tokenizer, _from_gguf
 from ipc.errors import InvalidRequestError, ModelFileError, UnsupportedModelError
 from ipc.files.gguf_vocabulary import PRE_TOKENIZERS, build_gguf_tokenizer
-from ipc.files.model_files import read_tokenizer_files, resolve_model
+from ipc.files.model_files import read_chat_template, read_tokenizer_files, resolve_model
 
 CORPUS = [
     "",
@@ -262,6 +263,40 @@ def test_chat_template_sources() -> None:
     assert Tokenizer.from_files(files).chat_template == "B"
     assert Tokenizer.from_files(files | {"chat_template.jinja": b"C"}).chat_template == "C"
     assert Tokenizer.from_files(_folder(tokenizer_config={"chat_template": named[:1]})).chat_template is None
+    older = _folder(chat_template={"chat_template": "J"})  # chat_template.json
+    assert Tokenizer.from_files(older).chat_template == "J"
+    assert Tokenizer.from_files(older | files).chat_template == "B"
+    assert Tokenizer.from_files(older | {"chat_template.jinja": b"C"}).chat_template == "C"
+
+
+def test_a_given_template_takes_the_place_of_all(tmp_path: Path) -> None:
+    named = [{"name": "tool_use", "template": "A"}, {"name": "default", "template": "B"}]
+    files = _folder(tokenizer_config={"chat_template": named})
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}!")
+    for template in (str(tmp_path / "own.jinja"), "{{ messages[0].content }}!"):
+        tokenizer = Tokenizer.from_files(files | read_chat_template(template))
+        assert tokenizer.chat_templates == {"default": "{{ messages[0].content }}!"}
+    assert Tokenizer.from_files(files | read_chat_template(None)).chat_template == "B"
+    with pytest.raises(ModelFileError, match="is no file here, and no template"):
+        read_chat_template("/no/such/file.jinja")
+    with pytest.raises(ModelFileError, match="given-chat-template: the chat template is not valid Jinja"):
+        Tokenizer.from_files(files | read_chat_template("{% for"))
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers and what it imports
+def test_named_chat_templates_as_transformers_saves_them(tmp_path: Path) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    (tmp_path / "tokenizer.json").write_bytes(_folder()["tokenizer.json"])
+    theirs = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    theirs.chat_template = {"default": "D{{ tools }}", "tool_use": "T", "rag": "R"}  # type: ignore[assignment]
+    theirs.save_pretrained(tmp_path)
+    assert (tmp_path / "additional_chat_templates" / "tool_use.jinja").is_file()
+    ours = Tokenizer.from_files(read_tokenizer_files(tmp_path))
+    assert ours.chat_templates == theirs.chat_template
+    chat, tools = [{"role": "user", "content": "x"}], [{"type": "function", "function": {"name": "f"}}]
+    assert ours.apply_chat_template(chat, tools, tokenize=False) == "T"
+    assert theirs.apply_chat_template(chat, tools, tokenize=False) == "T"
 
 
 @pytest.mark.parametrize(
@@ -275,6 +310,8 @@ def test_chat_template_sources() -> None:
         (_folder(tokenizer_config=b"{"), "tokenizer_config.json is not JSON"),
         (_folder(generation_config=b"[]"), "generation_config.json must hold a JSON object"),
         (_folder() | {"chat_template.jinja": b"\xff"}, "chat_template.jinja is not UTF-8"),
+        (_folder() | {"additional_chat_templates/a.jinja": b"\xff"}, r"additional_chat_templates/a\.jinja is not UTF"),
+        (_folder(chat_template=b"{"), "chat_template.json is not JSON"),
         ({"gguf-header": b"GGUF"}, "GGUF"),
     ],
 )
@@ -309,6 +346,29 @@ def test_named_chat_templates_of_a_folder_and_of_a_gguf_file() -> None:
     assert plain.choose_chat_template(None, with_tools=True) == "P"
     none = Tokenizer.from_files(_folder())
     assert none.choose_chat_template(None, with_tools=True) is None
+
+
+def test_what_ends_a_generation_in_a_gguf_file() -> None:
+    """Three keys, and control tokens of these names, as xllamacpp 2026.10 prints its end tokens for such files."""
+
+    def ends(added: list[str], kind: int = 3, **ids: str) -> list[str]:
+        metadata = _metadata()
+        tokens = metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], *added]
+        metadata["tokenizer.ggml.token_type"] += [kind] * len(added)
+        metadata |= {f"tokenizer.ggml.{name}_token_id": tokens.index(token) for name, token in ids.items()}
+        return [tokens[token] for token in _from_gguf(metadata).eos_token_ids]
+
+    assert ends(["<|im_start|>", "<|observation|>"], eom="<|observation|>") == ["</s>", "<|observation|>"]
+    assert ends(["<|user|>", "<|observation|>"], eot="<|user|>", eom="<|observation|>")[1:] == [
+        "<|user|>",
+        "<|observation|>",
+    ]
+    assert ends(["<|im_start|>", "<|im_end|>"]) == ["</s>", "<|im_end|>"]
+    assert ends(["<|end_of_text|>", "<|eot_id|>"], eos="<|eot_id|>") == ["<|eot_id|>", "<|end_of_text|>"]
+    assert ends(["<|im_end|>", "<|end|>"], kind=1) == ["</s>"]  # words of the text
+    assert ends(["<|im_end|>"], kind=4) == ["</s>"]
+    assert ends(["<|end|>", "<|user|>"]) == ["</s>", "<|end|>"]
+    assert ends(["<|end|>", "<|return|>", "<|call|>"]) == ["</s>", "<|return|>", "<|call|>"]
 
 
 @pytest.mark.parametrize("name", ["bos", "eos"])

@@ -173,7 +173,8 @@ def files_of(folder: Path) -> set[str]:
 
 def test_only_needed_files_are_downloaded(hub: HubServer, tmp_path: Path) -> None:
     text = {"config.json", "tokenizer.json", "chat_template.jinja", "tokenizer_config.json"}
-    text |= {"modules.json", "1_Pooling/config.json"}
+    text |= {"modules.json", "1_Pooling/config.json", "preprocessor_config.json", "processor_config.json"}
+    text |= {"chat_template.json", "additional_chat_templates/tool_use.jinja", "config_sentence_transformers.json"}
     others = {
         "consolidated.safetensors",
         "2_Dense/pytorch_model.bin",

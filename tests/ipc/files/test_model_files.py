@@ -22,6 +22,7 @@ from ipc.files.model_files import (
     resolve_model,
     tokenizer_hash,
 )
+from ipc.files.text_files import TEMPLATE_FOLDER, is_text_file
 from tests.placed import placed
 
 
@@ -114,6 +115,18 @@ def test_tokenizer_files_of_a_folder_are_those_present(tmp_path: Path) -> None:
         "chat_template.jinja": b"{{ x }}",
         "config.json": b'{"model_type": "llama"}',
     }
+
+
+def test_templates_with_a_name_are_read_up_to_a_number(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    (folder / TEMPLATE_FOLDER).mkdir()
+    for name in (*map(str, range(100)), "a b", "x" * 65, "readme.md"):
+        (folder / TEMPLATE_FOLDER / f"{name}.jinja").write_bytes(b"{{ x }}")
+    found = [name for name in read_tokenizer_files(folder) if name.startswith(TEMPLATE_FOLDER)]
+    assert len(found) == 64
+    assert all(is_text_file(name) for name in found)
+    for name in ("../x.jinja", f"{TEMPLATE_FOLDER}/../x.jinja", f"{TEMPLATE_FOLDER}/a/b.jinja", "x/tokenizer.json"):
+        assert not is_text_file(name)
 
 
 def test_tokenizer_files_of_a_gguf_file_are_its_metadata() -> None:

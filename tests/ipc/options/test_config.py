@@ -41,6 +41,7 @@ def test_every_option_is_checked_by_some_rule() -> None:
         "kv_key_file",
         "master_addr",
         "mmproj",
+        "chat_template",
     }
     assert set(FIELDS) == {*CHOICES, *names_of(bool), *names_of(int), *names_of(float), *others}
     assert list(OPTIONS) == list(FIELDS)

@@ -1,8 +1,11 @@
 """Addresses, and what the two sockets promise: no stealing, nothing left behind, bounds."""
 
+import errno
+import fcntl
 import os
 import socket as sockets
 import stat
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -173,6 +176,26 @@ def test_lock_is_no_way_through_a_link(context: Context, address: str) -> None:
     with pytest.raises(AddressError, match="cannot listen"):
         bind_router(context, address)
     os.unlink(path + ".lock")
+
+
+def test_a_full_disk(context: Context, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of the lock's owner is a note; and what fails is told as an address that cannot be used."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    router = bind_router(context, address)
+    with pytest.raises(AddressError, match="in use by a live engine, process unknown"):
+        bind_router(context, address)
+    router.close()
+    monkeypatch.setattr(fcntl, "flock", full)
+    with pytest.raises(AddressError, match=r"cannot listen on .*: No space left on device"):
+        bind_router(context, address)
+    monkeypatch.setattr(tempfile, "mkdtemp", full)
+    monkeypatch.setattr(tempfile, "gettempdir", full)
+    with pytest.raises(AddressError, match=r"no directory for a socket could be made .*No space left"):
+        private_ipc_address()
 
 
 def test_private_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
