@@ -26,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     Errors of ipc.errors become one message on standard error, never a traceback.
     """
+    if "_ARGCOMPLETE" in os.environ:
+        return _complete()
     _make_streams_usable()
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
@@ -46,6 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_error(f"cannot write the output: {error.strerror}")
         return EXIT_ERROR
     return status
+
+
+def _complete() -> int:
+    """Answer a shell that completes a line (tools/commands/completion.py)."""
+    completion = importlib.import_module(f"{HOME}tools.commands.completion")
+    line, point = os.environ.get("COMP_LINE", ""), os.environ.get("COMP_POINT", "0")
+    completion.complete(completion.words_before(line, int(point)))
+    return 0
 
 
 def _run(words: list[str]) -> int:

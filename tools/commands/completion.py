@@ -1,16 +1,31 @@
-"""`engine-core completion`: what bash, zsh and fish complete, made from the declarations of all commands' options."""
+"""`engine-core completion`: what bash, zsh and fish complete, from the declarations of all commands' options.
+
+The script that it prints is argcomplete's. At each TAB it runs `engine-core` again, with variables that say so, and
+complete() answers: argcomplete reads the line, and quotes what it offers for the shell.
+"""
 
 import argparse
+import contextlib
 import importlib
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+from argcomplete.completers import SuppressCompleter
+from argcomplete.finders import CompletionFinder
+from argcomplete.shell_integration import shellcode
+
+from ipc.errors import ModelFileError
+from ipc.files.hub_cache import cached_models
 from tools.command_table import COMMANDS, HOME
 from tools.flags.options import ArgumentParser
-from tools.terminal import shells
 
-_SHELLS = {"bash": shells.bash, "zsh": shells.zsh, "fish": shells.fish}
+_SHELLS = ("bash", "zsh", "fish")
 _MODEL_NAMES = ("MODEL", "MODEL ...")
 _FILE_NAMES = ("FILE", "PATH", "FOLDER", "TRACE")
+_MAX_FILES = 1000  # a folder may hold millions
+#: argcomplete's variable: how many words of the line stand for the program whose parser it is given.
+_PROGRAM_WORDS = "_ARGCOMPLETE"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -22,21 +37,45 @@ def main(arguments: Sequence[str]) -> int:
         epilog='bash: eval "$(engine-core completion bash)" in ~/.bashrc. zsh: the same with zsh, behind compinit, in '
         "~/.zshrc. fish: engine-core completion fish > ~/.config/fish/completions/engine-core.fish",
     )
-    parser.add_argument("shell", choices=tuple(_SHELLS))
+    parser.add_argument("shell", choices=_SHELLS)
     parsed = parser.parse_args(arguments)
-    print(_SHELLS[parsed.shell](declared_commands()), end="")
+    print(shellcode(["engine-core"], shell=parsed.shell))
     return 0
 
 
-def declared_commands() -> list[shells.Command]:
-    """Return all commands with their options, as their own parsers declare them."""
-    commands = [_declared(name, module, text) for name, (module, text) in COMMANDS.items()]
-    names = tuple(COMMANDS)
-    return [
-        *commands,
-        shells.Command("help", "show the options of a command", (), shells.Values(names)),
-        shells.Command("version", "print the version", (), shells.Values()),
-    ]
+def complete(words: Sequence[str]) -> None:
+    """Write what may stand at the end of the line, and end the process.
+
+    words: those before the one that is being completed; the first is the program.
+    """
+    command = words[1] if len(words) > 1 else None
+    if command == "help":
+        parser = _command_names()
+    elif command in COMMANDS:
+        parser = declared_parser(command)
+    elif command is None:
+        parser, os.environ[_PROGRAM_WORDS] = _command_names("help", "version"), "1"
+    else:
+        os._exit(0)
+    if command is not None:
+        os.environ[_PROGRAM_WORDS] = "2"
+    for action in parser._actions:
+        if completer := _completer(action):
+            action.completer = completer  # type: ignore[attr-defined]
+    CompletionFinder()(parser, default_completer=SuppressCompleter())
+
+
+def words_before(line: str, point: int) -> list[str]:
+    """Return the whole words before the cursor; the one that it stands on or behind is left out."""
+    before = line.encode()[:point].decode(errors="ignore")
+    words = before.split()
+    return words if before[-1:].isspace() else words[:-1]
+
+
+def _command_names(*more: str) -> ArgumentParser:
+    parser = ArgumentParser(prog="engine-core", add_help=False)
+    parser.add_argument("command", choices=[*COMMANDS, *more])
+    return parser
 
 
 class _Declared(Exception):
@@ -46,35 +85,43 @@ class _Declared(Exception):
         self.parser = parser
 
 
-def _declared(name: str, module: str, text: str) -> shells.Command:
+def declared_parser(command: str) -> ArgumentParser:
+    """Return the parser of a command, as its module declares it."""
+
     def stop(parser: ArgumentParser) -> None:
         raise _Declared(parser)
 
     before, ArgumentParser.before_parsing = ArgumentParser.before_parsing, stop
     try:
-        importlib.import_module(f"{HOME}{module}").main(())
+        importlib.import_module(f"{HOME}{COMMANDS[command][0]}").main(())
     except _Declared as declared:
-        parser = declared.parser
+        return declared.parser
     finally:
         ArgumentParser.before_parsing = before
-    shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]
-    flags = [
-        shells.Flag(tuple(action.option_strings), _help(action), None if action.nargs == 0 else _values(action))
-        for action in shown
-        if action.option_strings
-    ]
-    positional = next((_values(action) for action in shown if not action.option_strings), shells.Values())
-    return shells.Command(name, text, tuple(flags), positional)
+    raise AssertionError(f"engine-core {command} parses no arguments")
 
 
-def _values(action: argparse.Action) -> shells.Values:
+def _completer(action: argparse.Action) -> Callable[..., Iterator[str]] | None:
     metavar = str(action.metavar or "")
-    is_model = metavar in _MODEL_NAMES or action.dest == "model"
-    return shells.Values(
-        tuple(map(str, action.choices or ())), has_models=is_model, has_files=is_model or metavar in _FILE_NAMES
-    )
+    if metavar in _MODEL_NAMES or action.dest == "model":
+        return _models_and_files
+    return _files if metavar in _FILE_NAMES else None
 
 
-def _help(action: argparse.Action) -> str:
-    text = (action.help or "") % {"default": action.default} if "%" in (action.help or "") else action.help or ""
-    return " ".join(text.split())
+def _models_and_files(prefix: str, **context: Any) -> Iterator[str]:
+    with contextlib.suppress(ModelFileError):  # without huggingface_hub there is no cache
+        yield from (str(model.name) for model in cached_models())
+    yield from _files(prefix)
+
+
+def _files(prefix: str, **context: Any) -> Iterator[str]:
+    """Yield the files that begin so; folders end with a slash. No shell reads the names."""
+    folder, _, start = prefix.rpartition("/")
+    above = f"{folder}/" if "/" in prefix else ""
+    try:
+        with os.scandir(os.path.expanduser(above) or ".") as entries:
+            for _, entry in zip(range(_MAX_FILES), entries, strict=False):
+                if entry.name.startswith(start) and (start or not entry.name.startswith(".")):
+                    yield f"{above}{entry.name}" + ("/" if entry.is_dir() else "")
+    except OSError:
+        return
