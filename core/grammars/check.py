@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 from core import log
 from core.grammars.check_messages import Check, Verdict, decode_question, encode_message
 from core.grammars.compilation import compile_grammar
+from core.grammars.trial_text import try_text
 from core.grammars.vocabulary import Vocabulary, build_vocabulary
 from ipc.errors import EngineCoreError
 from ipc.params.structured_outputs import StructuredOutputsParams
@@ -77,7 +78,9 @@ def serve(channel: Channel, max_cpu_s: float, max_memory_bytes: int) -> None:
 def _check(tokenizer: "LLTokenizer", params: StructuredOutputsParams) -> str:
     """Return why the grammar cannot be used; "" = it can."""
     try:
-        compile_grammar(tokenizer, params)
+        matcher = compile_grammar(tokenizer, params)
+        if params.kind in ("json", "json_object"):
+            try_text(tokenizer, matcher)
     except EngineCoreError as error:
         return str(error)
     except MemoryError:

@@ -15,6 +15,8 @@ from ipc.params.json_schemas import close_objects, drop_annotations, spell_depen
 from ipc.params.schema_numbers import keep_numbers
 from ipc.params.structural_tags import Grammar
 from ipc.params.structured_outputs import StructuredOutputsParams, read_structural_tag
+from ipc.schema_names import check_number_of_names, keep_names
+from ipc.schema_texts import plain_texts
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
@@ -54,18 +56,20 @@ def _choice(texts: list[str]) -> str:
 def _json(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
     from llguidance import LLMatcher
 
+    obeyed = json.dumps(_obeyed(schema, params))
     try:
-        return LLMatcher.grammar_from_json_schema(json.dumps(_obeyed(schema, params)), _json_options(params))
+        return LLMatcher.grammar_from_json_schema(obeyed, _json_options(params))
     except ValueError as error:
         raise InvalidRequestError(f"json is not a JSON schema: {error}") from None
 
 
 def _obeyed(schema: dict[str, Any], params: StructuredOutputsParams) -> dict[str, Any]:
     """Return the schema as llguidance is to obey it. Errors: InvalidRequestError."""
+    check_number_of_names(schema)
     schema = keep_numbers(drop_annotations(schema))
     if params.disable_additional_properties:
         schema = close_objects(schema)
-    obeyed: dict[str, Any] = spell_dependencies(schema)
+    obeyed: dict[str, Any] = plain_texts(keep_names(spell_dependencies(schema)))
     return obeyed
 
 

@@ -52,7 +52,7 @@ def _is_image(part: Any) -> bool:
 
 
 def _image_of(part: dict[str, Any], where: str, *, takes_files: bool) -> Any:
-    """Return what open_image() takes."""
+    """Return what find_image() takes."""
     given: Sequence[Any] = [part[key] for key in ("image_url", "image", "image_pil", "url", "path") if key in part]
     source = given[0] if len(given) == 1 else None
     if isinstance(source, dict):

@@ -1,4 +1,4 @@
-"""open_image: an image in any form in which a caller may give it, as Pillow's image in RGB."""
+"""find_image, read_pixels: an image in any form in which a caller may give it, as Pillow's image in RGB."""
 
 import base64
 import binascii
@@ -29,16 +29,11 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _FORMS = "a path, bytes of a file, an image of Pillow's, or an array [height, width, 3] of uint8"
 
 
-def open_image(source: Any, name: str) -> "Image":
-    """Return an image in RGB, turned as its EXIF data says; what is transparent is on white.
+def find_image(source: Any, name: str) -> "Image":
+    """Return an image whose size is known and allowed, and whose pixels are not read yet.
 
     name: of the prompt, for errors. Errors: InvalidRequestError; UnsupportedParameterError without Pillow.
     """
-    return read_pixels(find_image(source, name), source, name)
-
-
-def find_image(source: Any, name: str) -> "Image":
-    """Return an image whose size is known and allowed, and whose pixels are not read yet. Errors: as open_image()."""
     try:
         from PIL import Image
     except ImportError:
@@ -58,7 +53,10 @@ def find_image(source: Any, name: str) -> "Image":
 
 
 def read_pixels(image: "Image", source: Any, name: str) -> "Image":
-    """Return what find_image() found as open_image() does; a picture of the caller's, source, is not changed."""
+    """Return what find_image() found in RGB, turned as its EXIF data says; what is transparent is on white.
+
+    A picture of the caller's, which is `source` itself, is not changed. Errors: InvalidRequestError.
+    """
     from PIL import ImageOps
 
     with _errors(name):

@@ -11,7 +11,8 @@ from ipc.params.structured_outputs import StructuredOutputsParams
 def constraint_of_response_format(response_format: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
     """Return the constraint of an OpenAI response_format; None for text. Errors: InvalidRequestError.
 
-    The schema may also stand beside the type, of json_object too, as clients of llama.cpp and others send it.
+    The schema may also stand beside the type, of json_object too, as clients of llama.cpp and others send it. Its
+    objects have no further properties then, as in llama.cpp.
     """
     kind = None if response_format is None else response_format.get("type")
     if response_format is None or kind == "text":
@@ -30,4 +31,4 @@ def constraint_of_response_format(response_format: Mapping[str, Any] | None) -> 
     if not isinstance(schema, dict):
         where = "json_schema.schema" if kind == "json_schema" else "its schema"
         raise InvalidRequestError(f"response_format of type {kind} needs {where}, a JSON object")
-    return StructuredOutputsParams(json=schema)
+    return StructuredOutputsParams(json=schema, disable_additional_properties=kind == "json_object")

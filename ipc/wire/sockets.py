@@ -213,11 +213,10 @@ def private_ipc_address() -> str:
     """
     tail = len(f"/{PRIVATE_PREFIX}xxxxxxxx/{_PRIVATE_SOCKET}")
     failures = []
-    try:
-        usual = tempfile.gettempdir()
-    except OSError:  # none that can be written to
-        usual = None
-    for parent in (os.environ.get("XDG_RUNTIME_DIR"), usual, "/tmp"):
+    parents = [os.environ.get("XDG_RUNTIME_DIR")]
+    with contextlib.suppress(OSError):  # none can be written to
+        parents.append(tempfile.gettempdir())
+    for parent in (*parents, "/tmp"):
         if not parent or not os.path.isabs(parent) or len(os.fsencode(parent)) + tail > MAX_IPC_PATH_BYTES:
             continue
         _sweep(parent)
@@ -339,19 +338,13 @@ def _lock(address: str) -> int:
     path = ipc_path(address) + ".lock"
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     while True:
+        fd = -1
         try:
             fd = os.open(path, flags, 0o600)
-        except OSError as error:
-            raise AddressError(
-                f"cannot listen on {address}: {error.strerror} ({path}); "
-                "its directory must exist and be writable for this user"
-            ) from error
-        try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_same_file(fd, path):  # its last owner may have unlinked it between our open and our lock
                 with contextlib.suppress(OSError):  # a full disk: the lock holds without the number, which is a note
-                    os.ftruncate(fd, 0)
-                    os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+                    os.truncate(fd, os.pwrite(fd, f"{os.getpid()}\n".encode(), 0))
                 return fd
         except BlockingIOError:
             owner = os.pread(fd, 32, 0).decode("ascii", "replace").strip() or "unknown"
@@ -360,11 +353,10 @@ def _lock(address: str) -> int:
                 f"{address} is in use by a live engine, process {owner}: connect to it, stop it or choose another"
             ) from None
         except OSError as error:
-            os.close(fd)
-            raise AddressError(f"cannot listen on {address}: {error.strerror} ({path})") from error
-        except BaseException:
-            os.close(fd)
-            raise
+            if fd >= 0:
+                os.close(fd)
+            why = f"{error.strerror} ({path}); its directory must exist and be writable for this user"
+            raise AddressError(f"cannot listen on {address}: {why}") from error
         os.close(fd)
 
 

@@ -6,6 +6,7 @@ import msgspec
 
 from frontend.http.bodies import Json
 from frontend.http.errors import HttpError
+from ipc.params.json_schemas import close_objects
 
 #: Ollama's option -> our field of the same meaning.
 _NAMES = {
@@ -85,7 +86,8 @@ def sampling_fields(body: OllamaBody, max_model_len: int) -> Json:
     if body.format not in (None, ""):
         if body.format != "json" and not isinstance(body.format, dict):
             raise HttpError(400, 'format must be "json" or a JSON schema', param="format")
-        schema = {"type": "json_schema", "json_schema": {"schema": body.format}}
+        # llama.cpp, which Ollama runs, writes no further properties than those that the schema names.
+        schema = {"type": "json_schema", "json_schema": {"schema": close_objects(body.format)}}
         found["response_format"] = {"type": "json_object"} if body.format == "json" else schema
     for name, value in (body.options or {}).items():
         if name == "num_ctx":

@@ -139,8 +139,11 @@ def test_a_matcher_that_shares_nothing_is_not_made_again(monkeypatch: pytest.Mon
 
 
 #: A schema of which one branch fails at its first token: more than 2,000 rules would begin there.
-MANY = {"type": "object", "properties": {f"p{index}": {} for index in range(600)}}
-EITHER = structured(json=json.dumps({"type": "array", "items": {"anyOf": [{"type": "null"}, MANY]}}))
+MANY = [
+    {"type": "object", "properties": {f"{name}{index}": {} for index in range(300)}, "additionalProperties": False}
+    for name in "pq"
+]
+EITHER = structured(json=json.dumps({"type": "array", "items": {"anyOf": [{"type": "null"}, *MANY]}}))
 
 
 @pytest.mark.parametrize("others", [0, 2])

@@ -17,6 +17,8 @@ from llguidance import LLMatcher, LLTokenizer
 from ipc.errors import InvalidRequestError
 from ipc.params.json_schemas import drop_annotations, spell_dependencies
 from ipc.params.structured_outputs import StructuredOutputsParams
+from ipc.schema_names import keep_names
+from ipc.schema_texts import plain_texts
 from ipc.wire.messages import FinishReason
 from tests.core.test_structured_outputs import Runs, add
 from tests.core.test_structured_schemas import FORMATS
@@ -82,6 +84,10 @@ def test_soak_every_output_parses_and_validates(seed: int) -> None:
     check(usable(), seed, compact=seed % 2 == 0)
 
 
+def as_written(schema: Any) -> Any:
+    return spell_dependencies(drop_annotations(schema))
+
+
 def test_masks_are_the_library_s_own() -> None:
     """The library reads tokenizer.json itself, too."""
     theirs = LLTokenizer(tokenizer_files()["tokenizer.json"].decode(), n_vocab=VOCAB_SIZE, eos_token=EOS)
@@ -90,7 +96,7 @@ def test_masks_are_the_library_s_own() -> None:
         params = StructuredOutputsParams(json=SCHEMAS[name], whitespace_pattern=r"[\x20\x0A\x0D\x09]+")
         ours = grammars.matcher(params)
         other = LLMatcher(
-            theirs, LLMatcher.grammar_from_json_schema(json.dumps(spell_dependencies(drop_annotations(SCHEMAS[name]))))
+            theirs, LLMatcher.grammar_from_json_schema(json.dumps(plain_texts(keep_names(as_written(SCHEMAS[name])))))
         )
         for _ in range(40):
             mask = allowed(np.frombuffer(ours.compute_bitmask(), np.uint32))

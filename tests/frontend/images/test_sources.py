@@ -12,7 +12,8 @@ from ipc.errors import InvalidRequestError
 Image = pytest.importorskip("PIL.Image")
 
 from frontend.images import sources  # noqa: E402
-from frontend.images.sources import LARGE_PIXELS, MAX_SIDE, open_image, turn_of  # noqa: E402
+from frontend.images.sources import LARGE_PIXELS, MAX_SIDE, turn_of  # noqa: E402
+from tests.frontend.images.opened import open_image  # noqa: E402
 
 
 def png(width: int, height: int) -> bytes:

@@ -14,11 +14,12 @@ from frontend.images.chat_images import IMAGE_PART, has_images, take_images
 from frontend.images.idefics3 import Idefics3Images
 from frontend.images.image_prompts import ImagePrompts, image_prompts
 from frontend.images.processed import ProcessedImages
-from frontend.images.sources import image_bytes, open_image
+from frontend.images.sources import image_bytes
 from ipc.errors import InvalidRequestError, ModelFileError, UnsupportedModelError
 from ipc.wire.feature_messages import FeatureLimits
 from ipc.wire.placed_feature import PlacedFeature
 from tests.core.models.idefics3_checkpoint import LONGEST, ROWS, SQUARE, noise, processed, tiny_tokenizer
+from tests.frontend.images.opened import open_image
 from tests.placed_images import placed_image
 
 Image = pytest.importorskip("PIL.Image")

@@ -26,6 +26,15 @@ def test_response_formats(grammars: Grammars) -> None:
         beside = constraint_of_response_format({"type": kind, "schema": {"enum": [1, 2]}})
         assert accepts(grammars, beside, "2")
         assert not accepts(grammars, beside, "3")
+    named = {"type": "object", "properties": {"a": {"enum": [1]}}}
+    for response_format, is_open in (
+        ({"type": "json_schema", "json_schema": {"schema": named}}, True),
+        ({"type": "json_object", "schema": named}, False),  # llama.cpp's form: no names but those of the schema
+        ({"type": "json_object", "schema": {**named, "additionalProperties": True}}, True),
+    ):
+        found = constraint_of_response_format(response_format)
+        assert accepts(grammars, found, '{"a": 1}')
+        assert accepts(grammars, found, '{"a": 1, "b": 2}') == is_open
     tags = {"structures": [{"begin": "<f>", "schema": {"enum": [1]}, "end": "</f>"}], "triggers": ["<f"]}
     assert accepts(grammars, constraint_of_response_format({"type": "structural_tag", **tags}), "so <f>1</f>")
 

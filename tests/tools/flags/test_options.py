@@ -36,13 +36,14 @@ def test_every_option_has_a_flag_and_aliases_mean_the_same() -> None:
     values = {
         "model": "m",
         "mmproj": "p",
+        "chat_template": "t",
         "scheduling_policy": "fcfs",
         "client_weights": "a=b=8",
         "executor_options": "a=b",
     }
     parsed = {"client_weights": {"a=b": 8.0}, "executor_options": {"a": "b"}}
     with_aliases = {name: aliases_of(declared) for name, declared in OPTIONS.items() if aliases_of(declared)}
-    assert len(with_aliases) == 12
+    assert len(with_aliases) == 13
     for name, aliases in with_aliases.items():
         for flag in (*aliases, flag_of(name)):
             given = engine_options(parser.parse_args([flag, values.get(name, "8")]))

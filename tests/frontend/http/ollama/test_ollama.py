@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from frontend.http.ollama.ollama_bodies import with_parts
+from frontend.http.ollama.ollama_bodies import OllamaBody, sampling_fields, with_parts
 from frontend.llm import LLM
 from ipc.params.sampling_params import SamplingParams
 from tests.frontend.http.caller import Answer, Caller
@@ -43,6 +43,16 @@ def test_generate_with_and_without_the_template(served: Caller, llm: LLM) -> Non
     assert found["response"] == llm.chat(chat, params, use_tqdm=False)[0].outputs[0].text
     raw = served.post("/api/generate", {**body, "raw": True}).json
     assert raw["response"] == llm.generate("Hi", params, use_tqdm=False)[0].outputs[0].text
+
+
+def test_a_format_is_closed_as_llama_cpp_closes_it() -> None:
+    inner = {"type": "object", "properties": {"b": {}}, "additionalProperties": True}
+    schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"properties": {"c": {}}}}, "i": inner}}
+    found = sampling_fields(OllamaBody(model="demo", format=schema), 100)["response_format"]["json_schema"]["schema"]
+    assert found["additionalProperties"] is False
+    assert found["properties"]["a"]["items"]["additionalProperties"] is False
+    assert found["properties"]["i"] == inner
+    assert "additionalProperties" not in schema  # the caller's own
 
 
 def test_log_probabilities(served: Caller) -> None:
