@@ -1,10 +1,17 @@
-"""Batch: the running requests, with their rows, order and blocks. Rows begin and end here."""
+"""Batch: the running requests, with their rows, order and blocks. Rows begin and end here.
+
+A row has a table of blocks for each kind of layers (core/kv/cache_kinds.py). Most models have one kind. If layers with
+a window have blocks of their own, they are a further kind: a row gives back what their window has passed, while it
+keeps the blocks of the first kind until it ends. In the numbers of most methods the pool's blocks are its pages.
+"""
 
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
+from core.batch.block_table import BlockTable
 from core.batch.carried import Carried
 from core.batch.forks import Forks
 from core.batch.host_cache import HostCache
@@ -13,50 +20,58 @@ from core.batch.new_blocks import NewBlocks
 from core.batch.prefix_cache import PrefixCache
 from core.batch.request import Request
 from core.batch.stop_check import StopCheck
-from core.batch.table import BatchTable, RequestStart
+from core.batch.table import BatchTable, OtherStart, RequestStart
 from core.kv.block_pool import NULL_BLOCK, BlockPool
+from core.kv.cache_kinds import CacheKind, room_of
 from ipc.options.config import EngineConfig
 from ipc.tables.arrays import BlockIds, Bools, Int32s, Ints, Rows
-from ipc.tables.paged_rows import PagedRows
 from ipc.tables.rounding import ceil_div
+
+
+class OtherKind(NamedTuple):
+    """A further kind of layers, which has a window."""
+
+    number: int
+    kind: CacheKind
+    table: BlockTable  # of all rows
 
 
 class Batch:
     """The rows of running requests, sorted by (rank, serial), and what belongs to them: table, pool and cache."""
 
-    blocks_of_a_block = 1  # blocks of the pool that a row takes for block_size tokens
-
     def __init__(self, config: EngineConfig, eos_token_ids: tuple[int, ...]) -> None:
         assert config.num_blocks_override is not None, "the config is not resolved"
         self.block_size = config.block_size
         self._shift = config.block_size.bit_length() - 1  # block sizes are powers of two
-        self.table = BatchTable(config.max_num_seqs)
+        self.room = room_of(config)
+        self.first, *others = self.room.kinds
+        self.table = BatchTable(config.max_num_seqs)  # it has the blocks of the first kind of layers
+        self.others = tuple(
+            OtherKind(number, kind, BlockTable(config.max_num_seqs)) for number, kind in enumerate(others)
+        )
+        self.tables: tuple[BlockTable, ...] = (self.table, *(other.table for other in self.others))
+        kinds_of_tables = zip(self.room.kinds, self.tables, strict=True)
+        self._sliding = [(kind.window, table) for kind, table in kinds_of_tables if kind.window]
+        #: Of each table: how many of the pool's blocks one of its blocks is.
+        self._widths = [self.first.page_blocks // kind.page_blocks for kind in self.room.kinds]
         self._tells_urgency = config.scheduling_policy == "priority"
-        self.pool = self._make_pool(config, config.num_blocks_override, 3 if self._tells_urgency else 1)
-        self.prefix_cache = self._make_cache(config)
+        num_rings = 3 if self._tells_urgency else 1
+        self.pool = BlockPool(
+            config.num_blocks_override, config.block_size, num_rings, self.first.page_blocks, len(others)
+        )
+        self.prefix_cache = PrefixCache(self.table, self.pool, self.room, config.enable_prefix_caching)
         self.stop_check = StopCheck(self.table, eos_token_ids)
         self.rows: Ints = np.zeros(0, np.int64)
         self.in_flight: deque[tuple[int, Ints, Ints]] = deque()  # (step, the plan's rows, their tenancies)
-        self.forks = self._make_forks()
+        self.forks = Forks(self.tables, self.room, self.pool, self.prefix_cache, self.in_flight)
         self.carried = Carried()
         self.kept_states: KeptStates | None = None  # of a model with recurrent layers
-        self._window = config.kv_window or 0  # tokens that a token sees; 0: all before it
-        self.host_cache = self._make_host(config.num_host_blocks or 0, config.num_swap_blocks or 0)
+        self.host_cache = HostCache(self, config.num_host_blocks or 0, config.num_swap_blocks or 0)
+        if others and self.host_cache.num_slots:
+            self.prefix_cache.host = self.host_cache
         self.before_release: list[Callable[[Rows], None]] = []  # called with rows that are about to be released
         self.on_release: list[Callable[[Request], None]] = []  # called for each request that loses its row
         self.on_copy: list[Callable[[int, int], None]] = []  # called with a row that becomes a copy, and its source
-
-    def _make_pool(self, config: EngineConfig, num_blocks: int, num_rings: int) -> BlockPool:
-        return BlockPool(num_blocks, config.block_size, num_rings)
-
-    def _make_cache(self, config: EngineConfig) -> PrefixCache:
-        return PrefixCache(self.table, self.pool.names, config.enable_prefix_caching)
-
-    def _make_host(self, num_slots: int, first: int) -> HostCache:
-        return HostCache(self, num_slots, first)
-
-    def _make_forks(self) -> Forks:
-        return Forks(self.table, self.pool, self.prefix_cache, self.in_flight)
 
     def __len__(self) -> int:
         """Return the number of running requests."""
@@ -68,94 +83,218 @@ class Batch:
 
     def has_all_blocks(self, rows: Rows) -> Bools:
         """Return which rows have all the blocks that they can ever need, bool [n]."""
-        table = self.table
-        most: Bools = table.num_blocks[rows] >= self.num_blocks_of(table.max_computed_tokens[rows])
-        return most
+        most = self.num_blocks_of(self.table.max_computed_tokens[rows])
+        has_all: Bools = self.table.num_blocks[rows] >= most
+        for other in self.others:
+            has_all &= other.table.num_blocks[rows] >= most
+        return has_all
 
     def lacking(self, rows: Rows, ends: Ints) -> Ints:
         """Return how many blocks [n] rows must be given before ends [n] of their tokens are computed."""
-        missing: Ints = np.maximum(((ends + (self.block_size - 1)) >> self._shift) - self.table.num_blocks[rows], 0)
+        blocks = (ends + (self.block_size - 1)) >> self._shift
+        missing: Ints = np.maximum(blocks - self.table.num_blocks[rows], 0)
+        if self.others:  # else a block is a page
+            missing = self.first.pages(missing)
+        for other in self.others:
+            missing += np.maximum(blocks - other.table.num_blocks[rows], 0)
         return missing
 
     def room_of(self, rows: Rows) -> Ints:
         """Return how many tokens [n] the rows' blocks have room for."""
-        return self.table.num_blocks[rows] * self.block_size
+        held = self.table.num_blocks[rows]
+        for other in self.others:
+            held = np.minimum(held, other.table.num_blocks[rows])
+        return held * self.block_size
 
     def grow(self, new: NewBlocks, rows: Rows, lacking: Ints, counts: Ints) -> None:
         """Give rows the blocks that they lack, as lacking() says, for counts [n] more tokens."""
-        blocks = self.pool.allocate(int(lacking.sum()))
-        new.add(self.table.append_blocks(rows, lacking, blocks), blocks)
+        table, owners, own = self.table, rows, lacking
+        of_others: list[Ints] = []
+        for other in self.others:
+            ends = self.num_blocks_of(table.num_computed_tokens[rows] + counts)
+            of_others.append(np.maximum(ends - other.table.num_blocks[rows], 0))
+            own = own - of_others[-1]
+        if self.others:
+            owners, own = rows[own > 0], own[own > 0]
+        if len(own):
+            blocks = self.pool.blocks_in(self.pool.allocate(int(own.sum())))
+            new.add(table.append_blocks(owners, own * self.pool.page_blocks, blocks), blocks)
+        for other, missing in zip(self.others, of_others, strict=True):
+            if len(growing := missing.nonzero()[0]):
+                self._grow_other(new, other, rows[growing], missing[growing])
 
-    def most_blocks(self, request: Request) -> int:
-        """Return how many blocks the request may hold at once."""
-        return ceil_div(request.max_computed_tokens, self.block_size)
+    def _grow_other(self, new: NewBlocks, other: OtherKind, rows: Rows, counts: Ints) -> None:
+        """Give counts[i] > 0 blocks of a further kind of layers to rows[i], which have those beside them."""
+        blocks = self.pool.allocate(int(counts.sum())) * self.pool.page_blocks
+        places = other.table.num_blocks[rows].repeat(counts) + np.arange(len(blocks))
+        places -= (counts.cumsum() - counts).repeat(counts)
+        owners = other.table.append_blocks(rows, counts, blocks)
+        new.add_other(other.number, owners, blocks)
+        self.pool.names.beside[other.number].filled[self.table.blocks.get(owners, places)] = blocks
 
     def num_promised_blocks(self) -> int:
         """Return the number of blocks that rows still need for their known tokens; starts must leave these free."""
-        table, rows = self.table, self.rows
-        return int(np.maximum(self.num_blocks_of(table.num_tokens[rows]) - table.num_blocks[rows], 0).sum())
+        return int(self._promised(self.rows).sum())
 
     def num_promised_blocks_of(self, row: int) -> int:
         """Return this row's share of num_promised_blocks()."""
-        return max(0, ceil_div(int(self.table.num_tokens[row]), self.block_size) - int(self.table.num_blocks[row]))
+        return int(self._promised(np.array([row]))[0])
+
+    def _promised(self, rows: Rows) -> Ints:
+        table = self.table
+        known = self.num_blocks_of(table.num_tokens[rows])
+        promised: Ints = np.maximum(known - table.num_blocks[rows], 0)
+        if self.others:
+            promised = self.first.pages(promised)
+        for other in self.others:
+            released = other.table.num_released[rows]
+            wanted = known - released
+            wanted = np.where(table.keeps_blocks[rows] > 0, wanted, np.minimum(wanted, other.kind.most_held))
+            promised += np.maximum(wanted - (other.table.num_blocks[rows] - released), 0)
+        return promised
 
     def most_blocks_of_beams(self, num_shared: int, num_own: int) -> int:
-        """Return how many blocks the beams of a search may hold together: shared ones, and the others of each beam."""
-        return num_shared + num_own
+        """Return how many blocks the beams of a search may hold together: shared ones, and the others of each beam.
+
+        With several kinds of layers, shared blocks may be found in two places, each alone in its page.
+        """
+        return (2 * len(self.tables) - 1) * num_shared + len(self.tables) * num_own
 
     def num_held(self, row: int) -> int:
         """Return how many blocks the row holds, shared ones included."""
-        return len(self.table.block_ids(row))
+        return len(self.pool.pages_of(self._blocks_of(row)))
+
+    def _blocks_of(self, row: int) -> Int32s:
+        """Return the row's blocks in all of its tables."""
+        return np.concatenate([table.block_ids(row) for table in self.tables])
 
     # --- copies on the host ---------------------------------------------------------------------------------------
 
     def num_copied(self, num_tokens: Ints) -> Ints:
         """Return the number of blocks [n] that are copied to the host with num_tokens [n] tokens of a row."""
-        return self.num_blocks_of(num_tokens)
+        blocks = copied = self.num_blocks_of(num_tokens)
+        for other in self.others:
+            passed = np.maximum(num_tokens - (other.kind.window - 1), 0) >> self._shift
+            copied = copied + self.pool.page_blocks * (blocks - passed)
+        return copied
 
     def copied_blocks(self, row: int, num_tokens: int) -> Int32s | None:
-        """Return the blocks with what the row's next token after so many reads; None: it has given some back."""
+        """Return the blocks with what the row's next token after so many reads, those of further kinds last.
+
+        None: the row has given some of them back. The copy would lack them, and the row would get them back under
+        their names.
+        """
         if self.table.num_released[row]:
-            return None  # the copy would lack the first blocks, which it would get back under their names
-        return self.table.blocks.read(row, 0, ceil_div(num_tokens, self.block_size))
+            return None
+        count = ceil_div(num_tokens, self.block_size)
+        copied = [self.table.blocks.read(row, 0, count)]
+        for other in self.others:
+            first = other.kind.num_passed(num_tokens)
+            if other.table.num_released[row] > first:
+                return None
+            copied.append(self._inside(other.table.blocks.read(row, first, count)))
+        return np.concatenate(copied)
 
     def blocks_to_fill(self, start: RequestStart, num_tokens: int) -> tuple[Ints, Int32s]:
         """Return which of the blocks copied with num_tokens tokens the request lacks, and its own for them."""
-        lacking = np.arange(start.num_hits, ceil_div(num_tokens, self.block_size))
-        return lacking, start.block_ids[lacking]
+        num_blocks, width = ceil_div(num_tokens, self.block_size), self.pool.page_blocks
+        lacking, own, num_before = [np.arange(start.num_hits, num_blocks)], [], num_blocks
+        own.append(start.block_ids[lacking[0]])
+        for other, given in zip(self.others, start.others, strict=True):
+            first = other.kind.num_passed(num_tokens)
+            places = np.arange(given.num_passed + len(given.hits), num_blocks)
+            lacking.append(num_before + np.add.outer((places - first) * width, np.arange(width)).reshape(-1))
+            own.append(self._inside(given.block_ids[places]))
+            num_before += (num_blocks - first) * width
+        return np.concatenate(lacking), np.concatenate(own)
+
+    def _inside(self, blocks: Int32s) -> Int32s:
+        """Return all of the pool's blocks of the pages of these blocks of a further kind of layers."""
+        return self.pool.inside(blocks // self.pool.page_blocks).astype(np.int32)
 
     # --- requests that start --------------------------------------------------------------------------------------
 
     def lacking_of(self, start: RequestStart, num_blocks: int) -> int:
         """Return how many blocks the request must be given to start with so many, hits included."""
-        return num_blocks - start.num_hits
+        lacking = -(-(num_blocks - start.num_hits) // self.pool.page_blocks)
+        for other in self.others:
+            if other.number == len(start.others):
+                start.others.append(self._other_of(start, other))
+            lacking += self._lacking_of_other(start, other, num_blocks)
+        return lacking
+
+    def _other_of(self, start: RequestStart, other: OtherKind) -> OtherStart:
+        """Return what the request has of a further kind of layers: blocks beside its hits, or its source's."""
+        num_passed = other.kind.num_passed(start.num_computed_tokens)
+        if start.fork is not None:
+            return OtherStart(num_passed, start.fork.others[other.number][num_passed : start.num_hits])
+        if start.host_slots is not None:
+            return self.host_cache.other_start(start, other.number, num_passed)
+        found = self.pool.names.beside[other.number].found[start.hits[num_passed:]]
+        return OtherStart(num_passed, found.astype(np.int32))
+
+    def _lacking_of_other(self, start: RequestStart, other: OtherKind, num_blocks: int) -> int:
+        """Return how many blocks of a further kind the request lacks to start with num_blocks of the first kind."""
+        given = start.others[other.number]
+        held = num_blocks - given.num_passed
+        if not start.request.choices:
+            held = min(held, other.kind.most_held)
+        return max(0, held - given.num_hits)
 
     def num_revived(self, start: RequestStart) -> int:
         """Return how many of the request's hits are free now."""
-        return self.pool.num_revived(start.hits)
+        return self.pool.num_revived(self._hits_of(start))
 
     def hold(self, start: RequestStart) -> None:
         """Hold the request's hits, before any allocation, which might evict them."""
-        self.pool.hold(start.hits)
+        self.pool.hold(self._hits_of(start))
 
-    def place(self, starts: list[RequestStart], blocks: Int32s) -> None:
-        """Give each of these requests num_taken of the blocks, behind its hits."""
+    def _hits_of(self, start: RequestStart) -> Int32s:
+        if not start.others:
+            return start.hits
+        return np.concatenate([start.hits, *(other.found for other in start.others)])
+
+    def place(self, starts: list[RequestStart], pages: Int32s) -> None:
+        """Give each of these requests num_taken of the pages, behind its hits."""
         first = 0
         for start in starts:
-            fresh = blocks[first : first + start.num_taken]
+            own, of_others = pages[first : first + start.num_taken], []
             first += start.num_taken
+            for other in self.others:
+                count = self._lacking_of_other(start, other, start.num_given)
+                of_others.append(own[:count])
+                own = own[count:]
+            fresh = self.pool.blocks_in(own)
             start.block_ids = np.concatenate([start.hits, fresh]) if start.num_hits else fresh
             if start.fork is not None and start.fork.copied_block != NULL_BLOCK:
-                self.carried.within.add(start.fork.copied_block, int(fresh[0]))
+                self.carried.within.add(start.fork.copied_block, int(start.block_ids[start.num_hits]))
+            for other, own in zip(self.others, of_others, strict=True):
+                self._place_other(start, other, own)
+
+    def _place_other(self, start: RequestStart, other: OtherKind, pages: Int32s) -> None:
+        """Give a request that starts its blocks of a further kind of layers: pages of its own, behind its hits."""
+        given, fresh = start.others[other.number], pages * np.int32(self.pool.page_blocks)
+        begin, first = given.hits, given.num_passed + len(given.hits)
+        if num_copied := len(given.leads):
+            begin = begin.copy()
+            begin[begin == NULL_BLOCK], fresh = fresh[:num_copied], fresh[num_copied:]
+        given.block_ids = np.concatenate([np.zeros(given.num_passed, np.int32), begin, fresh])
+        start.num_given = len(start.block_ids)  # the blocks of whole pages
+        self.pool.names.beside[other.number].filled[start.block_ids[first : first + len(fresh)]] = fresh
+        if start.fork is not None and start.fork.copied_block != NULL_BLOCK:
+            source, target = start.fork.others[other.number][start.num_hits], given.block_ids[start.num_hits]
+            self._copy(self.pool.page_blocks, int(source), int(target))
 
     def note_freed(self, row: int, num_dropped: Int32s, start: RequestStart) -> int:
         """Count the references that the row's end would drop, in num_dropped [num_blocks], which has those of others.
 
         Return how many blocks would come free; the hits of the request that starts would not.
         """
-        blocks = self.table.block_ids(row)
-        num_dropped[blocks] += 1
-        alone = (self.pool.ref_count[blocks] == num_dropped[blocks]) & ~np.isin(blocks, start.hits)
+        blocks, size = self._blocks_of(row), self.pool.page_blocks
+        np.add.at(num_dropped, blocks // size, 1)
+        pages = self.pool.pages_of(blocks)
+        alone = self.pool.ref_count[pages] == num_dropped[pages]
+        alone &= ~np.isin(pages, self._hits_of(start) // size)
         return int(np.count_nonzero(alone))
 
     def launch(self, starts: list[RequestStart]) -> Ints:
@@ -165,6 +304,9 @@ class Batch:
             params = start.request.sampling
             if params is not None and params.stop_token_ids:
                 self.stop_check.add(start.request.row, params.stop_token_ids)
+        for other in self.others:
+            own = [start.others[other.number] for start in starts]
+            other.table.begin_rows(rows, [one.num_passed for one in own], [one.block_ids for one in own])
         if self.kept_states is not None:
             self.kept_states.begin(starts, self.carried)
         table, merged = self.table, np.concatenate([self.rows, rows])
@@ -203,38 +345,46 @@ class Batch:
         They keep their names, so the prefix cache has them until they are allocated again; a row's blocks are named
         before they are freed. The executor's tables still have them, and its kernels do not read them.
         """
-        if not self._window or not len(self.rows):
-            return
-        table, rows = self.table, self.rows
-        passed = (table.num_computed_tokens[rows] - (self._window - 1)) >> self._shift
-        if self.prefix_cache.is_enabled:
-            np.minimum(passed, table.num_named_blocks[rows], out=passed)
-        due = (passed > table.num_released[rows]) & (table.keeps_blocks[rows] == 0)
-        if np.count_nonzero(due):
-            rows, passed = rows[due], passed[due]
-            self._free(rows, table.num_released[rows], passed)
-            table.num_released[rows] = passed
+        for window, table in self._sliding:
+            rows = self.rows
+            passed = (self.table.num_computed_tokens[rows] - (window - 1)) >> self._shift
+            if self.prefix_cache.is_enabled:
+                np.minimum(passed, self.table.num_named_blocks[rows], out=passed)
+            due = (passed > table.num_released[rows]) & (self.table.keeps_blocks[rows] == 0)
+            if np.count_nonzero(due):
+                rows, passed = rows[due], passed[due]
+                self._free(table, rows, table.num_released[rows], passed)
+                table.num_released[rows] = passed
 
     def _free_all(self, rows: Rows) -> BlockIds:
         """Free all blocks of rows that end; return them."""
-        return self._free(rows, self.table.num_released[rows], self.table.num_blocks[rows])
+        freed = [
+            self._free(table, rows, table.num_released[rows], table.num_blocks[rows])
+            for table in reversed(self.tables)  # what requests need less of a prefix makes room first
+        ]
+        for other in self.others:
+            other.table.end_rows(rows)
+        return np.concatenate(freed)
 
-    def renew(self, new: NewBlocks) -> None:
-        """Add blocks of the rows that the runner gets anew, as far as they are not told with the rows: here none."""
-
-    def _free(self, rows: Rows, firsts: Ints, lasts: Ints) -> BlockIds:
+    def _free(self, table: BlockTable, rows: Rows, firsts: Ints, lasts: Ints) -> BlockIds:
         """Free the rows' blocks from firsts[i] to before lasts[i], row after row, tail first; return them."""
-        return self._drop(self.table.blocks, rows, firsts, lasts)
-
-    def _drop(self, tables: PagedRows, rows: Rows, firsts: Ints, lasts: Ints) -> BlockIds:
         counts = lasts - firsts
         ends = counts.cumsum()
         places = (ends + firsts).repeat(counts) - np.arange(1, int(ends[-1]) + 1)
-        blocks = tables.get(rows.repeat(counts), places)
+        blocks = table.blocks.get(rows.repeat(counts), places)
         if self._tells_urgency:  # ring 0, 1, 2: less urgent than the default priority, equal, more
             self.pool.set_urgency(blocks, (1 - np.sign(self.table.level[rows])).repeat(counts))
         self.pool.free(blocks, self.in_flight[-1][0] if self.in_flight else None)
         return blocks
+
+    def renew(self, new: NewBlocks) -> None:
+        """Add blocks of the rows that the runner gets anew, as far as they are not told with the rows."""
+        rows = list(self.carried.renewed_rows)
+        new.drop_others(rows)
+        for other in self.others:
+            for row in rows:
+                blocks = other.table.blocks.read(row, 0, int(other.table.num_blocks[row]))
+                new.add_other(other.number, np.full(len(blocks), row), blocks)
 
     def take_carried(self) -> Carried:
         """Return what the plan being finished carries; what comes from now on is the next plan's."""
@@ -251,14 +401,8 @@ class Batch:
         Whole blocks are shared; the part-filled one is copied into the row's own. The runner gets the row anew.
         """
         table, last = self.table, int(self.table.num_tokens[source])
-        shared = last >> self._shift
-        old, new = table.block_ids(row), table.block_ids(source)
-        self.pool.hold(new[:shared])
-        self.pool.free(old[:shared][::-1], self.in_flight[-1][0] if self.in_flight else None)
-        places = np.arange(shared)
-        table.blocks.set(np.full(shared, row), places, new[:shared])
-        if last & (self.block_size - 1):
-            self.carried.within.add(int(new[shared]), int(old[shared]))
+        for width, one in zip(self._widths, self.tables, strict=True):
+            self._share(one, row, source, last, width)
         first = int(table.num_prompt_tokens[row])
         table.tokens.set(np.full(last - first, row), np.arange(first, last), table.tokens.read(source, first, last))
         table.content[row], table.num_named_blocks[row] = table.content[source], table.num_named_blocks[source]
@@ -268,6 +412,24 @@ class Batch:
             request.block_hashes = request.block_hashes[:num_kept]
         for listener in self.on_copy:
             listener(row, source)
+
+    def _share(self, table: BlockTable, row: int, source: int, num_tokens: int, width: int) -> None:
+        """Let a row have the source's whole blocks of num_tokens tokens; the part-filled one is copied into its own."""
+        shared, first = num_tokens >> self._shift, int(table.num_released[source])
+        old, new = (table.blocks.read(one, 0, int(table.num_blocks[one])) for one in (row, source))
+        self.pool.hold(new[first:shared])
+        dropped = old[int(table.num_released[row]) : shared]
+        self.pool.free(dropped[::-1], self.in_flight[-1][0] if self.in_flight else None)
+        table.blocks.set(np.full(shared, row), np.arange(shared), new[:shared])
+        table.num_released[row] = first
+        if num_tokens & (self.block_size - 1):
+            self._copy(width, int(new[shared]), int(old[shared]))
+
+    def _copy(self, width: int, source: int, target: int) -> None:
+        """Let the next plan copy `width` of the pool's blocks within the cache."""
+        inside, within = np.arange(width, dtype=np.int32), self.carried.within
+        within.sources.append(source + inside)
+        within.targets.append(target + inside)
 
     def copy_state(self, row: int, source: int) -> None:
         """Copy the recurrent state of the row `source` to another row."""
@@ -298,6 +460,10 @@ class Batch:
     def check_integrity(self) -> None:
         """Check the table, the pool and the order. Errors: AssertionError with the numbers."""
         self.table.check_integrity(self.rows)
+        for other in self.others:
+            other.table.check_blocks(self.rows)
+            places = other.table.num_blocks[self.rows]
+            assert (places <= self.table.num_blocks[self.rows]).all(), f"{places} blocks beside {self.table.num_blocks}"
         self.pool.check_integrity(self._held())
         self.host_cache.check_integrity()
         if self.kept_states is not None:
@@ -308,4 +474,5 @@ class Batch:
 
     def _held(self) -> list[BlockIds]:
         """Return all block tables, and the blocks that are kept for forks."""
-        return [*map(self.table.block_ids, self.rows.tolist()), *(blocks for _, blocks in self.forks.kept)]
+        held: list[BlockIds] = [table.block_ids(row) for table in self.tables for row in self.rows.tolist()]
+        return [*held, *self.forks.held()]

@@ -2,7 +2,7 @@
 
 A plan copies from the cache to the host first, and from the host into the cache last. So a block is copied out in the
 plan that gives it away. Slots that a plan copies to or from are pinned until it is made. What is copied back stays
-here, too, and is not copied out again.
+here, too, and is not copied out again. Blocks of all kinds of layers have slots in one order of use.
 """
 
 from collections.abc import Callable
@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from core.batch.host_beside import UNKNOWN, HostBeside, OtherReach, Reach
 from core.batch.request import Request
-from core.batch.table import RequestStart
+from core.batch.table import OtherStart, RequestStart
+from core.kv.beside import Beside
 from core.kv.block_names import UNNAMED, BlockNames
 from core.kv.block_ring import BlockRing
-from ipc.tables.arrays import BlockIds, Bools, Int32s, Ints
+from ipc.tables.arrays import NO_INT32S, Bools, Int32s, Ints
 
 if TYPE_CHECKING:
     from core.batch.batch import Batch
@@ -33,6 +35,7 @@ class HostCache:
         self.first = first
         self.times_given: Ints = np.zeros(num_slots, np.int64)  # how often each slot has been taken for another block
         self.names = BlockNames(num_slots, batch.block_size)
+        self.beside = tuple(HostBeside(num_slots, batch.pool.page_blocks) for _ in batch.others)
         self._blank = np.arange(num_slots - 1, -1, -1)  # a stack: the top is the end
         self._num_blank = num_slots
         self._ring = BlockRing(num_slots)  # of slots with a name that are not pinned
@@ -46,50 +49,100 @@ class HostCache:
 
     @property
     def num_kept(self) -> int:
-        """Return the number of blocks that are kept."""
-        return len(self.names)
+        """Return the number of slots with something that is kept."""
+        return len(self.names) + sum(own.num_slots for own in self.beside)
 
     def _is_named(self, slots: Ints) -> Bools:
         """Return which of these slots have content that can be found, bool [n]."""
         named: Bools = self.names.content[slots] != UNNAMED
+        for own in self.beside:
+            named |= own.content[slots] != UNNAMED
         return named
 
     def _forget(self, slots: Ints) -> None:
-        """Remove the names of slots that have one, and are in no list."""
-        self.names.forget(slots)
+        """Remove the names of evicted slots. The others of a block that has several become blank."""
+        rest = slots
+        for own in self.beside:
+            contents = np.unique(own.content[slots])
+            rest = rest[own.content[rest] == UNNAMED]
+            lost = own.forget(contents[contents != UNNAMED])
+            self._release(lost[~np.isin(lost, slots)])
+        self.names.forget(rest)
 
     # --- what the KV cache evicts ---------------------------------------------------------------------------------
 
-    def keep(self, blocks: BlockIds) -> None:
-        """Copy blocks [n] to the host that are being evicted and still have their names, as far as there is room."""
+    def keep(self, pages: Ints) -> None:
+        """Copy to the host what is in pages [n] that are being evicted, and what nobody finds without them.
+
+        As much is copied as there is room for.
+        """
+        pool = self._batch.pool
+        blocks = pool.inside(pages)
+        if self.beside:
+            blocks = blocks[pool.names.content[blocks] != UNNAMED]
+        if len(blocks):
+            self._keep_named(blocks)
+        for own, beside in zip(self.beside, pool.names.beside, strict=True):
+            found = beside.found[blocks]
+            orphans = np.unique(found[found != 0] // pool.page_blocks)
+            # A page that a row holds may be one that is computed only by the step being planned.
+            orphans = orphans[pool.ref_count[orphans] == 0]
+            evicted = pages[beside.owner[pages] != 0]
+            self._keep_beside(own, beside, np.concatenate([evicted, orphans[~np.isin(orphans, evicted)]]))
+
+    def _keep_named(self, blocks: Ints) -> None:
+        """Copy named blocks to the host, as far as there is room."""
         names = self.names
         keys, parents, token_ids = self._batch.pool.names.described(blocks)
         slots = np.array([names.block_of_key.get(key, UNKNOWN) for key in keys.tolist()], np.int64)
-        known = slots[slots != UNKNOWN]
-        kept = known[self._ring.holds(known)]
-        self.touch(kept)  # these are the last that make room
-        room = min(len(self._ring) - len(kept) + self._num_blank, int(np.count_nonzero(slots == UNKNOWN)))
+        room = self._room_beside(slots[slots != UNKNOWN], int(np.count_nonzero(slots == UNKNOWN)))
         if not room:
             return
         new = np.flatnonzero(slots == UNKNOWN)[-room:]
         slots, contents = self._take(room), self._batch.pool.names.content[blocks[new]]
         names.adopt(slots, contents, keys[new], parents[new], token_ids[new])
+        self._copy_out(blocks[new], slots)
+
+    def _keep_beside(self, own: HostBeside, beside: Beside, pages: Ints) -> None:
+        """Copy these pages of a further kind of layers to the host, as far as there is room: the last ones."""
+        contents = self._batch.pool.names.content[beside.owner[pages]]
+        leads = own.leads_of(contents)
+        new = np.flatnonzero(leads == UNKNOWN)
+        room = self._room_beside(own.slots_of(leads[leads != UNKNOWN]), len(new), own.page_blocks)
+        if not room:
+            return
+        new, slots = new[-room:], self._take(room * own.page_blocks)
+        own.put(contents[new], slots)
+        self._copy_out(self._batch.pool.inside(pages[new]), slots)
+
+    def _room_beside(self, known: Ints, num_new: int, width: int = 1) -> int:
+        """Return for how many of the new blocks, of `width` slots each, there is room beside these known slots."""
+        kept = known[self._ring.holds(known)]
+        self.touch(kept)  # these are the last that make room
+        return min((len(self._ring) - len(kept) + self._num_blank) // width, num_new)
+
+    def _copy_out(self, blocks: Ints, slots: Ints) -> None:
         self._pinned.append(slots)  # a plan copies to a slot once
         self._written.append(slots)
         out = self._batch.carried.out
-        out.sources.append(blocks[new].astype(np.int32))
-        out.targets.append((slots + self.first).astype(np.int32))
+        out.sources.append(blocks.astype(np.int32))
+        out.targets.append(self.in_plan(slots))
 
     def forget(self) -> None:
         """Forget all blocks: the cache is emptied, or the pool is lost."""
         self.names.forget_all()
+        for own in self.beside:
+            own.forget_all()
         self._push_blank(self._ring.clear())
 
     def forget_contents(self, contents: Ints) -> None:
-        """Forget the blocks with these content numbers."""
-        slots = np.flatnonzero(np.isin(self.names.content, contents[contents != UNNAMED]))
+        """Forget the blocks with these content numbers, and those beside them."""
+        contents = contents[contents != UNNAMED]
+        slots = np.flatnonzero(np.isin(self.names.content, contents))
         self.names.forget(slots)
         self._release(slots)
+        for own in self.beside:
+            self._release(own.forget(contents))
 
     def _release(self, slots: Ints) -> None:
         """Let these slots, which have lost their names, be blank; those that something reads or writes, later."""
@@ -102,37 +155,95 @@ class HostCache:
     def find(self, request: Request, num_hits: int, content: int) -> tuple[Int32s | None, int]:
         """Return the slots of the blocks that follow a waiting request's hits, and the content number of the last one.
 
-        None: there are none. num_hits: blocks that the KV cache has, the last of which has this content number.
+        None: there are none. num_hits: blocks that the KV cache has, the last of which has this content number. No
+        slots, and not None: only blocks of further kinds of layers come from the host.
         """
+        if self.beside:
+            return self._find_usable(request, num_hits, content)
+        slots, content = self._find_named(request, num_hits, content)
+        return (slots, content) if len(slots) else (None, content)
+
+    def _find_named(self, request: Request, num_hits: int, content: int) -> tuple[Int32s, int]:
         size = self._batch.block_size
         count = (len(request.token_ids) - 1) // size
         if count <= num_hits or not request.first_key or request.needs_whole_prompt:
-            return None, content
+            return NO_INT32S, content
         token_ids = request.token_ids[num_hits * size : count * size].reshape(-1, size)
-        slots, content = self.names.find(content, token_ids, request.block_hashes[num_hits:count])
-        return (slots, content) if len(slots) else (None, content)
+        return self.names.find(content, token_ids, request.block_hashes[num_hits:count])
+
+    def _find_usable(self, request: Request, num_hits: int, content: int) -> tuple[Int32s | None, int]:
+        """Return what find() does, if all blocks of the windows are there, too."""
+        reach, num_found = self._reach_of(request, *self._batch.prefix_cache.find_all(request))
+        count = self._batch.room.num_usable(len(reach.contents), [other.is_there for other in reach.others])
+        if count < num_hits or num_hits < min(count, num_found):
+            return None, content  # it could not end with the blocks of the cache; see PrefixCache.fits()
+        slots = reach.slots[: count - num_hits]
+        windows, num_tokens = zip(self._batch.others, reach.others, strict=True), count * self._batch.block_size
+        if not len(slots) and all(of.found[one.kind.num_passed(num_tokens) : count].all() for one, of in windows):
+            return None, content
+        return slots, int(reach.contents[count - 1])
+
+    def num_usable(self, request: Request, hits: Int32s, content: int) -> int:
+        """Return how many of a waiting request's first blocks it can start with. hits: all that the cache has."""
+        reach, _ = self._reach_of(request, hits, content)
+        return self._batch.room.num_usable(len(reach.contents), [other.is_there for other in reach.others])
+
+    def _reach_of(self, request: Request, hits: Int32s, content: int) -> tuple[Reach, int]:
+        slots, _ = self._find_named(request, len(hits), content)
+        return self.reach(hits, slots), len(hits)
+
+    def reach(self, hits: Int32s, slots: Int32s) -> Reach:
+        """Return what is there of a prompt that finds these blocks in the cache, and then these slots."""
+        names, others = self._batch.pool.names, list[OtherReach]()
+        contents = np.concatenate([names.content[hits], self.names.content[slots]])
+        for own, beside in zip(self.beside, names.beside, strict=True):
+            found = np.concatenate([beside.found[hits], np.zeros(len(slots), np.int64)])
+            leads, missing = np.full(len(contents), UNKNOWN), found == 0
+            leads[missing] = own.leads_of(contents[missing])
+            others.append(OtherReach(found, leads))
+        return Reach(slots, contents, others)
+
+    def other_start(self, start: RequestStart, number: int, num_passed: int) -> OtherStart:
+        """Return the blocks of a further kind of a request for which the host has something."""
+        assert start.host_slots is not None, "the host has nothing for this start"
+        other = self.reach(start.hits, start.host_slots).others[number]
+        found, leads = other.found[num_passed:], other.leads[num_passed:]
+        return OtherStart(num_passed, found.astype(np.int32), leads[found == 0])
 
     def pin(self, start: RequestStart) -> None:
         """Let no other block take the slots from which a request starts until the plan is made: it reads them."""
         assert start.host_slots is not None, "the host has nothing for this start"
         self._pin(start.host_slots)
-
-    def copy_back(self, start: RequestStart) -> None:
-        """Copy what the host has for a request into its blocks, which get their names."""
-        assert start.host_slots is not None, "the host has nothing for this start"
-        self._copy_back(start.host_slots, start.block_ids[start.num_hits : start.num_hits + start.num_loaded])
+        for own, other in zip(self.beside, start.others, strict=True):
+            self._pin(own.slots_of(other.leads))
 
     def _pin(self, slots: Int32s | Ints) -> None:
         self._ring.discard(slots)
         self._pinned.append(slots.astype(np.int64))
 
-    def _copy_back(self, slots: Int32s, blocks: Int32s) -> None:
-        names = self.names
-        keys, parents, token_ids = names.described(slots)
-        self._batch.pool.names.adopt(blocks, names.content[slots], keys, parents, token_ids)
+    def copy_back(self, start: RequestStart) -> None:
+        """Copy what the host has for a request into its blocks, which are found by their names, or beside those."""
+        assert start.host_slots is not None, "the host has nothing for this start"
+        slots, blocks = start.host_slots, start.block_ids[start.num_hits : start.num_hits + start.num_loaded]
+        keys, parents, token_ids = self.names.described(slots)
+        self._batch.pool.names.adopt(blocks, self.names.content[slots], keys, parents, token_ids)
+        self._copy_in(slots, blocks)
+        for own, beside, other in zip(self.beside, self._batch.pool.names.beside, start.others, strict=True):
+            self._copy_back_beside(own, beside, start, other)
+
+    def _copy_back_beside(self, own: HostBeside, beside: Beside, start: RequestStart, other: OtherStart) -> None:
+        if not len(other.leads):
+            return
+        pool, places = self._batch.pool, other.num_passed + np.flatnonzero(other.hits == 0)
+        owners, blocks = start.block_ids[places].astype(np.int64), other.block_ids[places].astype(np.int64)
+        self._copy_in(own.slots_of(other.leads), pool.inside(blocks // pool.page_blocks).astype(np.int32))
+        right = pool.names.content[owners] == own.content[other.leads]  # else another request's block has the name
+        beside.put(owners[right], blocks[right])
+
+    def _copy_in(self, slots: Int32s | Ints, blocks: Int32s) -> None:
         self.num_hits += len(slots)
         back = self._batch.carried.back
-        back.sources.append(slots + np.int32(self.first))
+        back.sources.append(self.in_plan(slots))
         back.targets.append(blocks)
 
     def end_plan(self) -> None:
@@ -152,7 +263,7 @@ class HostCache:
 
     # --- what is beyond the host -----------------------------------------------------------------------------------
 
-    def in_plan(self, slots: Ints) -> Int32s:
+    def in_plan(self, slots: Int32s | Ints) -> Int32s:
         """Return the numbers that plans have for these slots."""
         return (slots + self.first).astype(np.int32)
 
@@ -229,7 +340,5 @@ class HostCache:
         named = self._is_named(slots)
         assert named[states[:, 1]].all(), "a kept slot has no name"
         assert not named[states[:, 0]].any(), "a blank slot has a name"
-
-
-#: In place of a slot: the block is not kept.
-UNKNOWN = -1
+        for own in self.beside:
+            own.check_integrity(self.names.content)

@@ -1,24 +1,42 @@
 """PrefixCache: whole KV blocks, found again by their content. The names are explained in core/kv/block_names.py."""
 
+from typing import Protocol
+
 import numpy as np
 
 from core.batch.kept_states import KeptStates
 from core.batch.request import Request
 from core.batch.table import BatchTable, RequestStart
-from core.kv.block_names import BlockNames, block_key, hash_blocks
+from core.kv.block_names import block_key, hash_blocks
+from core.kv.block_pool import NULL_BLOCK, BlockPool
+from core.kv.cache_kinds import CacheRoom
 from ipc.tables.arrays import NO_INT32S, Int32s, Ints, Rows
+from ipc.tables.rounding import ceil_div
+
+
+class HostReach(Protocol):
+    """What keeps blocks on the host."""
+
+    def num_usable(self, request: Request, hits: Int32s, content: int) -> int:
+        """Return how many of a waiting request's first blocks it can start with. hits: all that the cache has."""
 
 
 class PrefixCache:
-    """Names the blocks of running rows and finds the blocks of waiting requests."""
+    """Names the blocks of running rows and finds the blocks of waiting requests.
 
-    def __init__(self, table: BatchTable, names: BlockNames, enabled: bool) -> None:
-        self._table = table
-        self._names = names
-        self.block_size = names.block_size
-        self._shift = names.block_size.bit_length() - 1  # block sizes are powers of two
+    A request needs all blocks before its first token in layers that see everything. Of layers with a window that have
+    blocks of their own, it needs those of the window. If some of these are evicted, it finds fewer tokens.
+    """
+
+    def __init__(self, table: BatchTable, pool: BlockPool, room: CacheRoom, enabled: bool) -> None:
+        self.table = table
+        self._names = pool.names
+        self._room, self._num_pages = room, pool.num_blocks - 1
+        self.block_size = pool.names.block_size
+        self._shift = self.block_size.bit_length() - 1  # block sizes are powers of two
         self.is_enabled = enabled
         self.kept_states: KeptStates | None = None  # of a model with recurrent layers
+        self.host: HostReach | None = None  # if it keeps blocks of further kinds of layers
 
     def prepare(self, request: Request) -> None:
         """Hash the whole blocks of a request that will wait: once, although many steps may look it up."""
@@ -29,20 +47,59 @@ class PrefixCache:
                 request.first_key = block_key(request.root, request.block_hashes[0])
 
     def find(self, request: Request, *, needs_state: bool = True) -> tuple[Int32s, int]:
-        """Return the blocks that hold the waiting request's first tokens, and the content number of the last one.
+        """Return the blocks with the waiting request's first tokens that it can use, and the last one's content number.
+
+        needs_state: with recurrent layers, the state behind the last block must be kept.
+        """
+        if request.first_key not in self._names.block_of_key:
+            return NO_INT32S, request.root
+        blocks, content = self.find_all(request)
+        if self.kept_states is None and not self._names.beside:
+            return blocks, content
+        count = len(blocks)
+        if self.kept_states is not None and needs_state:
+            count = self.kept_states.reachable(blocks)
+        if count and self._names.beside:
+            count = self._num_usable(request, blocks, content)
+        if count == len(blocks):
+            return blocks, content
+        return blocks[:count], int(self._names.content[blocks[count - 1]]) if count else request.root
+
+    def find_all(self, request: Request) -> tuple[Int32s, int]:
+        """Return the named blocks with the waiting request's first tokens, and the content number of the last one.
 
         The request's last token is never among these: it must be computed. A request that needs its whole prompt
-        computed gets no blocks. needs_state: with recurrent layers, the state behind the last block must be kept.
+        computed gets no blocks.
         """
-        if request.first_key not in self._names.block_of_key or request.needs_whole_prompt:
+        if request.needs_whole_prompt:
             return NO_INT32S, request.root
         count = (len(request.token_ids) - 1) // self.block_size
         token_ids = request.token_ids[: count * self.block_size].reshape(count, self.block_size)
-        blocks, content = self._names.find(request.root, token_ids, request.block_hashes[:count])
-        if self.kept_states is None or not needs_state:
-            return blocks, content
-        count = self.kept_states.reachable(blocks)
-        return blocks[:count], int(self._names.content[blocks[count - 1]]) if count else request.root
+        return self._names.find(request.root, token_ids, request.block_hashes[:count])
+
+    def _num_usable(self, request: Request, hits: Int32s, content: int) -> int:
+        """Return how many of these found blocks have all blocks of their windows beside them, or on the host.
+
+        What is copied back for a swapped request is not the host's.
+        """
+        if self.host is not None and request.swapped is None:
+            count = min(len(hits), self.host.num_usable(request, hits, content))
+        else:
+            count = self._room.num_usable(
+                len(hits), [beside.found[hits] != NULL_BLOCK for beside in self._names.beside]
+            )
+        return count if self.fits(request, hits[:count]) else 0
+
+    def fits(self, request: Request, hits: Int32s) -> bool:
+        """Return whether the request could ever end with these first blocks; their pages may have others', too."""
+        first, num_hits = self._room.kinds[0], len(hits)
+        most = self._room.num_pages(request.max_computed_tokens, bool(request.choices))
+        if most + num_hits <= self._num_pages:
+            return True
+        shared = len(np.unique(hits // first.page_blocks))
+        total = ceil_div(request.max_computed_tokens, self.block_size)
+        own = ceil_div(total - num_hits, first.page_blocks) - ceil_div(total, first.page_blocks)
+        return most + shared + own <= self._num_pages
 
     def name_full_blocks(self, rows: Rows, ends: Ints) -> None:
         """Name the blocks whose tokens are all known, and computed by the end of the step being planned.
@@ -52,7 +109,7 @@ class PrefixCache:
         """
         if not self.is_enabled:
             return
-        table = self._table
+        table = self.table
         more = (np.minimum(ends, table.num_tokens[rows]) >> self._shift) - table.num_named_blocks[rows]
         full = (more > 0).nonzero()[0]
         if not len(full):
@@ -106,7 +163,7 @@ class PrefixCache:
 
     def _name_one_each(self, rows: Rows, indices: Ints) -> None:
         """Name one block of each row: the one at indices[i] in the table of rows[i]."""
-        table, size = self._table, self.block_size
+        table, size = self.table, self.block_size
         token_ids = table.tokens.get_runs(rows, indices * size, size)
         blocks = table.blocks.get(rows, indices)
         table.content[rows] = self._names.name(blocks, table.content[rows], token_ids)

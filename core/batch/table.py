@@ -9,9 +9,10 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from core.batch.block_table import BlockTable
 from core.batch.request import NO_ROW, Request
-from ipc.tables.arrays import NO_INT32S, NO_INTS, BlockIds, Int32s, Ints, Rows, TokenIds
-from ipc.tables.columns import Columns, column
+from ipc.tables.arrays import NO_INT32S, NO_INTS, Int32s, Ints, Rows, TokenIds
+from ipc.tables.columns import column
 from ipc.tables.paged_rows import PagedRows
 
 
@@ -22,12 +23,11 @@ class Fork(NamedTuple):
     copied_block: int  # has the tokens after those of `blocks`; NULL_BLOCK: there are none
     num_tokens: int  # in all of these
     num_forked_tokens: int  # of them: those that are not in the prefix cache
-    #: Where layers with a window have blocks of their own: all of the source's for these tokens.
-    window_blocks: Int32s = NO_INT32S
+    others: tuple[Int32s, ...] = ()  # of each further kind of layers: all blocks of the source for these tokens
 
 
-class WindowStart(msgspec.Struct, eq=False, gc=False):
-    """The blocks of layers with a window with which a request starts, where these layers have blocks of their own."""
+class OtherStart(msgspec.Struct, eq=False, gc=False):
+    """The blocks of a further kind of layers with which a request starts. The kind has a window."""
 
     num_passed: int  # blocks that no token to compute reads; the row has none in their places
     hits: Int32s  # the next ones, which were found or are shared; NULL_BLOCK: it is copied back from the host
@@ -63,19 +63,18 @@ class RequestStart(msgspec.Struct, eq=False, gc=False):
     block_ids: Int32s = NO_INT32S
     num_named_blocks: int = 0
     fork: Fork | None = None
-    #: Of the blocks after the hits, which are copied back from the host. None: nothing is; see WindowStart.leads, too.
+    #: Of the blocks after the hits, which are copied back from the host. None: nothing is; see OtherStart.leads, too.
     host_slots: Int32s | None = None
     num_loaded: int = 0  # of these
-    window: WindowStart | None = None
+    others: list[OtherStart] = []  # of each further kind of layers; Batch.lacking_of() adds them
 
 
 TOKENS_PER_PAGE = 256
-BLOCKS_PER_PAGE = 64
 FREE_ROW = -1
 
 
-class BatchTable(Columns):
-    """The state of running requests; only the scheduler writes it.
+class BatchTable(BlockTable):
+    """The state of running requests, their blocks of the first kind of layers included; only the scheduler writes it.
 
     A column's entry is meaningful only for rows in use.
     """
@@ -95,7 +94,6 @@ class BatchTable(Columns):
     max_total_tokens: Ints = column()  # a request with this many tokens is finished
     max_computed_tokens: Ints = column()  # most of them that it can ever compute
     min_total_tokens: Ints = column()  # below it, only the length ends a request
-    num_blocks: Ints = column()  # blocks in the row's table
     num_named_blocks: Ints = column()  # of num_blocks: blocks whose content has a name
     content: Ints = column()  # number of the content of the named blocks; see core/kv/block_names.py
     rank: Ints = column()  # with serial and level: the request's place in the order of the scheduling policy
@@ -106,15 +104,11 @@ class BatchTable(Columns):
     num_in_draft: Ints = column()  # drafts in the step in flight that has any
     num_drafted: Ints = column()  # drafts of the request that steps have verified, and those that became tokens
     num_accepted: Ints = column()
-    num_released: Ints = (
-        column()
-    )  # of num_blocks: the first ones, which the row has given back; see Batch.release_passed()
     keeps_blocks: Ints = column()  # 0 or 1: it gives back none before its end, as other choices may start with them
 
     def __init__(self, num_rows: int) -> None:
         super().__init__(num_rows)
         self.tokens = PagedRows(num_rows, TOKENS_PER_PAGE)
-        self.blocks = PagedRows(num_rows, BLOCKS_PER_PAGE)
         self.request: list[Request | None] = [None] * num_rows
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self._num_tenancies = 0
@@ -158,10 +152,6 @@ class BatchTable(Columns):
         """Return the row's prompt and output so far, int32 [num_tokens]."""
         return self.tokens.read(row, 0, int(self.num_tokens[row]))
 
-    def block_ids(self, row: int) -> Int32s:
-        """Return the row's KV blocks [num_blocks - num_released], in the order of its tokens."""
-        return self.blocks.read(row, int(self.num_released[row]), int(self.num_blocks[row]))
-
     def address(self, rows: Rows) -> tuple[Ints, Ints, Ints]:
         """Return (client, number, choice) of each row."""
         return self.client[rows], self.number[rows], self.choice[rows]
@@ -171,18 +161,6 @@ class BatchTable(Columns):
         if request.row == NO_ROW:
             return request.num_output_tokens
         return int(self.num_tokens[request.row]) - request.num_prompt_tokens
-
-    def append_blocks(self, rows: Rows, counts: Ints, block_ids: BlockIds) -> Rows:
-        """Append counts[i] > 0 blocks of block_ids, in order, to rows[i], and return the row of each block."""
-        starts = self.num_blocks[rows]
-        self.blocks.ensure(rows, starts + counts)
-        self.num_blocks[rows] += counts
-        if len(rows) < len(block_ids):  # some get several
-            first = counts.cumsum() - counts
-            starts = np.repeat(starts - first, counts) + np.arange(len(block_ids))
-            rows = rows.repeat(counts)
-        self.blocks.set(rows, starts, block_ids)
-        return rows
 
     def append_tokens(self, rows: Rows, token_ids: TokenIds, counts: Ints | None = None) -> Ints:
         """Append one sampled token to each row, or counts[i] > 0 of them, row after row; return the new lengths.
@@ -244,6 +222,8 @@ def _entries(start: RequestStart, tenancy: int) -> tuple[int, ...]:
     if params is not None:
         min_tokens, ignores_eos, has_stop_ids = params.min_tokens, params.ignore_eos, bool(params.stop_token_ids)
     return (
+        start.num_given,
+        0,
         tenancy,
         request.client,
         request.party,
@@ -257,7 +237,6 @@ def _entries(start: RequestStart, tenancy: int) -> tuple[int, ...]:
         request.max_total_tokens,
         request.max_computed_tokens,
         num_prompt_tokens + min_tokens,
-        start.num_given,
         start.num_named_blocks,
         start.content,
         request.rank,
@@ -268,6 +247,5 @@ def _entries(start: RequestStart, tenancy: int) -> tuple[int, ...]:
         0,
         request.num_drafted,
         request.num_accepted,
-        0,
         bool(request.choices),
     )

@@ -66,7 +66,7 @@ def is_plain(plan: SchedulerOutput | None, result: ModelRunnerOutput | None) -> 
         or plan.copied_states.size
         or plan.swapped_out_blocks.size
         or plan.swapped_in_blocks.size
-        or plan.window_rows.size
+        or plan.others
     )
 
 

@@ -56,6 +56,13 @@ class NewPooling(msgspec.Struct, frozen=True, array_like=True, gc=False):
         return len(self.token_ids)
 
 
+class RowBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """New blocks of rows: each entry appends one to a row's table, in table order. Entries of a row are neighbours."""
+
+    rows: Int32s  # [n]
+    ids: Int32s  # [n]
+
+
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     """One step's plan.
 
@@ -85,11 +92,9 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     #: [s] recurrent states: of rows, or of slots, which are numbered behind the rows; copied one after the other
     copied_states: Int32s = NO_INT32S
     copied_states_to: Int32s = NO_INT32S  # [s]
-    #: Where layers with a window have blocks of their own (core/models/layers/cache_pages.py): known rows and rows that
-    #: start; each entry appends a block to the row's table for these layers. 0 stands for tokens that the window has
-    #: passed.
-    window_rows: Int32s = NO_INT32S  # [n], entries of a row are neighbours
-    window_blocks: Int32s = NO_INT32S  # [n]
+    #: New blocks of each further kind of layers (core/models/layers/cache_pages.py), of known rows and rows that start.
+    #: 0 stands for tokens that the kind's window has passed. Empty: no row gets any.
+    others: list[RowBlocks] = []
 
     @property
     def starts(self) -> Sequence[NewRow | NewPooling]:
@@ -183,9 +188,9 @@ def _encode_array(value: Any) -> bytes:
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _INT32 = np.dtype("<i4")
-_DRAFTS, _COPIES, _POOLING, _ADAPTERS, _FEATURES, _STATES, _WINDOWS = map(
+_DRAFTS, _COPIES, _POOLING, _ADAPTERS, _FEATURES, _STATES, _OTHERS = map(
     SchedulerOutput.__struct_fields__.index,
-    ("num_draft_tokens", "copied_blocks", "added_pooling", "adapters", "features", "copied_states", "window_rows"),
+    ("num_draft_tokens", "copied_blocks", "added_pooling", "adapters", "features", "copied_states", "others"),
 )
 
 
@@ -204,13 +209,14 @@ def plan_fields(plan: SchedulerOutput) -> list[Any]:
 def encode_fields(fields: list[Any]) -> bytes:
     """Return the fields of a plan as msgpack; equal plans give equal bytes.
 
-    A plan without drafts, copies, pooling, adapters, features, states and blocks of windows has the bytes that it had
-    before there were any, so that older captures replay equal; so has one whose features are not whole.
+    A plan without drafts, copies, pooling, adapters, features, states and blocks of further kinds of layers has the
+    bytes that it had before there were any, so that older captures replay equal; so has one whose features are not
+    whole.
     """
     if fields[_FEATURES]:
         fields = [*fields]
         fields[_FEATURES] = [(row, [_use_fields(use) for use in uses]) for row, uses in fields[_FEATURES]]
-    for first in (_WINDOWS, _STATES, _FEATURES, _ADAPTERS, _POOLING, _COPIES, _DRAFTS):
+    for first in (_OTHERS, _STATES, _FEATURES, _ADAPTERS, _POOLING, _COPIES, _DRAFTS):
         if fields[first]:
             break
         fields = fields[:first]

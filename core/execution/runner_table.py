@@ -13,7 +13,36 @@ TOKENS_PER_PAGE = 256
 BLOCKS_PER_PAGE = 64
 
 
-class RunnerTable(Columns):
+class RunnerBlocks(Columns):
+    """The rows' blocks in layers of one kind. 0 stands for tokens that the window of a further kind has passed."""
+
+    num_blocks: Ints = column()
+
+    def __init__(self, num_rows: int) -> None:
+        super().__init__(num_rows)
+        self.blocks = PagedRows(num_rows, BLOCKS_PER_PAGE)
+
+    def append_blocks(self, owned_by: Int32s, block_ids: Int32s) -> None:
+        """Append block_ids[i] to row owned_by[i]; entries of one row are neighbours."""
+        rows = owned_by.astype(np.int64)
+        places = self.num_blocks[rows]
+        owners, lengths = rows, places + 1
+        if np.count_nonzero(rows[1:] == rows[:-1]):  # some get several
+            first = np.flatnonzero(np.diff(rows, prepend=-1))
+            places += np.arange(len(rows)) - np.repeat(first, np.diff(first, append=len(rows)))
+            last = np.append(first[1:], len(rows)) - 1
+            owners, lengths = rows[last], places[last] + 1
+        self.blocks.ensure(owners, lengths)
+        self.blocks.set(rows, places, block_ids)
+        self.num_blocks[owners] = lengths
+
+    def block_tables(self, rows: Rows, width: int) -> Int32s:
+        """Return the first `width` blocks of each row [R, width]; a row that has fewer repeats its last one."""
+        columns = np.minimum(np.arange(width), self.num_blocks[rows, None] - 1)
+        return self.blocks.get(rows[:, None], columns)
+
+
+class RunnerTable(RunnerBlocks):
     """The rows of the batch, under the scheduler's numbers, as of the steps that this executor has begun.
 
     The columns mean what they mean in the batch table. Sampled tokens are appended without waiting for the scheduler.
@@ -22,58 +51,44 @@ class RunnerTable(Columns):
     num_tokens: Ints = column()
     num_prompt_tokens: Ints = column()
     num_computed_tokens: Ints = column()
-    num_blocks: Ints = column()
     pools: Ints = column()  # 0 or 1: the row is answered with vectors, and samples nothing
-    num_window_blocks: Ints = column()  # blocks in the row's table for layers with a window, where these have their own
 
-    def __init__(self, num_rows: int, block_size: int) -> None:
+    def __init__(self, num_rows: int, block_size: int, num_others: int = 0) -> None:
+        """num_others: further kinds of layers (core/models/layers/cache_pages.py); plans may have more."""
         super().__init__(num_rows)
         self.block_size = block_size
         self._has_pooled = False  # whether any row has pooled yet
-        self._has_windows = False  # whether any row has blocks of layers with a window
         self.tokens = PagedRows(num_rows, TOKENS_PER_PAGE)
-        self.blocks = PagedRows(num_rows, BLOCKS_PER_PAGE)
-        self.window_blocks = PagedRows(num_rows, BLOCKS_PER_PAGE)
+        self.others = [RunnerBlocks(num_rows) for _ in range(num_others)]
 
     def apply(self, plan: SchedulerOutput) -> None:
         """Apply the plan's removed rows, added rows and new blocks. advance() counts the batch's tokens."""
         if len(plan.removed_rows):
             self.tokens.clear_all(plan.removed_rows)
             self.blocks.clear_all(plan.removed_rows)
-            if self._has_windows:
-                self.window_blocks.clear_all(plan.removed_rows)
+            for other in self.others:
+                other.blocks.clear_all(plan.removed_rows)
+                other.num_blocks[plan.removed_rows] = 0
         if starts := plan.starts:
             self._add(starts)
         self._has_pooled |= bool(plan.added_pooling)
         if len(plan.block_rows):
-            self._append_blocks(self.blocks, self.num_blocks, plan.block_rows, plan.block_ids)
-        if plan.window_rows.size:
-            self._has_windows = True
-            self._append_blocks(self.window_blocks, self.num_window_blocks, plan.window_rows, plan.window_blocks)
+            self.append_blocks(plan.block_rows, plan.block_ids)
+        for number, new in enumerate(plan.others):
+            if number == len(self.others):
+                self.others.append(RunnerBlocks(self.num_column_rows))
+            if len(new.rows):
+                self.others[number].append_blocks(new.rows, new.ids)
 
     def _add(self, added: Sequence[NewRow | NewPooling]) -> None:
         rows = np.array([new.row for new in added])
         entries = list[int]()
         for new in added:  # in the order of the columns
-            sizes = len(new.token_ids), new.num_prompt_tokens, new.num_computed_tokens, len(new.block_ids)
-            entries += (*sizes, isinstance(new, NewPooling), 0)
+            sizes = len(new.block_ids), len(new.token_ids), new.num_prompt_tokens, new.num_computed_tokens
+            entries += (*sizes, isinstance(new, NewPooling))
         self.set_columns(rows, entries)
         self.tokens.fill(rows, [new.token_ids for new in added])
         self.blocks.fill(rows, [new.block_ids for new in added])
-
-    def _append_blocks(self, blocks: PagedRows, num_blocks: Ints, owned_by: Int32s, block_ids: Int32s) -> None:
-        """Append block_ids[i] to row owned_by[i] of these blocks; entries of one row are neighbours."""
-        rows = owned_by.astype(np.int64)
-        places = num_blocks[rows]
-        owners, lengths = rows, places + 1
-        if np.count_nonzero(rows[1:] == rows[:-1]):  # some get several
-            first = np.flatnonzero(np.diff(rows, prepend=-1))
-            places += np.arange(len(rows)) - np.repeat(first, np.diff(first, append=len(rows)))
-            last = np.append(first[1:], len(rows)) - 1
-            owners, lengths = rows[last], places[last] + 1
-        blocks.ensure(owners, lengths)
-        blocks.set(rows, places, block_ids)
-        num_blocks[owners] = lengths
 
     def advance(self, plan: SchedulerOutput) -> Bools:
         """Count the batch's tokens as computed, and return which rows sample in this step, bool [R].
@@ -92,16 +107,6 @@ class RunnerTable(Columns):
         if self._has_pooled:
             samples &= self.pools[rows] == 0
         return samples
-
-    def block_tables(self, rows: Rows, width: int) -> Int32s:
-        """Return the first `width` blocks of each row [R, width]; a row that has fewer repeats its last one."""
-        columns = np.minimum(np.arange(width), self.num_blocks[rows, None] - 1)
-        return self.blocks.get(rows[:, None], columns)
-
-    def window_tables(self, rows: Rows, width: int) -> Int32s:
-        """Return the first `width` blocks of each row in layers with a window, as block_tables()."""
-        columns = np.minimum(np.arange(width), self.num_window_blocks[rows, None] - 1)
-        return self.window_blocks.get(rows[:, None], columns)
 
     def write_drafts(self, rows: Rows, token_ids: TokenIds, counts: Ints) -> None:
         """Write counts[i] draft tokens of rows[i], row after row, behind the row's tokens, without counting them."""

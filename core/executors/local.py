@@ -136,7 +136,9 @@ class LocalExecutor:
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Run one step; the returned step is finished."""
-        self._ahead.use(np.concatenate([plan.block_ids, plan.window_blocks, *(new.block_ids for new in plan.starts)]))
+        self._ahead.use(
+            np.concatenate([plan.block_ids, *(new.ids for new in plan.others), *(new.block_ids for new in plan.starts)])
+        )
         return FinishedStep(self._run(plan))
 
     def prepare_ahead(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from core.kv.beside import Beside
 from core.kv.event_log import KVEventLog
 from ipc.tables.arrays import NO_INT32S, BlockIds, Int32s, Ints, TokenIds, UInt64s
 
@@ -41,11 +42,13 @@ class BlockNames:
     """The names of all KV blocks.
 
     content [num_blocks] int64: number of the content that each block holds, UNNAMED for none. block_of_key: the block
-    found under each lookup key; callers may only ask whether a key is present.
+    found under each lookup key; callers may only ask whether a key is present. beside: what is found beside the named
+    blocks, one for each further kind of layers.
     """
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, beside: tuple[Beside, ...] = ()) -> None:
         self.block_size = block_size
+        self.beside = beside
         self.content = np.zeros(num_blocks, np.int64)
         self.events: KVEventLog | None = None  # set while a client follows
         self._parent = np.zeros(num_blocks, np.int64)
@@ -132,6 +135,7 @@ class BlockNames:
         The block that was entered first keeps the name. The other blocks of its content are not entered.
         """
         keys, numbers = block_key(parents.view(np.uint64), hash_blocks(token_ids)), blocks.tolist()
+        given = blocks, parents, token_ids
         blocks = blocks.astype(np.int64)  # the columns are written in a fifth of the time
         holders = list(map(self.block_of_key.setdefault, keys.tolist(), numbers))
         owners = None if holders == numbers else np.array(holders, np.int64)
@@ -146,7 +150,14 @@ class BlockNames:
         self._tokens[blocks] = token_ids
         if self.events is not None:
             self.events.stored(contents, parents, token_ids)
+        for beside in self.beside:
+            beside.let_find(*(self._same_content(*given, owners) if owners is not None else (blocks, blocks)))
         return owners
+
+    def _same_content(self, blocks: Int32s, parents: Ints, token_ids: TokenIds, owners: Ints) -> tuple[Int32s, Ints]:
+        """Return those of blocks [n] whose content is that of owners [n], which have their keys, and these owners."""
+        same = (self._parent[owners] == parents) & (self._tokens[owners] == token_ids).all(1)
+        return blocks[same], owners[same]
 
     def name_run(self, blocks: Int32s, parent: int, token_ids: TokenIds, hashes: list[int]) -> int:
         """Name consecutive blocks of one row; return the content of the last one.
@@ -170,6 +181,9 @@ class BlockNames:
                 if self.events is not None:
                     self.events.stored(self.content[[block]], self._parent[[block]], token_ids[index])
             content = self._num_contents
+        for beside in self.beside:
+            found, _ = self.find(parent, token_ids, hashes)
+            beside.let_find(blocks[: len(found)], found)
         return content
 
     def described(self, blocks: BlockIds) -> tuple[UInt64s, Ints, Int32s]:
@@ -191,7 +205,9 @@ class BlockNames:
             self.events.stored(contents, parents, token_ids[new])
 
     def forget(self, blocks: BlockIds) -> None:
-        """Remove the names of these blocks, all of which have one. They are not found any more."""
+        """Remove the names of these blocks, all of which have one. They and what lies beside are not found any more."""
+        for beside in self.beside:
+            beside.forget(blocks)
         if self.events is not None:
             self.events.removed(self.content[blocks])
         for key in self._key[blocks].tolist():
@@ -204,6 +220,8 @@ class BlockNames:
             self.events.cleared()
         self.block_of_key.clear()
         self.content[:] = UNNAMED
+        for beside in self.beside:
+            beside.forget_all()
 
     def blank_rest(self) -> None:
         """Empty what blocks without a name had, and let no block be found until it is renamed."""
@@ -235,6 +253,8 @@ class BlockNames:
         expected = _findable(*columns, self.block_size)
         odd = dict(expected.items() ^ self.block_of_key.items()) if expected != self.block_of_key else {}
         assert not odd, f"blocks {sorted(odd.values())[:8]} are not found under their names, or found without one"
+        for beside in self.beside:
+            beside.check_integrity(self.content)
 
 
 @lru_cache(maxsize=4)  # tests check after each step, and most steps change no name

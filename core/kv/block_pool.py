@@ -1,31 +1,38 @@
 """BlockPool: which KV blocks are free, held, or free with their content still cached.
 
-Columns are indexed by block id. Every operation takes arrays and returns int64, because indexing with int32 takes NumPy
-five times as long. Blocks without a name (`blank`) are allocated first. Then blocks of the prefix cache are evicted:
-those of the least urgent last user first, and among them the least recently freed.
+The pool gives away pages of page_blocks blocks. A page is one block if all layers use the same block tables. Otherwise
+it has several blocks of the first kind of layers, or one block of another kind, which has the number of the page's
+first block (core/models/layers/cache_pages.py). Each is held, free, cached or fenced as a whole. Columns are indexed by
+page.
+
+Every operation takes arrays and returns int64, because indexing with int32 takes NumPy five times as long. Pages whose
+content nobody finds (`blank`) are allocated first. Then pages of the prefix cache are evicted: those of the least
+urgent last user first, and among them the least recently freed.
 """
 
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from core.kv.beside import Beside
 from core.kv.block_names import UNNAMED, BlockNames
 from core.kv.block_ring import BlockRing
-from ipc.tables.arrays import NO_INTS, BlockIds, Bools, Ints
+from ipc.tables.arrays import NO_INTS, BlockIds, Bools, Int32s, Ints
 
 NULL_BLOCK = 0
 _NO_FENCE = -1
+_Pages = TypeVar("_Pages", Ints, Int32s)
 _NULL_TABLE = np.array([NULL_BLOCK])  # who holds it
 
 
 class Tier(Protocol):
     """What keeps copies of blocks that the pool evicts."""
 
-    def keep(self, blocks: BlockIds) -> None:
-        """Take blocks that are being evicted and still have their names."""
+    def keep(self, pages: Ints) -> None:
+        """Take what is in pages that are being evicted; their blocks still have their names."""
 
     def forget(self) -> None:
         """Forget all blocks."""
@@ -35,27 +42,34 @@ class Tier(Protocol):
 
 
 class BlockPool:
-    """The pool of blocks 1..num_blocks-1. Block 0 is the null block, which is never allocated.
+    """The pool of pages 1..num_blocks-1. Page 0 has the null block, and is never allocated.
 
-    A block is in exactly one state: held (ref_count > 0), blank, cached (in a ring), or fenced (freed while a step that
-    touches it is in flight; free after that step's update).
+    allocate() returns pages; all other methods take and return the numbers of blocks that tables have, unless they say
+    pages. A page is in exactly one state: held (ref_count > 0), blank, cached (in a ring), or fenced (freed while a
+    step that touches it is in flight; free after that step's update). It counts a reference for each of its blocks in
+    each table.
 
-    num_rings: how many classes of urgency the prefix cache distinguishes. urgency [num_blocks] int8: the ring in which
-    a block belongs, 0 = evicted first; the owner sets it before free().
+    num_others: further kinds of layers, whose blocks are pages. num_rings: how many classes of urgency the prefix cache
+    distinguishes. urgency [num_blocks] int8: the ring in which a page belongs, 0 = evicted first; the owner sets it
+    before free().
     """
 
-    def __init__(self, num_blocks: int, block_size: int, num_rings: int = 1, names: BlockNames | None = None) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, num_rings: int = 1, page_blocks: int = 1, num_others: int = 0
+    ) -> None:
         assert num_blocks >= 2, f"a pool needs the null block and one more, got {num_blocks}"
         self.num_blocks = num_blocks
+        self.page_blocks = page_blocks
         self.ref_count = np.zeros(num_blocks, np.int32)
         self.ref_count[NULL_BLOCK] = 1
-        self.names = BlockNames(num_blocks, block_size) if names is None else names
+        beside = tuple(Beside(num_blocks, page_blocks) for _ in range(num_others))
+        self.names = BlockNames(num_blocks * page_blocks, block_size, beside)
         self._blank = np.arange(num_blocks - 1, 0, -1)  # a stack: the top is the end
         self._num_blank = num_blocks - 1
         self._rings = [BlockRing(num_blocks) for _ in range(num_rings)]
         self.urgency = np.zeros(num_blocks, np.int8)
-        self.num_free = num_blocks - 1  # blocks that allocate() can hand out now: blank and cached
-        self._place = np.zeros(num_blocks, np.int64)  # scratch: a block's last index among those freed
+        self.num_free = num_blocks - 1  # pages that allocate() can hand out now: blank and cached
+        self._place = np.zeros(num_blocks, np.int64)  # scratch: a page's last index among those given
         self._fence_of = np.full(num_blocks, _NO_FENCE, np.int64)
         self._fenced: deque[tuple[int, Ints]] = deque()
         self.num_fenced = 0
@@ -70,8 +84,25 @@ class BlockPool:
         self.__dict__.update(parts)
         self._place = np.zeros(self.num_blocks, np.int64)
 
+    def inside(self, pages: BlockIds) -> Ints:
+        """Return all blocks of these pages, page after page."""
+        if self.page_blocks == 1:
+            return pages.astype(np.int64, copy=False)
+        blocks: Ints = np.add.outer(pages.astype(np.int64) * self.page_blocks, np.arange(self.page_blocks)).reshape(-1)
+        return blocks
+
+    def blocks_in(self, pages: _Pages) -> _Pages:
+        """Return the blocks of allocated pages, all of which a row takes for the first kind of layers."""
+        if self.page_blocks == 1 and not self.names.beside:
+            return pages
+        blocks = self.inside(pages).astype(pages.dtype, copy=False)
+        self.ref_count[pages] = self.page_blocks
+        for beside in self.names.beside:
+            beside.filled[blocks] = NULL_BLOCK
+        return blocks
+
     def allocate(self, count: int) -> Ints:
-        """Allocate blocks [count] with ref_count 1. The caller has compared count with num_free."""
+        """Allocate pages [count] with ref_count 1. The caller has compared count with num_free."""
         assert count <= self.num_free, f"{count} blocks asked of {self.num_free} free"
         self.num_free -= count
         from_blank = min(count, self._num_blank)
@@ -86,39 +117,56 @@ class BlockPool:
         return blocks
 
     def next_evicted(self, count: int) -> Ints:
-        """Return which cached blocks allocate(count) would evict now, in their order."""
+        """Return which cached pages allocate(count) would evict now, in their order."""
         parts, missing = [NO_INTS], max(0, count - self._num_blank)
         for ring in self._rings:
             parts.append(ring.first(missing))
             missing -= len(parts[-1])
         return np.concatenate(parts)
 
+    def pages_of(self, blocks: BlockIds) -> Ints:
+        """Return each page that has any of these blocks, once. No block is given twice."""
+        pages = self._pages(blocks)
+        return pages if self.page_blocks == 1 else self._once(pages)
+
+    def _pages(self, blocks: BlockIds) -> Ints:
+        """Return the page of each block."""
+        numbers: Ints = blocks.astype(np.int64, copy=False)
+        return numbers if self.page_blocks == 1 else numbers // self.page_blocks
+
+    def _once(self, pages: Ints) -> Ints:
+        """Return each of these pages once, in the order of their last places."""
+        places = np.arange(len(pages))
+        self._place[pages] = places
+        once: Ints = pages[self._place[pages] == places]
+        return once
+
     def num_revived(self, blocks: BlockIds) -> int:
-        """Return how many of these found blocks are free now and would leave the free lists when held."""
-        return self._num_in_rings(blocks)
+        """Return how many pages with these found blocks are free now and would leave the free lists when held."""
+        return self._num_in_rings(self.pages_of(blocks))
 
     def hold(self, blocks: BlockIds) -> None:
-        """Add one reference to found blocks. Call this before any allocation, which might evict them."""
-        self._revive(blocks)
-        self.ref_count[blocks] += 1
+        """Add one reference for each of these found blocks. Call this before any allocation, which might evict them."""
+        self._revive(self.pages_of(blocks))
+        np.add.at(self.ref_count, self._pages(blocks), 1)
 
-    def _num_in_rings(self, blocks: BlockIds) -> int:
-        return sum(int(np.count_nonzero(ring.holds(blocks))) for ring in self._rings)
+    def _num_in_rings(self, pages: Ints) -> int:
+        return sum(int(np.count_nonzero(ring.holds(pages))) for ring in self._rings)
 
-    def _revive(self, blocks: BlockIds) -> None:
-        """Take these blocks out of the free lists."""
-        self.num_free -= self._num_in_rings(blocks)
-        self.num_fenced -= int(np.count_nonzero(self._fence_of[blocks] != _NO_FENCE))
+    def _revive(self, pages: Ints) -> None:
+        """Take these pages out of the free lists."""
+        self.num_free -= self._num_in_rings(pages)
+        self.num_fenced -= int(np.count_nonzero(self._fence_of[pages] != _NO_FENCE))
         for ring in self._rings:
-            ring.discard(blocks)
-        self._fence_of[blocks] = _NO_FENCE
+            ring.discard(pages)
+        self._fence_of[pages] = _NO_FENCE
 
     def free(self, blocks: BlockIds, fence: int | None) -> None:
-        """Drop one reference to each of these blocks, in this order: give a request's tail first.
+        """Drop one reference for each of these blocks, in this order: give a request's tail first.
 
         fence: the last step in flight that may touch them, None when there is none.
         """
-        released: Ints = blocks.astype(np.int64, copy=False)
+        released = self._pages(blocks)
         if np.count_nonzero(self.ref_count[released] == 1) == len(released):
             self.ref_count[released] = 0
         else:
@@ -130,33 +178,30 @@ class BlockPool:
             self._fenced.append((fence, released))
             self.num_fenced += len(released)
 
-    def _drop(self, blocks: BlockIds) -> Ints:
-        """Subtract one reference from each block; return the blocks that have none left."""
-        places = np.arange(len(blocks))
-        self._place[blocks] = places
-        last = self._place[blocks] == places
-        np.subtract.at(self.ref_count, blocks, 1)
-        blocks = blocks[last]  # a block shared by requests that end together is released with the last one
-        counts = self.ref_count[blocks]
-        assert not len(blocks) or counts.min() >= 0, f"freed twice: {blocks[counts < 0]}"
-        released: Ints = blocks[counts == 0]
+    def _drop(self, pages: Ints) -> Ints:
+        """Subtract one reference for each entry; return the pages that have none left."""
+        np.subtract.at(self.ref_count, pages, 1)
+        pages = self._once(pages)  # a page shared by requests that end together is released with the last of them
+        counts = self.ref_count[pages]
+        assert not len(pages) or counts.min() >= 0, f"freed twice: {pages[counts < 0]}"
+        released: Ints = pages[counts == 0]
         return released
 
     def set_urgency(self, blocks: BlockIds, urgency: Ints) -> None:
-        """Set the ring in which each of these blocks belongs, before free()."""
-        self.urgency[blocks] = urgency
+        """Set the ring in which the page of each of these blocks belongs, before free()."""
+        self.urgency[self._pages(blocks)] = urgency
 
     def lift_fences(self, step: int) -> None:
-        """Free the blocks fenced by this step, whose update is done."""
+        """Free the pages fenced by this step, whose update is done."""
         while self._fenced and self._fenced[0][0] <= step:
-            fence, blocks = self._fenced.popleft()
-            lifted = blocks[self._fence_of[blocks] == fence]  # the others were revived meanwhile
+            fence, pages = self._fenced.popleft()
+            lifted = pages[self._fence_of[pages] == fence]  # the others were revived meanwhile
             self._fence_of[lifted] = _NO_FENCE
             self.num_fenced -= len(lifted)
             self._make_free(lifted)
 
     def forget(self) -> None:
-        """Empty the prefix cache: free cached blocks become blank, held blocks lose their names."""
+        """Empty the prefix cache: free cached pages become blank, held blocks lose their names."""
         self.names.forget_all()
         for tier in self.tiers:
             tier.forget()
@@ -164,43 +209,64 @@ class BlockPool:
             self._push_blank(ring.clear())
 
     def forget_names(self, blocks: BlockIds) -> None:
-        """Remove the names of these held blocks, so that they are not found any more."""
+        """Remove the names of these held blocks of the first kind of layers, so that they are not found any more."""
         for tier in self.tiers:
             tier.forget_contents(self.names.content[blocks])
         self.names.forget(blocks[self.names.content[blocks] != UNNAMED])
+        self._blank_orphans()
 
-    def _make_free(self, blocks: BlockIds) -> None:
-        self.num_free += len(blocks)
-        named = self._is_named(blocks)
-        self._push_blank(blocks[~named])
-        blocks = blocks[named]
+    def _make_free(self, pages: Ints) -> None:
+        self.num_free += len(pages)
+        found = self._is_found(pages)
+        self._push_blank(pages[~found])
+        pages = pages[found]
         if len(self._rings) == 1:
-            self._rings[0].push(blocks)
+            self._rings[0].push(pages)
             return
-        urgency = self.urgency[blocks]
+        urgency = self.urgency[pages]
         for number, ring in enumerate(self._rings):
-            ring.push(blocks[urgency == number])
+            ring.push(pages[urgency == number])
 
-    def _is_named(self, blocks: BlockIds) -> Bools:
-        """Return which of these blocks can be found by their content, bool [n]."""
-        named: Bools = self.names.content[blocks] != UNNAMED
-        return named
+    def _is_found(self, pages: Ints) -> Bools:
+        """Return which of these pages have content that can be found, bool [n]."""
+        content, firsts = self.names.content, pages * self.page_blocks
+        found: Bools = content[firsts] != UNNAMED
+        for place in range(1, self.page_blocks):
+            found |= content[firsts + place] != UNNAMED
+        for beside in self.names.beside:
+            found |= beside.owner[pages] != NULL_BLOCK
+        return found
 
-    def _forget(self, blocks: BlockIds) -> None:
-        """Remove the names of evicted blocks."""
-        self.names.forget(blocks)
+    def _forget(self, pages: Ints) -> None:
+        """Let nothing in these evicted pages be found any more."""
+        blocks = self.inside(pages)
+        for beside in self.names.beside:
+            beside.forget_pages(pages)
+            blocks = blocks[self.names.content[blocks] != UNNAMED]
+        if len(blocks):
+            self.names.forget(blocks)
+        self._blank_orphans()
 
-    def _push_blank(self, blocks: BlockIds) -> None:
-        self._blank[self._num_blank : self._num_blank + len(blocks)] = blocks
-        self._num_blank += len(blocks)
+    def _blank_orphans(self) -> None:
+        """Let pages in the rings be blank that nobody finds any more."""
+        for beside in self.names.beside:
+            pages = beside.take_orphans()
+            for ring in self._rings:
+                here = pages[ring.holds(pages)]
+                ring.discard(here)
+                self._push_blank(here)
+
+    def _push_blank(self, pages: Ints) -> None:
+        self._blank[self._num_blank : self._num_blank + len(pages)] = pages
+        self._num_blank += len(pages)
 
     def _evict(self, count: int) -> Ints:
-        """Take the first cached blocks in the order of eviction and remove their names."""
+        """Take the first cached pages in the order of eviction, and let them not be found any more."""
         parts = []
         for ring in self._rings:
             parts.append(ring.pop(min(count, len(ring))))
             count -= len(parts[-1])
-        assert not count, f"{count} blocks missing from the rings"
+        assert not count, f"{count} pages missing from the rings"
         evicted = parts[0] if len(parts) == 1 else np.concatenate(parts)
         for tier in self.tiers:
             tier.keep(evicted)
@@ -212,13 +278,13 @@ class BlockPool:
         rings = [ring.check_integrity() for ring in self._rings]
         free = np.concatenate([self._blank[: self._num_blank], *rings])
         assert self.num_free == len(free), f"{self.num_free} free, {self._num_blank} blank, in the rings {rings}"
-        held = np.concatenate([_NULL_TABLE, *tables])
+        held = np.concatenate([_NULL_TABLE, *tables]) // self.page_blocks
         num_fenced = _recount(free.tobytes(), held.tobytes(), self.ref_count.tobytes(), self._fence_of.tobytes())
         assert self.num_fenced == num_fenced, f"{self.num_fenced} fenced, {num_fenced} found"
         self.names.check_integrity()
-        named = self._is_named(free)
-        assert not np.count_nonzero(named[: self._num_blank]), "a blank block has a name"
-        assert np.count_nonzero(named) == len(free) - self._num_blank, "a block without a name is in a ring"
+        found = self._is_found(free)
+        assert not np.count_nonzero(found[: self._num_blank]), "a blank page can be found"
+        assert np.count_nonzero(found) == len(free) - self._num_blank, "a page that nobody finds is in a ring"
 
 
 @lru_cache(maxsize=4)  # tests check after each step, and every second step changes none of these

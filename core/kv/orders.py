@@ -6,7 +6,7 @@ has nobody who carries them out: the answers are in its log.
 
 from typing import NamedTuple, TypeAlias
 
-from core.kv.page_room import PageRoom
+from core.kv.cache_kinds import CacheKind
 from ipc.tables.arrays import NO_INT32S, NO_INTS, Bools, Int32s, Ints
 
 
@@ -17,7 +17,7 @@ class Windows(NamedTuple):
     its next token.
     """
 
-    room: PageRoom
+    kind: CacheKind
     least: int  # blocks that the request can use without the store
     most: int  # blocks for which there is room
     is_here: Bools  # of each block of the prompt, whether the one beside it is there without the store

@@ -6,7 +6,6 @@ from typing import NamedTuple
 import zmq
 
 from core.batch.batch import Batch
-from core.batch.window_batch import WindowBatch
 from core.border.allow_list import AllowList
 from core.border.socket_rounds import AddressedMessage
 from core.border.zap import start_zap
@@ -17,13 +16,12 @@ from core.inputs import EngineInput, StoreNews
 from core.process.loop import Engine
 from core.tiers.block_file import HEAD_BYTES
 from core.tiers.block_folder import BlockFolder
-from core.tiers.block_store import BlocksServed, BlockStore
-from core.tiers.memory_shelf import MemoryShelf
+from core.tiers.block_store import BesideContents, BlocksServed, BlockStore, Shelves
+from core.tiers.memory_shelf import Contents, MemoryShelf
 from core.tiers.peer_server import PeerServer, Shelf
 from core.tiers.peers import Peers
 from core.tiers.portable_names import PortableNames
 from core.tiers.store_thread import StoreThread
-from core.tiers.window_store import WindowContents, WindowsServed, WindowStore
 from ipc.errors import ConfigError
 from ipc.options.block_stores import addresses_of, read_key_file, stores_of
 from ipc.options.config import EngineConfig
@@ -107,41 +105,30 @@ def start_store(
     blocks = stores.blocks
     content = f"{executor.info.fingerprint}\n{executor.info.dtype}\n{blocks.layout}"
     names = PortableNames(stores.key, content, scheduler.block_size)
-    make = _window_store if isinstance(scheduler.batch, WindowBatch) else _block_store
-    return StoreThread(make(stores, names, scheduler.batch, scheduler.exchange.evictions), tell)
+    return StoreThread(_block_store(stores, names, scheduler.batch, scheduler.exchange.evictions), tell)
 
 
 def _block_store(stores: OpenStores, names: PortableNames, batch: Batch, evictions: Ints) -> BlockStore:
-    """Return the store of an engine whose layers have their blocks in common."""
-    contents, shelves = batch.pool.names.content, _shelves(stores.blocks, batch, evictions)
-    return BlockStore(stores.folder, names, stores.blocks, contents, evictions, stores.peers, _served(stores, shelves))
+    """Return the store of an engine."""
+    host, blocks, block_names = batch.host_cache, stores.blocks, batch.pool.names
+
+    def shelves(contents: Contents, host_contents: Ints) -> Shelves:
+        of_host = MemoryShelf(blocks.host, host_contents, host.times_given, host.first)
+        return Shelves(MemoryShelf(blocks.cache, contents, evictions), of_host)
+
+    beside = BesideContents(block_names) if block_names.beside else None
+    of_beside = None if beside is None else shelves(beside, host.beside[0].content)
+    served = _served(stores, shelves(block_names.content, host.names.content), of_beside)
+    columns = block_names.content, evictions
+    return BlockStore(stores.folder, names, blocks, *columns, peers=stores.peers, served=served, beside=beside)
 
 
-def _window_store(stores: OpenStores, names: PortableNames, batch: Batch, evictions: Ints) -> BlockStore:
-    """Return the store of an engine where layers with a window have blocks of their own."""
-    assert isinstance(batch, WindowBatch), "no layer has blocks of its own"
-    host, pages, blocks = batch.host_cache, batch.pool.names, stores.blocks
-    shelves = _shelves(blocks, batch, evictions)
-    of_cache = MemoryShelf(blocks.cache, WindowContents(pages), evictions)
-    windows = WindowsServed(of_cache, MemoryShelf(blocks.host, host.window_of, host.times_given, host.first))
-    served = _served(stores, shelves, windows)
-    return WindowStore(stores.folder, names, blocks, pages, evictions, stores.peers, served, windows)
-
-
-def _shelves(blocks: SharedBlocks, batch: Batch, evictions: Ints) -> tuple[MemoryShelf, MemoryShelf]:
-    host = batch.host_cache
-    of_host = MemoryShelf(blocks.host, host.names.content, host.times_given, host.first)
-    return MemoryShelf(blocks.cache, batch.pool.names.content, evictions), of_host
-
-
-def _served(
-    stores: OpenStores, shelves: tuple[MemoryShelf, MemoryShelf], others: Sequence[MemoryShelf] = ()
-) -> BlocksServed | None:
-    """Return what peers get of these blocks, and of others in memory; None: nobody listens to them."""
+def _served(stores: OpenStores, named: Shelves, beside: Shelves | None) -> BlocksServed | None:
+    """Return what peers get of blocks in memory and in the folder; None: nobody listens to them."""
     if stores.listening is None:
         return None
-    asked: list[Shelf] = [*shelves, *others, *([] if stores.folder is None else [stores.folder])]
-    return BlocksServed(*shelves, PeerServer(*stores.listening, asked))
+    asked: list[Shelf] = [*named, *(beside or ()), *([] if stores.folder is None else [stores.folder])]
+    return BlocksServed(named, PeerServer(*stores.listening, asked), beside)
 
 
 class WithOrders:

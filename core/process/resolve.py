@@ -7,7 +7,7 @@ import msgspec
 from core.execution.executor import Costs, ModelInfo, StepCosts
 from core.execution.state_slots import num_draft_states, num_state_slots
 from core.execution.token_budget import token_budget
-from core.kv.page_room import BlockRoom, PageRoom, page_room
+from core.kv.cache_kinds import CacheRoom, cache_room
 from ipc.errors import ConfigError, OutOfMemoryError
 from ipc.options.block_stores import stores_of
 from ipc.options.config import EngineConfig
@@ -116,17 +116,15 @@ def _kv_window(config: EngineConfig, info: ModelInfo) -> int:
     return info.kv_window if given is None else given
 
 
-def _room(config: EngineConfig, info: ModelInfo) -> BlockRoom | PageRoom:
+def _room(config: EngineConfig, info: ModelInfo) -> CacheRoom:
     """Return what requests take of the cache: pages, where layers with a window have blocks of their own."""
     if config.kv_page_blocks not in (None, info.kv_page_blocks):
         raise ConfigError(
             f"kv_page_blocks={config.kv_page_blocks}: a page of {info.name} has {info.kv_page_blocks} KV blocks: leave "
             "it out, or use 0"
         )
-    if not info.kv_page_blocks:
-        return BlockRoom(config.block_size)
-    num_step_tokens = token_budget(config, 0, info.max_whole_tokens)
-    return page_room(config, _kv_window(config, info), info.kv_page_blocks, num_step_tokens)
+    num_step_tokens = token_budget(config, 0, info.max_whole_tokens) if info.kv_page_blocks else 0
+    return cache_room(config, _kv_window(config, info), info.kv_page_blocks, num_step_tokens)
 
 
 def _num_swap_blocks(config: EngineConfig, bytes_per_block: int) -> int:
@@ -161,7 +159,7 @@ def _num_host_blocks(config: EngineConfig, info: ModelInfo, bytes_per_page: int)
 def _max_model_len(
     config: EngineConfig,
     info: ModelInfo,
-    room: BlockRoom | PageRoom,
+    room: CacheRoom,
     available: int,
     memory_bytes: int,
     bytes_per_block: int,

@@ -31,7 +31,6 @@ from core.runner.preemption_costs import NUM_TOKENS, measure_costs
 from core.runner.state_rows import RowStates
 from core.runner.step_durations import Clock, measure_steps, trial_sampling
 from core.runner.step_inputs import InputMaker, StepInputs
-from core.runner.window_inputs import WindowInputs
 from core.sampling.candidates import NOT_DRAWN, gather_candidates, normalize
 from core.sampling.columns import SamplingColumns
 from core.sampling.first_tokens import sample_rows
@@ -79,8 +78,8 @@ class ModelRunner:
         self._tells_processed = logprobs_mode.startswith("processed")
         self._tells_logits = logprobs_mode.endswith("logits")
         self.block_size = block_size
-        self.table = RunnerTable(num_rows, block_size)
-        self._inputs = (WindowInputs if num_page_blocks else InputMaker)(self.table, block_size)
+        self.table = RunnerTable(num_rows, block_size, num_others=int(num_page_blocks > 0))
+        self._inputs = InputMaker(self.table, block_size)
         self.matchers = None if grammars is None else RowMatchers(grammars, num_rows)
         masks = None if model.sampler is None else model.sampler.token_masks
         self.pooling = PoolingRows(pooler)
@@ -300,13 +299,13 @@ class ModelRunner:
         """Run the model over a step's tokens; the result is valid until the next step."""
         columns = inputs.num_tokens, inputs.context_lens, inputs.block_tables
         given = self._feature_rows.of_step(inputs) if self._feature_rows.of_row else None
-        attention = self.model.attention_metadata(
-            *columns, self.cache, inputs.generation, None if given is None else given.wholes, inputs.window_tables
-        )
+        windows = inputs.others[0] if inputs.others else None
+        wholes, window_tables = given and given.wholes, windows and windows.block_tables
+        attention = self.model.attention_metadata(*columns, self.cache, inputs.generation, wholes, window_tables)
         tokens = inputs.token_ids, inputs.positions, inputs.slots
         adapters = self._adapter_rows.of_step(inputs) if self._adapter_rows else None
         rest = inputs.logits_rows, inputs.generation, adapters
-        others = None if self._states is None else self._states.of_step(inputs), inputs.window_slots
+        others = None if self._states is None else self._states.of_step(inputs), windows and windows.slots
         if given is not None:  # arrays of this step only
             tokens, rest = (given.token_ids, *tokens[1:]), (inputs.logits_rows, ONCE, adapters)
             return self.model.forward(ModelInputs(*tokens, attention, self.cache, *rest, given.rows, *others))

@@ -6,13 +6,14 @@ after it costs microseconds.
 """
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from core.execution.plan import SchedulerOutput
-from core.execution.runner_table import TOKENS_PER_PAGE, RunnerTable
+from core.execution.runner_table import TOKENS_PER_PAGE, RunnerBlocks, RunnerTable
 from core.models.step import ONCE
 from ipc.tables.arrays import Bools, Int32s, Ints, Positions, Rows, TokenIds
 
@@ -23,6 +24,14 @@ _PAGE_MASK = TOKENS_PER_PAGE - 1
 
 #: Generation numbers; all makers of inputs share them, so that no number is used twice.
 _generations = itertools.count(ONCE + 1)
+
+
+class KindInputs(NamedTuple):
+    """A step's inputs for layers of one kind (core/kv/cache_kinds.py)."""
+
+    table: RunnerBlocks
+    slots: Ints  # [T]
+    block_tables: Int32s  # [R, P]
 
 
 class StepInputs(NamedTuple):
@@ -47,8 +56,7 @@ class StepInputs(NamedTuple):
     generation: int = ONCE  # see ModelInputs.generation
     sample_rows: Ints | None = None  # [S] index in rows of each sample's row; None: one sample a row
     sample_offsets: Ints | None = None  # [S] drafts before each sample: 0, 1, ... in a row; None with sample_rows
-    window_slots: Ints | None = None  # [T] and block tables [R, P] of layers with a window; None: they have no others
-    window_tables: Int32s | None = None
+    others: Sequence[KindInputs] = ()  # of each further kind of layers
 
 
 @dataclass(slots=True)
@@ -139,6 +147,7 @@ class InputMaker:
             num_samples=num_samples,
             logits_rows=last[samples],
             generation=next(_generations),
+            others=[self._other_inputs(other, token_rows, places[0], rows, num_columns) for other in table.others],
         )
         self._decoding = None
         if len(plan.num_draft_tokens):
@@ -147,6 +156,13 @@ class InputMaker:
             num_steps = _steps_to_end(positions, self._mask), _steps_to_end(positions, _PAGE_MASK)
             self._decoding = Decoding(inputs, _bytes(plan), *num_steps, token_ids, places, *places)
         return inputs
+
+    def _other_inputs(
+        self, table: RunnerBlocks, token_rows: Ints, positions: Positions, rows: Ints, num_columns: int
+    ) -> KindInputs:
+        """Return the inputs of R rows, and T tokens at positions [T] of token_rows [T], in one kind of layers."""
+        blocks = table.blocks.get(token_rows, positions >> self._shift)
+        return KindInputs(table, self._slots(blocks, positions), table.block_tables(rows, num_columns))
 
     def _slots(self, blocks: Int32s, positions: Positions) -> Ints:
         """Return the KV-cache slot (block * block_size + offset) of each position."""
@@ -162,13 +178,19 @@ class InputMaker:
         if decoding.num_steps:
             decoding.num_steps -= 1
             np.add(decoding.places, 1, out=decoding.places)
+            for other in inputs.others:
+                np.add(other.slots, 1, out=other.slots)
         else:
             entering = np.flatnonzero((positions & self._mask) == self._mask)
             entered = positions[entering] + 1
-            if not self._enter_blocks(inputs, entering, entered >> self._shift):
+            if int(entered.max()) >> self._shift >= inputs.block_tables.shape[1]:
                 return False
             np.add(decoding.places, 1, out=decoding.places)
-            decoding.slots[entering] = self._slots(inputs.block_tables[entering, entered >> self._shift], entered)
+            first = KindInputs(self._table, decoding.slots, inputs.block_tables)
+            self._enter_blocks(first, inputs.rows, entering, entered)
+            for other in inputs.others:
+                np.add(other.slots, 1, out=other.slots)
+                self._enter_blocks(other, inputs.rows, entering, entered)
             decoding.num_steps = _steps_to_end(positions, self._mask)
         if decoding.num_table_steps:
             decoding.num_table_steps -= 1
@@ -178,18 +200,16 @@ class InputMaker:
             decoding.num_table_steps = _steps_to_end(positions, _PAGE_MASK)
         return True
 
-    def _enter_blocks(self, inputs: StepInputs, entering: Ints, places: Ints) -> bool:
-        """Write the blocks that some rows enter into the block tables; return False where these have too few columns.
+    def _enter_blocks(self, inputs: KindInputs, rows: Ints, entering: Ints, entered: Positions) -> None:
+        """Write the blocks that rows[entering] enter into their tables, and the slots of their tokens.
 
-        entering [n]: indices of the rows in the batch; places [n]: index of the entered block in its row.
+        entered [n]: the positions of these tokens.
         """
-        table, rows, block_tables = self._table, inputs.rows[entering], inputs.block_tables
-        if int(places.max()) >= block_tables.shape[1]:
-            return False
-        num_blocks = table.num_blocks[rows]
+        rows, places = rows[entering], entered >> self._shift
+        num_blocks = inputs.table.num_blocks[rows]
         assert not np.count_nonzero(places >= num_blocks), f"rows enter blocks {places} of {num_blocks}"
-        block_tables[entering, places] = table.blocks.get(rows, places)
-        return True
+        inputs.block_tables[entering, places] = blocks = inputs.table.blocks.get(rows, places)
+        inputs.slots[entering] = self._slots(blocks, entered)
 
 
 def _with_drafts(inputs: StepInputs, num_drafts: Int32s, last: Ints) -> StepInputs:

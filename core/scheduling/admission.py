@@ -72,7 +72,8 @@ class Admission:
     def never_fits(self, request: Request) -> str | None:
         """Return why the request could not run even alone, with the numbers; None when it could."""
         length = request.max_computed_tokens
-        needed, there_are = self._batch.most_blocks(request), self._batch.pool.num_blocks - 1
+        needed = self._batch.room.num_pages(length, keeps_blocks=bool(request.choices))
+        there_are = self._batch.pool.num_blocks - 1
         if needed > there_are:
             return f"the request may need {needed} KV blocks for {length} tokens, and there are {there_are}"
         if not self._is_chunked and length > self._budget:

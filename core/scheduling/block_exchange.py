@@ -2,6 +2,10 @@
 
 A request that may find blocks there waits aside, without a row and without blocks, until they have been read into slots
 of the host pool. Then it starts as one whose blocks the host has. Each answer of the store is an input of the core.
+
+If layers with a window have blocks of their own, a request can use a prefix whose named blocks are all there, and of
+the other blocks those of the window before its next token. The store is asked how long such a prefix could be with what
+it has, and then for what that one lacks.
 """
 
 from collections import deque
@@ -11,12 +15,16 @@ import msgspec
 import numpy as np
 
 from core.batch.batch import Batch
+from core.batch.host_beside import UNKNOWN, Reach
 from core.batch.request import Request
 from core.inputs import BlocksArrived, BlocksFound, BlocksStored
 from core.kv.block_names import UNNAMED, block_key, hash_blocks
-from core.kv.orders import Fetch, Leave, Look, Order, Store
+from core.kv.orders import Fetch, Leave, Look, Order, Windows
+from core.scheduling.store_queue import StoreQueue
 from core.scheduling.waiting_queue import WaitingQueue
-from ipc.tables.arrays import NO_INTS, BlockIds, Int32s, Ints, Rows
+from ipc.options.block_stores import asks_store, stores_of
+from ipc.options.config import EngineConfig
+from ipc.tables.arrays import NO_INTS, Int32s, Ints, Rows
 
 #: Fewest missing blocks for which a request waits: the store's answer takes as long as computing some tokens.
 MIN_BLOCKS = 4
@@ -26,8 +34,6 @@ MAX_FETCHES = 16
 MAX_WAIT_NS = 2_000_000_000
 #: Most requests that begin to wait in one step, and most that end it, because thousands may wait for the same blocks.
 MAX_AT_ONCE = 64
-STORED_AT_ONCE = 32  # blocks of one Store
-MAX_STORES = 2  # that are not answered yet
 
 
 class PendingFetch(msgspec.Struct, eq=False):
@@ -42,10 +48,10 @@ class PendingFetch(msgspec.Struct, eq=False):
     waiters: list[Request] = msgspec.field(default_factory=list)  # the first one has asked; some may have ended
     slots: Int32s | None = None  # None: it is not known yet how many blocks there are
     is_stale: bool = False  # the cache has been emptied meanwhile
-    #: Of layers with a window, where these have blocks of their own: the first of the blocks that are fetched of the
-    #: others, how many are, and the places of the blocks that are fetched after them. is_second: after one fell short.
+    #: The first of the named blocks that are fetched, and how many are; then the places of the blocks that are fetched
+    #: beside named ones. is_second: the fetch follows one that fell short.
     begin: int = 0
-    num_full: int = 0
+    num_named: int = 0
     places: Ints = NO_INTS
     is_second: bool = False
 
@@ -60,11 +66,12 @@ class BlockExchange:
     def __init__(self, batch: Batch, waiting: WaitingQueue, *, asks: bool = True) -> None:
         self._batch, self._waiting, self._host = batch, waiting, batch.host_cache
         self._asks = asks
+        #: Of layers with a window that have blocks of their own, if there are any.
+        self._beside = next(iter(batch.host_cache.beside), None)
         self.orders: list[Order] = []
         self.num_fetched = self.num_stored = 0  # blocks, since the engine started
         self._fetches: dict[int, PendingFetch] = {}  # by ticket
-        self._stores: dict[int, Ints] = {}  # slots by ticket
-        self._unstored: deque[tuple[int, int]] = deque()  # (slot, content), oldest first
+        self.stores = StoreQueue(batch.host_cache)
         self._num_tickets = 0
         self._freed: deque[Request] = deque()  # their wait has ended, and they are not in their queue yet
         self.asks_left = self._frees_left = MAX_AT_ONCE  # in this step
@@ -150,36 +157,101 @@ class BlockExchange:
         self._end_fetch(pending, count, has_come=has_come)
 
     def _look(self, pending: PendingFetch) -> Look:
-        return Look(pending.ticket, pending.root, pending.token_ids, pending.first)
+        if self._beside is None:
+            return Look(pending.ticket, pending.root, pending.token_ids, pending.first)
+        reach, kind = self._reach(pending.root, pending.token_ids, pending.hashes), self._batch.others[0].kind
+        is_here = np.zeros(len(pending.hashes), np.bool_)
+        is_here[: len(reach.contents)] = reach.others[0].is_there
+        slots = np.maximum(np.arange(len(is_here) + 1) - len(reach.contents), 0)
+        slots += self._beside.page_blocks * kind.num_missing(is_here)
+        most = int(np.flatnonzero(slots <= self._room())[-1])
+        windows = Windows(kind, pending.first, most, is_here)
+        return Look(pending.ticket, pending.root, pending.token_ids, len(reach.contents), windows)
 
     def _fetch(self, pending: PendingFetch, slots: Ints) -> Fetch:
-        token_ids = pending.token_ids[: (pending.first + len(slots)) * self._batch.block_size]
-        return Fetch(pending.ticket, pending.root, token_ids, pending.first, self._host.in_plan(slots))
+        num_named, places, own = pending.num_named, pending.places, self._host.in_plan(slots)
+        end = max(pending.begin + num_named, 1 + int(places.max(initial=-1)))
+        token_ids = pending.token_ids[: end * self._batch.block_size]
+        what = pending.ticket, pending.root, token_ids, pending.begin, own[:num_named]
+        return Fetch(*what, places.astype(np.int32), own[num_named:]) if len(places) else Fetch(*what)
 
     def _end_fetch(self, pending: PendingFetch, count: int, *, has_come: bool) -> None:
-        """Let the requests go that wait for a fetch which has ended. count: of the blocks that were to come."""
-        self._end_wait(pending, has_come=has_come)
+        """Let the requests go that wait for a fetch which has ended. count: of the blocks that were to come.
+
+        If something of a prefix with windows could not be read, the store is asked once more, for a shorter one; what
+        is damaged has been removed.
+        """
+        is_whole = self._beside is None or count >= pending.num_named + len(pending.places)
+        if is_whole or pending.is_stale or pending.is_second or not has_live(pending):
+            self._end_wait(pending, has_come=has_come)
+            return
+        pending.ticket, pending.slots, pending.is_second = self._next_ticket(), None, True
+        pending.first = self._num_there(pending.root, pending.token_ids, pending.hashes)
+        self._fetches[pending.ticket] = pending
+        self.orders.append(self._look(pending))
 
     def _reserve(self, pending: PendingFetch, count: int) -> Ints:
-        """Return slots for those of `count` blocks that are still missing, and for which there is room."""
+        """Return slots for those of `count` more blocks that are still missing; none if there is nothing to fetch.
+
+        Without windows any of them are of use, so there may be fewer slots than blocks.
+        """
         end = pending.first + count
         if pending.is_stale or not pending.first < end <= len(pending.hashes) or not has_live(pending):
-            return np.zeros(0, np.int64)
-        pending.first, _, on_host = self._find(pending.root, pending.token_ids, pending.hashes)
-        self._host.touch(on_host)  # so that these do not make room for the blocks behind them
-        return self._host.reserve(max(0, min(end - pending.first, self._room() - len(on_host))))
+            return NO_INTS
+        reach = self._reach(pending.root, pending.token_ids, pending.hashes)
+        begin = min(end, len(reach.contents))
+        pending.begin, pending.num_named = begin, end - begin
+        if self._beside is not None:
+            return self._reserve_all(pending, reach, end)
+        pending.first = len(reach.contents)
+        self._host.touch(reach.slots.astype(np.int64))  # so that these do not make room for the blocks behind them
+        slots = self._host.reserve(max(0, min(pending.num_named, self._room() - len(reach.slots))))
+        pending.num_named = len(slots)
+        return slots
+
+    def _reserve_all(self, pending: PendingFetch, reach: Reach, end: int) -> Ints:
+        """Return slots for all that a prefix of `end` blocks lacks, those of windows last; none if there is no room."""
+        beside = self._beside
+        assert beside is not None, "no layers have blocks beside others"
+        first = self._batch.others[0].kind.num_passed(end * self._batch.block_size)
+        is_here = np.zeros(end, np.bool_)
+        is_here[: pending.begin] = reach.others[0].is_there[:end]
+        pending.places = first + np.flatnonzero(~is_here[first:])
+        leads = reach.others[0].leads[first : pending.begin]
+        kept = np.concatenate([reach.slots[:end].astype(np.int64), beside.slots_of(leads[leads != UNKNOWN])])
+        self._host.touch(kept)
+        wanted = pending.num_named + beside.page_blocks * len(pending.places)
+        if wanted > min(self._room(), self._host.num_slots - len(kept)):
+            return NO_INTS
+        slots = self._host.reserve(wanted)
+        if len(slots) < wanted:
+            self._host.unlock(slots)
+            return NO_INTS
+        return slots
 
     def _name(self, pending: PendingFetch, count: int) -> bool:
         """Name the slots of the first `count` blocks that were to come; return whether it was worth the wait."""
-        assert pending.slots is not None, "nothing was to come"
-        return self._name_slots(pending, pending.first, pending.slots[:count])
+        slots = pending.slots
+        assert slots is not None, "nothing was to come"
+        has_come = self._name_slots(pending, pending.begin, slots[: min(count, pending.num_named)])
+        if self._beside is None:
+            return has_come
+        places, width = pending.places[: max(0, count - pending.num_named)], self._beside.page_blocks
+        of_windows = slots[pending.num_named :].astype(np.int64).reshape(-1, width)[: len(places)]
+        reach = self._reach(pending.root, pending.token_ids, pending.hashes)
+        is_new = places < len(reach.contents)
+        is_new[is_new] = ~reach.others[0].is_there[places[is_new]]
+        self._beside.put(reach.contents[places[is_new]], of_windows[is_new].reshape(-1))
+        self.num_fetched += int(np.count_nonzero(is_new))
+        return self._num_there(pending.root, pending.token_ids, pending.hashes) > pending.first
 
     def _name_slots(self, pending: PendingFetch, first: int, slots: Int32s) -> bool:
         """Name slots that hold blocks from `first` on, by the tokens that were asked for.
 
         Return whether the first of them is there now.
         """
-        known, content, _ = self._find(pending.root, pending.token_ids, pending.hashes)
+        found = self._reach(pending.root, pending.token_ids, pending.hashes).contents
+        known, content = len(found), int(found[-1]) if len(found) else pending.root
         if not first <= known < first + len(slots):
             return known > first  # others have computed all of them, or the blocks before these are gone
         slots = slots[known - first :]
@@ -213,18 +285,15 @@ class BlockExchange:
 
     def _num_there(self, root: int, token_ids: Int32s, hashes: list[int]) -> int:
         """Return how many first blocks a request need not ask for."""
-        return self._find(root, token_ids, hashes)[0]
+        reach = self._reach(root, token_ids, hashes)
+        return self._batch.room.num_usable(len(reach.contents), [other.is_there for other in reach.others])
 
-    def _find(self, root: int, token_ids: Int32s, hashes: list[int]) -> tuple[int, int, Ints]:
-        """Return (number of first blocks that the cache and the host have, content of the last, slots on the host).
-
-        token_ids: of whole blocks; hashes: one of each.
-        """
+    def _reach(self, root: int, token_ids: Int32s, hashes: list[int]) -> Reach:
+        """Return what the cache and the host have of these whole blocks. hashes: one of each."""
         blocks = token_ids.reshape(-1, self._batch.block_size)
         hits, content = self._batch.pool.names.find(root, blocks, hashes)
-        count = len(hits)
-        slots, content = self._host.names.find(content, blocks[count:], hashes[count:])
-        return count + len(slots), content, slots.astype(np.int64)
+        slots, _ = self._host.names.find(content, blocks[len(hits) :], hashes[len(hits) :])
+        return self._host.reach(hits, slots)
 
     def _same(self, request: Request, first: int) -> PendingFetch | None:
         """Return the fetch whose first block is the request's first missing one, too."""
@@ -244,7 +313,10 @@ class BlockExchange:
     # --- out ---------------------------------------------------------------------------------------------------------
 
     def leave(self, rows: Rows) -> None:
-        """Tell the store of the blocks of rows that are about to be released."""
+        """Tell the store of the blocks of rows that are about to be released, and store what the host has beside them.
+
+        What was evicted while a row ran had no name that the store knows.
+        """
         table, names, size = self._batch.table, self._batch.pool.names, self._batch.block_size
         for row in rows.tolist():
             request, named = table.request[row], int(table.num_named_blocks[row])
@@ -256,39 +328,32 @@ class BlockExchange:
                 contents = names.content[blocks]
                 contents[: int(table.num_released[row])] = UNNAMED  # others may have these blocks
                 self.orders.append(self._leave(request.root, token_ids[: named * size].copy(), blocks, contents))
+        self._issue_stores()
 
     def _leave(self, root: int, token_ids: Int32s, blocks: Int32s, contents: Ints) -> Leave:
-        return Leave(root, token_ids, blocks, contents, self.evictions[blocks])
+        left = Leave(root, token_ids, blocks, contents, self.evictions[blocks])
+        for beside in self._batch.pool.names.beside:
+            found = beside.found[blocks].astype(np.int32)
+            found[contents == UNNAMED] = 0
+            self.stores.add_known(contents[(found == 0) & (contents != UNNAMED)])
+            left = left._replace(beside=found, evictions_beside=self.evictions[found])
+        return left
 
     def queue_stores(self, slots: Ints) -> None:
         """Store blocks that the finished plan copies to these slots."""
-        self._unstored.extend(zip(slots.tolist(), self._host.names.content[slots].tolist(), strict=True))
-        while len(self._unstored) > self._host.num_slots:
-            self._unstored.popleft()
+        self.stores.add_written(slots)
         self._issue_stores()
 
     def stored(self, message: BlocksStored) -> None:
         """Let slots be used again that have been written to the store. Ticket 0: blocks came from the KV cache."""
         if not message.ticket:
             self.num_stored += message.count
-        if (slots := self._stores.pop(message.ticket, None)) is not None:
+        if self.stores.end(message.ticket):
             self.num_stored += message.count
-            self._host.unlock(slots)
             self._issue_stores()
 
     def _issue_stores(self) -> None:
-        while self._unstored and len(self._stores) < MAX_STORES:
-            slots: dict[int, int] = {}  # content by slot
-            while self._unstored and len(slots) < STORED_AT_ONCE:
-                slot, content = self._unstored.popleft()
-                if content != UNNAMED and self._host.names.content[slot] == content and not self._host.is_busy[slot]:
-                    slots[slot] = content
-            if slots:
-                ticket, places = self._next_ticket(), np.array(list(slots), np.int64)
-                self._stores[ticket] = places
-                self._host.lock(places)
-                contents = np.array(list(slots.values()), np.int64)
-                self.orders.append(Store(ticket, self._host.in_plan(places), contents))
+        self.orders += self.stores.take_orders(self._next_ticket)
 
     def _next_ticket(self) -> int:
         self._num_tickets += 1
@@ -296,15 +361,23 @@ class BlockExchange:
 
     # --- as a tier of the pool ---------------------------------------------------------------------------------------
 
-    def keep(self, blocks: BlockIds) -> None:
-        """Count evictions. The host takes the blocks, and they go on from there."""
-        self.evictions[blocks] += 1
+    def keep(self, pages: Ints) -> None:
+        """Count evictions of all blocks in these pages, and in those that nobody finds without them.
+
+        The host takes the blocks, and they go on from there.
+        """
+        pool, evicted = self._batch.pool, [pages]
+        for beside in pool.names.beside:
+            found = beside.found[pool.inside(pages)]
+            orphans = np.unique(found[found != 0] // pool.page_blocks)
+            evicted.append(orphans[~np.isin(orphans, pages)])
+        self.evictions[pool.inside(np.concatenate(evicted))] += 1
 
     def forget(self) -> None:
         """Let nothing in that is on its way: the cache is emptied, or the executor is lost."""
         for pending in self._fetches.values():
             pending.is_stale = True
-        self._unstored.clear()
+        self.stores.clear()
 
     def forget_contents(self, contents: Ints) -> None:
         """Let nothing in that is on its way: some of it may follow these contents."""
@@ -336,3 +409,10 @@ def _num_portable(token_ids: Int32s, block_size: int) -> int:
 def has_live(pending: PendingFetch) -> bool:
     """Return whether anybody still waits for a fetch."""
     return any(not request.is_finished for request in pending.waiters)
+
+
+def make_exchange(config: EngineConfig, batch: Batch, waiting: WaitingQueue) -> BlockExchange | None:
+    """Return the exchange of an engine with this config; None: it has no store beyond the host."""
+    if not stores_of(config) or not batch.host_cache.num_slots:
+        return None
+    return BlockExchange(batch, waiting, asks=asks_store(config))

@@ -8,7 +8,7 @@ from core.batch.batch import Batch
 from core.batch.carried import Carried
 from core.batch.new_blocks import NewBlocks
 from core.batch.table import RequestStart
-from core.execution.plan import NewPooling, NewRow, SchedulerOutput
+from core.execution.plan import NewPooling, NewRow, RowBlocks, SchedulerOutput
 from core.scheduling.decisions import Decision, Examined, Preempted
 from ipc.params.pooling_params import PoolingParams
 from ipc.tables.arrays import NO_INT32S, NO_INTS, AnyInts, Int32s, Ints, Rows
@@ -88,8 +88,8 @@ class Draft:
                 self.adapters.append((row, request.adapter.digest))
             if request.features:
                 self.features.append((row, request.features))
-            if (window := start.window) is not None:
-                self.blocks.add_windows(np.full(len(window.block_ids), row), window.block_ids)
+            for number, other in enumerate(start.others):
+                self.blocks.add_other(number, np.full(len(other.block_ids), row), other.block_ids)
 
     def renew(self, batch: Batch) -> None:
         """Tell the executor anew of rows whose tokens and blocks have changed; new blocks of this plan are left out."""
@@ -172,6 +172,5 @@ def finish_plan(draft: Draft, rows: Rows, counts: Ints, carried: Carried) -> Sch
         features=draft.features,
         copied_states=states,
         copied_states_to=states_to,
-        window_rows=column(draft.blocks.window_rows),
-        window_blocks=column(draft.blocks.window_ids),
+        others=[RowBlocks(column(rows), column(ids)) for rows, ids in draft.blocks.others],
     )

@@ -10,15 +10,16 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
+from core.batch.batch import Batch
 from core.batch.carried import Carried
 from core.batch.index import RequestIndex
 from core.batch.request import NO_ROW, Request
-from core.batch.window_batch import make_batch
 from core.execution.plan import FAILED_TOKEN, ModelRunnerOutput, SchedulerOutput
 from core.scheduling.adapter_slots import AdapterSlots
 from core.scheduling.admission import Admission
 from core.scheduling.beams.beam_searches import BeamSearches
 from core.scheduling.beams.group_rows import GroupRows
+from core.scheduling.block_exchange import make_exchange
 from core.scheduling.decisions import Decision
 from core.scheduling.draft import Draft, finish_plan
 from core.scheduling.ends import Ends
@@ -32,7 +33,6 @@ from core.scheduling.speculation import Speculation
 from core.scheduling.stats import new_stats
 from core.scheduling.waiting_queue import WaitingQueue
 from core.scheduling.whole_features import WholeFeatures
-from core.scheduling.window_exchange import make_exchange
 from ipc.options.config import EngineConfig
 from ipc.tables.arrays import AnyInts, Bools, Int32s, Ints, Rows, TokenIds, UInt8s
 from ipc.wire.messages import ErrorCode, FinishReason, PauseMode
@@ -50,7 +50,7 @@ class Scheduler:
         self.block_size, self.max_num_seqs = config.block_size, config.max_num_seqs
         assert config.max_num_batched_tokens is not None, "the config is not resolved"
         self.max_num_batched_tokens = self._token_budget = config.max_num_batched_tokens
-        self.stats, self.outputs, self.batch = new_stats(), OutputCollector(epoch), make_batch(config, eos_token_ids)
+        self.stats, self.outputs, self.batch = new_stats(), OutputCollector(epoch), Batch(config, eos_token_ids)
         self.table, self.pool, self.cuts = self.batch.table, self.batch.pool, list[Callable[[Draft], None]]()
         self.policy = build_policy(config, self.table)
         self.waiting, self._requests = WaitingQueue(self.policy.line), RequestIndex()

@@ -3,6 +3,10 @@
 A block is looked for in the folder first, then at the peers; it is written to the folder alone. No error reaches a
 request: what cannot be read is a miss, and what cannot be written is left out; after an error of the disk nothing is
 written for a while.
+
+Layers with a window may have blocks of their own (core/models/layers/cache_pages.py). Such a block has a name made from
+that of the block beside which it lies, and the bytes of all blocks of its page. So a folder or a peer has it, or not,
+as it has any block.
 """
 
 import time
@@ -13,8 +17,8 @@ from typing import NamedTuple
 from core import log
 from core.execution.shared_blocks import SharedBlocks
 from core.inputs import BlocksArrived, BlocksFound, BlocksStored, StoreNews
-from core.kv.block_names import UNNAMED
-from core.kv.orders import Fetch, Leave, Look, Order, Store
+from core.kv.block_names import UNNAMED, BlockNames
+from core.kv.orders import Fetch, Leave, Look, Order, Store, Windows
 from core.tiers.block_folder import BlockFolder
 from core.tiers.memory_shelf import Contents, MemoryShelf
 from core.tiers.peer_server import PeerServer
@@ -32,6 +36,10 @@ _NAMES_PER_BLOCK = 4
 MAX_UNSAVED = 1 << 16
 
 
+#: Most prefixes for whose blocks of windows peers are asked at one look; each question takes a way there and back.
+_MOST_QUESTIONS = 4
+
+
 class Left(NamedTuple):
     """A block in the KV cache that is to be written."""
 
@@ -47,19 +55,48 @@ class Left(NamedTuple):
         return -self.content if self.is_beside else self.content
 
 
-class BlocksServed(NamedTuple):
-    """What peers get of this engine's blocks: which are where in memory, and who sends them."""
+class BesideContents:
+    """Of each block of the KV cache that is a page of layers with a window: the content beside which it lies."""
+
+    def __init__(self, names: BlockNames) -> None:
+        self._names, (self._beside,) = names, names.beside
+        self.page_blocks = self._beside.page_blocks
+
+    def __len__(self) -> int:
+        return len(self._names.content)
+
+    def __getitem__(self, block: int, /) -> int:
+        # A page beside another block since then has been counted as evicted.
+        return int(self._names.content[self._beside.owner[block // self.page_blocks]])
+
+
+class Shelves(NamedTuple):
+    """Which blocks are where in memory."""
 
     cache: MemoryShelf
     host: MemoryShelf
+
+
+class BlocksServed(NamedTuple):
+    """What peers get of this engine's blocks: which are where in memory, and who sends them."""
+
+    named: Shelves
     server: PeerServer
+    beside: Shelves | None = None  # of layers with a window that have blocks of their own
+
+    def shelves(self, *, is_beside: bool) -> Shelves:
+        """Return the shelves of blocks beside others, or of named blocks."""
+        if not is_beside:
+            return self.named
+        assert self.beside is not None, "no layers have blocks beside others"
+        return self.beside
 
 
 class BlockStore:
     """The blocks of a folder and of peers, for one thread at a time.
 
     folder, peers, served: None = there is none. contents, evictions [blocks of the KV cache]: the scheduler's columns,
-    which change meanwhile; see Leave.
+    which change meanwhile; see Leave. beside: of layers with a window; None = they have no blocks of their own.
     """
 
     def __init__(
@@ -71,7 +108,9 @@ class BlockStore:
         evictions: Ints,
         peers: Peers | None = None,
         served: BlocksServed | None = None,
+        beside: BesideContents | None = None,
     ) -> None:
+        self._beside = beside
         self._folder, self._names, self._host, self._cache = folder, names, blocks.host, blocks.cache
         self._peers, self._served = peers, served
         self.settle: Callable[[], None] = lambda: None  # waits until each Leave that was given has been carried out
@@ -128,7 +167,7 @@ class BlockStore:
         left = self._unsaved.popleft()
         due_at = self._due_at.pop(left.key, None)
         if self._is_there(left):
-            count = self._write(left.name, self._views(left), lambda: self._is_there(left))
+            count = self._write(left.name, self._cache.views(*self._inside(left)), lambda: self._is_there(left))
             self._num_saved += count or 0
             if count is not None and due_at is not None and self._is_there(left):
                 self._due_at[left.key] = due_at
@@ -137,19 +176,63 @@ class BlockStore:
         saved, self._num_saved = self._num_saved, 0
         return BlocksStored(0, saved)
 
-    def _views(self, left: Left) -> list[memoryview]:
-        return self._cache.views(left.block)
+    def _inside(self, left: Left) -> Sequence[int]:
+        """Return all blocks of the KV cache that this block is."""
+        width = 1 if self._beside is None or not left.is_beside else self._beside.page_blocks
+        return range(left.block, left.block + width)
 
     def _is_there(self, left: Left) -> bool:
-        contents, evictions = self._contents, self._evictions
-        return bool(contents[left.block] == left.content and evictions[left.block] == left.evictions)
+        contents = self._contents if self._beside is None or not left.is_beside else self._beside
+        return bool(contents[left.block] == left.content and self._evictions[left.block] == left.evictions)
+
+    # --- what requests find ------------------------------------------------------------------------------------------
 
     def _look(self, order: Look) -> int:
-        names = list(self._names.chain(order.root, order.token_ids))[order.first :]
+        if order.windows is not None:
+            return self._look_beside(order, order.windows)
+        return self._count(order.ticket, list(self._names.chain(order.root, order.token_ids))[order.first :])
+
+    def _count(self, ticket: int, names: list[bytes]) -> int:
+        """Return how many of the first of these blocks the folder and the peers have."""
         count = self._count_in_folder(names)
         if self._peers is None or count == len(names):
             return count
-        return count + self._peers.find(order.ticket, names[count:])
+        return count + self._peers.find(ticket, names[count:])
+
+    def _look_beside(self, order: Look, windows: Windows) -> int:
+        most = len(order.token_ids) // len(windows.is_here) * windows.most
+        names = list(self._names.chain(order.root, order.token_ids[:most]))
+        count, has = min(windows.most, order.first + self._count(order.ticket, names[order.first :])), dict[int, bool]()
+        for number in range(len(names)):
+            if count <= windows.least:
+                break
+            asked = self._peers if number < _MOST_QUESTIONS else None
+            missing, found = self._missing(names, windows, count, has, asked), 0
+            if missing and asked is not None:
+                found = asked.find(-order.ticket, [self._names.beside(names[place]) for place in missing])
+            if found == len(missing):
+                return count - windows.least
+            count = missing[found]
+        return 0
+
+    def _missing(
+        self, names: list[bytes], windows: Windows, count: int, has: dict[int, bool], peers: Peers | None
+    ) -> list[int]:
+        """Return which places of the window behind `count` blocks neither the engine nor the folder has, last first.
+
+        peers: None = the first of them is enough. has: what is known of the folder.
+        """
+        missing: list[int] = []
+        for place in range(count - 1, windows.kind.num_passed(count * windows.kind.block_size) - 1, -1):
+            if windows.is_here[place]:
+                continue
+            if place not in has:
+                has[place] = self._count_in_folder([self._names.beside(names[place])]) == 1
+            if not has[place]:
+                missing.append(place)
+                if peers is None:
+                    break
+        return missing
 
     def _count_in_folder(self, names: list[bytes]) -> int:
         if self._folder is None:
@@ -157,9 +240,14 @@ class BlockStore:
         return next((count for count, name in enumerate(names) if not self._folder.has(name)), len(names))
 
     def _fetch(self, order: Fetch) -> int:
-        names = list(self._names.chain(order.root, order.token_ids))[order.first :]
-        places = [self._host.views(slot) for slot in order.slots.tolist()]
-        return self._read(order.ticket, names, places)
+        names = list(self._names.chain(order.root, order.token_ids))
+        begin, end = order.first, order.first + len(order.slots)
+        count = self._read(order.ticket, names[begin:end], [self._host.views(slot) for slot in order.slots.tolist()])
+        if count < len(order.slots) or self._beside is None:
+            return count
+        beside = [self._names.beside(names[place]) for place in order.places.tolist()]
+        slots = order.window_slots.reshape(-1, self._beside.page_blocks).tolist()
+        return count + self._read_beside(-order.ticket, beside, [self._host.views(*one) for one in slots])
 
     def _read(self, ticket: int, names: list[bytes], places: list[list[memoryview]]) -> int:
         """Read blocks into these places; return how many have come, from the first on."""
@@ -170,6 +258,18 @@ class BlockStore:
         if self._peers is None or count == len(names):
             return count
         return count + self._peers.read(ticket, names[count:], places[count:])
+
+    def _read_beside(self, ticket: int, names: list[bytes], places: list[list[memoryview]]) -> int:
+        """Read blocks of windows, each from the folder or from the peer; return how many of the first have come."""
+        folder = self._folder
+        has_come = [folder is not None and folder.read(*one) for one in zip(names, places, strict=True)]
+        rest = [index for index, come in enumerate(has_come) if not come]
+        if rest and self._peers is not None:
+            count = self._peers.read(ticket, [names[index] for index in rest], [places[index] for index in rest])
+            rest = rest[count:]
+        return rest[0] if rest else len(names)
+
+    # --- what they leave ---------------------------------------------------------------------------------------------
 
     def _leave(self, order: Leave) -> None:
         """Work out the names of contents that are not known yet, and note blocks for save_one()."""
@@ -182,7 +282,9 @@ class BlockStore:
                 found = self._names.after(name, order.token_ids[index * size : (index + 1) * size])
             if content != UNNAMED:
                 self._note(Left(found, block, content, evictions), now)
-                self._note_beside(order, index, found, now)
+                if len(order.beside) and (block := int(order.beside[index])):
+                    given = int(order.evictions_beside[index])
+                    self._note(Left(self._names.beside(found), block, content, given, is_beside=True), now)
                 known[content] = found
                 known.move_to_end(content)
             name = found
@@ -199,24 +301,21 @@ class BlockStore:
             self._due_at[left.key] = now + _RENEW_S
             self._unsaved.append(left)
         if self._served is not None:
-            self._serve_left(self._served, left)
-
-    def _serve_left(self, served: BlocksServed, left: Left) -> None:
-        served.cache.put(left.name, left.block, left.content, left.evictions)
-
-    def _note_beside(self, order: Leave, index: int, name: bytes, now: float) -> None:
-        """Note what lies beside the index-th of the blocks, which has this name: here nothing does."""
+            shelf, more = self._served.shelves(is_beside=left.is_beside).cache, self._inside(left)[1:]
+            shelf.put(left.name, left.block, left.content, left.evictions, more)
 
     def _store(self, order: Store) -> int:
         """Return how many of the blocks have been written."""
-        stored = 0
-        for slot, content in zip(order.slots.tolist(), order.contents.tolist(), strict=True):
+        stored, width = 0, self._beside.page_blocks if self._beside is not None and order.is_beside else 1
+        for slots, content in zip(order.slots.reshape(-1, width).tolist(), order.contents.tolist(), strict=True):
             name = self._name_of.get(content)
             if name is None:
                 continue
-            stored += self._write(name, self._host.views(slot)) or 0
+            if order.is_beside:
+                name = self._names.beside(name)
+            stored += self._write(name, self._host.views(*slots)) or 0
             if self._served is not None:
-                self._served.host.put(name, slot, content)
+                self._served.shelves(is_beside=order.is_beside).host.put(name, slots[0], content, more=slots[1:])
         return stored
 
     def pause(self, error: OSError) -> None:

@@ -157,12 +157,13 @@ class PagedExecutor:
     def _check_new_blocks(self, plan: SchedulerOutput) -> None:
         """Blocks that this plan begins to fill are touched by no step in flight."""
         fresh = set(plan.block_ids.tolist())
-        fresh |= {block + inside for block in plan.window_blocks.tolist() for inside in range(self._pages)}
+        for other in plan.others:
+            fresh |= {block + inside for block in other.ids.tolist() for inside in range(self._pages)}
         for new in plan.added:
             fresh |= set(new.block_ids[new.num_computed_tokens // self._block_size :].tolist())
-            if self._pages:  # it reads what it has found
-                begin = np.flatnonzero(plan.window_rows == new.row)[: new.num_computed_tokens // self._block_size]
-                found = plan.window_blocks[begin].tolist()
+            for other in plan.others:  # it reads what it has found
+                begin = np.flatnonzero(other.rows == new.row)[: new.num_computed_tokens // self._block_size]
+                found = other.ids[begin].tolist()
                 fresh -= {block + inside for block in found for inside in range(self._pages)}
         for step, blocks in self.in_flight:
             assert not fresh & blocks, f"plan {plan.step} reuses blocks {fresh & blocks} of step {step} in flight"
@@ -195,7 +196,10 @@ class PagedExecutor:
     def _seen_blocks(self, row: int, start: int) -> list[int]:
         """The blocks of windows that tokens from this place on read and write."""
         first = max(0, start - self._window + 1) // self._block_size if self._pages else 0
-        seen = self.table.window_blocks.read(row, first, int(self.table.num_window_blocks[row])).tolist()
+        tables = self.table.others
+        seen = [
+            block for other in tables for block in other.blocks.read(row, first, int(other.num_blocks[row])).tolist()
+        ]
         return [block + inside for block in seen for inside in range(self._pages)]
 
     def _slots(self, row: int, start: int, end: int) -> npt.NDArray[np.int64]:
@@ -205,7 +209,8 @@ class PagedExecutor:
 
     def _window_slots(self, row: int, start: int, end: int, which: int) -> npt.NDArray[np.int64]:
         positions = np.arange(start, end)
-        blocks = self.table.window_blocks.get(np.full(end - start, row), positions // self._block_size).astype(np.int64)
+        (other,) = self.table.others
+        blocks = other.blocks.get(np.full(end - start, row), positions // self._block_size).astype(np.int64)
         assert blocks.all(), f"row {row} has no block of its window at {positions[blocks == 0]}"
         return (blocks + which) * self._block_size + positions % self._block_size
 

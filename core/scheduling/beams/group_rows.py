@@ -64,7 +64,7 @@ class GroupRows:
 
     def _blocks_of(self, beams: list[Request]) -> int:
         """Return the most blocks with which these beams start, each as a fork of another one with its prompt."""
-        return sum(map(self._own_blocks_of, beams)) * self._batch.blocks_of_a_block
+        return sum(map(self._own_blocks_of, beams)) * len(self._batch.tables)
 
     def _own_blocks_of(self, beam: Request) -> int:
         shared, first = self._batch.forks.num_sure(beam.num_prompt_tokens), beam.choices[0].sampling

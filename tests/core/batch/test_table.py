@@ -2,10 +2,11 @@
 
 import numpy as np
 
+from core.batch.block_table import BlockTable
 from core.batch.request import Request
 from core.batch.table import BatchTable, RequestStart
 from core.execution.plan import NewRow, SchedulerOutput
-from core.execution.runner_table import RunnerTable
+from core.execution.runner_table import RunnerBlocks, RunnerTable
 from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import NO_INT32S
 
@@ -49,11 +50,11 @@ def start(first: int) -> RequestStart:
 
 
 def test_each_entry_of_a_start_is_in_the_column_of_its_name() -> None:
-    table = BatchTable(4)
+    table, names = BatchTable(4), [*BlockTable.__annotations__, *BatchTable.__annotations__]
     table.add([start(500)])
     rows = table.add([start(100), start(300)])
     for row, first, tenancy in zip(rows.tolist(), (100, 300), (1, 2), strict=True):
-        assert {name: int(getattr(table, name)[row]) for name in BatchTable.__annotations__} == {
+        assert {name: int(getattr(table, name)[row]) for name in names} == {
             "tenancy": tenancy,
             "client": first + 1,
             "party": first + 16,
@@ -86,16 +87,15 @@ def test_each_entry_of_a_start_is_in_the_column_of_its_name() -> None:
 
 
 def test_each_entry_of_a_new_row_is_in_the_column_of_its_name() -> None:
-    table = RunnerTable(4, 16)
+    table, names = RunnerTable(4, 16), [*RunnerBlocks.__annotations__, *RunnerTable.__annotations__]
     tokens, blocks = np.arange(30, dtype=np.int32), np.arange(2, dtype=np.int32)
     new = NewRow(2, tokens, num_prompt_tokens=20, num_computed_tokens=10, block_ids=blocks, params=PARAMS, seed=0)
     none = NO_INT32S
     table.apply(SchedulerOutput(0, none, [new], none, none, none, none))
-    assert {name: int(getattr(table, name)[2]) for name in RunnerTable.__annotations__} == {
+    assert {name: int(getattr(table, name)[2]) for name in names} == {
         "num_tokens": 30,
         "num_prompt_tokens": 20,
         "num_computed_tokens": 10,
         "pools": 0,
-        "num_window_blocks": 0,
         "num_blocks": 2,
     }

@@ -2,9 +2,10 @@
 
 import numpy as np
 
+from core.batch.batch import Batch
+from core.batch.host_beside import HostBeside
+from core.batch.host_cache import HostCache
 from core.batch.request import Request, request_from_message
-from core.batch.window_batch import WindowBatch
-from core.batch.window_host import WindowHost
 from ipc.tables.arrays import Int32s, Ints
 from ipc.wire.messages import ResetPrefixCache
 from tests.core.batch.test_host_cache import BLOCK, cached, prompt
@@ -14,26 +15,30 @@ PAGE = 2  # blocks
 NUM_SEEN = 2  # blocks of a window
 
 
-def driver_of(num_host_blocks: int, num_blocks: int = 24, **options: object) -> tuple[Driver, WindowBatch, WindowHost]:
+def driver_of(num_host_blocks: int, num_blocks: int = 24, **options: object) -> tuple[Driver, Batch, HostCache]:
     pages: dict[str, object] = {"kv_window": 9, "kv_page_blocks": PAGE, "max_model_len": 52, **options}
     driver = Driver(small_config(num_blocks, num_host_blocks=num_host_blocks, **pages))  # type: ignore[arg-type]
     batch = driver.scheduler.batch
-    assert isinstance(batch, WindowBatch)
     return driver, batch, batch.host_cache
 
 
-def request(batch: WindowBatch, tokens: list[int]) -> Request:
+def own(host: HostCache) -> HostBeside:
+    (beside,) = host.beside
+    return beside
+
+
+def request(batch: Batch, tokens: list[int]) -> Request:
     made = request_from_message(add_message(0, tokens, 1), 0, 0, 52)
     batch.prefix_cache.prepare(made)
     return made
 
 
-def found(batch: WindowBatch, tokens: list[int]) -> Int32s:
+def found(batch: Batch, tokens: list[int]) -> Int32s:
     """The blocks of layers that see everything in the cache."""
     return batch.prefix_cache.find_all(request(batch, tokens))[0]
 
 
-def evict(batch: WindowBatch, pages: Ints) -> None:
+def evict(batch: Batch, pages: Ints) -> None:
     """Let free pages go as when others need them."""
     for tier in batch.pool.tiers:
         tier.keep(pages)
@@ -59,19 +64,19 @@ def test_a_block_of_a_window_goes_as_a_whole() -> None:
     for number in range(6):
         cached(driver, prompt(100 * number))
     assert host.num_kept <= 7
-    assert len(np.unique(host.window_of[host.window_of > 0])) * PAGE == np.count_nonzero(host.window_of)
+    assert len(np.unique(own(host).content[own(host).content > 0])) * PAGE == np.count_nonzero(own(host).content)
 
 
 def test_without_its_window_a_prefix_is_shorter() -> None:
     driver, batch, host = driver_of(80)
     cached(driver, prompt(0))
     blocks = found(batch, prompt(0))
-    evict(batch, batch.pool.names.beside[blocks[[7]]] // PAGE)
+    evict(batch, batch.pool.names.beside[0].found[blocks[[7]]] // PAGE)
     driver.step()
     host.forget_contents(np.zeros(0, np.int64))
     assert cached(driver, prompt(0)) == 8 * BLOCK, "the host has it"
-    evict(batch, batch.pool.names.beside[found(batch, prompt(0))[[7]]] // PAGE)
-    host._release(host._forget_windows(host.leads_of(batch.pool.names.content[blocks[[7]]])))
+    evict(batch, batch.pool.names.beside[0].found[found(batch, prompt(0))[[7]]] // PAGE)
+    host._release(own(host).forget(batch.pool.names.content[blocks[[7]]]))
     assert cached(driver, prompt(0)) == 7 * BLOCK
 
 
@@ -80,11 +85,11 @@ def test_what_lies_beside_an_evicted_block_is_copied_unless_a_row_holds_it() -> 
     driver, batch, host = driver_of(80)
     cached(driver, prompt(0))
     blocks, names = found(batch, prompt(0)), batch.pool.names
-    beside, contents = names.beside[blocks[:2]], names.content[blocks[:2]]
+    beside, contents = names.beside[0].found[blocks[:2]], names.content[blocks[:2]]
     batch.pool.ref_count[beside[1] // PAGE] += 1
     evict(batch, blocks[:1] // PAGE)
     batch.pool.ref_count[beside[1] // PAGE] -= 1
-    assert (host.leads_of(contents) >= 0).tolist() == [True, False]
+    assert (own(host).leads_of(contents) >= 0).tolist() == [True, False]
 
 
 def test_a_copy_whose_name_the_cache_has_is_not_found_twice() -> None:
@@ -107,5 +112,5 @@ def test_a_reset_empties_the_host_too() -> None:
     assert host.num_kept > 0
     driver.step([(0, ResetPrefixCache(1))])
     assert host.num_kept == 0
-    assert not host.window_of.any()
+    assert not own(host).content.any()
     assert cached(driver, prompt(0)) == 0

@@ -21,7 +21,6 @@ BESIDE = {
     "draft_token_ids": "num_draft_tokens",
     "copied_to": "copied_blocks",
     "copied_states_to": "copied_states",
-    "window_blocks": "window_rows",
 }
 BESIDE_OF_RESULT = {"draft_token_ids": "draft_counts"}
 

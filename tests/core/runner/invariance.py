@@ -10,14 +10,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from core.batch.window_batch import WindowBatch
 from core.engine import EngineCore
 from core.execution.executor import FinishedStep, ModelInfo
 from core.execution.plan import SchedulerOutput
 from core.execution.state_slots import num_draft_states, num_state_slots
 from core.features.store import Features
 from core.inputs import EngineInput
-from core.kv.page_pool import PagePool
 from core.model_files.model_config import ModelConfig
 from core.models.llama import Llama
 from core.models.step import StepResult
@@ -125,9 +123,9 @@ class Recorder(ModelRunner):
         is_readable = self._readable_pages() if self._pages else self._readable()
         inputs = super().prepare(plan)
         written = inputs.slots
-        if inputs.window_slots is not None:
+        for other in inputs.others:
             inside = np.arange(self._pages)[:, None] * self.block_size
-            written = np.concatenate([written, (inputs.window_slots + inside).reshape(-1)])
+            written = np.concatenate([written, (other.slots + inside).reshape(-1)])
         is_readable.reshape(-1)[written] = False
         known = self._is_poisoned.copy()
         self._poison(~is_readable)
@@ -150,11 +148,9 @@ class Recorder(ModelRunner):
     def _readable_pages(self) -> npt.NDArray[np.bool_]:
         """As _readable(), where layers with a window have blocks of their own."""
         pool, rows, inside = self.scheduler.pool, self.scheduler.running, np.arange(self._pages)
-        assert isinstance(pool, PagePool), pool
-        assert isinstance(self.scheduler.batch, WindowBatch), self.scheduler.batch
-        windows, names = self.scheduler.batch.windows, pool.names
+        windows, names = self.scheduler.batch.others[0].table, pool.names
         is_free = (pool.ref_count == 0).repeat(self._pages)
-        found = (names.content != 0) | (names.owner != 0).repeat(self._pages)
+        found = (names.content != 0) | (names.beside[0].owner != 0).repeat(self._pages)
         is_readable = np.repeat((is_free & found)[:, None], self.block_size, 1)
         is_readable[: self._pages] = True
         for row in rows.tolist():
@@ -162,7 +158,7 @@ class Recorder(ModelRunner):
             places = np.arange(end)
             blocks = self.table.blocks.get(np.full(end, row), places // self.block_size)
             is_readable[blocks, places % self.block_size] = True
-            seen = self.table.window_blocks.get(np.full(end - first, row), places[first:] // self.block_size)
+            seen = self.table.others[0].blocks.get(np.full(end - first, row), places[first:] // self.block_size)
             is_readable[seen[:, None] + inside, places[first:, None] % self.block_size] = True
         return is_readable
 

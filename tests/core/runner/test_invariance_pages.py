@@ -10,7 +10,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from core.batch.window_batch import WindowBatch
 from core.engine import EngineCore
 from core.inputs import EngineInput
 from core.models.llama import Llama
@@ -60,8 +59,7 @@ class Watch:
 
     def __call__(self, engine: EngineCore, recorder: Recorder) -> list[tuple[int, EngineInput]]:
         batch = engine.scheduler.batch
-        assert isinstance(batch, WindowBatch)
-        windows, rows = batch.windows, engine.scheduler.running
+        windows, rows = batch.others[0].table, engine.scheduler.running
         if len(rows):
             self.most_released = max(self.most_released, int(windows.num_released[rows].max()))
             self.most_held = max(self.most_held, int((windows.num_blocks[rows] - windows.num_released[rows]).max()))

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from core.execution.plan import NewRow, SchedulerOutput
+from core.execution.plan import NewRow, RowBlocks, SchedulerOutput
 from core.execution.runner_table import RunnerTable
 from core.models.step import ONCE
 from core.runner.step_inputs import InputMaker, StepInputs
@@ -39,8 +39,8 @@ class Runner:
 class Plans:
     """What a scheduler would plan: each row gets all that is left of its tokens, and the blocks it needs."""
 
-    def __init__(self, block_size: int = BLOCK_SIZE) -> None:
-        self._block_size = block_size
+    def __init__(self, block_size: int = BLOCK_SIZE, num_others: int = 0) -> None:
+        self._block_size, self._num_others = block_size, num_others
         self._step = self._num_blocks_given = 0
         self.lengths: dict[int, list[int]] = {}  # row: known tokens, computed tokens, blocks
 
@@ -64,6 +64,7 @@ class Plans:
             block_rows += [row] * needed
             state[2] += needed
             state[0] += state[1] == state[0]
+        growing = np.array(sorted([*(new.row for new in added), *block_rows]), np.int32)
         return SchedulerOutput(
             self._step,
             np.array(remove, np.int32),
@@ -72,6 +73,7 @@ class Plans:
             self._blocks(len(block_rows)),
             np.array(list(self.lengths), np.int32),
             np.array(counts, np.int32),
+            others=[RowBlocks(growing, self._blocks(len(growing))) for _ in range(self._num_others)],
         )
 
     def _blocks(self, count: int) -> np.ndarray:
@@ -88,12 +90,17 @@ def assert_alike(moved: StepInputs, made: StepInputs, block_size: int = BLOCK_SI
     for row, length in enumerate(made.context_lens.tolist()):
         used = ceil_div(length, block_size)
         assert moved.block_tables[row, :used].tolist() == made.block_tables[row, :used].tolist()
+        for one, other in zip(moved.others, made.others, strict=True):
+            assert one.block_tables[row, :used].tolist() == other.block_tables[row, :used].tolist()
+            assert one.block_tables[row, :used].tolist() != made.block_tables[row, :used].tolist()
+    for one, other in zip(moved.others, made.others, strict=True):
+        assert one.slots.tolist() == other.slots.tolist()
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 512])
-def test_moved_on_or_made_the_inputs_are_the_same(block_size: int) -> None:
-    """A block may have more tokens than a page of the table's."""
-    plans = Plans(block_size)
+@pytest.mark.parametrize(("block_size", "num_others"), [(1, 0), (4, 0), (512, 0), (1, 1), (4, 2)])
+def test_moved_on_or_made_the_inputs_are_the_same(block_size: int, num_others: int) -> None:
+    """A block may have more tokens than a page of the table's; there may be further kinds of layers."""
+    plans = Plans(block_size, num_others)
     kept, fresh = Runner(fresh=False, block_size=block_size), Runner(fresh=True, block_size=block_size)
     changes: dict[int, dict] = {
         0: {"add": {5: 7, 2: 1, 9: 30, 7: 200}, "most": 10},  # the last ones in pieces

@@ -12,12 +12,10 @@ import numpy as np
 from core.execution.shared_blocks import BlockMemory, SharedBlocks
 from core.inputs import EngineInput, StoreNews
 from core.kv.orders import Fetch, Look, Order
-from core.kv.page_pool import PagePool
 from core.tiers.block_file import HEAD_BYTES
 from core.tiers.block_folder import BlockFolder
-from core.tiers.block_store import BlockStore
+from core.tiers.block_store import BesideContents, BlockStore
 from core.tiers.portable_names import PortableNames
-from core.tiers.window_store import WindowStore
 from ipc.options.config import EngineConfig
 from ipc.wire.block_roots import root_of_message
 from ipc.wire.messages import AddRequest
@@ -47,10 +45,8 @@ class ExchangeDriver:
         self.names = names = PortableNames(self.folder.key, self.driver.executor.info.fingerprint, BLOCK)
         assert self.exchange is not None
         pool = self.driver.scheduler.pool
-        if isinstance(pool, PagePool):
-            self.store: BlockStore = WindowStore(self.folder, names, blocks, pool.names, self.exchange.evictions)
-        else:
-            self.store = BlockStore(self.folder, names, blocks, pool.names.content, self.exchange.evictions)
+        beside, evictions = BesideContents(pool.names) if pool.names.beside else None, self.exchange.evictions
+        self.store = BlockStore(self.folder, names, blocks, pool.names.content, evictions, beside=beside)
         self.orders: list[Order] = []  # not carried out yet
         self.reads: list[tuple[int, int]] = []  # (ticket, blocks) of each Fetch
         self.num_looks = 0

@@ -8,10 +8,7 @@ import numpy as np
 import pytest
 
 from core.batch.request import request_from_message
-from core.batch.window_batch import WindowBatch
-from core.batch.window_host import WindowHost
 from core.capture import writer as capture_writer
-from core.scheduling.window_exchange import WindowExchange
 from ipc.options.config import EngineConfig
 from ipc.wire.block_roots import root_of_message
 from ipc.wire.messages import AddRequest
@@ -105,17 +102,20 @@ def test_what_the_host_has_is_stored_once_and_not_while_it_is_written(tmp_path: 
     engine = ExchangeDriver(tmp_path, pages_config(num_blocks=14))
     ask(engine, prompt(0, 11))
     exchange, host = engine.exchange, engine.driver.scheduler.batch.host_cache
-    assert isinstance(exchange, WindowExchange)
-    assert isinstance(host, WindowHost)
-    leads = host.leads_of(np.unique(host.window_of[host.window_of > 0]))
-    exchange._queue_known(leads)
-    exchange._unstored_windows.clear()
-    exchange._queue_known(leads)
-    assert not exchange._unstored_windows
+    assert exchange is not None
+    queue, (own,) = exchange.stores, host.beside
+    contents = np.unique(own.content[own.content > 0])
+    leads = own.leads_of(contents)
+    queue.add_known(contents)
+    queue.clear()
+    queue.add_known(contents)
+    assert not queue.take_orders(lambda: 1)
     host.times_given[leads] += 1
-    host._ring.discard(host.slots_of(leads[:1]))  # the plan being made copies to it
-    exchange._queue_known(leads)
-    assert [lead for lead, _ in exchange._unstored_windows] == leads[1:].tolist()
+    host._ring.discard(own.slots_of(leads[:1]))  # the plan being made copies to it
+    queue.add_known(contents)
+    (order,) = queue.take_orders(lambda: 1)
+    assert order.is_beside
+    assert order.contents.tolist() == contents[1:].tolist()
 
 
 def test_a_missing_block_of_layers_that_see_everything_ends_the_prefix(tmp_path: Path) -> None:
@@ -130,10 +130,9 @@ def test_only_the_window_comes_back_where_the_cache_has_the_rest(tmp_path: Path)
     engine = ExchangeDriver(tmp_path, pages_config(num_blocks=22))
     assert ask(engine, prompt(0)) == 0
     batch, request = engine.driver.scheduler.batch, request_from_message(add_message(0, prompt(0), 1), 0, 0, 52)
-    assert isinstance(batch, WindowBatch)
     batch.prefix_cache.prepare(request)
     blocks, number = batch.prefix_cache.find_all(request)[0], 1
-    while batch.pool.names.beside[blocks].any():
+    while batch.pool.names.beside[0].found[blocks].any():
         ask(engine, prompt(100 * number, 1))
         number += 1
     assert np.array_equal(batch.prefix_cache.find_all(request)[0], blocks)

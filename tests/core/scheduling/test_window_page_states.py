@@ -7,9 +7,9 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
+from core.batch.batch import Batch
 from core.batch.request import NO_ROW, Request
-from core.batch.window_batch import WindowBatch
-from core.kv.page_room import page_room
+from core.kv.cache_kinds import cache_room
 from ipc.options.config import EngineConfig
 from tests.core.driving import small_config
 from tests.core.scheduling.test_scheduler_states import EngineMachine, run
@@ -38,13 +38,13 @@ configs = st.fixed_dictionaries(
 def longest(config: EngineConfig) -> int:
     """The most tokens of a request of which every choice fits."""
     budget, pages = config.max_num_batched_tokens or 0, (config.num_blocks_override or 0) - 1
-    room = page_room(config, config.kv_window or 0, config.kv_page_blocks or 0, budget)
+    room = cache_room(config, config.kv_window or 0, config.kv_page_blocks or 0, budget)
     return max(one for one in range(1, pages * config.block_size + 1) if room.num_pages(one, True) <= pages)
 
 
-def longest_prefix(batch: WindowBatch, request: Request) -> int:
+def longest_prefix(batch: Batch, request: Request) -> int:
     """The most first blocks with which it can start: searched for in all blocks, without keys and hashes."""
-    size, window, names, host = batch.block_size, batch.room.window, batch.pool.names, batch.host_cache
+    size, window, names, host = batch.block_size, batch.others[0].kind.window, batch.pool.names, batch.host_cache
     content, has_window, places = request.root, list[bool](), [names, host.names]
     for start in range(0, len(request.token_ids) - size, size):
         tokens = request.token_ids[start : start + size]
@@ -57,8 +57,8 @@ def longest_prefix(batch: WindowBatch, request: Request) -> int:
         if not places:
             break
         (content,) = found.tolist()
-        in_cache = places[0] is names and bool(names.beside[names.content == content].any())
-        has_window.append(in_cache or bool((host.window_of == content).any()))
+        in_cache = places[0] is names and bool(names.beside[0].found[names.content == content].any())
+        has_window.append(in_cache or bool((host.beside[0].content == content).any()))
     counts = range(len(has_window), -1, -1)
     return next(count for count in counts if all(has_window[max(0, count * size - window + 1) // size : count]))
 
@@ -68,7 +68,6 @@ class PageMachine(EngineMachine):
     def check_prefixes(self) -> None:
         """What waiting requests find now."""
         batch, admission = self.driver.scheduler.batch, self.driver.scheduler.admission
-        assert isinstance(batch, WindowBatch)
         for request in self.driver.scheduler.live_requests():
             if request.row != NO_ROW or request.swapped or request.choices or request.needs_whole_prompt:
                 continue

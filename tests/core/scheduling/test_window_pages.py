@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from core.batch.window_batch import WindowBatch
+from core.batch.batch import Batch
 from core.scheduling.decisions import Cause
 from core.scheduling.draft import Draft
 from ipc.options.config import EngineConfig
@@ -21,10 +21,8 @@ def paged(num_blocks: int = 60, **options: Any) -> EngineConfig:
     return small_config(num_blocks, **given)
 
 
-def batch_of(core: ByHand | Driver) -> WindowBatch:
-    batch = core.scheduler.batch
-    assert isinstance(batch, WindowBatch)
-    return batch
+def batch_of(core: ByHand | Driver) -> Batch:
+    return core.scheduler.batch
 
 
 @pytest.mark.parametrize("prefix_caching", [True, False])

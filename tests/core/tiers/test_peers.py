@@ -17,7 +17,7 @@ from core.process.kv_store import _listen
 from core.tiers import peers as peers_module
 from core.tiers.block_file import HEAD_BYTES, pack_block
 from core.tiers.block_folder import BlockFolder
-from core.tiers.block_store import BlocksServed, BlockStore
+from core.tiers.block_store import BlocksServed, BlockStore, Shelves
 from core.tiers.memory_shelf import MemoryShelf
 from core.tiers.peer_messages import (
     BlocksHere,
@@ -60,7 +60,7 @@ class Site:
         cache = MemoryShelf(self.blocks.cache, self.contents, self.evictions)
         host = MemoryShelf(self.blocks.host, self.host_contents, self.times_given, 3)
         shelves = [cache, host] if folder is None else [cache, host, folder]
-        served = BlocksServed(cache, host, PeerServer(*_listen(address), shelves))
+        served = BlocksServed(Shelves(cache, host), PeerServer(*_listen(address), shelves))
         self.store = BlockStore(folder, self.names, self.blocks, self.contents, self.evictions, served=served)
         self.store.open()
 

@@ -9,17 +9,18 @@ import pytest
 
 from core.execution.shared_blocks import BlockMemory, SharedBlocks
 from core.inputs import BlocksArrived, BlocksFound, BlocksStored
+from core.kv.beside import Beside
+from core.kv.block_names import BlockNames
+from core.kv.cache_kinds import CacheKind
 from core.kv.orders import Fetch, Leave, Look, Store, Windows
-from core.kv.page_names import PageNames
-from core.kv.page_room import PageRoom
 from core.tiers.block_folder import BlockFolder
+from core.tiers.block_store import BesideContents, BlockStore
 from core.tiers.portable_names import PortableNames
-from core.tiers.window_store import WindowStore
 
 pytestmark = pytest.mark.timeout(60)
 SIZE, PAGE = 4, 2  # tokens of a block, blocks of a page
 NUM = 6  # blocks of the prompt, in blocks 2 to 7, and beside them in pages 4 to 9
-ROOM = PageRoom(SIZE, PAGE, 2 * SIZE + 1, NUM)  # a window of two blocks
+KIND = CacheKind(SIZE, 1, 2 * SIZE + 1, NUM)  # a window of two blocks
 TOKENS = np.arange(NUM * SIZE, dtype=np.int32)
 ROOT = -1
 
@@ -52,16 +53,17 @@ class Parts:
         self.cache = [rng.integers(0, 2**16, (10 * PAGE, 5), np.uint16) for _ in range(2)]
         self.host = [np.zeros((40, 5), np.uint16) for _ in range(2)]
         self.folder = BlockFolder(str(folder), 2**20)
-        self.pages, self.evictions = PageNames(10, SIZE, PAGE), np.zeros(10 * PAGE, np.int64)
+        self.pages, self.evictions = BlockNames(10 * PAGE, SIZE, (Beside(10, PAGE),)), np.zeros(10 * PAGE, np.int64)
         blocks = SharedBlocks(BlockMemory(self.cache), BlockMemory(self.host), "layout")
         self.names = PortableNames(self.folder.key, "model", SIZE)
         self.peers = FakePeers({})
-        self.store = WindowStore(self.folder, self.names, blocks, self.pages, self.evictions, cast("Any", self.peers))
+        columns, peers = (self.pages.content, self.evictions), cast("Any", self.peers)
+        self.store = BlockStore(self.folder, self.names, blocks, *columns, peers, beside=BesideContents(self.pages))
         self.chain = list(self.names.chain(ROOT, TOKENS))
         self.blocks = np.arange(2, 2 + NUM)
         self.pages.content[self.blocks] = 100 + np.arange(NUM)
         self.beside = (4 + np.arange(NUM)) * PAGE
-        self.pages.put_beside(self.blocks, self.beside)
+        self.pages.beside[0].put(self.blocks, self.beside)
 
     def leave(self) -> None:
         contents = self.pages.content[self.blocks]
@@ -85,7 +87,7 @@ class Parts:
 
     def look(self, least: int = 0, most: int = NUM, here: Sequence[int] = ()) -> int:
         is_here = np.isin(np.arange(NUM), here)
-        answer = self.store.carry_out(Look(1, ROOT, TOKENS, 0, Windows(ROOM, least, most, is_here)))
+        answer = self.store.carry_out(Look(1, ROOT, TOKENS, 0, Windows(KIND, least, most, is_here)))
         assert isinstance(answer, BlocksFound)
         return answer.count
 
@@ -160,9 +162,9 @@ def test_what_was_given_away_before_it_was_written_is_not_written(tmp_path: Path
     parts = Parts(tmp_path / "kv")
     parts.leave()
     if event == "evicted":
-        parts.pages.forget_pages(parts.beside[[1]] // PAGE)
+        parts.pages.beside[0].forget_pages(parts.beside[[1]] // PAGE)
     elif event == "beside another":
-        parts.pages.owner[parts.beside[1] // PAGE] = parts.blocks[2]
+        parts.pages.beside[0].owner[parts.beside[1] // PAGE] = parts.blocks[2]
     else:
         parts.evictions[parts.beside[1]] += 1
     parts.save()

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from core.kv.page_room import room_of
+from core.kv.cache_kinds import room_of
 from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
