@@ -46,8 +46,10 @@ from ipc.wire.messages import (
     Hello,
     Limits,
     ModelInformation,
+    Pause,
     Refused,
     RequestFailed,
+    Resume,
     ServerMessage,
     Shutdown,
     Submission,
@@ -108,6 +110,7 @@ class Reception:
         on_shutdown: Callable[[], None],
     ) -> None:
         self.is_draining = False
+        self._is_paused = False  # by its owner
         self.num_malformed = 0  # messages that were not of this protocol
         self._served = served
         self._limits = served.welcome.limits
@@ -243,7 +246,7 @@ class Reception:
                     return CallFailed(call, ErrorCode.RESOURCE_EXHAUSTED, text)
                 return msgspec.structs.replace(self._served.tokenizer, call=call)
             case GetModelInformation(call):
-                return msgspec.structs.replace(self._served.model, call=call)
+                return msgspec.structs.replace(self._served.model, call=call, not_taking=self._not_taking)
             case BeginDrain(call, comes_back=True) if not self._limits.resume_ms:
                 text = "nobody starts this engine again: it has no supervisor, or that has no restarts"
                 return CallFailed(call, ErrorCode.INVALID_ARGUMENT, text)
@@ -265,9 +268,18 @@ class Reception:
                 session.num_calls += answer is None  # until its answer has come
                 return answer
             case _:
+                if isinstance(message, Pause | Resume):
+                    self._is_paused = isinstance(message, Pause)
                 session.num_calls += 1
                 self._inbox.put(session.client, message)
                 return None
+
+    @property
+    def _not_taking(self) -> str:
+        """Return why new requests are refused, or do not begin; "" if they are taken."""
+        if self.is_draining and not self._departure.comes_back:
+            return "the engine takes no more requests: it stops"
+        return "the engine's owner has paused it" if self._is_paused and not self.is_draining else ""
 
     def _abort(self, session: Session, message: Abort, now: float) -> None:
         num_numbers = len(message.numbers) // 4

@@ -16,7 +16,7 @@ import msgspec
 import uvloop
 
 from frontend.http.process.json_log import log_as_json
-from frontend.http.process.options import READY, TURNED, WorkerStart
+from frontend.http.process.options import EXIT_CUT, READY, TURNED, WorkerStart
 from frontend.http.wire.server import HttpServer, open_engine, raise_file_limit
 from frontend.session import EngineHandle
 from ipc.errors import EngineCoreError
@@ -24,7 +24,7 @@ from ipc.wire.pipes import FrameReader
 
 
 def main() -> int:
-    """Serve until the lease ends; return the exit status."""
+    """Serve until the lease ends; return the exit status: EXIT_CUT if answers were cut by the end."""
     lease, report = map(int, sys.argv[1:3])
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # the owner sends it to a worker that hangs: where is each thread?
@@ -42,10 +42,10 @@ def main() -> int:
         _write(report, f"{error}\n".encode())
         return 1
     try:
-        uvloop.run(_serve(start, engine, lease, report, is_draining=is_draining))
+        has_cut = uvloop.run(_serve(start, engine, lease, report, is_draining=is_draining))
     finally:
         engine.close()
-    return 0
+    return EXIT_CUT if has_cut else 0
 
 
 def _read_start(lease: int) -> tuple[WorkerStart | None, bool]:
@@ -57,7 +57,7 @@ def _read_start(lease: int) -> tuple[WorkerStart | None, bool]:
     return None, False
 
 
-async def _serve(start: WorkerStart, engine: EngineHandle, lease: int, report: int, *, is_draining: bool) -> None:
+async def _serve(start: WorkerStart, engine: EngineHandle, lease: int, report: int, *, is_draining: bool) -> bool:
     server = HttpServer(engine, start.options)
     if is_draining:
         server.drain()
@@ -74,6 +74,7 @@ async def _serve(start: WorkerStart, engine: EngineHandle, lease: int, report: i
     os.set_blocking(report, False)  # an owner that is stopped holds up nobody
     sockets = [socket.socket(fileno=fd) for fd in start.fds]
     await server.serve(sockets, lambda: _write(report, READY), lambda: _write(report, TURNED))
+    return server.has_cut
 
 
 def _write(report: int, data: bytes) -> None:

@@ -3,11 +3,10 @@
 An answer of tokens is a Reply, which the pump writes: nothing waits for it here.
 """
 
-import asyncio
 import logging
 from collections.abc import Sequence
 
-from frontend.http.callers.access import check_host, find_key, origin_headers
+from frontend.http.callers.access import check_host, find_key, origin_headers, preflight_headers
 from frontend.http.errors import HttpError, http_error
 from frontend.http.hints import hint
 from frontend.http.intake import Intake
@@ -18,11 +17,8 @@ from frontend.http.request import JSON, Request, Response
 from frontend.http.route import Access, Route
 from frontend.http.routes import ROUTES
 from frontend.http.service import MODEL_NOT_FOUND, Service
+from frontend.http.wire.exchange import Exchange, Message, Receive, Send
 
-_PREFLIGHT = [
-    (b"access-control-allow-methods", b"GET, POST"),
-    (b"access-control-allow-headers", b"authorization, content-type, x-api-key, x-request-id, x-deadline-ms"),
-]
 _log = logging.getLogger("engine_core.http")
 
 
@@ -31,20 +27,74 @@ class App:
 
     def __init__(self, service: Service, routes: Sequence[Route] = ROUTES) -> None:
         self._service = service
-        service.description = json_bytes(describe(routes))
+        service.description = json_bytes(describe(routes, service.options.root_path))
         self._methods: dict[str, dict[str, Route]] = {}
         for route in routes:
             self._methods.setdefault(route.path, {})[route.method] = route
-        self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._intake = Intake(self._start)
+        self._num_requests = 0  # that are being handled
+        self._intake = Intake()
 
     @property
     def is_idle(self) -> bool:
         """Return whether no request is being handled; replies are the pump's."""
-        return not self._tasks and not len(self._intake)
+        return not self._num_requests
 
-    def judge(self, request: Request) -> None:
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer one request, as ASGI has it; an answer of tokens is the pump's to write, and its end is awaited."""
+        state = scope["state"]
+        exchange = Exchange(scope, send, state["wire"])
+        request = Request.of(scope, exchange)
+        try:
+            answer = await self._result(request, receive)
+            if isinstance(answer, Response):
+                fields = [(b"content-type", answer.content_type), *request.answer_headers, *answer.headers]
+                await exchange.send_whole(answer.status, fields, answer.body)
+                self._service.note(request, answer)
+        finally:
+            state["body"].release()
+        if isinstance(answer, Reply):
+            await _until_end(answer, receive)
+
+    async def _result(self, request: Request, receive: Receive) -> Response | Reply | None:
+        """Return the answer to a request; None if its body does not come, or its peer has left."""
+        try:
+            self._judge(request)
+        except HttpError as error:
+            return _failure(request, error)
+        assert request.row is not None, request.path
+        if not await _read_body(request, receive):
+            return None
+        if request.row.access is not Access.OPEN:
+            await self._intake.turn()
+        if request.exchange.has_left:
+            return None
+        self._num_requests += 1
+        try:
+            answer = await self._answer(request.row, request)
+        except Exception as error:
+            failure = http_error(error, max_model_len=self._service.max_model_len)
+            if failure.status == 500:
+                _log.exception("request %s failed", request.id)
+            return _failure(request, failure)
+        finally:
+            self._num_requests -= 1
+        request.body = b""
+        if not isinstance(answer, Reply):
+            return answer
+        self._attend(request, answer)
+        return answer
+
+    def _attend(self, request: Request, reply: Reply) -> None:
+        """Note a reply's end, and let it end when its peer leaves."""
+        reply.on_closed = lambda: self._service.note(request, reply)
+        if reply.is_ended:
+            reply.on_closed()
+        elif request.exchange.has_left:
+            reply.leave()
+        else:
+            request.exchange.on_left = reply.leave
+
+    def _judge(self, request: Request) -> None:
         """Judge a request by its head: host, route, key, content type. Errors: HttpError."""
         service = self._service
         request.meter = service.meter
@@ -58,47 +108,9 @@ class App:
         if row.access is Access.KEY:
             request.key = find_key(request, service.keys)
         if row.method == "POST":
+            service.standing.refuse_requests()
             _check_content_type(request)
             _check_encoding(request)
-
-    def answer(self, request: Request) -> None:
-        """Answer a request that is complete, or was refused by judge()."""
-        if request.refusal is not None:
-            self._write(request, _failure(request, request.refusal))
-        elif request.row is not None and request.row.access is Access.OPEN:
-            self._start(request)
-        else:
-            self._intake.put(request)
-
-    def _start(self, request: Request) -> None:
-        task = self._loop.create_task(self._handle(request))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _handle(self, request: Request) -> None:
-        if request.exchange.has_left:
-            return
-        assert request.row is not None, request.path
-        request.body = b"".join(request.parts)
-        request.parts.clear()
-        try:
-            answer = await self._answer(request.row, request)
-        except Exception as error:
-            failure = http_error(error, max_model_len=self._service.max_model_len)
-            if failure.status == 500:
-                _log.exception("request %s failed", request.id)
-            answer = _failure(request, failure)
-        if not isinstance(answer, Reply):
-            self._write(request, answer)
-            return
-        reply = answer
-        reply.on_closed = lambda: self._service.note(request, reply)
-        if reply.is_ended:
-            reply.on_closed()
-        elif request.exchange.has_left:
-            reply.leave()
-        else:
-            request.exchange.on_left = reply.leave
 
     async def _answer(self, row: Route, request: Request) -> Response | Reply:
         """Return the handler's answer. A model that is not known may be an adapter that was loaded a moment ago."""
@@ -114,14 +126,6 @@ class App:
                 raise
             answer = await row.handler(service, request)
         return answer
-
-    def _write(self, request: Request, answer: Response) -> None:
-        if (b"connection", b"close") in answer.headers:
-            request.exchange.keep_alive = False
-        fields = [field for field in answer.headers if field[0] != b"connection"]
-        fields = [(b"content-type", answer.content_type), *request.answer_headers, *fields]
-        request.exchange.write_whole(answer.status, fields, answer.body)
-        self._service.note(request, answer)
 
     def _route(self, request: Request) -> Route:
         """Return the request's route. Errors: HttpError 404, 405."""
@@ -179,10 +183,31 @@ def _check_encoding(request: Request) -> None:
 
 async def _answer_preflight(service: Service, request: Request) -> Response:
     """Let a page of an allowed origin ask."""
-    return Response(b"", 204, headers=_PREFLIGHT)
+    return Response(b"", 204, headers=preflight_headers(request))
 
 
 _PREFLIGHT_ROUTE = Route("OPTIONS", "*", _answer_preflight, Access.OPEN)
+
+
+async def _read_body(request: Request, receive: Receive) -> bool:
+    """Read the whole body; return whether it came."""
+    parts: list[bytes] = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return False
+        parts.append(message["body"])
+        if not message.get("more_body"):
+            request.body = parts[0] if len(parts) == 1 else b"".join(parts)
+            request.exchange.is_received = True
+            return True
+
+
+async def _until_end(reply: Reply, receive: Receive) -> None:
+    """Wait until a reply has ended and its last part was sent, or its peer has left."""
+    while (await receive())["type"] != "http.disconnect":
+        continue
+    reply.leave()
 
 
 def _failure(request: Request, error: HttpError) -> Response:

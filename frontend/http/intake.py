@@ -6,38 +6,40 @@ whoever asks for /health, and feeds the streams.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from typing import Generic, TypeVar
 
-_T = TypeVar("_T")
 _EACH_TURN = 16
 
 
-class Intake(Generic[_T]):
-    """A queue that calls `handle` for each entry, at most _EACH_TURN in a turn. Made in the event loop."""
+class Intake:
+    """A queue that lets at most _EACH_TURN entries pass in a turn. Made in the event loop."""
 
-    def __init__(self, handle: Callable[[_T], None]) -> None:
-        self._handle = handle
-        self._waiting: deque[_T] = deque()
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._num_passed = 0  # in this turn of the loop
         self._is_scheduled = False
         self._loop = asyncio.get_running_loop()
 
-    def __len__(self) -> int:
-        return len(self._waiting)
-
-    def put(self, entry: _T) -> None:
-        """Add an entry."""
-        self._waiting.append(entry)
+    async def turn(self) -> None:
+        """Wait for this caller's turn, if this one is full."""
         self._schedule()
+        if self._num_passed < _EACH_TURN and not self._waiting:
+            self._num_passed += 1
+            return
+        turn = self._loop.create_future()
+        self._waiting.append(turn)
+        await turn
 
     def _schedule(self) -> None:
         if not self._is_scheduled:
             self._is_scheduled = True
-            self._loop.call_soon(self._turn)
+            self._loop.call_soon(self._let_pass)
 
-    def _turn(self) -> None:
+    def _let_pass(self) -> None:
         self._is_scheduled = False
-        for _ in range(min(_EACH_TURN, len(self._waiting))):
-            self._handle(self._waiting.popleft())
-        if self._waiting:
+        self._num_passed = min(_EACH_TURN, len(self._waiting))
+        for _ in range(self._num_passed):
+            turn = self._waiting.popleft()
+            if not turn.done():  # a caller that was cancelled
+                turn.set_result(None)
+        if self._num_passed:
             self._schedule()

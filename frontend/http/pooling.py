@@ -27,8 +27,7 @@ async def pool(
     prompt_name: str | None = None,
 ) -> list[PoolingRequestOutput]:
     """Return the answers of the engine, in the prompts' order. Errors: HttpError; those of the engine."""
-    if service.is_draining:
-        raise HttpError(503, "the server is shutting down")
+    service.standing.refuse_requests()
     if len(prompts) > MAX_TEXTS:
         raise HttpError(400, f"{len(prompts)} texts in one request; {MAX_TEXTS} are allowed", param="input")
     key = request.key

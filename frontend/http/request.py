@@ -12,7 +12,7 @@ from frontend.http.callers.keys import Key
 from frontend.http.callers.meter import HttpMeter, known_fields
 from frontend.http.errors import Headers, HttpError
 from frontend.http.route import Route
-from frontend.http.wire.exchange import Exchange
+from frontend.http.wire.exchange import Exchange, Message
 from ipc.wire.lora_messages import AdapterId
 
 JSON = b"application/json"
@@ -38,8 +38,8 @@ class Response(NamedTuple):
 class Request:
     """One HTTP request: its head, and its body once it is complete.
 
-    headers: by lower-case name; of several the last. key: that of the caller. target: what follows the path of a route
-    that ends in "/". refusal: why it is not handled.
+    headers: by lower-case name; of several the last. client: the caller's address, "" if it has none. key: that of the
+    caller. target: what follows the path of a route that ends in "/".
     """
 
     def __init__(
@@ -52,16 +52,17 @@ class Request:
         exchange: Exchange,
         *,
         num_hosts: int,
+        client: str = "",
     ) -> None:
         self.method, self.path, self.raw_path, self.query = method, path, raw_path, query
         self.headers = headers
         self.num_hosts = num_hosts
+        self.client = client
         self.exchange = exchange
         self.received_at = time.monotonic()
         given = headers.get(b"x-request-id")
         self.id = given.decode() if given is not None and _REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
         self.answer_headers: Headers = [(b"x-request-id", self.id.encode())]
-        self.parts: list[bytes] = []  # of the body
         self.body = b""
         self.row: Route | None = None  # of the routing table
         self.key: Key | None = None
@@ -70,7 +71,18 @@ class Request:
         self.route = ""  # path of the row of the routing table
         self.meter: HttpMeter | None = None
         self.error_body: Callable[[HttpError], bytes] = HttpError.body  # of the route's dialect
-        self.refusal: HttpError | None = None
+
+    @classmethod
+    def of(cls, scope: Message, exchange: Exchange) -> "Request":
+        """Return the request of an ASGI scope. A path may have the root path in front, as a proxy leaves it or not."""
+        root, fields = scope["root_path"], scope["headers"]
+        path, raw_path = scope["path"].removeprefix(root), scope["raw_path"].removeprefix(root.encode())
+        if root and path.startswith(f"{root}/"):
+            path, raw_path = path.removeprefix(root), raw_path.removeprefix(root.encode())
+        num_hosts = sum(name == b"host" for name, _ in fields)
+        client = scope["client"][0] if scope["client"] else ""
+        query, method = scope["query_string"], scope["method"]
+        return cls(method, path, raw_path, query, dict(fields), exchange, num_hosts=num_hosts, client=client)
 
     def decode(self, decoder: "msgspec.json.Decoder[_T]") -> _T:
         """Return the body as the decoder's type. Errors: HttpError 400 that names the field."""

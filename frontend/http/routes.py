@@ -61,5 +61,5 @@ ROUTES = (
     Route("GET", "/health", health.get_health, Access.OPEN),
     Route("GET", "/ping", health.get_health, Access.OPEN),
     Route("GET", "/live", health.get_live, Access.OPEN),
-    Route("GET", "/ready", health.get_ready, Access.OPEN),
+    Route("GET", "/ready", health.get_health, Access.OPEN),
 )

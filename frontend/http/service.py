@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from frontend.calls.choose import choose_form
-from frontend.engine.signs import trouble
 from frontend.http.adapters import ServedAdapters
 from frontend.http.bodies import SamplingFields
 from frontend.http.callers.access_log import AccessLog
@@ -24,12 +23,12 @@ from frontend.http.replies.pump import Pump
 from frontend.http.replies.reply import Reply
 from frontend.http.replies.text_frames import TokenJson
 from frontend.http.request import Request, Response
+from frontend.http.standing import Standing
 from frontend.results.request_state import RequestState
 from frontend.session import EngineHandle, PreparedRequest
 from frontend.text.prompt_forms import PromptInput
 from frontend.text.tokenizer import Tokenizer
 from ipc.params.sampling_params import SamplingParams
-from ipc.records.black_box import BlackBoxReader, find_black_box
 
 #: Bodies above this many bytes are rendered and tokenized on a thread: they would block the loop for milliseconds.
 _LONG_BODY_BYTES = 4096
@@ -48,7 +47,7 @@ class Service:
         self.statistics = RecentStatistics(engine.client)
         self.description = b""  # of the routes, as JSON; the App knows them
         self.created = int(time.time())
-        self.is_draining = False
+        self.standing = Standing(engine.client, options.hang_timeout)
         welcome = engine.client.welcome
         self.adapters = ServedAdapters(engine.client)
         self.names = options.served_model_names or (_short_name(welcome.model_name),)
@@ -60,8 +59,6 @@ class Service:
         self.special_tokens = {} if engine.tokenizer is None else engine.tokenizer.special_tokens()
         self.keys = KeyRing(options.key_digests, options.api_key_file)
         self._quotas = Quotas()
-        self._box: BlackBoxReader | None = None  # of the engine, where it is on this machine
-        self._box_epoch = -1  # at which it was looked for
         self.meter = HttpMeter()
         self._access_log = AccessLog(options.log_format) if options.access_log else None
         self.spans = Spans(options.otlp_traces_endpoint, self.names[0]) if options.otlp_traces_endpoint else None
@@ -71,13 +68,11 @@ class Service:
             self._token_json = {skip: TokenJson(engine.tokenizer.token_table(skip)) for skip in (True, False)}
         self._threads = asyncio.Semaphore(max(1, len(os.sched_getaffinity(0)) - 1))
 
-    def describe_hang(self) -> str:
-        """Return why the engine counts as hung, "" if it does not; by its black box, so this never waits."""
-        welcome = self.engine.client.welcome
-        if self._box_epoch != welcome.epoch:
-            self._box_epoch = welcome.epoch
-            self._box = find_black_box(welcome.pid, welcome.limits.max_num_seqs)
-        return "" if self._box is None else trouble(self._box.read(), time.monotonic_ns(), self.options.hang_timeout)
+    def close(self) -> None:
+        """End what runs by itself."""
+        self.pump.close()
+        if self.spans is not None:
+            self.spans.close()
 
     @property
     def max_model_len(self) -> int:
@@ -164,8 +159,7 @@ class Service:
 
     def submit(self, request: Request, prepared: Sequence[PreparedRequest], answer: AnswerFormat) -> Reply:
         """Submit the requests of one reply and feed it. Errors: those of EngineClient.submit()."""
-        if self.is_draining:
-            raise HttpError(503, "the server is shutting down")
+        self.standing.refuse_requests()  # the drain may have begun while a thread prepared them
         is_streamed = prepared[0].params.output_kind == prepared[0].params.output_kind.DELTA
         settle = self._quotas.take(request.key, sum(map(self._most_tokens, prepared)))
         reply = Reply(request, answer, is_streamed=is_streamed, max_model_len=self.max_model_len, on_end=settle)

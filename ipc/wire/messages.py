@@ -330,6 +330,7 @@ class ModelInformation(msgspec.Struct, frozen=True, array_like=True, tag=84):
     num_blocks: int
     block_size: int
     enable_prefix_caching: bool
+    not_taking: str = ""  # now: why new requests are refused, or do not begin; empty = they are taken
 
 
 class EngineStopping(msgspec.Struct, frozen=True, array_like=True, tag=96):

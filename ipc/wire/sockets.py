@@ -40,6 +40,7 @@ RECONNECT_MS = 20
 MAX_IPC_PATH_BYTES = 107  # sun_path of sockaddr_un is 108 with its NUL
 PRIVATE_PREFIX = "engine-core-"
 _PRIVATE_SOCKET = "engine.sock"
+_MADE = re.compile(rf"/{PRIVATE_PREFIX}[a-z0-9_]{{8}}/[^/]*$")  # a path in a directory that private_ipc_address() made
 _SWEEP_AGE_S = 60.0  # until an address without a lock's owner is stale
 _TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>[0-9]{1,5})(\?keys=(?P<keys>.+))?")
 
@@ -230,10 +231,21 @@ def private_ipc_address() -> str:
     )
 
 
-def _sweep(parent: str) -> None:
-    """Remove the private addresses in a directory whose owner and engine were killed together: nobody else does.
+def hold_private_address(address: str) -> int:
+    """Return a file descriptor that keeps this address from being swept up while no engine has its lock.
 
-    The lock of a dead engine is free. One that was made a moment ago is left alone: it may not have its lock yet.
+    For an owner whose engines follow each other there. Closing it, or the owner's end, lets go of the address.
+    """
+    fd = os.open(os.path.dirname(ipc_path(address)), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    return fd
+
+
+def _sweep(parent: str) -> None:
+    """Remove the private addresses in a directory whose owner and engine were killed: nobody else does.
+
+    The lock of a dead engine is free, or gone if the engine outlived its owner for a moment; then the directory is
+    empty. One that was made a moment ago is left alone: it may not have its lock yet.
     """
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
@@ -243,13 +255,27 @@ def _sweep(parent: str) -> None:
                 status = entry.stat(follow_symlinks=False)
                 if status.st_uid != os.getuid() or time.time() - status.st_mtime < _SWEEP_AGE_S:
                     continue
-                path = f"{entry.path}/{_PRIVATE_SOCKET}"
-                fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+                directory = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
                 try:
-                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    remove_private_address(f"ipc://{path}")
+                    fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while an owner holds the address
+                    _remove_dead(f"{entry.path}/{_PRIVATE_SOCKET}")
                 finally:
-                    os.close(fd)
+                    os.close(directory)
+
+
+def _remove_dead(path: str) -> None:
+    """Remove a private socket's files and their directory. Errors: OSError if an engine has its lock."""
+    try:
+        fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        if _MADE.search(path) is not None:
+            _remove_directory(f"ipc://{path}")  # which does nothing if it has other files
+        return
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        remove_private_address(f"ipc://{path}")
+    finally:
+        os.close(fd)
 
 
 def remove_private_address(address: str) -> None:

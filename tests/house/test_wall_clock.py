@@ -17,7 +17,7 @@ ALLOWED = {
     "core/capture/flight_recorder.py": "when a recording was made",
     "core/capture/writer.py": "when a recording was made",
     "core/workers/nodes.py": "until when a start waits, in the log",
-    "frontend/http/wire/head.py": "the header Date",
+    "frontend/http/wire/server.py": "the header Date",
     "frontend/http/ollama/ollama.py": "created_at",
     "frontend/http/openai/openai_answer.py": "created",
     "frontend/http/openai/responses.py": "created_at",

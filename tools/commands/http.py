@@ -3,29 +3,40 @@
 import argparse
 import asyncio
 import importlib.util
+import ipaddress
 import os
 import signal
+import socket
+import ssl
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
 from frontend.calls.choose import choose_form
 from frontend.engine.signs import DEFAULT_HANG_S
 from frontend.http.callers.keys import digest_of, read_keys
-from frontend.http.process.options import HttpOptions
+from frontend.http.process.options import EXIT_CUT, HttpOptions
 from frontend.http.process.supervised_worker import SupervisedWorker
-from frontend.http.wire.listen import bind_http, is_loopback, url_of
+from frontend.http.wire.listen import UNIX, bind_http, close_http, is_loopback, is_unix, url_of
 from ipc.errors import ConfigError
+from ipc.log_lines import log_line
 from tools.flags.options import ArgumentParser, parse_bytes
 
+if TYPE_CHECKING:
+    from frontend.session import EngineHandle
+
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
-_NEEDED = ("httptools",)
+_NEEDED = ("httptools", "uvicorn")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until a signal; return the exit status. Errors: ConfigError, AddressError; those of a connection."""
+    """Serve until a signal; return the exit status, EXIT_CUT if the end cut answers.
+
+    Errors: ConfigError, AddressError; those of a connection.
+    """
     parser = ArgumentParser(
         prog="engine-core http",
         usage="engine-core http --connect ADDR [--http HOST:PORT] [OPTION ...]",
@@ -44,17 +55,14 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
     parsed.http = http_address(parser, parsed) or f"{DEFAULT_HOST}:{DEFAULT_PORT}"
     check_installed()
-    from frontend.http.wire.server import HttpServer, open_engine, raise_file_limit  # needs the extra
+    from frontend.http.wire.server import open_engine, raise_file_limit  # needs the extra
 
     options = read_http_options(parsed)
     with bind_http(parsed.http) as bound:
         raise_file_limit()
-        engine = open_engine(parsed.connect, chat_template=parsed.chat_template)
-        try:
-            uvloop.run(_serve(HttpServer, engine, options, bound))
-        finally:
-            engine.close()
-    return 0
+        open_ = partial(open_engine, parsed.connect, chat_template=parsed.chat_template)
+        has_cut = uvloop.run(_serve(open_, parsed.connect, options, bound))
+    return EXIT_CUT if has_cut else 0
 
 
 def add_http_options(parser: argparse.ArgumentParser) -> None:
@@ -62,6 +70,8 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("HTTP options")
     group.add_argument("--host", metavar="HOST", help=f"with --port instead of --http; default: {DEFAULT_HOST}")
     group.add_argument("--port", type=int, metavar="N", help=f"with --host instead of --http; default: {DEFAULT_PORT}")
+    group.add_argument("--uds", metavar="PATH", help="listen at this file (a Unix socket) instead of a port")
+    add_wire_options(group)
     group.add_argument(
         "--served-model-name", nargs="+", default=[], metavar="NAME", help="the model's names; default: the engine's"
     )
@@ -107,6 +117,62 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--enable-auto-tool-choice", action="store_true", help="no effect: a request's tools decide")
 
 
+def add_wire_options(group: Any) -> None:
+    """Add the flags of TLS and of a proxy in front."""
+    group.add_argument("--ssl-certfile", metavar="FILE", help="serve HTTPS with this certificate (PEM)")
+    group.add_argument("--ssl-keyfile", metavar="FILE", help="its key (PEM); default: it is in --ssl-certfile")
+    group.add_argument(
+        "--ssl-ca-certs", metavar="FILE", help="callers must show a certificate that one of these has signed (PEM)"
+    )
+    group.add_argument("--root-path", default="", metavar="/PATH", help="under which a proxy has this server")
+    group.add_argument(
+        "--forwarded-allow-ips",
+        nargs="+",
+        default=[],
+        metavar="IP",
+        help="proxies (addresses, networks, '*') whose X-Forwarded-For names the caller in the access log",
+    )
+
+
+def read_wire_options(parsed: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of HttpOptions that these flags give. Errors: ConfigError."""
+    root = parsed.root_path.rstrip("/")
+    if root and (not root.startswith("/") or not root.isascii() or any(one in root for one in "?#% ")):
+        raise ConfigError(f"--root-path is a path such as /llm; got {parsed.root_path!r:.80}")
+    files = {name: getattr(parsed, name) for name in ("ssl_certfile", "ssl_keyfile", "ssl_ca_certs")}
+    files = {name: None if path is None else os.path.abspath(path) for name, path in files.items()}
+    if files["ssl_certfile"] is not None:
+        _check_certificate(files["ssl_certfile"], files["ssl_keyfile"], files["ssl_ca_certs"])
+    elif any(files.values()):
+        raise ConfigError("--ssl-keyfile and --ssl-ca-certs need --ssl-certfile, the certificate to serve with")
+    proxies = tuple(one for text in parsed.forwarded_allow_ips for one in text.split(",") if one)
+    for proxy in proxies:
+        _check_proxy(proxy)
+    return {**files, "root_path": root, "forwarded_allow_ips": proxies}
+
+
+def _check_certificate(certificate: str, key: str | None, authorities: str | None) -> None:
+    """Check that these files can be served with. Errors: ConfigError."""
+    context, name = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), "--ssl-certfile"
+    try:
+        context.load_cert_chain(certificate, key, password=lambda: "")  # without a password nobody is asked for one
+        name = "--ssl-ca-certs"
+        if authorities is not None:
+            context.load_verify_locations(authorities)
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        text = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{name}: {text}; PEM files are wanted, and a key without a password") from None
+
+
+def _check_proxy(text: str) -> None:
+    """Check that this is an address or a network, or * for all. Errors: ConfigError."""
+    try:
+        if text != "*":
+            ipaddress.ip_network(text)
+    except ValueError as error:
+        raise ConfigError(f"--forwarded-allow-ips takes addresses and networks, such as 10.0.0.0/8: {error}") from None
+
+
 def _otlp_endpoint(url: str | None) -> str | None:
     """Return the URL. Errors: ConfigError for one that is no URL, and where OpenTelemetry is not installed."""
     if url is not None and not url.startswith(("http://", "https://")):
@@ -126,6 +192,10 @@ def _has_open_telemetry() -> bool:
 def http_address(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> str | None:
     """Return the address of the HTTP server that --http, or --host and --port, give; None = none of them is given."""
     address: str | None = parsed.http
+    if parsed.uds is not None:
+        if (address, parsed.host, parsed.port) != (None, None, None):
+            parser.error("--uds is an address of its own: give it, or --http, or --host and --port")
+        return f"{UNIX}{os.path.abspath(parsed.uds)}"
     if parsed.host is None and parsed.port is None:
         return address
     if address is not None:
@@ -153,7 +223,7 @@ def read_http_options(parsed: argparse.Namespace) -> HttpOptions:
         "allow_request_templates": parsed.allow_request_templates,
         "key_digests": tuple(map(digest_of, secrets)),
         "api_key_file": None if parsed.api_key_file is None else os.path.abspath(parsed.api_key_file),
-        "checks_host": is_local,
+        "checks_host": is_local and not is_unix(parsed.http),
         "allowed_hosts": tuple(name.lower() for name in parsed.allowed_hosts),
         "allowed_origins": tuple(parsed.allowed_origins),
         "include_usage": parsed.enable_force_include_usage,
@@ -163,6 +233,7 @@ def read_http_options(parsed: argparse.Namespace) -> HttpOptions:
         "log_format": getattr(parsed, "log_format", "text"),
         "tool_call_parser": parsed.tool_call_parser,
         "reasoning_parser": parsed.reasoning_parser,
+        **read_wire_options(parsed),
     }
     for name, low in (("max_body_bytes", 1024), ("max_connections", 1), ("drain_timeout", 0)):
         if (value := getattr(parsed, name)) is not None:
@@ -184,7 +255,7 @@ class HttpFront:
         self._tell = on_news
         self._options = read_http_options(parsed)
         self._bound = bind_http(parsed.http)
-        self.url = url_of(self._bound)
+        self.url = url_of(self._bound, has_tls=self._options.ssl_certfile is not None)
         self._worker: SupervisedWorker | None = None
 
     def start(self, address: str) -> None:
@@ -202,12 +273,19 @@ class HttpFront:
         if self._worker is not None:
             self._worker.drain()
 
+    def end(self) -> bool:
+        """End the worker and wait for its end; return whether that, or the drain before, cut answers."""
+        if self._worker is None:
+            return False
+        self._worker.stop()
+        return self._worker.has_cut
+
     def __enter__(self) -> "HttpFront":
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._worker is not None:
-            self._worker.stop()
+        self.end()
+        close_http(self._bound)
         self._bound.close()
 
 
@@ -219,14 +297,30 @@ def check_installed() -> None:
         raise ConfigError(f"HTTP needs {names}: pip install {names}, or the extra 'llm-engine-core[http]'")
 
 
-async def _serve(kind: Any, engine: Any, options: HttpOptions, bound: Any) -> None:
-    server, loop = kind(engine, options), asyncio.get_running_loop()
+async def _serve(
+    open_engine: "Callable[[], EngineHandle]", address: str, options: HttpOptions, bound: socket.socket
+) -> bool:
+    """Serve the engines at this address until a signal; return whether the end cut answers."""
+    from frontend.http.process.comeback import follow_engines  # these need the extra
+    from frontend.http.wire.server import HttpServer
+
+    server, loop = HttpServer(open_engine(), options), asyncio.get_running_loop()
+    url = url_of(bound, has_tls=options.ssl_certfile is not None)
 
     def on_signal() -> None:
-        if server.service.is_draining:
+        if server.is_draining:
             server.stop()
         server.drain()
 
+    def tell(text: str) -> None:
+        print(log_line(options.log_format, f"engine-core: {text}", {}), file=sys.stderr, flush=True)
+
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    await server.serve([bound], lambda: print(f"engine-core: HTTP at {url_of(bound)}", flush=True))
+    following = asyncio.create_task(follow_engines(server, address, open_engine, tell))
+    try:
+        await server.serve([bound], lambda: print(f"engine-core: HTTP at {url}", flush=True))
+    finally:
+        following.cancel()
+        server.service.engine.close()
+    return server.has_cut

@@ -2,8 +2,8 @@
 
 An engine that dies is started again, and the requests of its clients go on (docs/operations.md). SIGTERM, SIGINT or
 SIGHUP drains it: new requests are refused, the running ones finish, exit status 0. A second signal notifies the clients
-and stops it at once, exit status 143. Under nohup, SIGHUP stays ignored. Where the engine dies too often, the exit
-status is 1.
+and stops it at once, exit status 143, which is also that of a drain that cut answers over HTTP. Under nohup, SIGHUP
+stays ignored. Where the engine dies too often, the exit status is 1.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from ipc.log_lines import log_line
 from ipc.options.config import EngineConfig
 from ipc.options.given_options import config_from_options
 from ipc.options.workers import master_address
-from ipc.wire.sockets import private_ipc_address, remove_private_address
+from ipc.wire.sockets import hold_private_address, private_ipc_address, remove_private_address
 from tools.commands.control import write_owner_file
 from tools.commands.http import HttpFront, add_http_options, http_address
 from tools.flags.address import default_address, fresh_owner_file
@@ -60,6 +60,7 @@ def main(arguments: Sequence[str]) -> int:
     private = None
     if parsed.listen is None and parsed.http is not None:
         private = private_ipc_address()  # one for all engines that follow each other
+        hold_private_address(private)  # its descriptor, and so its lock, lasts to our end
     elif parsed.listen is None:
         parsed.listen, parsed.owner_file = default_address(), parsed.owner_file or fresh_owner_file()
     process = EngineProcess(
@@ -233,7 +234,8 @@ def _serve(engine: SupervisedEngine, stop: _Stop, metrics: str, front: HttpFront
     except EngineCoreError:
         if not stop.count:  # a draining engine refuses new clients, which is right
             raise
-    return uvloop.run(_watch(engine, stop, front))
+    status = uvloop.run(_watch(engine, stop, front))
+    return EXIT_STOPPED if front is not None and front.end() else status
 
 
 def _describe(process: EngineProcess) -> str:

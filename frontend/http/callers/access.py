@@ -12,6 +12,16 @@ _LOCAL = ("localhost", "127.0.0.1", "[::1]")
 #: uri-host [":" port] of RFC 9110, 7.2, which may be empty; what is in brackets, and whether it exists, is not judged.
 _HOST = re.compile(rb"(?:\[[A-Za-z0-9.:%~_-]*\]|[A-Za-z0-9._~%!$&'()*+,;=-]*)(?::[0-9]*)?")
 
+#: Names of header fields, with commas between them.
+_FIELD_NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]+(?:[ \t]*,[ \t]*[A-Za-z0-9!#$%&'*+.^_`|~-]+)*")
+#: What scripts may read beside the body.
+_EXPOSED = (
+    b"access-control-expose-headers",
+    b"x-request-id, retry-after, retry-after-ms, x-should-retry, x-ratelimit-limit-requests, "
+    b"x-ratelimit-remaining-requests, x-ratelimit-reset-requests, x-ratelimit-limit-tokens, "
+    b"x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens",
+)
+
 
 def check_host(request: Request, options: HttpOptions) -> None:
     """Check the Host header, and where the server listens on this machine only its name. Errors: HttpError 400, 421."""
@@ -48,4 +58,18 @@ def origin_headers(request: Request, options: HttpOptions) -> list[tuple[bytes, 
         return []
     if "*" not in options.allowed_origins and origin.decode("latin-1") not in options.allowed_origins:
         return []
-    return [(b"access-control-allow-origin", origin), (b"vary", b"origin")]
+    return [(b"access-control-allow-origin", origin), (b"vary", b"origin"), _EXPOSED]
+
+
+def preflight_headers(request: Request) -> list[tuple[bytes, bytes]]:
+    """Return what a page of an allowed origin may send: every header that it asks for (Fetch standard, 4.8).
+
+    Clients add their own, such as x-stainless-* and anthropic-version, so a list of names would be out of date.
+    """
+    asked = request.headers.get(b"access-control-request-headers", b"").strip()
+    allowed = asked if _FIELD_NAMES.fullmatch(asked) else b"authorization, content-type, x-api-key, x-request-id"
+    return [
+        (b"access-control-allow-methods", b"GET, POST, DELETE"),
+        (b"access-control-allow-headers", allowed),
+        (b"access-control-max-age", b"600"),
+    ]

@@ -1,6 +1,7 @@
 """The access log: a line on standard error for each request at its end; nothing of what was asked or answered."""
 
 import contextlib
+import ipaddress
 import os
 import select
 import time
@@ -19,6 +20,7 @@ def access_line(form: LogFormat, request: Request, status: int, reply: Reply | N
         "route": request.route or "none",
         "status": status,
         "ms": round((now - began) * 1000, 1),
+        "client": _address(request.client),
         "request_id": request.id,
         "key": None if request.key is None else request.key.name,
     }
@@ -29,6 +31,14 @@ def access_line(form: LogFormat, request: Request, status: int, reply: Reply | N
         fields["cached_tokens"] = reply.usage.cached_tokens
         fields["completion_tokens"] = reply.usage.completion_tokens
     return log_line(form, f"engine-core: http {request.method}", fields)
+
+
+def _address(client: str) -> str | None:
+    """Return a caller's address; None if it has none, or a proxy tells one that is no address."""
+    try:
+        return str(ipaddress.ip_address(client))
+    except ValueError:
+        return None
 
 
 class AccessLog:

@@ -34,8 +34,8 @@ async def get_description(service: Service, request: Request) -> Response:
     return Response(service.description)
 
 
-def describe(routes: Sequence[Any]) -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of these routes (frontend/http/routes.py)."""
+def describe(routes: Sequence[Any], root_path: str = "") -> dict[str, Any]:
+    """Return the OpenAPI 3.1 document of these routes (frontend/http/routes.py). root_path: where a proxy has them."""
     bodies = [route.body for route in routes if route.body is not None]
     schemas, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(bodies, schemas, strict=True))
@@ -59,6 +59,7 @@ def describe(routes: Sequence[Any]) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "engine-core", "version": VERSION},
+        **({"servers": [{"url": root_path}]} if root_path else {}),
         "paths": paths,
         "components": {
             "schemas": {**components, "Error": _ERROR_SCHEMA},

@@ -24,6 +24,11 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     checks_host: bool = True  # the server listens on this machine only, so that it knows its names
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()  # of pages in browsers; "*" = all
+    root_path: str = ""  # under which a proxy has this server: "/llm"
+    forwarded_allow_ips: tuple[str, ...] = ()  # addresses or networks of proxies whose X-Forwarded-For is believed
+    ssl_certfile: str | None = None  # PEM: the server's certificate and those behind it; None = no TLS
+    ssl_keyfile: str | None = None  # PEM; None = the key is in ssl_certfile
+    ssl_ca_certs: str | None = None  # PEM: callers must show a certificate of one of these; None = they need none
     access_log: bool = False  # a line for each request at its end
     log_format: LogFormat = "text"
     otlp_traces_endpoint: str | None = None  # URL of a collector of OpenTelemetry's spans; None = none are made
@@ -33,6 +38,8 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     )
 
 
+#: The exit status of a server whose end cut answers: that of a program that SIGTERM ended.
+EXIT_CUT = 143
 #: What a worker is told, after its start, to let it take no more requests and end after the last answer.
 BEGIN_DRAIN = bytes(4)  # a frame without content, which may come right behind the start message
 #: A worker's first words, where it serves; else a line with the reason why it does not.

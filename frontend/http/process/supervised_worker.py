@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 from frontend.http.process.options import READY, HttpOptions
 from frontend.http.process.worker import START_S, HttpWorker
+from frontend.http.wire.listen import close_http
 from ipc.errors import EngineStartError
 
 _LOOK_S = 0.5  # between two looks
@@ -29,6 +30,7 @@ class SupervisedWorker:
         self, connect: str, sockets: Sequence[socket.socket], options: HttpOptions, on_news: Callable[[str], None]
     ) -> None:
         self.worker = HttpWorker(connect, sockets, options)
+        self._sockets = sockets
         self._hang_s = options.hang_timeout
         self._tell = on_news
         self._is_ending = False
@@ -59,6 +61,11 @@ class SupervisedWorker:
         """End the worker, and wait for its end."""
         self._is_ending = True
         self.worker.stop()
+
+    @property
+    def has_cut(self) -> bool:
+        """Return whether the end cut answers, after stop(): the worker says so, or it had to be killed."""
+        return bool(self.worker.exit_status)
 
     def _follow(self) -> None:
         """Attend to the present worker."""
@@ -98,6 +105,8 @@ class SupervisedWorker:
     def _on_death(self) -> None:
         self._forget()
         if self._is_ending:
+            for one in self._sockets:  # nobody accepts there any more
+                close_http(one)
             return
         how = self.worker.describe_exit()
         if not self._is_ready:

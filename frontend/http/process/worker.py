@@ -21,6 +21,7 @@ class HttpWorker:
     def __init__(self, connect: str, sockets: Sequence[socket.socket], options: HttpOptions) -> None:
         self._start = WorkerStart(connect, tuple(one.fileno() for one in sockets), options)
         self._child: Child | None = None
+        self.exit_status: int | None = None  # of the last worker that has ended; below 0: by that signal
 
     @property
     def pid(self) -> int:
@@ -81,6 +82,7 @@ class HttpWorker:
         child, self._child = self._child, None
         if child is not None:
             child.release(_END_S)
+            self.exit_status = child.process.returncode
 
     def _running(self) -> Child:
         assert self._child is not None, "the worker does not run"

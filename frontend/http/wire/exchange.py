@@ -1,33 +1,30 @@
-"""Exchange: one request on a connection and the bytes of its answer, framed as its peer understands them.
+"""Exchange: one request and its answer, as the server that carries them (ASGI) sends and tells.
 
-An answer is written whole, or as a stream: begin(), write(), end(). A stream to an HTTP/1.1 peer is chunked; to an
-HTTP/1.0 peer it ends with the connection. A stream's head is sent with its first part.
+An answer is written whole, or as a stream: begin(), write(), end(). ASGI lets an application wait for a peer that does
+not read. Streams have no task that could wait, so the connection says whether it is full (Wire), and what is written
+all the same is sent once it is not.
 """
 
-from collections.abc import Callable
-from typing import Protocol
+from collections import deque
+from collections.abc import Callable, Coroutine, MutableMapping
+from typing import Any, Protocol
 
 from frontend.http.errors import Headers
-from frontend.http.wire.head import Heads
 
-#: First lines of chunks, by their size: most events of a stream are so short.
-_SIZES = tuple(b"%x\r\n" % size for size in range(1024))
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Coroutine[Any, Any, None]]
+Receive = Callable[[], Coroutine[Any, Any, Message]]
 
 
 class Wire(Protocol):
-    """What an exchange asks of its connection."""
+    """What an exchange asks of its connection, which ASGI has no word for."""
 
-    heads: Heads
+    exchange: "Exchange | None"  # that is told when the peer reads again, or leaves
 
-    @property
-    def is_full(self) -> bool:
-        """Return whether what was written waits for the peer to read, so that no more is to be written."""
+    is_full: bool  # what was written waits for the peer to read, so that no more is to be written
 
-    def send(self, data: bytes) -> None:
-        """Write bytes."""
-
-    def complete(self, exchange: "Exchange") -> None:
-        """Go on behind a complete answer."""
+    def write_raw(self, data: bytes) -> None:
+        """Write bytes behind an answer's head, without a frame."""
 
     def abort(self) -> None:
         """Close the connection at once and drop what waits to be written."""
@@ -37,88 +34,119 @@ class Exchange:
     """See the module's docstring.
 
     on_writable: called once when a full connection takes data again. on_left: called if the peer leaves before the
-    answer is complete. keep_alive: whether the connection takes another request behind this one.
+    answer is complete.
     """
 
-    def __init__(self, wire: Wire, *, is_head: bool, is_http_1_0: bool, keep_alive: bool) -> None:
+    def __init__(self, scope: Message, send: Send, wire: Wire) -> None:
         self.on_writable: Callable[[], None] | None = None
         self.on_left: Callable[[], None] | None = None
-        self.keep_alive = keep_alive
-        self.is_started = False  # bytes of the answer were sent
         self.is_complete = False
         self.has_left = False
         self.is_received = False  # the request's body is complete
-        self._wire = wire
-        self._is_head = is_head
-        self._is_http_1_0 = is_http_1_0
-        self._is_raw = is_head or is_http_1_0  # parts are not chunks
-        self._unsent_head = b""
+        self._scope, self._send, self._wire = scope, send, wire
+        self._is_http_1_0 = scope["http_version"] == "1.0"
+        self._is_raw = False  # parts are not framed by the server
+        self._part: Message = {"type": "http.response.body", "body": b"", "more_body": True}  # made once for all parts
+        self._late: deque[Message] = deque()  # messages for a full connection
+        wire.exchange = self
 
     def write_whole(self, status: int, fields: Headers, body: bytes) -> None:
         """Write a whole answer."""
-        if self.has_left:
-            return
-        framing = b"content-length: %d\r\n" % len(body) if status != 204 else b""
-        head = self._wire.heads.head(status, fields, framing + self._connection_field())
-        self.is_started = True
-        self._wire.send(head if self._is_head else head + body)
-        self._complete()
+        self._push(self._whole_head(status, fields, len(body)))
+        self.end(body)
+
+    async def send_whole(self, status: int, fields: Headers, body: bytes) -> None:
+        """Send a whole answer; wait while the connection is full."""
+        self.is_complete = True
+        await self._send(self._whole_head(status, fields, len(body)))
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     def begin(self, fields: Headers) -> None:
-        """Begin a stream of status 200."""
-        if self._is_http_1_0:
-            self.keep_alive = False  # its end is the end of the connection
-            framing = self._connection_field()
-        else:
-            framing = b"transfer-encoding: chunked\r\n" + self._connection_field()
-        self._unsent_head = self._wire.heads.head(200, fields, framing)
+        """Begin a stream of status 200. Its head leaves together with the first part, if that is written at once."""
+        if self._is_http_1_0 and self._scope["method"] != "HEAD":
+            # The server would frame parts as chunks, which this peer does not know. It writes a head alone in answer to
+            # HEAD, so the parts are written behind such a head, and the end of the connection is their end.
+            self._scope["method"], self._is_raw = "HEAD", True
+            fields = [*fields, (b"connection", b"close")]
+        self._push({"type": "http.response.start", "status": 200, "headers": fields})
 
     def write(self, part: bytes) -> bool:
         """Write a part of a stream; an empty one is nothing.
 
         Return whether what was written waits for the peer to read, so that no more is to be written.
         """
-        if self.has_left:
+        wire = self._wire
+        if not part or self.has_left:
             return False
-        if self._unsent_head:
-            self.is_started = True
-            head, self._unsent_head = self._unsent_head, b""
-            self._wire.send(head + self._framed(part))
-        elif part:
-            self._wire.send(self._framed(part))
-        return self._wire.is_full
+        if wire.is_full or self._late or self._is_raw:
+            self._push({"type": "http.response.body", "body": part, "more_body": True})
+        else:  # _push() without its calls: this is the path of nearly every event
+            message = self._part
+            message["body"] = part
+            try:
+                self._send(message).send(None)
+            except StopIteration:
+                return wire.is_full
+        return wire.is_full
 
     def end(self, part: bytes) -> None:
-        """Write the last part of a stream."""
-        if self.has_left:
-            return
-        self.is_started = True
-        last = b"" if self._is_http_1_0 or self._is_head else b"0\r\n\r\n"
-        self._wire.send(self._unsent_head + self._framed(part) + last)
-        self._complete()
+        """Write the last part."""
+        self.is_complete = True
+        self._push({"type": "http.response.body", "body": part, "more_body": False})
 
     def leave(self) -> None:
         """Tell whoever answers that the peer has left."""
         self.has_left = True
+        self._late.clear()
         told, self.on_left, self.on_writable = self.on_left, None, None
         if told is not None and not self.is_complete:
             told()
+
+    def resume(self) -> None:
+        """Send what the full connection kept waiting, and tell the reply that waited."""
+        while self._late and not self._wire.is_full:
+            self._step(self._late.popleft())
+        if not self._late:
+            wake, self.on_writable = self.on_writable, None
+            if wake is not None:
+                wake()
 
     def abort(self) -> None:
         """Close the connection at once and drop what waits to be written."""
         self._wire.abort()
 
-    def _framed(self, part: bytes) -> bytes:
-        if self._is_raw or not part:
-            return b"" if self._is_head else part
-        size = len(part)
-        return (_SIZES[size] if size < len(_SIZES) else b"%x\r\n" % size) + part + b"\r\n"
+    def _whole_head(self, status: int, fields: Headers, num_bytes: int) -> Message:
+        """Return the head of a whole answer.
 
-    def _connection_field(self) -> bytes:
-        if not self.keep_alive:
-            return b"connection: close\r\n"
-        return b"connection: keep-alive\r\n" if self._is_http_1_0 else b""
+        A peer that asks before it sends a body (RFC 9110, 10.1.1) and is refused must not send there any more: whether
+        the body comes still is open, so its next request could be taken for it.
+        """
+        fields = list(fields)
+        if status != 204:
+            fields.append((b"content-length", b"%d" % num_bytes))
+        if not self.is_received and self._asked(b"expect", b"100-continue"):
+            fields.append((b"connection", b"close"))
+        elif self._is_http_1_0 and self._asked(b"connection", b"keep-alive"):
+            fields.append((b"connection", b"keep-alive"))
+        return {"type": "http.response.start", "status": status, "headers": fields}
 
-    def _complete(self) -> None:
-        self.is_complete = True
-        self._wire.complete(self)
+    def _asked(self, name: bytes, value: bytes) -> bool:
+        return any(field[0] == name and field[1].lower() == value for field in self._scope["headers"])
+
+    def _push(self, message: Message) -> None:
+        if self.has_left:
+            return
+        if self._late or self._wire.is_full:
+            self._late.append(message)
+        else:
+            self._step(message)
+
+    def _step(self, message: Message) -> None:
+        """Send a message. The server's send() waits for full connections only, so it ends in its first step."""
+        if self._is_raw and message.get("body"):
+            self._wire.write_raw(message["body"])
+        try:
+            self._send(message).send(None)
+        except StopIteration:
+            return
+        raise AssertionError("send() waits although the connection is not full")

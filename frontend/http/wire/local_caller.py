@@ -4,10 +4,8 @@ import asyncio
 from typing import NamedTuple
 
 from frontend.http.app import App
-from frontend.http.errors import Headers, HttpError
-from frontend.http.request import Request
-from frontend.http.wire.exchange import Exchange
-from frontend.http.wire.head import Heads
+from frontend.http.wire.exchange import Exchange, Message
+from frontend.http.wire.held_bodies import HeldBodies, HeldBody
 
 
 class LocalAnswer(NamedTuple):
@@ -18,52 +16,19 @@ class LocalAnswer(NamedTuple):
     body: bytes
 
 
-class LocalExchange(Exchange):
-    """An exchange that keeps the answer; it is its own wire, which is never full."""
+class LocalWire:
+    """A connection within the process, which is never full."""
 
     is_full = False
 
     def __init__(self) -> None:
-        super().__init__(self, is_head=False, is_http_1_0=False, keep_alive=True)
-        self.heads = Heads()
-        self.done = asyncio.Event()
-        self._status, self._fields = 200, dict[bytes, bytes]()
-        self._parts: list[bytes] = []
+        self.exchange: Exchange | None = None
 
-    @property
-    def answer(self) -> LocalAnswer:
-        """Return what was written."""
-        return LocalAnswer(self._status, self._fields, b"".join(self._parts))
-
-    def write_whole(self, status: int, fields: Headers, body: bytes) -> None:
-        """Take a whole answer."""
-        self._status, self._fields = status, dict(fields)
-        self.end(body)
-
-    def begin(self, fields: Headers) -> None:
-        """Take the head of a stream."""
-        self._fields = dict(fields)
-
-    def write(self, part: bytes) -> bool:
-        """Take a part of a stream."""
-        self._parts.append(part)
-        return False
-
-    def end(self, part: bytes) -> None:
-        """Take the last part."""
-        self._parts.append(part)
-        self.is_complete = True
-        self.done.set()
-
-    def send(self, data: bytes) -> None:
-        """Take nothing: parts are taken unframed."""
-
-    def complete(self, exchange: Exchange) -> None:
-        """Do nothing: no other request follows."""
+    def write_raw(self, data: bytes) -> None:
+        """Write nothing: no caller is one of HTTP/1.0."""
 
     def abort(self) -> None:
-        """End the answer."""
-        self.done.set()
+        """Do nothing: there is no connection."""
 
 
 class LocalCaller:
@@ -71,21 +36,48 @@ class LocalCaller:
 
     def __init__(self, app: App) -> None:
         self._app = app
+        self._bodies = HeldBodies(1 << 62)
 
     async def post(self, path: str, body: bytes) -> LocalAnswer:
         """Return the answer to a POST of JSON."""
-        exchange = LocalExchange()
-        headers = {b"content-type": b"application/json"}
-        request = Request("POST", path, path.encode(), b"", headers, exchange, num_hosts=0)
-        request.parts.append(body)
+        wire, status, fields, parts = LocalWire(), 0, dict[bytes, bytes](), list[bytes]()
+        ended, is_read = asyncio.Event(), False
+
+        async def receive() -> Message:
+            nonlocal is_read
+            if not is_read:
+                is_read = True
+                return {"type": "http.request", "body": body, "more_body": False}
+            await ended.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            nonlocal status, fields
+            if message["type"] == "http.response.start":
+                status, fields = message["status"], dict(message["headers"])
+                return
+            parts.append(message["body"])
+            if not message["more_body"]:
+                ended.set()
+
         try:
-            self._app.judge(request)
-        except HttpError as error:
-            request.refusal = error
-        self._app.answer(request)
-        try:
-            await exchange.done.wait()
+            await self._app(self._scope(path, wire), receive, send)
         except asyncio.CancelledError:
-            exchange.leave()
+            if wire.exchange is not None:
+                wire.exchange.leave()
             raise
-        return exchange.answer
+        return LocalAnswer(status, fields, b"".join(parts))
+
+    def _scope(self, path: str, wire: LocalWire) -> Message:
+        return {
+            "type": "http",
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "root_path": "",
+            "query_string": b"",
+            "headers": [(b"content-type", b"application/json")],
+            "client": None,
+            "state": {"wire": wire, "body": HeldBody(self._bodies, lambda error: None)},
+        }

@@ -8,64 +8,99 @@ import contextlib
 import gc
 import resource
 import socket
+import ssl
 import time
 from collections.abc import Callable, Sequence
+from email.utils import formatdate
+from typing import Any
+
+import uvicorn
+from uvicorn.server import ServerState
 
 from frontend.http.app import App
 from frontend.http.errors import HttpError
 from frontend.http.process.options import HttpOptions
 from frontend.http.service import Service
-from frontend.http.wire.head import Heads
-from frontend.http.wire.protocol import Bounds, HttpProtocol, sweep
+from frontend.http.wire.exchange import Message, Receive, Send
+from frontend.http.wire.held_bodies import HeldBodies
+from frontend.http.wire.listen import close_http
+from frontend.http.wire.protocol import IDLE_S, Bounds, HttpProtocol, sweep
 from frontend.session import EngineHandle
 
 _TICK_S = 1.0
 _LAST_BYTES_S = 2.0  # for peers to read the end of their answers
 _BACKLOG = 2048
+_HANDSHAKE_S = 10.0  # of TLS
+_MAX_HELD_BYTES = 128 << 20  # bodies of all requests that are not read yet
 #: As the engine's (core/process/start.py): a thousand streams that begin bring about no full collections, each of which
 #: stops all of them for milliseconds.
 _GC_THRESHOLDS = 700, 10, 200
 
 
 class HttpServer:
-    """One server on bound sockets. Made in the event loop that it runs in."""
+    """One server on bound sockets, and the application behind its connections. Made in the event loop it runs in."""
 
     def __init__(self, engine: EngineHandle, options: HttpOptions) -> None:
-        self.service = Service(engine, options)
+        self.has_cut = False  # answers that ran were ended by the end of the server
+        self._options = options
         self._drain_s = options.drain_timeout
-        self._app = App(self.service)
         self._bounds = Bounds(options.max_body_bytes, options.max_connections)
-        self._heads = Heads()
-        self._connections: dict[HttpProtocol, None] = {}
+        self._bodies = HeldBodies(max(_MAX_HELD_BYTES, 2 * options.max_body_bytes))
+        self._config = _uvicorn_config(self, options)
+        self._state = ServerState()
         self._listeners: list[asyncio.Server] = []
         self._stop = asyncio.Event()
+        self.service = Service(engine, options)
+        self._app = App(self.service)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer one request, as ASGI has it."""
+        await self._app(scope, receive, send)
+
+    def adopt(self, engine: EngineHandle) -> None:
+        """Serve this engine from now on, in place of one that is gone. Connections stay."""
+        self.service.close()
+        self.service = Service(engine, self._options)
+        self.service.standing.is_draining = self.is_draining
+        self._app = App(self.service)
 
     async def serve(
         self, sockets: Sequence[socket.socket], on_ready: Callable[[], None], on_turn: Callable[[], None] = lambda: None
     ) -> None:
         """Serve until stop(), then end: see _end(). on_turn: called once a second, which shows that the loop turns."""
-        loop = asyncio.get_running_loop()
         for one in sockets:
-            self._listeners.append(await loop.create_server(self._make_protocol, sock=one, backlog=_BACKLOG))
+            self._listeners.append(await self._listen(one))
         gc.collect()
         gc.freeze()
         gc.set_threshold(*_GC_THRESHOLDS)
+        self._tick()
         on_ready()
         try:
             while not self._stop.is_set():
-                self._tick()
                 on_turn()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), _TICK_S)
-            await self._end()
+                self._tick()
+            await self._end(sockets, on_turn)
         finally:
-            self.service.pump.close()
-            if self.service.spans is not None:
-                self.service.spans.close()
+            self.service.close()
+
+    async def _listen(self, bound: socket.socket) -> asyncio.Server:
+        loop = asyncio.get_running_loop()
+        listen: Any = loop.create_unix_server if bound.family == socket.AF_UNIX else loop.create_server
+        handshake_s = None if self._config.ssl is None else _HANDSHAKE_S
+        server: asyncio.Server = await listen(
+            self._make_protocol,
+            sock=bound,
+            backlog=_BACKLOG,
+            ssl=self._config.ssl,
+            ssl_handshake_timeout=handshake_s,
+        )
+        return server
 
     def drain(self) -> None:
         """Take no more requests; let running answers end, at most drain_timeout seconds."""
-        self.service.is_draining = True
+        self.service.standing.is_draining = True
         self._stop.set()
 
     def stop(self) -> None:
@@ -73,24 +108,44 @@ class HttpServer:
         self._drain_s = 0.0
         self.drain()
 
+    @property
+    def is_draining(self) -> bool:
+        """Return whether drain() or stop() was called."""
+        return self._stop.is_set()
+
     def _make_protocol(self) -> HttpProtocol:
-        return HttpProtocol(self._app, self._bounds, self._heads, self._connections)
+        return HttpProtocol(self._config, self._state, self._bounds, self._bodies)
 
     def _tick(self) -> None:
-        self._heads.tick()
+        self._state.default_headers = [(b"date", formatdate(time.time(), usegmt=True).encode())]
         self.service.keys.refresh()
         sweep(self._connections)
+        self._bodies.give_back()
+        self.service.standing.ask()
 
-    async def _end(self) -> None:
-        """Close the listening sockets; wait for running answers; fail those that are left; close the connections."""
-        for listener in self._listeners:
-            listener.close()
-        begin = time.monotonic()
-        while self.service.pump.replies or not self._app.is_idle:
-            if time.monotonic() - begin > self._drain_s:
-                break
-            self._tick()
+    @property
+    def _connections(self) -> "set[HttpProtocol]":
+        return self._state.connections  # type: ignore[return-value]
+
+    async def _end(self, sockets: Sequence[socket.socket], on_turn: Callable[[], None]) -> None:
+        """Wait for running answers; fail those that are left; close the sockets and the connections.
+
+        Meanwhile new connections are answered too, with 503. Then the sockets refuse them, also those that another
+        process has open: who waited in its backlog would hang.
+        """
+        begin = ticked = time.monotonic()
+        while (self.service.pump.replies or not self._app.is_idle) and time.monotonic() - begin < self._drain_s:
+            if time.monotonic() - ticked > _TICK_S:
+                ticked = time.monotonic()
+                self._tick()
+                on_turn()
             await asyncio.sleep(0.02)
+        for listener, one in zip(self._listeners, sockets, strict=True):
+            one = one.dup()  # the listener closes its own
+            listener.close()
+            with one:
+                close_http(one)
+        self.has_cut = bool(self.service.pump.replies) or not self._app.is_idle
         self.service.pump.fail_all(HttpError(503, "the server is shutting down"), time.monotonic())
         for connection in list(self._connections):
             connection.shutdown()
@@ -100,6 +155,29 @@ class HttpServer:
         for connection in list(self._connections):
             connection.transport.abort()
         await asyncio.sleep(0)
+
+
+def _uvicorn_config(app: HttpServer, options: HttpOptions) -> uvicorn.Config:
+    """Return what uvicorn's connections are told. Its logs are not configured: what is worth a line has one of ours."""
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        interface="asgi3",
+        log_config=None,
+        access_log=False,
+        proxy_headers=bool(options.forwarded_allow_ips),
+        forwarded_allow_ips=list(options.forwarded_allow_ips),
+        root_path=options.root_path,
+        ssl_certfile=options.ssl_certfile,
+        ssl_keyfile=options.ssl_keyfile,
+        ssl_ca_certs=options.ssl_ca_certs,
+        ssl_cert_reqs=ssl.CERT_NONE if options.ssl_ca_certs is None else ssl.CERT_REQUIRED,
+        timeout_keep_alive=IDLE_S,
+    )
+    config.load()
+    return config
 
 
 def open_engine(address: str, client_name: str = "http", chat_template: str | None = None) -> EngineHandle:

@@ -69,6 +69,9 @@ def test_addresses_of_the_dead_are_swept_up(tmp_path: Path, monkeypatch: pytest.
     Path(f"{path}.lock").touch()
     not_ours = tmp_path / f"{sockets.PRIVATE_PREFIX}notes"
     not_ours.mkdir()
+    private_ipc_address()  # its owner was killed, and its engine removed its files before it ended
+    held = private_ipc_address()  # its owner lives, and the next engine is not there yet
+    holder = sockets.hold_private_address(held)
     young = private_ipc_address()
     for folder in tmp_path.iterdir():
         if folder.name not in young:
@@ -76,8 +79,11 @@ def test_addresses_of_the_dead_are_swept_up(tmp_path: Path, monkeypatch: pytest.
     Path(sockets.ipc_path(young) + ".lock").touch()
     last = private_ipc_address()
     left = {str(one) for one in tmp_path.iterdir()}
-    assert left == {os.path.dirname(sockets.ipc_path(one)) for one in (alive.address, young, last)} | {str(not_ours)}
+    assert left == {os.path.dirname(sockets.ipc_path(one)) for one in (alive.address, held, young, last)} | {
+        str(not_ours)
+    }
     alive.close(0)
     context.term()
-    for address in (young, last):
+    os.close(holder)
+    for address in (held, young, last):
         remove_private_address(address)

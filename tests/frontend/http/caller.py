@@ -97,10 +97,11 @@ def environment() -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def serving(*options: str) -> Iterator[Caller]:
-    """A server in real processes: `engine-core serve --http`. It is drained at the end."""
+def serving(*options: str, http: str | None = "127.0.0.1:0", scheme: str = "http") -> Iterator[Caller]:
+    """A server in real processes: `engine-core serve --http`. It is drained at the end. http: None = options say it."""
+    address = () if http is None else ("--http", http)
     process = subprocess.Popen(
-        [sys.executable, "-m", "engine_core", "serve", "--http", "127.0.0.1:0", *options],
+        [sys.executable, "-m", "engine_core", "serve", *address, *options],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -111,8 +112,10 @@ def serving(*options: str) -> Iterator[Caller]:
     try:
         ready = process.stdout.readline()
         line = process.stdout.readline()
-        assert line.startswith("engine-core: HTTP at http://127.0.0.1:"), ready + line + process.stderr.read()
-        yield Caller(int(line.rsplit(":", 1)[1]), ready.split()[3], process)
+        where = "unix:" if http is None else f"{scheme}://127.0.0.1:"
+        assert line.startswith(f"engine-core: HTTP at {where}"), ready + line + process.stderr.read()
+        port = line.rsplit(":", 1)[1].strip()
+        yield Caller(int(port) if port.isdigit() else 0, ready.split()[3], process)
         process.send_signal(signal.SIGTERM)
         assert process.wait(30) == 0, process.stderr.read()
     finally:

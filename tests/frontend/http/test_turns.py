@@ -14,7 +14,8 @@ from frontend.http.errors import HttpError
 from frontend.http.intake import Intake
 from frontend.http.replies.pump import Pump
 from frontend.http.replies.reply import Reply
-from frontend.http.wire.local_caller import LocalExchange
+from frontend.http.wire.exchange import Exchange, Message
+from frontend.http.wire.local_caller import LocalWire
 
 COUNT = 300
 
@@ -131,17 +132,31 @@ def test_requests() -> None:
     notes = list[object]()
 
     async def run() -> None:
-        intake: Intake[int] = Intake(notes.append)
-        for number in range(40):
-            intake.put(number)
-        assert (notes, len(intake)) == ([], 40)
-        while len(intake):
+        intake = Intake()
+
+        async def enter(number: int) -> None:
+            await intake.turn()
+            notes.append(number)
+
+        tasks = [asyncio.create_task(enter(number)) for number in range(40)]
+        await asyncio.sleep(0)
+        assert notes == list(range(16))
+        while not all(task.done() for task in tasks):
             asyncio.get_running_loop().call_soon(notes.append, "other")
             await asyncio.sleep(0)
 
     asyncio.run(run())
     assert [note for note in notes if note != "other"] == list(range(40))
     assert notes.index("other") < 20
+
+
+def exchange(sent: list[Message]) -> Exchange:
+    """An exchange of a connection that is never full; what it sends is put into the list."""
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    return Exchange({"http_version": "1.1", "method": "POST", "headers": []}, send, LocalWire())
 
 
 class OpeningFails:
@@ -159,8 +174,9 @@ class OpeningFails:
 def test_a_late_head_that_cannot_be_made_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("frontend.http.replies.pump.HEAD_S", 0.0)
     ended = list[int]()
+    sent = list[Message]()
     request: Any = SimpleNamespace(
-        id="x", received_at=0.0, answer_headers=[], exchange=LocalExchange(), error_body=HttpError.body
+        id="x", received_at=0.0, answer_headers=[], exchange=exchange(sent), error_body=HttpError.body
     )
 
     async def run() -> None:
@@ -170,13 +186,14 @@ def test_a_late_head_that_cannot_be_made_is_a_failure(monkeypatch: pytest.Monkey
         answers: Any = OpeningFails()
         reply = Reply(request, answers, is_streamed=True, max_model_len=8, on_end=ended.append)
         pump.add(reply, [])
-        await asyncio.wait_for(request.exchange.done.wait(), 30)
+        while len(sent) < 2:
+            await asyncio.sleep(0.01)
         pump.close()
         assert not pump.replies
 
     asyncio.run(run())
-    assert request.exchange.answer.status == 500
-    assert b"failed to handle this request" in request.exchange.answer.body
+    assert sent[0]["status"] == 500
+    assert b"failed to handle this request" in sent[1]["body"]
     assert ended == [0]
 
 
@@ -187,20 +204,20 @@ def test_texts_of_a_peer_that_leaves_are_given_up(monkeypatch: pytest.MonkeyPatc
     async def run(*, leaves_before: bool) -> None:
         client: Any = Client()
         client.discard = discarded.append
-        pump, exchange = Pump(client), LocalExchange()
+        pump, left = Pump(client), exchange([])
         service: Any = SimpleNamespace(engine=SimpleNamespace(client=client), pump=pump)
-        request: Any = SimpleNamespace(exchange=exchange)
+        request: Any = SimpleNamespace(exchange=left)
         if leaves_before:
-            exchange.leave()
+            left.leave()
         texts: Any = [COUNT, COUNT + 1]
         asking = asyncio.create_task(pooling._answers(service, request, texts))
         await asyncio.sleep(0)
-        exchange.leave()
+        left.leave()
         with pytest.raises(HttpError, match="the peer has left") as caught:
             await asyncio.wait_for(asking, 30)
         assert caught.value.status == 499
         assert caught.value.body()
-        assert exchange.on_left is None
+        assert left.on_left is None
         pump.close()
 
     asyncio.run(run(leaves_before=False))

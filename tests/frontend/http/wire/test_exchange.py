@@ -1,62 +1,51 @@
 """The framing of answers for each kind of peer, and what leaves the server when."""
 
+from collections.abc import Iterator
+
 import pytest
 
 from frontend.http.errors import Headers
 from frontend.http.wire.exchange import Exchange
-from frontend.http.wire.head import Heads
+from tests.frontend.http.peer import App, Peer, Transport, connected, spin, turning
 
 FIELDS: Headers = [(b"content-type", b"text/plain")]
 
 
-class Recorder:
-    """A wire that keeps each write."""
-
-    def __init__(self) -> None:
-        self.heads = Heads()
-        self.is_full = False
-        self.writes: list[bytes] = []
-        self.completed: list[Exchange] = []
-
-    def send(self, data: bytes) -> None:
-        self.writes.append(data)
-
-    def complete(self, exchange: Exchange) -> None:
-        self.completed.append(exchange)
-
-    def abort(self) -> None:
-        raise AssertionError
+@pytest.fixture(autouse=True)
+def loop() -> Iterator[None]:
+    with turning():
+        yield
 
 
-def exchange(wire: Recorder, *, is_head: bool = False, is_http_1_0: bool = False, keep_alive: bool = True) -> Exchange:
-    return Exchange(wire, is_head=is_head, is_http_1_0=is_http_1_0, keep_alive=keep_alive)
+def asked(head: bytes = b"GET /x HTTP/1.1\r\nhost: h\r\n") -> tuple[Exchange, Peer, Transport]:
+    """A request that has come, and its connection."""
+    app = App()
+    peer, transport = connected(app)
+    peer.data_received(head + b"\r\n")
+    return app.requests[0].exchange, peer, transport
 
 
-def test_a_stream_is_one_write_for_its_head_and_first_part() -> None:
-    wire = Recorder()
-    one = exchange(wire)
+def test_a_stream_is_chunked() -> None:
+    one, _, transport = asked()
     one.begin(FIELDS)
-    assert wire.writes == []
     one.write(b"data: 1\n\n")
     one.write(b"")
     one.write(b"x" * 17)
     one.end(b"end")
-    head, _, first = wire.writes[0].partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 200 OK\r\ndate: ")
+    head, _, body = transport.written.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 OK\r\n")
     assert b"transfer-encoding: chunked" in head
-    assert first == b"9\r\ndata: 1\n\n\r\n"
-    assert wire.writes[1:] == [b"11\r\n" + b"x" * 17 + b"\r\n", b"3\r\nend\r\n0\r\n\r\n"]
-    assert wire.completed == [one]
+    assert body == b"9\r\ndata: 1\n\n\r\n" + b"11\r\n" + b"x" * 17 + b"\r\n" + b"3\r\nend\r\n0\r\n\r\n"
 
 
 def test_a_stream_of_http_1_0_ends_with_the_connection() -> None:
-    wire = Recorder()
-    one = exchange(wire, is_http_1_0=True)
+    one, _, transport = asked(b"GET /x HTTP/1.0\r\nconnection: keep-alive\r\n")
     one.begin(FIELDS)
     one.write(b"a\n\n")
-    one.end(b"")
-    head, _, body = b"".join(wire.writes).partition(b"\r\n\r\n")
-    assert (body, one.keep_alive) == (b"a\n\n", False)
+    one.end(b"b")
+    spin()
+    head, _, body = transport.written.partition(b"\r\n\r\n")
+    assert (body, transport.calls) == (b"a\n\nb", ["close"])
     assert b"connection: close" in head
     assert b"chunked" not in head
 
@@ -64,39 +53,60 @@ def test_a_stream_of_http_1_0_ends_with_the_connection() -> None:
 @pytest.mark.parametrize("is_http_1_0", [False, True])
 @pytest.mark.parametrize("keep_alive", [False, True])
 def test_a_whole_answer(is_http_1_0: bool, keep_alive: bool) -> None:
-    wire = Recorder()
-    exchange(wire, is_http_1_0=is_http_1_0, keep_alive=keep_alive).write_whole(404, FIELDS, b"gone")
-    (written,) = wire.writes
-    head, _, body = written.partition(b"\r\n\r\n")
+    version, connection = b"1.0" if is_http_1_0 else b"1.1", b"keep-alive" if keep_alive else b"close"
+    one, _, transport = asked(b"GET /x HTTP/%b\r\nhost: h\r\nconnection: %b\r\n" % (version, connection))
+    one.write_whole(404, FIELDS, b"gone")
+    head, _, body = transport.written.partition(b"\r\n\r\n")
     assert (body, b"content-length: 4" in head) == (b"gone", True)
     assert (b"connection: close" in head) is not keep_alive
     assert (b"connection: keep-alive" in head) is (keep_alive and is_http_1_0)
+    assert transport.calls == ([] if keep_alive else ["close"])
 
 
 def test_an_answer_to_head_has_no_body() -> None:
-    wire = Recorder()
-    exchange(wire, is_head=True).write_whole(200, FIELDS, b"body")
-    stream = exchange(wire, is_head=True)
-    stream.begin(FIELDS)
-    stream.write(b"part")
-    stream.end(b"end")
-    assert wire.writes[0].endswith(b"content-length: 4\r\n\r\n")
-    assert b"".join(wire.writes[1:]).endswith(b"\r\n\r\n")
-    assert b"part" not in b"".join(wire.writes)
+    one, _, transport = asked(b"HEAD /x HTTP/1.1\r\nhost: h\r\n")
+    one.write_whole(200, FIELDS, b"body")
+    assert transport.written.endswith(b"content-length: 4\r\n\r\n")
+    one, _, transport = asked(b"HEAD /x HTTP/1.1\r\nhost: h\r\n")
+    one.begin(FIELDS)
+    one.write(b"part")
+    one.end(b"end")
+    assert transport.written.endswith(b"\r\n\r\n")
+    assert b"part" not in transport.written
 
 
 def test_nothing_is_written_to_a_peer_that_left() -> None:
-    wire, told = Recorder(), list[str]()
-    one = exchange(wire)
+    told = list[str]()
+    one, peer, transport = asked()
     one.on_left = lambda: told.append("left")
     one.begin(FIELDS)
-    one.leave()
+    before = transport.written
+    transport.calls.append("abort")  # its end
+    peer.connection_lost(None)
     one.write(b"x")
     one.end(b"y")
     one.write_whole(200, FIELDS, b"z")
-    assert (wire.writes, wire.completed, told) == ([], [], ["left"])
+    assert (transport.written, told) == (before, ["left"])
+
+
+def test_what_is_written_to_a_full_connection_is_sent_later() -> None:
+    """A reply may end while its peer does not read."""
+    told = list[str]()
+    one, peer, transport = asked()
+    one.begin(FIELDS)
+    assert not one.write(b"1")
+    peer.pause_writing()
+    assert one.write(b"2")
+    one.end(b"3")
+    assert transport.written.endswith(b"\r\n1\r\n1\r\n")
+    one.on_writable = lambda: told.append("again")
+    peer.resume_writing()
+    assert transport.written.endswith(b"1\r\n1\r\n" + b"1\r\n2\r\n" + b"1\r\n3\r\n0\r\n\r\n")
+    assert told == ["again"]
 
 
 def test_no_field_can_end_its_line() -> None:
-    with pytest.raises(AssertionError, match="line ends"):
-        Heads().head(200, [(b"x", b"1\r\ny: 2")], b"")
+    one, _, transport = asked()
+    with pytest.raises(RuntimeError, match="Invalid HTTP header value"):
+        one.write_whole(200, [(b"x", b"1\r\ny: 2")], b"")
+    assert transport.written == b""

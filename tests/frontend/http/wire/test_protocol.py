@@ -1,66 +1,22 @@
 """A connection by itself: bounds of size and of time, on a clock of the test's, and the order of answers."""
 
 import time
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
+from uvicorn.server import ServerState
 
-from frontend.http.errors import HttpError
-from frontend.http.request import Request
-from frontend.http.wire.head import Heads
-from frontend.http.wire.protocol import MAX_FIELDS, Bounds, HttpProtocol
+from frontend.http.wire.held_bodies import HeldBodies
+from frontend.http.wire.protocol import MAX_FIELDS
+from tests.frontend.http.peer import App, connected, status, turning
 
 HEAD = b"POST /x HTTP/1.1\r\nhost: h\r\ncontent-length: 10\r\n"
 
 
-class Transport:
-    """What a connection asks of asyncio's transport."""
-
-    def __init__(self) -> None:
-        self.written, self.calls = b"", list[str]()
-        self.num_waiting = 0
-
-    def write(self, data: bytes) -> None:
-        assert not {"close", "abort", "write_eof"} & set(self.calls), data
-        self.written += data
-
-    def is_closing(self) -> bool:
-        return bool({"close", "abort"} & set(self.calls))
-
-    def get_write_buffer_size(self) -> int:
-        return self.num_waiting
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda: self.calls.append(name)
-
-
-class App:
-    """Answers nothing by itself. refused: paths that judge() refuses."""
-
-    def __init__(self, refused: tuple[str, ...] = ()) -> None:
-        self.requests, self._refused = list[Request](), refused
-
-    def judge(self, request: Request) -> None:
-        if request.path in self._refused:
-            raise HttpError(404, "no such route")
-
-    def answer(self, request: Request) -> None:
-        self.requests.append(request)
-        if request.refusal is not None:
-            request.exchange.write_whole(request.refusal.status, [], b"refused")
-
-
-def connected(
-    app: App, others: dict[HttpProtocol, None] | None = None, max_connections: int = 10
-) -> tuple[HttpProtocol, Transport]:
-    bounds = Bounds(max_body_bytes=5000, max_connections=max_connections)
-    protocol, transport = HttpProtocol(app, bounds, Heads(), {} if others is None else others), Transport()
-    protocol.connection_made(transport)
-    return protocol, transport
-
-
-def status(transport: Transport) -> int:
-    return int(transport.written[9:12] or b"0")
+@pytest.fixture(autouse=True)
+def loop() -> Iterator[None]:
+    with turning():
+        yield
 
 
 @pytest.mark.parametrize(
@@ -235,28 +191,56 @@ def test_who_asked_before_the_body_and_was_refused_may_not_send_there(expects: b
     assert [one.path for one in app.requests] == (["/no"] if expects else ["/no", "/x"])
 
 
-def test_an_upgrade_is_answered_as_if_it_was_not_asked_for() -> None:
+OFFERS = (
+    b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAARAAAAAAAIAAAAA\r\n",
+    b"connection: upgrade\r\nupgrade: websocket\r\nsec-websocket-version: 13\r\n",
+    b"upgrade: foo/1, TLS/1.2\r\nconnection: keep-alive, Upgrade\r\n",
+)
+FRAMED = (
+    b"content-length: 10\r\n\r\n1234567890",
+    b"transfer-encoding: chunked\r\n\r\n4\r\n1234\r\n6\r\n567890\r\n0\r\n\r\n",
+)
+
+
+@pytest.mark.parametrize("framed", FRAMED)
+@pytest.mark.parametrize("offer", OFFERS)
+@pytest.mark.parametrize("size", [1000, 50, 1])
+def test_an_offer_to_upgrade_is_ignored_and_the_body_read(offer: bytes, framed: bytes, size: int) -> None:
+    """Java's HttpClient and `curl --http2` make one with every POST; the next request comes on the same connection."""
+    app, bodies = App(), HeldBodies(1 << 20)
+    protocol, transport = connected(app, bodies=bodies)
+    sent = b"POST /x HTTP/1.1\r\nhost: h\r\n" + offer + framed
+    for at in range(0, len(sent), size):
+        protocol.data_received(sent[at : at + size])
+    (first,) = app.requests
+    assert (b"".join(first.parts), first.fields.get(b"upgrade")) == (b"1234567890", None)
+    first.exchange.write_whole(200, [], b"body")
+    assert (b"connection: close" in transport.written, transport.calls) == (False, [])
+    protocol.data_received(b"GET /2 HTTP/1.1\r\nhost: h\r\n\r\n")
+    assert [one.path for one in app.requests] == ["/x", "/2"]
+    assert (bodies.num_bytes, bodies.unfinished) == (0, {})
+
+
+def test_many_offers_in_one_read_are_counted() -> None:
     app = App()
     protocol, transport = connected(app)
-    protocol.data_received(
-        b"GET /x HTTP/1.1\r\nhost: h\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\nPRI * HTTP/2.0\r\n"
-    )
+    protocol.data_received((b"GET /x HTTP/1.1\r\nhost: h\r\n" + OFFERS[0] + b"\r\n") * 2000)
+    for index in range(33):
+        app.requests[index].exchange.write_whole(200, [], b"")
+    assert (transport.written.count(b"HTTP/1.1 200"), transport.written.count(b"HTTP/1.1 400")) == (33, 1)
+
+
+def test_what_follows_an_ignored_offer_is_read_as_http_1() -> None:
+    app = App()
+    protocol, transport = connected(app)
+    protocol.data_received(b"GET /x HTTP/1.1\r\nhost: h\r\n" + OFFERS[0] + b"\r\nPRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
     app.requests[0].exchange.write_whole(200, [], b"body")
-    assert b"connection: close" in transport.written
-    assert transport.calls == ["close"]
-
-
-def test_a_refusal_of_an_upgrade_says_that_the_connection_ends() -> None:
-    """Nothing is read behind it, so a client must not send its next request there."""
-    protocol, transport = connected(App(refused=("/no",)))
-    protocol.data_received(b"GET /no HTTP/1.1\r\nhost: h\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n")
-    assert b"connection: close" in transport.written
-    protocol.sweep(time.monotonic() + 3)
-    assert transport.calls[-1] in ("close", "abort")
+    assert transport.written.count(b"HTTP/1.1 400 ") == 1
+    assert transport.calls == ["write_eof"]
 
 
 def test_connections_beyond_the_bound_are_refused() -> None:
-    others: dict[HttpProtocol, None] = {}
+    others = ServerState()
     kept = [connected(App(), others, 3) for _ in range(3)]
     _, beyond = connected(App(), others, 3)
     assert (status(beyond), beyond.calls[-1]) == (503, "close")

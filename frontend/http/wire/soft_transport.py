@@ -1,0 +1,44 @@
+"""SoftTransport: a connection whose close() lets the peer read the last answer.
+
+Closing a connection while its peer still sends resets it, which may take from the peer what it has not read yet. So
+the sending side is closed first, and the rest by HttpProtocol.sweep().
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+
+class SoftTransport:
+    """A transport with another close(). on_close: called at the first close(); returns whether the peer still sends."""
+
+    def __init__(self, transport: asyncio.Transport, on_close: Callable[[], bool]) -> None:
+        self._transport = transport
+        self._on_close: Callable[[], bool] | None = on_close
+        self.write = transport.write
+        self.abort = transport.abort
+        self.get_extra_info = transport.get_extra_info
+        self.get_write_buffer_size = transport.get_write_buffer_size
+        self.pause_reading = transport.pause_reading
+        self.resume_reading = transport.resume_reading
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        """Return whether nothing more is to be written."""
+        return self._on_close is None or self._transport.is_closing()
+
+    def close(self) -> None:
+        """Close the connection behind what was written; only its sending side if the peer still sends."""
+        on_close, self._on_close = self._on_close, None
+        if on_close is None or self._transport.is_closing():
+            return
+        if on_close() and self._transport.can_write_eof():
+            self._transport.write_eof()
+        else:
+            self._transport.close()
+
+    def forget(self) -> None:
+        """Let go of the owner, once the connection has ended."""
+        self._on_close = None
