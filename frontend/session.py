@@ -5,7 +5,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -28,6 +28,7 @@ from frontend.results.request_state import RequestState
 from frontend.results.state import Output, State
 from frontend.text.bad_words import bad_words_token_ids
 from frontend.text.chat_prompts import render_prompts
+from frontend.text.chat_template import render_chat
 from frontend.text.prompt_forms import PromptInput
 from frontend.text.prompts import Prompt, read_prompts
 from frontend.text.tokenizer import Tokenizer
@@ -173,11 +174,13 @@ class EngineHandle:
         tools: list[dict[str, Any]] | None,
         kwargs: Mapping[str, Any] | None,
         takes_files: bool = True,
+        render: Callable[..., str] = render_chat,
     ) -> list[PromptInput]:
         """Return the prompt of each conversation, rendered by a chat template: a str, or an ImagePrompt.
 
         chat_template: None = the model's, a name = the model's template of this name, else a template's text.
-        takes_files: whether images may be files of this machine. Errors: InvalidRequestError.
+        takes_files: whether images may be files of this machine. render: what takes render_chat()'s place. Errors:
+        InvalidRequestError.
         """
         return render_prompts(
             self.tokenizer,
@@ -185,6 +188,7 @@ class EngineHandle:
             template=chat_template,
             image_mark=None if self.images is None else self.images.mark,
             takes_files=takes_files,
+            render=render,
             arguments={
                 "add_generation_prompt": add_generation_prompt,
                 "continue_final_message": continue_final_message,

@@ -45,7 +45,12 @@ class UnsupportedParameterError(InvalidRequestError):
 
 
 class PromptTooLongError(InvalidRequestError):
-    """The prompt leaves no room for an output in the model's context."""
+    """The prompt leaves no room for an output in the model's context.
+
+    excess: how long the prompt is and how long it may be, without the context's length; "" = only the text says it.
+    """
+
+    excess = ""
 
 
 class RequestFailedError(EngineCoreError):

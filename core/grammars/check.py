@@ -7,15 +7,10 @@ other end of its socket closes, and when its engine dies.
 """
 
 import contextlib
-import ctypes
 import os
-import resource
-import signal
-import socket
 import sys
 import threading
 import traceback
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from core import log
@@ -24,13 +19,13 @@ from core.grammars.compilation import compile_grammar
 from core.grammars.trial_text import try_text
 from core.grammars.vocabulary import Vocabulary, build_vocabulary
 from ipc.errors import EngineCoreError
+from ipc.machine.bounded_process import limit_memory, limited_cpu_time, open_channel
+from ipc.machine.channel import Channel, ChannelEndedError
 from ipc.params.structured_outputs import StructuredOutputsParams
-from ipc.wire.channel import Channel, ChannelEndedError
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-_PR_SET_PDEATHSIG = 1  # prctl(2)
 _LOG_S = 0.5  # for the last lines on standard error
 #: Of the thread that compiles here: half of the least that a thread of the engine has (glibc's without a limit). So a
 #: grammar that passes does not nest too deeply for the engine.
@@ -42,12 +37,8 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 3 or not all(argument.isdigit() for argument in arguments):
         print(f"usage: {__doc__}", file=sys.stderr)
         return 2
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to the process group: the engine decides
-        signal.signal(number, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a grammar that is too large ends the process by SIGABRT
     fd, max_cpu_ms, max_memory_bytes = map(int, arguments)
-    channel = Channel(socket.socket(fileno=fd))
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    channel = open_channel(fd)
     threading.stack_size(_STACK_BYTES)
     thread = threading.Thread(target=_serve_to_the_end, args=(channel, max_cpu_ms / 1000, max_memory_bytes))
     thread.start()
@@ -65,13 +56,12 @@ def serve(channel: Channel, max_cpu_s: float, max_memory_bytes: int) -> None:
     vocabulary = decode_question(channel.receive())
     assert isinstance(vocabulary, Vocabulary), "the first message is Vocabulary"
     tokenizer = build_vocabulary(vocabulary, in_parts=False)
-    _limit_memory(max_memory_bytes)
+    limit_memory(max_memory_bytes)
     while True:
         question = decode_question(channel.receive())
         assert isinstance(question, Check), "a vocabulary is sent once"
-        signal.setitimer(signal.ITIMER_PROF, max_cpu_s)
-        verdict = Verdict(_check(tokenizer, question.params))
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        with limited_cpu_time(max_cpu_s):
+            verdict = Verdict(_check(tokenizer, question.params))
         channel.send(encode_message(verdict))
 
 
@@ -89,13 +79,6 @@ def _check(tokenizer: "LLTokenizer", params: StructuredOutputsParams) -> str:
         log.say(traceback.format_exc())
         return f"the grammar could not be compiled: {type(error).__name__}: {error}"
     return ""
-
-
-def _limit_memory(max_bytes: int) -> None:
-    used = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
-    most = resource.getrlimit(resource.RLIMIT_AS)[1]
-    limit = used + max_bytes
-    resource.setrlimit(resource.RLIMIT_AS, (limit if most == resource.RLIM_INFINITY else min(limit, most), most))
 
 
 if __name__ == "__main__":

@@ -8,10 +8,7 @@ engine makes it while it is idle, if it is so before its first grammar.
 """
 
 import contextlib
-import os
-import select
 import signal
-import socket
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,9 +16,10 @@ from collections.abc import Callable
 from core.grammars.check_messages import Check, decode_verdict, encode_message
 from core.grammars.grammars import GrammarKey, Grammars, constraint_of, key_of
 from ipc.errors import EngineCoreError, EngineStartError, InvalidRequestError, UnsupportedParameterError
-from ipc.machine.child_process import describe_exit, run_package
+from ipc.machine.bounded_process import BoundedProcess
+from ipc.machine.channel import ChannelEndedError
+from ipc.machine.child_process import describe_exit
 from ipc.params.structured_outputs import StructuredOutputsParams
-from ipc.wire.channel import Channel, ChannelEndedError
 from ipc.wire.messages import Submission
 
 #: What a grammar may take to compile, and the engine compiles what passes once more: of CPU time, and of memory.
@@ -29,64 +27,27 @@ MAX_CPU_MS, MAX_MEMORY_BYTES = 1000, 1 << 30
 #: Part of the time that one client may have grammars compiled while others have unfinished requests. A flood of them
 #: took 42 % of one of two cores, and the steps beside it waited for cores.
 SHARE = 0.25
-#: What the process needs not: a thread for each core, its memory, and address space that is set aside for a thread.
-_ENVIRONMENT = {
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "MALLOC_ARENA_MAX": "1",
-}
-#: Of the process. With 19, a grammar of a millisecond would wait a tenth of a second beside an engine that computes.
-_NICE = 10
 #: Attempts of a grammar. The first process may have been killed by somebody.
 _MAX_ATTEMPTS = 2
-#: Seconds until an answer, with the vocabulary to be made before it: longer ones are of a process that is stopped.
-_MAX_ANSWER_S = 120.0
 #: Grammars that have ended the process: they are refused without another try while they are among the last ones.
 _MAX_REMEMBERED = 64
 _ITS_OWN_SIGNALS = {-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV}  # of time, memory and depth
 
 
-class _Process:
+class _Process(BoundedProcess):
     """A running process."""
 
     def __init__(self, max_cpu_ms: int, max_memory_bytes: int) -> None:
         """Start it. Errors: OSError, EngineStartError."""
-        ours, theirs = socket.socketpair()
-        self.channel = Channel(ours)
-        try:
-            with theirs:
-                numbers = theirs.fileno(), max_cpu_ms, max_memory_bytes
-                words = [str(number) for number in numbers]
-                self.process = run_package("core.grammars.check", words, [theirs.fileno()], _ENVIRONMENT)
-        except BaseException:
-            self.channel.close()
-            raise
-        # Before its interpreter starts: that and the vocabulary take as long as hundreds of grammars.
-        os.setpriority(os.PRIO_PROCESS, self.process.pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + _NICE))
+        super().__init__("core.grammars.check", max_cpu_ms, max_memory_bytes)
 
     def load(self, vocabulary: bytes) -> None:
         """Let it make this vocabulary, a message. Errors: ChannelEndedError."""
         self.channel.send(vocabulary)
 
-    def ask(self, params: StructuredOutputsParams) -> str:
+    def check(self, params: StructuredOutputsParams) -> str:
         """Return why the grammar cannot be used; "" = it can. Errors: ChannelEndedError."""
-        self.channel.send(encode_message(Check(params)))
-        poller = select.poll()
-        poller.register(self.channel.socket, select.POLLIN)
-        if not poller.poll(_MAX_ANSWER_S * 1000):
-            self.kill()
-        return decode_verdict(self.channel.receive()).error
-
-    def kill(self) -> None:
-        """Kill it; the thread that asks then meets a ChannelEndedError, and ends it."""
-        self.process.kill()
-
-    def end(self) -> int:
-        """Kill it, and free all that it took; return its exit code, -N where signal N has ended it."""
-        self.process.kill()
-        self.channel.close()
-        return self.process.wait()
+        return decode_verdict(self.ask(encode_message(Check(params)))).error
 
 
 class CheckedGrammars:
@@ -166,7 +127,7 @@ class CheckedGrammars:
         """Let the process compile the grammar. Errors: InvalidRequestError."""
         answer: str | int = ""
         for _ in range(_MAX_ATTEMPTS):
-            answer = self._attempt(lambda process: process.ask(params))
+            answer = self._attempt(lambda process: process.check(params))
             if answer == "":
                 return
             if isinstance(answer, str):

@@ -12,11 +12,11 @@ from ipc.errors import InvalidRequestError
 from ipc.params.choices import MANY_CHOICES, pattern_of
 from ipc.params.gbnf import is_gbnf, split
 from ipc.params.json_schemas import close_objects, drop_annotations, spell_dependencies
+from ipc.params.schema_names import check_number_of_names, keep_names
 from ipc.params.schema_numbers import keep_numbers
+from ipc.params.schema_texts import plain_texts
 from ipc.params.structural_tags import Grammar
 from ipc.params.structured_outputs import StructuredOutputsParams, read_structural_tag
-from ipc.schema_names import check_number_of_names, keep_names
-from ipc.schema_texts import plain_texts
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions

@@ -51,9 +51,9 @@ from core.workers.messages import (
 )
 from core.workers.wires import Place, Wires
 from ipc.errors import EngineCoreError, OutOfMemoryError
+from ipc.machine.channel import Channel, ChannelEndedError
 from ipc.machine.cpus import usable_cpus
 from ipc.options.config import EngineConfig
-from ipc.wire.channel import Channel, ChannelEndedError
 
 # Placement: the CPUs of each rank of a group: those of one NUMA node, whose memory then holds the rank's weights.
 

@@ -31,8 +31,8 @@ from core.workers.processes import ChildProcess, WorkerProcess
 from core.workers.wires import Place, above, make_wires
 from ipc import errors
 from ipc.errors import ConfigError, EngineCoreError, EngineStartError
+from ipc.machine.channel import Channel, ChannelEndedError
 from ipc.options.config import EngineConfig
-from ipc.wire.channel import Channel, ChannelEndedError
 
 AnswerT = TypeVar("AnswerT", bound=Answer)
 Value = TypeVar("Value")

@@ -32,9 +32,9 @@ from core.workers.nodes import Nodes
 from core.workers.step_clock import StepClock
 from core.workers.wires import places_of
 from ipc.errors import EngineCoreError, EngineStartError
+from ipc.machine.channel import ChannelEndedError
 from ipc.options.config import EngineConfig
 from ipc.options.workers import in_one_process
-from ipc.wire.channel import ChannelEndedError
 
 MAX_LOSSES = 3  # within _LOSSES_S; the last of these ends the engine
 _LOSSES_S = 60.0

@@ -22,9 +22,9 @@ from core.runner.model_runner import ModelRunner
 from core.workers.rank_channel import Followers
 from core.workers.rank_runners import FollowingRunner, FollowsTrials, LeadingRunner, LeadsTrials
 from core.workers.wires import Place, Wires
+from ipc.machine.channel import Channel
 from ipc.options.config import EngineConfig
 from ipc.tables.arrays import NO_INT32S, Bools, Int32s, Ints
-from ipc.wire.channel import Channel
 from kernels.cpu.group import SeparateMemory, SharedMemory
 
 

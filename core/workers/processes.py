@@ -8,9 +8,9 @@ from typing import Protocol
 
 from core.workers.messages import Load, encode_message
 from core.workers.wires import Place, Wires, above
+from ipc.machine.channel import Channel
 from ipc.machine.child_process import describe_exit, run_package
 from ipc.options.config import EngineConfig
-from ipc.wire.channel import Channel
 
 
 class WorkerProcess(Protocol):

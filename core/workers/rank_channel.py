@@ -9,8 +9,8 @@ from typing import TypeAlias
 import msgspec
 import numpy as np
 
+from ipc.machine.channel import Channel
 from ipc.tables.arrays import Int32s, Ints
-from ipc.wire.channel import Channel
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):

@@ -22,8 +22,8 @@ from core.workers.rank_channel import (
     as_tokens,
     next_order,
 )
+from ipc.machine.channel import Channel
 from ipc.tables.arrays import NO_INT32S, Floats, Int32s, Ints
-from ipc.wire.channel import Channel
 
 
 class LeadsTrials(ModelRunner):

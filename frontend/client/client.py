@@ -106,7 +106,7 @@ class JournalReader(Protocol):
             return self._journal.take_ready()
 
     def take_news(self) -> News:
-        """Return all new tokens and ends as columns, except of requests on hold.
+        """Return new tokens and ends as columns, except of requests on hold; see Journal.take_news().
 
         For a listener that serves many requests; it and take_ready() exclude each other.
         """

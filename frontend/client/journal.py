@@ -28,6 +28,8 @@ _SIBLINGS_PAGE = 4  # rows
 _FIRST_ROWS = 64
 _NO_STOP_TOKEN = -1
 _MANY = 2**62  # tokens
+#: Of one look at the news: requests, and tokens of each choice. A consumer's work for one look is bounded by them.
+MAX_NEWS_REQUESTS, MAX_NEWS_TOKENS = 2048, 256
 
 
 class Journal(Columns):
@@ -68,6 +70,7 @@ class Journal(Columns):
         self._puts: dict[int, Sequence[PutFeature]] = {}  # by row of the first choice, of requests with features
         self._vectors: dict[int, Floats] = {}  # by row, of pooling requests
         self._index = NumberIndex()
+        self._next_news = 0  # row at which take_news() begins if there are too many
 
     # --- events: one request ------------------------------------------------------------------------------------
 
@@ -240,23 +243,36 @@ class Journal(Columns):
         return self._number[rows]
 
     def take_news(self) -> News:
-        """Take and return all new tokens and ends of requests with news, except of those on hold."""
-        rows = (self._ready & ~self._held).nonzero()[0]
-        if not len(rows):
+        """Take and return new tokens and ends of requests with news, except of those on hold.
+
+        Of at most MAX_NEWS_REQUESTS requests, and at most MAX_NEWS_TOKENS tokens of a choice: has_more says that there
+        is more. A choice's end comes with its last tokens.
+        """
+        firsts = (self._ready & ~self._held).nonzero()[0]
+        if not len(firsts):
             return NO_NEWS
+        if has_more := len(firsts) > MAX_NEWS_REQUESTS:  # those behind the last ones first, so that each has its turn
+            firsts = np.roll(firsts, -int(firsts.searchsorted(self._next_news)))[:MAX_NEWS_REQUESTS]
+            self._next_news = int(firsts[-1]) + 1
+        rows = firsts
         self._ready[rows] = False
         if np.count_nonzero(self._num_choices[rows] > 1):
             rows = np.array([each for row in rows.tolist() for each in self._rows_of_request(int(self._number[row]))])
         has_ended = (self._finish[rows] > 0) & ~self._end_taken[rows]
         rows = rows[(self._num_delivered[rows] > self._num_taken[rows]) | has_ended]
-        starts, ends = self._num_taken[rows], self._num_delivered[rows]
+        starts, ends, finish = self._num_taken[rows], self._num_delivered[rows], self._finish[rows]
         counts = ends - starts
-        firsts = counts.cumsum() - counts
-        positions = np.arange(int(counts.sum())) + (starts - firsts).repeat(counts)
+        if np.count_nonzero(counts > MAX_NEWS_TOKENS):
+            cut = counts > MAX_NEWS_TOKENS
+            counts = np.minimum(counts, MAX_NEWS_TOKENS)
+            ends, finish = starts + counts, np.where(cut, 0, finish).astype(np.uint8)
+            self._ready[self._first[rows[cut]]] = has_more = True
+        before = counts.cumsum() - counts
+        positions = np.arange(int(counts.sum())) + (starts - before).repeat(counts)
         self._num_taken[rows] = ends
-        self._end_taken[rows] = self._finish[rows] > 0
+        self._end_taken[rows] = finish > 0
         tokens = self._tokens.get(rows.repeat(counts), positions)
-        return News(self._number[rows], self._choice[rows], counts, tokens, self._finish[rows])
+        return News(self._number[rows], self._choice[rows], counts, tokens, finish, has_more)
 
     def hold(self, number: int, held: bool) -> int:
         """Begin or end the hold of a live request; return how many of its first choice's tokens were not taken."""

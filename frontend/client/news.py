@@ -13,6 +13,7 @@ class News(NamedTuple):
     counts: Ints  # [R]: new tokens of each
     tokens: Int32s  # [sum(counts)], row after row
     finish: UInt8s  # [R] FinishReason; NONE for a choice that goes on
+    has_more: bool = False  # there is more to take
 
 
 NO_NEWS = News(NO_INTS, NO_INTS, NO_INTS, NO_INT32S, NO_UINT8S)

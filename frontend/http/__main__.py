@@ -22,9 +22,13 @@ from frontend.session import EngineHandle
 from ipc.errors import EngineCoreError
 from ipc.wire.pipes import FrameReader
 
+#: Seconds after which a thread that computes gives Python's lock to the loop, if the loop waits for it.
+_SWITCH_S = 0.001
+
 
 def main() -> int:
     """Serve until the lease ends; return the exit status: EXIT_CUT if answers were cut by the end."""
+    sys.setswitchinterval(_SWITCH_S)
     lease, report = map(int, sys.argv[1:3])
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # the owner sends it to a worker that hangs: where is each thread?

@@ -65,24 +65,33 @@ class App:
         if not await _read_body(request, receive):
             return None
         if request.row.access is not Access.OPEN:
-            await self._intake.turn()
+            await self._intake.turn(len(request.body))
         if request.exchange.has_left:
             return None
         self._num_requests += 1
         try:
-            answer = await self._answer(request.row, request)
+            answer = await self._handle(request.row, request)
         except Exception as error:
-            failure = http_error(error, max_model_len=self._service.max_model_len)
+            param = _prompt_field(request.row)
+            failure = http_error(error, max_model_len=self._service.max_model_len, prompt_param=param)
             if failure.status == 500:
                 _log.exception("request %s failed", request.id)
-            return _failure(request, failure)
+            answer = _failure(request, failure)
         finally:
             self._num_requests -= 1
         request.body = b""
-        if not isinstance(answer, Reply):
-            return answer
-        self._attend(request, answer)
+        if isinstance(answer, Reply):
+            self._attend(request, answer)
+        elif request.lease is not None:
+            request.lease.end()
         return answer
+
+    async def _handle(self, row: Route, request: Request) -> Response | Reply:
+        """Return the handler's answer, if the key's quota and the body's size allow it."""
+        if row.method == "POST":
+            request.lease = self._service.quotas.begin(request.key)
+            await self._service.check_size(request)
+        return await self._answer(row, request)
 
     def _attend(self, request: Request, reply: Reply) -> None:
         """Note a reply's end, and let it end when its peer leaves."""
@@ -107,6 +116,8 @@ class App:
         request.route, request.error_body = row.path, row.error_body
         if row.access is Access.KEY:
             request.key = find_key(request, service.keys)
+            if row.method == "POST":
+                service.quotas.check(request.key)
         if row.method == "POST":
             service.standing.refuse_requests()
             _check_content_type(request)
@@ -208,6 +219,12 @@ async def _until_end(reply: Reply, receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         continue
     reply.leave()
+
+
+def _prompt_field(row: Route) -> str | None:
+    """Return the field of a route's body that has its prompt, for errors that are about the prompt."""
+    fields = () if row.body is None else row.body.__struct_fields__
+    return next((name for name in ("input", "prompt", "messages") if name in fields), None)
 
 
 def _failure(request: Request, error: HttpError) -> Response:

@@ -75,7 +75,8 @@ async def prepare_chat(service: Service, request: Request, body: ChatBody) -> Pr
         except RecursionError:
             raise HttpError(400, _TOO_DEEP) from None
 
-    return await service.run(request, prepare, is_long=has_images(body.messages))
+    is_long = has_images(body.messages) or service.brings_template(body.chat_template)
+    return await service.run(request, prepare, is_long=is_long)
 
 
 async def count_tokens(service: Service, request: Request, body: ChatBody) -> int:
@@ -90,6 +91,7 @@ async def count_tokens(service: Service, request: Request, body: ChatBody) -> in
             raise HttpError(400, _TOO_DEEP) from None
         if not isinstance(prompt, str):
             raise HttpError(400, "tokens of images are not counted: send the text alone", param="messages")
+        service.check_countable(prompt)
         return len(tokenizer.encode(prompt, add_special_tokens=False))
 
     return await service.run(request, count)
@@ -195,6 +197,7 @@ def _render(service: Service, body: ChatBody, tools: _Tools) -> PromptInput:
         tools=shown,
         kwargs=kwargs,
         takes_files=False,
+        render=service.renderer(body.chat_template),
     )
     return prompt
 

@@ -79,18 +79,18 @@ class HttpError(Exception):
         return {"message": message, "type": _TYPES[self.status], "param": self.param, "code": self.code}
 
 
-def http_error(error: Exception, *, max_model_len: int) -> HttpError:
-    """Return the answer to an error of the engine or of the client. max_model_len: tokens, for the message."""
+def http_error(error: Exception, *, max_model_len: int, prompt_param: str | None = None) -> HttpError:
+    """Return the answer to an error of the engine or of the client.
+
+    max_model_len: tokens, for the message. prompt_param: the field of the route's body that has the prompt.
+    """
     if isinstance(error, HttpError):
         return error
     text = str(error)
     if isinstance(error, PromptTooLongError):
-        return HttpError(
-            400,
-            f"This model's maximum context length is {max_model_len} tokens: {text}",
-            param="messages",
-            code="context_length_exceeded",
-        )
+        limit = f"This model's maximum context length is {max_model_len} tokens, prompt and output together"
+        text = f"{limit}: {error.excess or text}"
+        return HttpError(400, text, param=prompt_param, code="context_length_exceeded")
     if isinstance(error, InvalidRequestError):
         return HttpError(400, text, param=_first_word(text))
     if isinstance(error, DeadlineExceededError):

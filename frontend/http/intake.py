@@ -8,26 +8,37 @@ import asyncio
 from collections import deque
 
 _EACH_TURN = 16
+_BYTES_EACH_TURN = 64 << 10  # of bodies, which are decoded: up to 10 ms
 
 
 class Intake:
-    """A queue that lets at most _EACH_TURN entries pass in a turn. Made in the event loop."""
+    """A queue that lets at most _EACH_TURN entries, or _BYTES_EACH_TURN of them, pass in a turn.
+
+    Made in the event loop.
+    """
 
     def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._num_passed = 0  # in this turn of the loop
+        self._waiting: deque[tuple[asyncio.Future[None], int]] = deque()
+        self._num_passed = self._bytes_passed = 0  # in this turn of the loop
         self._is_scheduled = False
         self._loop = asyncio.get_running_loop()
 
-    async def turn(self) -> None:
-        """Wait for this caller's turn, if this one is full."""
+    async def turn(self, size: int = 0) -> None:
+        """Wait for this caller's turn, if this one is full. size: bytes of its body."""
         self._schedule()
-        if self._num_passed < _EACH_TURN and not self._waiting:
-            self._num_passed += 1
+        if self._has_room() and not self._waiting:
+            self._note(size)
             return
         turn = self._loop.create_future()
-        self._waiting.append(turn)
+        self._waiting.append((turn, size))
         await turn
+
+    def _has_room(self) -> bool:
+        return self._num_passed < _EACH_TURN and self._bytes_passed < _BYTES_EACH_TURN
+
+    def _note(self, size: int) -> None:
+        self._num_passed += 1
+        self._bytes_passed += size
 
     def _schedule(self) -> None:
         if not self._is_scheduled:
@@ -36,10 +47,11 @@ class Intake:
 
     def _let_pass(self) -> None:
         self._is_scheduled = False
-        self._num_passed = min(_EACH_TURN, len(self._waiting))
-        for _ in range(self._num_passed):
-            turn = self._waiting.popleft()
+        self._num_passed = self._bytes_passed = 0
+        while self._waiting and self._has_room():
+            turn, size = self._waiting.popleft()
             if not turn.done():  # a caller that was cancelled
                 turn.set_result(None)
+                self._note(size)
         if self._num_passed:
             self._schedule()

@@ -4,8 +4,9 @@ import asyncio
 from collections.abc import Sequence
 
 from frontend.http.errors import HttpError
+from frontend.http.holdings import vectors_bytes
 from frontend.http.request import Request
-from frontend.http.service import Service
+from frontend.http.service import SUBMITTED_EACH_TURN, Service
 from frontend.pooling import PreparedPooling, prepare_pooling, submit_pooling
 from frontend.results.pooling_outputs import PoolingRequestOutput
 from frontend.results.pooling_state import PoolingState
@@ -49,12 +50,16 @@ async def pool(
 
     prepared = await service.run(request, prepare)
     num_tokens = sum(len(one.prompt.token_ids) for one in prepared)
-    settle = service.take_quota(request, num_tokens)
+    width = service.engine.client.welcome.tasks.get(task, 1)
+    give_back = service.holdings.take(vectors_bytes(len(prepared), num_tokens, width))
     try:
+        if request.lease is not None:
+            request.lease.reserve(num_tokens)
         return await _answers(service, request, prepared)
     finally:
-        if settle is not None:
-            settle(num_tokens)
+        give_back()
+        if request.lease is not None:
+            request.lease.end(num_tokens)
 
 
 async def _answers(
@@ -65,10 +70,16 @@ async def _answers(
     if exchange.has_left:  # while a thread prepared them
         raise HttpError(499, _LEFT)
     states: list[PoolingState] = []
+    waited: list[asyncio.Future[None]] = []
     try:
-        for one in prepared:
-            states.append(submit_pooling(service.engine, one))  # noqa: PERF401 - for the finally
-        ends = asyncio.gather(*(service.pump.ended(state.number) for state in states))
+        for index, one in enumerate(prepared):
+            if index and index % SUBMITTED_EACH_TURN == 0:
+                await asyncio.sleep(0)
+            states.append(submit_pooling(service.engine, one))
+            waited.append(service.pump.ended(states[-1].number))
+        if exchange.has_left:
+            raise HttpError(499, _LEFT)
+        ends = asyncio.gather(*waited)
 
         def leave() -> None:
             ends.cancel()
@@ -80,10 +91,17 @@ async def _answers(
             if exchange.has_left:
                 raise HttpError(499, _LEFT) from None
             raise
-        outputs = [service.engine.advance(state) for state in states]
-        return [output for output in outputs if output is not None]
+        outputs: list[PoolingRequestOutput] = []
+        for index, state in enumerate(states):
+            if index and index % SUBMITTED_EACH_TURN == 0:
+                await asyncio.sleep(0)
+            if (output := service.engine.advance(state)) is not None:
+                outputs.append(output)
+        return outputs
     finally:
         exchange.on_left = None
         numbers = [state.number for state in states]
         service.pump.forget(numbers)
+        for end in waited:
+            end.cancel()
         service.engine.client.discard(numbers)

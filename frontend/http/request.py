@@ -10,6 +10,7 @@ import msgspec
 
 from frontend.http.callers.keys import Key
 from frontend.http.callers.meter import HttpMeter, known_fields
+from frontend.http.callers.quotas import Lease
 from frontend.http.errors import Headers, HttpError
 from frontend.http.route import Route
 from frontend.http.wire.exchange import Exchange, Message
@@ -66,6 +67,7 @@ class Request:
         self.body = b""
         self.row: Route | None = None  # of the routing table
         self.key: Key | None = None
+        self.lease: Lease | None = None  # of its key's quotas, from the moment on at which it is handled
         self.adapter: AdapterId | None = None  # that the body's model names
         self.target = ""
         self.route = ""  # path of the row of the routing table

@@ -10,12 +10,14 @@ from typing import Any, TypeVar
 from frontend.calls.choose import choose_form
 from frontend.http.adapters import ServedAdapters
 from frontend.http.bodies import SamplingFields
+from frontend.http.body_bounds import has_few_values, is_small
 from frontend.http.callers.access_log import AccessLog
 from frontend.http.callers.keys import KeyRing
 from frontend.http.callers.meter import HttpMeter
 from frontend.http.callers.quotas import Quotas
 from frontend.http.callers.spans import Spans
 from frontend.http.errors import HttpError
+from frontend.http.holdings import Holdings, cost_of, sum_of
 from frontend.http.pages.recent_statistics import RecentStatistics
 from frontend.http.process.options import HttpOptions
 from frontend.http.replies.answer_format import AnswerFormat
@@ -24,14 +26,27 @@ from frontend.http.replies.reply import Reply
 from frontend.http.replies.text_frames import TokenJson
 from frontend.http.request import Request, Response
 from frontend.http.standing import Standing
+from frontend.http.turns import Turns
 from frontend.results.request_state import RequestState
 from frontend.session import EngineHandle, PreparedRequest
+from frontend.text.chat_template import render_chat
 from frontend.text.prompt_forms import PromptInput
+from frontend.text.prompts import check_text_fits
+from frontend.text.request_templates import RequestTemplates
 from frontend.text.tokenizer import Tokenizer
-from ipc.params.sampling_params import SamplingParams
+from ipc.params.sampling_params import RequestOutputKind, SamplingParams
 
 #: Bodies above this many bytes are rendered and tokenized on a thread: they would block the loop for milliseconds.
 _LONG_BODY_BYTES = 4096
+#: Bodies up to this many bytes are decoded as they are: whatever they hold, that takes less than 10 ms.
+_QUICK_BODY_BYTES = 64 << 10
+#: In a longer body: arrays, objects and fields, which are decoded in half a microsecond each; and values in all.
+MAX_FIELDS, MAX_VALUES = 65_536, 262_144
+#: Choices of one request, over all of its prompts.
+MAX_CHOICES = 4096
+#: Bytes of one text, or 16 for each token of the model's context if those are more.
+_MAX_TEXT_BYTES = 1 << 20
+SUBMITTED_EACH_TURN = 32  # requests of one reply, some 0.1 ms each
 #: Code of the error for a name that is no model here.
 MODEL_NOT_FOUND = "model_not_found"
 _T = TypeVar("_T")
@@ -43,7 +58,8 @@ class Service:
     def __init__(self, engine: EngineHandle, options: HttpOptions) -> None:
         self.engine = engine
         self.options = options
-        self.pump = Pump(engine.client)
+        self.turns = Turns(max(1, len(os.sched_getaffinity(0)) - 1))
+        self.pump = Pump(engine.client, self.turns)
         self.statistics = RecentStatistics(engine.client)
         self.description = b""  # of the routes, as JSON; the App knows them
         self.created = int(time.time())
@@ -58,7 +74,9 @@ class Service:
         self.form = choose_form(engine.tokenizer, options.tool_call_parser, options.reasoning_parser)
         self.special_tokens = {} if engine.tokenizer is None else engine.tokenizer.special_tokens()
         self.keys = KeyRing(options.key_digests, options.api_key_file)
-        self._quotas = Quotas()
+        self.quotas = Quotas()
+        self.holdings = Holdings()
+        self._templates = RequestTemplates() if options.allow_request_templates else None
         self.meter = HttpMeter()
         self._access_log = AccessLog(options.log_format) if options.access_log else None
         self.spans = Spans(options.otlp_traces_endpoint, self.names[0]) if options.otlp_traces_endpoint else None
@@ -66,13 +84,8 @@ class Service:
         self._token_json: dict[bool, TokenJson] = {}
         if engine.tokenizer is not None and engine.tokenizer.is_byte_level:
             self._token_json = {skip: TokenJson(engine.tokenizer.token_table(skip)) for skip in (True, False)}
-        self._threads = asyncio.Semaphore(max(1, len(os.sched_getaffinity(0)) - 1))
-
-    def close(self) -> None:
-        """End what runs by itself."""
-        self.pump.close()
-        if self.spans is not None:
-            self.spans.close()
+        if engine.tokenizer is not None:
+            _ = engine.tokenizer.bound  # takes some 20 ms, once
 
     @property
     def max_model_len(self) -> int:
@@ -124,8 +137,46 @@ class Service:
         """Run `work` on the request's text: here, or on a thread if there is much of it, or it is long for its size."""
         if len(request.body) <= _LONG_BODY_BYTES and not is_long:
             return work()
-        async with self._threads:
-            return await asyncio.to_thread(work)
+        return await self.turns.run(_tenant(request), len(request.body), work)
+
+    async def check_size(self, request: Request) -> None:
+        """Check that a body can be decoded in a short time. Errors: HttpError 400."""
+        body, most_values = request.body, max(MAX_VALUES, 2 * self.max_model_len)
+        if len(body) <= _QUICK_BODY_BYTES or is_small(body, MAX_FIELDS, most_values):
+            return
+        if not await self.run(request, lambda: has_few_values(body, MAX_FIELDS, most_values)):
+            text = f"the body has more than {MAX_FIELDS} arrays, objects and fields, or {most_values} values"
+            raise HttpError(400, f"{text}: send several requests")
+
+    def check_text(self, text: str) -> None:
+        """Check that a text is short enough to be tokenized. Errors: HttpError 400, PromptTooLongError."""
+        most = max(_MAX_TEXT_BYTES, 16 * self.max_model_len)
+        if len(text) > most:
+            raise HttpError(400, f"a text has {len(text)} characters; {most} are read", code="context_length_exceeded")
+
+    def check_countable(self, text: str) -> None:
+        """Check that a text whose tokens are to be counted or shown is short enough. Errors: as check_text()."""
+        self.check_text(text)
+        check_text_fits(self.tokenizer, text, self.max_model_len, self.max_model_len, "the text")
+
+    def brings_template(self, template: str | None) -> bool:
+        """Return whether a body's chat_template is a program of its caller, and not the name of one of the model's."""
+        return template is not None and template not in self.tokenizer.chat_templates
+
+    def renderer(self, template: str | None) -> Callable[..., str]:
+        """Return what renders a chat with a body's chat_template."""
+        if not self.brings_template(template):
+            return render_chat
+        assert self._templates is not None, "chat templates of callers are not allowed"
+        return self._templates.render
+
+    def close(self) -> None:
+        """End what runs by itself."""
+        self.pump.close()
+        if self.spans is not None:
+            self.spans.close()
+        if self._templates is not None:
+            self._templates.close()
 
     def prepare(
         self,
@@ -138,12 +189,16 @@ class Service:
     ) -> list[PreparedRequest]:
         """Check and tokenize the prompts of a request. Errors: HttpError, InvalidRequestError."""
         key = request.key
+        if len(prompts) * params.n > MAX_CHOICES:
+            text = f"{len(prompts)} prompts with n={params.n} are more than {MAX_CHOICES} choices"
+            raise HttpError(400, f"{text}: send several requests", param="n")
         if key is not None and key.max_tokens is not None:
             if params.max_tokens is not None and params.max_tokens > key.max_tokens:
                 raise HttpError(403, f"the key may ask for {key.max_tokens} max_tokens", param="max_tokens")
             params.max_tokens = params.max_tokens or key.max_tokens
         if key is not None and key.min_priority is not None and (body.priority or 0) < key.min_priority:
             raise HttpError(403, f"the key's priorities begin at {key.min_priority}", param="priority")
+        self._check_tokens(request, prompts, params)
         if body.cache_salt:
             prompts = [_salted(prompt, body.cache_salt) for prompt in prompts]
         return self.engine.prepare(
@@ -151,32 +206,76 @@ class Service:
             params,
             [body.priority or 0] * len(prompts),
             request.deadline_s(),
-            tenant="" if key is None else key.name,
+            tenant=_tenant(request),
             add_special_tokens=add_special_tokens,
             is_shared=False,
             lora=request.adapter,
         )
 
-    def submit(self, request: Request, prepared: Sequence[PreparedRequest], answer: AnswerFormat) -> Reply:
-        """Submit the requests of one reply and feed it. Errors: those of EngineClient.submit()."""
+    def _check_tokens(self, request: Request, prompts: Sequence[PromptInput], params: SamplingParams) -> None:
+        """Check the texts' sizes, and the key's tokens by the fewest that the request can take, before any is read."""
+        fewest = 0
+        for prompt in prompts:
+            text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+            if isinstance(text, str):
+                self.check_text(text)
+                fewest += 1 if self.engine.tokenizer is None else self.engine.tokenizer.bound.fewest_tokens(text)
+            elif isinstance(prompt, Sequence):
+                fewest += len(prompt)
+        if request.lease is not None and params.truncate_prompt_tokens is None:
+            request.lease.check_tokens(fewest + len(prompts) * _num_answers(params) * (params.max_tokens or 1))
+
+    async def submit(self, request: Request, prepared: Sequence[PreparedRequest], answer: AnswerFormat) -> Reply:
+        """Submit the requests of one reply and feed it, some in each turn of the event loop.
+
+        Errors: HttpError; those of EngineClient.submit().
+        """
         self.standing.refuse_requests()  # the drain may have begun while a thread prepared them
-        is_streamed = prepared[0].params.output_kind == prepared[0].params.output_kind.DELTA
-        settle = self._quotas.take(request.key, sum(map(self._most_tokens, prepared)))
-        reply = Reply(request, answer, is_streamed=is_streamed, max_model_len=self.max_model_len, on_end=settle)
+        first = prepared[0].params
+        is_streamed, lease = first.output_kind == RequestOutputKind.DELTA, request.lease
+        give_back = self.holdings.take(self._answer_bytes(prepared, is_streamed=is_streamed))
+
+        def settle(num_tokens: int) -> None:
+            give_back()
+            if lease is not None:
+                lease.end(num_tokens)
+
+        num_choices = sum(one.params.n for one in prepared)
+        length = self.max_model_len
+        reply = Reply(
+            request, answer, is_streamed=is_streamed, max_model_len=length, num_choices=num_choices, on_end=settle
+        )
+        try:
+            if lease is not None:
+                lease.reserve(sum(map(self._most_tokens, prepared)))
+            for at in range(0, len(prepared), SUBMITTED_EACH_TURN):
+                if at:
+                    await asyncio.sleep(0)
+                if request.exchange.has_left or reply.is_ended:
+                    break
+                self._submit_some(prepared[at : at + SUBMITTED_EACH_TURN], reply)
+        except BaseException:
+            reply.end("refused")
+            raise
+        return reply
+
+    def _submit_some(self, prepared: Sequence[PreparedRequest], reply: Reply) -> None:
         states: list[tuple[RequestState, SamplingParams]] = []
         try:
             for one in prepared:
                 states.append((self.engine.submit(one), one.params))  # noqa: PERF401 - for the except
         except BaseException:
             self.engine.client.discard([state.number for state, _ in states])
-            reply.end("refused")
             raise
         self.pump.add(reply, states)
-        return reply
 
-    def take_quota(self, request: Request, num_tokens: int) -> Callable[[int], None] | None:
-        """Take a request of so many tokens from its key's quotas; see Quotas.take()."""
-        return self._quotas.take(request.key, num_tokens)
+    def _answer_bytes(self, prepared: Sequence[PreparedRequest], *, is_streamed: bool) -> int:
+        vocab_size = self.engine.client.welcome.vocab_size
+        sizes = ((len(one.prompt.token_ids), one.params) for one in prepared)
+        return sum_of(
+            cost_of(size, params, self.max_model_len - size, vocab_size, is_streamed=is_streamed)
+            for size, params in sizes
+        )
 
     def note(self, request: Request, answer: Response | Reply) -> None:
         """Count a request that has ended, and log it where that is asked for."""
@@ -188,10 +287,19 @@ class Service:
             self.spans.write(request, answer.status, reply, now)
 
     def _most_tokens(self, one: PreparedRequest) -> int:
-        """Return the most tokens that a request can take, its prompt's included."""
+        """Return the most tokens that a request can take, its prompt's included, and those of all beams."""
         num_prompt, limit = len(one.prompt.token_ids), one.params.max_tokens
         room = self.max_model_len - num_prompt
-        return num_prompt + one.params.n * (room if limit is None else min(limit, room))
+        return num_prompt + _num_answers(one.params) * (room if limit is None else min(limit, room))
+
+
+def _num_answers(params: SamplingParams) -> int:
+    """Return how many answers the engine computes at once for a prompt: choices, or the beams of a search."""
+    return max(params.n, params.best_of or 0) if params.use_beam_search else params.n
+
+
+def _tenant(request: Request) -> str:
+    return "" if request.key is None else request.key.name
 
 
 def _short_name(name: str) -> str:

@@ -1,5 +1,7 @@
 """MetricsServer: GET /metrics over HTTP, for a Prometheus that scrapes an engine without an HTTP server of its own."""
 
+import ipaddress
+import sys
 import threading
 from collections.abc import Iterable
 from socketserver import ThreadingMixIn
@@ -17,7 +19,8 @@ _SILENCE_S = 5.0  # that a connection may be silent
 class MetricsServer:
     """Serves a registry until close(). address: HOST:PORT, :PORT or PORT; the host is 127.0.0.1 unless it is given.
 
-    Everybody who reaches the address may read the metrics. Errors: AddressError.
+    Everybody who reaches the address may read the metrics. On an address of this machine only, a Host header must name
+    this machine: a web page would reach it by a name of its own. Errors: AddressError.
     """
 
     def __init__(self, address: str, registry: CollectorRegistry) -> None:
@@ -27,8 +30,12 @@ class MetricsServer:
         except OSError as error:
             raise AddressError(f"metrics cannot be served at {address}: {error.strerror}") from None
         app = make_wsgi_app(registry)
+        is_local = _is_loopback(host)
 
         def only_metrics(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
+            if is_local and not _names_this_machine(environ.get("HTTP_HOST", "")):
+                start_response("421 Misdirected Request", [("Content-Type", "text/plain")])
+                return [b"this server is not the host of this name\n"]
             if environ["PATH_INFO"] == "/metrics" and environ["REQUEST_METHOD"] in ("GET", "HEAD"):
                 return app(environ, start_response)  # type: ignore[no-any-return]
             start_response("404 Not Found", [("Content-Type", "text/plain")])
@@ -63,12 +70,30 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.server_port = self.server_address[1]
         self.setup_environ()
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a peer that is slow or leaves; other errors are printed."""
+        if not isinstance(sys.exception(), OSError):  # TimeoutError and ConnectionError are such errors
+            super().handle_error(request, client_address)
+
 
 class _Handler(WSGIRequestHandler):
     timeout = _SILENCE_S
 
     def log_message(self, *args: object) -> None:
         """Log nothing: a scrape every few seconds is no news."""
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _names_this_machine(host: str) -> bool:
+    """Return whether a Host header has an address of this machine alone, or is missing, as programs may leave it."""
+    name, _, port = host.rpartition(":")
+    return host == "" or _is_loopback((name if name and port.isdigit() else host).strip("[]").lower())
 
 
 def _split(address: str) -> tuple[str, int]:

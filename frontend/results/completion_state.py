@@ -1,8 +1,10 @@
 """CompletionState: one choice of a request, with its tokens, text, log probabilities and end."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from frontend.client.progress import Progress
+from frontend.client.received_logprobs import PositionLogprobs
 from frontend.results.logprobs import logprob_dicts
 from frontend.results.outputs import CompletionOutput, TokenLogprobs
 from frontend.text.detokenizer import Detokenizer
@@ -11,12 +13,19 @@ from frontend.text.tokenizer import Tokenizer
 from ipc.params.sampling_params import RequestOutputKind, SamplingParams
 from ipc.wire.messages import FinishReason
 
+_FREED_AT_ONCE = 256
 _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.ABORT: "abort"}
 
 
 def needs_every_token(params: SamplingParams) -> bool:
     """Return whether tokens matter before the request has finished: they are shown, or may complete a stop string."""
     return params.output_kind != RequestOutputKind.FINAL_ONLY or bool(params.stop_strings)
+
+
+def free_slowly(values: list[Any] | None) -> None:
+    """Empty a long list of objects in steps, between which other threads run."""
+    while values:
+        del values[-_FREED_AT_ONCE:]
 
 
 class CompletionState:
@@ -44,18 +53,25 @@ class CompletionState:
         self._finish = FinishReason.NONE
         self._stop_token: int | None = None
         self.token_ids: list[int] = []
-        self._logprobs: list[TokenLogprobs] = []
+        self._received: list[PositionLogprobs] = []  # of the last tokens: they are read when they are shown
+        self._logprobs: list[TokenLogprobs] = []  # that later outputs show again, so none with DELTA
+        self._num_read = 0  # positions before those of _received
+        self._cumulative = 0.0  # log probability of the tokens at these
         self._token_texts: TokenTexts | None = None
         if self._tokenizer is not None and params.logprobs is not None:
             self._token_texts = TokenTexts(self._tokenizer, params.skip_special_tokens, context)
         self._num_shown = 0  # tokens of earlier outputs
 
+    @property
+    def num_unread_logprobs(self) -> int:
+        """Return the log probabilities that the next output() has to read: so much longer it takes."""
+        return len(self._received) * len(self._received[0].token_ids) if self._received else 0
+
     def update(self, progress: Progress) -> bool:
         """Take new tokens and log probabilities; return whether there is anything new."""
         new = progress.token_ids.tolist()
         if self._params.logprobs is not None and progress.logprobs is not None:
-            received = progress.logprobs.output[self.num_tokens : self.num_tokens + len(new)]
-            self._logprobs += logprob_dicts(received, self._token_texts)
+            self._received += progress.logprobs.output[self.num_tokens : self.num_tokens + len(new)]
         self._stop_token = progress.stop_token
         return self.take(new, progress.finish)
 
@@ -69,6 +85,11 @@ class CompletionState:
             self._detokenize(self._detokenizer, new)
         self.finished = finish != FinishReason.NONE or self.stop_string is not None
         return self.finished or bool(new)
+
+    def forget_logprobs(self) -> None:
+        """Free the log probabilities, which no output will show any more."""
+        free_slowly(self._logprobs)
+        free_slowly(self._received)
 
     def take_whole(self, new: list[int]) -> bool:
         """Take new tokens of whole characters whose text the caller shows itself; return False where it may not.
@@ -88,14 +109,27 @@ class CompletionState:
         self._num_shown = len(self.token_ids)
         output = CompletionOutput(self.index, self._text(), self.token_ids[first:])
         if self._params.logprobs is not None:
-            output.logprobs = self._logprobs[first:]
-            chosen = (one[token].logprob for one, token in zip(self._logprobs, self.token_ids, strict=True))
-            output.cumulative_logprob = sum(chosen, 0.0)
+            new = self._read_logprobs()
+            if self._params.output_kind == RequestOutputKind.DELTA:
+                output.logprobs = new
+            else:
+                self._logprobs += new
+                output.logprobs = self._logprobs[:]
+            output.cumulative_logprob = self._cumulative
         if self.stop_string is not None:
             output.finish_reason, output.stop_reason = "stop", self.stop_string
         elif self.finished:
             output.finish_reason, output.stop_reason = _FINISH_REASONS[self._finish], self._stop_reason()
         return output
+
+    def _read_logprobs(self) -> list[TokenLogprobs]:
+        """Return the log probabilities that no output has shown."""
+        new = logprob_dicts(self._received, self._token_texts)
+        for one, token in zip(new, self.token_ids[self._num_read :], strict=True):
+            self._cumulative += one[token].logprob
+        self._num_read += len(new)
+        free_slowly(self._received)
+        return new
 
     def _stop_reason(self) -> int | None:
         """Return the token that ended the choice; None for the tokenizer's own EOS, as in vLLM, and for another end.
@@ -115,7 +149,7 @@ class CompletionState:
         if detokenizer.stop_string is not None:
             self.stop_string = detokenizer.stop_string
             del self.token_ids[detokenizer.num_tokens :]
-            del self._logprobs[detokenizer.num_tokens :]
+            del self._received[max(0, detokenizer.num_tokens - self._num_read) :]
 
     def _hides_last_token(self) -> bool:
         """Return whether the text leaves out the last token.

@@ -1,6 +1,6 @@
 """render_prompts: chats as prompts, rendered by a chat template, with their images beside the text."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from frontend.images.chat_images import take_images
@@ -19,12 +19,13 @@ def render_prompts(
     image_mark: str | None,
     takes_files: bool,
     arguments: Mapping[str, Any],
+    render: Callable[..., str] = render_chat,
 ) -> list[PromptInput]:
     """Return the prompt of each conversation: a str, or an ImagePrompt for one with images.
 
     template: None = the model's, a name = the model's template of this name, else a template's text. image_mark: of the
     model's prompts, None = it takes no images. takes_files: whether images may be files of this machine. arguments:
-    further ones of render_chat(). Errors: InvalidRequestError.
+    further ones of render_chat(). render: what takes render_chat()'s place. Errors: InvalidRequestError.
     """
     if tokenizer is None:
         raise InvalidRequestError("this engine has no tokenizer, so no chat template: use generate() with token ids")
@@ -39,7 +40,7 @@ def render_prompts(
             messages, images = take_images(messages, takes_files=takes_files)
             if images:
                 messages, variables = hide_marks(messages, image_mark), hide_marks(variables, image_mark)
-        prompt = render_chat(
+        prompt = render(
             source,
             messages,
             bos_token=tokenizer.bos_token,

@@ -90,6 +90,7 @@ def read_prompts(
     names = [_name(index, len(prompts)) for index in range(len(prompts))]
     forms = [_read_form(prompt, name) for prompt, name in zip(prompts, names, strict=True)]
     tiles = [_read_images(form, name, images) for form, name in zip(forms, names, strict=True)]
+    _check_texts(forms, tokenizer, truncation, names, most, max_model_len)
     encoded = _encoded(forms, tiles, tokenizer, add_special_tokens)
     read = []
     for index, (form, of_images, name) in enumerate(zip(forms, tiles, names, strict=True)):
@@ -111,8 +112,7 @@ def read_prompts(
         _check_length(ids, name, most, max_model_len, len(prompts))
         if form.second_from and num_output_tokens:
             raise InvalidRequestError(f"{name}: 'second_from' is for requests that are pooled")
-        second_from = min(form.second_from, len(ids) - 1)
-        read.append(Prompt(form.text, ids, form.cache_salt, second_from, tuple(placed)))
+        read.append(Prompt(form.text, ids, form.cache_salt, min(form.second_from, len(ids) - 1), tuple(placed)))
     return read
 
 
@@ -146,10 +146,40 @@ def _check_length(ids: list[int], name: str, most: int, max_model_len: int, num_
         which = "" if num_prompts == 1 else f" ({name})"
         raise InvalidRequestError(f"the prompt cannot be empty{which}; a prompt has at least one token")
     if len(ids) > most:
-        raise PromptTooLongError(
-            f"{name} has {len(ids)} tokens; at most {most} fit: the maximum context length is {max_model_len} "
-            f"tokens, prompt and output together (max_model_len={max_model_len})"
-        )
+        raise _too_long(f"{name} has {len(ids)} tokens; at most {most} fit", max_model_len)
+
+
+def _check_texts(
+    forms: Sequence[_Form],
+    tokenizer: Tokenizer | None,
+    truncation: Sequence[int | None] | None,
+    names: Sequence[str],
+    most: int,
+    max_model_len: int,
+) -> None:
+    """Refuse texts that cannot fit and are not to be cut. Errors: PromptTooLongError."""
+    for index, (form, name) in enumerate(zip(forms, names, strict=True)):
+        is_cut = truncation is not None and truncation[index] is not None
+        if tokenizer is not None and form.token_ids is None and not (is_cut or form.images):
+            check_text_fits(tokenizer, form.text, most, max_model_len, name)
+
+
+def check_text_fits(
+    tokenizer: Tokenizer, text: str | None, most: int, max_model_len: int, name: str = "the prompt"
+) -> None:
+    """Refuse a text of more bytes than `most` tokens can have, without reading it. Errors: PromptTooLongError."""
+    if not isinstance(text, str) or len(text) <= most or (fewest := tokenizer.bound.fewest_tokens(text)) <= most:
+        return
+    raise _too_long(f"{name} has {len(text)} characters, {fewest} tokens or more; at most {most} fit", max_model_len)
+
+
+def _too_long(excess: str, max_model_len: int) -> PromptTooLongError:
+    error = PromptTooLongError(
+        f"{excess}: the maximum context length is {max_model_len} tokens, prompt and output together "
+        f"(max_model_len={max_model_len})"
+    )
+    error.excess = excess
+    return error
 
 
 def _read_images(form: _Form, name: str, images: ImagePrompts | None) -> ImageText | None:

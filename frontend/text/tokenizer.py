@@ -3,7 +3,8 @@
 It is built from bytes, not from a path, because a client of an engine elsewhere receives these files.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ import tokenizers
 from tokenizers import decoders
 
 from frontend.text.chat_template import check_template
+from frontend.text.text_bounds import TextBound, text_bound
 from frontend.text.text_prompts import TextPrompts, read_text_prompts
 from frontend.text.tokenizer_calls import TokenizerCalls
 from ipc.errors import InvalidRequestError, ModelFileError
@@ -23,6 +25,9 @@ from ipc.files.tokenizer_json import parse_tokenizer_json
 
 #: Beginning of a GGUF key of a chat template that has a name; tokenizer.chat_template itself is the default one.
 _GGUF_TEMPLATE = "tokenizer.chat_template."
+#: Of texts that are encoded in one call. It takes up to 350 bytes of memory for each byte of text (digits).
+_CALL_CHARS = 1 << 18
+_MANY_IDS = 1024
 
 
 class TokenTable(dict[int, bytes]):
@@ -113,8 +118,12 @@ class Tokenizer(TokenizerCalls):
         Use `add_special_tokens=False` for a rendered chat template, which writes its own. Errors: InvalidRequestError
         for a value that is not text.
         """
-        _check_text(text)
-        return self.hf.encode(text, add_special_tokens=add_special_tokens).ids
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    @cached_property
+    def bound(self) -> TextBound:
+        """The fewest tokens that texts can have."""
+        return text_bound(self.hf)
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
         """Return the token ids of two texts, joined by the tokenizer's post-processor, and the index of the first token
@@ -126,14 +135,22 @@ class Tokenizer(TokenizerCalls):
         return encoded.ids, encoded.type_ids.index(1) if 1 in encoded.type_ids else 0
 
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Return the token ids of each text; the texts are encoded in parallel. Errors: InvalidRequestError."""
+        """Return the token ids of each text; the texts are encoded in parallel. Errors: InvalidRequestError.
+
+        Other threads run meanwhile: unlike encode(), this call of the tokenizers library releases Python's lock.
+        """
         for text in texts:
             _check_text(text)
-        encodings = self.hf.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
-        return [encoding.ids for encoding in encodings]
+        return [
+            encoding.ids
+            for part in _calls(texts)
+            for encoding in self.hf.encode_batch_fast(part, add_special_tokens=add_special_tokens)
+        ]
 
     def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of these ids, or of one. Ids that the vocabulary does not have add nothing."""
+        if not isinstance(ids, int) and len(ids) > _MANY_IDS:  # decode() holds Python's lock, decode_batch() does not
+            return self.hf.decode_batch([ids], skip_special_tokens=skip_special_tokens)[0]
         return self.hf.decode([ids] if isinstance(ids, int) else ids, skip_special_tokens=skip_special_tokens)
 
     def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]:
@@ -258,6 +275,19 @@ def _read_template(files: Mapping[str, bytes], name: str) -> str:
         return files[name].decode()
     except UnicodeDecodeError as error:
         raise ModelFileError(f"{name} is not UTF-8: {error}") from error
+
+
+def _calls(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Yield the texts in parts of about _CALL_CHARS, or of one text."""
+    part, size = list[str](), 0
+    for text in texts:
+        if part and size + len(text) > _CALL_CHARS:
+            yield part
+            part, size = [], 0
+        part.append(text)
+        size += len(text)
+    if part:
+        yield part
 
 
 def _check_text(text: object) -> None:

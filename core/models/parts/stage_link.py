@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from ipc.machine.channel import Channel
 from ipc.tables.arrays import Floats
-from ipc.wire.channel import Channel
 from kernels.elements import FLOAT32
 from kernels.memory.aligned import aligned_empty
 

@@ -1,6 +1,7 @@
 """/v1/messages and /v1/messages/count_tokens: Anthropic's Messages API."""
 
 import secrets
+from collections.abc import Sequence
 
 import msgspec
 
@@ -36,7 +37,7 @@ async def create_message(service: Service, request: Request) -> Reply:
     body = request.decode(_decoder)
     name = service.check_model(request, body.model)
     prepared = await prepare_chat(service, request, chat_of(body))
-    return service.submit(request, prepared.requests, MessagesFormat(name, prepared))
+    return await service.submit(request, prepared.requests, MessagesFormat(name, prepared))
 
 
 async def count_message_tokens(service: Service, request: Request) -> Response:
@@ -89,7 +90,7 @@ class MessagesFormat:
         """Return the event of an error."""
         return b"event: error\ndata: %b\n\n" % json_bytes(_error(error))
 
-    def whole(self, choices: list[CompletionOutput], prompts: list[PromptSide], usage: Usage) -> bytes:
+    def whole(self, choices: list[CompletionOutput], prompts: Sequence[PromptSide], usage: Usage) -> bytes:
         """Return the body of a whole answer."""
         self.piece(0, choices[0], usage)
         return json_bytes(self._message(usage))

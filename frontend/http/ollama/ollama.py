@@ -4,7 +4,7 @@ Models are neither pulled nor deleted nor unloaded here, and a prompt is never c
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import TypeVar
 
@@ -57,7 +57,7 @@ async def chat(service: Service, request: Request) -> Reply | Response:
     body = _chat_body(service, given, [with_parts(message) for message in given.messages], given.tools)
     prepared = await prepare_chat(service, request, body)
     answer = OllamaFormat(name, prepared.scanners, _logprobs_of(service, given), is_chat=True)
-    return service.submit(request, prepared.requests, answer)
+    return await service.submit(request, prepared.requests, answer)
 
 
 async def generate(service: Service, request: Request) -> Reply | Response:
@@ -83,7 +83,7 @@ async def generate(service: Service, request: Request) -> Reply | Response:
         messages = [*system, with_parts({"role": "user", "content": given.prompt, "images": given.images})]
         prepared = await prepare_chat(service, request, _chat_body(service, given, messages, None))
     answer = OllamaFormat(name, prepared.scanners, _logprobs_of(service, given), is_chat=False)
-    return service.submit(request, prepared.requests, answer)
+    return await service.submit(request, prepared.requests, answer)
 
 
 async def list_tags(service: Service, request: Request) -> Response:
@@ -196,7 +196,7 @@ class OllamaFormat:
         """Return the line of an error."""
         return error_body(error) + b"\n"
 
-    def whole(self, choices: list[CompletionOutput], prompts: list[PromptSide], usage: Usage) -> bytes:
+    def whole(self, choices: list[CompletionOutput], prompts: Sequence[PromptSide], usage: Usage) -> bytes:
         """Return the body of a whole answer."""
         self._reason = choices[0].finish_reason or self._reason
         fields = _fields(self._answer.feed(choices[0].text, is_end=True))

@@ -1,5 +1,7 @@
 """/v1/chat/completions: the handler, and the form of its answers."""
 
+from collections.abc import Sequence
+
 import msgspec
 
 from frontend.calls.delta import fold
@@ -26,7 +28,7 @@ async def create_chat_completion(service: Service, request: Request) -> Reply:
     body = request.decode(_decoder)
     name = service.check_model(request, body.model)
     prepared = await prepare_chat(service, request, body)
-    return service.submit(request, prepared.requests, ChatFormat(service, body, name, prepared))
+    return await service.submit(request, prepared.requests, ChatFormat(service, body, name, prepared))
 
 
 class ChatFormat(OpenAIAnswer):
@@ -69,7 +71,7 @@ class ChatFormat(OpenAIAnswer):
         """Return the frames of plain events."""
         return self._frames(self._plain_heads, _PLAIN_TAIL, self._params)
 
-    def whole(self, choices: list[CompletionOutput], prompts: list[PromptSide], usage: Usage) -> bytes:
+    def whole(self, choices: list[CompletionOutput], prompts: Sequence[PromptSide], usage: Usage) -> bytes:
         """Return the body of a whole answer."""
         shown = []
         for index, output in enumerate(choices):

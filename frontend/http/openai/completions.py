@@ -6,7 +6,7 @@ import msgspec
 
 from frontend.http.bodies import CompletionBody
 from frontend.http.errors import HttpError
-from frontend.http.openai.logprobs import CompletionLogprobs, Position, completion_logprobs, prompt_logprobs
+from frontend.http.openai.logprobs import CompletionColumns, CompletionLogprobs, Position, columns_of, prompt_logprobs
 from frontend.http.openai.openai_answer import OpenAIAnswer
 from frontend.http.replies.answer_format import EchoingFormat, PromptSide, event, json_bytes
 from frontend.http.replies.reply import Reply
@@ -51,7 +51,7 @@ async def create_completion(service: Service, request: Request) -> Reply:
 
     prepared = await service.run(request, prepare)
     answer = CompletionFormat(service, body, name, prepared, drops_output=has_only_echo)
-    return service.submit(request, prepared, answer)
+    return await service.submit(request, prepared, answer)
 
 
 class CompletionFormat(OpenAIAnswer, EchoingFormat):
@@ -112,7 +112,7 @@ class CompletionFormat(OpenAIAnswer, EchoingFormat):
         """Return the frames of plain events."""
         return self._frames(self._plain_heads, _PLAIN_TAIL, self._params)
 
-    def whole(self, choices: list[CompletionOutput], prompts: list[PromptSide], usage: Usage) -> bytes:
+    def whole(self, choices: list[CompletionOutput], prompts: Sequence[PromptSide], usage: Usage) -> bytes:
         """Return the body of a whole answer."""
         if self._drops_output:
             usage.completion_tokens = 0
@@ -150,10 +150,9 @@ class CompletionFormat(OpenAIAnswer, EchoingFormat):
             choice["token_ids"] = output.token_ids
         return choice
 
-    def _logprobs(self, index: int, positions: Sequence[Position]) -> CompletionLogprobs:
+    def _logprobs(self, index: int, positions: Sequence[Position]) -> CompletionLogprobs | CompletionColumns:
         as_ids = bool(self._body.return_tokens_as_token_ids)
-        logprobs = completion_logprobs(positions, self._tokenizer, self._offsets[index], as_ids=as_ids)
-        self._offsets[index] += sum(map(len, logprobs["tokens"]))
+        logprobs, self._offsets[index] = columns_of(positions, self._tokenizer, self._offsets[index], as_ids=as_ids)
         return logprobs
 
     def _event(self, choice: dict[str, object]) -> bytes:

@@ -9,7 +9,7 @@ import numpy as np
 
 from frontend.http.errors import HttpError
 from frontend.http.pooling import pool
-from frontend.http.replies.answer_format import json_bytes
+from frontend.http.replies.answer_format import json_bytes, raw_list
 from frontend.http.request import Request, Response
 from frontend.http.service import Service
 from frontend.results.pooling_outputs import PoolingRequestOutput
@@ -51,6 +51,7 @@ class OllamaOldBody(msgspec.Struct, kw_only=True):
     keep_alive: Any = None
 
 
+_FEW = 16  # vectors, which are written in the event loop
 _decoder = msgspec.json.Decoder(EmbeddingBody)
 _old_decoder = msgspec.json.Decoder(OllamaOldBody)
 _ollama_decoder = msgspec.json.Decoder(OllamaEmbedBody)
@@ -68,14 +69,17 @@ async def create_embeddings(service: Service, request: Request) -> Response:
     prompts: list[PromptInput] = split_prompts(body.input)
     params = PoolingParams(dimensions=body.dimensions, truncate_prompt_tokens=body.truncate_prompt_tokens)
     outputs = await pool(service, request, prompts, params, "embed", body.priority or 0, body.prompt_name)
-    is_base64 = body.encoding_format == "base64"
-    data = [
-        {"object": "embedding", "index": index, "embedding": _encoded(output) if is_base64 else _numbers(output)}
-        for index, output in enumerate(outputs)
-    ]
+    shown = _encoded if body.encoding_format == "base64" else _numbers
     count = _num_tokens(outputs)
     usage = {"prompt_tokens": count, "total_tokens": count}
-    return Response(json_bytes({"object": "list", "data": data, "model": name, "usage": usage}))
+
+    def work() -> bytes:
+        data = raw_list(
+            {"object": "embedding", "index": index, "embedding": shown(output)} for index, output in enumerate(outputs)
+        )
+        return json_bytes({"object": "list", "data": data, "model": name, "usage": usage})
+
+    return Response(await service.run(request, work, is_long=len(outputs) > _FEW))
 
 
 async def embed(service: Service, request: Request) -> Response:
@@ -86,8 +90,12 @@ async def embed(service: Service, request: Request) -> Response:
     params = PoolingParams(dimensions=body.dimensions, truncate_prompt_tokens=None if body.truncate is False else -1)
     outputs = await pool(service, request, list(texts), params, "embed") if texts else []
     took = time.monotonic_ns() - begin
-    answer = {"model": name, "embeddings": [_numbers(output) for output in outputs], "total_duration": took}
-    return Response(json_bytes({**answer, "load_duration": 0, "prompt_eval_count": _num_tokens(outputs)}))
+
+    def work() -> bytes:
+        answer = {"model": name, "embeddings": raw_list(map(_numbers, outputs)), "total_duration": took}
+        return json_bytes({**answer, "load_duration": 0, "prompt_eval_count": _num_tokens(outputs)})
+
+    return Response(await service.run(request, work, is_long=len(outputs) > _FEW))
 
 
 async def embed_one(service: Service, request: Request) -> Response:

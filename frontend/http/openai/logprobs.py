@@ -1,12 +1,16 @@
 """Log probabilities in the forms of OpenAI's two APIs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypedDict
 
+import msgspec
+
+from frontend.http.replies.answer_format import raw_list
 from frontend.results.outputs import Logprob, TokenLogprobs
 from frontend.text.tokenizer import Tokenizer
 
 _LEAST = -9999.0  # JSON has no infinity
+_FEW = 16  # positions, which are not worth the making of JSON in parts
 
 #: A token and the log probabilities at its position; None for a prompt's first token, which has no prediction.
 Position = tuple[int, TokenLogprobs | None]
@@ -19,6 +23,35 @@ class CompletionLogprobs(TypedDict):
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class CompletionColumns(TypedDict):
+    """CompletionLogprobs of many positions as JSON."""
+
+    tokens: msgspec.Raw
+    token_logprobs: msgspec.Raw
+    top_logprobs: msgspec.Raw
+    text_offset: msgspec.Raw
+
+
+def columns_of(
+    positions: Sequence[Position], tokenizer: Tokenizer | None, offset: int, *, as_ids: bool
+) -> tuple[CompletionLogprobs | CompletionColumns, int]:
+    """Return the columns of these positions, those of many as JSON, and the offset behind them.
+
+    offset, as_ids: see completion_logprobs().
+    """
+    columns = completion_logprobs(positions, tokenizer, offset, as_ids=as_ids)
+    offset += sum(map(len, columns["tokens"]))
+    if len(positions) <= _FEW:
+        return columns, offset
+    shown = CompletionColumns(
+        tokens=raw_list(columns["tokens"]),
+        token_logprobs=raw_list(columns["token_logprobs"]),
+        top_logprobs=raw_list(columns["top_logprobs"]),
+        text_offset=raw_list(columns["text_offset"]),
+    )
+    return shown, offset
 
 
 def completion_logprobs(
@@ -56,19 +89,23 @@ def chat_logprobs(
     as_ids: bool,
 ) -> dict[str, object]:
     """Return the logprobs of a choice of a chat. num_top: likely tokens to show beside each."""
-    content = []
-    for token, likely in zip(token_ids, positions, strict=True):
-        best = sorted(likely.items(), key=lambda one: -one[1].logprob)[:num_top]
-        top = [_entry(each, logprob, tokenizer, as_ids) for each, logprob in best]
-        content.append({**_entry(token, likely[token], tokenizer, as_ids), "top_logprobs": top})
-    return {"content": content}
+
+    def content() -> Iterator[dict[str, object]]:
+        for token, likely in zip(token_ids, positions, strict=True):
+            best = sorted(likely.items(), key=lambda one: -one[1].logprob)[:num_top]
+            top = [_entry(each, logprob, tokenizer, as_ids) for each, logprob in best]
+            yield {**_entry(token, likely[token], tokenizer, as_ids), "top_logprobs": top}
+
+    return {"content": raw_list(content()) if len(token_ids) > _FEW else list(content())}
 
 
-def prompt_logprobs(positions: Sequence[TokenLogprobs | None] | None) -> list[dict[str, object] | None] | None:
+def prompt_logprobs(positions: Sequence[TokenLogprobs | None] | None) -> msgspec.Raw | None:
     """Return the prompt's log probabilities in vLLM's form: by token id, as text."""
     if positions is None:
         return None
-    return [None if one is None else {str(token): _plain(each) for token, each in one.items()} for one in positions]
+    return raw_list(
+        None if one is None else {str(token): _plain(each) for token, each in one.items()} for one in positions
+    )
 
 
 def _plain(logprob: Logprob) -> dict[str, object]:

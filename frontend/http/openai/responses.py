@@ -2,6 +2,7 @@
 
 import secrets
 import time
+from collections.abc import Sequence
 
 import msgspec
 
@@ -28,7 +29,7 @@ async def create_response(service: Service, request: Request) -> Reply:
     body = request.decode(_decoder)
     name = service.check_model(request, body.model)
     prepared = await prepare_chat(service, request, chat_of(body))
-    return service.submit(request, prepared.requests, ResponsesFormat(body, name, prepared))
+    return await service.submit(request, prepared.requests, ResponsesFormat(body, name, prepared))
 
 
 class ResponsesFormat:
@@ -87,7 +88,7 @@ class ResponsesFormat:
         shown = {"code": str(fields["code"]), "message": fields["message"], "param": fields["param"]}
         return self._event("error", **shown, error=fields)
 
-    def whole(self, choices: list[CompletionOutput], prompts: list[PromptSide], usage: Usage) -> bytes:
+    def whole(self, choices: list[CompletionOutput], prompts: Sequence[PromptSide], usage: Usage) -> bytes:
         """Return the body of a whole answer."""
         self.piece(0, choices[0], usage)
         return json_bytes(self._response("incomplete" if self._is_cut else "completed", usage))

@@ -10,6 +10,7 @@ async def get_load(service: Service, request: Request) -> Response:
 
     age_s: seconds since the engine gave the figures that are its own; null = it has given none yet.
     """
+    service.check_model(request, None)
     found, age_s = await service.statistics.read()
     answer: dict[str, object] = {"streams": len(service.pump.replies), "events": service.pump.num_events}
     answer["age_s"] = age_s

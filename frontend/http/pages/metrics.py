@@ -15,6 +15,7 @@ _LABELS = ["handler", "method", "status"]
 
 async def get_metrics(service: Service, request: Request) -> Response:
     """Return all metrics as text. A scrape waits for the engine at most half a second, on a thread of its own."""
+    service.check_model(request, None)
     if service.scrape is None:
         service.scrape = _make_scrape(service)
     return Response(await asyncio.to_thread(service.scrape), content_type=_TYPE)

@@ -4,7 +4,7 @@ import msgspec
 
 from frontend.http.bodies import DetokenizeBody, TokenizeBody
 from frontend.http.errors import HttpError
-from frontend.http.replies.answer_format import json_bytes
+from frontend.http.replies.answer_format import json_bytes, raw_list
 from frontend.http.request import Request, Response
 from frontend.http.service import Service
 from ipc.version import VERSION
@@ -42,7 +42,7 @@ async def tokenize(service: Service, request: Request) -> Response:
         raise HttpError(400, "with_pieces is not supported: use return_token_strs", param="with_pieces")
     tokenizer = service.tokenizer
 
-    def work() -> list[int]:
+    def work() -> bytes:
         text, special = body.prompt, body.add_special_tokens is not False
         if text is None:
             continues = bool(body.continue_final_message)
@@ -60,12 +60,13 @@ async def tokenize(service: Service, request: Request) -> Response:
                 raise HttpError(400, "tokens of images are not counted here: leave them out", param="messages")
             text = rendered
             special = bool(body.add_special_tokens)
-        return tokenizer.encode(text, add_special_tokens=special)
+        service.check_countable(text)
+        ids = tokenizer.encode(text, add_special_tokens=special)
+        names = raw_list(map(tokenizer.hf.id_to_token, ids)) if body.return_token_strs else None
+        shown = {"count": len(ids), "max_model_len": service.max_model_len, "tokens": raw_list(ids)}
+        return json_bytes({**shown, "token_strs": names})
 
-    ids = await service.run(request, work)
-    answer: dict[str, object] = {"count": len(ids), "max_model_len": service.max_model_len, "tokens": ids}
-    answer["token_strs"] = [tokenizer.hf.id_to_token(token) for token in ids] if body.return_token_strs else None
-    return Response(json_bytes(answer))
+    return Response(await service.run(request, work))
 
 
 async def detokenize(service: Service, request: Request) -> Response:
@@ -76,12 +77,17 @@ async def detokenize(service: Service, request: Request) -> Response:
     vocab_size = max(tokenizer.vocab_size, service.engine.client.welcome.vocab_size)  # a model's may be padded
     if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < vocab_size:
         raise HttpError(400, f"tokens must be ids of the vocabulary, below {vocab_size}", param="tokens")
-    text = await service.run(request, lambda: tokenizer.decode(body.tokens, skip_special_tokens=False))
-    return Response(json_bytes({"prompt": text, "content": text}))  # vLLM's name, and llama.cpp's
+
+    def work() -> bytes:
+        text = msgspec.Raw(json_bytes(tokenizer.decode(body.tokens, skip_special_tokens=False)))
+        return json_bytes({"prompt": text, "content": text})  # vLLM's name, and llama.cpp's
+
+    return Response(await service.run(request, work))
 
 
 async def get_tokenizer_info(service: Service, request: Request) -> Response:
     """Describe the tokenizer: its special tokens and its chat template."""
+    service.check_model(request, None)
     tokenizer = service.tokenizer
     info = {
         "tokenizer_class": "PreTrainedTokenizerFast",

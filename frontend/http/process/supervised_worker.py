@@ -6,6 +6,7 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 
+from frontend.http.life_signs import LifeSigns, effort_of
 from frontend.http.process.options import READY, HttpOptions
 from frontend.http.process.worker import START_S, HttpWorker
 from frontend.http.wire.listen import close_http
@@ -22,8 +23,8 @@ class SupervisedWorker:
 
     start() starts the first one, whose failure is the caller's error. From watch() on an event loop sees to it that
     there is one, and never waits for it. options.hang_timeout: seconds beyond _TURN_S for which a worker may show no
-    sign, of those in which this process ran itself; 0 = for ever. Signs are turns of its loop, and in its start that it
-    computes. on_news: called with a line for each death.
+    sign, of those in which this process ran itself; 0 = for ever. Signs are turns of its loop, and that it computes or
+    waits for a core (frontend/http/life_signs.py). on_news: called with a line for each death.
     """
 
     def __init__(
@@ -36,9 +37,8 @@ class SupervisedWorker:
         self._is_ending = False
         self._is_ready = False  # the present worker serves
         self._said = b""  # by a worker that does not serve yet
-        self._silent_s = 0.0  # since the last sign of the present worker
+        self._signs = self._new_signs()  # of the present worker
         self._looked_at = self._spawned_at = 0.0
-        self._worked = -1  # ticks of CPU time that the present worker had taken at the last look, in its start
         self._is_killed = False  # the present worker is being killed for its silence
         self._timer: asyncio.TimerHandle | None = None
 
@@ -69,14 +69,14 @@ class SupervisedWorker:
 
     def _follow(self) -> None:
         """Attend to the present worker."""
-        self._silent_s, self._looked_at = 0.0, self._loop.time()
+        self._signs, self._looked_at = self._new_signs(), self._loop.time()
         self._loop.add_reader(self.worker.report_fd, self._on_report)
         self._loop.add_reader(self.worker.pidfd, self._on_death)
         self._timer = self._loop.call_later(_LOOK_S, self._look)
 
     def _on_report(self) -> None:
         data = os.read(self.worker.report_fd, 65_536)
-        self._silent_s = 0.0
+        self._signs.heard()
         if not data:  # its end, which the pidfd shows too
             self._loop.remove_reader(self.worker.report_fd)
         elif not self._is_ready:
@@ -85,18 +85,20 @@ class SupervisedWorker:
 
     def _look(self) -> None:
         now = self._loop.time()
-        self._silent_s += min(now - self._looked_at, 2 * _LOOK_S)
+        why = self._signs.look(min(now - self._looked_at, 2 * _LOOK_S), effort_of(self.worker.pid))
         self._looked_at = now
         self._timer = self._loop.call_later(_LOOK_S, self._look)
-        if not self._is_ready and (worked := _cpu_ticks(self.worker.pid)) != self._worked:
-            self._worked, self._silent_s = worked, 0.0  # a start has no loop yet, but it computes
-        is_late = not self._is_ready and now - self._spawned_at > START_S
-        if (is_late or 0 < self._hang_s < self._silent_s - _TURN_S) and not (self._is_ending or self._is_killed):
-            self._tell(f"the HTTP server ({self.worker.pid}) hangs: no sign of it for {self._silent_s:.1f} s")
+        if not self._is_ready and now - self._spawned_at > START_S:
+            why = f"it has not started in {START_S:.0f} s"
+        if why and not (self._is_ending or self._is_killed):
+            self._tell(f"the HTTP server ({self.worker.pid}) hangs: {why}")
             self._is_killed = True
             if self._is_ready:  # it prints the stacks of its threads; before it is ready the signal would be its end
                 self.worker.send(signal.SIGUSR1)
             self._loop.call_later(_STACKS_S, self._kill, self.worker.pid)
+
+    def _new_signs(self) -> LifeSigns:
+        return LifeSigns(_TURN_S + self._hang_s if self._hang_s else 0.0)
 
     def _kill(self, pid: int) -> None:
         if self._is_killed and not self._is_ending and self.worker.pid == pid:
@@ -134,13 +136,3 @@ class SupervisedWorker:
             self._loop.call_later(_RETRY_S, self._spawn)
         else:
             self._follow()
-
-
-def _cpu_ticks(pid: int) -> int:
-    """Return the CPU time that a process has taken, in clock ticks; 0 for one that has ended."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return int(fields[11]) + int(fields[12])  # utime and stime

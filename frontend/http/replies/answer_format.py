@@ -1,7 +1,9 @@
 """AnswerFormat: how one dialect writes a reply. Each API (chat, completions, ...) has a file of one or two of these."""
 
 import json
-from typing import Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Protocol
 
 import msgspec
 
@@ -13,6 +15,8 @@ EVENT_STREAM = b"text/event-stream; charset=utf-8"
 #: Line ends of Python's str.splitlines() that JSON may hold unescaped. Some clients split an event's lines there.
 _LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
 _encode = msgspec.json.Encoder().encode
+_LONG_BYTES = 1 << 20  # of JSON: what is longer is escaped in parts
+_EACH_PART = 256  # elements of a long list that are encoded in one piece
 
 
 class AnswerFormat(Protocol):
@@ -37,7 +41,7 @@ class AnswerFormat(Protocol):
     def failure(self, error: HttpError) -> bytes:
         """Return what ends a stream that failed."""
 
-    def whole(self, choices: list[CompletionOutput], prompts: list["PromptSide"], usage: Usage) -> bytes:
+    def whole(self, choices: list[CompletionOutput], prompts: Sequence["PromptSide"], usage: Usage) -> bytes:
         """Return the body of an answer that is not streamed."""
 
 
@@ -67,11 +71,44 @@ def json_bytes(value: object) -> bytes:
     try:
         data = _encode(value)
     except UnicodeEncodeError:  # a model's JSON may have "\ud800", and its parts are read
-        data = json.dumps(value, ensure_ascii=False).encode(errors="replace")
-    if not data.isascii():
-        for raw, escaped in _LINE_ENDS:
-            data = data.replace(raw, escaped)
+        data = json.dumps(value, ensure_ascii=False, default=_plain).encode(errors="replace")
+    if data.isascii():
+        return data
+    return _escaped(data) if len(data) <= _LONG_BYTES else b"".join(map(_escaped, _parts(data)))
+
+
+def raw_list(values: Iterable[object]) -> msgspec.Raw:
+    """Return a long list as JSON for a value that json_bytes() takes.
+
+    It is encoded in parts, between which other threads run; `values` may make its elements as they are taken.
+    """
+    iterator = iter(values)
+    parts = list[bytes]()
+    while part := list(islice(iterator, _EACH_PART)):
+        parts.append(json_bytes(part)[1:-1])
+    return msgspec.Raw(b"[%b]" % b",".join(parts))
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, msgspec.Raw):
+        return msgspec.json.decode(value)
+    raise TypeError(f"{type(value).__name__} is not JSON")
+
+
+def _escaped(data: bytes) -> bytes:
+    for raw, escaped in _LINE_ENDS:
+        data = data.replace(raw, escaped)
     return data
+
+
+def _parts(data: bytes) -> Iterator[bytes]:
+    """Yield the parts of a long JSON text, each of which ends behind a quote and so within no character."""
+    start = 0
+    while start < len(data):
+        at = data.find(b'"', start + _LONG_BYTES)
+        end = at + 1 if at >= 0 else len(data)
+        yield data[start:end]
+        start = end
 
 
 def event(value: object) -> bytes:

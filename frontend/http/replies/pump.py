@@ -1,7 +1,8 @@
 """Pump: the one consumer of the engine's news in a process, which feeds all replies.
 
-The event loop receives from the engine itself, and each batch that it received schedules one run. A run takes all news
-as columns and calls into Python once for each choice; there is no task, queue or timer for a reply.
+The event loop receives from the engine itself, and each batch that it received schedules one run. A run takes the news
+as columns and calls into Python once for each choice; there is no task, queue or timer for a reply. However much there
+is, a turn of the loop does a bounded part of it: a backlog makes more turns, not longer ones.
 """
 
 import asyncio
@@ -9,24 +10,38 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 
 from frontend.client.client import EngineClient
 from frontend.client.loop_receiver import LoopReceiver
+from frontend.client.news import News
 from frontend.http.replies.reply import HEAD_S, Part, Reply
+from frontend.http.turns import Turns
 from frontend.results.request_state import RequestState
 from ipc.params.sampling_params import SamplingParams
 
 _TICK_S = 1.0
 _EACH_TURN = 128  # replies: a write takes some 10 microseconds
+#: Of news in a turn of the loop, some 10 ms. A choice is 8; each of its tokens is 1, and each of their log
+#: probabilities, which make more work, is 4.
+_NEWS_EACH_TURN = 8192
+_DISCARDS_EACH_TURN = 128
+_BYTES_OF_WORK = 64  # of an answer, for each unit of its size
 _log = logging.getLogger("engine_core.http")
 
 
 class Pump:
     """Feeder of all replies of one client. It is made in the event loop that it runs in."""
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, turns: Turns | None = None) -> None:
+        """turns: those of the server's other long work."""
         self.client = client
+        self._turns = turns or Turns(1)
+        self._news: Iterator[tuple[int, int, list[int], int]] | None = None  # what is left of the last look
+        self._has_more = False  # news, behind that
+        self._discarded: deque[int] = deque()  # requests that the client is to forget
+        self._tasks: set[asyncio.Task[None]] = set()
         self.replies: dict[Reply, None] = {}
         self.num_events = 0  # choices that had news, since the start
         self._loop = asyncio.get_running_loop()
@@ -61,8 +76,35 @@ class Pump:
         self.replies.pop(reply, None)
         numbers = [part.state.number for part in reply.parts]
         for number in numbers:
-            del self._parts[number]
-        self.client.discard(numbers)
+            self._parts.pop(number, None)
+        self._discarded.extend(numbers[_DISCARDS_EACH_TURN:])
+        self.client.discard(numbers[:_DISCARDS_EACH_TURN])
+        if self._discarded:
+            self._loop.call_soon(self._discard)
+
+    def make(self, reply: Reply, size: int, work: Callable[[], bytes], done: Callable[[bytes], None]) -> None:
+        """Run `work` on a thread, then done() with its result, then flush the reply; see Owner."""
+        task = self._loop.create_task(self._make(reply, size, work, done))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _make(self, reply: Reply, size: int, work: Callable[[], bytes], done: Callable[[bytes], None]) -> None:
+        key, made = reply.request.key, b""
+        try:
+            made = await self._turns.run("" if key is None else key.name, size * _BYTES_OF_WORK, work)
+        except Exception as error:  # as in _run()
+            _fail(reply, error)
+        done(made)
+        self._touched[reply] = None
+        if not self._is_flushing:
+            self._flush()
+        self._on_news()  # of the time on hold
+
+    def _discard(self) -> None:
+        count = min(_DISCARDS_EACH_TURN, len(self._discarded))
+        self.client.discard([self._discarded.popleft() for _ in range(count)])
+        if self._discarded:
+            self._loop.call_soon(self._discard)
 
     def ended(self, number: int) -> "asyncio.Future[None]":
         """Return what is done when this request has ended, which has no reply.
@@ -94,27 +136,31 @@ class Pump:
 
     def _run(self) -> None:
         self._is_scheduled = False  # before the news is taken: what comes later schedules another run
-        news = self.client.take_news()
-        tokens, parts = news.tokens.tolist(), self._parts
-        self.num_events += len(news.numbers)
-        at = 0
-        for number, choice, count, finish in zip(
-            news.numbers.tolist(), news.choices.tolist(), news.counts.tolist(), news.finish.tolist(), strict=True
-        ):
-            ids = tokens[at : at + count]
-            at += count
+        if self._news is None:
+            news = self.client.take_news()
+            self.num_events += len(news.numbers)
+            self._news, self._has_more = _rows(news), news.has_more
+        parts, left = self._parts, _NEWS_EACH_TURN
+        for number, choice, ids, finish in self._news:
             part = parts.get(number)
             if part is not None:
+                left -= 8 + len(ids) * part.weight
                 try:
                     part.take(self.client, choice, ids, finish)
                 except Exception as error:  # of one answer's text: the others have their news in this very run
                     _fail(part.reply, error)
                 self._touched[part.reply] = None
+                if left <= 0:
+                    break
             elif finish and (end := self._ends.pop(number, None)) is not None and not end.done():
                 end.set_result(None)
+        else:
+            self._news = None
         if self._touched and not self._is_flushing:
             self._flush()
-        if self.client.error is not None:
+        if self._news is not None or self._has_more:
+            self._on_news()
+        elif self.client.error is not None:
             self.fail_all(self.client.error, time.monotonic())
 
     def _flush(self) -> None:
@@ -158,6 +204,16 @@ class Pump:
         now = time.monotonic()
         for reply in list(self.replies):
             reply.tick(now)
+
+
+def _rows(news: News) -> Iterator[tuple[int, int, list[int], int]]:
+    """Yield (number, choice, new tokens, finish) of each choice with news."""
+    tokens, at = news.tokens.tolist(), 0
+    for number, choice, count, finish in zip(
+        news.numbers.tolist(), news.choices.tolist(), news.counts.tolist(), news.finish.tolist(), strict=True
+    ):
+        yield number, choice, tokens[at : at + count], finish
+        at += count
 
 
 def _start_late(reply: Reply) -> None:

@@ -2,21 +2,24 @@
 
 The head of a stream waits for the first news, so that a refusal is a status and not an event; after HEAD_S it goes out
 alone. A stream is written once for each wake-up of the pump. While its connection is full, nothing is taken from the
-journal, which is the buffer. end() is the only way in which a reply ends.
+journal, which is the buffer. What takes long to write is written on a thread, and the reply is on hold meanwhile. end()
+is the only way in which a reply ends.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 from frontend.client.client import EngineClient
 from frontend.client.progress import Progress
+from frontend.client.received_logprobs import ReceivedLogprobs
 from frontend.http.errors import Headers, HttpError, http_error
+from frontend.http.holdings import MAX_LOGPROBS
 from frontend.http.replies.answer_format import AnswerFormat, EchoingFormat, PromptSide
 from frontend.http.replies.text_frames import FramedFormat
 from frontend.http.replies.usage import Usage
 from frontend.http.request import JSON, Request
-from frontend.results.completion_state import CompletionState
-from frontend.results.outputs import TokenLogprobs
+from frontend.results.completion_state import CompletionState, free_slowly
 from frontend.results.request_state import RequestState
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import FinishReason
@@ -25,6 +28,8 @@ HEAD_S = 0.25
 KEEP_ALIVE_S = 15.0
 STALL_S = 60.0  # for which a peer may read nothing
 MAX_BEHIND = 4096  # tokens that a peer may be behind
+#: Work for one answer that is done in the event loop: tokens, log probabilities, and 16 for each choice. Some 10 ms.
+MAX_IN_LOOP = 4096
 
 _UNAVAILABLE = "the engine ended this request before it was complete"
 
@@ -40,6 +45,12 @@ class Owner(Protocol):
     def wake(self) -> None:
         """Look for news of replies that were on hold."""
 
+    def make(self, reply: "Reply", size: int, work: Callable[[], bytes], done: Callable[[bytes], None]) -> None:
+        """Run `work` on a thread, then done() with its result in the event loop, then flush the reply.
+
+        size: of the work, as of MAX_IN_LOOP.
+        """
+
 
 class Part:
     """One request of a reply. first: index of its first choice among the reply's. The pump finds it by its number."""
@@ -53,9 +64,27 @@ class Part:
         self._has_logprobs = params.logprobs is not None
         self._completions = state.completions
         self._num_going = len(state.completions)
-        self._prompt_logprobs: list[TokenLogprobs | None] | None = None
+        self._prompt_logprobs: ReceivedLogprobs | None = None
         self._is_prompt_due = reply.echo is not None
+        #: Work that each new token is; see Pump. Of an answer that is not streamed it is done at the end.
+        self.weight = 1 + 4 * (params.logprobs + 1) if params.logprobs is not None and reply.is_streamed else 1
         self._num_cached = -1  # tokens of the prompt that reply.usage counts; -1 = not asked for yet
+
+    @property
+    def size(self) -> int:
+        """Return the work that an answer with all of this request's tokens is; see MAX_IN_LOOP."""
+        return sum(16 + len(one.token_ids) for one in self._completions) + self.num_logprobs
+
+    @property
+    def num_logprobs(self) -> int:
+        """Return the log probabilities that an answer which is not streamed shows, as far as they are known."""
+        return sum(one.num_unread_logprobs for one in self._completions) + self.prompt_size
+
+    @property
+    def prompt_size(self) -> int:
+        """Return the work that the prompt's log probabilities are, as far as they are known."""
+        positions = [] if self._prompt_logprobs is None else self._prompt_logprobs.prompt
+        return len(positions) * len(positions[0].token_ids) if positions else 0
 
     def take(self, client: EngineClient, choice: int, ids: list[int], finish: int) -> None:
         """Take news of a choice."""
@@ -73,6 +102,8 @@ class Part:
         progress: Progress | None = None
         if finish or self._has_logprobs:
             progress = client.read(self.state.number, completion.num_tokens, choice)
+            if len(progress.token_ids) > len(ids):  # the rest comes later
+                progress = progress._replace(token_ids=progress.token_ids[: len(ids)], finish=FinishReason(finish))
             if not self._is_sound(choice, progress):
                 return
             self._count_cached(progress)
@@ -93,14 +124,16 @@ class Part:
         if self._is_prompt_due and reply.echo is not None and progress is not None:
             self._is_prompt_due = False
             self._take_prompt_logprobs(progress)  # complete from the first token on
-            reply.pending.append(reply.echo.prompt_piece(self._first, self.prompt_side()))
+            piece = partial(reply.echo.prompt_piece, self._first)
+            reply.add_piece(self.prompt_size, lambda: piece(self.prompt_side()))
         if changed and reply.is_streamed:
             reply.add(self._first + choice, completion)
 
     def prompt_side(self) -> PromptSide:
-        """Return the prompt as an answer may show it."""
-        prompt = self.state.prompt
-        return PromptSide(prompt.text, prompt.token_ids, self._prompt_logprobs)
+        """Return the prompt as an answer may show it. With many log probabilities it takes long."""
+        prompt, received = self.state.prompt, self._prompt_logprobs
+        logprobs = None if received is None else self.state.read_prompt_logprobs(received)
+        return PromptSide(prompt.text, prompt.token_ids, logprobs)
 
     def _is_sound(self, choice: int, progress: Progress) -> bool:
         """Return whether a choice goes on or ended in an answer; else the reply fails.
@@ -120,13 +153,35 @@ class Part:
 
     def _take_prompt_logprobs(self, progress: Progress) -> None:
         if progress.logprobs is not None and self.params.prompt_logprobs is not None:
-            self._prompt_logprobs = self.state.read_prompt_logprobs(progress.logprobs)
+            self._prompt_logprobs = progress.logprobs
+
+
+class _Sides(Sequence[PromptSide]):
+    """The prompts of some parts as an answer may show them. One is read at a time: its log probabilities are large."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._parts = parts
+        self._index, self._side = -1, PromptSide(None, [])
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __getitem__(self, index: Any) -> Any:
+        if index != self._index:
+            self.free()
+            self._index, self._side = index, self._parts[index].prompt_side()
+        return self._side
+
+    def free(self) -> None:
+        """Forget the one that was read."""
+        free_slowly(self._side.logprobs)
 
 
 class Reply:
     """See the module's docstring. is_streamed: write tokens as they come, else the whole answer at the end.
 
-    on_end: called once, with the tokens of prompts and choices, when it has ended; `cause` says how.
+    on_end: called once, with the tokens of prompts and choices, when it has ended; `cause` says how. num_choices: of
+    all its requests, which may be attached in parts; nothing is written before the last one is.
     """
 
     def __init__(
@@ -136,6 +191,7 @@ class Reply:
         *,
         is_streamed: bool,
         max_model_len: int,
+        num_choices: int,
         on_end: Callable[[int], None] | None = None,
     ) -> None:
         self.request = request
@@ -150,7 +206,10 @@ class Reply:
         echoes = isinstance(answer_format, EchoingFormat) and answer_format.echoes
         self.echo = answer_format if isinstance(answer_format, EchoingFormat) and echoes else None
         self.frames = answer_format.text_frames() if isinstance(answer_format, FramedFormat) else None
-        self.num_going = 0  # choices
+        self.num_going = num_choices
+        self._num_attached = 0  # choices
+        self._num_choices = num_choices
+        self._num_making = 0  # pieces that threads write
         self.last_write = request.received_at  # monotonic seconds, as the following
         self.full_since = 0.0  # 0 = the connection takes data
         self.first_token_at = 0.0
@@ -166,15 +225,29 @@ class Reply:
     def attach(self, owner: Owner, states: Sequence[tuple[RequestState, SamplingParams]]) -> list[Part]:
         """Make the parts of these submitted requests and return them."""
         self._owner = owner
+        num_before = len(self.parts)
         for state, params in states:
-            self.parts.append(Part(self, state, params, self.num_going))
-            self.num_going += len(state.completions)
+            self.parts.append(Part(self, state, params, self._num_attached))
+            self._num_attached += len(state.completions)
             self.usage.prompt_tokens += len(state.prompt.token_ids)
-        return self.parts
+        return self.parts[num_before:]
 
     def add(self, index: int, completion: CompletionState) -> None:
         """Add a choice's news to the next write."""
-        self.pending.append(self._format.piece(index, completion.output(), self.usage))
+        size = completion.num_unread_logprobs
+        if size <= MAX_IN_LOOP:
+            self.pending.append(self._format.piece(index, completion.output(), self.usage))
+        else:
+            self.add_piece(size, lambda: self._format.piece(index, completion.output(), self.usage))
+
+    def add_piece(self, size: int, make: Callable[[], bytes]) -> None:
+        """Add what `make` returns to the next write. Long work is done on a thread, and the reply is on hold."""
+        place = len(self.pending)
+        if size <= MAX_IN_LOOP:
+            self.pending.append(make())
+            return
+        self.pending.append(b"")
+        self._make(size, make, partial(self.pending.__setitem__, place))
 
     def fail(self, error: Exception) -> None:
         """Let the next flush() end the reply with this error; the first counts."""
@@ -183,17 +256,19 @@ class Reply:
 
     def flush(self, now: float) -> None:
         """Write the end and what is pending, or leave the next part of a stream to send(). now: monotonic seconds."""
-        if self.is_ended or self.full_since:
+        if self.is_ended or self.full_since or self._is_incomplete:
             return
         if self._failure is not None:
             self._write_failure(self._failure)
         elif self.is_streamed:
             self._write_events(now)
         elif not self.num_going:
-            choices = [one.output() for part in self.parts for one in part.state.completions]
-            sides = [part.prompt_side() for part in self.parts]
-            self._write_whole(200, self._format.whole(choices, sides, self.usage), [])
-            self.end("finished")
+            size = sum(part.size for part in self.parts)
+            whole = partial(self._whole, tuple(self.parts))
+            if size <= MAX_IN_LOOP:
+                self._end_whole(whole())
+            else:
+                self._make(size, whole, self._end_whole)
 
     def send(self, now: float) -> None:
         """Write the part that flush() has made. now: monotonic seconds."""
@@ -203,7 +278,8 @@ class Reply:
 
     def start_late(self) -> None:
         """Write the head of a stream that has no news yet."""
-        if not self.is_ended and not self._is_started and not self.full_since and self._failure is None:
+        is_due = not (self.is_ended or self._is_started or self.full_since or self._is_incomplete)
+        if is_due and self._failure is None:
             self._exchange.write(self._begin_stream())
 
     def tick(self, now: float) -> None:
@@ -236,6 +312,46 @@ class Reply:
         self._exchange.on_left = self._exchange.on_writable = None  # no cycles: freed here, and not by a collection
         self.parts.clear()
 
+    @property
+    def _is_incomplete(self) -> bool:
+        """Return whether requests are still to be submitted, or pieces to be made."""
+        return self._num_attached < self._num_choices or self._num_making > 0
+
+    def _make(self, size: int, work: Callable[[], bytes], done: Callable[[bytes], None]) -> None:
+        assert self._owner is not None, "the reply has no pump"
+        self._num_making += 1
+        self._hold_parts(True)
+
+        def end(made: bytes) -> None:
+            self._num_making -= 1
+            if self.is_ended:
+                return
+            if not (self._num_making or self.full_since):
+                self._hold_parts(False)
+            done(made)
+
+        self._owner.make(self, size, work, end)
+
+    def _whole(self, parts: Sequence[Part]) -> bytes:
+        count = sum(part.num_logprobs for part in parts)
+        if count > MAX_LOGPROBS:
+            text = f"the answer has {count} log probabilities; {MAX_LOGPROBS} fit into one that is not streamed"
+            raise HttpError(400, f"{text}: stream it, or ask for fewer tokens")
+        choices = [one.output() for part in parts for one in part.state.completions]
+        sides = _Sides(parts)
+        body = self._format.whole(choices, sides, self.usage)
+        for choice in choices:
+            free_slowly(choice.logprobs)
+        for part in parts:
+            for one in part.state.completions:
+                one.forget_logprobs()
+        sides.free()
+        return body
+
+    def _end_whole(self, body: bytes) -> None:
+        self._write_whole(200, body, [])
+        self.end("finished")
+
     def _write_events(self, now: float) -> None:
         pending = self.pending
         body = pending[0] if len(pending) == 1 else b"".join(pending)
@@ -257,15 +373,17 @@ class Reply:
         """Take no more news until the peer has read."""
         self.full_since = now
         self._exchange.on_writable = self._resume
+        self._hold_parts(True)
+
+    def _hold_parts(self, held: bool) -> None:
         for part in self.parts:
-            self._client().hold(part.state.number, True)
+            self._client().hold(part.state.number, held)
 
     def _resume(self) -> None:
         self.full_since = 0.0
-        if self.is_ended:
+        if self.is_ended or self._num_making:
             return
-        for part in self.parts:
-            self._client().hold(part.state.number, False)
+        self._hold_parts(False)
         if self._failure is not None:
             self.flush(self.last_write)
         elif self._owner is not None:

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from core.grammars import checker
 from core.grammars.checker import CheckedGrammars
 from core.grammars.grammars import Grammars
 from core.grammars.vocabulary import build_vocabulary
 from ipc.errors import InvalidRequestError, UnsupportedParameterError
+from ipc.machine import bounded_process
 from ipc.params.sampling_params import SamplingParams
 from ipc.params.structured_outputs import StructuredOutputsParams
 from ipc.wire.messages import AddRequest
@@ -83,14 +83,14 @@ def test_the_process_has_less_priority_than_the_engine_from_its_start_on(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = list[int]()
-    run = checker.run_package
+    run = bounded_process.run_package
 
     def run_slowly(*arguments: Any) -> Any:
         process = run(*arguments)
         os.kill(process.pid, signal.SIGSTOP)  # before its interpreter has imported anything
         return process
 
-    monkeypatch.setattr(checker, "run_package", run_slowly)
+    monkeypatch.setattr(bounded_process, "run_package", run_slowly)
     checked = make()
 
     def look() -> None:

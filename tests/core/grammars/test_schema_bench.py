@@ -16,9 +16,9 @@ from llguidance import LLMatcher, LLTokenizer
 
 from ipc.errors import InvalidRequestError
 from ipc.params.json_schemas import drop_annotations, spell_dependencies
+from ipc.params.schema_names import keep_names
+from ipc.params.schema_texts import plain_texts
 from ipc.params.structured_outputs import StructuredOutputsParams
-from ipc.schema_names import keep_names
-from ipc.schema_texts import plain_texts
 from ipc.wire.messages import FinishReason
 from tests.core.test_structured_outputs import Runs, add
 from tests.core.test_structured_schemas import FORMATS

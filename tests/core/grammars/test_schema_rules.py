@@ -13,8 +13,8 @@ from core.grammars.check import _check
 from core.grammars.grammars import Grammars
 from core.grammars.vocabulary import build_vocabulary
 from ipc.errors import InvalidRequestError
+from ipc.params.schema_names import MAX_OPTIONAL, _other_names, keep_names
 from ipc.params.structured_outputs import StructuredOutputsParams
-from ipc.schema_names import MAX_OPTIONAL, _other_names, keep_names
 from tests.core.grammars.test_grammars import accepts
 from tests.grammar_vocabulary import EOS, allowed, make_grammars, text_of, tokenizer
 

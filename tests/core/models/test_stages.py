@@ -15,8 +15,8 @@ from core.models.parts.stage_link import StageLink
 from core.models.parts.stage_llama import StageLlama
 from core.models.step import ModelInputs
 from ipc.errors import ConfigError
+from ipc.machine.channel import Channel
 from ipc.tables.arrays import Floats
-from ipc.wire.channel import Channel
 from kernels.cpu.library import load_cpu_library
 from tests.core.runner.invariance import DTYPES, KINDS, TINY, random_model, random_weights
 

@@ -23,8 +23,8 @@ from core.workers import step_clock
 from core.workers.executor import create
 from frontend.engine.process import EngineProcess
 from ipc.errors import ConfigError, EngineStartError, ModelFileError
+from ipc.machine.channel import Channel, ChannelEndedError
 from ipc.options.config import EngineConfig
-from ipc.wire.channel import Channel, ChannelEndedError
 from ipc.wire.messages import AddRequest
 from tests.core.driving import Inbox
 from tests.fake_tokens import fake_tokens

@@ -50,7 +50,7 @@ class OneReply:
     def __init__(self, number: int, notes: list[str]) -> None:
         self.ids = list[int]()
         self._notes = notes
-        self._part = SimpleNamespace(reply=self, state=SimpleNamespace(number=number), take=self._take)
+        self._part = SimpleNamespace(reply=self, state=SimpleNamespace(number=number), take=self._take, weight=1)
 
     def _take(self, client: Any, choice: int, ids: list[int], finish: int) -> None:
         self.ids += ids
@@ -184,7 +184,7 @@ def test_a_late_head_that_cannot_be_made_is_a_failure(monkeypatch: pytest.Monkey
         client.discard = list
         pump = Pump(client)
         answers: Any = OpeningFails()
-        reply = Reply(request, answers, is_streamed=True, max_model_len=8, on_end=ended.append)
+        reply = Reply(request, answers, is_streamed=True, max_model_len=8, num_choices=0, on_end=ended.append)
         pump.add(reply, [])
         while len(sent) < 2:
             await asyncio.sleep(0.01)

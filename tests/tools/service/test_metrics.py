@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from frontend.engine.process import EngineProcess
 from frontend.llm import LLM
+from frontend.metrics import server as metrics_server
 from frontend.metrics.collector import registry_of
 from frontend.metrics.server import MetricsServer
 from ipc.errors import AddressError, ConfigError, EngineStartError
@@ -177,3 +178,32 @@ def test_a_json_log_has_one_object_a_line_and_one_line_a_request(tmp_path: Path)
     assert {line["output_tokens"] for line in ended} == {NUM_TOKENS}
     assert all(0 <= line["queue_ms"] <= line["first_token_ms"] <= line["total_ms"] for line in ended)
     assert next(line["phase"] for line in lines if line["message"] == "starting") == "listen"
+
+
+def test_a_name_of_somebody_elses_is_refused_and_slow_peers_print_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(metrics_server._Handler, "timeout", 0.1)
+    server = MetricsServer("0", registry_of())
+    port = int(server.url.rsplit(":", 1)[1].split("/")[0])
+
+    def status(host: str) -> int:
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Host": host})
+        try:
+            with urllib.request.urlopen(request, timeout=10) as answer:
+                return int(answer.status)
+        except urllib.error.HTTPError as error:
+            return error.code
+
+    try:
+        for host in (f"127.0.0.1:{port}", "localhost", "LOCALHOST:1", "[::1]:9", "127.0.0.2"):
+            assert status(host) == 200, host
+        for host in ("evil.example", f"evil.example:{port}", "10.0.0.1", "localhost.evil.example"):
+            assert status(host) == 421, host
+        with socket.create_connection(("127.0.0.1", port), timeout=10) as slow:
+            slow.sendall(b"GET /met")
+            assert slow.recv(100) == b""  # it is closed
+        assert status("localhost") == 200
+    finally:
+        server.close()
+    assert capsys.readouterr().err == ""

@@ -249,25 +249,39 @@ def test_quotas_give_back_what_was_not_used() -> None:
     clock = [0.0]
     quotas = Quotas(lambda: clock[0])
     key = Key("k", b"", concurrent=2, tpm=100)
-    settle = quotas.take(key, 90)
-    assert settle is not None
+    lease = quotas.begin(key)
+    lease.reserve(90)
+    other = quotas.begin(key)
     with pytest.raises(HttpError) as full:
-        quotas.take(key, 20)
+        other.reserve(20)
     assert full.value.status == 429
-    settle(10)
-    first, second = quotas.take(key, 20), quotas.take(key, 20)
-    assert first is not None
-    assert second is not None
-    with pytest.raises(HttpError) as many:
-        quotas.take(key, 1)
-    assert many.value.status == 429
+    other.end()
+    lease.end(10)
+    lease.end(10)  # counts once
+    first, second = quotas.begin(key), quotas.begin(key)
+    first.reserve(20)
+    second.reserve(20)
+    for too_many in (quotas.begin, quotas.check):
+        with pytest.raises(HttpError) as many:
+            too_many(key)
+        assert many.value.status == 429
     with pytest.raises(HttpError) as never:
-        quotas.take(key, 101)
-    assert never.value.status in (403, 429)
-    second(20)
-    first(20)
+        second.check_tokens(101)
+    assert never.value.status == 403
+    second.end(20)
+    first.end(20)
     clock[0] = 60.0
-    assert quotas.take(key, 100) is not None
+    quotas.check(key)
+    quotas.begin(key).reserve(100)
+
+
+def test_a_key_with_other_limits_keeps_what_runs() -> None:
+    quotas = Quotas(lambda: 0.0)
+    lease = quotas.begin(Key("k", b"", concurrent=1))
+    with pytest.raises(HttpError):
+        quotas.begin(Key("k", b"", concurrent=1, rpm=9))
+    lease.end()
+    quotas.begin(Key("k", b"", concurrent=1, rpm=9))
 
 
 def test_the_keys_name_is_the_tenant(keyed: tuple[Caller, Path]) -> None:

@@ -7,8 +7,8 @@ import re
 import pytest
 
 from ipc.errors import InvalidRequestError
-from ipc.finite_pattern import texts_of
-from ipc.schema_texts import plain_texts, rust_pattern
+from ipc.params.finite_pattern import texts_of
+from ipc.params.schema_texts import plain_texts, rust_pattern
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ names has only names that are declared.
 from typing import Any
 
 from ipc.errors import InvalidRequestError
-from ipc.finite_pattern import texts_of
+from ipc.params.finite_pattern import texts_of
 from ipc.params.json_schemas import rewrite
 
 MAX_OPTIONAL = 480  # properties of an object that may be missing
