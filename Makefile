@@ -85,6 +85,7 @@ kernels: $(DEV_STAMP)
 map: $(DEV_STAMP)
 	$(BIN)/python -m tests.make_map
 	$(BIN)/python -m tests.make_options
+	$(BIN)/python -m tests.make_sampling
 
 venv: $(STAMP)
 

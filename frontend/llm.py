@@ -207,7 +207,7 @@ class LLM(PoolingCalls, AbsentMethods):
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters that the model's generation_config.json or GGUF file recommends, as vLLM does.
 
-        These are repetition_penalty, temperature, top_k, top_p, min_p and max_tokens. With the option
+        These are repetition_penalty, temperature, top_k, top_p, min_p, max_tokens and those of XTC. With the option
         generation_config="vllm" the result is SamplingParams().
         """
         return self._engine.default_sampling_params()

@@ -372,17 +372,18 @@ class EngineHandle:
         if isinstance(given, Sequence):
             if len(many) != count:
                 raise InvalidRequestError(f"{count} prompts need as many sampling_params, or one; got {len(many)}")
-            return [self._for_engine(one) for one in many]
-        if not is_shared and not given.bad_words:
-            return [given] * count
-        return [self._for_engine(given)] * count
+            return [self._for_engine(one, is_shared=is_shared) for one in many]
+        return [self._for_engine(given, is_shared=is_shared and params is not None)] * count
 
-    def _for_engine(self, params: SamplingParams) -> SamplingParams:
-        """Return a copy with the fields that only the engine reads: the token ids of bad_words."""
-        words = params.bad_words
-        if not words or self.tokenizer is None:
-            return msgspec.structs.replace(params)
-        return msgspec.structs.replace(params, bad_words_token_ids=bad_words_token_ids(words, self.tokenizer))
+    def _for_engine(self, params: SamplingParams, *, is_shared: bool) -> SamplingParams:
+        """Return the parameters with the fields that only the engine reads: the token ids of bad_words.
+
+        Those of a caller are copied and checked again: fields may have been set since they were made.
+        """
+        own = msgspec.structs.replace(params) if is_shared else params
+        if not own.bad_words or self.tokenizer is None:
+            return own
+        return own.changed(bad_words_token_ids=bad_words_token_ids(own.bad_words, self.tokenizer))
 
 
 def _end(process: EngineProcess, supervised: SupervisedEngine | None, timeout: float) -> None:
@@ -396,7 +397,7 @@ def _end(process: EngineProcess, supervised: SupervisedEngine | None, timeout: f
 
 def final_only(params: SamplingParams) -> SamplingParams:
     """Return a copy of these parameters with one output, when the request has finished."""
-    return msgspec.structs.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
+    return params.changed(output_kind=RequestOutputKind.FINAL_ONLY)
 
 
 def _check_timeout(name: str, value: object) -> None:

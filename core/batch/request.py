@@ -125,7 +125,7 @@ def request_from_message(message: AddRequest, client: int, serial: int, max_mode
     """
     params = message.params
     if choice and params.prompt_logprobs is not None:
-        params = msgspec.structs.replace(params, prompt_logprobs=None)
+        params = params.changed(prompt_logprobs=None)
     prompt = np.frombuffer(message.prompt_token_ids, "<i4")
     delivered = np.frombuffer(message.delivered[choice] if choice < len(message.delivered) else b"", "<i4")
     # What is asked for is tokens to generate: the last of them ends the request, so nothing is computed from it.

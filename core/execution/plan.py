@@ -192,6 +192,10 @@ _DRAFTS, _COPIES, _POOLING, _ADAPTERS, _FEATURES, _STATES, _OTHERS = map(
     SchedulerOutput.__struct_fields__.index,
     ("num_draft_tokens", "copied_blocks", "added_pooling", "adapters", "features", "copied_states", "others"),
 )
+_ADDED, _PARAMS = SchedulerOutput.__struct_fields__.index("added"), NewRow.__struct_fields__.index("params")
+_DEFAULT_PARAMS = msgspec.structs.astuple(SamplingParams())
+#: Sampling parameters that all captures have; those behind them are left out at the end if they have their defaults.
+_NUM_FIRST_PARAMS = SamplingParams.__struct_fields__.index("skip_clone") + 1
 
 
 def encode_plan(plan: SchedulerOutput) -> bytes:
@@ -211,8 +215,11 @@ def encode_fields(fields: list[Any]) -> bytes:
 
     A plan without drafts, copies, pooling, adapters, features, states and blocks of further kinds of layers has the
     bytes that it had before there were any, so that older captures replay equal; so has one whose features are not
-    whole.
+    whole, and one whose requests use no sampling parameter that came later.
     """
+    if fields[_ADDED]:
+        fields = [*fields]
+        fields[_ADDED] = list(map(_new_row_fields, fields[_ADDED]))
     if fields[_FEATURES]:
         fields = [*fields]
         fields[_FEATURES] = [(row, [_use_fields(use) for use in uses]) for row, uses in fields[_FEATURES]]
@@ -221,6 +228,16 @@ def encode_fields(fields: list[Any]) -> bytes:
             break
         fields = fields[:first]
     return _encoder.encode(fields)
+
+
+def _new_row_fields(new: NewRow) -> list[Any]:
+    fields = list(msgspec.structs.astuple(new))
+    params = msgspec.structs.astuple(new.params)
+    size = len(params)
+    while size > _NUM_FIRST_PARAMS and params[size - 1] == _DEFAULT_PARAMS[size - 1]:
+        size -= 1
+    fields[_PARAMS] = params[:size]
+    return fields
 
 
 def _use_fields(use: FeatureUse) -> tuple[int | bytes, ...]:

@@ -32,7 +32,7 @@ from core.runner.state_rows import RowStates
 from core.runner.step_durations import Clock, measure_steps, trial_sampling
 from core.runner.step_inputs import InputMaker, StepInputs
 from core.sampling.candidates import NOT_DRAWN, gather_candidates, normalize
-from core.sampling.columns import SamplingColumns
+from core.sampling.columns import SamplingColumns, positions_of
 from core.sampling.first_tokens import sample_rows
 from core.sampling.logit_edits import edit_groups
 from core.sampling.logprobs import gather_logprobs
@@ -153,7 +153,7 @@ class ModelRunner:
         sampled = self.draw(rows, result, inputs.samples)
         if len(reporting):
             if self._tells_processed:
-                columns = self.sampling.parameters(rows, self.table.num_tokens[rows])
+                columns = self.sampling.parameters(rows, positions_of(rows, self.table, None))
                 reported = processed_logits(logits, reporting, columns)
             logprobs.append(self._sampled_logprobs(inputs, rows, sampled, reporting, reported))
         token_ids, is_finite = sampled, min(sampled.tolist()) >= 0
@@ -192,7 +192,7 @@ class ModelRunner:
         sampled = self.draw(rows, result, inputs.samples, in_plan, offsets)
         if len(reporting):
             if self._tells_processed:
-                columns = self.sampling.parameters(rows, self.table.num_tokens[rows])
+                columns = self.sampling.parameters(rows, positions_of(rows, self.table, offsets))
                 reported = processed_logits(logits, reporting, columns)
             positions = (table.num_tokens[rows] + offsets)[reporting]
             entries = np.maximum(sampled[reporting], 0), self.sampling.num_logprobs[rows[reporting]], in_plan[reporting]

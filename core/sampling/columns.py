@@ -52,6 +52,7 @@ class SamplingColumns(Columns):
         self._groups = groups
         self._num_using = [0] * len(groups)  # rows of each group
         self._in_use: list[EditGroup] = []  # the groups with rows
+        self._filtering: list[EditGroup] = []  # those of them that apply filters
         self._asking = next((group for group in groups if group.asks_first), None)
         self._num_eos = num_eos
         self._options = attrgetter(*(option for group in self._groups for option in group.options))
@@ -142,7 +143,7 @@ class SamplingColumns(Columns):
 
     def parameters(self, rows: Rows, positions: Ints, edits: tuple[Edit, ...] = NO_EDITS) -> SamplingInputs:
         """Return inputs() with these edits. positions [S]: the index in its row's output of each sample's token."""
-        return SamplingInputs(
+        inputs = SamplingInputs(
             temperature=self.temperature[rows],
             top_k=self.top_k[rows],
             top_p=self.top_p[rows],
@@ -152,6 +153,10 @@ class SamplingColumns(Columns):
             choice=self.choice[rows],
             edits=edits,
         )
+        for group in self._filtering:
+            filtered = group.filtered(rows, positions)
+            inputs.top_k[filtered], inputs.top_p[filtered], inputs.min_p[filtered] = 0, 1, 0
+        return inputs
 
     def edits(
         self,
@@ -169,6 +174,7 @@ class SamplingColumns(Columns):
         for index in range(len(self._groups)):
             self._num_using[index] += change * (used >> index & 1)
         self._in_use = [group for group, count in zip(self._groups, self._num_using, strict=True) if count]
+        self._filtering = [group for group in self._in_use if group.applies_filters]
 
     @property
     def all_ask(self) -> bool:

@@ -73,6 +73,8 @@ class EditGroup(ABC):
     looks_ahead: ClassVar[bool] = True
     #: Whether the option has take(). It only forbids tokens then.
     asks_first: ClassVar[bool] = False
+    #: Whether edits apply top_k, top_p and min_p, so that the draw of these samples does not. It has filtered() then.
+    applies_filters: ClassVar[bool] = False
 
     @abstractmethod
     def add(self, new: NewRow) -> bool:
@@ -98,6 +100,10 @@ class EditGroup(ABC):
         others get their tokens: no edit() of these samples is asked for, and append() of the tokens follows.
         """
         raise NotImplementedError(f"{type(self).__name__} asks about no tokens")
+
+    def filtered(self, rows: Rows, positions: Positions) -> Ints:
+        """Return the samples [n] to which edit() applies the filters. rows, positions [S]: see SampledRows."""
+        raise NotImplementedError(f"{type(self).__name__} applies no filters")
 
     def failure(self, row: int) -> str | None:
         """Return why this option can leave the row no token; None for most options, and where the row has it not."""

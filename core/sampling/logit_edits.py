@@ -12,6 +12,8 @@ from core.sampling.logit_bias import LogitBias
 from core.sampling.min_tokens import MinTokens
 from core.sampling.penalties import Penalties
 from core.sampling.structured_outputs import StructuredOutputs
+from core.sampling.top_n_sigma import TopNSigma
+from core.sampling.xtc import Xtc
 from ipc.tables.arrays import Int32s
 from kernels.cpu.sampling import UNKNOWN
 from kernels.cpu.token_masks import CpuTokenMasks
@@ -23,13 +25,16 @@ def edit_groups(
     matchers: RowMatchers | None = None,
     masks: CpuTokenMasks | None = None,
 ) -> tuple[EditGroup, ...]:
-    """Return one group for each option, in the order in which the edits are applied; the order is vLLM's.
+    """Return one group for each option, in the order in which the edits are applied.
+
+    The order is vLLM's, and llama.cpp's for its options. Xtc is the last one, since it applies the filters.
 
     num_rows: rows of the runner's table. matchers: of structured_outputs; None = no request has them. masks: the C
     kernel for them; None = NumPy.
     """
     structured = () if matchers is None else (StructuredOutputs(matchers, masks),)
-    return (*structured, AllowedTokens(), BadWords(), MinTokens(eos_token_ids), LogitBias(), Penalties(num_rows))
+    forbidding = (*structured, AllowedTokens(), BadWords(), MinTokens(eos_token_ids))
+    return (*forbidding, LogitBias(), Penalties(num_rows), TopNSigma(num_rows), Xtc(num_rows))
 
 
 @np.errstate(all="ignore")  # logits that are not finite are reported by the sampler

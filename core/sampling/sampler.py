@@ -1,9 +1,8 @@
 """The sampler: one token for each row of logits, a function of that row, its parameters and its position alone.
 
-The order is vLLM's: edits (core/sampling/logit_edits.py), temperature, min_p, top_k, top_p, draw. A draw takes the
-remaining token with the largest logit / temperature + Gumbel noise (kernels/gumbel.py), the lowest id of equals. A row
-with top_k or top_p is not sorted as a whole. Its largest logits are taken in buckets of growing size, until its own
-parameters and logits show that a bucket is large enough.
+The order is vLLM's: edits (core/sampling/logit_edits.py), temperature, min_p, top_k, top_p (core/sampling/filters.py),
+draw. A draw takes the remaining token with the largest logit / temperature + Gumbel noise (kernels/gumbel.py), the
+lowest id of equals.
 """
 
 from typing import NamedTuple
@@ -11,8 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from core.sampling.edit_group import Edit
+from core.sampling.filters import Candidates, Filters, leading, left, weights_above_min_p
 from core.sampling.logit_edits import apply_edits, largest_after
-from ipc.tables.arrays import NO_INT32S, Bools, Doubles, Floats, Int32s, Ints, Rows, UInt64s
+from ipc.tables.arrays import NO_INT32S, Floats, Int32s, Ints, Rows, UInt64s
 from kernels.cpu.sampling import CpuSampler
 from kernels.gumbel import LEAST_NOISE, MOST_NOISE, high_bits, noise
 
@@ -21,9 +21,6 @@ NO_EDITS: tuple[Edit, ...] = ()
 
 #: Result of a row whose logits are not finite numbers.
 NOT_A_TOKEN = -1
-
-#: Sizes of the candidate prefilter; after the last one comes the whole vocabulary.
-BUCKETS = (64, 256, 1024, 4096)
 
 #: Logits processed at once, in whole rows. It bounds temporary memory: about 40 bytes a logit.
 _MAX_LOGITS = 1 << 20
@@ -123,16 +120,11 @@ def processed_logits(logits: Floats, rows: Rows, inputs: SamplingInputs) -> Floa
     drawn = inputs.temperature[rows] > 0
     divisor: Floats = np.where(drawn, inputs.temperature[rows], np.float32(1))
     scaled = logits[rows] / divisor[:, None]
-    top_k = np.where(inputs.top_k[rows] < vocab_size, inputs.top_k[rows], 0)
-    filters = drawn & ((top_k > 0) | (inputs.top_p[rows] < 1) | (inputs.min_p[rows] > 0))
-    for part in _parts(np.flatnonzero(filters), vocab_size):
-        chosen, top_p, min_p = scaled[part], inputs.top_p[rows[part]], inputs.min_p[rows[part]]
-        ids = np.argsort(-chosen, axis=-1, kind="stable")  # ties by lower id, as in a draw
-        candidates = _candidates(chosen, chosen.max(-1, keepdims=True), ids)
-        total = _weights_above_min_p(chosen, candidates.values[:, :1], min_p).sum(-1)
-        kept, _ = _keep(candidates, top_k[part], total, top_p, min_p)
-        left_out = np.arange(vocab_size) >= kept[:, None]
-        np.put_along_axis(chosen, ids, np.where(left_out, np.float32(-np.inf), candidates.values), -1)
+    filters = Filters(inputs.top_k[rows], inputs.top_p[rows], inputs.min_p[rows])
+    filtered = np.flatnonzero(drawn & filters.have_effect(vocab_size))
+    for part in _parts(filtered, vocab_size):
+        chosen = scaled[part]
+        chosen[~left(chosen, filters.of(part))] = -np.inf
         scaled[part] = chosen
     return scaled
 
@@ -150,13 +142,21 @@ def _scaled(logits: Floats, maximum: Floats, rows: Ints, inputs: SamplingInputs)
 
 def _draw_from_all(scaled: Floats, maximum: Floats, rows: Rows, inputs: SamplingInputs) -> Ints:
     """Return the tokens [n]. Only those that can win with their high bits get all their noise computed."""
-    scaled[_weights_above_min_p(scaled, maximum, inputs.min_p[rows]) == 0] = -np.inf
+    scaled[weights_above_min_p(scaled, maximum, inputs.min_p[rows]) == 0] = -np.inf
     high = high_bits(inputs.seed[rows], inputs.position[rows], inputs.choice[rows], scaled.shape[1])
     enough = (scaled + LEAST_NOISE[high]).max(-1, keepdims=True)
     can_win = scaled + MOST_NOISE[high] >= enough
     count = int(can_win.sum(-1).max())
     ids = np.argsort(~can_win, axis=-1, kind="stable")[:, :count]  # those that can, in order, and others
     return _winners(np.take_along_axis(scaled, ids, -1), ids, rows, inputs)
+
+
+def _draw_from_largest(scaled: Floats, maximum: Floats, rows: Ints, top_k: Ints, inputs: SamplingInputs) -> Ints:
+    """Return the tokens [n] of rows with top_k or top_p."""
+    tokens = np.zeros(len(scaled), np.int64)
+    for done, candidates, kept in leading(scaled, maximum, Filters(top_k, inputs.top_p[rows], inputs.min_p[rows])):
+        tokens[done] = _draw(candidates, kept, rows[done], inputs)
+    return tokens
 
 
 def _winners(values: Floats, ids: Ints, rows: Rows, inputs: SamplingInputs) -> Ints:
@@ -167,97 +167,8 @@ def _winners(values: Floats, ids: Ints, rows: Rows, inputs: SamplingInputs) -> I
     return winners
 
 
-def _weights_above_min_p(scaled: Floats, maximum: Floats, min_p: Floats) -> Doubles:
-    """Return exp(scaled - maximum) [n, V], with 0 below the row's min_p (the largest weight is 1)."""
-    weights = np.exp(scaled - maximum)  # float32, as in the C kernel
-    weights[weights < min_p[:, None]] = 0
-    exact: Doubles = weights.astype(np.float64)
-    return exact
-
-
-def _draw_from_largest(scaled: Floats, maximum: Floats, rows: Ints, top_k: Ints, inputs: SamplingInputs) -> Ints:
-    """Return the tokens [n]. Each row tries the buckets, from the first that can hold its top_k, until one suffices."""
-    num_rows, vocab_size = scaled.shape
-    tokens = np.zeros(num_rows, np.int64)
-    total = np.zeros(num_rows)
-    need_total = np.flatnonzero(top_k == 0)
-    if len(need_total):
-        weights = _weights_above_min_p(scaled[need_total], maximum[need_total], inputs.min_p[rows[need_total]])
-        total[need_total] = weights.sum(-1)
-    left = np.arange(num_rows)
-    for bucket in (*(size for size in BUCKETS if size < vocab_size), vocab_size):
-        # The bucket is larger than top_k: the value after the last one shows whether ties with it were cut off.
-        ready = left[(top_k[left] < bucket) | (bucket == vocab_size)]
-        if len(ready) == 0:
-            continue
-        chosen, part = scaled[ready], rows[ready]
-        candidates = _candidates(chosen, maximum[ready], _largest_ids(chosen, bucket))
-        kept, enough = _keep(candidates, top_k[ready], total[ready], inputs.top_p[part], inputs.min_p[part])
-        enough |= bucket == vocab_size
-        tokens[ready[enough]] = _draw(candidates.select(enough), kept[enough], part[enough], inputs)
-        left = np.setdiff1d(left, ready[enough], assume_unique=True)
-        if len(left) == 0:
-            break
-    return tokens
-
-
-def _largest_ids(scaled: Floats, count: int) -> Ints:
-    """Return the ids [n, count] of each row's largest logits [n, V] in descending order; ties may be cut off."""
-    ids = np.argpartition(-scaled, count - 1, axis=-1)[:, :count]
-    order = np.argsort(-np.take_along_axis(scaled, ids, -1), axis=-1)
-    return np.take_along_axis(ids, order, -1)
-
-
-class _Candidates(NamedTuple):
-    """The largest logits [n, bucket] of n rows, in descending order."""
-
-    values: Floats  # scaled logits
-    ids: Ints
-    weights: Doubles  # exp(value - the row's maximum)
-
-    def select(self, rows: Bools) -> "_Candidates":
-        return _Candidates(self.values[rows], self.ids[rows], self.weights[rows])
-
-
-def _candidates(scaled: Floats, maximum: Floats, ids: Ints) -> _Candidates:
-    """Return the candidates with these ids [n, bucket] of logits [n, V] whose maximum is [n, 1]."""
-    values = np.take_along_axis(scaled, ids, -1)
-    return _Candidates(values, ids, np.exp(values - maximum).astype(np.float64))
-
-
-def _keep(
-    candidates: _Candidates,
-    top_k: Ints,
-    total: Doubles,
-    top_p: Floats,
-    min_p: Floats,
-) -> tuple[Ints, Bools]:
-    """Return (kept, enough) [n]: how many of the first candidates remain, and whether the bucket was large enough.
-
-    Every filter keeps a prefix of the candidates. The bucket is not large enough if a token outside it may have the
-    value of the last kept candidate.
-    """
-    values, weights = candidates.values, candidates.weights
-    rows = np.arange(len(values))
-    bucket = values.shape[1]
-    allowed = (weights >= min_p[:, None]) & (values > -np.inf)
-    count = allowed.sum(-1)
-    kth = values[rows, np.minimum(np.where(top_k > 0, top_k, bucket), bucket) - 1]
-    by_k = np.where(top_k > 0, (allowed & (values >= kth[:, None])).sum(-1), count)
-    cumulative = np.cumsum(weights, -1)
-    total = np.where(top_k > 0, cumulative[rows, by_k - 1], total)
-    # A token remains if the tokens before it have less than top_p together. The first always remains, as in vLLM.
-    by_p = ((cumulative - weights) < top_p[:, None] * total[:, None]).sum(-1)
-    kept = np.where(top_p < 1, np.clip(by_p, 1, by_k), by_k)
-    last = values[:, -1]
-    enough = (values[rows, kept - 1] > last) & ((top_k == 0) | (values[rows, by_k - 1] > last))
-    return kept, enough | (last == -np.inf)
-
-
-def _draw(candidates: _Candidates, kept: Ints, rows: Rows, inputs: SamplingInputs) -> Ints:
+def _draw(candidates: Candidates, kept: Ints, rows: Rows, inputs: SamplingInputs) -> Ints:
     """Draw a token [n] from the first kept[i] candidates of each row i."""
-    order = np.lexsort((candidates.ids, -candidates.values), axis=-1)  # _largest_ids() leaves ties in any order
-    order = order[:, : int(kept.max(initial=1))]
-    values = np.take_along_axis(candidates.values, order, -1)
-    values[np.arange(order.shape[1]) >= kept[:, None]] = -np.inf
-    return _winners(values, np.take_along_axis(candidates.ids, order, -1), rows, inputs)
+    values = candidates.values[:, : int(kept.max(initial=1))].copy()
+    values[np.arange(values.shape[1]) >= kept[:, None]] = -np.inf
+    return _winners(values, candidates.ids[:, : values.shape[1]], rows, inputs)

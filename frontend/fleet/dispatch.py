@@ -235,7 +235,7 @@ class Stages:
         first = messages[0]
         if not self._requests.prefilling[row] or not isinstance(first, AddRequest):
             return messages
-        params = msgspec.structs.replace(first.params, max_tokens=1, min_tokens=min(1, first.params.min_tokens))
+        params = first.params.changed(max_tokens=1, min_tokens=min(1, first.params.min_tokens))
         return [msgspec.structs.replace(first, params=params), *messages[1:]]
 
     def end(self, routed: Routed) -> Ended:

@@ -4,11 +4,12 @@ A field that is in no type is ignored and counted: clients send new ones every m
 """
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from frontend.http.errors import HttpError
+from ipc.params.sampling_params import NUMBERS
 
 Json = dict[str, Any]
 
@@ -20,22 +21,24 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = None
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
-    """Fields of every body that asks for tokens. The first group has the names of SamplingParams; None = not given."""
+if TYPE_CHECKING:
+    from msgspec import Struct as NumberFields
+else:
+    #: Every number of SamplingParams under all of its names; None = not given.
+    NumberFields = msgspec.defstruct(
+        "NumberFields",
+        [(name, one.kind | None, None) for one in NUMBERS.values() for name in (one.name, *one.parameter.names)],
+        kw_only=True,
+    )
 
-    n: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
+
+class ParameterFields(NumberFields, kw_only=True):
+    """Fields with the names and meanings of SamplingParams; None = not given. The numbers are made from theirs."""
+
+    max_tokens: int | None = None  # one of the numbers, which routes change
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -48,8 +51,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     length_penalty: float | None = None
     early_stopping: bool | str | None = None
 
+
+class SamplingFields(ParameterFields, kw_only=True):
+    """Fields of every body that asks for tokens."""
+
     model: str | None = None
-    max_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     response_format: Any = None

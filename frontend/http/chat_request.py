@@ -3,8 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
 from frontend.calls.choose import has_special_marks, shows_tools
 from frontend.calls.constraint import Thought, constrain, forced_functions, read_allowed, read_functions
 from frontend.calls.formats import (
@@ -124,7 +122,7 @@ def _prepare(service: Service, request: Request, body: ChatBody, params: Samplin
     params = _constrained(service, body, params, tools, form, thought)
     is_scanned = form.is_harmony or form.reasoning is not None or (form.calls is not None and bool(tools.functions))
     if is_scanned and body.skip_special_tokens is None and has_special_marks(form, service.special_tokens):
-        params = msgspec.structs.replace(params, skip_special_tokens=False)
+        params = params.changed(skip_special_tokens=False)
     requests = service.prepare(request, body, [prompt], params, add_special_tokens=False)
     if not is_scanned:
         return PreparedChat(requests)
@@ -169,7 +167,9 @@ def _constrained(
     )
     if constraint is params.structured_outputs:
         return params
-    return msgspec.structs.replace(params, structured_outputs=constraint)
+    constrained = params.changed(structured_outputs=constraint)
+    constrained.check_structured_outputs()
+    return constrained
 
 
 def _render(service: Service, body: ChatBody, tools: _Tools) -> PromptInput:

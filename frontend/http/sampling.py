@@ -5,13 +5,15 @@ A beam search draws nothing, so the model's defaults for draws are not for it.
 
 from typing import Any
 
-from frontend.http.bodies import SamplingFields, refuse_fields
+from frontend.http.bodies import ParameterFields, SamplingFields, refuse_fields
 from frontend.http.response_format import read_structure
-from ipc.params.sampling_params import RequestOutputKind, SamplingParams
+from ipc.params.sampling_params import NUMBERS, OF_DRAWS, RequestOutputKind, SamplingParams
 
-#: Fields of a body with the names and meanings of SamplingParams.
-_NAMES = SamplingFields.__struct_fields__[: SamplingFields.__struct_fields__.index("model")]
-_OF_DRAWS = ("temperature", "top_p", "top_k", "min_p")
+#: Field of a body -> parameter: first the names of other engines, so that ours come before them.
+_PARAMETERS = {
+    **{name: one.name for one in NUMBERS.values() for name in one.parameter.names},
+    **{name: name for name in ParameterFields.__struct_fields__ if name in SamplingParams.__struct_fields__},
+}
 
 
 def read_sampling(
@@ -23,10 +25,10 @@ def read_sampling(
     context. logprobs: likely tokens to report beside each. Errors: HttpError, InvalidRequestError.
     """
     refuse_fields(body)
-    given = {name: value for name in _NAMES if (value := getattr(body, name)) is not None}
+    given = {to: value for name, to in _PARAMETERS.items() if (value := getattr(body, name)) is not None}
     if body.use_beam_search:
-        defaults = {name: value for name, value in defaults.items() if name not in _OF_DRAWS} | {"temperature": 0.0}
-    limit = body.max_tokens if body.max_tokens is not None else defaults.get("max_tokens", max_tokens)
+        defaults = {name: value for name, value in defaults.items() if name not in OF_DRAWS} | {"temperature": 0.0}
+    limit = given.get("max_tokens", defaults.get("max_tokens", max_tokens))
     kind = RequestOutputKind.DELTA if body.stream else RequestOutputKind.FINAL_ONLY
     structure = read_structure(body.response_format, body.structured_outputs)
     own = {"max_tokens": limit, "logprobs": logprobs, "output_kind": kind, "structured_outputs": structure}

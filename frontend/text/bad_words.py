@@ -2,7 +2,7 @@
 
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import InvalidRequestError
-from ipc.params.sampling_params import MAX_BAD_WORD_TOKENS
+from ipc.params.list_parameters import MAX_BAD_WORD_TOKENS
 
 
 def bad_words_token_ids(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:

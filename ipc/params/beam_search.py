@@ -11,13 +11,6 @@ MAX_BEAM_TOKENS = 65_535
 MAX_LENGTH_PENALTY = 8.0
 
 _CHOICES = "sample n choices and take the one whose cumulative_logprob / number of tokens is best"
-#: Parameters whose values a beam search bounds, and why.
-_FIXED: dict[str, tuple[tuple[object, ...], str]] = {
-    "top_p": ((1.0,), "a beam search draws nothing"),
-    "top_k": ((0, -1), "a beam search draws nothing"),
-    "min_p": ((0.0,), "a beam search draws nothing"),
-    "stop": ((None, [], ()), "the engine, which ends beams, sees no text: use stop_token_ids"),
-}
 _ALL_LOGPROBS = -1
 
 
@@ -62,9 +55,11 @@ def check_beam_search(params: Any) -> None:
     params.length_penalty = float(penalty)
     if not isinstance(params.early_stopping, bool) and params.early_stopping != "never":
         raise InvalidRequestError(f'early_stopping must be True, False or "never", got {params.early_stopping!r}')
-    for name, (values, reason) in _FIXED.items():
-        if (given := getattr(params, name)) not in values:
-            raise InvalidRequestError(f"{name}={given!r} and use_beam_search exclude each other: {reason}")
+    if params.stop not in (None, [], ()):
+        raise InvalidRequestError(
+            f"stop={params.stop!r} and use_beam_search exclude each other: the engine, which ends beams, sees no text: "
+            "use stop_token_ids"
+        )
     if params.logprobs == _ALL_LOGPROBS:
         raise InvalidRequestError(
             "logprobs=-1 and use_beam_search exclude each other: each beam would keep the whole vocabulary for each of "

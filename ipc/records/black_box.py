@@ -39,7 +39,7 @@ def request_digest(
     content, whatever ids the prompt has in their place.
     """
     if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:  # of the first choice only
-        params = msgspec.structs.replace(params, prompt_logprobs=None)
+        params = params.changed(prompt_logprobs=None)
     if features:
         prompt_token_ids = without_ids(prompt_token_ids, features) + b"".join(use.digest for use in features)
     return blake2b(prompt_token_ids + _encoder.encode(params), digest_size=DIGEST_BYTES).digest()

@@ -14,25 +14,13 @@ from ipc.errors import ConfigError, InvalidRequestError, ModelFileError
 from ipc.files.gguf import read_gguf
 from ipc.files.model_files import resolve_model
 from ipc.options.config import EngineConfig
-from ipc.params.sampling_params import SamplingParams
+from ipc.params.sampling_params import NUMBERS, SamplingParams
 
 _FILE = "generation_config.json"
-#: Keys of generation_config.json -> parameters; the same ones that vLLM uses.
-_JSON_KEYS = {
-    "repetition_penalty": "repetition_penalty",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "max_new_tokens": "max_tokens",
-}
-_GGUF_KEYS = {
-    "general.sampling.penalty_repeat": "repetition_penalty",
-    "general.sampling.temp": "temperature",
-    "general.sampling.top_k": "top_k",
-    "general.sampling.top_p": "top_p",
-    "general.sampling.min_p": "min_p",
-}
+_KEYS = {name: one.parameter.gguf for name, one in NUMBERS.items() if one.parameter.gguf}
+#: Keys of generation_config.json -> parameters: those that vLLM uses, and those of GGUF files.
+_JSON_KEYS = {**{name: name for name in _KEYS}, "max_new_tokens": "max_tokens"}
+_GGUF_KEYS = {f"general.sampling.{key}": name for name, key in _KEYS.items()}
 
 
 def read_default_sampling(config: EngineConfig) -> dict[str, float | int]:

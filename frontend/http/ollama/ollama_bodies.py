@@ -7,20 +7,10 @@ import msgspec
 from frontend.http.bodies import Json
 from frontend.http.errors import HttpError
 from ipc.params.json_schemas import close_objects
+from ipc.params.sampling_params import NUMBERS
 
-#: Ollama's option -> our field of the same meaning.
-_NAMES = {
-    "num_predict": "max_tokens",
-    "temperature": "temperature",
-    "top_k": "top_k",
-    "top_p": "top_p",
-    "min_p": "min_p",
-    "seed": "seed",
-    "stop": "stop",
-    "repeat_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-}
+#: Option -> our field: every number of SamplingParams by its names, which are Ollama's and ours.
+_NAMES = {name: one.name for one in NUMBERS.values() for name in (one.name, *one.parameter.names)} | {"stop": "stop"}
 #: Options of the machine and of a model's loading, which this server's owner decides.
 _OWNERS = (
     *("num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "use_mlock", "low_vram", "numa"),

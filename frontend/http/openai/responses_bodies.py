@@ -68,13 +68,13 @@ def chat_of(body: ResponsesBody) -> ChatBody:
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     for index, item in enumerate(items):
         _add_item(messages, item, f"input[{index}]")
+    numbers: Json = {"temperature": body.temperature, "top_p": body.top_p}
     chat = ChatBody(
         messages=messages,
         model=body.model,
         stream=body.stream,
         max_tokens=body.max_output_tokens,
-        temperature=body.temperature,
-        top_p=body.top_p,
+        **numbers,
         tools=[_tool(tool) for tool in body.tools or []] or None,
         tool_choice=_tool_choice(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,

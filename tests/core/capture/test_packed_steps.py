@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from core.capture.packed_steps import is_plain
-from core.execution.plan import ModelRunnerOutput, SchedulerOutput, encode_plan
+from core.execution.plan import ModelRunnerOutput, NewRow, SchedulerOutput, encode_plan
+from ipc.params.sampling_params import SamplingParams
 
 ONES = np.ones(1, np.int32)
 PLAIN = SchedulerOutput(7, ONES, [], ONES, ONES, ONES, ONES)
@@ -27,7 +28,9 @@ BESIDE_OF_RESULT = {"draft_token_ids": "draft_counts"}
 
 def filled(field: msgspec.structs.FieldInfo) -> object:
     """Return a value of the field that is not empty, by what is in it where there is nothing."""
-    return [(1, [])] if field.default_factory is list or field.name == "added" else ONES
+    if field.name == "added":
+        return [NewRow(0, ONES, 1, 0, ONES, SamplingParams(), seed=0)]
+    return [(1, [])] if field.default_factory is list else ONES
 
 
 def fields_but(kind: type[msgspec.Struct], known: set[str]) -> list[msgspec.structs.FieldInfo]:

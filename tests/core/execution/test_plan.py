@@ -66,6 +66,17 @@ def test_round_trip() -> None:
     assert (again.num_tokens, again.is_empty) == (25, False)
 
 
+@pytest.mark.parametrize("later", [{}, {"top_n_sigma": 2.0}, {"xtc_probability": 0.5}, {"xtc_threshold": 0.2}])
+def test_parameters_that_came_later_leave_the_bytes_of_plans_without_them(later: dict[str, float]) -> None:
+    """The digests of plans are in captures, which later versions replay."""
+    new = NewRow(0, int32s(1), 1, 0, int32s(3), SamplingParams(temperature=0.5, **later), 0)
+    plan = msgspec.structs.replace(PLAN, added=[new])
+    params = msgspec.msgpack.decode(encode_plan(plan))[2][0][5]
+    fields = SamplingParams.__struct_fields__
+    assert len(params) == (fields.index(next(iter(later))) if later else fields.index("skip_clone")) + 1
+    assert decode_plan(encode_plan(plan)).added[0].params == new.params
+
+
 def test_an_empty_plan() -> None:
     empty = SchedulerOutput(3, int32s(1), [], int32s(), int32s(), int32s(), int32s())
     assert empty.is_empty

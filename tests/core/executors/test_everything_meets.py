@@ -41,9 +41,15 @@ OPTIONS: list[dict[str, Any]] = [
     {"bad_words_token_ids": [[4], [7, 8], [9, 10, 11]], "temperature": 0.5},
     {"min_tokens": 9, "ignore_eos": False, "stop_token_ids": list(range(0, VOCAB_SIZE, 6))},
     {"logprobs": 3, "prompt_logprobs": 1, "top_p": 0.9, "n": 2},
-    {"n": 3, "seed": 5, "top_k": 30},
+    {"n": 3, "seed": 5, "top_k": 30, "xtc_probability": 0.5, "xtc_threshold": 0.02},
     {"structured_outputs": structured(json=NAMES, disable_any_whitespace=True), "ignore_eos": False},
-    {"structured_outputs": structured(regex="[a-e]{3,9}(00)?"), "ignore_eos": False, "n": 2},
+    {
+        "structured_outputs": structured(regex="[a-e]{3,9}(00)?"),
+        "ignore_eos": False,
+        "n": 2,
+        "xtc_probability": 0.5,
+        "top_n_sigma": 1.5,
+    },
     {"use_beam_search": True, "best_of": 3, "n": 2, "ignore_eos": False, **GREEDY},
     {
         "use_beam_search": True,

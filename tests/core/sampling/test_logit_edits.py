@@ -14,8 +14,9 @@ from core.sampling.columns import SamplingColumns
 from core.sampling.logit_edits import apply_edits, edit_groups
 from core.sampling.sampler import NOT_A_TOKEN, sample
 from core.sampling.token_counts import TokenCounts
+from core.sampling.xtc import XTC
 from ipc.params.sampling_params import SamplingParams
-from kernels.gumbel import noise
+from kernels.gumbel import noise, philox4x32
 
 VOCAB_SIZE = 60
 EOS = 7
@@ -74,11 +75,29 @@ def edited(logits: np.ndarray, params: SamplingParams, prompt: list[int], output
     for token, count in counts.items():
         logits[token] -= np.float32(params.frequency_penalty) * np.float32(count)
         logits[token] -= np.float32(params.presence_penalty)
+    if params.top_n_sigma > 0:
+        known = logits[np.isfinite(logits)].astype(np.float64)
+        deviation = np.sqrt(((known - known.sum() / len(known)) ** 2).sum() / len(known))
+        logits[logits < known.max() - params.top_n_sigma * deviation] = -np.inf
+    return logits
+
+
+def without_top_choices(logits: np.ndarray, params: SamplingParams, seed: int, position: int) -> np.ndarray:
+    """Xtc, as its definition says; the logits are those that filters have left."""
+    counter = np.array([[position, 0, XTC, 0]], np.uint32)
+    if philox4x32(np.array([seed], np.uint64), counter)[0, 0] / 2**32 >= params.xtc_probability:
+        return logits
+    weights = np.exp(logits.astype(np.float64) - logits.max())
+    bound = np.float32(params.xtc_threshold) * weights.sum()
+    likely = [token for token, weight in enumerate(weights.tolist()) if weight > 0 and weight >= bound]
+    logits = logits.copy()
+    logits[sorted(likely, key=lambda token: (-logits[token], token))[:-1]] = -np.inf
     return logits
 
 
 def draw(logits: np.ndarray, params: SamplingParams, seed: int, position: int) -> int:
-    """Temperature, then the largest sum with the same noise."""
+    """Top choices excluded, temperature, then the largest sum with the same noise."""
+    logits = without_top_choices(logits, params, seed, position)
     if params.temperature == 0:
         return int(np.argmax(logits))
     tokens = np.arange(len(logits))[None]
@@ -96,6 +115,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"allowed_token_ids": [2, 3, 5, EOS, 11, 13]},
     {"bad_words_token_ids": [[4], [5, 6], [6, 5, 6], [1, 1, 1], [8, 9, 10, 11]]},
     {"min_tokens": 9, "stop_token_ids": [12, 13]},
+    {"top_n_sigma": 0.8},
+    {"xtc_probability": 0.5, "xtc_threshold": 0.04},
+    {"xtc_probability": 1.0, "top_n_sigma": 2.0, "repetition_penalty": 1.1, "allowed_token_ids": [1, 4, 5, 6, EOS]},
     {"min_tokens": 9, "ignore_eos": True},
     {
         "allowed_token_ids": [1, 4, 5, 6, EOS],

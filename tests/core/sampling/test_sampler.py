@@ -146,12 +146,12 @@ def test_row_alone_equals_row_among_others():
 
 
 def test_totals_do_not_depend_on_rows():
-    from core.sampling.sampler import _weights_above_min_p
+    from core.sampling.filters import weights_above_min_p
 
     scaled = np.random.default_rng(0).standard_normal((5, 200_000), np.float32)
 
     def totals(rows):
-        return _weights_above_min_p(scaled[rows], scaled[rows].max(-1, keepdims=True), np.zeros(len(rows))).sum(-1)
+        return weights_above_min_p(scaled[rows], scaled[rows].max(-1, keepdims=True), np.zeros(len(rows))).sum(-1)
 
     assert [totals([row])[0] for row in range(5)] == totals(range(5)).tolist() == totals([4, 3, 2, 1, 0])[::-1].tolist()
 

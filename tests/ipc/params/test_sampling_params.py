@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from ipc.errors import EngineCoreError, InvalidRequestError, UnsupportedParameterError
+from ipc.params.list_parameters import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 from ipc.params.refused_parameters import REFUSED
 from ipc.params.sampling_params import (
-    MAX_STOP_STRING_CHARS,
-    MAX_STOP_STRINGS,
-    MAX_STOP_TOKEN_IDS,
     MIN_TEMPERATURE,
+    NUMBERS,
     RequestOutputKind,
     SamplingParams,
     check_num_logprobs,
 )
+from tests.make_sampling import PAGE, made
 
 NAN, INFINITY = math.nan, math.inf
 FLOATS = {
@@ -27,6 +27,9 @@ FLOATS = {
     "presence_penalty": (-2.0, 2.0),
     "frequency_penalty": (-2.0, 2.0),
     "repetition_penalty": (1e-4, 1e4),
+    "top_n_sigma": (-1.0, 1e4),
+    "xtc_probability": (0.0, 1.0),
+    "xtc_threshold": (0.0, 1.0),
 }
 TOKEN_OPTIONS = ("logit_bias", "allowed_token_ids", "bad_words", "bad_words_token_ids")
 INTEGERS = {
@@ -70,6 +73,21 @@ def test_every_parameter_is_checked_by_some_rule() -> None:
         *("use_beam_search", "best_of", "length_penalty", "early_stopping"),  # tests/ipc/params/test_beam_search.py
     }
     assert checked == set(SamplingParams.__struct_fields__)
+
+
+def test_every_number_is_declared() -> None:
+    assert {*FLOATS, *INTEGERS} == {*NUMBERS}
+    for name, (low, high) in (FLOATS | INTEGERS).items():
+        assert (NUMBERS[name].parameter.low, NUMBERS[name].parameter.high) == (low, high)
+        assert NUMBERS[name].kind is (float if name in FLOATS else int)
+
+
+@pytest.mark.checkout  # docs/
+def test_the_page_of_parameters_is_that_of_the_code() -> None:
+    """docs/sampling.md: `make map` writes its table."""
+    page = PAGE.read_text()
+    assert page == made(page)
+    assert page.count("\n| `") == len(NUMBERS)
 
 
 @pytest.mark.parametrize("name", sorted(FLOATS))
@@ -119,6 +137,10 @@ def test_top_p_zero_says_what_to_do() -> None:
 
 def test_top_k_of_all() -> None:
     assert [make(top_k=k).top_k for k in (-1, 0, 5)] == [0, 0, 5]
+
+
+def test_what_turns_llama_cpps_options_off_is_one_value() -> None:
+    assert [make(top_n_sigma=sigma).top_n_sigma for sigma in (-1, -0.5, 0, 1.5)] == [0.0, 0.0, 0.0, 1.5]
 
 
 def test_seeds_are_64_bits() -> None:

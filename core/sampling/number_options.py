@@ -1,0 +1,65 @@
+"""NumberOptions: the base of options that are numbers and change logits, with their columns."""
+
+from abc import abstractmethod
+from typing import ClassVar
+
+import numpy as np
+
+from core.execution.plan import NewRow
+from core.sampling.edit_group import Edit, EditGroup, SampledRows
+from ipc.params.sampling_params import NUMBERS, SamplingParams
+from ipc.tables.arrays import Ints, Positions, Rows
+
+
+class NumberOptions(EditGroup):
+    """The rows with an option: a column [rows] of each of its numbers, with the dtype of the number's declaration.
+
+    A subclass names the numbers, and has edit_of(). A row uses the option if the first of `options` is above 0.
+    """
+
+    #: Numbers of SamplingParams that the option reads beside `options`, and that do not enable it.
+    reads: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, num_rows: int) -> None:
+        """Make empty columns for num_rows rows."""
+        names = (*self.options, *self.reads)
+        self.numbers = {name: np.zeros(num_rows, NUMBERS[name].dtype) for name in names}
+        self.seed = np.zeros(num_rows, np.uint64)
+        self.choice = np.zeros(num_rows, np.int64)
+        self._is_used = np.zeros(num_rows, np.bool_)
+
+    def is_enabled(self, params: SamplingParams) -> bool:
+        """Return whether these parameters use the option."""
+        return bool(getattr(params, self.options[0]) > 0)
+
+    @abstractmethod
+    def edit_of(self, samples: Ints, rows: Rows, positions: Positions) -> Edit | None:
+        """Return the edit of samples [n] of rows that use the option; None if it changes none of them.
+
+        rows [n]: of the columns. positions [n]: indices of the samples' tokens in their outputs.
+        """
+
+    def add(self, new: NewRow) -> bool:
+        """Add the row if its parameters use the option; return whether they do."""
+        row, params = new.row, new.params
+        if not self.is_enabled(params):
+            return False
+        for name, column in self.numbers.items():
+            column[row] = getattr(params, name)
+        self.seed[row], self.choice[row] = new.seed, new.choice
+        self._is_used[row] = True
+        return True
+
+    def remove(self, row: int) -> None:
+        """Remove the row, if it has the option."""
+        self._is_used[row] = False
+
+    def edit(self, sampled: SampledRows) -> Edit | None:
+        """Return the edit of the sampled rows with the option; None if there is none to change."""
+        rows = sampled.samples.rows
+        samples = self.using(rows)
+        return self.edit_of(samples, rows[samples], sampled.positions[samples]) if len(samples) else None
+
+    def using(self, rows: Rows) -> Ints:
+        """Return the indices of those of these rows that use the option."""
+        return np.flatnonzero(self._is_used[rows])
