@@ -29,7 +29,7 @@ from core.kv.orders import Order
 from core.scheduling.explain import explain
 from core.scheduling.scheduler import Scheduler
 from core.scheduling.state_ends import keep_states
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.options.workers import most_in_flight
 from ipc.tables.columns import unpack_choices, unpack_numbers
 from ipc.wire.call import Call
@@ -62,9 +62,8 @@ class EngineCore:
     """
 
     def __init__(
-        self, config: EngineConfig, executor: Executor, epoch: int = 0, watchers: Sequence[StepWatcher] = ()
+        self, config: ResolvedConfig, executor: Executor, epoch: int = 0, watchers: Sequence[StepWatcher] = ()
     ) -> None:
-        assert config.max_model_len is not None, "the config is not resolved"
         self._max_model_len = config.max_model_len
         self._whole_prompt_tasks = executor.info.whole_prompt_tasks
         self._kind_stride = executor.info.vocab_size if executor.info.num_token_kinds > 1 else 0
@@ -75,7 +74,7 @@ class EngineCore:
         self.kv_feed = KVFeed(self.scheduler.pool.names, epoch)
         self.pipeline = Pipeline(executor, depth=most_in_flight(config), watchers=watchers)
 
-    def _keep_states(self, config: EngineConfig, state_bytes: int) -> None:
+    def _keep_states(self, config: ResolvedConfig, state_bytes: int) -> None:
         """Let the requests of a model with recurrent layers begin with kept states instead of others' rows.
 
         Copies of rows have their states, and a step has no more drafts than there are places for states before them.
@@ -85,7 +84,7 @@ class EngineCore:
         batch, admission = self.scheduler.batch, self.scheduler.admission
         batch.on_copy.append(batch.copy_state)
         self.scheduler.speculation.most_in_step = num_draft_states(config, state_bytes)
-        batch.forks.is_off, batch.forks.least_shared = True, config.max_model_len or 0
+        batch.forks.is_off, batch.forks.least_shared = True, config.max_model_len
         num_slots = num_state_slots(config, state_bytes)
         assert num_slots or not config.enable_prefix_caching, "the config is not resolved"
         if num_slots:
@@ -183,8 +182,9 @@ class EngineCore:
         return CallDone(message.call) if answer is None else answer
 
     def _add_request(self, client: int, message: Submission, now_ns: int) -> None:
-        sizes = self._max_model_len, self._whole_prompt_tasks, self._kind_stride
-        choices = requests_from_message(message, client, self._num_requests, *sizes)
+        choices = requests_from_message(
+            message, client, self._num_requests, self._max_model_len, self._whole_prompt_tasks, self._kind_stride
+        )
         self._num_requests += len(choices)
         deadline_ns = now_ns + message.deadline_ms * NS_PER_MS if message.deadline_ms else 0
         self.scheduler.add_request(choices, now_ns, deadline_ns)

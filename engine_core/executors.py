@@ -24,10 +24,12 @@ from core.execution.plan import (
 )
 from core.execution.runner_table import RunnerTable
 from core.executors.fake import FakeExecutor
+from core.executors.fake_options import FakeOptions
 from core.executors.local import LocalExecutor
 from core.grammars.grammars import Grammars, model_grammars
 from ipc.errors import ConfigError, OutOfMemoryError
 from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 
 __all__ = [
     "EXECUTOR_API",
@@ -38,6 +40,7 @@ __all__ = [
     "EngineConfig",
     "Executor",
     "FakeExecutor",
+    "FakeOptions",
     "FinishedStep",
     "Grammars",
     "LocalExecutor",
@@ -48,6 +51,7 @@ __all__ = [
     "NewRow",
     "OutOfMemoryError",
     "PooledColumns",
+    "ResolvedConfig",
     "RunnerTable",
     "SchedulerOutput",
     "StepCosts",

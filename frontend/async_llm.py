@@ -235,7 +235,6 @@ class AsyncLLM(AbsentMethods):
         """
 
         async def begin(name: str) -> State[PoolingRequestOutput]:
-            arguments = (self._engine, [_one_prompt(prompt)], pooling_params, pooling_task)
             prepare = partial(
                 prepare_pooling,
                 priority=priority,
@@ -245,9 +244,13 @@ class AsyncLLM(AbsentMethods):
                 lora=lora_request,
             )
             if lora_request is not None:
-                (prepared,) = await asyncio.to_thread(prepare, *arguments)
+                (prepared,) = await asyncio.to_thread(
+                    prepare, self._engine, [_one_prompt(prompt)], pooling_params, pooling_task
+                )
             else:
-                (prepared,) = await _beside_the_loop(prompt, prepare, *arguments)
+                (prepared,) = await _beside_the_loop(
+                    prompt, prepare, self._engine, [_one_prompt(prompt)], pooling_params, pooling_task
+                )
             return submit_pooling(self._engine, prepared, name)
 
         return self._serve(begin, request_id)
@@ -392,12 +395,11 @@ class AsyncLLM(AbsentMethods):
         """Return the function that submits a request for tokens under a name. options: more of EngineHandle.prepare."""
 
         async def begin(name: str) -> State[RequestOutput]:
-            arguments = ([_one_prompt(prompt)], params, priority, deadline)
             prepare = partial(self._engine.prepare, tenant=tenant, **options)
             if options["lora"] is not None:  # the engine may have to load it, and is waited for
-                (prepared,) = await asyncio.to_thread(prepare, *arguments)
+                (prepared,) = await asyncio.to_thread(prepare, [_one_prompt(prompt)], params, priority, deadline)
             else:
-                (prepared,) = await _beside_the_loop(prompt, prepare, *arguments)
+                (prepared,) = await _beside_the_loop(prompt, prepare, [_one_prompt(prompt)], params, priority, deadline)
             return self._engine.submit(prepared, name)
 
         return begin

@@ -7,8 +7,8 @@ from typing import TypeAlias
 import msgspec
 
 from frontend.client.client import EngineClient
-from ipc.errors import CallFailedError, InvalidRequestError, UnsupportedParameterError
-from ipc.wire.lora_messages import LORA_MINOR, AdapterId, LoraAdapter
+from ipc.errors import CallFailedError, InvalidRequestError
+from ipc.wire.lora_messages import AdapterId, LoraAdapter
 
 
 class LoRARequest(msgspec.Struct, frozen=True):
@@ -74,10 +74,6 @@ class LoadedAdapters:
     def _digest(self, asked: LoRARequest) -> str:
         if not isinstance(asked, LoRARequest):
             raise InvalidRequestError(f"lora_request must be a LoRARequest; got {type(asked).__name__}")
-        if (minor := self._client.welcome.minor) < LORA_MINOR:
-            raise UnsupportedParameterError(
-                f"this engine speaks protocol 1.{minor}, and adapters came with 1.{LORA_MINOR}: update the engine"
-            )
         key = asked.name, asked.adapter_id, asked.path
         if key not in self._loaded:
             self._loaded[key] = self._load(asked)

@@ -13,10 +13,9 @@ from frontend.results.pooling_state import PoolingState
 from frontend.session import EngineHandle
 from frontend.text.prompt_forms import PromptInput
 from frontend.text.prompts import Prompt, read_prompts
-from ipc.errors import InvalidRequestError, UnsupportedParameterError
+from ipc.errors import InvalidRequestError
 from ipc.params.pooling_params import GENERATE, PoolingParams, PoolingTask, check_task
 from ipc.wire.lora_messages import AdapterId
-from ipc.wire.pooling_messages import POOLING_MINOR
 
 
 class PreparedPooling(NamedTuple):
@@ -50,10 +49,6 @@ def prepare_pooling(
     if not isinstance(tenant, str):
         raise InvalidRequestError(f"tenant must be a str, got {type(tenant).__name__}")
     end, welcome = read_deadline(deadline), engine.client.welcome
-    if welcome.minor < POOLING_MINOR:
-        raise UnsupportedParameterError(
-            f"this engine speaks protocol 1.{welcome.minor}, and pooling came with 1.{POOLING_MINOR}: update the engine"
-        )
     chosen = _with_tasks(params, task, len(prompts), welcome.tasks)
     embeds = all((one.task or "").endswith("embed") for one in chosen)
     if prompt_name and not (embeds and engine.tokenizer is not None):

@@ -32,14 +32,13 @@ from frontend.text.chat_template import render_chat
 from frontend.text.prompt_forms import PromptInput
 from frontend.text.prompts import Prompt, read_prompts
 from frontend.text.tokenizer import Tokenizer
-from ipc.errors import ConfigError, InvalidRequestError, ModelFileError, UnsupportedParameterError
+from ipc.errors import ConfigError, InvalidRequestError, ModelFileError
 from ipc.files.model_files import read_chat_template, read_tokenizer_files, tokenizer_hash
 from ipc.options.config import EngineConfig
 from ipc.options.given_options import config_from_options
 from ipc.options.tokenizer_files import client_files_of
 from ipc.params.sampling_params import RequestOutputKind, SamplingParams, check_num_logprobs
 from ipc.wire.lora_messages import AdapterId
-from ipc.wire.messages import STRUCTURED_OUTPUTS_MINOR
 
 Message: TypeAlias = dict[str, Any]
 
@@ -222,7 +221,7 @@ class EngineHandle:
             features=prompt.features,
         )
         name = str(number) if request_id is None else request_id
-        return RequestState(name, number, prompt, params, self.tokenizer)
+        return RequestState(name, number, prompt, params, tokenizer=self.tokenizer)
 
     def advance(self, state: State[Output]) -> Output | None:
         """Update a request with its news; return its output, or None where there is nothing to show.
@@ -359,11 +358,6 @@ class EngineHandle:
             if one.stop_strings and self.tokenizer is None:
                 raise InvalidRequestError(
                     "stop strings need a tokenizer, which this engine has not: use stop_token_ids"
-                )
-            if one.structured_outputs is not None and self.client.welcome.minor < STRUCTURED_OUTPUTS_MINOR:
-                raise UnsupportedParameterError(
-                    f"this engine speaks protocol 1.{self.client.welcome.minor}, and structured_outputs came with "
-                    f"1.{STRUCTURED_OUTPUTS_MINOR}: update the engine"
                 )
             if one.bad_words and self.tokenizer is None:
                 raise InvalidRequestError(

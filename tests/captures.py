@@ -14,21 +14,21 @@ from core.capture.engine import CapturedEngine, start_capture
 from core.capture.records import TAGS, Input, Record, Step, decode_record, encode_record
 from core.executors.by_name import load_executor
 from core.inputs import EngineInput
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.records.log_frames import Frame, pack_frame, read_frames
 from ipc.wire.messages import Abort, AddRequest, GetStatistics, Goodbye, ResetPrefixCache
 from tests.columns import pack_numbers
+from tests.fake_options import fake_options
+from tests.resolved import resolved_config
 from tools.cli import main
 
 VOCAB = 1000
 NUM_REQUESTS = 50
 SHARED = list(range(100, 124))  # three blocks that a third of the prompts begin with
 
-CONFIG = EngineConfig(
-    executor="fake",
-    fake_vocab_size=VOCAB,
-    fake_max_model_len=200,
+CONFIG = resolved_config(
+    executor_options=fake_options(vocab_size=VOCAB, max_model_len=200),
     max_model_len=120,
     max_num_seqs=8,
     max_num_batched_tokens=48,
@@ -48,10 +48,10 @@ def make_request(number: int, rng: random.Random) -> AddRequest:
 
 def capture_in_process(
     path: Path,
-    config: EngineConfig = CONFIG,
+    config: ResolvedConfig = CONFIG,
     make: Callable[[int, random.Random], AddRequest] = make_request,
 ) -> CapturedEngine:
-    """Three clients; the last one leaves before it is done. config: resolved. make: the request of a number."""
+    """Three clients; the last one leaves before it is done. make: the request of a number."""
     rng = random.Random(7)
     executor = load_executor(config)
     executor.initialize_cache(config)

@@ -39,13 +39,18 @@ from ipc.wire.messages import (
 )
 from tests.columns import pack_numbers
 from tests.core.running_engine import VOCAB, expected
+from tests.fake_options import fake_options
 from tests.ipc.wire.test_messages import CLIENT_MESSAGES, mutate
 from tests.placed import placed
 from tests.raw_client import PATIENCE_S, RawClient, request
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIG = EngineConfig(
-    executor="fake", fake_vocab_size=VOCAB, max_model_len=20_000, max_num_seqs=24, num_blocks_override=4000
+    executor="fake",
+    executor_options=fake_options(vocab_size=VOCAB),
+    max_model_len=20_000,
+    max_num_seqs=24,
+    num_blocks_override=4000,
 )
 MAX_GROWTH_BYTES = 64 << 20  # of the engine's memory under attack; what it takes is a few MiB
 

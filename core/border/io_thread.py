@@ -51,6 +51,7 @@ class IOThread:
         router: BoundRouter,
         served: Served,
         preparers: Sequence[Preparer] = (),
+        *,
         adapters: AdapterShelf | None = None,
     ) -> None:
         """Make the thread; start() runs it. preparers: the kinds of work that requests may need first. adapters: None =
@@ -85,9 +86,9 @@ class IOThread:
             self._monitor,
             served,
             time.monotonic(),
-            preparers,
-            Doorway(max_connections()),
-            adapters,
+            preparers=preparers,
+            doorway=Doorway(max_connections()),
+            adapters=adapters,
             on_drain=self.drain,
             on_shutdown=self._wake_up,
             on_prepared=self._wake_up,

@@ -188,7 +188,7 @@ class Preparation(Waiting):
     """
 
     def __init__(
-        self, preparers: Sequence[Preparer], inbox: Inbox, busy: Busy, epoch: int, wake: Callable[[], None]
+        self, preparers: Sequence[Preparer], inbox: Inbox, busy: Busy, epoch: int, *, wake: Callable[[], None]
     ) -> None:
         super().__init__(inbox, epoch)
         self._wake = wake

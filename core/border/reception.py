@@ -67,7 +67,6 @@ MAX_CALLS = 32  # calls of one session that the engine has not answered yet
 MAX_TOKENIZERS = 8  # hand-overs to one session: each may be tens of megabytes
 RETURN_S = 2.0  # from its Hello on, in which a client sends again what it had, though the engine drains
 _USER_ID = "User-Id"  # libzmq's name for what ZAP says of a peer: the name of its key
-_LEASE_MINOR = 1  # the first protocol minor whose clients send heartbeats
 
 
 class Served(msgspec.Struct, frozen=True):
@@ -100,8 +99,8 @@ class Reception:
         sessions: Sessions,
         inbox: Inbox,
         clock: LeaseClock,
-        preparation: Preparation | None = None,
         *,
+        preparation: Preparation | None = None,
         adapters: AdapterCalls,
         isolation: Isolation,
         departure: Departure,
@@ -191,7 +190,7 @@ class Reception:
             fd,
             hello.client_name,
             is_owner=is_owner,
-            has_lease=not is_owner and hello.minor >= _LEASE_MINOR,  # the owner's lease is its pipe
+            has_lease=not is_owner,  # the owner's lease is its pipe
             lease_time=self._clock.time,
         )
 

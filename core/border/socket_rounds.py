@@ -58,10 +58,10 @@ class Border:
         monitor: Socket,
         served: Served,
         now: float,
+        *,
         preparers: Sequence[Preparer] = (),
         doorway: Doorway | None = None,
         adapters: AdapterShelf | None = None,
-        *,
         on_drain: Callable[[], None],
         on_shutdown: Callable[[], None],
         on_prepared: Callable[[], None] = lambda: None,
@@ -80,8 +80,11 @@ class Border:
         self._clock = LeaseClock(self._lease_s / _TICKS_PER_LEASE, now)
         self._on_drain, self._on_shutdown = on_drain, on_shutdown
         self._meter = served.meter
-        parts = self.inbox, self._busy, served.welcome.epoch, on_prepared
-        self._preparation = Preparation(preparers, *parts) if preparers else None
+        self._preparation = (
+            Preparation(preparers, self.inbox, self._busy, served.welcome.epoch, wake=on_prepared)
+            if preparers
+            else None
+        )
         self._adapters = AdapterCalls(adapters, on_prepared)
         self._isolation = Isolation(self.inbox, served.welcome.epoch, served.isolate)
         self._forget_at_close(served)
@@ -91,7 +94,7 @@ class Border:
             self.sessions,
             self.inbox,
             self._clock,
-            self._preparation,
+            preparation=self._preparation,
             adapters=self._adapters,
             isolation=self._isolation,
             departure=self.departure,

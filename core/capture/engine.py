@@ -37,6 +37,7 @@ from core.execution.plan import (
 )
 from core.inputs import EngineInput, EngineReply
 from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.tables.arrays import NO_INT32S, Int32s
 
 _REMOVED, _ROWS, _COUNTS = map(
@@ -78,10 +79,11 @@ class CapturedEngine:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: ResolvedConfig,
         executor: Executor,
         log: CaptureLog,
         epoch: int = 0,
+        *,
         watchers: Sequence[StepWatcher] = (),
         received: Callable[[], Sequence[int]] | None = None,
         copies_early: bool = False,
@@ -273,14 +275,18 @@ class CapturedEngine:
         log.add_packed(now_ns, b"".join((head, removed, block_rows, block_ids, rows, counts, tokens)))
 
 
-def start_capture(path: str, config: EngineConfig, model: ModelInfo, engine_version: str, epoch: int) -> CaptureWriter:
-    """Return a writer to a new file with its header. config: resolved. Errors: ConfigError."""
+def start_capture(
+    path: str, config: ResolvedConfig, model: ModelInfo, engine_version: str, epoch: int
+) -> CaptureWriter:
+    """Return a writer to a new file with its header. Errors: ConfigError."""
     header = make_header(config, model, engine_version, epoch)
-    return CaptureWriter(path, open_capture(path), header, config.capture_rotate_bytes, config.capture_keep_files)
+    return CaptureWriter(
+        path, open_capture(path), header, config.capture_rotate_bytes, keep_files=config.capture_keep_files
+    )
 
 
-def make_header(config: EngineConfig, model: ModelInfo, engine_version: str, epoch: int) -> Header:
-    """Return the header of a capture that begins now. config: resolved."""
+def make_header(config: ResolvedConfig, model: ModelInfo, engine_version: str, epoch: int) -> Header:
+    """Return the header of a capture that begins now."""
     return Header(
         magic=MAGIC,
         major=FORMAT_MAJOR,

@@ -8,7 +8,7 @@ from core.capture.records import Step
 from core.execution.executor import Costs, ModelInfo, StepCosts, StepHandle
 from core.execution.plan import LogprobColumns, ModelRunnerOutput, PooledColumns, SchedulerOutput
 from core.grammars.grammars import Grammars
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.tables.arrays import Int32s
 
 
@@ -38,7 +38,7 @@ class RecordedExecutor:
         """Return None: there is no device."""
         return None
 
-    def initialize_cache(self, config: EngineConfig) -> None:
+    def initialize_cache(self, config: ResolvedConfig) -> None:
         """Do nothing: there is no KV cache."""
 
     def measure_costs(self) -> Costs:

@@ -11,14 +11,13 @@ import msgspec
 from core.execution.executor import ModelInfo
 from core.inputs import EngineInput
 from ipc.errors import CaptureFileError
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.wire.messages import DECODE_ERRORS
 
 MAGIC = "engine-core capture"
 FORMAT_MAJOR = 1
-#: 1: several tokens of a row. 3: received_ns, times. 4: checkpoints, redaction. 5: inputs of executors that die and of
-#: stores of KV blocks (tags 125 to 129 of core/inputs.py), at which a reader of an older minor stops.
-FORMAT_MINOR = 5
+#: A release that appends to the records below, or to what they hold, counts it up.
+FORMAT_MINOR = 0
 #: In Step.result_step: no plan's result arrived in this step.
 NO_RESULT = -1
 
@@ -38,12 +37,12 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     major: int
     minor: int
     engine_version: str
-    config: msgspec.Raw  # an encoded LoggedConfig, resolved
+    config: msgspec.Raw  # an encoded LoggedConfig
     model: ModelInfo  # with the fingerprint and the numerics level
     epoch: int
     wall_ns: int  # since 1970, when the capture began
     monotonic_ns: int  # the clock of the steps at that moment
-    is_redacted: bool = False  # its tokens are names; see core/capture/redaction.py. Since format 1.4
+    is_redacted: bool = False  # its tokens are names; see core/capture/redaction.py
 
 
 class Input(msgspec.Struct, frozen=True, array_like=True):
@@ -105,7 +104,7 @@ class Close(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Checkpoint(msgspec.Struct, frozen=True, array_like=True):
-    """The engine's whole state between two steps, from which a replay can start. Written with format 1.4.
+    """The engine's whole state between two steps, from which a replay can start.
 
     num_steps: calls of EngineCore.step before it, since the engine started; num_inputs: messages in them.
     """
@@ -121,7 +120,7 @@ Record: TypeAlias = Header | Input | Step | Gap | Close | Checkpoint
 TAGS: dict[type[Record], int] = {Header: 1, Input: 2, Step: 3, Gap: 4, Close: 5, Checkpoint: 6}
 
 
-class LoggedConfig(EngineConfig, frozen=True, kw_only=True, omit_defaults=False, forbid_unknown_fields=True):
+class LoggedConfig(ResolvedConfig, frozen=True, kw_only=True, omit_defaults=False, forbid_unknown_fields=True):
     """The config with every option's value, because defaults may change. Unknown options are an error."""
 
 
@@ -138,7 +137,7 @@ def encode_record(record: Record) -> bytes:
     return _encoder.encode(record)
 
 
-def encode_config(config: EngineConfig) -> msgspec.Raw:
+def encode_config(config: ResolvedConfig) -> msgspec.Raw:
     """Return the config as an encoded LoggedConfig."""
     return msgspec.Raw(_encoder.encode(LoggedConfig(**msgspec.structs.asdict(config))))
 
@@ -161,7 +160,7 @@ def decode_format(payload: bytes) -> FormatHead:
         raise CaptureFileError(f"not a capture of engine-core: {error}") from error
 
 
-def decode_config(header: Header) -> EngineConfig:
-    """Return the resolved config with capture=None. Errors: DECODE_ERRORS for options unknown to this version."""
+def decode_config(header: Header) -> ResolvedConfig:
+    """Return the config with capture=None. Errors: DECODE_ERRORS for options unknown to this version."""
     options = msgspec.structs.asdict(_config_decoder.decode(header.config))
-    return EngineConfig(**{**options, "capture": None})
+    return ResolvedConfig(**{**options, "capture": None})

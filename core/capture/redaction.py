@@ -25,7 +25,7 @@ from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from core.scheduling.scheduler import Scheduler
 from ipc.errors import CaptureFileError
 from ipc.options.block_stores import NO_STORE
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.wire.messages import DECODE_ERRORS, AddRequest
 
 #: Fields of a Step that the renamed one has as well; the digest is of a plan with other tokens.
@@ -178,7 +178,7 @@ class _Redaction:
         return [(TAGS[type(record)], encode_record(record)) for record in records]
 
 
-def _config(file: CaptureFile) -> EngineConfig:
+def _config(file: CaptureFile) -> ResolvedConfig:
     try:
         return decode_config(file.header)
     except DECODE_ERRORS as error:

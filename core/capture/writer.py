@@ -35,7 +35,7 @@ class CaptureWriter:
     keep_files: how many of them are kept, 0 = all. Errors: ConfigError when the header cannot be written.
     """
 
-    def __init__(self, path: str, fd: int, header: Header, rotate_bytes: int = 0, keep_files: int = 0) -> None:
+    def __init__(self, path: str, fd: int, header: Header, rotate_bytes: int = 0, *, keep_files: int = 0) -> None:
         self._path = path
         self._header = header
         self._rotates = rotate_bytes > 0

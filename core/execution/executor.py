@@ -9,7 +9,7 @@ import msgspec
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from core.inputs import ExecutorNews
 from ipc.errors import ConfigError
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 
 if TYPE_CHECKING:
     from core.adapters.store import Adapters
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 #: Version (major, minor) of what executors are written against: this file, core/execution/plan.py and
 #: core/execution/runner_table.py. A plug-in has the major that it was written for, and a minor up to this one.
-EXECUTOR_API = (1, 1)
+EXECUTOR_API = (1, 0)
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -91,7 +91,7 @@ class Executor(Protocol):
 
     @property
     def adapters(self) -> "Adapters | None":
-        """The adapters that requests may have; None: it runs none. Executors written for API 1.0 lack it."""
+        """The adapters that requests may have; None: it runs none."""
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
         """Return the number of KV blocks of block_size tokens, null block included, that fit memory_bytes."""
@@ -102,8 +102,8 @@ class Executor(Protocol):
         Errors: OutOfMemoryError.
         """
 
-    def initialize_cache(self, config: EngineConfig) -> None:
-        """Allocate the KV cache and the host's blocks. config: resolved. Errors: OutOfMemoryError."""
+    def initialize_cache(self, config: ResolvedConfig) -> None:
+        """Allocate the KV cache and the host's blocks. Errors: OutOfMemoryError."""
 
     def measure_costs(self) -> Costs:
         """Measure the costs of restoring requests: once, before the first step, because it writes into free blocks."""

@@ -125,8 +125,14 @@ class LogprobColumns(msgspec.Struct, frozen=True, array_like=True):
     def where(self, keep: Bools) -> "LogprobColumns":
         """Return the positions in the mask keep [L]."""
         entries = keep.repeat(self.counts)
-        columns = (self.rows[keep], self.positions[keep], self.counts[keep], self.ranks[keep])
-        return LogprobColumns(*columns, self.token_ids[entries], self.values[entries])
+        return LogprobColumns(
+            self.rows[keep],
+            self.positions[keep],
+            self.counts[keep],
+            self.ranks[keep],
+            self.token_ids[entries],
+            self.values[entries],
+        )
 
 
 class PooledColumns(msgspec.Struct, frozen=True, array_like=True):

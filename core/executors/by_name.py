@@ -6,6 +6,7 @@ import importlib
 from types import ModuleType
 
 from core.execution.executor import Executor, check_triton
+from core.executors.fake_options import read_fake_options
 from core.executors.plug_ins import import_plug_in
 from ipc.options.config import EngineConfig
 from ipc.options.config_checks import BUILT_IN_EXECUTORS
@@ -15,7 +16,7 @@ from ipc.options.workers import has_workers
 def import_executor(config: EngineConfig) -> ModuleType:
     """Import the module of the config's executor, which may import torch.
 
-    Errors: ConfigError if triton is missing, or the plug-in that the config names.
+    Errors: ConfigError if triton is missing, or the plug-in that the config names; for bad options of the fake one.
     """
     if has_workers(config):
         return importlib.import_module(f"{__package__.removesuffix('executors')}workers.executor")
@@ -25,8 +26,9 @@ def import_executor(config: EngineConfig) -> ModuleType:
     if on_gpu:
         check_triton()
     name: str = "cuda" if on_gpu else config.executor
-    if config.executor == "fake" and (config.fake_poison or config.fake_step_us):
-        name = "poisoned" if config.fake_poison else "paced"
+    if config.executor == "fake":
+        options = read_fake_options(config)
+        name = "poisoned" if options.poison else "paced" if options.step_us else name
     return importlib.import_module(f"{__package__}.{name}")
 
 

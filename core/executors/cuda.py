@@ -14,6 +14,7 @@ from core.models.operations.triton_operations import TritonOperations
 from core.runner.cuda_model_runner import CudaModelRunner
 from core.runner.trial_loop import loop_costs
 from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.options.workers import overlaps
 from kernels.elements import BFLOAT16, FLOAT32
 
@@ -49,9 +50,8 @@ class CudaExecutor:
         """Return the bytes of GPU memory left for the KV cache; see CudaMemory. Errors: OutOfMemoryError."""
         return self._memory.cache_bytes()
 
-    def initialize_cache(self, config: EngineConfig) -> None:
+    def initialize_cache(self, config: ResolvedConfig) -> None:
         """Allocate the KV cache of the resolved config. Errors: OutOfMemoryError."""
-        assert config.max_model_len is not None, "the config is not resolved"
         self.info = self._loaded.settle_length(config.max_model_len)
         with caches_that_fit():
             self.runner = CudaModelRunner(

@@ -25,9 +25,11 @@ from core.execution.plan import (
     concat_logprobs,
 )
 from core.execution.runner_table import RunnerTable
+from core.executors.fake_options import FakeOptions, read_fake_options
 from core.grammars.grammars import model_grammars
 from core.grammars.matchers import RowMatchers
 from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.params.beam_search import num_candidates
 from ipc.params.pooling_params import PoolingParams
 from ipc.params.sampling_params import SamplingParams
@@ -128,14 +130,16 @@ class _FakeHost:
 class FakeExecutor:
     """An Executor without a model."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, options: FakeOptions | None = None) -> None:
+        """options: None = those of the config. Errors: ConfigError."""
+        self.options = options = options or read_fake_options(config)
         self.info = ModelInfo(
             name=config.model or "fake",
-            fingerprint=f"fake-1-{config.fake_vocab_size}-{config.fake_eos_token_id}",
+            fingerprint=f"fake-1-{options.vocab_size}-{options.eos_token_id}",
             dtype="float32" if config.dtype == "auto" else config.dtype,
-            vocab_size=config.fake_vocab_size,
-            max_model_len=config.fake_max_model_len,
-            eos_token_ids=(config.fake_eos_token_id,),
+            vocab_size=options.vocab_size,
+            max_model_len=options.max_model_len,
+            eos_token_ids=(options.eos_token_id,),
             numerics="L2",
             tasks={"generate": 0, "embed": _WIDTH, "token_embed": _WIDTH},
             whole_prompt_tasks=("token_embed",),
@@ -151,7 +155,7 @@ class FakeExecutor:
         """Return None: there is no device with memory of its own."""
         return None
 
-    def initialize_cache(self, config: EngineConfig) -> None:
+    def initialize_cache(self, config: ResolvedConfig) -> None:
         """Allocate the mirror of the batch table and the columns of checksums and seeds."""
         self._table = RunnerTable(config.max_num_seqs, config.block_size)
         self._checksum = np.zeros(config.max_num_seqs, np.uint64)
@@ -159,7 +163,7 @@ class FakeExecutor:
         self._matchers = RowMatchers(self.grammars, config.max_num_seqs)
         self._num_candidates = np.zeros(config.max_num_seqs, np.int64)  # of rows of beam searches
         self._num_logprobs = np.full((config.max_num_seqs, 2), -1)  # of output and prompt tokens; -1 = none
-        self._most = config.fake_tokens_per_step
+        self._most = self.options.tokens_per_step
         self._pooling: dict[int, PoolingParams] = {}  # by row
         self._adapter_seeds: dict[int, int] = {}  # by row
 
@@ -209,8 +213,18 @@ class FakeExecutor:
         if counts is not None:
             table.accept(plan, counts)
         drafts = self._matchers.drafts(plan.rows) if self._matchers else (None, NO_INT32S)
-        others = self._pooled(plan) if self._pooling else None, candidates
-        return FinishedStep(ModelRunnerOutput(plan.step, token_ids, logprobs, counts, failures, *drafts, *others))
+        return FinishedStep(
+            ModelRunnerOutput(
+                plan.step,
+                token_ids,
+                logprobs,
+                counts,
+                failures,
+                *drafts,
+                self._pooled(plan) if self._pooling else None,
+                candidates,
+            )
+        )
 
     def _seeded(self, checksum_of_ids: np.uint64, row: int) -> np.uint64:
         """Return the checksum with what the row's adapter adds."""
@@ -272,8 +286,11 @@ class FakeExecutor:
                 continue
             ids, values = found
             ones, lengths = np.ones(1, np.int32), self._table.num_tokens[row : row + 1]
-            columns = np.array([index], np.int32), lengths.astype(np.int32), ones * len(ids), ones
-            parts.append(LogprobColumns(*columns, ids, values))
+            parts.append(
+                LogprobColumns(
+                    np.array([index], np.int32), lengths.astype(np.int32), ones * len(ids), ones, ids, values
+                )
+            )
             searches.append(index)
         return concat_logprobs(parts), searches
 
@@ -319,8 +336,11 @@ class FakeExecutor:
         bits = np.unpackbits(self._matchers.masks(rows[mine]).view(np.uint8), axis=1, bitorder="little")
         for index, allowed in zip(mine.tolist(), bits[:, : self.info.vocab_size], strict=True):
             ids, at = np.flatnonzero(allowed), rows[index : index + 1]
-            choice = positions[index : index + 1], self._seed[at], max(1, len(ids))
-            sampled[index] = ids[next_token(self._checksum[at], *choice)[0]] if len(ids) else FAILED_TOKEN
+            sampled[index] = (
+                ids[next_token(self._checksum[at], positions[index : index + 1], self._seed[at], max(1, len(ids)))[0]]
+                if len(ids)
+                else FAILED_TOKEN
+            )
         going = mine[sampled[mine] >= 0]
         self._matchers.append(rows[going], sampled[going])
 
@@ -330,7 +350,7 @@ class FakeExecutor:
         return [(index, text) for index in indices if (text := self._matchers.failure(int(rows[index]))) is not None]
 
     def _sample_several(self, rows: Rows, samples: Bools) -> tuple[Int32s, Int32s]:
-        """(token_ids, counts [R]) of the plan's rows. How many a row yields, 1 to fake_tokens_per_step, is a function
+        """(token_ids, counts [R]) of the plan's rows. How many a row yields, 1 to tokens_per_step, is a function
         of all its tokens; they are those that it would yield one in a step."""
         counts = np.zeros(len(rows), np.int32)
         counts[samples] = 1 + mix(self._checksum[rows[samples]]) % np.uint64(self._most)
@@ -378,8 +398,11 @@ class FakeExecutor:
             ):
                 if wanted >= 0 and len(at):
                     tokens = table.tokens.get(np.full(len(at), row), at)
-                    args = np.full(len(at), wanted), np.full(len(at), index), self.info.vocab_size
-                    parts.append(fake_logprobs(tokens, at, *args))
+                    parts.append(
+                        fake_logprobs(
+                            tokens, at, np.full(len(at), wanted), np.full(len(at), index), self.info.vocab_size
+                        )
+                    )
         return concat_logprobs(sorted(parts, key=lambda part: int(part.positions[0])))
 
     def prepare_ahead(self) -> bool:

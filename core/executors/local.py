@@ -33,6 +33,7 @@ from core.runner.model_runner import ModelRunner
 from core.runner.state_rows import RowStates
 from ipc.errors import ConfigError, ModelFileError
 from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from kernels.memory.blocks_ahead import BlocksAhead
 
@@ -83,16 +84,15 @@ class LocalExecutor:
         """Return None: there is no device with memory of its own."""
         return None
 
-    def initialize_cache(self, config: EngineConfig) -> None:
+    def initialize_cache(self, config: ResolvedConfig) -> None:
         """Allocate the KV cache of the resolved config. Errors: OutOfMemoryError."""
-        assert config.max_model_len is not None, "the config is not resolved"
         self.info = self._loaded.settle_length(config.max_model_len)
         sizes, pooler = runner_sizes(config, self.info, self.grammars), self._loaded.source.pooler
         with caches_that_fit():
             drafter = self._make_drafter(config.max_model_len, sizes)
             others: dict[str, Any] = {"adapters": self.adapters, "features": self.features}
             others["states"] = self._make_states(config)
-            others["num_page_blocks"] = config.kv_page_blocks or 0
+            others["num_page_blocks"] = config.kv_page_blocks
             self.runner = self._make_runner(self._model, **sizes, drafter=drafter, pooler=pooler, **others)
         vision = self._loaded.source.vision
         self._run = self.runner.execute if vision is None else vision.turns.in_turn(self.runner.execute)

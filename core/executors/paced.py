@@ -12,11 +12,11 @@ from ipc.options.config import EngineConfig
 
 
 class PacedExecutor(FakeExecutor):
-    """A FakeExecutor with steps of at least fake_step_us."""
+    """A FakeExecutor with steps of at least the option step_us."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
-        self._step_ns = config.fake_step_us * 1000
+        self._step_ns = self.options.step_us * 1000
         self._due_ns = 0  # monotonic; end of the step before
 
     def warm_up(self) -> int:

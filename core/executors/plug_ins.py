@@ -33,7 +33,8 @@ def import_plug_in(name: str) -> ModuleType:
         raise ConfigError(f"{at} cannot be imported: {error}") from error
     version = getattr(module, "EXECUTOR_API", None)
     if not _is_served(version):
-        ours = f"{EXECUTOR_API[0]}.0 to {EXECUTOR_API[0]}.{EXECUTOR_API[1]}"
+        major, minor = EXECUTOR_API
+        ours = f"({major}, 0) to ({major}, {minor})" if minor else f"({major}, 0)"
         raise ConfigError(f"{at} is written for EXECUTOR_API {version!r}, and this engine serves {ours}")
     if not callable(getattr(module, "create", None)):
         raise ConfigError(f"{at} has no create(config)")

@@ -9,7 +9,6 @@ import msgspec
 from core.execution.executor import FinishedStep, StepHandle
 from core.execution.plan import FAILED_TOKEN, SchedulerOutput
 from core.executors.paced import PacedExecutor
-from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig
 
 
@@ -46,11 +45,8 @@ class PoisonedExecutor(PacedExecutor):
     def __init__(self, config: EngineConfig) -> None:
         """Read the poison. Errors: ConfigError."""
         super().__init__(config)
-        kind, _, place = config.fake_poison.partition(":")
-        token, _, position = place.partition(":")
-        if kind not in _KINDS or not token.isdigit() or not position.isdigit():
-            raise ConfigError(f"fake_poison is KIND:TOKEN:POSITION, KIND one of {', '.join(_KINDS)}")
-        self._kind, self._token, self._position = kind, int(token), int(position)
+        self._kind, token, position = self.options.poison.split(":")
+        self._token, self._position = int(token), int(position)
         self._poisoned: set[int] = set()  # rows
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
@@ -73,5 +69,5 @@ class PoisonedExecutor(PacedExecutor):
 
 
 def create(config: EngineConfig) -> PoisonedExecutor:
-    """Create the executor for this config. Errors: ConfigError for a bad fake_poison."""
+    """Create the executor for this config. Errors: ConfigError for a bad option."""
     return PoisonedExecutor(config)

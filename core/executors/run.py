@@ -1,4 +1,4 @@
-"""RunnerSizes: the arguments of a model runner, from a resolved config; a part of the executors that run a model."""
+"""RunnerSizes: the arguments of a model runner, from a config; a part of the executors that run a model."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,7 +7,8 @@ from typing import TypedDict
 from core.execution.executor import ModelInfo
 from core.grammars.grammars import Grammars
 from ipc.errors import OutOfMemoryError
-from ipc.options.config import EngineConfig, LogprobsMode
+from ipc.options.config import LogprobsMode
+from ipc.options.resolved import ResolvedConfig
 
 
 class RunnerSizes(TypedDict):
@@ -22,12 +23,11 @@ class RunnerSizes(TypedDict):
     grammars: Grammars
 
 
-def runner_sizes(config: EngineConfig, info: ModelInfo, grammars: Grammars) -> RunnerSizes:
-    """Return the runner's arguments for a resolved config."""
-    assert config.num_blocks_override is not None, "the config is not resolved"
+def runner_sizes(config: ResolvedConfig, info: ModelInfo, grammars: Grammars) -> RunnerSizes:
+    """Return the runner's arguments."""
     return RunnerSizes(
         num_rows=config.max_num_seqs,
-        num_blocks=config.num_blocks_override * max(1, config.kv_page_blocks or 0),
+        num_blocks=config.num_blocks_override * max(1, config.kv_page_blocks),
         block_size=config.block_size,
         eos_token_ids=info.eos_token_ids,
         logprobs_mode=config.logprobs_mode,

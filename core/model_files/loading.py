@@ -238,7 +238,7 @@ def _native(
             llama.settle_length(config.max_model_len)
         return llama
     assert library is not None, "an encoder needs the C kernels"
-    return Encoder(model, weights, dtype, library, form)
+    return Encoder(model, weights, dtype, library, form=form)
 
 
 def _vision(
@@ -253,7 +253,7 @@ def _vision(
     assert native.library is not None, "a model that reads features runs on the C kernels"
     is_made_up = config.load_format == "dummy"
     weights = open_vision(source, model.vision, model.hidden_size, dtype, is_made_up=is_made_up)
-    return VisionEncoder(model.vision, model.hidden_size, weights, dtype, native.library)
+    return VisionEncoder(model.vision, model.hidden_size, weights, dtype, library=native.library)
 
 
 def _with_projector(fingerprint: str, projector: Path | None) -> str:

@@ -104,8 +104,16 @@ class RecurrentParts(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def sizes(self) -> RecurrenceSizes:
         """The sizes of one of the layers."""
-        heads = self.num_heads, self.num_groups, self.key_dim, self.value_dim, self.takes_turns
-        return RecurrenceSizes(self.kind, self.taps, self.channels, *heads)
+        return RecurrenceSizes(
+            kind=self.kind,
+            taps=self.taps,
+            channels=self.channels,
+            num_heads=self.num_heads,
+            num_groups=self.num_groups,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            takes_turns=self.takes_turns,
+        )
 
     @property
     def input_widths(self) -> dict[str, int]:

@@ -175,8 +175,9 @@ class DraftHead:
         table.reach(int(positions.max()) + 1)
         x, residual = self._joint.join(self._embedding(np.ascontiguousarray(token_ids)), states, positions)
         qkv = self._layer.mixer.qkv(x)
-        columns = np.ascontiguousarray(positions), cache, 0, np.ascontiguousarray(slots)
-        return self._attend.rope(qkv, table, *columns), residual
+        return self._attend.rope(
+            qkv, table, np.ascontiguousarray(positions), cache, 0, np.ascontiguousarray(slots)
+        ), residual
 
     def _plan(self, context_lens: Ints, block_tables: AnyInts, cache: CpuKVCache) -> AttentionPlan:
         counts = np.ones(len(context_lens), np.int64)

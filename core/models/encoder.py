@@ -38,6 +38,7 @@ class Encoder:
         weights: Iterable[tuple[str, Weight]],
         dtype: Dtype,
         library: CpuLibrary,
+        *,
         form: WeightForm = WeightForm.STORED,
     ) -> None:
         """Pack the weights and build the layers.
@@ -72,9 +73,9 @@ class Encoder:
             layers,
             embedding,
             last,
-            to_floats_norm,
-            None,
-            self.operations.tables,
+            float_norm=to_floats_norm,
+            head=None,
+            tables=self.operations.tables,
             num_heads=config.num_attention_heads,
         )
         self._products = layers[0]

@@ -52,6 +52,7 @@ class Llama:
         weights: Iterable[tuple[str, Weight]],
         dtype: Dtype,
         numerics: Numerics = "L2",
+        *,
         library: CpuLibrary | None = None,
         operations: Operations | None = None,
         form: WeightForm = WeightForm.STORED,
@@ -214,13 +215,23 @@ class Llama:
         token_ids, positions, slots, attention, cache, logits_rows, generation, adapters, *_ = inputs
         assert isinstance(cache, CpuKVCache), type(cache)
         lora = None if adapters is None else lora_rows(adapters)
-        columns = token_ids, positions, slots, attention, cache, logits_rows, generation
-        return self._decoder(*columns, lora, inputs.given, inputs.requests, inputs.window_slots)
+        return self._decoder(
+            token_ids,
+            positions,
+            slots,
+            attention,
+            cache,
+            logits_rows,
+            generation,
+            lora,
+            inputs.given,
+            inputs.requests,
+            inputs.window_slots,
+        )
 
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """Run the layers, operation after operation; return the last layer's output [T, hidden] float32."""
-        columns = inputs.positions, inputs.slots, inputs.attention, inputs.cache, inputs.requests
-        step = self.operations.step(*columns)
+        step = self.operations.step(inputs.positions, inputs.slots, inputs.attention, inputs.cache, inputs.requests)
         hidden = self.embedding(inputs.token_ids)
         x = self.layers[0].input_norm(hidden)
         for index, layer in enumerate(self.layers if inputs.adapters is None else self._adapted(inputs.adapters)):

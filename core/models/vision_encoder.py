@@ -38,6 +38,7 @@ class VisionEncoder:
         hidden_size: int,
         weights: Iterable[tuple[str, Weight]],
         dtype: Dtype,
+        *,
         library: CpuLibrary,
     ) -> None:
         """Pack the weights. hidden_size: of the text's model. weights: of vision_shapes(), best in its order."""
@@ -76,9 +77,9 @@ class VisionEncoder:
             layers,
             nothing,  # all tokens are given
             norm,
-            to_floats_norm,
-            None,
-            operations.tables,
+            float_norm=to_floats_norm,
+            head=None,
+            tables=operations.tables,
             num_heads=parts.num_attention_heads,
         )
 

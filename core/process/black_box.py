@@ -50,7 +50,7 @@ class BlackBox:
     is expected; 0 = unknown. wait_ns: how long any step may wait for its turn.
     """
 
-    def __init__(self, fd: int, num_rows: int, epoch: int, warm_up_ns: int = 0, wait_ns: int = 0) -> None:
+    def __init__(self, fd: int, num_rows: int, epoch: int, warm_up_ns: int = 0, *, wait_ns: int = 0) -> None:
         size = size_of(num_rows)
         page = Page(mmap.mmap(fd if fd < 0 or os.fstat(fd).st_size == size else -1, size), num_rows)
         self._memory: Any = page.memory  # takes columns, which their type does not say
@@ -95,8 +95,19 @@ class BlackBox:
         num_rows, num_tokens = self._sizes
         begun_ns = time.monotonic_ns()
         self._num_begun, self._began[step % 2] = step, (begun_ns, kind)
-        numbers = num_rows, num_tokens, rows_before, tokens_before, self._stored, stored_before
-        BEGUN.pack_into(self._memory, BEGUN_AT, step, begun_ns, kind.expected, *numbers)
+        BEGUN.pack_into(
+            self._memory,
+            BEGUN_AT,
+            step,
+            begun_ns,
+            kind.expected,
+            num_rows,
+            num_tokens,
+            rows_before,
+            tokens_before,
+            self._stored,
+            stored_before,
+        )
 
     def _store(self, plan: SchedulerOutput, rows: bytes, num_tokens: int) -> None:
         """Store a plan's columns in the slot that the plan before it did not use."""

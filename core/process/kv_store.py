@@ -23,8 +23,8 @@ from core.tiers.peers import Peers
 from core.tiers.portable_names import PortableNames
 from core.tiers.store_thread import StoreThread
 from ipc.errors import ConfigError
-from ipc.options.block_stores import addresses_of, read_key_file, stores_of
-from ipc.options.config import EngineConfig
+from ipc.options.block_stores import addresses_of, read_key_file
+from ipc.options.resolved import ResolvedConfig
 from ipc.tables.arrays import Ints
 from ipc.wire.sockets import BoundRouter, Context, bind_router, check_address, keys_of
 
@@ -39,13 +39,13 @@ class OpenStores(NamedTuple):
     listening: tuple[Context, BoundRouter] | None
 
 
-def open_stores(config: EngineConfig, executor: Executor) -> OpenStores | None:
+def open_stores(config: ResolvedConfig, executor: Executor) -> OpenStores | None:
     """Open what the config names; None: it names nothing, or the engine caches no prefixes.
 
     Errors: ConfigError for a folder or key that cannot be used, a folder without room for a block, and an executor
     that does not share its blocks; AddressError.
     """
-    stores = stores_of(config)
+    stores = config.kv_stores
     if not stores or not config.num_host_blocks:
         return None
     blocks = shared_blocks_of(executor)
@@ -55,14 +55,14 @@ def open_stores(config: EngineConfig, executor: Executor) -> OpenStores | None:
     peers = None if config.kv_peers is None else _peers(config.kv_peers)
     listening = None if config.kv_listen is None else _listen(config.kv_listen)
     try:
-        largest = blocks.cache.bytes_per_block * max(1, config.kv_page_blocks or 0)
+        largest = blocks.cache.bytes_per_block * max(1, config.kv_page_blocks)
         folder = None if config.kv_dir is None else _open_folder(config.kv_dir, config.kv_dir_bytes, largest)
     except BaseException:
         if listening is not None:
             listening[1].close(0)
             listening[0].destroy(0)
         raise
-    assert key or folder is not None, "no key: config_checks.check_kv_tiers() asks for kv_key_file"
+    assert key or folder is not None, "no key: ResolvedConfig asks for kv_key_file"
     return OpenStores(blocks, key or (folder.key if folder is not None else b""), folder, peers, listening)
 
 

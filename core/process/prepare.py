@@ -20,13 +20,13 @@ from ipc.files.model_files import tokenizer_hash
 from ipc.machine.cpus import usable_cpus
 from ipc.machine.memory import usable_memory_bytes
 from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.options.speculation import SpeculativeConfig
 from ipc.options.tokenizer_files import client_files_of
 from ipc.options.workers import has_workers
 from ipc.wire.messages import TokenizerFiles
 
 if TYPE_CHECKING:  # it imports kernels, which is checked first
-    from core.adapters.store import Adapters
     from core.features.store import Features
 
 Report = Callable[[str], None]
@@ -35,7 +35,7 @@ Report = Callable[[str], None]
 class Prepared(NamedTuple):
     """An executor that is ready to run, and what clients are told of it."""
 
-    config: EngineConfig  # resolved
+    config: ResolvedConfig
     executor: Executor
     tokenizer: TokenizerFiles
     default_sampling: dict[str, float | int]
@@ -56,7 +56,7 @@ def prepare(config: EngineConfig, report: Report) -> Prepared:
     report("load model")
     with following(lambda share: report(f"load model, {share:.0%}")):
         executor = load_executor(config)
-    if config.enable_lora and adapters_of(executor) is None:
+    if config.enable_lora and executor.adapters is None:
         raise ConfigError(f"enable_lora: executor {config.executor!r} runs no adapters: leave it out")
     executor.grammars.use_files(files)
     report("kv cache")
@@ -69,7 +69,7 @@ def prepare(config: EngineConfig, report: Report) -> Prepared:
         device_bytes=None if config.kv_cache_memory_bytes else executor.cache_memory_bytes(),
     )
     is_chosen = config.max_model_len is not None or config.num_blocks_override is not None
-    if not is_chosen and (resolved.max_model_len or 0) < executor.info.max_model_len:
+    if not is_chosen and resolved.max_model_len < executor.info.max_model_len:
         log.say(
             f"engine-core: max_model_len is {resolved.max_model_len}, and not the model's "
             f"{executor.info.max_model_len}: the KV cache has room for no more (kv_cache_memory_bytes)"
@@ -80,7 +80,7 @@ def prepare(config: EngineConfig, report: Report) -> Prepared:
             "kv_cache_memory_bytes has recurrent states for no more requests at once"
         )
     executor.initialize_cache(resolved)
-    resolved = resolve_costs(resolved, executor.measure_costs, executor.measure_steps)
+    resolved = resolve_costs(resolved, config, executor.measure_costs, executor.measure_steps)
     if (settings := resolved.speculative_config) is not None:
         _warn_of_dear_drafts(settings)
     tokenizer = TokenizerFiles(0, tokenizer_hash(files) if files else "", files)
@@ -94,12 +94,6 @@ def _warn_of_dear_drafts(settings: SpeculativeConfig) -> None:
             f"{settings.step_ns[0] / 1e6:.1f} ms: even right ones would save no time, so none are used; a smaller "
             "draft model, or none, is faster"
         )
-
-
-def adapters_of(executor: Executor) -> "Adapters | None":
-    """Return the adapters that requests may have; None: it runs none, or is of API 1.0, which does not know them."""
-    adapters: Adapters | None = getattr(executor, "adapters", None)
-    return adapters
 
 
 def features_of(executor: Executor) -> "Features | None":

@@ -1,4 +1,4 @@
-"""The engine's decisions at its start: the resolved EngineConfig. It is pure: the machine's sizes are arguments."""
+"""The engine's decisions at its start: the ResolvedConfig. It is pure: the machine's sizes are arguments."""
 
 from collections.abc import Callable
 
@@ -9,8 +9,8 @@ from core.execution.state_slots import num_draft_states, num_state_slots
 from core.execution.token_budget import token_budget
 from core.kv.cache_kinds import CacheRoom, cache_room
 from ipc.errors import ConfigError, OutOfMemoryError
-from ipc.options.block_stores import stores_of
 from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.options.workers import has_workers, overlaps
 from ipc.tables.rounding import ceil_div
 
@@ -36,13 +36,14 @@ def resolve(
     total_memory_bytes: int,
     num_cpus: int,
     device_bytes: int | None = None,
-) -> EngineConfig:
+) -> ResolvedConfig:
     """Return the config with every size decided.
 
     Set are dtype, max_model_len, max_num_batched_tokens, kv_cache_memory_bytes, num_blocks_override (the number of KV
     blocks, null block included), threads, num_swap_blocks, num_host_blocks, kv_window, kv_page_blocks and
-    async_scheduling. The costs of preemption are left to resolve_costs(), which needs the cache. device_bytes: free
-    bytes for the cache on a device. An encoder computes whole prompts, and caches none; see recurrent.py, too.
+    async_scheduling. The costs of preemption that are not given are 1 until resolve_costs(), which needs the cache.
+    device_bytes: free bytes for the cache on a device. An encoder computes whole prompts, and caches none; see
+    recurrent.py, too.
 
     Errors: ConfigError when max_model_len exceeds the model's, kv_window or kv_page_blocks are not the model's, kv_dir
     has too few blocks on the host, or max_num_batched_tokens is too small (core/execution/token_budget.py).
@@ -65,38 +66,44 @@ def resolve(
     useful = config.max_num_seqs * room.num_pages(max_model_len) + 1
     if info.is_encoder:  # no block outlives its step, and each row has one that is not full
         useful = min(useful, ceil_div(budget, config.block_size) + config.max_num_seqs + 1)
-    return msgspec.structs.replace(
-        config,
-        dtype=info.dtype,
-        max_model_len=max_model_len,
-        max_num_batched_tokens=budget,
-        num_blocks_override=config.num_blocks_override or min(available, useful, 2**30),
-        threads=config.threads or min(max(1, num_cpus), 1024),
-        async_scheduling=overlaps(config),
-        num_swap_blocks=_num_swap_blocks(config, bytes_per_block // max(1, info.kv_page_blocks)),
-        num_host_blocks=_num_host_blocks(config, info, bytes_per_block),
-        kv_window=_kv_window(config, info),
-        kv_page_blocks=info.kv_page_blocks,
-    )
+    decided = {
+        "dtype": info.dtype,
+        "max_model_len": max_model_len,
+        "max_num_batched_tokens": budget,
+        "kv_cache_memory_bytes": memory_bytes,
+        "num_blocks_override": config.num_blocks_override or min(available, useful, 2**30),
+        "threads": config.threads or min(max(1, num_cpus), 1024),
+        "async_scheduling": overlaps(config),
+        "num_swap_blocks": _num_swap_blocks(config, bytes_per_block // max(1, info.kv_page_blocks)),
+        "num_host_blocks": _num_host_blocks(config, info, bytes_per_block),
+        "kv_window": _kv_window(config, info),
+        "kv_page_blocks": info.kv_page_blocks,
+        "recompute_ns_per_token": config.recompute_ns_per_token or 1,
+        "swap_ns_per_block": config.swap_ns_per_block or 1,
+    }
+    return ResolvedConfig(**{**msgspec.structs.asdict(config), **decided})
 
 
 def resolve_costs(
-    config: EngineConfig, measure: Callable[[], Costs], measure_steps: Callable[[], StepCosts] = StepCosts
-) -> EngineConfig:
-    """Return the config with the costs of preemption set, and with speculation those of steps.
+    config: ResolvedConfig,
+    given: EngineConfig,
+    measure: Callable[[], Costs],
+    measure_steps: Callable[[], StepCosts] = StepCosts,
+) -> ResolvedConfig:
+    """Return the config with the costs of preemption, and with speculation those of steps.
 
-    They are measured only where they decide something and are not given.
+    given: what the config was resolved from. Costs are measured only if they decide something and are not given.
     """
     if (speculative := config.speculative_config) is not None and not speculative.step_ns:
         speculative = msgspec.structs.replace(speculative, **measure_steps()._asdict())
-    costs = Costs(1, 1)
-    if config.preemption_mode == "auto" and None in (config.recompute_ns_per_token, config.swap_ns_per_block):
-        costs = measure()
+    config = msgspec.structs.replace(config, speculative_config=speculative)
+    if config.preemption_mode != "auto" or None not in (given.recompute_ns_per_token, given.swap_ns_per_block):
+        return config
+    costs = measure()
     return msgspec.structs.replace(
         config,
-        recompute_ns_per_token=config.recompute_ns_per_token or costs.recompute_ns_per_token,
-        swap_ns_per_block=config.swap_ns_per_block or costs.swap_ns_per_block,
-        speculative_config=speculative,
+        recompute_ns_per_token=given.recompute_ns_per_token or costs.recompute_ns_per_token,
+        swap_ns_per_block=given.swap_ns_per_block or costs.swap_ns_per_block,
     )
 
 
@@ -144,7 +151,7 @@ def _num_host_blocks(config: EngineConfig, info: ModelInfo, bytes_per_page: int)
     count = config.num_host_blocks
     if count is None:
         count = min(config.kv_host_bytes // bytes_per_block, 2**30)
-    stores = stores_of(config)
+    stores = config.kv_stores
     if stores and count < fewest:
         given = "num_host_blocks" if config.num_host_blocks is not None else "kv_host_bytes"
         least = fewest * (1 if config.num_host_blocks is not None else bytes_per_block)
@@ -211,7 +218,7 @@ def for_recurrent_layers(config: EngineConfig, info: ModelInfo, memory_bytes: in
             config.preemption_mode != "recompute",
             "states of preempted requests are computed again, and not copied: use 'recompute'",
         ),
-        **dict.fromkeys(stores_of(config), (True, "its requests take over no KV blocks of others")),
+        **dict.fromkeys(config.kv_stores, (True, "its requests take over no KV blocks of others")),
         "kv_host_bytes": (
             bool(config.kv_host_bytes or config.num_host_blocks),
             "its requests take over no KV blocks of others",

@@ -27,9 +27,9 @@ from core.process.black_box import BlackBox
 from core.process.garbage import settle_garbage
 from core.process.kv_store import OpenStores, open_stores, start_store, with_orders
 from core.process.loop import Engine
-from core.process.prepare import Prepared, Report, adapters_of, features_of, prepare
+from core.process.prepare import Prepared, Report, features_of, prepare
 from core.tiers.store_thread import StoreThread
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.params.pooling_params import generates
 from ipc.version import VERSION
 from ipc.wire.messages import (
@@ -89,8 +89,7 @@ def start_engine(start: Start, bound: Bound, report: Report, prepared: Prepared 
     if (capture := capture_path(start.config, start.epoch)) is not None:
         check_capture(capture)
     config, executor, tokenizer, default_sampling, warm_up_ns = prepared or prepare(start.config, report)
-    adapters = adapters_of(executor)
-    if adapters is not None:
+    if (adapters := executor.adapters) is not None:
         adapters.remember(RememberedModules(start.adapters_fd))
     features = features_of(executor)
     shelf: FeatureShelf = NoFeatures() if features is None else features
@@ -112,18 +111,18 @@ def start_engine(start: Start, bound: Bound, report: Report, prepared: Prepared 
     preparers: list[Preparer] = [grammars]
     if features is not None:
         preparers.append(features)
-    io = IOThread(bound.context, bound.router, served, preparers, adapters)
+    io = IOThread(bound.context, bound.router, served, preparers, adapters=adapters)
     if isinstance(executor, MortalExecutor):
         executor.follow(io.put_news)
     stores = open_stores(config, executor)
-    box = BlackBox(start.black_box_fd, config.max_num_seqs, start.epoch, warm_up_ns, encoder_ns(features))
+    box = BlackBox(start.black_box_fd, config.max_num_seqs, start.epoch, warm_up_ns, wait_ns=encoder_ns(features))
     engine = _make_engine(start, config, executor, io, capture, box, stores)
     return engine._replace(rest=grammars.load_ahead) if generates(executor.info.tasks) else engine
 
 
 def _make_engine(
     start: Start,
-    config: EngineConfig,
+    config: ResolvedConfig,
     executor: Executor,
     io: IOThread,
     capture: str | None,
@@ -146,28 +145,29 @@ def _make_engine(
         box.watch(core.scheduler)
         store = start_store(stores, executor, core, io.put_news)
         return StartedEngine(with_orders(core, core, store), executor, io, box.turn, store, lambda: None)
-    captured = CapturedEngine(config, executor, writer, start.epoch, [box], io.inbox.received_ns, copies_early=True)
+    captured = CapturedEngine(
+        config, executor, writer, start.epoch, watchers=[box], received=io.inbox.received_ns, copies_early=True
+    )
     core = captured.engine
     box.watch(core.scheduler)
     store = start_store(stores, executor, core, io.put_news)
     return StartedEngine(with_orders(captured, core, store), executor, io, box.turn, store, writer.close)
 
 
-def _meter(config: EngineConfig) -> RequestMeter | None:
+def _meter(config: ResolvedConfig) -> RequestMeter | None:
     if not config.request_metrics and not config.log_requests:
         return None
-    return RequestMeter(config.max_model_len or 0, log.say if config.log_requests else None)
+    return RequestMeter(config.max_model_len, log.say if config.log_requests else None)
 
 
 def _welcome(
-    config: EngineConfig,
+    config: ResolvedConfig,
     info: ModelInfo,
     start: Start,
     tokenizer: TokenizerFiles,
     default_sampling: dict[str, float | int],
     features: FeatureShelf,
 ) -> Welcome:
-    assert config.max_model_len is not None, config
     return Welcome(
         major=PROTOCOL_MAJOR,
         minor=PROTOCOL_MINOR,
@@ -200,10 +200,7 @@ def _welcome(
     )
 
 
-def _model_information(config: EngineConfig, info: ModelInfo) -> ModelInformation:
-    assert config.max_model_len is not None, config
-    assert config.max_num_batched_tokens is not None, config
-    assert config.num_blocks_override is not None, config
+def _model_information(config: ResolvedConfig, info: ModelInfo) -> ModelInformation:
     return ModelInformation(
         call=0,
         model_name=info.name,

@@ -4,16 +4,14 @@ from core.batch.table import BatchTable
 from core.proposers.ngram import NgramProposer
 from core.proposers.proposer import Proposer
 from core.proposers.suffix import SuffixProposer
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.options.speculation import SpeculativeConfig
 
 
-def build_proposer(config: EngineConfig, settings: SpeculativeConfig, table: BatchTable) -> Proposer | None:
-    """Return the proposer of a resolved config; None: a model in the executor makes the drafts."""
+def build_proposer(config: ResolvedConfig, settings: SpeculativeConfig, table: BatchTable) -> Proposer | None:
+    """Return the proposer; None: a model in the executor makes the drafts."""
     if settings.runs_model:
         return None
-    assert config.max_model_len is not None, "the config is not resolved"
-    assert config.num_blocks_override is not None, "the config is not resolved"
     num_tokens = min(config.num_blocks_override * config.block_size, config.max_num_seqs * config.max_model_len)
     if settings.method == "suffix":
         return SuffixProposer(table, settings, num_tokens)

@@ -211,7 +211,7 @@ class CudaModelRunner(ModelRunner):
         if most < LEAST_TOKENS:
             return None
         blocks = np.arange(ceil_div(most, self.block_size), dtype=np.int32) + self._first_block
-        loop = TrialLoop(self, blocks, most, self._most_alone, used)
+        loop = TrialLoop(self, blocks, most, self._most_alone, used=used)
         durations = loop.measure()
         self._apply(loop.end())
         self.table.clear_columns([0])
@@ -271,8 +271,9 @@ class CudaModelRunner(ModelRunner):
             failures = self.sampling.failures(sampled.in_plan[failed], sampled.rows[failed])
             sampled.tell(self._host)
         drafts = self.matchers.drafts(plan.rows) if self.matchers else (None, NO_INT32S)
-        columns = concat_logprobs(logprobs), counts, failures, *drafts, None, candidates
-        return ModelRunnerOutput(plan.step, token_ids, *columns)
+        return ModelRunnerOutput(
+            plan.step, token_ids, concat_logprobs(logprobs), counts, failures, *drafts, None, candidates
+        )
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step to its end."""
@@ -366,8 +367,18 @@ class CudaModelRunner(ModelRunner):
         draws = np.ones(len(rows), np.bool_)
         draws[searching] = False
         tenancies = self._host.tenancies[rows]
-        logprobs = reporting, num_top, self._receive(reported) if len(reporting) else reported
-        sampled = Sampled(rows, in_plan, positions, tenancies, tokens, *logprobs, draws, candidates)
+        sampled = Sampled(
+            rows=rows,
+            in_plan=in_plan,
+            positions=positions,
+            tenancies=tenancies,
+            tokens=tokens,
+            reporting=reporting,
+            num_top=num_top,
+            reported=self._receive(reported) if len(reporting) else reported,
+            draws=draws,
+            candidates=candidates,
+        )
         if offsets is not None:
             sampled = behind_drafts(sampled, plan, offsets)
         self._host.count(sampled.counted)
@@ -386,8 +397,13 @@ class CudaModelRunner(ModelRunner):
         if not len(searching):
             return None
         owners, values = rows[searching], logits[self._tables.send(searching)].cpu().numpy()
-        columns = self.sampling.num_candidates[owners], in_plan[searching], self.table.num_tokens[owners]
-        return gather_candidates(values, np.arange(len(owners)), *columns)
+        return gather_candidates(
+            values,
+            np.arange(len(owners)),
+            self.sampling.num_candidates[owners],
+            in_plan[searching],
+            self.table.num_tokens[owners],
+        )
 
     def _draw(self, logits: torch.Tensor, inputs: SamplingInputs, rows: Rows, positions: Positions) -> torch.Tensor:
         words = pack_columns(

@@ -55,8 +55,16 @@ class Sampled:
         if not len(which := self.reporting):
             return []
         tokens = np.maximum(self.tokens.numpy()[which], 0)  # of a failed sample any; the scheduler drops its entry
-        columns = tokens, self.num_top, self.in_plan[which], self.positions[which]
-        return [gather_logprobs(self.reported.numpy(), *columns, normalized=normalized)]
+        return [
+            gather_logprobs(
+                self.reported.numpy(),
+                tokens,
+                self.num_top,
+                self.in_plan[which],
+                self.positions[which],
+                normalized=normalized,
+            )
+        ]
 
     def take(self, num_rows: int) -> tuple[Int32s, Int32s | None, Ints]:
         """Return token_ids and counts of ModelRunnerOutput, and the samples that failed. num_rows: R of the plan."""

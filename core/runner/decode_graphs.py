@@ -1,6 +1,7 @@
 """DecodeGraphs: CUDA graphs of the steps in which each token is a decode of its own: one launch instead of hundreds."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -68,14 +69,14 @@ class DecodeGraphs:
         self._inputs[:2] = -1
         self._inputs[2] = 1
         rows, positions, shared = (each[:num_rows] for each in self._inputs)
-        arguments = rows, positions, shared if shares else None, num_splits, self._hidden[:num_rows]
+        decode = partial(self._decode, rows, positions, shared if shares else None, num_splits, self._hidden[:num_rows])
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._decode(*arguments)  # compiles kernels and makes handles, which a capture must not do
+            decode()  # compiles kernels and makes handles, which a capture must not do
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            self._decode(*arguments)
+            decode()
         return graph
 
 

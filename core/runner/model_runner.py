@@ -107,12 +107,11 @@ class ModelRunner:
         pooled: PooledColumns | None = None
         if self.pooling:
             pooled = self.pooling.collect(inputs.rows, inputs.num_tokens, inputs.context_lens, result)
-        if inputs.sample_rows is not None and inputs.sample_offsets is not None:
-            samples = inputs.sample_rows, inputs.sample_offsets
-            token_ids, counts = self._append_several(inputs, *samples, result, logprobs)
+        if inputs.sample_rows is not None and (offsets := inputs.sample_offsets) is not None:
+            token_ids, counts = self._append_several(inputs, inputs.sample_rows, offsets, result, logprobs)
             self.table.accept(plan, counts)
             if self._states is not None:
-                self._states.accept(inputs, samples[1], counts)
+                self._states.accept(inputs, offsets, counts)
             return self._output(plan, inputs, result, token_ids, logprobs, pooled, counts)
         token_ids = self._append_sampled(plan, inputs, result, logprobs) if inputs.num_samples else _no_tokens(plan)
         return self._output(plan, inputs, result, token_ids, logprobs, pooled)
@@ -136,8 +135,9 @@ class ModelRunner:
             guessed = self.drafter.propose(RanStep(plan, inputs, result), self.table, self.sampling)
             drafts = guessed if drafts[0] is None else merged(drafts[0], drafts[1], *guessed)
         candidates, self._candidates = self._candidates, None
-        columns = concat_logprobs(logprobs), counts, failures, *drafts, pooled, candidates
-        return ModelRunnerOutput(plan.step, token_ids, *columns)
+        return ModelRunnerOutput(
+            plan.step, token_ids, concat_logprobs(logprobs), counts, failures, *drafts, pooled, candidates
+        )
 
     def _append_sampled(
         self, plan: SchedulerOutput, inputs: StepInputs, result: StepResult, logprobs: list[LogprobColumns]
@@ -195,8 +195,16 @@ class ModelRunner:
                 columns = self.sampling.parameters(rows, positions_of(rows, self.table, offsets))
                 reported = processed_logits(logits, reporting, columns)
             positions = (table.num_tokens[rows] + offsets)[reporting]
-            entries = np.maximum(sampled[reporting], 0), self.sampling.num_logprobs[rows[reporting]], in_plan[reporting]
-            logprobs.append(gather_logprobs(reported, *entries, positions, normalized=not self._tells_logits))
+            logprobs.append(
+                gather_logprobs(
+                    reported,
+                    np.maximum(sampled[reporting], 0),
+                    self.sampling.num_logprobs[rows[reporting]],
+                    in_plan[reporting],
+                    positions,
+                    normalized=not self._tells_logits,
+                )
+            )
         kept = accepted(rows, offsets, sampled, table) & (sampled != NOT_DRAWN)
         tokens, owners = sampled[kept], in_plan[kept]
         counts = np.bincount(owners, minlength=len(inputs.rows))
@@ -297,19 +305,32 @@ class ModelRunner:
 
     def forward(self, inputs: StepInputs) -> StepResult:
         """Run the model over a step's tokens; the result is valid until the next step."""
-        columns = inputs.num_tokens, inputs.context_lens, inputs.block_tables
         given = self._feature_rows.of_step(inputs) if self._feature_rows.of_row else None
         windows = inputs.others[0] if inputs.others else None
-        wholes, window_tables = given and given.wholes, windows and windows.block_tables
-        attention = self.model.attention_metadata(*columns, self.cache, inputs.generation, wholes, window_tables)
-        tokens = inputs.token_ids, inputs.positions, inputs.slots
-        adapters = self._adapter_rows.of_step(inputs) if self._adapter_rows else None
-        rest = inputs.logits_rows, inputs.generation, adapters
-        others = None if self._states is None else self._states.of_step(inputs), windows and windows.slots
-        if given is not None:  # arrays of this step only
-            tokens, rest = (given.token_ids, *tokens[1:]), (inputs.logits_rows, ONCE, adapters)
-            return self.model.forward(ModelInputs(*tokens, attention, self.cache, *rest, given.rows, *others))
-        return self.model.forward(ModelInputs(*tokens, attention, self.cache, *rest, None, *others))
+        attention = self.model.attention_metadata(
+            inputs.num_tokens,
+            inputs.context_lens,
+            inputs.block_tables,
+            self.cache,
+            inputs.generation,
+            None if given is None else given.wholes,
+            windows and windows.block_tables,
+        )
+        return self.model.forward(
+            ModelInputs(
+                inputs.token_ids if given is None else given.token_ids,
+                inputs.positions,
+                inputs.slots,
+                attention,
+                self.cache,
+                inputs.logits_rows,
+                inputs.generation if given is None else ONCE,  # arrays of this step only
+                self._adapter_rows.of_step(inputs) if self._adapter_rows else None,
+                None if given is None else given.rows,
+                None if self._states is None else self._states.of_step(inputs),
+                windows and windows.slots,
+            )
+        )
 
     def _prompt_logprobs(
         self, plan: SchedulerOutput, num_tokens: AnyInts, context_lens: AnyInts, result: StepResult
@@ -376,8 +397,9 @@ class ModelRunner:
         which = which[sampled[which] >= 0]
         if len(which):
             owners, places = rows[which], np.flatnonzero(samples) if in_plan is None else in_plan
-            columns = self.sampling.num_candidates[owners], places[which], self.table.num_tokens[owners]
-            self._candidates = gather_candidates(logits, which, *columns)
+            self._candidates = gather_candidates(
+                logits, which, self.sampling.num_candidates[owners], places[which], self.table.num_tokens[owners]
+            )
         sampled[which] = NOT_DRAWN
         return sampled
 
@@ -392,8 +414,9 @@ class ModelRunner:
             # The model's next step overwrites its result.
             return sample_greedily(result.logits, self.model.sampler) if largest is None else largest.copy()
         keeps = bool(sampling.num_searching or (self._tells_processed and sampling.num_reporting))
-        given = rows, result.logits, largest, self.model.sampler, offsets
-        return sample_rows(sampling, self.table, *given, keeps_logits=keeps)
+        return sample_rows(
+            sampling, self.table, rows, result.logits, largest, self.model.sampler, offsets, keeps_logits=keeps
+        )
 
 
 def _no_tokens(plan: SchedulerOutput) -> Int32s:

@@ -153,8 +153,15 @@ class InputMaker:
         if len(plan.num_draft_tokens):
             return _with_drafts(inputs, plan.num_draft_tokens, last)
         if not is_mixed and num_samples == len(rows):
-            num_steps = _steps_to_end(positions, self._mask), _steps_to_end(positions, _PAGE_MASK)
-            self._decoding = Decoding(inputs, _bytes(plan), *num_steps, token_ids, places, *places)
+            self._decoding = Decoding(
+                inputs,
+                _bytes(plan),
+                _steps_to_end(positions, self._mask),
+                _steps_to_end(positions, _PAGE_MASK),
+                token_ids,
+                places,
+                *places,
+            )
         return inputs
 
     def _other_inputs(

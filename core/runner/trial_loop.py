@@ -49,7 +49,7 @@ def loop_costs(loop: LoopDurations, apart: tuple[int, ...], overlapping: tuple[i
 class TrialLoop:
     """The loop of one request alone, at depth 2: without drafts, and with drafts in each step."""
 
-    def __init__(self, runner: Runner, blocks: Int32s, most_tokens: int, most_verified: int, used: Clock) -> None:
+    def __init__(self, runner: Runner, blocks: Int32s, most_tokens: int, most_verified: int, *, used: Clock) -> None:
         """blocks: of the trial row, for most_tokens tokens. most_verified: tokens of a step. used: the clock."""
         self._runner, self._blocks, self._used = runner, blocks, used
         self._num_plain = min(_NUM_PLAIN, most_tokens - 1)

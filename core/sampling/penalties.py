@@ -68,12 +68,13 @@ class Penalties(EditGroup):
         """Return (sample, token, occurrences in the output before the sample) for the rows with penalties."""
         index, table, counts = sampled.samples, sampled.table, self._counts
         entries, samples = index.spread(counts.rows)
-        columns = samples, counts.tokens[entries], counts.counts[entries]
+        tokens, occurrences = counts.tokens[entries], counts.counts[entries]
         if index.offsets is None:
-            return columns
+            return samples, tokens, occurrences
         drafted, places = index.drafts(self._is_penalized)
         owners = index.rows[drafted]
-        return add_drafts(*columns, (drafted, table.tokens.get(owners, table.num_tokens[owners] + places)))
+        own = drafted, table.tokens.get(owners, table.num_tokens[owners] + places)
+        return add_drafts(samples, tokens, occurrences, own)
 
 
 class Penalized(NamedTuple):
@@ -108,5 +109,11 @@ class Penalized(NamedTuple):
     def only(self, wanted: Bools) -> "Penalized":
         """Return the part of the wanted samples."""
         kept = wanted[self.row]
-        counts = self.row[kept], self.token[kept], self.occurrences[kept]
-        return Penalized(*counts, self.repetition[kept], self.frequency[kept], self.presence[kept])
+        return Penalized(
+            self.row[kept],
+            self.token[kept],
+            self.occurrences[kept],
+            self.repetition[kept],
+            self.frequency[kept],
+            self.presence[kept],
+        )

@@ -11,10 +11,8 @@ from core.scheduling.block_exchange import BlockExchange
 from core.scheduling.decisions import Cause, Examined, Verdict
 from core.scheduling.draft import Draft
 from core.scheduling.limits import Limit, PartialPrefills
-from core.scheduling.policies import Policy
+from core.scheduling.parts import SchedulerParts
 from core.scheduling.preemption import Preemption
-from core.scheduling.waiting_queue import WaitingQueue
-from ipc.options.config import EngineConfig
 from ipc.tables.arrays import Ints
 from ipc.tables.rounding import ceil_div
 
@@ -38,24 +36,14 @@ class Admission:
     `admission_lookahead` over its life, which is its reservation. Any other verdict holds all requests behind it.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        batch: Batch,
-        waiting: WaitingQueue,
-        policy: Policy,
-        preemption: Preemption,
-    ) -> None:
-        self._batch = batch
+    def __init__(self, parts: SchedulerParts, preemption: Preemption) -> None:
+        config, batch, policy = parts.config, parts.batch, parts.policy
+        self._batch, self._waiting, self._policy, self._preemption = batch, parts.waiting, policy, preemption
         self._block_size = batch.block_size
-        self._waiting = waiting
-        self._policy = policy
-        self._preemption = preemption
         self._delay = Delay(config.scheduler_delay_factor)
         self._lookahead = config.admission_lookahead
         self._watermark = self.num_watermark_blocks = int(config.watermark * batch.pool.num_blocks)
         self._reserves_all = config.reserve_full_length
-        assert config.max_num_batched_tokens is not None, "the config is not resolved"
         self._budget = config.max_num_batched_tokens
         self._chunk = config.long_prefill_token_threshold or self._budget
         self._is_chunked = config.enable_chunked_prefill

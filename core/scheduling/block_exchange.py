@@ -22,7 +22,6 @@ from core.kv.block_names import UNNAMED, block_key, hash_blocks
 from core.kv.orders import Fetch, Leave, Look, Order, Windows
 from core.scheduling.store_queue import StoreQueue
 from core.scheduling.waiting_queue import WaitingQueue
-from ipc.options.block_stores import asks_store, stores_of
 from ipc.options.config import EngineConfig
 from ipc.tables.arrays import NO_INTS, Int32s, Ints, Rows
 
@@ -413,6 +412,6 @@ def has_live(pending: PendingFetch) -> bool:
 
 def make_exchange(config: EngineConfig, batch: Batch, waiting: WaitingQueue) -> BlockExchange | None:
     """Return the exchange of an engine with this config; None: it has no store beyond the host."""
-    if not stores_of(config) or not batch.host_cache.num_slots:
+    if not config.kv_stores or not batch.host_cache.num_slots:
         return None
-    return BlockExchange(batch, waiting, asks=asks_store(config))
+    return BlockExchange(batch, waiting, asks=config.asks_kv_store)

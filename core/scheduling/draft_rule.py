@@ -24,8 +24,6 @@ class DraftRule:
     single floating-point operations, so that a replay on another machine decides the same.
     """
 
-    #: Whether a step with drafts is weighed together with the next one, which then gets none; older checkpoints lack it
-    weighs_pairs = False
     _least_chance: Doubles | None = None  # which drafts must have to pay, for each number of tokens
 
     def __init__(
@@ -44,6 +42,7 @@ class DraftRule:
         """
         self._overhead_ns = OVERHEAD_NS + draft_ns
         self._is_free = not step_ns
+        #: Whether a step with drafts is weighed together with the next one, which then gets none.
         self.weighs_pairs = loses_turn and not self._is_free
         self._costs, self._alone, self._least = _tables(step_ns or (1,), alone_ns)
         if self.weighs_pairs:

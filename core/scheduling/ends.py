@@ -2,17 +2,13 @@
 
 import numpy as np
 
-from core.batch.batch import Batch
 from core.batch.index import RequestIndex
 from core.batch.request import NO_ROW, Request
 from core.execution.plan import ModelRunnerOutput, PooledColumns
 from core.scheduling.leads import Leads
-from core.scheduling.outputs import OutputCollector
 from core.scheduling.parties import Parties
-from core.scheduling.policies import Policy
+from core.scheduling.parts import SchedulerParts
 from core.scheduling.preemption import Preemption
-from core.scheduling.stats import SchedulerStats
-from core.scheduling.waiting_queue import WaitingQueue
 from ipc.tables.arrays import Bools, Rows
 from ipc.wire.messages import ErrorCode
 
@@ -26,19 +22,11 @@ class Ends:
     """The removal of requests from all parts of the scheduler."""
 
     def __init__(
-        self,
-        batch: Batch,
-        waiting: WaitingQueue,
-        policy: Policy,
-        preemption: Preemption,
-        outputs: OutputCollector,
-        stats: SchedulerStats,
-        requests: RequestIndex,
-        parties: Parties,
-        leads: Leads,
+        self, parts: SchedulerParts, preemption: Preemption, *, requests: RequestIndex, parties: Parties, leads: Leads
     ) -> None:
-        self._batch, self._waiting, self._policy, self._preemption = batch, waiting, policy, preemption
-        self._outputs, self._stats = outputs, stats
+        self._batch, self._waiting, self._policy = parts.batch, parts.waiting, parts.policy
+        self._preemption = preemption
+        self._outputs, self._stats = parts.outputs, parts.stats
         self._requests, self._parties, self._leads = requests, parties, leads
 
     def fail_rows(self, rows: Rows, failed: Bools, output: ModelRunnerOutput) -> None:

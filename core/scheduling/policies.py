@@ -13,7 +13,7 @@ from core.batch.request import Request
 from core.batch.table import BatchTable, RequestStart
 from core.scheduling.virtual_time import TOKEN, VirtualTime
 from core.scheduling.waiting_lines import FairLine, Line
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.tables.arrays import Bools, Ints, Rows
 
 NS_PER_S = 1_000_000_000
@@ -205,7 +205,7 @@ class Fair:
         return self._times.at(self._table.party[rows])
 
 
-def build_policy(config: EngineConfig, table: BatchTable) -> Policy:
+def build_policy(config: ResolvedConfig, table: BatchTable) -> Policy:
     """Return the policy of --scheduling-policy."""
     match config.scheduling_policy:
         case "fcfs":

@@ -2,16 +2,12 @@
 
 import numpy as np
 
-from core.batch.batch import Batch
 from core.batch.request import Request, Swapped
 from core.batch.table import RequestStart
 from core.kv.swap_space import SwapSpace
 from core.scheduling.decisions import Cause, Preempted
 from core.scheduling.draft import Draft
-from core.scheduling.policies import Policy
-from core.scheduling.stats import SchedulerStats
-from core.scheduling.waiting_queue import WaitingQueue
-from ipc.options.config import EngineConfig
+from core.scheduling.parts import SchedulerParts
 from ipc.tables.arrays import Ints, Rows
 
 
@@ -21,17 +17,13 @@ class Preemption:
     Costs are measured when the engine starts and frozen in its config, so that a log replays equal.
     """
 
-    def __init__(
-        self, config: EngineConfig, batch: Batch, waiting: WaitingQueue, policy: Policy, stats: SchedulerStats
-    ) -> None:
-        self._batch = batch
-        self._waiting = waiting
-        self._policy = policy
-        self._stats = stats
+    def __init__(self, parts: SchedulerParts) -> None:
+        config = parts.config
+        self._batch, self._waiting, self._policy, self._stats = parts.batch, parts.waiting, parts.policy, parts.stats
         self._mode = config.preemption_mode
-        self._recompute_ns = config.recompute_ns_per_token or 1  # None in captures older than these options
-        self._swap_ns = 2 * (config.swap_ns_per_block or 1)  # out and back
-        self.swap_space = SwapSpace(0 if self._mode == "recompute" else config.num_swap_blocks or 0)
+        self._recompute_ns = config.recompute_ns_per_token
+        self._swap_ns = 2 * config.swap_ns_per_block  # out and back
+        self.swap_space = SwapSpace(0 if self._mode == "recompute" else config.num_swap_blocks)
         self.num_swapped = 0  # requests that wait with a copy on the host
 
     def victims_first(self, candidates: Ints) -> Ints:

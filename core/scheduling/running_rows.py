@@ -2,13 +2,10 @@
 
 import numpy as np
 
-from core.batch.batch import Batch
 from core.scheduling.decisions import Cause
 from core.scheduling.draft import Draft
-from core.scheduling.policies import Policy
+from core.scheduling.parts import SchedulerParts
 from core.scheduling.preemption import Preemption
-from core.scheduling.waiting_queue import WaitingQueue
-from ipc.options.config import EngineConfig
 from ipc.options.workers import most_in_flight
 from ipc.tables.arrays import Ints, Rows
 from ipc.tables.rounding import ceil_div
@@ -24,14 +21,10 @@ class RunningRows:
     budget goes to rows whose end will give it blocks.
     """
 
-    def __init__(
-        self, config: EngineConfig, batch: Batch, waiting: WaitingQueue, policy: Policy, preemption: Preemption
-    ) -> None:
-        self._batch = batch
-        self._waiting = waiting
-        self._policy = policy
+    def __init__(self, parts: SchedulerParts, preemption: Preemption) -> None:
+        self._batch, self._waiting, self._policy = parts.batch, parts.waiting, parts.policy
         self._preemption = preemption
-        self._long_prefill = config.long_prefill_token_threshold
+        self._long_prefill = parts.config.long_prefill_token_threshold
 
     def fill(self, draft: Draft) -> None:
         """Give every running row its tokens, out of the draft's budget, and allocate the blocks for them."""
@@ -122,11 +115,9 @@ class RowsInTurn(RunningRows):
     The chunks of a prompt need no token; they follow one another at once.
     """
 
-    def __init__(
-        self, config: EngineConfig, batch: Batch, waiting: WaitingQueue, policy: Policy, preemption: Preemption
-    ) -> None:
-        super().__init__(config, batch, waiting, policy, preemption)
-        self._num_steps = most_in_flight(config)
+    def __init__(self, parts: SchedulerParts, preemption: Preemption) -> None:
+        super().__init__(parts, preemption)
+        self._num_steps = most_in_flight(parts.config)
 
     def _leave_out(self, rows: Rows, wanted: Ints, placeholders: Ints) -> None:
         wanted[placeholders > 0] = 0
@@ -134,9 +125,7 @@ class RowsInTurn(RunningRows):
         wanted[decoding[ceil_div(len(rows), self._num_steps) :]] = 0
 
 
-def running_rows(
-    config: EngineConfig, batch: Batch, waiting: WaitingQueue, policy: Policy, preemption: Preemption
-) -> RunningRows:
+def running_rows(parts: SchedulerParts, preemption: Preemption) -> RunningRows:
     """Return the service of running rows that this config needs."""
-    kind = RunningRows if config.pipeline_parallel_size == 1 else RowsInTurn
-    return kind(config, batch, waiting, policy, preemption)
+    kind = RunningRows if parts.config.pipeline_parallel_size == 1 else RowsInTurn
+    return kind(parts, preemption)

@@ -26,6 +26,7 @@ from core.scheduling.ends import Ends
 from core.scheduling.leads import Leads
 from core.scheduling.outputs import ClientOutput, OutputCollector
 from core.scheduling.parties import Parties
+from core.scheduling.parts import SchedulerParts
 from core.scheduling.policies import build_policy
 from core.scheduling.preemption import Preemption
 from core.scheduling.running_rows import RowsInTurn, running_rows
@@ -33,7 +34,7 @@ from core.scheduling.speculation import Speculation
 from core.scheduling.stats import new_stats
 from core.scheduling.waiting_queue import WaitingQueue
 from core.scheduling.whole_features import WholeFeatures
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.tables.arrays import AnyInts, Bools, Int32s, Ints, Rows, TokenIds, UInt8s
 from ipc.wire.messages import ErrorCode, FinishReason, PauseMode
 
@@ -46,31 +47,34 @@ class Scheduler:
     order; blocks are owned as the tables say; a plan holds only rows whose blocks cover what it schedules.
     """
 
-    def __init__(self, config: EngineConfig, eos_token_ids: tuple[int, ...], epoch: int = 0) -> None:
+    def __init__(self, config: ResolvedConfig, eos_token_ids: tuple[int, ...], epoch: int = 0) -> None:
         self.block_size, self.max_num_seqs = config.block_size, config.max_num_seqs
-        assert config.max_num_batched_tokens is not None, "the config is not resolved"
         self.max_num_batched_tokens = self._token_budget = config.max_num_batched_tokens
         self.stats, self.outputs, self.batch = new_stats(), OutputCollector(epoch), Batch(config, eos_token_ids)
         self.table, self.pool, self.cuts = self.batch.table, self.batch.pool, list[Callable[[Draft], None]]()
         self.policy = build_policy(config, self.table)
         self.waiting, self._requests = WaitingQueue(self.policy.line), RequestIndex()
-        self.preemption = Preemption(config, self.batch, self.waiting, self.policy, self.stats)
-        self._running_rows = running_rows(config, self.batch, self.waiting, self.policy, self.preemption)
+        parts = SchedulerParts(config, self.batch, self.waiting, self.policy, self.outputs, self.stats)
+        self.preemption = Preemption(parts)
+        self._running_rows = running_rows(parts, self.preemption)
         self.takes_turns = isinstance(self._running_rows, RowsInTurn)  # rows, see there
-        self.admission = Admission(config, self.batch, self.waiting, self.policy, self.preemption)
+        self.admission = Admission(parts, self.preemption)
         if config.enable_lora:
             self.admission.add_limit(AdapterSlots(config.max_loras))
-        shared = self.batch, self.waiting, self.policy, self.stats, self.admission.num_watermark_blocks
-        self.speculation = Speculation(config, *shared)
+        self.speculation = Speculation(parts, self.admission.num_watermark_blocks)
         self.starts_alone = not config.enable_chunked_prefill
         self._fill = self._prompts_first if self.starts_alone else self._running_first
         self.exchange = self.admission.exchange = make_exchange(config, self.batch, self.waiting)
         self._parties = Parties(self.policy, config.client_weights)
         self._leads = Leads(self.table, self.batch.forks, self.waiting)
-        served = self.batch, self.waiting, self.policy, self.preemption
-        self._ends = Ends(*served, self.outputs, self.stats, self._requests, self._parties, self._leads)
-        beside = self.preemption, self._ends, self.outputs, self.stats, eos_token_ids
-        self.beams = BeamSearches(self.batch, self.waiting, *beside, self.admission.num_watermark_blocks)
+        self._ends = Ends(parts, self.preemption, requests=self._requests, parties=self._parties, leads=self._leads)
+        self.beams = BeamSearches(
+            parts,
+            self.preemption,
+            self._ends,
+            eos_token_ids=eos_token_ids,
+            num_watermark_blocks=self.admission.num_watermark_blocks,
+        )
         self._group_rows: GroupRows | None = None  # from the first beam search on
         self._wholes = WholeFeatures(self.batch, self.admission.add_limit, self.cuts)
         self.has_executor, self._step = True, 0  # has_executor: it can take plans
@@ -309,8 +313,9 @@ class Scheduler:
             self.speculation.report(rows[finish > 0], self.outputs)
             self._ends.finish(rows[finish > 0])
         if output.draft_counts is not None:
-            drafts = output.draft_counts, output.draft_token_ids
-            self.update_draft_token_ids(plan.rows.astype(np.int64), tenancies, *drafts)
+            self.update_draft_token_ids(
+                plan.rows.astype(np.int64), tenancies, output.draft_counts, output.draft_token_ids
+            )
         if output.candidates is not None:
             self.beams.update(plan, tenancies, output.candidates)
         return self.outputs.drain(step)

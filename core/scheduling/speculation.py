@@ -7,7 +7,6 @@ they preempt nobody and delay nobody's start.
 
 import numpy as np
 
-from core.batch.batch import Batch
 from core.batch.table import FREE_ROW
 from core.execution.plan import SchedulerOutput
 from core.proposers.build import build_proposer
@@ -16,10 +15,7 @@ from core.proposers.proposer import NUM_KINDS, OFFERED, Proposals, Proposer
 from core.scheduling.draft import Draft, DraftTokens
 from core.scheduling.draft_rule import DraftRule
 from core.scheduling.outputs import OutputCollector
-from core.scheduling.policies import Policy
-from core.scheduling.stats import SchedulerStats
-from core.scheduling.waiting_queue import WaitingQueue
-from ipc.options.config import EngineConfig
+from core.scheduling.parts import SchedulerParts
 from ipc.options.speculation import MAX_DRAFTS
 from ipc.options.workers import overlaps
 from ipc.tables.arrays import Bools, Doubles, Int32s, Ints, Rows
@@ -44,30 +40,20 @@ class Speculation(Columns):
     _kind: Ints = column()  # of the drafts in flight
     _num_tried: Ints = column()  # drafts up to the first wrong one, included
     _num_right: Ints = column()
-    _first_right = _FIRST_RIGHT  # of older checkpoints
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        batch: Batch,
-        waiting: WaitingQueue,
-        policy: Policy,
-        stats: SchedulerStats,
-        num_watermark_blocks: int,
-    ) -> None:
+    def __init__(self, parts: SchedulerParts, num_watermark_blocks: int) -> None:
+        config, batch = parts.config, parts.batch
         super().__init__(config.max_num_seqs)
         settings = config.speculative_config
-        self._batch, self._waiting, self._policy, self._stats = batch, waiting, policy, stats
+        self._batch, self._waiting, self._policy, self._stats = batch, parts.waiting, parts.policy, parts.stats
         self._watermark = num_watermark_blocks
         self._most = MAX_DRAFTS if settings is None else settings.num_speculative_tokens
         self.most_in_step = config.max_num_seqs * MAX_DRAFTS
         self._rule = DraftRule()
         if settings is not None:
             loses_turn = overlaps(config) and config.pipeline_parallel_size == 1  # else each row waits for its turn
-            durations = settings.step_ns, settings.draft_ns, settings.alone_ns
-            self._rule = DraftRule(*durations, loses_turn=loses_turn)
-        if self._rule.weighs_pairs:
-            self._first_right = np.full(NUM_KINDS, 2)
+            self._rule = DraftRule(settings.step_ns, settings.draft_ns, settings.alone_ns, loses_turn=loses_turn)
+        self._first_right = np.full(NUM_KINDS, 2) if self._rule.weighs_pairs else _FIRST_RIGHT.copy()
         self._kinds_tried = np.zeros(NUM_KINDS, np.int64)
         self._kinds_right = np.zeros(NUM_KINDS, np.int64)
         self.offered = OfferedDrafts(batch.table, self._most)

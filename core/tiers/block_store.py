@@ -275,8 +275,9 @@ class BlockStore:
         """Work out the names of contents that are not known yet, and note blocks for save_one()."""
         name, known, size = self._names.root(order.root), self._name_of, len(order.token_ids) // len(order.contents)
         now = time.monotonic()
-        columns = order.contents.tolist(), order.blocks.tolist(), order.evictions.tolist()
-        for index, (content, block, evictions) in enumerate(zip(*columns, strict=True)):
+        for index, (content, block, evictions) in enumerate(
+            zip(order.contents.tolist(), order.blocks.tolist(), order.evictions.tolist(), strict=True)
+        ):
             found = known.get(content) if content != UNNAMED else None
             if found is None:
                 found = self._names.after(name, order.token_ids[index * size : (index + 1) * size])

@@ -33,6 +33,7 @@ from ipc import errors
 from ipc.errors import ConfigError, EngineCoreError, EngineStartError
 from ipc.machine.channel import Channel, ChannelEndedError
 from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 
 AnswerT = TypeVar("AnswerT", bound=Answer)
 Value = TypeVar("Value")
@@ -112,7 +113,7 @@ class Crew:
                 )
         return infos[self._answering]
 
-    def allocate(self, config: EngineConfig) -> ModelInfo:
+    def allocate(self, config: ResolvedConfig) -> ModelInfo:
         """Allocate the KV caches of a resolved config. Errors: as load()."""
         return self.ask(Allocate(config), Loaded)[self._answering].info
 

@@ -34,6 +34,7 @@ from core.workers.wires import places_of
 from ipc.errors import EngineCoreError, EngineStartError
 from ipc.machine.channel import ChannelEndedError
 from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.options.workers import in_one_process
 
 MAX_LOSSES = 3  # within _LOSSES_S; the last of these ends the engine
@@ -54,7 +55,7 @@ class WorkersExecutor:
         self._config = in_one_process(config)
         self._places = places_of(config.tensor_parallel_size, config.pipeline_parallel_size, config.nnodes)
         self._nodes = Nodes(config) if config.nnodes > 1 else None
-        self._resolved: EngineConfig | None = None
+        self._resolved: ResolvedConfig | None = None
         self._tell: Callable[[ExecutorNews], None] | None = None
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_closing = False
@@ -98,7 +99,7 @@ class WorkersExecutor:
         values = [answer.value for answer in self._serving.ask(FindMemory(), Number)]
         return min((value for value in values if value is not None), default=None)
 
-    def initialize_cache(self, config: EngineConfig) -> None:
+    def initialize_cache(self, config: ResolvedConfig) -> None:
         """Allocate the KV cache of the resolved config in each worker. Errors: OutOfMemoryError."""
         self._resolved = in_one_process(config)
         self.info = self._serving.allocate(self._resolved)

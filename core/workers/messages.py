@@ -13,6 +13,7 @@ from core.execution.executor import Costs, ModelInfo, StepCosts
 from core.workers.wires import Place, Wires
 from ipc.errors import MalformedMessageError
 from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.wire.messages import DECODE_ERRORS
 
 
@@ -36,9 +37,9 @@ class FindMemory(msgspec.Struct, frozen=True, array_like=True, tag=3):
 
 
 class Allocate(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Allocate the KV cache. config: resolved. Answer: Loaded, whose facts may have changed with the length."""
+    """Allocate the KV cache. Answer: Loaded, whose facts may have changed with the length."""
 
-    config: EngineConfig
+    config: ResolvedConfig
 
 
 class MeasureCosts(msgspec.Struct, frozen=True, array_like=True, tag=5):

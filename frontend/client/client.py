@@ -40,7 +40,6 @@ from ipc.tables.arrays import Ints
 from ipc.wire.call import Call
 from ipc.wire.lora_messages import AdapterId
 from ipc.wire.messages import (
-    CALLS,
     MAX_ABORTED,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -213,12 +212,15 @@ class EngineClient(JournalReader, TypedCalls):
         with self._submitting:
             number = self._next_number
             assert number <= _MAX_NUMBER, number
-            rest = priority, deadline_ms, cache_salt
             if isinstance(params, PoolingParams):
-                request: Submission = AddPooling(number, prompt, params, *rest, tenant, second_from, adapter)
+                request: Submission = AddPooling(
+                    number, prompt, params, priority, deadline_ms, cache_salt, tenant, second_from, adapter
+                )
             else:
                 key = seed if isinstance(seed, int) else seed(number)
-                request = AddRequest(number, prompt, params, key, *rest, tenant=tenant, adapter=adapter)
+                request = AddRequest(
+                    number, prompt, params, key, priority, deadline_ms, cache_salt, tenant=tenant, adapter=adapter
+                )
                 if features:
                     request = replace(request, features=[one.use for one in features])
             frame = self._frame_of(request)
@@ -313,9 +315,6 @@ class EngineClient(JournalReader, TypedCalls):
         limit = self._call_timeout if timeout is None else timeout
         number, future = next(self._call_numbers), Future[CallResult]()
         message = make(number)
-        if self.welcome.minor < (minor := CALLS[type(message)].minor):
-            theirs, needed = f"{self.welcome.major}.{self.welcome.minor}", f"{PROTOCOL_MAJOR}.{minor}"
-            raise CallFailedError(f"{name}: the engine speaks protocol {theirs}; this needs {needed}")
         try:
             with self._changed:
                 self.raise_if_ended()

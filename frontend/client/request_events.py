@@ -27,17 +27,17 @@ def read_events(columns: RequestEvents) -> list[tuple[int, RequestEvent]]:
     fit.
     """
     try:
-        parts = (
-            np.frombuffer(columns.numbers, "<u4").tolist(),
-            np.frombuffer(columns.kinds, "u1").tolist(),
-            np.frombuffer(columns.times, "<i8").tolist(),
-            np.frombuffer(columns.choices, "<u2").tolist(),
-            np.frombuffer(columns.causes, "u1").tolist(),
-            np.frombuffer(columns.amounts, "<u4").tolist(),
-        )
         return [
             (number, RequestEvent(EventKind(kind), time / 1e9, choice, EventCause(cause), amount))
-            for number, kind, time, choice, cause, amount in zip(*parts, strict=True)
+            for number, kind, time, choice, cause, amount in zip(
+                np.frombuffer(columns.numbers, "<u4").tolist(),
+                np.frombuffer(columns.kinds, "u1").tolist(),
+                np.frombuffer(columns.times, "<i8").tolist(),
+                np.frombuffer(columns.choices, "<u2").tolist(),
+                np.frombuffer(columns.causes, "u1").tolist(),
+                np.frombuffer(columns.amounts, "<u4").tolist(),
+                strict=True,
+            )
         ]
     except ValueError as error:
         raise MalformedMessageError(f"the columns of request events do not fit: {error}") from error

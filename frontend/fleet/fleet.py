@@ -64,7 +64,7 @@ class Fleet:
         self.calls = Calls(self)
         self.membership.on_session_end = self.calls.lose
         self._ends = Ends(self.dispatch, self.membership, self.to_clients, epoch)
-        self._events = ReplicaEvents(self.dispatch, self.membership, self.calls, self._ends, self.to_clients)
+        self._events = ReplicaEvents(self.dispatch, self.membership, self.calls, self._ends, to_clients=self.to_clients)
         self._max_queued = max_queued
         self._patience_s = patience_s
         self._alone_since: float | None = None  # there has been no replica that takes requests

@@ -11,7 +11,7 @@ import msgspec
 from frontend.fleet.dispatch import Dispatch
 from frontend.fleet.replicas import Replica, ReplicaState
 from ipc.wire.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, ErrorCode, Heartbeat, Hello, Refused, Welcome, encode
-from ipc.wire.scheduling_messages import SCHEDULING_MINOR, FollowKVEvents
+from ipc.wire.scheduling_messages import FollowKVEvents
 
 EXACT = "L2"  # the level at which equal fingerprints mean equal tokens
 _RETRY_S = 1.0  # from a refusal by a replica, or of one, to the next Hello
@@ -101,8 +101,7 @@ class Membership:
             replica.state = ReplicaState.LEAVING
         else:
             self._open(replica)
-        if welcome.minor >= SCHEDULING_MINOR:
-            self._orders.append(Send(replica.row, encode(FollowKVEvents(_FOLLOW_CALL))))
+        self._orders.append(Send(replica.row, encode(FollowKVEvents(_FOLLOW_CALL))))
 
     def refuse(self, replica: Replica, reason: str) -> None:
         """Take no requests there, and say Hello again later: another engine may answer at its address by then."""

@@ -63,9 +63,11 @@ class Placement:
     def loads(self) -> list[int]:
         """Return the load of each row of the table; a huge number where none is taken."""
         table = self._replicas
-        columns = table.is_open.tolist(), table.queued.tolist(), table.live.tolist()  # few rows: no sums of columns
-        return [
-            queued + ROW_TOKENS * live if is_open else _CLOSED for is_open, queued, live in zip(*columns, strict=True)
+        return [  # few rows: no sums of columns
+            queued + ROW_TOKENS * live if is_open else _CLOSED
+            for is_open, queued, live in zip(
+                table.is_open.tolist(), table.queued.tolist(), table.live.tolist(), strict=True
+            )
         ]
 
     def _draw(self, rows: list[int]) -> int:

@@ -33,6 +33,7 @@ class ReplicaEvents:
         membership: Membership,
         calls: Calls,
         ends: Ends,
+        *,
         to_clients: list[tuple[int, ServerMessage]],
     ) -> None:
         self._dispatch = dispatch

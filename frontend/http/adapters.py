@@ -5,7 +5,7 @@ import time
 
 from frontend.client.client import EngineClient
 from ipc.errors import CallFailedError
-from ipc.wire.lora_messages import LORA_MINOR, AdapterId, LoraAdapter
+from ipc.wire.lora_messages import AdapterId, LoraAdapter
 
 #: How long a list of the engine's adapters is used: so soon a name that was loaded or unloaded counts here.
 _FRESH_S = 1.0
@@ -20,7 +20,7 @@ class ServedAdapters:
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self._by_name: dict[str, LoraAdapter] = {}
-        self._may_have = client.welcome.minor >= LORA_MINOR  # until the engine has said that it has none
+        self._may_have = True  # until the engine has said that it has none
         self._looked_at = float("-inf")  # monotonic seconds
         self._looking: asyncio.Task[None] | None = None
 

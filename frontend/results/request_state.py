@@ -25,7 +25,7 @@ class RequestState:
     """
 
     def __init__(
-        self, request_id: str, number: int, prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None
+        self, request_id: str, number: int, prompt: Prompt, params: SamplingParams, *, tokenizer: Tokenizer | None
     ) -> None:
         self.request_id = request_id
         self.number = number

@@ -1,29 +1,15 @@
-"""Stores of KV blocks beyond the host's memory: which of them a config names, and the key of the blocks' names."""
+"""Stores of KV blocks beyond the host's memory: the options that name them, and the key of the blocks' names."""
 
 import os
 import stat
-from typing import TYPE_CHECKING
 
 from ipc.errors import ConfigError
-
-if TYPE_CHECKING:
-    from ipc.options.config import EngineConfig
 
 #: Options that name one.
 STORE_OPTIONS = ("kv_dir", "kv_listen", "kv_peers")
 #: The options of an engine that has none: a replay's, since nobody carries out its orders.
 NO_STORE: dict[str, None] = dict.fromkeys((*STORE_OPTIONS, "kv_key_file"))
 KEY_BYTES = 32
-
-
-def stores_of(config: "EngineConfig") -> list[str]:
-    """Return the options that name a store."""
-    return [name for name in STORE_OPTIONS if getattr(config, name) is not None]
-
-
-def asks_store(config: "EngineConfig") -> bool:
-    """Return whether requests may find blocks in a store: one that only sends its own to peers asks nobody."""
-    return config.kv_dir is not None or config.kv_peers is not None
 
 
 def addresses_of(kv_peers: str) -> list[str]:

@@ -1,12 +1,13 @@
 """EngineConfig: all options of an engine process. It is frozen, validated once, and itself a message."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
 from ipc.errors import ConfigError
 from ipc.log_lines import LogFormat
 from ipc.options import config_checks as checks
+from ipc.options.block_stores import STORE_OPTIONS
 from ipc.options.model_options import ModelOptions
 from ipc.options.option import Option, declared_options
 from ipc.options.speculation import SpeculativeConfig
@@ -18,9 +19,9 @@ KVCacheDtype = Literal["auto", "int8"]
 
 
 class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
-    """Options of one engine. None means that the engine decides at its start.
+    """Options of one engine. None means that the engine decides at its start, or that the option is off.
 
-    A resolved config (core/process/resolve.py) has None only in options that are off without a value.
+    What the engine has decided is in a ResolvedConfig (ipc/options/resolved.py).
 
     Errors: ConfigError that names the option and what is allowed.
     """
@@ -194,25 +195,6 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
     flight_recorder_contents: Annotated[
         bool, Option("capture", "leave prompts and answers in those files, as --capture does")
     ] = False
-    fake_vocab_size: Annotated[int, Option("fake executor", "vocabulary of the fake executor", 4, 2**24)] = 32_000
-    fake_eos_token_id: Annotated[int, Option("fake executor", "end token of the fake executor", 0, 2**24)] = 2
-    fake_max_model_len: Annotated[int, Option("fake executor", "max_model_len of the fake executor", 2, 2**24)] = (
-        131_072
-    )
-    fake_tokens_per_step: Annotated[
-        int, Option("fake executor", "most tokens of a request in one step of the fake executor", 1, 256)
-    ] = 1
-    fake_poison: Annotated[
-        str,
-        Option(
-            "fake executor",
-            "KIND:TOKEN:POSITION: a request whose first token is TOKEN harms the fake executor when it has POSITION "
-            "tokens; KIND is one of raise, row, memory, abort, segv, hang",
-        ),
-    ] = ""
-    fake_step_us: Annotated[
-        int, Option("fake executor", "least microseconds of a step of the fake executor", 0, 10**9)
-    ] = 0
     max_logprobs: Annotated[
         int, Option("log probabilities", "most that a request may ask for at a position; -1 = any number", -1, 2**24)
     ] = 20
@@ -240,6 +222,16 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
         """Return the blocks of the host pool: first those of preempted requests, then those that the cache evicts."""
         return (self.num_swap_blocks or 0) + (self.num_host_blocks or 0)
 
+    @property
+    def kv_stores(self) -> list[str]:
+        """Return the options that name a store of KV blocks beyond the host's memory."""
+        return [name for name in STORE_OPTIONS if getattr(self, name) is not None]
+
+    @property
+    def asks_kv_store(self) -> bool:
+        """Return whether requests may find blocks in a store: an engine that only sends its own to peers asks none."""
+        return self.kv_dir is not None or self.kv_peers is not None
+
     def __post_init__(self) -> None:
         for name, declared in OPTIONS.items():
             declared.check(getattr(self, name))
@@ -254,11 +246,102 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
             raise ConfigError(f"block_size must be a power of two from 1 to 128; got {self.block_size}")
         if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
             raise ConfigError("long_prefill_token_threshold cuts prompts, which enable_chunked_prefill=false forbids")
-        checks.check_kv_tiers(self, has_workers=checks.check_workers(self))
-        checks.check_overlap(self)
+        _check_kv_tiers(self, has_workers=_check_workers(self))
+        _check_overlap(self)
         checks.check_adapters(self.enable_lora, self.lora_modules, self.device)
-        checks.check_speculation(self)
+        _check_speculation(self)
 
 
+def _check_kv_tiers(config: EngineConfig, *, has_workers: bool) -> None:
+    """Check the options of what keeps evicted KV blocks, not whether folder, key and peers are there. Errors:
+    ConfigError.
+    """
+    has_host = bool(config.kv_host_bytes or config.num_host_blocks)
+    if has_host and not config.enable_prefix_caching:
+        raise ConfigError("kv_host_bytes keeps blocks of the prefix cache, and enable_prefix_caching is false")
+    checks.check_store_names(config.kv_dir, config.kv_key_file, config.kv_listen, config.kv_peers)
+    for name in config.kv_stores:
+        if not has_host:
+            raise ConfigError(f"{name} is behind the host's memory, of which there is none: give kv_host_bytes, too")
+        if config.executor not in checks.BUILT_IN_EXECUTORS or config.device != "cpu":
+            raise ConfigError(
+                f"{name} is for executor='local' on device='cpu'; got {config.executor!r:.80} on {config.device!r}"
+            )
+        if has_workers:
+            raise ConfigError(f"{name} reads and writes blocks of the engine process: leave out the workers, or {name}")
+        speculation = config.speculative_config
+        if speculation is not None and (speculation.runs_model or speculation.runs_head):
+            raise ConfigError(f"{name} has no blocks of a model that drafts: leave out {name}, or take method='ngram'")
+
+
+def _check_speculation(config: EngineConfig) -> None:
+    """Check that this executor can guess tokens in this way. Errors: ConfigError."""
+    settings, executor = config.speculative_config, config.executor
+    if settings is None:
+        return
+    if executor == "local" and config.device == "cuda" and settings.runs_model:
+        raise ConfigError(
+            f"speculative_config: method={settings.method!r} runs on device=cpu only: its drafts are computed by the C "
+            "kernels or beside them; on device=cuda take method='ngram' or 'suffix'"
+        )
+    if settings.runs_model and executor != "local":
+        raise ConfigError(f"executor={executor!r} runs no model that drafts; use executor='local'")
+    if settings.runs_head and (sizes := _given_sizes(config)):
+        raise ConfigError(
+            f"speculative_config: method={settings.method!r} reads the whole model's states and embeddings, "
+            f"of which each of several workers has a part: leave {sizes[0][0]} out"
+        )
+
+
+def _check_overlap(config: EngineConfig) -> None:
+    """Check that an executor in this process can run a step while the next one is scheduled. Errors: ConfigError."""
+    is_alone = config.executor == "local" and config.device == "cpu" and not _check_workers(config)
+    if config.async_scheduling and is_alone:
+        raise ConfigError(
+            "async_scheduling=true needs an executor that overlaps: device=cuda or distributed_executor_backend=mp"
+        )
+
+
+def _check_workers(config: EngineConfig) -> bool:
+    """Return whether there are worker processes. Errors: ConfigError for an executor that cannot run in so many."""
+    backend, executor, sizes = config.distributed_executor_backend, config.executor, _given_sizes(config)
+    if config.enable_lora and (backend == "mp" or sizes):
+        raise ConfigError("enable_lora runs in the engine's process only: leave out the workers, or enable_lora")
+    _check_nodes(config, sizes)
+    if not sizes:
+        return backend == "mp"
+    name, size = sizes[0]
+    if backend == "uni":
+        raise ConfigError(f"{name}={size} takes worker processes: leave distributed_executor_backend out, or give 'mp'")
+    if executor not in checks.BUILT_IN_EXECUTORS:
+        raise ConfigError(f"{name}={size} is for executor='local'; got executor={executor!r:.80}")
+    return True
+
+
+def _check_nodes(config: EngineConfig, sizes: list[tuple[str, int]]) -> None:
+    """Check the options of several machines. Errors: ConfigError."""
+    address = config.master_addr
+    if address is not None and (not isinstance(address, str) or not address):
+        raise ConfigError(f"master_addr must be a host, HOST:PORT or an address of ours; got {address!r:.80}")
+    if config.nnodes == 1:
+        return
+    count = config.tensor_parallel_size * config.pipeline_parallel_size
+    if config.nnodes > count:
+        raise ConfigError(
+            f"nnodes={config.nnodes} is more than the {count} workers of tensor_parallel_size and "
+            f"pipeline_parallel_size: give pipeline_parallel_size={config.nnodes}, or fewer nodes"
+        )
+    if address is None:
+        raise ConfigError(f"nnodes={config.nnodes} needs master_addr, where other machines join: a host of this one")
+
+
+def _given_sizes(config: EngineConfig) -> list[tuple[str, int]]:
+    """Return the names and values of the sizes above 1, which take several workers."""
+    names = "tensor_parallel_size", "pipeline_parallel_size"
+    return [(name, size) for name in names if (size := getattr(config, name)) > 1]
+
+
+#: An EngineConfig, or one that the engine has resolved (ipc/options/resolved.py).
+Config = TypeVar("Config", bound=EngineConfig)
 #: Every option by name, in the order of the fields.
 OPTIONS = declared_options(EngineConfig)

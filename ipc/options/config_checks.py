@@ -1,12 +1,7 @@
-"""Checks of options that are no plain choices or numbers (names, paths, weights), or that depend on others."""
-
-from typing import TYPE_CHECKING
+"""Checks of options that are no plain choices or numbers: names, paths, weights."""
 
 from ipc.errors import ConfigError
-from ipc.options.block_stores import addresses_of, stores_of
-
-if TYPE_CHECKING:
-    from ipc.options.config import EngineConfig
+from ipc.options.block_stores import addresses_of
 
 #: Executors that are no plug-ins.
 BUILT_IN_EXECUTORS = ("local", "fake")
@@ -65,8 +60,8 @@ def check_executor(name: object, options: object) -> None:
         raise ConfigError(f"executor must be 'local', 'fake' or the name of a plug-in; got {name!r:.80}")
     if not isinstance(options, dict) or not all(isinstance(word, str) for pair in options.items() for word in pair):
         raise ConfigError(f"executor_options must be a dict of texts; got {options!r:.80}")
-    if options and name in BUILT_IN_EXECUTORS:
-        raise ConfigError(f"executor_options are a plug-in's, and executor={name!r} has none: {', '.join(options)}")
+    if options and name == "local":
+        raise ConfigError(f"executor_options are of 'fake' and of plug-ins, and 'local' has none: {', '.join(options)}")
 
 
 def check_texts(capture: object, flight_recorder_folder: object, generation_config: object) -> None:
@@ -81,40 +76,17 @@ def check_texts(capture: object, flight_recorder_folder: object, generation_conf
         )
 
 
-def check_kv_tiers(config: "EngineConfig", *, has_workers: bool) -> None:
-    """Check the options of what keeps evicted KV blocks, not whether folder, key and peers are there. Errors:
-    ConfigError.
-    """
-    has_host = bool(config.kv_host_bytes or config.num_host_blocks)
-    if has_host and not config.enable_prefix_caching:
-        raise ConfigError("kv_host_bytes keeps blocks of the prefix cache, and enable_prefix_caching is false")
-    _check_kv_names(config)
-    for name in stores_of(config):
-        if not has_host:
-            raise ConfigError(f"{name} is behind the host's memory, of which there is none: give kv_host_bytes, too")
-        if config.executor not in BUILT_IN_EXECUTORS or config.device != "cpu":
-            raise ConfigError(
-                f"{name} is for executor='local' on device='cpu'; got {config.executor!r:.80} on {config.device!r}"
-            )
-        if has_workers:
-            raise ConfigError(f"{name} reads and writes blocks of the engine process: leave out the workers, or {name}")
-        speculation = config.speculative_config
-        if speculation is not None and (speculation.runs_model or speculation.runs_head):
-            raise ConfigError(f"{name} has no blocks of a model that drafts: leave out {name}, or take method='ngram'")
-
-
-def _check_kv_names(config: "EngineConfig") -> None:
-    for name, what in (("kv_dir", "a folder"), ("kv_key_file", "a file")):
-        path = getattr(config, name)
+def check_store_names(kv_dir: object, kv_key_file: object, kv_listen: object, kv_peers: object) -> None:
+    """Check what names stores of KV blocks and their key, not whether they are there. Errors: ConfigError."""
+    for name, path, what in (("kv_dir", kv_dir, "a folder"), ("kv_key_file", kv_key_file, "a file")):
         if path is not None and (not isinstance(path, str) or not path or "\0" in path):
             raise ConfigError(f"{name} must be the path of {what}; got {path!r:.80}")
-    for name in ("kv_listen", "kv_peers"):
-        address = getattr(config, name)
+    for name, address in (("kv_listen", kv_listen), ("kv_peers", kv_peers)):
         if address is None:
             continue
         if not isinstance(address, str) or not addresses_of(address):
             raise ConfigError(f"{name} must be an address, such as ipc:///run/user/1000/kv.sock; got {address!r:.80}")
-        if config.kv_key_file is None:
+        if kv_key_file is None:
             raise ConfigError(
                 f"{name} needs kv_key_file, by which peers name blocks: make one with `engine-core keys blocks FILE`, "
                 "and give all of them the same"
@@ -127,34 +99,6 @@ def check_flight_recorder(num_bytes: int) -> None:
         raise ConfigError(f"flight_recorder_bytes must be 0, or at least {MIN_FLIGHT_BYTES}; got {num_bytes}")
 
 
-def check_speculation(config: "EngineConfig") -> None:
-    """Check that this executor can guess tokens in this way. Errors: ConfigError."""
-    settings, executor = config.speculative_config, config.executor
-    if settings is None:
-        return
-    if executor == "local" and config.device == "cuda" and settings.runs_model:
-        raise ConfigError(
-            f"speculative_config: method={settings.method!r} runs on device=cpu only: its drafts are computed by the C "
-            "kernels or beside them; on device=cuda take method='ngram' or 'suffix'"
-        )
-    if settings.runs_model and executor != "local":
-        raise ConfigError(f"executor={executor!r} runs no model that drafts; use executor='local'")
-    if settings.runs_head and (sizes := given_sizes(config)):
-        raise ConfigError(
-            f"speculative_config: method={settings.method!r} reads the whole model's states and embeddings, "
-            f"of which each of several workers has a part: leave {sizes[0][0]} out"
-        )
-
-
-def check_overlap(config: "EngineConfig") -> None:
-    """Check that an executor in this process can run a step while the next one is scheduled. Errors: ConfigError."""
-    is_alone = config.executor == "local" and config.device == "cpu" and not check_workers(config)
-    if config.async_scheduling and is_alone:
-        raise ConfigError(
-            "async_scheduling=true needs an executor that overlaps: device=cuda or distributed_executor_backend=mp"
-        )
-
-
 def check_adapters(enable_lora: bool, modules: object, device: str) -> None:
     """Check the options of adapters, not whether their files are there. Errors: ConfigError."""
     if not isinstance(modules, dict) or not all(isinstance(word, str) and word for word in sum(modules.items(), ())):
@@ -163,45 +107,6 @@ def check_adapters(enable_lora: bool, modules: object, device: str) -> None:
         raise ConfigError(f"lora_modules loads adapters ({', '.join(modules)}), which needs enable_lora")
     if enable_lora and device == "cuda":
         raise ConfigError("enable_lora runs on device=cpu only: the GPU's steps have no adapters yet; leave it out")
-
-
-def given_sizes(config: "EngineConfig") -> list[tuple[str, int]]:
-    """Return the names and values of the sizes above 1, which take several workers."""
-    names = "tensor_parallel_size", "pipeline_parallel_size"
-    return [(name, size) for name in names if (size := getattr(config, name)) > 1]
-
-
-def check_workers(config: "EngineConfig") -> bool:
-    """Return whether there are worker processes. Errors: ConfigError for an executor that cannot run in so many."""
-    backend, executor, sizes = config.distributed_executor_backend, config.executor, given_sizes(config)
-    if config.enable_lora and (backend == "mp" or sizes):
-        raise ConfigError("enable_lora runs in the engine's process only: leave out the workers, or enable_lora")
-    _check_nodes(config, sizes)
-    if not sizes:
-        return backend == "mp"
-    name, size = sizes[0]
-    if backend == "uni":
-        raise ConfigError(f"{name}={size} takes worker processes: leave distributed_executor_backend out, or give 'mp'")
-    if executor not in BUILT_IN_EXECUTORS:
-        raise ConfigError(f"{name}={size} is for executor='local'; got executor={executor!r:.80}")
-    return True
-
-
-def _check_nodes(config: "EngineConfig", sizes: list[tuple[str, int]]) -> None:
-    """Check the options of several machines. Errors: ConfigError."""
-    address = config.master_addr
-    if address is not None and (not isinstance(address, str) or not address):
-        raise ConfigError(f"master_addr must be a host, HOST:PORT or an address of ours; got {address!r:.80}")
-    if config.nnodes == 1:
-        return
-    count = config.tensor_parallel_size * config.pipeline_parallel_size
-    if config.nnodes > count:
-        raise ConfigError(
-            f"nnodes={config.nnodes} is more than the {count} workers of tensor_parallel_size and "
-            f"pipeline_parallel_size: give pipeline_parallel_size={config.nnodes}, or fewer nodes"
-        )
-    if address is None:
-        raise ConfigError(f"nnodes={config.nnodes} needs master_addr, where other machines join: a host of this one")
 
 
 def with_revision(model: object, revision: object) -> str:

@@ -40,6 +40,9 @@ def config_from_options(**options: Any) -> EngineConfig:
             accepted[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
         elif is_neutral(name):
             check_neutral(name, value)
+        elif name.startswith("fake_"):
+            given = f"{{{name.removeprefix('fake_')!r}: {str(value)!r:.80}}}"
+            raise ConfigError(f"{name} is an option of the fake executor: executor_options={given}")
         else:
             near = difflib.get_close_matches(name, OPTIONS, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""

@@ -56,7 +56,9 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ] = "local"
     executor_options: Annotated[
         dict[str, str],
-        Option("machine", "an option of a plug-in executor; may be given again", flags=("--executor-option",)),
+        Option(
+            "machine", "an option of the executor (docs/executors.md); may be given again", flags=("--executor-option",)
+        ),
     ] = {}
     distributed_executor_backend: Annotated[
         DistributedExecutorBackend,

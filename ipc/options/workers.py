@@ -4,7 +4,7 @@ import re
 
 import msgspec
 
-from ipc.options.config import EngineConfig
+from ipc.options.config import Config, EngineConfig
 
 MASTER_PORT = 29_501  # as vLLM's master_port
 _HAS_PORT = re.compile(r"(^[^:]+|\]):[0-9]+$")  # of a name, an IPv4 address or [an IPv6 address]
@@ -20,7 +20,7 @@ def num_workers(config: EngineConfig) -> int:
     return config.tensor_parallel_size * config.pipeline_parallel_size
 
 
-def in_one_process(config: EngineConfig) -> EngineConfig:
+def in_one_process(config: Config) -> Config:
     """Return the config of an executor in the process that creates it: a worker's, or that of a replay."""
     return msgspec.structs.replace(
         config,

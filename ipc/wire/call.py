@@ -15,4 +15,3 @@ class CallRule(msgspec.Struct, frozen=True):
     answer: type[msgspec.Struct]  # unless the answer is CallFailed
     is_owners: bool = False  # others than the engine's owner get PERMISSION_DENIED
     is_at_border: bool = False  # answered by the border; the engine core never sees it
-    minor: int = 0  # first protocol minor that has it

@@ -9,8 +9,6 @@ import msgspec
 
 from ipc.wire.call import Call
 
-#: The first protocol minor that has the calls of this file.
-FLEET_MINOR = 4
 NO_FLEET = "this is one engine, not a router: it has no replicas"
 
 

@@ -4,9 +4,6 @@ import msgspec
 
 from ipc.wire.call import Call
 
-#: The first minor of engines that have adapters.
-LORA_MINOR = 4
-
 
 class AdapterId(msgspec.Struct, frozen=True, array_like=True, weakref=True):
     """The adapter of a request, by its content: equal digests (and an equal model) mean equal tokens.

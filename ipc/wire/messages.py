@@ -14,12 +14,11 @@ from ipc.errors import MalformedMessageError
 from ipc.params.sampling_params import Delivered, SamplingParams
 from ipc.wire.call import Call, CallRule
 from ipc.wire.feature_messages import FeatureLimits, FeatureUses, PutFeature
-from ipc.wire.fleet_messages import FLEET_MINOR, ChangeReplica, GetReplicas, ReplicaList
-from ipc.wire.lora_messages import LORA_MINOR, AdapterId, ListLora, LoadLora, LoraAdapters, UnloadLora
-from ipc.wire.metrics_messages import METRICS_MINOR, GetMetrics, Metrics
+from ipc.wire.fleet_messages import ChangeReplica, GetReplicas, ReplicaList
+from ipc.wire.lora_messages import AdapterId, ListLora, LoadLora, LoraAdapters, UnloadLora
+from ipc.wire.metrics_messages import GetMetrics, Metrics
 from ipc.wire.pooling_messages import AddPooling, Pooled
 from ipc.wire.scheduling_messages import (
-    SCHEDULING_MINOR,
     Explain,
     Explanation,
     FollowKVEvents,
@@ -30,10 +29,8 @@ from ipc.wire.scheduling_messages import (
 )
 
 PROTOCOL_MAJOR = 1
-#: 1: leases, reconnection, bounds, control calls; choices, logprobs, bad words. 2: request events, Explain, KV events.
-#: 3: default sampling. 4: engines started again, measurements, speculation, grammars, pooling, adapters, features.
-PROTOCOL_MINOR = 4
-STRUCTURED_OUTPUTS_MINOR = 4  # the first of engines that take structured_outputs
+#: A release that appends to the messages below counts it up; docs/protocol.md says what is promised between minors.
+PROTOCOL_MINOR = 0
 
 #: Largest frame the core accepts, bytes: a prompt of a million tokens and its parameters.
 MAX_CLIENT_MESSAGE_BYTES = 8 << 20
@@ -354,16 +351,16 @@ CALLS: dict[type[Call], CallRule] = {
     Resume: CallRule(CallDone, is_owners=True),
     BeginDrain: CallRule(CallDone, is_owners=True, is_at_border=True),
     Shutdown: CallRule(CallDone, is_owners=True, is_at_border=True),
-    GetMetrics: CallRule(Metrics, is_at_border=True, minor=METRICS_MINOR),
-    StopRequest: CallRule(CallDone, is_owners=True, minor=METRICS_MINOR),
-    Explain: CallRule(Explanation, minor=SCHEDULING_MINOR),
-    FollowKVEvents: CallRule(CallDone, minor=SCHEDULING_MINOR),
-    UnfollowKVEvents: CallRule(CallDone, minor=SCHEDULING_MINOR),
-    LoadLora: CallRule(LoraAdapters, is_owners=True, is_at_border=True, minor=LORA_MINOR),
-    UnloadLora: CallRule(CallDone, is_owners=True, is_at_border=True, minor=LORA_MINOR),
-    ListLora: CallRule(LoraAdapters, is_at_border=True, minor=LORA_MINOR),
-    GetReplicas: CallRule(ReplicaList, minor=FLEET_MINOR),
-    ChangeReplica: CallRule(CallDone, is_owners=True, minor=FLEET_MINOR),
+    GetMetrics: CallRule(Metrics, is_at_border=True),
+    StopRequest: CallRule(CallDone, is_owners=True),
+    Explain: CallRule(Explanation),
+    FollowKVEvents: CallRule(CallDone),
+    UnfollowKVEvents: CallRule(CallDone),
+    LoadLora: CallRule(LoraAdapters, is_owners=True, is_at_border=True),
+    UnloadLora: CallRule(CallDone, is_owners=True, is_at_border=True),
+    ListLora: CallRule(LoraAdapters, is_at_border=True),
+    GetReplicas: CallRule(ReplicaList),
+    ChangeReplica: CallRule(CallDone, is_owners=True),
 }
 if TYPE_CHECKING:
     ClientCall: TypeAlias = Call

@@ -10,8 +10,6 @@ import msgspec
 
 from ipc.wire.call import Call
 
-#: The first protocol minor that has the calls of this file.
-METRICS_MINOR = 4
 #: Upper bounds of the buckets of Statistics.step_tokens, in tokens of a step; one more bucket is above them.
 STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 

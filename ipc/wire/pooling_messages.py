@@ -5,9 +5,6 @@ import msgspec
 from ipc.params.pooling_params import PoolingParams
 from ipc.wire.lora_messages import AdapterId
 
-#: The first minor of engines that pool.
-POOLING_MINOR = 4
-
 
 class AddPooling(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """Submit one pooling request. Answered by Pooled columns and the end of its number, or by RequestFailed.

@@ -10,8 +10,6 @@ import msgspec
 from ipc.wire.call import Call
 from ipc.wire.kv_events import KVEvent
 
-#: The first protocol minor that has the calls of this file.
-SCHEDULING_MINOR = 2
 #: In Explain.number: every request, with the state of the engine.
 EVERY_REQUEST = -1
 #: In Explain.session: the caller's own.

@@ -40,6 +40,7 @@ class CpuExperts:
         router: PackedMatrix,
         experts: Sequence[ExpertProducts],
         routing: Routing,
+        *,
         shared: ExpertProducts | None = None,
     ) -> None:
         """Prepare the C structs. router: [experts, width] to float32, one column more with a shared gate. All experts

@@ -131,8 +131,9 @@ def _pack(library: CpuLibrary, weight: Numbers, dtype: Dtype, is_gated: bool, is
     num_bytes = 0 if is_kept else library.function("compact_bytes", pointer, result=ctypes.c_int64)(arguments)
     is_compact = num_bytes > 0
     if not is_compact:
-        sizes = (ctypes.c_int64, ctypes.c_int64, ctypes.c_int32)
-        packed_bytes = library.function("packed_bytes", *sizes, result=ctypes.c_int64)
+        packed_bytes = library.function(
+            "packed_bytes", ctypes.c_int64, ctypes.c_int64, ctypes.c_int32, result=ctypes.c_int64
+        )
         num_bytes = packed_bytes(*weight.shape, ELEMENT_NUMBERS[dtype])
     packed = library.allocate(num_bytes)
     arguments.packed = packed.ctypes.data

@@ -36,6 +36,7 @@ class CpuKVCache(KVCache):
         num_blocks: int,
         block_size: int,
         num_kv_heads: int,
+        *,
         head_dim: int,
         dtype: Dtype,
         value_dim: int | None = None,
@@ -43,7 +44,9 @@ class CpuKVCache(KVCache):
         """value_dim: V is not stored, it is the first value_dim numbers of K. None = V is stored."""
         width, stored = self.stored_width(head_dim, dtype)
         self.num_sides = 2 if value_dim is None else 1
-        super().__init__(num_layers, num_blocks, block_size, num_kv_heads, width, stored, self.num_sides)
+        super().__init__(
+            num_layers, num_blocks, block_size, num_kv_heads, head_dim=width, dtype=stored, num_sides=self.num_sides
+        )
         self.head_dim, self.dtype = head_dim, dtype
         self.chunk = min(CHUNK, block_size)  # tokens that are stored together
         sizes, is_quantized = (num_kv_heads, head_dim, block_size), bool(self.stored_as)

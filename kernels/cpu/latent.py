@@ -27,9 +27,9 @@ class CpuLatent:
         keys: Sequence[PackedMatrix],
         values: Sequence[PackedMatrix],
         latent_norm: Floats,
+        *,
         rotated_dim: int,
         eps: float,
-        *,
         query: PackedMatrix | None = None,
         query_norm: Floats | None = None,
     ) -> None:

@@ -44,6 +44,7 @@ class KVCache:
         num_blocks: int,
         block_size: int,
         num_kv_heads: int,
+        *,
         head_dim: int,
         dtype: Dtype,
         num_sides: int = 2,

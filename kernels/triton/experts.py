@@ -45,6 +45,7 @@ class TritonExperts:
         experts: Sequence[DeviceExpert],
         routing: Routing,
         shared: DeviceExpert | None,
+        *,
         function: str,
     ) -> None:
         """Stack the experts' weights, which lie in the stacks from then on. function: the experts' activation."""

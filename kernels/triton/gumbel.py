@@ -41,8 +41,13 @@ def _words(seed, position, choice, purpose: tl.constexpr, first, COUNT: tl.const
     """Return Philox's words uint32 [4 * COUNT] of COUNT lanes from `first` on."""
     lanes = (first + tl.arange(0, COUNT)).to(tl.uint32)
     zero = lanes * 0
-    counter = zero + position.to(tl.uint32), zero + choice.to(tl.uint32), zero + purpose, lanes
-    first, second, third, fourth = tl.philox(seed.to(tl.uint64, bitcast=True), *counter)
+    first, second, third, fourth = tl.philox(
+        seed.to(tl.uint64, bitcast=True),
+        zero + position.to(tl.uint32),
+        zero + choice.to(tl.uint32),
+        zero + purpose,
+        lanes,
+    )
     return tl.interleave(tl.interleave(first, third), tl.interleave(second, fourth))
 
 

@@ -32,13 +32,14 @@ class TritonKVCache(KVCache):
         num_blocks: int,
         block_size: int,
         num_kv_heads: int,
+        *,
         head_dim: int,
         dtype: Dtype,
         device: torch.device,
         pinned: bool = False,
     ) -> None:
         self._device, self._pinned = device, pinned
-        super().__init__(num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype)
+        super().__init__(num_layers, num_blocks, block_size, num_kv_heads, head_dim=head_dim, dtype=dtype)
 
     def _allocate(self, num_layers: int, shape: tuple[int, ...]) -> Sequence[torch.Tensor]:
         dtype = DTYPES[self.dtype]

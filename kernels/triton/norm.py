@@ -54,6 +54,7 @@ class TritonNorm:
         eps: float,
         dtype: torch.dtype,
         residual_multiplier: float = 1.0,
+        *,
         bias: torch.Tensor | None = None,
         is_centred: bool = False,
         precedes: bool = False,

@@ -40,6 +40,7 @@ class PackedLinear:
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         out_dtype: torch.dtype,
+        *,
         name: str,
     ) -> None:
         """Keep the parts. name: of the weights' form, for `variant`."""

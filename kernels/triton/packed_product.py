@@ -116,7 +116,6 @@ def packed_product(
     shape = (parts, num_rows, num_columns) if parts > 1 else (1,)
     partial_sums = torch.empty(shape, dtype=torch.float32, device=x.device)
     fields = (weight.scales if one is None else one for one in (weight.fine, weight.minima, weight.fine_minima))
-    places = num_columns, first_column, out.shape[1]
     _multiply_packed[ceil_div(num_columns, TILE_COLUMNS), parts, ceil_div(num_rows, tile_rows)](
         x,
         weight.codes,
@@ -146,7 +145,9 @@ def packed_product(
         grid = num_rows, ceil_div(num_columns, _MERGED)
         has_bias = bias is not None
         options = {"PARTS": parts, "BLOCK": _MERGED, "HAS_BIAS": has_bias}
-        _merge_parts[grid](x, bias if has_bias else x, out, partial_sums, num_rows, *places, **options)
+        _merge_parts[grid](
+            x, bias if has_bias else x, out, partial_sums, num_rows, num_columns, first_column, out.shape[1], **options
+        )
 
 
 def _tile_bytes(weight: PackedRows, tile_rows: int) -> int:

@@ -16,19 +16,17 @@ from core.executors.fake import choice_seed
 from core.inputs import EngineInput, EngineReply
 from core.scheduling.outputs import ClientOutput
 from core.scheduling.scheduler import Scheduler
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import Int32s
 from ipc.wire.messages import AddRequest, FinishReason, Outputs, RequestFailed
 from tests.core.paged_executor import PagedExecutor
+from tests.fake_options import fake_options
 from tests.fake_tokens import fake_tokens
+from tests.resolved import resolved_config
 
 VOCAB_SIZE = 1000
 EOS = 2
-
-
-#: What core/process/resolve.py would have set.
-RESOLVED = {"num_swap_blocks": 0, "recompute_ns_per_token": 1, "swap_ns_per_block": 1}
 
 
 def small_config(
@@ -41,10 +39,9 @@ def small_config(
     max_model_len: int | None = None,
     prefix_caching: bool = True,
     **options: Any,
-) -> EngineConfig:
+) -> ResolvedConfig:
     """A resolved config of the fake executor; max_model_len defaults to all that the cache can hold."""
-    return EngineConfig(
-        executor="fake",
+    return resolved_config(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=budget,
         block_size=block_size,
@@ -53,8 +50,8 @@ def small_config(
         pipeline_parallel_size=stages,
         async_scheduling=depth == 2 and stages == 1,
         enable_prefix_caching=prefix_caching,
-        fake_vocab_size=VOCAB_SIZE,
-        **{"fake_eos_token_id": EOS, **RESOLVED, **options},
+        executor_options=fake_options(vocab_size=VOCAB_SIZE, eos_token_id=EOS) | options.pop("executor_options", {}),
+        **options,
     )
 
 
@@ -184,7 +181,7 @@ class Driver:
     """An EngineCore over a PagedExecutor with its clients; every step is followed by check_integrity()."""
 
     def __init__(
-        self, config: EngineConfig, poison: int | None = None, executor: type[PagedExecutor] = PagedExecutor
+        self, config: ResolvedConfig, poison: int | None = None, executor: type[PagedExecutor] = PagedExecutor
     ) -> None:
         self.config = config
         self.executor = executor(config, poison)
@@ -223,7 +220,7 @@ class Driver:
 class ByHand:
     """A scheduler whose results are made up by the test: the executor's table decides who samples, `token` what."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: ResolvedConfig) -> None:
         self.scheduler = Scheduler(config, (EOS,))
         self.inbox = Inbox()
         self.mirror = RunnerTable(config.max_num_seqs, config.block_size)

@@ -17,7 +17,6 @@ from core.engine import EngineCore
 from core.executors.fake import checksum, create, next_token
 from core.features.store import Features
 from core.process import loop as process
-from ipc.options.config import EngineConfig
 from ipc.wire.messages import (
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
@@ -29,18 +28,19 @@ from ipc.wire.messages import (
     Welcome,
 )
 from ipc.wire.sockets import Context, bind_router, private_ipc_address, remove_private_address
+from tests.fake_options import fake_options
 from tests.raw_client import PATIENCE_S, RawClient
+from tests.resolved import resolved_config
 
 VOCAB = 1000
 NUM_ROWS = 8
-CONFIG = EngineConfig(
-    executor="fake",
+CONFIG = resolved_config(
     max_num_seqs=NUM_ROWS,
     max_num_batched_tokens=512,
     block_size=16,
     num_blocks_override=8000,
     max_model_len=15_000,
-    fake_vocab_size=VOCAB,
+    executor_options=fake_options(vocab_size=VOCAB),
 )
 OWNER_TOKEN = b"o" * 16
 LONG = 14_000  # tokens: more than any test waits for

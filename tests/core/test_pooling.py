@@ -21,6 +21,7 @@ from ipc.wire.messages import Abort, AddRequest, ErrorCode, FinishReason, Output
 from ipc.wire.pooling_messages import AddPooling, Pooled
 from tests.columns import pack_numbers
 from tests.core.driving import VOCAB_SIZE, add_message, expected_tokens, small_config, unpack
+from tests.fake_options import fake_options
 from tools.cli import main
 
 
@@ -195,7 +196,7 @@ _REAL = FakeExecutor._pooled
 
 def test_a_capture_with_pooling_replays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "pooled.cap"
-    client = Client(small_config(14, budget=9, fake_max_model_len=100), path)
+    client = Client(small_config(14, budget=9, executor_options=fake_options(max_model_len=100)), path)
     for number in range(12):
         ids = list(range(number, number + 17))
         client.step(pooling(number, ids, "token_embed") if number % 2 else add_message(number, ids))

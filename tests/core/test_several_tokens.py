@@ -15,6 +15,7 @@ from ipc.wire.messages import Abort, AddRequest, FinishReason, Logprobs, Outputs
 from tests.columns import pack_numbers
 from tests.core.driving import EOS, VOCAB_SIZE, Driver, PagedExecutor, add_message, expected_tokens, small_config
 from tests.core.test_step_cost import count_calls
+from tests.fake_options import fake_options
 
 MAX_LEN = 90
 MOST = 5
@@ -64,7 +65,7 @@ def messages(count: int = 40) -> list[AddRequest]:
 
 def run(executor: type[PagedExecutor], aborts: dict[int, int] | None = None, **options: Any) -> Driver:
     """aborts: step -> number. Two requests arrive in a step."""
-    config = small_config(max_model_len=MAX_LEN, budget=24, fake_eos_token_id=EOS, **options)
+    config = small_config(max_model_len=MAX_LEN, budget=24, executor_options=fake_options(eos_token_id=EOS), **options)
     driver, pending, step = Driver(config, executor=executor), messages(), 0
     while pending:
         inbox: list[tuple[int, EngineInput]] = [(message.number % 3, message) for message in pending[:2]]
@@ -110,7 +111,9 @@ Found = dict[tuple[int, int, str], list[Any]]
 
 def outputs_of(most: int, depth: int, **options: Any) -> tuple[Found, int]:
     """(what the clients got, steps) of the fake executor."""
-    config = small_config(60, depth=depth, budget=24, max_model_len=MAX_LEN, fake_tokens_per_step=most)
+    config = small_config(
+        60, depth=depth, budget=24, max_model_len=MAX_LEN, executor_options=fake_options(tokens_per_step=most)
+    )
     engine, found, step = EngineCore(config, executor := create(config)), Found(), 0
     executor.initialize_cache(config)
     stops = list(range(0, VOCAB_SIZE, 20))
@@ -167,7 +170,7 @@ def test_choices_and_log_probabilities_of_the_fake_executor(options: dict[str, i
 
 def test_a_step_with_several_tokens_costs_the_same_for_16_and_256_rows() -> None:
     def calls(num_rows: int) -> list[int]:
-        options = {"fake_eos_token_id": 2**20, "fake_tokens_per_step": 3}
+        options = {"executor_options": fake_options(eos_token_id=2**20, tokens_per_step=3)}
         config = small_config(4000, 64, max_num_seqs=300, budget=2**14, max_model_len=1024, **options)
         engine = EngineCore(config, executor := create(config))
         executor.initialize_cache(config)

@@ -17,6 +17,7 @@ from tests.columns import pack_numbers
 from tests.core.driving import EOS, VOCAB_SIZE, Driver, PagedExecutor, add_message, expected_tokens, small_config
 from tests.core.hostile_drafts import KINDS, Hostile, fake_oracle, speculative, use
 from tests.core.test_several_tokens import MAX_LEN, messages
+from tests.fake_options import fake_options
 from tests.fake_tokens import fake_tokens
 
 COUNT = 18  # requests
@@ -25,7 +26,9 @@ COUNT = 18  # requests
 def run(kind: str | None, aborts: dict[int, int] | None = None, **options: Any) -> tuple[Driver, Hostile | None]:
     """kind: of the proposer; None: no drafts. aborts: step -> number. Two requests arrive in a step."""
     settings = None if kind is None else speculative()
-    config = small_config(max_model_len=MAX_LEN, fake_eos_token_id=EOS, speculative_config=settings, **options)
+    config = small_config(
+        max_model_len=MAX_LEN, executor_options=fake_options(eos_token_id=EOS), speculative_config=settings, **options
+    )
     driver, pending, step = Driver(config), messages(COUNT), 0
     hostile = None if kind is None else use(driver.scheduler, kind, partial(fake_oracle, VOCAB_SIZE), VOCAB_SIZE)
     while pending:
@@ -95,7 +98,9 @@ def test_aborts_and_options(depth: int, options: dict[str, Any]) -> None:
 def test_suffix_finds_the_outputs_of_earlier_requests(depth: int) -> None:
     """The fake executor's outputs are functions of the prompt, so an equal request has the output of the first."""
     settings = SpeculativeConfig(method="suffix", step_ns=(10**6,) * 8)
-    config = small_config(max_model_len=MAX_LEN, fake_eos_token_id=EOS, speculative_config=settings, depth=depth)
+    config = small_config(
+        max_model_len=MAX_LEN, executor_options=fake_options(eos_token_id=EOS), speculative_config=settings, depth=depth
+    )
     driver, accepted = Driver(config), list[int]()
     for again in range(2):
         added = [add_message(n + 100 * again, range(n, n + 9), 40) for n in range(6)]

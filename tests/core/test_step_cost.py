@@ -21,6 +21,7 @@ from ipc.records.flight_ring import FlightFile
 from ipc.wire.messages import Abort, AddRequest, encode
 from tests.columns import pack_numbers
 from tests.core.driving import add_message, small_config
+from tests.fake_options import fake_options
 
 BLOCK_SIZE = 16
 PHASES = ("schedule", "execute", "update", "encode")
@@ -49,7 +50,7 @@ def count_calls(function: Callable[[], Result]) -> tuple[int, Result]:
 def config(depth: int = 1) -> EngineConfig:
     # More rows than the tests use: a full table does not look at the queue, which saves a call.
     # No token is EOS: that one ends a request or not is an event.
-    options = {"fake_eos_token_id": 2**20}
+    options = {"executor_options": fake_options(eos_token_id=2**20)}
     return small_config(2000, BLOCK_SIZE, max_num_seqs=300, budget=2**14, depth=depth, max_model_len=1024, **options)
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from core.engine import EngineCore
 from core.executors.fake import create
+from core.executors.fake_options import with_fake_options
 from core.inputs import EngineInput, HoldClient, ReleaseClient
 from ipc.options.speculation import SpeculativeConfig
 from ipc.params.sampling_params import SamplingParams
@@ -23,6 +24,7 @@ from ipc.wire.messages import Abort, AddRequest, ErrorCode, FinishReason, Output
 from tests.columns import pack_numbers
 from tests.core.driving import Inbox, Received, small_config
 from tests.core.hostile_drafts import use
+from tests.fake_options import fake_options
 from tests.grammar_vocabulary import EOS, VOCAB_SIZE, schema, structured, text_of, tokenizer_files
 
 MAX_LEN = 120
@@ -71,8 +73,8 @@ class Runs:
     """An engine core and its client."""
 
     def __init__(self, **options: Any) -> None:
-        config = small_config(**{"max_model_len": MAX_LEN, **options, "fake_eos_token_id": EOS})
-        config = type(config)(**{**_fields(config), "fake_vocab_size": VOCAB_SIZE})
+        config = small_config(**{"max_model_len": MAX_LEN, **options})
+        config = with_fake_options(config, eos_token_id=EOS, vocab_size=VOCAB_SIZE)
         executor = create(config)
         executor.grammars.use_files(tokenizer_files())
         executor.initialize_cache(config)
@@ -151,8 +153,8 @@ def test_every_output_is_what_its_grammar_says_and_there_are_several(alone: dict
         {"num_blocks": 40, "depth": 2},
         {"speculative_config": SpeculativeConfig(method="ngram", prompt_lookup_min=1)},
         {"speculative_config": SpeculativeConfig(method="suffix"), "num_blocks": 40, "depth": 2},
-        {"fake_tokens_per_step": 5},
-        {"fake_tokens_per_step": 5, "depth": 2, "num_blocks": 40},
+        {"executor_options": fake_options(tokens_per_step=5)},
+        {"executor_options": fake_options(tokens_per_step=5), "depth": 2, "num_blocks": 40},
         {"enable_chunked_prefill": False},
     ],
     ids=str,
@@ -229,7 +231,9 @@ def test_a_search_keeps_to_its_grammar() -> None:
     assert all(re.fullmatch("[a-c]{4}", text_of(received[1 + choice].tokens)) for choice in range(2))
 
 
-@pytest.mark.parametrize("options", [{}, {"depth": 2}, {"fake_tokens_per_step": 3}, {"num_blocks": 40}])
+@pytest.mark.parametrize(
+    "options", [{}, {"depth": 2}, {"executor_options": fake_options(tokens_per_step=3)}, {"num_blocks": 40}]
+)
 def test_structural_tags_beside_other_kinds(alone: dict[int, list[int]], options: dict[str, Any]) -> None:
     """Free text that ends with a mark, forced text behind it, and JSON; the neighbours get the same tokens as ever."""
     value = {"type": "json_schema", "json_schema": {"enum": ["yes", "no"]}}
@@ -246,7 +250,7 @@ def test_structural_tags_beside_other_kinds(alone: dict[int, list[int]], options
 
 def test_options_that_contradict_the_grammar_fail_the_request_alone(alone: dict[int, list[int]]) -> None:
     longer = add(50, structured(choice=["no"]), min_tokens=9)
-    for options in ({}, {"depth": 2}, {"fake_tokens_per_step": 3}):
+    for options in ({}, {"depth": 2}, {"executor_options": fake_options(tokens_per_step=3)}):
         received = run([*ADDED[:6], longer, *ADDED[6:12]], **options)
         text = next(one for number, one in received.items() if number == 50)
         if text.failed is not None:

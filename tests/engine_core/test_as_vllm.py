@@ -32,7 +32,7 @@ arguments = {"model": sys.argv[1], "revision": None, "dtype": "auto", "tokenizer
     "max_num_seqs": None, "quantization": None, "seed": 1234, "enable_lora": False, "max_lora_rank": 16}
 # langchain, llama-index
 arguments |= {"download_dir": None, "swap_space": 1, "gpu_memory_utilization": 0.5}
-llm = LLM(executor="fake", fake_vocab_size=49152, **arguments)
+llm = LLM(executor="fake", executor_options={"vocab_size": "49152"}, **arguments)
 assert llm.llm_engine.model_config.max_model_len == 64
 tokenizer = llm.get_tokenizer()
 template = resolve_chat_template(tokenizer=tokenizer, chat_template=None, tools=None,
@@ -122,7 +122,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 parser = FlexibleArgumentParser()
 EngineArgs.add_cli_args(parser)
-parser.set_defaults(executor="fake", fake_vocab_size=49152, max_num_seqs=4)
+parser.set_defaults(executor="fake", executor_options={"vocab_size": "49152"}, max_num_seqs=4)
 parser.add_argument_group("Sampling parameters").add_argument("--max-tokens", type=int)
 args = vars(parser.parse_args())
 max_tokens = args.pop("max_tokens")

@@ -34,6 +34,7 @@ from ipc.wire.messages import (
     decode_client_message,
     encode,
 )
+from tests.fake_options import fake_options
 from tests.placed import PREFIX
 
 VOCAB_SIZE = 64
@@ -159,7 +160,11 @@ def text_side(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def llm(text_side: Path) -> Iterator[LLM]:
     """One engine for the tests of a module that leave it as it was."""
     engine = LLM(
-        executor="fake", fake_vocab_size=VOCAB_SIZE, max_num_seqs=8, max_logprobs=VOCAB_SIZE, tokenizer=text_side
+        executor="fake",
+        executor_options=fake_options(vocab_size=VOCAB_SIZE),
+        max_num_seqs=8,
+        max_logprobs=VOCAB_SIZE,
+        tokenizer=text_side,
     )
     with engine:
         yield engine

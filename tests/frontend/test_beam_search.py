@@ -5,11 +5,14 @@ from collections.abc import Iterator
 import pytest
 
 from engine_core import LLM, BeamSearchParams, InvalidRequestError, SamplingParams
+from tests.fake_options import fake_options
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM(executor="fake", fake_vocab_size=40, fake_eos_token_id=2, skip_tokenizer_init=True) as made:
+    with LLM(
+        executor="fake", executor_options=fake_options(vocab_size=40, eos_token_id=2), skip_tokenizer_init=True
+    ) as made:
         yield made
 
 

@@ -13,6 +13,7 @@ from frontend.llm import LLM
 from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import AddRequest, FinishReason
+from tests.fake_options import fake_options
 from tests.frontend.conftest import PlayedEngine, greedy
 
 RECOMMENDED = {"temperature": 0.0, "max_new_tokens": 5, "repetition_penalty": 1.5}
@@ -28,7 +29,7 @@ def model(text_side: Path) -> Path:
 
 
 def test_of_a_model_started_here(model: Path) -> None:
-    with LLM(model=model, executor="fake", fake_vocab_size=64) as llm:
+    with LLM(model=model, executor="fake", executor_options=fake_options(vocab_size=64)) as llm:
         assert llm.get_default_sampling_params() == EXPECTED
         for sampling_params in (None, llm.get_default_sampling_params()):
             (output,) = llm.generate("w1 w2", sampling_params, use_tqdm=False)

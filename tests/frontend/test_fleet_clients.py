@@ -15,15 +15,14 @@ from frontend.llm import LLM
 from ipc.errors import ConfigError, EngineDeadError
 from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
+from tests.fake_options import fake_options
 from tests.fake_tokens import fake_tokens
 
 VOCAB = 1000
 CONFIG = EngineConfig(
     executor="fake",
-    fake_vocab_size=VOCAB,
-    fake_step_us=2000,
+    executor_options=fake_options(vocab_size=VOCAB, step_us=2000, max_model_len=2048),
     num_blocks_override=2000,
-    fake_max_model_len=2048,
     max_num_seqs=64,
 )
 

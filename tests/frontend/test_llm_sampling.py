@@ -13,6 +13,7 @@ from frontend.results.outputs import Logprob
 from ipc.errors import InvalidRequestError
 from ipc.params.sampling_params import RequestOutputKind, SamplingParams
 from ipc.wire.messages import AddRequest
+from tests.fake_options import fake_options
 from tests.fake_tokens import fake_tokens
 from tests.frontend.conftest import VOCAB_SIZE, greedy
 
@@ -114,7 +115,11 @@ def test_streams_of_choices(text_side):
     """Deltas of each choice add up to what it gives at once."""
 
     async def scenario():
-        arguments = {"executor": "fake", "fake_vocab_size": VOCAB_SIZE, "tokenizer": text_side}
+        arguments = {
+            "executor": "fake",
+            "executor_options": fake_options(vocab_size=VOCAB_SIZE),
+            "tokenizer": text_side,
+        }
         async with await AsyncLLM.create(**arguments) as llm:
             params = SamplingParams(n=4, max_tokens=50, ignore_eos=True, seed=3, output_kind=RequestOutputKind.DELTA)
             texts, ids = [""] * 4, [[] for _ in range(4)]

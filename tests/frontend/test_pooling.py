@@ -13,9 +13,15 @@ from core.executors.fake import checksum, fake_vector
 from engine_core import LLM, AsyncLLM, InvalidRequestError, PoolingParams, RequestFailedError
 from ipc.tables.arrays import Floats
 from ipc.wire.messages import PauseMode
+from tests.fake_options import fake_options
 from tools.cli import main
 
-FAKE: dict[str, Any] = {"executor": "fake", "fake_vocab_size": 1000, "max_model_len": 64, "max_num_seqs": 4}
+FAKE: dict[str, Any] = {
+    "executor": "fake",
+    "executor_options": fake_options(vocab_size=1000),
+    "max_model_len": 64,
+    "max_num_seqs": 4,
+}
 PROMPTS = [[number, 7, 8] for number in range(20)]
 
 
@@ -99,7 +105,10 @@ def test_requests_of_an_engine_that_dies_are_answered_by_the_next() -> None:
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     """Two texts with the demo model's tokenizer and a fake engine."""
-    assert main(["embed", "One.", "Two.", "--executor", "fake", "-m", _demo(), "--fake-vocab-size", "49152"]) == 0
+    assert (
+        main(["embed", "One.", "Two.", "--executor", "fake", "-m", _demo(), "--executor-option", "vocab_size=49152"])
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert [line.startswith('{"text":"') and line.count(",") == 9 for line in lines] == [True, True]
 

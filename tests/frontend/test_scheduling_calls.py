@@ -1,20 +1,26 @@
-"""What a client makes of the scheduler's news: metrics of requests, streams over a cut, engines of an earlier minor."""
+"""What a client makes of the scheduler's news: metrics of requests, streams over a cut."""
 
-import msgspec
 import pytest
 
 from frontend.client.client import EngineClient
 from frontend.llm import LLM
-from ipc.errors import CallFailedError, EngineDeadError
+from ipc.errors import EngineDeadError
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.kv_events import KVBlocksCleared
 from ipc.wire.messages import CallDone
-from ipc.wire.scheduling_messages import EventKind, Explain, FollowKVEvents, KVEvents, UnfollowKVEvents
-from tests.frontend.conftest import WELCOME, PlayedEngine
+from ipc.wire.scheduling_messages import EventKind, FollowKVEvents, KVEvents, UnfollowKVEvents
+from tests.fake_options import fake_options
+from tests.frontend.conftest import PlayedEngine
 
 
 def test_metrics_of_requests_that_waited_and_were_preempted() -> None:
-    with LLM(executor="fake", num_blocks_override=12, max_num_seqs=3, watermark=0.0, fake_max_model_len=100) as llm:
+    with LLM(
+        executor="fake",
+        num_blocks_override=12,
+        max_num_seqs=3,
+        watermark=0.0,
+        executor_options=fake_options(max_model_len=100),
+    ) as llm:
         params = SamplingParams(max_tokens=80, ignore_eos=True, n=2)
         prompts = [{"prompt_token_ids": [number] * 5} for number in range(4)]  # one waits for a row
         outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -64,14 +70,3 @@ def test_a_second_stream_ends_the_first(played_engine: PlayedEngine) -> None:
     client.close()
     with pytest.raises(EngineDeadError):
         second.get()
-
-
-def test_an_engine_of_minor_1_is_not_sent_what_it_does_not_know(played_engine: PlayedEngine) -> None:
-    played_engine.welcome = msgspec.structs.replace(WELCOME, minor=1)
-    client = EngineClient(played_engine)
-    with pytest.raises(CallFailedError, match=r"^Explain: the engine speaks protocol 1\.1; this needs 1\.2$"):
-        client.explain()
-    with pytest.raises(CallFailedError, match="FollowKVEvents"):
-        client.follow_kv_events()
-    assert not played_engine.sent(Explain)
-    client.close()

@@ -3,6 +3,7 @@
 from core.executors.fake import choice_seed
 from frontend.llm import LLM
 from ipc.params.sampling_params import SamplingParams
+from tests.fake_options import fake_options
 from tests.fake_tokens import fake_tokens
 from tests.frontend.conftest import VOCAB_SIZE
 
@@ -10,7 +11,9 @@ NUM_TOKENS = 200
 
 
 def test_outputs_are_those_of_one_token_a_step() -> None:
-    with LLM(executor="fake", fake_vocab_size=VOCAB_SIZE, fake_tokens_per_step=7, max_model_len=400) as llm:
+    with LLM(
+        executor="fake", executor_options=fake_options(vocab_size=VOCAB_SIZE, tokens_per_step=7), max_model_len=400
+    ) as llm:
         prompts = [[number, 5, 6] for number in range(12)]
         params = [
             SamplingParams(

@@ -10,10 +10,11 @@ import msgspec
 import pytest
 
 from frontend.llm import LLM
-from ipc.errors import InvalidRequestError, UnsupportedParameterError
+from ipc.errors import InvalidRequestError
 from ipc.files.model_files import resolve_model
 from ipc.params.sampling_params import SamplingParams
 from ipc.params.structured_outputs import StructuredOutputsParams
+from tests.fake_options import fake_options
 from tests.tools.test_cli import run
 
 SCHEMA = {
@@ -23,12 +24,13 @@ SCHEMA = {
     "additionalProperties": False,
 }
 DEMO = str(resolve_model(None))
+CLI = ("--model", DEMO, "--executor", "fake", "--executor-option", "vocab_size=49152")
 
 
 @pytest.fixture(scope="module")
 def fake() -> Iterator[LLM]:
     """The fake executor with the demo model's tokenizer."""
-    with LLM(DEMO, executor="fake", fake_vocab_size=49_152, max_num_seqs=8) as llm:
+    with LLM(DEMO, executor="fake", executor_options=fake_options(vocab_size=49_152), max_num_seqs=8) as llm:
         yield llm
 
 
@@ -71,15 +73,6 @@ def test_an_engine_without_a_tokenizer_refuses_them() -> None:
         llm.generate([1, 2], constrained(choice=["a"], max_tokens=3), use_tqdm=False)
 
 
-def test_an_older_engine_is_not_asked(played_connection, text_side) -> None:  # type: ignore[no-untyped-def]
-    played_connection.welcome = msgspec.structs.replace(played_connection.welcome, minor=3)
-    with (
-        LLM(connect="ipc:///played", tokenizer=text_side) as llm,
-        pytest.raises(UnsupportedParameterError, match=r"speaks protocol 1\.3, and structured_outputs came with 1\.4"),
-    ):
-        llm.generate([1, 2], constrained(choice=["a"]), use_tqdm=False)
-
-
 def test_the_demo_model() -> None:
     """Greedy and drawn, with options beside it; two runs give the same."""
     prompts = ["Alice is 30 years old. As JSON: ", "Is the sky blue? Answer: ", "An identifier: "]
@@ -102,7 +95,7 @@ def test_the_demo_model() -> None:
 def test_flags_of_generate(tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text(json.dumps(SCHEMA))
-    options = ("--model", DEMO, "--executor", "fake", "--fake-vocab-size", "49152", "--json", "--temperature", "1")
+    options = (*CLI, "--json", "--temperature", "1")
     done = run("generate", *options, "--json-schema", f"@{schema}", "--disable-any-whitespace", "A person")
     jsonschema.validate(json.loads(json.loads(done.stdout)["requests"][0]["text"]), SCHEMA)
     done = run("generate", *options, "--choice", "ja", "--choice", "nein", "A or B")
@@ -117,7 +110,7 @@ def test_flags_of_generate(tmp_path: Path) -> None:
 def test_a_capture_is_replayed_with_its_grammars(tmp_path: Path) -> None:
     """A replay has no preparation: the grammars are compiled when their rows are added."""
     capture = str(tmp_path / "run.cap")
-    options = ("--model", DEMO, "--executor", "fake", "--fake-vocab-size", "49152", "--temperature", "1")
+    options = (*CLI, "--temperature", "1")
     done = run("generate", *options, "--capture", capture, "--json-schema", json.dumps(SCHEMA), "A", "B")
     assert done.returncode == 0, done.stderr
     for mode in ("resched", "full"):

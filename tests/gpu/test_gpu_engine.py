@@ -56,7 +56,7 @@ class Engine:
             device_bytes=executor.cache_memory_bytes(),
         )
         executor.initialize_cache(resolved)
-        resolved = resolve_costs(resolved, executor.measure_costs, executor.measure_steps)
+        resolved = resolve_costs(resolved, config, executor.measure_costs, executor.measure_steps)
         self.config, self.executor, self.engine = resolved, executor, EngineCore(resolved, executor)
 
     def run(self, messages: list[AddRequest]) -> list[list[int]]:

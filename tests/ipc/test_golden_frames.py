@@ -1,4 +1,4 @@
-"""The wire of each protocol version that was ever released, as stored bytes: a later version reads them all.
+"""The wire of each released protocol version, as stored bytes: a later version reads them all.
 
 A change of these bytes is a change of the protocol. To add a version: write its samples with
 `python -m tests.ipc.test_golden_frames`, and keep the older files.

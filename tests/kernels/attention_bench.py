@@ -25,7 +25,9 @@ class AttentionBench:
         self.kv = [torch.randn(n, width, generator=g).to(dtype) for n, g in zip(lengths, numbers, strict=True)]
         rng = np.random.default_rng(seed)
         num_blocks = [-(-n // block_size) for n in lengths]
-        self.cache = TorchKVCache(1, sum(num_blocks) + 9, block_size, num_kv_heads, head_dim, element_type(dtype))
+        self.cache = TorchKVCache(
+            1, sum(num_blocks) + 9, block_size, num_kv_heads, head_dim=head_dim, dtype=element_type(dtype)
+        )
         self.cache.layers[0][1:] = torch.nan
         blocks = iter(rng.permutation(np.arange(1, self.cache.num_blocks)).tolist())
         # What stands beyond a context's blocks is garbage: a NaN block that belongs to nobody.

@@ -65,8 +65,9 @@ class CpuRope(rope.CpuRope):
 
 
 class CpuKVCache(kv_cache.CpuKVCache):
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*converted(*arguments)[0])
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        arguments, options = converted(*arguments, **options)
+        super().__init__(*arguments, **options)
 
     @property
     def tensors(self) -> list[torch.Tensor]:

@@ -18,15 +18,14 @@ from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from frontend.fleet.transport import FleetTransport
 from ipc.params.sampling_params import SamplingParams
+from tests.fake_options import fake_options
 from tests.fake_tokens import fake_tokens
 from tools.commands.ray_fleet.fleet import Change, RayFleet, deploy
 
 VOCAB, NUM_STREAMS, NUM_TOKENS = 1000, 64, 300
 ENGINE = {
     "executor": "fake",
-    "fake_vocab_size": VOCAB,
-    "fake_step_us": 5000,
-    "fake_max_model_len": 2048,
+    "executor_options": fake_options(vocab_size=VOCAB, step_us=5000, max_model_len=2048),
     "max_num_seqs": 64,
     "num_blocks_override": 2000,
     "flight_recorder_bytes": 0,

@@ -45,8 +45,8 @@ class EngineProcess:
         self.executor = FailingExecutor(PagedExecutor(config, poison) if is_paged else ready_executor(config))
         self.core = EngineCore(config, self.executor, generation)  # type: ignore[arg-type]
         if config.speculative_config is not None:
-            oracle = partial(fake_oracle, config.fake_vocab_size)
-            use(self.core.scheduler, world.random.choice(KINDS), oracle, config.fake_vocab_size)
+            vocab_size = self.executor.info.vocab_size
+            use(self.core.scheduler, world.random.choice(KINDS), partial(fake_oracle, vocab_size), vocab_size)
         self.border = Border(
             self.router,  # type: ignore[arg-type]
             self.router,  # type: ignore[arg-type]

@@ -3,12 +3,12 @@
 import random
 from typing import Any, NamedTuple, TypeAlias
 
-import msgspec
-
+from core.executors.fake_options import read_fake_options
 from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
 from tests.core.driving import small_config
 from tests.core.hostile_drafts import speculative
+from tests.fake_options import fake_options, with_options
 from tests.simulation.oracle import Rules
 from tests.simulation.plan import Abort, Action, Ask, Call, Connect, Discard, Leave, Plan, Submit
 from tests.simulation.world import MS
@@ -96,7 +96,7 @@ def draw(seed: int) -> Scenario:
     """Draw the scenario of a seed."""
     rng = random.Random(f"scenario {seed}")
     config = _config(rng)
-    vocab_size, is_paged = config.fake_vocab_size, rng.random() < 0.5
+    vocab_size, is_paged = read_fake_options(config).vocab_size, rng.random() < 0.5
     num_clients = rng.choice((1, 2, 2, 3, 3))
     poison = vocab_size - 1 if is_paged and rng.random() < 0.2 else None
     max_delay_ns = rng.choice((1, 2, 4)) * MS
@@ -156,13 +156,13 @@ def _config(rng: random.Random) -> EngineConfig:
         "watermark": rng.choice((0.0, 0.1)),
         "reserve_full_length": rng.random() < 0.1,
         "max_num_queued_requests": rng.choice((65_536, 65_536, 65_536, 2)),
-        "fake_eos_token_id": _EOS,
+        "executor_options": fake_options(eos_token_id=_EOS),
     }
     if options["prefix_caching"]:
         options["num_host_blocks"] = (0, 6, 30)[(options["num_blocks"] + options["budget"]) % 3]
     if rng.random() < 0.3:
         options["speculative_config"] = speculative(rng.choice((1, 3, 9)))
-    return msgspec.structs.replace(small_config(**options), fake_vocab_size=rng.choice((30, 200)))
+    return with_options(small_config(**options), executor_options=fake_options(vocab_size=rng.choice((30, 200))))
 
 
 def _plan(rng: random.Random, index: int, asks: list[Ask], horizon_ns: int) -> Plan:
@@ -187,7 +187,7 @@ def _plan(rng: random.Random, index: int, asks: list[Ask], horizon_ns: int) -> P
 
 
 def draw_ask(rng: random.Random, config: EngineConfig, prefixes: list[list[int]], *, has_logprobs: bool) -> Ask:
-    vocab_size, room = config.fake_vocab_size, config.max_model_len or 0
+    vocab_size, room = read_fake_options(config).vocab_size, config.max_model_len or 0
     prompt = rng.choice(prefixes)[: rng.randrange(17)] + [rng.randrange(vocab_size) for _ in range(rng.randint(1, 6))]
     if rng.random() < 0.02:
         prompt[-1] = vocab_size  # no such token

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from core.engine import EngineCore
+from core.executors.fake_options import read_fake_options
 from ipc.wire.messages import AddRequest, Outputs
 from tests.core.driving import unpack
 from tests.simulation.engine_parts import ready_executor
@@ -69,7 +70,8 @@ def test_the_oracle_is_a_request_alone_on_a_fresh_engine() -> None:
     rng = random.Random(1)
     for seed in range(60):
         config = draw(seed).config
-        rules = Rules(config.fake_vocab_size, config.fake_eos_token_id, config.max_model_len or 0, None)
+        fake = read_fake_options(config)
+        rules = Rules(fake.vocab_size, fake.eos_token_id, config.max_model_len, None)
         ask = draw_ask(rng, config, [[1, 2, 3]], has_logprobs=False)
         engine = EngineCore(config, ready_executor(config))
         prompt = b"".join(token.to_bytes(4, "little") for token in ask.prompt)

@@ -10,6 +10,7 @@ from tests.captures import (
     CONFIG,
     capture_in_process,
 )
+from tests.fake_options import fake_options, with_options
 from tools.lab.bench.tiny_model import write_tiny_model
 
 
@@ -23,8 +24,8 @@ def captures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     configs = {
         "fake": CONFIG,
         "deep": msgspec.structs.replace(CONFIG, async_scheduling=True),
-        "several": msgspec.structs.replace(CONFIG, fake_tokens_per_step=5),
-        "deep-several": msgspec.structs.replace(CONFIG, fake_tokens_per_step=5, async_scheduling=True),
+        "several": with_options(CONFIG, executor_options=fake_options(tokens_per_step=5)),
+        "deep-several": with_options(CONFIG, executor_options=fake_options(tokens_per_step=5), async_scheduling=True),
         "real": msgspec.structs.replace(
             CONFIG, executor="local", model=str(folder / "model"), dtype="float32", threads=1
         ),

@@ -251,7 +251,7 @@ def test_sigterm_drains(tmp_path: Path) -> None:
 
 def test_answers_that_a_drain_lets_finish_are_a_success(tmp_path: Path) -> None:
     """The engine ends with them, so there are no statistics after them."""
-    with serving(f"ipc://{tmp_path}/s", "--fake-step-us", "2000") as (server, address):
+    with serving(f"ipc://{tmp_path}/s", "--executor-option", "step_us=2000") as (server, address):
         words = command("generate", "--connect", address, "--max-tokens", "500", "--json", "5")
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         with subprocess.Popen(words, env=environment(), **pipes) as generate:  # type: ignore[call-overload]
@@ -266,7 +266,7 @@ def test_answers_that_a_drain_lets_finish_are_a_success(tmp_path: Path) -> None:
 
 
 def test_a_second_sigterm_stops_at_once(tmp_path: Path) -> None:
-    with serving(f"ipc://{tmp_path}/s", "--fake-max-model-len", str(4 * LONG)) as (server, address):
+    with serving(f"ipc://{tmp_path}/s", "--executor-option", f"max_model_len={4 * LONG}") as (server, address):
         llm = LLM(connect=address)
         errors: list[Exception] = []
 

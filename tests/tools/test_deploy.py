@@ -82,7 +82,7 @@ def unit_of_a_user(folder: Path, address: str) -> str:
     program = " ".join(command("serve", "--listen", address, "--owner-file", str(folder / "owner")))
     kept = kept.replace("WatchdogSec=30", "WatchdogSec=3")
     kept = re.sub(r"(?m)^ExecStart=.*json", f"ExecStart={program} --log-format json", kept)
-    arguments = "ENGINE_CORE_ARGS=--executor fake --fake-step-us 3000 --fake-max-model-len 100000"
+    arguments = "ENGINE_CORE_ARGS=--executor fake --executor-option step_us=3000 --executor-option max_model_len=100000"
     added = f'Environment=PYTHONPATH={ROOT}\nEnvironment="{arguments}"\nStandardError=append:{folder}/err\n'
     return f"{kept}{added}[Install]{install}"
 

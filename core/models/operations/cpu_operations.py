@@ -93,6 +93,7 @@ class CpuOperations:
         dtype: Dtype,
         library: CpuLibrary,
         form: WeightForm = WeightForm.STORED,
+        *,
         cache_type: type[CpuKVCache] = CpuKVCache,
     ) -> None:
         self._config, self._dtype, self.library, self.form = config, dtype, library, form
@@ -214,7 +215,7 @@ class CpuOperations:
         shared: ExpertProducts | None = None,
     ) -> CpuExperts:
         """Return the routed MLP of these experts."""
-        return CpuExperts(self.library, router, experts, routing, shared)
+        return CpuExperts(self.library, router, experts, routing, shared=shared)
 
     def attention(self, kind: int, norms: Floats | None, sinks: Floats | None = None) -> CpuAttend:
         """Return the attention of one layer."""
@@ -238,8 +239,8 @@ class CpuOperations:
             [self._head_product(each) for each in weights.keys],
             [self._head_product(each) for each in weights.values],
             weights.latent_norm,
-            latent.rotated_dim,
-            latent.norm_eps,
+            rotated_dim=latent.rotated_dim,
+            eps=latent.norm_eps,
             query=None if weights.query is None else self._packed(weights.query),
             query_norm=weights.query_norm,
         )
@@ -326,15 +327,28 @@ class CpuOperations:
     def bytes_per_block(self, block_size: int) -> int:
         """Return the bytes of KV cache of one block, all layers together; heads are padded."""
         config = self._config
-        sizes = (config.num_key_value_heads, config.head_dim, self._num_caches, self._dtype)
-        return self._cache_type.bytes_per_block(block_size, *sizes, num_sides=2 if config.latent is None else 1)
+        return self._cache_type.bytes_per_block(
+            block_size,
+            config.num_key_value_heads,
+            config.head_dim,
+            self._num_caches,
+            self._dtype,
+            num_sides=2 if config.latent is None else 1,
+        )
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> CpuKVCache:
         """Allocate a KV cache. Errors: MemoryError."""
         config = self._config
         value_dim = None if config.latent is None else config.latent.latent_dim
-        sizes = (config.num_key_value_heads, config.head_dim, self._dtype, value_dim)
-        cache = self._cache_type(self._num_caches, num_blocks, block_size, *sizes)
+        cache = self._cache_type(
+            self._num_caches,
+            num_blocks,
+            block_size,
+            config.num_key_value_heads,
+            head_dim=config.head_dim,
+            dtype=self._dtype,
+            value_dim=value_dim,
+        )
         if self._pages is not None:
             cache.share(self._pages.places)
         return cache

@@ -241,4 +241,4 @@ def choose_operations(
         from core.models.operations.torch_operations import TorchOperations
 
         return TorchOperations(config, dtype)
-    return CpuOperations(config, dtype, library, form, cache_type)
+    return CpuOperations(config, dtype, library, form, cache_type=cache_type)

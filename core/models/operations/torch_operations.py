@@ -43,7 +43,7 @@ class TorchLatentAttend:
     """
 
     def __init__(
-        self, latent: LatentParts, weights: LatentWeights, kind: int, scale: float, dtype: torch.dtype, stored: Dtype
+        self, latent: LatentParts, weights: LatentWeights, kind: int, scale: float, *, dtype: torch.dtype, stored: Dtype
     ) -> None:
         """stored: dtype as the weights' readers name it."""
 
@@ -215,7 +215,9 @@ class TorchOperations:
 
     def latent_attention(self, kind: int, latent: LatentParts, weights: LatentWeights) -> TorchLatentAttend:
         """Return latent attention with these weights."""
-        return TorchLatentAttend(latent, weights, kind, self._config.scores_scale, DTYPES[self._dtype], self._dtype)
+        return TorchLatentAttend(
+            latent, weights, kind, self._config.scores_scale, dtype=DTYPES[self._dtype], stored=self._dtype
+        )
 
     def _head_norms(self, norms: Floats | None) -> Operation:
         """Return the operation on heads of Q and K [T, H + Hkv, D] before or after they are rotated, to float32."""
@@ -344,5 +346,10 @@ class TorchOperations:
         """Allocate a KV cache. Errors: MemoryError."""
         config = self._config
         return TorchKVCache(
-            config.num_caches, num_blocks, block_size, config.num_key_value_heads, config.head_dim, self._dtype
+            config.num_caches,
+            num_blocks,
+            block_size,
+            config.num_key_value_heads,
+            head_dim=config.head_dim,
+            dtype=self._dtype,
         )

@@ -116,7 +116,7 @@ class TritonOperations:
         shift, dtype = None if bias is None else self._send(bias), DTYPES[out_dtype or self._dtype]
         if packed is None:
             return DeviceLinear(self._send(weight.dense(self._dtype)), shift, dtype)
-        return PackedLinear(packed, shift, DTYPES[self._dtype], dtype, self._form.name.lower())
+        return PackedLinear(packed, shift, DTYPES[self._dtype], dtype, name=self._form.name.lower())
 
     def norm(
         self,
@@ -130,7 +130,15 @@ class TritonOperations:
     ) -> TritonNorm:
         """Return the norm with this weight [d] float32; results are of dtype."""
         tensor, shift = (None if one is None else self._send(one) for one in (weight, bias))
-        return TritonNorm(tensor, eps, DTYPES[dtype], self._config.residual_multiplier, shift, is_centred, precedes)
+        return TritonNorm(
+            tensor,
+            eps,
+            DTYPES[dtype],
+            self._config.residual_multiplier,
+            bias=shift,
+            is_centred=is_centred,
+            precedes=precedes,
+        )
 
     def gate_up(
         self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
@@ -156,7 +164,7 @@ class TritonOperations:
         shared: DeviceExpert | None = None,
     ) -> TritonExperts:
         """Return the routed MLP of these experts."""
-        return TritonExperts(router, experts, routing, shared, self._config.hidden_act)
+        return TritonExperts(router, experts, routing, shared, function=self._config.hidden_act)
 
     def latent_attention(self, kind: int, latent: LatentParts, weights: LatentWeights) -> LatentAttention:
         """Refuse. Errors: UnsupportedModelError."""
@@ -168,7 +176,6 @@ class TritonOperations:
         """Return the attention of one layer; see Operations."""
         config = self._config
         head_norms, scores = (None if one is None else self._send(one) for one in (norms, sinks))
-        options = config.scores_cap, scores
         rope = TritonRope(
             config.num_attention_heads,
             head_norms,
@@ -182,8 +189,10 @@ class TritonOperations:
             cos, sin, growth = step.tables[kind]
             q = rope(qkv, cos, sin, step.cache, index, step.slots, growth)
             out = torch.empty_like(q)
-            prefill_attention(q, step.cache, index, step.work[kind], config.scores_scale, out, *options)
-            decode_attention(q, step.cache, index, step.work[kind], config.scores_scale, out, *options)
+            prefill_attention(
+                q, step.cache, index, step.work[kind], config.scores_scale, out, config.scores_cap, scores
+            )
+            decode_attention(q, step.cache, index, step.work[kind], config.scores_scale, out, config.scores_cap, scores)
             return out.flatten(1)
 
         return attend
@@ -268,8 +277,16 @@ class TritonOperations:
     def _cache(self, num_blocks: int, block_size: int, device: torch.device, *, pinned: bool = False) -> TritonKVCache:
         config = self._config
         heads, head_dim = config.num_key_value_heads, config.head_dim
-        shape = config.num_hidden_layers, num_blocks, block_size, heads, head_dim
-        return TritonKVCache(*shape, self._dtype, device, pinned)
+        return TritonKVCache(
+            config.num_hidden_layers,
+            num_blocks,
+            block_size,
+            heads,
+            head_dim=head_dim,
+            dtype=self._dtype,
+            device=device,
+            pinned=pinned,
+        )
 
 
 # pack: a weight matrix as a GPU's products read it when it stays quantized; imported for device=cuda only.

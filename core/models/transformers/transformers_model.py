@@ -106,7 +106,9 @@ class TransformersModel:
     def allocate_cache(self, num_blocks: int, block_size: int) -> TorchKVCache:
         """Allocate a KV cache. Errors: MemoryError."""
         shape = self._shape
-        return TorchKVCache(self._num_layers, num_blocks, block_size, shape.num_kv_heads, shape.head_dim, self.dtype)
+        return TorchKVCache(
+            self._num_layers, num_blocks, block_size, shape.num_kv_heads, head_dim=shape.head_dim, dtype=self.dtype
+        )
 
     def attention_metadata(
         self,

@@ -8,17 +8,14 @@ rows and waits.
 
 import numpy as np
 
-from core.batch.batch import Batch
 from core.batch.request import NO_ROW, Request
 from core.execution.plan import LogprobColumns, SchedulerOutput
 from core.scheduling.beams.beam_rules import BeamSearch, Candidates, Finished, NextBeams, Token, reported, sequence
 from core.scheduling.decisions import Cause
 from core.scheduling.draft import Draft
 from core.scheduling.ends import Ends
-from core.scheduling.outputs import OutputCollector
+from core.scheduling.parts import SchedulerParts
 from core.scheduling.preemption import Preemption
-from core.scheduling.stats import SchedulerStats
-from core.scheduling.waiting_queue import WaitingQueue
 from ipc.params.beam_search import MAX_BEAM_TOKENS
 from ipc.tables.arrays import Ints
 from ipc.tables.rounding import ceil_div
@@ -45,21 +42,19 @@ class BeamSearches:
 
     def __init__(
         self,
-        batch: Batch,
-        waiting: WaitingQueue,
+        parts: SchedulerParts,
         preemption: Preemption,
         ends: Ends,
-        outputs: OutputCollector,
-        stats: SchedulerStats,
+        *,
         eos_token_ids: tuple[int, ...],
         num_watermark_blocks: int,
     ) -> None:
-        self._batch, self._waiting, self._preemption = batch, waiting, preemption
+        self._batch, self._waiting, self._preemption, self._ends = parts.batch, parts.waiting, preemption, ends
+        self._outputs, self._stats, self._eos = parts.outputs, parts.stats, eos_token_ids
         self._watermark = num_watermark_blocks
-        self._ends, self._outputs, self._stats, self._eos = ends, outputs, stats, eos_token_ids
         self._groups: dict[tuple[int, int], _Group] = {}
         self._num_scheduled = 0  # tokens of all steps before the last one
-        batch.on_release.append(self._on_release)
+        parts.batch.on_release.append(self._on_release)
 
     def __len__(self) -> int:
         """Return the number of searches that have not ended."""
@@ -174,8 +169,7 @@ class BeamSearches:
         client, number, choices = np.full(count, request.client), np.full(count, request.number), np.arange(count)
         if request.sampling is not None and request.sampling.logprobs is not None:
             columns = _logprobs(sequences, request.num_prompt_tokens, request.sampling.logprobs)
-            owners = client.repeat(counts), number.repeat(counts), choices.repeat(counts)
-            self._outputs.add_logprobs(*owners, columns)
+            self._outputs.add_logprobs(client.repeat(counts), number.repeat(counts), choices.repeat(counts), columns)
         self._stats.num_generation_tokens += int(counts.sum())
         self._outputs.add_tokens(
             client,

@@ -39,6 +39,7 @@ from ipc.wire.scheduling_messages import Explain, Explanation
 from tests.columns import pack_numbers
 from tests.core.driving import add_message, small_config, unpack
 from tests.core.running_engine import CONFIG
+from tests.fake_options import fake_options
 from tests.raw_client import request
 from tests.simulation.engine_parts import ready_executor, served
 
@@ -272,7 +273,14 @@ class Beside:
     """An engine with a witness stream and a client whose requests wait."""
 
     def __init__(self, num_waiting: int, deadline_ms: int = 0) -> None:
-        config = small_config(2000, 16, max_num_seqs=2, budget=512, max_model_len=16_000, fake_eos_token_id=2**20)
+        config = small_config(
+            2000,
+            16,
+            max_num_seqs=2,
+            budget=512,
+            max_model_len=16_000,
+            executor_options=fake_options(eos_token_id=2**20),
+        )
         executor = create(config)
         executor.initialize_cache(config)
         self.engine, self.inbox = EngineCore(config, executor), Inbox()

@@ -349,7 +349,7 @@ def test_each_kind_of_work_has_its_thread_and_a_request_may_need_several() -> No
     images.needs = lambda message: message.seed == 1  # type: ignore[method-assign]
     images.prepare = lambda message: images.begun.append(message.number)  # type: ignore[method-assign]
     busy: Any = SimpleNamespace(others_than=lambda client, tenant: False)
-    both = preparation.Preparation([grammars, images], inbox, busy, 0, woken.release)
+    both = preparation.Preparation([grammars, images], inbox, busy, 0, wake=woken.release)
     try:
         for number, first, seed in ((1, 7, 0), (2, 7, 1), (3, 1, 1)):
             message = AddRequest(number, bytes([first, 0, 0, 0]), SamplingParams(), seed)

@@ -168,18 +168,20 @@ def test_a_silent_client_is_ended_and_told_and_a_beating_one_lives_for_ever(star
         assert beating.finish(1) == [expected([7], 8)]
 
 
-def test_neither_owners_nor_clients_of_minor_0_need_heartbeats(start: Callable[..., Running]) -> None:
-    running = start()
-    with owner(running) as one, RawClient(running.address, hello=False) as old:
-        old.send(Hello(PROTOCOL_MAJOR, 0, "old"))
-        welcome = old.receive(Welcome)
-        assert welcome.minor == 0
-        for limits in (welcome.limits, one.welcome.limits):
-            assert (limits.heartbeat_ms, limits.lease_ms) == (0, 0)
+def test_owners_need_no_heartbeats(start: Callable[..., Running]) -> None:
+    with owner(start()) as one:
+        assert (one.welcome.limits.heartbeat_ms, one.welcome.limits.lease_ms) == (0, 0)
         time.sleep(3 * LEASE_MS / 1000)
-        for client in (one, old):
-            client.add(1, [7])
-            assert client.finish(1) == [expected([7], 8)]
+        one.add(1, [7])
+        assert one.finish(1) == [expected([7], 8)]
+
+
+def test_the_lower_minor_is_spoken(start: Callable[..., Running]) -> None:
+    running = start()
+    for theirs in (-1, 0, PROTOCOL_MINOR, PROTOCOL_MINOR + 3):
+        with RawClient(running.address, hello=False) as client:
+            client.send(Hello(PROTOCOL_MAJOR, theirs, "other"))
+            assert client.receive(Welcome).minor == max(0, min(theirs, PROTOCOL_MINOR))
 
 
 def test_a_lost_session_ends_when_its_client_is_back(start: Callable[..., Running]) -> None:

@@ -33,6 +33,7 @@ from ipc.wire.pooling_messages import AddPooling
 from ipc.wire.scheduling_messages import FollowKVEvents
 from tests.captures import CONFIG, make_request
 from tests.columns import pack_numbers
+from tests.fake_options import fake_options, with_options
 from tools.commands.replay.__main__ import main
 from tools.commands.replay.rerun import recorded_executor, replay_config, rerun
 
@@ -46,7 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "whole": {"enable_chunked_prefill": False, "max_num_batched_tokens": 120},
     "limits": {"max_num_partial_prefills": 1, "scheduler_delay_factor": 1.5, "num_blocks_override": 16},
     "drafts": {"speculative_config": SpeculativeConfig(method="ngram", num_speculative_tokens=3)},
-    "several": {"fake_tokens_per_step": 3, "enable_prefix_caching": False},
+    "several": {"executor_options": fake_options(tokens_per_step=3), "enable_prefix_caching": False},
     "window": {"kv_window": 48, "num_blocks_override": 24},
     "pages": {"kv_window": 48, "kv_page_blocks": 3, "num_blocks_override": 36},
 }
@@ -133,7 +134,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_replay_from_each_checkpoint_decides_as_the_engine_that_went_on(tmp_path: Path, name: str) -> None:
     path = tmp_path / "a.cap"
-    capture(path, msgspec.structs.replace(CONFIG, **VARIANTS[name]), seed=1, num_steps=120)
+    capture(path, with_options(CONFIG, **VARIANTS[name]), seed=1, num_steps=120)
     assert replay_from_each(path) >= 2
 
 
@@ -142,14 +143,16 @@ def test_a_replay_from_each_checkpoint_decides_as_the_engine_that_went_on(tmp_pa
 @pytest.mark.parametrize("seed", range(int(os.environ.get("SOAK_CHECKPOINTS", "60"))))
 def test_random_captures_replay_from_each_checkpoint(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
-    config = msgspec.structs.replace(CONFIG, **VARIANTS[rng.choice(list(VARIANTS))], max_num_seqs=rng.choice([2, 4, 8]))
+    config = with_options(CONFIG, **VARIANTS[rng.choice(list(VARIANTS))], max_num_seqs=rng.choice([2, 4, 8]))
     capture(tmp_path / "a.cap", config, seed, num_steps=400)
     assert replay_from_each(tmp_path / "a.cap") >= 3
 
 
 def test_a_long_beam_search_is_no_deep_one(tmp_path: Path) -> None:
     """Its tokens are chains of links, longer than Python's stack is deep."""
-    config = msgspec.structs.replace(CONFIG, max_model_len=1500, fake_max_model_len=1500, num_blocks_override=800)
+    config = with_options(
+        CONFIG, max_model_len=1500, executor_options=fake_options(max_model_len=1500), num_blocks_override=800
+    )
     params = SamplingParams(use_beam_search=True, n=3, temperature=0, max_tokens=700, ignore_eos=True)
 
     executor = load_executor(config)
@@ -216,7 +219,7 @@ def canonical(data: bytes) -> bytes:
 def queueing_engine(name: str, seed: int, num_steps: int) -> tuple[EngineCore, Callable[[], None]]:
     """An engine with some forty waiting requests, and what runs its next step."""
     rng = random.Random(seed)
-    config = msgspec.structs.replace(CONFIG, **{**VARIANTS[name], "max_num_seqs": 3})
+    config = with_options(CONFIG, **{**VARIANTS[name], "max_num_seqs": 3})
     executor = load_executor(config)
     executor.initialize_cache(config)
     engine, count = EngineCore(config, executor), itertools.count()

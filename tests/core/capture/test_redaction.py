@@ -28,6 +28,7 @@ from ipc.wire.pooling_messages import AddPooling
 from tests.captures import CONFIG, change, frames_of, make_request
 from tests.core.capture.test_checkpoints import VARIANTS, capture, make_any, replay_from_each
 from tests.core.test_structured_outputs import KINDS
+from tests.fake_options import fake_options, with_options
 from tests.grammar_vocabulary import EOS, VOCAB_SIZE, tokenizer_files
 from tools.commands.replay.__main__ import main
 from tools.commands.replay.differences import unpack
@@ -75,7 +76,7 @@ def slow_close(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("slow_close")
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "drafts"])
 def test_every_decision_stays_and_the_file_replays(tmp_path: Path, name: str) -> None:
-    config = msgspec.structs.replace(CONFIG, **VARIANTS[name], client_weights={"tenant-canary": 2.0})
+    config = with_options(CONFIG, **VARIANTS[name], client_weights={"tenant-canary": 2.0})
     path, out = tmp_path / "a.cap", tmp_path / "red.cap"
     capture(path, config, seed=3, num_steps=80)  # with beam searches
     redacted = redact(CaptureFile(path), str(out))
@@ -88,7 +89,7 @@ def test_every_decision_stays_and_the_file_replays(tmp_path: Path, name: str) ->
 @pytest.mark.usefixtures("slow_close")
 @pytest.mark.parametrize("name", ["plain", "deep", "fair", "swap"])
 def test_a_file_that_begins_inside_is_redacted_with_its_checkpoint(tmp_path: Path, name: str) -> None:
-    config = msgspec.structs.replace(CONFIG, **{**VARIANTS[name], "num_blocks_override": 60}, capture_rotate_bytes=9000)
+    config = with_options(CONFIG, **{**VARIANTS[name], "num_blocks_override": 60}, capture_rotate_bytes=9000)
     capture(tmp_path / "a.cap", config, seed=4, num_steps=110, make=make_secret)
     files = sorted(tmp_path.iterdir())
     assert len(files) > 2
@@ -120,10 +121,10 @@ def check_canaries(path: Path) -> None:
 @pytest.mark.usefixtures("slow_close")
 def test_a_checkpoint_has_nothing_of_requests_that_have_ended(tmp_path: Path) -> None:
     """A checkpoint inside of what went on for a while: queues name dead requests, rows and blocks have old tokens."""
-    config = msgspec.structs.replace(
+    config = with_options(
         CONFIG,
         async_scheduling=True,
-        fake_vocab_size=30_000,
+        executor_options=fake_options(vocab_size=30_000),
         num_blocks_override=60,
         max_num_seqs=4,
         capture_rotate_bytes=10_000,
@@ -171,8 +172,8 @@ def _with_modules(record: Record, modules: dict[str, str]) -> Record:
 @pytest.mark.usefixtures("slow_close")
 def test_what_grammars_force_is_not_written(tmp_path: Path) -> None:
     """Forced tokens come as drafts of the executor, in results, in states and in plans in flight."""
-    options = {"fake_vocab_size": VOCAB_SIZE, "fake_eos_token_id": EOS, "capture_rotate_bytes": 6000}
-    config = msgspec.structs.replace(CONFIG, **options)
+    options = {"executor_options": fake_options(vocab_size=VOCAB_SIZE, eos_token_id=EOS), "capture_rotate_bytes": 6000}
+    config = with_options(CONFIG, **options)
 
     def make(number: int, rng: random.Random) -> AddRequest:
         params = SamplingParams(structured_outputs=KINDS[number % len(KINDS)], max_tokens=60)
@@ -201,7 +202,7 @@ def test_what_grammars_force_is_not_written(tmp_path: Path) -> None:
 def test_an_attacker_finds_no_token(tmp_path: Path) -> None:
     """The attacker has the original, but not the key: neighbours, frequencies, places and guesses say nothing."""
     path, out, again = tmp_path / "a.cap", tmp_path / "red.cap", tmp_path / "again.cap"
-    config = msgspec.structs.replace(CONFIG, fake_vocab_size=30_000)
+    config = with_options(CONFIG, executor_options=fake_options(vocab_size=30_000))
     capture(path, config, seed=3, num_steps=120, make=make_secret)
     redact(CaptureFile(path), str(out))
     redact(CaptureFile(path), str(again))

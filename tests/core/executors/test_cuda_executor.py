@@ -16,11 +16,12 @@ from core.models.llama import Llama
 from core.models.operations.triton_operations import TritonOperations
 from core.runner.cuda_model_runner import CudaModelRunner
 from core.runner.model_runner import ModelRunner
-from ipc.options.config import EngineConfig, LogprobsMode, PreemptionMode
+from ipc.options.config import LogprobsMode, PreemptionMode
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import AddRequest, Logprobs, Outputs
 from kernels.elements import FLOAT32
 from tests.core.models.test_llama import random_weights, tiny_config
+from tests.resolved import resolved_config
 from tests.triton_device import ANYWHERE, DEVICE, GPU_ONLY, ON_GPU
 
 pytestmark = ANYWHERE
@@ -157,7 +158,8 @@ def run(
     shape: str = "llama",
 ) -> Answers:
     executor = RunnerExecutor(runner(kind, num_blocks, logprobs_mode, shape))
-    config = EngineConfig(
+    config = resolved_config(
+        executor="local",
         device="cuda",
         max_num_seqs=4,
         max_num_batched_tokens=32,

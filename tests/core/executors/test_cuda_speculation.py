@@ -22,6 +22,7 @@ from core.runner import step_durations, trial_loop
 from core.runner.cuda_model_runner import CudaModelRunner
 from core.runner.model_runner import ModelRunner
 from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.options.speculation import SpeculativeConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import Abort, AddRequest, FinishReason
@@ -32,6 +33,7 @@ from tests.core.hostile_drafts import KINDS, use
 from tests.core.models.test_llama import random_weights, tiny_config
 from tests.core.runner.heard import Heard
 from tests.grammar_vocabulary import EOS, VOCAB_SIZE, make_grammars, schema, structured
+from tests.resolved import resolved_config
 from tests.triton_device import ANYWHERE, DEVICE
 
 pytestmark = ANYWHERE
@@ -62,9 +64,10 @@ CROWDED: dict[str, dict[str, Any]] = {
 }
 
 
-def config(method: str | None, depth: int, **options: Any) -> EngineConfig:
+def config(method: str | None, depth: int, **options: Any) -> ResolvedConfig:
     drafts = SpeculativeConfig(method=method or "ngram", num_speculative_tokens=3, prompt_lookup_min=1)
-    made = EngineConfig(
+    made = resolved_config(
+        executor="local",
         device="cuda",
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=12,

@@ -19,8 +19,8 @@ from core.runner.drafter import RanStep
 from core.runner.head_drafter import HeadDrafter
 from core.scheduling.stats import SchedulerStats
 from ipc.errors import ConfigError, ModelFileError, UnsupportedModelError
-from ipc.options.config import EngineConfig
 from ipc.options.given_options import config_from_options
+from ipc.options.resolved import ResolvedConfig
 from ipc.options.speculation import SpeculativeConfig
 from tests.core.draft_heads import (
     EAGLE3,
@@ -37,6 +37,7 @@ from tests.core.draft_heads import (
     write_eagle3,
 )
 from tests.core.driving import Inbox, add_message
+from tests.resolved import resolved_config
 
 #: What a head may differ in; the taps that each has.
 HEADS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
@@ -64,13 +65,13 @@ def eagle3(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_eagle3(tmp_path_factory.mktemp("eagle3"))
 
 
-def config_of(model: str, method: str | None, head: str | None = None, **options: Any) -> EngineConfig:
+def config_of(model: str, method: str | None, head: str | None = None, **options: Any) -> ResolvedConfig:
     num_drafts = options.pop("num_drafts", 3)
     settings: dict[str, Any] = {"model": head, "num_speculative_tokens": num_drafts, "step_ns": (10**6,) * 8}
-    config = EngineConfig(
+    config = resolved_config(
+        executor="local",
         model=model,
         dtype="float32",
-        threads=1,
         max_model_len=120,
         max_num_seqs=8,
         max_num_batched_tokens=48,
@@ -102,7 +103,7 @@ class Heard(HeadDrafter):
 
 
 def run(
-    config: EngineConfig, edits: list[dict[str, Any]] | None = None, num_requests: int = 10
+    config: ResolvedConfig, edits: list[dict[str, Any]] | None = None, num_requests: int = 10
 ) -> tuple[dict[tuple[int, int], list[int]], SchedulerStats, list[tuple[list[int], list[int]]]]:
     executor = LocalExecutor(config)
     executor.initialize_cache(config)
@@ -111,7 +112,8 @@ def run(
         drafter.__class__ = Heard
         assert isinstance(drafter, Heard)
         drafter.heard, drafter._pause = heard, NoPause()
-    engine, inbox = EngineCore(resolve_costs(config, executor.measure_costs, executor.measure_steps), executor), Inbox()
+    engine = EngineCore(resolve_costs(config, config, executor.measure_costs, executor.measure_steps), executor)
+    inbox = Inbox()
     options = edits or [{}]
     rng = np.random.default_rng(4)
     messages = [

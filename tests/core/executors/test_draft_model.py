@@ -11,10 +11,11 @@ from core.executors.local import LocalExecutor
 from core.process.resolve import resolve_costs
 from core.scheduling.stats import SchedulerStats
 from ipc.errors import ConfigError
-from ipc.options.config import EngineConfig
 from ipc.options.given_options import config_from_options
+from ipc.options.resolved import ResolvedConfig
 from ipc.options.speculation import SpeculativeConfig
 from tests.core.driving import Inbox, add_message
+from tests.resolved import resolved_config
 from tools.lab.bench.tiny_model import write_tiny_model
 
 
@@ -25,15 +26,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def config_of(model: str, draft: str | None, **options: object) -> EngineConfig:
+def config_of(model: str, draft: str | None, **options: object) -> ResolvedConfig:
     speculative = None
     if draft is not None:
         settings: dict[str, Any] = {"model": draft, "num_speculative_tokens": 4, "step_ns": (10**6,) * 8}
         speculative = SpeculativeConfig(method="draft_model", **settings)
-    config = EngineConfig(
+    config = resolved_config(
+        executor="local",
         model=model,
         dtype="float32",
-        threads=1,
         max_model_len=120,
         max_num_seqs=8,
         max_num_batched_tokens=48,
@@ -54,10 +55,13 @@ EDITS: list[dict[str, Any]] = [
 ]
 
 
-def run(config: EngineConfig, edits: list[dict[str, Any]] | None = None) -> tuple[dict[int, list[int]], SchedulerStats]:
+def run(
+    config: ResolvedConfig, edits: list[dict[str, Any]] | None = None
+) -> tuple[dict[int, list[int]], SchedulerStats]:
     executor = LocalExecutor(config)
     executor.initialize_cache(config)
-    engine, inbox = EngineCore(resolve_costs(config, executor.measure_costs, executor.measure_steps), executor), Inbox()
+    engine = EngineCore(resolve_costs(config, config, executor.measure_costs, executor.measure_steps), executor)
+    inbox = Inbox()
     options = edits or [{}]
     prompts = [range(n % 3, n % 3 + 10 + n) for n in range(12)]
     messages = [

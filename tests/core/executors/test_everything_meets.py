@@ -13,7 +13,7 @@ import pytest
 from core.engine import EngineCore
 from core.executors.local import LocalExecutor
 from core.inputs import EngineInput, HoldClient, ReleaseClient
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.options.speculation import SpeculativeConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import Abort, AddRequest, FinishReason, Outputs
@@ -30,6 +30,7 @@ from tests.core.draft_heads import (
 )
 from tests.core.runner.heard import Heard
 from tests.grammar_vocabulary import EOS, VOCAB_SIZE, schema, structured, tokenizer_files
+from tests.resolved import resolved_config
 
 SIZES = {"vocab_size": VOCAB_SIZE, "eos_token_id": EOS}
 TARGET = 4  # the request whose log probabilities are compared
@@ -96,7 +97,7 @@ class Folders:
         )
         self.eagle3 = write_eagle3(folder / "eagle3", EAGLE3 | SIZES)
 
-    def config(self, method: str | None, model: str, **options: Any) -> EngineConfig:
+    def config(self, method: str | None, model: str, **options: Any) -> ResolvedConfig:
         named = {"draft_model": self.small, "eagle3": self.eagle3}.get(method or "")
         drafts: dict[str, Any] = {
             "num_speculative_tokens": 4,
@@ -104,19 +105,16 @@ class Folders:
             "model": named,
             "prompt_lookup_min": 1,
         }
-        config = EngineConfig(
+        config = resolved_config(
+            executor="local",
             model=model,
             dtype="float32",
-            threads=1,
             max_model_len=120,
             max_num_seqs=12,
             max_num_batched_tokens=64,
             block_size=8,
             num_blocks_override=300,
             preemption_mode="recompute",
-            num_swap_blocks=0,
-            recompute_ns_per_token=1,
-            swap_ns_per_block=1,
             speculative_config=None if method is None else SpeculativeConfig(method=method, **drafts),
         )
         return msgspec.structs.replace(config, **options)
@@ -130,7 +128,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     return Folders(folder)
 
 
-def run(config: EngineConfig, crowd: str = "") -> tuple[Heard, EngineCore]:
+def run(config: ResolvedConfig, crowd: str = "") -> tuple[Heard, EngineCore]:
     executor = LocalExecutor(config)
     executor.grammars.use_files(tokenizer_files())
     executor.initialize_cache(config)

@@ -17,6 +17,7 @@ from core.grammars.grammars import Grammars
 from ipc.errors import OutOfMemoryError
 from ipc.options.config import EngineConfig
 from ipc.options.speculation import SpeculativeConfig
+from tests.resolved import resolved_config
 from tools.lab.bench.tiny_model import write_tiny_model
 
 INFO = ModelInfo("tiny", "00", "float32", 64, 96, (2,), "L0")
@@ -32,7 +33,7 @@ def test_an_executor_inherits_nothing(executor: type) -> None:
 
 
 def test_a_runner_has_the_sizes_of_the_config() -> None:
-    config = EngineConfig(max_num_seqs=3, num_blocks_override=7, block_size=32, logprobs_mode="raw_logits")
+    config = resolved_config(7, 96, max_num_seqs=3, block_size=32, logprobs_mode="raw_logits")
     assert runner_sizes(config, INFO, GRAMMARS) == {
         "num_rows": 3,
         "num_blocks": 7,

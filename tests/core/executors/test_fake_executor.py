@@ -11,6 +11,7 @@ from core.execution.plan import NO_TOKEN, NewRow, SchedulerOutput
 from core.execution.runner_table import RunnerTable
 from core.executors.by_name import load_executor
 from core.executors.fake import FakeExecutor, checksum, create, mix
+from core.executors.fake_options import with_fake_options
 from ipc.params.sampling_params import SamplingParams
 from tests.columns import num_used_pages
 from tests.core.driving import VOCAB_SIZE, small_config
@@ -143,7 +144,8 @@ def test_it_is_found_by_name_and_needs_no_torch() -> None:
         "from ipc.options.config import EngineConfig\n"
         "from core.executors.by_name import load_executor\n"
         "import core.engine\n"
-        "executor = load_executor(EngineConfig(executor='fake', fake_vocab_size=50, fake_eos_token_id=3))\n"
+        "options = {'vocab_size': '50', 'eos_token_id': '3'}\n"
+        "executor = load_executor(EngineConfig(executor='fake', executor_options=options))\n"
         "assert executor.info.vocab_size == 50 and executor.info.eos_token_ids == (3,), executor.info\n"
         "assert executor.determine_num_available_blocks(2**20, 16) == 16\n"
         "assert executor.determine_num_available_blocks(0, 16) == 2\n"
@@ -157,4 +159,4 @@ def test_it_is_found_by_name_and_needs_no_torch() -> None:
 def test_fingerprint_tells_configs_apart() -> None:
     one = load_executor(small_config()).info.fingerprint
     assert one == load_executor(small_config(max_num_seqs=3)).info.fingerprint
-    assert one != create(type(small_config())(executor="fake", fake_vocab_size=77)).info.fingerprint
+    assert one != create(with_fake_options(small_config(), vocab_size=77)).info.fingerprint

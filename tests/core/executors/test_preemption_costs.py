@@ -45,7 +45,7 @@ def fake_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def cache(num_blocks: int, clock: Clock, copy_ns: int) -> TimedCache:
-    made = TimedCache(1, num_blocks, 4, 1, 8, FLOAT32)
+    made = TimedCache(1, num_blocks, 4, 1, head_dim=8, dtype=FLOAT32)
     made.clock, made.copy_ns = clock, copy_ns
     return made
 

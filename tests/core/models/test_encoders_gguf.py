@@ -61,7 +61,7 @@ def test_quantized_matrices_give_the_bits_of_dequantized_ones(tmp_path: Path) ->
     expected = [one.tobytes() for one in hidden(plain, PROMPTS[1:4])]
     for form in (WeightForm.STORED, WeightForm.DENSE):
         config = read_model_config(path)
-        ours = Encoder(config, load_weights(path, config, BFLOAT16, library), BFLOAT16, library, form)
+        ours = Encoder(config, load_weights(path, config, BFLOAT16, library), BFLOAT16, library, form=form)
         assert [one.tobytes() for one in hidden(ours, PROMPTS[1:4])] == expected
 
 

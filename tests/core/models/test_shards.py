@@ -58,7 +58,7 @@ def build(library: CpuLibrary, config: ModelConfig, dtype: Dtype, rank: Rank | N
         if isinstance(weight, np.ndarray) and weight.ndim == 1:  # norms and biases that tell columns apart
             weight = (weight + generator.standard_normal(weight.shape, np.float32) / 8).astype(np.float32)
         weights.append((name, weight))
-    return Llama(config, weights, dtype, "L2", library, rank=rank)
+    return Llama(config, weights, dtype, "L2", library=library, rank=rank)
 
 
 def digest(model: Llama, config: ModelConfig) -> str:

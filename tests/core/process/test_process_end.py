@@ -18,11 +18,14 @@ from ipc.wire.messages import (
     RequestFailed,
     ServerMessage,
 )
+from tests.fake_options import fake_options
 from tests.fake_tokens import fake_tokens
 from tests.raw_client import PATIENCE_S, RawClient
 
 VOCAB = 1000
-CONFIG = EngineConfig(executor="fake", fake_vocab_size=VOCAB, fake_max_model_len=100_000, max_model_len=50_000)
+CONFIG = EngineConfig(
+    executor="fake", executor_options=fake_options(vocab_size=VOCAB, max_model_len=100_000), max_model_len=50_000
+)
 LONG = 40_000  # tokens: more than any test waits for
 
 

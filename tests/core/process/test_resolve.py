@@ -7,6 +7,7 @@ from core.execution.executor import Costs, ModelInfo, StepCosts
 from core.process.resolve import default_cache_bytes, resolve, resolve_costs
 from ipc.errors import ConfigError, OutOfMemoryError
 from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.options.speculation import SpeculativeConfig
 
 GIB = 1 << 30
@@ -18,7 +19,7 @@ def blocks_in(memory_bytes: int, block_size: int) -> int:
     return memory_bytes // (block_size * BYTES_PER_TOKEN)
 
 
-def resolved(memory: int = 64 * GIB, cpus: int = 4, **options: object) -> EngineConfig:
+def resolved(memory: int = 64 * GIB, cpus: int = 4, **options: object) -> ResolvedConfig:
     config = EngineConfig(**options)  # type: ignore[arg-type]
     return resolve(config, INFO, blocks_in, total_memory_bytes=memory, num_cpus=cpus)
 
@@ -26,14 +27,16 @@ def resolved(memory: int = 64 * GIB, cpus: int = 4, **options: object) -> Engine
 def test_the_durations_of_steps_are_frozen() -> None:
     """Measured once; durations that are given, as in a capture's config, are taken."""
     config = msgspec.structs.replace(resolved(), speculative_config=SpeculativeConfig(method="ngram"))
-    once = resolve_costs(config, not_asked, lambda: StepCosts((7, 8, 9), 5, (10, 12)))
+    once = resolve_costs(config, EngineConfig(), not_asked, lambda: StepCosts((7, 8, 9), 5, (10, 12)))
     expected = SpeculativeConfig(method="ngram", step_ns=(7, 8, 9), draft_ns=5, alone_ns=(10, 12))
     assert once.speculative_config == expected
-    assert resolve_costs(once, not_asked, lambda: StepCosts((1, 1, 1))).speculative_config == once.speculative_config
+    assert (
+        resolve_costs(once, once, not_asked, lambda: StepCosts((1, 1, 1))).speculative_config == once.speculative_config
+    )
 
 
 def test_nothing_is_left_open() -> None:
-    config = resolve_costs(resolved(), not_asked)
+    config = resolve_costs(resolved(), EngineConfig(), not_asked)
     assert [name for name in config.__struct_fields__ if getattr(config, name) is None] == [
         "model",
         "mmproj",
@@ -64,13 +67,14 @@ def not_asked() -> Costs:
     ],
 )
 def test_costs_are_measured_for_auto_where_they_are_not_given(given: dict[str, int], expected: tuple[int, int]) -> None:
-    config = resolve_costs(resolved(preemption_mode="auto", **given), lambda: Costs(70, 800))
+    options = {"preemption_mode": "auto", **given}
+    config = resolve_costs(resolved(**options), EngineConfig(**options), lambda: Costs(70, 800))  # type: ignore[arg-type]
     assert (config.recompute_ns_per_token, config.swap_ns_per_block) == expected
 
 
 def test_costs_are_not_measured_where_both_are_given() -> None:
     given = {"preemption_mode": "auto", "recompute_ns_per_token": 5, "swap_ns_per_block": 6}
-    assert resolve_costs(resolved(**given), not_asked).recompute_ns_per_token == 5
+    assert resolve_costs(resolved(**given), EngineConfig(**given), not_asked).recompute_ns_per_token == 5
 
 
 def test_swap_space_becomes_blocks() -> None:

@@ -25,7 +25,8 @@ from core.runner.state_rows import RowStates
 from core.runner.step_inputs import StepInputs
 from core.scheduling.scheduler import Scheduler
 from frontend.client.received_logprobs import ReceivedLogprobs
-from ipc.options.config import EngineConfig, SchedulingPolicy
+from ipc.options.config import SchedulingPolicy
+from ipc.options.resolved import ResolvedConfig
 from ipc.options.speculation import SpeculativeConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import Floats, Int32s, Ints
@@ -41,6 +42,7 @@ from tests.core.runner.invariance_kinds import KINDS as KINDS
 from tests.core.runner.invariance_kinds import TINY as TINY
 from tests.core.runner.invariance_kinds import random_weights as random_weights
 from tests.numbers import nan
+from tests.resolved import resolved_config
 
 TARGET = 1000  # number and seed of the request that is watched
 TARGET_CLIENT = 7  # has no other request
@@ -74,7 +76,7 @@ class Recorder(ModelRunner):
 
     scheduler: Scheduler  # whose plans are run; recorded_engine() sets it
 
-    def __init__(self, model: Llama, config: EngineConfig, adapters: Any = None, features: Any = None) -> None:
+    def __init__(self, model: Llama, config: ResolvedConfig, adapters: Any = None, features: Any = None) -> None:
         assert config.num_blocks_override is not None
         num_spare = num_draft_states(config, 4 * model.config.state_size)
         num_states = config.max_num_seqs + num_state_slots(config, 4 * model.config.state_size) + num_spare
@@ -202,7 +204,7 @@ class RecordingExecutor:
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
         return memory_bytes // block_size
 
-    def initialize_cache(self, config: EngineConfig) -> None: ...
+    def initialize_cache(self, config: ResolvedConfig) -> None: ...
 
     def execute(self, plan: SchedulerOutput) -> FinishedStep:
         return FinishedStep(self.runner.execute(plan))
@@ -212,7 +214,7 @@ class RecordingExecutor:
 
 def recorded_engine(
     model: Llama,
-    config: EngineConfig,
+    config: ResolvedConfig,
     recorder_type: type[Recorder] = Recorder,
     adapters: Any = None,
     features: Features | None = None,
@@ -342,8 +344,8 @@ def small_config(
     memory: int | None = None,
     kv_page_blocks: int = 0,
     num_swap_blocks: int = 0,
-) -> EngineConfig:
-    return EngineConfig(
+) -> ResolvedConfig:
+    return resolved_config(
         preemption_mode="swap" if num_swap_blocks else "recompute",
         num_swap_blocks=num_swap_blocks,
         enable_lora=max_loras > 0,
@@ -358,7 +360,7 @@ def small_config(
         scheduling_policy=policy,
         speculative_config=speculative,
         kv_window=kv_window,
-        kv_cache_memory_bytes=memory,
+        kv_cache_memory_bytes=memory or 1,
         kv_page_blocks=kv_page_blocks,
     )
 

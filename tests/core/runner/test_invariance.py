@@ -31,6 +31,7 @@ from tests.core.runner.invariance import (
 )
 from tests.core.runner.invariance_kinds import EVERY_KIND
 from tests.core.runner.invariance_scenarios import ONE_OF_EACH, PROMPT, SCENARIOS, mixed, scenario
+from tests.resolved import resolved_config
 
 
 @pytest.mark.parametrize(("dtype", "kind"), EVERY_KIND)
@@ -78,7 +79,7 @@ def test_a_pool_too_small_changes_no_logits_of_anybody(dtype: str) -> None:
     model = tiny_model(DTYPES[dtype])
 
     def heard(num_blocks: int) -> tuple[Heard, Recorder, int]:
-        config = EngineConfig(
+        config = resolved_config(
             max_num_seqs=16, max_num_batched_tokens=128, num_blocks_override=num_blocks, max_model_len=190
         )
         engine, recorder = recorded_engine(model, config)
@@ -95,7 +96,7 @@ def test_a_pool_too_small_changes_no_logits_of_anybody(dtype: str) -> None:
 
 
 def test_nan_logits_fail_one_request_alone() -> None:
-    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, num_blocks_override=50, max_model_len=200)
+    config = resolved_config(max_num_seqs=4, max_num_batched_tokens=64, num_blocks_override=50, max_model_len=200)
 
     class Poisoned(Recorder):
         def sample(self, rows: Ints, result: Any, offsets: Ints | None = None) -> Int32s:

@@ -11,7 +11,6 @@ import pytest
 from core.execution.plan import SchedulerOutput
 from core.models.llama import Llama
 from core.models.step import ONCE
-from ipc.options.config import EngineConfig
 from ipc.wire.messages import RequestFailed
 from kernels.cpu.attention import CpuAttention
 from kernels.cpu.gemm import PackedMatrix
@@ -34,6 +33,7 @@ from tests.core.runner.invariance import (
     tiny_model,
 )
 from tests.core.runner.invariance_scenarios import EDITS, FILTERS, PROMPT, Preempting, mixed, scenario
+from tests.resolved import resolved_config
 
 
 def cached(length: int) -> Callable[[Llama], Run]:
@@ -149,7 +149,7 @@ def test_a_read_of_poison_fails_the_request(recorder_type: type[Recorder]) -> No
 
 
 def test_whatever_nobody_may_read_is_nan() -> None:
-    config = EngineConfig(max_num_seqs=9, max_num_batched_tokens=60, num_blocks_override=36, max_model_len=560)
+    config = resolved_config(max_num_seqs=9, max_num_batched_tokens=60, num_blocks_override=36, max_model_len=560)
     engine, recorder = recorded_engine(tiny_model(FLOAT32), config)
     drive(engine, recorder, list(mixed(neighbours(9, 3, 30, 90))))
     engine.scheduler.reset_prefix_cache()

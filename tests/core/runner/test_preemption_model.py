@@ -15,12 +15,13 @@ from core.execution.executor import Costs, FinishedStep, ModelInfo
 from core.execution.plan import SchedulerOutput
 from core.models.llama import Llama
 from core.runner.model_runner import ModelRunner
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import AddRequest, Outputs
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from tests.core.runner.invariance import TINY, random_model
 from tests.numbers import fill_with_nan
+from tests.resolved import resolved_config
 
 BLOCK_SIZE = 8
 SMALL = msgspec.structs.replace(
@@ -31,7 +32,7 @@ AUTO_COSTS = {"recompute_ns_per_token": 10, "swap_ns_per_block": 37}
 
 
 class Executor:
-    def __init__(self, model: Llama, config: EngineConfig) -> None:
+    def __init__(self, model: Llama, config: ResolvedConfig) -> None:
         self.info = ModelInfo("small", "", "", SMALL.vocab_size, 256, (0,), "L2")
         self.runner = ModelRunner(
             model,
@@ -48,7 +49,7 @@ class Executor:
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
         return memory_bytes // block_size
 
-    def initialize_cache(self, config: EngineConfig) -> None: ...
+    def initialize_cache(self, config: ResolvedConfig) -> None: ...
 
     def measure_costs(self) -> Costs:
         return self.runner.measure_costs()
@@ -94,7 +95,7 @@ def requests() -> list[tuple[int, int, AddRequest]]:
 
 def run(dtype: Dtype, **options: Any) -> Run:
     given = {"num_swap_blocks": 0, "recompute_ns_per_token": 1, "swap_ns_per_block": 1, **options}
-    config = EngineConfig(block_size=BLOCK_SIZE, max_model_len=96, max_num_batched_tokens=24, **given)
+    config = resolved_config(block_size=BLOCK_SIZE, max_model_len=96, max_num_batched_tokens=24, **given)
     engine = EngineCore(config, Executor(model(dtype), config))
     tokens: dict[tuple[int, int], list[int]] = {}
     waiting, step, causes, num_skipped = requests(), 0, list[int](), 0

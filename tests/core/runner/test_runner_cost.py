@@ -6,12 +6,12 @@ from core.engine import EngineCore
 from core.execution.executor import FinishedStep, ModelInfo, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.runner.model_runner import ModelRunner
-from ipc.options.config import EngineConfig
 from kernels.elements import FLOAT32
 from tests.core.runner.invariance import request, tiny_model
 from tests.core.test_step_cost import count_calls
+from tests.resolved import resolved_config
 
-CONFIG = EngineConfig(max_num_seqs=40, max_num_batched_tokens=512, num_blocks_override=100, max_model_len=200)
+CONFIG = resolved_config(max_num_seqs=40, max_num_batched_tokens=512, num_blocks_override=100, max_model_len=200)
 
 
 class Counting:

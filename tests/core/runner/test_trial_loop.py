@@ -46,7 +46,7 @@ class Step:
 
 
 def measured(machine: Machine, most_tokens: int = MOST_TOKENS, most_verified: int = 100) -> LoopDurations:
-    return TrialLoop(machine, NO_INT32S, most_tokens, most_verified, machine.clock).measure()
+    return TrialLoop(machine, NO_INT32S, most_tokens, most_verified, used=machine.clock).measure()
 
 
 @pytest.mark.parametrize(("host_ns", "device_ns"), [(1_000_000, 800_000), (1_000_000, 6_000_000), (300_000, 0)])
@@ -73,7 +73,7 @@ def test_no_more_tokens_than_there_is_room_for(most_tokens: int, most_verified: 
 
 def test_each_trial_begins_with_a_fresh_row_and_the_last_plan_removes_it() -> None:
     machine = Machine(10, 10)
-    loop = TrialLoop(machine, NO_INT32S, MOST_TOKENS, 8, machine.clock)
+    loop = TrialLoop(machine, NO_INT32S, MOST_TOKENS, 8, used=machine.clock)
     assert loop.end().removed_rows.tolist() == []
     loop.measure()
     starts = [plan for plan in machine.plans if plan.added]

@@ -10,11 +10,11 @@ from core.engine import EngineCore
 from core.executors.fake import create
 from core.sampling.logprobs import gather_logprobs
 from frontend.client.received_logprobs import PositionLogprobs, ReceivedLogprobs, logprob_columns_of
-from ipc.options.config import EngineConfig
 from ipc.wire.messages import AddRequest, Outputs
 from kernels.elements import BFLOAT16, FLOAT32, rounded, to_floats
 from tests.core.driving import add_message, small_config
 from tests.core.runner.invariance import Recorder, neighbours, recorded_engine, request, tiny_model
+from tests.resolved import resolved_config
 
 
 def reference(logits: np.ndarray, token: int, num_top: int) -> tuple[int, list[int], list[float]]:
@@ -94,7 +94,7 @@ WATCHED: dict[str, Any] = {"logprobs": 4, "prompt_logprobs": 2, "repetition_pena
 def run(
     budget: int = 512, num_blocks: int = 400, others: Sequence[tuple[int, AddRequest]] = (), first: bool = False
 ) -> tuple[ReceivedLogprobs, Recorder, EngineCore]:
-    config = EngineConfig(
+    config = resolved_config(
         max_num_seqs=17,
         max_num_batched_tokens=budget,
         num_blocks_override=num_blocks,
@@ -131,7 +131,7 @@ def test_whole_requests_however_they_run() -> None:
 def test_prompt_logprobs_are_those_of_a_forced_continuation() -> None:
     """The log probability of prompt token p is that of sampling it after the first p tokens."""
     alone, _, _ = run()
-    config = EngineConfig(max_num_seqs=4, max_num_batched_tokens=64, num_blocks_override=50, max_model_len=200)
+    config = resolved_config(max_num_seqs=4, max_num_batched_tokens=64, num_blocks_override=50, max_model_len=200)
     engine, _ = recorded_engine(tiny_model(FLOAT32), config)
     for length in (1, 16, 37, 149):
         options: dict[str, Any] = {"allowed_token_ids": [PROMPT[length]], "logprobs": 2}

@@ -7,11 +7,12 @@ import pytest
 
 from core.sampling.sampler import processed_logits, sample
 from frontend.client.received_logprobs import ReceivedLogprobs
-from ipc.options.config import EngineConfig, LogprobsMode
+from ipc.options.config import LogprobsMode
 from kernels.elements import FLOAT32
 from tests.core.runner.invariance import Recorder, neighbours, recorded_engine, request, tiny_model
 from tests.core.sampling.test_logprobs import PROMPT, drain, same
 from tests.core.sampling.test_sampler import CASES, edited, inputs, left_by_filters
+from tests.resolved import resolved_config
 
 RAW, PROCESSED = {"raw_logprobs", "raw_logits"}, {"processed_logprobs", "processed_logits"}
 
@@ -45,7 +46,7 @@ def test_processed_logits_are_those_a_token_is_drawn_from(case: dict[str, Any], 
 
 def run(mode: LogprobsMode, crowded: bool = False) -> tuple[ReceivedLogprobs, ReceivedLogprobs, Recorder]:
     """A request with filters and one that is greedy, both with a bias."""
-    config = EngineConfig(
+    config = resolved_config(
         max_num_seqs=18, max_num_batched_tokens=60, num_blocks_override=400, max_model_len=2048, logprobs_mode=mode
     )
     engine, recorder = recorded_engine(tiny_model(FLOAT32), config)

@@ -10,6 +10,7 @@ from core.process.resolve import resolve, resolve_costs
 from core.scheduling.decisions import Verdict
 from ipc.options.config import EngineConfig
 from tests.core.driving import ByHand, Received, add_message, small_config
+from tests.fake_options import fake_options
 
 MS = 1_000_000  # ns
 
@@ -108,11 +109,13 @@ def test_without_chunks_what_is_longer_than_a_step_is_refused_with_the_numbers()
 
 
 def test_without_chunks_the_default_budget_has_room_for_the_longest_prompt() -> None:
-    config = EngineConfig(executor="fake", enable_chunked_prefill=False, fake_max_model_len=2000)
+    config = EngineConfig(
+        executor="fake", enable_chunked_prefill=False, executor_options=fake_options(max_model_len=2000)
+    )
     executor = create(config)
     blocks_in = executor.determine_num_available_blocks
-    config = resolve(config, executor.info, blocks_in, total_memory_bytes=1 << 30, num_cpus=1)
-    hand = ByHand(resolve_costs(config, executor.measure_costs))
+    resolved = resolve(config, executor.info, blocks_in, total_memory_bytes=1 << 30, num_cpus=1)
+    hand = ByHand(resolve_costs(resolved, config, executor.measure_costs))
     add(hand, 1, 1990, 10)
     assert hand.step() == {1: 1990}
 

@@ -25,6 +25,7 @@ from ipc.wire.scheduling_messages import Explain, Explanation, Reason
 from tests.core.capture.test_checkpoints import replay_from_each
 from tests.core.driving import Received, add_message, expected_tokens
 from tests.core.scheduling.exchange_driver import BLOCK, ExchangeDriver, exchange_config
+from tests.fake_options import fake_options
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -107,7 +108,7 @@ def test_salts_and_models_do_not_meet(tmp_path: Path) -> None:
     filled(tmp_path)
     engine = ExchangeDriver(tmp_path)
     assert ask(engine, prompt(0), salt="mine") == 0
-    other = ExchangeDriver(tmp_path, exchange_config(fake_eos_token_id=3))
+    other = ExchangeDriver(tmp_path, exchange_config(executor_options=fake_options(eos_token_id=3)))
     assert other.driver.executor.info.fingerprint != engine.driver.executor.info.fingerprint
     assert ask(other, prompt(0)) == 0
 

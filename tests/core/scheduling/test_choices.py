@@ -9,13 +9,13 @@ import pytest
 from core.engine import EngineCore
 from core.executors.fake import choice_seed
 from core.inputs import EngineReply
-from ipc.options.config import EngineConfig
 from ipc.wire.messages import Abort, AddRequest, ErrorCode, FinishReason, Outputs, RequestFailed
 from kernels.elements import FLOAT32
 from tests.columns import pack_numbers
 from tests.core.driving import VOCAB_SIZE, PagedExecutor, add_message, small_config
 from tests.core.runner.invariance import neighbours, recorded_engine, tiny_model
 from tests.fake_tokens import fake_tokens
+from tests.resolved import resolved_config
 
 Choices = dict[tuple[int, int], list[int]]
 
@@ -151,7 +151,7 @@ def test_choices_of_a_model_are_their_own() -> None:
     message = add_message(1000, prompt, 20, seed=1000, **options)
 
     def tokens(num_blocks: int, others: list[tuple[int, AddRequest]]) -> tuple[Choices, int]:
-        config = EngineConfig(
+        config = resolved_config(
             max_num_seqs=16, max_num_batched_tokens=64, num_blocks_override=num_blocks, max_model_len=140
         )
         (core, _), client = recorded_engine(model, config), Client()

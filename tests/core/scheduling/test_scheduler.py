@@ -2,8 +2,6 @@
 
 import pytest
 
-from core.scheduling.scheduler import Scheduler
-from ipc.options.config import EngineConfig
 from ipc.wire.messages import FinishReason
 from tests.core.driving import EOS, ByHand, Received, add_message, small_config, unpack
 
@@ -140,11 +138,6 @@ def test_nothing_to_run_is_an_empty_plan_and_no_step() -> None:
     assert hand.schedule().is_empty
     hand.add(add_message(1, prompt(3)))
     assert hand.schedule().step == 0
-
-
-def test_config_has_to_be_resolved() -> None:
-    with pytest.raises(AssertionError, match="not resolved"):
-        Scheduler(EngineConfig(executor="fake"), ())
 
 
 def test_what_could_never_run_is_refused_at_once_with_the_numbers() -> None:

@@ -11,6 +11,7 @@ from core.scheduling import parties
 from core.scheduling.policies import RowShares
 from ipc.wire.messages import AddRequest
 from tests.core.driving import ByHand, add_message, small_config
+from tests.fake_options import fake_options
 
 
 def of_tenant(number: int, tenant: str, prompt: list[int] | None = None, max_tokens: int = 400) -> AddRequest:
@@ -19,7 +20,11 @@ def of_tenant(number: int, tenant: str, prompt: list[int] | None = None, max_tok
 
 
 def by_hand(**options: object) -> ByHand:
-    options = {"scheduling_policy": "fair", "fair_quantum": 0, "fake_eos_token_id": 2**20} | options
+    options = {
+        "scheduling_policy": "fair",
+        "fair_quantum": 0,
+        "executor_options": fake_options(eos_token_id=2**20),
+    } | options
     return ByHand(small_config(2000, 4, max_model_len=1000, **options))  # type: ignore[arg-type]
 
 

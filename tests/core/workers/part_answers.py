@@ -74,7 +74,7 @@ def answers(config: EngineConfig, disturb: dict[int, Callable[[WorkersExecutor],
         sizes = {"total_memory_bytes": 1 << 30, "num_cpus": 1}
         resolved = resolve(config, executor.info, executor.determine_num_available_blocks, **sizes)
         executor.initialize_cache(resolved)
-        resolved = resolve_costs(resolved, executor.measure_costs, executor.measure_steps)
+        resolved = resolve_costs(resolved, config, executor.measure_costs, executor.measure_steps)
         executor.warm_up()
         engine = EngineCore(resolved, executor)
         inbox: list[tuple[int, EngineInput]] = [(0, message) for message in requests()]

@@ -16,6 +16,7 @@ import pytest
 from core.capture.engine import CapturedEngine, start_capture
 from core.engine import EngineCore
 from core.execution.executor import ExecutorEndedError
+from core.executors.fake_options import with_fake_options
 from core.inputs import EngineInput
 from core.process.resolve import resolve
 from core.workers import executor as module
@@ -27,6 +28,7 @@ from ipc.machine.channel import Channel, ChannelEndedError
 from ipc.options.config import EngineConfig
 from ipc.wire.messages import AddRequest
 from tests.core.driving import Inbox
+from tests.fake_options import fake_options
 from tests.fake_tokens import fake_tokens
 from tests.raw_client import RawClient, request
 from tools.cli import main
@@ -35,8 +37,7 @@ VOCAB = 1000
 CONFIG = EngineConfig(
     executor="fake",
     distributed_executor_backend="mp",
-    fake_vocab_size=VOCAB,
-    fake_step_us=500,
+    executor_options=fake_options(vocab_size=VOCAB, step_us=500),
     max_model_len=4000,
     num_blocks_override=2000,
 )
@@ -145,7 +146,7 @@ def test_an_idle_worker_that_dies_is_started_again() -> None:
 
 @pytest.mark.soak
 def test_a_step_that_always_kills_ends_the_engine() -> None:
-    config = EngineConfig(**{**_options(CONFIG), "fake_poison": "abort:3:20"})
+    config = with_fake_options(CONFIG, poison="abort:3:20")
     with Run(config) as run, pytest.raises(ExecutorEndedError, match=r"lost 3 times within 60 s; at last worker 0"):
         run.answer(messages(), {})
 
@@ -153,14 +154,14 @@ def test_a_step_that_always_kills_ends_the_engine() -> None:
 @pytest.mark.soak
 def test_an_exception_in_a_step_is_a_loss_with_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_LOSSES", 1)
-    config = EngineConfig(**{**_options(CONFIG), "fake_poison": "raise:3:20"})
+    config = with_fake_options(CONFIG, poison="raise:3:20")
     with Run(config) as run, pytest.raises(ExecutorEndedError, match="PoisonError: the request is poisoned"):
         run.answer(messages(), {})
 
 
 def test_errors_of_the_start_are_the_executor_s_own() -> None:
-    with pytest.raises(ConfigError, match="fake_poison is KIND:TOKEN:POSITION"):
-        create(EngineConfig(**{**_options(CONFIG), "fake_poison": "nonsense"}))
+    with pytest.raises(ConfigError, match="executor 'fake': poison must be KIND:TOKEN:POSITION"):
+        create(with_fake_options(CONFIG, poison="nonsense"))
 
 
 @pytest.mark.soak

@@ -18,11 +18,12 @@ from ipc.errors import EngineDeadError
 from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import AddRequest
+from tests.fake_options import fake_options, with_options
 from tests.fake_tokens import fake_tokens
 from tests.frontend.conftest import PlayedEngine
 
 VOCAB = 1000
-CONFIG = EngineConfig(executor="fake", fake_vocab_size=VOCAB, max_model_len=20_000)
+CONFIG = EngineConfig(executor="fake", executor_options=fake_options(vocab_size=VOCAB), max_model_len=20_000)
 LENGTH = 1500  # tokens of each stream
 PATIENCE_S = 30.0
 
@@ -109,7 +110,7 @@ def refused(second: EngineConfig | None, locate: Callable[[str], str | None]) ->
 
 
 def test_another_model_is_not_given_the_requests() -> None:
-    other = msgspec.structs.replace(CONFIG, fake_eos_token_id=5)
+    other = with_options(CONFIG, executor_options=fake_options(eos_token_id=5))
     text = refused(other, lambda address: address)
     assert "the engine was restarted while the connection was lost, and another model answers: " in text
 

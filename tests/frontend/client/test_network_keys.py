@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from frontend.client.client import EngineClient
@@ -15,6 +14,7 @@ from ipc.errors import CallFailedError, EngineDeadError
 from ipc.keys.curve import add_client, make_engine_keys, remove_client
 from ipc.keys.quota import Quota
 from ipc.params.sampling_params import SamplingParams
+from tests.fake_options import fake_options, with_options
 from tests.frontend.engine.supervised import FAKE, PATIENCE_S, finish, kill, supervised
 
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
@@ -98,7 +98,7 @@ def test_a_key_is_a_tenant_with_a_quota(tmp_path: Path) -> None:
     folder = str(tmp_path / "keys")
     make_engine_keys(folder)
     add_client(folder, "alice", str(tmp_path / "alice"), Quota(concurrent=2))
-    paced = msgspec.structs.replace(FAKE, fake_step_us=1000)  # the streams outlast the test
+    paced = with_options(FAKE, executor_options=fake_options(step_us=1000))  # the streams outlast the test
     long = SamplingParams(max_tokens=50_000, ignore_eos=True)
     with supervised(paced, listen=f"tcp://0.0.0.0:0?keys={folder}") as engine:
         clients = [connected(engine, tmp_path / "alice") for _ in range(2)]

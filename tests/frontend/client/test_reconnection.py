@@ -20,12 +20,15 @@ from ipc.errors import CallFailedError, EngineDeadError
 from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import Abort, AddRequest, FinishReason, GetStatistics, Hello, PauseMode
+from tests.fake_options import fake_options
 from tests.fake_tokens import fake_tokens
 from tests.frontend.conftest import PlayedEngine
 
 VOCAB = 1000
 LEASE_MS = 400
-CONFIG = EngineConfig(executor="fake", fake_vocab_size=VOCAB, max_model_len=20_000, client_lease_ms=LEASE_MS)
+CONFIG = EngineConfig(
+    executor="fake", executor_options=fake_options(vocab_size=VOCAB), max_model_len=20_000, client_lease_ms=LEASE_MS
+)
 PARAMS = SamplingParams(temperature=0.0, max_tokens=1500, ignore_eos=True)
 SEEDED = SamplingParams(temperature=1.0, max_tokens=1500, ignore_eos=True)
 
@@ -175,7 +178,12 @@ def test_an_embedded_engine_needs_no_heartbeats_and_obeys_its_owner() -> None:
     made: list[LLM] = []
     thread = threading.Thread(
         target=lambda: made.append(
-            LLM(executor="fake", fake_vocab_size=VOCAB, client_lease_ms=100, skip_tokenizer_init=True)
+            LLM(
+                executor="fake",
+                executor_options=fake_options(vocab_size=VOCAB),
+                client_lease_ms=100,
+                skip_tokenizer_init=True,
+            )
         )
     )
     thread.start()

@@ -52,7 +52,14 @@ class Service:
     ) -> None:
         self.address, self.owner_file = f"ipc://{folder}/s", str(folder / "owner")
         self._folder, self._has_http = folder, http_port is not None
-        self._options = ["--fake-vocab-size", "1000", "--max-num-seqs", str(NUM_STREAMS + 8), "--fake-step-us", "2000"]
+        self._options = [
+            "--executor-option",
+            "vocab_size=1000",
+            "--max-num-seqs",
+            str(NUM_STREAMS + 8),
+            "--executor-option",
+            "step_us=2000",
+        ]
         self._options += ["--max-num-batched-tokens", "96", "--restarts", "60", "--hang-timeout", "0.5"]
         self._options += ["--executor", "fake", "--owner-file", self.owner_file, "--listen", self.address]
         self._options += ["--standby", "model", "--start-timeout", "30"] if has_standby else ["--start-timeout", "15"]
@@ -60,7 +67,10 @@ class Service:
             self._options += ["--http", f"127.0.0.1:{http_port}"]
             (folder / "sitecustomize.py").write_text(_HARM)
         if fault in POISONS:
-            self._options += ["--fake-poison", f"{POISONS[fault]}:{POISON_TOKEN}:{_PLACES.get(moment, _LATER)}"]
+            self._options += [
+                "--executor-option",
+                f"poison={POISONS[fault]}:{POISON_TOKEN}:{_PLACES.get(moment, _LATER)}",
+            ]
         self.process = self._spawn()
 
     def _spawn(self) -> "subprocess.Popen[str]":

@@ -18,11 +18,14 @@ from frontend.engine.supervised_engine import SupervisedEngine
 from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import Ints
+from tests.fake_options import fake_options
 
 PATIENCE_S = 60.0
 EAGER = RestartRules(most=1000, delays_s=(0.0,))
 NUM_STREAMS = 64
-FAKE = EngineConfig(executor="fake", fake_vocab_size=1000, max_num_seqs=NUM_STREAMS, fake_max_model_len=60_000)
+FAKE = EngineConfig(
+    executor="fake", executor_options=fake_options(vocab_size=1000, max_model_len=60_000), max_num_seqs=NUM_STREAMS
+)
 GREEDY = SamplingParams(temperature=0, max_tokens=1000, ignore_eos=True)
 
 

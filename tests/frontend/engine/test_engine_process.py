@@ -18,11 +18,12 @@ from ipc.errors import AddressError, ConfigError, EngineStartError, ModelFileErr
 from ipc.options.config import EngineConfig
 from ipc.wire.messages import EngineStopping, Outputs
 from ipc.wire.start_messages import Start
+from tests.fake_options import fake_options
 from tests.placed import PREFIX, placed
 from tests.raw_client import PATIENCE_S, RawClient
 
 ROOT = Path(__file__).resolve().parents[3]
-FAKE = EngineConfig(executor="fake", fake_vocab_size=1000)
+FAKE = EngineConfig(executor="fake", executor_options=fake_options(vocab_size=1000))
 
 #: An owner that prints its engine's pid and address and waits to be killed. No main guard.
 OWNER = """
@@ -127,7 +128,7 @@ def test_listen_on_a_tcp_port() -> None:
     [
         (EngineConfig(model="/no/such/model"), ModelFileError, "'/no/such/model' is no file or folder here"),
         (
-            EngineConfig(executor="fake", fake_max_model_len=100, max_model_len=101),
+            EngineConfig(executor="fake", executor_options=fake_options(max_model_len=100), max_model_len=101),
             ConfigError,
             "max_model_len=101 is more than the 100 tokens",
         ),

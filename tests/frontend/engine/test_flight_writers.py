@@ -15,6 +15,7 @@ import pytest
 
 from core.capture.file import CaptureFile
 from frontend.engine.supervised_engine import SupervisedEngine
+from tests.fake_options import fake_options, with_options
 from tests.frontend.engine.supervised import EAGER, FAKE, GREEDY, PATIENCE_S, check, connected, kill, submit, supervised
 from tools.cli import main
 
@@ -49,7 +50,7 @@ def replays(path: Path, num_begun: int) -> CaptureFile:
 
 @contextlib.contextmanager
 def recorded(folder: Path, **options: object) -> Iterator[SupervisedEngine]:
-    config = msgspec.structs.replace(FAKE, flight_recorder_folder=str(folder), **options)
+    config = with_options(FAKE, flight_recorder_folder=str(folder), **options)
     with supervised(config, EAGER, listen=f"ipc://{folder.parent}/{folder.name}.s") as engine:
         yield engine
 
@@ -99,7 +100,10 @@ def test_an_engine_that_ends_as_it_was_told_leaves_none(tmp_path: Path) -> None:
 
 def test_a_request_that_kills_the_engine_is_in_the_file(tmp_path: Path) -> None:
     """The poison arrives for the very step that it ends: it is among the messages behind the last step."""
-    with recorded(tmp_path / "a", fake_poison="abort:7:1") as engine, contextlib.closing(connected(engine)) as client:
+    with (
+        recorded(tmp_path / "a", executor_options=fake_options(poison="abort:7:1")) as engine,
+        contextlib.closing(connected(engine)) as client,
+    ):
         submit(client, 2)
         run_until(engine, 5)
         number = client.submit([7], GREEDY, seed=0)
@@ -149,7 +153,11 @@ def test_every_kill_leaves_a_file(tmp_path: Path) -> None:
     """
     rng, known = random.Random(int(os.environ.get("SOAK_KILLS_SEED", "1"))), set[str]()
     num_inside = num_steps = most_bytes = 0
-    small = {"flight_recorder_bytes": 2**20, "flight_recorder_seconds": 1, "fake_step_us": 1000}
+    small = {
+        "flight_recorder_bytes": 2**20,
+        "flight_recorder_seconds": 1,
+        "executor_options": fake_options(step_us=1000),
+    }
     with (
         recorded(tmp_path / "a", **small) as engine,
         contextlib.closing(connected(engine)) as client,

@@ -12,7 +12,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -25,11 +24,12 @@ from frontend.engine.supervised_engine import SupervisedEngine
 from frontend.engine.supervisor import State
 from ipc.errors import EngineCoreError
 from ipc.params.sampling_params import SamplingParams
+from tests.fake_options import fake_options, with_options
 from tests.frontend.engine.supervised import EAGER, FAKE, PATIENCE_S, undisturbed
 
 SECONDS = float(os.environ.get("ENGINE_SOAK_S", "3600"))
 NUM_STREAMS, SHORTEST, LONGEST = 64, 20, 800
-PACED = msgspec.structs.replace(FAKE, fake_step_us=1000)
+PACED = with_options(FAKE, executor_options=fake_options(step_us=1000))
 #: Faults and how often each is drawn.
 FAULTS = {"KILL": 6, "SEGV": 3, "ABRT": 3, "STOP": 1, "standby KILL": 3, "standby STOP": 1, "upgrade": 2, "client": 3}
 #: Deaths that lie in the work. Two in a row at the same positions are what a poison looks like, so they are kept apart.

@@ -4,7 +4,6 @@ import math
 import signal
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -13,6 +12,7 @@ from frontend.engine.death import Cause
 from frontend.engine.supervised_engine import Watchdog
 from ipc.errors import RequestFailedError
 from ipc.params.sampling_params import SamplingParams
+from tests.fake_options import fake_options, with_options
 from tests.frontend.engine.supervised import FAKE, check, connected, finish, kill, submit, supervised, undisturbed
 
 
@@ -34,7 +34,9 @@ def test_a_stopped_engine_is_found_and_replaced(tmp_path: Path) -> None:
 
 def test_a_hang_in_the_very_first_step_is_found(tmp_path: Path) -> None:
     """The warm-up says how long a step may take before any has run."""
-    with supervised(msgspec.structs.replace(FAKE, fake_poison="hang:5:0"), listen=f"ipc://{tmp_path}/s") as engine:
+    with supervised(
+        with_options(FAKE, executor_options=fake_options(poison="hang:5:0")), listen=f"ipc://{tmp_path}/s"
+    ) as engine:
         engine._watchdog = Watchdog(0.5)
         client = connected(engine)
         assert "(QUARANTINED)" in str(failure(client, [5, 7]))
@@ -55,7 +57,7 @@ KINDS = ("raise", "abort", "segv", "memory", "hang")
 )
 def test_a_poison_fails_alone(kind: str, count: int, tmp_path: Path) -> None:
     """Streams in lockstep with it: all of them are suspects."""
-    config = msgspec.structs.replace(FAKE, fake_poison=f"{kind}:5:40", max_num_seqs=count)
+    config = with_options(FAKE, executor_options=fake_options(poison=f"{kind}:5:40"), max_num_seqs=count)
     with supervised(config, listen=f"ipc://{tmp_path}/s") as engine:
         engine._watchdog = Watchdog(0.5)
         client = connected(engine)
@@ -80,7 +82,9 @@ def failure(client: EngineClient, prompt: list[int]) -> Exception | None:
 
 
 def test_a_row_that_fails_is_no_death(tmp_path: Path) -> None:
-    with supervised(msgspec.structs.replace(FAKE, fake_poison="row:5:40"), listen=f"ipc://{tmp_path}/s") as engine:
+    with supervised(
+        with_options(FAKE, executor_options=fake_options(poison="row:5:40")), listen=f"ipc://{tmp_path}/s"
+    ) as engine:
         client = connected(engine)
         numbers = submit(client, 12)
         finish(client, numbers)

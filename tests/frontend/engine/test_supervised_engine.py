@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import numpy as np
 import pytest
 
+from core.executors.fake_options import with_fake_options
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from frontend.engine.restart_policy import RestartRules
@@ -25,6 +25,7 @@ from frontend.results.outputs import RequestOutput
 from ipc.errors import DeadlineExceededError, EngineDeadError, EngineStartError, RequestFailedError
 from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
+from tests.fake_options import fake_options
 from tests.frontend.conftest import VOCAB_SIZE
 from tests.frontend.engine.supervised import (
     EAGER,
@@ -91,9 +92,14 @@ def when_running(llm: LLM, epoch: int, do: Callable[[], None], wait_s: float = 0
 )
 def test_every_stream_of_an_llm_goes_on(text_side: Path, num_kills: int) -> None:
     """With each option that has a state: the outputs equal those of a run without a death."""
-    options = {"executor": "fake", "fake_vocab_size": VOCAB_SIZE, "tokenizer": text_side, "max_num_seqs": 24}
+    options = {
+        "executor": "fake",
+        "executor_options": fake_options(vocab_size=VOCAB_SIZE, max_model_len=60_000),
+        "tokenizer": text_side,
+        "max_num_seqs": 24,
+    }
     params = all_params(length=100 * num_kills)
-    with LLM(**options, fake_max_model_len=60_000, max_logprobs=VOCAB_SIZE) as llm:
+    with LLM(**options, max_logprobs=VOCAB_SIZE) as llm:
         assert llm._engine._supervised is not None
         golden = [seen(output) for output in llm.generate(prompts(), params, use_tqdm=False)]
         llm._engine._supervised.supervisor._policy._rules = EAGER
@@ -132,11 +138,10 @@ def test_what_was_accepted_is_not_refused_by_a_bound(tmp_path: Path) -> None:
     """The new engine knows no session; its queue is shorter than what comes back."""
     config = EngineConfig(
         executor="fake",
-        fake_vocab_size=1000,
+        executor_options=fake_options(vocab_size=1000, max_model_len=60_000),
         max_num_seqs=4,
         max_num_queued_requests=20,
         max_num_queued_tokens=60_000,
-        fake_max_model_len=60_000,
     )
     with supervised(config, listen=f"ipc://{tmp_path}/s") as engine:
         client = connected(engine)
@@ -192,7 +197,7 @@ def test_a_deadline_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_death_in_the_start_and_one_in_a_drain(tmp_path: Path) -> None:
-    paced = msgspec.structs.replace(FAKE, fake_step_us=400)  # the streams last until the second kill, on any machine
+    paced = with_fake_options(FAKE, step_us=400)  # the streams last until the second kill, on any machine
     with supervised(paced, listen=f"ipc://{tmp_path}/s") as engine:
         client = connected(engine)
         numbers = submit(client, params=SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True))
@@ -380,7 +385,7 @@ def test_upgrades_lose_nothing(num_upgrades: int, tmp_path: Path) -> None:
 
 def test_a_drain_moves_what_does_not_finish(tmp_path: Path) -> None:
     """To another service at the same address: so a supervisor is replaced, too."""
-    paced = msgspec.structs.replace(FAKE, fake_step_us=400)  # the streams outlast the drain, on any machine
+    paced = with_fake_options(FAKE, step_us=400)  # the streams outlast the drain, on any machine
     with supervised(paced, listen=f"ipc://{tmp_path}/s") as engine:
         client = connected(engine)
         owner = EngineClient(ZmqTransport(engine.address), owner_token=engine.process.owner_token)

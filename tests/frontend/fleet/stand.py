@@ -10,7 +10,7 @@ from core.engine import EngineCore
 from core.executors.fake import choice_seed, create
 from frontend.fleet.driver import Driver
 from frontend.fleet.fleet import Fleet
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.call import Call
 from ipc.wire.messages import (
@@ -27,20 +27,19 @@ from ipc.wire.messages import (
     decode_client_message,
     encode,
 )
+from tests.fake_options import fake_options, with_options
 from tests.fake_tokens import fake_tokens
+from tests.resolved import resolved_config
 from tests.simulation.engine_parts import served
 
 VOCAB = 500
-CONFIG = EngineConfig(
-    executor="fake",
-    fake_vocab_size=VOCAB,
-    fake_eos_token_id=1,
+CONFIG = resolved_config(
+    executor_options=fake_options(vocab_size=VOCAB, eos_token_id=1, max_model_len=256),
     max_num_seqs=8,
     max_num_batched_tokens=64,
     block_size=4,
     num_blocks_override=400,
     max_model_len=256,
-    fake_max_model_len=256,
 )
 STEP_S = 0.01
 
@@ -48,7 +47,7 @@ STEP_S = 0.01
 class PlayedReplica:
     """One engine: an EngineCore and a session of the fleet."""
 
-    def __init__(self, config: EngineConfig, generation: int) -> None:
+    def __init__(self, config: ResolvedConfig, generation: int) -> None:
         executor = create(config)
         executor.initialize_cache(config)
         self.core = EngineCore(config, executor, generation)  # type: ignore[arg-type]
@@ -91,7 +90,9 @@ class Stand:
     compute prompts for the others.
     """
 
-    def __init__(self, count: int = 3, config: EngineConfig = CONFIG, num_prefill: int = 0, **options: object) -> None:
+    def __init__(
+        self, count: int = 3, config: ResolvedConfig = CONFIG, num_prefill: int = 0, **options: object
+    ) -> None:
         self.fleet = Fleet(**options)  # type: ignore[arg-type]
         self.driver = Driver(self.fleet, self)
         self.now = 100.0
@@ -114,7 +115,7 @@ class Stand:
     def start(self, address: str, **changes: object) -> PlayedReplica:
         """Start an engine at an address."""
         self._generation += 1
-        config = msgspec.structs.replace(self.config, **changes)
+        config = with_options(self.config, **changes)
         self.replicas[address] = PlayedReplica(config, self._generation)
         return self.replicas[address]
 

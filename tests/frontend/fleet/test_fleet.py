@@ -5,6 +5,7 @@ import pytest
 
 from frontend.fleet.suspects import MARGIN
 from ipc.wire.messages import Abort, ErrorCode, FinishReason, GetStatistics, Statistics
+from tests.fake_options import fake_options
 from tests.frontend.fleet.stand import Stand
 
 
@@ -271,7 +272,7 @@ def test_a_replica_that_drains_itself_loses_nothing() -> None:
 
 def test_another_model_is_refused_with_the_reason() -> None:
     stand = Stand(2)
-    stand.start("ipc:///9", fake_vocab_size=501)
+    stand.start("ipc:///9", executor_options=fake_options(vocab_size=501))
     stand.start("ipc:///8", max_model_len=128)
     for address in ("ipc:///9", "ipc:///8"):
         stand.fleet.membership.join(address)

@@ -8,7 +8,16 @@ from frontend.llm import LLM
 from ipc.files.model_files import resolve_model
 from tests.frontend.http.caller import Caller, serving
 
-FAKE = ("--executor", "fake", "--fake-vocab-size", "49152", "--fake-max-model-len", "4096", "--max-num-seqs", "64")
+FAKE = (
+    "--executor",
+    "fake",
+    "--executor-option",
+    "vocab_size=49152",
+    "--executor-option",
+    "max_model_len=4096",
+    "--max-num-seqs",
+    "64",
+)
 
 
 @pytest.fixture(scope="session")

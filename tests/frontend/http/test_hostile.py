@@ -156,9 +156,18 @@ def _num_running(llm: LLM) -> int:
 )
 def test_a_killed_engine_is_a_pause(num_streams: int, num_kills: int) -> None:
     """Of streams over HTTP no token is lost, doubled or different, and no connection is cut."""
-    options = ("--executor", "fake", "--fake-vocab-size", "1000", "--max-num-seqs", "64", "--fake-step-us", "3000")
+    options = (
+        "--executor",
+        "fake",
+        "--executor-option",
+        "vocab_size=1000",
+        "--max-num-seqs",
+        "64",
+        "--executor-option",
+        "step_us=3000",
+    )
     length = 300 * num_kills
-    with serving(*options, "--restarts", "100", "--fake-max-model-len", "4096") as caller:
+    with serving(*options, "--restarts", "100", "--executor-option", "max_model_len=4096") as caller:
         prompts = [[7, 9, index] for index in range(num_streams)]
         params = SamplingParams(max_tokens=length, temperature=0, ignore_eos=True)
         with LLM(connect=caller.connect) as llm:

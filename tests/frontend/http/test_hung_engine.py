@@ -14,7 +14,7 @@ from tests.frontend.http.caller import serving
 from tests.test_readme import free_port
 
 PATIENCE_S = 40.0
-SLOW_STEPS = ("--executor", "fake", "--fake-step-us", "20000", "--hang-timeout", "0.5")
+SLOW_STEPS = ("--executor", "fake", "--executor-option", "step_us=20000", "--hang-timeout", "0.5")
 
 
 def test_health_tells_that_the_engine_hangs() -> None:

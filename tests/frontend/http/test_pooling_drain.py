@@ -13,7 +13,7 @@ from tests.frontend.http.conftest import FAKE
 def test_a_drain_waits_for_embeddings() -> None:
     """The steps are slow, so that the signal arrives while requests run and others wait."""
     answers: list[Answer] = []
-    options = ("--max-num-seqs", "2", "--fake-step-us", "50000")
+    options = ("--max-num-seqs", "2", "--executor-option", "step_us=50000")
     with serving(*FAKE, "-m", str(resolve_model(None)), *options) as caller:
         with LLM(connect=caller.connect) as llm:
             body = {"input": [f"text {n}" for n in range(24)]}

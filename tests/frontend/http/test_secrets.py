@@ -15,7 +15,15 @@ from ipc.files.model_files import resolve_model
 from tests.frontend.http.caller import Caller, serving
 
 CANARY, KEY, SALT = "canary-in-a-prompt", "canary-in-a-key", "canary-in-a-salt"
-FAKE = ("--executor", "fake", "--fake-vocab-size", "49152", "--fake-max-model-len", "4096", "--log-requests")
+FAKE = (
+    "--executor",
+    "fake",
+    "--executor-option",
+    "vocab_size=49152",
+    "--executor-option",
+    "max_model_len=4096",
+    "--log-requests",
+)
 POISON = 777
 
 
@@ -47,7 +55,7 @@ def descendants(pid: int) -> list[int]:
 def test_no_canary_is_found_anywhere(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"alice {digest_of(KEY)}\n")
-    poison = ("--fake-poison", f"raise:{POISON}:4", "--access-log", "--api-key-file", str(keys))
+    poison = ("--executor-option", f"poison=raise:{POISON}:4", "--access-log", "--api-key-file", str(keys))
     found: list[str] = []
     with serving(*FAKE, *poison, "-m", str(resolve_model(None))) as caller:
         assert caller.process.stderr is not None

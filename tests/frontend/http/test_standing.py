@@ -16,7 +16,16 @@ import pytest
 from tests.frontend.http.caller import Caller, environment, serving, wait_for
 from tools.cli import main
 
-FAKE = ("--executor", "fake", "--fake-vocab-size", "1000", "--fake-step-us", "2000", "--fake-max-model-len", "100000")
+FAKE = (
+    "--executor",
+    "fake",
+    "--executor-option",
+    "vocab_size=1000",
+    "--executor-option",
+    "step_us=2000",
+    "--executor-option",
+    "max_model_len=100000",
+)
 STREAM = {"prompt": [1, 2], "stream": True, "ignore_eos": True, "return_token_ids": True}
 PROBES = ("/health", "/ready", "/ping", "/live")
 

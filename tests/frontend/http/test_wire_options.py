@@ -21,7 +21,7 @@ from tests.frontend.http.caller import serving, wait_for
 from tools.cli import main
 
 CERTIFICATE = str(Path(__file__).resolve().parents[2] / "data" / "localhost.pem")
-FAKE = ("--executor", "fake", "--fake-vocab-size", "1000")
+FAKE = ("--executor", "fake", "--executor-option", "vocab_size=1000")
 BODY = json.dumps({"prompt": [1, 2], "max_tokens": 30, "stream": True, "ignore_eos": True}).encode()
 JSON = {"content-type": "application/json"}
 

@@ -32,7 +32,7 @@ def progress(ids, finish=FinishReason.NONE, stop_token=None):
 
 
 def state_for(tokenizer, **parameters):
-    return RequestState("id", 0, Prompt("p", [1]), SamplingParams(max_tokens=None, **parameters), tokenizer)
+    return RequestState("id", 0, Prompt("p", [1]), SamplingParams(max_tokens=None, **parameters), tokenizer=tokenizer)
 
 
 def play(state, *steps):

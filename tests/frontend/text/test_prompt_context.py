@@ -132,7 +132,7 @@ def test_requests_of_every_output_kind(kind: str, output_kind: RequestOutputKind
     outputs = [tokenizer.encode(text, add_special_tokens=False) for text in ("the is is", "é👋")]
     outputs[1].pop()
     params = SamplingParams(max_tokens=None, n=2, logprobs=0, prompt_logprobs=0, output_kind=output_kind)
-    state = RequestState("id", 0, Prompt(None, prompt), params, tokenizer)
+    state = RequestState("id", 0, Prompt(None, prompt), params, tokenizer=tokenizer)
     shown = state.update(*(progress(output, received(prompt, output)) for output in outputs))
     assert shown is not None
     for output, completion in zip(outputs, shown.outputs, strict=True):
@@ -148,7 +148,7 @@ def test_a_stop_string_that_begins_with_the_first_space(kind: str) -> None:
     ids = tokenizer.encode("the cat is on")
     cut = next(i for i in range(len(ids)) if tokenizer.decode(ids[: i + 1], skip_special_tokens=True) == "the cat") + 1
     params = SamplingParams(max_tokens=None, stop=[" is"], output_kind=RequestOutputKind.FINAL_ONLY)
-    state = RequestState("id", 0, Prompt("the cat", ids[:cut]), params, tokenizer)
+    state = RequestState("id", 0, Prompt("the cat", ids[:cut]), params, tokenizer=tokenizer)
     shown = state.update(progress(ids[cut:])._replace(finish=FinishReason.NONE))
     assert shown is not None
     assert (shown.outputs[0].text, shown.outputs[0].stop_reason) == ("", " is")

@@ -117,7 +117,7 @@ def test_prompt_and_output_are_one_sequence(kind: str) -> None:
     """A character that begins in the prompt and ends in the output, over several updates."""
     parts = [byte(kind, value) for value in "👋".encode()]
     params = SamplingParams(max_tokens=None, logprobs=1, prompt_logprobs=0)
-    state = RequestState("id", 0, Prompt(None, parts[:2]), params, KINDS[kind])
+    state = RequestState("id", 0, Prompt(None, parts[:2]), params, tokenizer=KINDS[kind])
     received = ReceivedLogprobs(2)
     received.add(1, one(parts[1]))
     received.add(2, one(parts[2], parts[1]))

@@ -141,7 +141,7 @@ def test_bytes_are_counted_once() -> None:
 @pytest.mark.parametrize("num_peers", [20, pytest.param(150, marks=[pytest.mark.soak])])
 def test_hoarders_do_not_swell_the_process(num_peers: int) -> None:
     """Bodies of 8 MB without their last byte, by peers that then leave: the process stays as large as its bound."""
-    with serving("--executor", "fake", "--fake-vocab-size", "1000", "--access-log") as caller:
+    with serving("--executor", "fake", "--executor-option", "vocab_size=1000", "--access-log") as caller:
         pid, before = _http_pid(caller.process.pid), 0
         before = _rss_mib(pid)
         peers = []

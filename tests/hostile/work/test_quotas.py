@@ -23,7 +23,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Caller]:
         + line("other", "other", "models=other")
         + line("alice", "alice")
     )
-    model = ("-m", str(resolve_model(None)), "--served-model-name", "demo", "--fake-vocab-size", "49152")
+    model = ("-m", str(resolve_model(None)), "--served-model-name", "demo", "--executor-option", "vocab_size=49152")
     with serving("--executor", "fake", *model, "--api-key-file", str(path)) as caller:
         yield caller
 

@@ -16,7 +16,7 @@ def children(pid: int) -> list[int]:
 
 
 def test_templates_of_callers() -> None:
-    model = ("-m", str(resolve_model(None)), "--fake-vocab-size", "49152", "--allow-request-templates")
+    model = ("-m", str(resolve_model(None)), "--executor-option", "vocab_size=49152", "--allow-request-templates")
     with serving("--executor", "fake", *model) as caller:
         template = caller.get("/tokenizer_info").json["chat_template"]
         wanted = content_of(caller, {})

@@ -10,7 +10,16 @@ from tests.frontend.http.caller import Caller, serving
 from tests.hostile.work.requests import Harm, harms
 from tests.hostile.work.witness import witness
 
-FAKE = ("--executor", "fake", "--fake-vocab-size", "49152", "--fake-max-model-len", "4096", "--max-num-seqs", "96")
+FAKE = (
+    "--executor",
+    "fake",
+    "--executor-option",
+    "vocab_size=49152",
+    "--executor-option",
+    "max_model_len=4096",
+    "--max-num-seqs",
+    "96",
+)
 #: Generous: a busy machine stops everybody. What these requests did before was 3 to 16 s, or the end of all streams.
 MAX_GAP_S = 2.5
 MAX_MEMORY_MIB = 400
@@ -18,7 +27,7 @@ MAX_MEMORY_MIB = 400
 
 @pytest.fixture(scope="module")
 def caller() -> Iterator[Caller]:
-    options = ("--fake-step-us", "12000", "-m", str(resolve_model(None)), "--served-model-name", "demo")
+    options = ("--executor-option", "step_us=12000", "-m", str(resolve_model(None)), "--served-model-name", "demo")
     with serving(*FAKE, *options) as caller:
         yield caller
 

@@ -28,7 +28,7 @@ OPTIONAL = [name for name, declared in OPTIONS.items() if declared.is_optional]
 
 
 def test_every_option_is_checked_by_some_rule() -> None:
-    others = {"model", "capture", "client_weights", "generation_config", "speculative_config", "fake_poison"}
+    others = {"model", "capture", "client_weights", "generation_config", "speculative_config"}
     others |= {
         "classifier_from_token",
         "executor",

@@ -29,7 +29,7 @@ class CpuBench(AttentionBench):
     def __init__(self, lengths, heads, dtype, seed, block_size=16, window=None):
         super().__init__(lengths, heads, dtype, seed, block_size, window)
         self.heads = heads[:2]
-        self.cache = CpuKVCache(1, self.cache.num_blocks, block_size, heads[1], heads[2], dtype)
+        self.cache = CpuKVCache(1, self.cache.num_blocks, block_size, heads[1], head_dim=heads[2], dtype=dtype)
         self.cache.tensors[0][1:] = torch.nan
 
     def work(self, num_tokens, context_lens, tables):
@@ -148,7 +148,7 @@ def test_only_rows_that_see_a_bad_token_are_changed_by_it(window, dtype, bad, c_
 
 
 def test_an_empty_batch_is_empty(c_library):
-    cache = CpuKVCache(1, 2, 16, 3, 64, torch.bfloat16)
+    cache = CpuKVCache(1, 2, 16, 3, head_dim=64, dtype=torch.bfloat16)
     nothing = np.zeros(0, np.int64)
     plan = AttentionPlanner(c_library, 9, 3)(nothing, nothing, np.zeros((0, 1), np.int32), 16)
     out = CpuAttention(c_library)(torch.empty(0, 9, 64, dtype=torch.bfloat16), cache, 0, plan, 0.125)

@@ -128,7 +128,7 @@ def test_rope(is_after, normalises, head_dim, dtype, library):
     rope = CpuRope(
         library, num_heads, norms if normalises else None, EPS, is_centred=normalises is centred, is_after=is_after
     )
-    cache = CpuKVCache(2, 5, 16, num_kv_heads, head_dim, dtype)
+    cache = CpuKVCache(2, 5, 16, num_kv_heads, head_dim=head_dim, dtype=dtype)
     slots = torch.arange(16, 56)
     positions, table = torch.arange(40) * 13, table_of(head_dim, 10_000.0)
     cos, sin = rotary_tables(positions, head_dim, 10_000.0)
@@ -160,7 +160,7 @@ def test_rope(is_after, normalises, head_dim, dtype, library):
 @pytest.mark.parametrize("block_size", [1, 4, 16, 64])
 def test_cache_write_stores_what_it_should_where_it_should(block_size, dtype, library):
     num_slots = 3 * 64
-    caches = [CpuKVCache(2, num_slots // block_size, block_size, 2, 12, dtype) for _ in range(2)]
+    caches = [CpuKVCache(2, num_slots // block_size, block_size, 2, head_dim=12, dtype=dtype) for _ in range(2)]
     for cache in caches:
         for layer in cache.tensors:
             layer.fill_(-7.0)
@@ -184,7 +184,7 @@ def test_cache_write_stores_what_it_should_where_it_should(block_size, dtype, li
 @pytest.mark.parametrize("block_size", [8, 16, 64])
 def test_a_chunk_written_at_once_is_that_of_its_tokens(block_size, head_dim, dtype, library):
     """Chunks 1 and 2 of slots, parts of those beside them, then one whose tokens do not follow each other."""
-    caches = [CpuKVCache(1, 128 // block_size, block_size, 2, head_dim, dtype) for _ in range(3)]
+    caches = [CpuKVCache(1, 128 // block_size, block_size, 2, head_dim=head_dim, dtype=dtype) for _ in range(3)]
     for cache in caches:
         cache.tensors[0].fill_(-7.0)
     slots = torch.tensor([*range(11, 52), *range(64, 72), *range(73, 80), 72])
@@ -211,7 +211,7 @@ def test_a_chunk_written_at_once_is_that_of_its_tokens(block_size, head_dim, dty
 @pytest.mark.parametrize("head", [5, 7])  # the second of K, and of V
 def test_a_key_or_value_that_is_not_finite_shows_as_nan_in_the_key(head, bad, dtype, library):
     """An infinite key may make a score minus infinity, which is also the score of a hidden token."""
-    cache = CpuKVCache(1, 3, 16, 2, 16, dtype)
+    cache = CpuKVCache(1, 3, 16, 2, head_dim=16, dtype=dtype)
     qkv = torch.ones(2, 8 * 16, dtype=dtype)
     qkv[1, head * 16 + 3] = bad
     CpuRope(library, 4)(qkv, table_of(16, 100.0), torch.tensor([0, 1]), cache, 0, torch.tensor([16, 17]))
@@ -223,7 +223,7 @@ def test_a_key_or_value_that_is_not_finite_shows_as_nan_in_the_key(head, bad, dt
 
 def test_a_head_is_normalised_by_its_own_weight(library):
     norms = torch.arange(1.0, 4.0)[:, None].expand(3, 8)
-    cache = CpuKVCache(1, 2, 16, 1, 8, torch.float32)
+    cache = CpuKVCache(1, 2, 16, 1, head_dim=8, dtype=torch.float32)
     q = CpuRope(library, 2, norms, 0.0)(
         torch.ones(1, 4 * 8), table_of(8, 100.0), torch.tensor([0]), cache, 0, torch.tensor([16])
     )

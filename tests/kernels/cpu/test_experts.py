@@ -250,7 +250,7 @@ def test_a_shared_expert_joins_every_row(has_gate: bool, in_8_bits: bool, librar
     )
     router = np.concatenate([weights.router, gate]) if has_gate else weights.router
     packed = PackedMatrix(library, router, dtype=FLOAT32, out_dtype=FLOAT32)
-    experts = CpuExperts(library, packed, plain.experts, Routing(CHOSEN, True, has_shared_gate=has_gate), shared)
+    experts = CpuExperts(library, packed, plain.experts, Routing(CHOSEN, True, has_shared_gate=has_gate), shared=shared)
     x = rows_of(700, FLOAT32)
     share = 1 / (1 + np.exp(-(x @ gate.T))) if has_gate else 1.0
     expected = plain(x) + share * shared.down(shared.gate_up(x))

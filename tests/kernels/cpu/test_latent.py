@@ -44,7 +44,9 @@ class Layer(NamedTuple):
         keys, values = (list(map(product, each)) for each in (self.keys, self.values))
         query, norm = (None, None) if self.query is None else (product(self.query), self.norms[:QUERY])
         latent_norm = self.norms[QUERY:]
-        return CpuLatent(library, keys, values, latent_norm, ROTATED, 1e-6, query=query, query_norm=norm)
+        return CpuLatent(
+            library, keys, values, latent_norm, rotated_dim=ROTATED, eps=1e-6, query=query, query_norm=norm
+        )
 
 
 def layer_of(dtype: Dtype, has_query: bool) -> Layer:
@@ -108,7 +110,7 @@ def computed(
     """The same by the kernels, chunk after chunk."""
     dtype, num_blocks = rows.dtype, 1 + -(-LENGTH // block_size)
     latent, attention = layer.packed(library, dtype), CpuAttention(library)
-    cache = cache_type(1, num_blocks, block_size, 1, LATENT + ROTATED, dtype, LATENT)
+    cache = cache_type(1, num_blocks, block_size, 1, head_dim=LATENT + ROTATED, dtype=dtype, value_dim=LATENT)
     blocks = np.arange(1, num_blocks, dtype=np.int32)[::-1].copy()
     planner, table, outputs, first = AttentionPlanner(library, HEADS, 1), RotaryTable(FREQUENCIES), [], 0
     table.reach(LENGTH)
@@ -155,7 +157,7 @@ def test_chunks_threads_and_blocks_change_no_bit(dtype: Dtype, cache_type: type[
 
 
 def test_the_cache_has_one_side_whose_values_are_its_first_numbers(library: CpuLibrary) -> None:
-    cache = CpuKVCache(1, 3, 16, 1, LATENT + ROTATED, FLOAT32, LATENT)
+    cache = CpuKVCache(1, 3, 16, 1, head_dim=LATENT + ROTATED, dtype=FLOAT32, value_dim=LATENT)
     assert cache.memory[0].nbytes == 3 * 16 * 80 * 4  # 72 numbers, rounded up to 80
     assert CpuKVCache.bytes_per_block(16, 1, LATENT + ROTATED, 1, FLOAT32, num_sides=1) == 16 * 80 * 4
     rows = np.random.default_rng(1).standard_normal((5, 2 * (LATENT + ROTATED)), np.float32)

@@ -42,7 +42,7 @@ def hostile_rows(count: int, width: int, dtype: Dtype) -> Numbers:
 
 
 def empty(head_dim: int, block_size: int, dtype: Dtype, kind: type[CpuKVCache] = QuantizedKVCache) -> CpuKVCache:
-    cache = kind(1, 700 // block_size + 4, block_size, KV_HEADS, head_dim, dtype)
+    cache = kind(1, 700 // block_size + 4, block_size, KV_HEADS, head_dim=head_dim, dtype=dtype)
     cache.layers[0][:] = 0
     return cache
 
@@ -120,7 +120,7 @@ def test_a_block_takes_about_half_of_bfloat16s_bytes(head_dim: int) -> None:
     sizes = (16, 3, head_dim, 30, BFLOAT16)
     share = QuantizedKVCache.bytes_per_block(*sizes) / CpuKVCache.bytes_per_block(*sizes)
     assert share == (head_dim + 4) / (2 * head_dim)
-    cache = QuantizedKVCache(30, 7, 16, 3, head_dim, BFLOAT16)
+    cache = QuantizedKVCache(30, 7, 16, 3, head_dim=head_dim, dtype=BFLOAT16)
     assert sum(layer.nbytes for layer in cache.memory) == 7 * QuantizedKVCache.bytes_per_block(*sizes)
 
 

@@ -17,7 +17,7 @@ LAYERS, BLOCK_SIZE = 3, 16
 
 def cache_of(num_blocks: int) -> KVCache:
     """Blocks of 16 KiB in a layer."""
-    return KVCache(LAYERS, num_blocks, BLOCK_SIZE, 4, 64, BFLOAT16)
+    return KVCache(LAYERS, num_blocks, BLOCK_SIZE, 4, head_dim=64, dtype=BFLOAT16)
 
 
 def blocks(*numbers: int) -> "np.ndarray[tuple[int], np.dtype[np.int32]]":

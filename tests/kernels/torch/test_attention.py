@@ -60,7 +60,7 @@ def test_chunks_and_groups_of_work_change_nothing_but_rounding(max_scores, monke
 def test_groups_of_work_are_bounded(max_scores, monkeypatch):
     """A group makes at most so many scores a head, or is one token's; every token is in one group."""
     monkeypatch.setattr(kernels.torch.attention, "_MAX_SCORES", max_scores)
-    cache = TorchKVCache(1, 400, BLOCK_SIZE, 3, 64, FLOAT32)
+    cache = TorchKVCache(1, 400, BLOCK_SIZE, 3, head_dim=64, dtype=FLOAT32)
     counts, lengths = np.array([1, 500, 1, 1, 1, 7]), np.array([900, 800, 20, 1000, 1, 7])
     tables = np.arange(1, 6 * 63 + 1, dtype=np.int32).reshape(6, 63)
     metadata = attention_metadata(counts, lengths, tables, cache)

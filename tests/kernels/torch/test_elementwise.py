@@ -91,7 +91,7 @@ def test_rotate(head_dim):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rope_kv_write_stores_what_it_should_where_it_should(dtype):
-    cache = TorchKVCache(2, 6, 4, 2, 8, element_type(dtype))
+    cache = TorchKVCache(2, 6, 4, 2, head_dim=8, dtype=element_type(dtype))
     for layer in cache.layers:
         layer[1:] = torch.nan
     qkv = torch.randn(5, (4 + 2 * 2) * 8, generator=torch.Generator().manual_seed(0)).to(dtype)

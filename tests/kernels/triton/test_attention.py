@@ -57,7 +57,9 @@ def batch(shape: Shape, requests: list[tuple[int, int]], dtype: torch.dtype, see
     needed = ceil_div(lengths, size)
     blocks = rng.permutation(int(needed.sum())) + 1
     tables = rng.integers(0, 2**30, (len(requests), int(needed.max()) + 1)).astype(np.int32)  # ids of no block
-    cache = TorchKVCache(1, int(needed.sum()) + 1, size, shape.kv_heads, shape.head_dim, element_type(dtype))
+    cache = TorchKVCache(
+        1, int(needed.sum()) + 1, size, shape.kv_heads, head_dim=shape.head_dim, dtype=element_type(dtype)
+    )
     cache.layers[0].fill_(torch.nan)
     numbers = torch.from_numpy(rng.standard_normal((int(lengths.sum()), 2, shape.kv_heads, shape.head_dim))).to(dtype)
     done, used = 0, 0

@@ -164,7 +164,9 @@ class Both:
         )
         bias = None if router[1] is None else router[1].float().to(DEVICE)
         device_router = DeviceRouter(router[0].to(DEVICE), bias)
-        self.triton = TritonExperts(device_router, own[:num_experts], routing, own[-1] if shared else None, function)
+        self.triton = TritonExperts(
+            device_router, own[:num_experts], routing, own[-1] if shared else None, function=function
+        )
         self.dtype, self.own = dtype, own
 
     def check(self, x: torch.Tensor) -> None:

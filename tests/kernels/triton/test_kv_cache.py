@@ -16,7 +16,7 @@ def test_a_pinned_cache_is_one_allocation(monkeypatch: pytest.MonkeyPatch):
         return empty(shape, dtype=dtype)
 
     monkeypatch.setattr(torch, "empty", without_a_gpu)
-    cache = TritonKVCache(3, 5, 4, 2, 8, FLOAT32, torch.device("cpu"), pinned=True)
+    cache = TritonKVCache(3, 5, 4, 2, head_dim=8, dtype=FLOAT32, device=torch.device("cpu"), pinned=True)
     assert pinned == [((3, 5, 2, 2, 4, 8), True)]
     assert [layer.shape for layer in cache.layers] == [(5, 2, 2, 4, 8)] * 3
     assert all(layer.is_contiguous() and not layer[0].any() for layer in cache.layers)

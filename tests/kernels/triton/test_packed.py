@@ -62,7 +62,7 @@ def test_unpacked_rows_are_those_of_the_reference(type_name: str, dtype: torch.d
 @pytest.mark.parametrize("type_name", [*HALVES, NARROW])
 def test_few_rows(type_name: str, dtype: torch.dtype) -> None:
     part, x = packed(type_name), random(3, 512, dtype=dtype)
-    assert_product(PackedLinear([part], None, dtype, dtype, "stored")(x), x, [part])
+    assert_product(PackedLinear([part], None, dtype, dtype, name="stored")(x), x, [part])
 
 
 @pytest.mark.parametrize(
@@ -78,20 +78,20 @@ def test_any_number_of_rows(type_name: str, dtype: torch.dtype, count: int, monk
     monkeypatch.setattr(packed_linear, "PIECE", 64 * 512)
     part, x, bias = packed(type_name), random(count, 512, dtype=dtype), random(70, dtype=dtype)
     for out_dtype in (torch.float32, dtype):
-        got = PackedLinear([part], bias, dtype, out_dtype, "stored")(x)
+        got = PackedLinear([part], bias, dtype, out_dtype, name="stored")(x)
         assert got.dtype == out_dtype
         assert_product(got, x, [part], bias)
-    assert_product(PackedLinear([part], None, dtype, dtype, "stored")(x), x, [part])
+    assert_product(PackedLinear([part], None, dtype, dtype, name="stored")(x), x, [part])
 
 
 def test_a_tile_has_not_always_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_product, "_MOST_TILE_ROWS", 16)
     part, x = packed("Q4_0"), random(35, 512, dtype=torch.float16)
-    assert_product(PackedLinear([part], None, x.dtype, x.dtype, "stored")(x), x, [part])
+    assert_product(PackedLinear([part], None, x.dtype, x.dtype, name="stored")(x), x, [part])
 
 
 def test_no_rows() -> None:
-    product = PackedLinear([packed("Q8_0")], None, torch.float32, torch.float32, "stored")
+    product = PackedLinear([packed("Q8_0")], None, torch.float32, torch.float32, name="stored")
     assert product(random(0, 512)).shape == (0, 70)
 
 
@@ -99,14 +99,14 @@ def test_no_rows() -> None:
 @pytest.mark.parametrize("count", [2, MOST_FLOAT_ROWS + 1])
 def test_depths_that_are_no_whole_tiles(type_name: str, depth: int, count: int) -> None:
     part, x = packed(type_name, 5, depth), random(count, depth)
-    assert_product(PackedLinear([part], None, torch.float32, torch.float32, "stored")(x), x, [part])
+    assert_product(PackedLinear([part], None, torch.float32, torch.float32, name="stored")(x), x, [part])
 
 
 @pytest.mark.parametrize("count", [3, MOST_FLOAT_ROWS + 1])
 def test_parts_of_several_types_with_a_bias(count: int) -> None:
     parts = [packed("Q4_K", 70), packed("Q6_K", 10), packed("Q8_0", 33)]
     x, bias = random(count, 512), random(113)
-    assert_product(PackedLinear(parts, bias, torch.float32, torch.float32, "stored")(x), x, parts, bias)
+    assert_product(PackedLinear(parts, bias, torch.float32, torch.float32, name="stored")(x), x, parts, bias)
 
 
 @pytest.mark.parametrize("type_name", ["Q8_0", "Q4_0"])
@@ -119,7 +119,7 @@ def test_a_depth_in_parts(type_name: str) -> None:
     assert parts > 1
     assert width % (split_tiles * tile_bytes)
     x = random(3, 4736)
-    product = PackedLinear([part], bias, torch.float32, torch.float32, "stored")
+    product = PackedLinear([part], bias, torch.float32, torch.float32, name="stored")
     assert_product(product(x), x, [part], bias)
     assert_product(product(x[:1]), x[:1], [part], bias)
 
@@ -136,7 +136,7 @@ def test_the_parts_of_a_depth_are_the_whole(num_columns: int, width: int, tile_r
 
 def test_a_row_has_the_same_bits_among_others() -> None:
     """As long as one tile has all rows."""
-    product = PackedLinear([packed("Q4_K", 70, 2560)], None, torch.float32, torch.float32, "stored")
+    product = PackedLinear([packed("Q4_K", 70, 2560)], None, torch.float32, torch.float32, name="stored")
     x = random(16, 2560)
     assert torch.equal(product(x)[5:6], product(x[5:6]))
 
@@ -148,7 +148,7 @@ def test_a_row_has_the_same_bits_among_others() -> None:
 def test_shapes_of_llama_3_8b(type_name: str, count: int) -> None:
     """In bfloat16, and the same inside a CUDA graph."""
     part, x = packed(type_name, 4096, 14_336), random(count, 14_336, dtype=torch.bfloat16)
-    product = PackedLinear([part], None, torch.bfloat16, torch.bfloat16, "stored")
+    product = PackedLinear([part], None, torch.bfloat16, torch.bfloat16, name="stored")
     expected = product(x)
     assert_product(expected, x, [part])
     graph = torch.cuda.CUDAGraph()

@@ -170,8 +170,8 @@ def test_rope_and_cache_write(heads: int, kv_heads: int, head_dim: int, kind: st
     qkv = random(num_tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
     cos, sin = rotary_tables(torch.tensor([0, 1, 5, 90, 4000]), to_tensor(rotary_frequencies(head_dim, 1e4)))
     weight = None if kind is None else random(heads + kv_heads, head_dim, seed=1)
-    ours = TritonKVCache(2, 4, 16, kv_heads, head_dim, element_type(dtype), DEVICE)
-    theirs = TorchKVCache(2, 4, 16, kv_heads, head_dim, element_type(dtype))
+    ours = TritonKVCache(2, 4, 16, kv_heads, head_dim=head_dim, dtype=element_type(dtype), device=DEVICE)
+    theirs = TorchKVCache(2, 4, 16, kv_heads, head_dim=head_dim, dtype=element_type(dtype))
     for cache in (ours, theirs):
         for layer in cache.layers:
             layer.fill_(-7)
@@ -208,7 +208,7 @@ def test_queries_that_grow() -> None:
     expected = rotary.query_factors(positions.numpy().clip(0), 0.1, 100)
     np.testing.assert_allclose(factors.numpy(), expected, rtol=1e-7)
     assert factors.tolist()[2] > factors.tolist()[1] == 1.0
-    cache = TritonKVCache(2, 4, 16, 1, 16, FLOAT32, DEVICE)
+    cache = TritonKVCache(2, 4, 16, 1, head_dim=16, dtype=FLOAT32, device=DEVICE)
     qkv, slots = random(6, 4 * 16), torch.arange(16, 22, device=DEVICE)
     cos, sin = (table.to(DEVICE) for table in rotary_tables(positions, to_tensor(rotary_frequencies(16, 1e4))))
     rope = TritonRope(2)
@@ -230,7 +230,7 @@ def test_products_are_not_cut_to_fewer_bits() -> None:
 
 
 def test_columns_are_sent_at_places_that_kernels_are_compiled_for() -> None:
-    tables = DeviceTables(1, 8, TritonKVCache(1, 2, 4, 1, 16, FLOAT32, DEVICE))
+    tables = DeviceTables(1, 8, TritonKVCache(1, 2, 4, 1, head_dim=16, dtype=FLOAT32, device=DEVICE))
     columns = [np.arange(count) for count in (3, 0, 4, 1, 5)]
     sent = tables.send_columns(columns)
     assert [column.tolist() for column in sent] == [column.tolist() for column in columns]
@@ -264,9 +264,9 @@ def test_block_copies(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("in_host_memory", [False, True])
 def test_copies_between_caches(in_host_memory: bool) -> None:
     """Within the device, and to pinned memory and back."""
-    cache = TritonKVCache(2, 6, 4, 1, 16, FLOAT32, DEVICE)
+    cache = TritonKVCache(2, 6, 4, 1, head_dim=16, dtype=FLOAT32, device=DEVICE)
     place = torch.device("cpu") if in_host_memory else DEVICE
-    pool = TritonKVCache(2, 4, 4, 1, 16, FLOAT32, place, pinned=in_host_memory and ON_GPU)
+    pool = TritonKVCache(2, 4, 4, 1, head_dim=16, dtype=FLOAT32, device=place, pinned=in_host_memory and ON_GPU)
     for index, layer in enumerate((*cache.layers, *pool.layers)):
         layer[1:] = random(*layer[1:].shape, seed=index).to(layer.device)
     expected = [layer[[4, 2, 3]].clone() for layer in cache.layers]

@@ -22,16 +22,15 @@ from frontend.engine.process import EngineProcess
 from ipc.errors import EngineCoreError
 from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
+from tests.fake_options import fake_options
 from tests.fake_tokens import fake_tokens
 from tests.tools.test_cli import command, environment
 
 VOCAB = 1000
 CONFIG = EngineConfig(
     executor="fake",
-    fake_vocab_size=VOCAB,
-    fake_step_us=1000,
+    executor_options=fake_options(vocab_size=VOCAB, step_us=1000, max_model_len=2048),
     num_blocks_override=2000,
-    fake_max_model_len=2048,
     max_num_seqs=64,
     flight_recorder_bytes=0,
 )

@@ -14,6 +14,7 @@ import pytest
 from frontend.engine.process import EngineProcess
 from ipc.files.model_files import resolve_model
 from ipc.options.config import EngineConfig
+from tests.fake_options import fake_options
 from tests.tools.test_cli import command, environment
 from tools.cli import main as cli
 from tools.lab import prove
@@ -24,7 +25,9 @@ VOCAB = 49_152
 @pytest.fixture(name="engine", scope="module")
 def an_engine() -> Iterator[EngineProcess]:
     """Made-up tokens of the demo model's vocabulary, under its chat template."""
-    config = EngineConfig(executor="fake", model=str(resolve_model(None)), fake_vocab_size=VOCAB)
+    config = EngineConfig(
+        executor="fake", model=str(resolve_model(None)), executor_options=fake_options(vocab_size=VOCAB)
+    )
     with EngineProcess(config) as process:
         yield process
 

@@ -21,13 +21,16 @@ from ipc.params.sampling_params import SamplingParams
 from ipc.wire.kv_events import KVBlocksCleared, KVBlocksStored
 from ipc.wire.messages import PauseMode
 from ipc.wire.scheduling_messages import Reason, SchedulingState
+from tests.fake_options import fake_options
 from tests.placed import PREFIX
 from tests.tools.test_cli import run, serving
 from tools.cli import main
 from tools.commands.control import read_owner_file, write_owner_file
 from tools.commands.explain import read_request
 
-CONFIG = EngineConfig(executor="fake", num_blocks_override=200, max_num_seqs=2, fake_max_model_len=3000)
+CONFIG = EngineConfig(
+    executor="fake", num_blocks_override=200, max_num_seqs=2, executor_options=fake_options(max_model_len=3000)
+)
 LONG = SamplingParams(max_tokens=29_000, ignore_eos=True, temperature=0)
 
 
@@ -110,7 +113,10 @@ def test_weights_by_name_and_the_replay_of_calls(tmp_path: Path) -> None:
     """One token a step: the client of weight 3 gets three of four. The capture replays, weights, calls and all."""
     path = tmp_path / "run.cap"
     options = {"scheduling_policy": "fair", "fair_quantum": 0, "max_num_batched_tokens": 1}
-    options |= {"num_blocks_override": 4000, "fake_max_model_len": 30_000}  # neither ends while it is looked at
+    options |= {
+        "num_blocks_override": 4000,
+        "executor_options": fake_options(max_model_len=30_000),
+    }  # neither ends while it is looked at
     with engine(client_weights={"heavy": 3.0}, capture=str(path), **options) as process:
         light, heavy = connected(process, "light"), connected(process, "heavy")
         owner = connected(process, token=process.owner_token)

@@ -70,7 +70,7 @@ def test_on_a_terminal_the_answers_grow_in_place() -> None:
 
 
 def test_a_failed_request_fails_alone() -> None:
-    done = run("generate", "--executor", "fake", "--fake-vocab-size", "100", "--json", "5 6", "500")
+    done = run("generate", "--executor", "fake", "--executor-option", "vocab_size=100", "--json", "5 6", "500")
     assert done.returncode == 1
     good, bad = json.loads(done.stdout)["requests"]
     assert good["token_ids"] == fake_tokens([5, 6], 128, 100)[: len(good["token_ids"])]
@@ -79,8 +79,8 @@ def test_a_failed_request_fails_alone() -> None:
 
 
 def test_each_prompt_may_have_several_answers() -> None:
-    flags = "--executor", "fake", "--fake-vocab-size", "100", "--n", "2", "--temperature", "1", "--max-tokens", "3"
-    flags = (*flags, "--ignore-eos")  # which a draw may be
+    flags = ["--executor", "fake", "--executor-option", "vocab_size=100"]
+    flags += ["--n", "2", "--temperature", "1", "--max-tokens", "3", "--ignore-eos"]
     done = run("generate", *flags, "--json", "5 6", "500", "7 8")
     assert done.returncode == 1
     found = json.loads(done.stdout)["requests"]

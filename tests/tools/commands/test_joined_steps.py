@@ -15,6 +15,7 @@ from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import AddRequest
 from tests.captures import CONFIG
 from tests.core.test_structured_outputs import KINDS
+from tests.fake_options import fake_options, with_options
 from tests.grammar_vocabulary import EOS, VOCAB_SIZE, tokenizer_files
 from tests.tools.commands.test_what_if import Arrival, mixed, record, simulator, workload
 from tools.commands.replay.what_if import simulation
@@ -67,8 +68,8 @@ def test_joined_steps_are_single_ones(tmp_path: Path, monkeypatch: pytest.Monkey
     base, runs, num_joined = simulator(path, is_open=seed != 2), list[simulation.Run](), [0]
 
     class KeptRun(simulation.Run):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args)
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
             runs.append(self)
 
     take = JoinedSteps.take
@@ -111,7 +112,7 @@ def test_tokens_that_a_grammar_forces_are_foretold(tmp_path: Path, monkeypatch: 
         initialize(executor, config)
 
     monkeypatch.setattr(FakeExecutor, "initialize_cache", with_tokenizer)
-    config = msgspec.structs.replace(CONFIG, fake_vocab_size=VOCAB_SIZE, fake_eos_token_id=EOS)
+    config = with_options(CONFIG, executor_options=fake_options(vocab_size=VOCAB_SIZE, eos_token_id=EOS))
     arrivals = list[Arrival]()
     for one in workload(30):
         number = one.message.number

@@ -14,13 +14,14 @@ from frontend.client.transport import ZmqTransport
 from ipc.errors import ConfigError, EngineStartError, ModelFileError
 from ipc.keys.curve import new_keys, write_engine_keys
 from ipc.params.sampling_params import SamplingParams
+from tests.fake_options import fake_options
 from tests.fake_tokens import fake_tokens
 from tools.commands.ray_fleet import fleet as fleet_module
 from tools.commands.ray_fleet.fleet import Change, RayFleet, deploy
 from tools.commands.ray_fleet.replica import RayReplica
 
 pytestmark = pytest.mark.timeout(60)
-FAKE = {"executor": "fake", "fake_vocab_size": 1000, "flight_recorder_bytes": 0}
+FAKE = {"executor": "fake", "executor_options": fake_options(vocab_size=1000), "flight_recorder_bytes": 0}
 
 
 class ActorError(Exception):

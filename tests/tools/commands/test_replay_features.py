@@ -18,7 +18,6 @@ import pytest
 from core.capture import writer as capture_writer
 from core.capture.engine import CapturedEngine, start_capture
 from core.executors.fake import FakeExecutor
-from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.feature_messages import FeatureUse
 from ipc.wire.lora_messages import AdapterId
@@ -31,6 +30,7 @@ from tests.core.scheduling.test_block_exchange import filled, messages_of
 from tests.core.scheduling.test_window_exchange import filled as filled_pages
 from tests.core.scheduling.test_window_exchange import pages_config
 from tests.core.test_structured_outputs import KINDS
+from tests.fake_options import fake_options, with_options
 from tests.grammar_vocabulary import EOS, VOCAB_SIZE, tokenizer_files
 from tests.tools.commands.test_what_if import simulator
 from tools.cli import main
@@ -84,7 +84,11 @@ FEATURES: dict[str, tuple[dict[str, Any], Make | None, Callable[[Any], None] | N
     "states": ({"kv_cache_memory_bytes": 40_000}, None, have_states),
     "adapters": ({"enable_lora": True, "max_loras": 1}, make_adapted, take_any_adapter),
     "images": ({}, make_images, None),
-    "forced tokens": ({"fake_vocab_size": VOCAB_SIZE, "fake_eos_token_id": EOS}, make_structured, use_tokenizer),
+    "forced tokens": (
+        {"executor_options": fake_options(vocab_size=VOCAB_SIZE, eos_token_id=EOS)},
+        make_structured,
+        use_tokenizer,
+    ),
     "tiers": ({}, None, None),
     "pages on the host": ({**VARIANTS["pages"], "num_host_blocks": 40, "num_blocks_override": 30}, None, None),
     "pages in files": ({}, None, None),
@@ -120,7 +124,7 @@ def capture_feature(path: Path, name: str, make: Make) -> None:
     if name in ("tiers", "pages in files"):
         capture_tiers(path, has_pages=name != "tiers")
         return
-    config: EngineConfig = msgspec.structs.replace(CONFIG, **options)
+    config = with_options(CONFIG, **options)
     capture(path, config, 3, NUM_STEPS, own or make, prepare or (lambda executor: None))
 
 

@@ -29,6 +29,7 @@ from tests.captures import (
     replaced,
     replay,
 )
+from tests.fake_options import fake_options
 from tests.fake_tokens import fake_tokens
 from tests.raw_client import RawClient
 from tools.cli import main
@@ -41,7 +42,9 @@ LONG = 40_000  # tokens: more than any test waits for
 
 
 def long_config(path: Path) -> EngineConfig:
-    return EngineConfig(executor="fake", fake_vocab_size=VOCAB, max_model_len=2 * LONG, capture=str(path))
+    return EngineConfig(
+        executor="fake", executor_options=fake_options(vocab_size=VOCAB), max_model_len=2 * LONG, capture=str(path)
+    )
 
 
 def test_an_engine_killed_in_mid_run_leaves_a_readable_capture(

@@ -22,6 +22,7 @@ from frontend.engine.process import EngineProcess
 from ipc.errors import CallFailedError
 from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
+from tests.fake_options import fake_options
 from tests.fake_tokens import fake_tokens
 from tests.frontend.fleet import stand
 from tests.frontend.fleet.stand import Stand
@@ -30,10 +31,8 @@ from tools.commands import control
 VOCAB = 1000
 CONFIG = EngineConfig(
     executor="fake",
-    fake_vocab_size=VOCAB,
-    fake_step_us=2000,
+    executor_options=fake_options(vocab_size=VOCAB, step_us=2000, max_model_len=2048),
     num_blocks_override=2000,
-    fake_max_model_len=2048,
     max_num_seqs=64,
 )
 _PATIENCE_S = 40.0

@@ -78,7 +78,7 @@ def test_keys_on_both_sides_of_a_router_and_in_a_program(tmp_path: Path) -> None
     at_replica, at_router = Keys(tmp_path, "replica", "router"), Keys(tmp_path, "router", "alice")
     limit_client(at_router.folder, "alice", Quota(tpm=40))
     expected = fake_tokens(PROMPT, 4, VOCAB)
-    with serving(at_replica.listen(), "--fake-vocab-size", str(VOCAB)) as (_, replica):
+    with serving(at_replica.listen(), "--executor-option", f"vocab_size={VOCAB}") as (_, replica):
         assert asyncio.run(tokens_by_own_routing([at_replica.connect(replica)])) == expected
         with routing(at_router.listen(), at_replica.connect(replica)) as router:
             assert tokens_at(at_router.connect(router), PROMPT) == expected

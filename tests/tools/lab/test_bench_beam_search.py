@@ -27,7 +27,7 @@ def test_the_ways_take_turns(
 
     monkeypatch.setattr(beam_search, "_transformers_search", stand_in)
     (tmp_path / "config.json").write_text("{}")
-    record = record_of(capsys, "--executor", "fake", "--model", str(tmp_path), "--fake-vocab-size", "49152")
+    record = record_of(capsys, "--executor", "fake", "--model", str(tmp_path), "--executor-option", "vocab_size=49152")
     assert calls == [(128, 4), (128, 64), (128, 64)]  # the first is to warm up
     assert (record["rounds"], record["rounds_with_equal_sequences"]) == (2, 0)
 

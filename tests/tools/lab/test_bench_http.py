@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from ipc.options.config import EngineConfig
+from tests.fake_options import fake_options
 from tools.lab.bench.callers import http, http_model
 
 
@@ -14,7 +15,7 @@ def test_every_cost_of_http_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(http, "UNPACED", ((2, 30),))
     for name, count in (("_NUM_SHORT", 64), ("_NUM_FIRST", 25), ("_NUM_CLOSED", 3)):
         monkeypatch.setattr(http, name, count)
-    config = EngineConfig(executor="fake", fake_max_model_len=4096, max_num_seqs=32)
+    config = EngineConfig(executor="fake", executor_options=fake_options(max_model_len=4096), max_num_seqs=32)
     records: dict[str, dict[str, Any]] = {one["workload"]: one for one in http.measure_http(config, rep=0)}
     assert list(records) == [
         f"http {one}" for one in ("paced", "health", "unpaced", "short", "first token", "disconnect")
@@ -44,7 +45,7 @@ def test_a_model_over_http_is_compared_with_the_client(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(http_model, "_by_client", note_client)
     monkeypatch.setattr(http_model, "_over_http", note_http)
-    config = EngineConfig(executor="fake", fake_max_model_len=4096, fake_vocab_size=49_152)
+    config = EngineConfig(executor="fake", executor_options=fake_options(max_model_len=4096, vocab_size=49_152))
     records = list(http_model.measure_http_model(config, rep=0))
     assert [(one["workload"], one["requests"], one["out_tok"]) for one in records] == [
         ("http lat1", 1, 128),

@@ -12,7 +12,7 @@ def test_every_case_is_measured() -> None:
     vision = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 3}
     vision |= {"image_size": 64, "patch_size": 4}
     shape = SMOLVLM_256M._replace(text=text, vision=vision, longest_edge=128, height=96, width=128)
-    options = {"dtype": "float32", "max_model_len": 1024, "fake_vocab_size": 400}
+    options = {"dtype": "float32", "max_model_len": 1024}
     records = list(measure_images(options, rounds=1, shape=shape))
     assert [record["case"] for record in records] == ["first", "second", "second, blocks lost", "text"]
     assert records[-1]["ratio"] == 1

@@ -11,6 +11,7 @@ from core.execution.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 from core.executors.fake import FakeExecutor
 from core.executors.local import LocalExecutor
 from ipc.options.config import EngineConfig
+from tests.fake_options import fake_options
 from tools.cli import main
 from tools.lab.bench.tiny_model import write_tiny_model
 from tools.lab.check_executor.checks import Finding, check_executor
@@ -105,10 +106,14 @@ FAULTS: dict[str, tuple[Fault, str, str]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     change, check, text = FAULTS[name]
-    findings = list(check_executor(EngineConfig(executor="fake", fake_vocab_size=100), NUM_REQUESTS))
+    findings = list(
+        check_executor(EngineConfig(executor="fake", executor_options=fake_options(vocab_size=100)), NUM_REQUESTS)
+    )
     assert all(finding.is_right for finding in findings), findings
     break_fake(monkeypatch, change)
-    findings = list(check_executor(EngineConfig(executor="fake", fake_vocab_size=100), NUM_REQUESTS))
+    findings = list(
+        check_executor(EngineConfig(executor="fake", executor_options=fake_options(vocab_size=100)), NUM_REQUESTS)
+    )
     first = next(one for one in findings if one.is_right is False)
     assert first.name == check
     assert text in first.text
@@ -117,7 +122,9 @@ def test_a_fault_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tokens_that_the_executor_forgets_fail_when_it_is_preempted(monkeypatch: pytest.MonkeyPatch) -> None:
     """It yields other tokens than those that it goes on from, which shows when a row is told to it anew."""
     break_fake(monkeypatch, raised)
-    findings = check_executor(EngineConfig(executor="fake", fake_vocab_size=100), NUM_REQUESTS)
+    findings = check_executor(
+        EngineConfig(executor="fake", executor_options=fake_options(vocab_size=100)), NUM_REQUESTS
+    )
     assert {one.name for one in findings if one.is_right is False} == {"preempted", "swapped"}
 
 
@@ -140,7 +147,9 @@ def test_without_the_promise_a_difference_is_no_fault(monkeypatch: pytest.Monkey
         self.info = msgspec.structs.replace(self.info, numerics="L0")
 
     monkeypatch.setattr(FakeExecutor, "__init__", modest)
-    findings = list(check_executor(EngineConfig(executor="fake", fake_vocab_size=100), NUM_REQUESTS))
+    findings = list(
+        check_executor(EngineConfig(executor="fake", executor_options=fake_options(vocab_size=100)), NUM_REQUESTS)
+    )
     assert {one.is_right for one in findings if one.name in ("together", "preempted")} == {None}
     assert not [one for one in findings if one.is_right is False]
 

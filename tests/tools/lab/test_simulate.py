@@ -35,7 +35,11 @@ def run(
     parsed = _parser().parse_args([str(path)])
     config = _config(options or {}, parsed)
     workload = make_workload(
-        read_trace(path), max_tokens=8192, time_scale=time_scale, num_clients=1, vocab_size=config.fake_vocab_size
+        read_trace(path),
+        max_tokens=8192,
+        time_scale=time_scale,
+        num_clients=1,
+        vocab_size=create(config).info.vocab_size,
     )
     return simulate_fleet(
         config,

@@ -12,9 +12,9 @@ import pytest
 from core.batch.request import Request
 from core.scheduling.admission import Admission
 from ipc.errors import ConfigError
-from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import AddRequest
+from tests.resolved import resolved_config
 from tools.cli import main
 from tools.lab.traces.__main__ import _parser
 from tools.lab.traces.formats import read_trace
@@ -124,16 +124,7 @@ def test_lengths_are_scaled_so_that_the_longest_fits() -> None:
 
 def test_the_clock_is_the_stated_step_time() -> None:
     """One request: 100 tokens in chunks of 64, three sampled; a second comes while the first chunk runs."""
-    config = EngineConfig(
-        executor="fake",
-        max_num_seqs=1,
-        max_num_batched_tokens=64,
-        num_blocks_override=50,
-        max_model_len=200,
-        num_swap_blocks=0,
-        recompute_ns_per_token=1,
-        swap_ns_per_block=1,
-    )
+    config = resolved_config(50, 200, max_num_seqs=1, max_num_batched_tokens=64)
     params = SamplingParams(max_tokens=3, ignore_eos=True, temperature=0)
     messages = [AddRequest(number, np.arange(100, dtype="<i4").tobytes(), params, 0) for number in range(2)]
     requests = [TimedRequest(500 + 7 * number, number, message) for number, message in enumerate(messages)]

@@ -212,8 +212,7 @@ def _differences(one: _Sent) -> list[TokenDifference]:
         length = min(len(expected), len(got))
         at = next((place for place in range(length) if expected[place] != got[place]), length)
         if at < length or (len(expected) != len(got) and one.trace.end is End.FINISHED):
-            tokens = _at(expected, at), _at(got, at)
-            found.append(TokenDifference(one.trace.client, message.number, at, *tokens, choice))
+            found.append(TokenDifference(one.trace.client, message.number, at, _at(expected, at), _at(got, at), choice))
     return found
 
 

@@ -21,7 +21,7 @@ from core.execution.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 from core.executors.by_name import load_executor
 from core.inputs import BlocksArrived, EngineReply
 from ipc.errors import CaptureFileError, EngineCoreError, InvalidRequestError
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.options.workers import in_one_process
 from ipc.tables.columns import unpack_numbers
 from ipc.wire.feature_messages import without_ids
@@ -69,7 +69,7 @@ def recorded_executor(file: CaptureFile) -> RecordedExecutor:
 
 def real_executor(
     file: CaptureFile, model: str | None, modules: Mapping[str, str] | None = None, mmproj: str | None = None
-) -> tuple[EngineConfig, Executor]:
+) -> tuple[ResolvedConfig, Executor]:
     """Load the captured engine's model; return (config, executor). model, mmproj: paths here, None = as in the capture.
 
     modules: paths of its adapters by name, beside those that it loaded at its start. Errors: OtherModelError;
@@ -93,7 +93,7 @@ def real_executor(
     return config, executor
 
 
-def replay_config(header: Header) -> EngineConfig:
+def replay_config(header: Header) -> ResolvedConfig:
     """Return the captured engine's config. Errors: OtherModelError for options that this version does not have."""
     try:
         return decode_config(header)
@@ -119,9 +119,10 @@ class Replay:
     def __init__(
         self,
         file: CaptureFile,
-        config: EngineConfig,
+        config: ResolvedConfig,
         executor: Executor,
         start: Place | None = None,
+        *,
         watcher: TableWatcher | None = None,
     ) -> None:
         self._file, self._log = file, _Comparison()
@@ -130,7 +131,7 @@ class Replay:
         try:
             watchers = [watcher] if watcher else []
             self._captured = CapturedEngine(
-                config, cast(Executor, self._executor), self._log, file.header.epoch, watchers
+                config, cast(Executor, self._executor), self._log, file.header.epoch, watchers=watchers
             )
         except Exception as error:  # any kind: the options come from the file
             raise CaptureFileError(f"{file.path}: no engine can have had its options: {error!r}") from None
@@ -167,7 +168,7 @@ class Replay:
 
 def rerun(
     file: CaptureFile,
-    config: EngineConfig,
+    config: ResolvedConfig,
     executor: Executor,
     *,
     on_turn: OnTurn | None = None,
@@ -179,7 +180,7 @@ def rerun(
     on_turn: called with each turn that was equal, and the engine's replies. watcher, start: see Replay.
     Errors: CaptureFileError for records that no engine can have written.
     """
-    replay = Replay(file, config, executor, start, watcher)
+    replay = Replay(file, config, executor, start, watcher=watcher)
     difference, num_steps, engine_error = None, 0, ""
     num_requests = num_aborted = 0
     for turn, difference, replies in replay.steps():

@@ -70,8 +70,10 @@ DEFAULTS = {
     "kv-tiers": [],
     "images": [],
 }
-#: Engine options whose defaults differ from the engine's: results name their dtype, and prompts may have any id.
-_OPTIONS = {"dtype": "bfloat16", "fake_vocab_size": ID_LOW + ID_SPAN}
+#: Engine options whose defaults differ from the engine's: results name their dtype.
+_OPTIONS = {"dtype": "bfloat16"}
+#: And of the fake executor: prompts may have any id.
+_FAKE_OPTIONS = {"vocab_size": str(ID_LOW + ID_SPAN)}
 _OWN_ENGINE: dict[str, Callable[..., Iterable[dict[str, Any]]]] = {
     "ipc": measure_ipc,
     "http": measure_http,
@@ -104,7 +106,7 @@ def main(arguments: Sequence[str]) -> int:
     if parsed.connect is not None and options:
         raise ConfigError("--connect measures an engine as it runs; leave out the engine options")
     if parsed.connect is None:
-        options = {**_OPTIONS, **options}
+        options = _with_defaults(options)
     if not DEFAULTS[parsed.benchmark]:
         _run_own_engine(parsed, options)
         return 0
@@ -216,11 +218,18 @@ def _run_own_engine(parsed: argparse.Namespace, options: dict[str, Any]) -> None
         return
     measure = _OWN_ENGINE[parsed.benchmark]
     own = {} if parsed.benchmark in ("http-model", "what-if") else {"executor": "fake", "max_num_seqs": 256}
-    config = config_from_options(**{**own, **options})
+    config = config_from_options(**_with_defaults({**own, **options}))
     for rep in range(parsed.reps):
         wait_until_quiet(parsed.quiet_seconds)
         for record in measure(config, rep=rep):
             print_record(record)
+
+
+def _with_defaults(options: dict[str, Any]) -> dict[str, Any]:
+    options = {**_OPTIONS, **options}
+    if options.get("executor") != "fake":
+        return options
+    return {**options, "executor_options": _FAKE_OPTIONS | options.get("executor_options", {})}
 
 
 def _run_startup(parsed: argparse.Namespace, options: dict[str, Any]) -> None:

@@ -117,7 +117,7 @@ def _cases(library: CpuLibrary, dtype: Dtype) -> Iterator[Case]:
 
 def _attention(library: CpuLibrary, dtype: Dtype, name: str, requests: int, length: int, count: int) -> Case:
     blocks = ceil_div(length, 16)
-    cache = CpuKVCache(1, requests * blocks + 1, 16, _KV_HEADS, _HEAD_DIM, dtype)
+    cache = CpuKVCache(1, requests * blocks + 1, 16, _KV_HEADS, head_dim=_HEAD_DIM, dtype=dtype)
     to_tensor(cache.layers[0]).normal_()
     tables = np.random.default_rng(0).permutation(requests * blocks).reshape(requests, blocks) + 1
     planner = AttentionPlanner(library, _HEADS, _KV_HEADS)
@@ -146,23 +146,26 @@ def _row_cases(library: CpuLibrary, dtype: Dtype, rows: int) -> Iterator[Case]:
     to = DTYPES[dtype]
     hidden, x, weight = torch.randn(rows, _HIDDEN), torch.randn(rows, _HIDDEN).to(to), torch.ones(_HIDDEN)
     norm, size = CpuNorm(library, to_array(weight), 1e-5, dtype), dtype.itemsize
-    arrays = to_array(hidden), to_array(x)
+    added = partial(norm.after, to_array(hidden), to_array(x))
     yield Case(
         "norm after addition",
         f"{rows}x{_HIDDEN}",
-        lambda: norm.after(*arrays),
+        added,
         lambda: rms_norm(hidden.add_(x), (_HIDDEN,), weight, 1e-5).to(to),
         rows * _HIDDEN * (8 + 2 * size),
         rows * _HIDDEN * 5,
     )
     width = (_HEADS + 2 * _KV_HEADS) * _HEAD_DIM
     qkv, slots = torch.randn(rows, width).to(to), torch.arange(16, 16 + rows)
-    cache, rope = CpuKVCache(1, rows // 16 + 2, 16, _KV_HEADS, _HEAD_DIM, dtype), CpuRope(library, _HEADS)
+    cache, rope = (
+        CpuKVCache(1, rows // 16 + 2, 16, _KV_HEADS, head_dim=_HEAD_DIM, dtype=dtype),
+        CpuRope(library, _HEADS),
+    )
     positions, table = torch.arange(rows), RotaryTable(rotary_frequencies(_HEAD_DIM, 1e4))
     table.reach(rows)
     cos, sin = rotary_tables(positions, to_tensor(rotary_frequencies(_HEAD_DIM, 1e4)))
     heads, plain = qkv.view(rows, -1, _HEAD_DIM)[:, : _HEADS + _KV_HEADS], torch.empty(rows + 16, width, dtype=to)
-    columns = to_array(qkv), table, to_array(positions), cache, 0, to_array(slots)
+    ours_rope = partial(rope, to_array(qkv), table, to_array(positions), cache, 0, to_array(slots))
 
     def theirs_rope() -> None:
         rotated = rotate(heads, cos, sin).to(to).flatten(1)
@@ -171,7 +174,7 @@ def _row_cases(library: CpuLibrary, dtype: Dtype, rows: int) -> Iterator[Case]:
     yield Case(
         "rope and cache write",
         f"{rows}x{width}",
-        lambda: rope(*columns),
+        ours_rope,
         theirs_rope,
         rows * (2 * width * size + 2 * _HEAD_DIM * 4),
         rows * (_HEADS + _KV_HEADS) * _HEAD_DIM * 3,

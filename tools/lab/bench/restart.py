@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
-
+from core.executors.fake_options import read_fake_options, with_fake_options
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from frontend.engine.process import EngineProcess
@@ -40,8 +39,8 @@ def measure_restart(config: EngineConfig, *, rep: int) -> Iterator[dict[str, Any
 
 def measure_kind(config: EngineConfig, kind: StandbyKind, *, rep: int, num_kills: int = _NUM_KILLS) -> dict[str, Any]:
     """Return the record of one kind of standby."""
-    if config.executor == "fake" and not config.fake_step_us:
-        config = msgspec.structs.replace(config, fake_step_us=1000, fake_max_model_len=1_000_000)
+    if not read_fake_options(config).step_us:
+        config = with_fake_options(config, step_us=1000, max_model_len=1_000_000)
     with tempfile.TemporaryDirectory(prefix="engine-core-bench-") as folder:
         process = EngineProcess(config, listen=f"ipc://{folder}/s", resume_s=_LIMIT_S)
         news: list[float] = []

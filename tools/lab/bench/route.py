@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import msgspec
 import numpy as np
 
+from core.executors.fake_options import read_fake_options, with_fake_options
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from frontend.engine.process import EngineProcess
@@ -192,8 +192,8 @@ def _cpu_s(pid: int) -> float:
 
 def _failover(config: EngineConfig) -> dict[str, Any]:
     """Return how long streams stand still when a replica is killed, over several kills."""
-    if not config.fake_step_us:
-        config = msgspec.structs.replace(config, fake_step_us=5000)
+    if not read_fake_options(config).step_us:
+        config = with_fake_options(config, step_us=5000)
     pauses: list[float] = []
     noticed: list[float] = []
     for _ in range(_NUM_KILLS):
@@ -206,7 +206,7 @@ def _failover(config: EngineConfig) -> dict[str, Any]:
     return {
         "streams": _NUM_STREAMS,
         "kills": _NUM_KILLS,
-        "step_us": config.fake_step_us,
+        "step_us": read_fake_options(config).step_us,
         "noticed_ms": _summary_ms(noticed),
         "pause_ms": _summary_ms(pauses),
         "max_rss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,

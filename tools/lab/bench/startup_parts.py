@@ -78,7 +78,7 @@ def start_by_parts(config: EngineConfig) -> Parts:
     with _timed(parts, "dequantize"):
         weights = [(name, w.dense(dtype) if isinstance(w, StoredMatrix) else w) for name, w in opened.tensors]
     with _timed(parts, "pack"):
-        model = Llama(model_config, weights, dtype, config.numerics, library)
+        model = Llama(model_config, weights, dtype, config.numerics, library=library)
     with _timed(parts, "kv cache"):
         model.allocate_cache(256, _BLOCK_SIZE)
     return parts

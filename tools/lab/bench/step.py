@@ -23,7 +23,9 @@ from core.models.llama import Llama
 from core.models.operations.cpu_operations import CpuAttend
 from core.models.operations.unchanged import unchanged
 from core.models.step import ModelInputs, StepResult
+from core.process.resolve import resolve
 from ipc.errors import ConfigError
+from ipc.machine.memory import usable_memory_bytes
 from ipc.options.config import EngineConfig
 from ipc.tables.rounding import ceil_div
 from ipc.version import NAME, VERSION
@@ -129,7 +131,7 @@ def measure_step(config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
     length = _PROMPT + _STEPS + _STEPS_ONE_BY_ONE + 2
     blocks = SIZES[-1] * ceil_div(length, config.block_size) + 1
     executor = LocalExecutor(config)
-    config = msgspec.structs.replace(
+    sized = msgspec.structs.replace(
         config,
         num_blocks_override=blocks,
         max_model_len=length,
@@ -137,7 +139,9 @@ def measure_step(config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
         max_num_batched_tokens=8192,
         enable_prefix_caching=False,
     )
-    executor.initialize_cache(config)
+    blocks_in = executor.determine_num_available_blocks
+    resolved = resolve(sized, executor.info, blocks_in, total_memory_bytes=usable_memory_bytes(), num_cpus=1)
+    executor.initialize_cache(resolved)
     model = executor.runner.model
     if not isinstance(model, Llama):
         raise ConfigError(f"bench step measures models of ours; {executor.info.name} runs through transformers' code")
@@ -149,7 +153,7 @@ def measure_step(config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
     }
     common |= {"dtype": executor.info.dtype, "kernels": model.layers[0].mixer.qkv.variant.partition("[")[0], "rep": rep}
     for size in SIZES:
-        yield common | {"batch": size, **_measure(EngineCore(config, executor), executor, model, size)}
+        yield common | {"batch": size, **_measure(EngineCore(resolved, executor), executor, model, size)}
 
 
 def _measure(engine: EngineCore, executor: LocalExecutor, model: Llama, size: int) -> dict[str, Any]:

@@ -16,7 +16,10 @@ import numpy as np
 from core.engine import EngineCore
 from core.executors.local import LocalExecutor
 from core.grammars.grammars import Grammars, model_grammars
+from core.process.resolve import resolve
+from ipc.machine.memory import usable_memory_bytes
 from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.options.tokenizer_files import tokenizer_files_of
 from ipc.params.sampling_params import SamplingParams
 from ipc.params.structured_outputs import StructuredOutputsParams
@@ -37,7 +40,7 @@ _NAMES = ("first_name", "last_name", "occupation", "is_employed", "nationality")
 def measure_structured(config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
     """Yield a record for each measurement. Errors: the executor's; UnsupportedParameterError without llguidance."""
     length = _PROMPT + _MAX_TOKENS
-    config = msgspec.structs.replace(
+    sized = msgspec.structs.replace(
         config,
         num_blocks_override=_ROWS * ceil_div(length, config.block_size) + 1,
         max_model_len=length,
@@ -45,8 +48,10 @@ def measure_structured(config: EngineConfig, rep: int) -> Iterator[dict[str, Any
         max_num_batched_tokens=8192,
         enable_prefix_caching=False,
     )
-    executor = LocalExecutor(config)
-    executor.initialize_cache(config)
+    executor = LocalExecutor(sized)
+    blocks_in = executor.determine_num_available_blocks
+    resolved = resolve(sized, executor.info, blocks_in, total_memory_bytes=usable_memory_bytes(), num_cpus=1)
+    executor.initialize_cache(resolved)
     matchers = executor.runner.matchers
     assert matchers is not None, "the executor has grammars"
     common = {"engine": NAME, "version": VERSION, "model": executor.info.name, "dtype": executor.info.dtype, "rep": rep}
@@ -56,7 +61,7 @@ def measure_structured(config: EngineConfig, rep: int) -> Iterator[dict[str, Any
     runs: dict[bool, list[tuple[float, int, int]]] = {True: [], False: []}
     for turn in range(_TURNS):
         for matchers.offers_drafts in (False, True):
-            runs[matchers.offers_drafts].append(_json_run(EngineCore(config, executor), turn))
+            runs[matchers.offers_drafts].append(_json_run(EngineCore(resolved, executor), turn))
     with_s, without_s = (statistics.median(one[0] for one in runs[key]) for key in (True, False))
     yield common | {
         "workload": "structured-json",
@@ -69,10 +74,10 @@ def measure_structured(config: EngineConfig, rep: int) -> Iterator[dict[str, Any
         "speedup": round(without_s / with_s, 2),
     }
     for temperature in (0.0, 1.0):
-        yield common | {"workload": "structured-step", "batch": _ROWS} | _compare_steps(config, executor, temperature)
+        yield common | {"workload": "structured-step", "batch": _ROWS} | _compare_steps(resolved, executor, temperature)
 
 
-def _compare_steps(config: EngineConfig, executor: LocalExecutor, temperature: float) -> dict[str, Any]:
+def _compare_steps(config: ResolvedConfig, executor: LocalExecutor, temperature: float) -> dict[str, Any]:
     """Return what a step takes with and without constraints, in microseconds: time, and CPU time of all threads."""
     turns: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for turn in range(_STEP_TURNS):

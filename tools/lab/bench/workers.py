@@ -18,6 +18,7 @@ import numpy as np
 from core.engine import EngineCore
 from core.execution.executor import MortalExecutor
 from core.executors.by_name import load_executor
+from core.executors.fake_options import with_fake_options
 from core.inputs import EngineInput
 from core.process.resolve import resolve
 from core.workers.executor import WorkersExecutor
@@ -51,7 +52,7 @@ class _Decoding:
         self.executor.initialize_cache(resolved)
         self.executor.warm_up()
         self.engine = EngineCore(resolved, self.executor)
-        self._max_tokens, self._num_sent, self.num_tokens = (resolved.max_model_len or 0) - _PROMPT, 0, 0
+        self._max_tokens, self._num_sent, self.num_tokens = resolved.max_model_len - _PROMPT, 0, 0
 
     def begin(self, num_rows: int) -> None:
         """Let so many rows decode; their prompts are computed before this returns."""
@@ -152,9 +153,7 @@ def _compare(ranks: _Decoding, alone: _Decoding, rows: int, *, overlaps: bool) -
 def _deaths(config: EngineConfig) -> dict[str, float]:
     """Return the pauses of streams whose worker is killed, in ms."""
     workers = msgspec.structs.replace(config, distributed_executor_backend="mp", max_num_seqs=_NUM_STREAMS)
-    if config.executor == "fake":
-        workers = msgspec.structs.replace(workers, fake_step_us=1000)
-    decoding = _Decoding(msgspec.structs.replace(workers, max_model_len=2048))
+    decoding = _Decoding(msgspec.structs.replace(with_fake_options(workers, step_us=1000), max_model_len=2048))
     executor = decoding.executor
     assert isinstance(executor, WorkersExecutor), executor
     pauses = []

@@ -46,7 +46,7 @@ class Stand:
             device_bytes=None if config.kv_cache_memory_bytes else self._executor.cache_memory_bytes(),
         )
         self._executor.initialize_cache(resolved)
-        self.config = resolve_costs(resolved, self._executor.measure_costs, self._executor.measure_steps)
+        self.config = resolve_costs(resolved, config, self._executor.measure_costs, self._executor.measure_steps)
         self._engine = EngineCore(self.config, self._executor, 0, [OutputWatch(self.info)])
         self._num_sent = 0
         self._now_ns = 0

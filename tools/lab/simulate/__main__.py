@@ -12,11 +12,12 @@ import numpy as np
 
 from core.capture.file import CaptureFile
 from core.executors.fake import create
+from core.executors.fake_options import read_fake_options, with_fake_options
 from core.process.resolve import resolve, resolve_costs
 from frontend.fleet.placement import POLICIES
 from ipc.errors import ConfigError
-from ipc.options.config import EngineConfig
 from ipc.options.given_options import config_from_options
+from ipc.options.resolved import ResolvedConfig
 from tools.commands.replay.fails_when import FailsWhen, Value
 from tools.commands.replay.latency import latencies
 from tools.commands.replay.what_if.recording import read_recording
@@ -52,9 +53,9 @@ def main(arguments: Sequence[str]) -> int:
         max_tokens=parsed.max_tokens,
         time_scale=parsed.time_scale,
         num_clients=1,
-        vocab_size=config.fake_vocab_size,
+        vocab_size=read_fake_options(config).vocab_size,
     )
-    simulator = _Simulator(config, workload, _step_time(parsed), parsed.route, slo)
+    simulator = _Simulator(config, workload, _step_time(parsed), parsed.route, slo=slo)
     if not parsed.find:
         return 0 if simulator.holds(parsed.replicas) else EXIT_MISSED
     return _find(simulator, parsed.replicas)
@@ -64,7 +65,7 @@ class _Simulator:
     """Runs of one workload on fleets of several sizes."""
 
     def __init__(
-        self, config: EngineConfig, workload: Workload, step_time: StepTime, route: str, slo: FailsWhen | None
+        self, config: ResolvedConfig, workload: Workload, step_time: StepTime, route: str, *, slo: FailsWhen | None
     ) -> None:
         self._config, self._workload, self._time, self._route, self._slo = config, workload, step_time, route, slo
 
@@ -148,19 +149,20 @@ def _step_time(parsed: argparse.Namespace) -> StepTime:
     return StepTime(weights, np.full(len(FEATURES), 2**62), np.ones(1), 0.0, 0.0)
 
 
-def _config(options: dict[str, Any], parsed: argparse.Namespace) -> EngineConfig:
+def _config(options: dict[str, Any], parsed: argparse.Namespace) -> ResolvedConfig:
     if options.get("executor", "fake") != "fake" or "model" in options or "max_model_len" in options:
         raise ConfigError(
             "a simulation has no model, and max_model_len = --max-tokens: leave out --executor, --model and "
             "--max-model-len"
         )
-    fixed = {"executor": "fake", "max_model_len": parsed.max_tokens, "fake_max_model_len": parsed.max_tokens}
+    fixed = {"executor": "fake", "max_model_len": parsed.max_tokens}
     costs = {"recompute_ns_per_token": max(1, round(parsed.token_us * 1e3)), "swap_ns_per_block": 80_000}
     config = config_from_options(**{**_OPTIONS, **costs, **options, **fixed, "async_scheduling": False})
+    config = with_fake_options(config, max_model_len=parsed.max_tokens)
     executor = create(config)
     blocks_in = executor.determine_num_available_blocks
-    config = resolve(config, executor.info, blocks_in, total_memory_bytes=2**36, num_cpus=1)
-    return resolve_costs(config, executor.measure_costs, executor.measure_steps)
+    resolved = resolve(config, executor.info, blocks_in, total_memory_bytes=2**36, num_cpus=1)
+    return resolve_costs(resolved, config, executor.measure_costs, executor.measure_steps)
 
 
 def _parser() -> argparse.ArgumentParser:

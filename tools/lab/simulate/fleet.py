@@ -10,7 +10,7 @@ from core.execution.executor import ModelInfo
 from frontend.fleet.placement import Placement
 from frontend.fleet.prefix_index import PrefixIndex
 from frontend.fleet.replicas import Replicas
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.tables.arrays import Ints
 from ipc.wire.block_roots import root_of_message
 from ipc.wire.kv_events import KVEvent
@@ -52,7 +52,7 @@ class FleetRun(NamedTuple):
 
 
 def simulate_fleet(
-    config: EngineConfig,
+    config: ResolvedConfig,
     info: ModelInfo,
     requests: Sequence[TimedRequest],
     time: StepTime,
@@ -63,7 +63,7 @@ def simulate_fleet(
 ) -> FleetRun:
     """Run the requests, in order of arrival, until all have ended or nothing moves any more.
 
-    config: resolved, of each replica. route: one of POLICIES in
+    config: of each replica. route: one of POLICIES in
     frontend/fleet/placement.py. joins_steps: see tools/lab/simulate/replica.py.
     """
     replicas = [Replica(config, info, time, joins_steps=joins_steps) for _ in range(num_replicas)]
@@ -115,9 +115,19 @@ class _Fleet:
     def result(self) -> FleetRun:
         """Return what has happened."""
         stats = [one.stats for one in self._replicas]
-        columns = (self._arrivals, self._first, self._last, self._counts, self._ends, self._of)
         calls = sum(one.num_calls for one in self._replicas)
-        return FleetRun(*columns, calls, sum(one[0] for one in stats), sum(one[1] for one in stats), self._end_ns)
+        return FleetRun(
+            arrivals=self._arrivals,
+            first_tokens=self._first,
+            last_tokens=self._last,
+            num_tokens=self._counts,
+            ends=self._ends,
+            replicas=self._of,
+            num_calls=calls,
+            num_preemptions=sum(one[0] for one in stats),
+            num_cached_tokens=sum(one[1] for one in stats),
+            end_ns=self._end_ns,
+        )
 
     def _place(self, number: int, message: AddRequest) -> int:
         """Choose the replica of a request, as frontend/fleet/dispatch.py does, and count the request there."""

@@ -14,7 +14,7 @@ from core.execution.executor import ModelInfo, StepHandle
 from core.execution.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 from core.executors.fake import FakeExecutor
 from core.inputs import EngineInput, EngineReply
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.tables.arrays import Ints
 from ipc.wire.messages import AddRequest
 from ipc.wire.scheduling_messages import FollowKVEvents
@@ -38,14 +38,14 @@ class LengthExecutor(FakeExecutor):
 
     engine: EngineCore  # set once it is made
 
-    def __init__(self, config: EngineConfig, info: ModelInfo) -> None:
+    def __init__(self, config: ResolvedConfig, info: ModelInfo) -> None:
         super().__init__(config)
         self.info = info
         self.num_steps = 1
         self.features: Ints | None = None
         self._num_before = 1  # steps of the last call: so many tokens of each row wait to be computed
 
-    def initialize_cache(self, config: EngineConfig) -> None:
+    def initialize_cache(self, config: ResolvedConfig) -> None:
         """Do nothing: no mirror of the table is kept."""
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
@@ -88,14 +88,14 @@ class _Done:
 
 
 class Replica:
-    """One engine. config: resolved. time: of its steps. joins_steps: see above."""
+    """One engine. time: of its steps. joins_steps: see above."""
 
-    def __init__(self, config: EngineConfig, info: ModelInfo, time: StepTime, *, joins_steps: bool = True) -> None:
+    def __init__(self, config: ResolvedConfig, info: ModelInfo, time: StepTime, *, joins_steps: bool = True) -> None:
         self._executor = LengthExecutor(config, info)
         self._engine = EngineCore(config, self._executor)
         self._executor.engine = self._engine
         self._time, self._joins = time, joins_steps
-        self._budget = config.max_num_batched_tokens or 1
+        self._budget = config.max_num_batched_tokens
         #: Rows of which none is taken from a running request for a waiting one; 0: a policy may do so.
         self._safe_rows = config.max_num_seqs if config.scheduling_policy == "fcfs" else 0
         self._inbox: list[tuple[int, EngineInput]] = []

@@ -13,11 +13,13 @@ from typing import Any, get_args
 import msgspec
 
 from core.executors.fake import create
+from core.executors.fake_options import read_fake_options, with_fake_options
 from core.process.resolve import resolve, resolve_costs
 from frontend.fleet.placement import POLICIES
 from ipc.errors import ConfigError
-from ipc.options.config import EngineConfig, SchedulingPolicy
+from ipc.options.config import SchedulingPolicy
 from ipc.options.given_options import config_from_options
+from ipc.options.resolved import ResolvedConfig
 from tools.flags.options import ArgumentParser, add_engine_options, engine_options
 from tools.lab.traces.fleet import busiest_share, simulate_fleet
 from tools.lab.traces.formats import read_trace
@@ -59,7 +61,7 @@ def main(arguments: Sequence[str]) -> int:
                 max_tokens=parsed.max_tokens,
                 time_scale=time_scale,
                 num_clients=parsed.clients,
-                vocab_size=config.fake_vocab_size,
+                vocab_size=read_fake_options(config).vocab_size,
             )
             record, ttft = _run(workload, config, parsed)
             records.append(record)
@@ -82,7 +84,7 @@ def _run_fleets(parsed: argparse.Namespace, options: dict[str, Any]) -> int:
             max_tokens=parsed.max_tokens,
             time_scale=time_scale,
             num_clients=parsed.clients,
-            vocab_size=config.fake_vocab_size,
+            vocab_size=read_fake_options(config).vocab_size,
         )
         for route in parsed.route or (*POLICIES, ONE_CACHE):
             record = run_fleet(workload, config, _step_time(config, parsed), parsed.replicas, route)
@@ -92,8 +94,7 @@ def _run_fleets(parsed: argparse.Namespace, options: dict[str, Any]) -> int:
     return 0 if is_whole else EXIT_UNFINISHED
 
 
-def _step_time(config: EngineConfig, parsed: argparse.Namespace) -> StepTime:
-    assert config.swap_ns_per_block is not None, "the config is not resolved"
+def _step_time(config: ResolvedConfig, parsed: argparse.Namespace) -> StepTime:
     return StepTime(
         fixed_ns=round(parsed.step_ms * 1e6),
         token_ns=round(parsed.token_us * 1e3),
@@ -102,7 +103,7 @@ def _step_time(config: EngineConfig, parsed: argparse.Namespace) -> StepTime:
     )
 
 
-def _run(workload: Workload, config: EngineConfig, parsed: argparse.Namespace) -> tuple[dict[str, Any], Seconds]:
+def _run(workload: Workload, config: ResolvedConfig, parsed: argparse.Namespace) -> tuple[dict[str, Any], Seconds]:
     """Run one workload, print its record as one line, and return (record, TTFT of each request in seconds)."""
     step_time = _step_time(config, parsed)
     begin = time.perf_counter()
@@ -113,23 +114,24 @@ def _run(workload: Workload, config: EngineConfig, parsed: argparse.Namespace) -
     return record, ttft_seconds(observed)
 
 
-def _config(options: dict[str, Any], parsed: argparse.Namespace) -> EngineConfig:
-    """Return the resolved config. Default costs of preemption: the step time of a token, and 80 us for a block."""
+def _config(options: dict[str, Any], parsed: argparse.Namespace) -> ResolvedConfig:
+    """Default costs of preemption: the step time of a token, and 80 us for a block."""
     costs = {"recompute_ns_per_token": max(1, round(parsed.token_us * 1e3)), "swap_ns_per_block": 80_000}
-    fixed = {"executor": "fake", "max_model_len": parsed.max_tokens, "fake_max_model_len": parsed.max_tokens}
+    fixed = {"executor": "fake", "max_model_len": parsed.max_tokens}
     defaults = dict(_OPTIONS)
     if options.get("enable_chunked_prefill") is False:
         del defaults["max_num_batched_tokens"]  # the engine's own default has room for every whole prompt
     config = config_from_options(**{**defaults, **costs, **options, **fixed})
+    config = with_fake_options(config, max_model_len=parsed.max_tokens)
     executor = create(config)
-    config = resolve(
+    resolved = resolve(
         config,
         executor.info,
         executor.determine_num_available_blocks,
         total_memory_bytes=2**36,  # of a virtual machine
         num_cpus=1,
     )
-    return resolve_costs(config, executor.measure_costs, executor.measure_steps)
+    return resolve_costs(resolved, config, executor.measure_costs, executor.measure_steps)
 
 
 def _check(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
@@ -229,7 +231,7 @@ ONE_CACHE = "one_cache"
 
 
 def run_fleet(
-    workload: Workload, config: EngineConfig, step_time: StepTime, count: int, route: str, seed: int = 0
+    workload: Workload, config: ResolvedConfig, step_time: StepTime, count: int, route: str, seed: int = 0
 ) -> dict[str, Any]:
     """Return the record of a workload under a routing policy, or ONE_CACHE."""
     begin = time.perf_counter()
@@ -243,10 +245,8 @@ def run_fleet(
     return {"route": route, "replicas": count, **own, **record}
 
 
-def _together(config: EngineConfig, step_time: StepTime, count: int) -> tuple[EngineConfig, StepTime]:
+def _together(config: ResolvedConfig, step_time: StepTime, count: int) -> tuple[ResolvedConfig, StepTime]:
     """Return the config and the step time of one engine that is `count` of them."""
-    assert config.num_blocks_override is not None, "the config is not resolved"
-    assert config.max_num_batched_tokens is not None, "the config is not resolved"
     larger = msgspec.structs.replace(
         config,
         num_blocks_override=count * config.num_blocks_override,

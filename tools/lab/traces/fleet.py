@@ -10,7 +10,7 @@ from core.engine import EngineCore
 from core.inputs import EngineInput
 from frontend.fleet.fleet import Fleet
 from frontend.fleet.membership import Close, Open, Send
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.tables.arrays import Ints
 from ipc.wire.messages import (
     PROTOCOL_MAJOR,
@@ -40,7 +40,7 @@ class FleetRun(NamedTuple):
 class _Replica:
     """An engine core with a clock of its own: busy until a moment."""
 
-    def __init__(self, config: EngineConfig, step_time: StepTime, epoch: int) -> None:
+    def __init__(self, config: ResolvedConfig, step_time: StepTime, epoch: int) -> None:
         self.executor = TimedExecutor(config, step_time)
         self.core = EngineCore(config, self.executor, epoch)
         self.executor.scheduler = self.core.scheduler
@@ -56,7 +56,7 @@ class _Replica:
 
 
 class _FleetSimulation:
-    def __init__(self, config: EngineConfig, count: int, step_time: StepTime, policy: str, seed: int) -> None:
+    def __init__(self, config: ResolvedConfig, count: int, step_time: StepTime, policy: str, *, seed: int) -> None:
         self.replicas = [_Replica(config, step_time, epoch) for epoch in range(count)]
         self.fleet = Fleet(policy=policy, seed=seed, name="simulated")
         self.placements: list[int] = []
@@ -122,8 +122,7 @@ class _FleetSimulation:
                     case Close():
                         pass
 
-    def _welcome(self, config: EngineConfig, epoch: int) -> Welcome:
-        assert config.max_model_len is not None, config
+    def _welcome(self, config: ResolvedConfig, epoch: int) -> Welcome:
         info = self.replicas[epoch].executor.info
         limits = Limits(config.max_model_len, config.max_num_seqs, 2**31)
         return Welcome(
@@ -143,13 +142,13 @@ class _FleetSimulation:
 
 
 def simulate_fleet(
-    config: EngineConfig, requests: list[TimedRequest], step_time: StepTime, *, count: int, policy: str, seed: int = 0
+    config: ResolvedConfig, requests: list[TimedRequest], step_time: StepTime, *, count: int, policy: str, seed: int = 0
 ) -> FleetRun:
     """Run the requests through a fleet of `count` engines with this config, until all have ended.
 
-    config: resolved. requests: in order of arrival. KV events reach the fleet at the end of the step that made them.
+    requests: in order of arrival. KV events reach the fleet at the end of the step that made them.
     """
-    simulation = _FleetSimulation(config, count, step_time, policy, seed)
+    simulation = _FleetSimulation(config, count, step_time, policy, seed=seed)
     observed = simulation.run(requests)
     computed = [replica.core.scheduler.stats.num_prompt_tokens for replica in simulation.replicas]
     return FleetRun(observed, simulation.placements, computed)

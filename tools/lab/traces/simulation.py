@@ -11,7 +11,7 @@ from core.execution.plan import SchedulerOutput
 from core.executors.fake import create
 from core.scheduling.scheduler import Scheduler
 from core.scheduling.stats import SchedulerStats
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.tables.arrays import Ints
 from ipc.wire.messages import Outputs
 from tools.lab.traces.workload import TimedRequest
@@ -55,7 +55,7 @@ class Observed(NamedTuple):
 class TimedExecutor:
     """The fake executor, with the duration of the last step."""
 
-    def __init__(self, config: EngineConfig, step_time: StepTime) -> None:
+    def __init__(self, config: ResolvedConfig, step_time: StepTime) -> None:
         self._inner = create(config)
         self._inner.initialize_cache(config)
         self._step_time = step_time
@@ -71,7 +71,7 @@ class TimedExecutor:
         """Return the fake executor's answer: there is no device."""
         return self._inner.cache_memory_bytes()
 
-    def initialize_cache(self, config: EngineConfig) -> None:
+    def initialize_cache(self, config: ResolvedConfig) -> None:
         """Do nothing: the constructor has done it."""
 
     def measure_steps(self) -> StepCosts:
@@ -102,10 +102,10 @@ class TimedExecutor:
         self._inner.close()
 
 
-def simulate(config: EngineConfig, requests: list[TimedRequest], step_time: StepTime) -> Observed:
+def simulate(config: ResolvedConfig, requests: list[TimedRequest], step_time: StepTime) -> Observed:
     """Run the requests until all have ended or none makes progress any more.
 
-    config: resolved. requests: in order of arrival.
+    requests: in order of arrival.
     """
     executor = TimedExecutor(config, step_time)
     engine = EngineCore(config, executor)
@@ -158,5 +158,13 @@ class Observer:
 
     def observed(self, end_ns: int, stats: SchedulerStats) -> Observed:
         """Return the columns. end_ns: of the last step. stats: the engine's."""
-        columns = (self._arrivals, self._scheduled, self._first, self._last, self._counts, self._finished)
-        return Observed(*columns, end_ns, stats)
+        return Observed(
+            arrivals=self._arrivals,
+            scheduled=self._scheduled,
+            first_tokens=self._first,
+            last_tokens=self._last,
+            num_tokens=self._counts,
+            finished=self._finished,
+            end_ns=end_ns,
+            stats=stats,
+        )

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.tables.arrays import Doubles, Ints
 from tools.lab.traces.simulation import Observed
 from tools.lab.traces.workload import Workload
@@ -23,7 +23,7 @@ def ttft_seconds(observed: Observed) -> Seconds:
     return seconds
 
 
-def run_record(workload: Workload, config: EngineConfig, observed: Observed, wall_s: float) -> dict[str, Any]:
+def run_record(workload: Workload, config: ResolvedConfig, observed: Observed, wall_s: float) -> dict[str, Any]:
     """Return the record of a run. Times are in virtual seconds; wall_s is the duration of the simulation itself."""
     stats, started = observed.stats, observed.scheduled >= 0
     steady = observed.num_tokens > 1

@@ -14,6 +14,7 @@ from ipc.params.beam_search import num_candidates
 from ipc.wire.messages import Abort, AddRequest, ErrorCode, FinishReason, Pause, PauseMode, ResetPrefixCache, Resume
 from tests.columns import pack_numbers
 from tests.core.driving import EOS, Driver, add_message, small_config
+from tests.fake_options import fake_options, with_options
 from tests.fake_tokens import fake_tokens
 
 VOCAB_SIZE = 40  # so that EOS is among the candidates now and then
@@ -46,7 +47,7 @@ def alone(message: AddRequest) -> list[tuple[list[int], FinishReason]]:
 
 def driver(**options: Any) -> Driver:
     config = small_config(max_model_len=MAX_LEN, **{"num_blocks": 200, **options})
-    return Driver(msgspec.structs.replace(config, fake_vocab_size=VOCAB_SIZE))
+    return Driver(with_options(config, executor_options=fake_options(vocab_size=VOCAB_SIZE)))
 
 
 def got(core: Driver, message: AddRequest, client: int = 0) -> list[tuple[list[int], FinishReason | None]]:

@@ -7,6 +7,7 @@ from engine_core.executors import (
     Costs,
     EngineConfig,
     FakeExecutor,
+    FakeOptions,
     SchedulerOutput,
     StepCosts,
     StepHandle,
@@ -24,9 +25,9 @@ class ExampleExecutor:
         size = options.pop("vocabulary", "1000")
         if options or not size.isdecimal():
             raise ConfigError(f"executor 'example' has the option vocabulary=N; got {config.executor_options}")
-        self._inner = FakeExecutor(msgspec.structs.replace(config, fake_vocab_size=int(size)))
+        self._inner = FakeExecutor(config, FakeOptions(vocab_size=int(size)))
         self.info = msgspec.structs.replace(self._inner.info, name="example", fingerprint=f"example-1-{size}")
-        self.grammars = self._inner.grammars
+        self.grammars, self.adapters = self._inner.grammars, self._inner.adapters
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
         return self._inner.determine_num_available_blocks(memory_bytes, block_size)

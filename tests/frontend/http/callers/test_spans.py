@@ -13,7 +13,16 @@ from tests.frontend.http.caller import Caller, serving
 from tools.commands import http as options
 
 PATIENCE_S = 30.0
-FAKE = ("--executor", "fake", "--fake-vocab-size", "1000", "--fake-max-model-len", "4096", "--max-num-seqs", "1")
+FAKE = (
+    "--executor",
+    "fake",
+    "--executor-option",
+    "vocab_size=1000",
+    "--executor-option",
+    "max_model_len=4096",
+    "--max-num-seqs",
+    "1",
+)
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 collected = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")

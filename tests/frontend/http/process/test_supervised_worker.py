@@ -17,10 +17,11 @@ from frontend.http.wire.listen import bind_http
 from frontend.llm import LLM
 from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
+from tests.fake_options import fake_options
 from tests.fake_tokens import fake_tokens
 from tests.frontend.http.caller import Caller, free_blocks, post_bytes, serving, wait_for
 
-FAKE = EngineConfig(executor="fake", fake_vocab_size=1000, fake_max_model_len=4096)
+FAKE = EngineConfig(executor="fake", executor_options=fake_options(vocab_size=1000, max_model_len=4096))
 
 
 class Watched:
@@ -125,12 +126,12 @@ def test_a_death_under_streams() -> None:
     options = (
         "--executor",
         "fake",
-        "--fake-vocab-size",
-        "1000",
-        "--fake-step-us",
-        "2000",
-        "--fake-max-model-len",
-        "4096",
+        "--executor-option",
+        "vocab_size=1000",
+        "--executor-option",
+        "step_us=2000",
+        "--executor-option",
+        "max_model_len=4096",
     )
     with serving(*options) as caller, LLM(connect=caller.connect) as llm:
         all_free = free_blocks(llm)

@@ -9,6 +9,7 @@ import msgspec
 from core.capture.file import CaptureFile
 from core.capture.records import Header, decode_config
 from ipc.errors import ConfigError
+from ipc.options.config import EngineConfig
 from tools.commands.replay.html.charts import bar, distribution, timeline
 from tools.commands.replay.html.lives import ARRIVING, DECODE, OTHER_CHOICE, PROMPT, Life, read_lives
 from tools.commands.replay.html.series import RequestTimes, Series, read_series
@@ -58,7 +59,7 @@ def page(
     """Return the page's text. slowest: the requests that are told one by one; lives: theirs."""
     seconds = float(series.begins[-1] + series.durations[-1]) if len(series.begins) else 0.0
     config = decode_config(header)
-    num_blocks = (config.num_blocks_override or 1) - 1
+    num_blocks = config.num_blocks_override - 1
     used = 100 * (num_blocks - series.free_blocks) / max(1, num_blocks)
     parts = [_HEAD.format(title=escape(f"{name}: an engine's run"))]
     parts.append(f"<h1>{escape(name)}</h1><p>{escape(_summary(header, series, seconds))}</p>")
@@ -147,7 +148,7 @@ def _title(what: str, holder: tuple[int, int] | None) -> str:
 
 
 def _options(config: msgspec.Struct) -> str:
-    usual = type(config)()
+    usual = EngineConfig()
     changed = {
         name: value
         for name, value in msgspec.structs.asdict(config).items()

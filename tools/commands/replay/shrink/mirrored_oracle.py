@@ -7,7 +7,7 @@ import numpy as np
 from core.execution.executor import ModelInfo, StepHandle
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from core.execution.runner_table import RunnerTable
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from tools.commands.replay.what_if.oracle_executor import Candidates, ChoiceKey, Offers, OracleExecutor
 
 
@@ -19,13 +19,14 @@ class MirroredOracle(OracleExecutor):
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: ResolvedConfig,
         info: ModelInfo,
         tokens: Mapping[ChoiceKey, Sequence[int]],
         candidates: Candidates | None = None,
+        *,
         offers: Offers | None = None,
     ) -> None:
-        super().__init__(config, info, tokens, candidates, offers)
+        super().__init__(config, info, tokens, candidates, offers=offers)
         self.mirror = RunnerTable(config.max_num_seqs, config.block_size)
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:

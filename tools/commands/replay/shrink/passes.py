@@ -8,7 +8,7 @@ import msgspec
 
 from core.kv.cache_kinds import room_of
 from ipc.errors import ConfigError
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.params.sampling_params import SamplingParams
 from tools.commands.replay.shrink.workload import Workload, changed, of_fixed_length, packed, params_of, prompt_of
 from tools.commands.replay.what_if.recording import Recorded
@@ -126,17 +126,15 @@ class Shrinker:
 
     def _try_option(self, name: str, value: int) -> bool:
         try:
-            config = EngineConfig(**{**msgspec.structs.asdict(self.best.config), name: value})
+            config = ResolvedConfig(**{**msgspec.structs.asdict(self.best.config), name: value})
         except ConfigError:
             return False
         fitting = _fitting(config)
         return fitting is not None and self._try(msgspec.structs.replace(self.best, config=fitting))
 
 
-def _fitting(config: EngineConfig) -> EngineConfig | None:
+def _fitting(config: ResolvedConfig) -> ResolvedConfig | None:
     """Return a config under which every request can end; None where there is none so small."""
-    assert config.num_blocks_override is not None, "the config is not resolved"
-    assert config.max_model_len is not None, "the config is not resolved"
     room = room_of(config).longest(config.num_blocks_override - 1)
     if room < 2:
         return None

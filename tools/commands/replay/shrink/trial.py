@@ -8,7 +8,7 @@ from core.engine import EngineCore
 from core.execution.executor import ModelInfo, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.executors.fake import mix
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.tables.arrays import Ints, UInt64s
 from tools.commands.replay.fails_when import TIMES, FailsWhen, Value
 from tools.commands.replay.latency import Times, latencies
@@ -132,8 +132,18 @@ def _recount(engine: EngineCore) -> None:
 
 def _recording(workload: Workload) -> Recording:
     begin_ns = workload.requests[0].received_ns
-    nothing = np.zeros((0, len(FEATURES)), np.int64), np.zeros(0, np.int64)
-    return Recording(workload.requests, *nothing, 0, _STEP_NS // 10, 0, 0, 0, begin_ns, begin_ns)
+    return Recording(
+        requests=workload.requests,
+        features=np.zeros((0, len(FEATURES)), np.int64),
+        durations=np.zeros(0, np.int64),
+        gap_ns=0,
+        empty_ns=_STEP_NS // 10,
+        num_tokens=0,
+        num_cached_tokens=0,
+        num_preemptions=0,
+        begin_ns=begin_ns,
+        end_ns=begin_ns,
+    )
 
 
 # KVContents: an executor that keeps what a KV cache would hold, and reads each context back by the block tables.
@@ -155,17 +165,17 @@ class KVContents(MirroredOracle):
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: ResolvedConfig,
         info: ModelInfo,
         tokens: Mapping[ChoiceKey, Sequence[int]],
         candidates: Candidates | None = None,
+        *,
         offers: Offers | None = None,
     ) -> None:
-        super().__init__(config, info, tokens, candidates, offers)
-        assert config.num_blocks_override is not None, "the config is not resolved"
-        self._size, self._window = config.block_size, config.kv_window or 0
+        super().__init__(config, info, tokens, candidates, offers=offers)
+        self._size, self._window = config.block_size, config.kv_window
         self._has_pages = bool(config.kv_page_blocks)  # else layers with a window keep no block that it has passed
-        num_blocks = config.num_blocks_override * max(1, config.kv_page_blocks or 0)
+        num_blocks = config.num_blocks_override * max(1, config.kv_page_blocks)
         self._kv = np.zeros((num_blocks, config.block_size), np.uint64)
         self._host = np.zeros((config.num_host_slots, config.block_size), np.uint64)
 

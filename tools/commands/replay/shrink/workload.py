@@ -12,6 +12,7 @@ from core.executors.fake import FakeExecutor
 from ipc.errors import CaptureFileError
 from ipc.options.block_stores import NO_STORE
 from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import AddRequest
 from tools.commands.replay.rerun import replay_config
@@ -26,7 +27,7 @@ _KEPT = ("n", "min_tokens", "ignore_eos", "stop_token_ids")
 class Workload(msgspec.Struct, frozen=True):
     """What one simulation runs. requests: in order of arrival."""
 
-    config: EngineConfig  # resolved
+    config: ResolvedConfig
     info: ModelInfo
     requests: list[Recorded]
 
@@ -85,7 +86,7 @@ def packed(tokens: Sequence[int]) -> bytes:
 
 def make_workload(options: dict[str, Any], model: dict[str, Any], requests: list[dict[str, Any]]) -> Workload:
     """Return the workload of a test that `replay shrink` wrote: see tools/commands/replay/shrink/written.py."""
-    config = EngineConfig(**options)
+    config = ResolvedConfig(**options)
     info = msgspec.structs.replace(FakeExecutor(config).info, **model)
     return Workload(config, info, [_request(**one) for one in requests])
 
@@ -114,7 +115,7 @@ def literal(workload: Workload) -> tuple[dict[str, Any], dict[str, Any], list[di
     options = {
         name: value
         for name, value in msgspec.structs.asdict(workload.config).items()
-        if value != getattr(usual, name) and not name.startswith(("capture", "flight", "fake"))
+        if value != getattr(usual, name) and not name.startswith(("capture", "flight", "executor_options"))
     }
     options |= {"executor": "fake", "model": None}
     info = workload.info

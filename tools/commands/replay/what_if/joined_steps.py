@@ -9,7 +9,7 @@ import numpy as np
 
 from core.engine import EngineCore
 from core.kv.block_names import block_key, hash_blocks
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.options.workers import most_in_flight
 from ipc.tables.arrays import NO_INTS, Ints
 from ipc.wire.metrics_messages import step_token_bucket
@@ -22,11 +22,11 @@ class JoinedSteps:
     count: how many of the next steps decide alike, found by look(); rows [R]: those that get a token in each of them.
     """
 
-    def __init__(self, config: EngineConfig, engine: EngineCore, executor: OracleExecutor) -> None:
+    def __init__(self, config: ResolvedConfig, engine: EngineCore, executor: OracleExecutor) -> None:
         self._scheduler, self._executor = engine.scheduler, executor
         self._size = config.block_size
         self._most_rows = config.max_num_seqs
-        self._budget = config.max_num_batched_tokens or 0
+        self._budget = config.max_num_batched_tokens
         self._is_possible = _may_join(config, executor) and not self._scheduler.cuts
         self.count = 0
         self.rows: Ints = NO_INTS
@@ -118,7 +118,7 @@ class JoinedSteps:
         return bool(np.isin(keys, scheduler.pool.names.described(evicted)[0]).any())
 
 
-def _may_join(config: EngineConfig, executor: OracleExecutor) -> bool:
+def _may_join(config: ResolvedConfig, executor: OracleExecutor) -> bool:
     """Return whether steps of an engine with these options may be joined at all."""
     keeps = config.num_host_blocks or config.kv_window or executor.info.state_bytes
     charges = config.scheduling_policy == "fair" or config.scheduler_delay_factor

@@ -8,7 +8,7 @@ from typing import TypeAlias
 import msgspec
 
 from ipc.errors import ConfigError
-from ipc.options.config import OPTIONS, EngineConfig
+from ipc.options.config import OPTIONS, Config
 
 #: What differs from the captured engine, by the option's name.
 Change: TypeAlias = dict[str, bool | int | float | str]
@@ -43,13 +43,13 @@ def parse_changes(texts: Sequence[str]) -> list[Change]:
     return [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
 
 
-def changed(config: EngineConfig, change: Change) -> EngineConfig:
-    """Return a captured engine's config with the change. Errors: ConfigError."""
-    return EngineConfig(**{**msgspec.structs.asdict(config), **change})
+def changed(config: Config, change: Change) -> Config:
+    """Return the config with the change. Errors: ConfigError."""
+    return type(config)(**{**msgspec.structs.asdict(config), **change})
 
 
 def _value(name: str, word: str) -> bool | int | float | str:
-    """Return the value of an option from its text; EngineConfig checks its range."""
+    """Return the value of an option from its text; ResolvedConfig checks its range."""
     declared = CHANGEABLE[name]
     kind = declared.plain
     try:

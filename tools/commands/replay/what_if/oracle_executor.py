@@ -18,7 +18,7 @@ from core.execution.plan import (
     concat_logprobs,
 )
 from core.executors.fake import checksum, fake_candidates
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.params.beam_search import num_candidates
 from ipc.tables.arrays import NO_INT32S, Bools, Floats, Int32s, Ints
 
@@ -50,10 +50,11 @@ class OracleExecutor(RecordedExecutor):
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: ResolvedConfig,
         info: ModelInfo,
         tokens: Mapping[ChoiceKey, Sequence[int]],
         candidates: Candidates | None = None,
+        *,
         offers: Offers | None = None,
     ) -> None:
         super().__init__(info)
@@ -176,6 +177,10 @@ class OracleExecutor(RecordedExecutor):
         if key in self._recorded_candidates:
             return self._recorded_candidates[key]
         self.num_made_up += 1
-        args = np.array([checksum(known)]), np.array([len(known)], np.uint64)
-        ids, values = fake_candidates(*args, int(self._num_candidates[row]), self.info.vocab_size)
+        ids, values = fake_candidates(
+            np.array([checksum(known)]),
+            np.array([len(known)], np.uint64),
+            int(self._num_candidates[row]),
+            self.info.vocab_size,
+        )
         return ids[0], values[0]

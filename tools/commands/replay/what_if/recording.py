@@ -30,7 +30,7 @@ class Recorded(msgspec.Struct):
 
     client: int
     message: Submission
-    received_ns: int  # by the border; by the step that took it in, in captures from before format 1.3
+    received_ns: int  # by the border; by the step that took it in, if the border did not say
     tokens: list[list[int]]  # of each choice, those in AddRequest.delivered first
     token_times: list[int]  # of the steps that yielded a token of choice 0
     ended_ns: int = 0  # 0: it is open where the capture ends

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 
 from core.execution.executor import ModelInfo
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.tables.arrays import Doubles
 from tools.commands.replay.latency import Latencies, Times, latencies
 from tools.commands.replay.what_if.options import Change, changed
@@ -74,13 +74,13 @@ class WhatIf(msgspec.Struct, frozen=True):
 class Simulator(NamedTuple):
     """All that the simulations of one capture share. is_open: all clients keep their recorded times."""
 
-    config: EngineConfig  # the captured engine's
+    config: ResolvedConfig  # the captured engine's
     info: ModelInfo
     recording: Recording
     time: StepTime
     is_open: bool
 
-    def run(self, config: EngineConfig, ratios: Doubles | None = None) -> Simulated:
+    def run(self, config: ResolvedConfig, ratios: Doubles | None = None) -> Simulated:
         """Simulate with this config. ratios: see simulate()."""
         return simulate(config, self.info, self.recording, self.time, is_open=self.is_open, ratios=ratios)
 

@@ -12,7 +12,7 @@ from core.engine import EngineCore
 from core.execution.executor import ModelInfo
 from core.inputs import EngineInput, EngineReply
 from ipc.errors import CaptureFileError
-from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.tables.arrays import Doubles, Ints
 from ipc.wire.messages import Abort, Outputs, RequestFailed
 from tools.commands.replay.what_if.joined_steps import JoinedSteps
@@ -102,7 +102,7 @@ class Simulated(NamedTuple):
 
 
 def simulate(
-    config: EngineConfig,
+    config: ResolvedConfig,
     info: ModelInfo,
     recording: Recording,
     time: StepTime,
@@ -116,12 +116,12 @@ def simulate(
 ) -> Simulated:
     """Simulate until all requests have ended.
 
-    config: resolved. is_open: all clients keep their recorded times. ratios: factors of the steps' durations, one after
+    is_open: all clients keep their recorded times. ratios: factors of the steps' durations, one after
     the other. executor: what makes the tokens. look: called after each step; then none are joined. joins: steps that
     decide alike are one call (joined_steps.py), which changes no figure. most_empty_steps: one after the other,
     after which the engine counts as stuck. Errors: StuckError.
     """
-    run = Run(config, info, recording, Arrivals(recording.requests, is_open=is_open), executor)
+    run = Run(config, info, recording, Arrivals(recording.requests, is_open=is_open), executor=executor)
     clock = _Clock(recording, time, ratios)
     joined = JoinedSteps(config, run.engine, run.executor) if joins and look is None else None
     num_empty = 0
@@ -187,14 +187,16 @@ class Run:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: ResolvedConfig,
         info: ModelInfo,
         recording: Recording,
         arrivals: Arrivals,
+        *,
         executor: type[OracleExecutor],
     ) -> None:
         self.arrivals = arrivals
-        self.executor = executor(config, info, tokens_of(recording.requests), recording.candidates, recording.offers)
+        tokens = tokens_of(recording.requests)
+        self.executor = executor(config, info, tokens, recording.candidates, offers=recording.offers)
         self.watcher = FeatureWatcher()
         self.engine = EngineCore(config, self.executor, watchers=[self.watcher])
         self.watcher.table = self.executor.table = self.engine.scheduler.table

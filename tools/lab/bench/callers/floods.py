@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
 import numpy as np
 
+from core.executors.fake_options import with_fake_options
 from frontend.engine.process import EngineProcess
 from ipc.options.config import EngineConfig
 from ipc.version import NAME, VERSION
@@ -49,7 +49,7 @@ FLOODS: dict[str, Callable[[HostileClient], None]] = {
 
 def measure_floods(config: EngineConfig, *, rep: int) -> Iterator[dict[str, Any]]:
     """Yield a record for each flood: the witness's messages a second, and its longest gap in ms."""
-    config = msgspec.structs.replace(config, fake_max_model_len=1_000_000)
+    config = with_fake_options(config, max_model_len=1_000_000)
     for name, flood in FLOODS.items():
         with EngineProcess(config) as engine:
             found = measure_case(engine.address, flood)

@@ -1,7 +1,7 @@
 """What one client can cost the others: the longest gap in a witness's stream while another client does its worst.
 
 Engine, witness and hostile client are processes of their own, so no gap is made by sharing an interpreter. Steps take
-fake_step_us each. On a machine with few cores the hostile client competes for them too: "busy" is a client that only
+step_us each. On a machine with few cores the hostile client competes for them too: "busy" is a client that only
 computes and sends nothing, whose gap is the machine's and not the border's. Of the longest gap each result says for how
 long threads of engine and witness were ready to run and had no core meanwhile, all waits added, and what the hypervisor
 took: what is left of the gap is the border's.
@@ -28,6 +28,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from core.executors.fake_options import with_fake_options
 from frontend.engine.process import EngineProcess
 from ipc.errors import InvalidRequestError
 from ipc.files.model_files import resolve_model
@@ -300,11 +301,8 @@ _SCHEMAS: list[dict[str, Any]] = [
 def measure_hostile(config: EngineConfig, *, rep: int) -> Iterator[dict[str, Any]]:
     """Yield a record for each case: the witness's longest gap in ms, and its messages a second."""
     config = msgspec.structs.replace(
-        config,
+        with_fake_options(config, vocab_size=_VOCAB_SIZE, step_us=_STEP_US, max_model_len=1_000_000),
         model=config.model or str(resolve_model(None)),  # grammars need a tokenizer
-        fake_vocab_size=_VOCAB_SIZE,
-        fake_step_us=_STEP_US,
-        fake_max_model_len=1_000_000,
         max_num_queued_requests=4 * _MANY,
     )
     for name, act in CASES.items():

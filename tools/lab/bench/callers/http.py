@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import uvloop
 
+from core.executors.fake_options import with_fake_options
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from frontend.engine.process import EngineProcess
@@ -49,12 +50,15 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 def measure_http(config: EngineConfig, *, rep: int) -> Iterator[dict[str, Any]]:
     """Yield one record for each measurement. Errors: ConfigError without the extra."""
     check_installed()
-    changes = {"model": str(resolve_model(config.model)), "fake_vocab_size": _VOCABULARY}
-    config = msgspec.structs.replace(config, **changes, max_num_seqs=max(1024, config.max_num_seqs))
+    config = msgspec.structs.replace(
+        with_fake_options(config, vocab_size=_VOCABULARY),
+        model=str(resolve_model(config.model)),
+        max_num_seqs=max(1024, config.max_num_seqs),
+    )
     if config.max_num_batched_tokens is None:  # so that a step has a token for each of 1,000 streams
         config = msgspec.structs.replace(config, max_num_batched_tokens=4096)
     for connections, step_us, num_tokens in PACED:
-        with _Served(msgspec.structs.replace(config, fake_step_us=step_us)) as served:
+        with _Served(with_fake_options(config, step_us=step_us)) as served:
             record = uvloop.run(_stream(served, connections, num_tokens))
             yield {"workload": "http paced", "rep": rep, "step_us": step_us, **record}
             health = uvloop.run(_health(served, connections, num_tokens))
@@ -66,7 +70,7 @@ def measure_http(config: EngineConfig, *, rep: int) -> Iterator[dict[str, Any]]:
             yield {"workload": "http unpaced", "rep": rep, **uvloop.run(_stream(served, connections, num_tokens))}
         yield {"workload": "http short", "rep": rep, **uvloop.run(_short(served))}
         yield {"workload": "http first token", "rep": rep, **uvloop.run(_first_token(served)), **_client(served)}
-    with _Served(msgspec.structs.replace(config, fake_step_us=2000)) as served:
+    with _Served(with_fake_options(config, step_us=2000)) as served:
         yield {"workload": "http disconnect", "rep": rep, **uvloop.run(_disconnect(served))}
 
 
@@ -131,8 +135,14 @@ async def _stream(served: _Served, connections: int, num_tokens: int) -> dict[st
 async def _health(served: _Served, connections: int, num_tokens: int) -> dict[str, Any]:
     """Ask /health beside such streams: until the last of them, all begun at once, has its first token, and after it."""
     peers = [await connect(served.port) for _ in range(connections)]
-    command = (sys.executable, "-m", f"{__package__}.health_probe", str(served.port))
-    probe = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    probe = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        f"{__package__}.health_probe",
+        str(served.port),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     await asyncio.sleep(0.5)  # it has begun
     begin = time.monotonic()
     await _run_all(peers, num_tokens)

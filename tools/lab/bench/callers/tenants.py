@@ -1,6 +1,6 @@
 """What a greedy tenant costs a polite one: the polite one's time to first token, alone and beside 1,000 other requests.
 
-Both send through one session each to an engine of policy fair with steps of fake_step_us. The polite one asks one
+Both send through one session each to an engine of policy fair with steps of step_us. The polite one asks one
 request after another, with no other work of its own, or beside some streams of its own. A request that finds a step at
 work waits for its end; alone and without other work it finds none, so one step more is the least that company costs.
 Both rounds are on one engine, alone first.
@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from core.executors.fake_options import with_fake_options
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from frontend.engine.process import EngineProcess
@@ -35,10 +36,8 @@ def measure_tenants(config: EngineConfig, *, rep: int) -> list[dict[str, Any]]:
 
 def _measure(config: EngineConfig, num_own: int, rep: int) -> dict[str, Any]:
     config = msgspec.structs.replace(
-        config,
+        with_fake_options(config, step_us=_STEP_US, max_model_len=100_000),
         scheduling_policy="fair",
-        fake_step_us=_STEP_US,
-        fake_max_model_len=100_000,
         max_num_seqs=_ROWS,
         max_num_queued_requests=2 * _GREEDY,
     )

@@ -15,6 +15,7 @@ from core.engine import EngineCore
 from core.executors.by_name import load_executor
 from core.process.resolve import resolve
 from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.records.flight_ring import FlightFile
 from ipc.version import NAME, VERSION
 from ipc.wire.messages import AddRequest
@@ -50,11 +51,11 @@ def measure_checkpoint(config: EngineConfig, *, rep: int) -> list[dict[str, Any]
 
 def _measure_steps(config: EngineConfig, batch: int) -> dict[str, Any]:
     """Measure runs of steps of one engine, turn about with the recorder and past it: two engines differ by more."""
-    config = _resolved(config, batch)
-    executor = _executor(config)
+    resolved = _resolved(config, batch)
+    executor = _executor(resolved)
     ring = FlightFile(1 << 24)
-    recorder = FlightRecorder(ring.fd, make_header(config, executor.info, VERSION, 0), 3600)
-    recorded = CapturedEngine(config, executor, recorder)
+    recorder = FlightRecorder(ring.fd, make_header(resolved, executor.info, VERSION, 0), 3600)
+    recorded = CapturedEngine(resolved, executor, recorder)
     plain, pipeline = recorded.engine, recorded.engine.pipeline
     recorded.step([(1, _request(number, 16)) for number in range(batch)], time.monotonic_ns())
     time.sleep(_SETTLE_S)
@@ -78,8 +79,8 @@ def _measure_steps(config: EngineConfig, batch: int) -> dict[str, Any]:
 
 
 def _measure_checkpoint(config: EngineConfig, rows: int, waiting: int) -> dict[str, Any]:
-    config = _resolved(config, rows)
-    engine = EngineCore(config, _executor(config))
+    resolved = _resolved(config, rows)
+    engine = EngineCore(resolved, _executor(resolved))
     for number in range(rows + waiting):
         engine.step([(1, _request(number, _PROMPT_TOKENS))], number)
     for step in range(100):
@@ -113,7 +114,7 @@ def _measure_checkpoint(config: EngineConfig, rows: int, waiting: int) -> dict[s
     }
 
 
-def _resolved(config: EngineConfig, batch: int) -> EngineConfig:
+def _resolved(config: EngineConfig, batch: int) -> ResolvedConfig:
     sizes = {"max_num_seqs": batch, "max_num_batched_tokens": 32_768, "num_blocks_override": max(4096, batch * 64)}
     config = msgspec.structs.replace(config, **sizes)
     executor = load_executor(config)
@@ -121,7 +122,7 @@ def _resolved(config: EngineConfig, batch: int) -> EngineConfig:
     return resolve(config, executor.info, blocks_in, total_memory_bytes=1 << 36, num_cpus=1)
 
 
-def _executor(config: EngineConfig) -> Any:
+def _executor(config: ResolvedConfig) -> Any:
     executor = load_executor(config)
     executor.initialize_cache(config)
     return executor

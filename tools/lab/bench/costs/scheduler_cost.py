@@ -15,6 +15,8 @@ import numpy as np
 
 from core.batch.request import Request, request_from_message
 from core.execution.plan import NO_TOKEN, ModelRunnerOutput
+from core.executors.fake import FakeExecutor
+from core.process.resolve import resolve
 from core.scheduling.scheduler import Scheduler
 from ipc.options.config import EngineConfig
 from ipc.params.sampling_params import SamplingParams
@@ -96,18 +98,19 @@ class _Driver:
     def __init__(self, config: EngineConfig, load: Load) -> None:
         self._load = load
         self._serial = 0
-        self.scheduler = Scheduler(
-            msgspec.structs.replace(
-                config,
-                max_num_seqs=load.running,
-                max_num_batched_tokens=max(8192, load.running),
-                block_size=_BLOCK_SIZE,
-                num_blocks_override=load.running * _BLOCKS_PER_REQUEST + 64,
-                max_model_len=4096,
-                enable_prefix_caching=True,
-            ),
-            (2,),
+        sized = msgspec.structs.replace(
+            config,
+            max_num_seqs=load.running,
+            max_num_batched_tokens=max(8192, load.running),
+            block_size=_BLOCK_SIZE,
+            num_blocks_override=load.running * _BLOCKS_PER_REQUEST + 64,
+            max_model_len=4096,
+            enable_prefix_caching=True,
         )
+        executor = FakeExecutor(sized)
+        blocks_in = executor.determine_num_available_blocks
+        resolved = resolve(sized, executor.info, blocks_in, total_memory_bytes=1 << 36, num_cpus=1)
+        self.scheduler = Scheduler(resolved, (2,))
         gc.collect()
         gc.freeze()  # as the engine process does
         self.replace_finished()

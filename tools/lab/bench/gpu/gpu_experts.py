@@ -108,7 +108,7 @@ def expert_cases(shape: ExpertShape, device: torch.device, dtype: torch.dtype) -
         )
         for _ in range(num_experts)
     ]
-    ours = TritonExperts(DeviceRouter(router), experts, Routing(num_chosen, normalises=True), None, "silu")
+    ours = TritonExperts(DeviceRouter(router), experts, Routing(num_chosen, normalises=True), None, function="silu")
     theirs = TorchMlp(router, ours.gate_up.weight, ours.down.weight, num_chosen)
     for count in tokens:
         x = made(count, hidden)

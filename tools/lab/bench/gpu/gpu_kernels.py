@@ -121,7 +121,9 @@ def _attention(
 
     heads, kv_heads, width = shapes.heads, shapes.kv_heads, shapes.head_dim
     blocks = ceil_div(length, 16)
-    cache = TritonKVCache(1, requests * blocks + 1, 16, kv_heads, width, element_type(dtype), device)
+    cache = TritonKVCache(
+        1, requests * blocks + 1, 16, kv_heads, head_dim=width, dtype=element_type(dtype), device=device
+    )
     cache.layers[0].normal_()
     tables = np.random.default_rng(0).permutation(requests * blocks).reshape(requests, blocks) + 1
     work = triton_work(np.full(requests, count), np.full(requests, length), tables, heads // kv_heads, device)
@@ -152,8 +154,18 @@ def _torch_attention(
     keys, values = torch.randn(2, requests * length, shapes.kv_heads, shapes.head_dim, device=device).to(dtype)
     if device.type == "cuda" and dtype != torch.float32:
         starts = torch.arange(requests + 1, dtype=torch.int32, device=device)
-        arguments = (q, keys, values, starts * count, starts * length, count, length)
-        return "varlen_attn", partial(varlen_attn, *arguments, window_size=(-1, 0), **gqa_option(varlen_attn))
+        return "varlen_attn", partial(
+            varlen_attn,
+            q,
+            keys,
+            values,
+            starts * count,
+            starts * length,
+            count,
+            length,
+            window_size=(-1, 0),
+            **gqa_option(varlen_attn),
+        )
     split = q.view(requests, count, shapes.heads, -1).transpose(1, 2)
     keys, values = (x.view(requests, length, shapes.kv_heads, -1).transpose(1, 2) for x in (keys, values))
     attend = partial(scaled_dot_product_attention, split, keys, values, is_causal=count > 1, enable_gqa=True)
@@ -197,7 +209,9 @@ def _row_cases(shapes: Shapes, device: torch.device, dtype: torch.dtype, rows: i
     head_dim, num_rotated = shapes.head_dim, shapes.heads + shapes.kv_heads
     qkv_width = (num_rotated + shapes.kv_heads) * head_dim
     qkv, slots = torch.randn(rows, qkv_width, device=device).to(dtype), torch.arange(16, 16 + rows, device=device)
-    cache = TritonKVCache(1, rows // 16 + 2, 16, shapes.kv_heads, head_dim, element_type(dtype), device)
+    cache = TritonKVCache(
+        1, rows // 16 + 2, 16, shapes.kv_heads, head_dim=head_dim, dtype=element_type(dtype), device=device
+    )
     cos, sin = torch.randn(2, rows, 1, head_dim, device=device)
     rotated, rope = qkv.view(rows, -1, head_dim)[:, :num_rotated], TritonRope(shapes.heads)
     yield Case(
@@ -268,7 +282,7 @@ def quantized_products(shapes: dict[str, tuple[int, int]], device: torch.device,
     for name, (columns, depth) in shapes.items():
         weight = torch.randn(columns, depth, device=device, dtype=dtype) * 0.02
         for form, packed in _forms(weight):
-            product = PackedLinear([packed], None, dtype, dtype, form)
+            product = PackedLinear([packed], None, dtype, dtype, name=form)
             for rows in ROWS:
                 x = torch.randn(rows, depth, device=device, dtype=dtype)
                 yield Case(

@@ -1,4 +1,4 @@
-"""Captures that were written by older versions of the engine: each format is still read, replayed and redacted."""
+"""Captures of each released format: they are read, replayed and redacted."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def test_there_is_a_file_of_every_format() -> None:
 
 
 @pytest.mark.parametrize("minor", sorted(FILES))
-def test_an_old_file_replays(minor: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_stored_file_replays(minor: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for mode in ("resched", "full"):
         status, report = replay(capfd, FILES[minor], "--mode", mode)
         run = report["run"]

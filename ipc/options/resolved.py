@@ -1,0 +1,33 @@
+"""ResolvedConfig: an EngineConfig in which the engine has decided every size. core/process/resolve.py makes it."""
+
+from ipc.options.config import EngineConfig
+
+
+class ResolvedConfig(EngineConfig, frozen=True, kw_only=True, omit_defaults=True):
+    """The options that an engine runs with, once it knows its model and its machine.
+
+    Only options that are off without a value are still None. Declared here are those that are None in an EngineConfig
+    until the engine decides them; their bounds and texts are EngineConfig's.
+    """
+
+    max_model_len: int
+    max_num_batched_tokens: int
+    kv_cache_memory_bytes: int
+    num_blocks_override: int  # the null block included
+    num_host_blocks: int
+    num_swap_blocks: int
+    kv_window: int
+    kv_page_blocks: int
+    threads: int
+    async_scheduling: bool
+    recompute_ns_per_token: int
+    swap_ns_per_block: int
+
+    def __post_init__(self) -> None:
+        undecided = [name for name in DECIDED if getattr(self, name) is None]
+        assert not undecided, f"not resolved: {', '.join(undecided)}"
+        super().__post_init__()
+
+
+#: The options that the engine decides.
+DECIDED = tuple(ResolvedConfig.__annotations__)
