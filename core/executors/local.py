@@ -172,7 +172,7 @@ def _is_fast_in_bfloat16() -> bool:
     """Return whether the CPU multiplies bfloat16, or reads it faster than it reads float32: by AVX2.
 
     With one request, products wait for memory, and half the bytes are half the time; with many rows both take about
-    as long (docs/performance.md).
+    as long (docs/performance/engines.md).
     """
     try:
         flags = Path("/proc/cpuinfo").read_text()

@@ -249,8 +249,7 @@ class BlockNames:
 
     def check_integrity(self) -> None:
         """Raise AssertionError when a name does not lead to its block or does not say what the block holds."""
-        columns = self.content.tobytes(), self._parent.tobytes(), self._tokens.tobytes()
-        expected = _findable(*columns, self.block_size)
+        expected = _findable(self.content.tobytes(), self._parent.tobytes(), self._tokens.tobytes(), self.block_size)
         odd = dict(expected.items() ^ self.block_of_key.items()) if expected != self.block_of_key else {}
         assert not odd, f"blocks {sorted(odd.values())[:8]} are not found under their names, or found without one"
         for beside in self.beside:

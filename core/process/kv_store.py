@@ -119,8 +119,16 @@ def _block_store(stores: OpenStores, names: PortableNames, batch: Batch, evictio
     beside = BesideContents(block_names) if block_names.beside else None
     of_beside = None if beside is None else shelves(beside, host.beside[0].content)
     served = _served(stores, shelves(block_names.content, host.names.content), of_beside)
-    columns = block_names.content, evictions
-    return BlockStore(stores.folder, names, blocks, *columns, peers=stores.peers, served=served, beside=beside)
+    return BlockStore(
+        stores.folder,
+        names,
+        blocks,
+        block_names.content,
+        evictions,
+        peers=stores.peers,
+        served=served,
+        beside=beside,
+    )
 
 
 def _served(stores: OpenStores, named: Shelves, beside: Shelves | None) -> BlocksServed | None:

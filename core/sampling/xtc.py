@@ -93,8 +93,7 @@ class Excluded(NamedTuple):
     def only(self, wanted: Bools) -> "Excluded":
         """Return the part of the wanted samples."""
         kept = wanted[self.row]
-        filters = self.temperature[kept], self.top_k[kept], self.top_p[kept], self.min_p[kept]
-        return Excluded(self.row[kept], self.threshold[kept], *filters)
+        return Excluded(*(column[kept] for column in self))
 
 
 def top_choices(logits: Floats, threshold: np.float32) -> Ints:

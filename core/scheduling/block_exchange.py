@@ -171,8 +171,8 @@ class BlockExchange:
         num_named, places, own = pending.num_named, pending.places, self._host.in_plan(slots)
         end = max(pending.begin + num_named, 1 + int(places.max(initial=-1)))
         token_ids = pending.token_ids[: end * self._batch.block_size]
-        what = pending.ticket, pending.root, token_ids, pending.begin, own[:num_named]
-        return Fetch(*what, places.astype(np.int32), own[num_named:]) if len(places) else Fetch(*what)
+        fetch = Fetch(pending.ticket, pending.root, token_ids, pending.begin, own[:num_named])
+        return fetch._replace(places=places.astype(np.int32), window_slots=own[num_named:]) if len(places) else fetch
 
     def _end_fetch(self, pending: PendingFetch, count: int, *, has_come: bool) -> None:
         """Let the requests go that wait for a fetch which has ended. count: of the blocks that were to come.

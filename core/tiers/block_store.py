@@ -106,6 +106,7 @@ class BlockStore:
         blocks: SharedBlocks,
         contents: Contents,
         evictions: Ints,
+        *,
         peers: Peers | None = None,
         served: BlocksServed | None = None,
         beside: BesideContents | None = None,

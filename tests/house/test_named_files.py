@@ -8,7 +8,7 @@ from tests.house.source import PACKAGES, ROOT, known_files
 
 pytestmark = pytest.mark.checkout
 
-_FOLDERS = "|".join((*PACKAGES, "tests", "docs"))
+_FOLDERS = "|".join((*PACKAGES, "tests", "docs", "examples", "findings"))
 #: A path from the root, or from a folder of a package: core/kv/block_pool.py or docs/map.md.
 _PATH = re.compile(rf"(?<![\w/.\-])(?:{_FOLDERS})/[\w*{{}},./\-]*\.(?:py|c|h|md|json|jsonl|csv|svg|toml)\b")
 _SOURCES = ("*.py", "*.md", "*.c", "*.h", "Makefile", "pyproject.toml")

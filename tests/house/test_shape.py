@@ -17,10 +17,10 @@ pytestmark = pytest.mark.checkout
 
 MAX_FILES = 30
 #: Folders with more, and how many files they may have.
-LARGE_FOLDERS = {"kernels/cpu": 109}
+LARGE_FOLDERS: dict[str, int] = {}
 MAX_POSITIONAL = 4
 #: Constructors with more, and how many positional parameters they have.
-LONG_CONSTRUCTORS = {"core/tiers/block_store.py:BlockStore": 7, "frontend/http/request.py:Request": 6}
+LONG_CONSTRUCTORS = {"core/tiers/block_store.py:BlockStore": 5, "frontend/http/request.py:Request": 6}
 #: Modules, by the beginnings of their files' paths, that the rules below do not hold for yet.
 NOT_YET = ("core/batch/", "core/kv/", "core/scheduling/window_exchange.py", "core/tiers/window_store.py")
 Trees = Mapping[Path, ast.Module]

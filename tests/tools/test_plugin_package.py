@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "tests" / "data" / "plugin_executor"
+PACKAGE = ROOT / "examples" / "plugin_executor"
 
 pytestmark = pytest.mark.checkout  # it is built from the checkout's files
 

@@ -18,7 +18,22 @@ from kernels.elements import BFLOAT16, Numbers
 from tests.core.models.test_llama import Requests
 from tools.lab.bench.tiny_model import write_tiny_model
 
-TEXT = (Path(__file__).parents[3] / "README.md").read_text()
+#: Prose that does not change with a page.
+TEXT = """# engine-core
+
+**One request, one answer.** engine-core is an LLM inference engine that runs in its own process, on CPUs and NVIDIA
+GPUs. It batches continuously, caches prefixes and preempts by priority. A request's tokens depend on the request
+alone: not on its neighbours, on how its prompt was split, on preemption or on the cache. They are the same bit for
+bit, in float32 and bfloat16, on each CPU. The engine's *fingerprint* names model, kernels and arithmetic; equal
+fingerprints give equal tokens. Other kernels (AVX2, AVX-512) may give others. On a GPU this does not hold yet.
+
+- **Fast.** 1.4 to 2.2 times the best of llama.cpp, OpenVINO and vLLM on two cores with AVX-512 ([figures](#figures)).
+- **Replayable.** A recorded run replays decision by decision and token by token. `--what-if` predicts how it would
+  have run with other options. A crash leaves a file that replays the last minutes and contains no prompts.
+- **Robust.** A bad request fails alone, with an error that says what would be right. A dead engine restarts and every
+  stream continues at its next token. A client that dies or does not read harms no other client.
+- **Small.** No torch, no CUDA, no web framework. With a wheel, no compiler.
+"""
 
 
 def loaded(folder: Path, **options: Any) -> Any:
