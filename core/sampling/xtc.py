@@ -93,7 +93,14 @@ class Excluded(NamedTuple):
     def only(self, wanted: Bools) -> "Excluded":
         """Return the part of the wanted samples."""
         kept = wanted[self.row]
-        return Excluded(*(column[kept] for column in self))
+        return Excluded(
+            self.row[kept],
+            self.threshold[kept],
+            self.temperature[kept],
+            self.top_k[kept],
+            self.top_p[kept],
+            self.min_p[kept],
+        )
 
 
 def top_choices(logits: Floats, threshold: np.float32) -> Ints:
