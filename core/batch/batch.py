@@ -108,24 +108,27 @@ class Batch:
 
     def grow(self, new: NewBlocks, rows: Rows, lacking: Ints, counts: Ints) -> None:
         """Give rows the blocks that they lack, as lacking() says, for counts [n] more tokens."""
-        table, owners, own = self.table, rows, lacking
-        of_others: list[Ints] = []
+        table, pages = self.table, self.pool.allocate(int(lacking.sum()))
+        of_others: list[tuple[OtherKind, Ints, Ints]] = []
         for other in self.others:
             ends = self.num_blocks_of(table.num_computed_tokens[rows] + counts)
-            of_others.append(np.maximum(ends - other.table.num_blocks[rows], 0))
-            own = own - of_others[-1]
-        if self.others:
-            owners, own = rows[own > 0], own[own > 0]
-        if len(own):
-            blocks = self.pool.blocks_in(self.pool.allocate(int(own.sum())))
-            new.add(table.append_blocks(owners, own * self.pool.page_blocks, blocks), blocks)
-        for other, missing in zip(self.others, of_others, strict=True):
-            if len(growing := missing.nonzero()[0]):
-                self._grow_other(new, other, rows[growing], missing[growing])
+            missing = np.maximum(ends - other.table.num_blocks[rows], 0)
+            lacking, num_pages = lacking - missing, int(missing.sum())
+            of_others.append((other, missing, pages[:num_pages]))
+            pages = pages[num_pages:]
+        owners = rows
+        if of_others:
+            owners, lacking = rows[lacking > 0], lacking[lacking > 0] * self.pool.page_blocks
+        if len(pages):
+            blocks = self.pool.blocks_in(pages)
+            new.add(table.append_blocks(owners, lacking, blocks), blocks)
+        for other, missing, own in of_others:
+            if len(own):
+                self._grow_other(new, other, rows[missing > 0], missing[missing > 0], own)
 
-    def _grow_other(self, new: NewBlocks, other: OtherKind, rows: Rows, counts: Ints) -> None:
+    def _grow_other(self, new: NewBlocks, other: OtherKind, rows: Rows, counts: Ints, pages: Ints) -> None:
         """Give counts[i] > 0 blocks of a further kind of layers to rows[i], which have those beside them."""
-        blocks = self.pool.allocate(int(counts.sum())) * self.pool.page_blocks
+        blocks = pages * self.pool.page_blocks
         places = other.table.num_blocks[rows].repeat(counts) + np.arange(len(blocks))
         places -= (counts.cumsum() - counts).repeat(counts)
         owners = other.table.append_blocks(rows, counts, blocks)
@@ -358,9 +361,11 @@ class Batch:
 
     def _free_all(self, rows: Rows) -> BlockIds:
         """Free all blocks of rows that end; return them."""
+        at_once = rows[:, None] if self.others else [rows]  # with others: row after row, its blocks of windows first
         freed = [
-            self._free(table, rows, table.num_released[rows], table.num_blocks[rows])
-            for table in reversed(self.tables)  # what requests need less of a prefix makes room first
+            self._free(table, some, table.num_released[some], table.num_blocks[some])
+            for some in at_once
+            for table in reversed(self.tables)
         ]
         for other in self.others:
             other.table.end_rows(rows)

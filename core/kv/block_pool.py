@@ -229,7 +229,7 @@ class BlockPool:
 
     def _is_found(self, pages: Ints) -> Bools:
         """Return which of these pages have content that can be found, bool [n]."""
-        content, firsts = self.names.content, pages * self.page_blocks
+        content, firsts = self.names.content, pages if self.page_blocks == 1 else pages * self.page_blocks
         found: Bools = content[firsts] != UNNAMED
         for place in range(1, self.page_blocks):
             found |= content[firsts + place] != UNNAMED

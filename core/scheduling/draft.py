@@ -150,6 +150,7 @@ def finish_plan(draft: Draft, rows: Rows, counts: Ints, carried: Carried) -> Sch
     swapped_out, swap_slots = carried.out.columns()
     swapped_in, swap_blocks = carried.back.columns()
     copied, copied_to = carried.within.columns()
+    others = draft.blocks.others
     states, states_to = carried.states.columns()
     return SchedulerOutput(
         step=draft.step,
@@ -172,5 +173,5 @@ def finish_plan(draft: Draft, rows: Rows, counts: Ints, carried: Carried) -> Sch
         features=draft.features,
         copied_states=states,
         copied_states_to=states_to,
-        others=[RowBlocks(column(rows), column(ids)) for rows, ids in draft.blocks.others],
+        others=[RowBlocks(column(rows), column(ids)) for rows, ids in others] if others else [],
     )
