@@ -29,7 +29,7 @@ def get_tokenizer(
         except ImportError:
             pass
         else:
-            return transformers.AutoTokenizer.from_pretrained(str(path), **kwargs)
+            return transformers.AutoTokenizer.from_pretrained(str(path), trust_remote_code=False, **kwargs)
     found = Tokenizer.from_files(read_tokenizer_files(path))
     found.name_or_path = name
     return found

@@ -2,12 +2,12 @@
 
 import json
 import math
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from core.adapters.adapter import MAX_SCALE
+from core.adapters.name_patterns import NamePatterns
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.files.model_files import read_small_file
 
@@ -40,7 +40,6 @@ _REFUSED = {
 _CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 _Value = TypeVar("_Value", int, float)
-_Patterns = Mapping[re.Pattern[str], _Value]
 
 
 class PeftConfig:
@@ -59,8 +58,8 @@ class PeftConfig:
             raise ModelFileError(f"{self._source}: expected an object, got {type(settings).__name__}")
         self._check(settings)
         self._rank, self._alpha = self._whole("r", settings.get("r")), self._number(settings, "lora_alpha")
-        self._ranks: _Patterns[int] = self._pattern(settings, "rank_pattern", self._whole)
-        self._alphas: _Patterns[float] = self._pattern(
+        self._ranks: NamePatterns[int] = self._pattern(settings, "rank_pattern", self._whole)
+        self._alphas: NamePatterns[float] = self._pattern(
             settings, "alpha_pattern", lambda name, value: self._number({name: value}, name)
         )
         self._is_rank_stabilized = settings.get("use_rslora") is True
@@ -74,11 +73,11 @@ class PeftConfig:
 
     def rank(self, name: str) -> int:
         """Return the rank of the matrix of this name."""
-        return _first_match(self._ranks, name, self._rank)
+        return self._ranks.first(name, self._rank)
 
     def scale(self, name: str) -> float:
         """Return the factor of b @ a of the matrix of this name (rsLoRA: Kalajdzievski 2023, arXiv 2312.03732)."""
-        alpha, rank = _first_match(self._alphas, name, self._alpha), self.rank(name)
+        alpha, rank = self._alphas.first(name, self._alpha), self.rank(name)
         return alpha / math.sqrt(rank) if self._is_rank_stabilized else alpha / rank
 
     def _check(self, settings: Mapping[str, Any]) -> None:
@@ -111,16 +110,10 @@ class PeftConfig:
 
     def _pattern(
         self, settings: Mapping[str, Any], name: str, read: Callable[[str, object], _Value]
-    ) -> dict[re.Pattern[str], _Value]:
+    ) -> NamePatterns[_Value]:
         """Return a setting by name or regular expression, of which the first that fits a matrix counts, as in PEFT."""
         given = settings.get(name) or {}
         if not isinstance(given, dict):
             raise ModelFileError(f"{self._source}: {name} must be an object; got {given!r:.80}")
-        try:
-            return {re.compile(rf"(.*\.)?({key})"): read(name, value) for key, value in given.items()}
-        except (re.error, RecursionError, OverflowError) as error:
-            raise ModelFileError(f"{self._source}: {name}: a bad regular expression: {error}") from None
-
-
-def _first_match(patterns: "_Patterns[_Value]", name: str, otherwise: _Value) -> _Value:
-    return next((value for pattern, value in patterns.items() if pattern.fullmatch(name)), otherwise)
+        values = {key: read(name, value) for key, value in given.items()}
+        return NamePatterns(values, f"{self._source}: {name}")

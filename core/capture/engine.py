@@ -22,7 +22,8 @@ from core.capture.records import (
     encode_config,
 )
 from core.capture.restore import restore
-from core.capture.snapshot import CopySpace, Snapshot, UnknownObjectError
+from core.capture.snapshot import CopySpace, Snapshot
+from core.capture.state_classes import UnknownObjectError
 from core.capture.writer import CaptureWriter, open_capture
 from core.engine import EngineCore
 from core.execution.executor import Executor, ModelInfo

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from core.capture.bounds import untrusted_file
 from core.capture.engine import CapturedEngine
 from core.capture.file import CaptureFile, Turn
 from core.capture.output import CaptureOutput, Item, open_capture
@@ -79,7 +80,8 @@ def redact(file: CaptureFile, path: str) -> Redacted:
     Errors: CaptureFileError for a capture that decides differently here, or whose decisions depend on its content;
     ConfigError, OSError for a file that cannot be written.
     """
-    redaction = _Redaction(file)
+    with untrusted_file(file.path):
+        redaction = _Redaction(file)
     output = CaptureOutput(path, open_capture(path), redaction.header)
     try:
         for items in redaction.items():
@@ -135,13 +137,16 @@ class _Redaction:
     def items(self) -> Iterator[list[Item]]:
         """Yield the records of the new file, some at a time. Errors: CaptureFileError."""
         if self._first is not None:
-            state = Snapshot(self._engine.engine.state()).encode()
+            with untrusted_file(self._file.path):
+                state = Snapshot(self._engine.engine.state()).encode()
             first = msgspec.structs.replace(self._first, state=state)
             yield [(TAGS[Checkpoint], encode_record(first))]
         places = {place.num_steps for place in self._file.checkpoints}
         for turn in self._file.turns():
             self._log.wants_checkpoint = turn.step_index + 1 in places
-            yield self._step(turn)
+            with untrusted_file(self._file.path):
+                items = self._step(turn)
+            yield items
         for one in self._file.last_inputs():
             record = msgspec.structs.replace(one, message=self._renaming.message(one.message))
             yield [(TAGS[Input], encode_record(record))]

@@ -6,7 +6,7 @@ Another thread turns the copies into bytes.
 
 A snapshot's bytes are zlib's, over msgpack: [batches of nodes, value]. A node is an object that others may share, and
 a value refers to one by its number. core/capture/restore.py reads them. No code is in them: classes are named, and
-only those of PACKAGES are known.
+only those of core/capture/state_classes.py are known.
 """
 
 import copy
@@ -25,16 +25,13 @@ import numpy as np
 
 from core.batch.request import Request
 from core.capture.early_copies import EarlyCopies
+from core.capture.state_classes import FIELDS, MESSAGES, UnknownObjectError, class_name
 from core.scheduling.draft import Draft
 
-#: Packages whose classes a snapshot may name.
-PACKAGES = ("core.batch", "core.execution", "core.kv", "core.proposers", "core.scheduling", "ipc")
-#: The package that the checkout's folders are in: "" there, "engine_core." in a wheel. Snapshots do not name it.
-HOME_PACKAGE = __name__.removesuffix("core.capture.snapshot")
 #: Code of msgpack's extension type whose 4 bytes, little-endian, are the number of a node.
 REFERENCE = 1
 #: Nodes that encode() turns into data without a pause: some 0.2 ms.
-_BATCH = 32
+BATCH = 32
 
 #: Objects from which on those among them that are requests are taken at once.
 _MANY = 16
@@ -48,10 +45,6 @@ _LARGE_BYTES = 1 << 15  # of an array whose copy's memory is used again
 
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 _encoder = msgspec.msgpack.Encoder()
-
-
-class UnknownObjectError(Exception):
-    """Error: the state has an object of a kind that a snapshot does not know."""
 
 
 class CopySpace:
@@ -161,13 +154,13 @@ class Snapshot:
     def encode(self, pause: Callable[[], None] = lambda: None) -> bytes:
         """Return the bytes, once. Any thread may call this; pause is called now and then, to let other threads run."""
         batches, nodes, arrays = [], self._nodes, list[_Array]()
-        for first in range(0, len(nodes), _BATCH):
+        for first in range(0, len(nodes), BATCH):
             pause()
-            some = nodes[first : first + _BATCH]
+            some = nodes[first : first + BATCH]
             batches.append(msgspec.Raw(_encoder.encode([self._node(value, parts) for value, parts in some])))
             arrays += [parts for _, parts in some if type(parts) is np.ndarray]
             # The copies are freed here, some at a time. The objects stay: another one may not get the id of one.
-            nodes[first : first + _BATCH] = [(value, None) for value, _ in some]
+            nodes[first : first + BATCH] = [(value, None) for value, _ in some]
         self._space.give_back(arrays)
         pause()
         data = _encoder.encode([batches, self._value(self._root)])
@@ -181,7 +174,8 @@ class Snapshot:
             case np.ndarray():
                 if isinstance(parts, np.ndarray):
                     return ["array", parts.dtype.str, parts.shape, parts.tobytes()]
-                return ["view", value.dtype.str, value.shape, value.strides, parts[1], self._value(parts[0])]
+                layout = ["tuple", *value.shape], ["tuple", *value.strides], parts[1]
+                return ["view", value.dtype.str, *layout, self._value(parts[0])]
             case list():
                 return ["list", *self._values(parts)]
             case deque():
@@ -200,7 +194,7 @@ class Snapshot:
                 return ["struct", class_name(kind), *self._values(msgspec.structs.astuple(parts))]
             case _:
                 pass
-        return ["object", class_name(kind), list(parts), *self._values(parts.values())]
+        return ["object", class_name(kind), *self._values(map(parts.__getitem__, FIELDS[kind]))]
 
     def _values(self, values: Iterable[object]) -> Iterator[Any]:
         return map(self._value, values)
@@ -219,8 +213,6 @@ class Snapshot:
                 return ["enum", class_name(kind), value.value]
             case np.generic():
                 return ["scalar", value.dtype.str, value.tobytes()]
-            case np.dtype():
-                return ["dtype", value.str]
             case MethodType():
                 return ["method", self._value(value.__self__), value.__name__]
             case tuple():
@@ -232,14 +224,6 @@ class Snapshot:
             case _:
                 pass
         return ["message", class_name(kind), _encoder.encode(value)]
-
-
-def class_name(kind: type) -> str:
-    """Return "module:name" of a class of ours. Errors: UnknownObjectError for another class."""
-    module = kind.__module__.removeprefix(HOME_PACKAGE)
-    if not any(module == package or module.startswith(f"{package}.") for package in PACKAGES):
-        raise UnknownObjectError(f"{module}:{kind.__qualname__} is of no package that a snapshot may name")
-    return f"{module}:{kind.__qualname__}"
 
 
 # --- what is copied of each kind of object: (a copy of its parts, objects to follow) ---------------------------------
@@ -309,6 +293,9 @@ def _take_struct(value: msgspec.Struct) -> _Taken:
 
 def _take_object(value: Any) -> _Taken:
     parts = value.parts() if hasattr(value, "parts") else dict(value.__dict__)
+    if parts.keys() != FIELDS[type(value)].keys():
+        names = ", ".join(sorted(parts.keys() ^ FIELDS[type(value)].keys()))
+        raise UnknownObjectError(f"{class_name(type(value))} has other fields than the registry of the state: {names}")
     return parts, _others(parts.values())
 
 
@@ -328,7 +315,7 @@ _TAKERS: dict[type, Callable[[Any], _Taken]] = {
 
 def _taker_of(kind: type) -> Callable[[Any], _Taken]:
     """Return, and remember, how objects of a class are taken. Errors: UnknownObjectError."""
-    if issubclass(kind, np.generic | np.dtype):
+    if issubclass(kind, np.generic):
         taker = _take_inline
     else:
         name = class_name(kind)
@@ -337,7 +324,7 @@ def _taker_of(kind: type) -> Callable[[Any], _Taken]:
         elif issubclass(kind, tuple):
             taker = _take_named
         elif issubclass(kind, msgspec.Struct):
-            taker = _take_inline if name.startswith("ipc.") else _take_struct  # messages do not change
+            taker = _take_inline if name in MESSAGES else _take_struct  # messages do not change
         elif hasattr(kind, "__slots__"):
             raise UnknownObjectError(f"{name} has slots")
         else:

@@ -63,7 +63,7 @@ class BlockNames:
 
     def parts(self) -> dict[str, Any]:
         """Return the columns alone, for a snapshot (core/capture/snapshot.py): the keys are in them."""
-        return {**self.__dict__, "block_of_key": None}
+        return {name: part for name, part in self.__dict__.items() if name != "block_of_key"}
 
     def set_parts(self, parts: dict[str, Any]) -> None:
         """Become the names with these parts."""

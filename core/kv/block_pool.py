@@ -77,12 +77,12 @@ class BlockPool:
 
     def parts(self) -> dict[str, Any]:
         """Return all but what is scratch, for a snapshot (core/capture/snapshot.py)."""
-        return {**self.__dict__, "_place": None}
+        return {name: part for name, part in self.__dict__.items() if name != "_place"}
 
     def set_parts(self, parts: dict[str, Any]) -> None:
         """Become the pool with these parts."""
         self.__dict__.update(parts)
-        self._place = np.zeros(self.num_blocks, np.int64)
+        self._place = np.zeros(len(self.ref_count), np.int64)
 
     def inside(self, pages: BlockIds) -> Ints:
         """Return all blocks of these pages, page after page."""

@@ -30,7 +30,7 @@ from ipc.wire.sockets import BoundRouter, Context, bind_router, check_address, k
 
 
 class OpenStores(NamedTuple):
-    """What an engine's config names, checked and open. key: of the blocks' names."""
+    """What an engine's config names, checked and open. key: of the blocks' names and digests."""
 
     blocks: SharedBlocks
     key: bytes
@@ -52,11 +52,11 @@ def open_stores(config: ResolvedConfig, executor: Executor) -> OpenStores | None
     if blocks is None:
         raise ConfigError(f"{stores[0]}: executor {config.executor!r} keeps no blocks in this process: leave it out")
     key = b"" if config.kv_key_file is None else read_key_file(config.kv_key_file)
-    peers = None if config.kv_peers is None else _peers(config.kv_peers)
+    peers = None if config.kv_peers is None else _peers(config.kv_peers, key)
     listening = None if config.kv_listen is None else _listen(config.kv_listen)
     try:
         largest = blocks.cache.bytes_per_block * max(1, config.kv_page_blocks)
-        folder = None if config.kv_dir is None else _open_folder(config.kv_dir, config.kv_dir_bytes, largest)
+        folder = None if config.kv_dir is None else _open_folder(config.kv_dir, config.kv_dir_bytes, largest, key)
     except BaseException:
         if listening is not None:
             listening[1].close(0)
@@ -66,21 +66,21 @@ def open_stores(config: ResolvedConfig, executor: Executor) -> OpenStores | None
     return OpenStores(blocks, key or (folder.key if folder is not None else b""), folder, peers, listening)
 
 
-def _open_folder(path: str, max_bytes: int, block_bytes: int) -> BlockFolder:
+def _open_folder(path: str, max_bytes: int, block_bytes: int, key: bytes) -> BlockFolder:
     file_bytes = HEAD_BYTES + block_bytes
     if max_bytes < file_bytes:
         raise ConfigError(
             f"kv_dir_bytes={max_bytes} is less than the file of one KV block, which has {file_bytes} bytes: "
             f"set it to at least {file_bytes}, and to as much as the disk has for it"
         )
-    return BlockFolder(path, max_bytes)
+    return BlockFolder(path, max_bytes, key)
 
 
-def _peers(kv_peers: str) -> Peers:
+def _peers(kv_peers: str, key: bytes) -> Peers:
     addresses = addresses_of(kv_peers)
     for address in addresses:
         check_address(address, binding=False)
-    return Peers(addresses)
+    return Peers(addresses, key)
 
 
 def _listen(address: str) -> tuple[Context, BoundRouter]:
@@ -113,8 +113,8 @@ def _block_store(stores: OpenStores, names: PortableNames, batch: Batch, evictio
     host, blocks, block_names = batch.host_cache, stores.blocks, batch.pool.names
 
     def shelves(contents: Contents, host_contents: Ints) -> Shelves:
-        of_host = MemoryShelf(blocks.host, host_contents, host.times_given, host.first)
-        return Shelves(MemoryShelf(blocks.cache, contents, evictions), of_host)
+        of_host = MemoryShelf(blocks.host, host_contents, host.times_given, stores.key, host.first)
+        return Shelves(MemoryShelf(blocks.cache, contents, evictions, stores.key), of_host)
 
     beside = BesideContents(block_names) if block_names.beside else None
     of_beside = None if beside is None else shelves(beside, host.beside[0].content)

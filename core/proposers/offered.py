@@ -4,7 +4,7 @@ import numpy as np
 
 from core.batch.table import FREE_ROW, BatchTable
 from core.proposers.proposer import Proposals
-from ipc.tables.arrays import Bools, Int32s, Ints, Rows
+from ipc.tables.arrays import NO_INTS, Bools, Int32s, Ints, Rows
 from ipc.tables.columns import Columns, column
 
 
@@ -14,13 +14,13 @@ class OfferedDrafts(Columns):
     _tenancy: Ints = column(FREE_ROW)
     _length: Ints = column()  # of the row when they were offered, tokens
     _count: Ints = column()
-    _open: Ints | None = None  # rows whose drafts may be those of their next tokens; None: all with drafts
 
     def __init__(self, table: BatchTable, most: int) -> None:
         super().__init__(len(table.tenancy))
         self._table = table
         self._tokens = np.zeros((len(table.tenancy), most), np.int32)
         self.is_used = False  # whether anything was ever offered
+        self._open: Ints = NO_INTS  # rows whose drafts may be those of their next tokens
 
     def offer(self, rows: Rows, tenancies: Ints, counts: Ints, token_ids: Int32s) -> None:
         """Keep counts[i] drafts of rows[i], row after row; cut at the width of the table, as drafts behind it are."""
@@ -32,18 +32,15 @@ class OfferedDrafts(Columns):
         self._tenancy[rows] = tenancies
         self._length[rows] = self._table.num_tokens[rows]
         self._count[rows] = np.minimum(counts, width)
-        self._open = np.union1d(self._rows_open(), rows[counts > 0])
+        self._open = np.union1d(self._open, rows[counts > 0])
 
     @property
     def is_open(self) -> bool:
         """Whether some drafts are those of the next tokens of their rows."""
-        if len(rows := self._rows_open()):
+        if len(rows := self._open):
             rows = rows[self._is_current(rows)]
         self._open = rows
         return len(rows) > 0
-
-    def _rows_open(self) -> Ints:
-        return np.flatnonzero(self._count) if self._open is None else self._open  # older checkpoints have None
 
     def _is_current(self, rows: Ints) -> Bools:
         table = self._table

@@ -24,8 +24,6 @@ class DraftRule:
     single floating-point operations, so that a replay on another machine decides the same.
     """
 
-    _least_chance: Doubles | None = None  # which drafts must have to pay, for each number of tokens
-
     def __init__(
         self,
         step_ns: tuple[int, ...] = (),
@@ -45,6 +43,7 @@ class DraftRule:
         #: Whether a step with drafts is weighed together with the next one, which then gets none.
         self.weighs_pairs = loses_turn and not self._is_free
         self._costs, self._alone, self._least = _tables(step_ns or (1,), alone_ns)
+        self._least_chance: Doubles | None = None  # which drafts must have to pay, for each number of tokens
         if self.weighs_pairs:
             self._least_chance = _least_chances(self._costs, self._alone, self._overhead_ns)
 

@@ -1,28 +1,32 @@
-"""The file of one KV block: a head with its name and a checksum, then the block's bytes. Peers send the same bytes.
+"""The file of one KV block: a head with its name and a digest, then the block's bytes. Peers send the same bytes.
 
-A file that is not exactly what was written (another length, one bit) is no block. It is read into memory first and
+The digest is an HMAC (SHA-256, its first 16 bytes) under the key of the blocks' names. So a file that is not exactly
+what was written is no block, be it damaged or forged by somebody without the key. It is read into memory first and
 checked there, so a file that changes under the reader is found too.
 """
 
 import errno
+import hmac
 import os
 import struct
-import zlib
 from collections.abc import Sequence
+from hashlib import blake2b
 
 from core.tiers.portable_names import NAME_BYTES
 
-MAGIC = b"ECKVBLK1"
-#: Magic, name, bytes of the block, CRC-32 of all others of the file. Little-endian, without padding.
-_HEAD = struct.Struct(f"<8s{NAME_BYTES}sQI")
+MAGIC = b"ECKVBLK2"
+_DIGEST_BYTES = 16
+_PERSON = b"engine-core mac"  # 16 bytes at most
+#: Magic, name, bytes of the block, digest of all others of the file. Little-endian, without padding.
+_HEAD = struct.Struct(f"<8s{NAME_BYTES}sQ{_DIGEST_BYTES}s")
 HEAD_BYTES = _HEAD.size
 _IOV_MAX = 1024  # buffers of one call (POSIX: at least 16, Linux: 1024)
 
 
-def write_block(fd: int, name: bytes, parts: Sequence[memoryview]) -> None:
+def write_block(fd: int, name: bytes, parts: Sequence[memoryview], key: bytes) -> None:
     """Write the file of a block, whose bytes are in these parts, to an empty file. Errors: OSError."""
     size = sum(map(len, parts))
-    head = _HEAD.pack(MAGIC, name, size, _checksum(name, size, parts))
+    head = _HEAD.pack(MAGIC, name, size, _digest(name, size, parts, key))
     rest = [memoryview(head), *parts]
     while rest:
         written = os.writev(fd, rest[:_IOV_MAX])
@@ -31,7 +35,7 @@ def write_block(fd: int, name: bytes, parts: Sequence[memoryview]) -> None:
         rest = _after(rest, written)
 
 
-def read_block(fd: int, name: bytes, parts: Sequence[memoryview]) -> bool:
+def read_block(fd: int, name: bytes, parts: Sequence[memoryview], key: bytes) -> bool:
     """Read a block into these parts; return False where the file is not that of this name and size, unharmed.
 
     Errors: OSError.
@@ -45,39 +49,39 @@ def read_block(fd: int, name: bytes, parts: Sequence[memoryview]) -> bool:
         if not count:
             return False  # it was cut while it was read
         rest = _after(rest, count)
-    magic, found, found_size, checksum = _HEAD.unpack(head)
+    magic, found, found_size, digest = _HEAD.unpack(head)
     if (magic, found, found_size) != (MAGIC, name, size):
         return False
-    return bool(checksum == _checksum(name, size, parts))
+    return hmac.compare_digest(digest, _digest(name, size, parts, key))
 
 
-def pack_block(name: bytes, parts: Sequence[memoryview]) -> bytearray:
+def pack_block(name: bytes, parts: Sequence[memoryview], key: bytes) -> bytearray:
     """Return what the file of a block would have."""
     size = sum(map(len, parts))
     data, at = bytearray(HEAD_BYTES + size), HEAD_BYTES
     for part in parts:
         data[at : at + len(part)] = part
         at += len(part)
-    _HEAD.pack_into(data, 0, MAGIC, name, size, _checksum(name, size, [memoryview(data)[HEAD_BYTES:]]))
+    _HEAD.pack_into(data, 0, MAGIC, name, size, _digest(name, size, [memoryview(data)[HEAD_BYTES:]], key))
     return data
 
 
-def is_block(data: memoryview, name: bytes) -> bool:
+def is_block(data: memoryview, name: bytes, key: bytes) -> bool:
     """Return whether these are the bytes of a block of this name, unharmed."""
     size = len(data) - HEAD_BYTES
     if size < 0:
         return False
-    magic, found, found_size, checksum = _HEAD.unpack_from(data)
+    magic, found, found_size, digest = _HEAD.unpack_from(data)
     if (magic, found, found_size) != (MAGIC, name, size):
         return False
-    return bool(checksum == _checksum(name, size, [data[HEAD_BYTES:]]))
+    return hmac.compare_digest(digest, _digest(name, size, [data[HEAD_BYTES:]], key))
 
 
-def unpack_block(data: memoryview, name: bytes, parts: Sequence[memoryview]) -> bool:
+def unpack_block(data: memoryview, name: bytes, parts: Sequence[memoryview], key: bytes) -> bool:
     """Copy a packed block into these parts; return False, without a copy, where it is not that of this name and size,
     unharmed.
     """
-    if len(data) != HEAD_BYTES + sum(map(len, parts)) or not is_block(data, name):
+    if len(data) != HEAD_BYTES + sum(map(len, parts)) or not is_block(data, name, key):
         return False
     at = HEAD_BYTES
     for part in parts:
@@ -86,11 +90,12 @@ def unpack_block(data: memoryview, name: bytes, parts: Sequence[memoryview]) -> 
     return True
 
 
-def _checksum(name: bytes, size: int, parts: Sequence[memoryview]) -> int:
-    value = zlib.crc32(MAGIC + name + size.to_bytes(8, "little"))
+def _digest(name: bytes, size: int, parts: Sequence[memoryview], key: bytes) -> bytes:
+    of_files = blake2b(key=key, person=_PERSON, digest_size=32).digest()  # names have the key itself
+    value = hmac.new(of_files, MAGIC + name + size.to_bytes(8, "little"), "sha256")
     for part in parts:
-        value = zlib.crc32(part, value)
-    return value
+        value.update(part)
+    return value.digest()[:_DIGEST_BYTES]
 
 
 def _after(parts: list[memoryview], count: int) -> list[memoryview]:

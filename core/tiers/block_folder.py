@@ -40,10 +40,12 @@ class _File(NamedTuple):
 class BlockFolder:
     """An open folder of at most about max_bytes bytes of blocks. It is made where it is missing, with its parents.
 
+    key: of the blocks' names and digests; empty: the folder's own.
+
     Errors: ConfigError that says what is wrong with the folder.
     """
 
-    def __init__(self, path: str, max_bytes: int) -> None:
+    def __init__(self, path: str, max_bytes: int, key: bytes = b"") -> None:
         self._max_bytes = max_bytes
         try:
             _make_path(path)
@@ -53,6 +55,7 @@ class BlockFolder:
         try:
             self._check(path)
             self.key = self._read_key()
+            self._digest_key = key or self.key
             _make_folder(self._fd, _BLOCKS)
             self._blocks = _open_folder(self._fd, _BLOCKS)
         except OSError as error:
@@ -89,7 +92,7 @@ class BlockFolder:
         try:
             if not _is_own_file(os.fstat(fd)):
                 return False
-            if read_block(fd, name, parts):
+            if read_block(fd, name, parts, self._digest_key):
                 with contextlib.suppress(OSError):
                     os.utime(fd)
                 return True
@@ -109,7 +112,7 @@ class BlockFolder:
         with open(fd, "rb") as file:
             found = os.fstat(fd)
             data = bytearray(file.read(found.st_size)) if _is_own_file(found) else bytearray()
-        return data if is_block(memoryview(data), name) else None
+        return data if is_block(memoryview(data), name, self._digest_key) else None
 
     def write(self, name: bytes, parts: Sequence[memoryview], is_still_so: Callable[[], bool] = lambda: True) -> bool:
         """Write a block unless there is a file of it; return whether it was written. Errors: OSError.
@@ -128,7 +131,7 @@ class BlockFolder:
         fd = os.open(new, _NEW_FILE, 0o600, dir_fd=self._blocks)
         try:
             try:
-                write_block(fd, name, parts)
+                write_block(fd, name, parts, self._digest_key)
             finally:
                 os.close(fd)
             if not is_still_so():

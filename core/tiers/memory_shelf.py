@@ -37,10 +37,11 @@ class MemoryShelf:
     """The blocks of one memory. One thread puts, another asks and packs.
 
     contents, times_given: columns of the scheduler, which change meanwhile: the content at each place, and how often
-    the place has been given away. first: the place in memory that the columns begin with.
+    the place has been given away. key: of the blocks' names. first: the place in memory that the columns begin with.
     """
 
-    def __init__(self, memory: BlockMemory, contents: Contents, times_given: Ints, first: int = 0) -> None:
+    def __init__(self, memory: BlockMemory, contents: Contents, times_given: Ints, key: bytes, first: int = 0) -> None:
+        self._key = key
         self._memory, self._contents, self._times_given, self._first = memory, contents, times_given, first
         self._most = _NAMES_PER_BLOCK * len(contents)
         self._places: OrderedDict[bytes, _Place] = OrderedDict()
@@ -68,7 +69,7 @@ class MemoryShelf:
         place = self._places.get(name)
         if place is None or not self._is_there(place):
             return None
-        data = pack_block(name, self._memory.views(self._first + place.at, *place.more))
+        data = pack_block(name, self._memory.views(self._first + place.at, *place.more), self._key)
         return data if self._is_there(place) else None
 
     def _is_there(self, place: _Place) -> bool:

@@ -37,10 +37,13 @@ _MAX_FOUND = 64  # looks whose peer is remembered: the scheduler has fewer at a 
 
 
 class Peers:
-    """The peers at these addresses, for one thread from open() to close(). clock: monotonic seconds."""
+    """The peers at these addresses, for one thread from open() to close().
 
-    def __init__(self, addresses: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
-        self._addresses, self._clock = addresses, clock
+    key: of the blocks' names, which the peers have, too. clock: monotonic seconds.
+    """
+
+    def __init__(self, addresses: Sequence[str], key: bytes, clock: Callable[[], float] = time.monotonic) -> None:
+        self._addresses, self._key, self._clock = addresses, key, clock
         self._peers: list[_Peer] = []
         self._found: dict[int, _Peer] = {}  # by ticket: which peer has the blocks
         self._numbers = itertools.count(1)
@@ -102,8 +105,8 @@ class Peers:
             if frames is None:
                 return count
             for frame in frames[:wanted]:
-                if not unpack_block(frame, names[count], places[count]):
-                    peer.pause(self._clock(), "has sent a KV block that is damaged, or none", DISTRUST_S)
+                if not unpack_block(frame, names[count], places[count], self._key):
+                    peer.pause(self._clock(), "has sent a KV block that is damaged or forged, or none", DISTRUST_S)
                     return count
                 count += 1
             if len(frames) < wanted:

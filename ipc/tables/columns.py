@@ -13,6 +13,8 @@ from ipc.tables.arrays import Rows, dtype_of
 # Unused entries behind each column. Tables grow by doubling, and columns a power of two of bytes apart share the same
 # few sets of the cache: at 4,096 rows a step of the scheduler that reads several columns took 5 % longer.
 _COLUMN_GAP = 8
+#: Attributes that follow from the columns and their blocks.
+_OWN = ("_blocks", "_names", "_empty", "_bound")
 
 
 class _Column(msgspec.Struct, frozen=True):
@@ -34,15 +36,20 @@ class Columns:
     """
 
     def __init__(self, num_rows: int) -> None:
-        self._blocks: dict[np.dtype[Any], NDArray[Any]] = {}
+        self._declare()
+        self._blocks: dict[np.dtype[Any], NDArray[Any]] = {
+            dtype: np.zeros((len(names), 0), dtype) for dtype, names in self._names.items()
+        }
+        self.grow_columns(num_rows)
+
+    def _declare(self) -> None:
+        """Set what the class's columns alone decide."""
         self._names: dict[np.dtype[Any], list[str]] = {}
         self._empty: dict[np.dtype[Any], NDArray[Any]] = {}  # [columns, 1]
         self._bound: dict[str, NDArray[Any]] = {}
         for dtype, declared in _declared(type(self)).items():  # type: ignore[arg-type]
             self._names[dtype] = list(declared)
             self._empty[dtype] = np.array([[each.empty] for each in declared.values()], dtype)
-            self._blocks[dtype] = np.zeros((len(declared), 0), dtype)
-        self.grow_columns(num_rows)
 
     @property
     def num_column_rows(self) -> int:
@@ -68,13 +75,21 @@ class Columns:
                 self._bound[name] = values
 
     def parts(self) -> dict[str, Any]:
-        """Return all but the columns, which the blocks have, for a snapshot (core/capture/snapshot.py)."""
-        return {name: part for name, part in self.__dict__.items() if name not in self._bound and name != "_bound"}
+        """Return the blocks as a list, and what is not of the columns, for a snapshot (core/capture/snapshot.py)."""
+        others = {name: part for name, part in self.__dict__.items() if name not in self._bound and name not in _OWN}
+        return {**others, "_blocks": list(self._blocks.values())}
 
     def set_parts(self, parts: dict[str, Any]) -> None:
-        """Become the table with these parts. Those of older snapshots have the columns, too."""
+        """Become the table with these parts. Errors: ValueError for blocks that are not those of its columns."""
+        declared, blocks = _declared(type(self)), parts["_blocks"]  # type: ignore[arg-type]
+        found = [(block.dtype, len(block)) for block in blocks]
+        if found != [(dtype, len(columns)) for dtype, columns in declared.items()]:
+            raise ValueError(f"{type(self).__name__} with the blocks {found}")
+        if len({block.shape[1] for block in blocks}) != 1:
+            raise ValueError(f"{type(self).__name__} with columns of several lengths")
         self.__dict__.update(parts)
-        self._bound = {}
+        self._declare()
+        self._blocks = dict(zip(declared, blocks, strict=True))
         self._bind()
 
     def clear_columns(self, rows: Rows | list[int] | slice) -> None:

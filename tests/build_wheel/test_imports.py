@@ -191,13 +191,13 @@ def modules_named_by_text(source: str) -> set[str]:
 
 def test_no_module_is_named_by_text() -> None:
     """A module has another name in a wheel. Modules named in text get the prefix from tools/command_table.py,
-    frontend/engine/flight_writers.py or run_package(); core/capture/snapshot.py and
+    frontend/engine/flight_writers.py or run_package(); core/capture/state_classes.py and
     tools/commands/replay/shrink/written.py find the prefix in their own names.
     """
     assert modules_named_by_text("x('core.log'); y = ['-m', 'core']; 'core.nothing'") == {"core.log", "core"}
     found = {path: modules_named_by_text(path.read_text()) for name in PACKAGES for path in (ROOT / name).rglob("*.py")}
     named = {str(path.relative_to(ROOT)): names for path, names in found.items() if names}
-    assert named.pop("core/capture/snapshot.py") == {"core.capture.snapshot"}
+    assert named.pop("core/capture/state_classes.py") == {"core.capture.state_classes"}
     assert named.pop("tools/commands/replay/shrink/written.py") == {"tools.commands.replay.shrink.written"}
     assert named.pop("frontend/engine/flight_writers.py") == {"core.capture.write_flight"}
     assert named.pop("core/grammars/checker.py") == {"core.grammars.check"}  # for run_package()

@@ -11,6 +11,8 @@ from ipc.errors import EngineCoreError, ModelFileError, UnsupportedModelError
 
 #: Name under which this engine's attention is registered in transformers.
 ATTENTION_NAME = "engine_core_paged"
+#: Nothing is fetched, and no code of the model's folder is run; without the second, transformers may ask on stdin.
+_FROM_FILES: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
 def load_transformers_model(path: Path, dtype: torch.dtype, made_up: bool) -> Any:
@@ -58,15 +60,30 @@ def _open(path: Path, dtype: torch.dtype, made_up: bool) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
+    config = AutoConfig.from_pretrained(path, **_FROM_FILES)
+    _check_quantization(path, getattr(config, "quantization_config", None))
     options = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}
     if not made_up:
-        options |= {"use_safetensors": True, "local_files_only": True}
+        options |= {"use_safetensors": True, **_FROM_FILES}
         model, found = auto.from_pretrained(path, output_loading_info=True, ignore_mismatched_sizes=True, **options)
         _check_found(path, found)
         return model
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
-        return auto.from_config(AutoConfig.from_pretrained(path, local_files_only=True), **options)
+        return auto.from_config(config, **options)
+
+
+def _check_quantization(path: Path, settings: Any) -> None:
+    """Check that transformers knows a quantization, because it passes others over. Errors: UnsupportedModelError."""
+    if settings is None:
+        return
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    kinds: Any = AutoHfQuantizer
+    values = settings if isinstance(settings, dict) else settings.to_dict()
+    if not kinds.supports_quant_method(values):
+        method = values.get("quant_method")
+        raise UnsupportedModelError(f"{path}: quantization_config.quant_method={method!r:.80} is none of transformers'")
 
 
 def _check_found(path: Path, found: dict[str, Any]) -> None:

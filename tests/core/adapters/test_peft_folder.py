@@ -91,6 +91,8 @@ def test_the_digest_is_of_the_content(tmp_path: Path, folder: Path) -> None:
         ({"r": 0}, "r must be a whole number above 0; got 0"),
         ({"r": 8}, "has rank 4 and adapter_config.json says 8"),
         ({"lora_alpha": None}, "lora_alpha must be a number; got None"),
+        ({"lora_alpha": 1e40}, "float32 cannot hold"),
+        ({"alpha_pattern": {"q_proj": -1e300}}, "q_proj is scaled by -2.5e\\+299, which float32 cannot hold"),
         ({"rank_pattern": {"(": 4}}, "rank_pattern: a bad regular expression"),
         ({"lora_alpha": 1e39}, r"lora_alpha must be a number; got 1e\+39"),
         ({"lora_alpha": 10**400}, "lora_alpha must be a number; got 1000"),

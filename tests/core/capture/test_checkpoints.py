@@ -19,7 +19,8 @@ from core.capture.early_copies import EarlyCopies
 from core.capture.engine import CapturedEngine, start_capture
 from core.capture.file import CaptureFile
 from core.capture.restore import restore
-from core.capture.snapshot import Snapshot, UnknownObjectError
+from core.capture.snapshot import Snapshot
+from core.capture.state_classes import UnknownObjectError
 from core.engine import EngineCore
 from core.executors.by_name import load_executor
 from core.inputs import EngineInput, HoldClient, ReleaseClient
@@ -47,6 +48,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "whole": {"enable_chunked_prefill": False, "max_num_batched_tokens": 120},
     "limits": {"max_num_partial_prefills": 1, "scheduler_delay_factor": 1.5, "num_blocks_override": 16},
     "drafts": {"speculative_config": SpeculativeConfig(method="ngram", num_speculative_tokens=3)},
+    "suffix": {"speculative_config": SpeculativeConfig(method="suffix", num_speculative_tokens=3)},
+    "pairs": {
+        "async_scheduling": True,
+        "speculative_config": SpeculativeConfig(
+            method="ngram", num_speculative_tokens=3, step_ns=(900_000, 950_000, 1_000_000, 1_100_000)
+        ),
+    },
+    "turns": {"pipeline_parallel_size": 2, "async_scheduling": True},
+    "adapters": {"enable_lora": True, "max_loras": 2},
     "several": {"executor_options": fake_options(tokens_per_step=3), "enable_prefix_caching": False},
     "window": {"kv_window": 48, "num_blocks_override": 24},
     "pages": {"kv_window": 48, "kv_page_blocks": 3, "num_blocks_override": 36},

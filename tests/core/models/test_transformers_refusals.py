@@ -91,6 +91,33 @@ def test_a_config_that_does_not_fit_is_a_model_file_error(changes: dict[str, Any
         LocalExecutor(config_for(tmp_path))
 
 
+@pytest.mark.parametrize("settings", [{"quant_method": "other"}, {"bits": 4}])
+def test_an_unknown_quantization_beside_plain_weights_is_refused_by_name(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """transformers warns and passes it over."""
+    save("olmo2", tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": settings}))
+    with pytest.raises(
+        (ModelFileError, UnsupportedModelError),
+        match=r"quantization_config.* is none of transformers'|transformers cannot load it",
+    ):
+        TransformersModel(tmp_path, FLOAT32, made_up=False)
+
+
+def test_code_of_the_model_s_folder_is_not_run_and_nobody_is_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("builtins.input", lambda *prompt: "y")  # as a user might who is asked
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    settings = {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelFileError, match="custom code"):
+        TransformersModel(tmp_path, FLOAT32, made_up=True)
+    assert not (tmp_path / "ran").exists()
+
+
 def test_damaged_weights_are_a_model_file_error(tmp_path: Path) -> None:
     save("olmo2", tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"no tensors here")

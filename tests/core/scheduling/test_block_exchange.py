@@ -88,8 +88,8 @@ def test_a_block_that_is_evicted_while_it_is_read_is_not_written(
     assert engine.exchange is not None
     evictions, write = engine.exchange.evictions, block_folder.write_block
 
-    def evict(fd: int, name: bytes, parts: list[memoryview]) -> None:
-        write(fd, name, parts)
+    def evict(fd: int, name: bytes, parts: list[memoryview], key: bytes) -> None:
+        write(fd, name, parts, key)
         evictions[:] += 1
 
     monkeypatch.setattr(block_folder, "write_block", evict)

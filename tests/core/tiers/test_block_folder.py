@@ -231,7 +231,7 @@ def test_unfinished_files_go_when_they_are_old(folder: BlockFolder, tmp_path: Pa
 def test_a_full_disk_leaves_nothing_behind(
     folder: BlockFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    def fail(fd: int, name: bytes, parts: list[memoryview]) -> None:
+    def fail(fd: int, name: bytes, parts: list[memoryview], key: bytes) -> None:
         os.write(fd, b"half")
         raise OSError(code, os.strerror(code))
 

@@ -57,15 +57,15 @@ class Site:
         self.store: BlockStore
 
     def serve(self, address: str, folder: BlockFolder | None = None) -> None:
-        cache = MemoryShelf(self.blocks.cache, self.contents, self.evictions)
-        host = MemoryShelf(self.blocks.host, self.host_contents, self.times_given, 3)
+        cache = MemoryShelf(self.blocks.cache, self.contents, self.evictions, KEY)
+        host = MemoryShelf(self.blocks.host, self.host_contents, self.times_given, KEY, 3)
         shelves = [cache, host] if folder is None else [cache, host, folder]
         served = BlocksServed(Shelves(cache, host), PeerServer(*_listen(address), shelves))
         self.store = BlockStore(folder, self.names, self.blocks, self.contents, self.evictions, served=served)
         self.store.open()
 
     def ask(self, address: str, clock: Callable[[], float] | None = None) -> None:
-        peers = Peers([address]) if clock is None else Peers([address], clock)
+        peers = Peers([address], KEY) if clock is None else Peers([address], KEY, clock)
         self.store = BlockStore(None, self.names, self.blocks, self.contents, self.evictions, peers)
         self.store.open()
         self.wait_for_connection(peers)
@@ -114,7 +114,7 @@ def test_what_a_request_leaves_in_one_engine_is_fetched_by_another(pair: tuple[S
 
 
 def test_blocks_in_the_host_s_memory_and_in_files_are_sent_too(address: str, tmp_path: Path) -> None:
-    giver, taker, folder = Site(1), Site(2), BlockFolder(str(tmp_path / "kv"), 2**20)
+    giver, taker, folder = Site(1), Site(2), BlockFolder(str(tmp_path / "kv"), 2**20, KEY)
     giver.serve(address, folder)
     taker.ask(address)
     giver.leave()
@@ -147,13 +147,13 @@ def test_what_is_evicted_between_look_and_fetch_is_a_miss(pair: tuple[Site, Site
 
 def test_a_block_that_is_overwritten_while_it_is_copied_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     site = Site(1)
-    shelf = MemoryShelf(site.blocks.cache, site.contents, site.evictions)
+    shelf = MemoryShelf(site.blocks.cache, site.contents, site.evictions, KEY)
     shelf.put(b"n" * 16, 3, 4, 0)
-    assert shelf.pack(b"n" * 16) == pack_block(b"n" * 16, site.blocks.cache.views(3))
+    assert shelf.pack(b"n" * 16) == pack_block(b"n" * 16, site.blocks.cache.views(3), KEY)
 
-    def pack_slowly(name: bytes, parts: list[memoryview]) -> bytearray:
+    def pack_slowly(name: bytes, parts: list[memoryview], key: bytes) -> bytearray:
         site.evictions[3] += 1
-        return pack_block(name, parts)
+        return pack_block(name, parts, key)
 
     monkeypatch.setattr("core.tiers.memory_shelf.pack_block", pack_slowly)
     assert shelf.pack(b"n" * 16) is None
@@ -184,7 +184,7 @@ def test_the_peer_with_the_longest_beginning_is_read_from(tmp_path: Path) -> Non
         site.serve(address)
         site.leave()
     short.contents[5] = 99
-    peers = Peers([*addresses, f"ipc://{tmp_path}/nobody"])
+    peers = Peers([*addresses, f"ipc://{tmp_path}/nobody"], KEY)
     taker.store = BlockStore(None, taker.names, taker.blocks, taker.contents, taker.evictions, peers)
     taker.store.open()
     for peer in peers._peers[:2]:
@@ -211,7 +211,7 @@ def test_over_tcp_a_peer_needs_a_key_that_is_allowed(tmp_path: Path) -> None:
     assert taker.store.carry_out(LOOK) == BlocksFound(7, NUM)
     assert taker.store.carry_out(FETCH) == BlocksArrived(7, NUM)
     for suffix in ("", f"?keys={tmp_path}/others"):
-        peers = Peers([f"{address}{suffix}"])
+        peers = Peers([f"{address}{suffix}"], KEY)
         stranger.store = BlockStore(None, stranger.names, stranger.blocks, stranger.contents, stranger.evictions, peers)
         stranger.store.open()
         assert peers._peers[0].monitor.poll(10_000), "the end of the attempt"
@@ -247,8 +247,8 @@ class Liar:
         self._thread.join()
 
 
-def lie(site: Site, change: Callable[[int, bytearray], bytearray]) -> Callable[[bytes], list[bytes]]:
-    """Answer as an engine that has all blocks would; change(place, bytes of a block) spoils them."""
+def lie(site: Site, change: Callable[[int, bytearray], bytearray], key: bytes = KEY) -> Callable[[bytes], list[bytes]]:
+    """Answer as an engine that has all blocks would; change(place, bytes of a block) spoils them. key: of the liar."""
     place_of = {name: place for place, name in enumerate(site.names.chain(-1, TOKENS))}
 
     def answer(frame: bytes) -> list[bytes]:
@@ -256,11 +256,25 @@ def lie(site: Site, change: Callable[[int, bytearray], bytearray]) -> Callable[[
         names = split_names(question.names)
         if isinstance(question, FindBlocks):
             return [encode(BlocksHere(question.number, len(names)))]
-        packed = [pack_block(name, site.blocks.cache.views(place_of[name])) for name in names]
+        packed = [pack_block(name, site.blocks.cache.views(place_of[name]), key) for name in names]
         blocks = [bytes(change(place_of[name], data)) for name, data in zip(names, packed, strict=True)]
         return [encode(BlocksSent(question.number, len(blocks))), *blocks]
 
     return answer
+
+
+def test_blocks_that_were_forged_without_the_key_are_misses(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody who stands at a peer's address learns the names from the questions, and no more."""
+    said = list[str]()
+    monkeypatch.setattr(peers_module.log, "say", said.append)
+    for key, expected in ((bytes(32), 0), (KEY, NUM)):
+        taker, liar = Site(2), Liar(address, lie(Site(1), lambda place, data: data, key))
+        taker.ask(address)
+        assert taker.store.carry_out(LOOK) == BlocksFound(7, NUM)
+        assert taker.store.carry_out(FETCH) == BlocksArrived(7, expected)
+        taker.store.close()
+        liar.close()
+    assert "damaged or forged" in said[0]
 
 
 def test_every_byte_flipped_and_every_length_is_a_miss(address: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,7 +58,7 @@ def check_shrinks(bug: Bug, source: Path, folder: Path, patch: Patch, seconds: i
     "bug", [one for one in BUGS if one.plant.__name__ in QUICK], ids=lambda bug: bug.plant.__name__
 )
 def test_a_planted_bug_shrinks(bug: Bug, tmp_path: Path, monkeypatch: Patch) -> None:
-    source = tmp_path / "a.cap"
+    source = tmp_path / 'a""" + code + """\\.cap'  # a stranger's, whose name is in the written test
     capture_in_process(source, config_of(bug))
     assert check_shrinks(bug, source, tmp_path, monkeypatch, 60) <= MOST_REQUESTS
 

@@ -1,12 +1,14 @@
 """`engine-core replay FILE`: run a capture again and say where it first differs."""
 
 import argparse
+import contextlib
 import sys
 import time
 from collections.abc import Sequence
 
 import msgspec
 
+from core.capture.bounds import bounded_memory
 from core.capture.file import CaptureFile
 from core.capture.redaction import redact
 from ipc.errors import CaptureFileError, ModelFileError
@@ -72,7 +74,8 @@ def main(arguments: Sequence[str]) -> int:
     """Replay the capture and return the exit status, one of EXIT_... or of argparse."""
     try:
         if arguments and arguments[0] in _COMMANDS:
-            return _COMMANDS[arguments[0]](arguments[1:])
+            with bounded_memory("the capture"):
+                return _COMMANDS[arguments[0]](arguments[1:])
         return _replay(arguments)
     except CaptureFileError as error:
         print_error(str(error))
@@ -85,6 +88,12 @@ def main(arguments: Sequence[str]) -> int:
 def _replay(arguments: Sequence[str]) -> int:
     parsed = _parser().parse_args(arguments)
     _check_options(parsed)
+    has_model = parsed.mode != "resched"
+    with contextlib.nullcontext() if has_model else bounded_memory(parsed.file):
+        return _run_mode(parsed)
+
+
+def _run_mode(parsed: argparse.Namespace) -> int:
     if parsed.fails_when is not None:
         return judge(parsed.file, parsed.fails_when)
     file = CaptureFile(parsed.file)

@@ -1,5 +1,6 @@
 """The explanation of a captured engine's requests at a step of its past, as it would have given it then."""
 
+from core.capture.bounds import bounded_memory, untrusted_file
 from core.capture.file import CaptureFile
 from core.scheduling.explain import explain
 from ipc.errors import CaptureFileError, ConfigError
@@ -14,6 +15,11 @@ def explain_at(path: str, step: int, session: int, number: int, limit: int) -> E
     The capture runs again from the last checkpoint before that step. session, number, limit: see Explain.
     Errors: CaptureFileError; ConfigError for a step that the file does not have, or a request that did not live then.
     """
+    with bounded_memory(path):
+        return _explain(path, step, session, number, limit)
+
+
+def _explain(path: str, step: int, session: int, number: int, limit: int) -> Explanation:
     file = CaptureFile(path)
     first, last = file.first_step, file.first_step + file.num_steps - 1
     if not first <= step <= last:
@@ -31,7 +37,8 @@ def explain_at(path: str, step: int, session: int, number: int, limit: int) -> E
         if turn.step_index == step:
             break
     call = Explain(0, number, session, limit) if number != EVERY_REQUEST else Explain(0, limit=limit)
-    answer = explain(replay.engine.scheduler, config.scheduling_policy, 0, call, now_ns)
+    with untrusted_file(path):
+        answer = explain(replay.engine.scheduler, config.scheduling_policy, 0, call, now_ns)
     if isinstance(answer, CallFailed):
         raise ConfigError(f"at step {step}: {answer.message}")
     return answer

@@ -9,6 +9,7 @@ import numpy as np
 
 from core.batch.table import BatchTable
 from core.border.validation import validate_request
+from core.capture.bounds import untrusted_file
 from core.capture.engine import CapturedEngine
 from core.capture.file import CaptureFile, Place, Turn
 from core.capture.recorded_executor import RecordedExecutor
@@ -137,8 +138,9 @@ class Replay:
             raise CaptureFileError(f"{file.path}: no engine can have had its options: {error!r}") from None
         self._batch = Batch()
         if self._start is not None:
-            self._captured.start_at(file.checkpoint(self._start))
-            self._batch = Batch.of(self.engine)
+            with untrusted_file(file.path):
+                self._captured.start_at(file.checkpoint(self._start))
+                self._batch = Batch.of(self.engine)
         if watcher is not None:
             watcher.table = self.engine.scheduler.table
 
@@ -153,17 +155,22 @@ class Replay:
         The last one differs, or ended the captured engine, or is the last of the file.
         """
         for turn in self._file.turns(self._start):
-            _check_inputs(self._file, turn, has_features=isinstance(self._executor, RecordedExecutor))
-            if turn.has_columns:
-                self._captured.write_columns()
-            self._executor.feed(turn.step)
-            replies: Sequence[tuple[int, EngineReply]] = ()
-            with contextlib.suppress(Exception):  # the engine has noted the exception in its record
-                replies = self._captured.step(turn.inbox, turn.step.now_ns)
-            difference = find_difference(turn, self._log.step, self._batch, replies)
+            is_recorded = isinstance(self._executor, RecordedExecutor)
+            _check_inputs(self._file, turn, has_features=is_recorded)
+            with untrusted_file(self._file.path) if is_recorded else contextlib.nullcontext():
+                difference, replies = self._step(turn)
             yield turn, difference, replies
             if difference is not None or turn.step.error:
                 return
+
+    def _step(self, turn: Turn) -> tuple[Difference | None, Sequence[tuple[int, EngineReply]]]:
+        if turn.has_columns:
+            self._captured.write_columns()
+        self._executor.feed(turn.step)
+        replies: Sequence[tuple[int, EngineReply]] = ()
+        with contextlib.suppress(Exception):  # the engine has noted the exception in its record
+            replies = self._captured.step(turn.inbox, turn.step.now_ns)
+        return find_difference(turn, self._log.step, self._batch, replies), replies
 
 
 def rerun(

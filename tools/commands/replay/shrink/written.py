@@ -22,7 +22,7 @@ _MAX_IDLE_STEPS = 100
 #: "" in a checkout, "engine_core." in a wheel.
 _HOME_PACKAGE = __name__.removesuffix("tools.commands.replay.shrink.written")
 
-_TEST = '''"""What `engine-core replay shrink` left of {name}: it fails when {condition}"""
+_TEST = '''"""What `engine-core replay shrink` left of {name}: it fails when {said}"""
 
 from {home}tools.commands.replay.fails_when import FailsWhen
 from {home}tools.commands.replay.shrink.trial import Trial
@@ -100,7 +100,13 @@ def pytest_text(workload: Workload, condition: str, name: str) -> str:
         pprint.pformat(part, width=110, compact=True, sort_dicts=False) for part in literal(workload)
     )
     texts = {"options": options, "model": model, "requests": requests}
-    return _TEST.format(name=name, condition=condition, home=_HOME_PACKAGE, **texts)
+    said = {"name": _in_docstring(name), "said": _in_docstring(condition)}
+    return _TEST.format(**said, condition=condition, home=_HOME_PACKAGE, **texts)
+
+
+def _in_docstring(text: str) -> str:
+    """Return a text that does not end the docstring in which it is: the name is that of a file of somebody else's."""
+    return ascii(text)[1:-1].replace("\\", "/").replace('"', "'")
 
 
 def describe(requests: Sequence[Recorded]) -> str:

@@ -1,0 +1,121 @@
+"""The registry of the state: every class that a checkpoint may name, and the fields that it takes, with their types.
+
+A class that is not here is in no checkpoint. Tests compare what engines of all kinds hold with what is listed.
+"""
+
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, get_type_hints
+
+from core.batch.batch import OtherKind
+from core.batch.carried import Copies
+from core.batch.request import Request, Swapped
+from core.capture import state_of_batch, state_of_scheduling
+from core.capture.state_types import Callback
+from core.execution.plan import NewPooling, NewRow, SchedulerOutput
+from core.kv.cache_kinds import CacheKind, CacheRoom
+from core.kv.event_feed import KVFeed
+from core.kv.orders import Fetch, Leave, Look, Store, Windows
+from core.scheduling.beams.beam_rules import Candidates, Finished, Token
+from core.scheduling.block_exchange import PendingFetch
+from core.scheduling.decisions import Cause, Decision, Examined, Preempted, Verdict
+from core.scheduling.outputs import _Rows
+from core.scheduling.scheduler import Scheduler
+from core.scheduling.stats import SchedulerStats
+from ipc.params.pooling_params import PoolingParams
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.feature_messages import FeatureUse
+from ipc.wire.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
+from ipc.wire.lora_messages import AdapterId
+from ipc.wire.messages import FinishReason, Logprobs, RequestFailed
+from ipc.wire.pooling_messages import Pooled
+
+#: The package that the checkout's folders are in: "" there, "engine_core." in a wheel. Checkpoints do not name it.
+_HOME_PACKAGE = __name__.removesuffix("core.capture.state_classes")
+
+_OBJECTS: dict[type, dict[Any, str]] = {**state_of_batch.FIELDS, **state_of_scheduling.FIELDS}
+_STRUCTS = (NewPooling, NewRow, Request, SchedulerOutput, PendingFetch, Decision, SchedulerStats)
+_NAMED = (
+    CacheKind,
+    CacheRoom,
+    Candidates,
+    Copies,
+    Examined,
+    Fetch,
+    Finished,
+    Leave,
+    Look,
+    OtherKind,
+    Preempted,
+    Store,
+    Swapped,
+    Token,
+    Windows,
+    _Rows,
+)
+_ENUMS: tuple[type[Enum], ...] = (Cause, Verdict, FinishReason)
+_MESSAGES = (
+    AdapterId,
+    FeatureUse,
+    KVBlocksCleared,
+    KVBlocksRemoved,
+    KVBlocksStored,
+    Logprobs,
+    Pooled,
+    PoolingParams,
+    RequestFailed,
+    SamplingParams,
+)
+
+
+class UnknownObjectError(Exception):
+    """Error: the state has an object of a kind that a checkpoint does not know."""
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__.removeprefix(_HOME_PACKAGE)}:{kind.__qualname__}"
+
+
+def _fields(kind: type) -> dict[str, Any]:
+    """Return the types of an object's fields by name. Those of a subclass may be narrower than its base's."""
+    found: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        for hint, names in _OBJECTS.get(base, {}).items():
+            found.update(dict.fromkeys(names.split(), hint))
+    return found
+
+
+def _methods() -> frozenset[str]:
+    callbacks: list[Callback] = []
+    for hints in _OBJECTS.values():
+        for hint in hints:
+            callbacks += [one for one in (hint, *getattr(hint, "__args__", ())) if isinstance(one, Callback)]
+    return frozenset(name for callback in callbacks for _, name in callback.allowed)
+
+
+#: Classes of each kind by their name in a checkpoint.
+OBJECTS = MappingProxyType({_name(kind): kind for kind in _OBJECTS})
+STRUCTS = MappingProxyType({_name(kind): kind for kind in _STRUCTS})
+NAMED = MappingProxyType({_name(kind): kind for kind in _NAMED})
+ENUMS = MappingProxyType({_name(kind): kind for kind in _ENUMS})
+MESSAGES = MappingProxyType({_name(kind): kind for kind in _MESSAGES})
+#: The types of the fields by class and name: of objects, structs and named tuples.
+FIELDS: MappingProxyType[type, dict[str, Any]] = MappingProxyType(
+    {
+        **{kind: _fields(kind) for kind in _OBJECTS},
+        **{kind: get_type_hints(kind) for kind in (*_STRUCTS, *_NAMED)},
+    }
+)
+#: Names of the methods that a field may hold.
+METHODS = _methods()
+#: The types of EngineCore.state()'s entries.
+STATE: tuple[Any, ...] = (int, Scheduler, KVFeed, list[SchedulerOutput])
+
+_NAMES = {kind: name for kinds in (OBJECTS, STRUCTS, NAMED, ENUMS, MESSAGES) for name, kind in kinds.items()}
+
+
+def class_name(kind: type) -> str:
+    """Return "module:name" of a class of the state. Errors: UnknownObjectError for another class."""
+    if kind not in _NAMES:
+        raise UnknownObjectError(f"{_name(kind)} is no class that a checkpoint may have")
+    return _NAMES[kind]
