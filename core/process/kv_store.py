@@ -113,7 +113,7 @@ def _block_store(stores: OpenStores, names: PortableNames, batch: Batch, evictio
     host, blocks, block_names = batch.host_cache, stores.blocks, batch.pool.names
 
     def shelves(contents: Contents, host_contents: Ints) -> Shelves:
-        of_host = MemoryShelf(blocks.host, host_contents, host.times_given, stores.key, host.first)
+        of_host = MemoryShelf(blocks.host, host_contents, host.times_given, stores.key, first=host.first)
         return Shelves(MemoryShelf(blocks.cache, contents, evictions, stores.key), of_host)
 
     beside = BesideContents(block_names) if block_names.beside else None

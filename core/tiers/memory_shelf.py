@@ -40,7 +40,9 @@ class MemoryShelf:
     the place has been given away. key: of the blocks' names. first: the place in memory that the columns begin with.
     """
 
-    def __init__(self, memory: BlockMemory, contents: Contents, times_given: Ints, key: bytes, first: int = 0) -> None:
+    def __init__(
+        self, memory: BlockMemory, contents: Contents, times_given: Ints, key: bytes, *, first: int = 0
+    ) -> None:
         self._key = key
         self._memory, self._contents, self._times_given, self._first = memory, contents, times_given, first
         self._most = _NAMES_PER_BLOCK * len(contents)

@@ -51,6 +51,8 @@ class WorkersExecutor:
     config: the engine's; each worker runs the executor that it names. Errors: those of that executor's constructor.
     """
 
+    adapters = None  # the config refuses them
+
     def __init__(self, config: EngineConfig) -> None:
         self._config = in_one_process(config)
         self._places = places_of(config.tensor_parallel_size, config.pipeline_parallel_size, config.nnodes)

@@ -27,7 +27,12 @@ def captures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "several": with_options(CONFIG, executor_options=fake_options(tokens_per_step=5)),
         "deep-several": with_options(CONFIG, executor_options=fake_options(tokens_per_step=5), async_scheduling=True),
         "real": msgspec.structs.replace(
-            CONFIG, executor="local", model=str(folder / "model"), dtype="float32", threads=1
+            CONFIG,
+            executor="local",
+            executor_options={},
+            model=str(folder / "model"),
+            dtype="float32",
+            threads=1,
         ),
     }
     free = msgspec.structs.replace(

@@ -14,8 +14,8 @@ from core.process.loop import EXIT_FAILED
 from core.process.start import StartedEngine
 from core.tiers.block_file import HEAD_BYTES
 from ipc.errors import ConfigError
-from ipc.options.config import EngineConfig
 from ipc.wire.start_messages import EXIT_RESTART
+from tests.resolved import resolved_config
 
 MIB = 1 << 20
 
@@ -28,8 +28,8 @@ class _Sharing:
 
 def test_a_bound_below_the_file_of_one_block_is_refused_with_the_numbers(tmp_path: Path) -> None:
     def opened(kv_dir_bytes: int) -> None:
-        config = EngineConfig(
-            executor="local", num_host_blocks=2, kv_dir=str(tmp_path / "kv"), kv_dir_bytes=kv_dir_bytes
+        config = resolved_config(
+            10, 64, executor="local", num_host_blocks=2, kv_dir=str(tmp_path / "kv"), kv_dir_bytes=kv_dir_bytes
         )
         stores = open_stores(config, cast("Executor", _Sharing()))
         assert stores is not None

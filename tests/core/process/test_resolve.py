@@ -40,6 +40,7 @@ def test_nothing_is_left_open() -> None:
     assert [name for name in config.__struct_fields__ if getattr(config, name) is None] == [
         "model",
         "mmproj",
+        "chat_template",
         "master_addr",
         "classifier_from_token",
         "kv_dir",

@@ -14,7 +14,6 @@ from core.sampling.logit_edits import apply_edits, edit_groups
 from core.sampling.sampler import SamplingInputs, processed_logits, sample
 from core.sampling.top_n_sigma import NearLargest
 from core.sampling.xtc import XTC, Excluded
-from ipc.options.config import EngineConfig
 from ipc.options.speculation import SpeculativeConfig
 from ipc.params.sampling_params import SamplingParams
 from kernels import gumbel
@@ -25,6 +24,7 @@ from tests.core.runner.invariance import recorded_engine, request, tiny_model
 from tests.core.sampling.test_logit_edits import draw, edited, int32s, without_top_choices
 from tests.core.sampling.test_logprobs import drain
 from tests.core.sampling.test_sampler import left_by_filters
+from tests.resolved import resolved_config
 
 VOCAB_SIZE = 700
 NUM_ROWS = 24
@@ -110,11 +110,12 @@ def test_tokens_equal_the_reference(case: dict[str, Any], probability: float, ke
 )
 def test_processed_logits_of_requests_are_those_of_their_draws(speculative_config: SpeculativeConfig | None) -> None:
     """The filters are applied once, before Xtc if it happens at a token's position, also behind drafts."""
-    config = EngineConfig(
+    config = resolved_config(
+        100,
+        512,
+        executor="local",
         max_num_seqs=4,
         max_num_batched_tokens=64,
-        num_blocks_override=100,
-        max_model_len=512,
         logprobs_mode="processed_logits",
         speculative_config=speculative_config,
     )

@@ -58,7 +58,7 @@ class Site:
 
     def serve(self, address: str, folder: BlockFolder | None = None) -> None:
         cache = MemoryShelf(self.blocks.cache, self.contents, self.evictions, KEY)
-        host = MemoryShelf(self.blocks.host, self.host_contents, self.times_given, KEY, 3)
+        host = MemoryShelf(self.blocks.host, self.host_contents, self.times_given, KEY, first=3)
         shelves = [cache, host] if folder is None else [cache, host, folder]
         served = BlocksServed(Shelves(cache, host), PeerServer(*_listen(address), shelves))
         self.store = BlockStore(folder, self.names, self.blocks, self.contents, self.evictions, served=served)
@@ -66,7 +66,7 @@ class Site:
 
     def ask(self, address: str, clock: Callable[[], float] | None = None) -> None:
         peers = Peers([address], KEY) if clock is None else Peers([address], KEY, clock)
-        self.store = BlockStore(None, self.names, self.blocks, self.contents, self.evictions, peers)
+        self.store = BlockStore(None, self.names, self.blocks, self.contents, self.evictions, peers=peers)
         self.store.open()
         self.wait_for_connection(peers)
 
@@ -185,7 +185,7 @@ def test_the_peer_with_the_longest_beginning_is_read_from(tmp_path: Path) -> Non
         site.leave()
     short.contents[5] = 99
     peers = Peers([*addresses, f"ipc://{tmp_path}/nobody"], KEY)
-    taker.store = BlockStore(None, taker.names, taker.blocks, taker.contents, taker.evictions, peers)
+    taker.store = BlockStore(None, taker.names, taker.blocks, taker.contents, taker.evictions, peers=peers)
     taker.store.open()
     for peer in peers._peers[:2]:
         while not peer.is_connected():
@@ -212,7 +212,9 @@ def test_over_tcp_a_peer_needs_a_key_that_is_allowed(tmp_path: Path) -> None:
     assert taker.store.carry_out(FETCH) == BlocksArrived(7, NUM)
     for suffix in ("", f"?keys={tmp_path}/others"):
         peers = Peers([f"{address}{suffix}"], KEY)
-        stranger.store = BlockStore(None, stranger.names, stranger.blocks, stranger.contents, stranger.evictions, peers)
+        stranger.store = BlockStore(
+            None, stranger.names, stranger.blocks, stranger.contents, stranger.evictions, peers=peers
+        )
         stranger.store.open()
         assert peers._peers[0].monitor.poll(10_000), "the end of the attempt"
         assert not peers._peers[0].is_connected()

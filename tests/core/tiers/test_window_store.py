@@ -58,7 +58,9 @@ class Parts:
         self.names = PortableNames(self.folder.key, "model", SIZE)
         self.peers = FakePeers({})
         columns, peers = (self.pages.content, self.evictions), cast("Any", self.peers)
-        self.store = BlockStore(self.folder, self.names, blocks, *columns, peers, beside=BesideContents(self.pages))
+        self.store = BlockStore(
+            self.folder, self.names, blocks, *columns, peers=peers, beside=BesideContents(self.pages)
+        )
         self.chain = list(self.names.chain(ROOT, TOKENS))
         self.blocks = np.arange(2, 2 + NUM)
         self.pages.content[self.blocks] = 100 + np.arange(NUM)

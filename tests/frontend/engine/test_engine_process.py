@@ -78,8 +78,8 @@ def private_files() -> list[str]:
 
 
 def test_a_process_that_is_stopped_while_it_starts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("stopped.LIMIT_S", 0.2), ("stopped.LOOK_S", 0.05), ("process.LOOK_S", 0.05)):
-        monkeypatch.setattr(f"frontend.engine.{name}", seconds)
+    for name, seconds in (("LIMIT_S", 0.2), ("LOOK_S", 0.05)):
+        monkeypatch.setattr(f"frontend.engine.process.{name}", seconds)
     process = EngineProcess(EngineConfig(executor="fake"))
     process.start()
     pid = process.pid

@@ -21,19 +21,19 @@ from triton.compiler import ASTSource
 
 from kernels.triton import (
     activation,
-    copy_blocks,
     decode_attention,
     embedding,
     gated_activation,
+    kv_cache,
     norm,
     output_gate,
+    packed_linear,
     packed_product,
     prefill_attention,
     prepare_inputs,
     rope,
     sampling,
     threshold_search,
-    unpack,
 )
 from kernels.triton.attention_work import SPLIT, decode_rows, kv_tile_tokens, prefill_options, tile_tokens
 from kernels.triton.device import power_of_2
@@ -97,7 +97,7 @@ KERNELS: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
     ),
     (embedding._gather, {"ids": LONG, "table": HALF, "out": FLOAT, "scale": "fp32"}, {"WIDTH": 576, "BLOCK": 1024}),
     (
-        copy_blocks._copy,
+        kv_cache._copy,
         {"source": HALF, "target": HALF, "source_ids": INT, "target_ids": INT},
         {"WIDTH": 6144, "BLOCK": 2048},
     ),
@@ -198,7 +198,12 @@ def packed(*, every: bool) -> Iterator[tuple[Any, dict[str, str], dict[str, Any]
                     {},
                 )
             sizes = dict.fromkeys(("num_rows", *groups), "i32")
-            yield unpack._unpack, {**types, **sizes, "out": dtype}, {**constants, "BLOCK_K": 128, "EVEN": True}, {}
+            yield (
+                packed_linear._unpack,
+                {**types, **sizes, "out": dtype},
+                {**constants, "BLOCK_K": 128, "EVEN": True},
+                {},
+            )
     sizes = dict.fromkeys(("num_rows", "num_columns", "first_column", "out_columns"), "i32")
     types = {**dict.fromkeys(("x", "bias", "out"), HALF), "partial_sums": FLOAT, **sizes}
     yield packed_product._merge_parts, types, {"PARTS": 8, "BLOCK": 1024, "HAS_BIAS": True}, {}

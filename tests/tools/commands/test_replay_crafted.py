@@ -60,7 +60,7 @@ def test_no_attribute_of_an_array_leads_to_a_function(
     """Once an array of NumPy led to os.system, a batch's method was set to it, and set_parts() called that."""
     nodes = [
         ["array", "<i8", [1], bytes(8)],
-        ["object", "core.batch.window_batch:WindowBatch", chain(reference(0), "ctypes", "_ctypes", "_os", "system")],
+        ["object", "core.batch.batch:Batch", chain(reference(0), "ctypes", "_ctypes", "_os", "system")],
         ["object", "ipc.tables.columns:Columns", ["method", reference(1), "num_promised_blocks"]],
     ]
     for text in run_all(write(tmp_path / "a.cap", parts, pack(nodes, reference(2))), capfd):
