@@ -7,11 +7,10 @@ keeps the blocks of the first kind until it ends. In the numbers of most methods
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 
-from core.batch.block_table import BlockTable
+from core.batch.block_table import BlockTable, OtherKind
 from core.batch.carried import Carried
 from core.batch.forks import Forks
 from core.batch.host_cache import HostCache
@@ -22,25 +21,16 @@ from core.batch.request import Request
 from core.batch.stop_check import StopCheck
 from core.batch.table import BatchTable, OtherStart, RequestStart
 from core.kv.block_pool import NULL_BLOCK, BlockPool
-from core.kv.cache_kinds import CacheKind, room_of
-from ipc.options.config import EngineConfig
+from core.kv.cache_kinds import room_of
+from ipc.options.resolved import ResolvedConfig
 from ipc.tables.arrays import BlockIds, Bools, Int32s, Ints, Rows
 from ipc.tables.rounding import ceil_div
-
-
-class OtherKind(NamedTuple):
-    """A further kind of layers, which has a window."""
-
-    number: int
-    kind: CacheKind
-    table: BlockTable  # of all rows
 
 
 class Batch:
     """The rows of running requests, sorted by (rank, serial), and what belongs to them: table, pool and cache."""
 
-    def __init__(self, config: EngineConfig, eos_token_ids: tuple[int, ...]) -> None:
-        assert config.num_blocks_override is not None, "the config is not resolved"
+    def __init__(self, config: ResolvedConfig, eos_token_ids: tuple[int, ...]) -> None:
         self.block_size = config.block_size
         self._shift = config.block_size.bit_length() - 1  # block sizes are powers of two
         self.room = room_of(config)
@@ -66,7 +56,7 @@ class Batch:
         self.forks = Forks(self.tables, self.room, self.pool, self.prefix_cache, self.in_flight)
         self.carried = Carried()
         self.kept_states: KeptStates | None = None  # of a model with recurrent layers
-        self.host_cache = HostCache(self, config.num_host_blocks or 0, config.num_swap_blocks or 0)
+        self.host_cache = HostCache(self, config.num_host_blocks, config.num_swap_blocks)
         if others and self.host_cache.num_slots:
             self.prefix_cache.host = self.host_cache
         self.before_release: list[Callable[[Rows], None]] = []  # called with rows that are about to be released
@@ -313,11 +303,11 @@ class Batch:
         if self.kept_states is not None:
             self.kept_states.begin(starts, self.carried)
         table, merged = self.table, np.concatenate([self.rows, rows])
-        keys = (table.serial[merged], table.rank[merged])
-        if len(self.rows) and self._is_sorted(*keys):
+        serials, ranks = table.serial[merged], table.rank[merged]
+        if len(self.rows) and self._is_sorted(serials, ranks):
             self.rows = merged
         else:
-            self.rows = merged[np.lexsort(keys)]
+            self.rows = merged[np.lexsort((serials, ranks))]
         return rows
 
     def release(self, rows: Rows) -> list[Request]:

@@ -1,7 +1,10 @@
 """BlockTable: the blocks of rows in layers of one kind."""
 
+from typing import NamedTuple
+
 import numpy as np
 
+from core.kv.cache_kinds import CacheKind
 from ipc.tables.arrays import BlockIds, Int32s, Ints, Rows
 from ipc.tables.columns import Columns, column
 from ipc.tables.paged_rows import PagedRows
@@ -56,3 +59,11 @@ class BlockTable(Columns):
         idle = np.ones(len(self.num_blocks), np.bool_)
         idle[running] = False
         assert not self.num_blocks[idle].any(), "a free row has blocks"
+
+
+class OtherKind(NamedTuple):
+    """A further kind of layers, which has a window."""
+
+    number: int
+    kind: CacheKind
+    table: BlockTable  # of all rows

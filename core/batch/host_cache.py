@@ -6,20 +6,33 @@ here, too, and is not copied out again. Blocks of all kinds of layers have slots
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 
+from core.batch.block_table import OtherKind
+from core.batch.carried import Carried
 from core.batch.host_beside import UNKNOWN, HostBeside, OtherReach, Reach
+from core.batch.prefix_cache import PrefixCache
 from core.batch.request import Request
 from core.batch.table import OtherStart, RequestStart
 from core.kv.beside import Beside
 from core.kv.block_names import UNNAMED, BlockNames
+from core.kv.block_pool import BlockPool
 from core.kv.block_ring import BlockRing
+from core.kv.cache_kinds import CacheRoom
 from ipc.tables.arrays import NO_INT32S, Bools, Int32s, Ints
 
-if TYPE_CHECKING:
-    from core.batch.batch import Batch
+
+class CachedBlocks(Protocol):
+    """What a host cache uses of a batch: the KV cache's blocks, and the plan that is being made."""
+
+    block_size: int
+    pool: BlockPool
+    prefix_cache: PrefixCache
+    room: CacheRoom
+    others: tuple[OtherKind, ...]
+    carried: Carried
 
 
 class HostCache:
@@ -28,7 +41,7 @@ class HostCache:
     num_slots: 0 = nothing is kept. Slots are numbered from 0 here, and from `first` on in plans.
     """
 
-    def __init__(self, batch: "Batch", num_slots: int, first: int) -> None:
+    def __init__(self, batch: CachedBlocks, num_slots: int, first: int) -> None:
         self.num_slots = num_slots
         self.num_hits = 0  # blocks copied back, since the engine started
         self._batch = batch

@@ -7,7 +7,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, get_type_hints
 
-from core.batch.batch import OtherKind
+from core.batch.block_table import OtherKind
 from core.batch.carried import Copies
 from core.batch.request import Request, Swapped
 from core.capture import state_of_batch, state_of_scheduling

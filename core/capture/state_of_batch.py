@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from core.batch.batch import Batch, OtherKind
-from core.batch.block_table import BlockTable
+from core.batch.batch import Batch
+from core.batch.block_table import BlockTable, OtherKind
 from core.batch.carried import Carried, Copies
 from core.batch.forks import Forks
 from core.batch.host_beside import HostBeside

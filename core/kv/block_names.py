@@ -135,7 +135,7 @@ class BlockNames:
         The block that was entered first keeps the name. The other blocks of its content are not entered.
         """
         keys, numbers = block_key(parents.view(np.uint64), hash_blocks(token_ids)), blocks.tolist()
-        given = blocks, parents, token_ids
+        all_blocks, all_parents, all_token_ids = blocks, parents, token_ids
         blocks = blocks.astype(np.int64)  # the columns are written in a fifth of the time
         holders = list(map(self.block_of_key.setdefault, keys.tolist(), numbers))
         owners = None if holders == numbers else np.array(holders, np.int64)
@@ -151,7 +151,10 @@ class BlockNames:
         if self.events is not None:
             self.events.stored(contents, parents, token_ids)
         for beside in self.beside:
-            beside.let_find(*(self._same_content(*given, owners) if owners is not None else (blocks, blocks)))
+            if owners is None:
+                beside.let_find(blocks, blocks)
+            else:
+                beside.let_find(*self._same_content(all_blocks, all_parents, all_token_ids, owners))
         return owners
 
     def _same_content(self, blocks: Int32s, parents: Ints, token_ids: TokenIds, owners: Ints) -> tuple[Int32s, Ints]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ipc.options.config import EngineConfig
+from ipc.options.resolved import ResolvedConfig
 from ipc.tables.arrays import Bools, Ints
 from ipc.tables.rounding import ceil_div
 
@@ -79,10 +80,9 @@ class CacheRoom(NamedTuple):
         return max(0, fitting - 1) * size
 
 
-def room_of(config: EngineConfig) -> CacheRoom:
-    """Return what requests take of the cache of a resolved config."""
-    assert config.max_num_batched_tokens is not None, "the config is not resolved"
-    return cache_room(config, config.kv_window or 0, config.kv_page_blocks or 0, config.max_num_batched_tokens)
+def room_of(config: ResolvedConfig) -> CacheRoom:
+    """Return what requests take of the cache."""
+    return cache_room(config, config.kv_window, config.kv_page_blocks, config.max_num_batched_tokens)
 
 
 def cache_room(config: EngineConfig, window: int, page_blocks: int, num_step_tokens: int) -> CacheRoom:
