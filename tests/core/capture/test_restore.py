@@ -264,6 +264,8 @@ def test_columns_that_are_not_the_tables_are_refused(sound: tuple[list[Any], Any
 def test_a_state_whose_numbers_do_not_agree_is_refused(sound: tuple[list[Any], Any]) -> None:
     pool = ("core.kv.block_pool:BlockPool", "num_free")
     assert "a state that no engine can have had" in refused(*with_field(sound, *pool, 3))
+    pages = ("core.kv.block_pool:BlockPool", "page_blocks")
+    assert "no engine can have had: FloatingPointError" in refused(*with_field(sound, *pages, 0))  # divides by it
 
 
 def run_mutations(seed: int, count: int) -> tuple[int, int]:
