@@ -23,9 +23,9 @@ from ipc.params.sampling_params import SamplingParams
 
 _TICK_S = 1.0
 _EACH_TURN = 128  # replies: a write takes some 10 microseconds
-#: Of news in a turn of the loop, some 10 ms. A choice is 8; each of its tokens is 1, and each of their log
+#: Of news in a turn of the loop, at most 20 ms. A choice is 8; each of its tokens is 1, and each of their log
 #: probabilities, which make more work, is 4.
-_NEWS_EACH_TURN = 8192
+_NEWS_EACH_TURN = 16384
 _DISCARDS_EACH_TURN = 128
 _BYTES_OF_WORK = 64  # of an answer, for each unit of its size
 _log = logging.getLogger("engine_core.http")
