@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from ipc.errors import AddressError
 
 _HOST = "127.0.0.1"
+_TEXT = "text/plain; version=0.0.4"  # the one format of the page, whatever a scraper accepts
 _SILENCE_S = 5.0  # that a connection may be silent
 
 
@@ -37,7 +38,8 @@ class MetricsServer:
                 start_response("421 Misdirected Request", [("Content-Type", "text/plain")])
                 return [b"this server is not the host of this name\n"]
             if environ["PATH_INFO"] == "/metrics" and environ["REQUEST_METHOD"] in ("GET", "HEAD"):
-                return app(environ, start_response)  # type: ignore[no-any-return]
+                # prometheus_client renames metrics for some values of Accept; names here are an interface.
+                return app({**environ, "HTTP_ACCEPT": _TEXT}, start_response)  # type: ignore[no-any-return]
             start_response("404 Not Found", [("Content-Type", "text/plain")])
             return [b"GET /metrics\n"]
 

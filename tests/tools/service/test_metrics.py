@@ -40,6 +40,25 @@ def scrape(url: str) -> dict[str, float]:
     return found
 
 
+@pytest.mark.parametrize(
+    "accept",
+    ["application/openmetrics-text;version=1.0.0;q=0.5,text/plain;version=0.0.4;q=0.3", "text/plain;version=1.0.0", ""],
+)
+def test_no_scraper_gets_other_names(accept: str) -> None:
+    class Colons(Collector):
+        def collect(self) -> Iterator[Metric]:
+            yield GaugeMetricFamily("vllm:num_requests_running", "Requests.", 3)
+
+    server = MetricsServer("127.0.0.1:0", registry_of(Colons()))
+    try:
+        asked = urllib.request.Request(server.url, headers={"Accept": accept})
+        with urllib.request.urlopen(asked, timeout=10) as answer:
+            assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+            assert "\nvllm:num_requests_running 3.0\n" in answer.read().decode()
+    finally:
+        server.close()
+
+
 def ask(address: str) -> None:
     with LLM(connect=address) as llm:
         prompts = [{"prompt_token_ids": [7, number]} for number in range(NUM_REQUESTS)]
