@@ -17,6 +17,7 @@ from frontend.calls.scanner import Scanner
 from frontend.calls.tool_prompt import with_tools, without_calls
 from frontend.http.bodies import ChatBody, Json
 from frontend.http.errors import HttpError
+from frontend.http.left_out import Note, own_choice, own_tools
 from frontend.http.replies.thought_tokens import ThoughtTokens, thought_tokens
 from frontend.http.request import Request
 from frontend.http.sampling import read_sampling
@@ -69,7 +70,7 @@ async def prepare_chat(service: Service, request: Request, body: ChatBody) -> Pr
 
     def prepare() -> PreparedChat:
         try:
-            return _prepare(service, request, body, params, _read_tools(body))
+            return _prepare(service, request, body, params, _read_tools(body, service.meter.note_left_out))
         except RecursionError:
             raise HttpError(400, _TOO_DEEP) from None
 
@@ -84,7 +85,7 @@ async def count_tokens(service: Service, request: Request, body: ChatBody) -> in
 
     def count() -> int:
         try:
-            prompt = _render(service, body, _read_tools(body))
+            prompt = _render(service, body, _read_tools(body, service.meter.note_left_out))
         except RecursionError:
             raise HttpError(400, _TOO_DEEP) from None
         if not isinstance(prompt, str):
@@ -106,9 +107,9 @@ def _check(service: Service, body: ChatBody) -> None:
         raise HttpError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
 
 
-def _read_tools(body: ChatBody) -> _Tools:
-    """Return the tools of a body. Errors: InvalidRequestError."""
-    tools, choice = read_allowed(body.tools or [], body.tool_choice)
+def _read_tools(body: ChatBody, note: Note) -> _Tools:
+    """Return the tools of a body that this server can have. Errors: HttpError, InvalidRequestError."""
+    tools, choice = read_allowed(own_tools(body.tools or [], note), own_choice(body.tool_choice))
     functions = read_functions(tools)
     forced = forced_functions(functions, choice)
     if choice == "none":

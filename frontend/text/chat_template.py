@@ -16,12 +16,14 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 
+from frontend.text.call_ids import fit_call_ids
 from frontend.text.chat_messages import plain_data, read_messages
 from frontend.text.final_message import cut_at_mark, mark_final_text
 from frontend.text.template_sandbox import MAX_PROMPT_CHARS, TemplateSandbox, check_size
 from ipc.errors import InvalidRequestError
 
 _MAX_JSON_INDENT = 64  # columns
+_MAX_ID_CHARS = 64  # of a tool call's id, where a template wants a length
 
 #: Jinja's errors, and those that a template's expressions raise on messages they were not written for.
 _TEMPLATE_ERRORS = (
@@ -53,10 +55,11 @@ def render_chat(
 
     Encode the prompt with add_special_tokens=False, because a template writes its special tokens itself.
     chat_messages.py states what messages may be. JSON text in the arguments of tool calls becomes mappings, which
-    templates are written for. A template that fails with a mapping, because it puts the arguments into a text, gets the
-    text. continue_final_message: end the prompt with the text of the last message, so that the output goes on with it;
-    not together with add_generation_prompt. Errors: InvalidRequestError for messages of another form, for a model
-    without a template, and for what the template refuses.
+    templates are written for. Ids of tool calls get the length that the template wants. A template that fails with
+    a mapping, because it puts the arguments into a text, gets the text. continue_final_message: end the prompt with
+    the text of the last message, so that the output goes on with it; not together with add_generation_prompt.
+    Errors: InvalidRequestError for messages of another form, for a model without a template, and for what the
+    template refuses.
     """
     if template is None:
         raise InvalidRequestError(
@@ -82,6 +85,8 @@ def render_chat(
             "image_mark": image_mark,
         }
         read = read_messages(messages, **form, arguments_as_text=arguments_as_text)
+        if compiled.id_length is not None:
+            fit_call_ids(read, compiled.id_length)
         return _render(compiled.template, variables | {"messages": read})
 
     prompt = _in_either_form(render)
@@ -127,6 +132,7 @@ class _Compiled(NamedTuple):
     takes_parts: bool  # it loops over a message's content, or over a variable called content
     tests_none: bool  # it tests whether the content is none
     names_developer: bool  # it names the role "developer"
+    id_length: int | None  # that it wants of a tool call's id
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -174,7 +180,8 @@ def _compile(source: str) -> _Compiled:
     try:
         tree = environment.parse(source)
         names_developer = any(one.value == "developer" for one in tree.find_all(jinja2.nodes.Const))
-        return _Compiled(environment.from_string(source), _takes_parts(tree), _tests_none(tree), names_developer)
+        template = environment.from_string(source)
+        return _Compiled(template, _takes_parts(tree), _tests_none(tree), names_developer, _id_length(tree))
     except (jinja2.TemplateSyntaxError, RecursionError) as error:
         where = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
         raise InvalidRequestError(f"the chat template is not valid Jinja{where}: {_explain(error)}") from error
@@ -196,6 +203,28 @@ def _tests_none(tree: jinja2.nodes.Template) -> bool:
     return any(
         _names_content(comparison.expr) and any(_is_none(operand.expr) for operand in comparison.ops)
         for comparison in tree.find_all(jinja2.nodes.Compare)
+    )
+
+
+def _id_length(tree: jinja2.nodes.Template) -> int | None:
+    """Return the length that a template compares those of calls' ids with, as in `tool_call.id|length != 9`."""
+    for comparison in tree.find_all(jinja2.nodes.Compare):
+        measured, bound = comparison.expr, comparison.ops[0].expr
+        if not isinstance(measured, jinja2.nodes.Filter) or measured.name not in ("length", "count"):
+            continue
+        if not isinstance(bound, jinja2.nodes.Const) or type(bound.value) is not int:
+            continue
+        if _key_of(measured.node) in ("id", "tool_call_id") and 0 < bound.value <= _MAX_ID_CHARS:
+            return bound.value
+    return None
+
+
+def _key_of(node: jinja2.nodes.Node | None) -> object:
+    """Return the name of the attribute or of the item that an expression ends with."""
+    if isinstance(node, jinja2.nodes.Getattr):
+        return node.attr
+    return (
+        node.arg.value if isinstance(node, jinja2.nodes.Getitem) and isinstance(node.arg, jinja2.nodes.Const) else None
     )
 
 

@@ -11,6 +11,7 @@ from frontend.http.anthropic.messages_bodies import CountBody, MessagesBody, cha
 from frontend.http.bodies import Json
 from frontend.http.chat_request import PreparedChat, count_tokens, prepare_chat
 from frontend.http.errors import HttpError
+from frontend.http.openai.chat_message import CallIds
 from frontend.http.replies.answer_format import EVENT_STREAM, PromptSide, json_bytes
 from frontend.http.replies.reply import Reply
 from frontend.http.replies.usage import Usage
@@ -36,7 +37,7 @@ async def create_message(service: Service, request: Request) -> Reply:
     """Answer a chat of Anthropic's API."""
     body = request.decode(_decoder)
     name = service.check_model(request, body.model)
-    prepared = await prepare_chat(service, request, chat_of(body))
+    prepared = await prepare_chat(service, request, chat_of(body, service.meter.note_left_out))
     return await service.submit(request, prepared.requests, MessagesFormat(name, prepared))
 
 
@@ -44,7 +45,8 @@ async def count_message_tokens(service: Service, request: Request) -> Response:
     """Count the tokens of a chat's prompt."""
     body = request.decode(_count_decoder)
     service.check_model(request, body.model)
-    return Response(json_bytes({"input_tokens": await count_tokens(service, request, chat_of(body))}))
+    chat = chat_of(body, service.meter.note_left_out)
+    return Response(json_bytes({"input_tokens": await count_tokens(service, request, chat)}))
 
 
 def error_body(error: HttpError) -> bytes:
@@ -63,6 +65,7 @@ class MessagesFormat:
         self._id = f"msg_{secrets.token_hex(12)}"
         self._num_prompt = len(prepared.requests[0].prompt.token_ids)
         self._answer = ParsedAnswer(prepared.scanners[0] if prepared.scanners else None)
+        self._ids = CallIds(prepared.id_length, "toolu_")
         self._blocks: list[Json] = []
         self._has_open = False
         self._stop: Json = {"stop_reason": None, "stop_sequence": None}
@@ -109,7 +112,7 @@ class MessagesFormat:
     def _part(self, part: Delta | WholeCall) -> bytes:
         """Add a part of the answer to the blocks; return its events."""
         if isinstance(part, WholeCall):
-            block: Json = {"type": "tool_use", "id": f"toolu_{secrets.token_hex(12)}", "name": part.name, "input": {}}
+            block: Json = {"type": "tool_use", "id": self._ids.make(), "name": part.name, "input": {}}
             events = self._open(block)
             block["input"] = part.arguments
             arguments = json_bytes(part.arguments).decode()

@@ -6,6 +6,7 @@ import msgspec
 
 from frontend.http.bodies import ChatBody, Json
 from frontend.http.errors import HttpError
+from frontend.http.left_out import Note, is_hosted_block
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -46,15 +47,18 @@ class MessagesBody(CountBody, kw_only=True):
     stop_sequences: list[str] | None = None
 
 
-def chat_of(body: CountBody) -> ChatBody:
-    """Return the chat that a body asks for. Errors: HttpError 400 that names the field."""
+def chat_of(body: CountBody, note: Note) -> ChatBody:
+    """Return the chat that a body asks for. note: is told what of the history is left out.
+
+    Errors: HttpError 400 that names the field.
+    """
     for name in ("container", "mcp_servers"):
         if getattr(body, name):
             raise HttpError(400, f"{name} is not supported by this server", param=name)
     systems = [_text(body.system, "system")] if body.system else []
     messages: list[Json] = []
-    for index, message in enumerate(body.messages):
-        where = f"messages[{index}]"
+    for index, given in enumerate(body.messages):
+        where, message = f"messages[{index}]", _without_hosted(given, note)
         match message.get("role"):
             case "user":
                 messages += _user_messages(message.get("content"), where)
@@ -82,6 +86,21 @@ def chat_of(body: CountBody) -> ChatBody:
             setattr(chat, name, getattr(body, name))
         chat.stop = body.stop_sequences
     return chat
+
+
+def _without_hosted(message: Json, note: Note) -> Json:
+    """Return a message without the blocks of tools that the service runs."""
+    blocks = message.get("content")
+    if not isinstance(blocks, list):
+        return message
+    kept = []
+    for block in blocks:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if is_hosted_block(kind):
+            note(f"blocks of type {kind!r:.60}")
+        else:
+            kept.append(block)
+    return {**message, "content": kept}
 
 
 def _user_messages(content: Any, where: str) -> list[Json]:
@@ -159,6 +178,8 @@ def _text(content: Any, where: str) -> str:
 
 def _block_text(block: Json, where: str) -> str:
     text = block.get("text")
+    if block.get("type") == "tool_reference" and isinstance(block.get("tool_name"), str):
+        return str(block["tool_name"])  # of a search of tools: all tools of a request are shown
     if block.get("type") != "text" or not isinstance(text, str):
         raise HttpError(
             400, f"{where}: blocks of type {block.get('type')!r:.40} are not supported here", param="messages"
@@ -168,7 +189,7 @@ def _block_text(block: Json, where: str) -> str:
 
 def _tool(tool: Json) -> Json:
     if tool.get("type") not in (None, "custom"):
-        raise HttpError(400, f"tools of type {tool['type']!r:.40} are not supported: use custom tools", param="tools")
+        return tool  # left out where all tools of chats are read
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
     if tool.get("description") is not None:
         function["description"] = tool["description"]

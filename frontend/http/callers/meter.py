@@ -28,6 +28,7 @@ class HttpMeter:
     def __init__(self) -> None:
         self.num_unknown_fields = 0
         self._named: set[str] = set()
+        self._left_out: set[str] = set()
         self._durations: dict[tuple[str, str, str], Durations] = {}
 
     def count(self, route: str, method: str, status: int, seconds: float) -> None:
@@ -48,6 +49,12 @@ class HttpMeter:
         for name in sorted(names - self._named)[: _MAX_NAMES - len(self._named)]:
             self._named.add(name)
             _log.warning("the field %.*r is not known here and has no effect", _MAX_NAME_CHARS, name)
+
+    def note_left_out(self, what: str) -> None:
+        """Log what is left out of requests. Each is logged once."""
+        if what not in self._left_out and len(self._left_out) < _MAX_NAMES:
+            self._left_out.add(what)
+            _log.warning("left out of requests: %s; this server runs no tools of its own", what)
 
     def durations(self) -> Iterator[tuple[tuple[str, str, str], Durations]]:
         """Yield ((route, method, class of status), durations)."""

@@ -14,15 +14,18 @@ Fields = dict[str, object]
 
 
 class CallIds:
-    """The ids of one answer's calls. length: letters and digits that the model's template wants; None = any."""
+    """The ids of one answer's calls. length: letters and digits that the model's template wants; None = any.
 
-    def __init__(self, length: int | None = None) -> None:
-        self._length = length
+    prefix: of ids of any length.
+    """
+
+    def __init__(self, length: int | None = None, prefix: str = "call_") -> None:
+        self._length, self._prefix = length, prefix
 
     def make(self) -> str:
         """Return a new id."""
         if self._length is None:
-            return f"call_{secrets.token_hex(12)}"
+            return f"{self._prefix}{secrets.token_hex(12)}"
         return "".join(secrets.choice(_LETTERS) for _ in range(self._length))
 
 

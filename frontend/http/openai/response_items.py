@@ -5,6 +5,7 @@ import secrets
 from frontend.calls.delta import Delta, Kind
 from frontend.calls.scanner import Scanner
 from frontend.http.bodies import Json
+from frontend.http.openai.chat_message import CallIds
 
 Event = tuple[str, Json]
 #: Kind -> the type of its item, of the part within it, and the name of its events.
@@ -16,11 +17,11 @@ _ARGUMENTS = "response.function_call_arguments"
 
 
 class ResponseItems:
-    """See the module's docstring. items: those so far. scanner: None = all text is content."""
+    """See the module's docstring. items: those so far. scanner: None = all text is content. ids: of calls."""
 
-    def __init__(self, scanner: Scanner | None) -> None:
+    def __init__(self, scanner: Scanner | None, ids: CallIds) -> None:
         self.items: list[Json] = []
-        self._scanner = scanner
+        self._scanner, self._ids = scanner, ids
         self._kind: Kind | None = None  # of the open item
         self._pieces: list[str] = []  # of the open item's text or arguments
 
@@ -64,8 +65,7 @@ class ResponseItems:
         ]
 
     def _open_call(self, name: str) -> list[Event]:
-        identity = secrets.token_hex(12)
-        fields = {"id": f"fc_{identity}", "call_id": f"call_{identity}", "name": name, "arguments": ""}
+        fields = {"id": f"fc_{secrets.token_hex(12)}", "call_id": self._ids.make(), "name": name, "arguments": ""}
         return self._open(Kind.ARGUMENTS, {"type": "function_call", "status": "in_progress", **fields})
 
     def _open(self, kind: Kind, item: Json) -> list[Event]:

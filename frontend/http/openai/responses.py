@@ -9,6 +9,7 @@ import msgspec
 from frontend.http.bodies import Json
 from frontend.http.chat_request import PreparedChat, prepare_chat
 from frontend.http.errors import HttpError
+from frontend.http.openai.chat_message import CallIds
 from frontend.http.openai.response_items import ResponseItems
 from frontend.http.openai.responses_bodies import ResponsesBody, chat_of
 from frontend.http.replies.answer_format import EVENT_STREAM, PromptSide, json_bytes
@@ -28,7 +29,7 @@ async def create_response(service: Service, request: Request) -> Reply:
     """Answer a request of OpenAI's Responses API."""
     body = request.decode(_decoder)
     name = service.check_model(request, body.model)
-    prepared = await prepare_chat(service, request, chat_of(body))
+    prepared = await prepare_chat(service, request, chat_of(body, service.meter.note_left_out))
     return await service.submit(request, prepared.requests, ResponsesFormat(body, name, prepared))
 
 
@@ -56,7 +57,8 @@ class ResponsesFormat:
             "background": False,
             "truncation": "disabled",
         }
-        self._items = ResponseItems(prepared.scanners[0] if prepared.scanners else None)
+        scanner = prepared.scanners[0] if prepared.scanners else None
+        self._items = ResponseItems(scanner, CallIds(prepared.id_length))
         self._thoughts = prepared.thoughts
         self._is_cut = False
         self._number = 2  # of the next event; those of opening() are 0 and 1

@@ -6,6 +6,7 @@ import msgspec
 
 from frontend.http.bodies import ChatBody, Json
 from frontend.http.errors import HttpError
+from frontend.http.left_out import Note, is_hosted_item
 
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 #: Field -> what to do instead.
@@ -55,8 +56,11 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     max_tool_calls: Any = None
 
 
-def chat_of(body: ResponsesBody) -> ChatBody:
-    """Return the chat that a body asks for. Errors: HttpError 400 that names the field."""
+def chat_of(body: ResponsesBody, note: Note) -> ChatBody:
+    """Return the chat that a body asks for. note: is told what of the history is left out.
+
+    Errors: HttpError 400 that names the field.
+    """
     for name, instead in _REFUSED.items():
         if getattr(body, name):
             raise HttpError(400, f"{name} is not supported: {instead}", param=name)
@@ -67,7 +71,10 @@ def chat_of(body: ResponsesBody) -> ChatBody:
     messages: list[Json] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     for index, item in enumerate(items):
-        _add_item(messages, item, f"input[{index}]")
+        if is_hosted_item(item.get("type")):
+            note(f"items of type {item['type']!r:.60}")
+        else:
+            _add_item(messages, item, f"input[{index}]")
     numbers: Json = {"temperature": body.temperature, "top_p": body.top_p}
     chat = ChatBody(
         messages=messages,
@@ -159,16 +166,14 @@ def _kind_of(part: Any) -> Any:
 
 def _tool(tool: Json) -> Json:
     if tool.get("type") != "function":
-        raise HttpError(400, f"tools of type {tool.get('type')!r:.40} are not supported: use functions", param="tools")
+        return tool  # left out, or refused, where all tools of chats are read
     names = ("name", "description", "parameters")
     return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
 
 
 def _tool_choice(choice: str | Json | None) -> str | Json | None:
-    if not isinstance(choice, dict) or choice.get("type") == "allowed_tools":
+    if not isinstance(choice, dict) or choice.get("type") != "function":
         return choice
-    if choice.get("type") != "function":
-        raise HttpError(400, f"a tool_choice of type {choice.get('type')!r:.40} is not supported", param="tool_choice")
     return {"type": "function", "function": {"name": choice.get("name")}}
 
 

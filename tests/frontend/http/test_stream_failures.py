@@ -11,7 +11,7 @@ from frontend.http.openai.responses_bodies import ResponsesBody
 
 ERROR = HttpError(503, "the engine is gone", code="unavailable")
 REQUEST = SimpleNamespace(prompt=SimpleNamespace(token_ids=[1]))
-PREPARED: Any = SimpleNamespace(scanners=None, thoughts=(), requests=[REQUEST])
+PREPARED: Any = SimpleNamespace(scanners=None, id_length=None, thoughts=(), requests=[REQUEST])
 
 
 def test_responses_end_in_an_error_event() -> None:

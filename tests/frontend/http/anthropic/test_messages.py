@@ -154,7 +154,6 @@ def test_calls_and_results_in_history(served: Caller) -> None:
         ({"model": "nobody"}, 404, "not_found_error"),
         ({"messages": [{"role": "tool", "content": "x"}]}, 400, "invalid_request_error"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "invalid_request_error"),
-        ({"tools": [{"type": "web_search_20250305", "name": "x"}]}, 400, "invalid_request_error"),
         ({"tool_choice": {"type": "maybe"}, "tools": [TOOL]}, 400, "invalid_request_error"),
         ({"mcp_servers": [{}]}, 400, "invalid_request_error"),
         ({"output_config": {"format": {"type": "xml"}}}, 400, "invalid_request_error"),
