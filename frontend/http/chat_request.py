@@ -60,8 +60,10 @@ class _Tools(NamedTuple):
     is_named: bool = False
 
 
-async def prepare_chat(service: Service, request: Request, body: ChatBody) -> PreparedChat:
-    """Render and tokenize a chat. Errors: HttpError, InvalidRequestError."""
+async def prepare_chat(
+    service: Service, request: Request, body: ChatBody, context: Sequence[int] | None = None
+) -> PreparedChat:
+    """Render and tokenize a chat. context: tokens before it; None = none. Errors: HttpError, InvalidRequestError."""
     _check(service, body)
     if body.max_completion_tokens is not None:  # the newer name of both
         body.max_tokens = body.max_completion_tokens
@@ -70,7 +72,7 @@ async def prepare_chat(service: Service, request: Request, body: ChatBody) -> Pr
 
     def prepare() -> PreparedChat:
         try:
-            return _prepare(service, request, body, params, _read_tools(body, service.meter.note_left_out))
+            return _prepare(service, request, body, params, _read_tools(body, service.meter.note_left_out), context)
         except RecursionError:
             raise HttpError(400, _TOO_DEEP) from None
 
@@ -117,14 +119,32 @@ def _read_tools(body: ChatBody, note: Note) -> _Tools:
     return _Tools(tools or None, functions, forced, is_named=isinstance(choice, dict))
 
 
-def _prepare(service: Service, request: Request, body: ChatBody, params: SamplingParams, tools: _Tools) -> PreparedChat:
+def behind(service: Service, context: Sequence[int] | None, prompt: PromptInput) -> PromptInput:
+    """Return a prompt behind the tokens of a context. Errors: HttpError 400 for a prompt with images."""
+    if not context:
+        return prompt
+    if not isinstance(prompt, str):
+        raise HttpError(400, "a context takes text behind it, no images", param="context")
+    service.check_countable(prompt)
+    return [*context, *service.tokenizer.encode(prompt, add_special_tokens=False)]
+
+
+def _prepare(
+    service: Service,
+    request: Request,
+    body: ChatBody,
+    params: SamplingParams,
+    tools: _Tools,
+    context: Sequence[int] | None,
+) -> PreparedChat:
     prompt = _render(service, body, tools)
     form, thought = _form_of(service.form, tools, text_of(prompt))
     params = _constrained(service, body, params, tools, form, thought)
     is_scanned = form.is_harmony or form.reasoning is not None or (form.calls is not None and bool(tools.functions))
     if is_scanned and body.skip_special_tokens is None and has_special_marks(form, service.special_tokens):
         params = params.changed(skip_special_tokens=False)
-    requests = service.prepare(request, body, [prompt], params, add_special_tokens=False)
+    prompts = [behind(service, context, prompt)]
+    requests = service.prepare(request, body, prompts, params, add_special_tokens=False)
     if not is_scanned:
         return PreparedChat(requests)
     schemas = {name: one.get("parameters") or {} for name, one in tools.functions.items()}

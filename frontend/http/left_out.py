@@ -36,7 +36,7 @@ def own_tools(tools: Sequence[Json], note: Note) -> list[Json]:
     kept = []
     for tool in tools:
         if _is_hosted(tool):
-            note(f"tools of type {tool['type']!r:.60}")
+            note(f"tools of type {tool['type']!r:.60}, which this server does not run")
         else:
             kept.append(tool)
     return kept

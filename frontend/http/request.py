@@ -13,6 +13,7 @@ from frontend.http.callers.meter import HttpMeter, known_fields
 from frontend.http.callers.quotas import Lease
 from frontend.http.errors import Headers, HttpError
 from frontend.http.route import Route
+from frontend.http.whole_numbers import convert, is_of_a_float
 from frontend.http.wire.exchange import Exchange, Message
 from ipc.wire.lora_messages import AdapterId
 
@@ -89,7 +90,12 @@ class Request:
     def decode(self, decoder: "msgspec.json.Decoder[_T]") -> _T:
         """Return the body as the decoder's type. Errors: HttpError 400 that names the field."""
         try:
-            decoded = decoder.decode(self.body)
+            try:
+                decoded = decoder.decode(self.body)
+            except msgspec.ValidationError as error:
+                if not is_of_a_float(error):
+                    raise
+                decoded = convert(msgspec.json.decode(self.body), decoder.type)
             if self.meter is not None:
                 self.meter.count_fields(self.body, known_fields(decoder))
             return decoded

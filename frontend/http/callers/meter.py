@@ -51,10 +51,10 @@ class HttpMeter:
             _log.warning("the field %.*r is not known here and has no effect", _MAX_NAME_CHARS, name)
 
     def note_left_out(self, what: str) -> None:
-        """Log what is left out of requests. Each is logged once."""
+        """Log what is left out of requests, with the reason. Each is logged once."""
         if what not in self._left_out and len(self._left_out) < _MAX_NAMES:
             self._left_out.add(what)
-            _log.warning("left out of requests: %s; this server runs no tools of its own", what)
+            _log.warning("left out of requests: %s", what)
 
     def durations(self) -> Iterator[tuple[tuple[str, str, str], Durations]]:
         """Yield ((route, method, class of status), durations)."""

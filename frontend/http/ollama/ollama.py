@@ -12,9 +12,8 @@ import msgspec
 
 from frontend.calls.delta import Delta, Kind
 from frontend.calls.parsed import ParsedAnswer, WholeCall
-from frontend.calls.scanner import Scanner
 from frontend.http.bodies import ChatBody, CompletionBody, Json
-from frontend.http.chat_request import PreparedChat, prepare_chat
+from frontend.http.chat_request import PreparedChat, behind, prepare_chat
 from frontend.http.errors import HttpError
 from frontend.http.ollama.ollama_bodies import (
     OllamaBody,
@@ -30,11 +29,12 @@ from frontend.http.replies.usage import Usage
 from frontend.http.request import Request, Response
 from frontend.http.sampling import read_sampling
 from frontend.http.service import Service
+from frontend.http.whole_numbers import convert
 from frontend.results.outputs import CompletionOutput
-from ipc.version import VERSION
 
 _Body = TypeVar("_Body", ChatBody, CompletionBody)
 _TAG = ":latest"
+_VERSION = "0.12.11"  # of Ollama, whose API is spoken here: the first with log probabilities
 _ARCHITECTURE = "engine-core"  # Ollama's programs read the context's length under the architecture's name
 _chat_decoder = msgspec.json.Decoder(OllamaChatBody)
 _generate_decoder = msgspec.json.Decoder(OllamaGenerateBody)
@@ -56,7 +56,7 @@ async def chat(service: Service, request: Request) -> Reply | Response:
         return _loaded(name, {"message": {"role": "assistant", "content": ""}})
     body = _chat_body(service, given, [with_parts(message) for message in given.messages], given.tools)
     prepared = await prepare_chat(service, request, body)
-    answer = OllamaFormat(name, prepared.scanners, _logprobs_of(service, given), is_chat=True)
+    answer = OllamaFormat(name, request, prepared, _logprobs_of(service, given), is_chat=True)
     return await service.submit(request, prepared.requests, answer)
 
 
@@ -64,25 +64,29 @@ async def generate(service: Service, request: Request) -> Reply | Response:
     """Answer a prompt: as a chat of one message, or with raw=true as it stands."""
     given = request.decode(_generate_decoder)
     name = service.check_model(request, given.model.removesuffix(_TAG))
-    for field in ("suffix", "template", "context", *(("images",) if given.raw else ())):
+    for field in ("suffix", "template", *(("images",) if given.raw else ())):
         if getattr(given, field):
             raise HttpError(400, f"{field} is not supported {'with raw ' * (field == 'images')}here", param=field)
     if not given.prompt and not given.images:
         return _loaded(name, {"response": ""})
     if given.raw:
-        body = _convert(CompletionBody, {**sampling_fields(given, service.max_model_len), "prompt": given.prompt})
+        fields = sampling_fields(given, service.max_model_len, service.meter.note_left_out)
+        body = _convert(CompletionBody, {**fields, "prompt": given.prompt})
         logprobs = (given.top_logprobs or 0) if given.logprobs else None
         params = read_sampling(body, service.default_sampling, max_tokens=None, logprobs=logprobs)
         prepared = PreparedChat(
             await service.run(
-                request, lambda: service.prepare(request, body, [given.prompt], params, add_special_tokens=True)
+                request,
+                lambda: service.prepare(
+                    request, body, [behind(service, given.context, given.prompt)], params, add_special_tokens=True
+                ),
             )
         )
     else:
         system: list[Json] = [{"role": "system", "content": given.system}] if given.system else []
         messages = [*system, with_parts({"role": "user", "content": given.prompt, "images": given.images})]
-        prepared = await prepare_chat(service, request, _chat_body(service, given, messages, None))
-    answer = OllamaFormat(name, prepared.scanners, _logprobs_of(service, given), is_chat=False)
+        prepared = await prepare_chat(service, request, _chat_body(service, given, messages, None), given.context)
+    answer = OllamaFormat(name, request, prepared, _logprobs_of(service, given), is_chat=False)
     return await service.submit(request, prepared.requests, answer)
 
 
@@ -106,6 +110,8 @@ async def show(service: Service, request: Request) -> Response:
     answer = {
         "template": tokenizer.chat_template or "" if tokenizer is not None else "",
         "details": _card(service, name)["details"],
+        "modified_at": _card(service, name)["modified_at"],
+        "parameters": "\n".join(f"{option:30} {value}" for option, value in service.default_sampling.items()),
         "model_info": {"general.architecture": _ARCHITECTURE, "general.basename": name, **lengths},
         "capabilities": _capabilities(service),
     }
@@ -137,8 +143,8 @@ def _now() -> str:
 
 
 async def get_version(service: Service, request: Request) -> Response:
-    """Return the version."""
-    return Response(json_bytes({"version": VERSION}))
+    """Return the version of Ollama whose API this is: programs want a least one."""
+    return Response(json_bytes({"version": _VERSION}))
 
 
 async def refuse(service: Service, request: Request) -> Response:
@@ -160,18 +166,20 @@ class OllamaFormat:
     def __init__(
         self,
         name: str,
-        scanners: list[Scanner] | None,
+        request: Request,
+        prepared: PreparedChat,
         logprobs_of: Callable[[CompletionOutput], Json],
         *,
         is_chat: bool,
     ) -> None:
         self._name = name
         self._logprobs_of = logprobs_of
-        self._answer = ParsedAnswer(scanners[0] if scanners else None)
+        self._answer = ParsedAnswer(prepared.scanners[0] if prepared.scanners else None)
         self._is_chat = is_chat
+        self._context = [] if is_chat else list(prepared.requests[0].prompt.token_ids)
         self._reason = "stop"
-        self._began_ns = time.monotonic_ns()
-        self._first_ns = 0
+        self._received, self._began = request.received_at, time.monotonic()  # seconds
+        self._first = 0.0
 
     def opening(self) -> bytes:
         """Return nothing: a stream begins with its first tokens."""
@@ -179,7 +187,9 @@ class OllamaFormat:
 
     def piece(self, index: int, output: CompletionOutput, usage: Usage) -> bytes:
         """Return a line for each new part of the answer."""
-        self._first_ns = self._first_ns or time.monotonic_ns()
+        self._first = self._first or time.monotonic()
+        if not self._is_chat:
+            self._context += output.token_ids
         self._reason = output.finish_reason or self._reason
         parts = self._answer.feed(output.text, is_end=output.finish_reason is not None)
         fields, logprobs = [_fields([part]) for part in parts], self._logprobs_of(output)
@@ -199,6 +209,9 @@ class OllamaFormat:
     def whole(self, choices: list[CompletionOutput], prompts: Sequence[PromptSide], usage: Usage) -> bytes:
         """Return the body of a whole answer."""
         self._reason = choices[0].finish_reason or self._reason
+        self._first = usage.first_token_time
+        if not self._is_chat:
+            self._context += choices[0].token_ids
         fields = _fields(self._answer.feed(choices[0].text, is_end=True))
         return self._line(fields, {**self._end(usage), **self._logprobs_of(choices[0])})
 
@@ -209,19 +222,24 @@ class OllamaFormat:
         return json_bytes({"model": self._name, "created_at": _now(), **shown, **more}) + b"\n"
 
     def _end(self, usage: Usage) -> Json:
-        """Return the counts and the times, in nanoseconds."""
-        now = time.monotonic_ns()
-        first = self._first_ns or now
+        """Return the counts and the times, in nanoseconds. Loading is what comes before the engine has the request."""
+        now = time.monotonic()
+        first = self._first or now
         return {
+            **({} if self._is_chat else {"context": self._context}),
             "done": True,
             "done_reason": self._reason,
-            "total_duration": now - self._began_ns,
-            "load_duration": 0,
+            "total_duration": _ns(now - self._received),
+            "load_duration": _ns(self._began - self._received),
             "prompt_eval_count": usage.prompt_tokens,
-            "prompt_eval_duration": first - self._began_ns,
+            "prompt_eval_duration": _ns(first - self._began),
             "eval_count": usage.completion_tokens,
-            "eval_duration": now - first,
+            "eval_duration": _ns(now - first),
         }
+
+
+def _ns(seconds: float) -> int:
+    return max(1, round(seconds * 1e9))  # programs divide by them
 
 
 def _fields(parts: list[Delta | WholeCall]) -> Json:
@@ -252,7 +270,7 @@ def _logprobs_of(service: Service, given: OllamaBody) -> Callable[[CompletionOut
 
 
 def _chat_body(service: Service, given: OllamaBody, messages: list[Json], tools: list[Json] | None) -> ChatBody:
-    fields = sampling_fields(given, service.max_model_len)
+    fields = sampling_fields(given, service.max_model_len, service.meter.note_left_out)
     fields |= {"logprobs": given.logprobs, "top_logprobs": given.top_logprobs}
     kwargs = {} if given.think is None else {"enable_thinking": bool(given.think)}
     return _convert(ChatBody, {**fields, "messages": messages, "tools": tools, "chat_template_kwargs": kwargs})
@@ -260,15 +278,15 @@ def _chat_body(service: Service, given: OllamaBody, messages: list[Json], tools:
 
 def _convert(kind: type[_Body], fields: Json) -> _Body:
     try:
-        return msgspec.convert(fields, kind)
+        return convert(fields, kind)
     except msgspec.ValidationError as error:
         raise HttpError(400, str(error)) from None
 
 
 def _card(service: Service, name: str) -> Json:
     return {
-        "name": name,
-        "model": name,
+        "name": name if ":" in name else f"{name}{_TAG}",  # Ollama's programs look for a name with its tag
+        "model": name if ":" in name else f"{name}{_TAG}",
         "modified_at": datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z"),
         "size": 0,
         "digest": service.engine.client.welcome.model_fingerprint,

@@ -6,6 +6,7 @@ import msgspec
 
 from frontend.http.bodies import Json
 from frontend.http.errors import HttpError
+from frontend.http.left_out import Note
 from ipc.params.json_schemas import close_objects
 from ipc.params.sampling_params import NUMBERS
 
@@ -16,14 +17,9 @@ _OWNERS = (
     *("num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "use_mlock", "low_vram", "numa"),
     *("vocab_only", "f16_kv", "logits_all", "embedding_only", "repeat_last_n", "penalize_newline"),
 )
-#: Options that this server does not have -> the values that change nothing.
-_REFUSED: dict[str, tuple[object, ...]] = {
-    "mirostat": (0,),
-    "tfs_z": (1, 1.0),
-    "typical_p": (1, 1.0),
-    "mirostat_eta": (),
-    "mirostat_tau": (),
-}
+#: Options of another way to sample, which counts where "mirostat" is 1 or 2, and of two that Ollama's own engine
+#: takes and does not read.
+_INERT = ("mirostat_eta", "mirostat_tau", "typical_p", "tfs_z")
 
 
 class OllamaBody(msgspec.Struct, kw_only=True):
@@ -55,7 +51,7 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
     images: list[Any] | None = None
     suffix: str | None = None
     template: str | None = None
-    context: Any = None
+    context: list[int] | None = None  # the tokens of the conversation so far, as an earlier answer has them
 
 
 def with_parts(message: Json) -> Json:
@@ -70,8 +66,13 @@ def with_parts(message: Json) -> Json:
     return {**{name: value for name, value in message.items() if name != "images"}, "content": parts}
 
 
-def sampling_fields(body: OllamaBody, max_model_len: int) -> Json:
-    """Return the options as fields of SamplingFields. Errors: HttpError 400, also for a num_ctx above max_model_len."""
+def sampling_fields(body: OllamaBody, max_model_len: int, note: Note) -> Json:
+    """Return the options as fields of SamplingFields.
+
+    note: is told of what has no effect: options that nobody knows, and a num_ctx above max_model_len. As in Ollama,
+    such a context is the largest there is; no prompt is cut, so one that does not fit is refused.
+    Errors: HttpError 400.
+    """
     found: Json = {"stream": body.stream is not False}
     if body.format not in (None, ""):
         if body.format != "json" and not isinstance(body.format, dict):
@@ -81,15 +82,18 @@ def sampling_fields(body: OllamaBody, max_model_len: int) -> Json:
         found["response_format"] = {"type": "json_object"} if body.format == "json" else schema
     for name, value in (body.options or {}).items():
         if name == "num_ctx":
-            if not isinstance(value, int) or value > max_model_len:
-                text = f"num_ctx={value!r:.40}: this server's context is {max_model_len} tokens, and no prompt is cut"
-                raise HttpError(400, text, param="num_ctx", code="context_length_exceeded")
-        elif name in _REFUSED and value not in _REFUSED[name]:
-            raise HttpError(400, f"the option {name} is not supported", param=name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise HttpError(400, f"num_ctx must be a number of tokens, got {value!r:.40}", param="num_ctx")
+            if value > max_model_len:
+                note(f"num_ctx above this server's context of {max_model_len} tokens, which counts")
+        elif name == "mirostat" and value not in (0, None):
+            raise HttpError(400, "the option mirostat is not supported: use top_p, top_k or min_p", param=name)
         elif name in _NAMES:
             found[_NAMES[name]] = value
-        elif name not in _OWNERS and name not in _REFUSED:
-            raise HttpError(400, f"there is no option {name!r:.40}", param=name)
+        elif name in _INERT:
+            note(f"the option {name}, which has no effect")
+        elif name not in _OWNERS and name != "mirostat":
+            note(f"the option {name!r:.60}, which is not known here")
     if found.get("max_tokens") in (-1, -2):
         del found["max_tokens"]
     return found

@@ -338,6 +338,8 @@ class Reply:
             text = f"the answer has {count} log probabilities; {MAX_LOGPROBS} fit into one that is not streamed"
             raise HttpError(400, f"{text}: stream it, or ask for fewer tokens")
         choices = [one.output() for part in parts for one in part.state.completions]
+        times = (part.last.first_token_time for part in parts if part.last is not None)
+        self.usage.first_token_time = min(filter(None, times), default=0.0)
         sides = _Sides(parts)
         body = self._format.whole(choices, sides, self.usage)
         for choice in choices:

@@ -14,6 +14,7 @@ class Usage(msgspec.Struct):
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    first_token_time: float = 0.0  # monotonic seconds, of an answer that is not streamed; 0 = not known
 
     def openai(self) -> dict[str, object]:
         """Return the counts in the form of OpenAI's API."""

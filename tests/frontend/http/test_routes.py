@@ -45,7 +45,7 @@ def test_a_wrong_base_url_is_told_the_route(served: Caller) -> None:
         answer = served.post(path, {})
         assert (answer.status, answer.json["error"]["message"].split("; ")[1]) == (404, "there is /v1/chat/completions")
     assert served.post("/v1/api/chat", {}).json["error"]["message"].endswith("; there is /api/chat")
-    for path, there in (("/completion", "/v1/completions"), ("/v2/rerank", "/v1/rerank"), ("/load", "/v1/load")):
+    for path, there in (("/completion", "/v1/completions"), ("/reranking", "/v1/rerank"), ("/load", "/v1/load")):
         assert served.post(path, {}).json["error"]["message"].endswith(f"; there is {there}")
     for path in (
         "/openai/deployments/demo/chat/completions",

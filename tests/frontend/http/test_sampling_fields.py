@@ -6,7 +6,6 @@ import msgspec
 import pytest
 
 from frontend.http.bodies import ChatBody, CompletionBody, SamplingFields
-from frontend.http.errors import HttpError
 from frontend.http.ollama.ollama_bodies import OllamaBody, sampling_fields
 from frontend.http.sampling import read_sampling
 from ipc.errors import InvalidRequestError
@@ -51,7 +50,7 @@ def test_a_number_reaches_the_parameters_from_every_body(name: str, parameter: s
         assert getattr(read(kind, **{name: value}), parameter) == value
         assert getattr(read(kind, {parameter: value}, **{name: None}), parameter) == value
     body = OllamaBody(model="demo", options={name: value})
-    assert sampling_fields(body, 4096)[parameter] == value
+    assert sampling_fields(body, 4096, print)[parameter] == value
 
 
 def test_our_own_name_comes_before_another_engines() -> None:
@@ -70,9 +69,11 @@ def test_a_beam_search_takes_no_defaults_of_draws() -> None:
             read(CompletionBody, use_beam_search=True, **{name: VALUES[name]})
 
 
-def test_an_option_that_is_no_number_is_refused_by_name() -> None:
-    with pytest.raises(HttpError, match="there is no option 'nsigma'"):
-        sampling_fields(OllamaBody(model="demo", options={"nsigma": 1.0}), 4096)
+def test_an_option_that_ollama_does_not_know_is_named() -> None:
+    noted: list[str] = []
+    fields = sampling_fields(OllamaBody(model="demo", options={"nsigma": 1.0}), 4096, noted.append)
+    assert noted == ["the option 'nsigma', which is not known here"]
+    assert fields == {"stream": True}
 
 
 def test_over_http(served: Caller) -> None:
@@ -83,3 +84,24 @@ def test_over_http(served: Caller) -> None:
     wrong = served.complete([5, 6], max_tokens=3, xtc_probability=2)
     assert wrong.status == 400
     assert "xtc_probability must be in [0, 1], got 2" in wrong.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/completions", {"prompt": "Hi", "max_tokens": 4.0, "seed": 1e2, "n": 1.0, "top_k": 5.0}),
+        ("/v1/completions", {"prompt": [5.0, 6.0], "max_tokens": 2.0, "stop_token_ids": [7.0]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_completion_tokens": 4.0}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4.0, "top_k": 5.0}),
+        ("/v1/responses", {"input": "Hi", "max_output_tokens": 4.0}),
+    ],
+)
+def test_whole_numbers_may_be_written_as_floats(served: Caller, path: str, fields: dict[str, Any]) -> None:
+    answer = served.post(path, {"model": "demo", **fields})
+    assert answer.status == 200, answer.body
+
+
+def test_a_number_that_is_not_whole_is_refused(served: Caller) -> None:
+    for value in (4.5, 1e300, "4"):
+        answer = served.post("/v1/completions", {"model": "demo", "prompt": "Hi", "max_tokens": value})
+        assert answer.status == 400, answer.body

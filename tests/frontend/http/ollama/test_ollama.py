@@ -48,7 +48,8 @@ def test_generate_with_and_without_the_template(served: Caller, llm: LLM) -> Non
 def test_a_format_is_closed_as_llama_cpp_closes_it() -> None:
     inner = {"type": "object", "properties": {"b": {}}, "additionalProperties": True}
     schema = {"type": "object", "properties": {"a": {"type": "array", "items": {"properties": {"c": {}}}}, "i": inner}}
-    found = sampling_fields(OllamaBody(model="demo", format=schema), 100)["response_format"]["json_schema"]["schema"]
+    fields = sampling_fields(OllamaBody(model="demo", format=schema), 100, print)
+    found = fields["response_format"]["json_schema"]["schema"]
     assert found["additionalProperties"] is False
     assert found["properties"]["a"]["items"]["additionalProperties"] is False
     assert found["properties"]["i"] == inner
@@ -71,9 +72,8 @@ def test_log_probabilities(served: Caller) -> None:
 @pytest.mark.parametrize(
     ("fields", "status", "named"),
     [
-        ({"options": {"num_ctx": 8192}}, 400, "num_ctx"),
+        ({"options": {"num_ctx": "all"}}, 400, "num_ctx"),
         ({"options": {"mirostat": 1}}, 400, "mirostat"),
-        ({"options": {"speed": 1}}, 400, "speed"),
         ({"options": {"temperature": "hot"}}, 400, "temperature"),
         ({"format": "xml"}, 400, "format"),
         ({"messages": [{"role": "user", "content": "x", "images": ["a"]}]}, 400, "image"),
@@ -90,15 +90,102 @@ def test_what_is_not_supported_is_named_in_a_text_as_ollamas_clients_expect(
 
 
 def test_what_programs_ask_first(served: Caller) -> None:
-    assert [one["name"] for one in served.get("/api/tags").json["models"]] == ["demo", "other/name"]
+    assert [one["name"] for one in served.get("/api/tags").json["models"]] == ["demo:latest", "other/name:latest"]
     assert served.get("/api/ps").json["models"]
-    assert served.get("/api/version").json["version"]
+    version = tuple(map(int, served.get("/api/version").json["version"].split(".")))
+    assert version >= (0, 6, 4)  # below it VS Code and Raycast refuse
     shown = served.post("/api/show", {"model": "demo"}).json
     assert shown["model_info"]["general.context_length"] == 4096
     assert shown["model_info"][f"{shown['model_info']['general.architecture']}.context_length"] == 4096
+    assert shown["modified_at"].endswith("Z")
+    assert isinstance(shown["parameters"], str)
     assert shown["capabilities"] == ["completion", "tools", "embedding"]  # of the fake executor
     assert served.post("/api/pull", {"model": "x"}).status == 501
     assert served.call("DELETE", "/api/delete").status == 501
+
+
+#: "Generate request (with options)" of Ollama's docs/api.md, with a context that is larger than this server's.
+DOCUMENTED = {
+    "num_keep": 5,
+    "seed": 42,
+    "num_predict": 4,
+    "top_k": 20,
+    "top_p": 0.9,
+    "min_p": 0.0,
+    "typical_p": 0.7,
+    "repeat_last_n": 33,
+    "temperature": 0.8,
+    "repeat_penalty": 1.2,
+    "presence_penalty": 1.5,
+    "penalize_newline": True,
+    "frequency_penalty": 1.0,
+    "stop": ["\n", "user:"],
+    "numa": False,
+    "num_ctx": 32768,
+    "num_batch": 2,
+    "num_gpu": 1,
+    "main_gpu": 0,
+    "use_mmap": True,
+    "num_thread": 8,
+}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        DOCUMENTED,
+        {"mirostat": 0, "mirostat_eta": 0.1, "mirostat_tau": 5.0},
+        {"tfs_z": 0.9, "num_gqa": 8, "draft_num_predict": 2},
+        {"num_predict": 4.0, "seed": 7.0, "top_k": 5.0},
+    ],
+)
+def test_options_that_ollama_takes(served: Caller, options: dict[str, Any]) -> None:
+    body = {**CHAT, "stream": False, "options": {"num_predict": 4, **options}}
+    answer = served.post("/api/chat", body)
+    assert answer.status == 200, answer.body
+
+
+def test_what_has_no_effect_is_told() -> None:
+    noted: list[str] = []
+    body = OllamaBody(model="demo", options={"num_ctx": 5000, "typical_p": 0.7, "num_gqa": 8, "num_thread": 2})
+    assert sampling_fields(body, 4096, noted.append) == {"stream": True}
+    assert [one.split(",")[0] for one in noted] == [
+        "num_ctx above this server's context of 4096 tokens",
+        "the option typical_p",
+        "the option 'num_gqa'",
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/api/chat", "/api/generate"])
+def test_durations_add_up_and_none_is_zero(served: Caller, path: str, stream: bool) -> None:
+    asked = CHAT if path == "/api/chat" else {"model": "demo", "prompt": "Hi"}
+    end = lines(served.post(path, {**asked, "stream": stream, "options": {**OPTIONS, "num_predict": 40}}))[-1]
+    load, prompt, answer = (end[f"{name}_duration"] for name in ("load", "prompt_eval", "eval"))
+    assert min(load, prompt, answer) > 1  # 40 steps of the engine lie between the first token and the last
+    assert abs(end["total_duration"] - load - prompt - answer) <= 4
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_conversation_by_context(served: Caller, llm: LLM, raw: bool) -> None:
+    ask = {"model": "demo", "prompt": "Hi", "raw": raw, "options": OPTIONS}
+    first = served.post("/api/generate", {**ask, "stream": False}).json
+    streamed = lines(served.post("/api/generate", ask))
+    assert [one.get("context") for one in streamed] == [None] * (len(streamed) - 1) + [first["context"]]
+    assert len(first["context"]) == first["prompt_eval_count"] + first["eval_count"]
+    second = served.post("/api/generate", {**ask, "stream": False, "context": first["context"]}).json
+    own = second["context"][len(first["context"]) : second["prompt_eval_count"]]
+    assert second["context"][: len(first["context"])] == first["context"]
+    prompt = {"prompt_token_ids": [*first["context"], *own]}
+    wanted = llm.generate(prompt, SamplingParams(max_tokens=12, temperature=0), use_tqdm=False)[0]
+    assert second["response"] == wanted.outputs[0].text
+    assert "Hi" in llm.get_tokenizer().decode(own)
+
+
+def test_a_context_that_is_none(served: Caller) -> None:
+    for context in ("x", [-1], [10**9]):
+        answer = served.post("/api/generate", {"model": "demo", "prompt": "Hi", "context": context})
+        assert answer.status == 400, answer.body
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,8 @@ def test_scores_are_cosines_and_the_best_comes_first(served: Caller, llm: LLM) -
     assert expected[1] == pytest.approx(1.0)
     body = {"query": TEXTS[0], "documents": [TEXTS[1], {"text": TEXTS[0]}], "top_n": 1}
     (best,) = served.post("/v1/rerank", body).json["results"]
+    for path in ("/rerank", "/v2/rerank"):
+        assert served.post(path, body).json["results"] == [best]
     assert best == {"index": 1, "relevance_score": expected[1], "document": {"text": TEXTS[0]}}
 
 
