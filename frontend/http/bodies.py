@@ -73,6 +73,8 @@ class SamplingFields(ParameterFields, kw_only=True):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
     request_id: Any = None
+    session_id: Any = None
+    stream_interval: Any = None  # tokens of a chunk: what a step brings is one chunk here
 
     # Refused by name.
     guided_json: Any = None
@@ -91,6 +93,21 @@ class SamplingFields(ParameterFields, kw_only=True):
     lora_request: Any = None
     logits_processors: Any = None
     thinking_token_budget: Any = None
+    logprob_token_ids: Any = None
+    spaces_between_special_tokens: Any = None
+    watermarking: Any = None
+    ec_transfer_params: Any = None
+    vllm_xargs: Any = None
+    mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
+    repetition_detection: Any = None
+    return_prompt_text: Any = None
+    routed_experts_prompt_start: Any = None
+    kv_transfer_params: Any = None
+    truncation_side: Any = None
+    mirostat: Any = None
+    max_new_tokens: Any = None
+    min_new_tokens: Any = None
 
 
 class CompletionBody(SamplingFields, kw_only=True):
@@ -103,26 +120,36 @@ class CompletionBody(SamplingFields, kw_only=True):
     suffix: Any = None
 
 
-class ChatBody(SamplingFields, kw_only=True):
+class ChatFields(SamplingFields, kw_only=True):
+    """Fields of every body that asks for a chat, whatever its API: shared_fields() makes a ChatBody's of them."""
+
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: Json | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    documents: list[Json] | None = None
+
+    # Refused by name.
+    functions: Any = None
+    function_call: Any = None
+    modalities: Any = None
+    audio: Any = None
+    echo: Any = None
+    include_reasoning: Any = None
+    add_special_tokens: Any = None
+
+
+class ChatBody(ChatFields, kw_only=True):
     """The body of /v1/chat/completions."""
 
     messages: list[Json]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: Json | None = None
     tools: list[Json] | None = None
     tool_choice: str | Json | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    documents: list[Json] | None = None
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
@@ -168,23 +195,64 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "lora_request": ((), "name the adapter as the model"),
     "logits_processors": (([],), "use logit_bias, allowed_token_ids or bad_words"),
     "thinking_token_budget": ((), "use max_tokens"),
+    "logprob_token_ids": (([],), "ask for the most likely tokens with logprobs"),
+    "kv_transfer_params": (({},), "the engine's owner connects caches with --kv-listen and --kv-peers"),
+    "spaces_between_special_tokens": ((True,), "text has the spaces of its tokens"),
+    "watermarking": ((False,), "texts are not marked"),
+    "ec_transfer_params": (({},), "images are encoded where they are used"),
+    "vllm_xargs": (({},), "there are no extensions that read them"),
+    "mm_processor_kwargs": (({},), "images are read as the model's files say"),
+    "media_io_kwargs": (({},), "images are read as the model's files say"),
+    "return_prompt_text": ((False,), "use return_token_ids and /detokenize"),
+    "routed_experts_prompt_start": ((0,), "routing is not shown"),
+    "truncation_side": (("left",), "truncate_prompt_tokens keeps the tokens at the prompt's end"),
+    "mirostat": ((0,), "use top_p, top_k or min_p"),
+    "max_new_tokens": ((), "use max_tokens"),
+    "min_new_tokens": ((), "use min_tokens"),
+    "repetition_detection": ((), "use repetition_penalty or stop"),
     "suffix": (("",), "write the prompt in the model's own form of filling in, if it has one"),
+}
+
+
+#: The same for chats alone: texts are echoed, and have other special tokens.
+_REFUSED_IN_CHATS: dict[str, tuple[tuple[object, ...], str]] = {
+    "echo": ((False,), "send the text to /v1/completions"),
+    "include_reasoning": ((True,), "read content alone"),
+    "add_special_tokens": ((False,), "a chat template writes its special tokens itself"),
     "functions": (([],), "use tools"),
     "function_call": (("none",), "use tool_choice"),
     "modalities": ((["text"], []), "this server answers with text"),
     "audio": ((), "this server answers with text"),
 }
+#: Field -> values that ask for nothing, on routes whose answers have one choice and no place for what it asks for.
+_UNSHOWN: dict[str, tuple[object, ...]] = {
+    "n": (1,),
+    "prompt_logprobs": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+}
+
+
+def shared_fields(body: ChatFields) -> Json:
+    """Return the fields that a body of another API has in common with ChatBody.
+
+    Errors: HttpError 400 that names a field whose effect an answer of that API could not show.
+    """
+    for name, neutral in _UNSHOWN.items():
+        if (value := getattr(body, name)) is not None and value not in neutral:
+            raise HttpError(400, f"{name} is not supported here: use /v1/chat/completions", param=name)
+    return {name: getattr(body, name) for name in ChatFields.__struct_fields__}
 
 
 @functools.cache
-def _refused_names(kind: type[msgspec.Struct]) -> tuple[str, ...]:
-    return tuple(name for name in kind.__struct_fields__ if name in _REFUSED)
+def _refused(kind: type[msgspec.Struct]) -> dict[str, tuple[tuple[object, ...], str]]:
+    found = _REFUSED | (_REFUSED_IN_CHATS if issubclass(kind, ChatFields) else {})
+    return {name: found[name] for name in kind.__struct_fields__ if name in found}
 
 
 def refuse_fields(body: msgspec.Struct) -> None:
     """Check that the fields this server knows and does not support have no effect. Errors: HttpError 400."""
-    for name in _refused_names(type(body)):
-        if (value := getattr(body, name)) is not None:
-            neutral, instead = _REFUSED[name]
-            if not any(type(value) is type(one) and value == one for one in neutral):
-                raise HttpError(400, f"{name} is not supported: {instead}", param=name)
+    for name, (neutral, instead) in _refused(type(body)).items():
+        value = getattr(body, name)
+        if value is not None and not any(type(value) is type(one) and value == one for one in neutral):
+            raise HttpError(400, f"{name} is not supported: {instead}", param=name)

@@ -2,19 +2,16 @@
 
 from typing import Any
 
-import msgspec
-
-from frontend.http.bodies import ChatBody, Json
+from frontend.http.bodies import ChatBody, ChatFields, Json, shared_fields
 from frontend.http.errors import HttpError
 from frontend.http.left_out import Note, is_hosted_block
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
-class CountBody(msgspec.Struct, kw_only=True):
+class CountBody(ChatFields, kw_only=True):
     """The body of /v1/messages/count_tokens, and what /v1/messages has in common with it."""
 
-    model: str | None = None
     messages: list[Json]
     system: str | list[Json] | None = None
     tools: list[Json] | None = None
@@ -24,8 +21,6 @@ class CountBody(msgspec.Struct, kw_only=True):
     output_format: Json | None = None
 
     # Accepted, and without an effect on the answer.
-    metadata: Any = None
-    service_tier: Any = None
     cache_control: Any = None
     context_management: Any = None
     inference_geo: Any = None
@@ -40,10 +35,6 @@ class MessagesBody(CountBody, kw_only=True):
     """The body of /v1/messages."""
 
     max_tokens: int
-    stream: bool | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
     stop_sequences: list[str] | None = None
 
 
@@ -70,20 +61,22 @@ def chat_of(body: CountBody, note: Note) -> ChatBody:
                 raise HttpError(400, f"{where}: the role is user or assistant, got {role!r:.40}", param="messages")
     if systems:
         messages.insert(0, {"role": "system", "content": "\n\n".join(systems)})
+    fields = shared_fields(body)
+    thinks = (body.thinking or {}).get("type") in ("enabled", "adaptive")
+    fields["chat_template_kwargs"] = {"enable_thinking": thinks, **(body.chat_template_kwargs or {})}
+    if body.continue_final_message is None and body.add_generation_prompt is None:
+        fields["continue_final_message"] = messages[-1]["role"] == "assistant" if messages else False
     chat = ChatBody(
         messages=messages,
-        model=body.model,
         tools=[_tool(tool) for tool in body.tools or []] or None,
         tool_choice=_tool_choice(body.tool_choice),
-        chat_template_kwargs={"enable_thinking": (body.thinking or {}).get("type") in ("enabled", "adaptive")},
-        continue_final_message=messages[-1]["role"] == "assistant" if messages else False,
-        response_format=_response_format(body),
+        **fields,
     )
+    if (form := _response_format(body)) is not None:
+        chat.response_format = form
     if (body.tool_choice or {}).get("disable_parallel_tool_use"):
         chat.parallel_tool_calls = False
-    if isinstance(body, MessagesBody):
-        for name in ("max_tokens", "stream", "temperature", "top_p", "top_k"):
-            setattr(chat, name, getattr(body, name))
+    if isinstance(body, MessagesBody) and body.stop_sequences is not None:
         chat.stop = body.stop_sequences
     return chat
 

@@ -2,9 +2,7 @@
 
 from typing import Any
 
-import msgspec
-
-from frontend.http.bodies import ChatBody, Json
+from frontend.http.bodies import ChatBody, ChatFields, Json, shared_fields
 from frontend.http.errors import HttpError
 from frontend.http.left_out import Note, is_hosted_item
 
@@ -16,36 +14,27 @@ _REFUSED = {
     "background": "leave it out, and stream",
     "prompt": "send the text of the prompt",
     "max_tool_calls": "there are no built-in tools",
+    "previous_response": "send the earlier items in `input`",
+    "previous_input_messages": "send the earlier items in `input`",
+    "enable_response_messages": "read the items of the answer",
 }
 
 
-class ResponsesBody(msgspec.Struct, kw_only=True):
-    """The body of /v1/responses."""
+class ResponsesBody(ChatFields, kw_only=True):
+    """The body of /v1/responses: what all chats have, and OpenAI's own names."""
 
-    model: str | None = None
     input: str | list[Json]
     instructions: str | None = None
-    stream: bool | None = None
     max_output_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     tools: list[Json] | None = None
     tool_choice: str | Json | None = None
-    parallel_tool_calls: bool | None = None
     text: Json | None = None
     reasoning: Json | None = None
-    metadata: Any = None
     truncation: str | None = None
 
     # Accepted, and without an effect on the answer.
-    store: Any = None
     include: list[str] | None = None
-    user: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
-    stream_options: Any = None
     top_logprobs: Any = None
 
     # Refused by name.
@@ -54,6 +43,9 @@ class ResponsesBody(msgspec.Struct, kw_only=True):
     background: Any = None
     prompt: Any = None
     max_tool_calls: Any = None
+    previous_response: Any = None
+    previous_input_messages: Any = None
+    enable_response_messages: Any = None
 
 
 def chat_of(body: ResponsesBody, note: Note) -> ChatBody:
@@ -75,18 +67,15 @@ def chat_of(body: ResponsesBody, note: Note) -> ChatBody:
             note(f"items of type {item['type']!r:.60}")
         else:
             _add_item(messages, item, f"input[{index}]")
-    numbers: Json = {"temperature": body.temperature, "top_p": body.top_p}
     chat = ChatBody(
         messages=messages,
-        model=body.model,
-        stream=body.stream,
-        max_tokens=body.max_output_tokens,
-        **numbers,
+        max_completion_tokens=body.max_output_tokens,
         tools=[_tool(tool) for tool in body.tools or []] or None,
         tool_choice=_tool_choice(body.tool_choice),
-        parallel_tool_calls=body.parallel_tool_calls,
-        response_format=_response_format((body.text or {}).get("format")),
+        **shared_fields(body),
     )
+    if (form := _response_format((body.text or {}).get("format"))) is not None:
+        chat.response_format = form
     effort = (body.reasoning or {}).get("effort")
     if isinstance(effort, str):
         chat.reasoning_effort = effort
