@@ -6,6 +6,7 @@ A beam search draws nothing, so the model's defaults for draws are not for it.
 from typing import Any
 
 from frontend.http.bodies import ParameterFields, SamplingFields, refuse_fields
+from frontend.http.errors import HttpError
 from frontend.http.response_format import read_structure
 from ipc.params.sampling_params import NUMBERS, OF_DRAWS, RequestOutputKind, SamplingParams
 
@@ -25,6 +26,8 @@ def read_sampling(
     context. logprobs: likely tokens to report beside each. Errors: HttpError, InvalidRequestError.
     """
     refuse_fields(body)
+    if body.stream_options is not None and not body.stream:
+        raise HttpError(400, "stream_options needs stream: true", param="stream_options")
     given = {to: value for name, to in _PARAMETERS.items() if (value := getattr(body, name)) is not None}
     if body.use_beam_search:
         defaults = {name: value for name, value in defaults.items() if name not in OF_DRAWS} | {"temperature": 0.0}

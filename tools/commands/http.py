@@ -100,7 +100,9 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
         "--allow-request-templates", action="store_true", help="take chat templates, which are programs, from requests"
     )
     group.add_argument(
-        "--enable-force-include-usage", action="store_true", help="report the usage at the end of every stream"
+        "--enable-force-include-usage",
+        action="store_true",
+        help="report the usage in every event of a stream, and at its end",
     )
     group.add_argument(
         "--tool-call-parser",

@@ -24,6 +24,10 @@ _SHORT = re.compile(r"-[A-Za-z]+")
 _BYTE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
+#: A flag that opens the server to others is no guess at what somebody meant.
+_NEVER_OFFERED = ("--insecure", "--allow-request-templates")
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """argparse's parser without abbreviated flags; its error for an unknown flag suggests the nearest known one."""
 
@@ -68,7 +72,7 @@ class ArgumentParser(argparse.ArgumentParser):
         if is_neutral(option):
             what = "has no effect here" if option in WITHOUT_EFFECT else "asks for what this version does not have"
             self.error(f"unknown argument {unknown[0]}: it is vLLM's and {what}; leave it out")
-        near = difflib.get_close_matches(name, shown, n=1)
+        near = difflib.get_close_matches(name, [flag for flag in shown if flag not in _NEVER_OFFERED], n=1)
         self.error(f"unknown argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
 
 

@@ -64,6 +64,7 @@ class MessagesFormat:
         self._name = name
         self._id = f"msg_{secrets.token_hex(12)}"
         self._num_prompt = len(prepared.requests[0].prompt.token_ids)
+        self._num_cached = 0  # of the prompt's tokens; known with the first piece
         self._answer = ParsedAnswer(prepared.scanners[0] if prepared.scanners else None)
         self._ids = CallIds(prepared.id_length, "toolu_")
         self._blocks: list[Json] = []
@@ -72,12 +73,13 @@ class MessagesFormat:
 
     def opening(self) -> bytes:
         """Return the beginning of the message."""
-        message = self._message(Usage(self._num_prompt))
+        message = self._message(Usage(self._num_prompt, cached_tokens=self._num_cached))
         none_yet: Json = {"content": [], "stop_reason": None, "stop_sequence": None}  # a first piece may have been read
         return _event("message_start", message={**message, **none_yet})
 
     def piece(self, index: int, output: CompletionOutput, usage: Usage) -> bytes:
         """Return the events of the new text."""
+        self._num_cached = usage.cached_tokens
         is_end = output.finish_reason is not None
         events = [self._part(part) for part in self._answer.feed(output.text, is_end=is_end)]
         if is_end:

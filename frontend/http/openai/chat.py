@@ -40,6 +40,7 @@ class ChatFormat(OpenAIAnswer):
         self._body = body
         self._params = prepared.requests[0].params
         self._n = prepared.requests[0].params.n
+        self._prompt_ids = prepared.requests[0].prompt.token_ids
         self._scanners, self._thoughts = prepared.scanners, prepared.thoughts
         self._is_named = prepared.is_named
         self._ids = [CallIds(prepared.id_length) for _ in range(self._n)]
@@ -48,10 +49,13 @@ class ChatFormat(OpenAIAnswer):
         self._plain_heads = self._heads(self._n, b'"delta":{"content":') if body.stream and self._is_plain else []
 
     def opening(self) -> bytes:
-        """Return the role of each choice."""
+        """Return the role of each choice, and the prompt's tokens where they were asked for."""
         delta = {"role": "assistant", "content": ""}
         choices = [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None} for i in range(self._n)]
-        return b"".join(event({**self._fields, "choices": [choice]}) for choice in choices)
+        more: dict[str, object] = {"usage": Usage(len(self._prompt_ids)).openai()} if self._counts_always else {}
+        if self._body.return_token_ids:
+            more["prompt_token_ids"] = self._prompt_ids
+        return b"".join(event({**self._fields, "choices": [choice], **more}) for choice in choices)
 
     def piece(self, index: int, output: CompletionOutput, usage: Usage) -> bytes:
         """Return the events of a choice's new text and of its end."""

@@ -73,6 +73,7 @@ class CompletionFormat(OpenAIAnswer, EchoingFormat):
         self._num_choices = len(prepared) * self._n
         self._prompts = [one.prompt for one in prepared]
         self._drops_output = drops_output
+        self._begun = set[int]()  # choices that have had an event
         self._offsets = [0] * self._num_choices  # characters of each choice so far, for text_offset
         self._is_plain = body.logprobs is None and not self._counts_always and not body.return_token_ids
         self.echoes = bool(body.stream and body.echo) and body.logprobs is not None
@@ -106,7 +107,11 @@ class CompletionFormat(OpenAIAnswer, EchoingFormat):
             if not output.text:
                 return b""
             return self._plain_heads[index] + json_bytes(output.text) + _PLAIN_TAIL
-        return self._chunk(self._choice(index, output), usage)
+        choice = self._choice(index, output)
+        if self._body.return_token_ids and index not in self._begun:  # the first event of a choice has its prompt
+            self._begun.add(index)
+            choice["prompt_token_ids"] = self._prompts[index // self._n].token_ids
+        return self._chunk(choice, usage)
 
     def text_frames(self) -> TextFrames | None:
         """Return the frames of plain events."""

@@ -88,11 +88,13 @@ def chat_logprobs(
     *,
     as_ids: bool,
 ) -> dict[str, object]:
-    """Return the logprobs of a choice of a chat. num_top: likely tokens to show beside each."""
+    """Return the logprobs of a choice of a chat. num_top: likely tokens to show beside each; -1 = all."""
+
+    most = None if num_top < 0 else num_top
 
     def content() -> Iterator[dict[str, object]]:
         for token, likely in zip(token_ids, positions, strict=True):
-            best = sorted(likely.items(), key=lambda one: -one[1].logprob)[:num_top]
+            best = sorted(likely.items(), key=lambda one: -one[1].logprob)[:most]
             top = [_entry(each, logprob, tokenizer, as_ids) for each, logprob in best]
             yield {**_entry(token, likely[token], tokenizer, as_ids), "top_logprobs": top}
 

@@ -30,7 +30,8 @@ class OpenAIAnswer(FramedFormat):
         }
         options = body.stream_options
         self._shows_usage = bool(options and options.include_usage) or service.options.include_usage
-        self._counts_always = bool(options and options.include_usage and options.continuous_usage_stats)
+        is_asked = bool(options and options.include_usage and options.continuous_usage_stats)
+        self._counts_always = is_asked or service.options.include_usage  # in every event, as vLLM does then
 
     def closing(self, usage: Usage) -> bytes:
         """Return the usage, where it was asked for, and the end of the stream."""

@@ -1,5 +1,8 @@
 """/v1/models, /version and the tokenizer's routes."""
 
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
 import msgspec
 
 from frontend.http.bodies import DetokenizeBody, TokenizeBody
@@ -14,7 +17,9 @@ _detokenize = msgspec.json.Decoder(DetokenizeBody)
 
 
 async def list_models(service: Service, request: Request) -> Response:
-    """List the names of the model."""
+    """List the names of the model: in Anthropic's form for callers that name a version of its API."""
+    if b"anthropic-version" in request.headers:
+        return Response(json_bytes(_anthropic_list(service, service.names_for(request))))
     return Response(
         json_bytes({"object": "list", "data": [_card(service, name) for name in service.names_for(request)]})
     )
@@ -22,7 +27,9 @@ async def list_models(service: Service, request: Request) -> Response:
 
 async def get_model(service: Service, request: Request) -> Response:
     """Describe one model."""
-    return Response(json_bytes(_card(service, service.check_model(request, request.target))))
+    name = service.check_model(request, request.target)
+    card = _anthropic_card if b"anthropic-version" in request.headers else _card
+    return Response(json_bytes(card(service, name)))
 
 
 async def get_version(service: Service, request: Request) -> Response:
@@ -99,6 +106,16 @@ async def get_tokenizer_info(service: Service, request: Request) -> Response:
         "chat_template": tokenizer.chat_template,
     }
     return Response(json_bytes(info))
+
+
+def _anthropic_list(service: Service, names: Sequence[str]) -> dict[str, object]:
+    ends = {"first_id": names[0] if names else None, "last_id": names[-1] if names else None}
+    return {"data": [_anthropic_card(service, name) for name in names], "has_more": False, **ends}
+
+
+def _anthropic_card(service: Service, name: str) -> dict[str, object]:
+    created = datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")
+    return {"type": "model", "id": name, "display_name": name, "created_at": created}
 
 
 def _card(service: Service, name: str) -> dict[str, object]:

@@ -5,6 +5,7 @@ from typing import Any
 
 import msgspec
 
+from frontend.http.errors import HttpError
 from frontend.http.request import Request, Response
 from frontend.http.service import Service
 from ipc.version import VERSION
@@ -12,6 +13,10 @@ from ipc.version import VERSION
 _ERROR = {
     "description": "an error",
     "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+}
+_TEXT_ERROR = {
+    "description": "an error",
+    "content": {"application/json": {"schema": {"type": "object", "properties": {"error": {"type": "string"}}}}},
 }
 _ERROR_SCHEMA = {
     "type": "object",
@@ -34,6 +39,12 @@ async def get_description(service: Service, request: Request) -> Response:
     return Response(service.description)
 
 
+def _error_of(route: Any) -> dict[str, Any]:
+    """Return the answer of an error in the form of the route's API: Ollama's is a text."""
+    is_text = isinstance(msgspec.json.decode(route.error_body(HttpError(400, "wrong")))["error"], str)
+    return _TEXT_ERROR if is_text else _ERROR
+
+
 def describe(routes: Sequence[Any], root_path: str = "") -> dict[str, Any]:
     """Return the OpenAPI 3.1 document of these routes (frontend/http/routes.py). root_path: where a proxy has them."""
     bodies = [route.body for route in routes if route.body is not None]
@@ -45,7 +56,7 @@ def describe(routes: Sequence[Any], root_path: str = "") -> dict[str, Any]:
         path = f"{route.path}{{name}}" if takes_target else route.path
         operation: dict[str, Any] = {
             "summary": (route.handler.__doc__ or "").splitlines()[0],
-            "responses": {"200": {"description": "the answer"}, "default": _ERROR},
+            "responses": {"200": {"description": "the answer"}, "default": _error_of(route)},
             "security": [{"key": []}] if route.access.value == "key" else [],
         }
         if takes_target:

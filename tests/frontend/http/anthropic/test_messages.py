@@ -164,3 +164,24 @@ def test_errors_have_anthropics_form(served: Caller, fields: Any, status: int, k
     answer = served.post("/v1/messages", {**HELLO, **fields, "stream": True})
     assert (answer.status, answer.json["type"], answer.json["error"]["type"]) == (status, "error", kind), answer.body
     assert set(answer.json["error"]) == {"type", "message"}
+
+
+def test_a_streams_beginning_and_end_count_the_same_prompt(served: Caller) -> None:
+    body = {**HELLO, "messages": [{"role": "user", "content": "count " * 60}]}
+    for _ in range(2):  # the second finds the first's prompt in the cache
+        events = served.post("/v1/messages", {**body, "stream": True}).body.decode().split("\n\n")
+        found = [json.loads(one.split("data: ")[1]) for one in events if "data: " in one]
+        begin, end = found[0]["message"]["usage"], found[-2]["usage"]
+        names = ("input_tokens", "cache_read_input_tokens")
+        assert [begin[name] for name in names] == [end[name] for name in names]
+    assert begin["cache_read_input_tokens"] > 0
+
+
+def test_models_in_anthropics_form(served: Caller) -> None:
+    version = {"anthropic-version": "2023-06-01"}
+    found = served.call("GET", "/v1/models", headers=version).json
+    assert (found["has_more"], found["first_id"], found["last_id"]) == (False, "demo", "other/name")
+    (card, _) = found["data"]
+    assert card == {"type": "model", "id": "demo", "display_name": "demo", "created_at": card["created_at"]}
+    assert served.call("GET", "/v1/models/demo", headers=version).json == card
+    assert served.get("/v1/models").json["object"] == "list"
