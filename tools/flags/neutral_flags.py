@@ -7,20 +7,42 @@ from ipc.options.neutral_options import check_neutral, is_neutral, is_switch, va
 from tools.flags.hints import FLAGS
 
 _SHORT = {"-dp": "data_parallel_size"}
+#: Switches of vLLM's and llama.cpp's that ask for what is always so here, or for more words in the log.
+_ALWAYS_SO = (
+    "--cont-batching",
+    "--enable-prompt-tokens-details",
+    "--enable-request-id-headers",
+    "--enable-server-load-tracking",
+    "--flash-attn",
+    "--jinja",
+    "--no-webui",
+    "--verbose",
+)
+#: Flags whose one value changes nothing -> that value, and what to do instead of another.
+_ONE_VALUE = {"--seed": ("0", "each request has its own seed; without one it is drawn")}
 
 
 def without_neutral(words: Sequence[str], known: Container[str]) -> list[str]:
-    """Return the words without the flags of vLLM's that ask for nothing. known: flags that the command has itself.
+    """Return the words without the flags of other engines that ask for nothing, and ours with dashes for underscores.
 
+    known: flags that the command has itself.
     Errors: ConfigError for a value that asks for a feature which is not there.
     """
     kept, at = [], 0
     while at < len(words) and words[at] != "--":
         word, at = words[at], at + 1
         flag, has_value, value = word.partition("=")
+        if flag.startswith("--") and flag not in known and (dashed := flag.replace("_", "-")) in known:
+            word, flag = dashed + word[len(flag) :], dashed
         name = _option(flag)
         if flag in known or name is None:
-            kept.append(word)
+            lacks_value = flag in _ONE_VALUE and not has_value and list(words[at : at + 1]) in ([], ["--"])
+            if flag in known or lacks_value or flag not in (*_ALWAYS_SO, *_ONE_VALUE):
+                kept.append(word)
+            elif flag in _ONE_VALUE:
+                if not has_value:
+                    value, at = " ".join(words[at : at + 1]), at + 1
+                _check_value(flag, value)
         elif is_switch(name):
             _check(flag, name, not flag.startswith("--no-"))
         else:
@@ -28,6 +50,12 @@ def without_neutral(words: Sequence[str], known: Container[str]) -> list[str]:
                 value, at = " ".join(words[at : at + 1]), at + 1
             _check(flag, name, value_of(value))
     return kept + list(words[at:])
+
+
+def _check_value(flag: str, value: str) -> None:
+    allowed, instead = _ONE_VALUE[flag]
+    if value != allowed:
+        raise ConfigError(f"argument {flag}: {value!r:.80} is not supported; only {allowed} is: {instead}")
 
 
 def _check(flag: str, name: str, value: object) -> None:
