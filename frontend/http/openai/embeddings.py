@@ -2,6 +2,7 @@
 
 import base64
 import time
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,14 +22,22 @@ from ipc.params.pooling_params import PoolingParams
 class EmbeddingBody(msgspec.Struct, kw_only=True):
     """The body of /v1/embeddings. input: a text, texts, token ids or lists of token ids."""
 
-    input: Any
+    input: Any = None
     model: str | None = None
     encoding_format: str | None = None  # float (the default) or base64
     dimensions: int | None = None
     priority: int | None = None
     truncate_prompt_tokens: int | None = None
     prompt_name: str | None = None  # see LLM.encode()
+    use_activation: bool | None = None  # whether vectors have the length 1; None = as the model's files say
+    normalize: bool | None = None  # an older name of it
+    embed_dtype: str | None = None  # of base64: float32 (the default) or float16
+    endianness: str | None = None  # of base64: native, little (the default) or big
     user: Any = None
+
+    # Refused by name.
+    truncation_side: Any = None
+    messages: Any = None
 
 
 class OllamaEmbedBody(msgspec.Struct, kw_only=True):
@@ -51,6 +60,8 @@ class OllamaOldBody(msgspec.Struct, kw_only=True):
     keep_alive: Any = None
 
 
+_DTYPES: dict[str | None, str] = {None: "f4", "float32": "f4", "float16": "f2"}
+_ORDERS: dict[str | None, str] = {None: "<", "native": "<", "little": "<", "big": ">"}  # x86 is little-endian
 _FEW = 16  # vectors, which are written in the event loop
 _decoder = msgspec.json.Decoder(EmbeddingBody)
 _old_decoder = msgspec.json.Decoder(OllamaOldBody)
@@ -64,12 +75,17 @@ async def create_embeddings(service: Service, request: Request) -> Response:
     if body.encoding_format not in (None, "float", "base64"):
         text = f"encoding_format is float or base64, got {body.encoding_format!r:.40}"
         raise HttpError(400, text, param="encoding_format")
+    dtype = _dtype_of(body)
     if body.input in (None, "", []):
         raise HttpError(400, "input is missing: send a text, texts, token ids or lists of token ids", param="input")
     prompts: list[PromptInput] = split_prompts(body.input)
-    params = PoolingParams(dimensions=body.dimensions, truncate_prompt_tokens=body.truncate_prompt_tokens)
+    params = PoolingParams(
+        dimensions=body.dimensions,
+        use_activation=body.normalize if body.use_activation is None else body.use_activation,
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
+    )
     outputs = await pool(service, request, prompts, params, "embed", body.priority or 0, body.prompt_name)
-    shown = _encoded if body.encoding_format == "base64" else _numbers
+    shown = partial(_encoded, dtype=dtype) if body.encoding_format == "base64" else _numbers
     count = _num_tokens(outputs)
     usage = {"prompt_tokens": count, "total_tokens": count}
 
@@ -111,9 +127,26 @@ def _numbers(output: PoolingRequestOutput) -> list[float]:
     return numbers
 
 
-def _encoded(output: PoolingRequestOutput) -> str:
-    """Return the numbers as float32, little-endian, in base64: OpenAI's form, which its clients ask for."""
-    return base64.b64encode(output.outputs.data.astype(np.dtype("<f4"), copy=False).tobytes()).decode()
+def _encoded(output: PoolingRequestOutput, dtype: np.dtype[Any]) -> str:
+    """Return the numbers in base64: OpenAI's form, which its clients ask for."""
+    return base64.b64encode(output.outputs.data.astype(dtype, copy=False).tobytes()).decode()
+
+
+def _dtype_of(body: EmbeddingBody) -> np.dtype[Any]:
+    """Return the type of the numbers in base64. Errors: HttpError 400 that names the field, also those refused."""
+    if body.messages is not None:
+        raise HttpError(400, "messages are not supported: send the text of the chat as input", param="messages")
+    if body.truncation_side not in (None, "left"):
+        text = "truncation_side is not supported: truncate_prompt_tokens keeps the tokens at the prompt's end"
+        raise HttpError(400, text, param="truncation_side")
+    width, order = _DTYPES.get(body.embed_dtype), _ORDERS.get(body.endianness)
+    if width is None:
+        text = f"embed_dtype is float32 or float16, got {body.embed_dtype!r:.40}"
+        raise HttpError(400, text, param="embed_dtype")
+    if order is None:
+        text = f"endianness is native, little or big, got {body.endianness!r:.40}"
+        raise HttpError(400, text, param="endianness")
+    return np.dtype(order + width)
 
 
 def _num_tokens(outputs: list[PoolingRequestOutput]) -> int:

@@ -26,6 +26,13 @@ class ScoreBody(msgspec.Struct, kw_only=True):
     template: str | None = None  # see LLM.score()
     priority: int | None = None
     truncate_prompt_tokens: int | None = None
+    use_activation: bool | None = None  # whether a classifier's score is a probability; None = as its files say
+
+    # Refused by name.
+    instruction: Any = None
+    max_tokens_per_doc: Any = None
+    max_tokens_per_query: Any = None
+    truncation_side: Any = None
 
 
 class RerankBody(msgspec.Struct, kw_only=True):
@@ -39,8 +46,23 @@ class RerankBody(msgspec.Struct, kw_only=True):
     template: str | None = None
     priority: int | None = None
     truncate_prompt_tokens: int | None = None
+    use_activation: bool | None = None
+
+    # Refused by name.
+    instruction: Any = None
+    max_tokens_per_doc: Any = None
+    max_tokens_per_query: Any = None
+    truncation_side: Any = None
+    rank_fields: Any = None
 
 
+_INSTEAD = {
+    "instruction": "use template",
+    "max_tokens_per_doc": "use truncate_prompt_tokens",
+    "max_tokens_per_query": "use truncate_prompt_tokens",
+    "truncation_side": "truncate_prompt_tokens keeps the tokens at the prompt's end",
+    "rank_fields": "send each document's text",
+}
 _score_decoder = msgspec.json.Decoder(ScoreBody)
 _rerank_decoder = msgspec.json.Decoder(RerankBody)
 
@@ -80,6 +102,9 @@ async def _scores(
 ) -> list[ScoringRequestOutput]:
     """Return the score of each pair: by a classifier with one label, or the cosine of two embeddings."""
     tasks, priority = service.engine.client.welcome.tasks, body.priority or 0
+    for name, instead in _INSTEAD.items():
+        if getattr(body, name, None) not in (None, 0, ""):
+            raise HttpError(400, f"{name} is not supported: {instead}", param=name)
     params = PoolingParams(truncate_prompt_tokens=body.truncate_prompt_tokens)
     if tasks.get("classify", 1) != 1:
         raise HttpError(
@@ -88,6 +113,7 @@ async def _scores(
     if len(pairs) > MAX_TEXTS:
         raise HttpError(400, f"{len(pairs)} pairs in one request; {MAX_TEXTS} are allowed")
     if "classify" in tasks:
+        params.use_activation = body.use_activation
 
         def prepare() -> list[PromptInput]:
             return [pair_prompt(service.engine, pair, body.template) for pair in pairs]

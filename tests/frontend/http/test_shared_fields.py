@@ -7,8 +7,10 @@ import pytest
 from frontend.http.anthropic.messages_bodies import MessagesBody
 from frontend.http.anthropic.messages_bodies import chat_of as chat_of_messages
 from frontend.http.bodies import ChatBody, ChatFields, CompletionBody
+from frontend.http.openai.embeddings import EmbeddingBody
 from frontend.http.openai.responses_bodies import ResponsesBody
 from frontend.http.openai.responses_bodies import chat_of as chat_of_responses
+from frontend.http.openai.scores import RerankBody, ScoreBody
 from tests.frontend.http.caller import Caller
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -95,6 +97,7 @@ _VLLM_COMMON = """model frequency_penalty logit_bias logprobs max_tokens n prese
     return_tokens_as_token_ids return_token_ids routed_experts_prompt_start return_token_offsets return_mm_kwargs
     cache_salt kv_transfer_params ec_transfer_params vllm_xargs repetition_detection thinking_token_budget
     stream_interval add_special_tokens"""
+_VLLM_POOLING = "model priority truncate_prompt_tokens truncation_side use_activation"
 VLLM: dict[type[Any], str] = {
     CompletionBody: f"{_VLLM_SAMPLING} {_VLLM_COMMON} prompt echo suffix prompt_embeds",
     ChatBody: f"""{_VLLM_SAMPLING} {_VLLM_COMMON} messages top_logprobs max_completion_tokens tools tool_choice
@@ -106,6 +109,9 @@ VLLM: dict[type[Any], str] = {
         request_id mm_processor_kwargs priority cache_salt enable_response_messages previous_input_messages
         previous_response structured_outputs repetition_penalty seed stop ignore_eos vllm_xargs stop_token_ids
         chat_template_kwargs min_p presence_penalty frequency_penalty""",
+    EmbeddingBody: f"""{_VLLM_POOLING} input encoding_format dimensions messages embed_dtype endianness""",
+    ScoreBody: f"{_VLLM_POOLING} text_1 text_2",
+    RerankBody: f"{_VLLM_POOLING} query documents top_n",
     MessagesBody: """model messages max_tokens metadata output_config stop_sequences stream system temperature
         tool_choice tools top_k top_p kv_transfer_params chat_template_kwargs cache_salt""",
 }
@@ -123,6 +129,6 @@ INERT = {
 @pytest.mark.parametrize("kind", VLLM, ids=lambda kind: kind.__name__)
 def test_what_peers_publish_is_known(kind: type[Any]) -> None:
     """A known field is obeyed or refused by name (refuse_fields); an unknown one would be ignored."""
-    more = "" if kind is MessagesBody else f"{LLAMA_CPP} {SGLANG}"
+    more = "" if kind in (MessagesBody, EmbeddingBody, ScoreBody, RerankBody) else f"{LLAMA_CPP} {SGLANG}"
     unknown = {*VLLM[kind].split(), *more.split()} - {*kind.__struct_fields__}
     assert unknown <= INERT.keys()

@@ -1,12 +1,17 @@
 """/v1/embeddings, /v1/score, /v1/rerank and Ollama's /api/embed: the vectors of the Python client, in their forms."""
 
+import asyncio
 import base64
 import importlib.util
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from frontend.http.errors import HttpError
+from frontend.http.openai import embeddings
 from frontend.llm import LLM
 from ipc.params.pooling_params import PoolingParams
 from tests.frontend.http.caller import Caller
@@ -68,11 +73,52 @@ def test_scores_are_cosines_and_the_best_comes_first(served: Caller, llm: LLM) -
         ("/v1/embeddings", {"input": "x " * 9000}, 400, "at most 4096 fit"),
         ("/v1/score", {"text_1": ["a", "b"], "text_2": ["a", "b", "c"]}, 400, "1 text with n"),
         ("/v1/rerank", {"query": "a", "documents": [{"title": "b"}]}, 400, "documents"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 5}, 400, "max_tokens_per_doc"),
+        ("/v1/rerank", {"query": "a", "documents": ["b"], "instruction": "x"}, 400, "instruction"),
+        ("/v1/score", {"text_1": "a", "text_2": "b", "truncation_side": "right"}, 400, "truncation_side"),
+        ("/v1/embeddings", {"input": "x", "truncation_side": "right"}, 400, "truncation_side"),
+        ("/v1/embeddings", {"input": "x", "embed_dtype": "bfloat16"}, 400, "embed_dtype is float32 or float16"),
+        ("/v1/embeddings", {"input": "x", "endianness": "middle"}, 400, "endianness is"),
+        ("/v1/embeddings", {"messages": [{"role": "user", "content": "x"}]}, 400, "messages"),
     ],
 )
 def test_what_is_wrong_is_named(served: Caller, path: str, body: dict[str, Any], status: int, text: str) -> None:
     answer = served.post(path, body)
     assert (answer.status, text in answer.json["error"]["message"]) == (status, True), answer.json
+
+
+@pytest.mark.parametrize(("dtype", "order"), [("float32", "big"), ("float16", "little"), ("float16", "big")])
+def test_base64_has_the_type_and_the_order_that_are_asked_for(served: Caller, llm: LLM, dtype: str, order: str) -> None:
+    body = {"input": TEXTS[0], "encoding_format": "base64", "embed_dtype": dtype, "endianness": order}
+    data = base64.b64decode(served.post("/v1/embeddings", body).json["data"][0]["embedding"])
+    found = np.frombuffer(data, np.dtype(dtype).newbyteorder(order)).astype(np.float64)
+    np.testing.assert_allclose(found, wanted(llm)[0], rtol=0, atol=1e-3 if dtype == "float16" else 1e-7)
+
+
+@pytest.mark.parametrize(
+    ("fields", "wanted"),
+    [
+        ({}, None),
+        ({"use_activation": False}, False),
+        ({"normalize": False}, False),
+        ({"use_activation": True, "normalize": False}, True),
+    ],
+)
+def test_a_vector_may_keep_its_length(monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], wanted: Any) -> None:
+    """The parameters of the engine's request: the fake executor's vectors have no length of their own."""
+    asked: list[PoolingParams] = []
+
+    async def pool(service: Any, request: Any, prompts: Any, params: PoolingParams, *rest: Any) -> Any:
+        asked.append(params)
+        raise HttpError(503, "enough")
+
+    monkeypatch.setattr(embeddings, "pool", pool)
+    service: Any = SimpleNamespace(check_model=lambda request, name: "demo")
+    body = msgspec.json.encode({"input": "x", **fields})
+    request: Any = SimpleNamespace(decode=lambda decoder: decoder.decode(body))
+    with pytest.raises(HttpError, match="enough"):
+        asyncio.run(embeddings.create_embeddings(service, request))
+    assert [params.use_activation for params in asked] == [wanted]
 
 
 @pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="needs the package openai")
