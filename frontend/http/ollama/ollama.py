@@ -34,7 +34,7 @@ from frontend.results.outputs import CompletionOutput
 
 _Body = TypeVar("_Body", ChatBody, CompletionBody)
 _TAG = ":latest"
-_VERSION = "0.12.11"  # of Ollama, whose API is spoken here: the first with log probabilities
+_VERSION = "0.12.11"  # of Ollama, whose API is spoken here, log probabilities included
 _ARCHITECTURE = "engine-core"  # Ollama's programs read the context's length under the architecture's name
 _chat_decoder = msgspec.json.Decoder(OllamaChatBody)
 _generate_decoder = msgspec.json.Decoder(OllamaGenerateBody)

@@ -17,8 +17,8 @@ _OWNERS = (
     *("num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "use_mlock", "low_vram", "numa"),
     *("vocab_only", "f16_kv", "logits_all", "embedding_only", "repeat_last_n", "penalize_newline"),
 )
-#: Options of another way to sample, which counts where "mirostat" is 1 or 2, and of two that Ollama's own engine
-#: takes and does not read.
+#: Options of another way to sample, which counts where "mirostat" is 1 or 2, and two that no
+#: sampler here has.
 _INERT = ("mirostat_eta", "mirostat_tau", "typical_p", "tfs_z")
 
 

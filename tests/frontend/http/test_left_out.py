@@ -11,7 +11,7 @@ from tests.frontend.http.caller import Caller
 
 SCHEMA = {"type": "object", "properties": {"command": {"type": "string"}}}
 SHELL = {"type": "function", "name": "shell", "description": "Run it.", "strict": False, "parameters": SCHEMA}
-#: As codex-cli 0.171.0 sends its tools by itself.
+#: Tools of the types that codex-cli 0.171.0 sends by itself (function, namespace, web_search), and a custom one.
 CODEX_TOOLS: list[dict[str, Any]] = [
     SHELL,
     {"type": "namespace", "name": "multi_agent_v1", "description": "Agents.", "tools": [{**SHELL, "name": "spawn"}]},
@@ -35,7 +35,7 @@ ITEMS: list[dict[str, Any]] = [
 
 
 def test_a_turn_of_codex(served: Caller) -> None:
-    """The request's shape: instructions, a developer's message, tools of four types, nothing stored, a stream."""
+    """A request of that shape, not a recorded one: instructions, a developer's message, tools, a stream."""
     body = {
         "model": "demo",
         "instructions": "You are a coding agent.",

@@ -104,7 +104,7 @@ def test_what_programs_ask_first(served: Caller) -> None:
     assert served.call("DELETE", "/api/delete").status == 501
 
 
-#: "Generate request (with options)" of Ollama's document of its API, with a context that is larger than this server's.
+#: Options as programs for Ollama send them all, with a context that is larger than this server's.
 DOCUMENTED = {
     "num_keep": 5,
     "seed": 42,
