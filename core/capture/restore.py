@@ -51,7 +51,17 @@ _MESSAGE_DECODERS = {name: msgspec.msgpack.Decoder(kind) for name, kind in MESSA
 _decode_node = msgspec.msgpack.Decoder(list[Any]).decode
 _ARRAY_HEAD = msgspec.msgpack.encode(["array", "", [], b""])[:7]  # of a node that is an array
 
-_BAD = (*DECODE_ERRORS, ArithmeticError, AttributeError, IndexError, KeyError, MemoryError, RecursionError, TypeError, ValueError)
+_BAD = (
+    *DECODE_ERRORS,
+    ArithmeticError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 def restore(data: bytes) -> list[Any]:
