@@ -4,10 +4,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 _WORKERS = "an engine runs no code of its callers"
 _SLEEP = "an engine keeps its weights; end it with shutdown(), or let it wait: an idle one takes no CPU"
-_PROFILE = "there is no profiler; `engine-core traces` shows the steps of a running engine"
+_PROFILE = (
+    "there is no profiler; `engine-core control dump` and then `engine-core replay FILE --perfetto OUT` show the steps "
+    "of a running engine"
+)
 _LORA = "give a lora_request to generate(), or use `engine-core control` (docs/lora.md)"
 _PAUSE = "use client.pause() and client.resume(), as the engine's owner"
-_MEDIA = "there are no multi-modal inputs"
+_MEDIA = "an image's rows are kept by their content and need no reset; reset_prefix_cache() forgets prompts with images"
 _CONFIG = "there is no such object; client.welcome has the engine's limits and names"
 
 #: vLLM's name -> why it is not here, or what is.

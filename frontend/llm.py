@@ -129,15 +129,17 @@ class LLM(PoolingCalls, AbsentMethods):
         runs sooner, where the scheduling policy uses priorities (fcfs does not). deadline: seconds from now in which
         every request must finish. tenant: for whom they are, where this program sends for several: each tenant has
         its own share (policy fair), its own bounds and its own prefix cache. use_tqdm: whether to show progress, or a
-        class such as tqdm. return_exceptions: return the error of a failed prompt in its place, instead of raising
-        one at the end. lora_request: the adapter of all prompts, or of each (docs/lora.md). tokenization_kwargs:
-        vLLM's argument, None only. A prompt that the engine refuses for want of room is sent again, until the deadline.
+        class such as tqdm. return_exceptions: return the error of a failed prompt in its place, also of one
+        that is too long or empty, instead of raising one. lora_request: the adapter of all prompts, or of each
+        (docs/lora.md). tokenization_kwargs: vLLM's argument, None only. A prompt that the engine refuses for want of
+        room is sent again, until the deadline.
         Errors: InvalidRequestError before anything is submitted; RequestFailedError at the
         end when the engine failed a request, DeadlineExceededError when the deadline was the reason; EngineDeadError
         at once. The last three have the finished outputs in `outputs`.
         """
         check_neutral(tokenization_kwargs=tokenization_kwargs)
-        prepared = self._engine.prepare(
+        prepare = self._engine.prepare_each if return_exceptions else self._engine.prepare
+        prepared = prepare(
             split_prompts(prompts), sampling_params, priority, deadline, tenant=tenant, lora=lora_request
         )
         return run_all(self._engine, prepared, use_tqdm, return_exceptions=return_exceptions)

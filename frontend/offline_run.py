@@ -25,7 +25,7 @@ _MIN_WINDOW = 256
 
 def run_all(
     engine: EngineHandle,
-    prepared: Sequence[Prepared],
+    prepared: Sequence[Prepared | EngineCoreError],
     use_tqdm: bool | Callable[..., Any],
     *,
     return_exceptions: bool = False,
@@ -55,14 +55,18 @@ class OfflineRun:
     A request that the engine refuses for want of room is submitted again, after the time that the engine names.
     """
 
-    def __init__(self, engine: EngineHandle, prepared: Sequence[Prepared], progress_bar: "_ProgressBar") -> None:
+    def __init__(
+        self, engine: EngineHandle, prepared: Sequence[Prepared | EngineCoreError], progress_bar: "_ProgressBar"
+    ) -> None:
         self.outputs: list[AnyOutput | None] = [None] * len(prepared)
-        self.errors: dict[int, EngineCoreError] = {}  # by index of the prompt
+        self.errors: dict[int, EngineCoreError] = {  # by index of the prompt
+            index: one for index, one in enumerate(prepared) if isinstance(one, EngineCoreError)
+        }
         self._engine, self._client = engine, engine.client
-        self._prepared = prepared
+        self._prepared = {index: one for index, one in enumerate(prepared) if not isinstance(one, EngineCoreError)}
         self._progress_bar = progress_bar
         self._window = max(_MIN_WINDOW, 4 * engine.client.welcome.limits.max_num_seqs)  # choices
-        self._waiting = deque(range(len(prepared)))
+        self._waiting = deque(self._prepared)
         self._refused: list[tuple[float, int]] = []  # heap of (monotonic time to submit it again, index)
         self._running: dict[int, tuple[int, State[AnyOutput]]] = {}  # by number
         self._num_choices = 0  # of the running ones

@@ -119,7 +119,7 @@ class EngineHandle:
         if self.tokenizer is not None:
             limits, ids = self.client.welcome.features, self.tokenizer.hf.token_to_id
             self.images = image_prompts(self._files, limits, ids)
-        self._salt = b"" if connect is None else self.client.welcome.session_token
+        self._salt = b"" if connect is None or seed is not None else self.client.welcome.session_token
 
     def prepare(
         self,
@@ -162,6 +162,36 @@ class EngineHandle:
             PreparedRequest(prompt, one, urgency, end, tenant, adapter)
             for prompt, one, urgency, adapter in zip(read, all_params, priorities, adapters, strict=True)
         ]
+
+    def prepare_each(
+        self,
+        prompts: Sequence[PromptInput],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int] | None = None,
+        deadline: float | None = None,
+        *,
+        tenant: str = "",
+        lora: LoRAInput = None,
+    ) -> list[PreparedRequest | InvalidRequestError]:
+        """Return what prepare() does, with an error in the place of each prompt that cannot be served.
+
+        Errors: InvalidRequestError for arguments that are wrong for all prompts.
+        """
+        try:
+            return [*self.prepare(prompts, params, priority, deadline, tenant=tenant, lora=lora)]
+        except InvalidRequestError:
+            lists = [one for one in (params, priority, lora) if isinstance(one, Sequence)]
+            if any(len(one) != len(prompts) for one in lists):
+                raise
+            self.prepare([], [] if isinstance(params, Sequence) else params, None, deadline, tenant=tenant)
+        prepared: list[PreparedRequest | InvalidRequestError] = []
+        for index, prompt in enumerate(prompts):
+            own = [one[index] if isinstance(one, Sequence) else one for one in (params, priority, lora)]
+            try:
+                prepared += self.prepare([prompt], own[0], own[1], deadline, tenant=tenant, lora=own[2])  # type: ignore[arg-type]
+            except InvalidRequestError as error:
+                prepared.append(error)
+        return prepared
 
     def render_chats(
         self,
@@ -340,8 +370,9 @@ class EngineHandle:
     def derive_seed(self, number: int) -> int:
         """Return the uint64 seed of a request without one of its own.
 
-        It depends on LLM(seed=), the request's number and, with connect=, the session, so that two clients of one
-        engine do not draw the same numbers.
+        It depends on LLM(seed=) and the request's number: the same program with the same seed has the same draws.
+        With connect= and no seed= it depends on the session too, so that two clients of one engine do not draw the
+        same numbers.
         """
         text = b"%d:%d:" % (self._seed, number)
         return int.from_bytes(hashlib.blake2b(text + self._salt, digest_size=8).digest(), "little")

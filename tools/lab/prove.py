@@ -21,7 +21,7 @@ _NUM_TOKENS = 12
 _NUM_ROWS = 16
 _SHORTEST, _LONGEST = 8, 72  # tokens of a prompt, beside the beginning that half of them share
 _MODEL_LEN = 160
-_FEW_BLOCKS, _SMALL_BLOCK = 100, 4  # tokens in a block: every request needs more of them while it is answered
+_SMALL_BLOCK = 4  # tokens in a block: every request needs more of them while it is answered
 _FIRST_ID = 100
 _SPAN = 1000
 
@@ -58,7 +58,8 @@ def main(arguments: Sequence[str]) -> int:
         level = llm.numerics
         _say("together: up to 16 at once, prompts in the same engine")
         results = {"together": _ask(llm, prompts)}
-    few = {**common, "num_blocks_override": _FEW_BLOCKS + 1, "block_size": _SMALL_BLOCK}
+    few = {**common, "num_blocks_override": few_blocks(prompts) + 1, "block_size": _SMALL_BLOCK}
+    few["max_model_len"] = min(few["max_model_len"], _MODEL_LEN)  # its blocks are those of one request
     few.pop("kv_cache_memory_bytes", None)
     _say("preempted: KV blocks for less than half of them")
     with LLM(skip_tokenizer_init=True, **{**few, "enable_prefix_caching": False}) as llm:
@@ -75,8 +76,18 @@ def main(arguments: Sequence[str]) -> int:
         same = sum(one == other for one, other in zip(alone, answers, strict=True))
         print(f"{name:>10}: {same}/{len(alone)} identical bits{notes.get(name, '')}")
     is_same = all(answers == alone for answers in results.values())
+    if not num_preemptions or not num_hits:
+        lacking = "preempted" if not num_preemptions else "found in the prefix cache"
+        print(f"nothing is proved of {lacking} requests, because none was: give more prompts (--prompts)")
+        return 1
     print(f"numerics {level}: " + ("every token and every log probability is the same" if is_same else "they differ"))
     return 0 if is_same else 1
+
+
+def few_blocks(prompts: list[list[int]]) -> int:
+    """Return the KV blocks for less than half of the requests that run at once, but for each of them alone."""
+    needed = sorted(-(-(len(prompt) + _NUM_TOKENS) // _SMALL_BLOCK) for prompt in prompts)[-_NUM_ROWS:]
+    return max(-(-_MODEL_LEN // _SMALL_BLOCK), sum(needed) // 2)
 
 
 def make_prompts(count: int) -> list[list[int]]:
