@@ -47,7 +47,7 @@ class LLM(PoolingCalls, AbsentMethods):
         *,
         connect: str | Sequence[str] | None = None,
         route: str | None = None,
-        seed: int | None = 0,
+        seed: int | None = None,
         tokenizer: str | os.PathLike[str] | None = None,
         skip_tokenizer_init: bool = False,
         start_timeout: float = 300.0,
