@@ -33,7 +33,8 @@ class LLM(PoolingCalls, AbsentMethods):
     model: folder with config.json and safetensors files, or a .gguf file; None = the demo model. connect: address of a
     running engine, instead of a model, or a list of several: then route says how requests are spread over them (prefix,
     least_loaded, round_robin; docs/scale_out.md), and without it the next one serves when one is lost. seed: seed of
-    requests without one of their own; None = 0. tokenizer: path of the tokenizer files, instead of the model's;
+    requests without one of their own; None = 0, and with connect= a number of the session. tokenizer: path of the
+    tokenizer files, instead of the model's;
     skip_tokenizer_init: use token ids only. start_timeout: seconds in which the engine must start; connect_timeout:
     seconds in which it must answer. restart_engine: whether an engine that dies is started again; its requests then go
     on, exactly (docs/operations.md). client_name: this client's name in the engine (for client_weights). options: those
