@@ -42,6 +42,8 @@ def _values(declared: DeclaredOption) -> str:
         return "JSON object"
     if declared.name == "executor_options":
         return "key and value"
+    if declared.name == "limit_mm_per_prompt":
+        return "kind and number"
     return "text" if declared.plain is str else "name and weight"
 
 

@@ -216,4 +216,5 @@ def model_features(config: EngineConfig, loaded: Loaded) -> Features | None:
             f"this engine drafts by a model (speculative_config: {settings.method}), which does not read features "
             "(prompt_embeds, images): use method ngram or suffix"
         )
-    return Features(model.config.hidden_size, loaded.source.vision, refusal)
+    most = config.limit_mm_per_prompt.get("image")
+    return Features(model.config.hidden_size, loaded.source.vision, refusal, max_images=most)

@@ -1,6 +1,6 @@
 """Plug-in executors: executors of other distributions, found by the name that they are registered under.
 
-A distribution registers a module in the entry-point group GROUP (packaging.python.org, "Entry points specification").
+A distribution registers a module in the entry-point group EXECUTORS (packaging.python.org, "Entry points specification").
 Nothing is imported that a config does not name.
 """
 
@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING
 from core.execution.executor import EXECUTOR_API
 from ipc.errors import ConfigError
 from ipc.options.config_checks import BUILT_IN_EXECUTORS
+from ipc.options.devices import EXECUTORS
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
-
-GROUP = "engine_core.executors"
 
 
 def import_plug_in(name: str) -> ModuleType:
@@ -44,7 +43,7 @@ def import_plug_in(name: str) -> ModuleType:
 def _find(name: str) -> "EntryPoint":
     from importlib.metadata import entry_points  # takes 40 ms, and only plug-ins need it
 
-    registered = entry_points(group=GROUP)
+    registered = entry_points(group=EXECUTORS)
     found = {entry.value: entry for entry in registered if entry.name == name}  # a path may list one of them twice
     if len(found) == 1:
         return next(iter(found.values()))
@@ -55,7 +54,7 @@ def _find(name: str) -> "EntryPoint":
     near = difflib.get_close_matches(name, names, n=1)
     raise ConfigError(
         f"there is no executor {name!r}: there are {', '.join(names)}"
-        + (f"; did you mean {near[0]}?" if near else f"; a plug-in registers its own in the group {GROUP}")
+        + (f"; did you mean {near[0]}?" if near else f"; a plug-in registers its own in the group {EXECUTORS}")
     )
 
 

@@ -58,6 +58,7 @@ class Features:
     """The features of one engine; a Preparer (core/border/preparation.py). All methods are for any thread.
 
     width: numbers of a row. encoder: None = there are no images. refusal: why requests have no features; "" = they may.
+    max_images: of one prompt, for clients to obey; None = no limit.
     """
 
     def __init__(
@@ -66,9 +67,11 @@ class Features:
         encoder: ImageEncoder | None = None,
         refusal: str = "",
         max_cached_bytes: int = MAX_CACHED_BYTES,
+        *,
+        max_images: int | None = None,
     ) -> None:
         self._width, self.encoder, self._refusal = width, encoder, refusal
-        self._max_cached_bytes = max_cached_bytes
+        self._max_cached_bytes, self._max_images = max_cached_bytes, max_images
         self._lock = threading.Lock()  # of all below
         #: What each client has put, by digest, oldest first. A text: why it is none that this engine takes.
         self._put: dict[int, OrderedDict[bytes, PutFeature | str]] = {}
@@ -88,7 +91,7 @@ class Features:
         if self._refusal:
             return None
         sizes = (0, 0) if self.encoder is None else (self.encoder.image_size, self.encoder.num_rows)
-        return FeatureLimits(self._width, MAX_SESSION_BYTES, *sizes)
+        return FeatureLimits(self._width, MAX_SESSION_BYTES, *sizes, self._max_images)
 
     # --- at the border ---
 

@@ -53,10 +53,10 @@ class ImageText(NamedTuple):
 
 
 class ImagePrompts:
-    """The processor of one model's images."""
+    """The processor of one model's images. max_images: of one prompt; None = no limit."""
 
-    def __init__(self, rules: ImageRules) -> None:
-        self.rules, self.mark = rules, rules.mark
+    def __init__(self, rules: ImageRules, max_images: int | None = None) -> None:
+        self.rules, self.mark, self._max_images = rules, rules.mark, max_images
         self._images = ProcessedImages(rules)
 
     def read(self, text: str, images: Sequence[Any], name: str, marks: Sequence[int] | None = None) -> ImageText:
@@ -66,6 +66,10 @@ class ImagePrompts:
         None = all are. name: of the prompt, for errors. Errors: InvalidRequestError; UnsupportedParameterError without
         Pillow.
         """
+        if self._max_images is not None and len(images) > self._max_images:
+            raise InvalidRequestError(
+                f"{name} has {len(images)} images; this engine takes at most {self._max_images} (limit_mm_per_prompt)"
+            )
         parts = self._between(text, marks)
         if len(parts) - 1 != len(images):
             raise InvalidRequestError(
@@ -117,7 +121,7 @@ def image_prompts(
     kind = str(settings.get("image_processor_type", "Idefics3ImageProcessor")).removesuffix("Fast").removesuffix("Pil")
     if kind not in _PROCESSORS:
         raise UnsupportedModelError(f"image_processor_type={kind!r} is not supported: {', '.join(_PROCESSORS)} are")
-    return ImagePrompts(_PROCESSORS[kind](settings, limits, token_id))
+    return ImagePrompts(_PROCESSORS[kind](settings, limits, token_id), limits.max_images)
 
 
 def _read(data: bytes, name: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from ipc.errors import ConfigError
 from ipc.log_lines import LogFormat
 from ipc.options import config_checks as checks
 from ipc.options.block_stores import STORE_OPTIONS
+from ipc.options.devices import check_device
 from ipc.options.model_options import ModelOptions
 from ipc.options.option import Option, declared_options
 from ipc.options.speculation import SpeculativeConfig
@@ -51,7 +52,7 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
     num_blocks_override: Annotated[
         int | None,
         Option(
-            "KV cache", "exact number of KV blocks, whatever the memory", 2, 2**30, names=("num_gpu_blocks_override",)
+            "KV cache", "exact number of KV blocks, whatever the memory", 2, 2**30, names=("num_gpu_blocks_override", "num_gpu_blocks")
         ),
     ] = None
     kv_host_bytes: Annotated[
@@ -64,8 +65,8 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
     kv_dir_bytes: Annotated[
         int, Option("KV cache", "bytes of these files, as 512M, 2G; the least recently used go first", 2**20, 2**50)
     ] = 32 << 30
-    kv_listen: Annotated[str | None, Option("KV cache", "address where other engines fetch KV blocks")] = None
-    kv_peers: Annotated[str | None, Option("KV cache", "engines to fetch KV blocks from, by their kv_listen")] = None
+    kv_listen: Annotated[str | None, Option("KV cache", "address where other engines fetch KV blocks", metavar="ADDRESS")] = None
+    kv_peers: Annotated[str | None, Option("KV cache", "engines to fetch KV blocks from, by their kv_listen", metavar="ADDRESSES")] = None
     kv_key_file: Annotated[str | None, Option("KV cache", "key of `engine-core keys blocks`, equal at peers")] = None
     enable_prefix_caching: Annotated[bool, Option("KV cache", "reuse the KV blocks of equal beginnings")] = True
     scheduling_policy: Annotated[
@@ -73,6 +74,7 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
         Option(
             "scheduling",
             "order of requests: by arrival, by priority, or by the tokens that clients have been served",
+            names=("policy",),
             flags=("--schedule-policy",),
         ),
     ] = "fcfs"
@@ -101,7 +103,14 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
         ),
     ] = 2**30
     num_swap_blocks: Annotated[
-        int | None, Option("preemption", "exact number of KV blocks in that memory; default: what fits", 0, 2**30)
+        int | None,
+        Option(
+            "preemption",
+            "exact number of KV blocks in that memory; default: what fits",
+            0,
+            2**30,
+            names=("num_cpu_blocks",),
+        ),
     ] = None
     recompute_ns_per_token: Annotated[
         int | None,
@@ -130,7 +139,13 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
     ] = 0
     scheduler_delay_factor: Annotated[
         float,
-        Option("scheduling", "let prompts gather for so many times the duration of the last step with prompts", 0, 1e6),
+        Option(
+            "scheduling",
+            "let prompts gather for so many times the duration of the last step with prompts",
+            0,
+            1e6,
+            names=("delay_factor",),
+        ),
     ] = 0.0
     admission_lookahead: Annotated[
         int, Option("scheduling", "how many requests may start before an older one that does not fit", 0, 4096)
@@ -239,8 +254,10 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
         checks.check_flight_recorder(self.flight_recorder_bytes)
         checks.check_weights(self.client_weights)
         checks.check_executor(self.executor, self.executor_options)
+        check_device(self.device, self.executor, checks.BUILT_IN_EXECUTORS)
         checks.check_model(self.model)
         checks.check_mmproj(self.mmproj)
+        checks.check_media(self.limit_mm_per_prompt)
         checks.check_chat_template(self.chat_template)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two from 1 to 128; got {self.block_size}")

@@ -14,6 +14,7 @@ _MIN_WEIGHT, _MAX_WEIGHT = 1e-3, 1e3
 #: Least size of a flight recorder that is on: two halves, each with a header and a small checkpoint.
 MIN_FLIGHT_BYTES = 1 << 16
 _MAX_EXECUTOR_LENGTH = 128
+_MAX_MEDIA = 4096
 _MAX_MODEL_BYTES = 4096  # Linux' PATH_MAX
 
 
@@ -52,6 +53,17 @@ def check_mmproj(mmproj: object) -> None:
     """Check what names a projector, not whether it is there. Errors: ConfigError."""
     if mmproj is not None and (not isinstance(mmproj, str) or not mmproj or "\0" in mmproj):
         raise ConfigError(f"mmproj must be the path of a .gguf file; got {mmproj!r:.80}")
+
+
+def check_media(limits: object) -> None:
+    """Check the most images, videos and audio of a prompt: of the latter two there are none. Errors: ConfigError."""
+    if not isinstance(limits, dict) or not limits.keys() <= {"image", "video", "audio"}:
+        raise ConfigError(f'limit_mm_per_prompt must be {{"image": N}}; got {limits!r:.80}')
+    for kind, most in limits.items():
+        if isinstance(most, bool) or not isinstance(most, int) or not 0 <= most <= _MAX_MEDIA:
+            raise ConfigError(
+                f"limit_mm_per_prompt: {kind} must be an integer from 0 to {_MAX_MEDIA}; got {most!r:.80}"
+            )
 
 
 def check_executor(name: object, options: object) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 from ipc.errors import ConfigError
 from ipc.options.config import OPTIONS, EngineConfig
 from ipc.options.config_checks import with_revision
+from ipc.options.devices import BUILT_IN_DEVICES, executor_of_device
 from ipc.options.neutral_options import check_neutral, is_neutral
-from ipc.options.option import DeclaredOption, Option
+from ipc.options.option import DeclaredOption, Option, parse_bytes
 from ipc.options.speculation import parse_speculative_config
 
 #: vLLM's name -> ours, for options that are named differently.
@@ -20,6 +21,8 @@ _OFFLOADING = DeclaredOption(
     "kv_offloading_size", Option("KV cache", "", 0, 2**14), float, is_optional=True, default=None
 )
 _REVISION = "revision"
+#: How much an unknown name is like an option that is suggested for it: less suggests options of another meaning.
+_LIKENESS = 0.75
 #: Options that become part of another one.
 _NO_FIELDS = (_SWAP_SPACE.name, _OFFLOADING.name, _REVISION)
 
@@ -44,7 +47,7 @@ def config_from_options(**options: Any) -> EngineConfig:
             given = f"{{{name.removeprefix('fake_')!r}: {str(value)!r:.80}}}"
             raise ConfigError(f"{name} is an option of the fake executor: executor_options={given}")
         else:
-            near = difflib.get_close_matches(name, OPTIONS, n=1)
+            near = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=_LIKENESS)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise ConfigError(f"unknown option {name!r}; {hint}known options: {', '.join(OPTIONS)}")
     if (revision := accepted.pop(_REVISION, None)) is not None:
@@ -59,7 +62,23 @@ def config_from_options(**options: Any) -> EngineConfig:
         accepted.setdefault("kv_host_bytes", round(gibibytes * 2**30))
     if "speculative_config" in accepted:
         accepted["speculative_config"] = parse_speculative_config(accepted["speculative_config"])
+    device = accepted.get("device")
+    if "executor" not in accepted and isinstance(device, str) and device not in BUILT_IN_DEVICES:
+        accepted["executor"] = executor_of_device(device)
     for name, value in accepted.items():
         if isinstance(value, str):
-            accepted[name] = OPTIONS[name].option.spellings.get(value, value)
+            accepted[name] = _from_text(OPTIONS[name], value)
     return EngineConfig(**accepted)
+
+
+def _from_text(declared: DeclaredOption, text: str) -> object:
+    """Return the value that a text stands for: a number of bytes for '512M', our spelling of a choice.
+
+    Errors: ConfigError for a number of bytes that cannot be read.
+    """
+    if not declared.is_bytes:
+        return declared.option.spellings.get(text, text)
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"{declared.name}: {error}") from None

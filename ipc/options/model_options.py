@@ -10,7 +10,6 @@ from ipc.options.option import Option
 Dtype = Literal["auto", "float32", "bfloat16"]
 LoadFormat = Literal["auto", "safetensors", "gguf", "dummy"]
 Numerics = Literal["L0", "L2"]
-Device = Literal["cpu", "cuda"]
 RunnerKind = Literal["auto", "generate", "pooling"]
 ModelImpl = Literal["auto", "native", "transformers"]
 CpuKernels = Literal["auto", "c", "amx", "avx512bf16", "avx512", "avx2", "portable", "torch"]
@@ -79,7 +78,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ] = 1
     master_addr: Annotated[
         str | None,
-        Option("machine", "where they join: HOST or HOST:PORT of this machine, or tcp://HOST:PORT?keys=PATH"),
+        Option("machine", "where they join: HOST or HOST:PORT of this machine, or tcp://HOST:PORT?keys=PATH", metavar="ADDRESS"),
     ] = None
     load_format: Annotated[
         LoadFormat, Option("model", "format of the weights; 'dummy' makes them up, for benchmarks of a config")
@@ -103,8 +102,18 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             "(a GPU: none)",
         ),
     ] = "auto"
+    limit_mm_per_prompt: Annotated[
+        dict[str, int],
+        Option("model", "most images of one prompt, as image=2; may be 0; default: no limit"),
+    ] = {}
     device: Annotated[
-        Device, Option("machine", "where the model runs; cuda = on an NVIDIA GPU, by Triton's kernels")
+        str,
+        Option(
+            "machine",
+            "where the model runs; cuda = on an NVIDIA GPU, by Triton's kernels; others by plug-ins "
+            "(docs/executors.md)",
+            metavar="cpu|cuda|NAME",
+        ),
     ] = "cpu"
     model_impl: Annotated[
         ModelImpl,
@@ -112,7 +121,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ] = "auto"
     runner: Annotated[
         RunnerKind,
-        Option("model", "what requests get: tokens (generate) or vectors (pooling); auto = by the model's files"),
+        Option(
+            "model",
+            "what requests get: tokens (generate) or vectors (pooling); auto = by the model's files",
+            names=("task",),
+            spellings=dict.fromkeys(("embed", "embedding", "classify", "score", "reward", "encode"), "pooling"),
+            refused={"transcription": "speech is not read"},
+        ),
     ] = "auto"
     classifier_from_token: Annotated[
         str | None,

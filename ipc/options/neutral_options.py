@@ -51,7 +51,6 @@ WITHOUT_EFFECT = frozenset(
         "kv_cache_metrics",
         "kv_cache_metrics_sample",
         "kv_sharing_fast_prefill",
-        "limit_mm_per_prompt",
         "long_lora_scaling_factors",
         "lora_dtype",
         "lora_extra_vocab_size",
@@ -84,6 +83,7 @@ WITHOUT_EFFECT = frozenset(
         "tokenizer_pool_type",
         "trust_remote_code",
         "ubatch_size",
+        "use_async_output_proc",
         "use_tqdm_on_load",
         "use_v2_block_manager",
         "video_pruning_rate",
@@ -116,6 +116,7 @@ _SWITCHES = frozenset(
         "ray_workers_use_nsight",
         "skip_mm_profiling",
         "trust_remote_code",
+        "use_async_output_proc",
         "use_tqdm_on_load",
         "use_v2_block_manager",
     ]
@@ -145,6 +146,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "disable_sliding_window": (False,),
     "download_dir": (),
     "ec_transfer_config": (),
+    "encoder_cache_size": (),
     "enable_dbo": (False,),
     "enable_eplb": (False,),
     "enable_expert_parallel": (False,),
@@ -154,6 +156,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "enable_reasoning": (False,),
     "enable_sleep_mode": (False,),
     "enable_tower_connector_lora": (False,),
+    "engine_use_ray": (False,),
     "guided_decoding_disable_additional_properties": (False,),
     "guided_decoding_disable_any_whitespace": (False,),
     "hf_config_path": (),
@@ -170,6 +173,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "mamba_cache_dtype": ("auto",),
     "mamba_cache_mode": ("none",),
     "mamba_ssm_cache_dtype": ("auto",),
+    "max_num_encoder_input_tokens": (),
     "mm_encoder_only": (False,),
     "mm_processor_kwargs": ({},),
     "model_loader_extra_config": ({},),
@@ -197,24 +201,37 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "scheduler_cls": (),
     "served_model_name": (),
     "speculative_model": (),
+    "sliding_window": (),
     "stream_interval": (1,),
     "structured_outputs_config": ({},),
-    "task": ("auto", "generate"),
     "tokenizer_mode": ("auto",),
     "tokenizer_revision": ("main",),
     "tokens_only": (False,),
     "weight_transfer_config": (),
     "worker_cls": ("auto",),
+    "worker_use_ray": (False,),
     "worker_extension_cls": ("",),
 }
+#: An image is encoded before its request is scheduled.
+_ENCODED_BEFORE = "images are encoded before they are scheduled; limit_mm_per_prompt bounds those of a prompt"
+_BY_RAY = "Ray places whole engines: engine-core ray (docs/scale_out.md)"
 #: What to do instead.
 _INSTEAD = {
     "data_parallel_size": "start several engines",
     "download_dir": "the environment variable HF_HOME names the cache's folder",
+    "encoder_cache_size": _ENCODED_BEFORE,
+    "engine_use_ray": _BY_RAY,
     "hf_token": "set the environment variable HF_TOKEN",
+    "kv_transfer_config": "kv_dir, kv_listen and kv_peers share KV blocks (docs/scale_out.md)",
+    "logits_processors": "logit_bias, bad_words and structured outputs edit logits (docs/vllm.md)",
     "master_port": "write it to master_addr, as HOST:PORT",
+    "max_num_encoder_input_tokens": _ENCODED_BEFORE,
+    "num_scheduler_steps": "async_scheduling computes a step while the next one is scheduled",
+    "otlp_traces_endpoint": "engine-core serve --http --otlp-traces-endpoint sends spans",
     "served_model_name": "engine-core http --served-model-name gives names",
+    "sliding_window": "it is kv_window",
     "speculative_model": "use speculative_config",
+    "worker_use_ray": _BY_RAY,
 }
 
 

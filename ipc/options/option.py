@@ -9,6 +9,11 @@ import msgspec
 
 from ipc.errors import ConfigError
 
+#: Units of a number of bytes.
+_BYTE_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+#: Most digits of such a number; none that is allowed has more.
+_MAX_DIGITS = 20
+
 
 class Option(msgspec.Struct, frozen=True):
     """Metadata in an option's Annotated type, in addition to its type and its default."""
@@ -21,6 +26,7 @@ class Option(msgspec.Struct, frozen=True):
     names: tuple[str, ...] = ()  # vLLM's names of the option, accepted as keywords and as flags
     flags: tuple[str, ...] = ()  # further flags of other engines; accepted, not shown
     spellings: dict[str, str] = {}  # vLLM's spelling of a value -> ours
+    metavar: str = ""  # what --help shows for a text's value; "" = PATH
     refused: dict[str, str] = {}  # vLLM's value that is not one of ours -> why
 
 
@@ -37,6 +43,11 @@ class DeclaredOption(msgspec.Struct, frozen=True):
     def choices(self) -> tuple[str, ...]:
         """Allowed values of a Literal; empty for other types."""
         return get_args(self.plain) if get_origin(self.plain) is Literal else ()
+
+    @property
+    def is_bytes(self) -> bool:
+        """Return whether this is a number of bytes, which may also be given as 512M or 2G."""
+        return self.plain is int and self.name.endswith("_bytes")
 
     @property
     def bounds(self) -> str:
@@ -78,6 +89,15 @@ class DeclaredOption(msgspec.Struct, frozen=True):
             return False
         low, high = self.option.low, self.option.high
         return low <= value <= high and not (self.option.is_above_low and value == low)  # type: ignore[operator]
+
+
+def parse_bytes(text: str) -> int:
+    """Return '1048576', '512M' or '2G' (powers of 1024) as a number of bytes. Errors: ValueError."""
+    unit = _BYTE_UNITS.get(text[-1:].upper(), 0)
+    digits = text[:-1] if unit else text
+    if not digits.isascii() or not digits.isdigit() or len(digits) > _MAX_DIGITS:
+        raise ValueError(f"expected bytes as 1048576, 512M or 2G, got {text!r:.80}")
+    return int(digits) * (unit or 1)
 
 
 def declared_options(config: type[msgspec.Struct]) -> Mapping[str, DeclaredOption]:

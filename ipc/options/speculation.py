@@ -110,8 +110,13 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 "speculative_config: suffix_decoding_max_spec_factor must be a number above 0 and at most "
                 f"{MAX_DRAFTS}; got {factor!r:.80}"
             )
-        if (self.model is not None) != (self.method in _NAMING_METHODS):
-            raise ConfigError("speculative_config: model is for methods 'draft_model' and 'eagle3', which need it")
+        if self.model is None and self.method in _NAMING_METHODS:
+            raise ConfigError(
+                f"speculative_config: method {self.method!r} needs \"model\": the name or path of the model that drafts"
+            )
+        if self.model is not None and self.method not in _NAMING_METHODS:
+            names = " and ".join(map(repr, _NAMING_METHODS))
+            raise ConfigError(f"speculative_config: model is for methods {names}; leave it out of {self.method!r}")
         if self.model is not None and not isinstance(self.model, str):
             raise ConfigError(f"speculative_config: model must be a name or a path; got {self.model!r:.80}")
         _check("draft_ns", self.draft_ns, 10**15, 0)

@@ -53,6 +53,7 @@ class FeatureLimits(msgspec.Struct, frozen=True, array_like=True):
     max_bytes: int  # of the features that a session has put
     image_size: int = 0  # height and width of images in pixels; 0 = none are taken
     image_rows: int = 0  # rows that an image becomes
+    max_images: int | None = None  # of one prompt; clients obey it. None = no limit
 
 
 def feature_digest(kind: str, shape: Sequence[int], data: bytes) -> bytes:

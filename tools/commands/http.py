@@ -23,7 +23,7 @@ from frontend.http.process.supervised_worker import SupervisedWorker
 from frontend.http.wire.listen import UNIX, bind_http, close_http, is_loopback, is_unix, url_of
 from ipc.errors import ConfigError
 from ipc.log_lines import log_line
-from tools.flags.options import ArgumentParser, parse_bytes
+from tools.flags.options import ArgumentParser, bytes_argument
 
 if TYPE_CHECKING:
     from frontend.session import EngineHandle
@@ -93,7 +93,7 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         help="pages whose scripts may read answers; '*' = all",
     )
-    group.add_argument("--max-body-bytes", type=parse_bytes, metavar="BYTES", help="of a request; default: 8M")
+    group.add_argument("--max-body-bytes", type=bytes_argument, metavar="BYTES", help="of a request; default: 8M")
     group.add_argument("--max-connections", type=int, metavar="N", help="default: 20000")
     group.add_argument("--drain-timeout", type=float, metavar="S", help="for running answers at the end; default: 60")
     group.add_argument(

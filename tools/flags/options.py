@@ -15,13 +15,12 @@ import msgspec
 from ipc.errors import ConfigError
 from ipc.options.config import OPTIONS
 from ipc.options.neutral_options import WITHOUT_EFFECT, is_neutral
-from ipc.options.option import DeclaredOption
+from ipc.options.option import DeclaredOption, parse_bytes
 from ipc.options.speculation import SpeculativeConfig
 from tools.flags.hints import FLAGS
 from tools.flags.neutral_flags import without_neutral
 
 _SHORT = re.compile(r"-[A-Za-z]+")
-_BYTE_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 #: A flag that opens the server to others is no guess at what somebody meant.
@@ -115,13 +114,12 @@ def engine_options(parsed: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(parsed, name) for name in OPTIONS if hasattr(parsed, name)}
 
 
-def parse_bytes(text: str) -> int:
-    """Return '1048576', '512M' or '2G' (powers of 1024) as a number of bytes. Errors: ArgumentTypeError."""
-    unit = _BYTE_UNITS.get(text[-1:].upper(), 0)
-    digits = text[:-1] if unit else text
-    if not digits.isascii() or not digits.isdigit():
-        raise argparse.ArgumentTypeError(f"expected bytes as 1048576, 512M or 2G, got {text!r}")
-    return int(digits) * (unit or 1)
+def bytes_argument(text: str) -> int:
+    """Return '1048576', '512M' or '2G' as a number of bytes, for argparse. Errors: ArgumentTypeError."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _choice(declared: DeclaredOption, text: str) -> str:
@@ -140,6 +138,8 @@ def _argument(declared: DeclaredOption) -> dict[str, Any]:
         return {"type": str, "metavar": "NO,YES"}
     if declared.name == "client_weights":
         return {"action": _Weights, "metavar": "NAME=W"}
+    if declared.name == "limit_mm_per_prompt":
+        return {"action": _Counts, "metavar": "KIND=N"}
     if declared.name == "executor_options":
         return {"action": _Pairs, "metavar": "KEY=VALUE"}
     if declared.name == "lora_modules":
@@ -150,15 +150,17 @@ def _argument(declared: DeclaredOption) -> dict[str, Any]:
         return {"type": str, "metavar": "JSON"}
     if declared.plain is bool:
         return {"action": argparse.BooleanOptionalAction}
-    if declared.name.endswith("_bytes"):
-        return {"type": parse_bytes, "metavar": "BYTES"}
+    if declared.is_bytes:
+        return {"type": bytes_argument, "metavar": "BYTES"}
     if declared.plain is float:
         return {"type": float, "metavar": "X"}
-    return {"type": int, "metavar": "N"} if declared.plain is int else {"type": str, "metavar": "PATH"}
+    return {"type": int, "metavar": "N"} if declared.plain is int else {"type": str, "metavar": declared.option.metavar or "PATH"}
 
 
 class _Weights(argparse.Action):
-    """Parser of NAME=W or a JSON object of weights; several flags are merged."""
+    """Parser of NAME=W or a JSON object of numbers; several flags are merged."""
+
+    number: type[int] | type[float] = float
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -166,13 +168,19 @@ class _Weights(argparse.Action):
         weights = dict(getattr(namespace, self.dest, {}))
         try:
             if values.startswith("{"):
-                weights |= msgspec.json.decode(values, type=dict[str, float])
+                weights |= msgspec.json.decode(values, type=dict[str, self.number])  # type: ignore[name-defined]
             else:
                 name, _, weight = values.rpartition("=")
-                weights[name] = float(weight)
+                weights[name] = self.number(weight)
         except ValueError:  # msgspec's errors are ValueErrors too
-            parser.error(f'argument {option}: expected NAME=W or {{"NAME": W}}, got {values!r}')
+            parser.error(f'argument {option}: expected {self.metavar} or a JSON object of such, got {values!r}')
         setattr(namespace, self.dest, weights)
+
+
+class _Counts(_Weights):
+    """Parser of KIND=N or a JSON object of integers."""
+
+    number = int
 
 
 class _Pairs(argparse.Action):
@@ -230,6 +238,10 @@ def print_error(message: str) -> None:
 CONFIG_FLAG = "--config"
 PREFIX = "ENGINE_CORE_"
 _CONNECT = "--connect"
+#: A variable that begins with PREFIX may be somebody else's (Kubernetes sets such for a service of that name): one is
+#: refused only if it is this much like an option's.
+_LIKENESS = 0.85
+_OTHER_VARIABLES = ("ENGINE_CORE_API_KEY",)
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -242,10 +254,14 @@ def words_from_elsewhere(words: Sequence[str]) -> list[str]:
     if any(word.partition("=")[0] == _CONNECT for word in words):
         return []
     found = []
-    for name in OPTIONS:
-        value = os.environ.get(PREFIX + name.upper())
-        if value:
-            found += _words(name, value, PREFIX + name.upper())
+    for variable, value in os.environ.items():
+        name = variable.removeprefix(PREFIX).lower()
+        if not variable.startswith(PREFIX) or variable in _OTHER_VARIABLES:
+            continue
+        if name in OPTIONS:
+            found += _words(name, value, variable) if value else []
+        elif near := difflib.get_close_matches(name, OPTIONS, n=1, cutoff=_LIKENESS):
+            raise ConfigError(f"{variable} is no option; did you mean {PREFIX}{near[0].upper()}?")
     if (path := _path(words)) is not None:
         found += _words_of_file(path)
     return found
@@ -272,7 +288,9 @@ def _words_of_file(path: str) -> list[str]:
     for key, value in values.items():
         name = key.replace("-", "_")
         if name not in OPTIONS:
-            raise ConfigError(f"{CONFIG_FLAG} {path}: unknown option {key!r}; docs/options.md has all")
+            near = difflib.get_close_matches(name, OPTIONS, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise ConfigError(f"{CONFIG_FLAG} {path}: unknown option {key!r}; {hint}docs/options.md has all")
         parts = [f"{one}={part}" for one, part in value.items()] if isinstance(value, dict) else [value]
         for part in parts:
             text = str(part).lower() if isinstance(part, bool) else str(part)
@@ -281,9 +299,22 @@ def _words_of_file(path: str) -> list[str]:
 
 
 def _words(name: str, value: str, where: str) -> list[str]:
-    flag = "--" + name.replace("_", "-")
-    if OPTIONS[name].plain is not bool:
+    flag, declared = flag_of(name), OPTIONS[name]
+    if declared.plain is not bool:
+        _check_text(declared, value, where)
         return [f"{flag}={value}"]
     if value.lower() not in (*_YES, *_NO):
         raise ConfigError(f"{where} must be yes or no; got {value!r:.80}")
     return [flag if value.lower() in _YES else "--no-" + flag.removeprefix("--")]
+
+
+def _check_text(declared: DeclaredOption, text: str, where: str) -> None:
+    """Check an option's text that no flag gave, so that an error names where it was. Errors: ConfigError."""
+    if (convert := _argument(declared).get("type")) is None:
+        return
+    try:
+        declared.check(convert(text))
+    except (argparse.ArgumentTypeError, ConfigError) as error:
+        raise ConfigError(f"{where}: {error}") from None
+    except ValueError:
+        raise ConfigError(f"{where} must be a number; got {text!r:.80}") from None

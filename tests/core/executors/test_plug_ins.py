@@ -10,9 +10,10 @@ import pytest
 from core.execution.executor import EXECUTOR_API
 from core.executors.by_name import import_executor, load_executor
 from core.executors.fake import FakeExecutor
-from core.executors.plug_ins import GROUP
 from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig
+from ipc.options.devices import DEVICES, EXECUTORS
+from ipc.options.given_options import config_from_options
 
 Install = Callable[..., None]
 
@@ -29,13 +30,14 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     monkeypatch.syspath_prepend(str(tmp_path))
     modules = set(sys.modules)
 
-    def make(distribution: str, source: str, **entries: str) -> None:
+    def make(distribution: str, source: str, devices: tuple[str, ...] = (), **entries: str) -> None:
         (tmp_path / f"{distribution}_module.py").write_text(source)
         info = tmp_path / f"{distribution}-1.5.dist-info"
         info.mkdir()
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.5\n")
         lines = [f"{name} = {module or f'{distribution}_module'}" for name, module in entries.items()]
-        (info / "entry_points.txt").write_text("\n".join([f"[{GROUP}]", *lines, ""]))
+        lines += [f"[{DEVICES}]", *[f"{device} = {distribution}_module" for device in devices]]
+        (info / "entry_points.txt").write_text("\n".join([f"[{EXECUTORS}]", *lines, ""]))
         importlib.invalidate_caches()
 
     yield make
@@ -68,7 +70,7 @@ def test_a_built_in_name_stays_ours(install: Install) -> None:
     ("name", "text"),
     [
         ("nup", "there is no executor 'nup': there are local, fake, npu; did you mean npu?"),
-        ("quantum", f"there are local, fake, npu; a plug-in registers its own in the group {GROUP}"),
+        ("quantum", f"there are local, fake, npu; a plug-in registers its own in the group {EXECUTORS}"),
     ],
 )
 def test_an_unknown_name_is_refused_with_those_that_there_are(install: Install, name: str, text: str) -> None:
@@ -116,3 +118,26 @@ def test_two_distributions_with_one_name_are_refused(install: Install) -> None:
 def test_names_and_options_are_checked_with_the_config(options: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         EngineConfig(**options)  # type: ignore[arg-type]
+
+
+def test_a_device_chooses_the_executor_that_declares_it(install: Install) -> None:
+    install("ascend", GOOD, devices=("npu",), ascend="")
+    config = config_from_options(device="npu")
+    assert (config.executor, config.device) == ("ascend", "npu")
+    assert isinstance(load_executor(config), FakeExecutor)
+    with pytest.raises(ConfigError, match="device must be one of cpu, cuda, npu; got 'tpu'"):
+        config_from_options(device="tpu")
+
+
+def test_a_device_that_several_executors_declare(install: Install) -> None:
+    install("ascend", GOOD, devices=("npu",), ascend="")
+    install("other", GOOD, devices=("npu",), other="")
+    with pytest.raises(ConfigError, match="device='npu' is declared by several executors"):
+        config_from_options(device="npu")
+    assert config_from_options(device="npu", executor="other").executor == "other"
+
+
+def test_a_device_of_a_module_that_is_no_executor(install: Install) -> None:
+    install("ascend", GOOD, devices=("npu",))
+    with pytest.raises(ConfigError, match="device='npu' names ascend_module, which no entry of"):
+        config_from_options(device="npu")

@@ -82,6 +82,14 @@ def test_as_many_marks_as_images(text: str) -> None:
         ImagePrompts(RULES).read(text, [noise(9, 9, 1)], "the prompt")
 
 
+def test_an_operator_limits_the_images_of_a_prompt() -> None:
+    prompts, pixels = ImagePrompts(RULES, max_images=1), noise(64, 64, 1)
+    assert prompts.read("<image>", [pixels], "the prompt").squares
+    text = r"the prompt has 2 images; this engine takes at most 1 \(limit_mm_per_prompt\)"
+    with pytest.raises(InvalidRequestError, match=text):
+        prompts.read("<image><image>", [pixels, pixels], "the prompt")
+
+
 def test_every_form_of_an_image(tmp_path: Path) -> None:
     pixels = noise(20, 30, 2)
     image = Image.fromarray(pixels)

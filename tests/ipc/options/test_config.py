@@ -42,6 +42,8 @@ def test_every_option_is_checked_by_some_rule() -> None:
         "master_addr",
         "mmproj",
         "chat_template",
+        "device",
+        "limit_mm_per_prompt",
     }
     assert set(FIELDS) == {*CHOICES, *names_of(bool), *names_of(int), *names_of(float), *others}
     assert list(OPTIONS) == list(FIELDS)
@@ -104,7 +106,8 @@ def test_ranges(name: str) -> None:
     for value in (low, high):
         assert getattr(config_from_options(**{name: value}, **BESIDE.get(name, {})), name) == value
     text = re.escape(f"{name} must be an integer from {low} to {high}; got ")
-    bad: list[Any] = [low - 1, high + 1, -(10**9), 10**30, True, "8", 8.5, float("nan"), float("inf"), [8], b"8"]
+    bad: list[Any] = [low - 1, high + 1, -(10**9), 10**30, True, 8.5, float("nan"), float("inf"), [8], b"8"]
+    bad += [] if OPTIONS[name].is_bytes else ["8"]
     for value in bad:
         with pytest.raises(ConfigError, match=text + re.escape(repr(value))):
             config_from_options(**{name: value})
@@ -281,3 +284,54 @@ def test_generation_config() -> None:
     for wrong in ("", 3, True):
         with pytest.raises(ConfigError, match="generation_config must be 'auto', 'vllm' or the path of a folder; got"):
             config_from_options(generation_config=wrong)
+
+
+@pytest.mark.parametrize(
+    ("given", "ours"),
+    [
+        ({"policy": "priority"}, {"scheduling_policy": "priority"}),
+        ({"task": "generate"}, {"runner": "generate"}),
+        ({"task": "embed"}, {"runner": "pooling"}),
+        ({"delay_factor": 0.5}, {"scheduler_delay_factor": 0.5}),
+        ({"num_gpu_blocks": 64}, {"num_blocks_override": 64}),
+        ({"num_cpu_blocks": 64}, {"num_swap_blocks": 64}),
+        ({"kv_cache_memory_bytes": "64M"}, {"kv_cache_memory_bytes": 64 << 20}),
+        ({"kv_host_bytes": "1g"}, {"kv_host_bytes": 1 << 30}),
+        ({"kv_dir_bytes": "1048576"}, {"kv_dir_bytes": 1 << 20}),
+    ],
+)
+def test_other_names_and_texts_of_options(given: dict[str, Any], ours: dict[str, Any]) -> None:
+    assert config_from_options(**given) == EngineConfig(**ours)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"kv_host_bytes": "64 MB"}, "kv_host_bytes: expected bytes as 1048576, 512M or 2G, got '64 MB'"),
+        ({"kv_host_bytes": "9" * 5000}, "kv_host_bytes: expected bytes"),
+        ({"task": "transcription"}, "runner must be one of .*: speech is not read"),
+        ({"num_scheduler_steps": 8}, "async_scheduling computes"),
+        ({"kv_transfer_config": {}}, "kv_dir, kv_listen and kv_peers"),
+        ({"otlp_traces_endpoint": "grpc://a"}, "engine-core serve --http --otlp-traces-endpoint"),
+        ({"worker_use_ray": True}, "engine-core ray"),
+        ({"engine_use_ray": True}, "engine-core ray"),
+        ({"sliding_window": 4096}, "it is kv_window"),
+        ({"max_num_encoder_input_tokens": 2048}, "limit_mm_per_prompt bounds"),
+        ({"device": "npu"}, r"device must be one of cpu, cuda.*; got 'npu': .*docs/executors.md"),
+        ({"device": "a b"}, "device must be"),
+        ({"device": "npu", "executor": "fake"}, "executor='fake' runs on cpu and cuda; got device='npu'"),
+        ({"device": 3}, "device must be cpu, cuda or a name"),
+        ({"limit_mm_per_prompt": {"picture": 1}}, 'limit_mm_per_prompt must be {"image": N}'),
+        ({"limit_mm_per_prompt": {"image": -1}}, "image must be an integer from 0"),
+        ({"limit_mm_per_prompt": {"image": True}}, "image must be an integer from 0"),
+    ],
+)
+def test_what_is_refused_names_the_substitute(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config_from_options(**given)
+
+
+@pytest.mark.parametrize("name", ["num_gpu_slots", "swap_policy"])
+def test_no_option_of_another_meaning_is_suggested(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown option '{name}'; known options: "):
+        config_from_options(**{name: 1})

@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from ipc.errors import ConfigError
 from ipc.options.config import OPTIONS
 from tests.make_options import PAGE, made
 from tools.flags.options import ArgumentParser, add_engine_options, aliases_of, engine_options, flag_of, help_of
@@ -40,10 +41,11 @@ def test_every_option_has_a_flag_and_aliases_mean_the_same() -> None:
         "scheduling_policy": "fcfs",
         "client_weights": "a=b=8",
         "executor_options": "a=b",
+        "runner": "generate",
     }
     parsed = {"client_weights": {"a=b": 8.0}, "executor_options": {"a": "b"}}
     with_aliases = {name: aliases_of(declared) for name, declared in OPTIONS.items() if aliases_of(declared)}
-    assert len(with_aliases) == 13
+    assert len(with_aliases) == 16
     for name, aliases in with_aliases.items():
         for flag in (*aliases, flag_of(name)):
             given = engine_options(parser.parse_args([flag, values.get(name, "8")]))
@@ -66,3 +68,37 @@ def test_values_of_vllm_that_are_spelled_differently_or_refused(capsys: pytest.C
     with pytest.raises(SystemExit):
         parser.parse_args(["--dtype", "half"])
     assert "half is not one of auto, float32, bfloat16: bfloat16 takes as much memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "said"),
+    [
+        ("MAX_NUM_SEQ", "8", "ENGINE_CORE_MAX_NUM_SEQ is no option; did you mean ENGINE_CORE_MAX_NUM_SEQS?"),
+        ("MAX_NUM_SEQS", "many", "ENGINE_CORE_MAX_NUM_SEQS must be a number; got 'many'"),
+        ("MAX_NUM_SEQS", "0", "ENGINE_CORE_MAX_NUM_SEQS: max_num_seqs must be an integer from 1"),
+        ("KV_HOST_BYTES", "1 G", "ENGINE_CORE_KV_HOST_BYTES: expected bytes as 1048576, 512M or 2G"),
+        ("DTYPE", "half", "ENGINE_CORE_DTYPE: half is not one of auto, float32, bfloat16"),
+        ("DTYPE", "quarter", "ENGINE_CORE_DTYPE: dtype must be one of"),
+        ("LIMIT_MM_PER_PROMPT", "image=two", "expected KIND=N"),
+    ],
+)
+def test_a_wrong_variable_is_named(
+    variable: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(f"ENGINE_CORE_{variable}", value)
+    parser = ArgumentParser(prog="x")
+    add_engine_options(parser)
+    with pytest.raises((ConfigError, SystemExit)) as raised:
+        parser.parse_args([])
+    assert said in f"{raised.value} {capsys.readouterr().err}"
+
+
+def test_variables_of_others_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes sets these for a service named engine-core."""
+    for name in ("PORT", "SERVICE_HOST", "PORT_8000_TCP_ADDR", "API_KEY"):
+        monkeypatch.setenv(f"ENGINE_CORE_{name}", "x")
+    parser = ArgumentParser(prog="x")
+    add_engine_options(parser)
+    assert engine_options(parser.parse_args(["--limit-mm-per-prompt", "image=2"])) == {
+        "limit_mm_per_prompt": {"image": 2}
+    }
