@@ -8,6 +8,7 @@ is queued for the IO thread. An event loop may receive in the IO thread's place,
 """
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -28,6 +29,8 @@ from ipc.wire.sockets import READABLE, WRITABLE, Context, check_listening, conne
 # Connection: a client's socket to an engine, and the monitor that tells when the engine has closed it.
 
 
+#: Events of the monitor: what it reports when the two ends do not agree on keys, before it reports the disconnect.
+_REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 #: Most frames received in one batch, so that a slow reader still looks at its other file descriptors.
 MAX_BATCH = 256
 
@@ -48,7 +51,7 @@ class Connection(NamedTuple):
 def connect(context: Context, address: str) -> Connection:
     """Connect a DEALER socket and its monitor. Errors: AddressError."""
     socket = connect_dealer(context, address)
-    return Connection(socket, socket.get_monitor_socket(zmq.EVENT_DISCONNECTED))
+    return Connection(socket, socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED))
 
 
 def receive_batch(socket: zmq.Socket[bytes]) -> list[bytes]:
@@ -112,6 +115,7 @@ class ZmqTransport:
         self._locate = locate
         self._asked_at = 0.0  # monotonic; last call of locate()
         self._lost_at: float | None = None  # monotonic; None while connected
+        self._is_refused = False  # the two ends did not agree on keys
         self._heartbeat = b""
         self._heartbeat_s = 0.0  # 0 = none
         self._sent_at = 0.0  # monotonic
@@ -228,7 +232,7 @@ class ZmqTransport:
             frames = receive_batch(socket)
             has_more = len(frames) == MAX_BATCH
         if frames and self._on_frames is not None:
-            self._lost_at = None
+            self._lost_at, self._is_refused = None, False
             self._on_frames(frames)
         return has_more
 
@@ -364,9 +368,11 @@ class ZmqTransport:
     def _find_end(self, monitor: zmq.Socket[bytes], ready: set[int]) -> _End | None:
         if self._pidfd in ready:
             return _End.PROCESS
-        if signal_fd(monitor) in ready and monitor.poll(0):
-            recv_monitor_message(monitor)
-            return _End.CONNECTION
+        while signal_fd(monitor) in ready and monitor.poll(0):
+            event = recv_monitor_message(monitor)
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                return _End.CONNECTION
+            self._is_refused = event["value"] != errno.EAGAIN  # EAGAIN: the engine said nothing in time
         if self._lost_at is None:
             return None
         now = time.monotonic()
@@ -434,4 +440,8 @@ class ZmqTransport:
             poller.register(self._pidfd, zmq.POLLIN)
             if poller.poll(int(_LAST_FRAMES_S * 1000)):
                 return self._describe_exit()
+        if self._is_refused and self._address.startswith("tcp://"):
+            path, _, keys = self._address.partition("?keys=")
+            why = f"{keys} does not fit it, or is not allowed there" if keys else "the address names none (?keys=FILE)"
+            return f"the engine at {path} refused the connection, as one with keys does: {why}"
         return f"the engine at {self._address} closed the connection"

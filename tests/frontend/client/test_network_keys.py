@@ -55,8 +55,13 @@ def test_only_allowed_keys_are_answered(engine: SupervisedEngine, tmp_path: Path
     stranger_here.write_text(stranger[: stranger.index('"engine"')] + own[own.index('"engine"') :])
     stranger_here.chmod(0o600)
     for keys in (None, tmp_path / "mallory", tmp_path / "wrong-engine", stranger_here):
-        with pytest.raises(EngineDeadError, match=r"no engine answered|closed|lost"):
+        with pytest.raises(EngineDeadError, match=r"no engine answered|refused the connection, as one with"):
             connected(engine, keys, NO_ANSWER_S)
+    for keys, why in ((None, "the address names none"), (tmp_path / "mallory", f"{tmp_path}/mallory does not fit it")):
+        port = engine.address.partition("?")[0].rpartition(":")[2]
+        address = f"tcp://127.0.0.1:{port}" + ("" if keys is None else f"?keys={keys}")
+        with pytest.raises(EngineDeadError, match=f"refused the connection, as one with keys does: {why}"):
+            EngineClient(ZmqTransport(address, grace=NO_ANSWER_S / 2), hello_timeout=PATIENCE_S)
     client = connected(engine, tmp_path / "alice")
     as_engine = connected(engine, tmp_path / "keys")
     assert ask(client) == ask(as_engine)
