@@ -1,6 +1,7 @@
 """Plug-in executors: executors of other distributions, found by the name that they are registered under.
 
-A distribution registers a module in the entry-point group EXECUTORS (packaging.python.org, "Entry points specification").
+A distribution registers a module in the entry-point group EXECUTORS (packaging.python.org, "Entry points
+specification").
 Nothing is imported that a config does not name.
 """
 

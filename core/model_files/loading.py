@@ -3,14 +3,14 @@
 import contextlib
 import ctypes
 import hashlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from core.device import cuda_device, start_cpu_kernels, start_torch
 from core.model_files.load_format import open_weights
-from core.model_files.model_config import SUPPORTED_ARCHITECTURES, read_model_config
+from core.model_files.model_config import is_foreign, read_model_config
+from core.model_files.parts import NO_PARTS, check_parts, part_option
 from core.model_files.pooling import pools, read_pooler
 from core.model_files.tensors.vision_weights import open_vision
 from core.models.config import EncoderParts, ModelConfig
@@ -35,7 +35,6 @@ from kernels.cpu.quantized_kv_cache import QuantizedKVCache
 from kernels.elements import Dtype
 
 _NO_INT8_CACHE = "kv_cache_dtype='int8' needs the C kernels at numerics level L2, and a decoder of our own"
-_NO_PARTS = " > 1 needs the C kernels at numerics level L2"
 
 #: Of matrices in a GPU's memory. By default they are dequantized: no GPU's speed with other forms is known well enough.
 _GPU_FORMS = {
@@ -66,7 +65,7 @@ def load_model(
     Errors: ModelFileError, UnsupportedModelError; ConfigError for options that do not fit the model; OutOfMemoryError
     if the weights do not fit the GPU.
     """
-    if config.model_impl == "native" or (config.model_impl == "auto" and not _is_foreign(path)):
+    if config.model_impl == "native" or (config.model_impl == "auto" and not is_foreign(path)):
         model_config, projector = read_model_config(path, config.mmproj), projector_of(path, config.mmproj)
         _check_fit(path, config, rank, stage, model_config)
         if config.device == "cuda":
@@ -124,52 +123,6 @@ def _load_for_gpu(path: Path, dtype: Dtype, config: EngineConfig, model_config: 
     return LoadedModel(model, weights.fingerprint, weights.label)
 
 
-def _undivided(model: ModelConfig) -> str:
-    """Return what of a model no rank can have a part of; "" if there is nothing."""
-    reasons = {
-        "routed MLPs": model.experts is not None,
-        "latent attention": model.latent is not None,
-        "a cap of its logits": model.logits_cap is not None,
-        "norms of whole rows of Q and K": model.qk_norm_of_rows,
-        "recurrent layers": model.recurrent is not None,
-        "gates of attention's output": model.output_gate,
-        "fused matrices": model.fused_qkv or model.fused_gate_up,
-    }
-    return ", ".join(reason for reason, has_it in reasons.items() if has_it)
-
-
-def _check_parts(
-    path: Path, config: EngineConfig, rank: Rank | None, stage: Stage | None, model: ModelConfig | None
-) -> None:
-    """Check that workers can compute the model together. model: None = transformers' code. Errors: ConfigError."""
-    if rank is None and stage is None:
-        return
-    option = _option(rank)
-    if config.device == "cuda" or config.numerics == "L0" or config.cpu_kernels == "torch":
-        raise ConfigError(f"{option}{_NO_PARTS}: leave out device, numerics and cpu_kernels, or {option}")
-    if model is None or not model.is_causal:
-        kind = "needs transformers' code" if model is None else "is an encoder"
-        raise ConfigError(f"{option}{_NO_PARTS}, for decoders of our own, and {path} {kind}: leave {option} out")
-    if stage is not None and model.recurrent is not None:
-        raise ConfigError(f"{path} has recurrent layers, whose states no stage keeps: leave pipeline_parallel_size out")
-    if stage is not None:
-        stage.layers(model)
-    if rank is None:
-        return
-    if reason := _undivided(model):
-        raise ConfigError(f"{path} has {reason}, which ranks do not divide: leave tensor_parallel_size out")
-    if rank.shard.size > model.num_attention_heads:
-        raise ConfigError(
-            f"tensor_parallel_size={rank.shard.size} is more than the {model.num_attention_heads} query heads of "
-            f"{path}: use at most {model.num_attention_heads}"
-        )
-
-
-def _option(rank: Rank | None) -> str:
-    """Return the option that makes this process compute a part of a model only. rank: None = as a stage."""
-    return "pipeline_parallel_size" if rank is None else "tensor_parallel_size"
-
-
 def _check_cache(path: Path, config: EngineConfig, model: ModelConfig | None) -> None:
     """Refuse a KV cache that only decoders have. model: None = transformers' code. Errors: ConfigError."""
     if config.kv_cache_dtype == "auto":
@@ -196,7 +149,8 @@ def _check_fit(
     path: Path, config: EngineConfig, rank: Rank | None, stage: Stage | None, model: ModelConfig | None
 ) -> None:
     """Refuse options that do not fit a model. model: None = transformers' code. Errors: ConfigError."""
-    _check_parts(path, config, rank, stage, model)
+    num_ranks = 1 if rank is None else rank.shard.size
+    check_parts(path, config, model, num_ranks, 1 if stage is None else stage.size)
     _check_cache(path, config, model)
 
 
@@ -225,8 +179,8 @@ def _native(
 ) -> Llama | Encoder:
     """Return a model of our own with its weights. Errors: ModelFileError; ConfigError for parts without C kernels."""
     if (rank is not None or stage is not None) and library is None:
-        option = _option(rank)
-        raise ConfigError(f"{option}{_NO_PARTS}, and there are no C kernels here: leave {option} out")
+        option = part_option(1 if rank is None else rank.shard.size)
+        raise ConfigError(f"{option}{NO_PARTS}, and there are no C kernels here: leave {option} out")
     if model.encoder is None:
         caches = _cache_type(config, library)
         options: dict[str, Any] = {"library": library, "form": form, "rank": rank, "cache_type": caches}
@@ -286,15 +240,3 @@ def _return_free_memory() -> None:
     forget_gguf()
     with contextlib.suppress(AttributeError):  # a C library that is not glibc
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _is_foreign(path: Path) -> bool:
-    """Return whether the model folder's config.json names only architectures that are not in-tree.
-
-    It is False for unreadable files: the in-tree reader reports their errors.
-    """
-    try:
-        names = json.loads((path / "config.json").read_bytes()).get("architectures")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return False
-    return isinstance(names, list) and bool(names) and not set(map(str, names)) & set(SUPPORTED_ARCHITECTURES)

@@ -1,5 +1,6 @@
 """read_model_config: the ModelConfig of a model folder or a .gguf file, checked in full."""
 
+import json
 from pathlib import Path
 
 import msgspec
@@ -14,7 +15,7 @@ from core.models.architectures.vision_architectures import VISION_ARCHITECTURES
 from core.models.config import ModelConfig
 from ipc.files.projector import projector_of
 
-__all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "read_model_config"]
+__all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "is_foreign", "read_model_config"]
 
 SUPPORTED_ARCHITECTURES = (*FORMS, *ENCODER_FORMS, *VISION_ARCHITECTURES, *TEXT_PARTS)
 
@@ -33,3 +34,15 @@ def read_model_config(path: Path, mmproj: str | None = None) -> ModelConfig:
         return read_json_config(path)
     config = read_gguf_config(path)
     return config if projector is None else msgspec.structs.replace(config, vision=read_gguf_vision(projector))
+
+
+def is_foreign(path: Path) -> bool:
+    """Return whether the model folder's config.json names only architectures that are not in-tree.
+
+    It is False for unreadable files: the in-tree reader reports their errors.
+    """
+    try:
+        names = json.loads((path / "config.json").read_bytes()).get("architectures")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False
+    return isinstance(names, list) and bool(names) and not set(map(str, names)) & set(SUPPORTED_ARCHITECTURES)

@@ -68,11 +68,11 @@ def prepare(config: EngineConfig, report: Report) -> Prepared:
         num_cpus=usable_cpus(),
         device_bytes=None if config.kv_cache_memory_bytes else executor.cache_memory_bytes(),
     )
-    is_chosen = config.max_model_len is not None or config.num_blocks_override is not None
-    if not is_chosen and resolved.max_model_len < executor.info.max_model_len:
+    if config.max_model_len is None and resolved.max_model_len < executor.info.max_model_len:
+        option = "kv_cache_memory_bytes" if config.num_blocks_override is None else "num_blocks_override"
         log.say(
             f"engine-core: max_model_len is {resolved.max_model_len}, and not the model's "
-            f"{executor.info.max_model_len}: the KV cache has room for no more (kv_cache_memory_bytes)"
+            f"{executor.info.max_model_len}: the KV cache has room for no more ({option})"
         )
     if resolved.max_num_seqs < config.max_num_seqs:
         log.say(

@@ -333,5 +333,12 @@ class _Step(NamedTuple):
 
 
 def create(config: EngineConfig) -> WorkersExecutor:
-    """Create the executor for this config."""
+    """Create the executor for this config.
+
+    Errors: ConfigError if so many workers cannot compute the model together, before one is started.
+    """
+    # Imported late: an engine with workers reads its model's settings, and runs none of its code.
+    from core.model_files.parts import check_workers
+
+    check_workers(config)
     return WorkersExecutor(config)

@@ -52,7 +52,11 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
     num_blocks_override: Annotated[
         int | None,
         Option(
-            "KV cache", "exact number of KV blocks, whatever the memory", 2, 2**30, names=("num_gpu_blocks_override", "num_gpu_blocks")
+            "KV cache",
+            "exact number of KV blocks, whatever the memory",
+            2,
+            2**30,
+            names=("num_gpu_blocks_override", "num_gpu_blocks"),
         ),
     ] = None
     kv_host_bytes: Annotated[
@@ -65,8 +69,12 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
     kv_dir_bytes: Annotated[
         int, Option("KV cache", "bytes of these files, as 512M, 2G; the least recently used go first", 2**20, 2**50)
     ] = 32 << 30
-    kv_listen: Annotated[str | None, Option("KV cache", "address where other engines fetch KV blocks", metavar="ADDRESS")] = None
-    kv_peers: Annotated[str | None, Option("KV cache", "engines to fetch KV blocks from, by their kv_listen", metavar="ADDRESSES")] = None
+    kv_listen: Annotated[
+        str | None, Option("KV cache", "address where other engines fetch KV blocks", metavar="ADDRESS")
+    ] = None
+    kv_peers: Annotated[
+        str | None, Option("KV cache", "engines to fetch KV blocks from, by their kv_listen", metavar="ADDRESSES")
+    ] = None
     kv_key_file: Annotated[str | None, Option("KV cache", "key of `engine-core keys blocks`, equal at peers")] = None
     enable_prefix_caching: Annotated[bool, Option("KV cache", "reuse the KV blocks of equal beginnings")] = True
     scheduling_policy: Annotated[

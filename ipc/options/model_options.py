@@ -78,7 +78,11 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ] = 1
     master_addr: Annotated[
         str | None,
-        Option("machine", "where they join: HOST or HOST:PORT of this machine, or tcp://HOST:PORT?keys=PATH", metavar="ADDRESS"),
+        Option(
+            "machine",
+            "where they join: HOST or HOST:PORT of this machine, or tcp://HOST:PORT?keys=PATH",
+            metavar="ADDRESS",
+        ),
     ] = None
     load_format: Annotated[
         LoadFormat, Option("model", "format of the weights; 'dummy' makes them up, for benchmarks of a config")

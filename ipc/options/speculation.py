@@ -112,7 +112,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             )
         if self.model is None and self.method in _NAMING_METHODS:
             raise ConfigError(
-                f"speculative_config: method {self.method!r} needs \"model\": the name or path of the model that drafts"
+                f'speculative_config: method {self.method!r} needs "model": the name or path of the model that drafts'
             )
         if self.model is not None and self.method not in _NAMING_METHODS:
             names = " and ".join(map(repr, _NAMING_METHODS))

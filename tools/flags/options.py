@@ -154,7 +154,11 @@ def _argument(declared: DeclaredOption) -> dict[str, Any]:
         return {"type": bytes_argument, "metavar": "BYTES"}
     if declared.plain is float:
         return {"type": float, "metavar": "X"}
-    return {"type": int, "metavar": "N"} if declared.plain is int else {"type": str, "metavar": declared.option.metavar or "PATH"}
+    return (
+        {"type": int, "metavar": "N"}
+        if declared.plain is int
+        else {"type": str, "metavar": declared.option.metavar or "PATH"}
+    )
 
 
 class _Weights(argparse.Action):
@@ -173,7 +177,7 @@ class _Weights(argparse.Action):
                 name, _, weight = values.rpartition("=")
                 weights[name] = self.number(weight)
         except ValueError:  # msgspec's errors are ValueErrors too
-            parser.error(f'argument {option}: expected {self.metavar} or a JSON object of such, got {values!r}')
+            parser.error(f"argument {option}: expected {self.metavar} or a JSON object of such, got {values!r}")
         setattr(namespace, self.dest, weights)
 
 

@@ -67,7 +67,7 @@ def test_drafts_are_verified_by_all_ranks(folder: str) -> None:
     assert alone[:2] == together[:2]
 
 
-def test_bad_sizes_are_refused_by_name(folder: str) -> None:
+def test_bad_sizes_are_refused_by_name(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = make_shared_file()
     try:
         with pytest.raises(ConfigError, match="tensor_parallel_size=5 is more than the 4 query heads"):
@@ -84,6 +84,10 @@ def test_bad_sizes_are_refused_by_name(folder: str) -> None:
         config_of(folder, 1, pipeline_parallel_size=2, distributed_executor_backend="uni")
     with pytest.raises(ConfigError, match="pipeline_parallel_size=3 is more than the 2 layers of the model"):
         load_executor(config_of(folder, 1, pipeline_parallel_size=3))
+    with monkeypatch.context() as patch:  # no worker is started for a number that cannot be
+        patch.setattr("core.workers.executor.WorkersExecutor", None)
+        with pytest.raises(ConfigError, match="tensor_parallel_size=99 is more than the 4 query heads"):
+            load_executor(config_of(folder, 99))
     with pytest.raises(ConfigError, match="leave pipeline_parallel_size out"):
         config_of(folder, 1, pipeline_parallel_size=2, speculative_config={"method": "eagle3", "model": "m"})
 

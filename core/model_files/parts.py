@@ -1,0 +1,72 @@
+"""Which models several workers can compute together, and how many they may be: looked at before any worker starts."""
+
+from pathlib import Path
+
+from core.model_files.model_config import is_foreign, read_model_config
+from core.models.config import ModelConfig
+from core.models.parts.stage import layers_of_stages
+from ipc.errors import ConfigError
+from ipc.files.model_files import resolve_model
+from ipc.options.config import EngineConfig
+
+NO_PARTS = " > 1 needs the C kernels at numerics level L2"
+
+
+def check_workers(config: EngineConfig) -> None:
+    """Check that the workers of this config can compute its model together.
+
+    Errors: ConfigError; ModelFileError, UnsupportedModelError for a model that cannot be read.
+    """
+    num_ranks, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
+    if config.executor != "local" or max(num_ranks, num_stages) == 1:
+        return
+    path = resolve_model(config.model)
+    is_ours = config.model_impl == "native" or (config.model_impl == "auto" and not is_foreign(path))
+    check_parts(path, config, read_model_config(path, config.mmproj) if is_ours else None, num_ranks, num_stages)
+
+
+def check_parts(path: Path, config: EngineConfig, model: ModelConfig | None, num_ranks: int, num_stages: int) -> None:
+    """Check that so many workers can compute the model together. model: None = transformers' code.
+
+    Errors: ConfigError.
+    """
+    if num_ranks == num_stages == 1:
+        return
+    option = part_option(num_ranks)
+    if config.device == "cuda" or config.numerics == "L0" or config.cpu_kernels == "torch":
+        raise ConfigError(f"{option}{NO_PARTS}: leave out device, numerics and cpu_kernels, or {option}")
+    if model is None or not model.is_causal:
+        kind = "needs transformers' code" if model is None else "is an encoder"
+        raise ConfigError(f"{option}{NO_PARTS}, for decoders of our own, and {path} {kind}: leave {option} out")
+    if num_stages > 1 and model.recurrent is not None:
+        raise ConfigError(f"{path} has recurrent layers, whose states no stage keeps: leave pipeline_parallel_size out")
+    if num_stages > 1:
+        layers_of_stages(model, num_stages)
+    if num_ranks == 1:
+        return
+    if reason := _undivided(model):
+        raise ConfigError(f"{path} has {reason}, which ranks do not divide: leave tensor_parallel_size out")
+    if num_ranks > model.num_attention_heads:
+        raise ConfigError(
+            f"tensor_parallel_size={num_ranks} is more than the {model.num_attention_heads} query heads of "
+            f"{path}: use at most {model.num_attention_heads}"
+        )
+
+
+def part_option(num_ranks: int) -> str:
+    """Return the option that makes a process compute a part of a model only. num_ranks: 1 = as a stage."""
+    return "pipeline_parallel_size" if num_ranks == 1 else "tensor_parallel_size"
+
+
+def _undivided(model: ModelConfig) -> str:
+    """Return what of a model no rank can have a part of; "" if there is nothing."""
+    reasons = {
+        "routed MLPs": model.experts is not None,
+        "latent attention": model.latent is not None,
+        "a cap of its logits": model.logits_cap is not None,
+        "norms of whole rows of Q and K": model.qk_norm_of_rows,
+        "recurrent layers": model.recurrent is not None,
+        "gates of attention's output": model.output_gate,
+        "fused matrices": model.fused_qkv or model.fused_gate_up,
+    }
+    return ", ".join(reason for reason, has_it in reasons.items() if has_it)
