@@ -19,6 +19,23 @@ class BatchEncoding(dict[str, Any]):
             raise AttributeError(name) from None
 
 
+#: Options of transformers' apply_chat_template() that are no variables of a template.
+_OPTIONS = (
+    "max_length",
+    "padding",
+    "return_assistant_tokens_mask",
+    "return_tensors",
+    "tokenizer_kwargs",
+    "truncation",
+)
+
+
+def _check_unasked(options: Mapping[str, object]) -> None:
+    """Check that these options of transformers ask for nothing. Errors: InvalidRequestError."""
+    if asked := [name for name, value in options.items() if value not in (None, False)]:
+        raise InvalidRequestError(f"this tokenizer has no {', '.join(asked)}: it returns all ids, unpadded, as lists")
+
+
 class TokenizerCalls:
     """A part of Tokenizer. Attributes are transformers' too: padding is never done, so the side is only a note."""
 
@@ -39,10 +56,7 @@ class TokenizerCalls:
         Errors: InvalidRequestError for an option of transformers that would change the ids (truncation, padding).
         """
         return_mask = options.pop("return_attention_mask", True)
-        if asked := [name for name, value in options.items() if value not in (None, False)]:
-            raise InvalidRequestError(
-                f"this tokenizer has no {', '.join(asked)}: it returns all ids, unpadded, as lists"
-            )
+        _check_unasked(options)
         texts = [text] if isinstance(text, str) else list(text)
         many = [one.ids for one in self.hf.encode_batch(texts, add_special_tokens=add_special_tokens)]
         fields: dict[str, Any] = {"input_ids": many}
@@ -59,12 +73,15 @@ class TokenizerCalls:
         tokenize: bool = True,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
+        return_dict: bool = False,
         **kwargs: Any,
-    ) -> str | list[int]:
+    ) -> str | list[int] | BatchEncoding:
         """Return the prompt of a conversation: its token ids, or with tokenize=False its text.
 
-        kwargs: variables of the template. Errors: InvalidRequestError.
+        return_dict: the ids with an attention mask, as of a text. kwargs: variables of the template.
+        Errors: InvalidRequestError, also for an option of transformers that would change the ids.
         """
+        _check_unasked({name: kwargs.pop(name) for name in list(kwargs) if name in _OPTIONS})
         text = render_chat(
             self.choose_chat_template(chat_template, with_tools=bool(tools)),
             conversation,
@@ -75,7 +92,10 @@ class TokenizerCalls:
             tools=tools,
             **kwargs,
         )
-        return self.hf.encode(text, add_special_tokens=False).ids if tokenize else text
+        if not tokenize:
+            return text
+        encoded = self(text, add_special_tokens=False)
+        return encoded if return_dict else encoded.input_ids
 
     @property
     def chat_template(self) -> str | None:

@@ -52,7 +52,7 @@ def test_it_passes_the_check(environment: dict[str, str]) -> None:
 
 
 def test_its_own_options_are_its_own_to_check(environment: dict[str, str]) -> None:
-    words = ("-m", "engine_core", "generate", "--executor", "example", "--executor-option", "colour=red", "hello")
+    words = ("-m", "engine_core", "generate", "--device", "example", "--executor-option", "colour=red", "hello")
     refused = run(environment, *words)
     assert refused.returncode == 1
     assert refused.stderr == (

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from frontend.async_llm import AsyncLLM
+from frontend.lora import LoRARequest
 from frontend.session import Message
-from ipc.errors import EngineCoreError, EngineDeadError
+from ipc.errors import EngineCoreError, EngineDeadError, PromptTooLongError
 from ipc.params.sampling_params import RequestOutputKind, SamplingParams
 from tools.flags.options import ArgumentParser, add_engine_options, engine_options
-from tools.flags.sampling_options import add_sampling_options, sampling_params
+from tools.flags.sampling_options import add_lora_option, add_sampling_options, sampling_params
 from tools.service.start import check_connect, engine_at
 from tools.terminal.streams import printable
 
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--connect", metavar="ADDR", help="use the engine at this address (of `engine-core serve`)")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     parser.add_argument("--quiet", "-q", action="store_true", help="no progress, no line on the time of an answer")
+    add_lora_option(parser)
     add_sampling_options(parser, max_tokens=_MAX_TOKENS)
     add_engine_options(parser)
     parsed = parser.parse_args(arguments)
@@ -60,7 +62,8 @@ def main(arguments: Sequence[str]) -> int:
             template = options.get("chat_template") if parsed.connect is not None else None
             llm = runner.run(AsyncLLM.create(connect=address, client_name="chat", chat_template=template))
             params = sampling_params(parsed, llm.client.welcome.default_sampling, {})
-            chat = Conversation(runner, llm, params, parsed.system)
+            lora = LoRARequest(parsed.lora, 1) if parsed.lora else None
+            chat = Conversation(runner, llm, params, parsed.system, lora=lora)
             with contextlib.closing(llm):
                 if question:
                     return _answer_once(chat, question)
@@ -77,8 +80,16 @@ def _is_question(text: str) -> bool:
 class Conversation:
     """The messages so far, and the engine that answers. Errors of ask(): those of AsyncLLM.chat()."""
 
-    def __init__(self, runner: asyncio.Runner, llm: AsyncLLM, params: SamplingParams, system: str | None) -> None:
-        self._runner, self._llm, self._params = runner, llm, params
+    def __init__(
+        self,
+        runner: asyncio.Runner,
+        llm: AsyncLLM,
+        params: SamplingParams,
+        system: str | None,
+        *,
+        lora: LoRARequest | None = None,
+    ) -> None:
+        self._runner, self._llm, self._params, self._lora = runner, llm, params, lora
         self.begin(system)
 
     def begin(self, system: str | None) -> None:
@@ -105,7 +116,7 @@ class Conversation:
 
     async def _stream(self) -> None:
         params: Any = self._params
-        async for output in self._llm.chat(self.messages, _deltas(params)):
+        async for output in self._llm.chat(self.messages, _deltas(params), lora_request=self._lora):
             text = output.outputs[0].text
             self._said += text
             self._num_tokens += len(output.outputs[0].token_ids)
@@ -168,7 +179,8 @@ def _say(chat: Conversation, question: str, *, is_quiet: bool) -> None:
     except EngineDeadError:
         raise
     except EngineCoreError as error:
-        print(f"\nengine-core: error: {error}", file=sys.stderr)
+        hint = "; /clear begins a new conversation" if isinstance(error, PromptTooLongError) else ""
+        print(f"\nengine-core: error: {error}{hint}", file=sys.stderr)
         return
     print()
     if not is_quiet:

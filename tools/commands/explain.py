@@ -54,6 +54,8 @@ def main(arguments: Sequence[str]) -> int:
     elif parsed.request is not None:
         print("\n".join(line for one in explanation.requests for line in describe_request(one, explanation)))
     else:
+        if parsed.at is not None:
+            print(f"step {parsed.at[0]} of the file, which counts steps with nothing to run, too")
         print("\n".join(describe_all(explanation)))
     return 0
 
@@ -98,8 +100,9 @@ def to_json(explanation: Explanation) -> str:
 def describe_all(explanation: Explanation) -> list[str]:
     """Return lines that describe the scheduler in short, then one line for each request."""
     e = explanation
+    step = f"step {e.step}" if e.step >= 0 else "no step yet"
     lines = [
-        f"step {e.step}, policy {e.policy}: {e.num_running} of {e.max_num_seqs} rows run, {e.num_waiting} requests "
+        f"{step}, policy {e.policy}: {e.num_running} of {e.max_num_seqs} rows run, {e.num_waiting} requests "
         f"wait ({e.num_swapped} swapped out, {e.num_on_hold} of clients that do not read, {e.num_unbegun} for a pause)",
         _blocks(e),
         f"last step: {e.max_num_batched_tokens - e.budget} of {e.max_num_batched_tokens} tokens given, "

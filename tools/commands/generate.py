@@ -6,7 +6,7 @@ from types import ModuleType
 
 from ipc.errors import EngineDeadError
 from tools.flags.options import ArgumentParser, add_engine_options, engine_options
-from tools.flags.sampling_options import add_sampling_options, sampling_params
+from tools.flags.sampling_options import add_lora_option, add_sampling_options, sampling_params
 from tools.service.start import check_connect, engine_at
 from tools.terminal.prompts import read_piped_prompt
 
@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end, and nothing else")
     parser.add_argument("--quiet", "-q", action="store_true", help="print the answers, and nothing else")
+    add_lora_option(parser)
     add_sampling_options(parser, max_tokens=_DEFAULT_MAX_TOKENS)
     add_engine_options(parser)
     return parser

@@ -32,6 +32,11 @@ def add_sampling_options(parser: argparse.ArgumentParser, *, max_tokens: int) ->
     add_structured_outputs_options(parser)
 
 
+def add_lora_option(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that chooses an adapter."""
+    parser.add_argument("--lora", metavar="NAME", help="the adapter that answers: of --lora-modules, or loaded since")
+
+
 def sampling_params(
     parsed: argparse.Namespace, defaults: Mapping[str, float | int], demo: Mapping[str, float | int]
 ) -> SamplingParams:

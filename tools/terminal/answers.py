@@ -15,6 +15,7 @@ import uvloop
 from rich.console import Console
 
 from frontend.async_llm import AsyncLLM
+from frontend.lora import LoRARequest
 from frontend.results.outputs import CompletionOutput, RequestOutput
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import CallFailedError, EngineCoreError, EngineDeadError, InvalidRequestError
@@ -52,7 +53,8 @@ async def _run(parsed: argparse.Namespace, address: str, start_s: float | None) 
         with (
             contextlib.nullcontext() if parsed.json else streams_for(console, titles, is_plain=parsed.quiet) as streams
         ):
-            answers = [_answer(llm, question, params, i, streams) for i, question in enumerate(questions)]
+            lora = LoRARequest(parsed.lora, 1) if parsed.lora else None
+            answers = [_answer(llm, question, params, lora, i, streams) for i, question in enumerate(questions)]
             results = await asyncio.gather(*answers)
         wall_s = time.monotonic() - begin
         requests = [
@@ -85,16 +87,21 @@ def _titles(questions: Sequence[Question], n: int) -> list[str]:
 
 
 async def _answer(
-    llm: AsyncLLM, question: Question, params: SamplingParams, index: int, streams: Streams | None
+    llm: AsyncLLM,
+    question: Question,
+    params: SamplingParams,
+    lora: LoRARequest | None,
+    index: int,
+    streams: Streams | None,
 ) -> RequestOutput | EngineCoreError:
     """Return the last output of request `index`, or the error with which it failed alone.
 
     Errors: EngineDeadError, which concerns all requests.
     """
     if question.chat is not None:
-        outputs = llm.chat(question.chat, params)
+        outputs = llm.chat(question.chat, params, lora_request=lora)
     else:
-        outputs = llm.generate(question.token_ids or question.text, params)
+        outputs = llm.generate(question.token_ids or question.text, params, lora_request=lora)
     last: RequestOutput | None = None
     first = index * params.n  # the stream of its first answer
     try:

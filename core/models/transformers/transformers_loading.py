@@ -60,6 +60,7 @@ def _open(path: Path, dtype: torch.dtype, made_up: bool) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
+    _check_kind(path)
     config = AutoConfig.from_pretrained(path, **_FROM_FILES)
     _check_quantization(path, getattr(config, "quantization_config", None))
     options = {"dtype": dtype, "attn_implementation": ATTENTION_NAME}
@@ -71,6 +72,20 @@ def _open(path: Path, dtype: torch.dtype, made_up: bool) -> Any:
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(0)
         return auto.from_config(config, **options)
+
+
+def _check_kind(path: Path) -> None:
+    """Check that transformers has such a model: its own error tells to upgrade it. Errors: UnsupportedModelError."""
+    from transformers import CONFIG_MAPPING, PretrainedConfig, __version__
+
+    settings, _ = PretrainedConfig.get_config_dict(path, **_FROM_FILES)
+    kind = settings.get("model_type")
+    if kind not in CONFIG_MAPPING and "auto_map" not in settings:  # code of the folder: transformers' error says so
+        names = settings.get("architectures")
+        raise UnsupportedModelError(
+            f"{path}: model_type={kind!r:.80}, architectures={names!r:.200}: neither this engine nor transformers "
+            f"{__version__} has such a model; docs/models.md names those that run"
+        )
 
 
 def _check_quantization(path: Path, settings: Any) -> None:

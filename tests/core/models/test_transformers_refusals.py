@@ -106,6 +106,15 @@ def test_an_unknown_quantization_beside_plain_weights_is_refused_by_name(
         TransformersModel(tmp_path, FLOAT32, made_up=False)
 
 
+def test_a_kind_that_nobody_has_is_refused_without_the_advice_to_upgrade(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "foo", "architectures": ["FooForCausalLM"]}')
+    with pytest.raises(
+        UnsupportedModelError, match=r"\['FooForCausalLM'\]: neither this engine nor transformers 5"
+    ) as e:
+        TransformersModel(tmp_path, FLOAT32)
+    assert "pip" not in str(e.value)
+
+
 def test_code_of_the_model_s_folder_is_not_run_and_nobody_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -72,3 +72,12 @@ def test_what_would_change_the_ids_is_refused(pair: tuple[Tokenizer, Any]) -> No
         pair[0]("a", padding=True, return_tensors="pt")
     with pytest.raises(AttributeError, match="token_type_ids"):
         pair[0]("a").token_type_ids  # noqa: B018
+
+
+def test_options_of_a_chat_are_no_variables_of_its_template(pair: tuple[Tokenizer, Any]) -> None:
+    ours = pair[0]
+    ids = ours.apply_chat_template(CHAT, padding=False, truncation=None)
+    assert ours.apply_chat_template(CHAT, return_dict=True) == {"input_ids": ids, "attention_mask": [1] * len(ids)}
+    for option in ({"truncation": True, "max_length": 3}, {"padding": True}, {"return_tensors": "pt"}):
+        with pytest.raises(InvalidRequestError, match=f"this tokenizer has no {', '.join(option)}"):
+            ours.apply_chat_template(CHAT, **option)

@@ -5,7 +5,9 @@ import json
 import os
 import pty
 import subprocess
+from pathlib import Path
 
+from tests.core.adapters.peft_files import random_matrices, write_peft
 from tests.fake_tokens import fake_tokens
 from tests.tools.test_cli import VOCAB, command, environment, run
 
@@ -92,3 +94,15 @@ def test_each_prompt_may_have_several_answers() -> None:
         *("=== 1 5 6 [1/2]", "=== 2 5 6 [2/2]", "=== 3 500 [1/2]", "=== 4 500 [2/2]")
     ]
     assert done.stderr.count("token id 500") == 1
+
+
+def test_an_adapter_by_its_name(tmp_path: Path) -> None:
+    write_peft(tmp_path / "sql", random_matrices({"model.layers.0.self_attn.q_proj": (16, 16)}, 2, 1), rank=2, alpha=4)
+    words = ("generate", "--executor", "fake", "--max-tokens", "4", "--ignore-eos", "--quiet")
+    adapters = ("--enable-lora", "--lora-modules", f"sql={tmp_path / 'sql'}")
+    base, sql = (run(*words, "5 6 7", *adapters, *lora).stdout for lora in ((), ("--lora", "sql")))
+    assert len(base.split()) == len(sql.split()) == 4
+    assert base != sql
+    other = run(*words, "5 6 7", *adapters, "--lora", "sq")
+    assert other.returncode == 1
+    assert "'sq'" in other.stderr

@@ -323,5 +323,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
             main(["replay", str(path), "--what-if", "max_num_seqs=2", *wrong])
         assert exit_status.value.code == 2
     capfd.readouterr()
-    assert main(["replay", str(path), "--what-if", "nonsense=2"]) != 0
-    assert "options that decide a schedule" in capfd.readouterr().err
+    with pytest.raises(SystemExit) as exit_status:
+        main(["replay", str(path), "--what-if", "max_num_seq=2"])
+    assert exit_status.value.code == 2
+    assert "did you mean max_num_seqs? options that decide a schedule" in capfd.readouterr().err

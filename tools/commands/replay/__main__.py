@@ -11,7 +11,7 @@ import msgspec
 from core.capture.bounds import bounded_memory
 from core.capture.file import CaptureFile
 from core.capture.redaction import redact
-from ipc.errors import CaptureFileError, ModelFileError
+from ipc.errors import CaptureFileError, ConfigError, ModelFileError
 from ipc.wire.messages import Submission
 from tools.commands.replay.compare import run_compare
 from tools.commands.replay.differences import Difference, name_request
@@ -21,6 +21,7 @@ from tools.commands.replay.perfetto import MAX_EVENTS, write_perfetto
 from tools.commands.replay.rerun import OtherModelError, Rerun, real_executor, recorded_executor, replay_config, rerun
 from tools.commands.replay.shrink.command import judge, run_shrink
 from tools.commands.replay.what_if.command import run_what_if
+from tools.commands.replay.what_if.options import parse_changes
 from tools.flags.options import ArgumentParser, Modules, print_error
 
 # `engine-core replay redact FILE OUT`: a capture without its content, which decides as the original does.
@@ -200,6 +201,10 @@ def _check_options(parsed: argparse.Namespace) -> None:
         parser.error("--mode live needs --connect ADDR")
     if not is_live and (parsed.connect is not None or parsed.asap or parsed.speed is not None):
         parser.error("--connect, --asap and --speed belong to --mode live")
+    try:
+        parse_changes(parsed.what_if or [])
+    except ConfigError as error:
+        parser.error(str(error))
     if parsed.what_if and (parsed.mode != "resched" or parsed.model is not None):
         parser.error("--what-if simulates without a model: leave out --mode and --model")
     if parsed.perfetto and (parsed.mode != "resched" or parsed.model is not None or parsed.what_if):

@@ -1,5 +1,6 @@
 """The options of a what-if: NAME=VALUE, with several values for a sweep."""
 
+import difflib
 import itertools
 from collections.abc import Sequence
 from math import prod
@@ -33,7 +34,11 @@ def parse_changes(texts: Sequence[str]) -> list[Change]:
         given, _, words = text.partition("=")
         name = given.strip().replace("-", "_")
         if name not in CHANGEABLE:
-            raise ConfigError(f"--what-if {given:.80}: options that decide a schedule are {', '.join(CHANGEABLE)}")
+            near = difflib.get_close_matches(name, CHANGEABLE, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            raise ConfigError(
+                f"--what-if {given:.80}: {hint}options that decide a schedule are {', '.join(CHANGEABLE)}"
+            )
         if name in values:
             raise ConfigError(f"--what-if {name} is given twice: write its values as {name}=A,B")
         values[name] = [_value(name, word.strip()) for word in words.split(",")]
