@@ -197,6 +197,49 @@ def test_a_server_comes_back_with_the_next_engine(tmp_path: Path) -> None:
         second.wait(20)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("end", ["SIGTERM", "SIGKILL"])
+def test_a_server_comes_back_with_its_router(end: str, tmp_path: Path) -> None:
+    address = f"ipc://{tmp_path}/r"
+    router = ("route", "--listen", address, "--replica", f"ipc://{tmp_path}/s")
+    with contextlib.ExitStack() as stack:
+        engine = stack.enter_context(running("serve", "--listen", f"ipc://{tmp_path}/s", *FAKE))
+        line_of(engine, "engine-core: ready at")
+        first = stack.enter_context(running(*router))
+        server = stack.enter_context(running("http", "--connect", address, "--http", "127.0.0.1:0"))
+        port = int(line_of(server, "engine-core: HTTP at").rpartition(":")[2])
+        kept = Kept(port)
+        assert standing(port, kept) == SERVES
+        first.send_signal(signal.Signals[end])
+        first.wait(20)
+        wait_for(lambda: kept.ask("GET", "/ready") == 503)
+        assert standing(port, kept) == REFUSES
+        stack.enter_context(running(*router))
+        wait_for(lambda: kept.ask("GET", "/ready") == 200)
+        assert standing(port, kept) == SERVES
+        kept.close()
+
+
+@pytest.mark.soak
+def test_a_server_comes_back_after_control_shutdown(tmp_path: Path) -> None:
+    address, owner = f"ipc://{tmp_path}/s", f"{tmp_path}/owner"
+    engine = ("serve", "--listen", address, "--owner-file", owner, *FAKE)
+    with contextlib.ExitStack() as stack:
+        first = stack.enter_context(running(*engine))
+        line_of(first, "engine-core: ready at")
+        server = stack.enter_context(running("http", "--connect", address, "--http", "127.0.0.1:0"))
+        port = int(line_of(server, "engine-core: HTTP at").rpartition(":")[2])
+        kept = Kept(port)
+        assert main(["control", "shutdown", "--connect", address, "--owner-file", owner]) == 0
+        first.wait(20)
+        wait_for(lambda: kept.ask("GET", "/ready") == 503)
+        assert standing(port, kept) == REFUSES
+        stack.enter_context(running(*engine))
+        wait_for(lambda: kept.ask("GET", "/ready") == 200)
+        assert standing(port, kept) == SERVES
+        kept.close()
+
+
 def test_a_server_of_its_own_says_that_it_cut_answers() -> None:
     with serving(*FAKE) as caller:
         command = ("http", "--connect", caller.connect, "--http", "127.0.0.1:0", "--drain-timeout", "0.3")
