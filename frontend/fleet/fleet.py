@@ -15,7 +15,7 @@ import numpy as np
 from frontend.fleet.calls import Calls
 from frontend.fleet.dispatch import Dispatch
 from frontend.fleet.ends import Ends
-from frontend.fleet.membership import Membership, Order, Send
+from frontend.fleet.membership import SILENCE_S, Membership, Order, Send
 from frontend.fleet.replica_events import RETRY_AFTER_MS, ReplicaEvents
 from frontend.fleet.replicas import NO_REPLICA, Replica
 from ipc.tables.columns import unpack_choices, unpack_numbers
@@ -194,6 +194,8 @@ class Fleet:
     def receive(self, row: int, message: ServerMessage, now: float) -> None:
         """Take in a message of a replica."""
         self._due = 0.0
+        if (replica := self.replicas.by_row.get(row)) is not None:
+            self.membership.hear(replica, now)
         self._events.receive(row, message, now)
 
     def lose(self, row: int, reason: str, now: float, *, is_death: bool = False) -> None:
@@ -218,7 +220,9 @@ class Fleet:
         if now >= self._due:
             self._due = self.membership.tick(now)
             for replica in list(self.replicas.by_row.values()):
-                if replica.is_leaving and replica.welcome is not None:
+                if self.membership.is_silent(replica, now):
+                    self.lose(replica.row, f"it has said nothing for {2 * SILENCE_S:g} s", now)
+                elif replica.is_leaving and replica.welcome is not None:
                     self._events.finish_leaving(replica, now)
         if len(self.dispatch.suspects):
             self.dispatch.suspects.note_progress(self.requests)

@@ -10,13 +10,26 @@ import msgspec
 
 from frontend.fleet.dispatch import Dispatch
 from frontend.fleet.replicas import Replica, ReplicaState
-from ipc.wire.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR, ErrorCode, Heartbeat, Hello, Refused, Welcome, encode
+from ipc.wire.messages import (
+    PROTOCOL_MAJOR,
+    PROTOCOL_MINOR,
+    ErrorCode,
+    GetStatistics,
+    Heartbeat,
+    Hello,
+    Refused,
+    Welcome,
+    encode,
+)
 from ipc.wire.scheduling_messages import FollowKVEvents
 
 EXACT = "L2"  # the level at which equal fingerprints mean equal tokens
 _RETRY_S = 1.0  # from a refusal by a replica, or of one, to the next Hello
+#: A replica that has requests and says nothing for so long is asked for a sign of life; it has as long to give one.
+SILENCE_S = 30.0
 _HEARTBEAT = encode(Heartbeat())
-_FOLLOW_CALL = 0  # number of the call FollowKVEvents, whose answer nobody waits for
+_FOLLOW_CALL = 0  # number of calls whose answers nobody waits for
+_ASK = encode(GetStatistics(_FOLLOW_CALL))  # answered between two steps
 
 
 class Open(NamedTuple):
@@ -125,7 +138,7 @@ class Membership:
         """Note that a session has ended, and connect again."""
         replica.welcome, replica.state, replica.reason = None, ReplicaState.LOST, reason
         replica.num_lost += 1
-        replica.has_picture, replica.heartbeat_s = False, 0.0
+        replica.has_picture, replica.heartbeat_s, replica.asked_at = False, 0.0, None
         self.on_session_end(replica.row)
         if not replica.is_leaving:
             self._say_hello(replica)
@@ -158,7 +171,20 @@ class Membership:
                 due = min(due, replica.send_at)
             if replica.move_at is not None:
                 due = min(due, replica.move_at)
+            if replica.welcome is not None and self._replicas.live[replica.row]:
+                if replica.asked_at is None and now - replica.heard_at >= SILENCE_S:
+                    replica.asked_at = now
+                    self._orders.append(Send(replica.row, _ASK))
+                due = min(due, (replica.heard_at if replica.asked_at is None else replica.asked_at) + SILENCE_S)
         return due
+
+    def hear(self, replica: Replica, now: float) -> None:
+        """Note that a replica has said something."""
+        replica.heard_at, replica.asked_at = now, None
+
+    def is_silent(self, replica: Replica, now: float) -> bool:
+        """Return whether a replica was asked for a sign of life, and has given none in time."""
+        return replica.asked_at is not None and now - replica.asked_at >= SILENCE_S
 
     def _open(self, replica: Replica) -> None:
         replica.state = ReplicaState.OPEN

@@ -40,6 +40,8 @@ class Replica(msgspec.Struct, eq=False):
     num_lost: int = 0  # sessions
     send_at: float = 0.0  # when a heartbeat is due; monotonic seconds
     heartbeat_s: float = 0.0  # 0 = none is needed
+    heard_at: float = 0.0  # when it last said something; monotonic seconds
+    asked_at: float | None = None  # when it was asked for a sign of life, and has not answered; monotonic seconds
 
 
 class Replicas(Columns):

@@ -20,6 +20,7 @@ from ipc.wire.messages import (
     EngineStopping,
     ErrorCode,
     FinishReason,
+    GetStatistics,
     Hello,
     Outputs,
     RequestFailed,
@@ -54,12 +55,18 @@ class PlayedReplica:
         self.served = served(config, executor.info, generation, 30_000)
         self.poison: int | None = None  # a prompt's first token that kills the engine in the step that computes it
         self.is_draining = False
+        self.is_mute = False  # it stays connected, and says nothing
+        self.is_paused = False  # it answers calls, and runs nothing
         self.refuses_from: int | None = None  # so many requests live: then the next is refused for want of room
         self._inbox: list[tuple[int, object]] = []
         self._is_killed_by_next = False
 
     def receive(self, frame: bytes) -> list[ServerMessage]:
         message = decode_client_message(frame)
+        if self.is_mute:
+            return []
+        if self.is_paused and isinstance(message, GetStatistics):
+            return [self.core.statistics(message.call, 0)]
         if isinstance(message, Hello):
             return [msgspec.structs.replace(self.served.welcome, session_token=b"t" * 16)]
         if isinstance(message, AddRequest):
@@ -76,6 +83,8 @@ class PlayedReplica:
 
     def step(self, now: float) -> list[ServerMessage] | None:
         """Run a step; None where it has died in it."""
+        if self.is_mute or self.is_paused:
+            return []
         inbox, self._inbox = self._inbox, []
         if not inbox and not self.core.has_unfinished:
             return []

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from frontend.fleet.membership import SILENCE_S
+from frontend.fleet.replicas import ReplicaState
 from frontend.fleet.suspects import MARGIN
 from ipc.wire.messages import Abort, ErrorCode, FinishReason, GetStatistics, Statistics
 from tests.fake_options import fake_options
@@ -71,6 +73,45 @@ def test_requests_wait_while_there_is_no_replica() -> None:
     stand.run()
     assert stand.failed[1, 2].code == ErrorCode.UNAVAILABLE
     stand.check_empty()
+
+
+def test_a_replica_that_says_nothing_is_lost() -> None:
+    """It stays connected: without a bound its streams would wait for ever."""
+    stand = Stand(2)
+    sent = stand.submit(1, 0, [7, 8, 9])
+    stand.turn(4)
+    stand.now += 1000.0  # a long silence of others: nothing is held against who has just spoken
+    stand.turn(1)
+    home = stand.placed[-1]
+    stand.replicas[home].is_mute = True
+    replica = stand.fleet.replicas.find(home)
+    assert replica is not None
+    for _ in range(int(2 * SILENCE_S) - 1):
+        stand.now += 1.0
+        stand.turn(1)
+    assert (replica.state, len(stand.placed)) == (ReplicaState.OPEN, 1)
+    for _ in range(3):
+        stand.now += 1.0
+        stand.turn(1)
+    assert (replica.state, replica.reason) == (ReplicaState.LOST, "it has said nothing for 60 s")
+    stand.run()
+    stand.check(1, sent)
+    assert stand.placed[-1] != home
+
+
+def test_a_replica_that_is_paused_gives_signs_of_life() -> None:
+    stand = Stand(2)
+    sent = stand.submit(1, 0, [7, 8, 9])
+    stand.turn(4)
+    home = stand.replicas[stand.placed[-1]]
+    home.is_paused = True
+    for _ in range(int(5 * SILENCE_S)):
+        stand.now += 1.0
+        stand.turn(1)
+    home.is_paused = False
+    stand.run()
+    stand.check(1, sent)
+    assert len(stand.placed) == 1
 
 
 def test_a_prompt_goes_where_it_is_cached() -> None:
