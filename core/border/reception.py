@@ -235,7 +235,7 @@ class Reception:
     def _call(self, session: Session, message: ClientCall, now: float) -> ServerMessage | None:
         """Return the answer to a call, or None if the engine answers it."""
         if CALLS[type(message)].is_owners and not session.is_owner:
-            text = "only the owner of this engine, who started it, may ask for this"
+            text = "only the owner of this engine, who started it, may ask for this (control: --owner-file)"
             return CallFailed(message.call, ErrorCode.PERMISSION_DENIED, text)
         match message:
             case GetTokenizer(call):

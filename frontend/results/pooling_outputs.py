@@ -98,9 +98,10 @@ def score_of(output: PoolingRequestOutput) -> ScoringRequestOutput:
 
 
 def cosine_score(one: PoolingRequestOutput, other: PoolingRequestOutput) -> ScoringRequestOutput:
-    """Return the cosine of the angle between two embeddings, with float64 sums."""
+    """Return the cosine of the angle between two embeddings, with float64 sums, from -1 to 1."""
     a, b = (each.outputs.data.astype(np.float64) for each in (one, other))
     norms = float(np.sqrt((a * a).sum()) * np.sqrt((b * b).sum()))
-    found = ScoringOutput(float((a * b).sum()) / norms if norms else 0.0)
+    cosine = float((a * b).sum()) / norms if norms else 0.0
+    found = ScoringOutput(max(-1.0, min(1.0, cosine)))
     name, ids = f"{one.request_id}_{other.request_id}", one.prompt_token_ids + other.prompt_token_ids
     return ScoringRequestOutput(name, found, ids, one.num_cached_tokens + other.num_cached_tokens)

@@ -30,6 +30,8 @@ _ACTIONS: dict[str, Callable[[EngineClient, argparse.Namespace], None]] = {
     "join": lambda client, options: client.join(_replica(options), prefills=options.prefill),
     "leave": lambda client, options: client.leave(_replica(options), move_after=options.move_after),
 }
+#: Those that print something of their own.
+_TELLING = ("dump", "lora", "replicas")
 _LOAD_S = 300.0  # in which an adapter must be read
 _OF_A_REPLICA = ("join", "leave")
 _OWNER_FILE = re.compile(rb"([0-9a-f]*\n)?")
@@ -39,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     """Do one action on a running engine and return the exit status. Errors: ConfigError; those of the client."""
     parser = ArgumentParser(
         prog="engine-core control",
-        usage=f"engine-core control {{{','.join(_ACTIONS)}}} [WORD ...] --connect ADDR [--owner-file FILE]",
+        usage=f"engine-core control {{{','.join(_ACTIONS)}}} [WORD ...] [--connect ADDR] [--owner-file FILE]",
         description="Steer a running engine or router. All but reset-prefix-cache, lora list and replicas are owner "
         "only: see serve --owner-file. dump is for the user whose engine it is: it reads the engine's memory. Of a "
         "router: replicas shows its engines, join and leave change them.",
@@ -84,6 +86,8 @@ def main(arguments: Sequence[str]) -> int:
         _ACTIONS[parsed.action](client, parsed)
     finally:
         client.close()
+    if parsed.action not in _TELLING:
+        print(f"{parsed.action}: done")
     return 0
 
 

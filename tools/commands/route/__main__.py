@@ -87,7 +87,9 @@ def main(arguments: Sequence[str]) -> int:
         io.start()
         stop.serve(io)
         names = f"{served.welcome.model_name}, numerics {served.welcome.numerics}"
-        text = f"engine-core: ready at {router.address} ({names}, {len(fleet.replicas.sessions)} replicas)"
+        count = len(fleet.replicas.sessions)
+        replicas = "1 replica" if count == 1 else f"{count} replicas"
+        text = f"engine-core: ready at {router.address} ({names}, {replicas})"
         print(text, flush=True)
         notify(f"READY=1\nSTATUS={text.removeprefix('engine-core: ')}")
         settle_garbage()

@@ -28,7 +28,10 @@ class Client(NamedTuple):
 
 
 def screen(watch: Watch, selected: int, note: str, height: int) -> RenderableType:
-    """Return everything to show. selected: index of a request; note: answer to the last key; height: lines."""
+    """Return everything to show.
+
+    selected: index of a request; -1 = a page without keys. note: answer to the last key. height: lines.
+    """
     look, rates = watch.last, watch.rates()
     if look is None or watch.model is None:
         return Text(f"no engine yet: {watch.error}" if watch.error else "connecting")
@@ -39,7 +42,8 @@ def screen(watch: Watch, selected: int, note: str, height: int) -> RenderableTyp
     parts.append(_requests_table(look.explanation.requests, selected, max(3, left)))
     if note:
         parts.append(Text(printable(note), style="yellow"))
-    parts.append(Text(HELP, style="dim"))
+    if selected >= 0:
+        parts.append(Text(HELP, style="dim"))
     return Group(*parts)
 
 

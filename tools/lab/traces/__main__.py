@@ -179,9 +179,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         prog="engine-core traces",
         usage="engine-core traces FILE ... [--report FILE.md] [OPTION ...]",
-        description="Run request traces (Mooncake, Qwen-Bailian, Azure 2023 and 2024, BurstGPT, ShareGPT, ServeGen, "
-        "LLMServingSim's of vLLM, captures) through the scheduler under each policy, or under --scheduling-policy, in "
-        "virtual time; prints one JSON line for each.",
+        description="Run request traces (Mooncake, Qwen-Bailian, Azure 2023 and 2024, BurstGPT,\n"
+        "ShareGPT, ServeGen, LLMServingSim's of vLLM, captures) through the scheduler\n"
+        "under each policy, or under --scheduling-policy, in virtual time; prints one\n"
+        "JSON line for each.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
