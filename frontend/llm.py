@@ -13,7 +13,7 @@ from frontend.client.client import EngineClient
 from frontend.engine_args import EngineArgs, arguments_of
 from frontend.llm_engine import Counter, Gauge, LLMEngine, Vector
 from frontend.lora import LoRAInput
-from frontend.offline_run import run_all
+from frontend.offline_run import run_all, without_too_long
 from frontend.pooling_calls import PoolingCalls
 from frontend.results.beam_search import BeamSearchOutput, beam_search_output, sampling_params
 from frontend.results.outputs import RequestOutput
@@ -93,6 +93,7 @@ class LLM(PoolingCalls, AbsentMethods):
         deadline: float | None = None,
         tenant: str = "",
         return_exceptions: Literal[False] = False,
+        ignore_too_long: bool = False,
     ) -> list[RequestOutput]: ...
 
     @overload
@@ -108,6 +109,7 @@ class LLM(PoolingCalls, AbsentMethods):
         deadline: float | None = None,
         tenant: str = "",
         return_exceptions: Literal[True],
+        ignore_too_long: bool = False,
     ) -> list[RequestOutput | EngineCoreError]: ...
 
     def generate(
@@ -122,6 +124,7 @@ class LLM(PoolingCalls, AbsentMethods):
         deadline: float | None = None,
         tenant: str = "",
         return_exceptions: bool = False,
+        ignore_too_long: bool = False,
     ) -> list[RequestOutput] | list[RequestOutput | EngineCoreError]:
         """Complete one prompt or many; return the outputs in the prompts' order.
 
@@ -131,7 +134,8 @@ class LLM(PoolingCalls, AbsentMethods):
         every request must finish. tenant: for whom they are, where this program sends for several: each tenant has
         its own share (policy fair), its own bounds and its own prefix cache. use_tqdm: whether to show progress, or a
         class such as tqdm. return_exceptions: return the error of a failed prompt in its place, also of one
-        that is too long or empty, instead of raising one. lora_request: the adapter of all prompts, or of each
+        that is too long or empty, instead of raising one. ignore_too_long: return an output without tokens, whose
+        finish_reason is "ignored", for each prompt that is too long. lora_request: the adapter of all or of each
         (docs/lora.md). tokenization_kwargs: vLLM's argument, None only. A prompt that the engine refuses for want of
         room is sent again, until the deadline.
         Errors: InvalidRequestError before anything is submitted; RequestFailedError at the
@@ -139,10 +143,11 @@ class LLM(PoolingCalls, AbsentMethods):
         at once. The last three have the finished outputs in `outputs`.
         """
         check_neutral(tokenization_kwargs=tokenization_kwargs)
-        prepare = self._engine.prepare_each if return_exceptions else self._engine.prepare
-        prepared = prepare(
-            split_prompts(prompts), sampling_params, priority, deadline, tenant=tenant, lora=lora_request
-        )
+        given = split_prompts(prompts)
+        prepare = self._engine.prepare_each if return_exceptions or ignore_too_long else self._engine.prepare
+        prepared: list[Any] = [*prepare(given, sampling_params, priority, deadline, tenant=tenant, lora=lora_request)]
+        if ignore_too_long:
+            prepared = without_too_long(given, prepared, keeps_errors=return_exceptions)
         return run_all(self._engine, prepared, use_tqdm, return_exceptions=return_exceptions)
 
     def chat(

@@ -10,11 +10,19 @@ import numpy as np
 from tqdm import tqdm  # type: ignore[import-untyped]
 
 from frontend.pooling import PreparedPooling, submit_pooling
-from frontend.results.outputs import RequestOutput
+from frontend.results.outputs import IGNORED, CompletionOutput, RequestMetrics, RequestOutput
 from frontend.results.pooling_outputs import PoolingRequestOutput
 from frontend.results.state import State
 from frontend.session import EngineHandle, PreparedRequest, final_only
-from ipc.errors import DeadlineExceededError, EngineCoreError, InvalidRequestError, RequestFailedError
+from frontend.text.prompt_forms import PromptInput
+from frontend.text.prompts import text_and_ids
+from ipc.errors import (
+    DeadlineExceededError,
+    EngineCoreError,
+    InvalidRequestError,
+    PromptTooLongError,
+    RequestFailedError,
+)
 
 Prepared: TypeAlias = PreparedRequest | PreparedPooling
 AnyOutput: TypeAlias = RequestOutput | PoolingRequestOutput
@@ -25,7 +33,7 @@ _MIN_WINDOW = 256
 
 def run_all(
     engine: EngineHandle,
-    prepared: Sequence[Prepared | EngineCoreError],
+    prepared: Sequence[Prepared | EngineCoreError | RequestOutput],
     use_tqdm: bool | Callable[..., Any],
     *,
     return_exceptions: bool = False,
@@ -49,21 +57,45 @@ def run_all(
     return [run.errors.get(index, output) for index, output in enumerate(run.outputs)]
 
 
+def without_too_long(
+    prompts: Sequence[PromptInput], prepared: Sequence[PreparedRequest | EngineCoreError], *, keeps_errors: bool
+) -> list[PreparedRequest | EngineCoreError | RequestOutput]:
+    """Return `prepared` with an output that says "ignored" in the place of each prompt that is too long.
+
+    keeps_errors: other errors stay in their places. Errors: the first of them otherwise.
+    """
+    found: list[PreparedRequest | EngineCoreError | RequestOutput] = []
+    for prompt, one in zip(prompts, prepared, strict=True):
+        if isinstance(one, PromptTooLongError):
+            text, ids = text_and_ids(prompt)
+            ignored = CompletionOutput(0, "", [], finish_reason=IGNORED)
+            found.append(RequestOutput("", text, ids, [ignored], True, RequestMetrics(time.monotonic())))
+        elif isinstance(one, EngineCoreError) and not keeps_errors:
+            raise one
+        else:
+            found.append(one)
+    return found
+
+
 class OfflineRun:
-    """The requests of one call.
+    """The requests of one call. prepared: a request that is over already has its output, or its error.
 
     A request that the engine refuses for want of room is submitted again, after the time that the engine names.
     """
 
     def __init__(
-        self, engine: EngineHandle, prepared: Sequence[Prepared | EngineCoreError], progress_bar: "_ProgressBar"
+        self,
+        engine: EngineHandle,
+        prepared: Sequence[Prepared | EngineCoreError | RequestOutput],
+        progress_bar: "_ProgressBar",
     ) -> None:
-        self.outputs: list[AnyOutput | None] = [None] * len(prepared)
+        self.outputs: list[AnyOutput | None] = [one if isinstance(one, RequestOutput) else None for one in prepared]
         self.errors: dict[int, EngineCoreError] = {  # by index of the prompt
             index: one for index, one in enumerate(prepared) if isinstance(one, EngineCoreError)
         }
         self._engine, self._client = engine, engine.client
-        self._prepared = {index: one for index, one in enumerate(prepared) if not isinstance(one, EngineCoreError)}
+        over = EngineCoreError, RequestOutput
+        self._prepared = {index: one for index, one in enumerate(prepared) if not isinstance(one, over)}
         self._progress_bar = progress_bar
         self._window = max(_MIN_WINDOW, 4 * engine.client.welcome.limits.max_num_seqs)  # choices
         self._waiting = deque(self._prepared)

@@ -5,6 +5,9 @@ from typing import TypeAlias
 
 from frontend.client.request_events import RequestEvent
 
+#: finish_reason of a prompt that was too long to run, where that is no error (LLM.generate, ignore_too_long).
+IGNORED = "ignored"
+
 
 @dataclass(slots=True)
 class Logprob:
@@ -61,7 +64,7 @@ class CompletionOutput:
     token_ids: list[int]
     cumulative_logprob: float | None = None  # of all tokens so far; None without logprobs
     logprobs: list[TokenLogprobs] | None = None  # beside token_ids
-    finish_reason: str | None = None  # "stop" | "length" | "abort"; None while it goes on
+    finish_reason: str | None = None  # "stop" | "length" | "abort" | "ignored"; None while it goes on
     stop_reason: int | str | None = None  # the stop token id or stop string; None for EOS
     lora_request: None = None
 

@@ -51,6 +51,12 @@ def text_of(prompt: PromptInput) -> str:
     return text
 
 
+def text_and_ids(prompt: PromptInput) -> tuple[str | None, list[int]]:
+    """Return the text and the token ids of a prompt as its caller wrote it; what he left out is None and []."""
+    form = _read_form(prompt, "the prompt")
+    return form.text, [] if form.token_ids is None else [int(one) for one in form.token_ids]
+
+
 def split_prompts(prompts: PromptInput | Sequence[PromptInput]) -> list[PromptInput]:
     """Return one prompt or many as a list. A str, a dict and a list of ints are one prompt."""
     if isinstance(prompts, (str, Mapping)):
