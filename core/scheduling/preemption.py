@@ -119,14 +119,16 @@ class Preemption:
         kept = int(min(table.num_computed_tokens[row], table.num_tokens[row] - 1))
         blocks = self._batch.copied_blocks(row, kept)
         count = 0 if blocks is None else len(blocks)
-        if blocks is None or not 0 < count <= self.swap_space.num_free or not self._prefers_swap(kept, count):
+        if blocks is None or not 0 < count <= self.swap_space.num_free or not self._prefers_swap(request, kept, count):
             return None
         slots = self.swap_space.take(count)
         self._batch.carried.out.sources.append(blocks)
         self._batch.carried.out.targets.append(slots)
         return Swapped(slots, kept)
 
-    def _prefers_swap(self, num_tokens: int, num_blocks: int) -> bool:
+    def _prefers_swap(self, request: Request, num_tokens: int, num_blocks: int) -> bool:
+        if self._mode == "by_choices":
+            return bool(request.choices)
         return self._mode == "swap" or num_blocks * self._swap_ns < num_tokens * self._recompute_ns
 
     def _costs(self, rows: Rows) -> Ints:
@@ -141,3 +143,7 @@ class Preemption:
                 return copied
             case "auto":
                 return np.minimum(again, copied)
+            case "by_choices":
+                requests = [self._batch.table.request[row] for row in rows.tolist()]
+                has_several = [request is not None and bool(request.choices) for request in requests]
+                return np.where(has_several, copied, again)

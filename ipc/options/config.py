@@ -14,7 +14,7 @@ from ipc.options.option import Option, declared_options
 from ipc.options.speculation import SpeculativeConfig
 
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
-PreemptionMode = Literal["recompute", "swap", "auto"]
+PreemptionMode = Literal["recompute", "swap", "auto", "by_choices"]
 LogprobsMode = Literal["raw_logprobs", "raw_logits", "processed_logprobs", "processed_logits"]
 KVCacheDtype = Literal["auto", "int8"]
 
@@ -102,7 +102,11 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
     ] = msgspec.field(default_factory=dict)
     preemption_mode: Annotated[
         PreemptionMode,
-        Option("preemption", "compute again what was preempted, copy it to the host and back, or the cheaper of both"),
+        Option(
+            "preemption",
+            "compute again what was preempted, copy it to the host and back, or the cheaper of both; by_choices = "
+            "copy if its request has several choices (n), else compute again",
+        ),
     ] = "recompute"
     swap_space_bytes: Annotated[
         int,

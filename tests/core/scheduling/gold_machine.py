@@ -39,7 +39,7 @@ PLAIN: Options = {
 }
 ALL: Options = {
     **PLAIN,
-    "preemption_mode": ["recompute", "swap", "auto"],
+    "preemption_mode": ["recompute", "swap", "auto", "by_choices"],
     "num_swap_blocks": [12, 3, 0],
     "swap_ns_per_block": [1, 3],
     "recompute_ns_per_token": [1, 2],

@@ -44,12 +44,16 @@ class GoldWithOptions(Gold):
 
     def sacrifice(self, r: Entry) -> tuple[int, ...]:
         again, copy = self.again(r.computed), self.copy(r.computed)
-        cost = {"recompute": again, "swap": copy, "auto": min(again, copy)}[self.c.preemption_mode]
+        by_choices = copy if r.choices else again
+        costs = {"recompute": again, "swap": copy, "auto": min(again, copy), "by_choices": by_choices}
+        cost = costs[self.c.preemption_mode]
         return (*self.policy.value(r), cost, -r.rank, -r.serial)
 
     def preempt(self, r: Entry, cause: int) -> None:
         kept = min(r.computed, len(r.tokens) - 1)
         is_cheap = self.c.preemption_mode == "swap" or self.copy(kept) < self.again(kept)
+        if self.c.preemption_mode == "by_choices":
+            is_cheap = bool(r.choices)
         is_whole = self.b.has_all(r, kept)
         super().preempt(r, cause)
         if 0 < self.b.on_host(kept) <= self.slots and is_cheap and is_whole:

@@ -34,7 +34,7 @@ def test_the_prompt_is_computed_once(length: int, prefix_caching: bool) -> None:
 
 @CACHING
 @pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("mode", ["recompute", "swap"])
+@pytest.mark.parametrize("mode", ["recompute", "swap", "by_choices"])
 @pytest.mark.parametrize("block_size", [4, 1])
 def test_tokens_are_the_oracles_where_rows_are_preempted(
     block_size: int, mode: str, depth: int, prefix_caching: bool
@@ -46,7 +46,7 @@ def test_tokens_are_the_oracles_where_rows_are_preempted(
         budget=16,
         prefix_caching=prefix_caching,
         preemption_mode=mode,
-        num_swap_blocks=30 if mode == "swap" else 0,
+        num_swap_blocks=0 if mode == "recompute" else 30,
     )
     messages = [add_message(n, range(n, n + 11), 9, temperature=1.0, seed=n + 50, n=n % 5 + 1) for n in range(9)]
     client = run(core, *messages)
@@ -54,7 +54,7 @@ def test_tokens_are_the_oracles_where_rows_are_preempted(
         for choice in range(message.params.n):
             assert client.tokens[message.number, choice] == expected(message, choice)
     assert core.scheduler.stats.num_preemptions > 0
-    assert (core.scheduler.stats.num_swapped_in_blocks > 0) == (mode == "swap")
+    assert (core.scheduler.stats.num_swapped_in_blocks > 0) == (mode != "recompute")
 
 
 @CACHING

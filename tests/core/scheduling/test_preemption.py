@@ -114,6 +114,24 @@ def test_auto_takes_the_cheaper_way(swap_ns: int, num_swapped: int) -> None:
     assert preempted(hand) == [(1, num_swapped)]
 
 
+@pytest.mark.parametrize(("n", "num_swapped"), [(1, [0]), (2, [3, 4])])
+def test_by_choices_computes_one_again_and_copies_several(n: int, num_swapped: list[int]) -> None:
+    """The rule of vLLM 0.6: what one sequence holds is soon computed again; of several it would be a loss."""
+    options = {"preemption_mode": "by_choices", "num_swap_blocks": 12, "prefix_caching": False}
+    hand = ByHand(urgent_config(max_num_seqs=n, **options))
+    message = add_message(1, range(11), 8, n=n, temperature=1.0)
+    hand.add(msgspec.structs.replace(message, priority=1))
+    hand.step()
+    hand.step()
+    hand.step()
+    add(hand, 9, 40, 1, priority=0)
+    hand.step()
+    assert sorted(preempted(hand)) == [(1, count) for count in num_swapped]
+    while hand.scheduler.has_unfinished_requests:
+        hand.step()
+    assert hand.scheduler.stats.num_swapped_in_blocks == sum(num_swapped)
+
+
 def test_the_swapped_go_before_new_arrivals_of_their_class() -> None:
     hand = swapping()
     add(hand, 3, 4, priority=1)
