@@ -27,52 +27,53 @@ from ipc.wire.pipes import write_frame
 from ipc.wire.start_messages import Prepared, Ready, StartFailed, StartPhase, StartReport
 
 EXIT_START_FAILED = 2
-_STORE_S = 5.0  # for KV blocks that wait to be written to files
-_LOG_S = 0.5  # for the last lines on standard error
+_STORE_S = 5.0  # for writing the waiting KV blocks to files
+_LOG_S = 0.5  # for writing the last lines to standard error
 _PACKAGES = ("core", "ipc", "kernels")
 
 
 def check_packages() -> None:
-    """Check that Python finds our packages under their names (Hugging Face has a `kernels`, too).
+    """Check that Python imports our packages and not others of the same name (Hugging Face has a `kernels`, too).
 
-    Errors: EngineStartError when it finds another package.
+    Errors: EngineStartError if it finds another package.
     """
     home = Path(__file__).resolve().parent.parent
     for name in (f"{__package__.removesuffix('core')}{name}" for name in _PACKAGES):
         spec = importlib.util.find_spec(name)
         origin = Path(spec.origin).resolve() if spec is not None and spec.origin is not None else None
-        if origin is None or origin.parent.parent != home or origin.stat().st_size > 0:  # our __init__.py are empty
+        # our __init__.py files are empty
+        if origin is None or origin.parent.parent != home or origin.stat().st_size > 0:
             raise EngineStartError(
                 f"the package {name!r} that Python finds ({origin or 'none'}) is not the engine's own, which is in "
                 f"{home}: another distribution has a package of that name (Hugging Face's 'kernels', for one). "
-                f"pip uninstall {name}, give the engine an environment of its own, or install its wheel (pip install "
-                f"{home}), in which all of it is in the package engine_core"
+                f"pip uninstall {name}, install the engine into its own environment, or install its wheel (pip install "
+                f"{home}), which has everything inside the package engine_core"
             )
 
 
 def seconds_since_start() -> float:
-    """Return the seconds since this process was made; the kernel counts in hundredths."""
+    """Return the seconds since this process was created, with a resolution of 10 ms."""
     after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     began = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # field 22 of proc(5), in ticks since boot
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - began)
 
 
 def describe_failure(error: BaseException) -> StartFailed:
-    """Return the report for the owner, one line. The traceback of an unexpected error goes to standard error."""
+    """Return a one-line report for the owner. The traceback of an unexpected error goes to standard error."""
     if isinstance(error, EngineCoreError):
         return StartFailed(type(error).__name__, str(error))
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         detail = f" ({error})" if str(error) else ""
         return StartFailed(
             OutOfMemoryError.__name__,
-            f"the system gave the engine no more memory while it started{detail}: lower kv_cache_memory_bytes, take a "
+            f"the engine ran out of memory while it started{detail}: lower kv_cache_memory_bytes, take a "
             "smaller model or raise the limit (ulimit -v, the container's)",
         )
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return StartFailed(
             EngineStartError.__name__,
-            f"the system lets the engine open no more files while it starts ({error}): raise the limit (ulimit -n, "
+            f"the engine cannot open more files while it starts ({error}): raise the limit (ulimit -n, "
             f"here {limit})",
         )
     traceback.print_exception(error)
@@ -87,7 +88,8 @@ def main(arguments: list[str]) -> int:
         return EXIT_START_FAILED
     faulthandler.enable()
     raise_descriptor_limit()
-    faulthandler.register(signal.SIGUSR1)  # the supervisor sends it to a process that hangs: where is each thread?
+    # the supervisor sends SIGUSR1 to a process that hangs, to get every thread's stack
+    faulthandler.register(signal.SIGUSR1)
     lease_fd, report_fd = map(int, arguments)
     started = _start(lease_fd, report_fd)
     if started is None:
@@ -96,7 +98,7 @@ def main(arguments: list[str]) -> int:
 
 
 def serve(started: StartedEngine) -> int:
-    """Serve until the end; return the exit code. Only a drained engine takes time to write its KV blocks."""
+    """Serve until the end and return the exit code. Only a drained engine takes time to write its KV blocks."""
     code = EXIT_FAILED
     try:
         code = run(started.engine, started.io, started.executor.prepare_ahead, started.turn, rest=started.rest)
@@ -109,16 +111,16 @@ def serve(started: StartedEngine) -> int:
 
 
 def _start(lease_fd: int, report_fd: int) -> StartedEngine | None:
-    """Start the engine and return it; None after reporting why it did not start.
+    """Start the engine and return it, or report why it did not start and return None.
 
-    This is the one place where every exception is caught.
+    This is the one place that catches every exception.
     """
 
     def report(message: StartReport) -> None:
-        with contextlib.suppress(BrokenPipeError):  # the owner is gone: the lease ends the process
+        with contextlib.suppress(BrokenPipeError):  # the owner is gone; the closed lease ends the process
             write_frame(report_fd, message)
 
-    began = 0.0  # of the start, in seconds since the process began
+    began = 0.0  # when the start began, in seconds since the process was created
 
     def begin(phase: str) -> None:
         report(StartPhase(phase, seconds_since_start() - began))
@@ -158,4 +160,4 @@ def _start(lease_fd: int, report_fd: int) -> StartedEngine | None:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     log.flush(_LOG_S)
-    os._exit(code)  # skips the interpreter's teardown: threads may be in C code, and all files are closed
+    os._exit(code)  # skips interpreter teardown: threads may be in C code, and all files are closed

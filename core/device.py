@@ -1,6 +1,6 @@
-"""The device of our own models: the CPU, with the C kernels or else torch's operations, or an NVIDIA GPU.
+"""The device for our own models: a CPU with the C kernels or with torch's operations, or an NVIDIA GPU.
 
-torch is imported only where it is used.
+torch is imported only by the functions that use it.
 """
 
 from importlib.util import find_spec
@@ -27,9 +27,9 @@ def num_threads(config: EngineConfig) -> int:
 
 
 def start_cpu_kernels(config: EngineConfig) -> CpuLibrary | None:
-    """Start the C kernels' threads and return the kernels; None: the model uses torch's operations.
+    """Start the C kernels' threads and return the kernels, or None if the model uses torch's operations.
 
-    Errors: ConfigError when there are none and the config asks for them, or torch is not installed.
+    Errors: ConfigError if the config asks for kernels that are not available, or if torch is needed and not installed.
     """
     if config.cpu_kernels == "torch":
         return None
@@ -38,25 +38,25 @@ def start_cpu_kernels(config: EngineConfig) -> CpuLibrary | None:
     except CpuLibraryError as error:
         if config.cpu_kernels != "auto":
             raise ConfigError(
-                f"cpu_kernels={config.cpu_kernels} is not available here: {error}; cpu_kernels=torch needs none"
+                f"cpu_kernels={config.cpu_kernels} is not available here: {error}; use cpu_kernels=torch"
             ) from error
         if find_spec("torch") is None:
             raise ConfigError(
-                f"there are no C kernels here: {error}; install a C compiler, or torch, which computes without them: "
+                f"the C kernels are not available: {error}; install a C compiler, or torch, which works without them:  "
                 f"{_INSTALL}"
             ) from error
-        log.say(f"engine-core: slower, and numerics level L0, without C kernels: {error}")
+        log.say(f"engine-core: without C kernels the engine is slower and has numerics level L0: {error}")
         return None
     if library.emulates_amx:
         log.say(
-            "engine-core: slow: this machine grants no AMX, so the kernels amx compute its bits by other instructions"
+            "engine-core: slow: this machine has no AMX, so the amx kernels emulate it with other instructions"
         )
     library.start_threads(num_threads(config))
     return library
 
 
 def start_torch(config: EngineConfig) -> None:
-    """Give torch's operations their threads. Errors: ConfigError if torch is not installed."""
+    """Set torch's number of threads. Errors: ConfigError if torch is not installed."""
     if find_spec("torch") is None:
         raise ConfigError(f"this needs torch, which is not installed: {_INSTALL}")
     import torch
@@ -65,11 +65,11 @@ def start_torch(config: EngineConfig) -> None:
 
 
 def cuda_device() -> "torch.device":
-    """Return the GPU. Errors: ConfigError when there is no Triton or no GPU."""
+    """Return the GPU. Errors: ConfigError if Triton or a GPU is missing."""
     check_triton()
     from kernels.triton.device import NoDeviceError, find_device
 
     try:
         return find_device()
     except NoDeviceError as error:
-        raise ConfigError(f"device=cuda needs an NVIDIA GPU: {error}; device=cpu needs none") from error
+        raise ConfigError(f"device=cuda needs an NVIDIA GPU: {error}; use device=cpu without one") from error

@@ -58,7 +58,7 @@ class EngineCore:
     """One scheduler and one executor, driven step by step.
 
     It has no clock, no randomness and no sockets. The same inboxes and clock values give the same plans and messages.
-    watchers: told of each step that runs.
+    watchers: called for each step that runs.
     """
 
     def __init__(
@@ -75,9 +75,10 @@ class EngineCore:
         self.pipeline = Pipeline(executor, depth=most_in_flight(config), watchers=watchers)
 
     def _keep_states(self, config: ResolvedConfig, state_bytes: int) -> None:
-        """Let the requests of a model with recurrent layers begin with kept states instead of others' rows.
+        """Let requests of a model with recurrent layers start from kept states instead of other requests' rows.
 
-        Copies of rows have their states, and a step has no more drafts than there are places for states before them.
+        A copied row gets a copy of its state. A step has at most as many drafts as there are slots for the states
+        before them.
         """
         if not state_bytes:
             return
@@ -93,26 +94,29 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Return whether a step can do anything; if not, only a message or a deadline changes that."""
+        """Return whether a step can do anything. If not, only a message or a deadline can change that."""
         exchange = self.scheduler.exchange
         is_freeing = exchange is not None and exchange.is_freeing
         return self.scheduler.has_work or self.pipeline.num_in_flight > 0 or is_freeing
 
     @property
     def has_unfinished(self) -> bool:
-        """Return whether any request lives or any step is in flight; requests of clients on hold count."""
+        """Return whether any request is live or any step is in flight. Requests of clients on hold count."""
         return self.scheduler.has_unfinished_requests or self.pipeline.num_in_flight > 0
 
     def count_waiting(self) -> tuple[int, int]:
-        """Return the number of requests without a row (not started, or preempted) and of their tokens."""
+        """Return (number of requests without a row, number of their tokens).
+
+        They have not started, or were preempted.
+        """
         return len(self.scheduler.waiting), self.scheduler.waiting.num_tokens
 
     def state(self) -> list[Any]:
-        """Return all that later steps depend on, besides what the engine was made with. It is not a copy."""
+        """Return everything that later steps depend on, except what the constructor got. It is not a copy."""
         return [self._num_requests, self.scheduler, self.kv_feed, self.pipeline.plans]
 
     def take_over(self, state: list[Any]) -> None:
-        """Go on as the engine whose state this is, which had the same config. Call this before the first step."""
+        """Continue from the state of an engine that had the same config. Call this before the first step."""
         self._num_requests, self.scheduler, self.kv_feed, plans = state
         self.pipeline.resume(plans)
 
@@ -163,7 +167,7 @@ class EngineCore:
 
     def _take_news(self, message: StoreNews) -> None:
         exchange = self.scheduler.exchange
-        assert exchange is not None, f"{message}, and this engine has asked no store"
+        assert exchange is not None, f"{message}, but this engine has no store of blocks"
         match message:
             case BlocksFound():
                 exchange.found(message)
@@ -173,7 +177,7 @@ class EngineCore:
                 exchange.stored(message)
 
     def take_orders(self) -> list[Order]:
-        """Return what the last step wants of the store of KV blocks beyond the host; empty where there is none."""
+        """Return the last step's orders to the KV block store beyond the host; empty if there is none."""
         exchange = self.scheduler.exchange
         return [] if exchange is None else exchange.take_orders()
 
@@ -190,7 +194,7 @@ class EngineCore:
         self.scheduler.add_request(choices, now_ns, deadline_ns)
 
     def statistics(self, call: int, now_ns: int = 0) -> Statistics:
-        """Return counters and gauges, as the answer to this call. now_ns: the clock of the step, in ns."""
+        """Return counters and gauges as the answer to this call. now_ns: the step's clock, in ns."""
         scheduler, swap_space = self.scheduler, self.scheduler.preemption.swap_space
         num_running, num_waiting = scheduler.get_request_counts()
         exchange = scheduler.exchange
@@ -221,7 +225,7 @@ def _no_fleet(call: int) -> CallFailed:
     return CallFailed(call, ErrorCode.INVALID_ARGUMENT, NO_FLEET)
 
 
-#: The handler of each call that the border passes on. It returns the answer, or None for CallDone.
+#: The handler of each call that the border passes on. It returns the answer, or None, which means CallDone.
 HANDLERS: dict[type[Call], Callable[[EngineCore, int, Any, int], EngineReply | None]] = {
     GetStatistics: lambda engine, client, message, now_ns: engine.statistics(message.call, now_ns),
     ResetPrefixCache: lambda engine, client, message, now_ns: engine.scheduler.reset_prefix_cache(),

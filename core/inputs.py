@@ -1,6 +1,6 @@
 """Messages that the border passes to the engine core, and the core's replies.
 
-The Structs of this file are never on the wire. The border makes them for the core; captures contain them.
+The Structs in this file are never sent over the wire. The border makes them for the core, and captures contain them.
 """
 
 from typing import TypeAlias
@@ -22,31 +22,31 @@ from ipc.wire.scheduling_messages import Explanation, KVEvents
 
 
 class HoldClient(msgspec.Struct, frozen=True, array_like=True, tag=120):
-    """Put the client on hold, because too much waits to be sent to it: its requests give back their rows and wait."""
+    """Put the client on hold, because too much output waits for it. Its requests give back their rows and wait."""
 
 
 class ReleaseClient(msgspec.Struct, frozen=True, array_like=True, tag=121):
-    """End the client's hold, because it reads again."""
+    """End the client's hold, because it is reading again."""
 
 
 class SetClientWeight(msgspec.Struct, frozen=True, array_like=True, tag=122):
-    """Set the weight of a client that has connected under a name with a weight."""
+    """Set the weight of a client that connected under a name that has one."""
 
     weight: float
 
 
 class RenewKVEvents(msgspec.Struct, frozen=True, array_like=True, tag=123):
-    """Send the client everything that is cached again, because KV events for it were dropped."""
+    """Send the client everything that is cached, because some of its KV events were dropped."""
 
 
 class EndPause(msgspec.Struct, frozen=True, array_like=True, tag=124):
-    """End any pause, because the engine drains: under a pause, requests would wait for ever."""
+    """End any pause, because the engine drains: during a pause, requests would wait forever."""
 
 
 class ExecutorLost(msgspec.Struct, frozen=True, array_like=True, tag=125):
-    """The executor's processes are gone, with all that they held of requests: rows, K and V, copies of blocks.
+    """The executor's processes are gone, with all that they held: rows, K and V, copies of blocks.
 
-    text: how they ended, for people. is_final: they are not started again, so the engine ends.
+    text: how they ended, for humans. is_final: they are not started again, so the engine ends.
     """
 
     text: str
@@ -54,11 +54,11 @@ class ExecutorLost(msgspec.Struct, frozen=True, array_like=True, tag=125):
 
 
 class ExecutorRestored(msgspec.Struct, frozen=True, array_like=True, tag=126):
-    """The executor takes plans again, and knows of no request."""
+    """The executor takes plans again. It has no requests."""
 
 
 class BlocksFound(msgspec.Struct, frozen=True, array_like=True, tag=127):
-    """So many blocks in a row are beyond the host; the answer to a Look (core/kv/orders.py)."""
+    """The number of consecutive blocks that the store beyond the host has; the answer to a Look (core/kv/orders.py)."""
 
     ticket: int
     count: int
@@ -72,20 +72,20 @@ class BlocksArrived(msgspec.Struct, frozen=True, array_like=True, tag=128):
 
 
 class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=129):
-    """A Store has ended: `count` of its blocks were written. Its slots are not read any more.
+    """A Store has finished: `count` of its blocks were written. Its slots are no longer read.
 
-    Ticket 0: so many blocks were written that requests have left in the KV cache.
+    Ticket 0: the number of blocks written from those that finished requests left in the KV cache.
     """
 
     ticket: int
     count: int
 
 
-#: What a store of blocks beyond the host answers.
+#: Answers of the store of blocks beyond the host.
 StoreNews: TypeAlias = BlocksFound | BlocksArrived | BlocksStored
-#: What an executor with processes of its own tells the core.
+#: What an executor in other processes reports to the core.
 ExecutorNews: TypeAlias = ExecutorLost | ExecutorRestored
-#: Messages that the border passes to the engine. Requests are validated before that.
+#: Messages that the border passes to the engine, after validation.
 EngineInput: TypeAlias = (
     Submission
     | Abort

@@ -10,7 +10,7 @@ from collections import deque
 
 from ipc.log_lines import LogFormat, log_line
 
-MAX_LINES = 1000  # that wait to be written; older ones are dropped
+MAX_LINES = 1000  # lines waiting to be written; older ones are dropped
 
 _lines: deque[str] = deque(maxlen=MAX_LINES)
 _changed = threading.Condition()
@@ -26,7 +26,10 @@ def use_format(form: LogFormat) -> None:
 
 
 def say(text: str, **fields: object) -> None:
-    """Write one or more lines soon, from a thread; return at once. fields: what they are about, by name."""
+    """Queue one or more lines for the writer thread and return at once.
+
+    fields: structured data of the lines, by name.
+    """
     global _writer
     line = log_line(_format, text, fields)
     with _changed:

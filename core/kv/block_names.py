@@ -1,10 +1,9 @@
-"""BlockNames: which KV block holds which content. The names form a radix tree laid out as columns. It is exact and
-needs no cryptography.
+"""BlockNames: which KV block has which content. The names form a radix tree, stored as columns.
 
 Every distinct content (a block's tokens and all tokens before them) gets a number when a block first holds it. A block
 is found under (number of the content before it, its tokens). The block found is compared with both, so a collision of
-the 64-bit keys costs a missed hit and never gives a wrong one. Names need no hash chain: a few column operations name
-one block per row, whatever the number of rows.
+the 64-bit keys costs a missed hit and never gives a wrong one: the names are exact without cryptography. There is no
+hash chain, so a few column operations name one block per row, whatever the number of rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +16,8 @@ from core.kv.beside import Beside
 from core.kv.event_log import KVEventLog
 from ipc.tables.arrays import NO_INT32S, BlockIds, Int32s, Ints, TokenIds, UInt64s
 
-#: Content number of a block that has no name. Numbers of blocks are positive, roots (ipc/wire/block_roots.py) negative.
+#: Content number of a block without a name. Block contents have positive numbers, roots (ipc/wire/block_roots.py)
+#: negative ones.
 UNNAMED = 0
 
 _MASK = 2**64 - 1
@@ -33,7 +33,7 @@ def _powers(block_size: int) -> UInt64s:
 
 
 def hash_blocks(token_ids: TokenIds) -> UInt64s:
-    """Return a hash [n] uint64 of each row of token_ids [n, block_size]. It is equal in every process."""
+    """Return a hash, uint64 [n], of each row of token_ids [n, block_size]. It is the same in every process."""
     hashes: UInt64s = (token_ids.astype(np.uint64) + _ONE) @ _powers(token_ids.shape[1])
     return hashes
 
@@ -41,9 +41,9 @@ def hash_blocks(token_ids: TokenIds) -> UInt64s:
 class BlockNames:
     """The names of all KV blocks.
 
-    content [num_blocks] int64: number of the content that each block holds, UNNAMED for none. block_of_key: the block
-    found under each lookup key; callers may only ask whether a key is present. beside: what is found beside the named
-    blocks, one for each further kind of layers.
+    content [num_blocks] int64: number of the content of each block, or UNNAMED. block_of_key: the block for each lookup
+    key; callers may only test whether a key is present. beside: what belongs to the named blocks, one for each further
+    kind of layer.
     """
 
     def __init__(self, num_blocks: int, block_size: int, beside: tuple[Beside, ...] = ()) -> None:
@@ -62,11 +62,11 @@ class BlockNames:
         return len(self.block_of_key)
 
     def parts(self) -> dict[str, Any]:
-        """Return the columns alone, for a snapshot (core/capture/snapshot.py): the keys are in them."""
+        """Return only the columns, for a snapshot (core/capture/snapshot.py): the keys can be computed from them."""
         return {name: part for name, part in self.__dict__.items() if name != "block_of_key"}
 
     def set_parts(self, parts: dict[str, Any]) -> None:
-        """Become the names with these parts."""
+        """Load the state that parts() returned."""
         self.__dict__.update(parts)
         named = np.flatnonzero(self.content != UNNAMED)
         self.block_of_key = dict(zip(self._key[named].tolist(), named.tolist(), strict=True))
@@ -74,7 +74,7 @@ class BlockNames:
     def find(self, root: int, token_ids: TokenIds, hashes: list[int]) -> tuple[Int32s, int]:
         """Find the blocks of the longest known run of token_ids [n, block_size] from the start.
 
-        hashes: one of each of these blocks. Returns the blocks and the content number of the last one.
+        hashes: one per block. Returns the blocks and the content number of the last one.
         """
         content, found, contents = root, [], [root]
         for value in hashes:
@@ -93,7 +93,7 @@ class BlockNames:
         return blocks, contents[len(blocks)]
 
     def name(self, blocks: Int32s, parents: Ints, token_ids: TokenIds) -> Ints:
-        """Name one block of each of several rows.
+        """Name one block for each of several rows.
 
         parents [n]: contents before the blocks; token_ids [n, block_size]: tokens in the blocks. Returns the contents
         [n]. The first block of a content keeps the name, because block tables are append-only.
@@ -110,10 +110,10 @@ class BlockNames:
     def name_runs(self, blocks: Int32s, lengths: Ints, parents: Ints, token_ids: TokenIds) -> Ints:
         """Name consecutive blocks of several requests. No block may have any of these contents yet.
 
-        Request i has the next lengths[i] > 0 of blocks [n], after the content parents[i]; token_ids [n, block_size].
+        Request i gets the next lengths[i] > 0 of blocks [n], after the content parents[i]; token_ids [n, block_size].
         Returns the content of each request's last block.
 
-        The first block of a run has a new content, so the contents that follow are new too. Their numbers count up.
+        The first block of a run has a new content, so the contents after it are new too. Their numbers count up.
         """
         ends = lengths.cumsum()
         contents = self.new_contents(len(blocks))
@@ -124,19 +124,18 @@ class BlockNames:
         return lasts
 
     def new_contents(self, count: int) -> Ints:
-        """Return numbers [count] of contents that no block has had."""
+        """Return `count` numbers of contents that no block has had."""
         self._num_contents += count
         return np.arange(self._num_contents + 1 - count, self._num_contents + 1)
 
     def _enter(self, blocks: Int32s, contents: Ints, parents: Ints, token_ids: TokenIds) -> Ints | None:
-        """Enter the blocks under their keys. Return None where all of them were entered, else the owner of each key
-        [n].
+        """Enter the blocks under their keys. Return None if all were entered, otherwise the owner of each key [n].
 
-        The block that was entered first keeps the name. The other blocks of its content are not entered.
+        The block entered first keeps the name. Other blocks with its content are not entered.
         """
         keys, numbers = block_key(parents.view(np.uint64), hash_blocks(token_ids)), blocks.tolist()
         all_blocks, all_parents, all_token_ids = blocks, parents, token_ids
-        blocks = blocks.astype(np.int64)  # the columns are written in a fifth of the time
+        blocks = blocks.astype(np.int64)  # makes writing the columns five times as fast
         holders = list(map(self.block_of_key.setdefault, keys.tolist(), numbers))
         owners = None if holders == numbers else np.array(holders, np.int64)
         if owners is not None:
@@ -158,15 +157,15 @@ class BlockNames:
         return owners
 
     def _same_content(self, blocks: Int32s, parents: Ints, token_ids: TokenIds, owners: Ints) -> tuple[Int32s, Ints]:
-        """Return those of blocks [n] whose content is that of owners [n], which have their keys, and these owners."""
+        """Return the blocks that have the same content as the owners [n] of their keys, and these owners."""
         same = (self._parent[owners] == parents) & (self._tokens[owners] == token_ids).all(1)
         return blocks[same], owners[same]
 
     def name_run(self, blocks: Int32s, parent: int, token_ids: TokenIds, hashes: list[int]) -> int:
-        """Name consecutive blocks of one row; return the content of the last one.
+        """Name consecutive blocks of one row, and return the content of the last one.
 
-        token_ids [n, block_size]; hashes: one of each block. This runs once per event, in plain Python, which is
-        cheaper than columns for a prompt's few blocks.
+        token_ids [n, block_size]; hashes: one per block. This runs once per event in plain Python, which is cheaper
+        than columns for the few blocks of a prompt.
         """
         content, enter = parent, self.block_of_key.setdefault
         for index, (block, value) in enumerate(zip(blocks.tolist(), hashes, strict=True)):
@@ -194,7 +193,7 @@ class BlockNames:
         return self._key[blocks], self._parent[blocks], self._tokens[blocks]
 
     def adopt(self, blocks: BlockIds, contents: Ints, keys: UInt64s, parents: Ints, token_ids: TokenIds) -> None:
-        """Name blocks [n] that have contents which were named before, as described() told then.
+        """Name blocks [n] that have contents named earlier, as described() returned them.
 
         A block whose key is taken gets no name.
         """
@@ -208,7 +207,10 @@ class BlockNames:
             self.events.stored(contents, parents, token_ids[new])
 
     def forget(self, blocks: BlockIds) -> None:
-        """Remove the names of these blocks, all of which have one. They and what lies beside are not found any more."""
+        """Remove the names of these blocks, all of which have one.
+
+        They and what belongs to them can no longer be found.
+        """
         for beside in self.beside:
             beside.forget(blocks)
         if self.events is not None:
@@ -227,13 +229,13 @@ class BlockNames:
             beside.forget_all()
 
     def blank_rest(self) -> None:
-        """Empty what blocks without a name had, and let no block be found until it is renamed."""
+        """Clear the columns of blocks without a name, and make no block findable until it is renamed."""
         unnamed = self.content == UNNAMED
         self._tokens[unnamed] = self._parent[unnamed] = self._key[unnamed] = 0
         self.block_of_key.clear()
 
     def rename(self, block: int, parent: int, token_ids: Int32s) -> None:
-        """Give a block, which cannot be found, another parent and other tokens, by which it is found from now on."""
+        """Give a block that cannot be found another parent and other tokens, which it can be found by from now on."""
         key = block_key(parent, int(hash_blocks(token_ids[None])[0]))
         self._parent[block], self._tokens[block], self._key[block] = parent, token_ids, key
         self.block_of_key.setdefault(key, block)
@@ -241,7 +243,7 @@ class BlockNames:
     def columns(self) -> tuple[Ints, Ints, Int32s]:
         """Return (contents [n], parents [n], token_ids [n, block_size]) of all blocks that can be found.
 
-        Parents come first, because a content is numbered after the one before it.
+        Parents come first, because a content gets its number after the one before it.
         """
         named = np.flatnonzero(self.content != UNNAMED)
         named = named[np.argsort(self.content[named])]
@@ -251,7 +253,7 @@ class BlockNames:
         return int(self._parent[block]) == parent and bool((self._tokens[block] == token_ids).all())
 
     def check_integrity(self) -> None:
-        """Raise AssertionError when a name does not lead to its block or does not say what the block holds."""
+        """Raise AssertionError if a name does not lead to its block or does not match what the block holds."""
         expected = _findable(self.content.tobytes(), self._parent.tobytes(), self._tokens.tobytes(), self.block_size)
         odd = dict(expected.items() ^ self.block_of_key.items()) if expected != self.block_of_key else {}
         assert not odd, f"blocks {sorted(odd.values())[:8]} are not found under their names, or found without one"
@@ -259,9 +261,9 @@ class BlockNames:
             beside.check_integrity(self.content)
 
 
-@lru_cache(maxsize=4)  # tests check after each step, and most steps change no name
+@lru_cache(maxsize=4)  # tests check after every step, and most steps change no name
 def _findable(contents: bytes, parents: bytes, token_ids: bytes, block_size: int) -> dict[int, int]:
-    """Return the block under each lookup key, from all columns. Two blocks with one content or key: AssertionError."""
+    """Return the block for each lookup key, from all columns. Errors: AssertionError if two have one content or key."""
     content = np.frombuffer(contents, np.int64)
     named = np.flatnonzero(content != UNNAMED)
     assert len(set(content[named].tolist())) == len(named), "two blocks have one content number"
@@ -277,7 +279,7 @@ def block_key(content: _Number, value: _Number) -> _Number:
 
     Columns [n] uint64 give the keys of many blocks. They wrap at 64 bits by themselves.
     """
-    mixed: Any = ((content * _ODD_CONTENT + value) * _ODD_FINAL) & _MASK  # numpy's stubs take >> 32 for a signed number
+    mixed: Any = ((content * _ODD_CONTENT + value) * _ODD_FINAL) & _MASK  # numpy's stubs type >> 32 as signed
     key: _Number = mixed ^ (mixed >> 32)
     return key
 
@@ -285,13 +287,13 @@ def block_key(content: _Number, value: _Number) -> _Number:
 def rename_blocks(
     places: Sequence[BlockNames], root: Callable[[int], int], tokens: Callable[[int, int, Int32s], Int32s]
 ) -> None:
-    """Give all blocks of these places other tokens, parents before children.
+    """Give the blocks of all these places other tokens, parents before children.
 
-    A content may be in several places, and its parent in another one. root: the new number of a root. tokens: returns
-    those of a block, given (content, new parent, tokens).
+    A content may be in several places, and its parent in another one. root: maps a root to its new number. tokens: maps
+    (content, new parent, tokens) of a block to its new tokens.
     """
     found: dict[int, tuple[int, Int32s]] = {}  # by content: parent and tokens
-    holders: dict[int, list[tuple[BlockNames, int]]] = {}  # by content: where it is, and the block
+    holders: dict[int, list[tuple[BlockNames, int]]] = {}  # by content: (place, block) of each occurrence
     for names in places:
         for content, parent, token_ids in zip(*names.columns(), strict=True):
             found[int(content)] = int(parent), token_ids

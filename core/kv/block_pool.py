@@ -1,12 +1,12 @@
 """BlockPool: which KV blocks are free, held, or free with their content still cached.
 
-The pool gives away pages of page_blocks blocks. A page is one block if all layers use the same block tables. Otherwise
-it has several blocks of the first kind of layers, or one block of another kind, which has the number of the page's
-first block (core/models/layers/cache_pages.py). Each is held, free, cached or fenced as a whole. Columns are indexed by
-page.
+The pool allocates pages of page_blocks blocks. A page is one block if all layers use the same block tables. Otherwise
+it holds several blocks of the first kind of layer, or one block of another kind, which has the number of the page's
+first block (core/models/layers/cache_pages.py). A page is held, free, cached or fenced as a whole. Columns are indexed
+by page.
 
-Every operation takes arrays and returns int64, because indexing with int32 takes NumPy five times as long. Pages whose
-content nobody finds (`blank`) are allocated first. Then pages of the prefix cache are evicted: those of the least
+Every operation takes arrays and returns int64, because indexing with int32 takes NumPy five times as long. Pages
+without findable content (`blank`) are allocated first. Then pages of the prefix cache are evicted: those of the least
 urgent last user first, and among them the least recently freed.
 """
 
@@ -25,33 +25,33 @@ from ipc.tables.arrays import NO_INTS, BlockIds, Bools, Int32s, Ints
 NULL_BLOCK = 0
 _NO_FENCE = -1
 _Pages = TypeVar("_Pages", Ints, Int32s)
-_NULL_TABLE = np.array([NULL_BLOCK])  # who holds it
+_NULL_TABLE = np.array([NULL_BLOCK])  # what holds it in check_integrity()
 
 
 class Tier(Protocol):
-    """What keeps copies of blocks that the pool evicts."""
+    """A tier that keeps copies of blocks that the pool evicts."""
 
     def keep(self, pages: Ints) -> None:
-        """Take what is in pages that are being evicted; their blocks still have their names."""
+        """Copy pages that are being evicted. Their blocks still have their names."""
 
     def forget(self) -> None:
         """Forget all blocks."""
 
     def forget_contents(self, contents: Ints) -> None:
-        """Forget the blocks with these content numbers; UNNAMED among them stands for none."""
+        """Forget the blocks with these content numbers; UNNAMED means none."""
 
 
 class BlockPool:
-    """The pool of pages 1..num_blocks-1. Page 0 has the null block, and is never allocated.
+    """The pool of pages 1..num_blocks-1. Page 0 has the null block and is never allocated.
 
-    allocate() returns pages; all other methods take and return the numbers of blocks that tables have, unless they say
+    allocate() returns pages. All other methods take and return block numbers as in the block tables, unless they say
     pages. A page is in exactly one state: held (ref_count > 0), blank, cached (in a ring), or fenced (freed while a
-    step that touches it is in flight; free after that step's update). It counts a reference for each of its blocks in
+    step that uses it is in flight; free after that step's update). It counts one reference for each of its blocks in
     each table.
 
-    num_others: further kinds of layers, whose blocks are pages. num_rings: how many classes of urgency the prefix cache
-    distinguishes. urgency [num_blocks] int8: the ring in which a page belongs, 0 = evicted first; the owner sets it
-    before free().
+    num_others: number of further kinds of layers, whose blocks are pages. num_rings: number of urgency classes that the
+    prefix cache distinguishes. urgency [num_blocks] int8: the ring in which a page belongs, 0 = evicted first; the
+    owner sets it before free().
     """
 
     def __init__(
@@ -64,23 +64,23 @@ class BlockPool:
         self.ref_count[NULL_BLOCK] = 1
         beside = tuple(Beside(num_blocks, page_blocks) for _ in range(num_others))
         self.names = BlockNames(num_blocks * page_blocks, block_size, beside)
-        self._blank = np.arange(num_blocks - 1, 0, -1)  # a stack: the top is the end
+        self._blank = np.arange(num_blocks - 1, 0, -1)  # a stack; its top is at the end
         self._num_blank = num_blocks - 1
         self._rings = [BlockRing(num_blocks) for _ in range(num_rings)]
         self.urgency = np.zeros(num_blocks, np.int8)
         self.num_free = num_blocks - 1  # pages that allocate() can hand out now: blank and cached
-        self._place = np.zeros(num_blocks, np.int64)  # scratch: a page's last index among those given
+        self._place = np.zeros(num_blocks, np.int64)  # scratch: the last index of each page in the argument
         self._fence_of = np.full(num_blocks, _NO_FENCE, np.int64)
         self._fenced: deque[tuple[int, Ints]] = deque()
         self.num_fenced = 0
         self.tiers: list[Tier] = []
 
     def parts(self) -> dict[str, Any]:
-        """Return all but what is scratch, for a snapshot (core/capture/snapshot.py)."""
+        """Return everything except scratch arrays, for a snapshot (core/capture/snapshot.py)."""
         return {name: part for name, part in self.__dict__.items() if name != "_place"}
 
     def set_parts(self, parts: dict[str, Any]) -> None:
-        """Become the pool with these parts."""
+        """Load the state that parts() returned."""
         self.__dict__.update(parts)
         self._place = np.zeros(len(self.ref_count), np.int64)
 
@@ -92,7 +92,7 @@ class BlockPool:
         return blocks
 
     def blocks_in(self, pages: _Pages) -> _Pages:
-        """Return the blocks of allocated pages, all of which a row takes for the first kind of layers."""
+        """Return the blocks of allocated pages. A row takes all of them for the first kind of layer."""
         if self.page_blocks == 1 and not self.names.beside:
             return pages
         blocks = self.inside(pages).astype(pages.dtype, copy=False)
@@ -103,7 +103,7 @@ class BlockPool:
 
     def allocate(self, count: int) -> Ints:
         """Allocate pages [count] with ref_count 1. The caller has compared count with num_free."""
-        assert count <= self.num_free, f"{count} blocks asked of {self.num_free} free"
+        assert count <= self.num_free, f"{count} blocks requested, {self.num_free} free"
         self.num_free -= count
         from_blank = min(count, self._num_blank)
         if from_blank:
@@ -117,7 +117,7 @@ class BlockPool:
         return blocks
 
     def next_evicted(self, count: int) -> Ints:
-        """Return which cached pages allocate(count) would evict now, in their order."""
+        """Return which cached pages allocate(count) would evict now, in that order."""
         parts, missing = [NO_INTS], max(0, count - self._num_blank)
         for ring in self._rings:
             parts.append(ring.first(missing))
@@ -125,7 +125,7 @@ class BlockPool:
         return np.concatenate(parts)
 
     def pages_of(self, blocks: BlockIds) -> Ints:
-        """Return each page that has any of these blocks, once. No block is given twice."""
+        """Return each page that has any of these blocks, once. No block may occur twice."""
         pages = self._pages(blocks)
         return pages if self.page_blocks == 1 else self._once(pages)
 
@@ -135,14 +135,14 @@ class BlockPool:
         return numbers if self.page_blocks == 1 else numbers // self.page_blocks
 
     def _once(self, pages: Ints) -> Ints:
-        """Return each of these pages once, in the order of their last places."""
+        """Return each of these pages once, in the order of their last occurrences."""
         places = np.arange(len(pages))
         self._place[pages] = places
         once: Ints = pages[self._place[pages] == places]
         return once
 
     def num_revived(self, blocks: BlockIds) -> int:
-        """Return how many pages with these found blocks are free now and would leave the free lists when held."""
+        """Return how many pages with these found blocks would leave the free lists if they were held."""
         return self._num_in_rings(self.pages_of(blocks))
 
     def hold(self, blocks: BlockIds) -> None:
@@ -154,7 +154,7 @@ class BlockPool:
         return sum(int(np.count_nonzero(ring.holds(pages))) for ring in self._rings)
 
     def _revive(self, pages: Ints) -> None:
-        """Take these pages out of the free lists."""
+        """Remove these pages from the free lists."""
         self.num_free -= self._num_in_rings(pages)
         self.num_fenced -= int(np.count_nonzero(self._fence_of[pages] != _NO_FENCE))
         for ring in self._rings:
@@ -162,9 +162,9 @@ class BlockPool:
         self._fence_of[pages] = _NO_FENCE
 
     def free(self, blocks: BlockIds, fence: int | None) -> None:
-        """Drop one reference for each of these blocks, in this order: give a request's tail first.
+        """Drop one reference for each of these blocks, in this order: pass a request's tail first.
 
-        fence: the last step in flight that may touch them, None when there is none.
+        fence: the last step in flight that may use them, or None.
         """
         released = self._pages(blocks)
         if np.count_nonzero(self.ref_count[released] == 1) == len(released):
@@ -188,20 +188,20 @@ class BlockPool:
         return released
 
     def set_urgency(self, blocks: BlockIds, urgency: Ints) -> None:
-        """Set the ring in which the page of each of these blocks belongs, before free()."""
+        """Set the ring of the page of each of these blocks, before free()."""
         self.urgency[self._pages(blocks)] = urgency
 
     def lift_fences(self, step: int) -> None:
-        """Free the pages fenced by this step, whose update is done."""
+        """Free the pages that were fenced by this step, whose update is done."""
         while self._fenced and self._fenced[0][0] <= step:
             fence, pages = self._fenced.popleft()
-            lifted = pages[self._fence_of[pages] == fence]  # the others were revived meanwhile
+            lifted = pages[self._fence_of[pages] == fence]  # the others have been revived since
             self._fence_of[lifted] = _NO_FENCE
             self.num_fenced -= len(lifted)
             self._make_free(lifted)
 
     def forget(self) -> None:
-        """Empty the prefix cache: free cached pages become blank, held blocks lose their names."""
+        """Empty the prefix cache: cached pages become blank, held blocks lose their names."""
         self.names.forget_all()
         for tier in self.tiers:
             tier.forget()
@@ -209,7 +209,7 @@ class BlockPool:
             self._push_blank(ring.clear())
 
     def forget_names(self, blocks: BlockIds) -> None:
-        """Remove the names of these held blocks of the first kind of layers, so that they are not found any more."""
+        """Remove the names of these held blocks of the first kind of layer, so that they can no longer be found."""
         for tier in self.tiers:
             tier.forget_contents(self.names.content[blocks])
         self.names.forget(blocks[self.names.content[blocks] != UNNAMED])
@@ -228,7 +228,7 @@ class BlockPool:
             ring.push(pages[urgency == number])
 
     def _is_found(self, pages: Ints) -> Bools:
-        """Return which of these pages have content that can be found, bool [n]."""
+        """Return which of these pages have findable content, bool [n]."""
         content, firsts = self.names.content, pages if self.page_blocks == 1 else pages * self.page_blocks
         found: Bools = content[firsts] != UNNAMED
         for place in range(1, self.page_blocks):
@@ -238,7 +238,7 @@ class BlockPool:
         return found
 
     def _forget(self, pages: Ints) -> None:
-        """Let nothing in these evicted pages be found any more."""
+        """Make the content of these evicted pages unfindable."""
         blocks = self.inside(pages)
         for beside in self.names.beside:
             beside.forget_pages(pages)
@@ -248,7 +248,7 @@ class BlockPool:
         self._blank_orphans()
 
     def _blank_orphans(self) -> None:
-        """Let pages in the rings be blank that nobody finds any more."""
+        """Turn pages in the rings that can no longer be found into blank ones."""
         for beside in self.names.beside:
             pages = beside.take_orphans()
             for ring in self._rings:
@@ -261,7 +261,7 @@ class BlockPool:
         self._num_blank += len(pages)
 
     def _evict(self, count: int) -> Ints:
-        """Take the first cached pages in the order of eviction, and let them not be found any more."""
+        """Remove the first cached pages in eviction order, and make them unfindable."""
         parts = []
         for ring in self._rings:
             parts.append(ring.pop(min(count, len(ring))))
@@ -274,7 +274,7 @@ class BlockPool:
         return evicted
 
     def check_integrity(self, tables: Sequence[BlockIds]) -> None:
-        """Recount all states from scratch against the block tables of all rows. AssertionError with the numbers."""
+        """Recount all states from scratch, from the block tables of all rows. Raise AssertionError with the numbers."""
         rings = [ring.check_integrity() for ring in self._rings]
         free = np.concatenate([self._blank[: self._num_blank], *rings])
         assert self.num_free == len(free), f"{self.num_free} free, {self._num_blank} blank, in the rings {rings}"
@@ -284,12 +284,12 @@ class BlockPool:
         self.names.check_integrity()
         found = self._is_found(free)
         assert not np.count_nonzero(found[: self._num_blank]), "a blank page can be found"
-        assert np.count_nonzero(found) == len(free) - self._num_blank, "a page that nobody finds is in a ring"
+        assert np.count_nonzero(found) == len(free) - self._num_blank, "a page without findable content is in a ring"
 
 
-@lru_cache(maxsize=4)  # tests check after each step, and every second step changes none of these
+@lru_cache(maxsize=4)  # tests check after every step, and every second step changes none of these
 def _recount(free_blocks: bytes, tables: bytes, ref_counts: bytes, fences: bytes) -> int:
-    """Check that each block is free, held as often as the tables say, or fenced; return how many are fenced."""
+    """Check that each block is free, fenced, or held as often as the tables say. Return the number of fenced ones."""
     free, ref_count = np.frombuffer(free_blocks, np.int64), np.frombuffer(ref_counts, np.int32)
     owners = np.bincount(np.frombuffer(tables, np.int64), minlength=len(ref_count))
     if np.count_nonzero(owners != ref_count):
@@ -297,7 +297,7 @@ def _recount(free_blocks: bytes, tables: bytes, ref_counts: bytes, fences: bytes
         raise AssertionError(f"blocks {wrong}: {owners[wrong]} owners, ref_count {ref_count[wrong]}")
     held, fenced = owners.nonzero()[0], (np.frombuffer(fences, np.int64) != _NO_FENCE).nonzero()[0]
     places = np.concatenate([free, held, fenced]).tolist()
-    if sorted(places) != list(range(len(ref_count))):  # each block is in one state, and there once
+    if sorted(places) != list(range(len(ref_count))):  # each block is in exactly one state, and there once
         states = {"free": free, "held": held, "fenced": fenced}
         odd = [block for block in range(len(ref_count)) if places.count(block) != 1][:8]
         found = {block: [name for name, state in states.items() if block in state] for block in odd}

@@ -1,7 +1,7 @@
 """BlockRing: free KV blocks whose content is still cached, the least recently freed first.
 
-The observable order is that of a linked list with removal from the middle (vLLM's FreeKVCacheBlockQueue). The
-implementation is a ring whose entries go stale when a hit revives their blocks.
+The observable order is that of a linked list with removal from the middle (vLLM's FreeKVCacheBlockQueue). It is
+implemented as a ring whose entries become stale when a hit revives their blocks.
 """
 
 import numpy as np
@@ -12,11 +12,11 @@ _NOT_HERE = -1
 
 
 class BlockRing:
-    """The ring. All operations take arrays of block ids and return int64, NumPy's own type for indices."""
+    """The ring. All operations take arrays of block ids and return int64, NumPy's native index type."""
 
     def __init__(self, num_blocks: int) -> None:
-        self._entries = np.zeros(2 * num_blocks, np.int64)  # oldest at head; some stale
-        self._head = 0  # absolute positions; entry p lies at p % len(_entries)
+        self._entries = np.zeros(2 * num_blocks, np.int64)  # the oldest is at head; some are stale
+        self._head = 0  # absolute positions; entry p is at p % len(_entries)
         self._tail = 0
         self._position = np.full(num_blocks, _NOT_HERE, np.int64)  # block -> its live entry
         self._length = 0
@@ -30,7 +30,7 @@ class BlockRing:
         return here
 
     def push(self, blocks: BlockIds) -> None:
-        """Append these blocks as the most recent ones; the last of them is the most recent."""
+        """Append these blocks as the most recent ones; the last one is the most recent."""
         if self._tail + len(blocks) - self._head > len(self._entries):
             self._compact()
         positions = np.arange(self._tail, self._tail + len(blocks))
@@ -49,14 +49,14 @@ class BlockRing:
         self._position[blocks] = _NOT_HERE
 
     def pop(self, count: int) -> Ints:
-        """Remove the `count` oldest blocks and return them. The ring holds at least so many."""
+        """Remove the `count` oldest blocks and return them. The ring must hold at least that many."""
         oldest = self._oldest(count)
         self._position[oldest] = _NOT_HERE
         self._length -= count
         return oldest
 
     def first(self, count: int) -> Ints:
-        """Return the `count` oldest blocks, or all, and leave them here."""
+        """Return the `count` oldest blocks, or all, without removing them."""
         head = self._head
         blocks = self._oldest(min(count, self._length))
         self._head = head
@@ -86,7 +86,7 @@ class BlockRing:
         first = self._entries[start : start + count]
         positions = np.arange(self._head, self._head + len(first))
         if np.count_nonzero(self._position[first] == positions) == count:
-            self._head += count  # none of them was revived meanwhile
+            self._head += count  # none of them has been revived
             return first.copy()
         found: list[Ints] = []
         missing = count
@@ -101,7 +101,7 @@ class BlockRing:
         return np.concatenate(found)
 
     def check_integrity(self) -> Ints:
-        """Raise AssertionError when the count is wrong; return all blocks, oldest first."""
+        """Return all blocks, oldest first. Raise AssertionError if the count is wrong."""
         num_here = int(np.count_nonzero(self._position != _NOT_HERE))
         live = self._live() if num_here else NO_INTS
         assert self._length == num_here == len(live), f"{self._length} cached, {num_here} in the ring"

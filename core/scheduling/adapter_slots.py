@@ -9,21 +9,22 @@ from core.scheduling.draft import Draft
 
 
 class AdapterSlots:
-    """A Limit of so many slots. The running requests with one adapter share a slot; those without one need none.
+    """A limit on the number of adapters in a batch.
 
-    A request that finds none free lets others pass, `admission_lookahead` of them at most, so none starves.
+    Running requests with the same adapter share a slot; those without one need none. A request that finds no free slot
+    lets at most `admission_lookahead` others pass, so it cannot starve.
     """
 
     def __init__(self, max_loras: int) -> None:
         self._max_loras = max_loras
-        self._num_running: dict[str, int] = {}  # by digest: requests with a row, or that start in this step
+        self._num_running: dict[str, int] = {}  # by digest: number of requests that have a row or start in this step
 
     def rename(self, word: Callable[[str], str]) -> None:
-        """Give the adapters other digests."""
+        """Rename the adapters' digests."""
         self._num_running = {word(digest): count for digest, count in self._num_running.items()}
 
     def lacks(self, start: RequestStart, draft: Draft) -> Examined | None:
-        """Return NO_ADAPTER for a request whose adapter has no slot, while none is free."""
+        """Return NO_ADAPTER if the request's adapter has no slot and none is free, otherwise None."""
         adapter = start.request.adapter
         if adapter is None or adapter.digest in self._num_running or len(self._num_running) < self._max_loras:
             return None
@@ -35,7 +36,7 @@ class AdapterSlots:
             self._num_running[adapter.digest] = self._num_running.get(adapter.digest, 0) + 1
 
     def give_back(self, request: Request) -> None:
-        """Discount the request; the last one of an adapter leaves its slot free."""
+        """Stop counting the request. The last request of an adapter frees its slot."""
         if (adapter := request.adapter) is None:
             return
         self._num_running[adapter.digest] -= 1

@@ -1,4 +1,4 @@
-"""Admission: which waiting requests start in this step, which rows make room, and why other requests wait."""
+"""Admission: which waiting requests start in this step, which rows are preempted for them, and why others wait."""
 
 from typing import NamedTuple
 
@@ -16,24 +16,25 @@ from core.scheduling.preemption import Preemption
 from ipc.tables.arrays import Ints
 from ipc.tables.rounding import ceil_div
 
-#: After this many preemptions for running requests, a request starts only with all the blocks that it can need.
+#: After this many preemptions by running requests, a request starts only with all the blocks that it can ever need.
 MAX_PREEMPTIONS = 8
 
 
 class Appraisal(NamedTuple):
     """What a waiting request would need to start now."""
 
-    num_computed_tokens: int  # found in the cache or on the host, and not computed again
+    num_computed_tokens: int  # found in the cache or on the host; not computed again
     num_hits: int  # blocks found in the prefix cache
-    num_missing_blocks: int  # to allocate besides the hits
-    num_reserve_blocks: int  # must stay free: the watermark, and more after each preemption
+    num_missing_blocks: int  # to allocate in addition to the hits
+    num_reserve_blocks: int  # kept free: the watermark, and more after each preemption
 
 
 class Admission:
-    """Starts of waiting requests, which are examined in the policy's order.
+    """Starts waiting requests, examining them in the policy's order.
 
-    A request that lacks blocks or a limit's resource (a verdict above HOLDS_THE_REST) lets others pass: at most
-    `admission_lookahead` over its life, which is its reservation. Any other verdict holds all requests behind it.
+    A request that lacks blocks or a limit's resource (a verdict above HOLDS_THE_REST) lets at most
+    `admission_lookahead` others pass during its life. After that the resource is reserved for it. Any other verdict
+    holds all requests behind it.
     """
 
     def __init__(self, parts: SchedulerParts, preemption: Preemption) -> None:
@@ -48,17 +49,17 @@ class Admission:
         self._chunk = config.long_prefill_token_threshold or self._budget
         self._is_chunked = config.enable_chunked_prefill
         max_partial = config.max_num_partial_prefills or config.max_num_seqs
-        self._partial_prefills = PartialPrefills(batch.table, policy, max_partial)  # asked where a prompt is cut
-        self._limits: list[Limit] = []  # asked for every request
-        self.exchange: BlockExchange | None = None  # where blocks may be beyond the host
+        self._partial_prefills = PartialPrefills(batch.table, policy, max_partial)  # checked where a prompt is cut
+        self._limits: list[Limit] = []  # checked for every request
+        self.exchange: BlockExchange | None = None  # if the config has a store of blocks beyond the host
 
     def add_limit(self, limit: Limit) -> None:
-        """Ask this limit, too, before a request starts. Call it before the first step."""
+        """Add a limit that is checked before a request starts. Call this before the first step."""
         self._limits.append(limit)
         self._batch.on_release.append(limit.give_back)
 
     def never_fits(self, request: Request) -> str | None:
-        """Return why the request could not run even alone, with the numbers; None when it could."""
+        """Return why the request could not run even alone, with the numbers, or None if it could."""
         length = request.max_computed_tokens
         needed = self._batch.room.num_pages(length, keeps_blocks=bool(request.choices))
         there_are = self._batch.pool.num_blocks - 1
@@ -72,12 +73,12 @@ class Admission:
         return None
 
     def blocks_to_start(self, request: Request) -> int:
-        """Return how many blocks a request needs to start with, at most: those that it holds, and its reserve."""
+        """Return the most blocks that the request needs to start: those that it holds, and its reserve."""
         is_reserved = self._reserves_all or request.num_preemptions
         return ceil_div(request.max_computed_tokens if is_reserved else len(request.token_ids), self._block_size)
 
     def room(self) -> "_Room":
-        """Return what is left between two steps, for appraise()."""
+        """Return the rows and blocks left between two steps, for appraise()."""
         return _Room(self._batch, 0)
 
     def appraise(self, request: Request, room: "_Room") -> Appraisal:
@@ -97,7 +98,10 @@ class Admission:
             self._delay.end_step(draft.now_ns, len(draft.starts))
 
     def _may_look(self, draft: Draft, row_limit: int) -> bool:
-        """Return whether any request may start. False must come at once: it costs nothing while many requests wait."""
+        """Return whether any request may start.
+
+        This must be cheap if the answer is False: many requests may be waiting.
+        """
         first = self._waiting.peek()
         if first is None or not self._delay.has_passed(draft.now_ns, first, len(self._batch)):
             return False
@@ -110,7 +114,7 @@ class Admission:
 
     def _look(self, draft: Draft, room: "_Room") -> None:
         kept: list[Request] = []
-        passed: Request | None = None  # the first that did not fit
+        passed: Request | None = None  # the first request that did not fit
         while (request := self._waiting.pop()) is not None:
             if self.exchange is not None and self.exchange.ask(request, draft.now_ns):
                 if self.exchange.asks_left <= 0:
@@ -153,7 +157,7 @@ class Admission:
     def _preempt_for(self, start: RequestStart, lack: int, draft: Draft, room: "_Room") -> Examined | None:
         """Take the missing row, blocks and tokens from rows that must yield to the request, or return what it lacks.
 
-        No row is preempted for a request that cannot start afterwards; only fences can delay its start.
+        No row is preempted for a request that could not start afterwards. Only fences can delay the start.
         """
         request, rows = start.request, self._batch.rows
         yields = self._preemption.victims_first(rows[self._policy.must_yield(request, rows)])
@@ -231,9 +235,9 @@ class Admission:
         return start
 
     def _blocks_left(self, start: RequestStart, room: "_Room") -> int:
-        """Return the number of free blocks that this start may take; negative when promises exceed them.
+        """Return how many free blocks this start may take; negative if promises exceed them.
 
-        Promised blocks are left out, and the hits that would leave the free list. While other rows run, two reserves
+        Promised blocks are left out, and so are hits that would leave the free list. While other rows run, two reserves
         are left out too: the watermark, and a number that doubles with each preemption of the request, so that it does
         not resume only to be preempted again.
         """
@@ -249,13 +253,14 @@ class Admission:
         return left
 
     def _count_victims(self, yields: Ints, start: RequestStart, num_rows: int, num_blocks: int) -> tuple[int, int]:
-        """Return how many of these rows, from the first on, make room for num_rows and num_blocks, and their blocks.
+        """Return (how many of these rows, from the first on, must go to free num_rows and num_blocks; their blocks).
 
-        A block counts when no other request holds it or is about to. A block that victims share comes free with the
-        last of them.
+        A block counts if no other request holds it or is about to. A block that victims share is freed with the last of
+        them.
         """
         batch, given, count = self._batch, 0, 0
-        num_dropped = np.zeros(batch.pool.num_blocks if len(yields) else 0, np.int32)  # victims' references, by block
+        # references held by victims, by block
+        num_dropped = np.zeros(batch.pool.num_blocks if len(yields) else 0, np.int32)
         for row in yields.tolist():
             if count >= num_rows and given >= num_blocks:
                 break
@@ -305,39 +310,40 @@ class Admission:
 
 
 class _Room:
-    """Rows and blocks that are left for further requests in the step being planned."""
+    """Rows and blocks that are left for more requests in the step being planned."""
 
     def __init__(self, batch: Batch, row_limit: int) -> None:
         self.row_limit = row_limit
-        self.rows = row_limit - len(batch)  # free rows; below row_limit: other rows run
-        self.promised = batch.num_promised_blocks()  # blocks
-        self.settling: list[RequestStart] = []  # starting in this step, without their blocks yet
+        self.rows = row_limit - len(batch)  # free rows; fewer than row_limit means other rows run
+        self.promised = batch.num_promised_blocks()  # blocks promised to running rows
+        self.settling: list[RequestStart] = []  # starting in this step, still without blocks
         self.unsettled = 0  # blocks that _settle() will allocate for them
-        self.first_keys: set[int] = set()  # of their first blocks; only for lookups, since a set has no fixed order
+        # keys of their first blocks; for lookups only, since a set has no fixed order
+        self.first_keys: set[int] = set()
 
     def make(self, promised: int) -> None:
-        """Count a row that goes, with the number of blocks promised to it."""
+        """Count a preempted row, to which this number of blocks was promised."""
         self.rows += 1
         self.promised -= promised
 
 
-# Delay: prompts gather for a while so that more of them share a step (vLLM 0.x's scheduler_delay_factor).
+# Delay: waits for more prompts so that they share a step (like scheduler_delay_factor of vLLM 0.x).
 
 
 class Delay:
-    """The delay of starts.
+    """Delays the start of requests.
 
-    No request starts before the first in the queue has waited `factor` times as long as the last step that started
-    requests took, unless no request runs.
+    No request starts until the first in the queue has waited `factor` times as long as the last step that started
+    requests took, unless no request is running.
     """
 
     def __init__(self, factor: float) -> None:
         self._factor = factor
-        self._began_ns: int | None = None  # of the last step, where it started requests
-        self._latency_ns = 0  # of the last step that started requests
+        self._began_ns: int | None = None  # start of the last step, if it started requests
+        self._latency_ns = 0  # duration of the last step that started requests
 
     def begin_step(self, now_ns: int) -> None:
-        """Note the beginning of a step, which is the end of the step before."""
+        """Record the start of a step, which is the end of the previous one."""
         if self._began_ns is not None:
             self._latency_ns = now_ns - self._began_ns
             self._began_ns = None
@@ -347,6 +353,6 @@ class Delay:
         return not num_running or now_ns - first.arrival_ns >= self._factor * self._latency_ns
 
     def end_step(self, now_ns: int, num_started: int) -> None:
-        """Note how many requests this step, which began at now_ns, has started."""
+        """Record how many requests were started by this step, which began at now_ns."""
         if num_started:
             self._began_ns = now_ns

@@ -1,11 +1,12 @@
-"""BlockExchange: KV blocks come from a store beyond the host's memory, and go there, between the steps.
+"""BlockExchange: moves KV blocks between the engine and a store beyond the host's memory, between the steps.
 
-A request that may find blocks there waits aside, without a row and without blocks, until they have been read into slots
-of the host pool. Then it starts as one whose blocks the host has. Each answer of the store is an input of the core.
+A request that may find blocks there waits aside, without a row or blocks, until the blocks have been read into slots of
+the host pool. Then it starts like any request whose blocks are on the host. Each answer from the store is an input of
+the core.
 
-If layers with a window have blocks of their own, a request can use a prefix whose named blocks are all there, and of
-the other blocks those of the window before its next token. The store is asked how long such a prefix could be with what
-it has, and then for what that one lacks.
+If layers with a window have their own blocks, a request can use a prefix only if all of its named blocks are there, and
+those of the other blocks that cover the window before its next token. The store is asked how long such a prefix could
+be with what it has, and then for the blocks that are missing.
 """
 
 from collections import deque
@@ -25,30 +26,33 @@ from core.scheduling.waiting_queue import WaitingQueue
 from ipc.options.config import EngineConfig
 from ipc.tables.arrays import NO_INTS, Int32s, Ints, Rows
 
-#: Fewest missing blocks for which a request waits: the store's answer takes as long as computing some tokens.
+#: A request waits only for at least this many missing blocks: the store's answer takes as long as computing some
+#: tokens.
 MIN_BLOCKS = 4
-#: Most looks and fetches that are not answered yet.
+#: The most unanswered looks and fetches.
 MAX_FETCHES = 16
-#: Longest time that a request waits for the store; then it computes.
+#: The longest time that a request waits for the store. After it, the request computes the blocks.
 MAX_WAIT_NS = 2_000_000_000
-#: Most requests that begin to wait in one step, and most that end it, because thousands may wait for the same blocks.
+#: The most requests that start to wait in one step, and the most that end waiting: thousands may wait for the same
+#: blocks.
 MAX_AT_ONCE = 64
 
 
 class PendingFetch(msgspec.Struct, eq=False):
-    """Blocks that requests wait for: those of the tokens of the first of them, whatever becomes of it."""
+    """Blocks that requests wait for, named by the first request's tokens even if that request ends."""
 
     ticket: int
     root: int
-    token_ids: Int32s  # of whole blocks, from the prompt's beginning to the last block that is wanted
-    hashes: list[int]  # of these blocks
-    first: int  # block that is missing
+    token_ids: Int32s  # tokens of whole blocks, from the start of the prompt to the last block that is wanted
+    hashes: list[int]  # hashes of these blocks
+    first: int  # index of the first missing block
     asked_ns: int
-    waiters: list[Request] = msgspec.field(default_factory=list)  # the first one has asked; some may have ended
-    slots: Int32s | None = None  # None: it is not known yet how many blocks there are
-    is_stale: bool = False  # the cache has been emptied meanwhile
-    #: The first of the named blocks that are fetched, and how many are; then the places of the blocks that are fetched
-    #: beside named ones. is_second: the fetch follows one that fell short.
+    # requests that wait, the one that asked first; some may have ended
+    waiters: list[Request] = msgspec.field(default_factory=list)
+    slots: Int32s | None = None  # None: the number of blocks in the store is not known yet
+    is_stale: bool = False  # the cache was emptied after the request was sent
+    #: The first of the named blocks that are fetched, and how many; then the places of the blocks fetched next to named
+    #: ones. is_second: this fetch follows one that fell short.
     begin: int = 0
     num_named: int = 0
     places: Ints = NO_INTS
@@ -56,31 +60,32 @@ class PendingFetch(msgspec.Struct, eq=False):
 
 
 class BlockExchange:
-    """What is asked of the store, and what is done with its answers.
+    """What is asked of the store, and what happens with its answers.
 
-    orders: of the last step, until take_orders() or the next step. asks_left: requests that may yet begin to wait in
-    this step. asks: requests may find blocks there; False: blocks only go there.
+    orders: those of the last step, until take_orders() or the next step. asks_left: how many more requests may start to
+    wait in this step. asks: whether requests look for blocks there; if False, blocks only go there.
     """
 
     def __init__(self, batch: Batch, waiting: WaitingQueue, *, asks: bool = True) -> None:
         self._batch, self._waiting, self._host = batch, waiting, batch.host_cache
         self._asks = asks
-        #: Of layers with a window that have blocks of their own, if there are any.
+        #: For layers with a window that have their own blocks, if there are any.
         self._beside = next(iter(batch.host_cache.beside), None)
         self.orders: list[Order] = []
-        self.num_fetched = self.num_stored = 0  # blocks, since the engine started
+        self.num_fetched = self.num_stored = 0  # number of blocks since the engine started
         self._fetches: dict[int, PendingFetch] = {}  # by ticket
         self.stores = StoreQueue(batch.host_cache)
         self._num_tickets = 0
-        self._freed: deque[Request] = deque()  # their wait has ended, and they are not in their queue yet
+        self._freed: deque[Request] = deque()  # these wait no longer but are not back in their queue yet
         self.asks_left = self._frees_left = MAX_AT_ONCE  # in this step
-        self.evictions: Ints = np.zeros(len(batch.pool.names.content), np.int64)  # of each block, since the start
+        # evictions of each block since the start
+        self.evictions: Ints = np.zeros(len(batch.pool.names.content), np.int64)
         batch.before_release.append(self.leave)
         batch.host_cache.on_written = self.queue_stores
         batch.pool.tiers.append(self)
 
     def begin_step(self, now_ns: int) -> None:
-        """Drop orders that nobody has taken, and let requests go that have waited too long."""
+        """Drop orders that were not taken, and release requests that have waited too long."""
         self.orders.clear()
         self.asks_left = self._frees_left = MAX_AT_ONCE
         self._free_some()
@@ -90,18 +95,18 @@ class BlockExchange:
 
     @property
     def is_freeing(self) -> bool:
-        """Return whether requests that wait no more are let go in the next steps."""
+        """Return whether requests that wait no longer still have to be released in the next steps."""
         return bool(self._freed)
 
     def take_orders(self) -> list[Order]:
-        """Return the orders of the last step, for whoever carries them out."""
+        """Return the orders of the last step, for the caller to carry out."""
         taken, self.orders = self.orders, []
         return taken
 
     # --- in ----------------------------------------------------------------------------------------------------------
 
     def ask(self, request: Request, now_ns: int) -> bool:
-        """Let a request that is in no queue wait for the store; return False if it need not."""
+        """Let a request that is in no queue wait for the store. Return False if it need not wait."""
         if (
             not self._asks
             or request.has_asked
@@ -133,7 +138,7 @@ class BlockExchange:
         return True
 
     def found(self, message: BlocksFound) -> None:
-        """Fetch the blocks that the store has found, or let the requests go that wait for them."""
+        """Fetch the blocks that the store has found, or release the requests that wait for them."""
         pending = self._fetches.get(message.ticket)
         if pending is None or pending.slots is not None:
             return
@@ -145,7 +150,7 @@ class BlockExchange:
         self.orders.append(self._fetch(pending, slots))
 
     def arrived(self, message: BlocksArrived) -> None:
-        """Name the blocks that have been read, and let the requests go that wait for them."""
+        """Name the blocks that have been read, and release the requests that wait for them."""
         pending = self._fetches.get(message.ticket)
         if pending is None or pending.slots is None:
             return
@@ -175,10 +180,10 @@ class BlockExchange:
         return fetch._replace(places=places.astype(np.int32), window_slots=own[num_named:]) if len(places) else fetch
 
     def _end_fetch(self, pending: PendingFetch, count: int, *, has_come: bool) -> None:
-        """Let the requests go that wait for a fetch which has ended. count: of the blocks that were to come.
+        """Release the requests that wait for a fetch that has ended. count: number of blocks that were to come.
 
-        If something of a prefix with windows could not be read, the store is asked once more, for a shorter one; what
-        is damaged has been removed.
+        If part of a prefix with windows could not be read, the store is asked once more, for a shorter one. Damaged
+        blocks have already been removed.
         """
         is_whole = self._beside is None or count >= pending.num_named + len(pending.places)
         if is_whole or pending.is_stale or pending.is_second or not has_live(pending):
@@ -192,7 +197,7 @@ class BlockExchange:
     def _reserve(self, pending: PendingFetch, count: int) -> Ints:
         """Return slots for those of `count` more blocks that are still missing; none if there is nothing to fetch.
 
-        Without windows any of them are of use, so there may be fewer slots than blocks.
+        Without windows any of the blocks are useful, so there may be fewer slots than blocks.
         """
         end = pending.first + count
         if pending.is_stale or not pending.first < end <= len(pending.hashes) or not has_live(pending):
@@ -203,13 +208,13 @@ class BlockExchange:
         if self._beside is not None:
             return self._reserve_all(pending, reach, end)
         pending.first = len(reach.contents)
-        self._host.touch(reach.slots.astype(np.int64))  # so that these do not make room for the blocks behind them
+        self._host.touch(reach.slots.astype(np.int64))  # so that these are not evicted for the blocks that follow them
         slots = self._host.reserve(max(0, min(pending.num_named, self._room() - len(reach.slots))))
         pending.num_named = len(slots)
         return slots
 
     def _reserve_all(self, pending: PendingFetch, reach: Reach, end: int) -> Ints:
-        """Return slots for all that a prefix of `end` blocks lacks, those of windows last; none if there is no room."""
+        """Return slots for all that a prefix of `end` blocks lacks, window blocks last; none if there is no room."""
         beside = self._beside
         assert beside is not None, "no layers have blocks beside others"
         first = self._batch.others[0].kind.num_passed(end * self._batch.block_size)
@@ -229,7 +234,7 @@ class BlockExchange:
         return slots
 
     def _name(self, pending: PendingFetch, count: int) -> bool:
-        """Name the slots of the first `count` blocks that were to come; return whether it was worth the wait."""
+        """Name the slots of the first `count` blocks that were to come. Return whether the wait was worth it."""
         slots = pending.slots
         assert slots is not None, "nothing was to come"
         has_come = self._name_slots(pending, pending.begin, slots[: min(count, pending.num_named)])
@@ -245,14 +250,14 @@ class BlockExchange:
         return self._num_there(pending.root, pending.token_ids, pending.hashes) > pending.first
 
     def _name_slots(self, pending: PendingFetch, first: int, slots: Int32s) -> bool:
-        """Name slots that hold blocks from `first` on, by the tokens that were asked for.
+        """Name slots that hold blocks from `first` on, by the tokens of the request that asked for them.
 
-        Return whether the first of them is there now.
+        Return whether the first of them is now there.
         """
         found = self._reach(pending.root, pending.token_ids, pending.hashes).contents
         known, content = len(found), int(found[-1]) if len(found) else pending.root
         if not first <= known < first + len(slots):
-            return known > first  # others have computed all of them, or the blocks before these are gone
+            return known > first  # other requests have computed all of them, or the blocks before them are gone
         slots = slots[known - first :]
         end, size, names = known + len(slots), self._batch.block_size, self._batch.pool.names
         contents = names.new_contents(len(slots))
@@ -264,10 +269,10 @@ class BlockExchange:
         return True
 
     def _end_wait(self, pending: PendingFetch, *, has_come: bool) -> None:
-        """Let the requests queue up, a portion of them in each step.
+        """Return the waiting requests to the queue, a limited number in each step.
 
-        The one that has asked does not ask again. If nothing has come, nobody does who has waited for it: the others
-        would wait once more for the same first block.
+        The request that asked does not ask again. If nothing came, none of those that waited asks again: they would
+        wait once more for the same first block.
         """
         waiters, pending.waiters = pending.waiters, []
         for request in waiters[:1] if has_come else waiters:
@@ -283,19 +288,19 @@ class BlockExchange:
                 self._frees_left -= 1
 
     def _num_there(self, root: int, token_ids: Int32s, hashes: list[int]) -> int:
-        """Return how many first blocks a request need not ask for."""
+        """Return the number of leading blocks that a request need not ask for."""
         reach = self._reach(root, token_ids, hashes)
         return self._batch.room.num_usable(len(reach.contents), [other.is_there for other in reach.others])
 
     def _reach(self, root: int, token_ids: Int32s, hashes: list[int]) -> Reach:
-        """Return what the cache and the host have of these whole blocks. hashes: one of each."""
+        """Return what the cache and the host have of these whole blocks. hashes: one per block."""
         blocks = token_ids.reshape(-1, self._batch.block_size)
         hits, content = self._batch.pool.names.find(root, blocks, hashes)
         slots, _ = self._host.names.find(content, blocks[len(hits) :], hashes[len(hits) :])
         return self._host.reach(hits, slots)
 
     def _same(self, request: Request, first: int) -> PendingFetch | None:
-        """Return the fetch whose first block is the request's first missing one, too."""
+        """Return the fetch that has the same first missing block as the request."""
         size = (first + 1) * self._batch.block_size
         for pending in self._fetches.values():
             if pending.is_stale or pending.first != first or pending.root != request.root or not has_live(pending):
@@ -305,16 +310,16 @@ class BlockExchange:
         return None
 
     def _room(self) -> int:
-        """Return how many slots may be reserved: half of them are always left to the host cache."""
+        """Return how many slots may be reserved. At least half of them always stay with the host cache."""
         taken = sum(len(pending.slots) for pending in self._fetches.values() if pending.slots is not None)
         return self._host.num_slots // 2 - taken
 
     # --- out ---------------------------------------------------------------------------------------------------------
 
     def leave(self, rows: Rows) -> None:
-        """Tell the store of the blocks of rows that are about to be released, and store what the host has beside them.
+        """Tell the store about the blocks of rows to be released, and store what the host has next to them.
 
-        What was evicted while a row ran had no name that the store knows.
+        Blocks evicted while the row ran had no name that the store knew.
         """
         table, names, size = self._batch.table, self._batch.pool.names, self._batch.block_size
         for row in rows.tolist():
@@ -339,12 +344,12 @@ class BlockExchange:
         return left
 
     def queue_stores(self, slots: Ints) -> None:
-        """Store blocks that the finished plan copies to these slots."""
+        """Store the blocks that the finished plan copies to these slots."""
         self.stores.add_written(slots)
         self._issue_stores()
 
     def stored(self, message: BlocksStored) -> None:
-        """Let slots be used again that have been written to the store. Ticket 0: blocks came from the KV cache."""
+        """Release slots whose blocks have been written to the store. Ticket 0: the blocks came from the KV cache."""
         if not message.ticket:
             self.num_stored += message.count
         if self.stores.end(message.ticket):
@@ -361,9 +366,9 @@ class BlockExchange:
     # --- as a tier of the pool ---------------------------------------------------------------------------------------
 
     def keep(self, pages: Ints) -> None:
-        """Count evictions of all blocks in these pages, and in those that nobody finds without them.
+        """Count evictions of all blocks in these pages, and in pages that cannot be found without them.
 
-        The host takes the blocks, and they go on from there.
+        The host takes the blocks, and passes them on to the store.
         """
         pool, evicted = self._batch.pool, [pages]
         for beside in pool.names.beside:
@@ -373,21 +378,21 @@ class BlockExchange:
         self.evictions[pool.inside(np.concatenate(evicted))] += 1
 
     def forget(self) -> None:
-        """Let nothing in that is on its way: the cache is emptied, or the executor is lost."""
+        """Ignore everything that is on its way: the cache was emptied, or the executor was lost."""
         for pending in self._fetches.values():
             pending.is_stale = True
         self.stores.clear()
 
     def forget_contents(self, contents: Ints) -> None:
-        """Let nothing in that is on its way: some of it may follow these contents."""
+        """Ignore everything that is on its way: some of it may follow these contents."""
         self.forget()
 
     # --- redaction ---------------------------------------------------------------------------------------------------
 
     def rename(self, root: Callable[[int], int], tokens: Callable[[int, Int32s], Int32s]) -> None:
-        """Give what is under way other roots and tokens, and drop the orders: a replay carries none out.
+        """Rename the roots and tokens of what is under way, and drop the orders: a replay carries none out.
 
-        tokens: returns those of a sequence, given (new root, tokens).
+        tokens: maps (new root, tokens) of a sequence to its new tokens.
         """
         self.orders.clear()
         for pending in self._fetches.values():
@@ -397,21 +402,21 @@ class BlockExchange:
 
 
 def _num_portable(token_ids: Int32s, block_size: int) -> int:
-    """Return how many whole blocks another engine would name in the same way.
+    """Return how many whole blocks would have the same names in another engine.
 
-    Ids below 0 stand for features, and another engine has other numbers for these.
+    Ids below 0 stand for features, which other engines number differently.
     """
     negative = np.flatnonzero(token_ids < 0)
     return (int(negative[0]) if len(negative) else len(token_ids)) // block_size
 
 
 def has_live(pending: PendingFetch) -> bool:
-    """Return whether anybody still waits for a fetch."""
+    """Return whether any live request still waits for a fetch."""
     return any(not request.is_finished for request in pending.waiters)
 
 
 def make_exchange(config: EngineConfig, batch: Batch, waiting: WaitingQueue) -> BlockExchange | None:
-    """Return the exchange of an engine with this config; None: it has no store beyond the host."""
+    """Return the exchange for an engine with this config, or None if it has no store beyond the host."""
     if not config.kv_stores or not batch.host_cache.num_slots:
         return None
     return BlockExchange(batch, waiting, asks=config.asks_kv_store)

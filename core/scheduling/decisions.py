@@ -1,4 +1,4 @@
-"""The decision record: which requests the last step ran, preempted or left waiting, and why. It holds no copies."""
+"""The decision record: which requests the last step ran, preempted or left waiting, and why. It keeps no copies."""
 
 from enum import IntEnum
 from typing import NamedTuple
@@ -12,23 +12,24 @@ from ipc.tables.arrays import Ints, Rows
 class Verdict(IntEnum):
     """Why a waiting request was examined and did not start.
 
-    Verdicts below HOLDS_THE_REST hold the requests behind it. Those above let them pass: they may not lack the same.
+    Verdicts below HOLDS_THE_REST hold the requests behind this one. Others let them pass, because they may not lack the
+    same thing.
     """
 
-    NO_ROW = 1  # max_num_seqs requests run
-    NO_BUDGET = 2  # the step has not enough tokens left
+    NO_ROW = 1  # max_num_seqs requests are running
+    NO_BUDGET = 2  # too few tokens are left in the step
     PREEMPTED = 3  # it was preempted in this step
-    FENCED = 4  # rows were preempted for it; their blocks come free when the steps in flight are done
+    FENCED = 4  # rows were preempted for it; their blocks are freed when the steps in flight are done
     HOLDS_THE_REST = 15
     NO_BLOCKS = 16  # the KV cache has no room for its tokens
     PARTIAL_PREFILLS = 17  # max_num_partial_prefills prompts are being computed in chunks
-    NO_ADAPTER = 18  # requests with max_loras other adapters run
+    NO_ADAPTER = 18  # running requests use max_loras other adapters
 
 
 class Cause(IntEnum):
-    """Cause of a preemption."""
+    """The cause of a preemption."""
 
-    OLDER = 1  # a running request, served before it, needed blocks
+    OLDER = 1  # a running request that is served earlier needed blocks
     MORE_URGENT = 2  # a waiting request took its place
 
 
@@ -42,7 +43,7 @@ class Examined(NamedTuple):
 
 
 class Preempted(NamedTuple):
-    """A request that lost its row to another one."""
+    """A request that lost its row to another request."""
 
     request: Request
     cause: Cause

@@ -1,4 +1,4 @@
-"""Draft: the plan of a step while it is made, with the findings for the decision record."""
+"""Draft: the plan of a step while it is being made, with notes for the decision record."""
 
 from typing import NamedTuple
 
@@ -30,10 +30,10 @@ class DraftTokens(NamedTuple):
 
 
 class Draft:
-    """The plan of one step while it is made.
+    """The plan of one step while it is being made.
 
     rows, counts [n]: running rows and their tokens, in the order in which they are served; a count may be 0.
-    budget: tokens that are left.
+    budget: tokens that are still available.
     """
 
     def __init__(self, step: int, now_ns: int, budget: int) -> None:
@@ -50,8 +50,8 @@ class Draft:
         self.features: list[tuple[int, list[FeatureUse]]] = []
         self.preempted: list[Preempted] = []
         self.examined: list[Examined] = []
-        self.num_skipped = 0  # rows that wanted tokens and get none
-        self.guessed: DraftTokens | None = None  # not in `counts`; its rows are in the order of `rows`
+        self.num_skipped = 0  # rows that wanted tokens and got none
+        self.guessed: DraftTokens | None = None  # not counted in `counts`; its rows are in the order of `rows`
 
     def drop(self, row: int) -> None:
         """Remove a preempted row from the plan, and return its tokens to the budget."""
@@ -61,11 +61,14 @@ class Draft:
         self.blocks.drop(row)
 
     def tokens_of(self, rows: Rows) -> int:
-        """Return the number of tokens that these rows get in this step so far."""
+        """Return how many tokens these rows get in this step so far."""
         return int(self.counts[np.isin(self.rows, rows)].sum()) if len(rows) else 0
 
     def take_budget(self, victims: Ints, amount: int) -> None:
-        """Take `amount` tokens from these rows back into the budget, from the first row on. They keep their blocks."""
+        """Return `amount` tokens from these rows to the budget, starting with the first row.
+
+        The rows keep their blocks.
+        """
         order = np.argsort(self.rows, kind="stable")
         index = order[np.searchsorted(self.rows, victims, sorter=order)]
         counts = self.counts[index]
@@ -92,14 +95,17 @@ class Draft:
                 self.blocks.add_other(number, np.full(len(other.block_ids), row), other.block_ids)
 
     def renew(self, batch: Batch) -> None:
-        """Tell the executor anew of rows whose tokens and blocks have changed; new blocks of this plan are left out."""
+        """Resend rows whose tokens and blocks have changed to the executor.
+
+        Blocks that this plan allocates are left out.
+        """
         table, carried = batch.table, batch.carried
         batch.renew(self.blocks)
         rows = list(carried.renewed_rows)
         for row in rows:
             request = table.request[row]
-            assert request is not None, f"row {row} is told anew and free"
-            assert request.sampling is not None, f"row {row} pools: its tokens do not change"
+            assert request is not None, f"row {row} is sent again but is free"
+            assert request.sampling is not None, f"row {row} is a pooling request, whose tokens cannot change"
             fresh = int(np.count_nonzero(self.blocks.rows == row))
             self.added.append(
                 NewRow(
@@ -121,7 +127,7 @@ class Draft:
         carried.renewed_rows.clear()
 
     def decision(self, rows: Rows, counts: Ints, num_waiting: int, num_free_blocks: int) -> Decision:
-        """Return the record of the step, which runs counts [R] known tokens of rows [R] and the drafts."""
+        """Return the record of the step that runs counts [R] known tokens of rows [R], and the drafts."""
         return Decision(
             step=self.step,
             now_ns=self.now_ns,
@@ -138,7 +144,7 @@ class Draft:
 
 
 def finish_plan(draft: Draft, rows: Rows, counts: Ints, carried: Carried) -> SchedulerOutput:
-    """Return the finished plan: counts [R] known tokens for rows [R], with the changes carried since the last plan."""
+    """Return the finished plan: counts [R] known tokens for rows [R], with the changes since the last plan."""
 
     def column(values: AnyInts | list[int]) -> Int32s:
         return np.asarray(values, np.int32) if len(values) else NO_INT32S

@@ -1,4 +1,4 @@
-"""DraftRule: how many drafts of which rows are worth their cost in a step."""
+"""DraftRule: how many drafts, for which rows, are worth their cost in a step."""
 
 from functools import lru_cache
 from itertools import accumulate
@@ -7,21 +7,21 @@ import numpy as np
 
 from ipc.tables.arrays import Doubles, Ints
 
-#: A step with more tokens than this gets no drafts: its cost grows with each token.
+#: A step with more tokens than this gets no drafts: above it, every token adds to the step's time.
 LARGEST_STEP = 512
-#: Most drafts of a step: each needs a row of logits, up to a MiB with the largest vocabularies.
+#: The most drafts in a step: each needs a row of logits, up to 1 MiB with the largest vocabularies.
 MAX_STEP_DRAFTS = 128
-#: What a step with drafts costs apart from its tokens: proposing, other inputs, verifying. In ns.
+#: Cost of a step with drafts in addition to its tokens: proposing, other inputs, verifying. In ns.
 OVERHEAD_NS = 200_000
-#: What a bound of chances is multiplied by, since it is rounded in another order than what it bounds.
+#: Factor for a bound on chances, because it is rounded in a different order from the value that it bounds.
 _SLACK = 1 - 1e-9
 
 
 class DraftRule:
     """The rule for one engine, from the measured durations of its steps.
 
-    It maximizes the tokens that the step is expected to keep per nanosecond that it takes. All of it is integers and
-    single floating-point operations, so that a replay on another machine decides the same.
+    It maximizes the expected number of kept tokens per nanosecond of the step. It uses only integers and single
+    floating-point operations, so that a replay on another machine decides the same.
     """
 
     def __init__(
@@ -34,23 +34,23 @@ class DraftRule:
     ) -> None:
         """step_ns: durations of steps of 1, 2, 4, 8, ... tokens; empty: drafts cost nothing.
 
-        draft_ns: of the making of the drafts, where that takes longer than a look into tables. loses_turn: a row with
-        drafts gets nothing in the next step. alone_ns: as step_ns, of steps in which all rows have drafts, so that
-        there is no next step to overlap with; empty: the same.
+        draft_ns: time to make the drafts, if it is more than a table lookup. loses_turn: a row with drafts gets nothing
+        in the next step. alone_ns: like step_ns, but for steps in which all rows have drafts, so that there is no next
+        step to overlap with; empty: the same as step_ns.
         """
         self._overhead_ns = OVERHEAD_NS + draft_ns
         self._is_free = not step_ns
-        #: Whether a step with drafts is weighed together with the next one, which then gets none.
+        #: Whether a step with drafts is weighed together with the next one, in which its rows get nothing.
         self.weighs_pairs = loses_turn and not self._is_free
         self._costs, self._alone, self._least = _tables(step_ns or (1,), alone_ns)
-        self._least_chance: Doubles | None = None  # which drafts must have to pay, for each number of tokens
+        self._least_chance: Doubles | None = None  # the least chance that pays, for each number of tokens
         if self.weighs_pairs:
             self._least_chance = _least_chances(self._costs, self._alone, self._overhead_ns)
 
     def may_pay(self, num_tokens: int, chance: float) -> bool:
         """Return whether drafts may be worth their cost in a step of num_tokens tokens.
 
-        chance: the best of any row that its draft is right. The answer False must come at once.
+        chance: the highest chance of any row that its draft is right. A False answer must be cheap.
         """
         if not 0 < num_tokens <= LARGEST_STEP:
             return False
@@ -63,7 +63,7 @@ class DraftRule:
     def choose(self, num_tokens: int, chances: Doubles, counts: Ints, limit: int) -> Ints:
         """Return how many of counts [n] drafts each row gets, in a step that has num_tokens tokens already.
 
-        chances [n]: that a draft is right if those before it are. limit: most drafts of all rows together.
+        chances [n]: that a draft is right if those before it are. limit: the most drafts of all rows together.
         """
         none = np.zeros(len(counts), np.int64)
         limit = min(limit, MAX_STEP_DRAFTS, int(counts.sum()))
@@ -89,16 +89,16 @@ class DraftRule:
         return chosen
 
     def can_pay(self, most: int) -> bool:
-        """Return whether up to `most` drafts a row, all of them right, are worth their cost in any small batch."""
+        """Return whether up to `most` drafts per row, if all are right, are worth their cost in any small batch."""
         sizes = (1, 2, 4, 8, 16)
         return any(self.choose(size, np.ones(size), np.full(size, most), MAX_STEP_DRAFTS).any() for size in sizes)
 
 
 @lru_cache(maxsize=2)
 def _tables(step_ns: tuple[int, ...], alone_ns: tuple[int, ...]) -> tuple[Ints, Ints, Doubles]:
-    """Return what steps of 0, 1, ... tokens cost, the same alone, and the least that some number of drafts costs.
+    """Return the costs of steps of 0, 1, ... tokens, the same without a step to overlap, and the least per draft.
 
-    The last, [LARGEST_STEP + 1], is for each of these drafts, in a step of so many other tokens.
+    The last one, [LARGEST_STEP + 1], is per draft, in a step with the given number of other tokens.
     """
     count = LARGEST_STEP + MAX_STEP_DRAFTS + 1
     costs = _by_tokens(step_ns, count)
@@ -112,8 +112,8 @@ def _tables(step_ns: tuple[int, ...], alone_ns: tuple[int, ...]) -> tuple[Ints, 
 def _least_chances(costs: Ints, alone: Ints, overhead_ns: int) -> Doubles:
     """Return [LARGEST_STEP + 1] the least chance at which drafts may pay if rows lose turns by them.
 
-    costs, alone: see _tables(). It is a bound: some rows have drafts of this chance without end, which keep
-    chance / (1 - chance) tokens each, at the cost of one.
+    costs, alone: see _tables(). It is a bound: it assumes rows with unlimited drafts of this chance, which keep chance
+    / (1 - chance) tokens each at the cost of one.
     """
     size, drafted = np.arange(1, LARGEST_STEP + 1)[:, None], np.arange(1, MAX_STEP_DRAFTS + 1)
     left = np.maximum(size - drafted, 0)
@@ -124,11 +124,11 @@ def _least_chances(costs: Ints, alone: Ints, overhead_ns: int) -> Doubles:
 
 
 def _by_tokens(step_ns: tuple[int, ...], count: int) -> Ints:
-    """Return the durations of steps of 0, 1, ... count - 1 tokens, in ns; they never fall.
+    """Return the durations in ns of steps of 0, 1, ... count - 1 tokens. They never decrease.
 
     Other work on the machine makes a measured step longer, never shorter. So no size takes longer than a larger one
-    that was measured: else a step of one token that was disturbed would make its drafts look cheap. Between the
-    measured sizes they rise evenly, and after the last one as between the last two.
+    that was measured; otherwise a disturbed step of one token would make its drafts look cheap. Values between the
+    measured sizes are interpolated linearly, and values above the last one are extrapolated from the last two.
     """
     step_ns = tuple(accumulate(reversed(step_ns), min))[::-1]
     costs, size, rise = [0, step_ns[0]], 1, 0

@@ -1,4 +1,4 @@
-"""Ends: how requests leave the scheduler: with all their tokens, aborted, or failed."""
+"""Ends: how requests leave the scheduler: finished, aborted or failed."""
 
 import numpy as np
 
@@ -12,9 +12,9 @@ from core.scheduling.preemption import Preemption
 from ipc.tables.arrays import Bools, Rows
 from ipc.wire.messages import ErrorCode
 
-#: Most requests that one step fails because their deadlines have passed: it costs 10 microseconds each.
+#: The most requests that one step fails because their deadlines have passed: each costs 10 microseconds.
 MAX_OVERDUE = 512
-#: Error text for a failed row without a text of its own.
+#: Error text for a failed row that has no text of its own.
 _NOT_FINITE = "this request's logits or vectors are not finite (NaN, infinity), or its parameters forbid every token"
 
 
@@ -30,7 +30,7 @@ class Ends:
         self._requests, self._parties, self._leads = requests, parties, leads
 
     def fail_rows(self, rows: Rows, failed: Bools, output: ModelRunnerOutput) -> None:
-        """Fail the requests of the rows in the mask, each with its text; no request finds their blocks again."""
+        """Fail the requests of the rows in the mask, each with its text. Their blocks can no longer be found."""
         table = self._batch.table
         failing, texts = np.flatnonzero(failed).tolist(), dict(output.failures)
         for index in failing:
@@ -38,11 +38,12 @@ class Ends:
         for index in failing:
             request = table.request[int(rows[index])]
             if request is not None:  # None: another choice of its request failed first
-                code = ErrorCode.INVALID_ARGUMENT if index in texts else ErrorCode.NUMERIC  # texts blame a parameter
+                # a text means that a parameter is to blame
+                code = ErrorCode.INVALID_ARGUMENT if index in texts else ErrorCode.NUMERIC
                 self._fail(request, code, texts.get(index, _NOT_FINITE))
 
     def fail_overdue(self, now_ns: int) -> None:
-        """Fail the requests whose deadlines have passed, MAX_OVERDUE of them at most."""
+        """Fail the requests whose deadlines have passed, at most MAX_OVERDUE of them."""
         for request in self._requests.pop_overdue(now_ns, MAX_OVERDUE):
             if not request.is_finished:  # it may have failed with another choice
                 self._fail(request, ErrorCode.DEADLINE_EXCEEDED, "the request's deadline has passed")
@@ -73,9 +74,9 @@ class Ends:
         self._stats.num_finished += len(rows)
 
     def finish_pooled(self, rows: Rows, live: Bools, output: ModelRunnerOutput, pooled: PooledColumns) -> None:
-        """End the pooling requests whose vectors have come: those of the live ones [R] of a plan's rows [R].
+        """End the pooling requests whose vectors have arrived. live [R]: the live ones of a plan's rows [R].
 
-        One without vectors fails.
+        A request without vectors fails.
         """
         self.fail_rows(rows, live & np.isin(np.arange(len(rows)), pooled.rows[pooled.counts == 0]), output)
         pooled = pooled.where(live[pooled.rows] & (pooled.counts > 0))

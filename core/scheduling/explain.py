@@ -1,4 +1,7 @@
-"""Explainer: why requests run or wait, from the decision record of the last step and the queue; only on demand."""
+"""Explainer: why requests run or wait, from the decision record of the last step and the queue.
+
+Computed on demand only.
+"""
 
 import numpy as np
 
@@ -16,12 +19,12 @@ from ipc.wire.scheduling_messages import (
     SchedulingState,
 )
 
-#: Most requests in one answer; a larger limit is cut to this.
+#: The most requests in one answer; larger limits are reduced to this.
 MAX_EXPLAINED = 1000
 
 
 def explain(scheduler: Scheduler, policy: str, client: int, call: Explain, now_ns: int) -> Explanation | CallFailed:
-    """Return the answer to this client; CallFailed for an unknown request. now_ns: the clock of the step, ns."""
+    """Return the answer for this client, or CallFailed for an unknown request. now_ns: the step's clock, in ns."""
     return _Explainer(scheduler, now_ns).answer(policy, client, call)
 
 
@@ -35,7 +38,7 @@ class _Explainer:
         self._places = {row: at for at, row in enumerate(self._rows)}
         self._room = scheduler.admission.room()
         self._pause = scheduler.pause_mode
-        self._positions: dict[tuple[int, int, int], int] = {}  # of requests looked up so far
+        self._positions: dict[tuple[int, int, int], int] = {}  # positions of the requests looked up so far
         decision = scheduler.decision
         self._examined: dict[tuple[int, int, int], Examined] = {}
         self._counts: dict[int, int] = {}
@@ -52,7 +55,7 @@ class _Explainer:
         else:
             requests, num_left_out = self._scheduler.find(session, call.number), 0
             if not requests:
-                text = f"no request {session}/{call.number} lives here: it has ended, or never came"
+                text = f"no live request {session}/{call.number}: it has ended, or never arrived"
                 return CallFailed(call.call, ErrorCode.INVALID_ARGUMENT, text)
         scheduler, waiting, batch = self._scheduler, self._scheduler.waiting, self._scheduler.batch
         decision, pause = scheduler.decision, self._pause
@@ -83,9 +86,9 @@ class _Explainer:
         )
 
     def _some(self, limit: int) -> tuple[list[Request], int]:
-        """Return the first running and the first waiting requests, and how many requests are left out.
+        """Return some of the first running and waiting requests, and how many requests are left out.
 
-        Where there are many of both, each kind gets half of the limit.
+        If there are many of both, each kind gets half of the limit.
         """
         ready = self._scheduler.waiting.ready(limit)
         self._positions |= {_key(request): at for at, request in enumerate(ready)}
@@ -179,7 +182,7 @@ class _Explainer:
         return (Reason.BEHIND, 0, 0), self._holder
 
     def _position(self, request: Request) -> int:
-        """Return the position among the requests that may start; -1: it may not start."""
+        """Return the position among the requests that may start, or -1 if it may not start."""
         key = _key(request)
         if key not in self._positions:
             position = self._scheduler.waiting.position(request)
@@ -189,8 +192,8 @@ class _Explainer:
     def _find_holder(self) -> Request | None:
         """Return the request behind which all requests wait that the last step did not examine.
 
-        This is the last examined request if its verdict holds the rest. Else it is the first one examined,
-        for which admission has used up its lookahead.
+        It is the last examined request if its verdict holds the rest. Otherwise it is the first examined request, whose
+        lookahead is used up.
         """
         examined = list(self._examined.values())
         if not examined:

@@ -1,9 +1,9 @@
-"""Leads: a prompt with several choices is computed once, by the first of them; the others start when it is there.
+"""Leads: a prompt with several choices is computed once, by the first choice; the others start when it is computed.
 
-The choice that computes is the lead, and the others follow it (Request.follows). When it has the prompt, they queue up
-and start as forks of it (core/batch/forks.py); with recurrent layers they start from a state that it has left
-(core/batch/kept_states.py). A lead that ends with its first token keeps the prompt for them. When it is aborted before,
-the next one leads.
+The choice that computes is the lead, and the others follow it (Request.follows). When the prompt is computed, they are
+queued and start as forks of it (core/batch/forks.py); with recurrent layers, from a state that it leaves behind
+(core/batch/kept_states.py). If a lead ends with its first token, its prompt is kept for them. If it is aborted before
+that, the next choice becomes the lead.
 """
 
 from core.batch.forks import Forks
@@ -20,17 +20,17 @@ class Leads:
         self._forks = forks
         self._waiting = waiting
         self._running: list[Request] = []
-        self._num_live = 0  # messages with several choices or beams of which one is live
+        self._num_live = 0  # live messages with several choices or beams
 
     def __bool__(self) -> bool:
         """Return whether any live message has several choices or beams."""
         return self._num_live > 0
 
     def enter(self, choices: list[Request]) -> None:
-        """Let all choices or beams of a new message but the first follow that. They are in no queue yet.
+        """Make all choices or beams of a new message follow the first one. They are in no queue yet.
 
-        A prompt of one token is computed by each choice: there is nothing to share. So are others that it does not pay
-        to share, or that cannot be.
+        For a prompt of one token there is nothing to share, so each choice computes it. The same holds for prompts that
+        are too short to be worth sharing, or that cannot be shared.
         """
         self._num_live += 1
         for request in choices:
@@ -39,30 +39,30 @@ class Leads:
             request.follows = may_follow and request is not choices[0]
 
     def start(self, starts: list[RequestStart]) -> None:
-        """Note the leads among the requests that start."""
+        """Record the leads among the requests that start."""
         for lead in [start.request for start in starts if start.request.choices]:
             if any(choice.follows for choice in lead.choices):
                 self._running.append(lead)
 
     def release_followers(self) -> None:
-        """Let the followers of leads that have their prompt queue up. Forget leads that have lost their row."""
+        """Queue the followers of leads whose prompts are computed. Forget leads that have lost their row."""
         running, self._running = self._running, []
         for lead in running:
             if lead.row == NO_ROW:
-                continue  # preempted: it is noted again when it resumes
+                continue  # preempted: it is recorded again when it resumes
             if self._table.num_computed_tokens[lead.row] >= lead.num_prompt_tokens - 1:
                 self._release(lead.choices)
             else:
                 self._running.append(lead)
 
     def finish(self, request: Request) -> None:
-        """Let all followers of a lead queue up that has its last token, and keep the prompt for them."""
+        """Queue the followers of a lead that has just produced its last token, and keep the prompt for them."""
         if any(choice.follows and not choice.is_finished for choice in request.choices):
             self._forks.keep(request)
             self._release(request.choices)
 
     def end(self, request: Request) -> None:
-        """Let another choice lead in place of one that has ended."""
+        """Choose another lead in place of one that has ended."""
         if not request.follows:
             following = [choice for choice in request.choices if choice.follows and not choice.is_finished]
             self._release(following[:1])

@@ -1,4 +1,4 @@
-"""Limit: the interface of a resource that waiting requests need to start and running ones may hold."""
+"""Limit: the interface of a resource that waiting requests need to start and running requests may hold."""
 
 from typing import Protocol
 
@@ -12,17 +12,17 @@ from core.scheduling.policies import Policy
 
 
 class Limit(Protocol):
-    """A resource that admission asks for before it preempts any row for a request.
+    """A resource that admission checks before it preempts any row for a request.
 
-    The request starts if no limit lacks anything. Rows, blocks and the token budget are no Limits: admission makes
-    room for them by preemption. A limit must not lack anything for a request while nothing runs, or the engine would
-    examine its queue for ever.
+    The request starts if no limit lacks anything. Rows, blocks and the token budget are not Limits, because admission
+    frees them by preemption. A limit must let a request start if nothing is running; otherwise the engine would examine
+    its queue forever.
     """
 
     def lacks(self, start: RequestStart, draft: Draft) -> Examined | None:
-        """Return what the request lacks to start in this step; None for nothing.
+        """Return what the request lacks to start in this step, or None.
 
-        A verdict above HOLDS_THE_REST lets requests behind it pass, `admission_lookahead` of them at most.
+        A verdict above HOLDS_THE_REST lets at most `admission_lookahead` of the requests behind it pass.
         """
         ...
 
@@ -31,12 +31,12 @@ class Limit(Protocol):
         ...
 
     def give_back(self, request: Request) -> None:
-        """Discount the request, which has lost its row: it has ended, was preempted, or its client is on hold."""
+        """Stop counting the request, because it has lost its row: it ended, was preempted, or its client is on hold."""
         ...
 
 
 class PartialPrefills:
-    """A limit of max_num_partial_prefills prompts that take further steps.
+    """A limit of max_num_partial_prefills prompts that need more steps.
 
     Running partial prompts are counted in the batch table. Those that must yield to a request do not count for it.
     """
@@ -45,11 +45,11 @@ class PartialPrefills:
         self._table = table
         self._policy = policy
         self._max = max_partial
-        self._draft: Draft | None = None  # the step that is being planned
+        self._draft: Draft | None = None  # the step being planned
         self._num_starting = 0  # partial prompts that start in that step
 
     def lacks(self, start: RequestStart, draft: Draft) -> Examined | None:
-        """Return PARTIAL_PREFILLS for a prompt that would be cut while the limit is reached."""
+        """Return PARTIAL_PREFILLS for a prompt that would be cut if the limit is reached."""
         if start.num_tokens == start.num_missing_tokens:
             return None
         starting = self._num_starting if self._draft is draft else 0

@@ -1,4 +1,4 @@
-"""OutputCollector: a step's messages for the clients, gathered as columns and split by client once."""
+"""OutputCollector: collects a step's messages for the clients as columns, and splits them by client once."""
 
 import struct
 from typing import NamedTuple, TypeAlias
@@ -30,7 +30,7 @@ class _Rows(NamedTuple):
     finish: UInt8s
     stop_tokens: Bools  # the row's last token was one of its stop_token_ids
     counts: Ints | None = None  # > 0
-    last: Int32s | None = None  # of rows without tokens: the request's last one, or -1
+    last: Int32s | None = None  # for rows without tokens: the request's last token, or -1
 
     def take(self, rows: Rows) -> "_Rows":
         if not len(self.tokens):
@@ -66,7 +66,8 @@ class _Packed:
         self.clients = rows.clients
         self.numbers = rows.numbers.astype("<u4", copy=False).tobytes()
         self.positions = rows.positions.astype("<u4").tobytes()
-        self.bounds: list[int] | None = None  # [R + 1] of each row's tokens; None: one each, or none at all
+        # [R + 1] bounds of each row's tokens; None: one token each, or none at all
+        self.bounds: list[int] | None = None
         if rows.counts is None:
             self.counts = (b"\1\0" if len(rows.tokens) else b"\0\0") * len(rows.clients)
         else:
@@ -76,7 +77,7 @@ class _Packed:
         self.choices = _choices(rows.choices)
         self.finish = rows.finish.tobytes() if np.count_nonzero(rows.finish) else b""
         stopped = rows.stop_tokens.nonzero()[0].tolist()
-        bounds = self.bounds  # a stop token is the row's last one
+        bounds = self.bounds  # a stop token is the row's last token
         ends = rows.tokens if rows.last is None else rows.last
         self.stopped = [(row, int(ends[row if bounds is None else bounds[row + 1] - 1])) for row in stopped]
 
@@ -88,7 +89,7 @@ class OutputCollector:
         self.events = RequestEventLog()
         self._epoch = epoch
         self._rows: list[_Rows] = []
-        self._ends: list[tuple[int, ...]] = []  # without a token: the columns of _Rows, and the last token
+        self._ends: list[tuple[int, ...]] = []  # ends without a token: the columns of _Rows, and the last token
         self._started: dict[int, list[int]] = {}  # number, cached tokens; number, ...
         self._drafts: dict[int, list[int]] = {}  # number, choice, verified and accepted drafts; number, ...
         self._logprobs: dict[int, Logprobs] = {}
@@ -106,19 +107,19 @@ class OutputCollector:
         stop_tokens: Bools,
         counts: Ints | None = None,
     ) -> None:
-        """Add one row per sampled token; all columns are [n]. counts: each row has so many tokens, all above 0."""
+        """Add one row per sampled token. All columns are [n]. counts: the number of tokens of each row, all above 0."""
         if len(clients):
             self._rows.append(_Rows(clients, numbers, choices, positions, tokens, finish, stop_tokens, counts))
 
     def add_finish(
         self, request: Request, num_output_tokens: int, reason: FinishReason, stop_token: int | None = None
     ) -> None:
-        """Add the end of a request that gets no token in this step. stop_token: its last one, where that ended it."""
+        """Add the end of a request that gets no token in this step. stop_token: its last token, if that ended it."""
         stop = -1 if stop_token is None else stop_token
         self._ends.append((request.client, request.number, request.choice, num_output_tokens, reason, stop))
 
     def add_logprobs(self, clients: Ints, numbers: Ints, choices: Ints, logprobs: LogprobColumns) -> None:
-        """Add logprobs. clients, numbers, choices [L]: those of each position."""
+        """Add logprobs. clients, numbers, choices [L]: of each position."""
         for client in np.unique(clients).tolist():
             mine = clients == client
             part = logprobs.where(mine)
@@ -134,7 +135,7 @@ class OutputCollector:
             self._logprobs[client] = _joined(self._logprobs[client], new) if client in self._logprobs else new
 
     def add_pooled(self, clients: Ints, numbers: Ints, choices: Ints, pooled: PooledColumns) -> None:
-        """Add the vectors of requests and their ends, once in a step. clients, numbers, choices [P]: of each."""
+        """Add the vectors and the ends of pooling requests, once per step. clients, numbers, choices [P]: of each."""
         for address in zip(clients.tolist(), numbers.tolist(), choices.tolist(), strict=True):
             self._ends.append((*address, 0, FinishReason.STOP, -1))
         bounds = np.concatenate([[0], (pooled.counts.astype(np.int64) * pooled.widths).cumsum()])
@@ -149,7 +150,7 @@ class OutputCollector:
             )
 
     def add_starts(self, starts: list[RequestStart], now_ns: int) -> None:
-        """Add starts. Call this before has_started of their requests is set."""
+        """Add starts. Call this before has_started of these requests is set."""
         self.events.add_starts(starts, now_ns)
         for start in starts:
             request = start.request
@@ -158,7 +159,7 @@ class OutputCollector:
                 started += (request.number, start.num_computed_tokens)
 
     def add_drafts(self, client: int, entry: tuple[int, int, int, int]) -> None:
-        """Add (number, choice, verified drafts, accepted drafts) of a row that ends in this step."""
+        """Add (number, choice, verified drafts, accepted drafts) for a row that ends in this step."""
         self._drafts.setdefault(client, []).extend(entry)
 
     def add_failed(self, client: int, number: int, code: ErrorCode, message: str) -> None:
@@ -180,7 +181,7 @@ class OutputCollector:
         return messages
 
     def _split(self, step: int, rows: _Rows) -> list[ClientOutput]:
-        """Return one message for each client, cut out of the encoded columns of all."""
+        """Return one message for each client, sliced out of the encoded columns of all clients."""
         clients = rows.clients
         if clients[0] == clients[-1] and np.count_nonzero(clients == clients[0]) == len(clients):
             return [(int(clients[0]), self._message(step, _Packed(rows), 0, len(clients)))]
@@ -234,8 +235,8 @@ def _rows_of_ends(ends: list[tuple[int, ...]]) -> _Rows:
 
 
 def _joined(one: Logprobs, other: Logprobs) -> Logprobs:
-    """Return the columns of both, one after the other."""
-    if one.choices or other.choices:  # without any, all are 0
+    """Concatenate the columns of two Logprobs."""
+    if one.choices or other.choices:  # without choices, all are 0
         one, other = [
             msgspec.structs.replace(p, choices=p.choices or b"\0" * (len(p.numbers) // 2)) for p in (one, other)
         ]
@@ -251,8 +252,7 @@ def _packed(values: list[int]) -> bytes:
     return struct.pack(f"<{len(values)}I", *values)
 
 
-# RequestEventLog: the events of single requests (queued, scheduled, preempted, resumed), until clients receive them.
-#
+# RequestEventLog: events of single requests (queued, scheduled, preempted, resumed), until clients receive them.
 # Steps without such events cost nothing.
 
 
@@ -261,16 +261,16 @@ _FORMATS = "IHBBIq"  # struct codes of an event's fields: number, choice, kind, 
 
 
 class RequestEventLog:
-    """The events that wait for their clients, with the times of the steps in which they happened.
+    """Events that are not yet sent to their clients, with the times of the steps in which they happened.
 
     QUEUED is reported only when the request starts, because clients cannot use it before.
     """
 
     def __init__(self) -> None:
-        self._events: dict[int, list[int]] = {}  # by client: the fields of one event after those of another
+        self._events: dict[int, list[int]] = {}  # by client: the fields of all events, concatenated
 
     def __bool__(self) -> bool:
-        """Return whether any event waits."""
+        """Return whether any event is pending."""
         return bool(self._events)
 
     @property
@@ -279,9 +279,9 @@ class RequestEventLog:
         return list(self._events)
 
     def add_starts(self, starts: list[RequestStart], now_ns: int) -> None:
-        """Record starts. Call this before has_started of their requests is set."""
+        """Record starts. Call this before has_started of these requests is set."""
         for start in starts:
-            request, num_found = start.request, start.num_computed_tokens  # by the prefix cache or on the host
+            request, num_found = start.request, start.num_computed_tokens  # found in the prefix cache or on the host
             fields, number, choice = self._events.setdefault(request.client, []), request.number, request.choice
             if not request.has_started:
                 fields += (number, choice, _QUEUED, 0, 0, request.arrival_ns)
@@ -303,7 +303,7 @@ class RequestEventLog:
         self._events.setdefault(request.client, []).extend(fields)
 
     def take(self, client: int) -> RequestEvents | None:
-        """Return this client's events since the last call; None for none."""
+        """Return this client's events since the last call, or None if there are none."""
         fields = self._events.pop(client, None)
         if fields is None:
             return None

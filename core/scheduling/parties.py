@@ -1,4 +1,4 @@
-"""Parties: the numbers of those who share the engine under policy fair: clients, and tenants that clients name."""
+"""Parties: the numbers of those that share the engine under policy fair: clients, and tenants that clients name."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from core.batch.request import Request
 from core.scheduling.policies import Policy
 
-#: Tenants without live requests whose share is remembered. One that is forgotten comes back as a new one, which stands
-#: beside the least served of those at work.
+#: Number of idle tenants whose share is remembered. A forgotten tenant comes back as a new one and starts level with
+#: the least served active party.
 MAX_IDLE = 1024
 
 
 class Parties:
     """Tenants by name: their numbers, which are negative, and how many live requests each has.
 
-    A client's own requests have the client's number, and cost nothing here. weights: shares by name.
+    A client's own requests use the client's number, and cost nothing here. weights: shares by name.
     """
 
     def __init__(self, policy: Policy, weights: Mapping[str, float]) -> None:
@@ -22,7 +22,7 @@ class Parties:
         self._weights = weights
         self._numbers: dict[str, int] = {}
         self._num_live: dict[str, int] = {}
-        self._idle: OrderedDict[str, None] = OrderedDict()  # the one idle for longest is first
+        self._idle: OrderedDict[str, None] = OrderedDict()  # ordered by idle time, longest first
         self._num_named = 0
 
     def enter(self, request: Request) -> None:
@@ -39,7 +39,7 @@ class Parties:
         request.party = number
 
     def rename(self, word: Callable[[str], str], weights: Mapping[str, float]) -> None:
-        """Give the tenants other names, under which they have these weights."""
+        """Rename the tenants, and set their weights under the new names."""
         self._weights = weights
         self._numbers = {word(name): number for name, number in self._numbers.items()}
         self._num_live = {word(name): count for name, count in self._num_live.items()}

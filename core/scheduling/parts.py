@@ -11,7 +11,10 @@ from ipc.options.resolved import ResolvedConfig
 
 
 class SchedulerParts(NamedTuple):
-    """The config, and the parts of one scheduler that several of its collaborators change. The scheduler makes them."""
+    """The config, and the parts of one scheduler that several of its collaborators change.
+
+    The scheduler creates them.
+    """
 
     config: ResolvedConfig
     batch: Batch

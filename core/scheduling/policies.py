@@ -1,7 +1,7 @@
-"""The scheduling policies: which request goes first, and which rows make room for which request.
+"""The scheduling policies: which request goes first, and which rows must yield to which request.
 
 A policy gives every request a rank (smaller goes first, ties by arrival) and a level (a waiting request may take slots,
-blocks and token budget from running ones of a larger level). All else is the same for all policies and is in
+blocks and token budget from running ones of a larger level). Everything else is the same for all policies and is in
 core/scheduling/admission.py and core/scheduling/preemption.py.
 """
 
@@ -21,7 +21,7 @@ _FARTHEST = 2**62  # ranks are int64; 146 years
 
 
 class Policy(Protocol):
-    """A scheduling policy. Rows are those of running requests."""
+    """A scheduling policy. `rows` are always rows of running requests."""
 
     @property
     def line(self) -> Line | FairLine:
@@ -31,19 +31,19 @@ class Policy(Protocol):
         """Set the new request's rank and level."""
 
     def end(self, request: Request) -> None:
-        """Note the end of a request, which is in no line and has no row."""
+        """Handle the end of a request, which is in no queue and has no row."""
 
     def forget(self, party: int) -> None:
-        """Forget a client, or a tenant, that is gone."""
+        """Forget a client or tenant that is gone."""
 
     def set_weight(self, party: int, weight: float) -> None:
-        """Set the weight of a client or a tenant, its share against others of weight 1."""
+        """Set the weight of a client or tenant: its share relative to others of weight 1."""
 
     def start(self, start: RequestStart) -> None:
-        """Note that a request starts."""
+        """Handle the start of a request."""
 
     def serve(self, rows: Rows, counts: Ints) -> None:
-        """Note that these rows get counts [n] tokens in this step, which num_computed_tokens does not include yet.
+        """Record that these rows get counts [n] tokens in this step, which num_computed_tokens does not include yet.
 
         Rows of requests that start in this step are left out.
         """
@@ -52,13 +52,13 @@ class Policy(Protocol):
         """Return the rows in the order in which they are served."""
 
     def must_yield(self, request: Request, rows: Rows) -> Bools:
-        """Return which of the rows make room for this waiting request, bool [n].
+        """Return which of the rows must yield to this waiting request, bool [n].
 
-        rows: all that run. Those of a party are in the order of rank and arrival.
+        rows: all that are running. Those of one party are in the order of rank and arrival.
         """
 
     def victim_keys(self, rows: Rows) -> tuple[Ints, ...]:
-        """Return columns [n], the most significant first: the row with the largest values is the first victim."""
+        """Return columns [n], most significant first. The row with the largest values is the first victim."""
 
 
 class Fcfs:
@@ -88,7 +88,7 @@ class Fcfs:
         """Do nothing: served tokens do not matter."""
 
     def in_order(self, rows: Ints) -> Ints:
-        """Return rows, which are in this order already: ranks do not change while a request runs."""
+        """Return the rows unchanged. They are in this order already: ranks do not change while a request runs."""
         return rows
 
     def must_yield(self, request: Request, rows: Rows) -> Bools:
@@ -101,9 +101,9 @@ class Fcfs:
 
 
 class Priority(Fcfs):
-    """Smaller priority first, then arrival.
+    """Smaller priority first, then earlier arrival.
 
-    With aging, a request goes before one that is n priorities more urgent when it arrived more than n * aging_seconds
+    With aging, a request goes before one that is n priorities more urgent if it arrived more than n * aging_seconds
     earlier. It still takes room only from less urgent requests.
     """
 
@@ -118,7 +118,7 @@ class Priority(Fcfs):
         request.rank = max(-_FARTHEST, min(rank, _FARTHEST))
 
     def must_yield(self, request: Request, rows: Rows) -> Bools:
-        """Return which rows are less urgent and also later in the line."""
+        """Return which rows are less urgent and also later in the queue."""
         table = self._table
         rank, level = table.rank[rows], table.level[rows]
         later = (rank > request.rank) | ((rank == request.rank) & (table.serial[rows] > request.serial))
@@ -133,13 +133,13 @@ class Priority(Fcfs):
 class Fair:
     """A weighted share of tokens for every party, plus what others leave. Within a party: priority, then arrival.
 
-    A party is a client, or a tenant whom clients name in their requests.
+    A party is a client, or a tenant that clients name in their requests.
 
     A waiting request takes room from a party that is more than `quantum` tokens ahead of its own, and borrowed rows
-    (core/scheduling/policies.py) from one that has a later place in the line. Within its own party, it takes room
-    from less urgent requests. So whoever gives room is behind it in the line, and cannot take the room again while its
-    blocks are fenced. Tokens computed again after a preemption are not counted. Else two clients with long prompts
-    would take each other's room for ever, each ahead again before it has one new token.
+    (core/scheduling/policies.py) from one that has a later place in the queue. Within its own party, it takes room from
+    less urgent requests. So a request that yields is behind it in the queue, and cannot take the room back while its
+    blocks are fenced. Tokens recomputed after a preemption are not counted. Otherwise two clients with long prompts
+    would take each other's room forever, because each would be ahead again before it has one new token.
     """
 
     def __init__(self, table: BatchTable, quantum: int, max_num_seqs: int) -> None:
@@ -150,7 +150,7 @@ class Fair:
         self.line: FairLine = FairLine(self._times)
 
     def arrive(self, request: Request) -> None:
-        """Count the request as its client's; set rank and level to the priority."""
+        """Count the request for its client; set rank and level to the priority."""
         self._times.enter(request.party)
         request.rank = request.level = request.priority
 
@@ -184,7 +184,7 @@ class Fair:
         return rows[order]
 
     def must_yield(self, request: Request, rows: Rows) -> Bools:
-        """Return which rows are less urgent ones of the same party, or borrowed, or of a party too far ahead."""
+        """Return which rows are less urgent rows of the same party, borrowed, or of a party too far ahead."""
         parties = self._table.party[rows]
         own = parties == request.party
         less_urgent: Bools = self._table.level[rows] > request.level
@@ -198,7 +198,7 @@ class Fair:
         return np.where(own, less_urgent, yields)
 
     def victim_keys(self, rows: Rows) -> tuple[Ints, ...]:
-        """Return virtual time, client and level: the least urgent row of the client furthest ahead goes first."""
+        """Return virtual time, client, level: the least urgent row of the client furthest ahead is the first victim."""
         return self._at(rows), self._table.party[rows], self._table.level[rows]
 
     def _at(self, rows: Rows) -> Ints:
@@ -216,15 +216,15 @@ def build_policy(config: ResolvedConfig, table: BatchTable) -> Policy:
             return Fair(table, config.fair_quantum, config.max_num_seqs)
 
 
-# RowShares: how many rows of the batch are due to each party, and which running rows are borrowed.
+# RowShares: how many rows of the batch each party is entitled to, and which running rows are borrowed.
 
 
 class RowShares:
     """The rows [max_num_seqs] of the batch, divided among the parties with live requests by their weights.
 
-    At least one row is due to each. A party may take more while nobody asks for them: these are borrowed. Only a party
-    with fewer rows than are due to it may ask, so a row that is taken is never taken back by the same rule, and the
-    rule preempts at most one row for each start.
+    Each party is entitled to at least one row. It may borrow unused rows. Only a party with fewer rows than its
+    entitlement may take one from another. So a row that is taken is never taken back by the same rule, and the rule
+    preempts at most one row for each start.
     """
 
     def __init__(self, times: VirtualTime, max_num_seqs: int) -> None:
@@ -232,17 +232,17 @@ class RowShares:
         self._max_num_seqs = max_num_seqs
 
     def of(self, party: int) -> int:
-        """Return the number of rows that are due to one party."""
+        """Return the number of rows that one party is entitled to."""
         return int(self._due(np.array([party]))[0])
 
     def borrowed(self, parties: Ints) -> Bools:
-        """Return which rows are beyond the share of their party, bool [n]: the last ones of each.
+        """Return which rows exceed the share of their party, bool [n]. They are the last ones of each party.
 
-        parties: of all running rows [n]; a party's own rows are in the order in which it is served.
+        parties: of all running rows [n]. The rows of one party are in the order in which they are served.
         """
         order = parties.argsort(kind="stable")
         together = parties[order]
-        place = np.empty(len(parties), np.int64)  # of each row among those of its party
+        place = np.empty(len(parties), np.int64)  # place of each row among those of its party
         place[order] = np.arange(len(parties)) - together.searchsorted(together)
         is_borrowed: Bools = place >= self._due(parties)
         return is_borrowed

@@ -1,4 +1,4 @@
-"""Preemption: which rows lose their place, and how they resume: computed again, or copied to the host and back."""
+"""Preemption: which rows are preempted, and how they resume: recomputed, or copied to the host and back."""
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from ipc.tables.arrays import Ints, Rows
 class Preemption:
     """Preemption of running rows, and the host's copies of their blocks.
 
-    Costs are measured when the engine starts and frozen in its config, so that a log replays equal.
+    Costs are measured when the engine starts and fixed in its config, so that a log replays to the same decisions.
     """
 
     def __init__(self, parts: SchedulerParts) -> None:
@@ -22,12 +22,12 @@ class Preemption:
         self._batch, self._waiting, self._policy, self._stats = parts.batch, parts.waiting, parts.policy, parts.stats
         self._mode = config.preemption_mode
         self._recompute_ns = config.recompute_ns_per_token
-        self._swap_ns = 2 * config.swap_ns_per_block  # out and back
+        self._swap_ns = 2 * config.swap_ns_per_block  # to the host and back
         self.swap_space = SwapSpace(0 if self._mode == "recompute" else config.num_swap_blocks)
         self.num_swapped = 0  # requests that wait with a copy on the host
 
     def victims_first(self, candidates: Ints) -> Ints:
-        """Sort rows, given in the order in which they are served: best victim first.
+        """Sort rows, given in the order in which they are served, with the best victim first.
 
         Keys: least valuable to the policy, then cheapest to restore, then served last.
         """
@@ -39,9 +39,10 @@ class Preemption:
         return candidates[order]
 
     def preempt(self, draft: Draft, row: int, cause: Cause) -> None:
-        """Preempt the row: its request waits again, in its old place.
+        """Preempt the row: its request waits again, in its former place in the queue.
 
-        A token that a step in flight samples for it is dropped and sampled again: same ids, same position, same token.
+        A token that a step in flight samples for it is dropped and sampled again: same ids and position, so the same
+        token.
         """
         computed = int(self._batch.table.num_computed_tokens[row])
         self.undo_recompute_count(row)
@@ -58,7 +59,7 @@ class Preemption:
         self._stats.num_swapped_out_blocks += num_swapped
 
     def lose_all(self, requests: list[Request]) -> None:
-        """Let all running rows wait, because the executor is lost with all blocks, and with the host's copies of them.
+        """Make all running rows wait, because the executor was lost with all blocks and the host's copies of them.
 
         requests: all live ones.
         """
@@ -72,22 +73,22 @@ class Preemption:
         self._batch.pool.forget()
 
     def undo_recompute_count(self, row: int) -> None:
-        """Take back the tokens that were counted as recomputed at the row's start and that it has not reached."""
+        """Uncount tokens that were counted as recomputed when the row started but that it has not reached."""
         table = self._batch.table
         missing = int(table.num_computed_before[row]) - int(table.num_computed_tokens[row])
         self._stats.num_recomputed_tokens -= max(0, missing)
 
     def end(self, request: Request) -> None:
-        """Give back the host's copy of a waiting request that has ended or is on hold."""
+        """Release the host's copy of a waiting request that has ended or is on hold."""
         if request.swapped is None:
             return
-        self._batch.carried.out.drop(request.swapped.slots)  # when the copy has not reached a plan yet
+        self._batch.carried.out.drop(request.swapped.slots)  # if the copy is not in a plan yet
         self.swap_space.give_back(request.swapped.slots)
         request.swapped = None
         self.num_swapped -= 1
 
     def swap_in(self, start: RequestStart) -> None:
-        """Copy the blocks of a starting request back from the host, except those that the prefix cache has."""
+        """Copy a starting request's blocks back from the host, except those that the prefix cache has."""
         request = start.request
         if request.swapped is None:
             return
@@ -102,18 +103,18 @@ class Preemption:
         self.num_swapped -= 1
 
     def _swap_out(self, row: int) -> Swapped | None:
-        """Copy the row's computed blocks to the host, or return None: the mode, the costs or the room forbid it.
+        """Copy the row's computed blocks to the host. Return None if the mode, the costs or lack of room forbid it.
 
-        The last token is left out: the resumed request computes it, to sample the next one.
+        The last token is left out: the resumed request computes it in order to sample the next one.
         """
         table, request = self._batch.table, self._batch.table.request[row]
-        assert request is not None, f"row {row} is preempted and free"
+        assert request is not None, f"row {row} is to be preempted but is free"
         if request.is_whole:
             return None  # the hidden states of its first tokens are not copied
         params = request.sampling
         has_output = table.num_tokens[row] > table.num_prompt_tokens[row]
         if params is not None and params.prompt_logprobs is not None and not has_output:
-            return None  # prompt logprobs of a step in flight would be lost; computed again, they are reported
+            return None  # prompt logprobs of a step in flight would be lost; if recomputed, they are reported
         if request.searches:
             return None  # beams share blocks, and copies on the host would not
         kept = int(min(table.num_computed_tokens[row], table.num_tokens[row] - 1))

@@ -1,4 +1,4 @@
-"""RunningRows: the next tokens of running rows, and the blocks for them."""
+"""RunningRows: gives running rows their next tokens and the blocks for them."""
 
 import numpy as np
 
@@ -10,15 +10,15 @@ from ipc.options.workers import most_in_flight
 from ipc.tables.arrays import Ints, Rows
 from ipc.tables.rounding import ceil_div
 
-_NO_BUDGET = 2**62  # tokens: more than rows can want
+_NO_BUDGET = 2**62  # more tokens than rows can want
 
 
 class RunningRows:
-    """Service of running rows, in the policy's order.
+    """Serves running rows, in the policy's order.
 
-    A row that lacks blocks takes them from rows served after it, by preemption. Where none of these may be preempted,
-    the row and those after it keep their blocks and get tokens only as far as these reach. So the row waits, and the
-    budget goes to rows whose end will give it blocks.
+    A row that lacks blocks takes them from rows served after it, by preemption. If none of these may be preempted, the
+    row and those after it keep their blocks and get only as many tokens as these blocks can hold. So the row waits, and
+    the budget goes to rows that will free blocks when they end.
     """
 
     def __init__(self, parts: SchedulerParts, preemption: Preemption) -> None:
@@ -27,11 +27,11 @@ class RunningRows:
         self._long_prefill = parts.config.long_prefill_token_threshold
 
     def fill(self, draft: Draft) -> None:
-        """Give every running row its tokens, out of the draft's budget, and allocate the blocks for them."""
+        """Give every running row its tokens out of the draft's budget, and allocate the blocks for them."""
         batch, pool = self._batch, self._batch.pool
         rows = batch.rows
         counts, num_tokens, needs, num_needed = self._demand(rows, draft.budget)
-        if num_needed > pool.num_free or num_tokens == draft.budget:  # the order matters only when something is short
+        if num_needed > pool.num_free or num_tokens == draft.budget:  # the order matters only if something is short
             rows = self._policy.in_order(rows)
             counts, num_tokens, needs, num_needed = self._demand(rows, draft.budget)
         while num_needed > pool.num_free + pool.num_fenced:
@@ -41,7 +41,7 @@ class RunningRows:
             self._preemption.preempt(draft, victim, Cause.OLDER)
             rows = rows[rows != victim]
             counts, num_tokens, needs, num_needed = self._demand(rows, draft.budget)
-        if num_needed > pool.num_free:  # more blocks come free when fences lift or rows end
+        if num_needed > pool.num_free:  # more blocks are freed when fences lift or rows end
             wanted = counts
             counts, num_tokens, needs, num_needed = self._demand(rows, draft.budget, self._first_short(needs))
             draft.num_skipped += int(np.count_nonzero((wanted > 0) & (counts == 0)))
@@ -56,9 +56,9 @@ class RunningRows:
         return int(np.count_nonzero(self._demand(self._batch.rows, _NO_BUDGET)[0]))
 
     def _demand(self, rows: Rows, budget: int, num_growing: int | None = None) -> tuple[Ints, int, Ints, int]:
-        """Return the tokens of each row [n], cut at the budget, and their sum; the blocks it lacks [n], and their sum.
+        """Return each row's tokens [n], cut at the budget, and their sum; the blocks it lacks [n], and their sum.
 
-        num_growing: only the first num_growing rows may lack blocks. None: all rows may.
+        num_growing: only the first num_growing rows may lack blocks; None means all rows.
         """
         table = self._batch.table
         placeholders = table.num_placeholders[rows]
@@ -79,7 +79,7 @@ class RunningRows:
         return wanted, num_wanted, needs, int(needs.sum())
 
     def _leave_out(self, rows: Rows, wanted: Ints, placeholders: Ints) -> None:
-        """Set to 0 the tokens `wanted` [n] of the rows that this step leaves out."""
+        """Set to 0 the tokens `wanted` [n] of rows that this step leaves out."""
         # A row whose last token is being sampled by a step in flight has nothing left to compute.
         table = self._batch.table
         wanted[(table.num_tokens[rows] + placeholders >= table.max_total_tokens[rows]) & (placeholders > 0)] = 0
@@ -89,10 +89,10 @@ class RunningRows:
         return int(np.argmax(np.cumsum(needs) > self._batch.pool.num_free))
 
     def _victim(self, rows: Rows, needs: Ints) -> int | None:
-        """Choose the row to preempt for the first row that lacks blocks; None where there is none.
+        """Choose the row to preempt for the first row that lacks blocks; None if there is none.
 
         Candidates are the rows served after it. A row of the same level that holds all the blocks it can ever need is
-        spared: it is sure to end and give them back.
+        spared: it will finish and free them.
         """
         table = self._batch.table
         short = self._first_short(needs)
@@ -104,15 +104,15 @@ class RunningRows:
         return int(self._preemption.victims_first(candidates)[0])
 
 
-# RowsInTurn: the service of running rows where several steps are in flight and each has rows of its own.
+# RowsInTurn: serves running rows if several steps are in flight, each with different rows.
 
 
 class RowsInTurn(RunningRows):
-    """Service of running rows by the stages of a pipeline.
+    """Serves running rows in the stages of a pipeline.
 
     The first stage needs a row's last token, which the last stage samples. So a row gets nothing while a step in flight
-    samples its next token, and each step takes its share of the rows that decode, so that the other steps have some.
-    The chunks of a prompt need no token; they follow one another at once.
+    samples its next token, and each step takes only its share of the decoding rows, so that the other steps have some
+    too. The chunks of a prompt need no sampled token, so they follow one another without a gap.
     """
 
     def __init__(self, parts: SchedulerParts, preemption: Preemption) -> None:
@@ -121,11 +121,11 @@ class RowsInTurn(RunningRows):
 
     def _leave_out(self, rows: Rows, wanted: Ints, placeholders: Ints) -> None:
         wanted[placeholders > 0] = 0
-        decoding = np.flatnonzero(wanted == 1)  # and not held for want of blocks: else nobody might have a turn
+        decoding = np.flatnonzero(wanted == 1)  # and not held up by lack of blocks: otherwise no row might get a turn
         wanted[decoding[ceil_div(len(rows), self._num_steps) :]] = 0
 
 
 def running_rows(parts: SchedulerParts, preemption: Preemption) -> RunningRows:
-    """Return the service of running rows that this config needs."""
+    """Return the RunningRows or RowsInTurn that this config needs."""
     kind = RunningRows if parts.config.pipeline_parallel_size == 1 else RowsInTurn
     return kind(parts, preemption)

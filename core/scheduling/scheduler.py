@@ -3,7 +3,7 @@
 There is no prefill phase and no decode phase. A request has num_tokens (prompt, output, and the tokens that steps in
 flight will sample) and num_computed_tokens. Each step gives it the difference, out of a token budget. Chunked prefill,
 prefix hits, resumption after preemption and plain decode are this one subtraction, done for all running rows as
-columns. Python touches a single request only on an event: it arrives, starts, is preempted or ends.
+columns. Python code touches a single request only on an event: it arrives, starts, is preempted or ends.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,7 +40,7 @@ from ipc.wire.messages import ErrorCode, FinishReason, PauseMode
 
 
 class Scheduler:
-    """The pure scheduler: no tensors, no sockets, no clock (now_ns is a parameter), no randomness, no order of sets.
+    """The pure scheduler: no tensors, no sockets, no clock (now_ns is a parameter), no randomness, no set order.
 
     `schedule` may be called again before the last plan's result is known. `update_from_output` takes the results in
     step order. Invariants, checked by check_integrity(): every request is in one place; rows are in the policy's
@@ -75,17 +75,17 @@ class Scheduler:
             eos_token_ids=eos_token_ids,
             num_watermark_blocks=self.admission.num_watermark_blocks,
         )
-        self._group_rows: GroupRows | None = None  # from the first beam search on
+        self._group_rows: GroupRows | None = None  # created by the first beam search
         self._wholes = WholeFeatures(self.batch, self.admission.add_limit, self.cuts)
-        self.has_executor, self._step = True, 0  # has_executor: it can take plans
-        self.decision: Decision | None = None  # of the last step
+        self.has_executor, self._step = True, 0  # has_executor: whether it can take plans
+        self.decision: Decision | None = None  # the last step's
 
     # --- requests ------------------------------------------------------------------------------------------------
 
     def add_request(self, choices: list[Request], now_ns: int, deadline_ns: int = 0) -> None:
         """Queue the choices of one validated message. They share their blocks as far as the prefix cache has them.
 
-        The client gets ALREADY_EXISTS for a number that is live in its session, INVALID_ARGUMENT for a request that
+        The client gets ALREADY_EXISTS for a number that is live in its session, and INVALID_ARGUMENT for a request that
         could never run.
         """
         client, number = choices[0].client, choices[0].number
@@ -118,7 +118,7 @@ class Scheduler:
             if request.tenant:
                 self._parties.enter(request)
             self._requests.add(request, deadline_ns)
-            if not self.waiting.is_held(client):  # else it arrives with the client's others when the hold ends
+            if not self.waiting.is_held(client):  # otherwise it arrives with the client's others when the hold ends
                 self.policy.arrive(request)
             self.batch.prefix_cache.prepare(request)
             self.waiting.push(request)
@@ -134,23 +134,23 @@ class Scheduler:
         for index, number in enumerate(numbers):
             for request in self._requests.get(client, number):
                 if choices is None or request.choice in choices[index : index + 1]:
-                    # What its client was told; a beam search tells its tokens at its end.
+                    # The number of tokens that the client has received. A beam search reports its tokens at its end.
                     num_output_tokens = 0 if request.searches else self.table.num_output_tokens(request)
                     self._ends.take_out(request)
-                    if request.choice < request.params.n:  # else a beam beyond the answers
+                    if request.choice < request.params.n:  # otherwise it is a beam beyond the answers
                         self.outputs.add_finish(request, num_output_tokens, FinishReason.ABORT)
 
     def finish_client(self, client: int) -> None:
-        """End all requests of a client that is gone, and report nothing."""
+        """End all requests of a client that is gone, without reporting anything."""
         for request in self._requests.of_client(client):
             self._ends.take_out(request)
         self.waiting.release(client)
         self.policy.forget(client)
 
     def hold_client(self, client: int, now_ns: int = 0) -> None:
-        """Let all requests of a client that does not read wait, and free their rows and blocks.
+        """Make all requests of a client that does not read wait, and free their rows and blocks.
 
-        The prefix cache keeps the blocks findable until they are allocated again.
+        The prefix cache can still find the blocks until they are allocated again.
         """
         requests = self._requests.of_client(client)
         for row in [request.row for request in requests if request.row != NO_ROW]:
@@ -165,7 +165,7 @@ class Scheduler:
         self.waiting.hold(client, requests)
 
     def release_client(self, client: int, serial: int, now_ns: int = 0) -> int:
-        """End a client's hold and return the number of its requests, which queue up as if they arrived now.
+        """End a client's hold and return the number of its requests. They are queued as if they arrived now.
 
         Their serials are `serial`, `serial` + 1, ...
         """
@@ -186,11 +186,11 @@ class Scheduler:
         return self._requests.all()
 
     def rename_tenants(self, word: Callable[[str], str], weights: Mapping[str, float]) -> None:
-        """Give the tenants other names, under which they have these weights."""
+        """Rename the tenants, and set their weights under the new names."""
         self._parties.rename(word, weights)
 
     def find(self, client: int, number: int) -> list[Request]:
-        """Return the live choices of a request; empty when there are none."""
+        """Return the live choices of a request; empty if there are none."""
         return self._requests.get(client, number)
 
     def get_request_counts(self) -> tuple[int, int]:
@@ -199,7 +199,7 @@ class Scheduler:
 
     @property
     def pause_mode(self) -> PauseMode | None:
-        """Return the mode of the current pause; None: there is no pause."""
+        """Return the mode of the current pause, or None."""
         mode = PauseMode.NEW if self._token_budget else PauseMode.ALL
         return mode if self.waiting.is_shut else None
 
@@ -215,7 +215,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Return whether a step can change anything; if not, only a message or a deadline changes that."""
+        """Return whether a step can change anything. If not, only a message or a deadline can change that."""
         has_requests = len(self.batch) > 0 or self.waiting.num_ready > 0
         return has_requests and self._token_budget > 0 and self.has_executor
 
@@ -237,12 +237,12 @@ class Scheduler:
         self.pool.forget()
 
     def lose_executor(self) -> None:
-        """Let all requests wait, and run nothing until has_executor is set: rows, blocks and copies are lost."""
+        """Make all requests wait, and run nothing until has_executor is set: rows, blocks and copies are lost."""
         self.preemption.lose_all(self._requests.all())
         self.has_executor = False
 
     def take_outputs(self) -> list[ClientOutput]:
-        """Return the messages that need no step's result: refusals and aborts."""
+        """Return the messages that do not depend on a step's result: refusals and aborts."""
         return self.outputs.drain(self._step)
 
     # --- a step --------------------------------------------------------------------------------------------------
@@ -265,12 +265,12 @@ class Scheduler:
         return self._commit(draft)
 
     def _running_first(self, draft: Draft) -> None:
-        """Fill a step with chunked prefill: starting prompts share it with the running rows, which go first."""
+        """Fill a step with chunked prefill. Running rows go first; starting prompts get the rest of the step."""
         self._running_rows.fill(draft)
         self.admission.fill(draft, self.max_num_seqs)
 
     def _prompts_first(self, draft: Draft) -> None:
-        """Fill a step without chunked prefill: either start requests, with whole prompts, or serve running rows."""
+        """Fill a step without chunked prefill: either start requests with whole prompts, or serve running rows."""
         self.admission.fill(draft, self.max_num_seqs)
         if draft.starts:
             draft.num_skipped += self._running_rows.num_wanting()
@@ -280,13 +280,13 @@ class Scheduler:
     def update_from_output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[ClientOutput]:
         """Append the sampled tokens, end finished requests, and return the messages for the clients.
 
-        Where a row has several tokens, those after its end are dropped with their log probabilities.
+        If a row has several tokens, those after its end are dropped together with their log probabilities.
         """
         table, counts = self.table, None
         step, rows, tenancies = self.batch.in_flight.popleft()
         assert step == plan.step == output.step, f"step {step} is due, got plan {plan.step} and output {output.step}"
         self.pool.lift_fences(step)
-        live = table.tenancy[rows] == tenancies  # the others were aborted or preempted after the plan
+        live = table.tenancy[rows] == tenancies  # the others were aborted or preempted after the plan was made
         tokens = output.token_ids
         if output.pooled is not None:
             self._ends.finish_pooled(rows, live, output, output.pooled)
@@ -321,16 +321,16 @@ class Scheduler:
         return self.outputs.drain(step)
 
     def update_draft_token_ids(self, rows: Rows, tenancies: Ints, counts: AnyInts, token_ids: TokenIds) -> None:
-        """Take counts[i] guesses of the next tokens of rows[i], row after row, for the next plan of the row.
+        """Take counts[i] guessed next tokens of rows[i], row after row, for the row's next plan.
 
-        Rows that have another tenancy now are ignored. A wrong guess changes no token.
+        Rows that now have another tenancy are ignored. A wrong guess changes no token.
         """
         self.speculation.offer(rows, tenancies, counts.astype(np.int64), token_ids)
 
     def _take_runs(
         self, rows: Ints, tenancies: Ints, output: ModelRunnerOutput, counts: Int32s
     ) -> tuple[Ints, TokenIds, Ints, UInt8s, Bools]:
-        """Append up to each row's end the tokens of a step in which rows have several or none.
+        """Append each row's tokens up to its end, for a step in which rows have several tokens or none.
 
         Returns the rows with tokens, their tokens and counts, finish and by_stop_token.
         """
@@ -344,7 +344,7 @@ class Scheduler:
         sampled = live & (counts > 0)
         taken, kept = rows[sampled], counts[sampled].astype(np.int64)
         kept, tokens, finish, by_stop_token = self.batch.stop_check.cut(taken, tokens[sampled.repeat(counts)], kept)
-        assert not np.count_nonzero(tokens < 0), f"negative tokens stand alone: {tokens}"
+        assert not np.count_nonzero(tokens < 0), f"a negative token must be its row's only one: {tokens}"
         table.append_tokens(taken, tokens, kept)
         if output.logprobs is not None:
             owners = output.logprobs.rows

@@ -1,8 +1,8 @@
-"""Speculation: which drafts a step verifies, and what became of them.
+"""Speculation: which drafts a step verifies, and how many of them were right.
 
-Drafts are leftovers. They get what no known token wants in the step: of the token budget, and of blocks, of which they
-leave the watermark, those promised to rows, and one for each row. While requests wait, drafts get no new blocks. So
-they preempt nobody and delay nobody's start.
+Drafts only use what is left over. They get the token budget that no known token wants in the step, and free blocks
+beyond the watermark, those promised to rows, and one for each row. While requests wait, drafts get no new blocks. So
+drafts never preempt a row or delay a request's start.
 """
 
 import numpy as np
@@ -21,24 +21,22 @@ from ipc.options.workers import overlaps
 from ipc.tables.arrays import Bools, Doubles, Int32s, Ints, Rows
 from ipc.tables.columns import Columns, column
 
-#: A row's counts are halved when it has tried so many drafts, so that what it did last counts most.
+#: A row's counts are halved when it has tried this many drafts, so that recent results count most.
 _ROW_MEMORY = 32
-#: The same of a kind of drafts, over all rows.
+#: The same for a kind of drafts, over all rows.
 _KIND_MEMORY = 1024
-#: Drafts of each kind that count as right, of three, before any is tried.
+#: How many of the three drafts that each kind starts with count as right, before any is tried.
 _FIRST_RIGHT = np.where(np.arange(NUM_KINDS) == OFFERED, 2, 1)
-#: A row's own record weighs as much as its kind's when it has tried so many drafts.
+#: A row's own record has the same weight as its kind's once it has tried this many drafts.
 _PRIOR_WEIGHT = 4
 
 
 class Speculation(Columns):
-    """The drafts of running rows, from sources that are asked in turn: a row's drafts are those of the first that has
-    any.
-    """
+    """The drafts of running rows. Sources are asked in turn; a row gets the drafts of the first one that has any."""
 
     _tenancy: Ints = column(FREE_ROW)  # of the row's record
     _kind: Ints = column()  # of the drafts in flight
-    _num_tried: Ints = column()  # drafts up to the first wrong one, included
+    _num_tried: Ints = column()  # drafts up to and including the first wrong one
     _num_right: Ints = column()
 
     def __init__(self, parts: SchedulerParts, num_watermark_blocks: int) -> None:
@@ -51,7 +49,8 @@ class Speculation(Columns):
         self.most_in_step = config.max_num_seqs * MAX_DRAFTS
         self._rule = DraftRule()
         if settings is not None:
-            loses_turn = overlaps(config) and config.pipeline_parallel_size == 1  # else each row waits for its turn
+            # otherwise each row waits for its turn anyway
+            loses_turn = overlaps(config) and config.pipeline_parallel_size == 1
             self._rule = DraftRule(settings.step_ns, settings.draft_ns, settings.alone_ns, loses_turn=loses_turn)
         self._first_right = np.full(NUM_KINDS, 2) if self._rule.weighs_pairs else _FIRST_RIGHT.copy()
         self._kinds_tried = np.zeros(NUM_KINDS, np.int64)
@@ -75,7 +74,7 @@ class Speculation(Columns):
         if not len(rows):
             return
         if self._rule.weighs_pairs and np.count_nonzero(self._batch.table.num_in_draft[draft.rows]):
-            return  # else the rows would part into two groups, each of which waits while the other runs
+            return  # otherwise the rows would split into two groups, each waiting while the other runs
         room = np.minimum(self._batch.table.max_total_tokens[rows] - 1 - ends, self._most)
         found = self._propose(rows, room)
         if not np.count_nonzero(found.counts):
@@ -92,16 +91,16 @@ class Speculation(Columns):
         draft.budget -= int(counts.sum())
 
     def begin(self, guessed: DraftTokens) -> None:
-        """Count the drafts of a step that runs now."""
+        """Count the drafts of a step that starts now."""
         table, rows = self._batch.table, guessed.rows
         table.num_in_draft[rows] = guessed.counts
         table.num_placeholders[rows] -= 1
 
     def end(self, plan: SchedulerOutput, rows: Ints, live: Bools, yielded: Int32s) -> None:
-        """Learn how many tokens each of the plan's rows has yielded, before they are appended.
+        """Record how many tokens each of the plan's rows yielded, before they are appended.
 
-        rows, live, yielded [R]; rows that are not live belong to other requests now. Drafts of a row without a token
-        were in flight when the row got several: nothing was verified.
+        rows, live, yielded [R]; rows that are not live now belong to other requests. Drafts of a row without a token
+        were in flight when the row got several, so nothing was verified.
         """
         if not len(plan.num_draft_tokens):
             return
@@ -119,7 +118,7 @@ class Speculation(Columns):
         self._remember(rows, np.minimum(right + 1, counts), right)
 
     def report(self, rows: Rows, outputs: OutputCollector) -> None:
-        """Report what became of the drafts of rows that end; their tokens are known to the sources of drafts now."""
+        """Report the drafts of rows that end. By now the sources of drafts know their tokens."""
         for source in self.proposers:
             source.end(rows)
         if not self._stats.num_drafts:
@@ -134,7 +133,7 @@ class Speculation(Columns):
     # --- which rows ----------------------------------------------------------------------------------------------
 
     def _eligible(self, draft: Draft) -> tuple[Ints, Ints]:
-        """Return the rows that decode, and how many known tokens of each are computed after this step."""
+        """Return the rows that decode, and how many known tokens each will have computed after this step."""
         table, rows = self._batch.table, draft.rows
         ends = table.num_computed_tokens[rows] + draft.counts
         known = table.num_tokens[rows] + table.num_placeholders[rows]
@@ -142,7 +141,7 @@ class Speculation(Columns):
         return rows[takes], ends[takes]
 
     def _propose(self, rows: Ints, room: Ints) -> Proposals:
-        """Return at most room[i] drafts of each row. They follow the tokens that steps in flight sample."""
+        """Return at most room[i] drafts for each row. They follow the tokens that steps in flight sample."""
         shift = self._batch.table.num_placeholders[rows]
         most = self._most + int(shift.max())
         first, *others = (self.offered, *self.proposers) if self.offered.is_used else self.proposers
@@ -157,13 +156,13 @@ class Speculation(Columns):
         if np.count_nonzero(shift):
             places = np.minimum(np.arange(most) + shift[:, None], most - 1)
             token_ids = np.take_along_axis(token_ids, places, 1)
-        is_feature = token_ids < 0  # copied from the prompt, and no token
+        is_feature = token_ids < 0  # copied from the prompt; not a token
         if is_feature.any():
             counts = np.minimum(counts, np.where(is_feature.any(1), is_feature.argmax(1), most) + shift)
         return Proposals(np.minimum(np.maximum(counts - shift, 0), np.maximum(room, 0)), token_ids, kinds)
 
     def _give_blocks(self, draft: Draft, rows: Ints, ends: Ints, counts: Ints) -> Ints:
-        """Allocate the blocks of counts [n] drafts; return the counts, cut where blocks are short."""
+        """Allocate the blocks for counts [n] drafts. Return the counts, reduced where blocks are short."""
         batch, pool = self._batch, self._batch.pool
         needs = batch.lacking(rows, ends + counts)
         spare = 0
@@ -184,14 +183,14 @@ class Speculation(Columns):
     def _kind_chances(self) -> Doubles:
         """Return how often a draft of each kind is right, float64 [NUM_KINDS].
 
-        A new kind begins at a third; offered drafts, which an executor took trouble to find, at two thirds. So do all
-        where a row loses a turn by its drafts: at a third they would never be tried.
+        A new kind starts at a third. Offered drafts, which an executor spent time on, start at two thirds. So do all
+        kinds if a row loses a turn by its drafts: at a third they would never be tried.
         """
         chances: Doubles = (self._kinds_right + self._first_right) / (self._kinds_tried + 3)
         return chances
 
     def _chances(self, rows: Rows, kinds: Ints) -> Doubles:
-        """Return how often the next draft of each row [n] is right: the row's record, and at first its kind's."""
+        """Return how often the next draft of each row [n] is right: by the row's record, and at first by its kind's."""
         is_own = self._tenancy[rows] == self._batch.table.tenancy[rows]
         tried, right = np.where(is_own, self._num_tried[rows], 0), np.where(is_own, self._num_right[rows], 0)
         chances: Doubles = (right + _PRIOR_WEIGHT * self._kind_chances()[kinds]) / (tried + _PRIOR_WEIGHT)
@@ -215,7 +214,7 @@ class Speculation(Columns):
         self._kinds_right[full] //= 2
 
     def offer(self, rows: Rows, tenancies: Ints, counts: Ints, token_ids: Int32s) -> None:
-        """Keep drafts for the next plans of those rows that still have these tenancies."""
+        """Keep drafts for the next plans of the rows that still have these tenancies."""
         is_live = self._batch.table.tenancy[rows] == tenancies
         if np.count_nonzero(is_live) < len(rows):
             token_ids = token_ids[is_live.repeat(counts)]

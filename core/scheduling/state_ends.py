@@ -1,8 +1,8 @@
-"""StateEnds: the rule by which chunks of prompts end where a recurrent state is worth keeping.
+"""StateEnds: ends chunks of prompts at positions where a recurrent state is worth keeping.
 
-core/batch/kept_states.py keeps the states, and a request goes on from the last block that has one. So a prompt's last
-chunk begins at its last whole block. Another one ends where the prefix cache has K and V of the prompt's tokens, but no
-state: there the prompts of requests with the same beginning part. Chunks that the budget cuts end at a block's end.
+core/batch/kept_states.py keeps the states, and a request resumes from the last block that has one. So a prompt's last
+chunk starts at its last whole block. Another chunk ends where the prefix cache has K and V of the prompt's tokens but
+no state: at that position prompts with the same beginning diverge. Chunks that the budget cuts end at a block boundary.
 """
 
 from collections.abc import Callable
@@ -17,15 +17,15 @@ from core.scheduling.draft import Draft
 from core.scheduling.limits import Limit
 from ipc.tables.arrays import Ints
 
-#: Tokens for whose state a chunk is cut in two: computing fewer again costs less than a step.
+#: A chunk is split only if it saves recomputing at least this many tokens; fewer cost less than a step.
 LEAST_TOKENS = 64
 
 
 class StateEnds:
-    """A Limit that cuts chunks of prompts, and lacks nothing."""
+    """A Limit that cuts chunks of prompts, and never blocks a request."""
 
     def __init__(self, batch: Batch, add_limit: Callable[[Limit], None]) -> None:
-        """add_limit: of admission."""
+        """add_limit: admission's."""
         self._batch = batch
         add_limit(self)
 
@@ -56,7 +56,7 @@ class StateEnds:
             draft.budget += begin + given - end
 
     def _end(self, begin: int, end: int, length: int, known_end: int) -> int:
-        """Return where the chunk from `begin` to `end` of a request of `length` tokens is to end, after `begin`."""
+        """Return where the chunk from `begin` to `end` of a request of `length` tokens should end, after `begin`."""
         size = self._batch.block_size
         for place in (known_end, (length - 1) // size * size):
             if begin + LEAST_TOKENS <= place < end:
@@ -66,7 +66,7 @@ class StateEnds:
 
 
 def keep_states(batch: Batch, add_limit: Callable[[Limit], None], num_rows: int, num_slots: int) -> StateEnds:
-    """Let the batch keep so many states, and the prefix cache find what they are the states of."""
+    """Let the batch keep up to num_slots states, and let the prefix cache find their prefixes."""
     kept = KeptStates(batch.table, batch.pool.names, num_rows, num_slots)
     batch.kept_states = batch.prefix_cache.kept_states = kept
     batch.forks.least_shared = LEAST_TOKENS + batch.block_size

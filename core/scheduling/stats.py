@@ -25,7 +25,7 @@ class SchedulerStats(Statistics):
     """
 
     def count_starts(self, starts: list[RequestStart]) -> None:
-        """Count starting requests. Call it before has_started of these requests is set."""
+        """Count starting requests. Call this before has_started of these requests is set."""
         num_prompt_tokens = 0
         for start in starts:
             request, num_found = start.request, start.num_computed_tokens
@@ -45,7 +45,7 @@ class SchedulerStats(Statistics):
             setattr(self, name, getattr(self, name) + 1)
 
     def count_step(self, plan: SchedulerOutput, pool: BlockPool) -> None:
-        """Count a step that runs this plan; the pool gives the blocks in use."""
+        """Count a step that runs this plan. The pool provides the number of blocks in use."""
         self.num_steps += 1
         num_tokens = plan.num_tokens
         self.num_scheduled_tokens += num_tokens

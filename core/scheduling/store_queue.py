@@ -1,4 +1,4 @@
-"""StoreQueue: blocks on the host that are to go to a store beyond the host's memory, and those on their way there."""
+"""StoreQueue: blocks on the host waiting to be written to a store beyond the host's memory, or being written."""
 
 from collections import deque
 from collections.abc import Callable
@@ -12,16 +12,16 @@ from core.kv.orders import Store
 from ipc.tables.arrays import Ints
 
 STORED_AT_ONCE = 32  # slots of one Store
-MAX_STORES = 2  # that are not answered yet
+MAX_STORES = 2  # unanswered ones
 
 
 class _Unstored:
-    """The blocks of one kind of layers that are to be stored. beside: None = named blocks."""
+    """Blocks to be stored of one kind of layer. beside: None means the named blocks."""
 
     def __init__(self, host: HostCache, beside: HostBeside | None) -> None:
         self.beside = beside
-        self.contents = host.names.content if beside is None else beside.content  # [slots]
-        self.width = 1 if beside is None else beside.page_blocks  # slots of a block
+        self.contents = host.names.content if beside is None else beside.content  # [slots] content numbers
+        self.width = 1 if beside is None else beside.page_blocks  # slots per block
         self.queue: deque[tuple[int, int]] = deque()  # (first slot, content), oldest first
 
     def firsts(self, slots: Ints) -> Ints:
@@ -39,13 +39,13 @@ class _Unstored:
 
 
 class StoreQueue:
-    """What is to be stored of the host cache, the named blocks first."""
+    """What is to be stored from the host cache, named blocks first."""
 
     def __init__(self, host: HostCache) -> None:
         self._host = host
         self._kinds = [_Unstored(host, beside) for beside in (None, *host.beside)]
         self._stores: dict[int, Ints] = {}  # slots by ticket
-        #: By first slot: how often it had been given away when its content was queued by a row's end.
+        #: By first slot: how often the slot had been given away when the end of a row queued its content.
         self._queued_at: Ints = np.zeros(host.num_slots, np.int64)
 
     def add_written(self, slots: Ints) -> None:
@@ -57,9 +57,9 @@ class StoreQueue:
                 kind.queue.popleft()
 
     def add_known(self, contents: Ints) -> None:
-        """Queue what the host has beside these contents, whose names are known to the store from now on, once each.
+        """Queue what the host has next to these contents, once each. The store knows their names from now on.
 
-        What the plan being made copies to the host is queued when that is done.
+        What the plan being made copies to the host is queued when the plan is done.
         """
         host = self._host
         for kind in self._kinds:
@@ -72,7 +72,7 @@ class StoreQueue:
             kind.queue.extend(zip(firsts.tolist(), kind.contents[firsts].tolist(), strict=True))
 
     def take_orders(self, next_ticket: Callable[[], int]) -> list[Store]:
-        """Return orders for what may be stored now; nobody writes to its slots until end()."""
+        """Return orders for what may be stored now. The slots are not written to until end()."""
         orders: list[Store] = []
         for kind in self._kinds:
             while kind.queue and len(self._stores) < MAX_STORES:
@@ -87,7 +87,7 @@ class StoreQueue:
         return orders
 
     def _next_blocks(self, kind: _Unstored) -> dict[int, int]:
-        """Return contents by first slot of the next blocks that are still there and that nothing uses."""
+        """Return the next blocks that are still there and unused, as contents by first slot."""
         contents: dict[int, int] = {}
         while kind.queue and len(contents) * kind.width < STORED_AT_ONCE:
             first, content = kind.queue.popleft()
@@ -96,7 +96,7 @@ class StoreQueue:
         return contents
 
     def end(self, ticket: int) -> bool:
-        """Let the slots of a Store be used again; return whether it was under way."""
+        """Release the slots of a Store, and return whether it was under way."""
         slots = self._stores.pop(ticket, None)
         if slots is None:
             return False
@@ -104,6 +104,6 @@ class StoreQueue:
         return True
 
     def clear(self) -> None:
-        """Store nothing of what is queued."""
+        """Drop the queue without storing it."""
         for kind in self._kinds:
             kind.queue.clear()

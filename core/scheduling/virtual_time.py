@@ -1,7 +1,7 @@
-"""VirtualTime: the service that each client has had, in tokens divided by its weight.
+"""VirtualTime: the service that each client has received, in tokens divided by its weight.
 
 This is the Virtual Token Counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024). A client
-that comes back after a pause is lifted to the least served of those at work, so a pause earns no claim.
+that comes back after a pause is lifted to the least served active client, so a pause earns no credit.
 """
 
 import numpy as np
@@ -11,12 +11,12 @@ from ipc.tables.arrays import Bools, Ints
 #: Virtual time of one token at weight 1. Integers: sums are exact, and the same in every process.
 TOKEN = 1 << 16
 
-# From so many rows on sorting them costs less. 8 rows: 0.8 us, sorted 8.5; 256: 9, sorted 11; 4,096: 130, sorted 49.
+# From this many rows on, sorting them is cheaper. 8 rows: 0.8 us, sorted 8.5; 256: 9, sorted 11; 4,096: 130, sorted 49.
 _MANY_ROWS = 512
 
 
 class VirtualTime:
-    """The virtual times of all clients as columns, which a client's slot indexes.
+    """The virtual times of all clients as columns, indexed by a client's slot.
 
     Only clients with live requests count as present.
     """
@@ -27,18 +27,18 @@ class VirtualTime:
         self._times = np.zeros(16, np.int64)
         self._costs = np.full(16, TOKEN, np.int64)  # virtual time of one token
         self._num_present = np.zeros(16, np.int64)  # live requests
-        self._lifted_to = np.full(16, -1, np.int64)  # the time to which the client was lifted when it came last
-        self._latest = 0  # the least time of the clients present, or of those last present
+        self._lifted_to = np.full(16, -1, np.int64)  # the time to which the client was lifted at its last return
+        self._latest = 0  # the least time of the present clients, or of those last present
 
     def of(self, client: int) -> int:
         """Return the virtual time of a client."""
         return int(self._times[self._slots[client]])
 
     def place(self, client: int) -> tuple[int, bool, int]:
-        """Return a client's place among those that wait: the smallest is served first.
+        """Return a client's place among those that wait; the smallest is served first.
 
-        Of equal virtual times, one to which a client was lifted, and of which it has had nothing yet, goes first: else
-        it would wait until those at work have had another step.
+        Among equal virtual times, a client that was lifted and has received nothing since goes first. Otherwise it
+        would have to wait for another step of the others.
         """
         slot = self._slots[client]
         time = int(self._times[slot])
@@ -54,7 +54,7 @@ class VirtualTime:
         return is_behind
 
     def weights(self, clients: Ints) -> tuple[Ints, int]:
-        """Return the weight of each of these clients, and the sum of those of all present, in units of 2**-16."""
+        """Return the weight of each of these clients, and the sum over all present ones, in units of 2**-16."""
         weights = TOKEN * TOKEN // self._costs
         return weights[self._slots_of(clients)], int(weights[self._num_present > 0].sum())
 
@@ -82,7 +82,7 @@ class VirtualTime:
             self._latest = max(self._latest, int(self._times[slot]))
 
     def forget(self, client: int) -> None:
-        """Remove a client that is gone. Its requests have ended before."""
+        """Remove a client that is gone. Its requests have already ended."""
         slot = self._slots.get(client)
         if slot is not None:
             assert not self._num_present[slot], f"client {client} has {self._num_present[slot]} requests"
@@ -105,7 +105,7 @@ class VirtualTime:
         return self._times[self._slots_of(clients)]
 
     def _slots_of(self, clients: Ints) -> Ints:
-        """Return the slots of these clients: each row looks its own up, and among many rows each client that occurs."""
+        """Return the slots of these clients: one lookup per row, or per distinct client if there are many rows."""
         if len(clients) < _MANY_ROWS:
             return np.fromiter(map(self._slots.__getitem__, clients.tolist()), np.int64, len(clients))
         different, index = np.unique(clients, return_inverse=True)

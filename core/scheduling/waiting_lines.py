@@ -1,4 +1,4 @@
-"""The orders in which requests wait: one line for all, or a line per client with the least served client first."""
+"""The orders in which requests wait: one queue for all, or one per client, with the least served client first."""
 
 import heapq
 from typing import TypeAlias
@@ -6,14 +6,14 @@ from typing import TypeAlias
 from core.batch.request import Request
 from core.scheduling.virtual_time import VirtualTime
 
-#: (rank, serial, ticket, request) in a line; stale where the ticket is not the request's.
+#: (rank, serial, ticket, request) in a line; stale if the ticket is not the request's current one.
 Entry: TypeAlias = tuple[int, int, int, Request]
 #: Stale entries that a line may hold in addition to one for each waiting request.
 _MAX_SPARE = 64
 
 
 class Line:
-    """A line in the order of (rank, serial).
+    """A queue ordered by (rank, serial).
 
     push and pop are O(log n). discard is O(1) amortized, because it leaves a stale entry behind.
     """
@@ -43,14 +43,14 @@ class Line:
             heapq.heapify(self._heap)
 
     def peek(self) -> Request | None:
-        """Return the first request, None when the line is empty."""
+        """Return the first request, or None if the line is empty."""
         heap = self._heap
         while heap and heap[0][2] != heap[0][3].ticket:
             heapq.heappop(heap)
         return heap[0][3] if heap else None
 
     def pop(self) -> Request | None:
-        """Remove the first request and return it, None when the line is empty."""
+        """Remove the first request and return it, or None if the line is empty."""
         while self._heap:
             _, _, ticket, request = heapq.heappop(self._heap)
             if ticket == request.ticket:
@@ -60,9 +60,9 @@ class Line:
         return None
 
     def first(self, count: int) -> list[Request]:
-        """Return the first `count` requests, in order; O(count log count), besides stale entries that are passed.
+        """Return the first `count` requests in order; O(count log count), plus the stale entries that are skipped.
 
-        An entry of a heap is not before its parent, so the next one is a child of those that were taken.
+        A heap entry is never before its parent, so the next one is a child of one already taken.
         """
         heap, found = self._heap, list[Request]()
         frontier = [(heap[0][:3], 0)] if heap else []
@@ -76,12 +76,12 @@ class Line:
         return found
 
     def position(self, request: Request) -> int:
-        """Return how many requests are before this one, which waits here; O(n)."""
+        """Return how many requests are before this waiting request; O(n)."""
         key = (request.rank, request.serial, request.ticket)
         return sum([1 for entry in self._heap if entry < key and entry[2] == entry[3].ticket])
 
     def entries(self) -> list[Entry]:
-        """Return the entries of all requests, and stale ones, in no order. O(n)."""
+        """Return the entries of all requests, and stale ones, in no particular order. O(n)."""
         return self._heap.copy()
 
     def in_order(self) -> list[Request]:
@@ -90,12 +90,12 @@ class Line:
 
 
 class FairLine:
-    """A line per client or tenant. The one that has been served least, in virtual time, goes first."""
+    """One line per client or tenant. The one served least, in virtual time, goes first."""
 
     def __init__(self, times: VirtualTime) -> None:
         self._times = times
         self._lines: dict[int, Line] = {}
-        self._heap: list[tuple[int, bool, int]] = []  # the client's place when entered; one entry for each line
+        self._heap: list[tuple[int, bool, int]] = []  # the client's place when it was added; one entry per line
         self._length = 0
 
     def __len__(self) -> int:
@@ -117,7 +117,7 @@ class FairLine:
         self._length -= 1
 
     def peek(self) -> Request | None:
-        """Return the first request, None when nothing waits."""
+        """Return the first request, or None if nothing waits."""
         heap = self._heap
         while heap:
             entered = heap[0]
@@ -133,7 +133,7 @@ class FairLine:
         return None
 
     def pop(self) -> Request | None:
-        """Remove the first request and return it, None when nothing waits."""
+        """Remove the first request and return it, or None if nothing waits."""
         first = self.peek()
         if first is not None:
             self._lines[first.party].pop()
@@ -141,15 +141,15 @@ class FairLine:
         return first
 
     def entries(self) -> list[Entry]:
-        """Return the entries of all requests, and stale ones, in no order. O(n)."""
+        """Return the entries of all requests, and stale ones, in no particular order. O(n)."""
         return [entry for line in self._lines.values() for entry in line.entries()]
 
     def in_order(self) -> list[Request]:
-        """Return all requests in the order that holds while no client is served; O(n log n)."""
+        """Return all requests in the order that holds as long as no client is served; O(n log n)."""
         return [request for client in self._clients() for request in self._lines[client].in_order()]
 
     def first(self, count: int) -> list[Request]:
-        """Return the first `count` requests in the order that holds while no client is served."""
+        """Return the first `count` requests in the order that holds as long as no client is served."""
         requests: list[Request] = []
         for client in self._clients():
             if len(requests) >= count:
@@ -158,9 +158,9 @@ class FairLine:
         return requests
 
     def position(self, request: Request) -> int:
-        """Return how many requests are before this one, which waits here.
+        """Return how many requests are before this waiting request.
 
-        The order is the one that holds while no client is served.
+        The order is the one that holds as long as no client is served.
         """
         before = self._lines[request.party].position(request)
         for client in self._clients():
@@ -170,5 +170,5 @@ class FairLine:
         return before
 
     def _clients(self) -> list[int]:
-        """Return the clients that have waiting requests, the least served first."""
+        """Return the clients that have waiting requests, least served first."""
         return sorted((client for client in self._lines if len(self._lines[client])), key=self._times.place)

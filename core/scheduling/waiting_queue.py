@@ -1,7 +1,7 @@
 """WaitingQueue: requests that have no row, in the order of the scheduling policy.
 
-Requests of a client on hold wait apart. So do choices whose prompt another choice computes, requests whose blocks are
-being fetched, and, while the queue is shut, requests that have not started.
+Some requests wait separately: those of a client on hold, choices whose prompt another choice computes, requests whose
+blocks are being fetched, and, while the queue is shut, requests that have not started.
 """
 
 from collections.abc import Collection
@@ -11,17 +11,17 @@ from core.scheduling.waiting_lines import Entry, FairLine, Line
 
 
 class WaitingQueue:
-    """Waiting requests: those that may start, those of clients on hold, those that follow another choice or wait for
-    blocks, and those set aside by shut().
+    """Waiting requests: ready ones, those of clients on hold, those that wait for a choice or blocks, and those set
+    aside.
 
-    num_tokens: tokens of all of them.
+    shut() sets aside requests that have not started. num_tokens: tokens of all waiting requests.
     """
 
     def __init__(self, line: Line | FairLine) -> None:
         self._line = line
         self._held: dict[int, dict[tuple[int, int], Request]] = {}  # by client; (number, choice), in order of arrival
         self._num_held = 0
-        self._aside: dict[tuple[int, int, int], Request] = {}  # followers, and those that wait for blocks; by key
+        self._aside: dict[tuple[int, int, int], Request] = {}  # followers, and requests that wait for blocks; by key
         self._unbegun: dict[tuple[int, int, int], Request] | None = None  # by client, number, choice; None = not shut
         self.num_tokens = 0
 
@@ -55,7 +55,7 @@ class WaitingQueue:
         return self._unbegun is not None
 
     def shut(self) -> None:
-        """Set aside requests that have not started, those that arrive later included. O(n log n)."""
+        """Set aside requests that have not started, including those that arrive later. O(n log n)."""
         if self._unbegun is None:
             self._unbegun = {}
             for request in self._line.in_order():
@@ -64,13 +64,13 @@ class WaitingQueue:
                     self._unbegun[_key(request)] = request
 
     def open(self) -> None:
-        """Reopen the queue; requests set aside by shut() return to their places."""
+        """Reopen the queue. Requests set aside by shut() return to their places."""
         unbegun, self._unbegun = self._unbegun, None
         for request in (unbegun or {}).values():
             self._line.push(request)
 
     def push(self, request: Request) -> None:
-        """Add a request, which has no row, to the part of the queue where it belongs."""
+        """Add a request without a row to the part of the queue where it belongs."""
         self.num_tokens += len(request.token_ids)
         lane = self._held.get(request.client)
         if lane is None:
@@ -85,7 +85,7 @@ class WaitingQueue:
             self._num_held += 1
 
     def discard(self, request: Request) -> None:
-        """Remove a waiting request, wherever it waits."""
+        """Remove a waiting request, no matter in which part it waits."""
         self.num_tokens -= len(request.token_ids)
         lane = self._held.get(request.client)
         if lane is None:
@@ -98,7 +98,7 @@ class WaitingQueue:
             self._num_held -= 1
 
     def follow(self, request: Request, follows: bool) -> None:
-        """Let a waiting request wait for another choice of its message, or end that."""
+        """Make a waiting request wait for another choice of its message, or stop that."""
         if self.is_held(request.client):
             request.follows = follows  # it keeps its place in the lane
             return
@@ -107,7 +107,7 @@ class WaitingQueue:
         self.push(request)
 
     def await_blocks(self, request: Request, ticket: int) -> None:
-        """Let a waiting request wait for the blocks of this ticket, or, with 0, end that."""
+        """Make a waiting request wait for the blocks of this ticket; 0 stops that."""
         if self.is_held(request.client):
             request.awaits = ticket
             return
@@ -116,11 +116,11 @@ class WaitingQueue:
         self.push(request)
 
     def peek(self) -> Request | None:
-        """Return the first request that may start; None where there is none."""
+        """Return the first request that may start, or None."""
         return self._line.peek()
 
     def pop(self) -> Request | None:
-        """Remove the first request that may start and return it; None where there is none."""
+        """Remove the first request that may start and return it, or None."""
         request = self._line.pop()
         if request is not None:
             self.num_tokens -= len(request.token_ids)
@@ -131,11 +131,11 @@ class WaitingQueue:
         return self._line.first(count)
 
     def entries(self) -> list[Entry]:
-        """Return the entries of all requests that may start, and stale ones, in no order. O(n)."""
+        """Return the entries of all requests that may start, and stale ones, in no particular order. O(n)."""
         return self._line.entries()
 
     def position(self, request: Request) -> int | None:
-        """Return how many requests may start before this one; None where it may not start. O(n)."""
+        """Return how many requests may start before this one, or None if it may not start. O(n)."""
         return self._line.position(request) if request.ticket else None
 
     def is_held(self, client: int) -> bool:
@@ -143,9 +143,9 @@ class WaitingQueue:
         return client in self._held
 
     def hold(self, client: int, requests: list[Request]) -> None:
-        """Put the client on hold: its requests may not start, those that arrive later included.
+        """Put the client on hold: its requests may not start, including those that arrive later.
 
-        requests: all requests of the client, in order of arrival. All of them wait.
+        requests: all requests of the client, in order of arrival. All of them are waiting.
         """
         for request in requests:
             self.discard(request)

@@ -1,4 +1,4 @@
-"""WholeFeatures: the rule by which tokens that see each other, as an image's may, are computed in one step."""
+"""WholeFeatures: computes tokens that see each other, such as those of an image, in one step."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,28 +14,29 @@ from ipc.wire.feature_messages import FeatureUse
 
 
 class WholeFeatures:
-    """A Limit that ends no chunk of a prompt within a whole feature: such a chunk ends where the feature begins.
+    """A Limit that never ends a chunk inside a whole feature: such a chunk ends where the feature begins.
 
-    A prefix hit may end within one: its first tokens were computed together with the others. A step has room for the
-    tokens of a whole feature beside one token of each other row (core/process/resolve.py), so none waits for ever.
+    A prefix hit may end inside one, because its first tokens were computed together with the others. A step has room
+    for the tokens of a whole feature plus one token for every other row (core/process/resolve.py), so no feature waits
+    forever.
     """
 
     def __init__(self, batch: Batch, add_limit: Callable[[Limit], None], cuts: list[Callable[[Draft], None]]) -> None:
-        """Nothing is asked before the first request that has a whole feature. add_limit: of admission; cuts: of the
-        scheduler.
+        """The limit is added with the first request that has a whole feature. add_limit: admission's; cuts: the
+        scheduler's.
         """
         self._batch, self._add_limit, self._cuts = batch, add_limit, cuts
         self._are_used = False  # by any request so far
 
     def enter(self, request: Request) -> None:
-        """Note a new request with features."""
+        """Handle a new request with features."""
         if not self._are_used and any(use.is_whole for use in request.features):
             self._are_used = True
             self._add_limit(self)
             self._cuts.append(self.cut)
 
     def lacks(self, start: RequestStart, draft: Draft) -> Examined | None:
-        """Cut the start's tokens; return NO_BUDGET where none are left."""
+        """Cut the start's tokens. Return NO_BUDGET if none are left."""
         begin, wanted = start.num_computed_tokens, start.num_tokens
         start.num_tokens = last_end(start.request.features, begin, begin + wanted) - begin
         if start.num_tokens:
@@ -51,7 +52,7 @@ class WholeFeatures:
         """Do nothing."""
 
     def cut(self, draft: Draft) -> None:
-        """Cut the tokens of running rows whose chunk would end within a whole feature. They keep their blocks."""
+        """Cut the tokens of running rows whose chunk would end inside a whole feature. The rows keep their blocks."""
         table, rows, counts = self._batch.table, draft.rows, draft.counts
         begins = table.num_computed_tokens[rows]
         ends = begins + counts
@@ -65,9 +66,9 @@ class WholeFeatures:
 
 
 def last_end(features: Sequence[FeatureUse], begin: int, end: int) -> int:
-    """Return where a chunk of a prompt from `begin` on may end, at most at `end`; `begin` where there is no such place.
+    """Return the last allowed end, at most `end`, of a prompt's chunk from `begin` on; `begin` if there is none.
 
-    features: in the order of their places.
+    features: in order of position.
     """
     for use in features:
         if use.is_whole and use.position < end < use.position + use.num_rows:

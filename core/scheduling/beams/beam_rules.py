@@ -1,8 +1,9 @@
 """The rules of a beam search: which beams go on, which sequences are finished, and when the search ends.
 
-They are transformers' rules (GenerationMixin._beam_search, 5.x), for one request as if it were alone: float32 scores,
-and among equals the earlier beam, then the smaller token id. A forbidden token is no candidate, so there may be fewer
-sequences than beams. (There, it has the score minus infinity and may stand in a sequence for want of others.)
+These are the rules of transformers (GenerationMixin._beam_search, 5.x) for a single request: scores in float32; ties go
+to the earlier beam, then to the smaller token id. A forbidden token is never a candidate, so there may be fewer
+sequences than beams. (In transformers it has the score minus infinity and can end up in a sequence if nothing else is
+left.)
 """
 
 from typing import NamedTuple
@@ -13,12 +14,12 @@ from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import Floats, Int32s
 from ipc.wire.messages import FinishReason
 
-#: A score that no sequence has: of beams that are copies of the first one, and of places for finished sequences.
+#: A score that no sequence has: for beams that are copies of the first one, and for empty places of finished sequences.
 _NEVER = np.float32(-1e9)
 
 
 class Candidates(NamedTuple):
-    """The likeliest next tokens of one beam, the likeliest first."""
+    """The most likely next tokens of one beam, best first."""
 
     token_ids: Int32s  # [K]
     logprobs: Floats  # [K]
@@ -28,12 +29,12 @@ class Token(NamedTuple):
     """A token of a beam, and the beam up to it."""
 
     before: "Token | None"
-    offers: Candidates  # of its beam, itself among them
-    place: int  # among them
+    offers: Candidates  # the beam's candidates, this token included
+    place: int  # its index in them
 
     @property
     def token_id(self) -> int:
-        """Return its id."""
+        """Return the token's id."""
         return int(self.offers.token_ids[self.place])
 
 
@@ -42,13 +43,13 @@ class Finished(NamedTuple):
 
     last: Token
     reason: FinishReason
-    stop_token: int | None  # one of stop_token_ids that has ended it
+    stop_token: int | None  # the one of stop_token_ids that ended it
 
 
 class NextBeams(NamedTuple):
     """The beams of the next step, the best first."""
 
-    parents: list[int]  # index of the beam that each one goes on from
+    parents: list[int]  # for each beam, the index of the beam that it extends
     token_ids: list[int]
 
 
@@ -56,24 +57,24 @@ class BeamSearch:
     """The state of one search: its running beams and its best finished sequences."""
 
     def __init__(self, params: SamplingParams, width: int, max_tokens: int, eos_token_ids: tuple[int, ...]) -> None:
-        """Begin with `width` beams without tokens. max_tokens: tokens after which a sequence is finished."""
+        """Start with `width` beams without tokens. max_tokens: a sequence with this many tokens is finished."""
         self._width, self._max_tokens = width, max_tokens
         self._penalty, self._early_stopping = params.length_penalty, params.early_stopping
         self._stops = tuple(params.stop_token_ids or ())
         self._ends = (() if params.ignore_eos else eos_token_ids) + self._stops
-        self._num_kept = max(2, 1 + len(self._ends)) * width  # so many that enough go on where all others end
+        self._num_kept = max(2, 1 + len(self._ends)) * width  # enough that `width` beams go on even if all others end
         self.beams: list[Token | None] = [None] * width
-        self._scores = np.full(width, _NEVER)  # sums of log probabilities of the running beams
+        self._scores = np.full(width, _NEVER)  # sum of log probabilities of each running beam
         self._scores[0] = 0
         self._finished: list[Finished | None] = [None] * width
         self._finished_scores = np.full(width, _NEVER)
         self._may_improve = True
-        self._num_tokens = 0  # of each beam
+        self._num_tokens = 0  # number of tokens of each beam
 
     def advance(self, candidates: list[Candidates]) -> NextBeams | None:
-        """Take each beam's candidates, and return the next beams; None: the search has ended.
+        """Take each beam's candidates and return the next beams, or None if the search has ended.
 
-        Where fewer beams can go on than the search has, the others become copies of the best one.
+        If fewer beams can go on than the search has, the others become copies of the best one.
         """
         offers = np.array([len(one.token_ids) for one in candidates])
         owners, places = np.arange(len(candidates)).repeat(offers), np.concatenate([np.arange(n) for n in offers])
@@ -105,7 +106,7 @@ class BeamSearch:
         return [one for one in self._finished[:count] if one is not None]
 
     def _finish(self, totals: Floats, ends: "np.ndarray[tuple[int], np.dtype[np.bool_]]", tokens: list[Token]) -> None:
-        """Let the sequences that end, and are among the first of all candidates, be among the best finished ones."""
+        """Add the sequences that end here and rank among the first candidates to the best finished ones."""
         enters = ends & (np.arange(len(totals)) < self._width) & (totals > _NEVER / 2)
         scores = totals / np.float32(self._num_tokens**self._penalty)
         if self._early_stopping is True and None not in self._finished:
@@ -125,7 +126,7 @@ class BeamSearch:
         return Finished(last, FinishReason.STOP, last.token_id if last.token_id in self._stops else None)
 
     def _goes_on(self, all_end: bool) -> bool:
-        """Return whether the running beams may still give a better sequence."""
+        """Return whether the running beams may still produce a better sequence."""
         reaches_end = self._early_stopping == "never" and self._penalty > 0
         length = self._max_tokens if reaches_end else self._num_tokens
         best = self._scores[0] / np.float32(length**self._penalty)
@@ -146,9 +147,9 @@ def sequence(last: Token) -> list[Token]:
 
 
 def reported(tokens: list[Token], num_top: int) -> tuple[Int32s, Int32s, Floats]:
-    """Return (counts [T], token_ids, values) of what is told of a sequence's tokens.
+    """Return (counts [T], token_ids, values): what is reported of a sequence's tokens.
 
-    Of each position its token, and then the num_top likeliest candidates of its beam, or all if it had fewer.
+    For each position: its token, then the num_top most likely candidates of its beam, or all if there are fewer.
     """
     places = [np.append(one.place, np.arange(min(num_top, len(one.offers.token_ids)))) for one in tokens]
     counts = np.array([len(each) for each in places], np.int32)

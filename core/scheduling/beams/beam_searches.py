@@ -1,9 +1,8 @@
-"""BeamSearches: the running beam searches, each a group of rows that go on together.
+"""BeamSearches: the running beam searches. Each is a group of rows that advance together.
 
-A row of a group asks for one token at a time (max_total_tokens) and yields candidates instead of a token. When all
-rows of the group have theirs, the rules (core/scheduling/beams/beam_rules.py) choose the next beams, and the rows
-become those beams: a row goes on as its own, or as a copy of another one. A group that has lost a row gives up all its
-rows and waits.
+Each row of a group runs for one token at a time (max_total_tokens) and yields candidates instead of a token. When all
+rows of the group have theirs, the rules (core/scheduling/beams/beam_rules.py) choose the next beams. Each row then
+continues its own beam or becomes a copy of another row. A group that has lost a row gives up all its rows and waits.
 """
 
 import numpy as np
@@ -21,13 +20,13 @@ from ipc.tables.arrays import Ints
 from ipc.tables.rounding import ceil_div
 from ipc.wire.messages import FinishReason
 
-#: Steps in which no row of the batch computes anything, since rows of a group wait for one that may start and cannot,
-#: before the group gives up its rows. While others compute they come to their ends, and then there is room.
+#: Number of steps without any computing row after which a group gives up its rows. It happens if rows of a group wait
+#: for another of its rows that cannot start. If other rows compute, they end at some time, and then there is room.
 _PATIENCE = 8
 
 
 class _Group:
-    """The rows of one search. beams: its requests in the order of the beams, the best first."""
+    """The rows of one search. beams: its requests, one a beam, best first."""
 
     def __init__(self, requests: list[Request], search: BeamSearch) -> None:
         self.beams = requests
@@ -38,7 +37,7 @@ class _Group:
 
 
 class BeamSearches:
-    """The groups by client and number. Without any, a step costs a look."""
+    """All searches, by client and number. Without any, a step costs one check."""
 
     def __init__(
         self,
@@ -53,15 +52,15 @@ class BeamSearches:
         self._outputs, self._stats, self._eos = parts.outputs, parts.stats, eos_token_ids
         self._watermark = num_watermark_blocks
         self._groups: dict[tuple[int, int], _Group] = {}
-        self._num_scheduled = 0  # tokens of all steps before the last one
+        self._num_scheduled = 0  # number of tokens of all steps before the last one
         parts.batch.on_release.append(self._on_release)
 
     def __len__(self) -> int:
-        """Return the number of searches that have not ended."""
+        """Return the number of unfinished searches."""
         return len(self._groups)
 
     def never_fits(self, requests: list[Request], max_num_seqs: int) -> str | None:
-        """Return why the search could not run even alone, with the numbers; None when it could."""
+        """Return why the search could not run even alone, with the numbers, or None if it could."""
         first, width, size = requests[0], len(requests), self._batch.block_size
         if width > max_num_seqs:
             return f"the search has {width} beams, and max_num_seqs is {max_num_seqs}"
@@ -70,14 +69,14 @@ class BeamSearches:
         shared += shared if first.needs_whole_prompt else 0  # its first beam computes what the others find in the cache
         needed = self._batch.most_blocks_of_beams(shared, own)
         there_are = self._batch.pool.num_blocks - 1
-        kept = self._watermark if width > 1 else 0  # a beam that starts beside others leaves so many free
+        kept = self._watermark if width > 1 else 0  # a beam that starts while others run leaves this many blocks free
         if needed + kept > there_are:
-            beside = f" beside the watermark of {kept}" if kept else ""
+            beside = f" in addition to the watermark of {kept}" if kept else ""
             return f"the search's {width} beams may need {needed} KV blocks together{beside}, and there are {there_are}"
         return None
 
     def enter(self, requests: list[Request]) -> None:
-        """Take the rows of a new search, which all begin with the same prompt."""
+        """Add the rows of a new search. All start with the same prompt."""
         first = requests[0]
         assert first.sampling is not None, f"request {first.number} of client {first.client} pools"
         max_tokens = min(first.max_total_tokens - first.num_prompt_tokens, MAX_BEAM_TOKENS)
@@ -87,9 +86,9 @@ class BeamSearches:
             request.max_total_tokens = request.num_tokens + 1
 
     def mend(self, draft: Draft) -> None:
-        """Before a step is filled: let groups that have lost a row wait, and end those that have lost a beam."""
+        """Before a step is filled, make groups that have lost a row wait, and end those that have lost a beam."""
         before, self._num_scheduled = self._num_scheduled, self._stats.num_scheduled_tokens
-        is_idle = self._num_scheduled == before  # the last step
+        is_idle = self._num_scheduled == before  # in the last step
         for key, group in list(self._groups.items()):
             if any(beam.is_finished for beam in group.beams):
                 del self._groups[key]
@@ -101,10 +100,10 @@ class BeamSearches:
             if group.is_broken or group.num_idle_steps > _PATIENCE:
                 self._break(group, draft)
             for beam in group.beams:
-                beam.has_started = has_begun  # a group begins as one
+                beam.has_started = has_begun  # a group starts as a whole
 
     def update(self, plan: SchedulerOutput, tenancies: Ints, columns: LogprobColumns) -> None:
-        """Take the candidates that a step has yielded, and advance the groups that have those of all rows."""
+        """Take the candidates that a step has produced, and advance the groups that have candidates for all rows."""
         table, ends = self._batch.table, columns.counts.cumsum()
         for index, end, count in zip(columns.rows.tolist(), ends.tolist(), columns.counts.tolist(), strict=True):
             row = int(plan.rows[index])
@@ -114,7 +113,7 @@ class BeamSearches:
             group = self._groups[request.client, request.number]
             part = slice(end - count, end)
             group.candidates[request.choice] = Candidates(columns.token_ids[part], columns.values[part])
-            # A row with candidates may have been given up since, for this very step: then the group begins anew.
+            # A row with candidates may have been given up for this very step. Then the group starts again.
             if len(group.candidates) == len(group.beams) and not group.is_broken:
                 self._advance(group)
 
@@ -134,9 +133,10 @@ class BeamSearches:
         self._batch.carried.renewed_rows.update(dict.fromkeys(rows.tolist()))
 
     def _place(self, beams: list[Request], chosen: NextBeams) -> list[Request]:
-        """Return the request of each next beam: its parent's for the first one that goes on from it, else a free one's.
+        """Return the request for each next beam: its parent's if it is the first to extend that parent, else a free
+        one.
 
-        A free one is the request of a beam from which none goes on; its row becomes a copy of the parent's.
+        A free one is the request of a beam that no next beam extends. Its row becomes a copy of the parent's.
         """
         free = [beam for index, beam in enumerate(beams) if index not in chosen.parents]
         taken, placed = set[int](), list[Request]()
@@ -183,7 +183,7 @@ class BeamSearches:
         )
 
     def _break(self, group: _Group, draft: Draft) -> None:
-        """Let all rows of a group wait: one is to compute the prompt, and the others follow it."""
+        """Make all rows of a group wait. One will compute the prompt, and the others follow it."""
         for beam in group.beams:
             if beam.row != NO_ROW:
                 self._preemption.preempt(draft, beam.row, Cause.OLDER)
@@ -205,7 +205,7 @@ class BeamSearches:
 
 
 def _logprobs(sequences: list[list[Token]], first: int, num_top: int) -> LogprobColumns:
-    """Return what is told of the tokens of some sequences, whose first tokens have the position `first`."""
+    """Return what is reported of the tokens of some sequences, whose first tokens have the position `first`."""
     counts, token_ids, values = zip(*(reported(tokens, num_top) for tokens in sequences), strict=True)
     lengths = np.array([len(tokens) for tokens in sequences])
     return LogprobColumns(

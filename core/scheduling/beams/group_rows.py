@@ -1,4 +1,4 @@
-"""GroupRows: the limit by which the rows of a beam search start together or not at all."""
+"""GroupRows: the limit that makes the rows of a beam search start together or not at all."""
 
 from core.batch.batch import Batch
 from core.batch.request import NO_ROW, Request
@@ -9,22 +9,22 @@ from core.scheduling.draft import Draft
 
 
 class GroupRows:
-    """A Limit of max_num_seqs rows and of blocks, of which those that running groups still lack are kept for them.
+    """A limit on rows (max_num_seqs) and blocks that keeps free what running groups still lack.
 
-    A group's first row starts where the rows of all of the group are free, and the blocks with which they start. Else
-    groups could hold what the others lack, and none would ever have all of its rows.
+    A group's first row starts only if rows are free for the whole group, and the blocks to start them. Otherwise groups
+    could each hold what the others lack, and none would ever get all of its rows.
     """
 
     def __init__(self, batch: Batch, admission: Admission, max_num_seqs: int) -> None:
         self._batch, self._admission = batch, admission
         self._max_num_seqs = max_num_seqs
-        self._left = 0  # blocks that the step being planned may still give to starts
-        self._groups: list[list[Request]] = []  # of which a row runs or starts
-        self._draft: Draft | None = None  # the step that is being planned
-        self._starting: list[Request] = []  # in that step
+        self._left = 0  # blocks that can still be given to starting requests in the step being planned
+        self._groups: list[list[Request]] = []  # with a row that runs or starts
+        self._draft: Draft | None = None  # the step being planned
+        self._starting: list[Request] = []  # requests that start in that step
 
     def lacks(self, start: RequestStart, draft: Draft) -> Examined | None:
-        """Return NO_ROW where the free rows are kept for groups, or too few for this one; NO_BLOCKS for blocks."""
+        """Return NO_ROW or NO_BLOCKS if too few are free, apart from those reserved for groups; None if enough."""
         self._begin(draft)
         request = start.request
         is_group = request.searches
@@ -44,7 +44,7 @@ class GroupRows:
         return None
 
     def take(self, start: RequestStart, draft: Draft) -> None:
-        """Count the row, and keep rows for the others of its group."""
+        """Count the row, and reserve rows for the rest of its group."""
         self._begin(draft)
         request = start.request
         self._starting.append(request)
@@ -53,7 +53,7 @@ class GroupRows:
             self._groups.append(request.choices)
 
     def give_back(self, request: Request) -> None:
-        """Do nothing: rows are counted in the batch."""
+        """Do nothing: the batch counts rows."""
 
     def _begin(self, draft: Draft) -> None:
         if self._draft is not draft:
@@ -63,11 +63,12 @@ class GroupRows:
             self._left = self._batch.pool.num_free - promised
 
     def _blocks_of(self, beams: list[Request]) -> int:
-        """Return the most blocks with which these beams start, each as a fork of another one with its prompt."""
+        """Return the most blocks these beams need to start, each as a fork of another one with its prompt."""
         return sum(map(self._own_blocks_of, beams)) * len(self._batch.tables)
 
     def _own_blocks_of(self, beam: Request) -> int:
         shared, first = self._batch.forks.num_sure(beam.num_prompt_tokens), beam.choices[0].sampling
-        # Of a prompt that the first beam computes in any case, the second one may bring back what the cache has.
+        # If the first beam computes a prompt regardless of the cache, the second one may bring back the cached copy of
+        # it.
         is_there_twice = beam.choice == 1 and first is not None and first.prompt_logprobs is not None
         return self._admission.blocks_to_start(beam) - (0 if is_there_twice else shared)
