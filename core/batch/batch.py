@@ -1,8 +1,8 @@
-"""Batch: the running requests, with their rows, order and blocks. Rows begin and end here.
+"""Batch: the running requests with their rows, order and blocks. It allocates and releases rows.
 
-A row has a table of blocks for each kind of layers (core/kv/cache_kinds.py). Most models have one kind. If layers with
-a window have blocks of their own, they are a further kind: a row gives back what their window has passed, while it
-keeps the blocks of the first kind until it ends. In the numbers of most methods the pool's blocks are its pages.
+A row has a block table for each kind of layer (core/kv/cache_kinds.py). Most models have one kind. Layers with a window
+that have their own blocks are a second kind: a row frees blocks that their window has passed, but keeps the blocks of
+the first kind until it ends. In the counts of most methods, a block of the pool is a page.
 """
 
 from collections import deque
@@ -35,14 +35,14 @@ class Batch:
         self._shift = config.block_size.bit_length() - 1  # block sizes are powers of two
         self.room = room_of(config)
         self.first, *others = self.room.kinds
-        self.table = BatchTable(config.max_num_seqs)  # it has the blocks of the first kind of layers
+        self.table = BatchTable(config.max_num_seqs)  # it has the blocks of the first kind of layer
         self.others = tuple(
             OtherKind(number, kind, BlockTable(config.max_num_seqs)) for number, kind in enumerate(others)
         )
         self.tables: tuple[BlockTable, ...] = (self.table, *(other.table for other in self.others))
         kinds_of_tables = zip(self.room.kinds, self.tables, strict=True)
         self._sliding = [(kind.window, table) for kind, table in kinds_of_tables if kind.window]
-        #: Of each table: how many of the pool's blocks one of its blocks is.
+        #: For each table: how many blocks of the pool one of its blocks takes.
         self._widths = [self.first.page_blocks // kind.page_blocks for kind in self.room.kinds]
         self._tells_urgency = config.scheduling_policy == "priority"
         num_rings = 3 if self._tells_urgency else 1
@@ -55,7 +55,7 @@ class Batch:
         self.in_flight: deque[tuple[int, Ints, Ints]] = deque()  # (step, the plan's rows, their tenancies)
         self.forks = Forks(self.tables, self.room, self.pool, self.prefix_cache, self.in_flight)
         self.carried = Carried()
-        self.kept_states: KeptStates | None = None  # of a model with recurrent layers
+        self.kept_states: KeptStates | None = None  # for a model with recurrent layers
         self.host_cache = HostCache(self, config.num_host_blocks, config.num_swap_blocks)
         if others and self.host_cache.num_slots:
             self.prefix_cache.host = self.host_cache
@@ -72,7 +72,7 @@ class Batch:
         return (num_tokens + (self.block_size - 1)) >> self._shift
 
     def has_all_blocks(self, rows: Rows) -> Bools:
-        """Return which rows have all the blocks that they can ever need, bool [n]."""
+        """Return which rows already have all the blocks that they can ever need, bool [n]."""
         most = self.num_blocks_of(self.table.max_computed_tokens[rows])
         has_all: Bools = self.table.num_blocks[rows] >= most
         for other in self.others:
@@ -80,24 +80,24 @@ class Batch:
         return has_all
 
     def lacking(self, rows: Rows, ends: Ints) -> Ints:
-        """Return how many blocks [n] rows must be given before ends [n] of their tokens are computed."""
+        """Return how many blocks [n] the rows lack to compute ends [n] of their tokens."""
         blocks = (ends + (self.block_size - 1)) >> self._shift
         missing: Ints = np.maximum(blocks - self.table.num_blocks[rows], 0)
-        if self.others:  # else a block is a page
+        if self.others:  # otherwise a block is a page
             missing = self.first.pages(missing)
         for other in self.others:
             missing += np.maximum(blocks - other.table.num_blocks[rows], 0)
         return missing
 
     def room_of(self, rows: Rows) -> Ints:
-        """Return how many tokens [n] the rows' blocks have room for."""
+        """Return how many tokens [n] fit in the rows' blocks."""
         held = self.table.num_blocks[rows]
         for other in self.others:
             held = np.minimum(held, other.table.num_blocks[rows])
         return held * self.block_size
 
     def grow(self, new: NewBlocks, rows: Rows, lacking: Ints, counts: Ints) -> None:
-        """Give rows the blocks that they lack, as lacking() says, for counts [n] more tokens."""
+        """Give rows the blocks that they lack, as returned by lacking(), for counts [n] more tokens."""
         table, pages = self.table, self.pool.allocate(int(lacking.sum()))
         of_others: list[tuple[OtherKind, Ints, Ints]] = []
         for other in self.others:
@@ -117,7 +117,10 @@ class Batch:
                 self._grow_other(new, other, rows[missing > 0], missing[missing > 0], own)
 
     def _grow_other(self, new: NewBlocks, other: OtherKind, rows: Rows, counts: Ints, pages: Ints) -> None:
-        """Give counts[i] > 0 blocks of a further kind of layers to rows[i], which have those beside them."""
+        """Give rows[i] counts[i] > 0 blocks of another kind of layer.
+
+        The rows have the first kind's blocks for these tokens.
+        """
         blocks = pages * self.pool.page_blocks
         places = other.table.num_blocks[rows].repeat(counts) + np.arange(len(blocks))
         places -= (counts.cumsum() - counts).repeat(counts)
@@ -126,7 +129,7 @@ class Batch:
         self.pool.names.beside[other.number].filled[self.table.blocks.get(owners, places)] = blocks
 
     def num_promised_blocks(self) -> int:
-        """Return the number of blocks that rows still need for their known tokens; starts must leave these free."""
+        """Return how many blocks rows still need for their known tokens. Starting requests must leave these free."""
         return int(self._promised(self.rows).sum())
 
     def num_promised_blocks_of(self, row: int) -> int:
@@ -147,14 +150,14 @@ class Batch:
         return promised
 
     def most_blocks_of_beams(self, num_shared: int, num_own: int) -> int:
-        """Return how many blocks the beams of a search may hold together: shared ones, and the others of each beam.
+        """Return the most blocks that a search's beams hold together: num_shared shared ones, and num_own for each.
 
-        With several kinds of layers, shared blocks may be found in two places, each alone in its page.
+        With several kinds of layers, shared blocks may be in two places, each alone in its page.
         """
         return (2 * len(self.tables) - 1) * num_shared + len(self.tables) * num_own
 
     def num_held(self, row: int) -> int:
-        """Return how many blocks the row holds, shared ones included."""
+        """Return how many blocks the row holds, including shared ones."""
         return len(self.pool.pages_of(self._blocks_of(row)))
 
     def _blocks_of(self, row: int) -> Int32s:
@@ -164,7 +167,7 @@ class Batch:
     # --- copies on the host ---------------------------------------------------------------------------------------
 
     def num_copied(self, num_tokens: Ints) -> Ints:
-        """Return the number of blocks [n] that are copied to the host with num_tokens [n] tokens of a row."""
+        """Return how many blocks [n] are copied to the host with num_tokens [n] tokens of a row."""
         blocks = copied = self.num_blocks_of(num_tokens)
         for other in self.others:
             passed = np.maximum(num_tokens - (other.kind.window - 1), 0) >> self._shift
@@ -172,10 +175,10 @@ class Batch:
         return copied
 
     def copied_blocks(self, row: int, num_tokens: int) -> Int32s | None:
-        """Return the blocks with what the row's next token after so many reads, those of further kinds last.
+        """Return the blocks read by the token after num_tokens tokens of the row, those of further kinds last.
 
-        None: the row has given some of them back. The copy would lack them, and the row would get them back under
-        their names.
+        None: the row has freed some of them. The copy would lack them, and the row would get them back under their
+        names.
         """
         if self.table.num_released[row]:
             return None
@@ -189,7 +192,7 @@ class Batch:
         return np.concatenate(copied)
 
     def blocks_to_fill(self, start: RequestStart, num_tokens: int) -> tuple[Ints, Int32s]:
-        """Return which of the blocks copied with num_tokens tokens the request lacks, and its own for them."""
+        """Return which of the blocks copied with num_tokens tokens the request lacks, and its own blocks for them."""
         num_blocks, width = ceil_div(num_tokens, self.block_size), self.pool.page_blocks
         lacking, own, num_before = [np.arange(start.num_hits, num_blocks)], [], num_blocks
         own.append(start.block_ids[lacking[0]])
@@ -202,13 +205,13 @@ class Batch:
         return np.concatenate(lacking), np.concatenate(own)
 
     def _inside(self, blocks: Int32s) -> Int32s:
-        """Return all of the pool's blocks of the pages of these blocks of a further kind of layers."""
+        """Return all blocks of the pool in the pages of these blocks of a further kind of layer."""
         return self.pool.inside(blocks // self.pool.page_blocks).astype(np.int32)
 
     # --- requests that start --------------------------------------------------------------------------------------
 
     def lacking_of(self, start: RequestStart, num_blocks: int) -> int:
-        """Return how many blocks the request must be given to start with so many, hits included."""
+        """Return how many blocks the request must be given to start with num_blocks blocks, including hits."""
         lacking = -(-(num_blocks - start.num_hits) // self.pool.page_blocks)
         for other in self.others:
             if other.number == len(start.others):
@@ -217,7 +220,7 @@ class Batch:
         return lacking
 
     def _other_of(self, start: RequestStart, other: OtherKind) -> OtherStart:
-        """Return what the request has of a further kind of layers: blocks beside its hits, or its source's."""
+        """Return what the request has of a further kind of layer: blocks found with its hits, or its source's."""
         num_passed = other.kind.num_passed(start.num_computed_tokens)
         if start.fork is not None:
             return OtherStart(num_passed, start.fork.others[other.number][num_passed : start.num_hits])
@@ -239,7 +242,7 @@ class Batch:
         return self.pool.num_revived(self._hits_of(start))
 
     def hold(self, start: RequestStart) -> None:
-        """Hold the request's hits, before any allocation, which might evict them."""
+        """Hold the request's hits. Call this before any allocation, which might evict them."""
         self.pool.hold(self._hits_of(start))
 
     def _hits_of(self, start: RequestStart) -> Int32s:
@@ -248,7 +251,7 @@ class Batch:
         return np.concatenate([start.hits, *(other.found for other in start.others)])
 
     def place(self, starts: list[RequestStart], pages: Int32s) -> None:
-        """Give each of these requests num_taken of the pages, behind its hits."""
+        """Give each of these requests num_taken of the pages, after its hits."""
         first = 0
         for start in starts:
             own, of_others = pages[first : first + start.num_taken], []
@@ -265,7 +268,7 @@ class Batch:
                 self._place_other(start, other, own)
 
     def _place_other(self, start: RequestStart, other: OtherKind, pages: Int32s) -> None:
-        """Give a request that starts its blocks of a further kind of layers: pages of its own, behind its hits."""
+        """Give a starting request its blocks of a further kind of layer: new pages, after its hits."""
         given, fresh = start.others[other.number], pages * np.int32(self.pool.page_blocks)
         begin, first = given.hits, given.num_passed + len(given.hits)
         if num_copied := len(given.leads):
@@ -279,9 +282,9 @@ class Batch:
             self._copy(self.pool.page_blocks, int(source), int(target))
 
     def note_freed(self, row: int, num_dropped: Int32s, start: RequestStart) -> int:
-        """Count the references that the row's end would drop, in num_dropped [num_blocks], which has those of others.
+        """Add the references that the row's end would drop to num_dropped [num_blocks], which has those of other rows.
 
-        Return how many blocks would come free; the hits of the request that starts would not.
+        Return how many blocks would be freed, not counting the hits of the request that starts.
         """
         blocks, size = self._blocks_of(row), self.pool.page_blocks
         np.add.at(num_dropped, blocks // size, 1)
@@ -333,10 +336,10 @@ class Batch:
         return removed
 
     def release_passed(self) -> None:
-        """Free the blocks that no row reads again: of tokens before the window of the row's next token.
+        """Free the blocks that no row will read again: their tokens are before the window of the row's next token.
 
-        They keep their names, so the prefix cache has them until they are allocated again; a row's blocks are named
-        before they are freed. The executor's tables still have them, and its kernels do not read them.
+        They keep their names, so the prefix cache can find them until they are allocated again; a row's blocks are
+        named before they are freed. The executor's tables still contain them, but its kernels do not read them.
         """
         for window, table in self._sliding:
             rows = self.rows
@@ -350,8 +353,8 @@ class Batch:
                 table.num_released[rows] = passed
 
     def _free_all(self, rows: Rows) -> BlockIds:
-        """Free all blocks of rows that end; return them."""
-        at_once = rows[:, None] if self.others else [rows]  # with others: row after row, its blocks of windows first
+        """Free all blocks of rows that end, and return the blocks."""
+        at_once = rows[:, None] if self.others else [rows]  # with further kinds: row after row, window blocks first
         freed = [
             self._free(table, some, table.num_released[some], table.num_blocks[some])
             for some in at_once
@@ -362,18 +365,18 @@ class Batch:
         return np.concatenate(freed)
 
     def _free(self, table: BlockTable, rows: Rows, firsts: Ints, lasts: Ints) -> BlockIds:
-        """Free the rows' blocks from firsts[i] to before lasts[i], row after row, tail first; return them."""
+        """Free the rows' blocks from firsts[i] to before lasts[i], row after row, tail first, and return them."""
         counts = lasts - firsts
         ends = counts.cumsum()
         places = (ends + firsts).repeat(counts) - np.arange(1, int(ends[-1]) + 1)
         blocks = table.blocks.get(rows.repeat(counts), places)
-        if self._tells_urgency:  # ring 0, 1, 2: less urgent than the default priority, equal, more
+        if self._tells_urgency:  # ring 0, 1, 2: less urgent than, equal to, or more urgent than the default priority
             self.pool.set_urgency(blocks, (1 - np.sign(self.table.level[rows])).repeat(counts))
         self.pool.free(blocks, self.in_flight[-1][0] if self.in_flight else None)
         return blocks
 
     def renew(self, new: NewBlocks) -> None:
-        """Add blocks of the rows that the runner gets anew, as far as they are not told with the rows."""
+        """Add the new blocks of rows that are sent to the runner again, unless they are sent with the rows."""
         rows = list(self.carried.renewed_rows)
         new.drop_others(rows)
         for other in self.others:
@@ -382,7 +385,7 @@ class Batch:
                 new.add_other(other.number, np.full(len(blocks), row), blocks)
 
     def take_carried(self) -> Carried:
-        """Return what the plan being finished carries; what comes from now on is the next plan's."""
+        """Return what the plan being finished carries. Later changes go into the next plan."""
         if (carried := self.carried) or self.kept_states is not None:
             self.carried = Carried()
         if self.kept_states is not None:
@@ -391,9 +394,10 @@ class Batch:
         return carried
 
     def take_over(self, row: int, source: int) -> None:
-        """Let an idle row of a beam search become a copy of another idle row of it, which has as many tokens.
+        """Make an idle row of a beam search a copy of another idle row of the search that has as many tokens.
 
-        Whole blocks are shared; the part-filled one is copied into the row's own. The runner gets the row anew.
+        Whole blocks are shared. The partly filled block is copied into the row's own block. The row is sent to the
+        runner again.
         """
         table, last = self.table, int(self.table.num_tokens[source])
         for width, one in zip(self._widths, self.tables, strict=True):
@@ -403,13 +407,13 @@ class Batch:
         table.content[row], table.num_named_blocks[row] = table.content[source], table.num_named_blocks[source]
         request, num_kept = table.request[row], first >> self._shift
         assert request is not None, f"row {row} has no request"
-        if len(request.block_hashes) > num_kept:  # it has waited with other tokens behind its prompt
+        if len(request.block_hashes) > num_kept:  # while it waited it had other tokens after its prompt
             request.block_hashes = request.block_hashes[:num_kept]
         for listener in self.on_copy:
             listener(row, source)
 
     def _share(self, table: BlockTable, row: int, source: int, num_tokens: int, width: int) -> None:
-        """Let a row have the source's whole blocks of num_tokens tokens; the part-filled one is copied into its own."""
+        """Let a row share the source's whole blocks of num_tokens tokens, and copy the partly filled block."""
         shared, first = num_tokens >> self._shift, int(table.num_released[source])
         old, new = (table.blocks.read(one, 0, int(table.num_blocks[one])) for one in (row, source))
         self.pool.hold(new[first:shared])
@@ -421,7 +425,7 @@ class Batch:
             self._copy(width, int(new[shared]), int(old[shared]))
 
     def _copy(self, width: int, source: int, target: int) -> None:
-        """Let the next plan copy `width` of the pool's blocks within the cache."""
+        """Add to the next plan a copy of `width` blocks of the pool within the cache."""
         inside, within = np.arange(width, dtype=np.int32), self.carried.within
         within.sources.append(source + inside)
         within.targets.append(target + inside)
@@ -443,7 +447,7 @@ class Batch:
         return request
 
     def _forget_renewal(self, rows: list[int], blocks: BlockIds) -> None:
-        """Drop what the next plan was to tell of rows that are gone: their renewal, and copies into their blocks."""
+        """Drop what the next plan was to carry for rows that are gone: their renewal, and copies into their blocks."""
         for row in rows:
             self.carried.renewed_rows.pop(row, None)
         self.carried.within.drop_into(blocks)
@@ -458,7 +462,7 @@ class Batch:
         for other in self.others:
             other.table.check_blocks(self.rows)
             places = other.table.num_blocks[self.rows]
-            assert (places <= self.table.num_blocks[self.rows]).all(), f"{places} blocks beside {self.table.num_blocks}"
+            assert (places <= self.table.num_blocks[self.rows]).all(), f"{places} others, {self.table.num_blocks}"
         self.pool.check_integrity(self._held())
         self.host_cache.check_integrity()
         if self.kept_states is not None:

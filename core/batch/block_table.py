@@ -1,4 +1,4 @@
-"""BlockTable: the blocks of rows in layers of one kind."""
+"""BlockTable: the blocks of rows in one kind of layer."""
 
 from typing import NamedTuple
 
@@ -18,8 +18,8 @@ class BlockTable(Columns):
     A block of a kind other than the first has the number of its page's first block (core/models/layers/cache_pages.py).
     """
 
-    num_blocks: Ints = column()  # places in the row's table
-    num_released: Ints = column()  # of num_blocks: the first ones, which the row has given back or never had
+    num_blocks: Ints = column()  # number of entries in the row's table
+    num_released: Ints = column()  # of num_blocks: how many of the first the row has freed or never had
 
     def __init__(self, num_rows: int) -> None:
         super().__init__(num_rows)
@@ -42,7 +42,7 @@ class BlockTable(Columns):
         return rows
 
     def begin_rows(self, rows: Rows, num_released: list[int], blocks: list[Int32s]) -> None:
-        """Give rows that start their blocks; the first num_released[i] places of rows[i] are empty."""
+        """Give starting rows their blocks. The first num_released[i] entries of rows[i] are empty."""
         self.num_blocks[rows], self.num_released[rows] = list(map(len, blocks)), num_released
         self.blocks.fill(rows, blocks)
 
@@ -62,8 +62,8 @@ class BlockTable(Columns):
 
 
 class OtherKind(NamedTuple):
-    """A further kind of layers, which has a window."""
+    """A further kind of layer, which has a window."""
 
     number: int
     kind: CacheKind
-    table: BlockTable  # of all rows
+    table: BlockTable  # the table of all rows

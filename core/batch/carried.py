@@ -1,4 +1,4 @@
-"""Carried: changes since the last plan that ran, which the next one that runs carries to the runner."""
+"""Carried: changes since the last plan that ran, which the next plan that runs carries to the runner."""
 
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ class Copies(NamedTuple):
         self.targets.append(np.array([target], np.int32))
 
     def drop(self, targets: Int32s) -> None:
-        """Remove the copies to these targets, which are no longer needed. targets: the array that was noted."""
+        """Remove the copies to these targets, which are no longer needed. targets: the same array that add() got."""
         for index, blocks in enumerate(self.targets):
             if blocks is targets:
                 del self.sources[index], self.targets[index]
@@ -32,7 +32,7 @@ class Copies(NamedTuple):
         self.targets[:] = [self.targets[index] for index in kept]
 
     def columns(self) -> tuple[Int32s, Int32s]:
-        """Return sources [n] and targets [n] of all copies, in the order in which they were noted."""
+        """Return sources [n] and targets [n] of all copies, in the order in which they were added."""
         if not self.sources:
             return NO_INT32S, NO_INT32S
         return np.concatenate(self.sources), np.concatenate(self.targets)
@@ -43,9 +43,9 @@ class Carried:
 
     def __init__(self) -> None:
         self.removed_rows: list[int] = []
-        self.renewed_rows: dict[int, None] = {}  # rows that the runner gets anew, as they are now
+        self.renewed_rows: dict[int, None] = {}  # rows that are sent to the runner again, as they are now
         self.out = Copies([], [])  # from the cache to the host
-        self.within = Copies([], [])  # the cache
+        self.within = Copies([], [])  # within the cache
         self.back = Copies([], [])  # from the host to the cache
         self.states = Copies([], [])  # recurrent states, one after the other
 
@@ -54,6 +54,6 @@ class Carried:
         self.out, self.within, self.back = Copies([], []), Copies([], []), Copies([], [])
 
     def __bool__(self) -> bool:
-        """Return whether there is anything; most steps carry nothing."""
+        """Return whether there is anything to carry; usually there is not."""
         copies = self.out.sources or self.within.sources or self.back.sources or self.states.sources
         return bool(self.removed_rows or self.renewed_rows or copies)

@@ -1,7 +1,7 @@
-"""Forks: a choice of a request starts with what another choice of it has computed. Whole blocks are shared; the last,
-which both will write to, is copied.
+"""Forks: a choice of a request starts with what another choice of it has computed.
 
-A copy has the bits of its source, so a choice has the tokens that it would have alone.
+Whole blocks are shared. The last block is copied, because both choices will write to it. A copy has the same bits as
+its source, so a choice gets the tokens that it would get alone.
 """
 
 from collections import deque
@@ -17,7 +17,7 @@ from ipc.tables.rounding import ceil_div
 
 
 class Forks:
-    """The search for what a waiting choice can take over from the running choices of its message."""
+    """Finds what a waiting choice can take over from the running choices of its message."""
 
     def __init__(
         self,
@@ -27,24 +27,25 @@ class Forks:
         prefix_cache: PrefixCache,
         in_flight: deque[tuple[int, Ints, Ints]],
     ) -> None:
-        """tables: of each kind of layers. in_flight: the batch's, whose last step fences blocks that are freed."""
+        """tables: one per kind of layer. in_flight: the batch's, whose last step fences blocks that are freed."""
         self._tables, self._others = tables, room.kinds[1:]
         self._pool = pool
         self._in_flight = in_flight
-        #: Whether rows are never forked: they have recurrent states, which are of their last computed tokens only.
+        #: Whether rows are never forked, because they have recurrent states, which are only of their last computed
+        #: tokens.
         self.is_off = False
-        self.least_shared = 1  # tokens: of a shorter prompt, or one as long, each choice computes its own
-        #: Choices, and the blocks with their prompt of one that has ended, of each kind of layers.
+        self.least_shared = 1  # in tokens: if a prompt is no longer than this, each choice computes its own
+        #: Choices, and for each kind of layer the blocks with their prompt, of a choice that has ended.
         self.kept: list[tuple[list[Request], list[Int32s]]] = []
         self._prefix_cache = prefix_cache
         self._block_size = prefix_cache.block_size
 
     def find(self, request: Request, hits: Int32s) -> Fork | None:
-        """Return the prompt as a running choice has computed it, but for the request's last token; None where the
-        prefix cache has as much. hits: the blocks found there.
+        """Return the prompt as computed by a running choice, except the request's last token, or None.
 
-        Where the prefix cache is on, it has the whole blocks, and only the part-filled one is the choice's. It may lack
-        some after reset_prefix_cache(); then nothing is forked.
+        hits: the blocks found in the prefix cache. None: the prefix cache has just as much. If the prefix cache is on,
+        it has the whole blocks, and only the partly filled one comes from the choice. It may lack some after
+        reset_prefix_cache(); then nothing is forked.
         """
         if self.is_off or request.swapped is not None or request.needs_whole_prompt:
             return None
@@ -72,11 +73,11 @@ class Forks:
         return all((found[kind.num_passed(num_tokens) : count] != NULL_BLOCK).all() for kind, found in windows)
 
     def num_sure(self, num_prompt_tokens: int) -> int:
-        """Return how many blocks of a prompt its choices are sure to share."""
+        """Return how many blocks of a prompt its choices are certain to share."""
         return 0 if self.is_off else (num_prompt_tokens - 1) // self._block_size
 
     def keep(self, request: Request) -> None:
-        """Keep the prompt's blocks of a choice that ends, for those that start in the next plan; see drop()."""
+        """Keep the prompt's blocks of a choice that ends, for choices that start in the next plan; see drop()."""
         count, kept = ceil_div(request.num_prompt_tokens, self._block_size), list[Int32s]()
         for table in self._tables:
             kept.append(table.blocks.read(request.row, 0, min(count, int(table.num_blocks[request.row]))))
@@ -84,7 +85,7 @@ class Forks:
         self.kept.append((request.choices, kept))
 
     def drop(self, choices: list[Request] | None = None) -> None:
-        """Free the blocks that were kept, of all messages or of the one with these choices."""
+        """Free the blocks that were kept, for all messages or for the one with these choices."""
         kept, self.kept = self.kept, []
         for owners, blocks in kept:
             if choices is not None and owners is not choices:
@@ -94,13 +95,13 @@ class Forks:
                 self._pool.free(one[one > NULL_BLOCK][::-1], self._in_flight[-1][0] if self._in_flight else None)
 
     def held(self) -> list[Int32s]:
-        """Return the blocks that are kept."""
+        """Return the kept blocks."""
         return [one[one > NULL_BLOCK] for _, blocks in self.kept for one in blocks]
 
     def _source(self, request: Request) -> tuple[int, list[Int32s], int]:
-        """Return who has most of the request's prompt: a row or kept blocks, and how many tokens; 0: nobody.
+        """Return the row or kept blocks with most of the request's prompt, and the number of tokens; 0: none.
 
-        Steps in flight count: blocks are copied after them.
+        Tokens of steps in flight count, because blocks are copied after these steps.
         """
         wanted = min(request.num_prompt_tokens, request.num_tokens - 1)
         for choices, blocks in self.kept:

@@ -1,8 +1,9 @@
-"""HostCache: copies on the host of blocks that the KV cache has evicted, found by the names that these had.
+"""HostCache: copies on the host of blocks that the KV cache has evicted, found by the names they had.
 
-A plan copies from the cache to the host first, and from the host into the cache last. So a block is copied out in the
-plan that gives it away. Slots that a plan copies to or from are pinned until it is made. What is copied back stays
-here, too, and is not copied out again. Blocks of all kinds of layers have slots in one order of use.
+A plan first copies from the cache to the host, and last from the host into the cache. So a block is copied to the host
+in the plan that reuses it. Slots that a plan copies to or from are pinned until the plan is made. A block that is
+copied back also stays here, and is not copied to the host again. Blocks of all kinds of layers share one LRU order of
+slots.
 """
 
 from collections.abc import Callable
@@ -36,25 +37,25 @@ class CachedBlocks(Protocol):
 
 
 class HostCache:
-    """The slots from `first` on of the host pool, whose slots before are those of preempted requests.
+    """The slots of the host pool from `first` on. The slots before belong to preempted requests.
 
     num_slots: 0 = nothing is kept. Slots are numbered from 0 here, and from `first` on in plans.
     """
 
     def __init__(self, batch: CachedBlocks, num_slots: int, first: int) -> None:
         self.num_slots = num_slots
-        self.num_hits = 0  # blocks copied back, since the engine started
+        self.num_hits = 0  # blocks copied back since the engine started
         self._batch = batch
         self.first = first
-        self.times_given: Ints = np.zeros(num_slots, np.int64)  # how often each slot has been taken for another block
+        self.times_given: Ints = np.zeros(num_slots, np.int64)  # how often each slot has been given to another block
         self.names = BlockNames(num_slots, batch.block_size)
         self.beside = tuple(HostBeside(num_slots, batch.pool.page_blocks) for _ in batch.others)
-        self._blank = np.arange(num_slots - 1, -1, -1)  # a stack: the top is the end
+        self._blank = np.arange(num_slots - 1, -1, -1)  # a stack; its top is at the end
         self._num_blank = num_slots
-        self._ring = BlockRing(num_slots)  # of slots with a name that are not pinned
+        self._ring = BlockRing(num_slots)  # slots with a name that are not pinned
         self._pinned: list[Ints] = []
-        self._written: list[Ints] = []  # of the pinned ones: those that the plan being made copies to
-        #: Slots that something beyond the host reads or writes: they have a name or not, and are in no list.
+        self._written: list[Ints] = []  # pinned slots that the plan being made copies to
+        #: Slots that are being read or written for a store beyond the host. They may have names, and are in no list.
         self.is_busy: Bools = np.zeros(num_slots, np.bool_)
         self.on_written: Callable[[Ints], None] | None = None  # called with the slots that a finished plan copies to
         if num_slots:
@@ -62,18 +63,18 @@ class HostCache:
 
     @property
     def num_kept(self) -> int:
-        """Return the number of slots with something that is kept."""
+        """Return the number of slots with kept content."""
         return len(self.names) + sum(own.num_slots for own in self.beside)
 
     def _is_named(self, slots: Ints) -> Bools:
-        """Return which of these slots have content that can be found, bool [n]."""
+        """Return which of these slots have findable content, bool [n]."""
         named: Bools = self.names.content[slots] != UNNAMED
         for own in self.beside:
             named |= own.content[slots] != UNNAMED
         return named
 
     def _forget(self, slots: Ints) -> None:
-        """Remove the names of evicted slots. The others of a block that has several become blank."""
+        """Remove the names of evicted slots. If a block has several slots, the others become blank."""
         rest = slots
         for own in self.beside:
             contents = np.unique(own.content[slots])
@@ -85,7 +86,7 @@ class HostCache:
     # --- what the KV cache evicts ---------------------------------------------------------------------------------
 
     def keep(self, pages: Ints) -> None:
-        """Copy to the host what is in pages [n] that are being evicted, and what nobody finds without them.
+        """Copy to the host what is in pages [n] that are being evicted, and what cannot be found without them.
 
         As much is copied as there is room for.
         """
@@ -98,13 +99,13 @@ class HostCache:
         for own, beside in zip(self.beside, pool.names.beside, strict=True):
             found = beside.found[blocks]
             orphans = np.unique(found[found != 0] // pool.page_blocks)
-            # A page that a row holds may be one that is computed only by the step being planned.
+            # A page that a row holds may be computed only in the step being planned.
             orphans = orphans[pool.ref_count[orphans] == 0]
             evicted = pages[beside.owner[pages] != 0]
             self._keep_beside(own, beside, np.concatenate([evicted, orphans[~np.isin(orphans, evicted)]]))
 
     def _keep_named(self, blocks: Ints) -> None:
-        """Copy named blocks to the host, as far as there is room."""
+        """Copy named blocks to the host, as many as there is room for."""
         names = self.names
         keys, parents, token_ids = self._batch.pool.names.described(blocks)
         slots = np.array([names.block_of_key.get(key, UNKNOWN) for key in keys.tolist()], np.int64)
@@ -117,7 +118,7 @@ class HostCache:
         self._copy_out(blocks[new], slots)
 
     def _keep_beside(self, own: HostBeside, beside: Beside, pages: Ints) -> None:
-        """Copy these pages of a further kind of layers to the host, as far as there is room: the last ones."""
+        """Copy these pages of a further kind of layer to the host. If there is not enough room, copy the last ones."""
         contents = self._batch.pool.names.content[beside.owner[pages]]
         leads = own.leads_of(contents)
         new = np.flatnonzero(leads == UNKNOWN)
@@ -129,9 +130,9 @@ class HostCache:
         self._copy_out(self._batch.pool.inside(pages[new]), slots)
 
     def _room_beside(self, known: Ints, num_new: int, width: int = 1) -> int:
-        """Return for how many of the new blocks, of `width` slots each, there is room beside these known slots."""
+        """Return how many of the new blocks, with `width` slots each, fit next to these known slots."""
         kept = known[self._ring.holds(known)]
-        self.touch(kept)  # these are the last that make room
+        self.touch(kept)  # these are evicted last
         return min((len(self._ring) - len(kept) + self._num_blank) // width, num_new)
 
     def _copy_out(self, blocks: Ints, slots: Ints) -> None:
@@ -142,14 +143,14 @@ class HostCache:
         out.targets.append(self.in_plan(slots))
 
     def forget(self) -> None:
-        """Forget all blocks: the cache is emptied, or the pool is lost."""
+        """Forget all blocks, because the cache was emptied or the pool was lost."""
         self.names.forget_all()
         for own in self.beside:
             own.forget_all()
         self._push_blank(self._ring.clear())
 
     def forget_contents(self, contents: Ints) -> None:
-        """Forget the blocks with these content numbers, and those beside them."""
+        """Forget the blocks with these content numbers, and those of further kinds that belong to them."""
         contents = contents[contents != UNNAMED]
         slots = np.flatnonzero(np.isin(self.names.content, contents))
         self.names.forget(slots)
@@ -158,7 +159,7 @@ class HostCache:
             self._release(own.forget(contents))
 
     def _release(self, slots: Ints) -> None:
-        """Let these slots, which have lost their names, be blank; those that something reads or writes, later."""
+        """Make these slots, which have lost their names, blank: at once, or later if they are being read or written."""
         unread = slots[self._ring.holds(slots)]
         self._ring.discard(unread)
         self._push_blank(unread)
@@ -166,10 +167,10 @@ class HostCache:
     # --- what requests start with ---------------------------------------------------------------------------------
 
     def find(self, request: Request, num_hits: int, content: int) -> tuple[Int32s | None, int]:
-        """Return the slots of the blocks that follow a waiting request's hits, and the content number of the last one.
+        """Return the slots of the blocks that follow a waiting request's hits, and the last one's content number.
 
-        None: there are none. num_hits: blocks that the KV cache has, the last of which has this content number. No
-        slots, and not None: only blocks of further kinds of layers come from the host.
+        None: there are none. num_hits: number of blocks that the KV cache has; the last has this content number. An
+        empty array: only blocks of further kinds of layers come from the host.
         """
         if self.beside:
             return self._find_usable(request, num_hits, content)
@@ -185,11 +186,11 @@ class HostCache:
         return self.names.find(content, token_ids, request.block_hashes[num_hits:count])
 
     def _find_usable(self, request: Request, num_hits: int, content: int) -> tuple[Int32s | None, int]:
-        """Return what find() does, if all blocks of the windows are there, too."""
+        """Return the same as find(), if all window blocks are there too."""
         reach, num_found = self._reach_of(request, *self._batch.prefix_cache.find_all(request))
         count = self._batch.room.num_usable(len(reach.contents), [other.is_there for other in reach.others])
         if count < num_hits or num_hits < min(count, num_found):
-            return None, content  # it could not end with the blocks of the cache; see PrefixCache.fits()
+            return None, content  # with the cache's blocks it could never end; see PrefixCache.fits()
         slots = reach.slots[: count - num_hits]
         windows, num_tokens = zip(self._batch.others, reach.others, strict=True), count * self._batch.block_size
         if not len(slots) and all(of.found[one.kind.num_passed(num_tokens) : count].all() for one, of in windows):
@@ -206,7 +207,7 @@ class HostCache:
         return self.reach(hits, slots), len(hits)
 
     def reach(self, hits: Int32s, slots: Int32s) -> Reach:
-        """Return what is there of a prompt that finds these blocks in the cache, and then these slots."""
+        """Return what is there for a prompt that finds these blocks in the cache, and after them these slots."""
         names, others = self._batch.pool.names, list[OtherReach]()
         contents = np.concatenate([names.content[hits], self.names.content[slots]])
         for own, beside in zip(self.beside, names.beside, strict=True):
@@ -217,14 +218,14 @@ class HostCache:
         return Reach(slots, contents, others)
 
     def other_start(self, start: RequestStart, number: int, num_passed: int) -> OtherStart:
-        """Return the blocks of a further kind of a request for which the host has something."""
+        """Return the blocks of a further kind for a request for which the host has something."""
         assert start.host_slots is not None, "the host has nothing for this start"
         other = self.reach(start.hits, start.host_slots).others[number]
         found, leads = other.found[num_passed:], other.leads[num_passed:]
         return OtherStart(num_passed, found.astype(np.int32), leads[found == 0])
 
     def pin(self, start: RequestStart) -> None:
-        """Let no other block take the slots from which a request starts until the plan is made: it reads them."""
+        """Pin the slots that a request starts from until the plan is made, because the plan reads them."""
         assert start.host_slots is not None, "the host has nothing for this start"
         self._pin(start.host_slots)
         for own, other in zip(self.beside, start.others, strict=True):
@@ -235,7 +236,7 @@ class HostCache:
         self._pinned.append(slots.astype(np.int64))
 
     def copy_back(self, start: RequestStart) -> None:
-        """Copy what the host has for a request into its blocks, which are found by their names, or beside those."""
+        """Copy what the host has for a request into its blocks, which are found by their names."""
         assert start.host_slots is not None, "the host has nothing for this start"
         slots, blocks = start.host_slots, start.block_ids[start.num_hits : start.num_hits + start.num_loaded]
         keys, parents, token_ids = self.names.described(slots)
@@ -250,7 +251,7 @@ class HostCache:
         pool, places = self._batch.pool, other.num_passed + np.flatnonzero(other.hits == 0)
         owners, blocks = start.block_ids[places].astype(np.int64), other.block_ids[places].astype(np.int64)
         self._copy_in(own.slots_of(other.leads), pool.inside(blocks // pool.page_blocks).astype(np.int32))
-        right = pool.names.content[owners] == own.content[other.leads]  # else another request's block has the name
+        right = pool.names.content[owners] == own.content[other.leads]  # otherwise another request's block has the name
         beside.put(owners[right], blocks[right])
 
     def _copy_in(self, slots: Int32s | Ints, blocks: Int32s) -> None:
@@ -260,13 +261,13 @@ class HostCache:
         back.targets.append(blocks)
 
     def end_plan(self) -> None:
-        """Release the slots that the finished plan reads and writes: they are the most recent ones."""
+        """Release the slots that the finished plan reads and writes. They become the most recent ones."""
         if self._pinned:
             slots = self._all_pinned()
             named = self._is_named(slots)
             idle = ~self.is_busy[slots]
             self._ring.push(slots[named & idle])
-            self._push_blank(slots[~named & idle])  # forgotten meanwhile
+            self._push_blank(slots[~named & idle])  # forgotten since
             self._pinned.clear()
         if self._written:
             slots = np.concatenate(self._written)
@@ -277,26 +278,26 @@ class HostCache:
     # --- what is beyond the host -----------------------------------------------------------------------------------
 
     def in_plan(self, slots: Int32s | Ints) -> Int32s:
-        """Return the numbers that plans have for these slots."""
+        """Return the numbers that plans use for these slots."""
         return (slots + self.first).astype(np.int32)
 
     def reserve(self, count: int) -> Ints:
-        """Take up to `count` slots, without a name, for something that writes them until unlock()."""
+        """Take up to `count` slots without names, to be written from outside until unlock()."""
         slots = self._take(min(count, len(self._ring) + self._num_blank))
         self.is_busy[slots] = True
         return slots
 
     def is_idle(self, slots: Ints) -> Bools:
-        """Return which of these slots have content that nothing reads or writes, bool [n]."""
+        """Return which of these slots have content that is not being read or written, bool [n]."""
         return self._ring.holds(slots)
 
     def lock(self, slots: Ints) -> None:
-        """Let no other block take these slots until unlock(): something reads them. They are found meanwhile."""
+        """Keep these slots from being reused until unlock(), because they are being read. They can still be found."""
         self._ring.discard(slots)
         self.is_busy[slots] = True
 
     def unlock(self, slots: Ints) -> None:
-        """Let these slots be used again; those with a name are the most recent ones."""
+        """Make these slots available again. Those with a name become the most recent ones."""
         self.is_busy[slots] = False
         slots = slots[~np.isin(slots, self._all_pinned())]
         named = self._is_named(slots)
@@ -306,7 +307,7 @@ class HostCache:
     # --- slots ----------------------------------------------------------------------------------------------------
 
     def _take(self, count: int) -> Ints:
-        """Take slots, blank ones first, then those that were used least recently, which lose their names."""
+        """Take slots: blank ones first, then the least recently used ones, which lose their names."""
         from_blank = min(count, self._num_blank)
         slots = self._blank[self._num_blank - from_blank : self._num_blank][::-1].copy()
         self._num_blank -= from_blank
@@ -318,7 +319,7 @@ class HostCache:
         return slots
 
     def touch(self, slots: Ints) -> None:
-        """Let those of these slots that could make room be the last to do so."""
+        """Make those of these slots that can be evicted the last to be evicted."""
         slots = slots[self._ring.holds(slots)]
         self._ring.discard(slots)
         self._ring.push(slots)
@@ -334,11 +335,11 @@ class HostCache:
         self._num_blank += len(slots)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError with the numbers when slots are lost or doubled, or a name is wrong."""
+        """Check that no slot is lost or used twice, and no name is wrong. Errors: AssertionError with the numbers."""
         if not self.num_slots:
-            assert not len(self.names), "blocks are found on the host, which has no slot"
+            assert not len(self.names), "blocks are found on the host, but it has no slots"
             assert not len(self._ring), "a ring of no slots has blocks"
-            return  # what follows is of slots
+            return  # the rest checks slots
         self.names.check_integrity()
         self._ring.check_integrity()
         slots = np.arange(self.num_slots)

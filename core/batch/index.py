@@ -1,4 +1,4 @@
-"""RequestIndex: the live requests by client and number (one for each choice) and by deadline."""
+"""RequestIndex: the live requests by (client, number), with one entry per choice, and by deadline."""
 
 import heapq
 from itertools import chain
@@ -6,12 +6,12 @@ from typing import Any
 
 from core.batch.request import Request
 
-#: Deadlines of finished requests that the heap may hold in addition to one for each live request.
+#: Deadlines of finished requests that the heap may hold, in addition to one for each live request.
 _MAX_SPARE = 64
 
 
 class RequestIndex:
-    """The live requests, one for each choice."""
+    """The live requests, one per choice."""
 
     def __init__(self) -> None:
         self._clients: dict[int, dict[int, list[Request]]] = {}
@@ -23,7 +23,7 @@ class RequestIndex:
         return self._length
 
     def get(self, client: int, number: int) -> list[Request]:
-        """Return the live choices of a number, in their order; empty when there is none."""
+        """Return the live choices of a number, in order; empty if there are none."""
         return list(self._clients.get(client, {}).get(number, ()))
 
     def of_client(self, client: int) -> list[Request]:
@@ -40,7 +40,7 @@ class RequestIndex:
         return {**self.__dict__, "_clients": list(chain.from_iterable(numbers))}
 
     def set_parts(self, parts: dict[str, Any]) -> None:
-        """Become the index with these parts."""
+        """Load the state that parts() returned."""
         requests: list[Request] = parts["_clients"]
         self.__dict__.update(parts, _clients={})
         for request in requests:
@@ -54,7 +54,7 @@ class RequestIndex:
             heapq.heappush(self._deadlines, (deadline_ns, request.serial, request))
 
     def remove(self, requests: list[Request]) -> None:
-        """Remove requests, which are marked finished already."""
+        """Remove requests that are already marked as finished."""
         for request in requests:
             numbers = self._clients[request.client]
             choices = numbers[request.number]
@@ -70,7 +70,7 @@ class RequestIndex:
             heapq.heapify(self._deadlines)
 
     def pop_overdue(self, now_ns: int, limit: int) -> list[Request]:
-        """Remove and return at most `limit` requests whose deadline has come. Finished ones are left out."""
+        """Remove and return at most `limit` requests whose deadline has passed, without finished ones."""
         overdue: list[Request] = []
         while self._deadlines and self._deadlines[0][0] <= now_ns and len(overdue) < limit:
             request = heapq.heappop(self._deadlines)[2]

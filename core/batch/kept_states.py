@@ -1,8 +1,8 @@
-"""KeptStates: recurrent states at the ends of blocks, from which later requests with the same tokens go on.
+"""KeptStates: recurrent states at the ends of blocks, from which later requests with the same tokens can continue.
 
-A state is a function of the tokens before it, as a block's K and V are. So it is known by the number of the block's
-content (core/kv/block_names.py), which is never given to another content. The states have slots behind those of the
-rows; the one that was not used for longest makes room for a new one.
+Like a block's K and V, a state is a function of the tokens before it. So it is identified by the number of the block's
+content (core/kv/block_names.py), which is never reused. The slots of the states come after those of the rows. The least
+recently used state is replaced by a new one.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from ipc.tables.arrays import Int32s, Rows
 
 
 class KeptStates:
-    """The slots of states that are kept, by the content that ends there, least recently used first."""
+    """The slots of kept states, by the content that ends there, least recently used first."""
 
     def __init__(self, table: BatchTable, names: BlockNames, num_rows: int, num_slots: int) -> None:
-        """num_rows: places of states before the slots."""
+        """num_rows: number of state slots that belong to rows and come first."""
         self._table, self._names = table, names
         self._free = list(range(num_rows + num_slots - 1, num_rows - 1, -1))
         self._slots: dict[int, int] = {}
@@ -27,22 +27,22 @@ class KeptStates:
         return len(self._slots)
 
     def reachable(self, blocks: Int32s) -> int:
-        """Return how many of these blocks, which begin a request, end with the last one that has a state."""
+        """Return how many of these blocks, the first of a request, end at the last one that has a state."""
         contents = self._names.content[blocks].tolist()
         return next((count for count in range(len(blocks), 0, -1) if contents[count - 1] in self._slots), 0)
 
     def begin(self, starts: Sequence[RequestStart], carried: Carried) -> None:
-        """Copy to the rows of starting requests the states behind their first blocks."""
+        """Copy the states after the first blocks of starting requests to their rows."""
         for start in starts:
             if start.num_hits:
                 content = int(self._names.content[start.hits[-1]])
-                slot = self._slots[content] = self._slots.pop(content)  # the last one now
+                slot = self._slots[content] = self._slots.pop(content)  # moves it to the end: the most recent one
                 carried.states.add(slot, start.request.row)
 
     def keep(self, rows: Rows, carried: Carried) -> None:
-        """Keep the states of these rows of the last plan which it leaves at the end of a block of their prompts.
+        """Keep the states that the last plan left in these rows at the end of a block of their prompts.
 
-        carried: of the next plan, whose rows' states are those after the last one.
+        carried: the next plan's. At that point the rows' states are those after the last plan.
         """
         table = self._table
         ends = table.num_computed_tokens[rows]

@@ -8,8 +8,8 @@ from ipc.tables.arrays import NO_INTS, BlockIds, Rows
 class NewBlocks:
     """Columns of (row, block). The blocks of one row are neighbours, in the order of its table.
 
-    rows, ids [m]: new blocks of running rows, of the first kind of layers. others: (rows [n], ids [n]) of each further
-    kind; they are of running rows and of those that start. Empty if there are none.
+    rows, ids [m]: new blocks of the first kind of layer, of running rows. others: (rows [n], ids [n]) of each further
+    kind, of running rows and starting ones. Empty if there are none.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class NewBlocks:
         self.rows, self.ids = rows, ids
 
     def add_other(self, number: int, rows: Rows, ids: BlockIds) -> None:
-        """Add new blocks of a further kind of layers."""
+        """Add new blocks of a further kind of layer."""
         while len(self.others) <= number:
             self.others.append((NO_INTS, NO_INTS))
         self.others[number] = _merged(*self.others[number], rows, ids)
@@ -36,7 +36,7 @@ class NewBlocks:
         self.drop_others([row])
 
     def drop_others(self, dropped: list[int]) -> None:
-        """Remove the new blocks of these rows of further kinds of layers."""
+        """Remove the new blocks of these rows in further kinds of layers."""
         for number, (rows, ids) in enumerate(self.others):
             kept = ~np.isin(rows, dropped)
             self.others[number] = rows[kept], ids[kept]

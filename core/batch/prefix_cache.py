@@ -1,4 +1,4 @@
-"""PrefixCache: whole KV blocks, found again by their content. The names are explained in core/kv/block_names.py."""
+"""PrefixCache: finds whole KV blocks by their content. core/kv/block_names.py explains the names."""
 
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from ipc.tables.rounding import ceil_div
 
 
 class HostReach(Protocol):
-    """What keeps blocks on the host."""
+    """Keeps blocks on the host."""
 
     def num_usable(self, request: Request, hits: Int32s, content: int) -> int:
         """Return how many of a waiting request's first blocks it can start with. hits: all that the cache has."""
@@ -24,8 +24,8 @@ class HostReach(Protocol):
 class PrefixCache:
     """Names the blocks of running rows and finds the blocks of waiting requests.
 
-    A request needs all blocks before its first token in layers that see everything. Of layers with a window that have
-    blocks of their own, it needs those of the window. If some of these are evicted, it finds fewer tokens.
+    In layers that see the whole context, a request needs all blocks before its first token. In layers with a window
+    that have their own blocks, it needs those of the window. If some of these are evicted, it finds fewer tokens.
     """
 
     def __init__(self, table: BatchTable, pool: BlockPool, room: CacheRoom, enabled: bool) -> None:
@@ -35,11 +35,11 @@ class PrefixCache:
         self.block_size = pool.names.block_size
         self._shift = self.block_size.bit_length() - 1  # block sizes are powers of two
         self.is_enabled = enabled
-        self.kept_states: KeptStates | None = None  # of a model with recurrent layers
+        self.kept_states: KeptStates | None = None  # for a model with recurrent layers
         self.host: HostReach | None = None  # if it keeps blocks of further kinds of layers
 
     def prepare(self, request: Request) -> None:
-        """Hash the whole blocks of a request that will wait: once, although many steps may look it up."""
+        """Hash the whole blocks of a request that will wait, once, because many steps may look it up."""
         if self.is_enabled and (count := request.num_tokens // self.block_size) > (have := len(request.block_hashes)):
             token_ids = request.token_ids[have * self.block_size : count * self.block_size]
             request.block_hashes.extend(hash_blocks(token_ids.reshape(-1, self.block_size)).tolist())
@@ -47,7 +47,7 @@ class PrefixCache:
                 request.first_key = block_key(request.root, request.block_hashes[0])
 
     def find(self, request: Request, *, needs_state: bool = True) -> tuple[Int32s, int]:
-        """Return the blocks with the waiting request's first tokens that it can use, and the last one's content number.
+        """Return the usable blocks with the waiting request's first tokens, and the last one's content number.
 
         needs_state: with recurrent layers, the state behind the last block must be kept.
         """
@@ -66,9 +66,9 @@ class PrefixCache:
         return blocks[:count], int(self._names.content[blocks[count - 1]]) if count else request.root
 
     def find_all(self, request: Request) -> tuple[Int32s, int]:
-        """Return the named blocks with the waiting request's first tokens, and the content number of the last one.
+        """Return the named blocks with the waiting request's first tokens, and the last one's content number.
 
-        The request's last token is never among these: it must be computed. A request that needs its whole prompt
+        The request's last token is never included, because it must be computed. A request that needs its whole prompt
         computed gets no blocks.
         """
         if request.needs_whole_prompt:
@@ -78,9 +78,9 @@ class PrefixCache:
         return self._names.find(request.root, token_ids, request.block_hashes[:count])
 
     def _num_usable(self, request: Request, hits: Int32s, content: int) -> int:
-        """Return how many of these found blocks have all blocks of their windows beside them, or on the host.
+        """Return how many of these found blocks can be used: their windows' blocks are in the cache or on the host.
 
-        What is copied back for a swapped request is not the host's.
+        Blocks copied back for a swapped request do not belong to the host cache.
         """
         if self.host is not None and request.swapped is None:
             count = min(len(hits), self.host.num_usable(request, hits, content))
@@ -91,7 +91,10 @@ class PrefixCache:
         return count if self.fits(request, hits[:count]) else 0
 
     def fits(self, request: Request, hits: Int32s) -> bool:
-        """Return whether the request could ever end with these first blocks; their pages may have others', too."""
+        """Return whether the request could ever finish with these first blocks.
+
+        Their pages may also hold others' blocks.
+        """
         first, num_hits = self._room.kinds[0], len(hits)
         most = self._room.num_pages(request.max_computed_tokens, bool(request.choices))
         if most + num_hits <= self._num_pages:
@@ -102,7 +105,7 @@ class PrefixCache:
         return most + shared + own <= self._num_pages
 
     def name_full_blocks(self, rows: Rows, ends: Ints) -> None:
-        """Name the blocks whose tokens are all known, and computed by the end of the step being planned.
+        """Name the blocks whose tokens are all known and will be computed by the end of the step being planned.
 
         ends [n]: computed tokens of the rows after that step. A request that finds the blocks runs in this step or a
         later one, and every layer stores the step's K and V before it reads.
@@ -130,9 +133,9 @@ class PrefixCache:
             table.num_named_blocks[row] = start + count
 
     def name_starts(self, starts: list[RequestStart]) -> None:
-        """Name the full blocks of these requests, after the hits and those copied back, which have names already.
+        """Name the full blocks of these requests, except hits and blocks copied back, which already have names.
 
-        No two requests may have the same first block, unless it is a hit; then no two have the same next block.
+        No two requests may have the same first block unless it is a hit, and then not the same next block.
         """
         if not self.is_enabled:
             return

@@ -1,4 +1,4 @@
-"""Request: the scheduler's state of one request apart from its row in the batch table."""
+"""Request: the scheduler's state of one request, apart from its row in the batch table."""
 
 from typing import NamedTuple
 
@@ -22,13 +22,13 @@ class Swapped(NamedTuple):
     """The host's copy of a preempted request."""
 
     slots: Int32s  # blocks of the host pool, in the order of Batch.copied_blocks()
-    num_computed_tokens: int  # in these blocks
+    num_computed_tokens: int  # number of tokens in these blocks
 
 
 class Request(msgspec.Struct, eq=False):
     """One choice of a client's request, owned by the scheduler.
 
-    While `row` is set, the table holds the tokens and `token_ids` is stale.
+    While `row` is set, the table holds the tokens, and `token_ids` is stale.
     """
 
     serial: int  # arrival order over the engine's life
@@ -36,40 +36,41 @@ class Request(msgspec.Struct, eq=False):
     number: int
     token_ids: Int32s  # prompt, then output so far
     num_prompt_tokens: int
-    max_total_tokens: int  # prompt and output together, max_model_len included
-    max_computed_tokens: int  # of those: what the request can come to compute, and hold in the KV cache
+    max_total_tokens: int  # prompt plus output, limited by max_model_len
+    max_computed_tokens: int  # of those: how many the request can ever compute, and hold in the KV cache
     params: SamplingParams | PoolingParams
     seed: int
     priority: int
-    root: int  # content that its first block follows, by its cache salt and adapter; see ipc/wire/block_roots.py
-    party: int = 0  # who pays for it under policy fair: the client, or a negative number of its tenant
+    root: int  # content that its first block follows, from its cache salt and adapter; see ipc/wire/block_roots.py
+    party: int = 0  # who is charged under policy fair: the client, or the negative number of its tenant
     tenant: str = ""
-    adapter: AdapterId | None = None  # that of its message itself, so that the executor keeps the adapter
-    features: list[FeatureUse] = msgspec.field(default_factory=list)  # also those of its message itself
+    adapter: AdapterId | None = None  # the object from its message, so that the executor keeps the adapter
+    features: list[FeatureUse] = msgspec.field(default_factory=list)  # also the objects from its message
     choice: int = 0
-    choices: list["Request"] = msgspec.field(default_factory=list)  # of its message, this one too; empty: it is alone
-    follows: bool = False  # another of the choices computes their prompt, and this one waits for it
+    # all choices of its message, including this one; empty: it is the only one
+    choices: list["Request"] = msgspec.field(default_factory=list)
+    follows: bool = False  # another choice computes their prompt, and this one waits for it
     row: int = NO_ROW
     rank: int = 0  # set by the scheduling policy: smaller goes first, then the smaller serial
     level: int = 0  # set by the scheduling policy: the request may take room from running ones of a larger level
     arrival_ns: int = 0  # on the clock of the step
     ticket: int = 0  # number of its entry in the waiting queue; 0 = it has none
-    block_hashes: list[int] = msgspec.field(default_factory=list)  # of its whole blocks
+    block_hashes: list[int] = msgspec.field(default_factory=list)  # hashes of its whole blocks
     first_key: int = 0  # lookup key of its first block; 0 = that block is not whole
     swapped: Swapped | None = None
-    num_preemptions: int = 0  # caused by requests that ran already
+    num_preemptions: int = 0  # by running requests that needed blocks
     num_overtaken: int = 0  # requests that started while this one was first and did not fit
-    num_computed_before: int = 0  # most tokens computed when it was preempted: computing them again is waste
+    num_computed_before: int = 0  # the most tokens computed when it was preempted; computing them again is waste
     num_drafted: int = 0  # drafts verified until its last preemption
     num_accepted: int = 0
-    is_whole: bool = False  # no token's computation may be taken from a cache, because all of them are looked at
+    is_whole: bool = False  # no token may be taken from a cache, because the output of all of them is used
     has_started: bool = False
     is_finished: bool = False
-    awaits: int = 0  # ticket of the blocks that it waits for, which something beyond the host may have; 0 = none
-    known_end: int = 0  # see core/scheduling/state_ends.py; of a model with recurrent layers
-    has_asked: bool = False  # for such blocks, and had its answer
+    awaits: int = 0  # ticket of the blocks that it waits for, from a store beyond the host; 0 = none
+    known_end: int = 0  # for a model with recurrent layers; see core/scheduling/state_ends.py
+    has_asked: bool = False  # it has asked for such blocks and got an answer
     #: Derived from `params`, and stored because a start looks at them several times:
-    sampling: SamplingParams | None = None  # the parameters of its tokens; None for a pooling request, which has none
+    sampling: SamplingParams | None = None  # the parameters for its tokens; None for a pooling request
     searches: bool = False  # it is a beam of a beam search
 
     def __post_init__(self) -> None:
@@ -84,8 +85,9 @@ class Request(msgspec.Struct, eq=False):
 
     @property
     def needs_whole_prompt(self) -> bool:
-        """Return whether the prompt is computed from the first token on: to pool it, or to report its logprobs. Valid
-        while the request waits.
+        """Return whether the prompt must be computed from the first token on: to pool it, or to report its logprobs.
+
+        Valid while the request waits.
         """
         params = self.sampling
         return self.is_whole or (
@@ -106,9 +108,9 @@ def requests_from_message(
     whole_prompt_tasks: tuple[str, ...] = (),
     kind_stride: int = 0,
 ) -> list[Request]:
-    """Return the requests of a valid message: one for each choice or beam, with the serials from `serial` on.
+    """Return the requests of a valid message, one per choice or beam, with serials counting from `serial`.
 
-    whole_prompt_tasks: see ModelInfo. kind_stride: what is added to the ids of a second text's tokens.
+    whole_prompt_tasks: see ModelInfo. kind_stride: added to the token ids of a second text.
     """
     match message:
         case AddPooling():
@@ -119,7 +121,7 @@ def requests_from_message(
 
 
 def request_from_message(message: AddRequest, client: int, serial: int, max_model_len: int, choice: int = 0) -> Request:
-    """Return the request of one choice of a valid message: its prompt is not empty and leaves room for one token.
+    """Return the request for one choice of a valid message. Its prompt is not empty and leaves room for one token.
 
     Only the first choice has the prompt's log probabilities.
     """
@@ -128,7 +130,7 @@ def request_from_message(message: AddRequest, client: int, serial: int, max_mode
         params = params.changed(prompt_logprobs=None)
     prompt = np.frombuffer(message.prompt_token_ids, "<i4")
     delivered = np.frombuffer(message.delivered[choice] if choice < len(message.delivered) else b"", "<i4")
-    # What is asked for is tokens to generate: the last of them ends the request, so nothing is computed from it.
+    # max_tokens counts generated tokens. The last of them ends the request, so nothing is computed from it.
     wanted = max_model_len if message.params.max_tokens is None else len(prompt) + message.params.max_tokens
     max_total_tokens = min(wanted, max_model_len)
     return Request(
@@ -154,9 +156,9 @@ def request_from_message(message: AddRequest, client: int, serial: int, max_mode
 def _pooling_request(
     message: AddPooling, client: int, serial: int, whole_prompt_tasks: tuple[str, ...], kind_stride: int
 ) -> Request:
-    """Return the request of a valid message. All of its tokens are computed, the last one too.
+    """Return the request of a valid message. All of its tokens are computed, including the last one.
 
-    Its end comes as one token more would, and is a placeholder while the last step is in flight.
+    Its end is signalled by one more token, which is a placeholder while the last step is in flight.
     """
     prompt = np.frombuffer(message.prompt_token_ids, "<i4").astype(np.int32)
     if message.second_from:

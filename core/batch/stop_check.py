@@ -11,7 +11,7 @@ from ipc.wire.messages import FinishReason
 
 
 class StopCheck:
-    """The stop rules: EOS is compared for all rows, stop_token_ids only for the rows that have them."""
+    """The stop rules. EOS is compared for all rows, stop_token_ids only for the rows that have them."""
 
     def __init__(self, table: BatchTable, eos_token_ids: tuple[int, ...]) -> None:
         self._table = table
@@ -19,7 +19,7 @@ class StopCheck:
         self._keys = np.zeros(0, np.int64)  # sorted row << 32 | token id of the rows with stop_token_ids
 
     def add(self, row: int, stop_token_ids: list[int]) -> None:
-        """Let each of these tokens end the request of the row."""
+        """End the request of the row at each of these tokens."""
         keys = (np.int64(row) << 32) | np.array(stop_token_ids, np.int64)
         self._keys = np.union1d(self._keys, keys)
 
@@ -29,13 +29,14 @@ class StopCheck:
             self._keys = self._keys[~np.isin(self._keys >> 32, rows)]
 
     def rename(self, name: Callable[[int], int]) -> None:
-        """Give the rows' stop_token_ids other numbers."""
+        """Rename the token ids in the rows' stop_token_ids."""
         keys = [key >> 32 << 32 | name(key & 0xFFFFFFFF) for key in self._keys.tolist()]
         self._keys = np.array(sorted(keys), np.int64)
 
     def finish_of_delivered(self, request: Request) -> tuple[FinishReason, int | None]:
-        """Return how the tokens that a request arrives with have ended it, NONE where it goes on; and its stop token,
-        if one of stop_token_ids has ended it.
+        """Return the finish reason of a request that arrives with its tokens, and its stop token.
+
+        NONE: the request goes on. The stop token is the one of stop_token_ids that ended the request, or None.
         """
         params, num_output_tokens = request.sampling, request.num_output_tokens
         if params is not None and num_output_tokens and num_output_tokens >= params.min_tokens:
@@ -49,8 +50,8 @@ class StopCheck:
     def __call__(self, rows: Rows, tokens: TokenIds, lengths: Ints) -> tuple[UInt8s, Bools]:
         """Return each row's FinishReason after its new token, uint8 [n], and whether a stop token ended it, bool [n].
 
-        lengths [n]: tokens of each row, the new one included. The order is vLLM's: EOS, stop tokens, length. Below
-        min_tokens, only the length ends a request.
+        lengths [n]: number of tokens of each row, including the new one. The order is vLLM's: EOS, stop tokens, length.
+        Below min_tokens, only the length ends a request.
         """
         table = self._table
         finish = np.zeros(len(rows), np.uint8)
@@ -68,7 +69,7 @@ class StopCheck:
         return finish, by_stop_token
 
     def cut(self, rows: Rows, tokens: TokenIds, counts: Ints) -> tuple[Ints, TokenIds, UInt8s, Bools]:
-        """Cut counts[i] > 0 new tokens of rows[i], given row after row, after the row's first finish.
+        """Cut counts[i] > 0 new tokens of rows[i], given row after row, after the first token that ends the row.
 
         Returns the kept counts [n], the kept tokens, and finish and by_stop_token [n] of each row after its last token.
         """

@@ -1,7 +1,7 @@
-"""BatchTable: the running requests as a table, one row each, their state in NumPy columns.
+"""BatchTable: the running requests as a table, one row each, with their state in NumPy columns.
 
 Row numbers are stable while a request runs and are reused after it. `tenancy` distinguishes two occupants of a row.
-Token ids and block tables lie in paged pools addressed by the row.
+Token ids and block tables are in paged pools addressed by the row.
 """
 
 from typing import NamedTuple
@@ -19,20 +19,20 @@ from ipc.tables.paged_rows import PagedRows
 class Fork(NamedTuple):
     """What a starting request takes over from a running choice of its message."""
 
-    blocks: Int32s  # to share
-    copied_block: int  # has the tokens after those of `blocks`; NULL_BLOCK: there are none
-    num_tokens: int  # in all of these
-    num_forked_tokens: int  # of them: those that are not in the prefix cache
-    others: tuple[Int32s, ...] = ()  # of each further kind of layers: all blocks of the source for these tokens
+    blocks: Int32s  # blocks to share
+    copied_block: int  # the block with the tokens after those of `blocks`; NULL_BLOCK: none
+    num_tokens: int  # number of tokens in all of these
+    num_forked_tokens: int  # how many of them are not in the prefix cache
+    others: tuple[Int32s, ...] = ()  # for each further kind of layer: all blocks of the source for these tokens
 
 
 class OtherStart(msgspec.Struct, eq=False, gc=False):
-    """The blocks of a further kind of layers with which a request starts. The kind has a window."""
+    """The blocks of a further kind of layer that a request starts with. The kind has a window."""
 
-    num_passed: int  # blocks that no token to compute reads; the row has none in their places
-    hits: Int32s  # the next ones, which were found or are shared; NULL_BLOCK: it is copied back from the host
-    leads: Ints = NO_INTS  # of those copied back: the first of its slots there
-    block_ids: Int32s = NO_INT32S  # all, from the first place on: NULL_BLOCK for those that are passed
+    num_passed: int  # number of leading blocks that no token to compute reads; the row has none for them
+    hits: Int32s  # the blocks after them, found or shared; NULL_BLOCK: it is copied back from the host
+    leads: Ints = NO_INTS  # for blocks that are copied back: the first slot of each on the host
+    block_ids: Int32s = NO_INT32S  # all blocks from the first position on; NULL_BLOCK for those that are passed
 
     @property
     def num_hits(self) -> int:
@@ -41,32 +41,33 @@ class OtherStart(msgspec.Struct, eq=False, gc=False):
 
     @property
     def found(self) -> Int32s:
-        """Return these blocks."""
+        """Return the blocks that were found or are shared."""
         return self.hits[self.hits > 0] if len(self.leads) else self.hits
 
 
 class RequestStart(msgspec.Struct, eq=False, gc=False):
-    """How a waiting request starts: its needs first, and then the blocks that it gets."""
+    """How a waiting request starts: first what it needs, then the blocks that it gets."""
 
     request: Request
     hits: Int32s  # blocks found in the prefix cache, or shared with another choice of its message
     num_hits: int
     content: int  # content number of the last block that has a name
-    num_computed_tokens: int  # in hits and a forked block, or in the host's copy
+    num_computed_tokens: int  # tokens in the hits and a forked block, or in the host's copy
     num_missing_tokens: int  # to compute, in this step and later
     num_tokens: int  # to compute in this step; an upper bound until admission has cut it
-    num_blocks: int  # hits included
+    num_blocks: int  # including hits
     is_reserved: bool  # all num_blocks are allocated at the start
-    num_lacking: int = 0  # blocks to allocate for num_blocks; it starts only if all of them fit
-    num_given: int = 0  # blocks in its table at the start, hits included: enough for this step's tokens
+    num_lacking: int = 0  # blocks to allocate for num_blocks; it starts only if all of them are available
+    num_given: int = 0  # blocks in its table at the start, including hits; enough for this step's tokens
     num_taken: int = 0  # blocks allocated for these
     block_ids: Int32s = NO_INT32S
     num_named_blocks: int = 0
     fork: Fork | None = None
-    #: Of the blocks after the hits, which are copied back from the host. None: nothing is; see OtherStart.leads, too.
+    #: Slots of the blocks after the hits, which are copied back from the host. None: no blocks; see also
+    #: OtherStart.leads.
     host_slots: Int32s | None = None
-    num_loaded: int = 0  # of these
-    others: list[OtherStart] = []  # of each further kind of layers; Batch.lacking_of() adds them
+    num_loaded: int = 0  # number of tokens in these
+    others: list[OtherStart] = []  # one per further kind of layer; Batch.lacking_of() adds them
 
 
 TOKENS_PER_PAGE = 256
@@ -74,37 +75,37 @@ FREE_ROW = -1
 
 
 class BatchTable(BlockTable):
-    """The state of running requests, their blocks of the first kind of layers included; only the scheduler writes it.
+    """The state of running requests, including their blocks of the first kind of layer. Only the scheduler writes it.
 
-    A column's entry is meaningful only for rows in use.
+    A column's entry is only meaningful for rows in use.
     """
 
     tenancy: Ints = column(FREE_ROW)  # number of the occupancy, never reused
-    client: Ints = column()  # with number and choice: where the outputs go
-    party: Ints = column()  # who pays for it under policy fair
+    client: Ints = column()  # with number and choice: the destination of the outputs
+    party: Ints = column()  # who is charged under policy fair
     number: Ints = column()
     choice: Ints = column()
     num_tokens: Ints = column()  # prompt and known output tokens
-    #: Tokens that steps in flight will sample, one a step: num_computed_tokens + 1 - num_tokens where that is positive.
+    #: Tokens that steps in flight will sample, one per step: num_computed_tokens + 1 - num_tokens if that is positive.
     #: A step with drafts of the row counts none, so the row gets no tokens until its result is known.
     num_placeholders: Ints = column()
     num_prompt_tokens: Ints = column()
     num_computed_tokens: Ints = column()  # advanced by schedule(), before the step runs
-    num_computed_before: Ints = column()  # most tokens computed when it was preempted
+    num_computed_before: Ints = column()  # the most tokens computed when it was preempted
     max_total_tokens: Ints = column()  # a request with this many tokens is finished
-    max_computed_tokens: Ints = column()  # most of them that it can ever compute
+    max_computed_tokens: Ints = column()  # the most of them that it can ever compute
     min_total_tokens: Ints = column()  # below it, only the length ends a request
-    num_named_blocks: Ints = column()  # of num_blocks: blocks whose content has a name
-    content: Ints = column()  # number of the content of the named blocks; see core/kv/block_names.py
+    num_named_blocks: Ints = column()  # of num_blocks: how many have a name for their content
+    content: Ints = column()  # content number of the last named block; see core/kv/block_names.py
     rank: Ints = column()  # with serial and level: the request's place in the order of the scheduling policy
     serial: Ints = column()
     level: Ints = column()
     ignore_eos: Ints = column()  # 0 or 1
     has_stop_ids: Ints = column()  # 0 or 1
-    num_in_draft: Ints = column()  # drafts in the step in flight that has any
-    num_drafted: Ints = column()  # drafts of the request that steps have verified, and those that became tokens
+    num_in_draft: Ints = column()  # drafts in the step in flight that has drafts of this row
+    num_drafted: Ints = column()  # drafts that steps have verified for the request, and how many of them became tokens
     num_accepted: Ints = column()
-    keeps_blocks: Ints = column()  # 0 or 1: it gives back none before its end, as other choices may start with them
+    keeps_blocks: Ints = column()  # 0 or 1: it frees no block before its end, because other choices may start with them
 
     def __init__(self, num_rows: int) -> None:
         super().__init__(num_rows)
@@ -133,7 +134,7 @@ class BatchTable(BlockTable):
     def remove(self, rows: Rows) -> list[Request]:
         """Free the rows and return their requests.
 
-        The caller frees the blocks before, and reads the tokens of requests that resume later.
+        The caller frees the blocks first, and reads the tokens of requests that resume later.
         """
         removed = []
         for row in rows.tolist():
@@ -157,16 +158,16 @@ class BatchTable(BlockTable):
         return self.client[rows], self.number[rows], self.choice[rows]
 
     def num_output_tokens(self, request: Request) -> int:
-        """Return the number of output tokens of a request, which runs or waits."""
+        """Return the number of output tokens of a request that runs or waits."""
         if request.row == NO_ROW:
             return request.num_output_tokens
         return int(self.num_tokens[request.row]) - request.num_prompt_tokens
 
     def append_tokens(self, rows: Rows, token_ids: TokenIds, counts: Ints | None = None) -> Ints:
-        """Append one sampled token to each row, or counts[i] > 0 of them, row after row; return the new lengths.
+        """Append one sampled token to each row, or counts[i] > 0 tokens, row after row. Return the new lengths.
 
         A step counts one placeholder for a row that samples. Tokens after the first are known but not computed. So a
-        step in flight that was to sample after the first samples no more, and its placeholder is taken back too.
+        step in flight that was to sample after the first token samples nothing, and its placeholder is taken back too.
         """
         lengths = self.num_tokens[rows]
         if counts is not None:
@@ -183,7 +184,7 @@ class BatchTable(BlockTable):
         self.tokens.ensure(rows, longer)
         self.tokens.set_runs(rows, lengths, counts, token_ids)
         self.num_tokens[rows] = longer
-        # Of a step in flight: of this one they have been counted. Behind several tokens they come too late.
+        # Drafts of a step in flight: those of this step have been counted. After several tokens they are too late.
         self.num_in_draft[rows[counts > 1]] = 0
         uncounted = (self.num_in_draft[rows] > 0).astype(np.int64)
         self.num_placeholders[rows] = np.maximum(self.num_computed_tokens[rows] + 1 - longer - uncounted, 0)
@@ -198,7 +199,7 @@ class BatchTable(BlockTable):
         for row in used.tolist():
             request = self.request[row]
             assert request is not None, f"row {row} is in use and has no request"
-            assert request.row == row, f"the request of row {row} says row {request.row}"
+            assert request.row == row, f"the request of row {row} has row {request.row}"
         lengths = self.num_tokens, self.num_placeholders, self.num_computed_tokens, self.num_in_draft
         numbers = self.num_blocks, self.num_named_blocks, self.num_released, self.keeps_blocks
         columns = (values[used].tolist() for values in (*lengths, self.max_total_tokens, *numbers))
@@ -211,11 +212,11 @@ class BatchTable(BlockTable):
             assert placeholders >= 0, f"row {row}: {placeholders} placeholders"
             assert named <= blocks, f"row {row} has {named} names for {blocks} blocks"
             assert released <= blocks, f"row {row} has given back {released} of {blocks} blocks"
-            assert not (keeps_blocks and released), f"row {row} keeps its blocks and lacks {released}"
+            assert not (keeps_blocks and released), f"row {row} must keep its blocks but lacks {released}"
 
 
 def _entries(start: RequestStart, tenancy: int) -> tuple[int, ...]:
-    """Return the values of a starting request's row, in the order of the table's columns, which a test compares."""
+    """Return the values of a starting request's row, in the order of the table's columns (compared by a test)."""
     request = start.request
     params, num_prompt_tokens = request.sampling, request.num_prompt_tokens
     min_tokens, ignores_eos, has_stop_ids = 0, False, False  # a pooling request samples no token

@@ -1,5 +1,7 @@
-"""Plans and outputs as bytes, for executors in other processes. Columns are little-endian int32 or float32 in `bin`
-fields. core/execution/plan.py has encode_plan(), which captures use too.
+"""Encodes plans and outputs as bytes, for executors in other processes.
+
+Columns are little-endian int32 or float32 in `bin` fields. encode_plan() is in core/execution/plan.py, because captures
+use it too.
 """
 
 from functools import cache
@@ -22,7 +24,7 @@ def encode_output(output: ModelRunnerOutput) -> bytes:
 
 
 def decode_output(data: bytes) -> ModelRunnerOutput:
-    """Return the output that encode_output() has encoded. Its columns are read-only. Errors: MalformedMessageError."""
+    """Return the output encoded by encode_output(). Its columns are read-only. Errors: MalformedMessageError."""
     try:
         return _output_decoder.decode(data)
     except DECODE_ERRORS as error:
@@ -30,7 +32,7 @@ def decode_output(data: bytes) -> ModelRunnerOutput:
 
 
 def decode_plan(data: bytes) -> SchedulerOutput:
-    """Return the plan that encode_plan() has encoded. Its columns are read-only. Errors: MalformedMessageError."""
+    """Return the plan encoded by encode_plan(). Its columns are read-only. Errors: MalformedMessageError."""
     try:
         return _plan_decoder.decode(data)
     except DECODE_ERRORS as error:
@@ -41,7 +43,7 @@ def _encode_column(value: Any) -> bytes:
     if isinstance(value, np.ndarray) and value.dtype in _DTYPES and value.ndim == 1:
         return value.astype(_DTYPES[value.dtype], copy=False).tobytes()
     kind = f"{value.dtype} of shape {value.shape}" if isinstance(value, np.ndarray) else type(value).__name__
-    raise TypeError(f"an output holds columns of int32 and float32, and not {kind}")
+    raise TypeError(f"columns of an output must be int32 or float32, not {kind}")
 
 
 def _decode_column(kind: Any, value: Any) -> Any:

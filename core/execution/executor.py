@@ -1,4 +1,4 @@
-"""Executor: the interface through which the engine runs its plans."""
+"""Executor: the interface that the engine uses to run its plans."""
 
 import importlib.util
 from collections.abc import Callable
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from core.grammars.grammars import Grammars
 
 
-#: Version (major, minor) of what executors are written against: this file, core/execution/plan.py and
-#: core/execution/runner_table.py. A plug-in has the major that it was written for, and a minor up to this one.
+#: Version (major, minor) of the interface for executors: this file, core/execution/plan.py and
+#: core/execution/runner_table.py. A plug-in must have the same major version, and at most this minor version.
 EXECUTOR_API = (1, 0)
 
 
@@ -25,25 +25,27 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Facts about an executor's model, known once it is loaded."""
 
     name: str
-    fingerprint: str  # hex: config, weights ("dummy-" before it if made up), dtype, kernels; equal at L2 = equal tokens
-    dtype: str  # of the weights and the KV cache; where EngineConfig.dtype is "auto", the resolved one
+    # hex digest of config, weights, dtype and kernels, prefixed with "dummy-" if the weights are made up; at L2, equal
+    # fingerprints mean equal tokens
+    fingerprint: str
+    dtype: str  # of the weights and the KV cache; if EngineConfig.dtype is "auto", the resolved one
     vocab_size: int
-    max_model_len: int  # longest sequence of the model, tokens
+    max_model_len: int  # longest sequence of the model, in tokens
     eos_token_ids: tuple[int, ...]
     numerics: str  # "L0" | "L1" | "L2"
     tasks: dict[str, int] = {}  # see Welcome
     #: Pooling tasks that need the hidden states of the whole prompt, not only of its last token.
     whole_prompt_tasks: tuple[str, ...] = ()
-    #: The model's tokens see the whole prompt, so a step computes all of it, and no K or V is kept after the step.
+    #: Every token sees the whole prompt, so one step computes all of it, and no K or V is kept after the step.
     is_encoder: bool = False
-    num_token_kinds: int = 1  # ids of tokens of kind k are k * vocab_size higher than those of kind 0
-    #: A token's K and V are read by so many tokens, its own included, and never again. 0: by all that follow.
+    num_token_kinds: int = 1  # ids of tokens of kind k are offset by k * vocab_size
+    #: A token's K and V are read by this many tokens, itself included, and never again. 0: by all later ones.
     kv_window: int = 0
-    #: Tokens that see each other, as an image's may, and are computed in one step: so many at most.
+    #: The most tokens that see each other, such as those of an image, and are computed in one step.
     max_whole_tokens: int = 0
-    #: Bytes of a row's recurrent state, which is of exactly the tokens that the row has computed. 0: there is none.
+    #: Bytes of a row's recurrent state, which covers exactly the tokens that the row has computed. 0: there is none.
     state_bytes: int = 0
-    #: kv_window is that of some layers only, which have KV blocks of their own: a page's of so many blocks. 0: of all.
+    #: If only some layers have kv_window, they have their own KV blocks: this many in a page. 0: all layers have it.
     kv_page_blocks: int = 0
 
 
@@ -51,11 +53,11 @@ class StepHandle(Protocol):
     """A step in flight."""
 
     def result(self) -> ModelRunnerOutput:
-        """Wait for the step and return its output. Called in the order of the steps, once for each."""
+        """Wait for the step and return its output. Called once per step, in step order."""
 
 
 class FinishedStep(NamedTuple):
-    """Handle of a step that execute() has run to its end."""
+    """Handle of a step that has finished within execute()."""
 
     output: ModelRunnerOutput
 
@@ -72,32 +74,32 @@ class Costs(NamedTuple):
 
 
 class StepCosts(NamedTuple):
-    """Durations that decide how many drafts a step verifies, in ns."""
+    """Durations in ns that decide how many drafts a step verifies."""
 
-    step_ns: tuple[int, ...] = ()  # of steps of 1, 2, 4, 8, ... tokens with logits each
-    draft_ns: int = 0  # of the drafts for one row by the executor's own draft model
-    alone_ns: tuple[int, ...] = ()  # as step_ns, of steps that no other step overlaps with; empty: no others
+    step_ns: tuple[int, ...] = ()  # of steps of 1, 2, 4, 8, ... tokens, all with logits
+    draft_ns: int = 0  # time for the executor's own draft model to make the drafts of one row
+    alone_ns: tuple[int, ...] = ()  # like step_ns, for steps that do not overlap with others; empty: the same
 
 
-#: Tokens of the step before the first: enough to show what a token of a prompt costs.
+#: Tokens of the step before the first one: enough to measure the cost of a prompt token.
 WARM_UP_TOKENS = 16
 
 
 class Executor(Protocol):
-    """Runner of plans. It learns of requests only from plans, in step order. Its constructor loads the model."""
+    """Runs plans. It learns of requests only from plans, in step order. Its constructor loads the model."""
 
     info: ModelInfo
-    grammars: "Grammars"  # of requests with structured_outputs
+    grammars: "Grammars"  # grammars of requests with structured_outputs
 
     @property
     def adapters(self) -> "Adapters | None":
-        """The adapters that requests may have; None: it runs none."""
+        """The adapters that requests may use; None: adapters are not supported."""
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
-        """Return the number of KV blocks of block_size tokens, null block included, that fit memory_bytes."""
+        """Return how many KV blocks of block_size tokens, including the null block, fit in memory_bytes."""
 
     def cache_memory_bytes(self) -> int | None:
-        """Return the bytes free for the KV cache on the executor's own device; None: it uses the machine's memory.
+        """Return the bytes that are free for the KV cache on the executor's own device; None: it uses host memory.
 
         Errors: OutOfMemoryError.
         """
@@ -106,53 +108,59 @@ class Executor(Protocol):
         """Allocate the KV cache and the host's blocks. Errors: OutOfMemoryError."""
 
     def measure_costs(self) -> Costs:
-        """Measure the costs of restoring requests: once, before the first step, because it writes into free blocks."""
+        """Measure the costs of restoring requests.
+
+        Called once, before the first step, because it writes into free blocks.
+        """
 
     def measure_steps(self) -> StepCosts:
-        """Measure steps of some sizes, and drafts; at the same time as measure_costs().
+        """Measure steps of some sizes, and drafts. Called together with measure_costs().
 
-        The number of sizes is the executor's choice. Only speculation needs it.
+        The executor chooses the number of sizes. Only speculation needs this.
         """
 
     def warm_up(self) -> int:
-        """Run a step of WARM_UP_TOKENS tokens, or as many as fit, before the first; return its duration in ns.
+        """Run a step of WARM_UP_TOKENS tokens, or as many as fit, before the first one. Return its duration in ns.
 
-        0: it is not known how long steps take. It writes into free blocks.
+        0: the duration of steps is unknown. It writes into free blocks.
         """
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
-        """Begin a step and return its handle. The plan is not empty."""
+        """Start a step and return its handle. The plan is not empty."""
 
     def prepare_ahead(self) -> bool:
-        """Use some idle milliseconds to prepare later steps. Return whether another call could be of use."""
+        """Use a few idle milliseconds to prepare later steps. Return whether another call could be useful."""
 
     def close(self) -> None:
-        """Release all resources. The executor is not used afterwards."""
+        """Release all resources. The executor must not be used afterwards."""
 
 
 class ExecutorEndedError(Exception):
-    """The executor's processes are gone and are not started again, which ends the engine. The text says why."""
+    """The executor's processes are gone and will not be restarted, which ends the engine. The text says why."""
 
 
 @runtime_checkable
 class MortalExecutor(Protocol):
-    """What an Executor has besides, if it runs in processes that may die while the engine lives.
+    """Additional methods of an Executor whose processes may die while the engine goes on.
 
-    The output of a step that is lost has NO_TOKEN for each row; the loss is told before result() returns it. From then
-    on every step is lost, until go_on().
+    The output of a lost step has NO_TOKEN for each row; the loss is reported before result() returns it. After that
+    every step is lost, until go_on().
     """
 
     def follow(self, tell: Callable[[ExecutorNews], None]) -> None:
-        """Call `tell`, from any thread, for each loss, and when plans can be taken again. Called before the first step.
+        """Call `tell`, from any thread, on each loss, and when plans can be taken again. Called before the first step.
 
-        Without it a loss is an ExecutorEndedError.
+        Without it a loss raises ExecutorEndedError.
         """
 
     def go_on(self) -> None:
-        """Take plans again, the first of which adds all rows anew. Called once for each ExecutorRestored, in order."""
+        """Take plans again.
+
+        The first one adds all rows from scratch. Called once for each ExecutorRestored, in order.
+        """
 
 
 def check_triton() -> None:
-    """Raise a ConfigError where device=cuda has no Triton to run its kernels with."""
+    """Raise ConfigError if device=cuda has no Triton to run its kernels."""
     if importlib.util.find_spec("triton") is None:
         raise ConfigError("device=cuda needs triton, which is not installed: pip install 'llm-engine-core[cuda]'")

@@ -1,4 +1,4 @@
-"""Pipeline: the steps in flight between the scheduler and the executor, and those who watch them."""
+"""Pipeline: the steps in flight between the scheduler and the executor, and the objects that watch them."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -9,20 +9,23 @@ from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 
 
 class StepWatcher(Protocol):
-    """An onlooker of the steps, such as a log. It changes nothing, and it stands beside the executor, not around it."""
+    """Watches steps, for example to log them.
+
+    It changes nothing, and is called next to the executor rather than wrapping it.
+    """
 
     def begin(self, plan: SchedulerOutput) -> None:
-        """Take note of a plan that the executor is about to run."""
+        """Handle a plan that the executor is about to run."""
 
     def end(self, output: ModelRunnerOutput) -> None:
-        """Take note of the output of the oldest step that has not ended."""
+        """Handle the output of the oldest unfinished step."""
 
 
 class Pipeline:
     """A queue of at most `depth` steps in flight.
 
-    Depth 1 runs each step to its end. Depth 2 schedules a step before the last one's tokens are known (async
-    scheduling). watchers: told of each step, in this order.
+    Depth 1 finishes each step before the next. Depth 2 schedules a step before the previous one's tokens are known
+    (async scheduling). watchers: called for each step, in this order.
     """
 
     def __init__(self, executor: Executor, depth: int, watchers: Sequence[StepWatcher] = ()) -> None:
@@ -33,28 +36,28 @@ class Pipeline:
 
     @property
     def num_in_flight(self) -> int:
-        """Return the number of steps that have begun and whose results were not taken yet."""
+        """Return the number of steps that were started and whose results have not been taken yet."""
         return len(self._steps)
 
     @property
     def plans(self) -> list[SchedulerOutput]:
-        """Return the plans of the steps in flight, the oldest first."""
+        """Return the plans of the steps in flight, oldest first."""
         return [plan for plan, _ in self._steps]
 
     def resume(self, plans: Sequence[SchedulerOutput]) -> None:
-        """Begin steps again that were in flight in another pipeline, without telling watchers of them."""
+        """Restart steps that were in flight in another pipeline, without calling the watchers."""
         assert not self._steps, f"{len(self._steps)} steps are in flight already"
         self._steps.extend((plan, self._executor.execute(plan)) for plan in plans)
 
     def go_on(self) -> None:
-        """Let an executor whose processes were lost and started again take plans. It knows of no request then."""
-        if isinstance(self._executor, MortalExecutor):  # else it is that of a replay, which has lost nothing
+        """Let an executor whose processes were lost and restarted take plans. It has no requests then."""
+        if isinstance(self._executor, MortalExecutor):  # otherwise it belongs to a replay, which has lost nothing
             self._executor.go_on()
 
     def execute(self, plan: SchedulerOutput) -> tuple[SchedulerOutput, ModelRunnerOutput] | None:
-        """Begin the plan, and return a finished step's plan and output, or None.
+        """Start the plan, and return the plan and output of a finished step, or None.
 
-        It waits for the oldest step when the pipeline is full, or when the plan is empty.
+        It waits for the oldest step if the pipeline is full or the plan is empty.
         """
         if not plan.is_empty:
             for watcher in self.watchers:

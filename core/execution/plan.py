@@ -1,7 +1,7 @@
-"""The plan of a step and its result: all that passes between the scheduler and an executor.
+"""The plan of a step and its result: everything that passes between the scheduler and an executor.
 
-A plan is immutable, self-contained and encodable. An executor learns of rows, tokens and blocks only from plans. So it
-may live in another process, and run several steps behind the scheduler.
+A plan is immutable, self-contained and encodable. An executor learns of rows, tokens and blocks only from plans, so it
+may run in another process, and several steps behind the scheduler.
 """
 
 from collections.abc import Sequence
@@ -15,16 +15,16 @@ from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import NO_INT32S, Bools, Floats, Int32s
 from ipc.wire.feature_messages import FeatureUse
 
-#: In ModelRunnerOutput.token_ids: the row's known tokens are not all computed yet, so nothing was sampled.
+#: In ModelRunnerOutput.token_ids: nothing was sampled, because some known tokens of the row are not computed yet.
 NO_TOKEN = -1
-#: In ModelRunnerOutput.token_ids: the row's request fails, and no other. Its logits were not finite, or
+#: In ModelRunnerOutput.token_ids: only this row's request fails. Its logits were not finite, or
 #: ModelRunnerOutput.failures has the reason. An executor that runs behind the scheduler still counts a token for the
-#: row, because the next plan may cover it already.
+#: row, because the next plan may already include it.
 FAILED_TOKEN = -2
 
 
 class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request that starts or resumes in this step, with all that the executor must know of it."""
+    """A request that starts or resumes in this step, with everything that the executor needs to know about it."""
 
     row: int
     token_ids: Int32s  # prompt, then output so far
@@ -33,16 +33,16 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     block_ids: Int32s  # enough for num_computed_tokens and this step's tokens
     params: SamplingParams
     seed: int  # uint64
-    choice: int = 0  # index in its request; choices with one seed draw different numbers
+    choice: int = 0  # index in its request; choices with the same seed draw different numbers
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Return whether to report the prompt's logprobs; a request with output tokens has reported them before."""
+        """Return whether to report the prompt's logprobs. A request with output tokens has already reported them."""
         return self.params.prompt_logprobs is not None and len(self.token_ids) == self.num_prompt_tokens
 
 
 class NewPooling(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A pooling request that starts or resumes in this step. The fields are those of NewRow."""
+    """A pooling request that starts or resumes in this step. Its fields mean the same as those of NewRow."""
 
     row: int
     token_ids: Int32s
@@ -52,12 +52,15 @@ class NewPooling(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Return the number of tokens: the request has no others."""
+        """Return the number of tokens: the request has only prompt tokens."""
         return len(self.token_ids)
 
 
 class RowBlocks(msgspec.Struct, frozen=True, array_like=True):
-    """New blocks of rows: each entry appends one to a row's table, in table order. Entries of a row are neighbours."""
+    """New blocks of rows.
+
+    Each entry appends one block to a row's table, in table order. Entries of a row are adjacent.
+    """
 
     rows: Int32s  # [n]
     ids: Int32s  # [n]
@@ -66,34 +69,35 @@ class RowBlocks(msgspec.Struct, frozen=True, array_like=True):
 class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
     """One step's plan.
 
-    The executor applies removed rows, added rows and new blocks. Then it copies blocks: first from the cache to the
-    host, then within the cache, then from the host into the cache; then recurrent states. Then it runs the batch.
+    The executor applies removed rows, added rows and new blocks. Then it copies blocks: from the cache to the host,
+    within the cache, from the host into the cache. Then it copies recurrent states. Then it runs the batch.
     """
 
     step: int
-    removed_rows: Int32s  # rows whose request finished, was aborted or preempted; may be added again in this plan
+    removed_rows: Int32s  # rows whose request has finished, was aborted or preempted; may be added again in this plan
     added: list[NewRow]
-    block_rows: Int32s  # [n] known rows; each entry appends one block, in table order
+    block_rows: Int32s  # [n] rows that exist already; each entry appends one block, in table order
     block_ids: Int32s  # [n]
     rows: Int32s  # [R] the batch, in scheduling order
-    num_scheduled_tokens: Int32s  # [R] > 0, drafts included
+    num_scheduled_tokens: Int32s  # [R] > 0, including drafts
     swapped_out_blocks: Int32s = NO_INT32S  # [n] blocks of the cache, copied to
     swapped_out_slots: Int32s = NO_INT32S  # [n] blocks of the host pool
     swapped_in_slots: Int32s = NO_INT32S  # [m] blocks of the host pool, copied to
     swapped_in_blocks: Int32s = NO_INT32S  # [m] blocks of the cache
-    num_draft_tokens: Int32s = NO_INT32S  # [R] drafts, which follow the row's known tokens; empty: no row has any
+    num_draft_tokens: Int32s = NO_INT32S  # [R] drafts, which come after the row's known tokens; empty: no row has any
     draft_token_ids: Int32s = NO_INT32S  # [sum(num_draft_tokens)] row after row
     copied_blocks: Int32s = NO_INT32S  # [k] blocks of the cache, all read before any is written, copied to
     copied_to: Int32s = NO_INT32S  # [k] other blocks of the cache
-    added_pooling: list[NewPooling] = []  # besides `added`
-    adapters: list[tuple[int, str]] = []  # (row, digest of its adapter) of rows in `added` and `added_pooling` with one
-    #: (row, what stands for tokens of its prompt) of rows in `added` with any. These tokens have ids below 0.
+    added_pooling: list[NewPooling] = []  # in addition to `added`
+    # (row, digest of its adapter) of rows in `added` and `added_pooling` that have one
+    adapters: list[tuple[int, str]] = []
+    #: (row, features that replace tokens of its prompt) of rows in `added` with any. These tokens have ids below 0.
     features: list[tuple[int, list[FeatureUse]]] = []
-    #: [s] recurrent states: of rows, or of slots, which are numbered behind the rows; copied one after the other
+    #: [s] recurrent states: of rows, or of slots, numbered after the rows; copied one after the other
     copied_states: Int32s = NO_INT32S
     copied_states_to: Int32s = NO_INT32S  # [s]
-    #: New blocks of each further kind of layers (core/models/layers/cache_pages.py), of known rows and rows that start.
-    #: 0 stands for tokens that the kind's window has passed. Empty: no row gets any.
+    #: New blocks of each further kind of layer (core/models/layers/cache_pages.py), of running and starting rows. 0
+    #: stands for tokens that the kind's window has passed. Empty: no row gets any.
     others: list[RowBlocks] = []
 
     @property
@@ -108,15 +112,15 @@ class SchedulerOutput(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def is_empty(self) -> bool:
-        """Return whether there is nothing to run; there may still be rows to remove."""
+        """Return whether there is nothing to run. There may still be rows to remove."""
         return len(self.rows) == 0
 
 
 class LogprobColumns(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities at L positions of some rows, ascending in each row; see ipc.wire.messages.Logprobs."""
+    """Log probabilities at L positions of some rows, ascending within each row; see ipc.wire.messages.Logprobs."""
 
     rows: Int32s  # [L] index in the plan's rows
-    positions: Int32s  # [L] index in the row's tokens, the prompt's first
+    positions: Int32s  # [L] index in the row's tokens, counted from the start of the prompt
     counts: Int32s  # [L]
     ranks: Int32s  # [L]
     token_ids: Int32s  # [sum(counts)]
@@ -136,7 +140,7 @@ class LogprobColumns(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PooledColumns(msgspec.Struct, frozen=True, array_like=True):
-    """The vectors of P pooling rows that computed their last tokens in this step; see ipc.wire.messages.Pooled."""
+    """The vectors of P pooling rows whose last tokens were computed in this step; see ipc.wire.messages.Pooled."""
 
     rows: Int32s  # [P] index in the plan's rows, ascending
     counts: Int32s  # [P]; 0 = the request fails, because its vectors are not finite
@@ -152,7 +156,7 @@ class PooledColumns(msgspec.Struct, frozen=True, array_like=True):
 
 
 def concat_logprobs(parts: list[LogprobColumns]) -> LogprobColumns | None:
-    """Return the columns of all parts, one after the other; None for no parts."""
+    """Concatenate the columns of all parts; None if there are none."""
     if not parts:
         return None
     names = LogprobColumns.__struct_fields__
@@ -163,26 +167,28 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, array_like=True):
     """The result of one step, aligned with the plan's R rows.
 
     A row may yield several tokens (`counts`). All of them are known tokens of the row from then on. The next steps
-    compute K and V of those that this step did not compute, as for the tokens of a prompt. An executor that yields
-    several tokens must know them when it begins the row's next step, which may be planned already (Pipeline, depth 2).
-    If that step leaves known tokens of the row uncomputed, the row yields none in it.
+    compute K and V for those that this step did not compute, as for prompt tokens. An executor that yields several
+    tokens must know them when it starts the row's next step, which may be planned already (Pipeline, depth 2). If that
+    step leaves known tokens of the row uncomputed, the row yields none in it.
 
-    Of a row with drafts, the accepted ones and the token after them are yielded (core/runner/accepted.py), and the K
-    and V of the accepted ones are computed.
+    A row with drafts yields the accepted ones and the token after them (core/runner/accepted.py). K and V of the
+    accepted ones are computed.
     """
 
     step: int
-    token_ids: Int32s  # [R] the row's next token, NO_TOKEN or FAILED_TOKEN; with counts [sum(counts)], row after row
+    token_ids: Int32s  # [R] the row's next token, NO_TOKEN or FAILED_TOKEN; with counts: [sum(counts)], row after row
     logprobs: LogprobColumns | None = None
-    counts: Int32s | None = None  # [R] tokens of each row; 0 = NO_TOKEN, FAILED_TOKEN stands alone. None: one each
-    failures: list[tuple[int, str]] = []  # (index in the plan's rows, text) of FAILED_TOKENs with own text
-    #: Drafts that the executor proposes for the rows' next steps: [R] of each row, and [sum] row after row. None: none.
+    # [R] number of tokens of each row; 0 = NO_TOKEN; FAILED_TOKEN is always alone. None: one each
+    counts: Int32s | None = None
+    failures: list[tuple[int, str]] = []  # (index in the plan's rows, text) of FAILED_TOKENs with their own text
+    #: Drafts that the executor proposes for the rows' next steps: [R] counts, and [sum] tokens, row after row. None: no
+    #: drafts.
     draft_counts: Int32s | None = None
     draft_token_ids: Int32s = NO_INT32S
-    #: Vectors of pooling rows; token_ids has NO_TOKEN for these. Their requests end. None: no row has any.
+    #: Vectors of pooling rows, which have NO_TOKEN in token_ids. Their requests end. None: there are none.
     pooled: PooledColumns | None = None
-    #: Of rows of a beam search that have all their tokens computed: the most likely next tokens, the likeliest first.
-    #: Such a row yields no token; the next plan adds it anew, with the token that its search has chosen.
+    #: The most likely next tokens, best first, of beam search rows that have all their tokens computed. Such a row
+    #: yields no token. The next plan adds it again with the token that its search has chosen.
     candidates: LogprobColumns | None = None
 
 
@@ -200,28 +206,28 @@ _DRAFTS, _COPIES, _POOLING, _ADAPTERS, _FEATURES, _STATES, _OTHERS = map(
 )
 _ADDED, _PARAMS = SchedulerOutput.__struct_fields__.index("added"), NewRow.__struct_fields__.index("params")
 _DEFAULT_PARAMS = msgspec.structs.astuple(SamplingParams())
-#: Sampling parameters that all captures have; those behind them are left out at the end if they have their defaults.
+#: Sampling parameters that all captures have. Later ones are left out from the end if they have their defaults.
 _NUM_FIRST_PARAMS = SamplingParams.__struct_fields__.index("skip_clone") + 1
 
 
 def encode_plan(plan: SchedulerOutput) -> bytes:
-    """Return what encode_fields() makes of the plan."""
+    """Encode the plan with encode_fields()."""
     return encode_fields(plan_fields(plan))
 
 
 def plan_fields(plan: SchedulerOutput) -> list[Any]:
-    """Return the fields in their order, with columns as bytes (int32, little-endian), as encode_fields() wants them."""
-    # Columns become bytes here, not in the encoder's hook, which costs twice as much for each.
+    """Return the fields in order, with columns as bytes (int32, little-endian), as input for encode_fields()."""
+    # Columns become bytes here, because the encoder's hook costs twice as much per column.
     columns = msgspec.structs.astuple(plan)
     return [one.tobytes() if type(one) is np.ndarray and one.dtype is _INT32 else one for one in columns]
 
 
 def encode_fields(fields: list[Any]) -> bytes:
-    """Return the fields of a plan as msgpack; equal plans give equal bytes.
+    """Return the fields of a plan as msgpack. Equal plans give equal bytes.
 
-    A plan without drafts, copies, pooling, adapters, features, states and blocks of further kinds of layers has the
-    bytes that it had before there were any, so that older captures replay equal; so has one whose features are not
-    whole, and one whose requests use no sampling parameter that came later.
+    Fields added later are left out if they are empty, so that older captures replay to the same bytes. This applies to
+    drafts, copies, pooling, adapters, features and whether they are whole, states, blocks of further kinds of layers,
+    and newer sampling parameters.
     """
     if fields[_ADDED]:
         fields = [*fields]

@@ -1,4 +1,4 @@
-"""RunnerTable: the executor's mirror of the batch table, made from plans alone."""
+"""RunnerTable: the executor's mirror of the batch table, built from plans alone."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ BLOCKS_PER_PAGE = 64
 
 
 class RunnerBlocks(Columns):
-    """The rows' blocks in layers of one kind. 0 stands for tokens that the window of a further kind has passed."""
+    """The rows' blocks in one kind of layer. 0 stands for tokens that the window of a further kind has passed."""
 
     num_blocks: Ints = column()
 
@@ -23,7 +23,7 @@ class RunnerBlocks(Columns):
         self.blocks = PagedRows(num_rows, BLOCKS_PER_PAGE)
 
     def append_blocks(self, owned_by: Int32s, block_ids: Int32s) -> None:
-        """Append block_ids[i] to row owned_by[i]; entries of one row are neighbours."""
+        """Append block_ids[i] to row owned_by[i]. Entries of one row are adjacent."""
         rows = owned_by.astype(np.int64)
         places = self.num_blocks[rows]
         owners, lengths = rows, places + 1
@@ -37,27 +37,27 @@ class RunnerBlocks(Columns):
         self.num_blocks[owners] = lengths
 
     def block_tables(self, rows: Rows, width: int) -> Int32s:
-        """Return the first `width` blocks of each row [R, width]; a row that has fewer repeats its last one."""
+        """Return the first `width` blocks of each row, [R, width]. A row that has fewer repeats its last one."""
         columns = np.minimum(np.arange(width), self.num_blocks[rows, None] - 1)
         return self.blocks.get(rows[:, None], columns)
 
 
 class RunnerTable(RunnerBlocks):
-    """The rows of the batch, under the scheduler's numbers, as of the steps that this executor has begun.
+    """The rows of the batch, with the scheduler's row numbers, as of the last step that this executor has started.
 
-    The columns mean what they mean in the batch table. Sampled tokens are appended without waiting for the scheduler.
+    The columns mean the same as in the batch table. Sampled tokens are appended without waiting for the scheduler.
     """
 
     num_tokens: Ints = column()
     num_prompt_tokens: Ints = column()
     num_computed_tokens: Ints = column()
-    pools: Ints = column()  # 0 or 1: the row is answered with vectors, and samples nothing
+    pools: Ints = column()  # 0 or 1: the row's output is vectors, and it samples nothing
 
     def __init__(self, num_rows: int, block_size: int, num_others: int = 0) -> None:
-        """num_others: further kinds of layers (core/models/layers/cache_pages.py); plans may have more."""
+        """num_others: number of further kinds of layers (core/models/layers/cache_pages.py); plans may have more."""
         super().__init__(num_rows)
         self.block_size = block_size
-        self._has_pooled = False  # whether any row has pooled yet
+        self._has_pooled = False  # whether any row has pooled so far
         self.tokens = PagedRows(num_rows, TOKENS_PER_PAGE)
         self.others = [RunnerBlocks(num_rows) for _ in range(num_others)]
 
@@ -93,15 +93,15 @@ class RunnerTable(RunnerBlocks):
     def advance(self, plan: SchedulerOutput) -> Bools:
         """Count the batch's tokens as computed, and return which rows sample in this step, bool [R].
 
-        A row samples when all its known tokens are computed and it does not pool. Drafts are not counted; see accept().
+        A row samples if all its known tokens are computed and it does not pool. Drafts are not counted; see accept().
         """
         rows = plan.rows
         ends = self.num_computed_tokens[rows] + plan.num_scheduled_tokens
         known, capacity = self.num_tokens[rows], self.num_blocks[rows] * self.block_size
-        assert not np.count_nonzero(ends > capacity), f"scheduled up to {ends} tokens on blocks for {capacity}"
+        assert not np.count_nonzero(ends > capacity), f"scheduled up to {ends} tokens, but the blocks hold {capacity}"
         if len(plan.num_draft_tokens):
             ends -= plan.num_draft_tokens
-        assert not np.count_nonzero(ends > known), f"scheduled up to {ends} of {known} tokens"
+        assert not np.count_nonzero(ends > known), f"scheduled up to {ends} tokens, but {known} are known"
         self.num_computed_tokens[rows] = ends
         samples: Bools = ends == known
         if self._has_pooled:
@@ -109,18 +109,18 @@ class RunnerTable(RunnerBlocks):
         return samples
 
     def write_drafts(self, rows: Rows, token_ids: TokenIds, counts: Ints) -> None:
-        """Write counts[i] draft tokens of rows[i], row after row, behind the row's tokens, without counting them."""
+        """Write counts[i] draft tokens of rows[i], row after row, after the row's tokens, without counting them."""
         lengths = self.num_tokens[rows]
         self.tokens.ensure(rows, lengths + counts)
         self.tokens.set_runs(rows, lengths, counts, token_ids)
 
     def accept(self, plan: SchedulerOutput, counts: AnyInts) -> None:
-        """Count the accepted drafts of a step's rows as computed. counts [R]: tokens that each row yields."""
+        """Count the accepted drafts of a step's rows as computed. counts [R]: number of tokens that each row yields."""
         if len(plan.num_draft_tokens):
             self.num_computed_tokens[plan.rows] += np.where(plan.num_draft_tokens > 0, np.maximum(counts - 1, 0), 0)
 
     def append_tokens(self, rows: Rows, token_ids: TokenIds, counts: Ints | None = None) -> None:
-        """Append one sampled token to each of these rows; or counts[i] tokens, given row after row."""
+        """Append one sampled token to each of these rows, or counts[i] tokens, given row after row."""
         lengths = self.num_tokens[rows]
         if counts is not None:
             self.tokens.ensure(rows, lengths + counts)

@@ -1,4 +1,4 @@
-"""SharedBlocks: the memory of an executor's KV cache and host pool, for those who read and fill blocks beside it."""
+"""SharedBlocks: the memory of an executor's KV cache and host pool, for code that accesses blocks between steps."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
@@ -10,7 +10,7 @@ _Array: TypeAlias = NDArray[Any]
 
 
 class BlockMemory(NamedTuple):
-    """Blocks in memory of the engine's process: each array [blocks, ...] has the i-th part of block i, contiguous."""
+    """Blocks in the engine process's memory. Each array [blocks, ...] has the i-th part of each block, contiguous."""
 
     arrays: Sequence[_Array]
 
@@ -20,14 +20,14 @@ class BlockMemory(NamedTuple):
         return sum(array[0].nbytes for array in self.arrays)
 
     def views(self, *blocks: int) -> list[memoryview]:
-        """Return the parts of blocks, one block after the other, as bytes that may be written."""
+        """Return the parts of each block as writable bytes, block after block."""
         return [memoryview(array[block].reshape(-1).view(np.uint8)) for block in blocks for array in self.arrays]
 
 
 class SharedBlocks(NamedTuple):
-    """Blocks of the same form in the KV cache and in the host pool.
+    """Blocks with the same layout in the KV cache and in the host pool.
 
-    layout: what the bytes of a block depend on besides its tokens and the model's fingerprint: how they are arranged.
+    layout: describes how the bytes of a block are arranged, which its tokens and the model's fingerprint do not tell.
     """
 
     cache: BlockMemory
@@ -37,11 +37,11 @@ class SharedBlocks(NamedTuple):
 
 @runtime_checkable
 class SharesBlocks(Protocol):
-    """What an Executor has besides, if its blocks can be read, and those of its host pool filled, beside its steps."""
+    """Additional methods of an Executor whose blocks can be read, and host pool be filled, outside its steps."""
 
     @property
     def shared_blocks(self) -> SharedBlocks | None:
-        """Its blocks, from initialize_cache() on; None: it has no host pool."""
+        """Return its blocks, valid after initialize_cache(); None: it has no host pool."""
 
 
 def shared_blocks_of(executor: Any) -> SharedBlocks | None:

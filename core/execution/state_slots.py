@@ -1,15 +1,15 @@
-"""How many recurrent states an engine has beside those of its rows: for later requests, and before a step's drafts."""
+"""Number of recurrent states in addition to those of rows: kept for later requests, and before a step's drafts."""
 
 from ipc.options.config import EngineConfig
 
-#: Most states that are kept for each row.
+#: The most states kept per row.
 _EACH = 4
-#: Most drafts of a step; the state before each is kept until the step's tokens are known.
+#: The most drafts in a step. The state before each is kept until the step's tokens are known.
 _MOST_DRAFTS = 32
 
 
 def num_state_slots(config: EngineConfig, state_bytes: int) -> int:
-    """Return the number of slots in which states of state_bytes are kept: what is left of half of the cache's memory.
+    """Return the number of slots for kept states of state_bytes: what is left of half of the cache's memory.
 
     config: kv_cache_memory_bytes and max_num_seqs are resolved. 0 without a prefix cache, or for models without states.
     """
@@ -20,7 +20,7 @@ def num_state_slots(config: EngineConfig, state_bytes: int) -> int:
 
 
 def num_draft_states(config: EngineConfig, state_bytes: int) -> int:
-    """Return how many drafts a step may have, each with a state: an eighth of those that half of the memory holds.
+    """Return how many drafts, each with a state, a step may have: an eighth of what half of the memory can hold.
 
     config: kv_cache_memory_bytes is resolved. 0 without speculation, or for models without states.
     """

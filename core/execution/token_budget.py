@@ -1,17 +1,17 @@
-"""token_budget: the number of tokens of a step, as given or by default."""
+"""token_budget: the number of tokens in a step, as configured or by default."""
 
 from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig
 
-DEFAULT_TOKEN_BUDGET = 512  # tokens of a step
+DEFAULT_TOKEN_BUDGET = 512  # tokens in a step
 
 
 def token_budget(config: EngineConfig, max_model_len: int, max_whole_tokens: int = 0) -> int:
-    """Return max_num_batched_tokens as given, or its default: without chunked prefill at least max_model_len tokens.
+    """Return the configured max_num_batched_tokens, or its default: at least max_model_len without chunked prefill.
 
-    max_whole_tokens: see ModelInfo. So many fit a step beside one token of each other row.
-    Errors: ConfigError when the given budget is too small for a whole prompt of max_model_len tokens, or for
-    max_whole_tokens; and when long_prefill_token_threshold is.
+    max_whole_tokens: see ModelInfo. A step must fit this many tokens plus one token of every other row.
+    Errors: ConfigError if the given budget is too small for a whole prompt of max_model_len tokens, or for
+    max_whole_tokens; and if long_prefill_token_threshold is.
     """
     given = config.max_num_batched_tokens
     if config.enable_chunked_prefill:
@@ -19,7 +19,7 @@ def token_budget(config: EngineConfig, max_model_len: int, max_whole_tokens: int
         if given is not None and given < least:
             raise ConfigError(
                 f"max_num_batched_tokens={given}: the {max_whole_tokens} tokens of an image are computed in one step, "
-                f"beside one token of each other request (max_num_seqs={config.max_num_seqs}): set it to at least "
+                f"plus one token of each other request (max_num_seqs={config.max_num_seqs}): set it to at least "
                 f"{least}, or max_num_seqs to less"
             )
         if 0 < config.long_prefill_token_threshold < max_whole_tokens:

@@ -1,6 +1,4 @@
-"""The import of the executor that a config names: one of this package, or a plug-in. torch is imported with it, and not
-before.
-"""
+"""Imports the executor that the config names: one of this package, or a plug-in. Only this import loads torch."""
 
 import importlib
 from types import ModuleType
@@ -16,7 +14,7 @@ from ipc.options.workers import has_workers
 def import_executor(config: EngineConfig) -> ModuleType:
     """Import the module of the config's executor, which may import torch.
 
-    Errors: ConfigError if triton is missing, or the plug-in that the config names; for bad options of the fake one.
+    Errors: ConfigError if triton or the named plug-in is missing, or if options of the fake executor are invalid.
     """
     if has_workers(config):
         return importlib.import_module(f"{__package__.removesuffix('executors')}workers.executor")

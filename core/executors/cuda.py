@@ -1,4 +1,4 @@
-"""The CUDA executor: it runs one model on one GPU from the engine process; results are read after the launch."""
+"""The CUDA executor: runs one model on one GPU from the engine process. Results are read after the launch."""
 
 import torch
 
@@ -32,7 +32,7 @@ class CudaExecutor:
         """
         device = cuda_device()
         torch.set_num_threads(num_threads(config))
-        # float32 without a GPU: bfloat16 is slow under Triton's interpreter.
+        # float32 without a GPU, because bfloat16 is slow in Triton's interpreter.
         self._loaded = load(config, lambda *_: BFLOAT16 if device.type == "cuda" else FLOAT32)
         model, self.info = self._loaded.model, self._loaded.info
         assert isinstance(model, Llama), type(model)
@@ -68,10 +68,10 @@ class CudaExecutor:
         return self.runner.measure_costs()
 
     def measure_steps(self) -> StepCosts:
-        """Return the measured durations of steps, and what drafts cost a step besides.
+        """Return the measured durations of steps, and the additional cost of drafts.
 
-        Where steps overlap, the longer of the host's and the device's work is a step's duration, and both together are
-        that of a step whose rows all have drafts: nothing overlaps with it.
+        If steps overlap, a step takes as long as the longer of the host's and the device's work. A step whose rows all
+        have drafts takes the sum of both, because nothing overlaps with it.
         """
         durations = self.runner.measure_steps()
         loop = self.runner.measure_loop() if self._overlaps else None
@@ -80,7 +80,7 @@ class CudaExecutor:
         return loop_costs(loop, durations, self.runner.measure_overlapping(durations))
 
     def warm_up(self) -> int:
-        """Return 0: the first launch of a kernel may compile it, so one short step says little of the next."""
+        """Return 0: the first launch of a kernel may compile it, so the time of one short step predicts nothing."""
         return 0
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
@@ -88,7 +88,7 @@ class CudaExecutor:
         return self.runner.begin(plan)
 
     def prepare_ahead(self) -> bool:
-        """Return False: the device's memory is allocated from the start."""
+        """Return False: all of the device's memory is allocated at the start."""
         return False
 
     def close(self) -> None:

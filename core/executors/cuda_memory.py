@@ -1,4 +1,4 @@
-"""CudaMemory: measures the GPU memory that is left for the KV cache; a part of the CUDA executor."""
+"""CudaMemory: measures the GPU memory available for the KV cache; a part of the CUDA executor."""
 
 from collections.abc import Callable
 
@@ -19,10 +19,10 @@ from kernels.triton.sampling import Kinds, pack_columns, sample_tokens
 
 
 def most_alone(config: EngineConfig) -> int:
-    """Return the most tokens of a step that attention computes by themselves: one of each row, and its drafts.
+    """Return the most tokens of a step that attention computes one by one: one per row, and its drafts.
 
-    Memory for the parts of their contexts is kept free. Drafts of grammars alone have none of their own: where there is
-    no speculation, a step of more tokens than rows may run computes those of a row together.
+    Memory for the partial results of their contexts is kept free. Drafts from grammars alone need none: without
+    speculation, a step with more tokens than rows computes those of a row together.
     """
     if (settings := config.speculative_config) is None:
         return config.max_num_seqs
@@ -30,30 +30,30 @@ def most_alone(config: EngineConfig) -> int:
 
 
 class CudaMemory:
-    """The measurement of free GPU memory, with the loaded model and before the KV cache is allocated."""
+    """Measures free GPU memory after the model is loaded and before the KV cache is allocated."""
 
     def __init__(self, model: Llama, operations: TritonOperations, config: EngineConfig) -> None:
-        """Keep the arguments. operations: those of the model."""
+        """Keep the arguments. operations: the model's."""
         self._model, self._operations, self._config = model, operations, config
         self._device = operations.device
 
     def cache_bytes(self) -> int | None:
-        """Return the bytes that gpu_memory_utilization leaves beside the weights and the largest step.
+        """Return the bytes that gpu_memory_utilization leaves after the weights and the largest step.
 
-        The largest step is run to measure its memory. The result is None under Triton's interpreter, which uses the
-        host's memory. Errors: OutOfMemoryError.
+        The largest step is run to measure its memory. The result is None in Triton's interpreter, which uses host
+        memory. Errors: OutOfMemoryError.
         """
         if self._device.type != "cuda":
             return None
         total = torch.cuda.mem_get_info(self._device)[1]
         try:
             peak = self._peak_bytes(self._largest_step)
-            # A decode step's memory adds to a mixed step's, because CUDA graphs keep their memory.
+            # The memory of a decode step comes on top of a mixed step's, because CUDA graphs keep theirs.
             peak += self._peak_bytes(self._largest_decode) - torch.cuda.memory_allocated(self._device)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
                 f"a step of max_num_batched_tokens={self._token_budget()} tokens or of max_num_seqs="
-                f"{self._config.max_num_seqs} requests of the greatest length does not fit the GPU beside the weights; "
+                f"{self._config.max_num_seqs} requests of maximum length does not fit the GPU next to the weights; "
                 f"lower them or max_model_len: {error}"
             ) from error
         torch.cuda.empty_cache()
@@ -62,7 +62,7 @@ class CudaMemory:
         left = int(total * self._config.gpu_memory_utilization) - peak - used_by_others
         if left <= 0:
             raise OutOfMemoryError(
-                f"of {total} bytes of GPU memory the model and its largest step take {peak} and others "
+                f"of {total} bytes of GPU memory, the model and its largest step use {peak} and other programs "
                 f"{used_by_others}: nothing is left for the KV cache below "
                 f"gpu_memory_utilization={self._config.gpu_memory_utilization}; raise it, or lower "
                 "max_num_batched_tokens"
@@ -70,7 +70,7 @@ class CudaMemory:
         return left
 
     def _peak_bytes(self, step: Callable[[], None]) -> int:
-        """Run the step; return the peak of the memory that tensors occupied meanwhile, weights included, in bytes."""
+        """Run the step and return the peak memory of all tensors during it, including weights, in bytes."""
         torch.cuda.reset_peak_memory_stats(self._device)
         step()
         torch.cuda.synchronize(self._device)
@@ -91,13 +91,13 @@ class CudaMemory:
 
     @torch.inference_mode()
     def _largest_step(self) -> None:
-        """Run a step with all tokens of the budget, of as many requests as may run.
+        """Run a step with all tokens of the budget, for as many requests as may run.
 
         Its cache has only the null block.
         """
         model = self._model
         num_tokens = self._token_budget()
-        num_requests = min(most_alone(self._config), num_tokens)  # a draft has logits as a request has
+        num_requests = min(most_alone(self._config), num_tokens)  # a draft has logits, like a request
         counts = np.full(num_requests, num_tokens // num_requests)
         counts[: num_tokens % num_requests] += 1
         block_size = self._config.block_size
@@ -123,9 +123,9 @@ class CudaMemory:
 
     @torch.inference_mode()
     def _largest_decode(self) -> None:
-        """Run a decode step with one token of each request that may run, and of each draft.
+        """Run a decode step with one token for each request that may run, and for each draft.
 
-        Its memory is that of the longest possible context. Its time is that of a context of one token, in the null
+        Its memory is that of the longest possible context, but its time is that of a context of one token, in the null
         block.
         """
         model = self._model

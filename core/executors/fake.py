@@ -1,8 +1,7 @@
-"""The fake executor: each token is a seeded function of all ids before it and its position. It needs no model, no
-torch.
+"""The fake executor: each token is a seeded function of all ids before it and its position. It needs no model or torch.
 
-It ships with the product: process-level tests, replay without a model, and simulation run on it. Every token depends on
-every id before it, so a token that is lost, doubled or taken from a neighbour shows in all that follow.
+It is part of the product: process-level tests, replay without a model, and simulation run on it. Every token depends on
+every id before it, so a token that is lost, duplicated or taken from another request changes all later ones.
 """
 
 from collections.abc import Mapping
@@ -36,7 +35,7 @@ from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import NO_INT32S, AnyInts, Bools, Floats, Int32s, Ints, Positions, Rows, TokenIds, UInt64s
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_WIDTH = 8  # numbers of a vector
+_WIDTH = 8  # elements of a vector
 
 
 def mix(value: UInt64s) -> UInt64s:
@@ -47,13 +46,13 @@ def mix(value: UInt64s) -> UInt64s:
 
 
 def checksum(token_ids: AnyInts, start: int = 0) -> np.uint64:
-    """Return the order-dependent sum of ids at positions start, start + 1, ...; sums of neighbouring parts add up."""
+    """Return the order-dependent sum of ids at positions start, start + 1, ... Sums of adjacent parts add up."""
     positions = np.arange(start, start + len(token_ids), dtype=np.uint64)
     return np.uint64(np.add.reduce(_terms(token_ids, positions), dtype=np.uint64))
 
 
 def next_token(checksums: UInt64s, positions: UInt64s, seeds: UInt64s, vocab_size: int) -> Int32s:
-    """Return the tokens [n] int32 at `positions` after ids with these checksums; seeds are 0 for greedy rows."""
+    """Return the tokens [n] int32 at `positions` after ids with these checksums. seeds: 0 for greedy rows."""
     return (mix(checksums + positions * _GOLDEN + mix(seeds)) % np.uint64(vocab_size)).astype(np.int32)
 
 
@@ -67,9 +66,9 @@ def _terms(token_ids: AnyInts, positions: UInt64s) -> UInt64s:
 
 
 def fake_logprobs(tokens: TokenIds, positions: Positions, num_top: Ints, rows: Rows, vocab_size: int) -> LogprobColumns:
-    """Make logprobs from each token [n] and its position [n].
+    """Make logprobs for each token [n] and its position [n].
 
-    The ids are the token first, of rank 3, then token + 1, token + 2, ...; num_top [n] of them follow the token.
+    The ids are the token itself, with rank 3, then token + 1, token + 2, ...: num_top [n] of them.
     """
     counts = 1 + np.minimum(num_top, vocab_size)
     offsets = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -84,15 +83,15 @@ def fake_logprobs(tokens: TokenIds, positions: Positions, num_top: Ints, rows: R
 
 
 def fake_vector(checksum_of_ids: np.uint64) -> Floats:
-    """Return the vector [_WIDTH] float32 after ids with this checksum, numbers from -1 to 1."""
+    """Return the vector [_WIDTH] float32 after ids with this checksum. Its numbers are from -1 to 1."""
     mixed = mix(checksum_of_ids + np.arange(1, _WIDTH + 1, dtype=np.uint64) * _GOLDEN)
     return ((mixed >> np.uint64(40)).astype(np.float32) - 2.0**23) / np.float32(2.0**23)
 
 
 def fake_candidates(checksums: UInt64s, positions: UInt64s, count: int, vocab_size: int) -> tuple[Int32s, Floats]:
-    """Return candidates [n, count] of rows of beam searches after ids with these checksums, and log probabilities.
+    """Return candidates [n, count] and log probabilities of beam search rows after ids with these checksums.
 
-    The first is the row's next token, and the others are the ids that follow it.
+    The first is the row's next token; the others are the ids after it.
     """
     firsts = next_token(checksums, positions, np.zeros(len(checksums), np.uint64), vocab_size)
     offsets = np.arange(min(count, vocab_size))
@@ -102,7 +101,7 @@ def fake_candidates(checksums: UInt64s, positions: UInt64s, count: int, vocab_si
 
 
 def adapter_seed(digest: str) -> int:
-    """Return what an adapter adds to the checksum of ids: it changes every token."""
+    """Return what an adapter adds to the checksum of ids. It changes every token."""
     return int(digest[:16], 16)
 
 
@@ -116,7 +115,7 @@ class _FakeAdapter(NamedTuple):
 
 
 class _FakeHost:
-    """The AdapterHost of no model: it has one matrix."""
+    """The AdapterHost for no model: it has one matrix."""
 
     _NAME = "model.layers.0.self_attn.q_proj"
     shapes: Mapping[str, tuple[int, int]] = {_NAME: (16, 16)}
@@ -148,11 +147,11 @@ class FakeExecutor:
         self.adapters = Adapters(config, _FakeHost()) if config.enable_lora else None
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
-        """Return the number of blocks in memory_bytes, as if a token took 4 KiB."""
+        """Return the number of blocks in memory_bytes, assuming 4 KiB per token."""
         return max(2, memory_bytes // (block_size * 4096))
 
     def cache_memory_bytes(self) -> int | None:
-        """Return None: there is no device with memory of its own."""
+        """Return None: there is no device with its own memory."""
         return None
 
     def initialize_cache(self, config: ResolvedConfig) -> None:
@@ -161,8 +160,8 @@ class FakeExecutor:
         self._checksum = np.zeros(config.max_num_seqs, np.uint64)
         self._seed = np.zeros(config.max_num_seqs, np.uint64)
         self._matchers = RowMatchers(self.grammars, config.max_num_seqs)
-        self._num_candidates = np.zeros(config.max_num_seqs, np.int64)  # of rows of beam searches
-        self._num_logprobs = np.full((config.max_num_seqs, 2), -1)  # of output and prompt tokens; -1 = none
+        self._num_candidates = np.zeros(config.max_num_seqs, np.int64)  # of beam search rows
+        self._num_logprobs = np.full((config.max_num_seqs, 2), -1)  # for output and prompt tokens; -1 = none
         self._most = self.options.tokens_per_step
         self._pooling: dict[int, PoolingParams] = {}  # by row
         self._adapter_seeds: dict[int, int] = {}  # by row
@@ -180,7 +179,7 @@ class FakeExecutor:
         return 1_000_000
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
-        """Run one step; the returned step is finished."""
+        """Run one step. The returned step is finished."""
         table = self._table
         table.apply(plan)
         if len(self._matchers):
@@ -227,7 +226,7 @@ class FakeExecutor:
         )
 
     def _seeded(self, checksum_of_ids: np.uint64, row: int) -> np.uint64:
-        """Return the checksum with what the row's adapter adds."""
+        """Return the checksum plus what the row's adapter adds."""
         seed = self._adapter_seeds.get(row)
         return checksum_of_ids if seed is None else adapted_checksum(checksum_of_ids, seed)
 
@@ -235,7 +234,7 @@ class FakeExecutor:
         for row in plan.removed_rows.tolist():
             self._adapter_seeds.pop(row, None)
         for row, digest in plan.adapters:
-            assert self.adapters is not None, f"row {row} has the adapter {digest}, and enable_lora is off"
+            assert self.adapters is not None, f"row {row} has the adapter {digest}, but enable_lora is off"
             self.adapters.find(digest)
             self._adapter_seeds[row] = adapter_seed(digest)
 
@@ -274,9 +273,9 @@ class FakeExecutor:
         return PooledColumns(np.array(indices, np.int32), counts, widths, values)
 
     def _candidates(self, plan: SchedulerOutput, samples: Bools) -> tuple[LogprobColumns | None, list[int]]:
-        """Return the candidates of the rows of beam searches whose tokens are all computed, and these rows' indices.
+        """Return the candidates of beam search rows whose tokens are all computed, and the indices of these rows.
 
-        None for none. A row whose grammar allows no token is not among them.
+        None if there are none. A row whose grammar allows no token is left out.
         """
         which = np.flatnonzero(samples & (self._num_candidates[plan.rows] > 0))
         parts, searches = [], list[int]()
@@ -295,7 +294,7 @@ class FakeExecutor:
         return concat_logprobs(parts), searches
 
     def _candidates_of(self, row: int) -> tuple[Int32s, Floats] | None:
-        """Return the ids and log probabilities [k] of a row's candidates; None: its grammar allows no token."""
+        """Return the ids and log probabilities [k] of a row's candidates, or None if its grammar allows no token."""
         allowed = self._allowed(row)
         if not len(allowed):
             return None
@@ -305,7 +304,7 @@ class FakeExecutor:
         return allowed[places[0]], values[0]
 
     def _allowed(self, row: int) -> Int32s:
-        """Return the ids that the row's grammar allows now; all of them where it has none."""
+        """Return the ids that the row's grammar allows now; all ids if it has none."""
         everything = np.arange(self.info.vocab_size, dtype=np.int32)
         if not len(self._matchers) or not self._matchers.is_constrained[row]:
             return everything
@@ -313,9 +312,9 @@ class FakeExecutor:
         return everything[np.flatnonzero(bits[0, : self.info.vocab_size])]  # there may be more ids than bits
 
     def _sample(self, rows: Rows) -> Int32s:
-        """The next token of each; it counts in the checksum, and is not in the table yet.
+        """Return the next token of each row. It is in the checksum but not in the table yet.
 
-        FAILED_TOKEN where a row's grammar allows none.
+        FAILED_TOKEN if a row's grammar allows none.
         """
         positions = self._table.num_tokens[rows].astype(np.uint64)
         sampled = next_token(self._checksum[rows], positions, self._seed[rows], self.info.vocab_size)
@@ -326,9 +325,9 @@ class FakeExecutor:
         return sampled
 
     def _constrain(self, rows: Rows, positions: UInt64s, sampled: Int32s) -> None:
-        """Replace the tokens of constrained rows by tokens that their grammars allow, and let the grammars have them.
+        """Replace the tokens of constrained rows by tokens that their grammars allow, and advance the grammars.
 
-        The same function of all ids chooses a token, from the allowed ones.
+        The same function of all ids chooses among the allowed tokens.
         """
         mine = np.flatnonzero(self._matchers.is_constrained[rows])
         if not len(mine):
@@ -345,27 +344,30 @@ class FakeExecutor:
         self._matchers.append(rows[going], sampled[going])
 
     def _failures(self, rows: Rows, failed: Rows) -> list[tuple[int, str]]:
-        """The texts of the failed ones of the plan's rows, with their indices in the plan."""
+        """Return the texts of the failed rows, with their indices in the plan."""
         indices = np.flatnonzero(np.isin(rows, failed)).tolist()
         return [(index, text) for index in indices if (text := self._matchers.failure(int(rows[index]))) is not None]
 
     def _sample_several(self, rows: Rows, samples: Bools) -> tuple[Int32s, Int32s]:
-        """(token_ids, counts [R]) of the plan's rows. How many a row yields, 1 to tokens_per_step, is a function
-        of all its tokens; they are those that it would yield one in a step."""
+        """Return (token_ids, counts [R]) of the plan's rows.
+
+        The number of tokens a row yields, 1 to tokens_per_step, is a function of all its tokens. The tokens are the
+        same as with one token per step.
+        """
         counts = np.zeros(len(rows), np.int32)
         counts[samples] = 1 + mix(self._checksum[rows[samples]]) % np.uint64(self._most)
         token_ids = np.zeros((len(rows), self._most), np.int32)
         for offset in range(self._most):
             going = np.flatnonzero(counts > offset)
             token_ids[going, offset] = sampled = self._sample(rows[going])
-            if offset:  # a failure stands alone: the row's next step meets it again
+            if offset:  # a failure must be alone: the row's next step finds it again
                 counts[going[sampled < 0]] = offset
                 going, sampled = going[sampled >= 0], sampled[sampled >= 0]
             self._table.append_tokens(rows[going], np.maximum(sampled, 0))
         return token_ids[np.arange(self._most) < counts[:, None]], counts
 
     def _verify(self, plan: SchedulerOutput, samples: Bools) -> tuple[Int32s, Int32s]:
-        """Return (token_ids, counts [R]) of the plan's rows: samples up to the first that is not the row's draft."""
+        """Return (token_ids, counts [R]) of the plan's rows: samples up to the first that differs from a draft."""
         rows, drafts = plan.rows, plan.num_draft_tokens
         firsts = drafts.cumsum() - drafts
         counts, going = np.zeros(len(rows), np.int32), samples.copy()
@@ -373,7 +375,7 @@ class FakeExecutor:
         while going.any():
             index = np.flatnonzero(going)
             tokens = self._sample(rows[index])
-            kept = (tokens >= 0) | (counts[index] == 0)  # a failure behind drafts is found again by the next step
+            kept = (tokens >= 0) | (counts[index] == 0)  # a failure after drafts is found again by the next step
             going[index[~kept]] = False
             index, tokens = index[kept], tokens[kept]
             sampled[index, counts[index]] = tokens
@@ -391,7 +393,7 @@ class FakeExecutor:
             known -= plan.num_draft_tokens
         for index, row in enumerate(plan.rows.tolist()):
             end, num_prompt = int(table.num_computed_tokens[row]), int(table.num_prompt_tokens[row])
-            positions = np.arange(end - int(known[index]), end) + 1  # of the tokens that follow
+            positions = np.arange(end - int(known[index]), end) + 1  # positions of the tokens that follow
             output = np.arange(end, int(table.num_tokens[row]) if samples[index] else end)  # what the row has yielded
             for wanted, at in zip(
                 self._num_logprobs[row].tolist(), (output, positions[positions < num_prompt]), strict=True

@@ -1,4 +1,4 @@
-"""FakeOptions: the fake executor's own options, which come as executor_options, as a plug-in's do."""
+"""FakeOptions: the fake executor's own options, passed in executor_options like those of a plug-in."""
 
 from typing import Annotated
 
@@ -8,17 +8,17 @@ from ipc.errors import ConfigError
 from ipc.options.config import Config, EngineConfig
 from ipc.options.option import Option, declared_options
 
-#: What a poison does to the engine; core/executors/poisoned.py does it.
+#: What a poison does to the engine; implemented in core/executors/poisoned.py.
 POISONS = ("raise", "row", "memory", "abort", "segv", "hang")
 _GROUP = "fake executor"
 
 
 class FakeOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of the fake executor. Errors: ConfigError that names the option and what is allowed."""
+    """Options of the fake executor. Errors: ConfigError that names the option and the allowed values."""
 
     vocab_size: Annotated[int, Option(_GROUP, "size of the vocabulary", 4, 2**24)] = 32_000
     eos_token_id: Annotated[int, Option(_GROUP, "end token", 0, 2**24)] = 2
-    max_model_len: Annotated[int, Option(_GROUP, "what a model's files would say", 2, 2**24)] = 131_072
+    max_model_len: Annotated[int, Option(_GROUP, "longest sequence that the model supports", 2, 2**24)] = 131_072
     tokens_per_step: Annotated[int, Option(_GROUP, "most tokens of a request in one step", 1, 256)] = 1
     step_us: Annotated[int, Option(_GROUP, "least duration of a step, in microseconds", 0, 10**9)] = 0
     poison: Annotated[
@@ -41,14 +41,14 @@ class FakeOptions(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-#: Each of them by name.
+#: All options by name.
 FAKE_OPTIONS = declared_options(FakeOptions)
 
 
 def read_fake_options(config: EngineConfig) -> FakeOptions:
-    """Return the fake executor's options; the defaults if the config names another executor.
+    """Return the fake executor's options, or the defaults if the config names another executor.
 
-    Errors: ConfigError for an option that it does not have, or a bad value.
+    Errors: ConfigError for an unknown option or a bad value.
     """
     given: dict[str, int | str] = {}
     for name, text in (config.executor_options if config.executor == "fake" else {}).items():
@@ -63,7 +63,10 @@ def read_fake_options(config: EngineConfig) -> FakeOptions:
 
 
 def with_fake_options(config: Config, **options: int | str) -> Config:
-    """Return the config with these options of the fake executor; another executor's config stays as it is."""
+    """Return the config with these options of the fake executor.
+
+    A config with another executor is returned unchanged.
+    """
     if config.executor != "fake":
         return config
     texts = {name: str(value) for name, value in options.items()}

@@ -1,4 +1,4 @@
-"""load: loads the model that a config names, and describes it; a part of the executors that run a model."""
+"""load: loads and describes the model that a config names; a part of the executors that run a model."""
 
 import hashlib
 from collections.abc import Callable
@@ -32,9 +32,9 @@ class Loaded(NamedTuple):
     dtype: Dtype
 
     def settle_length(self, max_model_len: int) -> ModelInfo:
-        """Fix the maximum number of tokens of a request; return the model's updated description.
+        """Set the maximum number of tokens of a request, and return the model's updated description.
 
-        Rotary frequencies that depend on the length are part of the fingerprint.
+        Rotary frequencies that depend on this length are part of the fingerprint.
         """
         self.model.settle_length(max_model_len)
         return msgspec.structs.replace(self.info, fingerprint=_fingerprint(self.source, self.dtype))
@@ -78,9 +78,9 @@ def load(
 
 
 def load_drafting_model(config: EngineConfig, loaded: Loaded) -> Model | DraftHead | None:
-    """Load the draft model or the draft head of speculative_config, in the target's dtype; None: it needs none.
+    """Load the draft model or draft head of speculative_config in the target's dtype; None: it needs none.
 
-    Errors: those of load(); ConfigError if it does not fit the target.
+    Errors: those of load(), and ConfigError if it does not fit the target.
     """
     settings = config.speculative_config
     if settings is None or not settings.runs_model:
@@ -94,7 +94,7 @@ def load_drafting_model(config: EngineConfig, loaded: Loaded) -> Model | DraftHe
     if settings.method != "draft_model":
         if not isinstance(loaded.model, Llama):
             raise ConfigError(
-                f"speculative_config: method {settings.method!r} needs a model of an architecture of our own; "
+                f"speculative_config: method {settings.method!r} needs a model of a built-in architecture; "
                 f"{config.model} is none"
             )
         if settings.model is None:
@@ -116,9 +116,10 @@ def load_drafting_model(config: EngineConfig, loaded: Loaded) -> Model | DraftHe
 
 
 def _kv_window(model: Model, config: EngineConfig) -> tuple[int, int]:
-    """Return kv_window and kv_page_blocks of ModelInfo, and let the model's cache have such pages.
+    """Return kv_window and kv_page_blocks of ModelInfo, and give the model's cache such pages.
 
-    A draft model sees other tokens; the GPU multiplies those not seen.
+    Both are 0 with a draft model, which sees other tokens, and on a GPU, whose kernels also multiply tokens outside the
+    window.
     """
     drafts = config.speculative_config is not None and config.speculative_config.runs_model
     if not isinstance(model, Llama) or config.device != "cpu" or drafts:
@@ -131,8 +132,9 @@ def _kv_window(model: Model, config: EngineConfig) -> tuple[int, int]:
     if (option := keeping_option(config)) is not None:
         if config.kv_window:
             raise ConfigError(
-                f"kv_window={config.kv_window}: some layers of this model see all tokens, and with {option} the others "
-                f"keep their KV blocks, too: leave out kv_window, or {option}"
+                f"kv_window={config.kv_window}: some layers of this model see all tokens, but "
+                f"with {option} the others "
+                f"keep their KV blocks too: leave out kv_window or {option}"
             )
         return 0, 0
     model.split_cache(model.num_blocks_per_page)
@@ -148,11 +150,11 @@ def _fingerprint(source: LoadedModel, dtype: Dtype) -> str:
     return source.label + hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
-# The pages of a config whose layers with a window give KV blocks back (core/models/layers/cache_pages.py).
+# The pages for a config whose window layers free KV blocks (core/models/layers/cache_pages.py).
 
 
 def keeping_option(config: EngineConfig) -> str | None:
-    """Return the option with which layers keep all blocks, where only some layers have a window; None: there is none.
+    """If only some layers have a window, return the option that makes layers keep all blocks; None: there is none.
 
     A step of whole prompts needs them all.
     """

@@ -1,4 +1,4 @@
-"""The local executor: it runs one model on this machine's CPU, in the engine process, one step at a time."""
+"""The local executor: runs one model on this machine's CPU, in the engine process, one step at a time."""
 
 import time
 from collections.abc import Callable
@@ -50,16 +50,16 @@ class LocalExecutor:
     ) -> None:
         """Load the config's model.
 
-        rank: of this process in a group whose processes compute the model together; None = it is alone. make_runner:
-        the class of the runner, or what makes one with the same arguments. stage: see load(). Errors: ModelFileError,
-        UnsupportedModelError, ConfigError.
+        rank: of this process in a group whose processes compute the model together; None = there is no group.
+        make_runner: the runner's class, or a function with the same arguments. stage: see load(). Errors:
+        ModelFileError, UnsupportedModelError, ConfigError.
         """
         self._make_runner = make_runner
         self._loaded = load(config, usual_dtype, rank, stage)
         self._model, self.info = self._loaded.model, self._loaded.info
         library = self._model.library if rank is None and isinstance(self._model, Llama) else None
-        #: The caller is one of the kernels' threads. Its CPU time stands still while it waits for a core. Ranks sleep
-        #: while they wait for one another, and torch's threads are not ours to count.
+        #: The caller is one of the kernels' threads, and its CPU time does not count time spent waiting for a core.
+        #: Ranks sleep while they wait for one another, and torch's threads cannot be counted, so these use wall time.
         self._step_clock = time.perf_counter_ns if library is None else time.thread_time_ns
         self._drafting, self._max_num_seqs = load_drafting_model(config, self._loaded), config.max_num_seqs
         settings = config.speculative_config
@@ -69,10 +69,10 @@ class LocalExecutor:
         self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
-        """Return the number of blocks in memory_bytes, or of pages where the cache has any.
+        """Return the number of blocks in memory_bytes, or of pages if the cache has pages.
 
-        On a CPU the whole budget is for the cache: a step's working memory is bounded, and small in comparison. A draft
-        model or head has as many blocks, and some of its own.
+        On a CPU the whole budget is for the cache, because a step's working memory is bounded and comparatively small.
+        A draft model or head has as many blocks, and some extra ones.
         """
         each, own = self._model.bytes_per_block(block_size) * max(1, self.info.kv_page_blocks), 0
         if self._drafting is not None:
@@ -81,7 +81,7 @@ class LocalExecutor:
         return max(0, memory_bytes - own) // each
 
     def cache_memory_bytes(self) -> int | None:
-        """Return None: there is no device with memory of its own."""
+        """Return None: there is no device with its own memory."""
         return None
 
     def initialize_cache(self, config: ResolvedConfig) -> None:
@@ -99,7 +99,7 @@ class LocalExecutor:
         self._ahead = BlocksAhead(self.runner.cache)
 
     def _make_states(self, config: EngineConfig) -> RowStates | None:
-        """Return the recurrent states of the rows, and those beside them. Errors: MemoryError."""
+        """Return the recurrent states of the rows, and additional ones. Errors: MemoryError."""
         num_spare = num_draft_states(config, self.info.state_bytes)
         count = config.max_num_seqs + num_state_slots(config, self.info.state_bytes) + num_spare
         states = self._model.allocate_states(count) if isinstance(self._model, Llama) else None
@@ -107,12 +107,12 @@ class LocalExecutor:
 
     @property
     def shared_blocks(self) -> SharedBlocks | None:
-        """The KV cache and the host pool; None: there is no host pool."""
+        """Return the KV cache and the host pool; None: there is no host pool."""
         cache, host = self.runner.cache, self.runner.swap_cache
         return None if host is None else SharedBlocks(BlockMemory(cache.memory), BlockMemory(host.memory), host.layout)
 
     def _make_drafter(self, max_model_len: int, sizes: RunnerSizes) -> Drafter | None:
-        """Return the drafter of this executor's draft model or head. Errors: MemoryError."""
+        """Return the drafter for this executor's draft model or head. Errors: MemoryError."""
         if (drafting := self._drafting) is None:
             return None
         num_rows, num_blocks, block_size = sizes["num_rows"], sizes["num_blocks"], sizes["block_size"]
@@ -135,14 +135,14 @@ class LocalExecutor:
         return self.runner.warm_up()
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
-        """Run one step; the returned step is finished."""
+        """Run one step. The returned step is finished."""
         self._ahead.use(
             np.concatenate([plan.block_ids, *(new.ids for new in plan.others), *(new.block_ids for new in plan.starts)])
         )
         return FinishedStep(self._run(plan))
 
     def prepare_ahead(self) -> bool:
-        """Take memory for blocks of later steps; return False if no more is needed for now."""
+        """Allocate memory for blocks of later steps. Return False if no more is needed for now."""
         return self._ahead.take()
 
     def close(self) -> None:
@@ -155,24 +155,24 @@ def create(config: EngineConfig) -> LocalExecutor:
 
 
 def usual_dtype(path: Path, mmproj: str | None = None) -> Dtype:
-    """Return the dtype that suits this machine for the model of a folder or .gguf file. mmproj: its projector's path.
+    """Return the dtype that suits this machine for a model folder or .gguf file. mmproj: path of its projector.
 
-    It is bfloat16 where that is fast, or if the model is one of ours and takes too much memory in float32.
+    It is bfloat16 if that is fast, or if the model is one of ours and takes too much memory in float32.
     """
     if _is_fast_in_bfloat16():
         return BFLOAT16
     try:
         model = read_model_config(path, mmproj)
-    except ModelFileError:  # one of transformers' models; or loading says what is wrong
+    except ModelFileError:  # one of transformers' models; or loading will say what is wrong
         return FLOAT32
     return FLOAT32 if fits(model, FLOAT32) else BFLOAT16
 
 
 def _is_fast_in_bfloat16() -> bool:
-    """Return whether the CPU multiplies bfloat16, or reads it faster than it reads float32: by AVX2.
+    """Return whether the CPU multiplies bfloat16, or reads it faster than float32 (with AVX2).
 
-    With one request, products wait for memory, and half the bytes are half the time; with many rows both take about
-    as long (docs/performance/engines.md).
+    With one request, products are limited by memory, so half the bytes take half the time. With many rows both take
+    about as long (docs/performance/engines.md).
     """
     try:
         flags = Path("/proc/cpuinfo").read_text()
@@ -181,27 +181,28 @@ def _is_fast_in_bfloat16() -> bool:
     return bool(set(flags.split()) & {"avx2", "avx512_bf16", "amx_bf16", "bf16"})  # bf16 is aarch64's name
 
 
-# model_adapters: the adapters that a loaded model takes; a part of the executors that run a model.
+# model_adapters: the adapters for a loaded model; a part of the executors that run a model.
 
 
 def model_adapters(config: EngineConfig, loaded: Loaded) -> Adapters | None:
     """Return the model's adapters, with the config's lora_modules loaded; None without enable_lora.
 
-    Errors: ConfigError for a model that takes none; ModelFileError, UnsupportedModelError for the modules' files.
+    Errors: ConfigError for a model without adapter support; ModelFileError, UnsupportedModelError for the modules'
+    files.
     """
     if not config.enable_lora:
         return None
     model = loaded.model
     if not isinstance(model, Llama):
         what = "an encoder" if loaded.info.is_encoder else "run by transformers' code"
-        raise ConfigError(f"enable_lora: {loaded.info.name} is {what}, whose layers take no adapters: leave it out")
+        raise ConfigError(f"enable_lora: {loaded.info.name} is {what}, which has no adapter support: leave it out")
     if not isinstance(model.operations, AdaptingOperations) or not takes_adapters(model.layers):
-        raise ConfigError(f"enable_lora: layers of {loaded.info.name} take no adapters: leave it out")
+        raise ConfigError(f"enable_lora: layers of {loaded.info.name} do not support adapters: leave it out")
     sizes = model.config
     return Adapters(config, AdaptedMatrices(sizes, model.operations, peft_layers(sizes), gguf_layers(sizes)))
 
 
-# model_features: the features that a loaded model takes; a part of the executors that run a model.
+# model_features: the features for a loaded model; a part of the executors that run a model.
 
 
 def model_features(config: EngineConfig, loaded: Loaded) -> Features | None:
@@ -213,7 +214,7 @@ def model_features(config: EngineConfig, loaded: Loaded) -> Features | None:
     refusal = ""
     if settings is not None and settings.runs_model:
         refusal = (
-            f"this engine drafts by a model (speculative_config: {settings.method}), which does not read features "
+            f"this engine drafts with a model (speculative_config: {settings.method}) that does not read features "
             "(prompt_embeds, images): use method ngram or suffix"
         )
     most = config.limit_mm_per_prompt.get("image")

@@ -1,6 +1,7 @@
-"""PacedExecutor: the fake executor with steps that take at least a given time, as those of a model do.
+"""PacedExecutor: the fake executor with a minimum step duration, like a real model's steps.
 
-Without a pace it runs ahead of whoever reads: a measurement of a reader would show merging only.
+Without it the executor runs far ahead of any reader, so that a measurement of a reader would only show how messages are
+merged.
 """
 
 import time
@@ -17,14 +18,14 @@ class PacedExecutor(FakeExecutor):
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
         self._step_ns = self.options.step_us * 1000
-        self._due_ns = 0  # monotonic; end of the step before
+        self._due_ns = 0  # monotonic; end of the previous step
 
     def warm_up(self) -> int:
         """Return the duration of every step."""
         return max(super().warm_up(), self._step_ns)
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
-        """Run one step, and wait until its time is over."""
+        """Run one step, and wait until its duration has passed."""
         begin_ns = max(self._due_ns, time.monotonic_ns())
         handle = super().execute(plan)
         self._due_ns = begin_ns + self._step_ns

@@ -1,8 +1,8 @@
-"""Plug-in executors: executors of other distributions, found by the name that they are registered under.
+"""Plug-in executors: executors from other distributions, found by the name they are registered under.
 
 A distribution registers a module in the entry-point group EXECUTORS (packaging.python.org, "Entry points
 specification").
-Nothing is imported that a config does not name.
+Only a plug-in that the config names is imported.
 """
 
 import difflib
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 def import_plug_in(name: str) -> ModuleType:
-    """Import the module that is registered under this name. It has create(config), which returns an Executor.
+    """Import the module registered under this name. It has create(config), which returns an Executor.
 
-    Errors: ConfigError where no distribution registers the name, or several do; where the module cannot be imported or
-    lacks create; where its EXECUTOR_API is not one that this engine serves.
+    Errors: ConfigError if no distribution registers the name, or several do; if the module cannot be imported or lacks
+    create; if this engine does not support its EXECUTOR_API.
     """
     found = _find(name)
     at = f"executor {name!r} ({found.value}, of {_distribution(found)})"
@@ -35,7 +35,7 @@ def import_plug_in(name: str) -> ModuleType:
     if not _is_served(version):
         major, minor = EXECUTOR_API
         ours = f"({major}, 0) to ({major}, {minor})" if minor else f"({major}, 0)"
-        raise ConfigError(f"{at} is written for EXECUTOR_API {version!r}, and this engine serves {ours}")
+        raise ConfigError(f"{at} is written for EXECUTOR_API {version!r}, but this engine supports {ours}")
     if not callable(getattr(module, "create", None)):
         raise ConfigError(f"{at} has no create(config)")
     return module
@@ -54,8 +54,8 @@ def _find(name: str) -> "EntryPoint":
     names = [*BUILT_IN_EXECUTORS, *sorted(registered.names)]
     near = difflib.get_close_matches(name, names, n=1)
     raise ConfigError(
-        f"there is no executor {name!r}: there are {', '.join(names)}"
-        + (f"; did you mean {near[0]}?" if near else f"; a plug-in registers its own in the group {EXECUTORS}")
+        f"there is no executor {name!r}; available: {', '.join(names)}"
+        + (f"; did you mean {near[0]}?" if near else f"; a plug-in registers its executor in the group {EXECUTORS}")
     )
 
 

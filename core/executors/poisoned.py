@@ -1,4 +1,4 @@
-"""PoisonedExecutor: a fake executor that one kind of request harms, to show what engine and supervisor do then."""
+"""PoisonedExecutor: a fake executor that one kind of request damages, to test how engine and supervisor react."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def _hang() -> None:
 
 _KINDS: dict[str, Callable[[], None]] = {
     "raise": _raise,
-    "row": lambda: None,  # the row fails alone, as a row whose work can be told apart does
+    "row": lambda: None,  # only the row fails, like any row whose failure can be attributed
     "memory": _run_out_of_memory,
     "abort": os.abort,
     "segv": lambda: os.kill(os.getpid(), signal.SIGSEGV),
@@ -50,7 +50,7 @@ class PoisonedExecutor(PacedExecutor):
         self._poisoned: set[int] = set()  # rows
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
-        """Run one step, unless a poisoned row reaches its place in it."""
+        """Run one step, unless a poisoned row reaches its position in it."""
         self._poisoned -= set(plan.removed_rows.tolist())
         self._poisoned |= {new.row for new in plan.starts if int(new.token_ids[0]) == self._token}
         handle = super().execute(plan)

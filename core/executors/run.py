@@ -12,7 +12,7 @@ from ipc.options.resolved import ResolvedConfig
 
 
 class RunnerSizes(TypedDict):
-    """The keyword arguments that all model runners have in common."""
+    """The keyword arguments common to all model runners."""
 
     num_rows: int
     num_blocks: int
@@ -38,7 +38,7 @@ def runner_sizes(config: ResolvedConfig, info: ModelInfo, grammars: Grammars) ->
 
 @contextmanager
 def caches_that_fit() -> Iterator[None]:
-    """Turn the MemoryError of a cache that cannot be allocated into an OutOfMemoryError that names the options."""
+    """Turn the MemoryError of a cache that does not fit into an OutOfMemoryError that names the options."""
     try:
         yield
     except MemoryError as error:

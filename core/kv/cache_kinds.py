@@ -1,4 +1,4 @@
-"""The kinds of layers that a KV cache distinguishes, and how many pages of it a request takes."""
+"""The kinds of layers that a KV cache distinguishes, and how many of its pages a request takes."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -15,28 +15,28 @@ from ipc.tables.rounding import ceil_div
 class CacheKind(NamedTuple):
     """Layers that use the same block tables.
 
-    The pool gives pages away (core/models/layers/cache_pages.py). A page has page_blocks blocks of these layers. If all
+    The pool allocates pages (core/models/layers/cache_pages.py). A page has page_blocks blocks of these layers. If all
     layers use the same tables, a page is one block.
     """
 
     block_size: int
     page_blocks: int
-    window: int = 0  # tokens that a token sees, its own included; 0 = all before it
-    #: Blocks that a row holds at most: those of its window and of a step's tokens. 0 = all blocks of its tokens.
+    window: int = 0  # tokens that a token sees, including itself; 0 = all before it
+    #: The most blocks that a row holds: those of its window and of a step's tokens. 0 = all blocks of its tokens.
     most_held: int = 0
 
     def pages(self, num_blocks: Ints) -> Ints:
-        """Return the pages [n] of num_blocks [n] blocks."""
+        """Return the number of pages [n] that num_blocks [n] blocks take."""
         return (num_blocks + (self.page_blocks - 1)) // self.page_blocks
 
     def num_passed(self, num_tokens: int) -> int:
-        """Return how many blocks no token from this place on reads. The kind has a window."""
+        """Return how many blocks are not read by any token from this position on. The kind has a window."""
         return max(0, num_tokens - (self.window - 1)) // self.block_size
 
     def num_missing(self, is_there: Bools) -> Ints:
-        """Return for 0 to n first blocks of a prompt how many blocks are missing, int64 [n + 1].
+        """Return how many blocks are missing to start with the first 0, 1, ... n blocks of a prompt, int64 [n + 1].
 
-        Only the blocks in the window before the next token count. is_there [n]: whether each block is there.
+        Only blocks in the window before the next token count. is_there [n]: whether each block is there.
         """
         counts = np.arange(len(is_there) + 1)
         num_passed = np.maximum(counts * self.block_size - (self.window - 1), 0) // self.block_size
@@ -46,15 +46,18 @@ class CacheKind(NamedTuple):
 
 
 class CacheRoom(NamedTuple):
-    """The kinds of a model's layers. Blocks of the first kind have names; the others have theirs beside these."""
+    """The kinds of a model's layers.
+
+    Blocks of the first kind have names; blocks of the others are found through these.
+    """
 
     kinds: tuple[CacheKind, ...]
 
     def num_pages(self, num_tokens: int, keeps_blocks: bool = False) -> int:
-        """Return the most pages that a request of so many tokens holds at once, if it found no blocks of others.
+        """Return the most pages that a request of num_tokens tokens holds at once, if it shares no blocks with others.
 
-        keeps_blocks: it has several choices. One that starts as another's fork shares pages up to within one, and then
-        has pages of its own.
+        keeps_blocks: it has several choices. A choice that starts as another's fork may share only part of its last
+        page, and takes new pages after that.
         """
         first, *others = self.kinds
         num_blocks = -(-num_tokens // first.block_size)
@@ -64,9 +67,9 @@ class CacheRoom(NamedTuple):
         return count
 
     def num_usable(self, num_blocks: int, are_there: Sequence[Bools]) -> int:
-        """Return the largest number of a prompt's first n = num_blocks blocks with which a request can start.
+        """Return the largest number of a prompt's first num_blocks blocks with which a request can start.
 
-        are_there: of each further kind, whether its block beside each of these is there, bool [n].
+        are_there: for each further kind, whether its block for each of these is there, bool [n].
         """
         missing = np.zeros(num_blocks + 1, np.int64)
         for kind, is_there in zip(self.kinds[1:], are_there, strict=True):
@@ -74,19 +77,19 @@ class CacheRoom(NamedTuple):
         return int(np.flatnonzero(missing == 0)[-1])
 
     def longest(self, num_pages: int) -> int:
-        """Return the most tokens for which num_pages() is no more than this."""
+        """Return the most tokens for which num_pages() is at most this."""
         size, most = self.kinds[0].block_size, num_pages * self.kinds[0].page_blocks
         fitting = bisect_right(range(most + 1), num_pages, key=lambda count: self.num_pages(count * size))
         return max(0, fitting - 1) * size
 
 
 def room_of(config: ResolvedConfig) -> CacheRoom:
-    """Return what requests take of the cache."""
+    """Return how much of the cache requests take."""
     return cache_room(config, config.kv_window, config.kv_page_blocks, config.max_num_batched_tokens)
 
 
 def cache_room(config: EngineConfig, window: int, page_blocks: int, num_step_tokens: int) -> CacheRoom:
-    """Return what requests take of a cache with such pages; 0: all layers use the same tables.
+    """Return how much requests take of a cache with such pages. page_blocks 0: all layers use the same tables.
 
     num_step_tokens: the most tokens of a step.
     """

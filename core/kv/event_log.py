@@ -1,7 +1,7 @@
 """KVEventLog: what the prefix cache has stored and removed since the last step, for routers that follow it.
 
-Content numbers are valid for this engine's life. A router matches prompts by the tokens of stored blocks and follows
-each block from there by its number and its parent's number (negative: a root, -1 without a cache salt).
+Content numbers are valid as long as this engine lives. A router matches prompts against the tokens of stored blocks,
+and identifies each block by its number and its parent's number (negative: a root, -1 without a cache salt).
 """
 
 from itertools import groupby
@@ -15,7 +15,7 @@ from ipc.wire.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored,
 class KVEventLog:
     """The events of one step. The log exists only while a client follows.
 
-    It is drained once a step, so it holds what one step can store and evict.
+    It is drained once per step, so it holds at most what one step stores and evicts.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -39,7 +39,7 @@ class KVEventLog:
         self._events.append(KVBlocksCleared())
 
     def drain(self) -> list[KVEvent]:
-        """Return the events since the last drain. Blocks that were stored one after the other are one event."""
+        """Return the events since the last drain. Blocks stored one after the other form one event."""
         events: list[KVEvent] = []
         for kind, run in groupby(self._events, type):
             same = list(run)

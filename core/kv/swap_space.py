@@ -8,12 +8,13 @@ from ipc.tables.arrays import Int32s
 class SwapSpace:
     """The slots of the host pool.
 
-    A plan copies out before it copies in, so a slot that it reads may be allocated again only in the next plan.
+    A plan copies to the host before it copies back, so a slot that it reads can only be allocated again in the next
+    plan.
     """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int32)  # a stack: the top is the end
+        self._free = np.arange(num_slots - 1, -1, -1, dtype=np.int32)  # a stack; its top is at the end
         self._num_free = num_slots
         self._read: list[Int32s] = []  # slots that the plan being made reads
 
@@ -24,12 +25,12 @@ class SwapSpace:
 
     def take(self, count: int) -> Int32s:
         """Allocate slots int32 [count]. The caller has compared count with num_free."""
-        assert count <= self._num_free, f"{count} swap slots asked of {self._num_free} free"
+        assert count <= self._num_free, f"{count} swap slots requested, {self._num_free} free"
         self._num_free -= count
         return self._free[self._num_free : self._num_free + count].copy()
 
     def give_back(self, slots: Int32s) -> None:
-        """Free the slots of a request that has ended; no plan reads them."""
+        """Free the slots of a request that has ended. No plan reads them."""
         self._free[self._num_free : self._num_free + len(slots)] = slots
         self._num_free += len(slots)
 
@@ -44,8 +45,8 @@ class SwapSpace:
         self._read.clear()
 
     def check_integrity(self, held: list[Int32s]) -> None:
-        """Raise AssertionError with the numbers when slots are lost or doubled. held: the slots of each swapped
-        request.
+        """Check that no slot is lost or held twice. Errors: AssertionError with the numbers. held: each swapped
+        request's slots.
         """
         every = np.concatenate([*held, *self._read, self._free[: self._num_free]])
         assert sorted(every.tolist()) == list(range(self.num_slots)), f"{self.num_slots} swap slots, found {every}"
