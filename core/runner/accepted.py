@@ -15,13 +15,13 @@ def accepted(rows: Rows, offsets: Ints, sampled: Int32s, table: RunnerTable) -> 
 def accepted_of(rows: Rows, offsets: Ints, sampled: Int32s, drafts: Int32s) -> Bools:
     """Return the mask [S] of the samples that become tokens of their rows.
 
-    A sample is accepted if every draft before it equals the sample in the draft's place. Each accepted sample is then
-    the token that a step of its own would have sampled.
+    A sample is accepted if every draft before it equals the sample at the draft's position. Each accepted sample is
+    then the token that would have been sampled without drafts.
 
-    rows [S]: rows of the table, the samples of one row together. offsets [S]: drafts before each sample: 0, 1, ...
-    within a row. sampled [S]: token ids, negative where the logits are not finite. A negative sample behind a draft is
-    not accepted: the row's next step samples it again, as its first. drafts [S]: the draft in each sample's place, and
-    anything for a row's last sample, where there is none.
+    rows [S]: rows of the table; the samples of one row are adjacent. offsets [S]: drafts before each sample: 0, 1, ...
+    within a row. sampled [S]: token ids, negative if the logits are not finite. A negative sample after a draft is not
+    accepted: the row's next step samples it again, as its first. drafts [S]: the draft at each sample's position;
+    arbitrary for a row's last sample, where there is none.
     """
     begins = np.flatnonzero(offsets == 0)
     ends = np.where(_has_draft(rows) & (sampled == drafts), len(rows), offsets)

@@ -1,4 +1,4 @@
-"""CudaModelRunner: a ModelRunner that launches steps on a device and returns a handle for each, without waiting."""
+"""CudaModelRunner: a ModelRunner that launches steps on a device and returns a handle for each without waiting."""
 
 import time
 from collections.abc import Sequence
@@ -35,33 +35,32 @@ from kernels.triton.attention_work import TritonWork, shared_tokens, triton_work
 from kernels.triton.prepare_inputs import prepare_inputs
 from kernels.triton.sampling import kinds_of, pack_columns, sample_tokens
 
-# StepColumns: the tokens and samples of a step on a device, as columns in the host's memory, made from its plan.
+# StepColumns: the tokens and samples of a step on a device, as columns in host memory, made from its plan.
 
 
 class StepColumns(NamedTuple):
     """A step's T tokens of R rows, packed row after row, with S samples."""
 
-    num_tokens: Int32s  # [R] drafts included
-    context_lens: Ints  # [R] tokens in the cache after the step, drafts included
+    num_tokens: Int32s  # [R] including drafts
+    context_lens: Ints  # [R] tokens in the cache after the step, including drafts
     rows: Rows  # [T] table row of each token
     positions: Ints  # [T]
     #: [S] index in the plan's rows of each sample's row, and index of the token whose logits it needs. A row with
-    #: drafts has several samples, together: after its known tokens and after each of its drafts.
+    #: drafts has several adjacent samples: after its known tokens and after each of its drafts.
     in_plan: Ints
     logits_tokens: AnyInts
-    #: Tokens, and tokens in the cache after them, of each piece that attention computes by itself: a row, or a token of
-    #: a row with drafts.
+    #: Tokens, and tokens in the cache after them, of each piece for attention: a row, or a token of a row with drafts.
     pieces: tuple[AnyInts, AnyInts]
     offsets: Ints | None = None  # [S] drafts before each sample: 0, 1, ... in a row; None: no row has drafts
-    #: Pieces of one token that follow one another in a row, whose attention programs read its context together: the
-    #: column TritonWork.shared. Empty: each reads its own.
+    #: Pieces of one token that follow one another in a row and read its context together: the column TritonWork.shared.
+    #: Empty: each reads its own.
     shared: tuple[Int32s, ...] = ()
 
 
 def step_columns(rows: Rows, counts: Int32s, ends: Ints, in_plan: Ints) -> StepColumns:
     """Return the columns of a step without drafts.
 
-    rows, counts, ends [R]: the plan's rows, their tokens, and how many of each are computed after the step. in_plan:
+    rows, counts, ends [R]: the plan's rows, their tokens, and their number of computed tokens after the step. in_plan:
     indices of the rows that sample.
     """
     last = np.cumsum(counts) - 1
@@ -72,10 +71,10 @@ def step_columns(rows: Rows, counts: Int32s, ends: Ints, in_plan: Ints) -> StepC
 def draft_columns(plan: SchedulerOutput, ends: Ints, in_plan: Ints, most_alone: int, group_size: int) -> StepColumns:
     """Return the columns of a step in which rows have drafts.
 
-    ends [R]: tokens computed after the step, drafts left out. Each token of a row with drafts is a piece for attention,
-    like the token of a row without: so it gets the bits that it would get alone, long contexts are cut into splits,
-    and a CUDA graph of so many tokens serves. most_alone: but these tokens are so many at most. Where they would be
-    more, a row's tokens stay together. group_size: query heads of a KV head.
+    ends [R]: computed tokens after the step, without drafts. Each token of a row with drafts is a piece for attention,
+    like the token of a row without drafts. So it gets the same bits as alone, long contexts are split, and the CUDA
+    graph for that number of tokens can be used. most_alone: the most such tokens; if there are more, the tokens of a
+    row stay together. group_size: query heads per KV head.
     """
     num_drafts = plan.num_draft_tokens
     columns = step_columns(plan.rows, plan.num_scheduled_tokens, ends + num_drafts, in_plan)
@@ -92,7 +91,7 @@ def draft_columns(plan: SchedulerOutput, ends: Ints, in_plan: Ints, most_alone: 
 
 
 def trial_columns(num_tokens: int, most_alone: int, group_size: int) -> StepColumns:
-    """Return the columns of a step that verifies the first tokens of row 0: the last ones are drafts of the first."""
+    """Return the columns of a step that verifies the first tokens of row 0. All but its first token are drafts."""
     rows, at, whole = np.zeros(num_tokens, np.int64), np.arange(num_tokens), np.array([num_tokens])
     if num_tokens > most_alone:
         return StepColumns(whole, whole, rows, at, rows, at, (whole, whole))
@@ -100,7 +99,7 @@ def trial_columns(num_tokens: int, most_alone: int, group_size: int) -> StepColu
     return StepColumns(whole, whole, rows, at, rows, at, (np.ones(num_tokens, np.int64), at + 1), None, shared)
 
 
-#: Steps that are launched one after the other to measure by how much they overlap.
+#: Number of steps launched back to back to measure how much they overlap.
 _OVERLAPPING = 3
 
 
@@ -108,8 +107,8 @@ class CudaModelRunner(ModelRunner):
     """A ModelRunner whose begin() launches a step before the tokens of the previous step are known on the host.
 
     The host's table counts a token as soon as the step that samples it is launched. The token's id is written when the
-    step's result arrives. The tokens of a row with drafts are counted then, too: it has nothing in the next step. A
-    step waits for the previous one only while some row has options that edit its logits, since some of these
+    step's result arrives. The tokens of a row with drafts are counted only then, because the row gets nothing in the
+    next step. A step waits for the previous one only if some row has options that edit its logits, since some of these
     (penalties, bad words) read earlier tokens.
     """
 
@@ -131,9 +130,9 @@ class CudaModelRunner(ModelRunner):
     ) -> None:
         """Allocate the KV cache, the swap cache and the device's tables.
 
-        num_swap_blocks: blocks of the host's swap cache; 0 = none. use_graphs: run decoding steps as CUDA graphs (on
-        CUDA only). most_alone: tokens that attention computes by themselves in a step, at most; 0 = num_rows. grammars:
-        of structured_outputs; None = no request has them. Errors: MemoryError when a cache cannot be allocated.
+        num_swap_blocks: blocks of the host's swap cache; 0 = none. use_graphs: run decoding steps as CUDA graphs (CUDA
+        only). most_alone: the most tokens of a step that attention computes one by one; 0 = num_rows. grammars: for
+        structured_outputs; None = no request has them. Errors: MemoryError if a cache cannot be allocated.
         """
         super().__init__(
             model,
@@ -152,7 +151,7 @@ class CudaModelRunner(ModelRunner):
         self._host = HostRows(self.table, self.sampling, num_rows)
         self._pending: CudaStep | None = None
         self._nothing = torch.zeros(0, dtype=torch.int32, device=self._device)
-        self._unreported = torch.zeros((0, model.vocab_size))  # in the host's memory
+        self._unreported = torch.zeros((0, model.vocab_size))  # in host memory
         self._most_alone = max(num_rows, most_alone)
         self._graphs = self._make_graphs(self._most_alone) if use_graphs and self._device.type == "cuda" else None
 
@@ -163,7 +162,7 @@ class CudaModelRunner(ModelRunner):
     def measure_costs(self) -> Costs:
         """Return the measured costs of restoring a preempted request.
 
-        It must run before the first step, because it writes into free blocks.
+        Call this before the first step, because it writes into free blocks.
         """
         size, device = self.block_size, self._device
         count = min(NUM_TOKENS, (self.cache.num_blocks - 1) * size, self.model.max_model_len)
@@ -183,9 +182,9 @@ class CudaModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def measure_steps(self, used: Clock = time.perf_counter_ns) -> tuple[int, ...]:
-        """Return what steps of 1, 2, 4, ... drawn tokens take, in ns, until the host has their tokens.
+        """Return the durations in ns of steps of 1, 2, 4, ... sampled tokens, until the host has their tokens.
 
-        It must run before the first step. Kernels are compiled and graphs captured before the measurement.
+        Call this before the first step. Kernels are compiled and graphs captured before the measurement.
         """
         self._tables.blocks[0] = torch.arange(self._tables.blocks.shape[1], device=self._device) + self._first_block
         for size in trial_sizes(self._most_tokens):
@@ -194,18 +193,18 @@ class CudaModelRunner(ModelRunner):
 
     @torch.inference_mode()
     def measure_overlapping(self, apart: tuple[int, ...], used: Clock = time.perf_counter_ns) -> tuple[int, ...]:
-        """Return what the device or the launches take, the longer of both, of steps that follow one another, in ns.
+        """Return the durations in ns of consecutive steps: the device's time or the launches', whichever is longer.
 
-        apart: what measure_steps() returned.
+        apart: the result of measure_steps().
         """
         more = _OVERLAPPING - 1
         together = measure_steps(lambda size: self._run_trial(size, _OVERLAPPING), self._most_tokens, used)
         return tuple(max(1, (long - short) // more) for long, short in zip(together, apart, strict=False))
 
     def measure_loop(self, used: Clock = time.perf_counter_ns) -> LoopDurations | None:
-        """Return what steps of the engine's loop take, in ns; None where the cache has too few tokens for it.
+        """Return the durations in ns of steps of the engine's loop, or None if the cache has too few tokens for it.
 
-        It must run before the first step. Its row leaves what a row leaves whose request has ended.
+        Call this before the first step. Its row leaves the same traces as a row whose request has ended.
         """
         most = min(self._most_tokens, MOST_TOKENS)
         if most < LEAST_TOKENS:
@@ -219,7 +218,7 @@ class CudaModelRunner(ModelRunner):
         return durations
 
     def _run_trial(self, num_tokens: int, num_steps: int = 1) -> None:
-        """Run steps of so many tokens of row 0, and wait for the last one's."""
+        """Run num_steps steps with num_tokens tokens of row 0, and wait for the last one."""
         columns = trial_columns(num_tokens, self._most_alone, self._group_size)
         for _ in range(num_steps):
             hidden, logits_rows = self._launch(columns)
@@ -261,7 +260,7 @@ class CudaModelRunner(ModelRunner):
     def _finish(
         self, plan: SchedulerOutput, logprobs: list[LogprobColumns], sampled: Sampled | None
     ) -> ModelRunnerOutput:
-        """Return the output of a step whose results are in the host's memory, and tell the table its tokens."""
+        """Return the output of a step whose results are in host memory, and add its tokens to the table."""
         token_ids, counts, candidates = np.full(len(plan.rows), NO_TOKEN, np.int32), None, None
         failures: list[tuple[int, str]] = []
         if sampled is not None:
@@ -280,7 +279,7 @@ class CudaModelRunner(ModelRunner):
         return self.begin(plan).result()
 
     def _record_event(self) -> torch.cuda.Event | None:
-        """Return an event that follows all launched work; None where everything runs on the host."""
+        """Return an event that follows all launched work, or None if everything runs on the host."""
         if self._device.type != "cuda":
             return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -330,8 +329,8 @@ class CudaModelRunner(ModelRunner):
     ) -> None:
         """Compute a token of each of these rows [B] at these positions [B]; write hidden [B, hidden].
 
-        A row may have several, at positions that follow one another; shared: see TritonWork. -1 is padding. Everything
-        is on the device, so that a CUDA graph can capture it.
+        A row may have several, at consecutive positions; shared: see TritonWork. -1 is padding. Everything is on the
+        device, so that a CUDA graph can capture it.
         """
         alone = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
         none, blocks = self._nothing, self._tables.blocks
@@ -340,7 +339,7 @@ class CudaModelRunner(ModelRunner):
     def _forward(self, work: TritonWork) -> torch.Tensor:
         """Return the hidden states [T, hidden].
 
-        work: its tables are the device's block tables. Its window is ignored: each layer has its own.
+        work: its tables are the device's block tables. Its window is ignored, because each layer has its own.
         """
         ids, slots = prepare_inputs(work.rows, work.positions, self._tables.tokens, work.tables, self.block_size)
         metadata = tuple(work._replace(window=window) for window in self._llama.windows)
@@ -385,7 +384,7 @@ class CudaModelRunner(ModelRunner):
         return sampled
 
     def _normalize(self, logits: torch.Tensor, rows: Int32s, searching: Ints) -> None:
-        """Turn the logits of rows of beam searches into log probabilities, in place: normalize() on the device."""
+        """Turn the logits of beam search rows into log probabilities, in place: normalize() on the device."""
         if len(searching):
             temperatures = self.sampling.search_temperature[rows[searching]]
             divisors = self._tables.send(np.where(temperatures > 0, temperatures, 1).astype(np.float32))
@@ -393,7 +392,7 @@ class CudaModelRunner(ModelRunner):
             logits[which] = torch.log_softmax(logits[which] / divisors[:, None], -1)
 
     def _gather(self, logits: torch.Tensor, rows: Int32s, in_plan: Ints, searching: Ints) -> LogprobColumns | None:
-        """Return the candidates of rows of beam searches; it waits for the device where there are any."""
+        """Return the candidates of beam search rows. If there are any, this waits for the device."""
         if not len(searching):
             return None
         owners, values = rows[searching], logits[self._tables.send(searching)].cpu().numpy()
@@ -421,24 +420,24 @@ class CudaModelRunner(ModelRunner):
         return tokens
 
     def _receive(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy in the host's memory; it is valid after the step's event."""
+        """Return a copy in host memory. It is valid after the step's event."""
         if tensor.device.type != "cuda" or not tensor.numel():
             return tensor.cpu().clone()
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         return host.copy_(tensor, non_blocking=True)
 
 
-# DeviceLogits: logits on a device, read and written as an array, for the edits of sampling options.
+# DeviceLogits: logits on a device, read and written as an array by sampling options that edit logits.
 
 
 class DeviceLogits:
-    """Logits [S, V] float32 on a device, of the protocol Logits. Each access is a transfer."""
+    """Logits [S, V] float32 on a device, with the protocol Logits. Each access is a transfer."""
 
     def __init__(self, logits: torch.Tensor) -> None:
         self._logits, self.shape = logits, tuple(logits.shape)
 
     def __getitem__(self, index: Index) -> Floats:
-        """Return a copy of some logits in the host's memory."""
+        """Return a copy of some logits in host memory."""
         found: Floats = self._logits[self._on_device(index)].cpu().numpy()
         return found
 
@@ -453,18 +452,17 @@ class DeviceLogits:
         return torch.as_tensor(index, device=device)
 
 
-# DeviceTables: the tokens and the KV blocks of all rows in the device's memory, updated from plans by few transfers.
-#
+# DeviceTables: the tokens and KV blocks of all rows in device memory, updated from plans with few transfers.
 # The device itself writes the tokens that a step samples, so the next step can be launched before the host has them.
 
 
-_ALIGNMENT = 4  # in int32 numbers: 16 bytes
+_ALIGNMENT = 4  # in int32 elements: 16 bytes
 
 
 class DeviceTables:
     """The tables tokens [rows, max_model_len + 1] and blocks [rows, P], both int32 on the device.
 
-    Entries behind a row's own tokens and blocks are never read.
+    Entries after a row's own tokens and blocks are never read.
     """
 
     def __init__(self, num_rows: int, max_model_len: int, cache: KVCache) -> None:
@@ -477,7 +475,7 @@ class DeviceTables:
     def apply(self, plan: SchedulerOutput, table: RunnerTable) -> None:
         """Write the tokens and blocks that the plan adds.
 
-        table: the host's table, to which the plan is applied already.
+        table: the host's table, after the plan was applied to it.
         """
         added = plan.added
         if added:
@@ -489,32 +487,32 @@ class DeviceTables:
             self._write(self.blocks, rows, positions, np.concatenate([new.block_ids for new in added]))
         rows = plan.block_rows
         if len(rows):
-            # The plan's blocks of one row are adjacent, and the host's table counts them already: the last of them is
+            # The plan's blocks of one row are adjacent, and the host's table already counts them: the last of them is
             # the row's last block.
             from_end = np.arange(len(rows))[::-1] - _starts_of_runs(rows[::-1])[::-1]
             self._write(self.blocks, rows, table.num_blocks[rows] - 1 - from_end, plan.block_ids)
 
     def write_drafts(self, rows: Rows, positions: Positions, token_ids: AnyInts) -> None:
-        """Write a draft token for each of these rows [n] at these positions [n], behind the row's tokens."""
+        """Write a draft token for each of these rows [n] at these positions [n], after the row's tokens."""
         self._write(self.tokens, rows, positions, token_ids)
 
     def append(self, rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
         """Write one sampled token for each of these rows [n] at these positions [n].
 
         All tensors are int32 on the device. A negative token (no valid sample) is written as 0. A row with drafts has
-        several: up to the first that is not its draft they are the row's tokens, and those behind are never read.
+        several: those up to the first that differs from its draft become the row's tokens, and the rest are never read.
         """
         self.tokens[rows.long(), positions.long()] = tokens.clamp_min(0)
 
     def send(self, column: AnyInts | Floats) -> torch.Tensor:
-        """Return a copy of the column on the device; the host does not wait for the transfer."""
+        """Return a copy of the column on the device. The host does not wait for the transfer."""
         tensor = torch.from_numpy(np.ascontiguousarray(column))
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
 
     def send_columns(self, columns: Sequence[AnyInts]) -> list[torch.Tensor]:
         """Return int32 copies of the columns on the device, sent by one transfer.
 
-        Each copy begins at a multiple of 16 bytes: Triton compiles a kernel anew for pointers that do not.
+        Each copy starts at a multiple of 16 bytes, because Triton compiles separate kernels for other alignments.
         """
         lengths = np.array([len(column) for column in columns])
         ends = np.cumsum(round_up(lengths, _ALIGNMENT))

@@ -1,4 +1,4 @@
-"""CudaStep: the handle of a step in flight, and Sampled: the tokens that it samples, on their way to the host."""
+"""CudaStep: the handle of a step in flight. Sampled: the tokens that it samples, on their way to the host."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,10 @@ class CudaStep:
     """The handle of a step in flight."""
 
     def __init__(self, event: torch.cuda.Event | None, finish: Callable[[], ModelRunnerOutput]) -> None:
-        """event: follows the step's work; None where everything has run already. finish: makes the output then."""
+        """event: follows the step's work; None if the work has finished already.
+
+        finish: makes the output after that.
+        """
         self._event, self._finish = event, finish
         self._output: ModelRunnerOutput | None = None
 
@@ -32,29 +35,30 @@ class CudaStep:
 
 @dataclass(frozen=True)
 class Sampled:
-    """The S tokens and the logits of a step's samples, one of each sampling row, while they are copied to the host."""
+    """The S tokens and logits of a step's samples, one per sampling row, while they are copied to the host."""
 
     rows: Int32s  # [S]
     in_plan: Ints  # [S] index in the plan's rows
-    positions: Ints  # [S] of the new tokens in their rows
-    tenancies: Ints  # [S] of the rows, when the step was launched
+    positions: Ints  # [S] positions of the new tokens in their rows
+    tenancies: Ints  # [S] tenancies of the rows when the step was launched
     tokens: torch.Tensor  # [S] int32, host memory; valid after the event
     reporting: Ints  # indices of the samples that report log probabilities
-    num_top: Ints  # [len(reporting)]
-    reported: torch.Tensor  # [len(reporting), vocab] their logits, host memory; valid after the event
-    draws: Bools  # [S] whether the row gets the token; rows of beam searches do not
-    candidates: LogprobColumns | None  # of rows of beam searches
+    num_top: Ints  # [len(reporting)] number of top tokens to report
+    reported: torch.Tensor  # [len(reporting), vocab] their logits, in host memory; valid after the event
+    draws: Bools  # [S] whether the row gets the token; beam search rows do not
+    candidates: LogprobColumns | None  # of beam search rows
 
     @property
     def counted(self) -> Int32s:
-        """The rows whose tokens the host's table counts when the step is launched: the next step may follow them."""
+        """Return the rows whose tokens the host's table counts at launch, so that the next step can continue them."""
         return self.rows[self.draws]
 
     def logprobs(self, *, normalized: bool) -> list[LogprobColumns]:
         """Return the log probabilities of the samples that report any."""
         if not len(which := self.reporting):
             return []
-        tokens = np.maximum(self.tokens.numpy()[which], 0)  # of a failed sample any; the scheduler drops its entry
+        # arbitrary for a failed sample; the scheduler drops its entry
+        tokens = np.maximum(self.tokens.numpy()[which], 0)
         return [
             gather_logprobs(
                 self.reported.numpy(),
@@ -75,29 +79,29 @@ class Sampled:
         return token_ids, None, np.flatnonzero(tokens < 0)
 
     def tell(self, host: HostRows) -> None:
-        """Tell the host's table the tokens."""
+        """Add the tokens to the host's table."""
         self._tell(host, self.draws)
 
     def _tell(self, host: HostRows, mine: Bools) -> None:
-        tokens = np.maximum(self.tokens.numpy()[mine], 0)  # a failed row has been given a token, too
+        tokens = np.maximum(self.tokens.numpy()[mine], 0)  # a failed row gets a token too
         host.learn(self.rows[mine], self.positions[mine], self.tenancies[mine], tokens)
 
 
 @dataclass(frozen=True)
 class SampledBehindDrafts(Sampled):
-    """The samples of a step in which rows have drafts: one after each row's known tokens, and one after each draft.
+    """The samples of a step in which rows have drafts: one after a row's known tokens, and one after each draft.
 
-    A row with drafts has nothing in the next step. So its tokens are counted when they are known, and the host alone
+    A row with drafts gets nothing in the next step. So its tokens are counted once they are known, and only the host
     works out how many of them are kept. The device has written all of them to its table.
     """
 
     offsets: Ints  # [S] drafts before each sample: 0, 1, ... in a row
-    drafts: Int32s  # [S] the draft in the sample's place; -1 at a row's last sample
+    drafts: Int32s  # [S] the draft at the sample's position; -1 at a row's last sample
     is_drafted: Bools  # [S] whether the sample's row has drafts
 
     @property
     def counted(self) -> Int32s:
-        """The rows without drafts."""
+        """Return the rows without drafts."""
         return self.rows[self.draws & ~self.is_drafted]
 
     def take(self, num_rows: int) -> tuple[Int32s, Int32s | None, Ints]:
@@ -109,7 +113,7 @@ class SampledBehindDrafts(Sampled):
         return token_ids, counts, np.flatnonzero(kept & (tokens < 0))
 
     def tell(self, host: HostRows) -> None:
-        """Tell the host's table the tokens of rows without drafts, and the accepted ones of the others."""
+        """Add the tokens of rows without drafts, and the accepted ones of the others, to the host's table."""
         self._tell(host, self.draws & ~self.is_drafted)
         tokens = self.tokens.numpy()
         kept = self._kept() & self.is_drafted & (tokens >= 0)

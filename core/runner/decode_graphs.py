@@ -1,4 +1,4 @@
-"""DecodeGraphs: CUDA graphs of the steps in which each token is a decode of its own: one launch instead of hundreds."""
+"""DecodeGraphs: CUDA graphs for steps in which each row decodes one token: one launch instead of hundreds."""
 
 from collections.abc import Callable
 from functools import partial
@@ -7,19 +7,20 @@ import torch
 
 from ipc.tables.rounding import round_up
 
-#: Rows of the largest graph. Larger batches are launched kernel by kernel: launching takes less time than they run.
+#: Rows of the largest graph. Larger batches are launched kernel by kernel, because launching takes less time than
+#: running.
 MAX_ROWS = 512
 
 #: The function that a graph captures: (rows [B], positions [B], shared [B] or None, num_splits, hidden [B, width]); it
-#: writes hidden. All tensors are on the device, and those of inputs int32. Rows and positions of -1 are padding: they
-#: change no table and no cache. shared: see TritonWork; 1 for padding.
+#: writes hidden. All tensors are on the device, and inputs are int32. Rows and positions of -1 are padding, which
+#: changes no table and no cache. shared: see TritonWork; 1 for padding.
 Decode = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, int, torch.Tensor], None]
 
 
 class DecodeGraphs:
     """One graph for each number of rows and of attention splits, both rounded up, captured when first needed.
 
-    The logits are not part of a graph: they take few launches, and every graph would keep a buffer of B x vocabulary
+    The logits are not part of a graph: they take few launches, and every graph would need a buffer of B x vocabulary
     for them. Graphs run one at a time, so they share their inputs, their result and the memory in between. This class
     needs CUDA.
     """
@@ -31,16 +32,17 @@ class DecodeGraphs:
         """
         self._decode = decode
         self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
-        size = padded_rows(max(8, min(num_rows, MAX_ROWS)))  # at least 8: all rows of inputs begin at 16 bytes
+        # at least 8: all rows of inputs start at multiples of 16 bytes
+        size = padded_rows(max(8, min(num_rows, MAX_ROWS)))
         self._inputs = torch.full((3, size), -1, dtype=torch.int32, device=device)
         self._hidden = torch.empty((size, width), dtype=torch.float32, device=device)
         self._pool = torch.cuda.graph_pool_handle()
-        # One stream for all captures: cuBLAS keeps a workspace for each stream that it has seen.
+        # One stream for all captures, because cuBLAS keeps a workspace for each stream that it has seen.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @staticmethod
     def fits(num_rows: int) -> bool:
-        """Return whether a graph can serve this many rows."""
+        """Return whether there can be a graph for this many rows."""
         return num_rows <= MAX_ROWS
 
     def __call__(
@@ -48,8 +50,8 @@ class DecodeGraphs:
     ) -> torch.Tensor:
         """Return the hidden states [n, width] of these rows [n] at these positions [n].
 
-        The next call overwrites the result. shared [n]: of a step with drafts. The next one will have another number of
-        tokens. So that few graphs serve them all, it is rounded up to a power of two.
+        The next call overwrites the result. shared [n]: of a step with drafts. The number of tokens varies from step to
+        step, so it is rounded up to a power of two to need few graphs.
         """
         count, splits = len(rows), padded_splits(num_splits)
         size = padded_rows(count) if shared is None else min(_power_of_2(count), self._inputs.shape[1])
@@ -72,7 +74,7 @@ class DecodeGraphs:
         decode = partial(self._decode, rows, positions, shared if shares else None, num_splits, self._hidden[:num_rows])
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            decode()  # compiles kernels and makes handles, which a capture must not do
+            decode()  # compiles kernels and creates handles, which must not happen during capture
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):

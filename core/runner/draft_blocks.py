@@ -1,4 +1,4 @@
-"""DraftBlocks: the blocks of an executor's drafter: those of its rows, and spare ones for drafts behind them."""
+"""DraftBlocks: the blocks of an executor's drafter: those of its rows, and spare ones for drafts after them."""
 
 import numpy as np
 
@@ -8,16 +8,16 @@ from ipc.tables.rounding import ceil_div
 
 
 class DraftBlocks:
-    """The numbers of blocks in a drafter's cache: first those of the model's cache, then some for each row."""
+    """Block numbers in a drafter's cache: first those of the model's cache, then some for each row."""
 
     def __init__(self, num_rows: int, num_blocks: int, block_size: int, num_drafts: int) -> None:
-        """num_blocks: of the model's cache. num_drafts: most drafts of a row."""
+        """num_blocks: of the model's cache. num_drafts: the most drafts per row."""
         self.block_size = block_size
         self._spare, self._first_spare = num_spare_blocks(1, num_drafts, block_size), num_blocks
         self.num_blocks = num_blocks + num_rows * self._spare
 
     def tables(self, rows: Ints, num_tokens: int, table: RunnerTable) -> Int32s:
-        """Return the blocks [n, P] of the first num_tokens tokens of each row; a row's spare ones follow its own."""
+        """Return the blocks [n, P] of the first num_tokens tokens of each row. A row's spare blocks follow its own."""
         width = ceil_div(num_tokens, self.block_size)
         beyond = np.arange(width) - table.num_blocks[rows][:, None]
         spare = self._first_spare + rows[:, None] * self._spare + np.minimum(beyond, self._spare - 1)
@@ -25,5 +25,5 @@ class DraftBlocks:
 
 
 def num_spare_blocks(num_rows: int, num_drafts: int, block_size: int) -> int:
-    """Return how many blocks a drafter has of its own: each row's, for drafts behind the row's blocks."""
+    """Return how many extra blocks a drafter has: for each row, those for drafts after the row's blocks."""
     return num_rows * ceil_div(num_drafts + 1, block_size)

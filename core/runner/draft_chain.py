@@ -1,4 +1,4 @@
-"""draw_chain(): drafts that are drawn one after the other, each from the logits after the one before."""
+"""draw_chain(): draws drafts one after the other, each from the logits after the previous one."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from kernels.cpu.sampling import CpuSampler
 
 
 class NextLogits(NamedTuple):
-    """The logits [n, vocab] of the next draft of n rows, and sample_greedily() of them [n], if it is known."""
+    """The logits [n, vocab] of the next draft of n rows, and their sample_greedily() [n], if it is known."""
 
     logits: Floats
     largest: Int32s | None = None
@@ -28,9 +28,9 @@ def draw_chain(
     sampling: SamplingColumns,
     sampler: CpuSampler | None,
 ) -> Int32s:
-    """Return drafts [n, num_drafts] of rows [n], drawn as the rows' own tokens are; negative behind the last one.
+    """Return drafts [n, num_drafts] of rows [n], drawn like the rows' own tokens; negative after the last one.
 
-    go_on(index, token_ids [n]): computes the logits of draft `index` from the draft before it.
+    go_on(index, token_ids [n]): computes the logits of draft `index` from the previous draft.
     """
     drafts = np.full((len(rows), num_drafts), -1, np.int32)
     found = first
@@ -45,6 +45,6 @@ def draw_chain(
 
 
 def num_drawn(drafts: Int32s) -> Ints:
-    """Return how many of each row's drafts [n, num_drafts] are tokens, up to the first that is none."""
+    """Return how many of each row's drafts [n, num_drafts] are tokens, counted up to the first negative one."""
     count: Ints = (drafts >= 0).cumprod(1).sum(1)
     return count

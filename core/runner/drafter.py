@@ -1,4 +1,4 @@
-"""Drafter: the interface of a source of drafts in the executor, which computes them with a model."""
+"""Drafter: the interface of a source of drafts in the executor that computes them with a model."""
 
 from typing import NamedTuple, Protocol
 
@@ -21,20 +21,20 @@ class RanStep(NamedTuple):
 
 
 class Drafter(Protocol):
-    """A source of drafts."""
+    """A source of drafts that runs a model."""
 
     def apply(self, plan: SchedulerOutput) -> None:
-        """Learn which blocks have other contents now, and which rows begin. It is called before the step."""
+        """Handle which blocks have new contents, and which rows start. Called before the step."""
 
     def propose(self, step: RanStep, table: RunnerTable, sampling: SamplingColumns) -> tuple[Int32s, Int32s]:
         """Return (counts [R], token ids, row after row) of drafts for the rows that have sampled in this step."""
 
     def step(self, rows: Ints, table: RunnerTable, sampling: SamplingColumns) -> None:
-        """Run a round of drafts of a single token each, whose contents mean nothing: to measure it."""
+        """Run one round of single-token drafts with meaningless contents, to measure it."""
 
 
 def merged(first_counts: Int32s, first: Int32s, second_counts: Int32s, second: Int32s) -> tuple[Int32s, Int32s]:
-    """Return (counts [R], token ids) of the drafts of the first source, and where it has none of the second."""
+    """Return (counts [R], token ids) of the first source's drafts; for rows where it has none, the second's."""
     takes = (first_counts == 0) & (second_counts > 0)
     counts = np.where(takes, second_counts, first_counts)
     token_ids = np.empty(int(counts.sum()), np.int32)

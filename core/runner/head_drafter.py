@@ -1,9 +1,9 @@
-"""HeadDrafter: drafts from a draft head (core/models/draft_head.py), which reads the model's hidden states.
+"""HeadDrafter: drafts from a draft head (core/models/draft_head.py) that reads the model's hidden states.
 
-The hidden states of a step are gone after it. So K and V of the head are made with each step, for all its tokens that
-have a next one; they lie in blocks with the numbers of the model's blocks, and are copied and swapped as these are.
-K and V at the last place of a block that requests share may be those of another request's next token. That costs a
-guess, and no token.
+A step's hidden states are lost after it. So each step also computes K and V of the head, for all its tokens that have a
+next one. They are stored in blocks with the same numbers as the model's blocks, and are copied and swapped with these.
+If requests share a block, K and V at its last position may come from another request's next token. That may cost a
+draft, but never changes a token.
 """
 
 import numpy as np
@@ -19,7 +19,7 @@ from core.sampling.columns import SamplingColumns
 from ipc.tables.arrays import NO_INT32S, Floats, Int32s, Ints
 from kernels.cpu.decoder import DecoderResult
 
-#: Tokens whose K and V are made at once, at most: it bounds the memory for hidden states.
+#: The most tokens whose K and V are computed at once: it bounds the memory for hidden states.
 _PIECE = 256
 
 
@@ -36,7 +36,7 @@ class HeadDrafter:
         num_drafts: int,
         num_swap_blocks: int = 0,
     ) -> None:
-        """Allocate the caches. num_drafts: most drafts of a row. Errors: MemoryError."""
+        """Allocate the caches. num_drafts: the most drafts per row. Errors: MemoryError."""
         self._head, self._block_size, self._num_drafts = head, block_size, num_drafts
         self._placing = DraftBlocks(num_rows, num_blocks, block_size, num_drafts)
         self._cache = head.allocate_cache(self._placing.num_blocks, block_size)
@@ -44,7 +44,7 @@ class HeadDrafter:
         self._pause = DraftPause()
 
     def apply(self, plan: SchedulerOutput) -> None:
-        """Copy the blocks that the plan copies, in its order."""
+        """Copy the blocks that the plan copies, in the plan's order."""
         if self._swap_cache is not None:
             self._cache.copy_blocks(plan.swapped_out_blocks, self._swap_cache, plan.swapped_out_slots)
         if len(plan.copied_blocks):
@@ -76,14 +76,15 @@ class HeadDrafter:
         return counts, token_ids[np.arange(self._num_drafts) < counts[drafting][:, None]]
 
     def step(self, rows: Ints, table: RunnerTable, sampling: SamplingColumns) -> None:
-        """Run a round of drafts of a single token each, whose contents mean nothing: to measure it."""
+        """Run one round of single-token drafts with meaningless contents, to measure it."""
         config = self._head.config
         taps = np.zeros((len(rows), len(config.taps), config.tap_width), np.float32)
         self._chain(rows, np.full(len(rows), 2), self._head.states(taps), table, sampling)
 
     def _store(self, step: RanStep, table: RunnerTable, starts: Ints, first: Ints, num_stored: Ints) -> None:
-        """Store K and V of num_stored [R] tokens of each row of the step. starts, first [R]: the first one's position,
-        and its index in the step.
+        """Store K and V of num_stored [R] tokens of each row of the step.
+
+        starts, first [R]: position of the first one, and its index in the step.
         """
         num_all = int(num_stored.sum())
         if not num_all:
@@ -102,9 +103,9 @@ class HeadDrafter:
     def _chain(
         self, rows: Ints, lengths: Ints, states: Floats, table: RunnerTable, sampling: SamplingColumns
     ) -> Int32s:
-        """Return drafts [n, num_drafts] that follow lengths [n] tokens of rows [n]; negative behind the last one.
+        """Return drafts [n, num_drafts] that follow lengths [n] tokens of rows [n]; negative after the last one.
 
-        states [n, hidden]: after the tokens before the last ones.
+        states [n, hidden]: after the second-to-last tokens.
         """
         last = self._head.max_model_len - 1
         tables = self._placing.tables(rows, int(lengths.max()) + self._num_drafts - 1, table)

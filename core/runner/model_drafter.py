@@ -1,8 +1,8 @@
-"""ModelDrafter: drafts from a second, smaller model, which draws with the noise of the rows' own draws.
+"""ModelDrafter: drafts from a second, smaller model, drawn with the same noise as the rows' own tokens.
 
-Its K and V lie in blocks with the numbers of the target's blocks, so no second allocator is needed, and a block that
-several requests share is shared here too. Which tokens of a block it has computed is counted for each block. So after a
-prefix cache hit, a preemption or a swap it computes what is missing, and nothing more.
+Its K and V are stored in blocks with the same numbers as the target's blocks. So no second allocator is needed, and a
+block that several requests share is shared here too. For each block it counts how many tokens it has computed. So after
+a prefix cache hit, a preemption or a swap it computes exactly what is missing.
 """
 
 import numpy as np
@@ -19,32 +19,32 @@ from core.sampling.columns import SamplingColumns
 from ipc.tables.arrays import NO_INT32S, Int32s, Ints
 from ipc.tables.columns import Columns, column
 
-#: Known tokens that are computed in one step, at most: a long prompt is caught up with in several steps.
+#: The most known tokens computed in one step. Catching up with a long prompt takes several steps.
 _CATCH_UP = 512
 
 
 class ModelDrafter(Columns):
-    """The draft model, its KV cache, and what it has computed of each row of the runner's table."""
+    """The draft model, its KV cache, and how much of each row of the runner's table it has computed."""
 
     _num_valid: Ints = column()  # leading tokens of the row whose K and V are computed
-    _num_chained: Ints = column()  # drafts behind them whose K and V are computed too
-    _room: Ints = column()  # tokens that the row's blocks held then; what was computed behind them is lost
+    _num_chained: Ints = column()  # drafts after them whose K and V are also computed
+    _room: Ints = column()  # tokens that the row's blocks held then; anything computed after them is lost
 
     def __init__(self, model: Model, *, num_rows: int, num_blocks: int, block_size: int, num_drafts: int) -> None:
-        """Allocate the cache: num_blocks, and for each row the blocks that drafts behind its own blocks need.
+        """Allocate the cache: num_blocks, and for each row the blocks needed for drafts after its own blocks.
 
-        num_drafts: most drafts of a row. Errors: MemoryError.
+        num_drafts: the most drafts per row. Errors: MemoryError.
         """
         super().__init__(num_rows)
         self._model, self._block_size, self._num_drafts = model, block_size, num_drafts
         self._placing = DraftBlocks(num_rows, num_blocks, block_size, num_drafts)
         self._cache = model.allocate_cache(self._placing.num_blocks, block_size)
-        self._num_filled = np.zeros(num_blocks, np.int64)  # leading tokens of each block that are computed
+        self._num_filled = np.zeros(num_blocks, np.int64)  # number of leading tokens of each block that are computed
         self._drafts = np.zeros((num_rows, num_drafts), np.int32)
         self._pause = DraftPause()
 
     def apply(self, plan: SchedulerOutput) -> None:
-        """Learn which blocks have other contents now, and which rows begin."""
+        """Handle which blocks have new contents, and which rows start."""
         self._num_filled[plan.block_ids] = 0
         self._num_filled[plan.swapped_in_blocks] = 0
         for new in plan.added:
@@ -75,20 +75,20 @@ class ModelDrafter(Columns):
         token_ids = self._chain(rows[drafting], goals[drafting], result, table, sampling)
         counts[drafting] = np.minimum(self._num_drafts, limit - goals[drafting] + 1)
         counts[drafting] = np.minimum(counts[drafting], num_drawn(token_ids))
-        is_held = self._room[rows[drafting]] >= goals[drafting]  # else all drafts are behind the row's blocks
+        is_held = self._room[rows[drafting]] >= goals[drafting]  # otherwise all drafts are after the row's blocks
         self._num_chained[rows[drafting]] = np.where(is_held, np.maximum(counts[drafting] - 1, 0), 0)
         self._drafts[rows[drafting]] = token_ids
         kept = np.arange(self._num_drafts) < counts[drafting][:, None]
         return counts, token_ids[kept]
 
     def step(self, rows: Ints, table: RunnerTable, sampling: SamplingColumns) -> None:
-        """Run a round of drafts of a single token each, whose contents mean nothing: to measure it."""
+        """Run one round of single-token drafts with meaningless contents, to measure it."""
         ends = np.ones(len(rows), np.int64)
         result = self._forward(rows, np.zeros(len(rows), np.int64), ends - 1, ends, np.arange(len(rows)), table)
         self._chain(rows, ends, result, table, sampling)
 
     def _take_chains(self, rows: Ints, table: RunnerTable) -> None:
-        """Count the drafts that became tokens as computed."""
+        """Count drafts that became tokens as computed."""
         if self._num_drafts > 1:
             places = self._num_valid[rows][:, None] + np.arange(self._num_drafts - 1)
             inside = np.minimum(places, table.num_tokens[rows][:, None] - 1)
@@ -105,14 +105,17 @@ class ModelDrafter(Columns):
 
     @staticmethod
     def _shares(wanted: Ints) -> Ints:
-        """Return how many of the wanted [R] tokens each row may compute in this step, the first rows first."""
+        """Return how many of the wanted [R] tokens each row may compute in this step. Earlier rows go first."""
         wanted = np.maximum(wanted, 0)
         before = wanted.cumsum() - wanted
         shares: Ints = np.clip(max(_CATCH_UP, 2 * len(wanted)) - before, 0, wanted)
         return shares
 
     def _catch_up(self, rows: Ints, goals: Ints, drafting: Ints, table: RunnerTable) -> StepResult | None:
-        """Compute the rows' tokens up to goals [R]; the result has the logits after the last one of `drafting` rows."""
+        """Compute the rows' tokens up to goals [R].
+
+        The result has the logits after the last token of `drafting` rows.
+        """
         behind = np.flatnonzero(goals > self._num_valid[rows])
         if not len(behind):
             return None
@@ -131,14 +134,14 @@ class ModelDrafter(Columns):
         return result
 
     def _fill(self, owners: Ints, positions: Ints, table: RunnerTable) -> None:
-        """Count the tokens at these positions as computed in their blocks; those of a row ascend."""
+        """Count the tokens at these positions as computed in their blocks. The positions of a row ascend."""
         blocks = table.blocks.get(owners, positions // self._block_size)
-        self._num_filled[blocks] = positions % self._block_size + 1  # of several in a block, the last one stays
+        self._num_filled[blocks] = positions % self._block_size + 1  # if a block has several, the last one counts
 
     def _chain(
         self, rows: Ints, lengths: Ints, result: StepResult, table: RunnerTable, sampling: SamplingColumns
     ) -> Int32s:
-        """Return drafts [n, num_drafts] that follow lengths [n] tokens of rows [n]; negative behind the last one."""
+        """Return drafts [n, num_drafts] that follow lengths [n] tokens of rows [n]; negative after the last one."""
         each = np.arange(len(rows))
 
         def go_on(index: int, tokens: Ints) -> NextLogits:
@@ -159,7 +162,7 @@ class ModelDrafter(Columns):
         table: RunnerTable,
         counts: Ints | None = None,
     ) -> StepResult:
-        """Run the model over tokens [T] of rows [n]: counts[i] or one each, up to contexts of ends [n] tokens."""
+        """Run the model on tokens [T] of rows [n], counts[i] or one each, with contexts of ends [n] tokens."""
         counts = np.ones(len(rows), np.int64) if counts is None else counts
         block_tables = self._placing.tables(rows, int(ends.max()), table)
         owners = np.arange(len(rows)).repeat(counts)

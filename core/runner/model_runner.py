@@ -1,4 +1,4 @@
-"""ModelRunner: makes the model's inputs from plans, as columns, and samples tokens from its logits."""
+"""ModelRunner: turns plans into model inputs, as columns, and samples tokens from the logits."""
 
 import time
 from typing import Any, NamedTuple
@@ -42,12 +42,12 @@ from ipc.tables.arrays import NO_INT32S, AnyInts, Bools, Floats, Int32s, Ints, R
 from ipc.tables.rounding import ceil_div
 from ipc.wire.feature_messages import FeatureUse
 
-#: Prompt tokens whose logits are computed at once for log probabilities. It bounds memory: 4 bytes a logit.
+#: Number of prompt tokens whose logits are computed at once for log probabilities. It bounds memory: 4 bytes per logit.
 _PIECE = 32
 
 
 class ModelRunner:
-    """The owner of the runner's table, the sampling columns and the KV caches; it runs one step a call."""
+    """Owns the runner's table, the sampling columns and the KV caches, and runs one step per call."""
 
     def __init__(
         self,
@@ -69,10 +69,10 @@ class ModelRunner:
     ) -> None:
         """Allocate the table, the columns and the caches.
 
-        0 and None stand for none. num_swap_blocks: of the cache to which preempted requests are copied. grammars: of
-        structured_outputs. drafter: guesses tokens with a model. states: of recurrent layers. num_page_blocks: blocks
-        of a page, where layers with a window have blocks of their own.
-        Errors: MemoryError when a cache cannot be allocated.
+        0 and None mean none. num_swap_blocks: of the cache to which preempted requests are copied. grammars: for
+        structured_outputs. drafter: guesses tokens with a model. states: for recurrent layers. num_page_blocks: blocks
+        per page, if layers with a window have their own blocks.
+        Errors: MemoryError if a cache cannot be allocated.
         """
         self.model = model
         self._tells_processed = logprobs_mode.startswith("processed")
@@ -88,8 +88,8 @@ class ModelRunner:
         self._states = states
         groups = edit_groups(num_rows, eos_token_ids, self.matchers, masks)
         self.sampling = SamplingColumns(num_rows, groups, len(eos_token_ids))
-        self._candidates: LogprobColumns | None = None  # of this step, see ModelRunnerOutput
-        self._failures: list[tuple[int, str]] = []  # of this step, see ModelRunnerOutput
+        self._candidates: LogprobColumns | None = None  # of this step; see ModelRunnerOutput
+        self._failures: list[tuple[int, str]] = []  # of this step; see ModelRunnerOutput
         self.cache = model.allocate_cache(num_blocks, block_size)
         self._first_block = max(1, num_page_blocks)
         self.swap_cache = model.allocate_cache(num_swap_blocks, block_size) if num_swap_blocks else None
@@ -126,7 +126,7 @@ class ModelRunner:
         pooled: PooledColumns | None,
         counts: Int32s | None = None,
     ) -> ModelRunnerOutput:
-        """Return the step's result, with the drafts that grammars force and those of the drafter."""
+        """Return the step's result, with the drafts forced by grammars and those of the drafter."""
         failures, self._failures = self._failures, []
         drafts: tuple[Int32s | None, Int32s] = (None, NO_INT32S)
         if self.matchers and (self._states is None or self._states.takes_drafts):
@@ -142,14 +142,14 @@ class ModelRunner:
     def _append_sampled(
         self, plan: SchedulerOutput, inputs: StepInputs, result: StepResult, logprobs: list[LogprobColumns]
     ) -> Int32s:
-        """Return the tokens [R] of the plan's rows: NO_TOKEN where none is sampled, FAILED_TOKEN where sampling failed.
+        """Return the tokens [R] of the plan's rows: NO_TOKEN if none was sampled, FAILED_TOKEN if sampling failed.
 
         The sampled tokens are appended to the table, and their log probabilities to logprobs.
         """
         logits, everywhere = result.logits, inputs.num_samples == len(inputs.rows)
         rows = inputs.rows if everywhere else inputs.rows[inputs.samples]
         reporting = self.sampling.reporting(rows)
-        reported = logits[reporting] if len(reporting) else logits  # a copy: the sampler overwrites
+        reported = logits[reporting] if len(reporting) else logits  # a copy, because the sampler overwrites its input
         sampled = self.draw(rows, result, inputs.samples)
         if len(reporting):
             if self._tells_processed:
@@ -183,12 +183,12 @@ class ModelRunner:
         """Return (token_ids, counts [R]) of a step in which rows have several samples.
 
         token_ids: the accepted samples, row after row. The table and logprobs are extended as by _append_sampled().
-        in_plan, offsets [S]: sample_rows and sample_offsets of StepInputs. The log probabilities of samples that are
-        not accepted are reported too; the scheduler drops them.
+        in_plan, offsets [S]: sample_rows and sample_offsets of StepInputs. Log probabilities of samples that are not
+        accepted are reported too; the scheduler drops them.
         """
         rows, table, logits = inputs.rows[in_plan], self.table, result.logits
         reporting = self.sampling.reporting(rows)
-        reported = logits[reporting] if len(reporting) else logits  # a copy: the sampler overwrites
+        reported = logits[reporting] if len(reporting) else logits  # a copy, because the sampler overwrites its input
         sampled = self.draw(rows, result, inputs.samples, in_plan, offsets)
         if len(reporting):
             if self._tells_processed:
@@ -219,7 +219,7 @@ class ModelRunner:
     def measure_costs(self) -> Costs:
         """Return the measured costs of restoring a preempted request.
 
-        It must run before the first step, because it writes into free blocks. No block is read before it is written.
+        Call this before the first step, because it writes into free blocks. No block is read before it is written.
         """
         count = min(NUM_TOKENS, self._most_tokens)
         inputs = self._trial_inputs(count, 0)
@@ -230,14 +230,17 @@ class ModelRunner:
         return measure_costs(compute, count, self.cache, self.swap_cache)
 
     def warm_up(self) -> int:
-        """Run a step of WARM_UP_TOKENS tokens and return its duration in ns. As measure_costs(), before the first."""
+        """Run a step of WARM_UP_TOKENS tokens and return its duration in ns. Call this before the first step."""
         inputs = self._trial_inputs(min(WARM_UP_TOKENS, self._most_tokens), 0)
         begin = time.perf_counter_ns()
         self.forward(inputs)
         return time.perf_counter_ns() - begin
 
     def measure_steps(self, used: Clock = time.perf_counter_ns) -> tuple[int, ...]:
-        """Return what steps of 1, 2, 4, ... drawn tokens take, in ns as `used` measures. To be run before any step."""
+        """Return the durations in ns of steps of 1, 2, 4, ...
+
+        sampled tokens, by the clock `used`. Call this before any step.
+        """
         return measure_steps(self._trial_step, self._most_tokens, used)
 
     def _trial_step(self, num_tokens: int) -> None:
@@ -245,18 +248,18 @@ class ModelRunner:
         sample(result.logits, trial_sampling(num_tokens), self.model.sampler, result.largest)
 
     def measure_drafts(self, used: Clock = time.perf_counter_ns) -> int:
-        """Return the duration of the drafter's drafts for one row, in ns, as `used` measures; 0: there is none."""
+        """Return the duration in ns of the drafter's drafts for one row, by the clock `used`; 0 without a drafter."""
         if (drafter := self.drafter) is None:
             return 0
         return measure_steps(lambda _: drafter.step(np.zeros(1, np.int64), self.table, self.sampling), 1, used)[0]
 
     @property
     def _most_tokens(self) -> int:
-        """Tokens that a trial step can have: the cache holds them, and the model's positions go as far."""
+        """Return how many tokens a trial step can have: limited by the cache and by the model's positions."""
         return min((self.cache.num_blocks_of_all - self._first_block) * self.block_size, self.model.max_model_len)
 
     def _trial_inputs(self, count: int, num_samples: int) -> StepInputs:
-        """Return inputs for `count` tokens of one row, from the first block on; the last num_samples get logits."""
+        """Return inputs for `count` tokens of one row, from the first block on. The last num_samples get logits."""
         size, first, positions = self.block_size, self._first_block, np.arange(count)
         return StepInputs(
             rows=np.zeros(1, np.int64),
@@ -272,7 +275,7 @@ class ModelRunner:
         )
 
     def apply_blocks(self, plan: SchedulerOutput) -> None:
-        """Bring the table and the caches up to date with a plan: rows, blocks and copies."""
+        """Apply a plan's rows, blocks and copies to the table and the caches."""
         self.table.apply(plan)
         if self.swap_cache is not None:
             self.cache.copy_blocks(plan.swapped_out_blocks, self.swap_cache, plan.swapped_out_slots)
@@ -300,11 +303,11 @@ class ModelRunner:
             self._feature_rows.add(row, uses)
 
     def prepare(self, plan: SchedulerOutput) -> StepInputs:
-        """Return the model's inputs for a plan that is applied to the table already."""
+        """Return the model's inputs for a plan that has already been applied to the table."""
         return self._inputs(plan)
 
     def forward(self, inputs: StepInputs) -> StepResult:
-        """Run the model over a step's tokens; the result is valid until the next step."""
+        """Run the model on a step's tokens. The result is valid until the next step."""
         given = self._feature_rows.of_step(inputs) if self._feature_rows.of_row else None
         windows = inputs.others[0] if inputs.others else None
         attention = self.model.attention_metadata(
@@ -337,7 +340,7 @@ class ModelRunner:
     ) -> list[LogprobColumns]:
         """Return log probabilities of the prompt tokens that follow this step's tokens, for the rows that want them.
 
-        They are computed in pieces, since their logits are many times the size of the batch's. They are raw log
+        They are computed in pieces, because their logits take many times the memory of the batch's. They are raw log
         probabilities in every logprobs_mode, as in vLLM.
         """
         wanted = self.sampling.num_prompt_logprobs[plan.rows]
@@ -384,7 +387,7 @@ class ModelRunner:
         in_plan: Ints | None = None,
         offsets: Ints | None = None,
     ) -> Int32s:
-        """Return the next token of each of these rows, as sample(), but NOT_DRAWN for rows of beam searches.
+        """Return the next token of each of these rows, like sample(), but NOT_DRAWN for beam search rows.
 
         The candidates of these rows are kept for the output. samples [R]: which of the plan's rows sample. in_plan [S]:
         index of each sample's row in the plan; None: each of them samples once.
@@ -404,9 +407,9 @@ class ModelRunner:
         return sampled
 
     def sample(self, rows: Rows, result: StepResult, offsets: Ints | None = None) -> Int32s:
-        """Return the next token [S] of each of these rows [S]; negative where the row's logits are not finite.
+        """Return the next token [S] of each of these rows [S]; negative if the row's logits are not finite.
 
-        result: has the logits of these rows, in their order. offsets [S]: of samples behind drafts, see
+        result: has the logits of these rows, in the same order. offsets [S]: for samples after drafts, see
         SamplingColumns.inputs().
         """
         sampling, largest = self.sampling, result.largest
@@ -427,12 +430,12 @@ def _no_tokens(plan: SchedulerOutput) -> Int32s:
 
 
 class AdapterRows:
-    """The packed adapters of rows that have one. adapters: None = no request has one."""
+    """The packed adapters of rows that have one. adapters: None = no request can have one."""
 
     def __init__(self, adapters: Adapters | None) -> None:
         self._adapters = adapters
         self._of_row: dict[int, Any] = {}
-        self._generation = ONCE  # of the inputs that `_last` was made for
+        self._generation = ONCE  # generation of the inputs for which `_last` was made
         self._last: TokenAdapters | None = None
 
     def __bool__(self) -> bool:
@@ -440,16 +443,16 @@ class AdapterRows:
         return bool(self._of_row)
 
     def apply(self, plan: SchedulerOutput) -> None:
-        """Take in the rows that left and those that begin."""
+        """Handle rows that left and rows that start."""
         if self._of_row:
             for row in plan.removed_rows.tolist():
                 self._of_row.pop(row, None)
         for row, digest in plan.adapters:
-            assert self._adapters is not None, f"row {row} has the adapter {digest}, and enable_lora is off"
+            assert self._adapters is not None, f"row {row} has the adapter {digest}, but enable_lora is off"
             self._of_row[row] = self._adapters.find(digest)
 
     def of_step(self, inputs: StepInputs) -> TokenAdapters | None:
-        """Return the adapters of a step's tokens; None where no token has one."""
+        """Return the adapters of a step's tokens, or None if no token has one."""
         if inputs.generation != ONCE and inputs.generation == self._generation:
             return self._last
         places: dict[int, int] = {}  # by id() of the packed adapter
@@ -467,11 +470,11 @@ class AdapterRows:
         return self._last
 
 
-# FeatureRows: the features of the batch's rows, and what stands for the tokens of each step that have ids below 0.
+# FeatureRows: the features of the batch's rows, and the embeddings for a step's tokens that have ids below 0.
 
 
 class StepFeatures(NamedTuple):
-    """What the tokens of a step stand for."""
+    """The embeddings that replace tokens of a step."""
 
     token_ids: Ints  # [T]
     rows: Floats  # [F, width] float32
@@ -479,30 +482,31 @@ class StepFeatures(NamedTuple):
 
 
 class FeatureRows:
-    """The features of rows that have any. features: None = no request has one."""
+    """The features of rows that have any. features: None = no request can have one."""
 
     def __init__(self, features: Features | None) -> None:
         self._features = features
-        self.of_row: dict[int, list[FeatureUse]] = {}  # of rows that have any; empty in most steps, which costs nothing
+        # of rows that have any; empty in most steps, so they cost nothing
+        self.of_row: dict[int, list[FeatureUse]] = {}
 
     def add(self, row: int, uses: list[FeatureUse]) -> None:
-        """Take in a row that begins."""
-        assert self._features is not None, f"row {row} has features, and this executor runs none"
+        """Handle a row that starts."""
+        assert self._features is not None, f"row {row} has features, but this executor does not support them"
         self.of_row[row] = uses
 
     def remove(self, row: int) -> None:
-        """Forget a row that has left, if it has any."""
+        """Handle a row that has left, if it has features."""
         self.of_row.pop(row, None)
 
     def of_step(self, inputs: StepInputs) -> StepFeatures | None:
-        """Return the step's token ids and the rows that some of them stand for; None where no token is of a feature.
+        """Return the step's token ids and the embeddings for some of them, or None if no token belongs to a feature.
 
-        token_ids: as in the inputs; those below 0 are -1 - row of `rows`.
+        token_ids: as in the inputs; an id below 0 is -1 - index into `rows`.
         """
         ids = inputs.token_ids
         if int(ids.min()) >= 0:
             return None
-        assert self._features is not None, "tokens have ids below 0, and this executor runs no features"
+        assert self._features is not None, "tokens have ids below 0, but this executor does not support features"
         ends = inputs.num_tokens.cumsum()
         parts, wholes = list[Floats](), list[tuple[int, int]]()
         for row, end, count in zip(inputs.rows.tolist(), ends.tolist(), inputs.num_tokens.tolist(), strict=True):
@@ -514,11 +518,11 @@ class FeatureRows:
                 if begin < stop:
                     parts.append(self._features.find(use.digest)[begin - use.position : stop - use.position])
                     if use.is_whole:
-                        assert stop == use.position + use.num_rows, f"a step ends in a whole feature of row {row}"
+                        assert stop == use.position + use.num_rows, f"a step ends inside a whole feature of row {row}"
                         wholes.append((end - count + begin - first, stop - begin))
         given = np.concatenate(parts)
         places = np.flatnonzero(ids < 0)
-        assert len(places) == len(given), f"{len(places)} tokens have ids below 0, and their features {len(given)} rows"
+        assert len(places) == len(given), f"{len(places)} tokens have ids below 0, but {len(given)} feature rows exist"
         ids = ids.copy()
         ids[places] = -1 - np.arange(len(given))
         return StepFeatures(ids, given, np.array(wholes, np.int64) if wholes else None)

@@ -13,8 +13,8 @@ from kernels.memory.kv_cache import KVCache
 NUM_TOKENS = 128  # length of the timed prompt: a chunk that keeps the processor busy
 _NUM_BLOCKS = 32  # blocks in one timed copy
 _NUM_SAMPLES = 5
-_PATIENCE_NS = 200_000_000  # no further sample of a cost starts after this total; the warm-up run is not counted
-#: Cost of copying a block where there is no swap cache: a second, so that recomputing is always cheaper.
+_PATIENCE_NS = 200_000_000  # no further sample of a cost starts after this total, not counting the warm-up run
+#: Cost of copying a block if there is no swap cache: a second, so that recomputing is always cheaper.
 _NO_ROOM_NS = 1_000_000_000
 
 
@@ -27,8 +27,8 @@ def measure_costs(
 ) -> Costs:
     """Return the median costs of recomputing a token and of copying a block, in nanoseconds.
 
-    compute: runs the model over num_tokens tokens. wait: returns when the device has finished its copies. The blocks of
-    both caches must be free: they are overwritten.
+    compute: runs the model on num_tokens tokens. wait: returns when the device has finished its copies. The blocks of
+    both caches must be free, because they are overwritten.
     """
     token_ns = max(1, _median_ns(compute) // num_tokens)
     if swap_cache is None:

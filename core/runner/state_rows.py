@@ -1,10 +1,10 @@
-"""RowStates: the recurrent states of the batch's rows and those that are kept, and where those of a step are.
+"""RowStates: where the recurrent states of the batch's rows, of kept states and of a step's drafts are stored.
 
-A row's state is a function of the tokens that the row has computed. It needs no allocation: each row has a place, and
-the kernels begin with zeros at position 0. A request that begins at a later one has a kept state copied.
+A row's state is a function of the tokens that the row has computed. It needs no allocation: each row has a slot, and
+the kernels start with zeros at position 0. A request that starts at a later position gets a copy of a kept state.
 
-A step with drafts also leaves the states before each draft, in spare places. Where a draft is wrong, the row goes on
-with the state before it: the row and the spare change places, and nothing is copied or computed again.
+A step with drafts also stores the state before each draft, in spare slots. If a draft is wrong, the row continues with
+the state before it: the row and the spare swap slots, so nothing is copied or recomputed.
 """
 
 import numpy as np
@@ -20,25 +20,25 @@ class RowStates:
     """The states of all rows, and slots for others."""
 
     def __init__(self, states: Floats, num_spare: int = 0) -> None:
-        """states [rows, slots and spare places, numbers] float32. num_spare: most drafts of a step."""
+        """states [rows, slots and spare slots, numbers] float32. num_spare: the most drafts in a step."""
         self.states = states
-        self.places: Ints = np.arange(len(states) - num_spare)  # of the states of rows and slots
+        self.places: Ints = np.arange(len(states) - num_spare)  # where the states of rows and slots are stored
         self._spare: Ints = np.arange(len(states) - num_spare, len(states))
-        self._saved = NO_INTS  # [S] place of the state before the draft behind each sample of the step; -1: no draft
-        self._last: tuple[int, StateRows | None] = (ONCE, None)  # generation of the last step's inputs, and its rows
+        self._saved = NO_INTS  # [S] where the state before the draft after each sample is stored; -1: no draft
+        self._last: tuple[int, StateRows | None] = (ONCE, None)  # generation and rows of the last step's inputs
 
     @property
     def takes_drafts(self) -> bool:
-        """Whether steps may have drafts."""
+        """Return whether steps may have drafts."""
         return len(self._spare) > 0
 
     def copy(self, plan: SchedulerOutput) -> None:
-        """Copy the plan's states, one after the other."""
+        """Copy the states that the plan copies, one after the other."""
         for source, target in zip(plan.copied_states.tolist(), plan.copied_states_to.tolist(), strict=True):
             self.states[self.places[target]] = self.states[self.places[source]]
 
     def of_step(self, inputs: StepInputs) -> StateRows:
-        """Return where the states of a step's requests are, and where those before drafts go."""
+        """Return where the states of a step's requests are stored, and where those before drafts go."""
         generation, rows = self._last
         if rows is None or generation == ONCE or generation != inputs.generation:
             firsts = np.concatenate((np.zeros(1, np.int64), np.cumsum(inputs.num_tokens, dtype=np.int64)))
@@ -48,18 +48,18 @@ class RowStates:
         return rows
 
     def _save(self, inputs: StepInputs, offsets: Ints) -> Ints:
-        """Return the place [T] of the state behind each token; -1: of none but the row's last."""
-        drafted = np.flatnonzero(offsets[1:])  # samples that a draft of the same row follows
-        assert len(drafted) <= len(self._spare), f"{len(drafted)} drafts, and places for {len(self._spare)} states"
+        """Return where the state after each token [T] is stored; -1: only the row's last state is kept."""
+        drafted = np.flatnonzero(offsets[1:])  # samples followed by a draft of the same row
+        assert len(drafted) <= len(self._spare), f"{len(drafted)} drafts, but slots for {len(self._spare)} states"
         self._saved, saves = np.full(len(offsets), -1), np.full(len(inputs.token_ids), -1)
         self._saved[drafted] = self._spare[: len(drafted)]
         saves[inputs.logits_rows] = self._saved
         return saves
 
     def accept(self, inputs: StepInputs, offsets: Ints, counts: AnyInts) -> None:
-        """Give each row the state behind its last accepted draft.
+        """Give each row the state after its last accepted draft.
 
-        offsets [S]: of the inputs. counts [R]: tokens that each row of the step yields.
+        offsets [S]: of the inputs. counts [R]: number of tokens that each row of the step yields.
         """
         begins = np.flatnonzero(offsets == 0)
         in_plan = np.flatnonzero(inputs.samples)

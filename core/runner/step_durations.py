@@ -7,13 +7,13 @@ import numpy as np
 
 from core.sampling.sampler import SamplingInputs
 
-_LARGEST = 128  # tokens
+_LARGEST = 128  # in tokens
 _NUM_ROUNDS = 7
-#: No further size begins after so long, and no further round.
+#: No new size is started after the first time, and no new round after the second.
 _SIZES_PATIENCE_NS, _PATIENCE_NS = 1_000_000_000, 2_500_000_000
 
 
-#: A time in ns, from any beginning.
+#: Returns a time in ns since an arbitrary moment.
 Clock = Callable[[], int]
 
 
@@ -22,11 +22,11 @@ def measure_steps(
 ) -> tuple[int, ...]:
     """Return the durations of steps of 1, 2, 4, ... tokens in ns, at least 1 each.
 
-    The sizes take turns, and of each the shortest duration counts. So other work on the machine, which comes and goes,
-    does not make one size look cheap beside another.
+    The sizes take turns, and the shortest duration of each counts. So other work on the machine, which comes and goes,
+    does not make one size look cheap relative to another.
 
-    step: runs a step of so many tokens. most: tokens that it can run, at least 1. used: measures a step. clock: how
-    long all of it may take.
+    step: runs a step of the given number of tokens. most: the most tokens that it can run, at least 1. used: clock for
+    the duration of a step. clock: limits the total time.
     """
     begin, durations = clock(), dict[int, int]()
     sizes = trial_sizes(most)
@@ -46,7 +46,7 @@ def measure_steps(
 
 
 def trial_sizes(most: int) -> list[int]:
-    """Return the sizes that are measured, in tokens, none larger than `most`."""
+    """Return the sizes to measure, in tokens, none larger than `most`."""
     return [1 << power for power in range(_LARGEST.bit_length()) if 1 << power <= most]
 
 

@@ -1,7 +1,7 @@
 """StepInputs: a model's inputs for one plan (tokens, positions, slots, block tables), and the columns that make them.
 
-In most steps each row of the previous step gets one more token. The previous inputs are then advanced by one token
-instead of made again: a step's weights evict everything else from the CPU's caches, so each function and array touched
+In most steps each row of the previous step gets one more token. Then the previous inputs are advanced by one token
+instead of being rebuilt: a step's weights evict everything else from the CPU's caches, so each function and array used
 after it costs microseconds.
 """
 
@@ -17,17 +17,17 @@ from core.execution.runner_table import TOKENS_PER_PAGE, RunnerBlocks, RunnerTab
 from core.models.step import ONCE
 from ipc.tables.arrays import Bools, Int32s, Ints, Positions, Rows, TokenIds
 
-#: Block tables have a multiple of this many columns, at least one more than blocks: room to advance.
+#: Block tables have a multiple of this many columns, and at least one more than blocks, as room to advance.
 _TABLE_COLUMNS = 8
 
 _PAGE_MASK = TOKENS_PER_PAGE - 1
 
-#: Generation numbers; all makers of inputs share them, so that no number is used twice.
+#: Generation numbers. All makers of inputs share them, so that no number is used twice.
 _generations = itertools.count(ONCE + 1)
 
 
 class KindInputs(NamedTuple):
-    """A step's inputs for layers of one kind (core/kv/cache_kinds.py)."""
+    """A step's inputs for one kind of layer (core/kv/cache_kinds.py)."""
 
     table: RunnerBlocks
     slots: Ints  # [T]
@@ -41,43 +41,43 @@ class StepInputs(NamedTuple):
     arrays, advanced by one token in each row.
     """
 
-    rows: Ints  # [R] the plan's rows, int64: NumPy's fastest type for an index
+    rows: Ints  # [R] the plan's rows; int64 is NumPy's fastest index type
     token_ids: Ints  # [T]
     positions: Ints  # [T]
     slots: Ints  # [T] block * block_size + offset
     num_tokens: Ints  # [R]
     context_lens: Ints  # [R] tokens in the cache after this step
-    block_tables: Int32s  # [R, P], P at least the blocks of the longest row
+    block_tables: Int32s  # [R, P]; P is at least the number of blocks of the longest row
     samples: Bools  # [R]
     num_samples: int  # S
-    #: [S] index of the token whose logits each sample needs. This is the row's last token where a row has one
-    #: sample. A row with drafts has several, together: after its known tokens and after each of its drafts.
+    #: [S] index of the token whose logits each sample needs: the row's last token if the row has one sample. A row with
+    #: drafts has several adjacent samples: after its known tokens and after each of its drafts.
     logits_rows: Ints
     generation: int = ONCE  # see ModelInputs.generation
-    sample_rows: Ints | None = None  # [S] index in rows of each sample's row; None: one sample a row
-    sample_offsets: Ints | None = None  # [S] drafts before each sample: 0, 1, ... in a row; None with sample_rows
-    others: Sequence[KindInputs] = ()  # of each further kind of layers
+    sample_rows: Ints | None = None  # [S] index in rows of each sample's row; None: one sample per row
+    sample_offsets: Ints | None = None  # [S] drafts before each sample: 0, 1, ... in a row; None if sample_rows is None
+    others: Sequence[KindInputs] = ()  # one per further kind of layer
 
 
 @dataclass(slots=True)
 class Decoding:
-    """The inputs of a step in which each of R rows computed one token and sampled one, and the arrays behind them."""
+    """The inputs of a step in which each of R rows computed and sampled one token, and the arrays behind them."""
 
     inputs: StepInputs
     plan: tuple[bytes, bytes]  # the plan's rows and their numbers of tokens, see _bytes()
-    num_steps: int  # steps to advance before some row's next token begins a block
-    num_table_steps: int  # steps to advance before some row's next token begins a page of the table
+    num_steps: int  # steps until some row's next token starts a new block
+    num_table_steps: int  # steps until some row's next token starts a new page of the table
     token_ids: Ints  # [R]
-    places: Ints  # [5, R] the columns that grow by one with each token; the fields below are views of it
+    places: Ints  # [5, R] the columns that grow by one with each token; the fields below are views into it
     positions: Ints
     slots: Ints
     context_lens: Ints
     next_tokens: Ints  # table slot of each row's next token; valid only if num_table_steps > 0
-    next_lengths: Ints  # number of the row's tokens, the next one included
+    next_lengths: Ints  # number of the row's tokens, including the next one
 
 
 class InputMaker:
-    """The maker of each step's inputs, from the step's plan and the runner's table."""
+    """Makes each step's inputs from the step's plan and the runner's table."""
 
     def __init__(self, table: RunnerTable, block_size: int) -> None:
         self._table, self._block_size = table, block_size
@@ -86,9 +86,9 @@ class InputMaker:
         self._sampled: Int32s | None = None  # tokens that the last step sampled
 
     def __call__(self, plan: SchedulerOutput) -> StepInputs:
-        """Return the inputs of a plan whose changes are in the table already.
+        """Return the inputs of a plan that has already been applied to the table.
 
-        It uses column operations only: no Python loop over requests.
+        It uses only column operations: no Python loop over requests.
         """
         decoding, sampled = self._decoding, self._sampled
         self._sampled = None
@@ -101,7 +101,7 @@ class InputMaker:
     def append(self, rows: Rows, tokens: TokenIds) -> None:
         """Append these tokens [R] of all rows of the last plan to the table.
 
-        It must not be called for a step in which some row sampled no token.
+        Do not call this for a step in which some row sampled no token.
         """
         table, decoding = self._table, self._decoding
         self._sampled = tokens
@@ -167,7 +167,7 @@ class InputMaker:
     def _other_inputs(
         self, table: RunnerBlocks, token_rows: Ints, positions: Positions, rows: Ints, num_columns: int
     ) -> KindInputs:
-        """Return the inputs of R rows, and T tokens at positions [T] of token_rows [T], in one kind of layers."""
+        """Return the inputs for one kind of layer: R rows, and T tokens at positions [T] of token_rows [T]."""
         blocks = table.blocks.get(token_rows, positions >> self._shift)
         return KindInputs(table, self._slots(blocks, positions), table.block_tables(rows, num_columns))
 
@@ -179,7 +179,7 @@ class InputMaker:
     def _move_on(self, decoding: Decoding) -> bool:
         """Advance the inputs by one token in each row.
 
-        Return False, with nothing changed, where the block tables have too few columns.
+        Return False, with nothing changed, if the block tables have too few columns.
         """
         inputs, positions = decoding.inputs, decoding.positions
         if decoding.num_steps:
@@ -220,11 +220,11 @@ class InputMaker:
 
 
 def _with_drafts(inputs: StepInputs, num_drafts: Int32s, last: Ints) -> StepInputs:
-    """Return the inputs with a sample after the known tokens of each sampling row, and after each of its drafts.
+    """Return the inputs with one sample after the known tokens of each sampling row, and one after each draft.
 
     num_drafts, last [R]: drafts of each row, and the index of its last token.
     """
-    assert not np.count_nonzero(num_drafts[~inputs.samples]), "a row with drafts has tokens before them to compute"
+    assert not np.count_nonzero(num_drafts[~inputs.samples]), "a row with drafts has uncomputed tokens before them"
     sample_rows, offsets, logits_rows = draft_samples(np.flatnonzero(inputs.samples), num_drafts, last)
     return inputs._replace(
         num_samples=len(sample_rows),

@@ -1,4 +1,4 @@
-"""TrialLoop: what steps of the engine's loop take on a device, measured with plans of one row before any request."""
+"""TrialLoop: measures steps of the engine's loop on a device, with plans of one row, before any request."""
 
 from typing import NamedTuple, Protocol
 
@@ -10,18 +10,19 @@ from core.runner.step_durations import Clock
 from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import NO_INT32S, Int32s
 
-#: What the engine does around a step, played by waiting: it plans it and passes on its tokens, 130 calls in Python.
+#: Time the engine spends around a step, simulated by waiting: planning it and passing on its tokens, 130 calls in
+#: Python.
 ENGINE_NS = 150_000
-#: Tokens of a step that verifies drafts, and steps of each kind that run one after the other, at most.
+#: Tokens of a step that verifies drafts, and the most consecutive steps of each kind.
 _VERIFIED, _NUM_PLAIN, _NUM_VERIFYING = 8, 8, 4
-#: Tokens of a trial row: one that starts it and three plain steps at least; of no use are more than so many.
+#: Tokens of a trial row: at least one that starts it and three plain steps. More than the second number are not used.
 LEAST_TOKENS, MOST_TOKENS = 4, 1 + _VERIFIED * _NUM_VERIFYING
 _NUM_ROUNDS = 7
-_PATIENCE_NS = 1_000_000_000  # no further round begins after so long
+_PATIENCE_NS = 1_000_000_000  # no further round starts after this time
 
 
 class Runner(Protocol):
-    """What a loop needs of its runner."""
+    """What a loop needs from its runner."""
 
     def begin(self, plan: SchedulerOutput) -> StepHandle:
         """Launch a step and return its handle."""
@@ -30,16 +31,16 @@ class Runner(Protocol):
 class LoopDurations(NamedTuple):
     """Durations in ns, of the host's and the device's work together."""
 
-    plain_ns: int  # from result to result of steps of one token, each begun before the one before it has ended
+    plain_ns: int  # from result to result of steps of one token, each started before the previous one has ended
     verifying_ns: int  # of a step with drafts that nothing overlaps with
-    num_tokens: int  # of the latter
+    num_tokens: int  # tokens of the latter
 
 
 def loop_costs(loop: LoopDurations, apart: tuple[int, ...], overlapping: tuple[int, ...]) -> StepCosts:
     """Return the durations of the loop's steps of 1, 2, 4, ... tokens.
 
-    apart, overlapping: what the device takes for these, with the launches, and without where steps overlap. A step of
-    the loop is as long as the host's work at least, however little the device has to do.
+    apart: the device's durations of these steps, including launches. overlapping: the same if the steps overlap. A step
+    of the loop takes at least as long as the host's work, however little the device has to do.
     """
     verified = apart[min(loop.num_tokens.bit_length(), len(apart)) - 1]
     alone = tuple(max(1, loop.verifying_ns + duration - verified) for duration in apart)
@@ -47,7 +48,7 @@ def loop_costs(loop: LoopDurations, apart: tuple[int, ...], overlapping: tuple[i
 
 
 class TrialLoop:
-    """The loop of one request alone, at depth 2: without drafts, and with drafts in each step."""
+    """The loop of a single request at depth 2: without drafts, and with drafts in each step."""
 
     def __init__(self, runner: Runner, blocks: Int32s, most_tokens: int, most_verified: int, *, used: Clock) -> None:
         """blocks: of the trial row, for most_tokens tokens. most_verified: tokens of a step. used: the clock."""
@@ -58,8 +59,11 @@ class TrialLoop:
         self._is_there = False
 
     def measure(self) -> LoopDurations:
-        """Return the shortest durations of some rounds. The row stays in the runner: end() is the plan without it."""
-        self._plain()  # kernels are compiled, and graphs captured
+        """Return the shortest durations of some rounds.
+
+        The row stays in the runner; end() is the plan that removes it.
+        """
+        self._plain()  # compiles kernels and captures graphs
         self._verifying()
         begin, plain, verifying = self._used(), list[int](), list[int]()
         while len(plain) < _NUM_ROUNDS and (not plain or self._used() - begin < _PATIENCE_NS):
@@ -81,10 +85,11 @@ class TrialLoop:
             times.append(self._used())
             flying = following
         flying.result()
-        return (times[-1] - times[0]) // (len(times) - 1)  # the first result waits for two launches, so it only begins
+        # the first result waits for two launches, so it is only the start
+        return (times[-1] - times[0]) // (len(times) - 1)
 
     def _verifying(self) -> int:
-        """Run steps with drafts, each to its end, and return what one takes."""
+        """Run steps with drafts, each to its end, and return the duration of one."""
         self._start()
         begin = self._used()
         for _ in range(self._num_verifying):
@@ -92,13 +97,13 @@ class TrialLoop:
         return (self._used() - begin) // self._num_verifying
 
     def _start(self) -> None:
-        """Compute the row's first token, in the place of the row before."""
+        """Compute the row's first token, in place of the previous row."""
         row = NewRow(0, np.zeros(1, np.int32), 1, 0, self._blocks, SamplingParams(temperature=1.0), 0)
         self._runner.begin(_plan(1, removed=self._is_there, added=[row])).result()
         self._is_there = True
 
     def _next(self, num_drafts: int) -> StepHandle:
-        """Begin the row's next step, after the engine's work."""
+        """Start the row's next step, after the engine's work."""
         until = self._used() + ENGINE_NS
         while self._used() < until:
             pass
@@ -108,7 +113,7 @@ class TrialLoop:
 def _plan(
     num_tokens: int, num_drafts: int = 0, *, removed: bool = False, added: list[NewRow] | None = None
 ) -> SchedulerOutput:
-    """Return a plan of row 0; of no row, if it has no tokens."""
+    """Return a plan of row 0, or of no row if it has no tokens."""
     row = np.zeros(1, np.int32)
     rows, counts = (row, np.array([num_tokens], np.int32)) if num_tokens else (NO_INT32S, NO_INT32S)
     leaves = row if removed else NO_INT32S
