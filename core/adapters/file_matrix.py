@@ -1,6 +1,6 @@
-"""FileMatrix: a linear layer as an adapter's files have it, and the model's matrices that are made of its rows.
+"""FileMatrix: a linear layer as in an adapter's files, and the model's matrices that are made of its rows.
 
-Files may have one layer for Q, K and V, or for gate and up; and the numbers of a head in another order than the
+Files may have one layer for Q, K and V, or for gate and up, and may have a head's numbers in another order than the
 kernels.
 """
 
@@ -19,18 +19,19 @@ class FilePart(NamedTuple):
     """One of the model's matrices."""
 
     name: str  # of the model (model.layers.0.self_attn.q_proj)
-    rows: Ints | None = None  # where each of its rows is in the file; None = there is nothing else, in the same order
+    # the row in the file for each of its rows; None = it is the whole layer, in the same order
+    rows: Ints | None = None
 
 
 class FileMatrix(NamedTuple):
-    """A linear layer of a file."""
+    """A linear layer in a file."""
 
     parts: tuple[FilePart, ...]
-    num_rows: int = 0  # of those parts that have `rows`
+    num_rows: int = 0  # if its parts have `rows`
 
 
 def model_matrices(source: Path, pairs: Mapping[str, LowRank], known: Mapping[str, FileMatrix]) -> dict[str, LowRank]:
-    """Return what an adapter adds to each of the model's matrices. pairs: A and B by the name of the file's layer.
+    """Return what an adapter adds to each of the model's matrices. pairs: A and B by the layer's name in the file.
 
     The parts of a layer share A. known: the layers that adapters may change. Errors: ModelFileError.
     """
@@ -38,11 +39,11 @@ def model_matrices(source: Path, pairs: Mapping[str, LowRank], known: Mapping[st
     for name, pair in pairs.items():
         if (layer := known.get(name)) is None:
             raise ModelFileError(
-                f"{source}: it changes {name!r:.120}, and the model has no such matrix that adapters may change"
+                f"{source}: it changes {name!r:.120}, but the model has no such matrix that adapters may change"
             )
         for part in layer.parts:
             if part.name in found:
-                raise ModelFileError(f"{source}: it changes {part.name} under two names, {name!r:.120} is one of them")
+                raise ModelFileError(f"{source}: it changes {part.name} under two names; {name!r:.120} is one of them")
             if part.rows is None:
                 found[part.name] = pair
                 continue

@@ -1,4 +1,4 @@
-"""Adapters as llama.cpp's convert_lora_to_gguf.py writes them: one .gguf file of general.type adapter."""
+"""Adapters as written by llama.cpp's convert_lora_to_gguf.py: one .gguf file of general.type adapter."""
 
 import math
 import mmap
@@ -26,7 +26,7 @@ def read_gguf_adapter(
 ) -> AdapterWeights:
     """Return the adapter in a file; see checked_weights(). layers: those that adapters may change, by name.
 
-    Errors: ModelFileError; UnsupportedModelError naming the tensor that this engine does not do.
+    Errors: ModelFileError; UnsupportedModelError naming the unsupported tensor.
     """
     header = read_gguf(path)
     kinds = header.metadata.get("general.type"), header.metadata.get("adapter.type")
@@ -48,14 +48,14 @@ def read_gguf_adapter(
     for name, pair in pairs.items():
         if len(pair) < 2:
             raise ModelFileError(f"{path}: {name} has {', '.join(pair)} alone")
-        # Without alpha llama.cpp takes the product as it is.
+        # Without alpha llama.cpp uses the product unscaled.
         scale = float(alpha) / max(1, len(pair["lora_a"])) if alpha else 1.0
         matrices[name] = LowRank(pair["lora_a"], pair["lora_b"], scale)
     return checked_weights(path, model_matrices(path, matrices, layers), shapes, max_rank)
 
 
 def _numbers(file: mmap.mmap, tensor: GgufTensor, path: Path) -> Numbers:
-    """Return a copy of a matrix: the file may change while requests use the adapter."""
+    """Return a copy of a matrix, because the file may change while requests use the adapter."""
     if len(tensor.shape) != 2:
         raise ModelFileError(f"{path}: tensor {tensor.name!r:.80} has shape {list(tensor.shape)}; expected a matrix")
     if tensor.type not in BLOCK_SIZES:

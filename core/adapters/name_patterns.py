@@ -1,8 +1,8 @@
-"""NamePatterns: a value for each name that a regular expression fits, found with bounded work.
+"""NamePatterns: maps names to values by regular expressions, with bounded work.
 
-The expressions come from an adapter's file. Python's re may take years for one of a few characters, and holds the
-interpreter's lock meanwhile. So an expression with repetitions or alternatives is followed here over all places of the
-name at once, and steps are counted. Only whether it fits is asked, so greedy and lazy are the same.
+The expressions come from an adapter's file. Python's re may take years for one of a few characters, and holds the GIL
+all that time. So an expression with repetitions or alternatives is matched here at all positions of the name at once,
+and steps are counted. Only whether it matches is needed, so greedy and lazy are the same.
 """
 
 import re
@@ -13,9 +13,9 @@ from typing import Any, Generic, TypeVar
 
 from ipc.errors import ModelFileError
 
-#: Most steps for all names of an adapter, some seconds. 300 modules with a pattern each take half a million.
+#: The most steps for all names of an adapter, some seconds. 300 modules with one pattern each take half a million.
 MAX_STEPS = 5_000_000
-_FLAT_SHARE = 8  # characters of a name that re compares in the time of a step
+_FLAT_SHARE = 8  # characters of a name that re compares in the time of one step
 
 _Value = TypeVar("_Value")
 _Places = frozenset[int]
@@ -31,10 +31,10 @@ _CATEGORIES: dict[Any, Callable[[str], bool]] = {
 
 
 class NamePatterns(Generic[_Value]):
-    """Values by expression, of which the first that fits the end of a name behind a point, or all of it, counts.
+    """Values by expression. The first expression that matches the whole name, or its end after a dot, counts.
 
-    where: of the file and the setting, for errors. Errors: ModelFileError for what is no regular expression, for one
-    with references, looks ahead or flags, and for work beyond MAX_STEPS.
+    where: the file and the setting, for error texts. Errors: ModelFileError for an invalid regular expression, for one
+    with references, lookaround or flags, and for more work than MAX_STEPS.
     """
 
     def __init__(self, values: Mapping[str, _Value], where: str) -> None:
@@ -42,7 +42,7 @@ class NamePatterns(Generic[_Value]):
         self._patterns = [(self._parse(key), value) for key, value in values.items()]
 
     def first(self, name: str, otherwise: _Value) -> _Value:
-        """Return the value of the first expression that fits a name; `otherwise` if none does."""
+        """Return the value of the first expression that matches a name, or `otherwise`."""
         for (flat, tree), value in self._patterns:
             if flat is not None:
                 self._count(1 + len(name) // _FLAT_SHARE)
@@ -61,19 +61,19 @@ class NamePatterns(Generic[_Value]):
             tree = _parser.parse(whole)
             _check(tree)
         except (re.error, RecursionError, OverflowError) as error:
-            raise ModelFileError(f"{self._where}: a bad regular expression: {error}") from None
+            raise ModelFileError(f"{self._where}: invalid regular expression: {error}") from None
         return None, tree
 
     def _count(self, num_steps: int) -> None:
         self._num_steps += num_steps
         if self._num_steps > MAX_STEPS:
             raise ModelFileError(
-                f"{self._where}: its regular expressions take more than {MAX_STEPS} steps: name the modules instead"
+                f"{self._where}: its regular expressions need over {MAX_STEPS} steps: list the modules by name instead"
             )
 
 
 def _check(tree: Any) -> None:
-    """Check that only these operations are in a tree. Errors: re.error."""
+    """Check that a tree contains only supported operations. Errors: re.error."""
     for kind, arguments in tree:
         if kind in (op.MAX_REPEAT, op.MIN_REPEAT):
             _check(arguments[2])
@@ -87,14 +87,14 @@ def _check(tree: Any) -> None:
 
 
 class _Run:
-    """One name, and which places an expression may end at from each place where it begins."""
+    """The matching of one name: for each start, where an expression may end."""
 
     def __init__(self, name: str, count: Callable[[int], None]) -> None:
         self._name, self._count = name, count
         self._known: dict[tuple[int, int], _Places] = {}  # by the identity of an operation's arguments and the place
 
     def ends(self, tree: Any, place: int) -> _Places:
-        """Return the places at which a sequence of operations may end that begins at this one."""
+        """Return the positions where a sequence of operations that starts at this one may end."""
         key = id(tree), place
         if key not in self._known:
             places = frozenset((place,))
@@ -117,7 +117,7 @@ class _Run:
         return frozenset((place + 1,)) if fits else frozenset()
 
     def _repeat(self, least: int, most: int, body: Any, place: int) -> _Places:
-        """Return the ends of `least` to `most` repetitions. Beyond the name's length they change nothing."""
+        """Return the ends of `least` to `most` repetitions. More than the name's length make no difference."""
         places, found, num_rounds = frozenset((place,)), set[int](), 0
         least, most = (min(int(number), len(self._name) + 1) for number in (least, most))
         while places:

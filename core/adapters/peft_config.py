@@ -1,4 +1,4 @@
-"""PeftConfig: adapter_config.json of a PEFT folder, checked: what this engine does not do is refused by its name."""
+"""PeftConfig: a PEFT folder's adapter_config.json, checked. Unsupported settings are refused by name."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.files.model_files import read_small_file
 
 CONFIG_FILE = "adapter_config.json"
-#: Settings that say nothing of what is computed from the tensors.
+#: Settings that do not affect what is computed from the tensors.
 _SILENT = {
     *("alpha_pattern", "arrow_config", "auto_mapping", "base_model_name_or_path", "ensure_weight_tying", "eva_config"),
     *("exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha"),
@@ -22,21 +22,21 @@ _SILENT = {
 #: Settings that must be empty, false or "none", and why.
 _REFUSED = {
     "use_dora": "DoRA scales the sum of both products by the size of the merged weight",
-    "lora_bias": "adapters here have no biases",
+    "lora_bias": "adapters with biases are not supported",
     "bias": "the base model's biases are shared by all requests",
     "modules_to_save": "whole modules of the base model are shared by all requests",
     "trainable_token_indices": "the base model's embeddings are shared by all requests",
     "layer_replication": "the adapter would need another number of layers",
     "alora_invocation_tokens": "an activated LoRA begins in the middle of a prompt",
     "use_qalora": "QALoRA pools the input before the product",
-    "fan_in_fan_out": "matrices are [out, in] here",
+    "fan_in_fan_out": "matrices must be [out, in]",
     "megatron_config": "Megatron's parallel layers are not PEFT's linear ones",
-    "target_parameters": "parameters that are no linear layers are not adapted",
+    "target_parameters": "only linear layers can be adapted",
     "loftq_config": "LoftQ changes the base model",
     "corda_config": "CorDA changes the base model",
     "lora_ga_config": "LoRA-GA changes the base model",
 }
-#: Beginnings of init_lora_weights that change the base model.
+#: Prefixes of init_lora_weights values that change the base model.
 _CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 _Value = TypeVar("_Value", int, float)
@@ -45,7 +45,7 @@ _Value = TypeVar("_Value", int, float)
 class PeftConfig:
     """The settings of a PEFT adapter that its arithmetic needs.
 
-    Errors: ModelFileError for a bad setting, UnsupportedModelError for one that this engine does not do.
+    Errors: ModelFileError for an invalid setting, UnsupportedModelError for an unsupported one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -64,8 +64,8 @@ class PeftConfig:
         )
         self._is_rank_stabilized = settings.get("use_rslora") is True
         targets = settings.get("target_modules")
-        #: Names of which each must have matrices if the model has layers of that name; empty where the setting is
-        #: "all-linear" or a regular expression, or where some modules are excluded.
+        #: Names that must each have matrices if the model has layers of that name. Empty if the setting is "all-linear"
+        #: or a regular expression, or if some modules are excluded.
         self.targets: list[str] = []
         is_list = isinstance(targets, list) and all(isinstance(target, str) for target in targets)
         if isinstance(targets, list) and is_list and not settings.get("exclude_modules"):
@@ -94,7 +94,7 @@ class PeftConfig:
                 continue
             if name in _REFUSED:
                 raise UnsupportedModelError(f"{self._source}: {name} is {value!r:.80}: {_REFUSED[name]}")
-            raise UnsupportedModelError(f"{self._source}: {name} is {value!r:.80}, which this version does not know")
+            raise UnsupportedModelError(f"{self._source}: {name} is {value!r:.80}, which this version does not support")
 
     def _whole(self, name: str, value: object) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 2**16:
@@ -103,7 +103,7 @@ class PeftConfig:
 
     def _number(self, settings: Mapping[str, Any], name: str) -> float:
         value = settings.get(name)
-        # A NaN is not below it, either.
+        # False for NaN too.
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MAX_SCALE:
             raise ModelFileError(f"{self._source}: {name} must be a number; got {value!r:.80}")
         return float(value)
@@ -111,7 +111,7 @@ class PeftConfig:
     def _pattern(
         self, settings: Mapping[str, Any], name: str, read: Callable[[str, object], _Value]
     ) -> NamePatterns[_Value]:
-        """Return a setting by name or regular expression, of which the first that fits a matrix counts, as in PEFT."""
+        """Return a setting by name or regular expression. The first one that matches a matrix counts, as in PEFT."""
         given = settings.get(name) or {}
         if not isinstance(given, dict):
             raise ModelFileError(f"{self._source}: {name} must be an object; got {given!r:.80}")

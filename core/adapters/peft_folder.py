@@ -1,4 +1,4 @@
-"""Adapters as PEFT saves them: a folder with adapter_config.json and adapter_model.safetensors."""
+"""Adapters as saved by PEFT: a folder with adapter_config.json and adapter_model.safetensors."""
 
 import mmap
 import re
@@ -18,18 +18,18 @@ from kernels.low_rank import LowRank
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 _DTYPES = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
-#: base_model.model. and the name of the matrix; ".default" is PEFT's name of an adapter in memory.
+#: base_model.model. and the name of the matrix; ".default" is PEFT's name for an adapter in memory.
 _NAME = re.compile(r"(?:base_model\.model\.)?(?P<matrix>.+)\.(?P<part>lora_[AB])(?:\.default)?\.weight")
 
 
 def read_peft_folder(
     folder: Path, layers: Mapping[str, FileMatrix], shapes: Mapping[str, tuple[int, int]], max_rank: int
 ) -> AdapterWeights:
-    """Return the adapter in a folder that PEFT's save_pretrained() has written; see checked_weights().
+    """Return the adapter in a folder written by PEFT's save_pretrained(); see checked_weights().
 
     layers: those that adapters may change, by name.
 
-    Errors: ModelFileError; UnsupportedModelError naming the setting or tensor that this engine does not do.
+    Errors: ModelFileError; UnsupportedModelError naming the unsupported setting or tensor.
     """
     if not folder.is_dir():
         raise ModelFileError(f"{folder}: expected a folder with {CONFIG_FILE} and {WEIGHTS_FILE}, or a .gguf file")
@@ -45,7 +45,7 @@ def read_peft_folder(
             matrix, part = _parts_of(name, path)
             found = pairs.setdefault(_name_in_model(matrix, layers, stems), {})
             if part in found:
-                raise ModelFileError(f"{path}: {part} of {matrix!r:.120} is there twice")
+                raise ModelFileError(f"{path}: {part} of {matrix!r:.120} occurs twice")
             found[part] = _numbers(file, tensor, name, path)
     matrices: dict[str, LowRank] = {}
     for matrix, pair in pairs.items():
@@ -53,17 +53,17 @@ def read_peft_folder(
             raise ModelFileError(f"{path}: {matrix!r:.120} has {', '.join(pair)} alone")
         if len(pair["lora_A"]) != (rank := config.rank(matrix)):
             raise ModelFileError(
-                f"{path}: {matrix!r:.120} has rank {len(pair['lora_A'])} and {CONFIG_FILE} says {rank}"
+                f"{path}: {matrix!r:.120} has rank {len(pair['lora_A'])}, but {CONFIG_FILE} says {rank}"
             )
         matrices[matrix] = LowRank(pair["lora_A"], pair["lora_B"], config.scale(matrix))
     lacking = set(config.targets) - _endings(matrices)
-    if lacking and (lost := sorted(lacking & _endings(layers))):  # PEFT also writes targets that no layer has
-        raise ModelFileError(f"{path}: {CONFIG_FILE} names the target {lost[0]!r:.80}, and no tensor is of it")
+    if lacking and (lost := sorted(lacking & _endings(layers))):  # PEFT also writes targets that match no layer
+        raise ModelFileError(f"{path}: {CONFIG_FILE} names the target {lost[0]!r:.80}, but has no tensor for it")
     return checked_weights(path, model_matrices(path, matrices, layers), shapes, max_rank)
 
 
 def _endings(names: Iterable[str]) -> set[str]:
-    """Return all names under which PEFT's target_modules may name these: each whole one, and its ends behind dots."""
+    """Return all names that PEFT's target_modules may use for these: each full name, and its ends after dots."""
     return {".".join(parts[begin:]) for name in names for parts in [name.split(".")] for begin in range(len(parts))}
 
 
@@ -78,15 +78,15 @@ def _parts_of(name: str, path: Path) -> tuple[str, str]:
 
 
 def _name_in_model(matrix: str, layers: Mapping[str, FileMatrix], stems: Sequence[str]) -> str:
-    """Return the name under which the model has the matrix. stems: first parts of the layers' names.
+    """Return the model's name for the matrix. stems: first parts of the layers' names.
 
-    Adapters of a model without a head leave that part out ("model.").
+    Adapters of a model without a head omit that part ("model.").
     """
     return next((name for name in (matrix, *(f"{stem}.{matrix}" for stem in stems)) if name in layers), matrix)
 
 
 def _numbers(file: mmap.mmap, tensor: SafetensorsTensor, name: str, path: Path) -> Numbers:
-    """Return a copy of a matrix: the file may change while requests use the adapter."""
+    """Return a copy of a matrix, because the file may change while requests use the adapter."""
     if (dtype := _DTYPES.get(tensor.dtype)) is None:
         known = ", ".join(_DTYPES)
         raise UnsupportedModelError(f"{path}: tensor {name!r:.120} is {tensor.dtype}; supported are {known}")

@@ -1,6 +1,6 @@
-"""RememberedModules: the names and paths of an engine's adapters, kept for the next engine that its owner starts.
+"""RememberedModules: the names and paths of an engine's adapters, kept for the owner's next engine.
 
-They lie in a memory file that the owner holds, as the black box does, so they survive this process however it ends.
+They are in a memory file held by the owner, like the black box, so they survive any end of this process.
 """
 
 import os
@@ -13,24 +13,24 @@ _MAX_BYTES = 1 << 20
 
 
 class RememberedModules:
-    """The content of the memory file; fd: its descriptor, -1 = there is none."""
+    """The content of the memory file. fd: its descriptor; -1 = there is none."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     def read(self) -> dict[str, str] | None:
-        """Return paths by name, as the engine before has left them; None for the first one."""
+        """Return paths by name, as left by the previous engine; None for the first engine."""
         if self._fd < 0:
             return None
         data = os.pread(self._fd, _MAX_BYTES, 0)
         size = int.from_bytes(data[:8], "little")
         try:
             return msgspec.msgpack.decode(data[8 : 8 + size], type=dict[str, str]) if size else None
-        except DECODE_ERRORS:  # its writer was killed meanwhile
+        except DECODE_ERRORS:  # its writer was killed while writing
             return None
 
     def write(self, modules: dict[str, str]) -> None:
-        """Keep these paths by name. More than a mebibyte of them is not kept."""
+        """Store these paths by name. If they take more than 1 MiB, they are not stored."""
         content = msgspec.msgpack.encode(modules)
         if self._fd >= 0 and len(content) <= _MAX_BYTES - 8:
             os.pwrite(self._fd, len(content).to_bytes(8, "little") + content, 0)

@@ -1,8 +1,8 @@
-"""Adapters: the adapters of one engine, by content and by name.
+"""Adapters: one engine's adapters, by content and by name.
 
-They are read and packed by the border's thread for calls, before a request names them, so no step waits for a file. An
-adapter stays as long as it has a name or a request that lives. Its name is the border's matter: the scheduler and the
-executor know digests only.
+The border's thread for calls reads and packs them before a request names them, so no step waits for a file. An adapter
+is kept as long as it has a name or a live request. Names are handled by the border; the scheduler and the executor only
+use digests.
 """
 
 import threading
@@ -29,49 +29,49 @@ class PackedAdapter(Protocol):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that it takes in memory."""
+        """Return the bytes that it takes in memory."""
 
 
 class AdapterHost(Protocol):
-    """A model that takes adapters."""
+    """A model that supports adapters."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, int]]:
-        """[out, in] of the matrices that adapters may change, by name."""
+        """Return [out, in] of the matrices that adapters may change, by name."""
 
     @property
     def peft_layers(self) -> Mapping[str, FileMatrix]:
-        """The linear layers that adapters may change, by their names in PEFT's files."""
+        """Return the linear layers that adapters may change, by their names in PEFT's files."""
 
     @property
     def gguf_layers(self) -> Mapping[str, FileMatrix]:
-        """The same by their names in GGUF files."""
+        """Return the same layers by their names in GGUF files."""
 
     def pack(self, weights: AdapterWeights) -> PackedAdapter:
-        """Return an adapter of some of these matrices in the model's form."""
+        """Return an adapter, which changes some of these matrices, in the model's form."""
 
 
 class Adapters:
-    """The adapters of one engine. All methods are for any thread.
+    """One engine's adapters. All methods may be called from any thread.
 
-    host: what the model takes. Errors of the constructor: those of load(), for the config's lora_modules.
+    host: the model's interface. Errors of the constructor: those of load(), for the config's lora_modules.
     """
 
     def __init__(self, config: EngineConfig, host: AdapterHost) -> None:
         self._host, self._max_rank = host, config.max_lora_rank
-        self._lock = threading.Lock()  # of all below
+        self._lock = threading.Lock()  # for everything below
         self._loading = threading.Lock()  # one adapter at a time
         self._memory = RememberedModules(-1)
         self._names: dict[str, LoraAdapter] = {}
         self._packed: dict[str, PackedAdapter] = {}  # by digest
-        self._held = Holders[str](self._lock, self._drop_if_unused)  # digests of the AdapterIds that live
+        self._held = Holders[str](self._lock, self._drop_if_unused)  # digests of the live AdapterIds
         for name, path in config.lora_modules.items():
             self.load(name, path)
 
     def remember(self, memory: RememberedModules) -> None:
-        """Go on with the names that the engine before had, and keep those of this one for the next.
+        """Continue with the names that the previous engine had, and store this engine's names for the next one.
 
-        What cannot be read any more is left out, and the log says so.
+        Adapters that can no longer be read are left out and logged.
         """
         self._memory = memory
         before = memory.read()
@@ -82,7 +82,7 @@ class Adapters:
                 try:
                     self.load(name, path)
                 except EngineCoreError as error:
-                    log.say(f"engine-core: the adapter {name!r:.80} is not loaded again: {error}")
+                    log.say(f"engine-core: the adapter {name!r:.80} could not be loaded again: {error}")
         self._note()
 
     def load(self, name: str, path: str) -> LoraAdapter:
@@ -117,12 +117,12 @@ class Adapters:
         self._memory.write({listed.name: listed.path for listed in self.list()})
 
     def list(self) -> list[LoraAdapter]:
-        """Return the adapters that have names, in the order of their names."""
+        """Return the adapters that have names, ordered by name."""
         with self._lock:
             return sorted(self._names.values(), key=lambda listed: listed.name)
 
     def hold(self, adapter: AdapterId) -> None:
-        """Keep an adapter as long as this object lives. Errors: InvalidRequestError where it is not loaded."""
+        """Keep an adapter as long as this object lives. Errors: InvalidRequestError if it is not loaded."""
         digest = adapter.digest
         with self._lock:
             if digest not in self._packed:
@@ -133,10 +133,10 @@ class Adapters:
             self._held.hold(adapter, digest)
 
     def find(self, digest: str) -> Any:
-        """Return an adapter that a request has, packed for the model.
+        """Return a request's adapter, packed for the model.
 
-        Errors: ModelFileError where it is not loaded. Of an engine that runs hold() has said so before; a replay has no
-        hold().
+        Errors: ModelFileError if it is not loaded. In a running engine, hold() has checked that before; a replay does
+        not call hold().
         """
         with self._lock:
             packed = self._packed.get(digest)

@@ -1,4 +1,4 @@
-"""ModelConfig: the properties of a model that the forward pass, the weights' names and the KV cache need. Pure data.
+"""ModelConfig: the properties of a model that the forward pass, weight names and KV cache need. Pure data.
 
 Each difference between architectures is a field here. It is set once, when the model's files are read
 (core/model_files/settings/config_json.py, core/model_files/gguf/config_gguf.py), so that no later code compares
@@ -15,28 +15,28 @@ from core.models.vision_parts import VisionParts
 from kernels.recurrence import RecurrenceKind, RecurrenceSizes
 
 #: clamped_silu: min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (1 + up), with up between -7 and 7 (gpt-oss).
-#: gelu and relu2 (the square of relu) are of MLPs without a gate.
+#: gelu and relu2 (the square of relu) are for MLPs without a gate.
 Activation = Literal["silu", "gelu_pytorch_tanh", "clamped_silu", "gelu", "relu2"]
 EncoderActivation = Literal["gelu", "gelu_pytorch_tanh", "silu"]
-#: What the MLP of a layer reads: the sum with attention's output; or, beside attention, what attention reads, under a
-#: norm of its own or the same norm.
+#: The MLP's input: the sum with attention's output ("in turn"), or attention's input, with its own norm or the same
+#: one.
 Residual = Literal["in turn", "parallel", "parallel with one norm"]
-#: How the matrices of a safetensors folder are stored: as they are, or as codes and scales in several tensors
+#: How a safetensors folder stores matrices: as they are, or as codes and scales in several tensors
 #: (core/model_files/tensors/packed_layout.py).
 Packing = Literal["none", "gptq", "gptq_v2", "awq", "compressed-tensors", "fp8", "mxfp4"]
-#: What stands between the pooled state and the labels of an encoder that classifies: a linear layer and tanh, or a
-#: linear layer, gelu and a norm.
+#: What is between the pooled state and the labels of a classifying encoder: a linear layer and tanh, or a linear layer,
+#: gelu and a norm.
 ClassifierHead = Literal["none", "tanh", "gelu and norm"]
 
 
 class EncoderParts(msgspec.Struct, frozen=True, kw_only=True):
     """The properties of an encoder, whose tokens see the whole prompt. Its norms are layer normalisations."""
 
-    num_positions: int = 0  # rows of the table of positions; 0 = rotary embedding
-    first_position: int = 0  # row of a prompt's first token
-    num_kinds: int = 0  # kinds of tokens, each with a row that is added to its tokens; 0 = no such rows
-    norms_follow: bool = True  # norms stand after each addition (BERT); else before what is added (ModernBERT)
-    has_biases: bool = True  # of norms, and of products
+    num_positions: int = 0  # rows of the position table; 0 = rotary embedding
+    first_position: int = 0  # row for a prompt's first token
+    num_kinds: int = 0  # kinds of tokens, each with a row that is added to its tokens' embeddings; 0 = none
+    norms_follow: bool = True  # post-norms, after each addition (BERT); otherwise pre-norms (ModernBERT)
+    has_biases: bool = True  # norms and products have biases
     products_have_biases: bool = True
     is_gated: bool = False  # the MLP has a gate
     has_fused_gate: bool = True  # the file has gate and up as one matrix
@@ -48,17 +48,17 @@ class EncoderParts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpertParts(msgspec.Struct, frozen=True, kw_only=True):
-    """The properties of routed MLPs: a router chooses a few experts for each token."""
+    """The properties of routed MLPs. A router chooses a few experts for each token."""
 
     num_experts: int
-    num_chosen: int  # by each token
-    intermediate_size: int  # of an expert
+    num_chosen: int  # experts per token
+    intermediate_size: int  # of one expert
     normalises: bool  # the weights of a token's chosen experts sum to 1
     dense_layers: tuple[int, ...] = ()  # indices of layers without a router
     has_biases: bool = False  # the router and the experts' products have biases
-    shared_size: int = 0  # of an expert that all tokens have; 0 = there is none
-    has_shared_gate: bool = False  # the sigmoid of a number of the router is its weight; else 1
-    #: How experts are chosen: see kernels/routing.py.
+    shared_size: int = 0  # size of the shared expert that all tokens use; 0 = there is none
+    has_shared_gate: bool = False  # its weight is the sigmoid of a router output; otherwise 1
+    #: How experts are chosen; see kernels/routing.py.
     is_sigmoid: bool = False
     num_groups: int = 1
     num_chosen_groups: int = 1
@@ -69,25 +69,25 @@ class ExpertParts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LatentParts(msgspec.Struct, frozen=True, kw_only=True):
-    """The properties of latent attention (kernels/cpu/c/attention/latent.h), where a token caches one vector.
+    """The properties of latent attention (kernels/cpu/c/attention/latent.h), which caches one vector per token.
 
-    ModelConfig describes attention as it is computed: of one KV head, with heads of latent_dim + rotated_dim.
+    ModelConfig describes attention as it is computed: one KV head, and heads of size latent_dim + rotated_dim.
     """
 
-    query_dim: int | None  # of queries' own latent vector; None = they have none
+    query_dim: int | None  # of the queries' own latent vector; None = they have none
     latent_dim: int
-    plain_dim: int  # numbers of a query's head that meet the latent vector
-    rotated_dim: int  # those that are rotated
-    value_dim: int  # of a head's value
-    norm_eps: float = 1e-6  # of the norms of latent vectors; no file states it
-    is_split: bool = False  # the file has the matrices of K and those of V as two tensors, the first transposed
+    plain_dim: int  # numbers of a query head that are multiplied with the latent vector
+    rotated_dim: int  # numbers of a query head that are rotated
+    value_dim: int  # numbers of a value head
+    norm_eps: float = 1e-6  # for the norms of latent vectors; no file states it
+    is_split: bool = False  # the file has K's and V's matrices as two tensors, K's transposed
 
 
 class RecurrentParts(msgspec.Struct, frozen=True, kw_only=True):
-    """The properties of layers with a recurrent state in place of attention; see kernels/recurrence.py."""
+    """The properties of layers that have a recurrent state instead of attention; see kernels/recurrence.py."""
 
     kind: RecurrenceKind
-    layers: tuple[int, ...]  # their indices
+    layers: tuple[int, ...]  # indices of these layers
     taps: int
     channels: int
     num_heads: int = 0
@@ -95,15 +95,15 @@ class RecurrentParts(msgspec.Struct, frozen=True, kw_only=True):
     key_dim: int = 0
     value_dim: int = 0
     takes_turns: bool = False
-    inputs: tuple[str, ...] = ("in_proj",)  # the file's matrices that together make the input, see input_widths
-    has_bias: bool = False  # of the convolution
+    inputs: tuple[str, ...] = ("in_proj",)  # the file's matrices that together produce the input; see input_widths
+    has_bias: bool = False  # the convolution has a bias
     has_product_biases: bool = False
-    rates_are_logs: bool = True  # the file has their logarithms; else it has them with a minus sign
+    rates_are_logs: bool = True  # the file has the logarithms of the rates; otherwise their negatives
     steps: tuple[float, float] = (0.0, math.inf)
 
     @property
     def sizes(self) -> RecurrenceSizes:
-        """The sizes of one of the layers."""
+        """Return the sizes of one of the layers."""
         return RecurrenceSizes(
             kind=self.kind,
             taps=self.taps,
@@ -117,7 +117,10 @@ class RecurrentParts(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def input_widths(self) -> dict[str, int]:
-        """Numbers that each matrix of `inputs` makes. Those of qkvz and ba are in the order of the groups of heads."""
+        """Return the output width of each matrix of `inputs`.
+
+        Those of qkvz and ba are in the order of the head groups.
+        """
         sizes = self.sizes
         values, heads = sizes.out_width, self.num_heads
         widths = {"in_proj": sum(sizes.parts), "qkv_proj": self.channels, "z_proj": values, "b_proj": heads}
@@ -126,7 +129,7 @@ class RecurrentParts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The sizes and constants of one model, under transformers' names."""
+    """The sizes and constants of one model, with transformers' names."""
 
     architecture: str  # a name of core.models.architectures.by_name
     vocab_size: int
@@ -138,75 +141,75 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     rms_norm_eps: float
     rope_theta: float
-    max_position_embeddings: int  # tokens
+    max_position_embeddings: int  # in tokens
     tie_word_embeddings: bool  # also true without a head
     bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]  # any of them ends a generation
-    dtype: str  # torch's name of the weights' type in the file; quantized blocks hold float32
+    eos_token_ids: tuple[int, ...]  # each of them ends a generation
+    dtype: str  # torch's name for the weights' type in the file; quantized blocks count as float32
 
-    has_head: bool = True  # logits of tokens; without a head the model only pools
-    num_labels: int = 0  # of a classifier of prompts, whose weight is score.weight; 0 = it has none
+    has_head: bool = True  # computes logits; without a head the model only pools
+    num_labels: int = 0  # for a classifier of prompts, with weight score.weight; 0 = none
     rope_scaling: RopeScaling | None = None
-    sliding_window: int | None = None  # tokens that a row of a sliding layer sees, itself included
-    sliding_layers: tuple[int, ...] = ()  # indices of the sliding layers; the others see all earlier tokens
-    sliding_rope_theta: float | None = None  # theta of the sliding layers, which are never scaled; None: rope_theta
-    unrotated_layers: tuple[int, ...] = ()  # indices of the layers without rotary embedding
-    #: Queries at position p are multiplied by 1 + query_growth * ln(1 + p // original length of rope_scaling).
+    sliding_window: int | None = None  # number of tokens that a token in a sliding layer sees, including itself
+    sliding_layers: tuple[int, ...] = ()  # indices of sliding layers; the others see all earlier tokens
+    sliding_rope_theta: float | None = None  # theta of the sliding layers, which is never scaled; None: rope_theta
+    unrotated_layers: tuple[int, ...] = ()  # indices of layers without rotary embedding
+    #: Queries at position p are multiplied by 1 + query_growth * ln(1 + p // the original length in rope_scaling).
     query_growth: float | None = None
-    rotary_dim: int | None = None  # leading numbers of a head that are rotated, as the file orders them; None = all
-    query_pre_attn_scalar: float | None = None  # scores are scaled by its square root's inverse; None: head_dim
+    rotary_dim: int | None = None  # how many leading numbers of a head are rotated, in the file's order; None = all
+    query_pre_attn_scalar: float | None = None  # scores are scaled by 1 / sqrt of this; None: head_dim
     hidden_act: Activation = "silu"
     qkv_bias: bool = False
     output_bias: bool = False  # attention's output projection has a bias
     mlp_bias: bool = False  # the products of dense MLPs have biases
-    head_bias: bool = False  # so has the head
+    head_bias: bool = False  # the head has a bias
     is_gated: bool = True  # MLPs have gates
     residual: Residual = "in turn"
     qk_norm: bool = False  # each head of Q and K is normalised
-    qk_norm_of_rows: bool = False  # with qk_norm: Q's heads are normalised together, and so are K's
-    qk_norm_by_head: bool = False  # with qk_norm: each head has weights of its own
-    qk_norm_after: bool = False  # with qk_norm: after the rotation; else before it
+    qk_norm_of_rows: bool = False  # with qk_norm: all of Q's heads are normalised together, and all of K's
+    qk_norm_by_head: bool = False  # with qk_norm: each head has its own weights
+    qk_norm_after: bool = False  # with qk_norm: after the rotation; otherwise before it
     pre_norms: bool = True  # the inputs of attention and of the MLP are normalised
-    post_norms: bool = False  # the results of attention and of the MLP are normalised before they are added
+    post_norms: bool = False  # the outputs of attention and of the MLP are normalised before they are added
     norm_offset: float = 0.0  # added to each norm's stored weight
-    centred_norms: bool = False  # norms are layer normalisations, those of heads too; else of root mean squares
-    norm_bias: bool = False  # of centred norms of hidden states
+    centred_norms: bool = False  # norms, including those of heads, are layer normalisations; otherwise RMS norms
+    norm_bias: bool = False  # centred norms of hidden states have a bias
     scale_embeddings: bool = False  # embeddings are multiplied by the square root of hidden_size
-    packing: Packing = "none"  # of the matrices in a safetensors folder
-    embedding_multiplier: float = 1.0  # of embeddings, without scale_embeddings
-    residual_multiplier: float = 1.0  # of what attention and the MLP add to the hidden states
+    packing: Packing = "none"  # of matrices in a safetensors folder
+    embedding_multiplier: float = 1.0  # factor of embeddings, if scale_embeddings is false
+    residual_multiplier: float = 1.0  # factor of what attention and the MLP add to the hidden states
     logits_multiplier: float = 1.0
     logits_cap: float | None = None  # logits become cap * tanh(logits / cap)
-    scores_cap: float | None = None  # so do attention's scores
-    attention_sinks: bool = False  # each head has a further score without a value: it takes a part of the weights
+    scores_cap: float | None = None  # likewise for attention's scores
+    attention_sinks: bool = False  # each head has an extra score without a value, which takes a share of the weights
     fused_qkv: bool = False  # the file has Q, K and V as one matrix
     fused_gate_up: bool = False  # the file has the MLP's gate and up as one matrix
     latent: LatentParts | None = None  # None: K and V are cached
     experts: ExpertParts | None = None  # None: no layer has a router
-    output_gate: bool = False  # attention's output is multiplied by the sigmoid of a product of its input
+    output_gate: bool = False  # attention's output is multiplied by the sigmoid of a projection of its input
     recurrent: RecurrentParts | None = None  # None: all layers have attention
-    encoder: EncoderParts | None = None  # None: a decoder's layers
-    sees_all: bool = False  # a decoder's layers whose tokens see the whole prompt, as an encoder's do
+    encoder: EncoderParts | None = None  # None: the layers are a decoder's
+    sees_all: bool = False  # a decoder's layers in which tokens see the whole prompt, like an encoder's
     vision: VisionParts | None = None  # None: the model takes no images
 
     @property
     def is_causal(self) -> bool:
-        """Whether tokens see no later ones; else a step computes whole prompts, and nothing is cached."""
+        """Return whether tokens see no later ones. If not, a step computes whole prompts, and nothing is cached."""
         return self.encoder is None and not self.sees_all
 
     @property
     def scores_scale(self) -> float:
-        """Factor of attention's scores."""
+        """Return the factor of attention's scores."""
         return 1 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
 
     @property
     def table_dim(self) -> int:
-        """Numbers of a head that the rotary tables have an angle for."""
+        """Return how many numbers of a head have an angle in the rotary tables."""
         return self.head_dim if self.latent is None else self.latent.rotated_dim
 
     @property
     def num_attention_weights(self) -> int:
-        """Number of weights of a layer's attention, divided by the hidden size."""
+        """Return the number of weights of a layer's attention, divided by the hidden size."""
         if (latent := self.latent) is None:
             gates = self.num_attention_heads if self.output_gate else 0
             return (
@@ -221,17 +224,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
-        """Indices of the layers with a recurrent state."""
+        """Return the indices of the layers with a recurrent state."""
         return () if self.recurrent is None else self.recurrent.layers
 
     @property
     def num_caches(self) -> int:
-        """Number of the layers with attention, each of which has K and V."""
+        """Return the number of layers with attention, each of which has K and V."""
         return self.num_hidden_layers - len(self.recurrent_layers)
 
     @property
     def state_size(self) -> int:
-        """float32 numbers of a request's recurrent states, all layers together."""
+        """Return how many float32 numbers the recurrent states of a request have, in all layers together."""
         return 0 if self.recurrent is None else len(self.recurrent.layers) * self.recurrent.sizes.state_size
 
     def has_dense_mlp(self, layer: int) -> bool:
@@ -239,7 +242,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.experts is None or layer in self.experts.dense_layers
 
     def place_of(self, layer: int) -> int:
-        """Return the place of the layer's K and V among the caches, or of its state in a request's states."""
+        """Return the index of the layer's K and V among the caches, or of its state in a request's states."""
         if self.recurrent is None:
             return layer
         before = sum(1 for one in self.recurrent.layers if one < layer)
@@ -247,7 +250,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_matrix_weights(self) -> int:
-        """Number of weights that steps multiply with, head and all experts included."""
+        """Return the number of weights that steps multiply with, including the head and all experts."""
         num_dense, num_routed, routed = self.num_hidden_layers, 0, 0
         if self.experts is not None:
             num_dense, num_routed = (

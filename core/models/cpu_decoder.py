@@ -35,10 +35,10 @@ def cpu_decoder(
     head: Product | None,
     rank: Rank | None = None,
 ) -> CpuDecoder | None:
-    """Return the decoder made of these parts of a model; None if its operations are not the C kernels'.
+    """Return the decoder built from these parts of a model, or None if its operations are not the C kernels'.
 
-    config: that of all ranks. head: None = logits are never asked for. rank: of the process in a group, whose parts
-    these are.
+    config: for all ranks together. head: None = logits are not needed. rank: the process in a group to which these
+    parts belong.
     """
     if not isinstance(operations, CpuOperations):
         return None
@@ -59,7 +59,7 @@ def cpu_decoder(
 
 
 def _group(config: ModelConfig, rank: Rank) -> DecoderGroup:
-    """Return where the rank's columns lie in the results of the group."""
+    """Return where the rank's columns are in the results of the group."""
     shard = rank.shard
     every = [shard._replace(rank=one) for one in range(shard.size)]
 

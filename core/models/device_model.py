@@ -1,4 +1,4 @@
-"""device_model: a model of our own on a GPU; imported for device=cuda only, since it needs torch and triton."""
+"""device_model: a model of our own on a GPU. Imported only for device=cuda, because it needs torch and triton."""
 
 from collections.abc import Iterable
 
@@ -26,11 +26,11 @@ def device_model(
 ) -> Llama:
     """Build the model on the device, with its matrices in this form.
 
-    Errors: UnsupportedModelError naming a feature that the device's kernels do not have; ModelFileError naming missing
+    Errors: UnsupportedModelError naming a feature that the device's kernels lack; ModelFileError naming missing
     tensors; OutOfMemoryError.
     """
     if missing := missing_on_device(config):
-        raise UnsupportedModelError(f"{config.architecture}: device='cuda' has no {missing}; use device='cpu'")
+        raise UnsupportedModelError(f"{config.architecture}: device='cuda' lacks {missing}; use device='cpu'")
     try:
         return Llama(config, weights, dtype, operations=TritonOperations(config, dtype, device, form))
     except torch.OutOfMemoryError as error:
@@ -38,7 +38,7 @@ def device_model(
 
 
 def missing_on_device(config: ModelConfig) -> str | None:
-    """Return the name of a feature of the model that the device's kernels do not have; None: they have all."""
+    """Return the name of a feature of the model that the device's kernels lack, or None."""
     features = {
         "latent attention": config.latent is not None,
         "recurrent layers": config.recurrent is not None,

@@ -1,8 +1,8 @@
-"""DraftHead: one decoder layer that guesses a model's next tokens from the model's own hidden states.
+"""DraftHead: one decoder layer that predicts a model's next tokens from the model's own hidden states.
 
-For the place after token i it reads token i + 1 and the hidden state after token i. Its output is a state after token
-i + 1, so it goes on by itself from there. EAGLE-3 heads (Li et al. 2025, arXiv 2503.01840) and layers for multi-token
-prediction (MTP; here MiMo's, arXiv 2505.07608) are such layers; they differ in how token and state are joined.
+For the position after token i it reads token i + 1 and the hidden state after token i. Its output is a state after
+token i + 1, from which it can continue. EAGLE-3 heads (Li et al. 2025, arXiv 2503.01840) and multi-token prediction
+layers (MTP; here MiMo's, arXiv 2505.07608) work like this; they differ in how token and state are joined.
 """
 
 import copy
@@ -30,19 +30,19 @@ from kernels.elements import FLOAT32, Dtype, Numbers, rounded, to_floats
 
 
 class Eagle3Parts(msgspec.Struct, frozen=True, kw_only=True):
-    """What an EAGLE-3 head has beside its layer."""
+    """What an EAGLE-3 head has in addition to its layer."""
 
-    draft_vocab_size: int  # tokens that it can guess
-    has_embeddings: bool  # of its own; else the model's
+    draft_vocab_size: int  # tokens that it can predict
+    has_embeddings: bool  # it has its own embeddings; otherwise it uses the model's
     norms_taps: bool = False  # the joined hidden states are normalised before fc
-    norm_is_residual: bool = False  # the state goes on normalised
+    norm_is_residual: bool = False  # the normalised state is passed on
 
 
 class HeadConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The sizes and constants of a draft head."""
 
-    layer: ModelConfig  # of a model of one layer like the head's; its vocabulary is the model's
-    taps: tuple[int, ...]  # after how many of the model's layers it reads the hidden state
+    layer: ModelConfig  # config of a one-layer model like the head's layer; it has the model's vocabulary
+    taps: tuple[int, ...]  # it reads the hidden states after this many of the model's layers
     tap_width: int  # numbers in each of these
     eagle3: Eagle3Parts | None  # None: a layer for multi-token prediction
 
@@ -50,18 +50,18 @@ class HeadConfig(msgspec.Struct, frozen=True, kw_only=True):
 class HeadWeights(NamedTuple):
     """A draft head's weights."""
 
-    tensors: Iterable[tuple[str, Weight]]  # names and shapes of head_shapes()
-    token_ids: Ints | None  # [draft vocabulary] the model's tokens that it guesses; None = all
+    tensors: Iterable[tuple[str, Weight]]  # with the names and shapes of head_shapes()
+    token_ids: Ints | None  # [draft vocabulary] ids in the model's vocabulary; None = all
 
 
 class _Joint(Protocol):
-    """How a head joins a token and the hidden state before it."""
+    """Joins a token and the hidden state before it."""
 
     def states(self, taps: Floats) -> Floats:
-        """Return the states [T, hidden] float32 that stand for the model's hidden states [T, taps * width]."""
+        """Return the states [T, hidden] float32 that represent the model's hidden states [T, taps * width]."""
 
     def join(self, embedded: Floats, states: Floats, positions: Ints) -> tuple[Numbers, Floats]:
-        """Return what Q, K and V are made of, and the residual stream [T, hidden] float32, which the caller owns."""
+        """Return the input of Q, K and V, and the residual stream [T, hidden] float32, which the caller owns."""
 
 
 @dataclass(frozen=True)
@@ -102,12 +102,12 @@ class _MtpJoint:
 
 
 class DraftHead:
-    """The weights and the forward pass of a draft head. It needs the C kernels, as the model's taps do."""
+    """The weights and the forward pass of a draft head. It needs the C kernels, like the model's taps."""
 
     def __init__(self, config: HeadConfig, weights: HeadWeights, target: Llama) -> None:
-        """Pack the weights, and tap the model's hidden states. Errors: ModelFileError naming tensors that are missing.
+        """Pack the weights, and tap the model's hidden states. Errors: ModelFileError naming missing tensors.
 
-        target: the model whose tokens it guesses; it runs with the C kernels.
+        target: the model whose tokens it predicts; it must use the C kernels.
         """
         assert target.library is not None, "a draft head needs the C kernels"
         own, dtype = config.layer, target.dtype
@@ -141,7 +141,7 @@ class DraftHead:
         return self._operations.allocate_cache(num_blocks, block_size)
 
     def states(self, taps: Floats) -> Floats:
-        """Return the states [T, hidden] float32 of the model's hidden states [T, taps, width] float32."""
+        """Return the states [T, hidden] float32 for the model's hidden states [T, taps, width] float32."""
         return self._joint.states(np.ascontiguousarray(taps.reshape(len(taps), -1)))
 
     def store(self, token_ids: Ints, states: Floats, positions: Ints, slots: Ints, cache: CpuKVCache) -> None:
@@ -151,10 +151,10 @@ class DraftHead:
     def forward(
         self, token_ids: Ints, states: Floats, positions: Ints, block_tables: AnyInts, cache: CpuKVCache
     ) -> tuple[Floats, Floats]:
-        """Return the logits [n, vocab] after one token of each of n rows, and the states [n, hidden] there, float32.
+        """Return the float32 logits [n, vocab] after one token of each of n rows, and the states [n, hidden] there.
 
         token_ids, states, positions [n]: as in store(). block_tables [n, P]: of the contexts. Tokens that the head
-        cannot guess have the logit -inf.
+        cannot predict have the logit -inf.
         """
         size = cache.block_size
         slots = block_tables[np.arange(len(positions)), positions // size].astype(np.int64) * size + positions % size
@@ -212,7 +212,7 @@ def _mtp_joint(
 
 
 def _unscaled(embedding: Operation) -> Operation:
-    """Return the embedding without the model's factor, with which no head is trained."""
+    """Return the embedding without the model's factor: heads are trained without it."""
     assert isinstance(embedding, CpuEmbedding), type(embedding)
     own = copy.copy(embedding)
     own.scale = 1.0
@@ -220,7 +220,7 @@ def _unscaled(embedding: Operation) -> Operation:
 
 
 def head_shapes(config: HeadConfig, layer_shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each of a head's weights by name. layer_shapes: of a layer of config.layer."""
+    """Return the shape of each of a head's weights by name. layer_shapes: of a layer with config.layer."""
     hidden, eagle3 = config.layer.hidden_size, config.eagle3
     shapes = {f"model.layers.0.{name}": shape for name, shape in layer_shapes.items()} | {
         "model.norm.weight": (hidden,)

@@ -1,7 +1,7 @@
 """Encoder: models whose tokens see the whole prompt (BERT, RoBERTa, ModernBERT), on the C kernels.
 
-A prompt is computed in one step, so no K or V outlives it, and all layers share the memory of one. The step is the
-decoder's C call (kernels/cpu/c/layers/decoder.h) without a head.
+A prompt is computed in one step, so no K or V is kept after it, and all layers share the cache memory of one. The step
+is the decoder's C call (kernels/cpu/c/layers/decoder.h) without a head.
 """
 
 from collections.abc import Iterable
@@ -43,9 +43,9 @@ class Encoder:
     ) -> None:
         """Pack the weights and build the layers.
 
-        weights: (name, weight) pairs with the names of core/model_files/tensors/encoder_weights.py, best in their
+        weights: (name, weight) pairs with the names of core/model_files/tensors/encoder_weights.py, preferably in their
         order. form: of the matrices in memory.
-        Errors: ModelFileError naming tensors that are missing.
+        Errors: ModelFileError naming missing tensors.
         """
         assert config.encoder is not None, config.architecture
         self.config, self.dtype, self._parts = config, dtype, config.encoder
@@ -60,7 +60,7 @@ class Encoder:
         before = self._norm(files, "embeddings.norm", replaces=True)
         layers: list[LayerParts] = []
         for index in range(config.num_hidden_layers):
-            # The norm behind a layer stands before the next one. The first layer reads the embeddings' norm.
+            # The norm after a layer is applied before the next one. The first layer reads the embeddings' norm.
             if index and not self._parts.norms_follow:
                 before = self._norm(files, f"layers.{index}.attention_norm")
             layers.append(self._layer(files, index, before))
@@ -79,7 +79,7 @@ class Encoder:
             num_heads=config.num_attention_heads,
         )
         self._products = layers[0]
-        #: The layers behind the pooling, by name; empty for a model that does not classify. Vectors are [d], float32.
+        #: The layers after the pooling, by name; empty for a model that does not classify. Vectors are [d], float32.
         self.head = {name: self._head_weight(files, name) for name in head_shapes(config)}
 
     def _embedding(self, files: WeightParts) -> CpuEmbedding:
@@ -146,7 +146,7 @@ class Encoder:
 
     @property
     def variant(self) -> str:
-        """Name of every kernel and summation order in use; part of the fingerprint."""
+        """Return the names of all kernels and summation orders in use; part of the fingerprint."""
         parts, mlp = self._products, self._products.mlp
         assert isinstance(mlp, DenseParts), mlp
         products = {"qkv": parts.qkv, "o": parts.o, "up": mlp.gate_up, "down": mlp.down}
@@ -157,7 +157,7 @@ class Encoder:
         """Do nothing: no part of this model depends on the length."""
 
     def bytes_per_block(self, block_size: int) -> int:
-        """Return the bytes of KV cache of one block of block_size tokens, which all layers share."""
+        """Return the bytes of KV cache for one block of block_size tokens, which all layers share."""
         return self.operations.bytes_per_block(block_size)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
@@ -174,7 +174,7 @@ class Encoder:
         wholes: Ints | None = None,
         window_tables: AnyInts | None = None,
     ) -> tuple[AttentionPlan, ...]:
-        """Return the attention work of a step, one for each kind of layer; its requests have their whole prompts."""
+        """Return the attention work of a step, one per kind of layer. Its requests have their whole prompts."""
         assert (num_tokens == context_lens).all(), "an encoder's prompt is computed in one step"
         assert wholes is None, "an encoder's tokens see each other anyway"
         assert window_tables is None, "an encoder's cache has no pages"
@@ -184,14 +184,14 @@ class Encoder:
         )
 
     def forward(self, inputs: ModelInputs) -> StepResult:
-        """Run one step: one C call. The last layer is finished for the tokens whose hidden states are asked for."""
+        """Run one step in one C call. The last layer is only finished for the tokens whose hidden states are needed."""
         token_ids, positions, slots, attention, cache, logits_rows, generation, *_ = inputs
         assert isinstance(cache, CpuKVCache), type(cache)
         return self._decoder(token_ids, positions, slots, attention, cache, logits_rows, generation)
 
 
 def head_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the layers behind the pooling of an encoder that classifies, by name."""
+    """Return the shapes of a classifying encoder's layers after the pooling, by name."""
     parts, hidden = config.encoder, config.hidden_size
     if parts is None or parts.head == "none":
         return {}

@@ -20,23 +20,23 @@ class Model(Protocol):
 
     @property
     def sampler(self) -> CpuSampler | None:
-        """The kernel that draws tokens from the logits; None: core/sampling/sampler.py."""
+        """Return the kernel that draws tokens from the logits; None: core/sampling/sampler.py is used."""
 
     @property
     def variant(self) -> str:
-        """Name of the kernels in use; part of the fingerprint."""
+        """Return the names of the kernels in use; part of the fingerprint."""
 
     def settle_length(self, max_model_len: int) -> None:
         """Set the maximum number of tokens of a request.
 
-        It is called before the cache of the steps is allocated. Choices that depend on it are part of the variant.
+        Called before the cache for the steps is allocated. Choices that depend on it are part of the variant.
         """
 
     def wake(self) -> None:
         """Prepare for a call of forward() within tens of microseconds."""
 
     def bytes_per_block(self, block_size: int) -> int:
-        """Return the bytes of KV cache of one block of block_size tokens, all layers together."""
+        """Return the bytes of KV cache for one block of block_size tokens, all layers together."""
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Allocate a KV cache. Errors: MemoryError."""
@@ -51,12 +51,12 @@ class Model(Protocol):
         wholes: Ints | None = None,
         window_tables: AnyInts | None = None,
     ) -> tuple[AttentionWork, ...]:
-        """Return the attention work of one step, for each kind of layer; see kernels.torch.attention.
+        """Return the attention work of one step for each kind of layer; see kernels.torch.attention.
 
-        generation: number of the columns, see ModelInputs.generation. wholes [n, 2] int64: runs of tokens that see all
-        of each other, as those of an image may: index of the first one in the step, ascending, and their number. Only
-        a model that reads features has any. window_tables: the block tables of layers with a window; None: those of
-        the others.
+        generation: number of the columns, see ModelInputs.generation. wholes [n, 2] int64: runs of tokens that all see
+        each other, such as those of an image: index of the first one in the step, ascending, and their number. Only a
+        model that reads features has any. window_tables: block tables of the layers with a window; None: the same as
+        the others'.
         """
 
     def forward(self, inputs: ModelInputs) -> StepResult:

@@ -1,7 +1,6 @@
 """The Llama family (the rows of architectures.py), for batches of tokens packed request after request.
 
-The differences between its members are in the config, and in the operations of the layers
-(core/models/layers/layer.py).
+The differences between models are in the config and in the operations of the layers (core/models/layers/layer.py).
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,7 +33,7 @@ from kernels.memory.states import allocate_states
 
 
 def embedding_scale(config: ModelConfig, dtype: Dtype) -> float:
-    """Return the factor of embeddings; one that follows from the width is rounded to dtype, as models are trained."""
+    """Return the factor of embeddings. One derived from the width is rounded to dtype, as in training."""
     if not config.scale_embeddings:
         return config.embedding_multiplier
     return float(to_floats(rounded(np.array([config.hidden_size**0.5], np.float32), dtype)).item())
@@ -61,11 +60,13 @@ class Llama:
     ) -> None:
         """Pack the weights and build the layers.
 
-        weights: (Hugging Face name, weight) pairs, best in the order of expected_shapes: each is packed as soon as its
-        parts are read, and not kept. library: the C kernels, with their threads started; None = torch's operations.
+        weights: (Hugging Face name, weight) pairs, preferably in the order of expected_shapes: each is packed as soon
+        as its parts are read, and not kept. library: the C kernels, with their threads started; None = torch's
+        operations.
         form: of the matrices in memory. rank: the process's place in a group that computes the model together; None =
-        it is alone. cache_type: of the C kernels' KV cache. operations: replace those that the other arguments select.
-        Errors: ModelFileError naming tensors that are missing.
+        there is no group. cache_type: of the C kernels' KV cache. operations: replace those that the other arguments
+        would select.
+        Errors: ModelFileError naming missing tensors.
         """
         whole, self.config, self._is_alone = config, config, rank is None
         if rank is not None:
@@ -78,13 +79,13 @@ class Llama:
         self.operations = operations
         self.sampler, self.wake = operations.sampler, operations.wake
         self.numerics: Numerics = "L2" if numerics == "L2" and operations.is_exact else "L0"
-        #: Of each kind of layer here, and of those of the whole model, of which this may be a part.
+        #: For each kind of layer here, and in the whole model, of which this may be a part.
         self.windows = self.windows_of_model = windows(config)
-        #: Of split_cache(); 0: layers with and without a window have their blocks in common.
+        #: Set by split_cache(); 0: layers with and without a window share their blocks.
         self.num_blocks_per_page = blocks_per_page(whole) if isinstance(operations, CpuOperations) else 0
         parts = WeightParts(weights) if rank is None else rank.shard.parts(whole, weights)
         self.head: Product | None = None
-        self.classifier: Numbers | None = None  # [labels, hidden] of a classifier of prompts
+        self.classifier: Numbers | None = None  # [labels, hidden]; for a classifier of prompts
         head = self._build_begin(parts)
         indices = range(config.num_hidden_layers)
         self.layers = [build_layer(operations, parts, config, index, dtype) for index in indices]
@@ -94,18 +95,18 @@ class Llama:
         )
 
     def _build_begin(self, parts: WeightParts) -> Product | None:
-        """Build the embedding, and return the head where it has the same weights."""
+        """Build the embedding. Return the head if it has the same weights, otherwise None."""
         table = parts.take_matrix("model.embed_tokens.weight")
         head = self._make_head(table) if self.config.tie_word_embeddings else None
         self.embedding = self.operations.embedding(table, embedding_scale(self.config, self.dtype), head)
         return head
 
     def _build_end(self, parts: WeightParts, head: Product | None) -> None:
-        """Build what follows the layers. head: None = it has weights of its own."""
+        """Build what follows the layers. head: None = it has its own weights."""
         config, operations = self.config, self.operations
         norm, multiplier = take_norm(parts, "model.norm", config), np.float32(config.logits_multiplier)
         self._float_norm = norm.build(operations, config, FLOAT32)
-        # The head's product is linear: its input has the logits' multiplier.
+        # The head's product is linear, so the logits' multiplier is applied to its input.
         scaled = NormNumbers(*(None if numbers is None else numbers * multiplier for numbers in norm))
         self._norm = scaled.build(operations, config, self.dtype)
         if head is None:
@@ -120,7 +121,7 @@ class Llama:
 
     @property
     def variant(self) -> str:
-        """Name of every kernel and summation order in use.
+        """Return the names of all kernels and summation orders in use.
 
         Together with config, weights and dtype it fixes the bits of each logit.
         """
@@ -131,7 +132,7 @@ class Llama:
 
     @property
     def product_variants(self) -> dict[str, str]:
-        """The variants of the products by name: of the first layer's, of the last layer's, and of the head."""
+        """Return the variants of the products by name: those of the first layer, of the last layer, and the head's."""
         attending = next((layer for layer in self.layers if not layer.mixer.is_recurrent), self.layers[0])
         products = {**attending.products, **self.layers[0].products, **self.layers[-1].products}
         if self.head is not None:
@@ -140,33 +141,36 @@ class Llama:
 
     @property
     def library(self) -> CpuLibrary | None:
-        """The C kernels; None: the model runs without them."""
+        """Return the C kernels; None: the model runs without them."""
         return self.operations.library if isinstance(self.operations, CpuOperations) else None
 
     @property
     def reads_features(self) -> bool:
-        """Whether ModelInputs.given may be set: the C decoder reads it, where this process computes the model alone."""
+        """Return whether ModelInputs.given may be set. Only the C decoder reads it, and not in a group of ranks."""
         return self._decoder is not None and self._is_alone
 
     def tap(self, places: Sequence[int]) -> None:
-        """Keep in each step the residual stream as it is after so many layers each, for StepResult.states_of().
+        """In each step, keep the residual stream as it is after these numbers of layers, for StepResult.states_of().
 
-        places: from 1 to the number of layers. It needs the C kernels, and is called before the first step.
+        places: from 1 to the number of layers. It needs the C kernels. Call it before the first step.
         """
         assert self._decoder is not None, "only the C decoder has taps"
         self._decoder.tap(places)
 
     def settle_length(self, max_model_len: int) -> None:
-        """Fix the rotary embeddings that depend on the number of tokens of the longest request."""
+        """Set the rotary embeddings that depend on the number of tokens of the longest request."""
         self._length = max_model_len
         self.operations.settle_length(max_model_len)
 
     def bytes_per_block(self, block_size: int) -> int:
-        """Return the bytes of KV cache of one block of block_size tokens, all layers together."""
+        """Return the bytes of KV cache for one block of block_size tokens, all layers together."""
         return self.operations.bytes_per_block(block_size)
 
     def split_cache(self, num_blocks: int) -> None:
-        """Divide caches, before any is allocated, into pages of num_blocks (core/models/layers/cache_pages.py)."""
+        """Divide caches into pages of num_blocks (core/models/layers/cache_pages.py).
+
+        Call this before any is allocated.
+        """
         assert isinstance(self.operations, CpuOperations), type(self.operations)
         self.operations.split_cache(num_blocks)
 
@@ -175,7 +179,7 @@ class Llama:
         return self.operations.allocate_cache(num_blocks, block_size)
 
     def allocate_states(self, num_rows: int) -> Floats | None:
-        """Allocate the recurrent states of so many rows; None for a model without any. Errors: MemoryError."""
+        """Allocate the recurrent states of num_rows rows; None for a model without any. Errors: MemoryError."""
         return allocate_states(num_rows, self.config.state_size) if self.config.recurrent is not None else None
 
     def attention_metadata(
@@ -188,7 +192,7 @@ class Llama:
         wholes: Ints | None = None,
         window_tables: AnyInts | None = None,
     ) -> tuple[AttentionWork, ...]:
-        """Return the attention work of a step, one for each kind of layer there is; see Model."""
+        """Return the attention work of a step, one per kind of layer in the model; see Model."""
         of_windows = block_tables if window_tables is None else window_tables
         work = {
             window: self.operations.attention_work(
@@ -207,8 +211,8 @@ class Llama:
     def forward(self, inputs: ModelInputs) -> StepResult:
         """Run one step.
 
-        With the C kernels it is one call, which computes the last layer only for the rows with logits. Otherwise it
-        runs operation after operation.
+        With the C kernels it is one call, which computes the last layer only for rows with logits. Otherwise operations
+        run one by one.
         """
         if self._decoder is None:
             return self.result(self.hidden_states(inputs), inputs.logits_rows)
@@ -230,7 +234,7 @@ class Llama:
         )
 
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
-        """Run the layers, operation after operation; return the last layer's output [T, hidden] float32."""
+        """Run the layers operation by operation, and return the last layer's output [T, hidden] float32."""
         step = self.operations.step(inputs.positions, inputs.slots, inputs.attention, inputs.cache, inputs.requests)
         hidden = self.embedding(inputs.token_ids)
         x = self.layers[0].input_norm(hidden)
@@ -249,7 +253,7 @@ class Llama:
         return [adapted_layer(layer, index, self.operations, adapters) for index, layer in enumerate(self.layers)]
 
     def result(self, hidden: Tensor, rows: Ints) -> HiddenResult:
-        """Return the result of a step. hidden: of hidden_states(). rows [S] int64: tokens whose logits are needed."""
+        """Return the result of a step. hidden: from hidden_states(). rows [S] int64: tokens whose logits are needed."""
         operations = self.operations
         return HiddenResult(
             rows,
@@ -259,7 +263,7 @@ class Llama:
         )
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """Return the logits [n, vocab] float32 of these rows [n] of hidden_states(), where the operations compute."""
+        """Return the logits [n, vocab] float32 for these rows [n] of hidden_states(), on the operations' device."""
         assert self.head is not None, "this part of a model has no head"
         logits = self.head(self._norm(self.operations.pick(hidden, rows)))
         return logits if self.config.logits_cap is None else self.operations.capped(logits, self.config.logits_cap)

@@ -12,31 +12,31 @@ from ipc.tables.arrays import Floats, Int32s, Ints
 from kernels.memory.kv_cache import KVCache
 from kernels.recurrence import StateRows
 
-#: The generation of inputs whose arrays are used in one step only.
+#: The generation of inputs whose arrays are only used in one step.
 ONCE = 0
 
 
 class ModelInputs(NamedTuple):
     """One step's T tokens, packed request after request; S of them get logits.
 
-    The columns are NumPy's arrays. The GPU's model runner has them on the device, as tensors.
+    The columns are NumPy arrays. The GPU's model runner has them on the device, as tensors.
     """
 
     token_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
     slots: Tensor  # [T] int64 block * block_size + offset; -1 = do not store
-    attention: tuple[AttentionWork, ...]  # one for each kind of layer
+    attention: tuple[AttentionWork, ...]  # one per kind of layer
     cache: KVCache
-    logits_rows: Tensor  # [S] int64 distinct indices of tokens; may be empty
+    logits_rows: Tensor  # [S] int64 distinct token indices; may be empty
     #: Number of the arrays behind the inputs. Inputs with the previous step's generation have the same arrays, and the
     #: same columns behind the attention work, advanced by one token in each row. A model then keeps its pointers to
     #: them. No two makers of inputs use the same number.
     generation: int = ONCE
     adapters: TokenAdapters | None = None  # None: no token has one
-    #: [.., hidden] float32: the embeddings that token ids below 0 stand for, which are -1 - row. None: there are none.
+    #: [.., hidden] float32: embeddings for token ids below 0, which are -1 - row. None: there are none.
     given: Floats | None = None
     requests: StateRows | None = None  # where the recurrent states are; None: the model has none
-    window_slots: Ints | None = None  # [T] slots in layers with a window; None: those of the others
+    window_slots: Ints | None = None  # [T] slots in layers with a window; None: the same as the others'
 
 
 class StepResult(Protocol):
@@ -47,30 +47,30 @@ class StepResult(Protocol):
 
     @property
     def logits(self) -> Floats:
-        """Logits [S, vocab] float32 of the inputs' logits_rows. The caller may overwrite them."""
+        """Return the logits [S, vocab] float32 of the inputs' logits_rows. The caller may overwrite them."""
 
     @property
     def largest(self) -> Int32s | None:
-        """Index [S] of each row's largest logit, ties by lower index; negative where it is not finite.
+        """Return the index [S] of each row's largest logit, the lower one on a tie; negative if it is not finite.
 
         It refers to the logits as the step wrote them. None: the step did not compute it.
         """
 
     def logits_of(self, rows: Ints) -> Floats:
-        """Compute the logits [n, vocab] float32 of other tokens of the step; the caller owns them.
+        """Compute the logits [n, vocab] float32 of other tokens of the step. The caller owns them.
 
         rows [n] int64: distinct indices of the step's tokens.
         """
 
     def hidden_of(self, rows: Ints) -> Floats:
-        """Compute the hidden states after the final norm [n, hidden] float32; the caller owns them.
+        """Compute the hidden states after the final norm [n, hidden] float32. The caller owns them.
 
         rows [n] int64: distinct indices of the step's tokens.
         """
 
 
 class HiddenResult:
-    """The result of a model that runs operation after operation: it has the last layer's output of all tokens."""
+    """The result of a model that runs operation by operation. It has the last layer's output for all tokens."""
 
     largest = None
 

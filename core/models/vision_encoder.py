@@ -1,7 +1,7 @@
-"""VisionEncoder: rows of embeddings from the pixels of images (SigLIP), on the C kernels.
+"""VisionEncoder: computes embeddings from the pixels of images (SigLIP), on the C kernels.
 
-An image is computed alone and whole, so its rows are a function of its pixels. The layers are the decoder's C call
-(kernels/cpu/c/layers/decoder.h), as encoders of text use it. Patches are the tokens, given by their embeddings.
+Each image is computed alone and whole, so its rows are a function of its pixels only. The layers are the decoder's C
+call (kernels/cpu/c/layers/decoder.h), as for text encoders. Patches are the tokens, given by their embeddings.
 """
 
 from collections.abc import Callable, Iterable
@@ -23,13 +23,13 @@ from kernels.cpu.library import CpuLibrary
 from kernels.cpu.norm import CpuNorm
 from kernels.elements import FLOAT32, Dtype, Numbers, rounded, to_floats
 
-_BLOCK = 16  # tokens of a KV block, of which an image has its own
+_BLOCK = 16  # tokens per KV block; each image has its own blocks
 
 
 class VisionEncoder:
     """The weights and the forward pass of one model's vision encoder; an ImageEncoder (core/features/store.py).
 
-    turns: of the kernels, which steps use too.
+    turns: for the kernels, which steps use too.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class VisionEncoder:
         *,
         library: CpuLibrary,
     ) -> None:
-        """Pack the weights. hidden_size: of the text's model. weights: of vision_shapes(), best in its order."""
+        """Pack the weights. hidden_size: the text model's. weights: as in vision_shapes(), preferably in its order."""
         self.parts, self._dtype, self._library = parts, dtype, library
         self.image_size, self.num_rows, self.sees_whole = parts.image_size, parts.num_rows, parts.sees_whole
         self.turns = Turns()
@@ -121,7 +121,7 @@ class VisionEncoder:
 
     @property
     def variant(self) -> str:
-        """Name of the kernels in use; part of the fingerprint."""
+        """Return the names of the kernels in use; part of the fingerprint."""
         return f"vision={self._patches.variant} {self._operations.variant}"
 
     def _encode(self, pixels: UInt8s) -> Floats:
@@ -141,9 +141,9 @@ class VisionEncoder:
 
 
 def position_ids(side: int) -> Ints:
-    """Return the rows [side * side] of the table of positions that an image's patches have, as Idefics3 finds them.
+    """Return the rows [side * side] of the position table for an image's patches, found as in Idefics3.
 
-    It looks for each patch's fraction of the image among those of the table, in float32.
+    It compares each patch's relative position in the image with those of the table, in float32.
     """
     fractions = np.minimum(np.arange(side, dtype=np.float32) * np.float32(1 / side), np.float32(1.0 - 1e-6))
     bounds = np.arange(1 / side, 1.0, 1 / side).astype(np.float32)
@@ -160,7 +160,7 @@ def _shuffled(hidden: Floats, side: int, factor: int) -> Floats:
 
 
 def _means(hidden: Floats, side: int, factor: int) -> Floats:
-    """Return the means [n / factor**2, width] of factor x factor patches of [n, width], summed in their order."""
+    """Return the means [n / factor**2, width] of factor x factor patches of [n, width], summed in order."""
     few, width = side // factor, hidden.shape[1]
     squares = hidden.reshape(side, side, width)[: few * factor, : few * factor].reshape(few, factor, few, factor, width)
     total = np.zeros((few, few, width), np.float32)
@@ -172,7 +172,7 @@ def _means(hidden: Floats, side: int, factor: int) -> Floats:
 
 
 def _pixel_values(parts: VisionParts) -> Floats:
-    """Return the number [3, 256] float32 of each value of a colour, rounded as transformers rounds it."""
+    """Return the number, float32 [3, 256], for each value of a colour, rounded as in transformers."""
     scaled = (np.arange(256) * parts.rescale_factor).astype(np.float32)
     mean, std = np.array(parts.image_mean, np.float32), np.array(parts.image_std, np.float32)
     values: Floats = (scaled - mean[:, None]) / std[:, None]

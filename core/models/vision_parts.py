@@ -1,52 +1,52 @@
-"""VisionParts: the properties of the part of a model that makes rows of embeddings from pixels. Pure data."""
+"""VisionParts: the properties of the part of a model that computes embeddings from pixels. Pure data."""
 
 from typing import Literal
 
 import msgspec
 
 VisionActivation = Literal["gelu", "gelu_pytorch_tanh"]
-#: How scale_factor x scale_factor patches become one row: side by side (Idefics3), or their mean, normalised (Gemma 3).
+#: How scale_factor x scale_factor patches become one row: concatenated (Idefics3), or their normalised mean (Gemma 3).
 #: A product follows.
 VisionJoin = Literal["shuffle", "mean and norm"]
 
 
 class VisionParts(msgspec.Struct, frozen=True, kw_only=True):
-    """A vision encoder of SigLIP's kind with what joins it to the text's model, under transformers' names."""
+    """A SigLIP vision encoder and what connects it to the text model, with transformers' names."""
 
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    image_size: int  # height and width of an image, pixels
+    image_size: int  # height and width of an image, in pixels
     patch_size: int  # of a patch
     layer_norm_eps: float
     hidden_act: VisionActivation
-    scale_factor: int  # so many patches in each direction become one row
+    scale_factor: int  # this many patches in each direction become one row
     join: VisionJoin
     finds_positions: bool  # see VisionArchitecture
-    sees_whole: bool  # the same
-    image_mean: tuple[float, float, float]  # of each colour, after rescale_factor
+    sees_whole: bool  # see VisionArchitecture
+    image_mean: tuple[float, float, float]  # per colour, after rescale_factor
     image_std: tuple[float, float, float]
     rescale_factor: float
 
     @property
     def patches_per_side(self) -> int:
-        """Patches in a row and in a column of an image."""
+        """Return the number of patches in a row and in a column of an image."""
         return self.image_size // self.patch_size
 
     @property
     def num_rows(self) -> int:
-        """Rows that an image becomes."""
+        """Return the number of rows that an image becomes."""
         return (self.patches_per_side // self.scale_factor) ** 2
 
     @property
     def joined_size(self) -> int:
-        """Numbers of a row before the connector's product, where patches are side by side."""
+        """Return the width of a row before the connector's product, if patches are concatenated."""
         return self.hidden_size * self.scale_factor**2
 
 
 def vision_shapes(parts: VisionParts, hidden_size: int) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every weight by name, in the order of use. hidden_size: of the text's model."""
+    """Return the shape of every weight by name, in the order of use. hidden_size: the text model's."""
     width, inner, patch = parts.hidden_size, parts.intermediate_size, parts.patch_size
     shapes: dict[str, tuple[int, ...]] = {
         "patches.weight": (width, 3, patch, patch),

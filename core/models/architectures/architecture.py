@@ -1,4 +1,4 @@
-"""Architecture: the properties of a model that neither config.json nor a GGUF file states, as data."""
+"""Architecture: a model's properties that neither config.json nor a GGUF file states, as data."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -8,31 +8,31 @@ import msgspec
 from core.models.config import Activation, Residual
 from kernels.recurrence import RecurrenceKind
 
-#: llama.cpp's numbers of functions that make weights of a router's numbers: of all, sigmoids, of the chosen ones.
+#: llama.cpp's numbers for how router outputs become weights: softmax over all, sigmoid, softmax over the chosen ones.
 SOFTMAX, SIGMOID, SOFTMAX_OF_CHOSEN = 1, 2, 3
 
 
 class ExpertRow(msgspec.Struct, frozen=True, kw_only=True):
     """The routed MLPs of one architecture."""
 
-    size_key: str = "moe_intermediate_size"  # the setting of an expert's size
-    normalises: bool | None = None  # the weights of a token's experts sum to 1; None: if norm_topk_prob is true
-    gguf_normalises: bool = True  # for llama.cpp, which has no key for it
-    gguf: str | None = None  # general.architecture that another row has; this one if the file has experts
-    #: llama.cpp's numbers of functions that make weights of the router's numbers; the first one, if none is named.
+    size_key: str = "moe_intermediate_size"  # the setting for the size of an expert
+    normalises: bool | None = None  # the weights of a token's experts sum to 1; None: only if norm_topk_prob is true
+    gguf_normalises: bool = True  # the same for GGUF files, which have no key for it
+    gguf: str | None = None  # general.architecture that another row also has; this row applies if the file has experts
+    #: llama.cpp's numbers for how router outputs become weights; the first one is the default.
     gguf_gating: tuple[int, ...] = (SOFTMAX,)
     has_biases: bool = False
-    shared_size_key: str | None = None  # the setting of the size of an expert that all tokens have
-    shared_count_key: str | None = None  # or of the number of experts that it is as large as
+    shared_size_key: str | None = None  # the setting for the size of the shared expert
+    shared_count_key: str | None = None  # or the setting for its size as a number of experts
     has_shared_gate: bool = False
     is_sigmoid: bool = False  # experts' scores are sigmoids
-    has_correction: bool = False  # numbers that are added to scores choose experts
-    added_to_sum: float = 0.0  # of weights that sum to 1 then, but for this
+    has_correction: bool = False  # experts are chosen by scores plus stored corrections
+    added_to_sum: float = 0.0  # added to the sum that the weights are divided by
     scales: bool = False  # the setting routed_scaling_factor exists
-    groups: Literal["none", "group_limited_greedy", "always"] = "none"  # by n_group; with this topk_method, or always
+    groups: Literal["none", "group_limited_greedy", "always"] = "none"  # by n_group: with this topk_method, or always
     best_of_group: int = 1
     #: Safetensors have the matrices of all experts as [experts, in, out], or in MXFP4 as blocks and scales
-    #: (core/model_files/tensors/stacked_experts.py); rows of gate and up take turns.
+    #: (core/model_files/tensors/stacked_experts.py); rows of gate and up alternate.
     is_turned: bool = False
 
 
@@ -41,28 +41,29 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str  # in config.json's architectures
     model_type: str  # config.json's model_type
-    base_name: str  # in architectures, of a checkpoint without a head
-    gguf: str | None  # general.architecture; None: llama.cpp uses another architecture's name for it
-    gguf_with_images: tuple[str, ...] = ()  # general.architecture of models with images whose text's model this is
-    #: Default values in transformers' config class of settings that config.json may lack.
+    base_name: str  # in config.json's architectures, for a checkpoint without a head
+    gguf: str | None  # general.architecture; None: llama.cpp uses another architecture's name
+    # general.architecture of models with images that use this row for their text
+    gguf_with_images: tuple[str, ...] = ()
+    #: Defaults from transformers' config class for settings that config.json may lack.
     defaults: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    #: Settings that have other values in related models, which are refused -> the only value.
+    #: Settings for which only one value is supported; related models with other values are refused.
     only: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    size_key: str = "intermediate_size"  # the setting of the MLP's size
-    activation_key: str | None = "hidden_act"  # None: all have `activation`, whatever their files name
+    size_key: str = "intermediate_size"  # the setting for the size of the MLP
+    activation_key: str | None = "hidden_act"  # None: `activation` always applies, whatever the files name
     activation: Activation = "silu"  # if a file does not name one
-    #: The biases of attention. "qkv": on Q, K and V. "as configured": on Q, K, V and the output, if the setting
-    #: attention_bias is true.
+    #: Which products of attention have biases. "qkv": Q, K and V. "as configured": Q, K, V and the output, if the
+    #: setting attention_bias is true.
     attention_bias: Literal["none", "qkv", "as configured"] = "none"
     attention_bias_key: str = "attention_bias"
     mlp_bias_key: str | None = None  # the setting that gives dense MLPs biases; None: they have none
     head_bias: bool = False
     is_gated: bool = True  # MLPs have gates
     residual: Residual = "in turn"
-    residual_key: str | None = None  # the setting without which residuals are in turn; None: there is none
-    #: The layers with a sliding window, if there is a window: those that layer_types names. Without layer_types: the
-    #: layers from max_window_layers on, all but the last of every sliding_window_pattern layers, with
-    #: use_sliding_window none, or all.
+    residual_key: str | None = None  # the setting for parallel residuals; None: residuals are sequential
+    #: Which layers have a sliding window, if there is one: those that layer_types names. Without layer_types: the
+    #: layers from max_window_layers on; all but the last of every sliding_window_pattern layers; none, unless
+    #: use_sliding_window is true; or all.
     sliding: Literal[
         "none",
         "all",
@@ -72,7 +73,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
         "by layer_types, else all",
     ] = "none"
     qk_norm: bool = False
-    qk_norm_key: str | None = None  # the setting that says whether there is qk_norm; a GGUF file has its tensors or not
+    qk_norm_key: str | None = None  # the setting for qk_norm; in a GGUF file its tensors show it
     qk_norm_of_rows: bool = False
     qk_norm_by_head: bool = False
     qk_norm_after: bool = False
@@ -83,46 +84,49 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     norm_offset: float = 0.0  # added to norms as Hugging Face stores them; llama.cpp stores the sum
     scale_embeddings: bool = False
     query_pre_attn_scalar: bool = False  # the setting exists
-    #: Number of layers of the model whose GGUF file means another number than the head dimension by the setting above;
-    #: llama.cpp recognizes it by this number, too.
+    #: Number of layers of the one model for which llama.cpp uses another value than the head dimension in
+    #: query_pre_attn_scalar. llama.cpp also recognises it by this number.
     gguf_scalar_layers: int | None = None
     rope_theta: float = 10_000.0  # if a file does not state it
     sliding_rope_theta: float | None = None  # of sliding layers, if a file does not state it; None: they use rope_theta
     own_sliding_rope: bool = False  # the sliding layers' embedding is never scaled; rope_parameters has two groups
-    #: The layers without rotary embedding: those with 0 in no_rope_layers, or every no_rope_layer_interval-th one; or
-    #: the layers without a window, if others have one; or all, unless position_embedding_type is rope.
+    #: Which layers have no rotary embedding: those with 0 in no_rope_layers, or every no_rope_layer_interval-th one;
+    #: those without a window, if others have one; or all, unless position_embedding_type is rope.
     unrotated: Literal["none", "no_rope_layers", "full beside sliding", "by position_embedding_type"] = "none"
     partial_rotary: bool = False  # the setting partial_rotary_factor exists; GGUF: rope.dimension_count may be less
     query_growth: bool = False  # the setting llama_4_scaling_beta exists; GGUF: attention.temperature_scale
     longrope: bool = False  # the scaling exists
     ntk_alpha: bool = (
-        False  # the setting alpha of a "dynamic" scaling exists: a fixed factor of theta; GGUF: of freq_base
+        False  # the setting alpha of a "dynamic" scaling exists: a fixed factor of theta (GGUF: of freq_base)
     )
-    interleaves_heads: bool = False  # the rows of q and k have pairs of rotated numbers as neighbours, in every file
-    gguf_yarn_truncates: bool = True  # whether the ends of YaRN's transition are whole dimensions; no key says so
-    gguf_interleaves_heads: bool = False  # llama.cpp's converter reorders the rows of q and k so
+    # in every file, the rows of q and k have the two numbers of each rotated pair next to each other
+    interleaves_heads: bool = False
+    gguf_yarn_truncates: bool = True  # whether YaRN's transition starts and ends at whole dimensions; no key says so
+    gguf_interleaves_heads: bool = False  # llama.cpp's converter reorders the rows of q and k in that way
     may_see_all: bool = False  # the setting use_bidirectional_attention exists
     attention_sinks: bool = False
     soft_caps: bool = False  # the settings attn_logit_softcapping and final_logit_softcapping exist
-    multipliers: Literal["none", "granite", "minicpm", "cohere"] = "none"  # whose names the settings have
-    experts: ExpertRow | None = None  # of architectures with routed MLPs
-    recurrent: RecurrenceKind | None = None  # what layers without attention have
+    multipliers: Literal["none", "granite", "minicpm", "cohere"] = "none"  # which family's setting names are used
+    experts: ExpertRow | None = None  # for architectures with routed MLPs
+    recurrent: RecurrenceKind | None = None  # what layers without attention have instead
     delta_inputs: tuple[str, ...] = ("qkv_proj", "z_proj", "b_proj", "a_proj")  # see RecurrentParts.inputs
     gguf_delta_inputs: tuple[str, ...] = ("qkv_proj", "z_proj", "b_proj", "a_proj")
-    gguf_heads_take_turns: bool = False  # llama.cpp's converter reorders the heads of values: see RecurrenceSizes
-    output_gate: bool = False  # the rows of q have each head's queries, then its gates of attention's output
-    settings: Mapping[str, str] = msgspec.field(default_factory=dict)  # the name of a setting -> what others call it
-    adjusts_size: bool = False  # the MLP's real size follows from intermediate_size, as block_auto_adjust_ff_dim says
+    gguf_heads_take_turns: bool = False  # llama.cpp's converter reorders the value heads: see RecurrenceSizes
+    output_gate: bool = False  # the rows of q have each head's queries, then its gates for attention's output
+    # standard name of a setting -> this architecture's name
+    settings: Mapping[str, str] = msgspec.field(default_factory=dict)
+    # the MLP's real size is derived from intermediate_size, as block_auto_adjust_ff_dim says
+    adjusts_size: bool = False
     fused_qkv: bool = False
-    qkv_by_kv_heads: bool = False  # with fused_qkv, safetensors have each KV head's queries, its K and its V together
+    qkv_by_kv_heads: bool = False  # with fused_qkv, safetensors have each KV head's queries, K and V together
     fused_gate_up: bool = False
-    mtp: str = ""  # prefix of the weights of layers that guess further tokens; speculation alone reads them
+    mtp: str = ""  # name prefix of the weights of multi-token prediction layers; only speculation reads them
     further_layers: bool = (
-        False  # files may have layers past the last one, that guess further tokens; they are not read
+        False  # files may have multi-token prediction layers after the last layer; they are not read
     )
     latent: bool = False  # attention is latent: the settings kv_lora_rank and others exist
-    layers_name: str = "model.layers"  # of tensors in safetensors, before a layer's number
-    #: Our name of a layer's tensor, without weight or bias, -> the name in safetensors; and in GGUF files. The number
-    #: of an expert is a * in both; a name that ends with it is of one tensor for all experts.
+    layers_name: str = "model.layers"  # prefix of tensor names in safetensors, before a layer's number
+    #: Our name of a layer's tensor, without weight or bias -> the name in safetensors, and in GGUF files. A * in both
+    #: stands for the expert's number; a name that ends with * is one tensor for all experts.
     names: Mapping[str, str] = msgspec.field(default_factory=dict)
     gguf_names: Mapping[str, str] = msgspec.field(default_factory=dict)

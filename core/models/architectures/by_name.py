@@ -1,4 +1,4 @@
-"""The in-tree architectures by name. Code that reads files uses an architecture's row and never compares names."""
+"""The in-tree architectures by name. Code that reads files uses an architecture's row, and never compares names."""
 
 from typing import Literal
 
@@ -10,17 +10,17 @@ __all__ = ["ARCHITECTURES", "FORMS", "GGUF_ARCHITECTURES", "GGUF_ROUTED", "Archi
 ARCHITECTURES: dict[str, Architecture] = {row.name: row for row in ROWS}
 GGUF_ARCHITECTURES: dict[str, Architecture] = {row.gguf: row for row in ROWS if row.gguf is not None}
 GGUF_ARCHITECTURES |= {name: row for row in ROWS for name in row.gguf_with_images}
-#: By general.architecture of a file with experts, where another row has the name.
+#: By general.architecture, for files with experts whose name belongs to another row.
 GGUF_ROUTED: dict[str, Architecture] = {
     row.experts.gguf: row for row in ROWS if row.experts is not None and row.experts.gguf is not None
 }
 
-#: What a checkpoint has on top of its layers: a language model's head, nothing, or a classifier of prompts.
+#: What follows a checkpoint's layers: a language model's head, nothing, or a classifier of prompts.
 Form = Literal["causal", "base", "classifier"]
 
 
 def _forms(row: Architecture) -> dict[str, tuple[Architecture, Form]]:
-    """Return the names in config.json's architectures of checkpoints with this row's layers."""
+    """Return the names in config.json's architectures for checkpoints with this row's layers."""
     stem = row.base_name.removesuffix("Model")
     return {
         row.name: (row, "causal"),
@@ -29,5 +29,5 @@ def _forms(row: Architecture) -> dict[str, tuple[Architecture, Form]]:
     }
 
 
-#: By each name in config.json's architectures that runs here.
+#: By each supported name in config.json's architectures.
 FORMS: dict[str, tuple[Architecture, Form]] = {name: form for row in ROWS for name, form in _forms(row).items()}

@@ -1,4 +1,4 @@
-"""The encoders' architectures, as data: their names, and the names of their weights in files."""
+"""The encoders' architectures as data: their names, and the names of their weights in files."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -7,30 +7,31 @@ import msgspec
 
 from core.models.config import ClassifierHead
 
-#: What a checkpoint has on top of its layers: nothing, a classifier of prompts, or a head for masked words, which is
-#: left out.
+#: What follows a checkpoint's layers: nothing, a classifier of prompts, or a masked language model's head, which is
+#: ignored.
 EncoderForm = Literal["base", "classifier", "masked"]
 
 
 class EncoderArchitecture(msgspec.Struct, frozen=True, kw_only=True):
     """One architecture. Settings have their names in config.json."""
 
-    stem: str  # of the names in config.json's architectures
+    stem: str  # common part of the names in config.json's architectures
     model_type: str
-    prefix: str  # of weights' names in checkpoints that have something on top of their layers
-    weights: Mapping[str, str]  # our stem of a weight's name -> the file's; {} = the index of the layer
-    head_weights: Mapping[str, str]  # the same, behind the pooling of classifiers
+    prefix: str  # prefix of weight names in checkpoints that have something after their layers
+    weights: Mapping[str, str]  # our stem of a weight's name -> the file's; {} = the layer's index
+    head_weights: Mapping[str, str]  # the same for the layers after a classifier's pooling
     head: ClassifierHead
-    is_modern: bool = False  # ModernBERT: rotary embedding, norms first, gates, sliding layers, no biases
-    is_rotary: bool = False  # rotary embedding, gates and no biases of products, else as BERT
-    pads_positions: bool = False  # positions begin behind the padding token's number
-    #: Default values in transformers' config class of settings that config.json may lack.
+    is_modern: bool = False  # ModernBERT: rotary embedding, pre-norms, gates, sliding layers, no biases
+    is_rotary: bool = False  # rotary embedding, gates and no biases in products; otherwise like BERT
+    pads_positions: bool = False  # positions start after the padding token's number
+    #: Defaults from transformers' config class for settings that config.json may lack.
     defaults: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    #: Settings that have other values in related models, which are refused -> the only value.
+    #: Settings for which only one value is supported; related models with other values are refused.
     only: Mapping[str, Any] = msgspec.field(default_factory=dict)
-    settings: Mapping[str, str] = msgspec.field(default_factory=dict)  # other names of settings -> those that we read
-    gguf: str | None = None  # general.architecture in GGUF files; None: they do not run
-    gguf_weights: Mapping[str, str] = msgspec.field(default_factory=dict)  # as `weights`
+    # other names of settings -> the names that we read
+    settings: Mapping[str, str] = msgspec.field(default_factory=dict)
+    gguf: str | None = None  # general.architecture in GGUF files; None: not supported
+    gguf_weights: Mapping[str, str] = msgspec.field(default_factory=dict)  # like `weights`
 
 
 _BERT_GGUF_WEIGHTS = {
@@ -99,7 +100,7 @@ _NOMIC_DEFAULTS = {
     "type_vocab_size": 2,
     "rope_theta": 1000.0,
 }
-#: Settings of the published files, whose code is their own, with the values that this architecture has.
+#: Settings in the published files, which come with their own code, and the only supported values.
 _NOMIC_ONLY = {
     **dict.fromkeys(("prenorm", "parallel_block", "use_rms_norm", "rotary_emb_interleaved"), False),
     **dict.fromkeys(("qkv_proj_bias", "mlp_fc1_bias", "mlp_fc2_bias"), False),
@@ -191,7 +192,7 @@ _SUFFIXES: dict[str, EncoderForm] = {
     "ForMaskedLM": "masked",
     "ForSequenceClassification": "classifier",
 }
-#: By each name in config.json's architectures that runs here.
+#: By each supported name in config.json's architectures.
 ENCODER_FORMS: dict[str, tuple[EncoderArchitecture, EncoderForm]] = {
     f"{row.stem}{suffix}": (row, form) for row in ENCODERS for suffix, form in _SUFFIXES.items()
 }

@@ -48,7 +48,7 @@ LATENT_ROWS = (
         ),
         names={**DEEPSEEK_NAMES, **_NAMES},
     ),
-    Architecture(  # llama.cpp has one name for all of DeepSeek V2 and V3, and for GLM 4.7 Flash
+    Architecture(  # llama.cpp has one name for all of DeepSeek V2 and V3, and GLM 4.7 Flash
         name="DeepseekV3ForCausalLM",
         base_name="DeepseekV3Model",
         model_type="deepseek_v3",

@@ -4,10 +4,10 @@ import msgspec
 
 from core.models.architectures.architecture import SOFTMAX_OF_CHOSEN, Architecture, ExpertRow
 
-#: Defaults of the windows of all Qwen models.
+#: Window defaults of all Qwen models.
 QWEN_WINDOW = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28}
 
-#: GGUF's names of routed MLPs.
+#: GGUF's names for routed MLPs.
 GGUF_EXPERTS = {
     "mlp.router": "ffn_gate_inp",
     "mlp.experts.*.gate_proj": "ffn_gate_exps.*",
@@ -20,7 +20,7 @@ GGUF_EXPERTS = {
     "mlp.router_correction": "exp_probs_b",
 }
 
-#: Names in safetensors of mixtures as DeepSeek's.
+#: Names in safetensors used by mixtures like DeepSeek's.
 DEEPSEEK_NAMES = {
     "mlp.router": "mlp.gate",
     "mlp.router_correction": "mlp.gate.e_score_correction",
@@ -156,7 +156,7 @@ ROUTED_ROWS = (
         model_type="granitemoeshared",
         gguf=None,
     ),
-    Architecture(  # GGUF files of those without recurrent layers are granite's and granitemoe's
+    Architecture(  # llama.cpp names those without recurrent layers granite and granitemoe
         name="GraniteMoeHybridForCausalLM",
         base_name="GraniteMoeHybridModel",
         model_type="granitemoehybrid",

@@ -3,7 +3,7 @@
 from core.models.architectures.architecture import SIGMOID, Architecture, ExpertRow
 from core.models.architectures.routed_rows import DEEPSEEK_NAMES, GGUF_EXPERTS
 
-#: Experts with scores that are sigmoids, chosen by corrected scores within groups (DeepSeek V3).
+#: Experts with sigmoid scores, chosen by corrected scores within groups (DeepSeek V3).
 SIGMOID_EXPERTS = ExpertRow(
     gguf_gating=(SIGMOID,),
     shared_count_key="n_shared_experts",

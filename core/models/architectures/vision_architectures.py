@@ -1,4 +1,4 @@
-"""The architectures with images, as data: their text's model, and how a vision encoder's rows join its tokens."""
+"""The architectures with images as data: the model for their text, and how image embeddings join its tokens."""
 
 import re
 
@@ -8,15 +8,15 @@ from core.models.vision_parts import VisionJoin
 
 
 class VisionArchitecture(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of models with images; the vision encoder is SigLIP's in all."""
+    """One kind of model with images. All use SigLIP's vision encoder."""
 
     names: tuple[str, ...]  # in config.json's architectures
-    gguf: str  # llama.cpp's name of the projector
-    text_architecture: str  # of the text's model, a name of core.models.architectures.by_name
+    gguf: str  # llama.cpp's name for the projector
+    text_architecture: str  # of the model for text, a name of core.models.architectures.by_name
     text_type: str  # model_type of text_config
     join: VisionJoin
-    sees_whole: bool = False  # an image's tokens see each other
-    finds_positions: bool = False  # a patch's position is looked up by its place as a fraction, as Idefics3 does
+    sees_whole: bool = False  # tokens of an image see each other
+    finds_positions: bool = False  # a patch's position is found from its relative position in the image, as in Idefics3
 
 
 VISION_ROWS = (
@@ -37,14 +37,14 @@ VISION_ROWS = (
         sees_whole=True,
     ),
 )
-#: By the name in config.json's architectures.
+#: By name in config.json's architectures.
 VISION_ARCHITECTURES = {name: row for row in VISION_ROWS for name in row.names}
-#: By llama.cpp's name of the projector.
+#: By llama.cpp's name for the projector.
 GGUF_VISION = {row.gguf: row for row in VISION_ROWS}
 
 _VISION = "vision."
-#: Beginnings of names in safetensors, as transformers 4 and 5 write them -> ours; names of vision encoders get _VISION
-#: before those of vision_shapes().
+#: Name prefixes in safetensors as written by transformers 4 and 5 -> ours. Weights of vision encoders get _VISION
+#: before the name in vision_shapes().
 _RENAMED = tuple(
     (re.compile(theirs), ours)
     for theirs, ours in (
@@ -70,12 +70,12 @@ _PARTS = (
     (".mlp.fc1.", ".up."),
     (".mlp.fc2.", ".down."),
 )
-#: Weights of SigLIP's own pooling, which no text's model reads.
+#: Weights of SigLIP's own pooling, which no supported model reads.
 _UNUSED = f"{_VISION}head."
 
 
 def vision_name(name: str) -> str | None:
-    """Return the name of vision_shapes() of a weight by its name in safetensors; None for one of the text's model."""
+    """Return the name in vision_shapes() for a weight's name in safetensors, or None for the text model's weights."""
     ours = _our_name(name)
     if not ours.startswith(_VISION):
         return None
@@ -86,13 +86,13 @@ def vision_name(name: str) -> str | None:
 
 
 def text_name(name: str) -> str | None:
-    """Return our name of a weight of the text's model by its name in safetensors; None for one of a vision encoder."""
+    """Return our name for a text model's weight by its safetensors name, or None for the vision encoder's weights."""
     ours = _our_name(name)
     return None if ours.startswith(_VISION) else ours
 
 
 def is_unused(name: str) -> bool:
-    """Return whether nothing reads the weight of this name in safetensors, or only the text's model."""
+    """Return whether the weight of this name in safetensors is not read, or only by the model for text."""
     ours = _our_name(name)
     return not ours.startswith(_VISION) or ours.startswith(_UNUSED)
 

@@ -1,4 +1,4 @@
-"""Adapted products: the matrices of a model that adapters (LoRA) may change, and layers that compute with adapters."""
+"""Adapted products: the matrices of a model that adapters (LoRA) may change, and layers that apply adapters."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ _PRODUCTS = {
 }
 
 
-#: The products that all layers have. Experts take no adapters: the MLP's products of their layers are empty.
+#: The products that all layers have. Experts do not support adapters, so the MLP products of their layers are empty.
 _ATTENTION = ("qkv", "o")
 
 
@@ -38,7 +38,7 @@ class AdaptedMatrices:
         peft_layers: Mapping[str, FileMatrix] | None = None,
         gguf_layers: Mapping[str, FileMatrix] | None = None,
     ) -> None:
-        """peft_layers, gguf_layers: the same matrices in these files; None = no file is read."""
+        """peft_layers, gguf_layers: the same matrices in these file formats; None = no file is read."""
         self.peft_layers, self.gguf_layers = peft_layers or {}, gguf_layers or {}
         self._operations, self._num_layers = operations, config.num_hidden_layers
         hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
@@ -63,7 +63,7 @@ class AdaptedMatrices:
         }
 
     def pack(self, weights: AdapterWeights) -> Any:
-        """Return the adapter as the model's operations compute with it. Its matrices have the names of `shapes`."""
+        """Return the adapter in the form that the model's operations use. Its matrices have the names of `shapes`."""
         products = [
             [weights.matrices.get(f"model.layers.{index}.{name}") for name in names]
             for index in range(self._num_layers)
@@ -90,7 +90,7 @@ class _AdaptedProduct:
 
 
 def adapted_layer(layer: Layer, index: int, operations: AdaptingOperations, adapters: TokenAdapters) -> Layer:
-    """Return the layer with this index, with products for a step with these adapters."""
+    """Return the layer with this index, with products for a step that uses these adapters."""
     own = {
         name: _AdaptedProduct(layer.products[name], operations, adapters, index * len(_PRODUCTS) + number)
         for number, name in enumerate(_PRODUCTS)
@@ -103,6 +103,6 @@ def adapted_layer(layer: Layer, index: int, operations: AdaptingOperations, adap
 
 
 def takes_adapters(layers: list[Layer]) -> bool:
-    """Return whether all layers have the products that adapters know, or experts in place of the MLP's."""
+    """Return whether all layers have the products that adapters support, or experts instead of the MLP's."""
     known = ([*_PRODUCTS], [*_ATTENTION, "experts"])
     return all(list(layer.products) in known and not layer.mixer.is_recurrent for layer in layers)

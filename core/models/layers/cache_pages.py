@@ -1,9 +1,9 @@
 """CachePages: how layers with a window and layers that see all tokens share the arrays of a KV cache.
 
-A block has room for block_size tokens of all layers that see everything. A page is a run of a few blocks. It belongs to
-so many blocks of these layers, or to block_size tokens of the layers with a window: these layers then use the page's
-blocks one after the other, and their tables have the number of its first block. So tables, slots and kernels are those
-of any cache; only a layer's array begins some blocks later.
+A block holds block_size tokens for all layers that see everything. A page is a run of a few blocks. It is used either
+as that many blocks of these layers, or for block_size tokens of the layers with a window. These layers then use one
+block of the page each, and their tables contain the number of its first block. So tables, slots and kernels are the
+same as for any cache; only a layer's array starts some blocks later.
 """
 
 from typing import NamedTuple
@@ -16,17 +16,17 @@ from ipc.tables.rounding import ceil_div
 class CachePages(NamedTuple):
     """The arrays of a cache of pages."""
 
-    num_blocks: int  # of a page
+    num_blocks: int  # per page
     num_arrays: int
-    #: Of each layer: its array, and how many blocks behind the number in its table its own block is.
+    #: For each layer: its array, and the offset in blocks from the number in its table to its own block.
     places: tuple[tuple[int, int], ...]
 
 
 def blocks_per_page(config: ModelConfig) -> int:
-    """Return how many blocks a page of this model has; 0: its layers have their blocks in common.
+    """Return how many blocks a page of this model has; 0: all its layers share their blocks.
 
-    That is so where all layers see the same tokens, and where those with a window are the fewer ones. Then most of a
-    page would be empty.
+    That is the case if all layers see the same tokens, or if fewer than half have a window, because then most of a page
+    would be empty.
     """
     num_windowed = sum(_windowed(config))
     num_others = config.num_caches - num_windowed
@@ -35,7 +35,7 @@ def blocks_per_page(config: ModelConfig) -> int:
 
 
 def cache_pages(config: ModelConfig, num_blocks: int) -> CachePages:
-    """Return the arrays of these layers, which may be a part of the model. num_blocks: of a page of the whole model."""
+    """Return the arrays for these layers, which may be part of the model. num_blocks: per page of the whole model."""
     windowed = _windowed(config)
     count = sum(windowed)
     num_arrays = max(len(windowed) - count, ceil_div(count, num_blocks))

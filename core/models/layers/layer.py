@@ -1,4 +1,4 @@
-"""Layer: one decoder layer, built once from config and weights. Operations that it does not have are `unchanged`."""
+"""Layer: one decoder layer, built once from config and weights. Operations that it lacks are `unchanged`."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,12 +24,12 @@ class Layer:
     hidden += attention_out(mixer(input_norm(hidden)))
     hidden += mlp_out(mlp(mlp_norm(hidden)))
 
-    With an mlp_norm that precedes, it reads hidden as it was before the first addition.
+    With an mlp_norm that precedes, the MLP reads hidden as it was before the first addition.
     """
 
     kind: int  # see layer_kinds.py
     input_norm: Norm
-    mixer: Mixer  # attention, or what is in place of it
+    mixer: Mixer  # attention, or what replaces it
     attention_out: Operation
     mlp_norm: Norm
     mlp: Mlp
@@ -37,30 +37,33 @@ class Layer:
 
     @property
     def products(self) -> dict[str, Any]:
-        """The layer's products by name; all experts are one, and so are those within latent attention."""
+        """Return the layer's products by name.
+
+        All experts are one product, and so are those within latent attention.
+        """
         return {**self.mixer.products, **self.mlp.products}
 
 
 class NormNumbers(NamedTuple):
-    """The numbers of a norm, with its offset; no weight = a norm that only rounds."""
+    """The parameters of a norm, including its offset; no weight = a norm that only rounds."""
 
     weight: Floats | None
     bias: Floats | None = None
 
     def build(self, operations: Operations, config: ModelConfig, dtype: Dtype, *, precedes: bool = False) -> Norm:
-        """Return the norm; results are of dtype. precedes: see Norm.after()."""
+        """Return the norm. Its results have this dtype. precedes: see Norm.after()."""
         eps, is_centred = config.rms_norm_eps, config.centred_norms
         return operations.norm(self.weight, eps, dtype, bias=self.bias, is_centred=is_centred, precedes=precedes)
 
 
 def take_norm(parts: WeightParts, name: str, config: ModelConfig) -> NormNumbers:
-    """Return the numbers of the norm with this name. Errors: ModelFileError if a tensor is missing."""
+    """Return the parameters of the norm with this name. Errors: ModelFileError if a tensor is missing."""
     weight = parts.take(f"{name}.weight") + np.float32(config.norm_offset)
     return NormNumbers(weight, parts.take(f"{name}.bias") if config.norm_bias else None)
 
 
 def build_norm(operations: Operations, parts: WeightParts, name: str, config: ModelConfig, dtype: Dtype) -> Norm:
-    """Build the norm with this name; results are of dtype. Errors: ModelFileError if a tensor is missing."""
+    """Build the norm with this name. Its results have this dtype. Errors: ModelFileError if a tensor is missing."""
     return take_norm(parts, name, config).build(operations, config, dtype)
 
 
@@ -71,7 +74,7 @@ def build_layer(
     index: int,
     dtype: Dtype,
 ) -> Layer:
-    """Build the layer with this index from its weights. Errors: ModelFileError naming tensors that are missing."""
+    """Build the layer with this index from its weights. Errors: ModelFileError naming missing tensors."""
     prefix = f"model.layers.{index}."
 
     def before(name: str) -> NormNumbers:
@@ -80,7 +83,7 @@ def build_layer(
     def after(name: str) -> Operation:
         return build_norm(operations, parts, f"{prefix}{name}", config, FLOAT32) if config.post_norms else unchanged
 
-    # In the order of the weights' iterator, so that each is packed before the next is read.
+    # In the order of the weights' iterator, so that each one is packed before the next is read.
     input_norm = before("input_layernorm")
     mixer = build_mixer(operations, parts, config, index, dtype)
     mlp = build_mlp(operations, parts, config, index)

@@ -1,6 +1,6 @@
 """The kinds of layers of a model: what a step needs once for all layers of a kind.
 
-A kind's number is an index into the data that a step has once for each kind: windows, attention work, rotary tables.
+A kind's number is an index into the data that a step has once per kind: windows, attention work, rotary tables.
 """
 
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from core.models.config import ModelConfig
 
 
 class LayerKind(NamedTuple):
-    """What the attention of a layer sees, and whether it knows positions."""
+    """What a layer's attention sees, and whether it uses positions."""
 
     window: int | None  # tokens; None = all earlier ones
     is_rotated: bool
@@ -26,13 +26,13 @@ def layers(config: ModelConfig) -> tuple[LayerKind, ...]:
 
 
 def kinds(config: ModelConfig) -> tuple[LayerKind, ...]:
-    """Return the kinds of layers with attention that the model has, those without a window first."""
+    """Return the model's kinds of layers with attention, those without a window first."""
     having = {kind for layer, kind in enumerate(layers(config)) if layer not in config.recurrent_layers}
     return tuple(sorted(having, key=lambda kind: (kind.window is not None, not kind.is_rotated)))
 
 
 def windows(config: ModelConfig) -> tuple[int | None, ...]:
-    """Return the window of each kind of layer that the model has, in tokens; None = all earlier tokens."""
+    """Return the window of each kind of layer of the model, in tokens; None = all earlier tokens."""
     return tuple(kind.window for kind in kinds(config))
 
 

@@ -1,4 +1,4 @@
-"""The first half of layers, in which a token learns of those before it: by attention, or by a recurrent state."""
+"""The first half of layers, which mixes information from earlier tokens: attention or a recurrent state."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,13 +20,13 @@ from kernels.recurrence import RecurrenceParts
 
 @dataclass(frozen=True)
 class OutputGate:
-    """The gate of attention's output: each number is multiplied by the sigmoid of one of the product."""
+    """The gate of attention's output: each number is multiplied by the sigmoid of one output of the product."""
 
     product: Product
     open_gates: Callable[[Tensor, Tensor], Tensor]  # (attention's output, the product's result) -> gated output
 
     def __call__(self, mixed: Tensor, x: Tensor) -> Tensor:
-        """Return attention's output `mixed` [T, H * D] with the gates of its input x applied."""
+        """Return attention's output `mixed` [T, H * D], multiplied by the gates computed from attention's input x."""
         return self.open_gates(mixed, self.product(x))
 
 
@@ -35,22 +35,22 @@ class Mixer:
     """o(output_gate(mix(qkv(x)), x))."""
 
     qkv: Product
-    mix: Callable[[Tensor, Any, int], Tensor]  # (result of qkv, step, place): attends, or renews a recurrent state
+    mix: Callable[[Tensor, Any, int], Tensor]  # (result of qkv, step, place): attends, or updates a recurrent state
     o: Product
-    place: int  # of the layer's K and V among the caches, or of its recurrent state in a request's states
+    place: int  # index of the layer's K and V among the caches, or of its state in a request's states
     output_gate: OutputGate | None = None
-    latent: LatentAttention | None = None  # the same as `mix`; None = K and V are cached
+    latent: LatentAttention | None = None  # the same object as `mix`; None = K and V are cached
     is_recurrent: bool = False
 
     @property
     def products(self) -> dict[str, Any]:
-        """The products by name; those within latent attention are one."""
+        """Return the products by name. Those within latent attention are one product."""
         inner: dict[str, Any] = {} if self.output_gate is None else {"gate": self.output_gate.product}
         inner |= {} if self.latent is None else {"latent": self.latent}
         return {"qkv": self.qkv, **inner, "o": self.o}
 
     def __call__(self, x: Tensor, step: Any) -> Tensor:
-        """Return the output [T, hidden] for x [T, hidden]. step: of Operations.step()."""
+        """Return the output [T, hidden] for x [T, hidden]. step: from Operations.step()."""
         mixed = self.mix(self.qkv(x), step, self.place)
         return self.o(mixed if self.output_gate is None else self.output_gate(mixed, x))
 
@@ -58,7 +58,7 @@ class Mixer:
 def build_mixer(operations: Operations, parts: WeightParts, config: ModelConfig, index: int, dtype: Dtype) -> Mixer:
     """Build the mixer of the layer with this index. dtype: of the model.
 
-    Errors: ModelFileError naming tensors that are missing.
+    Errors: ModelFileError naming missing tensors.
     """
     if config.latent is not None:
         prefix, kind = f"model.layers.{index}.self_attn.", kind_of(config, index)
@@ -71,7 +71,7 @@ def build_mixer(operations: Operations, parts: WeightParts, config: ModelConfig,
 
 def _attention(operations: Operations, parts: WeightParts, config: ModelConfig, index: int) -> Mixer:
     prefix, kind = f"model.layers.{index}.self_attn.", kind_of(config, index)
-    # In the order of the weights' iterator, so that each is packed before the next is read.
+    # In the order of the weights' iterator, so that each one is packed before the next is read.
     names = [f"{prefix}{name}_proj" for name in (("qkv",) if config.fused_qkv else "qkv")]
     weight = parts.take_matrix(*(f"{name}.weight" for name in names))
     bias = parts.take(*(f"{name}.bias" for name in names)) if config.qkv_bias else None
@@ -93,7 +93,7 @@ def _attention(operations: Operations, parts: WeightParts, config: ModelConfig, 
 def _query_key_norms(parts: WeightParts, attention: str, config: ModelConfig) -> Floats | None:
     """Return the norm weights of all query and key heads [H + Hkv, D] float32; None without qk_norm.
 
-    All query heads share one weight, and so do all key heads; with qk_norm_of_rows or _by_head each has its own.
+    All query heads share one weight, and so do all key heads. With qk_norm_of_rows or _by_head each has its own.
     """
     if not config.qk_norm:
         return None
@@ -143,7 +143,7 @@ def _product(operations: Operations, parts: WeightParts, name: str, *, has_bias:
     return operations.linear(weight, parts.take(f"{name}.bias") if has_bias else None)
 
 
-# Latent attention (kernels/cpu/c/attention/latent.h): its first product and the rest, from a layer's weights.
+# Latent attention (kernels/cpu/c/attention/latent.h): its first product and the rest, built from a layer's weights.
 
 
 def build_latent(
@@ -151,13 +151,13 @@ def build_latent(
 ) -> tuple[Product, LatentAttention]:
     """Build the first product and the attention of the layer with this prefix; see Layer.
 
-    dtype: of the model. Errors: ModelFileError naming tensors that are missing.
+    dtype: of the model. Errors: ModelFileError naming missing tensors.
     """
     latent = config.latent
     assert latent is not None
     has_query = latent.query_dim is not None
     names = "q_a_proj" if has_query else "q_proj", "kv_a_proj"
-    # In the order of the weights' iterator, so that each is packed before the next is read.
+    # In the order of the weights' iterator, so that each one is packed before the next is read.
     product = operations.linear(parts.take_matrix(*(f"{prefix}{name}.weight" for name in names)))
     query_norm = parts.take(f"{prefix}q_a_norm.weight") if has_query else None
     query = parts.take_matrix(f"{prefix}q_b_proj.weight") if has_query else None

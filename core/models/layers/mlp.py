@@ -1,4 +1,4 @@
-"""The MLPs of layers: a dense one, or a routed one, whose experts are chosen for each token."""
+"""The MLPs of layers: dense, or routed, with experts that are chosen for each token."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -17,10 +17,10 @@ class Mlp(Protocol):
 
     @property
     def products(self) -> dict[str, Product]:
-        """The MLP's products by name; all experts are one."""
+        """Return the MLP's products by name. All experts are one product."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the MLP's output [T, d] of its normalised input x [T, d]."""
+        """Return the MLP's output [T, d] for its normalised input x [T, d]."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class DenseMlp:
 
     @property
     def products(self) -> dict[str, Product]:
-        """The MLP's products by name."""
+        """Return the MLP's products by name."""
         return {"gate_up": self.gate_up, "down": self.down}
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -42,13 +42,13 @@ class DenseMlp:
 
 @dataclass(frozen=True)
 class RoutedMlp:
-    """The weighted sum of the experts that the router chooses for each token, and of one that all have."""
+    """The weighted sum of the experts that the router chooses for each token, plus the shared expert."""
 
     experts: Product
 
     @property
     def products(self) -> dict[str, Product]:
-        """All experts as one product."""
+        """Return all experts as one product."""
         return {"experts": self.experts}
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class RoutedMlp:
 
 
 def build_mlp(operations: Operations, parts: WeightParts, config: ModelConfig, index: int) -> Mlp:
-    """Build the MLP of the layer with this index. Errors: ModelFileError naming tensors that are missing."""
+    """Build the MLP of the layer with this index. Errors: ModelFileError naming missing tensors."""
     prefix, routed = f"model.layers.{index}.mlp.", config.experts
     halves = ("gate_up",) if config.fused_gate_up else ("gate", "up") if config.is_gated else ("up",)
     is_dense = routed is None or index in routed.dense_layers
@@ -75,7 +75,7 @@ def build_mlp(operations: Operations, parts: WeightParts, config: ModelConfig, i
         product, activation = gate_up(prefix)
         weight = parts.take_matrix(f"{prefix}down_proj.weight")
         return DenseMlp(product, activation, operations.linear(weight, bias(f"{prefix}down_proj")))
-    # In the order of the weights' iterator, so that each is packed before the next is read.
+    # In the order of the weights' iterator, so that each one is packed before the next is read.
     gate = (f"{prefix}shared_expert_gate.weight",) if routed.has_shared_gate else ()
     router = operations.router(parts.take_matrix(f"{prefix}router.weight", *gate), bias(f"{prefix}router"))
     correction = parts.take(f"{prefix}router_correction.bias") if routed.has_correction else None

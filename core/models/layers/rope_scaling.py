@@ -1,4 +1,4 @@
-"""Rotary scalings: the ways in which models extend their rotary embedding to longer contexts."""
+"""Rotary scalings: how models extend their rotary embedding to longer contexts."""
 
 import msgspec
 
@@ -24,15 +24,15 @@ class YarnScaling(msgspec.Struct, frozen=True):
     factor: float
     original_max_position_embeddings: float  # tokens
     attention_factor: float  # multiplies cosine and sine
-    beta_fast: float = 32.0  # from this many rotations within the original length on a frequency is kept
-    beta_slow: float = 1.0  # up to this many rotations a frequency is divided by the factor
+    beta_fast: float = 32.0  # frequencies with at least this many rotations in the original length are kept
+    beta_slow: float = 1.0  # frequencies with at most this many rotations are divided by the factor
     truncate: bool = True  # both ends of the transition are rounded to whole dimensions
 
 
 class LongropeScaling(msgspec.Struct, frozen=True):
-    """LongRoPE (Ding et al. 2024, arXiv 2402.13753): searched divisors of the frequencies, for short and long contexts.
+    """LongRoPE (Ding et al. 2024, arXiv 2402.13753): searched divisors of frequencies, for short and long contexts.
 
-    Which ones a model takes is fixed when max_model_len is: the long ones if it is more than the original length.
+    The choice is made with max_model_len: the long ones if it is more than the original length.
     """
 
     short: tuple[float, ...]  # [rotary_dim / 2]
@@ -41,12 +41,12 @@ class LongropeScaling(msgspec.Struct, frozen=True):
     attention_factor: float  # multiplies cosine and sine
 
     def is_long(self, length: int) -> bool:
-        """Whether contexts of up to so many tokens take the long divisors."""
+        """Return whether contexts of up to this length use the long divisors."""
         return length > self.original_max_position_embeddings
 
 
 class FrequencyDivisors(msgspec.Struct, frozen=True):
-    """One divisor for each frequency: GGUF's tensor rope_freqs.weight, which holds Llama 3's computed scaling."""
+    """One divisor per frequency: GGUF's tensor rope_freqs.weight, which holds Llama 3's computed scaling."""
 
     divisors: tuple[float, ...]  # [rotary_dim / 2]
 

@@ -1,4 +1,4 @@
-"""A model's rotary embeddings: frequencies from the thetas and the scaling of its config."""
+"""A model's rotary embeddings: frequencies from the thetas and the scaling in its config."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
@@ -27,11 +27,11 @@ class Rotary(NamedTuple):
 
     frequencies: Floats  # [table_dim / 2] float32, radians per token; 0 = a pair that is not rotated
     factor: float  # multiplies cosine and sine of rotated pairs
-    growth: tuple[float, float] | None = None  # of queries: the arguments of kernels.rotary.query_factors
+    growth: tuple[float, float] | None = None  # for queries: the arguments of kernels.rotary.query_factors
 
 
 def rotary_embeddings(config: ModelConfig, length: int | None = None) -> tuple[Rotary, ...]:
-    """Return the embedding of each kind of layer (layer_kinds.py); the same object where kinds share one.
+    """Return the embedding for each kind of layer (layer_kinds.py). Kinds with equal embeddings get the same object.
 
     length: of the longest context, in tokens; None = max_position_embeddings.
     """
@@ -50,13 +50,13 @@ def rotary_embeddings(config: ModelConfig, length: int | None = None) -> tuple[R
 
 
 def of_each_kind(make: Callable[[_Kind], _Made], rotaries: Sequence[_Kind]) -> tuple[_Made, ...]:
-    """Return make(embedding) for each kind of layer; it is called once where kinds share an embedding."""
+    """Return make(embedding) for each kind of layer. It is called once per distinct embedding."""
     made = {id(each): make(each) for each in {id(each): each for each in rotaries}.values()}
     return tuple(made[id(each)] for each in rotaries)
 
 
 def _rotary(config: ModelConfig, theta: float, scaling: RopeScaling | None, length: int) -> Rotary:
-    """Return the embedding; dimensions of a head that are not rotated have the frequency 0."""
+    """Return the embedding. Dimensions of a head that are not rotated have the frequency 0."""
     frequencies, factor, _ = _scaled(config.rotary_dim or config.table_dim, theta, scaling, length)
     growth = None
     if config.query_growth is not None and isinstance(scaling, YarnScaling):

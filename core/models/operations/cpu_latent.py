@@ -1,4 +1,4 @@
-"""CpuLatentAttend: one layer's latent attention as C kernels, operation after operation."""
+"""CpuLatentAttend: one layer's latent attention with C kernels, operation by operation."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,32 +13,32 @@ from kernels.elements import Numbers
 
 
 class Step(Protocol):
-    """The inputs that attention needs in one step; CpuStep (core/models/operations/cpu_operations.py) has them."""
+    """The inputs that attention needs in one step, as in CpuStep (core/models/operations/cpu_operations.py)."""
 
     @property
     def positions(self) -> Ints:
-        """[T]."""
+        """Return the positions [T]."""
 
     @property
     def slots(self) -> Ints:
-        """[T], -1 = do not store."""
+        """Return the slots [T]; -1 = do not store."""
 
     @property
     def tables(self) -> tuple[RotaryTable, ...]:
-        """One for each kind of layer."""
+        """Return one table per kind of layer."""
 
     @property
     def work(self) -> tuple[AttentionPlan, ...]:
-        """One for each kind of layer."""
+        """Return one plan per kind of layer."""
 
     @property
     def cache(self) -> CpuKVCache:
-        """The KV cache, which has one side: a row of K for each token, and V is made of it."""
+        """Return the KV cache. It has one side: a row of K per token, from which V is computed."""
 
 
 @dataclass(frozen=True)
 class CpuLatentAttend:
-    """Write the cache, attend, and make the heads' values of the result. kind: see layer_kinds.py."""
+    """Write the cache, attend, and compute the heads' values from the result. kind: see layer_kinds.py."""
 
     latent: CpuLatent
     attention: CpuAttention
@@ -47,7 +47,7 @@ class CpuLatentAttend:
 
     @property
     def variant(self) -> str:
-        """Name of the choices that fix the results' bits; part of the fingerprint."""
+        """Return the names of the choices that determine the results' bits; part of the fingerprint."""
         return self.latent.variant
 
     def __call__(self, x: Numbers, step: Step, index: int) -> Numbers:

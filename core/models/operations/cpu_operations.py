@@ -1,4 +1,4 @@
-"""CpuOperations: a model's operations as C kernels. Each operation is one call for the whole batch."""
+"""CpuOperations: a model's operations with C kernels. Each operation is one call for the whole batch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,10 +48,10 @@ class CpuStep(NamedTuple):
 
     positions: Ints  # [T]
     slots: Ints  # [T], -1 = do not store
-    tables: tuple[RotaryTable, ...]  # one for each kind of layer
-    work: tuple[AttentionPlan, ...]  # one for each kind of layer
+    tables: tuple[RotaryTable, ...]  # one per kind of layer
+    work: tuple[AttentionPlan, ...]  # one per kind of layer
     cache: CpuKVCache
-    requests: StateRows | None = None  # of recurrent states
+    requests: StateRows | None = None  # where the recurrent states are
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class CpuAttend:
     kind: int
     scale: float
     cap: float | None = None  # of the scores
-    sinks: Floats | None = None  # [H], of sink_scores()
+    sinks: Floats | None = None  # [H], from sink_scores()
 
     def __call__(self, qkv: Numbers, step: CpuStep, index: int) -> Numbers:
         q = self.rope(qkv, step.tables[self.kind], step.positions, step.cache, index, step.slots)
@@ -83,7 +83,7 @@ class CpuAttend:
 
 
 class CpuOperations:
-    """Operations made of the C kernels, at numerics level L2; the methods are described at Operations."""
+    """Operations with the C kernels, at numerics level L2. The methods are documented at Operations."""
 
     is_exact = True
 
@@ -104,14 +104,14 @@ class CpuOperations:
         self._plan = AttentionPlanner(
             library, config.num_attention_heads, config.num_key_value_heads, is_causal=config.is_causal
         )
-        #: A whole prompt is computed in one step, so each layer may overwrite the K and V of the one before.
+        #: A whole prompt is computed in one step, so each layer may overwrite the previous layer's K and V.
         self._num_caches = config.num_caches if config.is_causal else 1
         self.sampler = CpuSampler(library)
         self._pages: CachePages | None = None
 
     @property
     def variant(self) -> str:
-        """Name of the kernels and constants that fix the results' bits; part of the fingerprint."""
+        """Return the names of the kernels and constants that determine the results' bits; part of the fingerprint."""
         stored_as = self._cache_type.stored_as
         kernels = f"c-{self.library.variant} arithmetic={ARITHMETIC} attention={TILE}"
         return f"{kernels} kv={stored_as}" if stored_as else kernels
@@ -121,7 +121,7 @@ class CpuOperations:
         self.library.wake_threads()
 
     def embedding(self, table: StoredMatrix, scale: float, head: Operation | None) -> CpuEmbedding:
-        """Return the embedding; it reads the packed head where the table is the head's weights."""
+        """Return the embedding. It reads the packed head if the table is the head's weight."""
         if isinstance(head, PackedMatrix):
             return CpuEmbedding(self.library, head, scale)  # the packed head replaces the table
         part = table.parts[0]
@@ -138,7 +138,7 @@ class CpuOperations:
         out_dtype: Dtype | None = None,
         activation: EncoderActivation | None = None,
     ) -> PackedMatrix:
-        """Pack the weight and return the product; with an activation, of its result."""
+        """Pack the weight and return the product, with an activation applied to its result if one is given."""
         return self._packed(weight, bias, out_dtype=out_dtype, activation=activation)
 
     def norm(
@@ -184,12 +184,12 @@ class CpuOperations:
         gate: str | None = None,
         activation: str | None = None,
     ) -> PackedMatrix:
-        """Pack the weight as it is stored if bfloat16 products can read it so, else as numbers of the model's dtype."""
+        """Pack the weight as stored if bfloat16 products can read that form, otherwise as the model's dtype."""
         in_8_bits, stored = self.form is WeightForm.INT8, None
         if in_8_bits or (self._dtype == BFLOAT16 and self.form is WeightForm.STORED):
             stored = weight.quantized(self.library, is_gated=gate is not None, in_8_bits=in_8_bits)
         if stored is not None and stored.has_whole_panels and self._dtype != BFLOAT16:
-            stored = None  # such panels are of bfloat16
+            stored = None  # such panels are for bfloat16
         numbers = weight.dense(self._dtype) if stored is None else stored
         return PackedMatrix(
             self.library,
@@ -203,7 +203,7 @@ class CpuOperations:
         )
 
     def router(self, weight: StoredMatrix, bias: Floats | None = None) -> PackedMatrix:
-        """Return the product of a routed MLP's router; 8 bits would choose other experts."""
+        """Return the product of a routed MLP's router. It never uses 8 bits, which would choose other experts."""
         numbers = weight.dense(self._dtype)
         return PackedMatrix(self.library, numbers, bias, dtype=self._dtype, out_dtype=FLOAT32, is_kept=self._is_kept)
 
@@ -233,7 +233,7 @@ class CpuOperations:
         return CpuAttend(rope, self._attention, kind, config.scores_scale, config.scores_cap, scores)
 
     def latent_attention(self, kind: int, latent: LatentParts, weights: LatentWeights) -> CpuLatentAttend:
-        """Return latent attention with these weights; the heads' own matrices are not multiplied in 8 bits."""
+        """Return latent attention with these weights. The heads' own matrices are not multiplied in 8 bits."""
         parts = CpuLatent(
             self.library,
             [self._head_product(each) for each in weights.keys],
@@ -252,7 +252,7 @@ class CpuOperations:
         return PackedMatrix(self.library, weight.dense(self._dtype), dtype=self._dtype, is_kept=self._is_kept)
 
     def settle_length(self, length: int) -> None:
-        """Fix the rotary embeddings that depend on the length of the longest context."""
+        """Set the rotary embeddings that depend on the length of the longest context."""
         for table, rotary in zip(self.tables, rotary_embeddings(self._config, length), strict=True):
             if table is not None:
                 table.settle(*rotary)
@@ -274,7 +274,7 @@ class CpuOperations:
         cache: KVCache,
         requests: StateRows | None = None,
     ) -> CpuStep:
-        """Return the step's inputs of attention, with rotary tables as long as the longest context."""
+        """Return the step's inputs for attention, with rotary tables as long as the longest context."""
         assert isinstance(cache, CpuKVCache), type(cache)
         tables = tuple(table for table in self.tables if table is not None)
         for table in tables:
@@ -286,7 +286,7 @@ class CpuOperations:
         return CpuAdapter(shapes, products, self._dtype)
 
     def multiply_adapted(self, product: PackedMatrix, x: Numbers, adapters: TokenAdapters, number: int) -> Numbers:
-        """Return the product with what the tokens' adapters add; with a gate, before it."""
+        """Return the product plus what the tokens' adapters add; if there is a gate, they add before it."""
         return multiply_adapted(self.library, product, x, lora_rows(adapters), number)
 
     def add(self, hidden: Floats, x: Numbers) -> None:
@@ -316,16 +316,19 @@ class CpuOperations:
         generation: int,
         wholes: Ints | None = None,
     ) -> AttentionPlan:
-        """Return the plan that splits the step's attention among threads."""
+        """Return the plan that distributes the step's attention among threads."""
         return self._plan(num_tokens, context_lens, block_tables, cache.block_size, window, generation, wholes)
 
     def split_cache(self, num_blocks: int) -> None:
-        """Divide caches, before any is allocated, into pages of num_blocks (core/models/layers/cache_pages.py)."""
+        """Divide caches into pages of num_blocks (core/models/layers/cache_pages.py).
+
+        Call this before any is allocated.
+        """
         self._pages = cache_pages(self._config, num_blocks)
         self._num_caches = self._pages.num_arrays
 
     def bytes_per_block(self, block_size: int) -> int:
-        """Return the bytes of KV cache of one block, all layers together; heads are padded."""
+        """Return the bytes of KV cache for one block, all layers together. Heads are padded."""
         config = self._config
         return self._cache_type.bytes_per_block(
             block_size,
@@ -355,13 +358,13 @@ class CpuOperations:
 
 
 def lora_rows(adapters: TokenAdapters) -> LoraRows:
-    """Return the adapters of a step's tokens as the C kernels take them."""
+    """Return the adapters of a step's tokens in the form that the C kernels take."""
     addresses = np.array([*(one.address for one in adapters.packed), 0], np.int64)  # -1 is the last
     return LoraRows(addresses[adapters.of_token], max((one.width for one in adapters.packed), default=0))
 
 
 def _rotary_tables(config: ModelConfig) -> tuple[RotaryTable | None, ...]:
-    """Return the rotary table of each kind of layer; None for a model with a table of positions."""
+    """Return the rotary table of each kind of layer, or None for a model with a position table."""
     if config.encoder is not None and config.encoder.num_positions:
         return (None,) * len(windows(config))
     return of_each_kind(lambda rotary: RotaryTable(*rotary), rotary_embeddings(config))

@@ -1,4 +1,4 @@
-"""LatentWeights: the weights of one layer that stand around latent attention."""
+"""LatentWeights: the weights of one layer around latent attention."""
 
 from typing import NamedTuple
 

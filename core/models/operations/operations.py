@@ -1,4 +1,4 @@
-"""Operations: the interface of the operations that a model is built from, and the choice of an implementation."""
+"""Operations: the interface of the operations that a model is built from, and the choice of implementation."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -21,20 +21,20 @@ from kernels.memory.kv_cache import KVCache
 from kernels.recurrence import RecurrenceParts, StateRows
 from kernels.routing import Routing
 
-#: A step's attention work for the layers of one window. Its type depends on the operations that made it.
+#: A step's attention work for the layers with one window. Its type depends on the operations that made it.
 AttentionWork = Any
 
 
 class Norm(Protocol):
-    """Normalisation of the last dimension, rounded once: by the root mean square, or of layers."""
+    """Normalisation of the last dimension, rounded once: RMS norm or layer normalisation."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return x [T, d] normalised [T, d]."""
+        """Return x [T, d] normalised, as [T, d]."""
 
     def after(self, hidden: Tensor, x: Tensor) -> Tensor:
-        """Add x [T, d] times the residual multiplier to hidden [T, d] float32, in place; return hidden normalised.
+        """Add x [T, d] times the residual multiplier to hidden [T, d] float32 in place, and return hidden normalised.
 
-        A norm that precedes returns hidden normalised as it was before the addition.
+        A norm that precedes returns hidden as it was before the addition, normalised.
         """
 
 
@@ -43,40 +43,40 @@ class Product(Protocol):
 
     @property
     def variant(self) -> str:
-        """Name of the choices that fix the results' bits; part of the fingerprint."""
+        """Return the names of the choices that determine the results' bits; part of the fingerprint."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product [T, out] of x [T, in]."""
 
 
 class LatentAttention(Protocol):
-    """Attention whose K and V of all heads follow from one vector of a token."""
+    """Attention in which K and V of all heads are computed from one vector per token."""
 
     @property
     def variant(self) -> str:
-        """Name of the choices that fix the bits of the products within; part of the fingerprint."""
+        """Return the names of the choices that determine the bits of the products within; part of the fingerprint."""
 
     def __call__(self, x: Tensor, step: Any, index: int) -> Tensor:
-        """Return the heads' values [T, H * value_dim] of the layer's first product [T, columns]; index: the layer's.
+        """Return the heads' values [T, H * value_dim] for the layer's first product [T, columns]. index: the layer's.
 
-        The columns are those of the queries, or of their latent vector; of the latent vector; and the rotated ones.
+        The columns are the queries or their latent vector, then the latent vector, then the rotated numbers.
         """
 
 
 class Operations(Protocol):
-    """The operations of a model on one kind of device."""
+    """A model's operations on one kind of device."""
 
     @property
     def variant(self) -> str:
-        """Name of the choices that fix the results' bits; part of the fingerprint."""
+        """Return the names of the choices that determine the results' bits; part of the fingerprint."""
 
     @property
     def is_exact(self) -> bool:
-        """Whether a row's bits are independent of other rows (numerics level L2)."""
+        """Return whether a row's bits are independent of other rows (numerics level L2)."""
 
     @property
     def sampler(self) -> CpuSampler | None:
-        """The kernel that draws tokens; None: core/sampling/sampler.py."""
+        """Return the kernel that draws tokens; None: core/sampling/sampler.py is used."""
 
     def wake(self) -> None:
         """Prepare for a step's first operation within tens of microseconds."""
@@ -106,9 +106,9 @@ class Operations(Protocol):
         is_centred: bool = False,
         precedes: bool = False,
     ) -> Norm:
-        """Return the norm with weight [d] float32; results are of dtype. None: it rounds to dtype, and no more.
+        """Return the norm with weight [d] float32. Its results are of dtype. weight None: it only rounds to dtype.
 
-        is_centred: it is a layer normalisation, which may have a bias [d] float32. precedes: see Norm.after().
+        is_centred: whether it is a layer normalisation, which may have a bias [d] float32. precedes: see Norm.after().
         """
 
     def activated(
@@ -119,20 +119,20 @@ class Operations(Protocol):
     def gate_up(
         self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
     ) -> tuple[Product, Operation]:
-        """Return a product, and the operation that makes f(gate) * up [T, I] of its result.
+        """Return a product, and the operation that computes f(gate) * up [T, I] from its result.
 
         weight [2 * I, in], bias [2 * I]: the rows of gate, then those of up.
         """
 
     def router(self, weight: StoredMatrix, bias: Floats | None = None) -> Product:
-        """Return the product of a routed MLP's router, to float32; its weights keep the model's dtype in every form."""
+        """Return the product of a routed MLP's router, to float32. Its weights keep the model's dtype in every form."""
 
     def experts(self, router: Any, experts: Sequence[Any], routing: Routing, shared: Any = None) -> Product:
-        """Return the routed MLP whose router gives float32, one number for each expert, and one for a shared gate.
+        """Return the routed MLP. Its router gives one float32 number per expert, and one for a shared gate.
 
-        experts: each one's gate_up and activation, of gate_up(), and down, of linear(). shared: the same of an expert
-        that all rows have, with the weight 1 or, with a shared gate, the sigmoid of its number; it may have another
-        size. None = there is none.
+        experts: for each one, gate_up and activation, from gate_up(), and down, from linear(). shared: the same for the
+        shared expert, whose size may differ. Its weight is 1 or, with a shared gate, the sigmoid of the gate's number.
+        None = there is none.
         """
 
     def attention(
@@ -140,26 +140,32 @@ class Operations(Protocol):
     ) -> Callable[[Tensor, Any, int], Tensor]:
         """Return the function (qkv [T, (H + 2 * Hkv) * D], step, index of the layer) -> [T, H * D].
 
-        It normalises the heads of Q and K with norms [H + Hkv, D] float32 (None: not at all), each by itself or, with
-        qk_norm_of_rows, Q's together and K's together; rotates them (with qk_norm_after, before that), stores K and V
-        and attends. kind: see layer_kinds.py. sinks [H] float32: the heads' scores that have no value but take part in
-        the softmax.
+        It normalises the heads of Q and K with norms [H + Hkv, D] float32 (None: not at all): each head separately or,
+        with qk_norm_of_rows, all of Q's together and all of K's. Then it rotates them (with qk_norm_after, before the
+        norm), stores K and V, and attends. kind: see layer_kinds.py. sinks [H] float32: extra scores of the heads that
+        have no value but take part in the softmax.
         """
 
     def latent_attention(self, kind: int, latent: LatentParts, weights: LatentWeights) -> LatentAttention:
         """Return latent attention with these weights. kind: see layer_kinds.py."""
 
     def settle_length(self, length: int) -> None:
-        """Fix the rotary embeddings that depend on the length of the longest context, in tokens; before any step."""
+        """Set the rotary embeddings that depend on the longest context's length in tokens.
+
+        Call this before any step.
+        """
 
     def recurrence(self, parts: RecurrenceParts, place: int) -> Callable[[Tensor, Any, int], Tensor]:
         """Return the function (rows [T, sum(parts.sizes.parts)], step, place) -> [T, out_width].
 
-        It renews the states of the step's requests. place: of the layer's state in a request's states.
+        It updates the states of the step's requests. place: index of the layer's state in a request's states.
         """
 
     def open_gates(self, mixed: Tensor, gates: Tensor) -> Tensor:
-        """Return attention's output `mixed` [T, H * D] times the sigmoid of gates [T, H * D]; mixed may be changed."""
+        """Return attention's output `mixed` [T, H * D] times the sigmoid of gates [T, H * D].
+
+        `mixed` may be overwritten.
+        """
 
     def step(
         self,
@@ -169,10 +175,10 @@ class Operations(Protocol):
         cache: KVCache,
         requests: StateRows | None = None,
     ) -> Any:
-        """Return the inputs that attention and recurrent states need in a step.
+        """Return the inputs for attention and recurrent states in a step.
 
-        positions [T] and slots [T]: of the step's tokens. work: one for each kind of layer. requests: where the states
-        are; None = there are none.
+        positions [T] and slots [T]: of the step's tokens. work: one per kind of layer. requests: where the states are;
+        None = there are none.
         """
 
     def add(self, hidden: Tensor, x: Tensor) -> None:
@@ -182,10 +188,10 @@ class Operations(Protocol):
         """Return cap * tanh(logits / cap) for logits [n, vocab] float32, which may be overwritten."""
 
     def pick(self, hidden: Tensor, rows: Ints) -> Tensor:
-        """Return these rows [n] of hidden [T, d], as [n, d]; rows may be a tensor on the operations' device."""
+        """Return these rows [n] of hidden [T, d], as [n, d]. rows may be a tensor on the operations' device."""
 
     def to_host(self, numbers: Tensor) -> Floats:
-        """Return float32 numbers as an array in the host's memory."""
+        """Return float32 numbers as an array in host memory."""
 
     def attention_work(
         self,
@@ -200,11 +206,11 @@ class Operations(Protocol):
         """Return the attention work of a step for one window; see kernels.torch.attention.attention_metadata.
 
         generation: number of the columns, see ModelInputs.generation. wholes: see Model.attention_metadata(); only the
-        C kernels take any.
+        C kernels support any.
         """
 
     def bytes_per_block(self, block_size: int) -> int:
-        """Return the bytes of KV cache of one block, all layers together."""
+        """Return the bytes of KV cache for one block, all layers together."""
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> KVCache:
         """Allocate a KV cache. Errors: MemoryError."""
@@ -212,16 +218,16 @@ class Operations(Protocol):
 
 @runtime_checkable
 class AdaptingOperations(Protocol):
-    """The further operations of those that run adapters (LoRA)."""
+    """Additional methods of operations that support adapters (LoRA)."""
 
     def pack_adapter(self, shapes: Sequence[ProductShape], products: Sequence[Sequence[LowRank | None]]) -> Any:
-        """Return an adapter as multiply_adapted() takes it: what it adds to each product of the model, part by part.
+        """Return an adapter in the form for multiply_adapted(): what it adds to each product, part by part.
 
-        It has num_bytes. None = the part stays as it is.
+        The result has num_bytes. None = the part is not changed.
         """
 
     def multiply_adapted(self, product: Product, x: Tensor, adapters: TokenAdapters, number: int) -> Tensor:
-        """Return the product [T, out] of x [T, in], with what the tokens' adapters add. number: of the product."""
+        """Return the product [T, out] of x [T, in], plus what the tokens' adapters add. number: of the product."""
 
 
 def choose_operations(
@@ -232,7 +238,7 @@ def choose_operations(
     form: WeightForm = WeightForm.STORED,
     cache_type: type[CpuKVCache] = CpuKVCache,
 ) -> Operations:
-    """Return the C kernels' operations; torch's, which dequantize, if there is no library or numerics is L0.
+    """Return the C kernels' operations. Without a library, or at numerics level L0, return torch's, which dequantize.
 
     cache_type: of the C kernels' KV cache.
     """

@@ -16,26 +16,26 @@ _PLAIN_NAMES = {dtype: name for name, dtype in PLAIN_TYPES.items()}
 
 
 class StoredPart(NamedTuple):
-    """Rows of a matrix, all stored as one type."""
+    """Rows of a matrix that are all stored as one type."""
 
-    type_name: str  # of kernels.dequantize
-    data: UInt8s  # uint8 [rows, bytes of a row], contiguous, at a multiple of 4 bytes
+    type_name: str  # as in kernels.dequantize
+    data: UInt8s  # uint8 [rows, bytes per row], contiguous, at a multiple of 4 bytes
     depth: int  # numbers in a row
-    library: CpuLibrary | None = None  # the C kernels that dequantize; None = NumPy dequantizes
-    release: Callable[[], None] | None = None  # lets the data's memory be reclaimed; it can be read again
+    library: CpuLibrary | None = None  # the C kernels for dequantizing; None = NumPy is used
+    release: Callable[[], None] | None = None  # lets the data's memory be reclaimed; the data can be read again
 
     @property
     def rows(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return len(self.data)
 
     @property
     def block_rows(self) -> BlockRows:
-        """The rows as the kernels take them."""
+        """Return the rows in the form that the kernels take."""
         return BlockRows(self.type_name, self.data)
 
     def let_go(self) -> None:
-        """Let the data's memory be reclaimed, if it can be read again."""
+        """Let the data's memory be reclaimed, if the data can be read again."""
         if self.release is not None:
             self.release()
 
@@ -54,12 +54,12 @@ class StoredMatrix:
 
     @classmethod
     def of(cls, matrix: Numbers) -> "StoredMatrix":
-        """Wrap a dense matrix [rows, depth] float32, float16 or bfloat16 without a copy if it is contiguous."""
+        """Wrap a dense matrix [rows, depth] float32, float16 or bfloat16, without a copy if it is contiguous."""
         matrix = np.ascontiguousarray(matrix)
         return cls([StoredPart(_PLAIN_NAMES[matrix.dtype], matrix.view(np.uint8), matrix.shape[1])])
 
     def rows(self, first: int, last: int) -> "StoredMatrix":
-        """Return the rows from `first` to before `last`, of the same data."""
+        """Return the rows from `first` to before `last`, as a view of the same data."""
         parts, begin = list[StoredPart](), 0
         for part in self.parts:
             rows = part.data[max(0, first - begin) : max(0, last - begin)]
@@ -69,14 +69,14 @@ class StoredMatrix:
         return StoredMatrix(parts)
 
     def without(self, first: int, last: int) -> "StoredMatrix":
-        """Return the rows before `first`, then those from `last` on, of the same data."""
+        """Return the rows before `first`, then those from `last` on, as a view of the same data."""
         rows = self.rows(0, first).parts if first else ()
         return StoredMatrix([*rows, *self.rows(last, self.shape[0]).parts])
 
     def dense(self, dtype: Dtype) -> Numbers:
         """Return the numbers [rows, depth] in dtype.
 
-        If no conversion is needed the result may be a view of the data. Otherwise the caller owns it, and the data is
+        If no conversion is needed, the result may be a view of the data. Otherwise the caller owns it, and the data is
         released.
         """
         first = self.parts[0]
@@ -93,7 +93,7 @@ class StoredMatrix:
     def quantized(
         self, library: CpuLibrary, *, is_gated: bool = False, in_8_bits: bool = False
     ) -> QuantizedMatrix | None:
-        """Return the matrix packed as it is stored, for products in bfloat16; None: use dense(). See quantize().
+        """Return the matrix packed as stored, for products in bfloat16; None: use dense(). See quantize().
 
         in_8_bits: for products in 8 bits; then parts that are not quantized become Q8_0. The data is released.
         """
@@ -108,7 +108,7 @@ class StoredMatrix:
         return packed._replace(in_8_bits=True) if in_8_bits and packed is not None else packed
 
     def own(self, dtype: Dtype) -> Numbers:
-        """Return the numbers [rows, depth] in dtype, in memory that is not the data's."""
+        """Return the numbers [rows, depth] in dtype, in separate memory."""
         numbers = self.dense(dtype)
         return numbers.copy() if np.shares_memory(numbers, self.parts[0].data) else numbers
 

@@ -1,10 +1,10 @@
-"""Tensor: what a model's operations compute with. NumPy's arrays on the C kernels; torch's tensors elsewhere."""
+"""Tensor: the type that a model's operations compute with: NumPy arrays on the C kernels, torch tensors elsewhere."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-#: An array of NumPy or a tensor of torch. All operations of a model take and return the same of the two.
+#: A NumPy array or a torch tensor. All operations of a model take and return the same one of the two.
 Tensor: TypeAlias = Any
 
-#: A function from a tensor to a tensor: the parts of models.
+#: A function from a tensor to a tensor; models are built from these.
 Operation: TypeAlias = Callable[[Tensor], Tensor]

@@ -1,4 +1,4 @@
-"""TorchOperations: a model's operations made of torch's, for machines without the C kernels; numerics level L0."""
+"""TorchOperations: a model's operations with torch, for machines without the C kernels; numerics level L0."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -33,19 +33,19 @@ from kernels.torch.rms_norm import rms_norm
 from kernels.torch.rope import rope_kv_write, rotary_tables, rotate
 from kernels.torch.tensors import DTYPES, to_array, to_tensor
 
-# TorchLatentAttend: one layer's latent attention (kernels/cpu/c/attention/latent.h) made of torch's operations.
+# TorchLatentAttend: one layer's latent attention (kernels/cpu/c/attention/latent.h) with torch's operations.
 
 
 class TorchLatentAttend:
-    """Write the cache, attend, and make the heads' values of the result.
+    """Write the cache, attend, and compute the heads' values from the result.
 
-    The cache has V beside K; V is K here, and what rotated numbers yield is left out.
+    The cache has both K and V. V is the same as K here, and the results for rotated numbers are dropped.
     """
 
     def __init__(
         self, latent: LatentParts, weights: LatentWeights, kind: int, scale: float, *, dtype: torch.dtype, stored: Dtype
     ) -> None:
-        """stored: dtype as the weights' readers name it."""
+        """stored: the dtype, as named by the readers of weights."""
 
         def tensor(matrix: StoredMatrix) -> torch.Tensor:
             return to_tensor(matrix.dense(stored))
@@ -59,7 +59,7 @@ class TorchLatentAttend:
 
     @property
     def variant(self) -> str:
-        """Name of the choices that fix the results' bits; part of the fingerprint."""
+        """Return the names of the choices that determine the results' bits; part of the fingerprint."""
         return "latent"
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,7 @@ GATES: dict[Activation, Operation] = {
     "gelu_pytorch_tanh": gelu_tanh_mul,
     "clamped_silu": clamped_silu_mul,
 }
-#: Those of MLPs without a gate.
+#: Activations of MLPs without a gate.
 ACTIVATIONS: dict[Activation, Operation] = {
     "gelu_pytorch_tanh": gelu_tanh,
     "gelu": gelu_erf,
@@ -101,18 +101,18 @@ ACTIVATIONS: dict[Activation, Operation] = {
 class TorchStep(NamedTuple):
     """The inputs that attention needs in one step of T tokens."""
 
-    tables: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # cosines and sines of all tokens, for each kind of layer
-    query_factors: torch.Tensor | None  # [T, 1, 1]: of queries
-    work: tuple[AttentionMetadata, ...]  # one for each kind of layer
+    tables: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # cosines and sines of all tokens, per kind of layer
+    query_factors: torch.Tensor | None  # [T, 1, 1]; for queries
+    work: tuple[AttentionMetadata, ...]  # one per kind of layer
     cache: TorchKVCache
     write_rows: torch.Tensor  # cache rows of the tokens that are stored
     write_tokens: torch.Tensor | slice  # indices of the tokens that are stored
     positions: Ints  # [T]
-    requests: StateRows | None = None  # of recurrent states
+    requests: StateRows | None = None  # where the recurrent states are
 
 
 class TorchOperations:
-    """Operations made of torch's; the methods are described at Operations."""
+    """Operations with torch. The methods are documented at Operations."""
 
     is_exact = False
     sampler = None
@@ -122,18 +122,18 @@ class TorchOperations:
         self.settle_length(config.max_position_embeddings)
 
     def settle_length(self, length: int) -> None:
-        """Fix the rotary embeddings that depend on the length of the longest context."""
+        """Set the rotary embeddings that depend on the length of the longest context."""
         embeddings = rotary_embeddings(self._config, length)
         self._rotary = of_each_kind(lambda rotary: (to_tensor(rotary.frequencies), rotary.factor), embeddings)
         self._growth = embeddings[0].growth
 
     @property
     def variant(self) -> str:
-        """Name of the kernels and constants that fix the results' bits; part of the fingerprint."""
+        """Return the names of the kernels and constants that determine the results' bits; part of the fingerprint."""
         return f"torch={torch.__version__} cpu={torch.backends.cpu.get_cpu_capability()}"
 
     def wake(self) -> None:
-        """Do nothing: torch wakes its threads itself."""
+        """Do nothing: torch wakes its own threads."""
 
     def embedding(self, table: StoredMatrix, scale: float, head: Operation | None) -> Operation:
         """Return the operation from ids [T] int64 to the table's rows times scale [T, d] float32."""
@@ -164,7 +164,7 @@ class TorchOperations:
         is_centred: bool = False,
         precedes: bool = False,
     ) -> TorchNorm:
-        """Return the norm with this weight [d] float32; results are of dtype."""
+        """Return the norm with this weight [d] float32. Its results are of dtype."""
         tensor, shift = (None if one is None else to_tensor(one) for one in (weight, bias))
         multiplier = self._config.residual_multiplier
         return TorchNorm(tensor, eps, DTYPES[dtype], multiplier, shift, is_centred, precedes)
@@ -178,7 +178,7 @@ class TorchOperations:
     def gate_up(
         self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
     ) -> tuple[TorchLinear, Operation]:
-        """Return the product of gate and up, and the operation that makes f(gate) * up of its result."""
+        """Return the product of gate and up, and the operation that computes f(gate) * up from its result."""
         return self.linear(weight, bias), GATES[function]
 
     def router(self, weight: StoredMatrix, bias: Floats | None = None) -> TorchLinear:
@@ -220,13 +220,13 @@ class TorchOperations:
         )
 
     def _head_norms(self, norms: Floats | None) -> Operation:
-        """Return the operation on heads of Q and K [T, H + Hkv, D] before or after they are rotated, to float32."""
+        """Return the operation on heads of Q and K [T, H + Hkv, D] before or after rotation, to float32."""
         config = self._config
         if norms is None:
             return torch.Tensor.float
         if not config.qk_norm_of_rows:
             return self._norm_of_each_head(norms)
-        # Q and K are rounded to the model's dtype in between, as a product's result is.
+        # Q and K are rounded to the model's dtype in between, like a product's result.
         count = config.num_attention_heads
         parts = [
             self.norm(part.reshape(-1), config.rms_norm_eps, self._dtype, is_centred=config.centred_norms)
@@ -243,7 +243,7 @@ class TorchOperations:
         eps = self._config.rms_norm_eps
         if not self._config.centred_norms:
             return self.norm(norms, eps, FLOAT32)
-        weights = to_tensor(norms)  # layer_norm() would take both dimensions of these for one
+        weights = to_tensor(norms)  # layer_norm() would treat both dimensions of the weights as one
         return lambda heads: layer_norm(heads.float(), weights.shape[1:], eps=eps) * weights
 
     def recurrence(self, parts: RecurrenceParts, place: int) -> Callable[[torch.Tensor, TorchStep, int], torch.Tensor]:
@@ -280,7 +280,7 @@ class TorchOperations:
         cache: KVCache,
         requests: StateRows | None = None,
     ) -> TorchStep:
-        """Return the step's inputs of attention, with the rotary tables of its positions."""
+        """Return the step's inputs for attention, with the rotary tables of its positions."""
         assert isinstance(cache, TorchKVCache), type(cache)
         tables = of_each_kind(lambda rotary: rotary_tables(to_tensor(positions), *rotary), self._rotary)
         stored = np.flatnonzero(slots >= 0)
@@ -294,13 +294,13 @@ class TorchOperations:
     def pack_adapter(
         self, shapes: Sequence[ProductShape], products: Sequence[Sequence[LowRank | None]]
     ) -> TorchAdapter:
-        """Return an adapter as torch's tensors."""
+        """Return an adapter as torch tensors."""
         return TorchAdapter(shapes, products, DTYPES[self._dtype])
 
     def multiply_adapted(
         self, product: TorchLinear, x: torch.Tensor, adapters: TokenAdapters, number: int
     ) -> torch.Tensor:
-        """Return the product with what the tokens' adapters add, after it is rounded, as PEFT does."""
+        """Return the product plus what the tokens' adapters add, after the product is rounded, like PEFT."""
         y = product(x)
         for index, packed in enumerate(adapters.packed):
             tokens = to_tensor(np.flatnonzero(adapters.of_token == index))
@@ -338,7 +338,7 @@ class TorchOperations:
         return attention_metadata(num_tokens, context_lens, block_tables, cache, window)
 
     def bytes_per_block(self, block_size: int) -> int:
-        """Return the bytes of KV cache of one block, all layers together."""
+        """Return the bytes of KV cache for one block, all layers together."""
         config = self._config
         return bytes_per_block(block_size, config.num_key_value_heads, config.head_dim, config.num_caches, self._dtype)
 

@@ -1,6 +1,6 @@
 """TritonOperations: a model's operations on a device: Triton kernels, and torch's products.
 
-This module imports triton, so it is imported for device=cuda only.
+This module imports triton, so import it only for device=cuda.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -46,7 +46,7 @@ GATES: dict[Activation, Operation] = {
     "gelu_pytorch_tanh": gelu_tanh_mul,
     "clamped_silu": clamped_silu_mul,
 }
-#: Those of MLPs without a gate.
+#: Activations of MLPs without a gate.
 ACTIVATIONS: dict[Activation, Operation] = {
     "gelu_pytorch_tanh": gelu_tanh,
     "gelu": gelu_erf,
@@ -62,14 +62,14 @@ class TritonStep(NamedTuple):
     """The inputs that attention needs in one step of T tokens."""
 
     slots: torch.Tensor  # [T] int64, -1 = do not store
-    #: For each kind of layer: cosines, sines and, where queries grow, their factors, of all tokens.
+    #: For each kind of layer: cosines, sines and, if queries grow, their factors, for all tokens.
     tables: tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None], ...]
-    work: tuple[TritonWork, ...]  # one for each kind of layer
+    work: tuple[TritonWork, ...]  # one per kind of layer
     cache: TritonKVCache
 
 
 class TritonOperations:
-    """Operations on a device, at numerics level L0; the methods are described at Operations.
+    """Operations on a device, at numerics level L0. The methods are documented at Operations.
 
     The bits of decode attention do not depend on the batch, but those of the products do.
     """
@@ -85,7 +85,7 @@ class TritonOperations:
         self.group_size = config.num_attention_heads // config.num_key_value_heads
 
     def settle_length(self, length: int) -> None:
-        """Fix the rotary embeddings that depend on the length of the longest context."""
+        """Set the rotary embeddings that depend on the length of the longest context."""
         self._rotary = of_each_kind(
             lambda rotary: (self._send(rotary.frequencies), rotary.factor, rotary.growth),
             rotary_embeddings(self._config, length),
@@ -93,7 +93,7 @@ class TritonOperations:
 
     @property
     def variant(self) -> str:
-        """Name of the kernels and constants that fix the results' bits; part of the fingerprint."""
+        """Return the names of the kernels and constants that determine the results' bits; part of the fingerprint."""
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "interpreter"
         return f"torch={torch.__version__} triton-{triton.__version__} split={SPLIT} device={name}"
 
@@ -128,7 +128,7 @@ class TritonOperations:
         is_centred: bool = False,
         precedes: bool = False,
     ) -> TritonNorm:
-        """Return the norm with this weight [d] float32; results are of dtype."""
+        """Return the norm with this weight [d] float32. Its results are of dtype."""
         tensor, shift = (None if one is None else self._send(one) for one in (weight, bias))
         return TritonNorm(
             tensor,
@@ -143,7 +143,7 @@ class TritonOperations:
     def gate_up(
         self, weight: StoredMatrix, function: Activation, bias: Floats | None = None
     ) -> tuple[DeviceLinear | PackedLinear, Operation]:
-        """Return the product of gate and up, and the operation that makes f(gate) * up of its result."""
+        """Return the product of gate and up, and the operation that computes f(gate) * up from its result."""
         return self.linear(weight, bias), GATES[function]
 
     def activated(
@@ -167,8 +167,8 @@ class TritonOperations:
         return TritonExperts(router, experts, routing, shared, function=self._config.hidden_act)
 
     def latent_attention(self, kind: int, latent: LatentParts, weights: LatentWeights) -> LatentAttention:
-        """Refuse. Errors: UnsupportedModelError."""
-        raise UnsupportedModelError("device='cuda' has no latent attention; use device='cpu'")
+        """Not supported. Errors: UnsupportedModelError."""
+        raise UnsupportedModelError("device='cuda' does not support latent attention; use device='cpu'")
 
     def attention(
         self, kind: int, norms: Floats | None, sinks: Floats | None = None
@@ -198,8 +198,8 @@ class TritonOperations:
         return attend
 
     def recurrence(self, parts: RecurrenceParts, place: int) -> Callable[[torch.Tensor, TritonStep, int], torch.Tensor]:
-        """Refuse. Errors: UnsupportedModelError."""
-        raise UnsupportedModelError("device='cuda' has no recurrent layers; use device='cpu'")
+        """Not supported. Errors: UnsupportedModelError."""
+        raise UnsupportedModelError("device='cuda' does not support recurrent layers; use device='cpu'")
 
     def open_gates(self, mixed: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """Return attention's output times the sigmoid of gates."""
@@ -213,7 +213,7 @@ class TritonOperations:
         cache: KVCache,
         requests: StateRows | None = None,
     ) -> TritonStep:
-        """Return the step's inputs of attention, with the rotary tables of its positions."""
+        """Return the step's inputs for attention, with the rotary tables of its positions."""
 
         def of_tokens(rotary: _Rotary) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
             frequencies, factor, growth = rotary
@@ -238,11 +238,11 @@ class TritonOperations:
         return hidden.index_select(0, torch.as_tensor(rows, device=hidden.device))
 
     def to_host(self, numbers: torch.Tensor) -> Floats:
-        """Return the numbers in the host's memory."""
+        """Return the numbers in host memory."""
         return to_array(numbers.cpu())
 
     def _send(self, numbers: Numbers) -> torch.Tensor:
-        """Return a tensor with these numbers on the device, with memory of its own."""
+        """Return a tensor with these numbers on the device, in its own memory."""
         return to_tensor(numbers).to(self.device, copy=True)
 
     def attention_work(
@@ -260,7 +260,7 @@ class TritonOperations:
         return triton_work(num_tokens, context_lens, block_tables, self.group_size, self.device, window)
 
     def bytes_per_block(self, block_size: int) -> int:
-        """Return the bytes of KV cache of one block, all layers together."""
+        """Return the bytes of KV cache for one block, all layers together."""
         config = self._config
         return bytes_per_block(
             block_size, config.num_key_value_heads, config.head_dim, config.num_hidden_layers, self._dtype
@@ -289,7 +289,7 @@ class TritonOperations:
         )
 
 
-# pack: a weight matrix as a GPU's products read it when it stays quantized; imported for device=cuda only.
+# pack: a quantized weight matrix in the form that a GPU's products read. Imported for device=cuda only.
 
 
 #: Packs a part, or returns None if it has no packed form.
@@ -297,9 +297,9 @@ _Packer = Callable[[StoredPart, torch.device], PackedRows | None]
 
 
 def pack(weight: StoredMatrix, form: WeightForm, device: torch.device) -> list[PackedRows] | None:
-    """Return the matrix's parts packed on the device, those of one kind joined; None: use its dense numbers.
+    """Return the matrix's parts packed on the device, with parts of one kind joined; None: use its dense numbers.
 
-    STORED packs matrices that are quantized as a whole, INT8 others too. The parts' data is released.
+    STORED packs only matrices that are quantized as a whole; INT8 packs others too. The parts' data is released.
     """
     packer = _PACKERS.get(form)
     if packer is None:
@@ -329,7 +329,7 @@ def _as_stored(part: StoredPart, device: torch.device) -> PackedRows | None:
 
 
 def _in_8_bits(part: StoredPart, device: torch.device) -> PackedRows | None:
-    """Return a quantized part as it is stored, another one as Q8_0."""
+    """Return a quantized part as stored, and any other part as Q8_0."""
     dtype = PLAIN_TYPES.get(part.type_name)
     if dtype is None:
         return _as_stored(part, device)

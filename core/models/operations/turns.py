@@ -1,4 +1,4 @@
-"""Turns: two threads use the C kernels one after the other, and neither waits for more than one turn of the other."""
+"""Turns: two threads take turns using the C kernels, and neither waits for more than one turn of the other."""
 
 import threading
 from collections.abc import Callable
@@ -9,15 +9,15 @@ _Result = TypeVar("_Result")
 
 
 class Turns:
-    """A lock that is given in the order in which it is asked for, by at most two threads."""
+    """A fair lock for at most two threads: it is granted in the order of the requests."""
 
     def __init__(self) -> None:
         self._next, self._using = threading.Lock(), threading.Lock()
 
     def in_turn(self, work: Callable[[_Argument], _Result]) -> Callable[[_Argument], _Result]:
-        """Return the same work, done in turns.
+        """Return a function that does the same work under the lock.
 
-        Whoever waits for the lock holds the place of the next one, so a thread that asks at once again comes second.
+        The waiting thread holds the next place, so a thread that asks again at once comes second.
         """
 
         def wait_and_work(argument: _Argument) -> _Result:

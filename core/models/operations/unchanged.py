@@ -1,4 +1,4 @@
-"""unchanged: stands for an operation that an architecture does not have, or that another operation includes."""
+"""unchanged: used for an operation that an architecture lacks, or that another operation includes."""
 
 from core.models.operations.tensor import Tensor
 

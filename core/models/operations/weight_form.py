@@ -1,4 +1,4 @@
-"""WeightForm: how a model's matrices lie in memory, and the form that this machine multiplies fastest."""
+"""WeightForm: how a model's matrices are stored in memory, and the form that this machine multiplies fastest."""
 
 from enum import Enum
 
@@ -9,12 +9,12 @@ from kernels.elements import BFLOAT16, Dtype
 
 #: With more threads, memory delivers dequantized weights more slowly than the threads decode stored ones.
 _FEW_THREADS = 2
-#: Weights that are larger than they must be may take one part in so many of the memory.
+#: Weights in a larger form than necessary may use at most one part in this many of the memory.
 _MEMORY_PARTS = 4
 
 
 class WeightForm(Enum):
-    """How a model's matrices lie in memory."""
+    """How a model's matrices are stored in memory."""
 
     STORED = "as stored, where products can read that"
     DENSE = "dequantized"
@@ -22,17 +22,17 @@ class WeightForm(Enum):
 
 
 def best_form(library: CpuLibrary, config: ModelConfig) -> WeightForm:
-    """Return the form in which bfloat16 products of a quantized file are fastest: STORED or DENSE, with equal results.
+    """Return the fastest form for bfloat16 products of a quantized file: STORED or DENSE, with equal results.
 
-    A vector of weights as stored takes four to six instructions to decode, a compact one half of one. Where
-    `vdpbf16ps` runs at its full rate (the variant avx512bf16 is chosen on such CPUs only) decoding is what a product of
-    stored weights waits for, and with AVX2, whose vectors are half as wide, it is so too: products of one row took 1.9
-    times as long there with one thread. The variant in float32 of AVX-512 is faster with stored weights from 4 rows on.
+    Decoding a vector of stored weights takes four to six instructions, a compact vector one half. If `vdpbf16ps` runs
+    at full rate (the variant avx512bf16 is only chosen on such CPUs), a product of stored weights is limited by
+    decoding. The same holds with AVX2, whose vectors are half as wide: products of one row took 1.9 times as long there
+    with one thread. The float32 variant of AVX-512 is faster with stored weights from 4 rows on.
     """
     is_slower = library.variant in ("avx512bf16", "avx2") and library.num_threads <= _FEW_THREADS
     return WeightForm.DENSE if is_slower and fits(config, BFLOAT16) else WeightForm.STORED
 
 
 def fits(config: ModelConfig, dtype: Dtype) -> bool:
-    """Return whether a model's matrices in dtype take at most a quarter of the memory."""
+    """Return whether a model's matrices in dtype use at most a quarter of the memory."""
     return config.num_matrix_weights * dtype.itemsize * _MEMORY_PARTS <= usable_memory_bytes()

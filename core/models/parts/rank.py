@@ -1,4 +1,4 @@
-"""Rank: the place of a process in a group of processes that computes one model together."""
+"""Rank: a process's place in a group of processes that computes one model together."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ from kernels.cpu.group import SeparateMemory, SharedMemory
 
 
 class Rank(NamedTuple):
-    """A shard, and the buffers by which the ranks exchange what they compute."""
+    """A shard, and the buffers through which the ranks exchange results."""
 
     shard: Shard
     memory: SharedMemory | SeparateMemory

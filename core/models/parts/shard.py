@@ -1,7 +1,7 @@
-"""Shard: the part of a model that one rank of a group computes: some heads, and some columns of each product's result.
+"""Shard: one rank's part of a model: some of the heads, and some of the columns of each product's result.
 
-Results are split and sums never are. So each number is computed by one rank, in the order of one process, and has its
-bits; any number of ranks up to that of query heads will do, and heads need not divide by it.
+Results are split, but sums never are. So each number is computed by one rank, in the same order as in one process, and
+has the same bits. Any number of ranks up to the number of query heads works, and heads need not be divisible by it.
 """
 
 import re
@@ -17,29 +17,28 @@ from ipc.errors import ConfigError
 
 _LAYER = re.compile(r"model\.layers\.\d+\.")
 _HEAD_NORM = re.compile(r"(model\.layers\.\d+\.self_attn\.heads)\.(\d+)\.([qk])_norm\.weight")
-#: Columns of a packed matrix that lie together (kernels/cpu/c/products/gemm.h); a rank gets whole panels where there
-#: are enough.
+#: Adjacent columns of a packed matrix (kernels/cpu/c/products/gemm.h). A rank gets whole panels if there are enough.
 _PANEL = 32
 
 
 class Range(NamedTuple):
-    """Some neighbours in a row of things: from `first` to before `last`."""
+    """Consecutive items: from `first` to before `last`."""
 
     first: int
     last: int
 
     @property
     def length(self) -> int:
-        """Return the number of things."""
+        """Return the number of items."""
         return self.last - self.first
 
     def times(self, size: int) -> "Range":
-        """Return the range of the parts of these things, which have `size` parts each."""
+        """Return the range of the parts of these items, which have `size` parts each."""
         return Range(self.first * size, self.last * size)
 
 
 def part_of(count: int, rank: int, size: int, unit: int = 1) -> Range:
-    """Return a rank's share of `count` things: whole units, but for the last one, where there are enough of them."""
+    """Return a rank's share of `count` items: whole units except for the last one, if there are enough of them."""
     unit = unit if count >= unit * size else 1
     units = -(-count // unit)
     first, last = (min(count, units * one // size * unit) for one in (rank, rank + 1))
@@ -47,7 +46,7 @@ def part_of(count: int, rank: int, size: int, unit: int = 1) -> Range:
 
 
 class Shard(NamedTuple):
-    """A rank of a group of `size`."""
+    """One rank in a group of `size`."""
 
     rank: int
     size: int
@@ -55,8 +54,8 @@ class Shard(NamedTuple):
     def heads(self, config: ModelConfig) -> tuple[Range, Range]:
         """Return the rank's query heads and its KV heads.
 
-        It has whole KV heads with all their query heads. Where there are fewer KV heads than ranks, several ranks have
-        the same one, and share its query heads.
+        It has whole KV heads with all their query heads. If there are fewer KV heads than ranks, several ranks have the
+        same KV head and share its query heads.
         """
         num_kv, group = config.num_key_value_heads, config.num_attention_heads // config.num_key_value_heads
         if self.size <= num_kv:
@@ -68,11 +67,11 @@ class Shard(NamedTuple):
         return Range(owner * group + own.first, owner * group + own.last), Range(owner, owner + 1)
 
     def columns(self, width: int) -> Range:
-        """Return the rank's columns of a result of this width."""
+        """Return the rank's columns of a result with this width."""
         return part_of(width, self.rank, self.size, _PANEL)
 
     def config(self, config: ModelConfig) -> ModelConfig:
-        """Return the config of the rank's attention."""
+        """Return the config of the rank's part of attention."""
         heads, kv_heads = self.heads(config)
         return msgspec.structs.replace(config, num_attention_heads=heads.length, num_key_value_heads=kv_heads.length)
 
@@ -82,10 +81,10 @@ class Shard(NamedTuple):
 
 
 class _ShardedParts(WeightParts):
-    """The weights' rows whose products are the rank's columns, and its part of the embeddings.
+    """The weight rows whose products are the rank's columns, and its part of the embeddings.
 
-    Norms are whole; where heads have their own, they are those of its heads. Errors: ConfigError for a weight of a
-    layer that is not known here: its part would be guessed.
+    Norms are whole, except that per-head norms are those of its heads. Errors: ConfigError for an unknown weight of a
+    layer, because its part would be a guess.
     """
 
     def __init__(self, weights: Iterable[tuple[str, Weight]], shard: Shard, config: ModelConfig) -> None:
@@ -115,6 +114,6 @@ class _ShardedParts(WeightParts):
         own = self._rows.get(_LAYER.sub("", name).rpartition(".")[0])
         if own is None:
             if _LAYER.match(name) and weight.shape not in self._norm_shapes:
-                raise ConfigError(f"tensor_parallel_size > 1 does not fit models with {name}: leave it out")
+                raise ConfigError(f"tensor_parallel_size > 1 does not support models with {name}: leave it out")
             return weight
         return weight.rows(*own) if isinstance(weight, StoredMatrix) else weight[own.first : own.last]

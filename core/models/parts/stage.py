@@ -1,7 +1,7 @@
-"""Stage: the part of a model that some workers of a pipeline compute: neighbouring layers, all that others lack.
+"""Stage: the part of a model that some workers of a pipeline compute: consecutive layers.
 
-A stage gets the residual stream from the one before it, and hands it on. No sum crosses stages, so every number has the
-bits of one process, for any number of stages.
+A stage gets the residual stream from the previous stage, and passes it on. No sum crosses stages, so every number has
+the same bits as in one process, for any number of stages.
 """
 
 import re
@@ -22,7 +22,7 @@ _EMBEDDINGS = "model.embed_tokens.weight"
 
 
 class Stage(NamedTuple):
-    """A stage of a pipeline of `size`, counted from 0, and its connections with its neighbours."""
+    """One stage in a pipeline of `size`, counted from 0, and its connections to its neighbours."""
 
     number: int
     size: int
@@ -39,11 +39,11 @@ class Stage(NamedTuple):
         return self.number == self.size - 1
 
     def layers(self, config: ModelConfig) -> Range:
-        """Return the stage's layers. config: the whole model's. Errors: ConfigError where there are too few."""
+        """Return the stage's layers. config: the whole model's. Errors: ConfigError if there are too few."""
         return layers_of_stages(config, self.size)[self.number]
 
     def config(self, config: ModelConfig) -> ModelConfig:
-        """Return the config of a model of the stage's layers, which are counted from 0."""
+        """Return the config of a model with the stage's layers, counted from 0."""
         own = self.layers(config)
 
         def renumbered(layers: tuple[int, ...]) -> tuple[int, ...]:
@@ -62,7 +62,7 @@ class Stage(NamedTuple):
         )
 
     def reads(self, config: ModelConfig) -> Callable[[str], bool]:
-        """Return whether the stage reads the weight of a name. config: the whole model's."""
+        """Return a function that says whether the stage reads the weight of a name. config: the whole model's."""
         own = self.layers(config)
         reads_embeddings = self.is_first or (self.is_last and config.tie_word_embeddings)
 
@@ -74,21 +74,21 @@ class Stage(NamedTuple):
         return reads
 
     def renamed(self, config: ModelConfig, weights: Iterable[tuple[str, Weight]]) -> Iterator[tuple[str, Weight]]:
-        """Yield the weights that the stage reads, under the names that config() gives their layers."""
+        """Yield the weights that the stage reads, under the names that its own config() gives their layers."""
         first = self.layers(config).first
         for name, weight in weights:
             yield _LAYER.sub(lambda found: f"model.layers.{int(found[1]) - first}.", name), weight
 
 
 def layers_of_stages(config: ModelConfig, num_stages: int) -> list[Range]:
-    """Return the layers of each stage, with about the same number of weights; the last stage has the head besides.
+    """Return the layers of each stage, with about the same number of weights. The last stage also has the head.
 
-    Errors: ConfigError where there are fewer layers than stages.
+    Errors: ConfigError if there are fewer layers than stages.
     """
     count = config.num_hidden_layers
     if num_stages > count:
         raise ConfigError(
-            f"pipeline_parallel_size={num_stages} is more than the {count} layers of the model: use at most {count}"
+            f"pipeline_parallel_size={num_stages} is more than the model's {count} layers: use at most {count}"
         )
     sizes = [_layer_weights(config, layer) for layer in range(count)]
     ends = np.concatenate([[0], np.cumsum(sizes)])

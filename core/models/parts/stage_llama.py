@@ -1,4 +1,4 @@
-"""StageLlama: the layers of one stage of a pipeline, with embeddings in the first stage and the head in the last."""
+"""StageLlama: the layers of one pipeline stage, with embeddings in the first stage and the head in the last."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -22,8 +22,8 @@ from kernels.elements import FLOAT32, Dtype, element_name
 class StageLlama(Llama):
     """A part of a Llama. It needs the C kernels.
 
-    The residual stream of a step's tokens comes in as given embeddings (kernels/cpu/c/layers/embedding.h), and goes out
-    as the last layer's output.
+    The residual stream of a step's tokens is passed in as given embeddings (kernels/cpu/c/layers/embedding.h), and the
+    last layer's output is passed on.
     """
 
     def __init__(
@@ -36,15 +36,15 @@ class StageLlama(Llama):
         self.stage = stage
         super().__init__(stage.config(config), stage.renamed(config, weights), dtype, **options)
         self.windows_of_model, self.num_blocks_per_page = windows(config), blocks_per_page(config)
-        #: Whether steps come from the stage before and go to the next one. Steps that measure times do not.
+        #: Whether steps come from the previous stage and go to the next one. Steps for time measurements do not.
         self.is_linked = False
         own = [f"{name}={product.variant}" for name, product in self.layers[0].products.items()]
         kernels = f"{element_name(dtype)} {self.operations.variant}"
         first, *names = stage.link.pass_on([kernels, *own])
         if first != kernels:
             raise ConfigError(
-                f"the stages' machines would not compute the bits of one process: the first has {first}, and this one "
-                f"{kernels}: give --dtype and --cpu-kernels, such as avx2, so that they agree"
+                f"the stages' machines would not compute the same bits as one process: the first has {first}, this one "
+                f"{kernels}: set --dtype and --cpu-kernels, such as avx2, so that they agree"
             )
         self._first_variants = dict(one.split("=", 1) for one in names)
         if not stage.is_last:
@@ -70,16 +70,16 @@ class StageLlama(Llama):
 
     @property
     def product_variants(self) -> dict[str, str]:
-        """The variants of the whole model's products; in the last stage, which has the head."""
+        """Return the variants of the whole model's products. Only the last stage has the head's."""
         return {**self._first_variants, **super().product_variants}
 
     @property
     def reads_features(self) -> bool:
-        """Return False: what is given are other numbers here."""
+        """Return False: given embeddings have another use here."""
         return False
 
     def forward(self, inputs: ModelInputs) -> StepResult:
-        """Run one step of the stage, whose result has logits in the last stage only. Errors: ChannelEndedError."""
+        """Run one step of the stage. Only the last stage's result has logits. Errors: ChannelEndedError."""
         link, count = self.stage.link, len(inputs.positions)
         if not self.stage.is_first:
             given = link.room(count, self.config.hidden_size)

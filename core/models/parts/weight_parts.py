@@ -1,4 +1,4 @@
-"""WeightParts: a model's weights by name, from an iterator that is read only as far as necessary."""
+"""WeightParts: a model's weights by name, from an iterator that is only read as far as necessary."""
 
 from collections.abc import Iterable
 
@@ -24,11 +24,11 @@ class WeightParts:
         """
         found = [self._take(names, name) for name in names]
         vectors = [to_floats(weight) for weight in found if isinstance(weight, np.ndarray)]
-        assert len(vectors) == len(names), f"{names}: a matrix is asked for as a vector"
+        assert len(vectors) == len(names), f"{names}: a matrix is requested as a vector"
         return np.concatenate(vectors)
 
     def take_matrix(self, *names: str) -> StoredMatrix:
-        """Return the named matrices with their rows concatenated, as they are stored, without conversion.
+        """Return the named matrices with their rows concatenated, as stored, without conversion.
 
         Errors: ModelFileError naming the missing tensors.
         """
@@ -37,7 +37,7 @@ class WeightParts:
         return StoredMatrix([part for matrix in matrices for part in matrix.parts])
 
     def _take(self, names: tuple[str, ...], name: str) -> Weight:
-        """Return the weight with this name. names: all names of the same request, for the error's text."""
+        """Return the weight with this name. names: all names of the same request, for the error text."""
         while name not in self._waiting:
             try:
                 read, weight = next(self._weights)

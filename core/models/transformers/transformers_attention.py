@@ -1,6 +1,6 @@
-"""This engine's attention behind transformers' attention interface, and the masks that models request beside it.
+"""This engine's attention behind transformers' attention interface, and the masks that models request with it.
 
-In a step, attention writes keys and values to the KV cache and reads them from there. In a trial, which runs when the
+In a step, attention writes keys and values to the KV cache and reads them from it. In a trial, which runs when the
 model is loaded, it only records each layer's arguments.
 """
 
@@ -17,11 +17,11 @@ from kernels.torch.kv_cache import TorchKVCache
 
 #: The end of every error text.
 INSTEAD = (
-    f"; {', '.join(ARCHITECTURES)} run here, and models of transformers whose layers all use its attention interface "
-    "and keep nothing else from token to token: see docs/models.md"
+    f"; supported are {', '.join(ARCHITECTURES)}, and transformers models whose layers all use its attention interface "
+    "and keep no other state between tokens: see docs/models.md"
 )
 
-#: Arguments of attention that this engine does not support, and their values without effect.
+#: Arguments of attention that this engine does not support, and their values that have no effect.
 _EXTRAS: dict[str, tuple[object, ...]] = {
     "softcap": (None, 0.0),
     "s_aux": (None,),
@@ -29,7 +29,7 @@ _EXTRAS: dict[str, tuple[object, ...]] = {
     "is_causal": (None, True),
 }
 
-#: transformers' form of a mask: (request, head, query position, KV position), which broadcast -> visible, bool.
+#: transformers' form of a mask: (request, head, query position, KV position), which are broadcast -> visible, bool.
 MaskFunction = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -46,7 +46,7 @@ class LayerUse(NamedTuple):
     """The arguments of attention in one layer."""
 
     shape: HeadShape
-    window: int | None  # tokens that a token sees, itself included; None = all before it
+    window: int | None  # number of tokens that a token sees, including itself; None = all before it
     mask: MaskFunction | None  # the mask that the model made for the layer, if any
 
 
@@ -55,11 +55,12 @@ class Trial:
 
     def __init__(self, num_tokens: int) -> None:
         self.layers: dict[int, LayerUse] = {}
-        self._masks: dict[int, tuple[torch.Tensor, MaskFunction]] = {}  # by address, which the tensor keeps in use
+        # by address, which stays in use because the tensor is kept
+        self._masks: dict[int, tuple[torch.Tensor, MaskFunction]] = {}
         self._num_tokens = num_tokens
 
     def make_mask(self, function: MaskFunction) -> torch.Tensor:
-        """Return a causal mask [1, 1, T, T]; note() recognizes it by its memory address."""
+        """Return a causal mask [1, 1, T, T]. note() recognizes it by its memory address."""
         mask = torch.ones(1, 1, self._num_tokens, self._num_tokens, dtype=torch.bool).tril()
         self._masks[mask.untyped_storage().data_ptr()] = mask, function
         return mask
@@ -67,7 +68,7 @@ class Trial:
     def note(self, module: Any, shape: HeadShape, window: int | None, mask: object) -> None:
         """Record the arguments of one layer's attention.
 
-        Errors: UnsupportedModelError for a second call of one layer, and for a mask that the layer made itself.
+        Errors: UnsupportedModelError for a second call from one layer, and for a mask that the layer made itself.
         """
         if module.layer_idx in self.layers:
             raise _called_twice(module)
@@ -97,7 +98,8 @@ current_trial: ContextVar[Trial] = ContextVar("current_trial")
 def make_mask(*_: object, mask_function: MaskFunction, **__: object) -> torch.Tensor | None:
     """Implement transformers' mask function.
 
-    A step needs no mask: attention's metadata says which tokens a token sees. A trial makes a mask that it recognizes.
+    A step needs no mask, because attention's metadata says which tokens a token sees. A trial makes a mask that it can
+    recognize.
     """
     trial = current_trial.get(None)
     return None if trial is None else trial.make_mask(mask_function)
@@ -128,7 +130,7 @@ def attend(
         return query.transpose(1, 2)[..., : shape.value_dim], None
     step = current_step.get(None)
     if step is None:
-        raise _refusal(module, "its head runs layers of its own, outside a step")
+        raise _refusal(module, "its head runs additional layers, outside a step")
     if attention_mask is not None:
         raise _own_mask(module)
     if module.layer_idx in step.layers:
@@ -164,12 +166,12 @@ def _refusal(module: object, reason: str) -> UnsupportedModelError:
 def _called_twice(module: Any) -> UnsupportedModelError:
     return _refusal(
         module,
-        f"layer {module.layer_idx} calls attention more than once in a forward pass, and the KV cache has one place "
-        "for the keys and values of a layer",
+        f"layer {module.layer_idx} calls attention more than once in a forward pass, but the KV cache has one slot "
+        "for a layer's keys and values",
     )
 
 
 def _own_mask(module: Any) -> UnsupportedModelError:
     return _refusal(
-        module, f"layer {module.layer_idx} makes an attention mask of its own, which this engine's attention cannot use"
+        module, f"layer {module.layer_idx} makes its own attention mask, which this engine's attention cannot use"
     )

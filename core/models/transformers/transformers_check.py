@@ -10,14 +10,14 @@ from ipc.tables.arrays import Floats, Ints
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from kernels.memory.kv_cache import KVCache
 
-#: Largest difference from the logits of the model's own attention that rounding explains, relative to the largest
+#: The largest deviation from the logits of the model's own attention that counts as rounding, relative to the largest
 #: logit.
 _TOLERANCE = {FLOAT32: 1e-3, BFLOAT16: 0.05}
 
 _BLOCK_SIZE = 16
 _LENGTHS = 7, 5  # tokens of the two prompts
 _LATE = 1, 2  # of these, the tokens that a second step computes
-_MOST_TOKENS = 64  # maximum length of a prompt that is made longer than a sliding window
+_MOST_TOKENS = 64  # maximum length of a prompt that is extended beyond a sliding window
 
 Prompt = Ints
 
@@ -31,12 +31,12 @@ def find_difference(
     max_model_len: int,
     own_logits: Callable[[Prompt], Floats],
 ) -> str | None:
-    """Return what is wrong with the model on this engine; None if its logits are those of its own attention.
+    """Return what is wrong with the model on this engine; None if its logits match those of its own attention.
 
-    Two prompts of different length are computed in two steps as one batch. The second step is a decode step for one of
+    Two prompts of different lengths are computed in two steps as one batch. The second step is a decode step for one of
     them. It is beyond the sliding window if the window is small. It also has a token at the last possible position.
 
-    own_logits: computes the logits [1, vocab] of a prompt's last token with the model's own code alone.
+    own_logits: computes the logits [1, vocab] of a prompt's last token with only the model's own code.
     """
     longest, other = _LENGTHS
     if smallest_window is not None and smallest_window + 2 <= min(_MOST_TOKENS, max_model_len):
@@ -56,14 +56,14 @@ def find_difference(
     if not at_once < _TOLERANCE[dtype]:
         return (
             f"with this engine's attention its logits are off by {at_once:.2%} of the largest (at most "
-            f"{_TOLERANCE[dtype]:.1%} is rounding): its own attention does something that this engine does not know"
+            f"{_TOLERANCE[dtype]:.1%} is rounding): its own attention does something that this engine does not support"
         )
     pairs = zip(prompts, _LATE, strict=True)
     decoded = error_of(np.concatenate([_in_steps(model, [prompt], (late,)) for prompt, late in pairs]))
     if not decoded < _TOLERANCE[dtype]:
         return (
-            f"after a second step its logits are off by {decoded:.2%} of the largest: its code keeps something from "
-            "token to token beside keys and values"
+            f"after a second step its logits are off by {decoded:.2%} of the largest: its code keeps other state "
+            "between tokens than keys and values"
         )
     return (
         f"two requests in one batch change each other's logits by {together:.1%}: its code does not keep packed "

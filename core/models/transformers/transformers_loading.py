@@ -1,4 +1,4 @@
-"""Loading of a transformers model from its folder, with this engine's attention, and its errors."""
+"""Loading a transformers model from its folder, with this engine's attention, and its errors."""
 
 import traceback
 from pathlib import Path
@@ -9,9 +9,9 @@ import torch
 from core.models.transformers.transformers_attention import INSTEAD, attend, make_mask
 from ipc.errors import EngineCoreError, ModelFileError, UnsupportedModelError
 
-#: Name under which this engine's attention is registered in transformers.
+#: The name under which this engine's attention is registered in transformers.
 ATTENTION_NAME = "engine_core_paged"
-#: Nothing is fetched, and no code of the model's folder is run; without the second, transformers may ask on stdin.
+#: Nothing is downloaded, and no code from the model's folder is run. Without the second, transformers may ask on stdin.
 _FROM_FILES: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
 
 
@@ -37,7 +37,8 @@ def load_transformers_model(path: Path, dtype: torch.dtype, made_up: bool) -> An
     except (EngineCoreError, MemoryError):
         raise
     except Exception as error:  # transformers and the libraries that it calls raise many types
-        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):  # a table of attention functions of its own
+        # it has its own table of attention functions
+        if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
             text = f"{path}: its code does not use transformers' attention interface{INSTEAD}"
             raise UnsupportedModelError(text) from error
         raise ModelFileError(f"{path}: transformers cannot load it: {described(error)}") from error
@@ -46,7 +47,7 @@ def load_transformers_model(path: Path, dtype: torch.dtype, made_up: bool) -> An
 
 
 def described(error: Exception) -> str:
-    """Return the error's type, text and place: the text alone rarely explains it to a user."""
+    """Return the error's type, text and location, because the text alone rarely explains it to a user."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((frame for frame in reversed(frames) if "transformers" in Path(frame.filename).parts), frames[-1])
     return f"{type(error).__name__} in {Path(frame.filename).name}, line {frame.lineno}: {error}"
@@ -89,7 +90,10 @@ def _check_kind(path: Path) -> None:
 
 
 def _check_quantization(path: Path, settings: Any) -> None:
-    """Check that transformers knows a quantization, because it passes others over. Errors: UnsupportedModelError."""
+    """Check that transformers supports a quantization, because it ignores unknown ones.
+
+    Errors: UnsupportedModelError.
+    """
     if settings is None:
         return
     from transformers.quantizers.auto import AutoHfQuantizer
@@ -102,7 +106,7 @@ def _check_quantization(path: Path, settings: Any) -> None:
 
 
 def _check_found(path: Path, found: dict[str, Any]) -> None:
-    """Check that the files have all weights, in the shapes of config.json: transformers replaces others by random ones.
+    """Check that the files have all weights with the shapes of config.json: transformers would make up the others.
 
     Errors: ModelFileError.
     """
@@ -110,11 +114,11 @@ def _check_found(path: Path, found: dict[str, Any]) -> None:
         raise ModelFileError(f"{path}: {name} has the shape {list(theirs)}; by its config.json it is {list(ours)}")
     if missing := sorted(found["missing_keys"]):
         more = f" and {len(missing) - 1} more weights" if len(missing) > 1 else ""
-        raise ModelFileError(f"{path}: no file has {missing[0]}{more}, which its config.json asks for")
+        raise ModelFileError(f"{path}: no file has {missing[0]}{more}, which its config.json requires")
 
 
 def eos_token_ids(model: Any) -> tuple[int, ...]:
-    """Return the model's EOS token ids, from its generation config or else its config; empty if it has none."""
+    """Return the EOS token ids from the model's generation config or else its config; empty if it has none."""
     found = getattr(model.generation_config, "eos_token_id", None)
     if found is None:
         found = model.config.get_text_config().eos_token_id

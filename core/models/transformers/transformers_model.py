@@ -1,8 +1,8 @@
-"""TransformersModel: any causal language model of transformers on this engine's KV cache and scheduler.
+"""TransformersModel: any causal language model of transformers, on this engine's KV cache and scheduler.
 
 The model's own code runs on a batch of tokens packed request after request. Only attention is this engine's, through
-transformers' attention interface. The files transformers_*.py are the only ones that use transformers' internals.
-Products are torch's plain ones, which may sum in another order for another number of rows: hence numerics level L0.
+transformers' attention interface. Only the files transformers_*.py use transformers' internals. Products are torch's
+plain ones, which may sum in a different order for a different number of rows, so the numerics level is L0.
 """
 
 import inspect
@@ -32,7 +32,7 @@ from kernels.torch.tensors import DTYPES, to_array, to_tensor
 
 
 class TransformersModel:
-    """A transformers model, loaded and checked; the methods are described at Model."""
+    """A transformers model, loaded and checked. The methods are documented at Model."""
 
     numerics: Numerics = "L0"
     sampler = None
@@ -56,7 +56,7 @@ class TransformersModel:
             raise
         except Exception as error:
             needs_more = isinstance(error, AttributeError) and error.name is not None and error.obj is None
-            reason = "wants an attention mask or a cache of its own kind" if needs_more else "does not run"
+            reason = "needs its own kind of attention mask or cache" if needs_more else "does not run"
             raise self._refusal(f"its code {reason} on packed batches ({described(error)})") from error
 
     def _prepare(self, max_model_len: int | None) -> None:
@@ -81,7 +81,7 @@ class TransformersModel:
         return self._rotation.settle(lambda: try_out(self._model, self._num_layers, self._length))
 
     def settle_length(self, max_model_len: int) -> None:
-        """Fix the rotary frequencies that transformers chooses by length to those of max_model_len tokens."""
+        """Set the rotary frequencies that transformers chooses by length to those for max_model_len tokens."""
         if self._rotation and max_model_len != self._length:
             self._length = max_model_len
             self._try_out()
@@ -91,15 +91,15 @@ class TransformersModel:
 
     @property
     def variant(self) -> str:
-        """Name of the code in use; part of the fingerprint. transformers' version and the rotation are in it."""
+        """Return the name of the code in use, with transformers' version and the rotation; part of the fingerprint."""
         rotation = f" rotation={self._rotation.digest()}" if self._rotation else ""
         return f"torch={torch.__version__} transformers {_version()} {self._architecture}{rotation}"
 
     def wake(self) -> None:
-        """Do nothing: torch wakes its threads itself."""
+        """Do nothing: torch wakes its own threads."""
 
     def bytes_per_block(self, block_size: int) -> int:
-        """Return the bytes of KV cache of one block of block_size tokens, all layers together."""
+        """Return the bytes of KV cache for one block of block_size tokens, all layers together."""
         shape = self._shape
         return bytes_per_block(block_size, shape.num_kv_heads, shape.head_dim, self._num_layers, self.dtype)
 
@@ -120,7 +120,7 @@ class TransformersModel:
         wholes: Ints | None = None,
         window_tables: AnyInts | None = None,
     ) -> tuple[AttentionMetadata, ...]:
-        """Return the attention metadata of a step, one for each sliding window among the layers."""
+        """Return the attention metadata of a step, one per sliding window among the layers."""
         assert wholes is None, "only models of our own read features"
         assert window_tables is None, "only the C kernels' caches have pages"
         return tuple(
@@ -172,13 +172,13 @@ class TransformersModel:
         picked = hidden[None]
 
         class Done(BaseModelOutputWithPastAndCrossAttentions):
-            router_logits = None  # read by the heads of mixtures of experts
+            router_logits = None  # the heads of mixtures of experts read this
 
         self._body.forward = lambda *_, **__: Done(last_hidden_state=picked)
         try:
             output = self._model(input_ids=torch.arange(len(hidden))[None], use_cache=False)
         finally:
-            del self._body.forward  # restores the method of the class
+            del self._body.forward  # restores the class's method
         logits: torch.Tensor = output.logits[0].float()
         return logits
 

@@ -1,8 +1,8 @@
-"""Rotary frequencies of transformers models, fixed once, so that they do not depend on the length of a request.
+"""Rotary frequencies of transformers models, fixed once, so that they do not depend on a request's length.
 
-With the rope types `longrope` and `dynamic`, transformers chooses the frequencies anew in each forward pass, by the
-largest position in it. In a batch this may be another request's position, and stored keys would have to change with it.
-Here the frequencies are always those of a sequence of max_model_len tokens.
+With the rope types `longrope` and `dynamic`, transformers chooses the frequencies again in each forward pass, by the
+largest position in it. In a batch this may be another request's position, and stored keys would have to change too.
+Here the frequencies are always those for a sequence of max_model_len tokens.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ _Result = TypeVar("_Result")
 
 
 class _Call(NamedTuple):
-    """One call of a rotating module; a forward pass may have several, for different kinds of layers."""
+    """One call of a rotating module. A forward pass may have several, for different kinds of layers."""
 
     arguments: tuple[Any, ...]
     options: dict[str, Any]
@@ -37,10 +37,10 @@ class Rotation:
 
     @torch.inference_mode()
     def settle(self, run: Callable[[], _Result]) -> _Result:
-        """Run a forward pass and keep the frequencies that it ends with; return its result.
+        """Run a forward pass, keep the frequencies that it ends with, and return its result.
 
         run: a forward pass whose last position is the last possible one. Errors: UnsupportedModelError if a module does
-        not rotate by the frequencies that it keeps.
+        not use the frequencies that it keeps.
         """
         before = {module: _frequencies(module) for module in self._kinds}
         calls: dict[Any, list[_Call]] = {module: [] for module in self._kinds}
@@ -107,7 +107,7 @@ def _check_use(module: Any, calls: list[_Call], before: dict[str, torch.Tensor])
     pairs = [pair for call, other in zip(calls, again, strict=True) for pair in zip(call.output, other, strict=True)]
     if all(torch.equal(one, other) for one, other in pairs):
         raise UnsupportedModelError(
-            f"{type(module).__name__}: its rotation goes by the longest request in a batch, and not by the frequencies "
+            f"{type(module).__name__}: its rotation uses the longest request in a batch, not the frequencies "
             "that transformers keeps for it; with max_model_len at most its original_max_position_embeddings it would "
             f"not change{INSTEAD}"
         )

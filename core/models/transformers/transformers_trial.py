@@ -11,11 +11,11 @@ from core.models.transformers.transformers_attention import HeadShape, LayerUse,
 from core.models.transformers.transformers_loading import described
 
 _NUM_TOKENS = 4
-_POISONED = 1  # the token whose embedding is made NaN
+_POISONED = 1  # index of the token whose embedding is made NaN
 
 
 class Layers(NamedTuple):
-    """The arguments of attention, of all layers together."""
+    """The arguments of attention for all layers together."""
 
     shape: HeadShape
     windows: tuple[int | None, ...]  # the distinct windows of the layers
@@ -27,7 +27,7 @@ class TrialError(Exception):
 
 @torch.inference_mode()
 def try_out(model: Any, num_layers: int, max_model_len: int) -> Layers:
-    """Run a few tokens, up to the last possible position; return the layers' arguments of attention.
+    """Run a few tokens, up to the last possible position, and return the layers' arguments of attention.
 
     Errors: TrialError, UnsupportedModelError, and any error of the model's code.
     """
@@ -36,7 +36,7 @@ def try_out(model: Any, num_layers: int, max_model_len: int) -> Layers:
     except IndexError as error:
         raise TrialError(
             f"its code does not run up to position {max_model_len - 1} ({described(error)}): set max_model_len to the "
-            "number of tokens that it was made for"
+            "number of tokens that it supports"
         ) from error
     shape = _common_shape(layers, num_layers)
     first_with = {(use.window, use.mask): layer for layer, use in sorted(layers.items(), reverse=True)}
@@ -77,10 +77,10 @@ def _explain(is_nan: list[bool], is_nan_without: list[bool]) -> str:
     if any(is_nan_without):
         return "its logits are NaN"
     if not is_nan[_POISONED]:
-        return "a NaN in a token's embedding does not reach its logits, so that it cannot be seen what else it reaches"
+        return "a NaN in a token's embedding does not reach its logits, so the check cannot tell what else it reaches"
     return (
-        "a token reaches others beside attention (by a convolution or a state space, say), which has no place in a KV "
-        "cache of blocks"
+        "a token reaches others without attention (for example by a convolution or a state space), which a KV "
+        "cache of blocks cannot store"
     )
 
 
@@ -89,7 +89,7 @@ def _common_shape(layers: dict[int, LayerUse], num_layers: int) -> HeadShape:
     if sorted(layers) != list(range(num_layers)):
         raise TrialError(
             f"{len(layers)} of {num_layers} layers use transformers' attention interface; the others compute "
-            "attention by themselves, or are of a kind (state space, linear attention) that has no place in a KV "
+            "attention themselves, or are of a kind (state space, linear attention) that does not fit in a KV "
             "cache of blocks"
         )
     shapes = {use.shape for use in layers.values()}
@@ -118,5 +118,5 @@ def _check_mask(layer: int, mask: MaskFunction | None, window: int | None, max_m
         if not torch.equal(visible, shown.expand_as(visible)):
             raise TrialError(
                 f"the mask of layer {layer} shows {int(shown.expand_as(visible).sum())} tokens to the one at position "
-                f"{row}, and the attention that the layer asks for (sliding_window={window}) shows {int(visible.sum())}"
+                f"{row}, but the attention that the layer requests (sliding_window={window}) shows {int(visible.sum())}"
             )
