@@ -1,8 +1,8 @@
-"""Accounts: what the unfinished requests of one client, or of one tenant, take; and the share that each may take.
+"""Accounts: what the unfinished requests of one client or tenant use, and how much each may use.
 
-A share is what the others leave: a client may have as many places of the queue as are left over, and as many more as
-can run at once. So one client alone fills half of a long queue, and one that comes later finds room, however greedy
-those before it were.
+A client's share depends on what the others leave: it may have as many queue slots as are left over, plus as many as can
+run at once. So a single client can fill half of a long queue, and a client that comes later finds room, however greedy
+the earlier ones were.
 """
 
 from typing import NamedTuple
@@ -13,24 +13,24 @@ from core.border.inbox import num_tokens
 from ipc.wire.messages import AddRequest, Submission
 
 #: Bytes of Python objects, measured on CPython 3.11 to 3.13: of an entry of logit_bias (a slot of a dict, an int and a
-#: float), of a token id in a list, and of one choice of a request while it waits.
+#: float), of a token id in a list, and of one choice of a waiting request.
 _BIAS_BYTES, _TOKEN_BYTES, _CHOICE_BYTES = 112, 40, 2048
 
 
 class Load(NamedTuple):
-    """What one request takes while it is unfinished."""
+    """What one request uses while it is unfinished."""
 
     num_choices: int
-    num_tokens: int  # of all choices
+    num_tokens: int  # over all choices
     num_bytes: int  # kept in memory
-    has_begun: bool = False  # its first choice runs, or ran: the request does not wait in the queue
+    has_begun: bool = False  # its first choice runs or has run, so the request is not waiting in the queue
 
 
 class Account(msgspec.Struct, eq=False):
     """Sums over unfinished requests."""
 
     num_requests: int = 0
-    num_queued: int = 0  # choices of requests that have not begun
+    num_queued: int = 0  # choices of requests that have not started
     num_queued_tokens: int = 0
     num_bytes: int = 0
 
@@ -42,12 +42,12 @@ class Account(msgspec.Struct, eq=False):
         self.num_bytes += load.num_bytes
 
     def begin(self, load: Load) -> None:
-        """Count a request as begun."""
+        """Count a request as started."""
         self.num_queued -= load.num_choices
         self.num_queued_tokens -= load.num_tokens
 
     def remove(self, load: Load) -> None:
-        """Discount a request, which has ended."""
+        """Stop counting a request, which has ended."""
         self.num_requests -= 1
         self.num_bytes -= load.num_bytes
         if not load.has_begun:
@@ -55,7 +55,7 @@ class Account(msgspec.Struct, eq=False):
 
 
 def load_of(message: Submission, frame_bytes: int) -> Load:
-    """Return what this request takes. frame_bytes: its length as sent."""
+    """Return what this request uses. frame_bytes: its length as received."""
     if not isinstance(message, AddRequest):
         num_bytes = frame_bytes + len(message.prompt_token_ids) + _CHOICE_BYTES
         return Load(1, num_tokens(message), num_bytes)

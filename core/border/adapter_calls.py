@@ -1,6 +1,6 @@
-"""AdapterCalls: the calls that load, unload and list adapters, and the border's check of those that requests name.
+"""AdapterCalls: the calls to load, unload and list adapters, and the border's check of adapters named in requests.
 
-Files are read by a thread of its own, which begins with the first LoadLora.
+Files are read by a separate thread, which starts with the first LoadLora.
 """
 
 import threading
@@ -14,12 +14,12 @@ from ipc.errors import EngineCoreError, InvalidRequestError
 from ipc.wire.lora_messages import AdapterId, ListLora, LoadLora, LoraAdapter, LoraAdapters, UnloadLora
 from ipc.wire.messages import CallDone, CallFailed, ErrorCode, ServerMessage
 
-_JOIN_S = 1.0  # seconds that close() waits for the adapter that is being read; then its thread is abandoned
+_JOIN_S = 1.0  # seconds that close() waits for the adapter being read; then its thread is abandoned
 _OFF = "this engine has no adapters: start it with enable_lora"
 
 
 class AdapterShelf(Protocol):
-    """Protocol of the engine's adapters, for any thread; core/adapters/store.py has them."""
+    """Protocol of the engine's adapters, callable from any thread; implemented in core/adapters/store.py."""
 
     def load(self, name: str, path: str) -> LoraAdapter:
         """Read an adapter and give it a name. Errors: those of ipc.errors."""
@@ -31,13 +31,13 @@ class AdapterShelf(Protocol):
         """Return the adapters that have names."""
 
     def hold(self, adapter: AdapterId) -> None:
-        """Keep an adapter as long as this object lives. Errors: InvalidRequestError where it is not loaded."""
+        """Keep an adapter as long as this object lives. Errors: InvalidRequestError if it is not loaded."""
 
 
 class AdapterCalls:
-    """The adapters as clients see them. All methods are for the thread that holds the socket's lock, except _run().
+    """The adapters as seen by clients. Call all methods except _run() with the socket's lock held.
 
-    shelf: None = the engine has no adapters. wake: called by the reading thread when take_done() has an answer.
+    shelf: None = adapters are not enabled. wake: called by the reading thread when take_done() has an answer.
     """
 
     def __init__(self, shelf: AdapterShelf | None, wake: Callable[[], None]) -> None:
@@ -47,13 +47,13 @@ class AdapterCalls:
         self._thread: threading.Thread | None = None
 
     def check(self, adapter: AdapterId) -> None:
-        """Keep the adapter that a request names. Errors: InvalidRequestError where it is not loaded."""
+        """Keep the adapter that a request names. Errors: InvalidRequestError if it is not loaded."""
         if self._shelf is None:
             raise InvalidRequestError(_OFF)
         self._shelf.hold(adapter)
 
     def answer(self, client: int, call: LoadLora | UnloadLora | ListLora, *, is_owner: bool) -> ServerMessage | None:
-        """Return the answer; None for LoadLora, whose answer comes by take_done()."""
+        """Return the answer; None for LoadLora, whose answer comes through take_done()."""
         shelf = self._shelf
         if shelf is None:
             if isinstance(call, ListLora):
@@ -77,11 +77,11 @@ class AdapterCalls:
         return None
 
     def take_done(self) -> list[tuple[int, ServerMessage]]:
-        """Return the answers that are ready, each with its client."""
+        """Return (client, answer) for the answers that are ready."""
         return [self._answers.get_nowait() for _ in range(self._answers.qsize())]
 
     def close(self) -> None:
-        """End the thread, after the adapter that is being read."""
+        """Stop the thread after the adapter that is being read."""
         if self._thread is not None:
             self._asked.put(None)
             self._thread.join(_JOIN_S)

@@ -1,4 +1,4 @@
-"""AllowList: the clients that an engine's keys let in, read again whenever their file changes."""
+"""AllowList: the clients whose keys an engine accepts, read again whenever their file changes."""
 
 import os
 from pathlib import Path
@@ -12,10 +12,10 @@ from ipc.keys.quota import NO_QUOTA, Quota
 
 
 class AllowList:
-    """The allowed clients of one folder of keys (ipc/keys/curve.py). Used by one thread, but for quota_of().
+    """The allowed clients in one folder of keys (ipc/keys/curve.py). Used by one thread, except for quota_of().
 
-    A file that is wrong or gone changes nothing: the last list holds. Who is connected stays so; the list is asked
-    when a connection is made. Errors: ConfigError.
+    If the file is invalid or missing, the last list stays in force. Connections that exist are kept, because the list
+    is only checked when a connection is made. Errors: ConfigError.
     """
 
     def __init__(self, folder: str) -> None:
@@ -29,19 +29,19 @@ class AllowList:
         self._quotas = {client.name: client.quota for client in clients.values()}
 
     def quota_of(self, name: str) -> Quota:
-        """Return the quota of a client's name by the last list; for any thread."""
+        """Return the quota of a client's name from the last list. May be called from any thread."""
         return self._quotas.get(name, NO_QUOTA)
 
     def name_of(self, public_key: bytes) -> str | None:
-        """Return the name of the client with this key (32 bytes); None if it may not connect.
+        """Return the name of the client with this key (32 bytes), or None if it may not connect.
 
-        "": it has the engine's own keys, and so no limits.
+        "": it has the engine's own keys, and therefore no limits.
         """
         if (version := self._read_version()) != self._version:
             self._version = version
             try:
                 self._set(read_allowed(self._folder))
-                log.say(f"engine-core: {len(self._clients)} clients may connect, by the changed list of clients")
+                log.say(f"engine-core: the list of clients has changed: {len(self._clients)} clients may connect")
             except ConfigError as error:
                 log.say(f"engine-core: the changed list of clients is not used: {error}")
         key = z85.encode(public_key).decode() if len(public_key) == 32 else ""

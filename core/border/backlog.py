@@ -1,8 +1,7 @@
-"""Backlog: the messages that wait for one client that reads too slowly. Outputs of neighbouring steps become one
-message.
+"""Backlog: the messages that wait for one client that reads too slowly. Outputs of consecutive steps are merged.
 
-Merging loses nothing. A row states the position from which its tokens count on, so the rows of one request, taken
-together, are one longer row. 14 bytes for each token of each step become 4.
+Merging loses nothing. A row states the position of its first token, so the rows of one request, taken together, are one
+longer row. 14 bytes per token and step become 4.
 """
 
 from collections import deque
@@ -15,7 +14,7 @@ from ipc.tables.arrays import Ints
 from ipc.wire.messages import Outputs, ServerMessage, TokenizerFiles, encode
 from ipc.wire.scheduling_messages import RequestEvents
 
-#: Bytes of columns that are merged into one message. No row in it comes near the 65,535 tokens that a count can hold.
+#: Bytes of columns merged into one message. No row in it gets near the 65,535 tokens that a count can hold.
 MAX_MERGED_BYTES = 64 << 10
 _ROW_COLUMNS = frozenset(
     ("numbers", "positions", "counts", "tokens", "choices", "finish", "stop_tokens", "started", "events", "drafts")
@@ -29,17 +28,18 @@ _OTHER_FIELDS = tuple(
 
 
 class Backlog:
-    """A queue of messages, first in, first out. num_bytes: bytes of all that waits."""
+    """A queue of messages, first in, first out. num_bytes: bytes of everything that waits."""
 
     def __init__(self) -> None:
-        self._frames: deque[bytes | TokenizerFiles] = deque()  # files are all sessions' own: encoded when they are sent
-        self._outputs: list[Outputs] = []  # after the frames; not merged yet
+        # TokenizerFiles are sent by every session, so they are only encoded when they are sent
+        self._frames: deque[bytes | TokenizerFiles] = deque()
+        self._outputs: list[Outputs] = []  # come after the frames; not merged yet
         self._outputs_bytes = 0
         self._frames_bytes = 0
 
     @property
     def num_bytes(self) -> int:
-        """Return the bytes of all that waits."""
+        """Return the bytes of everything that waits."""
         return self._frames_bytes + self._outputs_bytes
 
     def append(self, message: ServerMessage) -> None:
@@ -58,7 +58,7 @@ class Backlog:
             self._append_frame(encode(message))
 
     def head(self) -> bytes | None:
-        """Return the next frame to send, None when nothing waits."""
+        """Return the next frame to send, or None if nothing waits."""
         if not self._frames:
             self._seal()
         if not self._frames:
@@ -82,7 +82,7 @@ class Backlog:
 
 
 def merge_outputs(parts: Sequence[Outputs]) -> Outputs:
-    """Merge messages of one client, in order, into one in which each choice of a request has one row."""
+    """Merge messages for one client, in order, into one message with one row per choice of a request."""
     started = b"".join(part.started for part in parts)
     drafts = b"".join(part.drafts for part in parts)
     events = _join_events([part.events for part in parts if part.events is not None])
@@ -157,7 +157,7 @@ def _num_bytes(message: Outputs) -> int:
 
 
 def _join_events(parts: list[RequestEvents]) -> RequestEvents | None:
-    """Join events one after the other; None for none."""
+    """Concatenate events; None if there are none."""
     if not parts:
         return None
     names = RequestEvents.__struct_fields__

@@ -1,8 +1,8 @@
-"""Doorway: the bound on connections, below the process's limit of file descriptors.
+"""Doorway: limits connections, so that they stay below the process's limit of file descriptors.
 
-libzmq 4.3.5 ends the process when it accepts a connection on ipc and there is no descriptor left. Its listener cannot
-be stopped without ending the connections that it has accepted. So connections beyond the bound are cut as soon as the
-monitor reports them; their clients try again, until others have left.
+libzmq 4.3.5 aborts the process if it accepts a connection on ipc and there is no file descriptor left. Its listener
+cannot be stopped without closing the connections that it has accepted. So connections above the limit are cut as soon
+as the monitor reports them. Their clients try again until others have left.
 """
 
 import contextlib
@@ -16,17 +16,17 @@ from core.border.sessions import MAX_SESSIONS
 from ipc.wire.sockets import Context, Socket
 
 EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
-#: Most connections; peers without a session, such as those that are refused one, are connections too.
+#: The most connections. Peers without a session, such as those refused one, count too.
 MAX_CONNECTIONS = 2 * MAX_SESSIONS
-#: Most events of the monitor that wait: then libzmq's thread waits, and accepts no more. 1000 is libzmq's own bound.
+#: The most monitor events that wait; then libzmq's thread waits and accepts no more. 1000 is libzmq's own limit.
 _EVENTS_WAITING = 1000 + 1
-#: Descriptors for all else: files, libraries, libzmq's own, and connections that are accepted and not cut yet. With a
-#: limit below twice that, connections are cut in time as long as the thread that does it is not kept from it for long.
+#: Descriptors for everything else: files, libraries, libzmq's own, and connections that are accepted and not cut yet.
+#: With a limit below twice this, connections are cut in time only if the thread that cuts them is not held up for long.
 _RESERVE = _EVENTS_WAITING + 256
 
 
 def monitor_of(context: Context, router: Socket) -> Socket:
-    """Return a socket that receives the EVENTS of the router's connections."""
+    """Return a socket that receives EVENTS about the router's connections."""
     address = f"inproc://monitor-{id(router):x}"
     router.monitor(address, EVENTS)
     monitor = context.socket(zmq.PAIR)
@@ -36,7 +36,7 @@ def monitor_of(context: Context, router: Socket) -> Socket:
 
 
 class Doorway:
-    """The connections of one socket, as its monitor reports them. max_connections: the bound."""
+    """The connections of one socket, as reported by its monitor. max_connections: the limit."""
 
     def __init__(self, max_connections: int) -> None:
         self.max_connections = max_connections
@@ -44,20 +44,20 @@ class Doorway:
         self._num_connections = 0
 
     def note(self, event: int, fd: int) -> None:
-        """Note an event of the monitor, one of EVENTS, and the connection's descriptor."""
+        """Handle a monitor event, one of EVENTS, for the connection with this descriptor."""
         if event == zmq.EVENT_DISCONNECTED:
             self._num_connections -= 1
             return
         self._num_connections += 1
         if self._num_connections > self.max_connections:
             if not self.num_cut:
-                log.say(f"engine-core: there are {self.max_connections} connections, the limit; more are cut")
+                log.say(f"engine-core: the limit of {self.max_connections} connections is reached: more are cut")
             self.num_cut += 1
             _cut(fd)
 
 
 def _cut(fd: int) -> None:
-    """Shut a connection down; libzmq closes it. If it was closed before, its number can only be a later one's."""
+    """Shut a connection down; libzmq closes it. If it is already closed, its number can only belong to a later one."""
     with contextlib.suppress(OSError):
         connection = socket.socket(fileno=fd)
         try:
@@ -75,7 +75,7 @@ def max_connections() -> int:
 
 
 def raise_descriptor_limit() -> None:
-    """Raise the process's limit of file descriptors to what it may be: 1,024 is the usual default."""
+    """Raise the process's limit of file descriptors to the highest allowed; the usual default is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,4 +1,4 @@
-"""Inbox: the queue of messages from the IO thread to the engine thread, and its bounds."""
+"""Inbox: the bounded queue of messages from the IO thread to the engine thread."""
 
 import time
 from queue import SimpleQueue
@@ -9,14 +9,14 @@ from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import Abort, Submission
 from ipc.wire.scheduling_messages import Explain
 
-#: Units of work that the engine thread takes in before a step, at some 20 microseconds each. The rest waits for the
-#: next steps. A unit is a choice of a request, 1024 of its tokens, 256 numbers among its parameters, or a number of an
-#: Abort (a request that waits takes 5 microseconds, a running one 50).
+#: Units of work that the engine thread accepts before a step, at about 20 microseconds each. The rest waits for later
+#: steps. A unit is a choice of a request, 1024 of its tokens, 256 numbers among its parameters, or a number of an Abort
+#: (5 microseconds for a waiting request, 50 for a running one).
 WORK_PER_STEP = 128
-#: Most numbers of an Abort: longer ones are put in parts.
+#: The most numbers in an Abort. Longer ones are split.
 MAX_ABORTED_AT_ONCE = 128
-_EXPLAIN_WORK = WORK_PER_STEP  # of 1000 requests
-#: Queued messages and bytes beyond which no client is read. Requests have bounds of their own; aborts and calls do not.
+_EXPLAIN_WORK = WORK_PER_STEP  # for 1000 requests
+#: Queued messages and bytes above which no client is read. Requests have their own limits; aborts and calls do not.
 MAX_MESSAGES = 131_072
 MAX_BYTES = 512 << 20
 
@@ -24,19 +24,19 @@ MAX_BYTES = 512 << 20
 class Inbox:
     """A queue with one producer (the thread that holds the socket's lock) and one consumer (the engine thread).
 
-    Neither waits for the other. Each choice of a request counts as queued, with its tokens, from put() until the
-    consumer reports in settle() that it has begun or ended.
+    Neither waits for the other. Each choice of a request, with its tokens, counts as queued from put() until the
+    consumer reports in settle() that it has started or ended.
     """
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[int, EngineInput, int] | None] = SimpleQueue()
-        # Written by the producer only:
+        # Written only by the producer:
         self._bytes_put = 0
         self._requests_put = 0
         self._tokens_put = 0
         self._requests_preparing = 0
         self._tokens_preparing = 0
-        # Written by the consumer only:
+        # Written only by the consumer:
         self._bytes_taken = 0
         self._requests_taken = 0
         self._tokens_taken = 0
@@ -47,33 +47,33 @@ class Inbox:
 
     @property
     def num_queued_requests(self) -> int:
-        """Choices of requests that have not begun, including those in preparation."""
+        """Return the number of choices that have not started, including those in preparation."""
         return self._requests_preparing + self._requests_put - self._requests_settled
 
     @property
     def num_queued_tokens(self) -> int:
-        """Tokens of those choices; see num_tokens()."""
+        """Return the number of tokens of these choices; see num_tokens()."""
         return self._tokens_preparing + self._tokens_put - self._tokens_settled
 
     @property
     def is_overfull(self) -> bool:
-        """Whether the queue is at its bounds, so that no client should be read."""
+        """Return whether the queue is at its limits, so that no client should be read."""
         return self._queue.qsize() >= MAX_MESSAGES or self._bytes_put - self._bytes_taken >= MAX_BYTES
 
     @property
     def is_empty(self) -> bool:
-        """Whether no message waits for the consumer."""
+        """Return whether no message waits for the consumer."""
         return self._queue.empty()
 
     def put_abort(self, client: int, abort: Abort) -> None:
-        """Queue an Abort in parts; for the producer."""
+        """Queue an Abort, split into parts. For the producer."""
         numbers, choices = abort.numbers, abort.choices
         for at in range(0, len(numbers), 4 * MAX_ABORTED_AT_ONCE):
             end = at + 4 * MAX_ABORTED_AT_ONCE
             self.put(client, Abort(numbers[at:end], choices[at // 2 : end // 2]))
 
     def put(self, client: int, message: EngineInput) -> None:
-        """Queue a client's message; for the producer."""
+        """Queue a client's message. For the producer."""
         self._bytes_put += _num_bytes(message)
         if isinstance(message, Submission):
             self._requests_put += message.params.n
@@ -81,30 +81,30 @@ class Inbox:
         self._queue.put((client, message, time.monotonic_ns()))
 
     def put_news(self, client: int, message: ExecutorNews | StoreNews) -> None:
-        """Queue what the executor or the store of KV blocks tells; for any thread, because it counts nothing."""
+        """Queue news from the executor or the store of KV blocks. For any thread, because it counts nothing."""
         self._queue.put((client, message, time.monotonic_ns()))
 
     def begin_preparation(self, message: Submission) -> None:
-        """Count a request as queued before its put(); for the producer."""
+        """Count a request as queued before its put(). For the producer."""
         self._requests_preparing += message.params.n
         self._tokens_preparing += num_tokens(message)
 
     def end_preparation(self, message: Submission) -> None:
-        """Undo begin_preparation(), before the request's put() or when it is dropped; for the producer."""
+        """Undo begin_preparation(), before the request's put() or when it is dropped. For the producer."""
         self._requests_preparing -= message.params.n
         self._tokens_preparing -= num_tokens(message)
 
     def put_end(self) -> None:
-        """Mark the end: no message follows; for the producer."""
+        """Mark the end: no message follows. For the producer."""
         self._queue.put(None)
 
     @property
     def has_ended(self) -> bool:
-        """Whether drain() has reached the end; for the consumer."""
+        """Return whether drain() has reached the end. For the consumer."""
         return self._ended
 
     def drain(self) -> list[tuple[int, EngineInput]]:
-        """Take and return queued (client, message), in order, up to WORK_PER_STEP; for the consumer."""
+        """Take queued (client, message) pairs in order, up to WORK_PER_STEP. For the consumer."""
         items: list[tuple[int, EngineInput]] = []
         self._received_ns = []
         num_left, work = self._queue.qsize(), 0
@@ -122,11 +122,11 @@ class Inbox:
         return items
 
     def received_ns(self) -> list[int]:
-        """Return when each message of the last drain() was put, on the monotonic clock; for the consumer."""
+        """Return when each message of the last drain() was put, in monotonic ns. For the consumer."""
         return self._received_ns
 
     def settle(self, num_waiting: int, num_waiting_tokens: int) -> None:
-        """Report how many of the choices taken so far, with how many tokens, still wait to begin; for the consumer."""
+        """Report how many of the choices taken so far, with how many tokens, have not started. For the consumer."""
         self._requests_settled = self._requests_taken - num_waiting
         self._tokens_settled = self._tokens_taken - num_waiting_tokens
 
@@ -147,7 +147,7 @@ def _work(message: EngineInput) -> int:
 
 
 def _num_numbers(params: SamplingParams | PoolingParams) -> int:
-    """Return the length of the parameters that may be long."""
+    """Return the total length of the parameters that may be long."""
     if isinstance(params, PoolingParams):
         return 0
     lists = params.logit_bias, params.allowed_token_ids, params.stop_token_ids, params.bad_words_token_ids
@@ -155,7 +155,7 @@ def _num_numbers(params: SamplingParams | PoolingParams) -> int:
 
 
 def num_tokens(message: Submission) -> int:
-    """Return the number of a request's tokens: the prompt's, once for each choice, and the delivered ones."""
+    """Return the number of a request's tokens: the prompt's once per choice, plus the delivered ones."""
     return (message.params.n * len(message.prompt_token_ids) + sum(map(len, message.delivered))) // 4
 
 

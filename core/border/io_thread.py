@@ -1,13 +1,14 @@
-"""The IO thread: it serves the engine's socket and its sessions.
+"""The IO thread: serves the engine's socket and its sessions.
 
-core/border/socket_rounds.py has the work at the socket; this file decides which thread does it and when. In: the
+core/border/socket_rounds.py does the work at the socket; this file decides which thread does it and when. In: the
 reception (core/border/reception.py) answers frames or puts them into the inbox. Out: the messages of each step are
-taken from the outbox, encoded and sent. If the thread fails the process ends: an engine out of reach would
-look alive.
+taken from the outbox, encoded and sent. If the thread fails, the process ends, because an unreachable engine would look
+alive.
 
-Waking a thread costs up to 65 microseconds, with Python's lock handed over. So an engine thread without work receives
-messages itself, and it sends messages to few clients itself: a request to an idle engine needs no second thread. The
-thread that holds the lock owns socket and sessions; both threads sleep without it, on file descriptors.
+Waking a thread costs up to 65 microseconds, including the handover of the GIL. So an engine thread without work
+receives messages itself, and if a step has messages for only a few clients, it sends them itself: a request to an idle
+engine needs no second thread. The thread that holds the lock owns the socket and the sessions. Both threads sleep on
+file descriptors, without the lock.
 """
 
 import os
@@ -31,19 +32,19 @@ from ipc.wire.messages import EngineStopping
 from ipc.wire.sockets import BoundRouter, Context, signal_fd
 from ipc.wire.start_messages import Isolate
 
-MAX_OUTBOX_STEPS = 32  # results of steps that wait to be sent; then the engine waits
-_MAX_SENT_BY_ENGINE = 2  # messages of a step that cost its thread less than to wake this one
-_FULL_S = 0.001  # between looks at an outbox that is full
-#: Between two rounds that each left messages unread: the engine thread gets Python's lock at once meanwhile. Else it
-#: waits 5 ms for each time that it takes it, of which a step has several.
+MAX_OUTBOX_STEPS = 32  # results of steps waiting to be sent; beyond it the engine waits
+_MAX_SENT_BY_ENGINE = 2  # messages of a step that are cheaper to send than waking this thread
+_FULL_S = 0.001  # between checks of a full outbox
+#: Pause between two rounds that each left messages unread, so that the engine thread gets the GIL at once. Otherwise it
+#: would wait 5 ms each time it takes the GIL, which is several times per step.
 _PACE_S = 0.001
 _RETRY_S = 0.01  # between attempts to send the last messages to clients whose queues are full
-_FLUSH_S = 0.5  # given to slow clients when the engine stops
-_LOG_S = 0.5  # for the last lines on standard error
+_FLUSH_S = 0.5  # time for slow clients when the engine stops
+_LOG_S = 0.5  # for writing the last lines to standard error
 
 
 class IOThread:
-    """The IO thread, made by the main thread. It takes ownership of the bound socket and of its context."""
+    """The IO thread, created by the main thread. It takes ownership of the bound socket and its context."""
 
     def __init__(
         self,
@@ -54,24 +55,24 @@ class IOThread:
         *,
         adapters: AdapterShelf | None = None,
     ) -> None:
-        """Make the thread; start() runs it. preparers: the kinds of work that requests may need first. adapters: None =
-        no request has one.
+        """Create the thread; start() runs it. preparers: the kinds of preparation for requests. adapters: None = not
+        enabled.
         """
         self._thread = threading.Thread(target=self._run, name="io", daemon=True)
         self._stopping: EngineStopping | None = None  # to be sent when the outbox is empty
-        self._is_asleep = False  # or about to be: it has to be woken for what is put into the outbox
-        self._sleep_s: float | None = None  # how long at most; None = until it is woken
+        self._is_asleep = False  # asleep or about to be: it must be woken when something is put into the outbox
+        self._sleep_s: float | None = None  # for how long at most; None = until it is woken
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake_lock = threading.Lock()
-        self._engine_is_asleep = False  # it has to be woken for what is put into the inbox
+        self._engine_is_asleep = False  # it must be woken when something is put into the inbox
         self._wake_engine = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self._wake_engine)  # the engine thread may outlive this one
-        self.will_be_replaced = served.welcome.limits.resume_ms > 0  # after its death, by another engine
+        self.will_be_replaced = served.welcome.limits.resume_ms > 0  # by another engine after its death
         self._context = context
         self._router = router
         self._socket = router.socket
         self._monitor = monitor_of(context, self._socket)
-        self._using = threading.Lock()  # socket, monitor and border; the last to use them keeps it
+        self._using = threading.Lock()  # socket, monitor and border; the last thread to use them keeps it
         self._socket_fd = signal_fd(self._socket)
         self._sources = select.epoll()
         for fd in (self._socket_fd, signal_fd(self._monitor), self._wake):
@@ -79,8 +80,8 @@ class IOThread:
         self._engine_sources = select.poll()
         for fd in (self._socket_fd, self._wake_engine):
             self._engine_sources.register(fd, select.POLLIN)
-        self._engine_fd = -1  # of the engine's own, see wake_engine_on()
-        self._is_kept = False  # this thread does not sleep on the socket: the engine thread has kept it
+        self._engine_fd = -1  # of the engine itself, see wake_engine_on()
+        self._is_kept = False  # this thread does not sleep on the socket, because the engine thread has kept it
         self._border = Border(
             self._socket,
             self._monitor,
@@ -102,7 +103,7 @@ class IOThread:
         self._thread.start()
 
     def take(self, timeout: float | None) -> list[tuple[int, EngineInput]]:
-        """Return the engine thread's inputs; wait for some up to `timeout` seconds, None = without end."""
+        """Return the engine thread's inputs, waiting for some up to `timeout` seconds; None = forever."""
         if timeout != 0 and self.inbox.is_empty:
             try:
                 self._receive_for_engine(timeout)
@@ -113,15 +114,15 @@ class IOThread:
         return self.inbox.drain()
 
     def wake_engine_on(self, fd: int) -> None:
-        """Return from take() also when this file descriptor is readable: the engine has other sources than clients.
+        """Make take() also return when this file descriptor is readable: the engine has other sources than clients.
 
-        Its steps are short, so the engine thread keeps the socket in a step that follows a wait.
+        The engine's steps are short, so the engine thread keeps the socket during a step that follows a wait.
         """
         self._engine_fd = fd
         self._engine_sources.register(fd, select.POLLIN)
 
     def put(self, messages: Sequence[AddressedMessage]) -> None:
-        """Send the messages of a step, for the engine thread. Wait while MAX_OUTBOX_STEPS are unsent."""
+        """Send the messages of a step, for the engine thread. Waits while MAX_OUTBOX_STEPS are unsent."""
         if not messages or (len(messages) <= _MAX_SENT_BY_ENGINE and self._send_for_engine(messages)):
             return
         while self._outbox.qsize() >= MAX_OUTBOX_STEPS:
@@ -131,13 +132,13 @@ class IOThread:
             self._wake_up()
 
     def put_news(self, news: ExecutorNews | StoreNews) -> None:
-        """Pass on to the engine thread what its executor or the store of KV blocks tells, from any thread."""
+        """Pass news from the executor or the store of KV blocks to the engine thread. For any thread."""
         self.inbox.put_news(NOBODY, news)
         if self._engine_is_asleep:
             os.eventfd_write(self._wake_engine, 1)
 
     def isolate(self, which: Isolate) -> None:
-        """Keep these requests from running from now on, and let the others run."""
+        """Stop running these requests from now on, and let the others run."""
         self._border.isolate = which
         self._wake_up()
 
@@ -148,7 +149,7 @@ class IOThread:
 
     @property
     def departure(self) -> Departure:
-        """Return what the owner asked of the drain."""
+        """Return what the owner requested of the drain."""
         return self._border.departure
 
     def finish(self, last: EngineStopping, timeout: float) -> None:
@@ -159,15 +160,18 @@ class IOThread:
 
     def _wake_up(self) -> None:
         with self._wake_lock:
-            if self._wake >= 0:  # else the thread has ended
+            if self._wake >= 0:  # otherwise the thread has ended
                 os.eventfd_write(self._wake, 1)
 
     # --- the engine thread, in this one's place ---
 
     def _receive_for_engine(self, timeout: float | None) -> None:
-        """Sleep until the inbox has something or `timeout` is over; the IO thread is not woken for messages."""
+        """Sleep until the inbox has something or `timeout` is over.
+
+        Messages do not wake the IO thread during that time.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
-        self._engine_is_asleep = True  # before the look at the inbox: what is put in after it finds this
+        self._engine_is_asleep = True  # set before looking at the inbox, so that a later put sees it
         if not self._is_kept:
             with self._using:
                 self._sources.modify(self._socket_fd, 0)
@@ -184,7 +188,7 @@ class IOThread:
             ready = dict(self._engine_sources.poll(left_ms))
             if self._wake_engine in ready:
                 os.eventfd_read(self._wake_engine)
-            if self._engine_fd in ready:  # what clients have sent is found by the next call
+            if self._engine_fd in ready:  # the next call finds what clients have sent
                 break
         self._engine_is_asleep = False
         if self._engine_fd < 0:
@@ -197,7 +201,7 @@ class IOThread:
         self._is_kept = False
 
     def _send_for_engine(self, messages: Sequence[AddressedMessage]) -> bool:
-        """Send messages in the engine thread; return False if they must wait behind others in the outbox."""
+        """Send messages in the engine thread. Return False if they must wait behind others in the outbox."""
         if not self._using.acquire(blocking=False):
             return False
         try:
@@ -248,13 +252,13 @@ class IOThread:
                 self._stop(self._border.departure.last_message)
                 self._exit(self._border.departure.exit_code)
             due_s = move_s if due_s is None or (move_s is not None and move_s < due_s) else due_s
-            self._sleep_s = due_s  # before the lock is released: the engine thread compares
+            self._sleep_s = due_s  # set before the lock is released, because the engine thread compares it
             self._using.release()
             if self._engine_is_asleep and not self.inbox.is_empty:
                 os.eventfd_write(self._wake_engine, 1)
             if self._border.is_behind:
                 time.sleep(_PACE_S)
-            self._is_asleep = True  # before the look at the outbox: what is put in after it finds this
+            self._is_asleep = True  # set before looking at the outbox, so that a later put sees it
             for fd, _ in self._sources.poll(due_s if self._outbox.empty() else 0):
                 if fd == self._wake:
                     os.eventfd_read(self._wake)
@@ -271,7 +275,7 @@ class IOThread:
         self._socket.disable_monitor()
         self._monitor.close(0)
         self._router.close()
-        self._context.term()  # returns when all is sent or the socket's linger time is over
+        self._context.term()  # returns when everything is sent or the socket's linger time is over
         with self._wake_lock:
             os.close(self._wake)
             self._wake = -1

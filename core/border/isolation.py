@@ -1,7 +1,7 @@
 """Isolation: requests that the engine must not run, because one of them has killed it or may have.
 
-The supervisor says which, by digests (ipc/records/black_box.py). Quarantined requests are refused. Parked ones wait
-here until they are released, and count as queued. The step knows of neither.
+The supervisor names them by digest (ipc/records/black_box.py). Quarantined requests are refused. Parked ones wait here
+until they are released, and count as queued. The step is not aware of either.
 """
 
 from collections.abc import Callable
@@ -21,31 +21,31 @@ QUARANTINED_TEXT = (
 
 
 class Isolation(Waiting):
-    """The requests kept apart. All methods are for the thread that holds the socket's lock."""
+    """The requests kept apart. Call all methods with the socket's lock held."""
 
     def __init__(self, inbox: Inbox, epoch: int, isolate: Isolate) -> None:
         super().__init__(inbox, epoch)
         self._parked = frozenset(isolate.parked)
         self._quarantined = frozenset(isolate.quarantined)
-        self._since: dict[tuple[int, int], float] = {}  # by client and number; those of aborted requests stay
+        self._since: dict[tuple[int, int], float] = {}  # by client and number; entries of aborted requests stay
 
     def is_quarantined(self, message: Submission) -> bool:
-        """Return whether the request is to be refused."""
+        """Return whether the request must be refused."""
         return bool(self._quarantined) and _digest(message) in self._quarantined
 
     def is_parked(self, message: Submission) -> bool:
-        """Return whether the request is to wait."""
+        """Return whether the request must wait."""
         return bool(self._parked) and _digest(message) in self._parked
 
     def park(self, client: int, message: Submission, now: float) -> None:
-        """Let a request wait. now: seconds, also of change()."""
+        """Make a request wait. now: in seconds, with the same clock as change()."""
         self.keep(client, message)
         self._since[client, message.number] = now
 
     def change(self, isolate: Isolate, now: float, begin: Callable[[int, Submission], None]) -> None:
-        """Take in what the supervisor says now. begin: called with each request that need not wait any more.
+        """Apply the supervisor's current lists. begin: called with each request that need not wait any more.
 
-        take_done() has the requests that are quarantined now.
+        take_done() returns the requests that are now quarantined.
         """
         self._parked, self._quarantined = frozenset(isolate.parked), frozenset(isolate.quarantined)
         for key, job in list(self._jobs.items()):

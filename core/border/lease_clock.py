@@ -1,12 +1,11 @@
-"""LeaseClock: the time that clients' leases are measured in."""
+"""LeaseClock: the clock that measures clients' leases."""
 
 
 class LeaseClock:
-    """The seconds in which a message of a client would have been read.
+    """Counts the seconds in which a client's message would have been read.
 
-    The clock stands still while the engine process is stopped, is suspended with its machine, or does not read its
-    socket, because that silence is not the clients'. tick: the longest step that it makes between two readings, in
-    seconds.
+    The clock stops while the engine process is stopped, is suspended with its machine, or does not read its socket,
+    because that silence is not the clients' fault. tick: the most that it advances between two readings, in seconds.
     """
 
     def __init__(self, tick: float, now: float) -> None:

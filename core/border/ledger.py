@@ -1,4 +1,4 @@
-"""RequestLedger: the request numbers that a session has in use, so that a request sent twice is one request."""
+"""RequestLedger: the request numbers that a session uses, so that a request sent twice is one request."""
 
 from collections import OrderedDict
 from enum import Enum
@@ -12,19 +12,20 @@ from core.border.accounts import Account, Load
 from ipc.tables.arrays import UInt32s
 from ipc.wire.messages import Abort, Outputs, RequestFailed, ServerMessage
 
-#: Numbers of finished requests that a session remembers. This is more than the rows, of at least 10 bytes each, that
-#: core/border/backlog.py merges into one message: a number's second use must not be merged with its first.
+#: Numbers of finished requests that a session remembers. This is more than the number of rows, of at least 10 bytes
+#: each, that core/border/backlog.py merges into one message: a number's second use must not be merged with its first.
 MAX_FINISHED = 8192
-#: Ends of requests that may be lost with a connection: each is remembered with some 70 bytes, for as many as sessions.
+#: Ends of requests that may be lost with a connection. Each takes about 70 bytes, for as many entries as there are
+#: sessions.
 MAX_UNCONFIRMED = 1024
 
 
 class NumberStatus(Enum):
-    """The use of a request number by its session so far."""
+    """How a session has used a request number so far."""
 
     NEW = "new"
-    SAME = "same"  # the request equals the running one of this number, byte for byte
-    IN_USE = "in use"  # by another running request
+    SAME = "same"  # the request equals the running one with this number, byte for byte
+    IN_USE = "in use"  # used by another running request
     FINISHED = "finished"
 
 
@@ -32,14 +33,14 @@ class _Live(msgspec.Struct):
     digest: bytes
     num_unfinished: int  # choices
     load: Load
-    accounts: tuple[Account, ...]  # that it counts for
+    accounts: tuple[Account, ...]  # the accounts it counts for
 
 
 class RequestLedger:
     """The live and finished request numbers of one session, which owns the ledger.
 
-    It learns of a request's beginning and end from the messages on their way to the client. account: what the
-    session's live requests take.
+    It learns of a request's start and end from the messages sent to the client. account: what the session's live
+    requests use.
     """
 
     def __init__(self) -> None:
@@ -59,7 +60,7 @@ class RequestLedger:
         return len(self._live)
 
     def add(self, number: int, frame: bytes | memoryview, load: Load, *others: Account) -> None:
-        """Enter a new request with its frame and what it takes. others: accounts that it counts for, too."""
+        """Add a new request with its frame and what it uses. others: further accounts that it counts for."""
         accounts = (self.account, *others)
         self._live[number] = _Live(_digest(frame), load.num_choices, load, accounts)
         for account in accounts:
@@ -70,21 +71,23 @@ class RequestLedger:
         return np.fromiter(self._live, np.uint32, len(self._live))
 
     def close(self) -> None:
-        """Take the live requests out of all accounts: the session has ended."""
+        """Remove the live requests from all accounts, because the session has ended."""
         for live in self._live.values():
             for account in live.accounts:
                 account.remove(live.load)
         self._live.clear()
 
     def unconfirmed(self) -> set[int]:
-        """Numbers of the requests that a client whose connection was cut may believe unfinished: the live ones, and the
-        last that have finished, because their ends may have been on the way."""
+        """Return the numbers of requests that a client whose connection was cut may believe unfinished.
+
+        These are the live ones, and the last ones that have finished, because their ends may have been on the way.
+        """
         return {*self._live, *islice(reversed(self._finished), MAX_UNCONFIRMED)}
 
     def live_among(self, abort: Abort) -> Abort | None:
-        """Return the part of an Abort that names live requests, each once; None if there is none.
+        """Return the part of an Abort that names live requests, each once, or None.
 
-        So the rest costs the engine thread nothing.
+        So the others cost the engine thread nothing.
         """
         numbers = np.frombuffer(abort.numbers, "<u4", len(abort.numbers) // 4)
         named = {number: None for number in numbers.tolist() if number in self._live}
@@ -101,9 +104,9 @@ class RequestLedger:
         return Abort(kept[0].astype("<u4").tobytes(), kept[1].astype("<u2").tobytes())
 
     def note(self, message: ServerMessage) -> None:
-        """Note a message that is sent to the client now.
+        """Record a message that is being sent to the client.
 
-        A request ends with the last of its choices' rows, or by a failure.
+        A request ends with the last row of its choices, or with a failure.
         """
         if isinstance(message, RequestFailed):
             self._end(message.number)

@@ -1,7 +1,7 @@
-"""RequestMeter: what requests take, measured where all of them pass: at the engine's border.
+"""RequestMeter: measures requests at the engine's border, where all of them pass.
 
-A time begins when the border has received a request and ends when it hands over the tokens. So it has the waits that a
-client sees, without the network and the client's own work. Names and buckets are vLLM's, so that dashboards fit.
+A time starts when the border has received a request and ends when it hands over the tokens. So it includes the waits
+that a client sees, but not the network or the client's own work. Names and buckets are vLLM's, so that dashboards work.
 """
 
 import math
@@ -34,7 +34,7 @@ _CHOICE_BITS = 16
 
 
 class Log(Protocol):
-    """Takes a log line and its fields."""
+    """Writes a log line with fields."""
 
     def __call__(self, text: str, **fields: object) -> None: ...
 
@@ -43,7 +43,7 @@ _NO_KEYS: Ints = np.empty(0, np.int64)
 
 
 class _Ended(NamedTuple):
-    """The measurements of one ended choice, under the names of their histograms; nan = it has none."""
+    """The measurements of one ended choice, by the names of their histograms; nan = none."""
 
     e2e_request_latency_seconds: float
     request_queue_time_seconds: float
@@ -55,8 +55,8 @@ class _Ended(NamedTuple):
     request_generation_tokens: float
     request_num_preemptions: float
     request_params_max_tokens: float
-    request_params_n: float  # once for each request, when its last choice ends
-    request_max_num_generation_tokens: float  # as above: of the longest choice
+    request_params_n: float  # once per request, when its last choice ends
+    request_max_num_generation_tokens: float  # likewise, for the longest choice
 
 
 class _Group(msgspec.Struct, eq=False):
@@ -76,7 +76,7 @@ class _Group(msgspec.Struct, eq=False):
 
 
 class _Choice(msgspec.Struct, eq=False):
-    """One choice that lives. Times: monotonic seconds, 0 = not yet."""
+    """One live choice. Times: monotonic seconds; 0 = not yet."""
 
     group: _Group
     scheduled: float = 0.0
@@ -85,24 +85,25 @@ class _Choice(msgspec.Struct, eq=False):
 
 
 class _Client(msgspec.Struct, eq=False):
-    """The live choices of one client, by key: number and choice in one integer.
+    """The live choices of one client, by key: number and choice combined into one integer.
 
-    Those that got a token in the last message with tokens share the time of their last token. The others are strays.
+    Choices that got a token in the last message with tokens share the time of their last token. The others are strays.
     """
 
     choices: dict[int, _Choice] = msgspec.field(default_factory=dict)
     time: float = 0.0
     frame: tuple[bytes, bytes] = (b"", b"")  # columns numbers and choices of that message, if none of its rows ended
-    keys: Ints = msgspec.field(default_factory=lambda: _NO_KEYS)  # of its rows, without those that ended
+    keys: Ints = msgspec.field(default_factory=lambda: _NO_KEYS)  # keys of its rows, without those that ended
     strays: dict[int, float] = msgspec.field(default_factory=dict)  # key -> time of the last token
 
 
 class RequestMeter:
-    """The measurements of all requests, for the thread that holds the socket's lock. Times: monotonic seconds.
+    """The measurements of all requests. Call it with the socket's lock held. Times: monotonic seconds.
 
-    log: called with each request's end; None = it is not logged.
+    log: called at each request's end; None = it is not logged.
 
-    A step in which each client's requests are those of its step before costs one look at a histogram for each client.
+    If each client has the same requests in a step as in the previous one, the step costs one histogram update per
+    client.
     """
 
     def __init__(self, max_model_len: int, log: Log | None = None) -> None:
@@ -121,20 +122,20 @@ class RequestMeter:
         self._first_token = Samples({"time_to_first_token_seconds": _FIRST_TOKEN_S})
         self._next_token = Samples({"inter_token_latency_seconds": _TOKEN_S})
         self._clients: dict[int, _Client] = {}
-        self._arrived: list[tuple[int, Submission, float]] = []  # clients' requests that are not in there yet
+        self._arrived: list[tuple[int, Submission, float]] = []  # requests of clients that are not in there yet
         self._num_finished = dict.fromkeys(("stop", "length", "abort", "error"), 0)
         self._num_refused: dict[str, int] = {}
 
     def metrics(self, call: int, num_sessions: int) -> Metrics:
-        """Return everything measured so far, as the answer to a call."""
+        """Return everything measured so far as the answer to a call."""
         samples = (self._first_token, self._next_token, self._ended)
         histograms = {name: histogram for each in samples for name, histogram in each.histograms().items()}
         return Metrics(call, True, histograms, dict(self._num_finished), dict(self._num_refused), num_sessions)
 
     def note_request(self, client: int, request: Submission, refusal: RequestFailed | None, now: float) -> None:
-        """Note a request that has arrived, and its refusal. One that is sent a second time counts once.
+        """Record a request that has arrived, and its refusal. A request that is sent twice counts once.
 
-        It is entered later: its first token waits for what happens here, and not for what follows a message.
+        It is entered later, because its first token waits for what happens here, but not for what follows a message.
         """
         if refusal is not None:
             name = refusal.code.name
@@ -155,7 +156,7 @@ class RequestMeter:
         self._arrived.clear()
 
     def note_messages(self, messages: Sequence[tuple[int, ServerMessage]], now: float) -> None:
-        """Note the messages of a step, as they are handed over."""
+        """Record the messages of a step as they are handed over."""
         self._enter_arrived()
         for client, message in messages:
             own = self._clients.get(client)
@@ -175,7 +176,7 @@ class RequestMeter:
                     self._forget(own, first + choice, "error", now)
 
     def forget_client(self, client: int) -> None:
-        """Count what a client leaves behind as aborted."""
+        """Count a client's remaining requests as aborted."""
         self._enter_arrived()
         own = self._clients.pop(client, _Client())
         for key in list(own.choices):
@@ -204,14 +205,14 @@ class RequestMeter:
                 self._end(own, int(keys[row]), FinishReason(int(ends[row])), num_tokens, now)
             if num_with_tokens == len(keys):
                 own.keys = keys[ends == 0]
-            else:  # rows without tokens: aborts, a message of their own
+            else:  # rows without tokens: aborts, which have their own message
                 own.keys = own.keys[np.isin(own.keys, keys[ends > 0], invert=True)]
             own.frame = (b"", b"")
         elif num_with_tokens == len(keys):
             own.frame = (message.numbers, message.choices)
 
     def _note_tokens(self, own: _Client, keys: Ints, positions: Ints, now: float) -> None:
-        """Note that these choices got tokens; most of them got their last ones together."""
+        """Record that these choices got tokens. Most of them got their previous tokens together."""
         is_first = positions == 0
         going_on = keys[~is_first]
         if np.array_equal(going_on, own.keys):
@@ -224,7 +225,7 @@ class RequestMeter:
                     self._next_token.add_many(now - own.time, 1)
                 elif key in own.strays:
                     self._next_token.add_many(now - own.strays.pop(key), 1)
-                elif key in own.choices:  # it goes on after tokens that its client had from an earlier engine
+                elif key in own.choices:  # it continues after tokens that its client got from an earlier engine
                     own.choices[key].first = now
             own.strays |= dict.fromkeys((key for key in missing if key in own.choices), own.time)
         for key in keys[is_first].tolist():
@@ -256,7 +257,7 @@ class RequestMeter:
                 choice.group.num_cached_tokens = num_cached
 
     def _end(self, own: _Client, key: int, reason: FinishReason, num_tokens: int, now: float) -> None:
-        last = own.strays.get(key, own.time)  # of a choice without a token: not used
+        last = own.strays.get(key, own.time)  # for a choice without a token: not used
         choice = own.choices.get(key)
         if choice is None:
             return
@@ -286,7 +287,7 @@ class RequestMeter:
         )
 
     def _forget(self, own: _Client, key: int, reason: str, now: float | None) -> None:
-        """End a choice; log its request with its last one. now: None = its client has gone."""
+        """End a choice, and log its request with the last one. now: None = its client has gone."""
         choice = own.choices.pop(key, None)
         own.strays.pop(key, None)
         if choice is None:
@@ -299,9 +300,9 @@ class RequestMeter:
 
 
 def _described(group: _Group, reason: str, now: float | None) -> dict[str, object]:
-    """Return what the log says of a request that has ended. Times: milliseconds; None = not known.
+    """Return the log fields for a request that has ended. Times: milliseconds; None = unknown.
 
-    A step that was about to begin may take a request that arrives, and is dated before its arrival then.
+    A request that arrives may be taken by a step that was about to start. Then the step's time is before its arrival.
     """
 
     def ms(end: float | None) -> float | None:
@@ -322,16 +323,16 @@ def _described(group: _Group, reason: str, now: float | None) -> dict[str, objec
     }
 
 
-# Samples: values gathered in a list, and counted in the buckets of their histograms when somebody asks.
+# Samples: values gathered in a list, and counted into histogram buckets on demand.
 
 
-_MOST_KEPT = 1024  # rows of values that wait to be counted
+_MOST_KEPT = 1024  # rows of values waiting to be counted
 
 
 class Samples:
-    """Histograms that get their values together: one row has a value for each, nan = none.
+    """Histograms that get their values together: one row has a value for each; nan = none.
 
-    bounds: upper bounds of the buckets, by the name of the histogram.
+    bounds: upper bounds of the buckets, by the histogram's name.
     """
 
     def __init__(self, bounds: Mapping[str, Sequence[float]]) -> None:
@@ -343,13 +344,13 @@ class Samples:
         self._first = next(iter(bounds))
 
     def add(self, row: Sequence[float]) -> None:
-        """Take a value for each histogram, in the order of their names."""
+        """Add one value for each histogram, in the order of their names."""
         self._rows.append(row)
         if len(self._rows) >= _MOST_KEPT:
             self._count()
 
     def add_many(self, value: float, count: int) -> None:
-        """Take one value `count` times, for the first histogram."""
+        """Add one value `count` times to the first histogram."""
         self._counts[self._first][bisect_left(self._lists[0], value)] += count
         self._totals[self._first] += value * count
 
@@ -374,7 +375,7 @@ class Samples:
 
 
 def decades(highest: int) -> tuple[float, ...]:
-    """Return 1, 2, 5, 10, 20, 50, ... up to `highest`: vLLM's buckets of numbers of tokens."""
+    """Return 1, 2, 5, 10, 20, 50, ... up to `highest`: vLLM's buckets for numbers of tokens."""
     values: list[float] = []
     unit = 1
     while True:

@@ -1,11 +1,12 @@
-"""Preparation: work for a request before the engine thread receives it, done by threads of their own.
+"""Preparation: work for a request before the engine thread receives it, done by separate threads.
 
-Each kind of work has its thread, so that a grammar keeps no image waiting. A request with several passes them in turn.
+Each kind of work has its own thread, so that an image need not wait for a grammar. A request that needs several passes
+through them in turn.
 
-A request counts as queued from its admission on. The engine's step remains a pure function of its inbox, and a capture
-holds only prepared requests. Clients take turns, and so do the tenants of one, each with its share of the time while
-others have work. One client's requests without preparation keep their order, and so do a tenant's with it. There is no
-order between the two kinds.
+A request counts as queued from its admission. The engine's step remains a pure function of its inbox, and a capture
+contains only prepared requests. Clients take turns, and so do one client's tenants, each with its share of the time
+while others have work. Requests of one client without preparation keep their order, and so do requests of one tenant
+with preparation. There is no order between the two kinds.
 """
 
 import threading
@@ -34,62 +35,65 @@ from ipc.wire.messages import (
     Submission,
 )
 
-#: Most requests in preparation, of all clients together.
+#: The most requests in preparation, over all clients.
 MAX_PREPARING = 1024
 _JOIN_S = 1.0  # seconds that close() waits for the running preparation; then its thread is abandoned
 
 
 class Preparer(Protocol):
-    """Protocol of the work that requests need.
+    """Protocol for work that requests need.
 
-    share: the part of the time that a client may have it done while others have unfinished requests; 1.0 = all. Work
-    takes cores and Python's lock from their steps.
+    share: the fraction of the time that the work may be done for one client while others have unfinished requests; 1.0
+    = all. The work takes cores and the GIL from the others' steps.
     """
 
     share: float
 
     def start(self) -> None:
-        """Do what all requests' work needs, before the first of it. Called once, by the thread of this work.
+        """Do what the work for all requests needs, before the first of it. Called once, by this work's thread.
 
-        What cannot be done now fails each prepare().
+        If it fails, each prepare() fails.
         """
         ...
 
     def needs(self, message: Submission) -> bool:
-        """Return whether a valid request needs preparation. Called under the socket's lock: must not block."""
+        """Return whether a valid request needs preparation.
+
+        Called with the socket's lock held, so it must not block.
+        """
         ...
 
     def prepare(self, message: Submission) -> bool:
-        """Prepare a part of a request; return whether more is left. Called by the thread of this work.
+        """Prepare a part of a request, and return whether more is left. Called by this work's thread.
 
         Errors: InvalidRequestError, whose text is sent to the request's client.
         """
         ...
 
     def close(self) -> None:
-        """Release what the work has taken; a prepare() that still runs, in another thread, may fail."""
+        """Release the work's resources. A prepare() that is still running in another thread may fail."""
         ...
 
 
 class Job(msgspec.Struct, eq=False):
-    """A request that waits at the border."""
+    """A request waiting at the border."""
 
     client: int
     message: Submission
-    aborts: list[Abort] = msgspec.field(default_factory=list)  # of some of its choices
-    is_free: bool = False  # nobody's share pays for its preparation
+    aborts: list[Abort] = msgspec.field(default_factory=list)  # aborts of some of its choices
+    is_free: bool = False  # its preparation is not charged to a share
     is_dropped: bool = False
     error: str = ""
-    code: ErrorCode = ErrorCode.INVALID_ARGUMENT  # of the error
+    code: ErrorCode = ErrorCode.INVALID_ARGUMENT  # for the error
 
     @property
     def owner(self) -> tuple[int, str]:
-        """Return whose it is: its client, and the tenant that it was sent for."""
+        """Return the owner: the client, and the tenant that the request was sent for."""
         return self.client, self.message.tenant
 
 
 class Waiting:
-    """Requests that wait at the border and count as queued. For the thread that holds the socket's lock."""
+    """Requests that wait at the border and count as queued. Use it with the socket's lock held."""
 
     def __init__(self, inbox: Inbox, epoch: int) -> None:
         self._inbox = inbox
@@ -102,7 +106,7 @@ class Waiting:
         return len(self._jobs)
 
     def keep(self, client: int, message: Submission, *, is_free: bool = False) -> Job:
-        """Let a request wait; take_done() puts it into the inbox once it is done."""
+        """Make a request wait. take_done() puts it into the inbox once it is done."""
         job = self._jobs[client, message.number] = Job(client, message, is_free=is_free)
         self._inbox.begin_preparation(message)
         return job
@@ -110,10 +114,10 @@ class Waiting:
     def abort(self, client: int, abort: Abort) -> tuple[Abort | None, Outputs | None]:
         """Abort requests that wait here.
 
-        Return an Abort of the other requests, for the engine, and the last rows of the requests that ended here. Where
-        n > 1, an abort of one choice follows the request into the inbox.
+        Return an Abort of the other requests, for the engine, and the last rows of the requests that ended here. If n >
+        1, an abort of one choice follows the request into the inbox.
         """
-        if not self._jobs:  # thousands of numbers need no look
+        if not self._jobs:  # saves a lookup of thousands of numbers
             return abort, None
         numbers = unpack_numbers(abort.numbers)
         if not any((client, number) in self._jobs for number in numbers):
@@ -140,7 +144,7 @@ class Waiting:
             self._drop(job)
 
     def take_done(self) -> list[tuple[int, ServerMessage]]:
-        """Put requests that are done into the inbox; return (client, RequestFailed) for those that fail."""
+        """Put finished requests into the inbox; return (client, RequestFailed) for those that failed."""
         failed: list[tuple[int, ServerMessage]] = []
         for _ in range(self._done.qsize()):
             job = self._done.get_nowait()
@@ -156,13 +160,13 @@ class Waiting:
         return failed
 
     def _drop(self, job: Job) -> None:
-        """Let a request wait no longer."""
+        """Remove a request from those that wait."""
         job.is_dropped = True
         del self._jobs[job.client, job.message.number]
         self._inbox.end_preparation(job.message)
 
     def _last_rows(self, jobs: list[Job]) -> Outputs:
-        """Return a row with finish code ABORT for each choice of these requests."""
+        """Return one row with finish code ABORT for each choice of these requests."""
         rows = []
         for job in jobs:
             delivered = [len(tokens) // 4 for tokens in job.message.delivered]
@@ -182,7 +186,7 @@ class Waiting:
 
 
 class Preparation(Waiting):
-    """Requests in preparation. All methods are for the thread that holds the socket's lock.
+    """Requests in preparation. Call all methods with the socket's lock held.
 
     wake: called by another thread when take_done() has a result.
     """
@@ -202,7 +206,7 @@ class Preparation(Waiting):
 
     @property
     def is_full(self) -> bool:
-        """Whether MAX_PREPARING requests are in preparation."""
+        """Return whether MAX_PREPARING requests are in preparation."""
         return len(self._jobs) >= MAX_PREPARING
 
     def needs(self, message: Submission) -> bool:
@@ -210,27 +214,27 @@ class Preparation(Waiting):
         return any(stage.preparer.needs(message) for stage in self._stages)
 
     def begin(self, client: int, message: Submission, *, is_free: bool) -> None:
-        """Start to prepare a request; take_done() puts it into the inbox.
+        """Start preparing a request. take_done() puts it into the inbox.
 
-        is_free: nobody's share pays for it, as for what a client sends again after it lost its engine.
+        is_free: it is not charged to a share, for example if a client resends it after losing its engine.
         """
         self._first(self.keep(client, message, is_free=is_free))
 
     def close(self) -> None:
-        """Drop all requests and end the threads, after the work that is running."""
+        """Drop all requests, and stop the threads after the work that is running."""
         for job in list(self._jobs.values()):
             self._drop(job)
         for stage in self._stages:
             stage.close()
 
     def _end(self, job: Job) -> None:
-        """Note that a request is done, or has failed; from any thread."""
+        """Record that a request is done or has failed. For any thread."""
         self._done.put(job)
         self._wake()
 
 
 class _Stage:
-    """One kind of work and its thread. then: takes requests that it is done with; end: those that it fails."""
+    """One kind of work and its thread. then: gets requests that are done here; end: gets those that fail."""
 
     def __init__(self, preparer: Preparer, busy: Busy, then: Callable[[Job], None], end: Callable[[Job], None]) -> None:
         self.preparer, self._busy, self._then, self._end = preparer, busy, then, end
@@ -239,14 +243,14 @@ class _Stage:
         self._thread.start()
 
     def put(self, job: Job) -> None:
-        """Let a request wait for this work, or pass it on; from any thread."""
+        """Queue a request for this work, or pass it on. For any thread."""
         if self.preparer.needs(job.message):
             self._waiting.put(job.owner, job)
         else:
             self._then(job)
 
     def close(self) -> None:
-        """End the thread after the work that is running, and its preparer."""
+        """Stop the thread after the work that is running, and close its preparer."""
         self._waiting.close()
         self._thread.join(_JOIN_S)
         self.preparer.close()
@@ -256,7 +260,7 @@ class _Stage:
         while (job := self._waiting.take()) is not None:
             if job.is_dropped:
                 continue
-            if not has_started:  # nobody's share pays for that
+            if not has_started:  # that is not charged to a share
                 self._start()
                 has_started = True
             begin = time.monotonic()
@@ -273,11 +277,11 @@ class _Stage:
     def _start(self) -> None:
         try:
             self.preparer.start()
-        except Exception:  # the thread goes on: else the requests would wait for ever
+        except Exception:  # the thread must go on: otherwise the requests would wait forever
             log.say(traceback.format_exc())
 
     def _prepare(self, job: Job) -> bool:
-        """Do a part of the work of a request; return whether nothing is left, or it has failed."""
+        """Do a part of the work for a request. Return whether nothing is left, or it has failed."""
         try:
             return not self.preparer.prepare(job.message)
         except InvalidRequestError as error:
@@ -289,6 +293,6 @@ class _Stage:
 
 
 def _pack(pairs: list[tuple[int, int]], *, has_choices: bool) -> Abort:
-    """Return the Abort of these (number, choice) pairs."""
+    """Return the Abort for these (number, choice) pairs."""
     numbers, choices = np.array(pairs).T
     return Abort(numbers.astype("<u4").tobytes(), choices.astype("<u2").tobytes() if has_choices else b"")

@@ -1,6 +1,6 @@
-"""Reception: the border's rules for what clients send.
+"""Reception: the border's rules for messages from clients.
 
-It decides which clients get a session, what is answered here and what goes to the engine. A refusal costs the engine
+It decides which clients get a session, what is answered here, and what goes to the engine. A refusal costs the engine
 thread nothing.
 """
 
@@ -61,16 +61,16 @@ from ipc.wire.metrics_messages import GetMetrics, Metrics
 from ipc.wire.pooling_messages import AddPooling
 from ipc.wire.start_messages import Isolate
 
-MAX_MALFORMED = 10  # messages of one session ...
-MALFORMED_S = 10.0  # ... in so many seconds end it
-MAX_CALLS = 32  # calls of one session that the engine has not answered yet
-MAX_TOKENIZERS = 8  # hand-overs to one session: each may be tens of megabytes
-RETURN_S = 2.0  # from its Hello on, in which a client sends again what it had, though the engine drains
-_USER_ID = "User-Id"  # libzmq's name for what ZAP says of a peer: the name of its key
+MAX_MALFORMED = 10  # this many malformed messages of one session ...
+MALFORMED_S = 10.0  # ... within this many seconds end it
+MAX_CALLS = 32  # unanswered calls per session
+MAX_TOKENIZERS = 8  # times that one session may get it: each may be tens of megabytes
+RETURN_S = 2.0  # after its Hello, a client may resend what it had for this long, even if the engine drains
+_USER_ID = "User-Id"  # libzmq's name for what ZAP reports about a peer: the name of its key
 
 
 class Served(msgspec.Struct, frozen=True):
-    """The engine's answers about itself; call number, session token and protocol minor are filled in for each client.
+    """The engine's answers about itself. Call number, session token and protocol minor are filled in for each client.
 
     owner_token: b"" = there is no owner. meter: None = requests are not measured.
     """
@@ -82,15 +82,15 @@ class Served(msgspec.Struct, frozen=True):
     client_weights: dict[str, float] = {}
     meter: RequestMeter | None = None
     isolate: Isolate = Isolate()
-    quota_of: Callable[[str], Quota] | None = None  # of a key's name; None = clients have no keys
+    quota_of: Callable[[str], Quota] | None = None  # quota for the name of a key; None = clients have no keys
     features: FeatureShelf = NoFeatures()
 
 
 class Reception:
-    """The rules for received messages, for the thread that holds the socket's lock. now: monotonic seconds.
+    """The rules for received messages. Call it with the socket's lock held. now: monotonic seconds.
 
-    on_connect: close the sessions of connections that have ended; on_drain: refuse requests from now on, finish the
-    running ones; on_shutdown: end the process.
+    on_connect: closes the sessions of connections that have ended. on_drain: refuses requests from now on and finishes
+    the running ones. on_shutdown: ends the process.
     """
 
     def __init__(
@@ -109,15 +109,15 @@ class Reception:
         on_shutdown: Callable[[], None],
     ) -> None:
         self.is_draining = False
-        self._is_paused = False  # by its owner
-        self.num_malformed = 0  # messages that were not of this protocol
+        self._is_paused = False  # by the owner
+        self.num_malformed = 0  # messages that do not follow this protocol
         self._served = served
         self._limits = served.welcome.limits
         self._meter = served.meter
         self._sessions = sessions
         self._inbox = inbox
         self._clock = clock
-        self._preparation = preparation  # None: no request has anything to prepare
+        self._preparation = preparation  # None: no request needs preparation
         self._room = Room(self._limits, sessions, inbox)
         self._adapters = adapters
         self._features = served.features
@@ -130,12 +130,12 @@ class Reception:
         self._on_shutdown = on_shutdown
 
     def receive(self, identity: bytes, frame: zmq.Frame, num_frames: int, now: float) -> None:
-        """Handle one message. frame: the first one after the identity, which all messages of a ROUTER have."""
+        """Handle one message. frame: the first one after the identity, which every message on a ROUTER has."""
         session = self._sessions.of_identity(identity)
         if session is not None:
             session.seen = self._clock.time
         if num_frames != 1:
-            self._reject(identity, session, b"", f"a message is one frame, this has {num_frames}", now)
+            self._reject(identity, session, b"", f"a message must be one frame, this one has {num_frames}", now)
             return
         try:
             message = decode_client_message(frame.buffer)
@@ -156,7 +156,7 @@ class Reception:
         welcome = self._served.welcome
         if hello.major != PROTOCOL_MAJOR:
             text = (
-                f"the engine speaks protocol {ours} and the client {hello.major}.{hello.minor}: "
+                f"the engine uses protocol {ours}, the client {hello.major}.{hello.minor}: "
                 f"use the same release of engine-core on both sides (the engine's is {welcome.server_version})"
             )
             self._refuse(identity, ErrorCode.VERSION_MISMATCH, text)
@@ -166,7 +166,7 @@ class Reception:
             return
         for lost in self._sessions.of_token(hello.session_token):
             if lost is not session:
-                self._sessions.lose(lost)  # its connection was cut, which only the client has noticed so far
+                self._sessions.lose(lost)  # its connection was cut, and so far only the client has noticed
         if session is None and len(self._sessions) >= MAX_SESSIONS:
             text = f"the engine has {len(self._sessions)} clients, which is its limit; try again later"
             self._refuse(identity, ErrorCode.RESOURCE_EXHAUSTED, text)
@@ -235,19 +235,19 @@ class Reception:
     def _call(self, session: Session, message: ClientCall, now: float) -> ServerMessage | None:
         """Return the answer to a call, or None if the engine answers it."""
         if CALLS[type(message)].is_owners and not session.is_owner:
-            text = "only the owner of this engine, who started it, may ask for this (control: --owner-file)"
+            text = "only the owner, which started this engine, may do this (control: --owner-file)"
             return CallFailed(message.call, ErrorCode.PERMISSION_DENIED, text)
         match message:
             case GetTokenizer(call):
                 session.num_tokenizers += 1
                 if session.num_tokenizers > MAX_TOKENIZERS:
-                    text = f"the tokenizer was handed to this session {MAX_TOKENIZERS} times already"
+                    text = f"this session has received the tokenizer {MAX_TOKENIZERS} times already"
                     return CallFailed(call, ErrorCode.RESOURCE_EXHAUSTED, text)
                 return msgspec.structs.replace(self._served.tokenizer, call=call)
             case GetModelInformation(call):
                 return msgspec.structs.replace(self._served.model, call=call, not_taking=self._not_taking)
             case BeginDrain(call, comes_back=True) if not self._limits.resume_ms:
-                text = "nobody starts this engine again: it has no supervisor, or that has no restarts"
+                text = "this engine will not be restarted: it has no supervisor, or one without restarts"
                 return CallFailed(call, ErrorCode.INVALID_ARGUMENT, text)
             case GetMetrics(call):
                 return Metrics(call, False) if self._meter is None else self._meter.metrics(call, len(self._sessions))
@@ -260,11 +260,11 @@ class Reception:
             case UnloadLora() | ListLora():
                 return self._adapters.answer(session.client, message, is_owner=session.is_owner)
             case _ if session.num_calls >= MAX_CALLS:
-                text = f"{MAX_CALLS} calls of this session wait for their answers; call again when they have come"
+                text = f"{MAX_CALLS} calls of this session are unanswered; call again after their answers"
                 return CallFailed(message.call, ErrorCode.RESOURCE_EXHAUSTED, text)
             case LoadLora():
                 answer = self._adapters.answer(session.client, message, is_owner=session.is_owner)
-                session.num_calls += answer is None  # until its answer has come
+                session.num_calls += answer is None  # until its answer arrives
                 return answer
             case _:
                 if isinstance(message, Pause | Resume):
@@ -275,15 +275,15 @@ class Reception:
 
     @property
     def _not_taking(self) -> str:
-        """Return why new requests are refused, or do not begin; "" if they are taken."""
+        """Return why new requests are refused or do not start; "" if they are accepted."""
         if self.is_draining and not self._departure.comes_back:
-            return "the engine takes no more requests: it stops"
+            return "the engine accepts no more requests: it is stopping"
         return "the engine's owner has paused it" if self._is_paused and not self.is_draining else ""
 
     def _abort(self, session: Session, message: Abort, now: float) -> None:
         num_numbers = len(message.numbers) // 4
         if num_numbers > MAX_ABORTED:
-            text = f"an Abort has at most {MAX_ABORTED} numbers, this has {num_numbers}"
+            text = f"an Abort may have at most {MAX_ABORTED} numbers, this one has {num_numbers}"
             self._reject(session.identity, session, b"", text, now)
         elif (abort := session.requests.live_among(message)) is not None:
             rest: Abort | None = abort
@@ -298,7 +298,10 @@ class Reception:
                 self._inbox.put_abort(session.client, rest)
 
     def _admit(self, session: Session, message: Submission, frame: zmq.Frame, now: float) -> RequestFailed | None:
-        """Put a request into the inbox, or return its refusal. A request that runs already is not begun again."""
+        """Put a request into the inbox, or return its refusal.
+
+        A request that is already running is not started again.
+        """
         number = message.number
         status = session.requests.status(number, frame.buffer)
         if status is NumberStatus.SAME:
@@ -310,8 +313,8 @@ class Reception:
         is_resumed = was_here or session.num_restorable > 0
         if self.is_draining and not (is_resumed and session.returning_until > now):
             if self._departure.comes_back:
-                return None  # not accepted: its client sends it again, to the next engine
-            return RequestFailed(number, ErrorCode.UNAVAILABLE, "the engine takes no more requests: it stops")
+                return None  # not accepted: its client will send it again, to the next engine
+            return RequestFailed(number, ErrorCode.UNAVAILABLE, "the engine accepts no more requests: it is stopping")
         num_bytes = len(frame.buffer) + bytes_beside(self._features, message)
         load, use = load_of(message, num_bytes), self._use_of(session, now)
         tenant = message.tenant if use is None else use.tenant(message.tenant)
@@ -332,7 +335,7 @@ class Reception:
         if use is not None:
             accounts.append(use.account)
             message = msgspec.structs.replace(message, tenant=tenant)
-            if not was_here:  # else it was counted then
+            if not was_here:  # otherwise it was counted then
                 use.take(message, now)
         session.requests.add(number, frame.buffer, load, *accounts)
         if self._isolation.is_parked(message):
@@ -342,13 +345,13 @@ class Reception:
         return None
 
     def _use_of(self, session: Session, now: float) -> KeyUse | None:
-        """Return the use of the session's key, by its present quota; None: it has no key."""
+        """Return the use of the session's key under its current quota, or None if it has no key."""
         if session.use is None or self._key_uses is None:
             return None
         return self._key_uses.of(session.use.name, now)
 
     def _what_is_wrong(self, message: Submission, *, is_resumed: bool) -> RequestFailed | None:
-        """Return why this request, for which there is room, must not run."""
+        """Return why this request must not run, although there is room for it, or None."""
         number, preparation = message.number, self._preparation
         try:
             validate_request(
@@ -370,7 +373,7 @@ class Reception:
         return None
 
     def begin(self, client: int, message: Submission, *, is_resumed: bool = False) -> None:
-        """Pass an accepted request on: to its preparation, if it needs one, or into the inbox."""
+        """Pass an accepted request on: to preparation if it needs any, otherwise into the inbox."""
         if self._preparation is not None and self._preparation.needs(message):
             self._preparation.begin(client, message, is_free=is_resumed)
         else:
@@ -381,9 +384,9 @@ class Reception:
     def _reject(
         self, identity: bytes, session: Session | None, data: bytes | memoryview, text: str, now: float
     ) -> None:
-        """Fail the request whose message is malformed, if its number can be read; else report the error to the sender.
+        """Fail the request of a malformed message if its number can be read; otherwise report the error to the sender.
 
-        After MAX_MALFORMED messages without a readable number the session ends.
+        After MAX_MALFORMED messages without a readable number, the session ends.
         """
         self.num_malformed += 1
         number = None if session is None else decode_request_number(data)
@@ -405,34 +408,38 @@ class Reception:
         self._sessions.send_to_stranger(identity, Refused(code, text))
 
 
-# Restorable: how many requests of a dead engine's clients this engine takes without asking its bounds.
+# Restorable: how many requests of a dead engine's clients this engine accepts without checking its limits.
 
 
 class Restorable:
-    """One stock for all clients. What was accepted once is never refused by a bound, and no client can take more.
+    """One pool for all clients. Requests accepted once are never refused by a limit, and no client can take more.
 
-    An engine accepts as many requests as its bounds allow. Twice as many may come from its clients, and some whose ends
-    were on the way: those that ran count where the queue was full as well. Requests beyond are new ones to the bounds.
+    An engine accepts as many requests as its limits allow. Its clients may resend up to twice as many, plus some whose
+    ends were on the way, because requests that ran are counted in addition to a full queue. Requests beyond that are
+    treated as new ones.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._num_left = 2 * (limits.max_num_seqs + limits.max_num_queued_requests) + MAX_UNCONFIRMED
 
     def grant(self, num_resumed: int) -> int:
-        """Take up to num_resumed requests from the stock, for a session; return how many. A negative number is 0."""
+        """Take up to num_resumed requests from the pool for a session, and return how many.
+
+        A negative number counts as 0.
+        """
         num_granted = min(max(0, num_resumed), self._num_left)
         self._num_left -= num_granted
         return num_granted
 
 
-# Room: whether the engine has room for a new request: its bounds, and what each client and tenant may take of them.
+# Room: whether the engine has room for a new request: its limits, and each client's and tenant's share.
 
 
 RETRY_AFTER_MS = 1000
 
 
 class Room:
-    """The bounds of one engine, for the thread that holds the socket's lock."""
+    """The limits of one engine. Call it with the socket's lock held."""
 
     def __init__(self, limits: Limits, sessions: Sessions, inbox: Inbox) -> None:
         self._limits = limits
@@ -440,7 +447,10 @@ class Room:
         self._inbox = inbox
 
     def refusal(self, message: Submission, load: Load, account: Account, tenant: str) -> RequestFailed | None:
-        """Return the refusal of a new request; None: there is room. account: its client's; tenant: "" = nobody's."""
+        """Return the refusal of a new request, or None if there is room.
+
+        account: the client's. tenant: "" = none.
+        """
         full = self._bound_beyond(load, account, tenant)
         if not full:
             return None
@@ -448,21 +458,21 @@ class Room:
         return RequestFailed(message.number, ErrorCode.RESOURCE_EXHAUSTED, text, RETRY_AFTER_MS)
 
     def _bound_beyond(self, load: Load, account: Account, tenant: str) -> str:
-        """Return the bound that the request would exceed, "" for none. A request alone in a queue always fits."""
+        """Return the limit that the request would exceed, or "". A request that is alone in a queue always fits."""
         limits = self._limits
         if account.num_bytes > 0 and account.num_bytes + load.num_bytes > limits.max_client_bytes:
             return (
-                f"this client's unfinished requests take {account.num_bytes} bytes of memory, this one takes "
+                f"this client's unfinished requests use {account.num_bytes} bytes of memory, this one needs "
                 f"{load.num_bytes}, and max_client_bytes is {limits.max_client_bytes}"
             )
         queued, tokens = self._inbox.num_queued_requests, self._inbox.num_queued_tokens
         num_left, tokens_left = limits.max_num_queued_requests - queued, limits.max_num_queued_tokens - tokens
         if num_left <= 0:
-            return f"{queued} requests wait to begin, which is max_num_queued_requests"
+            return f"{queued} requests are waiting to start, which is max_num_queued_requests"
         if tokens > 0 and load.num_tokens > tokens_left:
-            return f"{tokens} tokens wait to begin and max_num_queued_tokens is {limits.max_num_queued_tokens}"
+            return f"{tokens} tokens are waiting to start, and max_num_queued_tokens is {limits.max_num_queued_tokens}"
         full = self._beyond_share("this client's", account, load, num_left, tokens_left)
-        if tenant and not full:  # half of that, so that other tenants of the same client find room, too
+        if tenant and not full:  # half of that, so that other tenants of the same client also find room
             account = self._sessions.tenant(tenant)
             num_left += limits.max_num_seqs - account.num_queued
             tokens_left += limits.max_model_len - account.num_queued_tokens
@@ -470,11 +480,11 @@ class Room:
         return full
 
     def _beyond_share(self, whose: str, account: Account, load: Load, num_left: int, tokens_left: int) -> str:
-        """Return why the request is more than a share of what is left; "" where it is not."""
+        """Return why the request exceeds a share of what is left, or "" if it does not."""
         if account.num_queued >= max(0, num_left) + self._limits.max_num_seqs:
             waiting, left = f"{account.num_queued} of the requests", f"{num_left} places"
         elif account.num_queued_tokens + load.num_tokens > max(0, tokens_left) + self._limits.max_model_len:
             waiting, left = f"{account.num_queued_tokens} of the tokens", f"{tokens_left}"
         else:
             return ""
-        return f"{waiting} that wait to begin are {whose}, and the last {left} are for others"
+        return f"{waiting} that are waiting to start are {whose}, and the last {left} are reserved for others"

@@ -1,8 +1,8 @@
-"""Sessions: the clients of the engine's socket, what waits for each, and how slow readers are handled.
+"""Sessions: the clients of the engine's socket, their unsent messages, and how slow readers are handled.
 
-A client that reads too slowly costs other clients nothing. First its outputs are merged (core/border/backlog.py).
-Beyond HOLD_BYTES its requests are put on hold. Beyond MAX_BACKLOG_BYTES, or after HOLD_S, its session ends with a last
-message that gives the reason.
+A client that reads too slowly costs other clients nothing. First its outputs are merged (core/border/backlog.py). Above
+HOLD_BYTES its requests are put on hold. Above MAX_BACKLOG_BYTES, or after HOLD_S, its session ends with a last message
+that gives the reason.
 """
 
 import contextlib
@@ -27,23 +27,23 @@ from ipc.wire.scheduling_messages import KVEvents
 from ipc.wire.sockets import Socket
 
 MAX_SESSIONS = 4096
-#: Bytes that wait for one client beyond the socket's own queue, when its requests are put on hold ...
+#: Bytes waiting for one client, beyond the socket's own queue, at which its requests are put on hold ...
 HOLD_BYTES = 1 << 20
-#: ... when they go on ...
+#: ... at which they resume ...
 RELEASE_BYTES = HOLD_BYTES // 4
-#: ... and when the session ends, because what is not held (answers to calls) is too much as well.
+#: ... and at which the session ends, because even what is not held (answers to calls) is too much.
 MAX_BACKLOG_BYTES = 8 << 20
-HOLD_S = 30.0  # seconds on hold, then the session ends
-DRAIN_HOLD_S = 5.0  # the same while the engine drains: a service manager does not wait for long
-#: Bytes given to the socket for one client since it was last seen to have read all. The next ones wait in the backlog.
+HOLD_S = 30.0  # seconds on hold after which the session ends
+DRAIN_HOLD_S = 5.0  # the same while the engine drains: a service manager does not wait long
+#: Bytes given to the socket for one client since it was last seen to have read everything. More waits in the backlog.
 MAX_UNREAD_BYTES = 1 << 20
 MAX_NAME_CHARS = 200
 _MORE_FOLLOWS = zmq.SNDMORE | zmq.NOBLOCK
-MAX_TENANTS = 4096  # accounts, beyond which those without live requests are dropped
+MAX_TENANTS = 4096  # number of accounts above which those without live requests are dropped
 
 
 class Session(msgspec.Struct, eq=False):
-    """One client from its Hello to its end."""
+    """One client, from its Hello to its end."""
 
     client: int  # its number in the engine; never reused
     identity: bytes  # its ZeroMQ identity
@@ -51,41 +51,42 @@ class Session(msgspec.Struct, eq=False):
     name: str
     token: bytes
     is_owner: bool
-    has_lease: bool  # the session ends after a lease without a message
+    has_lease: bool  # the session ends after one lease period without a message
     seen: float  # time of its last message, on the lease clock
     backlog: Backlog = msgspec.field(default_factory=Backlog)
     requests: RequestLedger = msgspec.field(default_factory=RequestLedger)
-    use: KeyUse | None = None  # of its key; None: it has none
-    malformed: deque[float] = msgspec.field(default_factory=deque)  # when its latest malformed messages came
-    num_tokenizers: int = 0  # times the tokenizer was sent
-    num_calls: int = 0  # calls that the engine has not answered yet
-    resumable: set[int] = msgspec.field(default_factory=set)  # numbers of its lost session: never refused
-    num_restorable: int = 0  # requests that come first, which another engine had accepted: never refused
-    returning_until: float = 0.0  # monotonic; till then an engine that drains waits for both
-    held_since: float | None = None  # monotonic; its requests wait
-    num_unread: int = 0  # bytes sent since the client was last seen to have read all
-    has_kv_gap: bool = False  # KV events were dropped; when all that waits is sent, the snapshot begins again
+    use: KeyUse | None = None  # use of its key; None: it has none
+    malformed: deque[float] = msgspec.field(default_factory=deque)  # when its latest malformed messages arrived
+    num_tokenizers: int = 0  # how often the tokenizer was sent
+    num_calls: int = 0  # unanswered calls
+    resumable: set[int] = msgspec.field(default_factory=set)  # numbers from its lost session: never refused
+    num_restorable: int = 0  # how many of its first requests were accepted by another engine: never refused
+    returning_until: float = 0.0  # monotonic; until then a draining engine waits for both
+    held_since: float | None = None  # monotonic; its requests are on hold since then
+    num_unread: int = 0  # bytes sent since the client was last seen to have read everything
+    has_kv_gap: bool = False  # KV events were dropped; a new snapshot starts when everything that waits is sent
 
 
 class Sessions:
-    """The sessions of one socket, for the thread that holds the socket's lock (core/border/io_thread.py).
+    """The sessions of one socket. Use it with the socket's lock held (core/border/io_thread.py).
 
-    weights: shares of clients by name, for policy fair.
+    weights: clients' shares by name, for policy fair.
     """
 
     def __init__(self, socket: Socket, inbox: Inbox, weights: Mapping[str, float]) -> None:
         self.num_dropped = 0  # sessions ended for not reading
         self.is_draining = False
-        self.has_read_all = has_read_all  # of a connection's file descriptor
+        self.has_read_all = has_read_all  # for a connection's file descriptor
         self.on_close: list[Callable[[int], None]] = []  # called with each client whose session closes
-        self._tenants: dict[str, Account] = {}  # of those with live requests
+        self._tenants: dict[str, Account] = {}  # of tenants with live requests
         self._socket = socket
         self._inbox = inbox
         self._weights = weights
         self._by_identity: dict[bytes, Session] = {}
         self._by_client: dict[int, Session] = {}
         self._backlogged: dict[int, Session] = {}
-        self._lost: OrderedDict[bytes, set[int]] = OrderedDict()  # request numbers of sessions cut off, by token
+        # request numbers of sessions that were cut off, by token
+        self._lost: OrderedDict[bytes, set[int]] = OrderedDict()
         self._farewells: dict[bytes, bytes] = {}  # last frames of ended sessions, by identity
         self._num_opened = 0
 
@@ -99,7 +100,7 @@ class Sessions:
 
     @property
     def has_unsent(self) -> bool:
-        """Return whether frames wait because a client's queue is full."""
+        """Return whether frames are waiting because a client's queue is full."""
         return bool(self._backlogged or self._farewells)
 
     def open(
@@ -124,7 +125,7 @@ class Sessions:
         return session
 
     def close(self, session: Session) -> None:
-        """Close a session: a Goodbye has the engine abort its requests. A second call does nothing."""
+        """Close a session; a Goodbye makes the engine abort its requests. Closing it twice does nothing."""
         if self._by_client.pop(session.client, None) is None:
             return
         del self._by_identity[session.identity]
@@ -150,7 +151,7 @@ class Sessions:
         self.close(session)
 
     def are_all_back(self, now: float) -> bool:
-        """Return whether every client that came back has sent again what it had, or has had the time for it."""
+        """Return whether every client that came back has resent what it had, or has run out of time for that."""
         return not any(
             session.returning_until > now and (session.resumable or session.num_restorable) for session in self.all
         )
@@ -158,13 +159,13 @@ class Sessions:
     def resumable_after(self, token: bytes) -> set[int]:
         """Return the numbers of the requests that the client of a lost session may send again.
 
-        All sessions that come with this token share one set, so that each request is accepted again once. A client
-        whose new connection is cut before the Welcome arrives comes with the old token again.
+        All sessions with this token share one set, so that each request is accepted again only once. A client whose new
+        connection is cut before the Welcome arrives uses the old token again.
         """
         return self._lost.get(token, set())
 
     def end(self, session: Session, code: ErrorCode, text: str) -> None:
-        """Close the session from this side; its client gets the reason when it reads again."""
+        """Close the session from this side. Its client gets the reason when it reads again."""
         self.close(session)
         self._farewells[session.identity] = encode(Refused(code, text))
         self._say_farewells()
@@ -186,7 +187,7 @@ class Sessions:
         return [session for session in self.all if session.token == token]
 
     def tenant(self, name: str) -> Account:
-        """Return the account of a tenant over all sessions; it is kept while the tenant has live requests."""
+        """Return a tenant's account over all sessions. It is kept as long as the tenant has live requests."""
         account = self._tenants.get(name)
         if account is None:
             if len(self._tenants) >= MAX_TENANTS:
@@ -203,13 +204,13 @@ class Sessions:
     def send(self, session: Session, message: ServerMessage, now: float) -> None:
         """Send a message, or keep it until the client reads.
 
-        The session of a client that is gone is lost, and that of a client that is too slow is ended. KV events are not
-        kept: the client gets a snapshot instead of those that it did not read.
+        If the client is gone, its session is lost; if it is too slow, its session is ended. KV events are not kept: the
+        client gets a snapshot instead of those that it did not read.
         """
         backlog = session.backlog
         if session.client in self._backlogged:
             if backlog.num_bytes > MAX_BACKLOG_BYTES:
-                self._drop(session, f"{backlog.num_bytes} bytes waited for this client, which did not read")
+                self._drop(session, f"{backlog.num_bytes} bytes were waiting for this client, which did not read")
                 return
         else:
             try:
@@ -229,13 +230,13 @@ class Sessions:
             self._inbox.put(session.client, HoldClient())
 
     def flush(self, now: float) -> bool:
-        """Send what waits, as far as the socket takes it; return whether it took anything."""
+        """Send waiting messages as far as the socket accepts them. Return whether it accepted any."""
         progress = self._say_farewells()
         for session in list(self._backlogged.values()):
             progress |= self._flush(session)
             hold_s = min(HOLD_S, DRAIN_HOLD_S) if self.is_draining else HOLD_S
             if session.held_since is not None and now - session.held_since > hold_s:
-                self._drop(session, f"this client did not read for {hold_s:g} s while its output waited")
+                self._drop(session, f"this client did not read for {hold_s:g} s while output was waiting")
         return progress
 
     def _flush(self, session: Session) -> bool:
@@ -258,9 +259,9 @@ class Sessions:
         return progress
 
     def _may_send(self, session: Session) -> bool:
-        """Return whether the socket may be given more for this client.
+        """Return whether more may be given to the socket for this client.
 
-        The socket counts messages, and a message may be tens of megabytes.
+        The socket counts messages, but a message may be tens of megabytes.
         """
         if session.num_unread > MAX_UNREAD_BYTES and self.has_read_all(session.fd):
             session.num_unread = 0
@@ -288,7 +289,7 @@ class Sessions:
         return bool(said)
 
     def send_to_stranger(self, identity: bytes, message: ServerMessage) -> None:
-        """Send a message to a peer without a session; it is dropped if the peer does not take it at once."""
+        """Send a message to a peer without a session. It is dropped if the peer's queue is full."""
         with contextlib.suppress(_Unreachable):
             self._try_send(identity, encode(message))
 
@@ -307,9 +308,9 @@ class Sessions:
 
 
 def has_read_all(fd: int) -> bool:
-    """Return whether nothing that was written to this connection is unread; of a connection that is gone, True.
+    """Return whether everything written to this connection has been read. For a closed connection: True.
 
-    On tcp, what the peer's system has taken counts as read: it is no longer in this process.
+    On tcp, what the peer's system has accepted counts as read, because it is no longer in this process.
     """
     unread = bytearray(4)
     try:
@@ -320,4 +321,4 @@ def has_read_all(fd: int) -> bool:
 
 
 class _Unreachable(Exception):
-    """The error of sending to a peer that has left the socket."""
+    """Error when sending to a peer that has left the socket."""

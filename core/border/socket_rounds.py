@@ -1,7 +1,7 @@
-"""Border: the work at the engine's socket, in rounds: read what clients sent, send what steps produced, end sessions.
+"""Border: the work at the engine's socket, in rounds: read client messages, send step outputs, end sessions.
 
-There are no threads, no sleep and no clock here: core/border/io_thread.py decides which thread runs a round and when,
-and tests/simulation plays the socket and the time.
+There are no threads, sleeps or clocks here: core/border/io_thread.py decides which thread runs a round and when, and
+tests/simulation simulates the socket and the time.
 """
 
 import struct
@@ -29,27 +29,28 @@ from ipc.wire.start_messages import Isolate
 
 AddressedMessage: TypeAlias = tuple[int, ServerMessage]  # (client, message)
 
-#: Received before results are sent again: messages, or frames of long ones, and bytes. Decoding what is densest, lists
-#: of small numbers, takes 0.1 microseconds a byte.
+#: Limits of what is received before results are sent again: messages, or frames of long ones, and bytes. Decoding the
+#: densest content, lists of small numbers, takes 0.1 microseconds per byte.
 _FRAMES_PER_ROUND, _BYTES_PER_ROUND = 32, 32 << 10
-#: The same of frames that are dropped: libzmq lets nobody's message pass a long one, so its end has to come soon.
+#: The same for dropped frames: libzmq lets no other message pass a long one, so its end must be reached soon.
 _DROPPED_PER_ROUND = 1024
 _PARKED_S = 0.001  # between rounds while messages are parked
-_STEPS_PER_ROUND = 4  # sent before messages are received again
+_STEPS_PER_ROUND = 4  # steps sent before messages are received again
 _MIN_RETRY_S, _MAX_RETRY_S = 0.01, 0.16  # between attempts to send to clients whose queues are full
 _TICKS_PER_LEASE = 8
-#: What libzmq's monitor says: the event, and the connection's file descriptor. zmq.utils.monitor would import asyncio.
+#: A message of libzmq's monitor: the event, and the connection's file descriptor. zmq.utils.monitor would import
+#: asyncio.
 _MONITOR_EVENT = struct.Struct("=hi")
-NOBODY = 0  # client of an input that is no client's
+NOBODY = 0  # the client of inputs that come from no client
 
 
 class Border:
-    """Socket, monitor, sessions and reception, for one thread at a time; inbox, outbox and drain_asked are shared.
+    """Socket, monitor, sessions and reception, used by one thread at a time; inbox, outbox and drain_asked are shared.
 
-    monitor: reports the socket's connections. doorway: bounds their number; None = no bound. now: monotonic seconds.
-    preparers: the kinds of work that requests may need first, in their order. adapters: None = no request has one.
-    on_prepared: called by another thread when a round is due for what it has prepared. on_drain, on_shutdown: called
-    during a round or receive() when the engine's owner asks for it.
+    monitor: reports the socket's connections. doorway: limits their number; None = no limit. now: monotonic seconds.
+    preparers: the kinds of preparation for requests, in order. adapters: None = not enabled.
+    on_prepared: called by another thread when a round is needed for prepared requests. on_drain, on_shutdown: called
+    during a round or receive() when the engine's owner requests it.
     """
 
     def __init__(
@@ -69,14 +70,14 @@ class Border:
         self.inbox = Inbox()
         self.outbox: SimpleQueue[Sequence[AddressedMessage]] = SimpleQueue()  # results of steps, to be sent by round()
         self.sessions = Sessions(socket, self.inbox, served.client_weights)
-        self.drain_asked = False  # set by any thread: the next round begins the drain
+        self.drain_asked = False  # set by any thread: the next round starts the drain
         self.departure = Departure()
-        self.is_behind = False  # the last round left messages unread, because clients send faster than that
-        self.shutdown_asked = self._has_ended_inbox = False  # nothing is received any more; the inbox ends
+        self.is_behind = False  # the last round left messages unread, because clients send faster than it reads
+        self.shutdown_asked = self._has_ended_inbox = False  # nothing more is received; the inbox ends
         self._socket, self._monitor, self._doorway = socket, monitor, doorway
         self._lease_s = served.welcome.limits.lease_ms / 1000
         self._busy = Busy(self.sessions, now)
-        self._pacing, self._num_units = Pacing(self.sessions, self._busy, now), 0  # units read and not noted yet
+        self._pacing, self._num_units = Pacing(self.sessions, self._busy, now), 0  # units read and not counted yet
         self._clock = LeaseClock(self._lease_s / _TICKS_PER_LEASE, now)
         self._on_drain, self._on_shutdown = on_drain, on_shutdown
         self._meter = served.meter
@@ -88,7 +89,7 @@ class Border:
         self._adapters = AdapterCalls(adapters, on_prepared)
         self._isolation = Isolation(self.inbox, served.welcome.epoch, served.isolate)
         self._forget_at_close(served)
-        self.isolate: Isolate | None = None  # set by any thread: the next round takes it in
+        self.isolate: Isolate | None = None  # set by any thread: the next round applies it
         self._reception = Reception(
             served,
             self.sessions,
@@ -102,12 +103,13 @@ class Border:
             on_drain=self._drain_at_call,
             on_shutdown=self._shut_down,
         )
-        self._next_look, self._retry_s = 0.0, _MIN_RETRY_S  # the look is for silent clients, on the lease clock
-        self._returning_until = now + RETURN_S if served.welcome.epoch else now  # who was an earlier engine's client
-        self._begun: tuple[bytes, zmq.Frame, int] | None = None  # longer message: peer, first frame, count
+        self._next_look, self._retry_s = 0.0, _MIN_RETRY_S  # when to look for silent clients, on the lease clock
+        # until then, clients of an earlier engine may come back
+        self._returning_until = now + RETURN_S if served.welcome.epoch else now
+        self._begun: tuple[bytes, zmq.Frame, int] | None = None  # a longer message: peer, first frame, count
 
     def _forget_at_close(self, served: Served) -> None:
-        """Let what keeps requests of a session forget them at the session's end."""
+        """Make everything that keeps a session's requests forget them when the session ends."""
         on_close = self.sessions.on_close
         if self._preparation is not None:
             on_close.append(self._preparation.forget)
@@ -117,9 +119,9 @@ class Border:
         on_close.append(served.features.forget)
 
     def round(self, now: float) -> float | None:
-        """Do all there is to do; return the seconds until there may be more, None = when something happens."""
+        """Do all available work. Return the seconds until there may be more; None = not before something happens."""
         self._close_disconnected()
-        may_receive = not self.inbox.is_overfull  # or the clients' messages stay with them
+        may_receive = not self.inbox.is_overfull  # otherwise the clients' messages stay with the clients
         has_read = may_receive and self.receive(now)
         self.is_behind = may_receive and not has_read
         self._end_silent(now, has_read=has_read)
@@ -137,11 +139,11 @@ class Border:
         self._send_outbox(now)
         progress = self.sessions.flush(now)
         self._retry_s = _MIN_RETRY_S if progress else min(2 * self._retry_s, _MAX_RETRY_S)
-        has_unread = self.has_unread  # asked in any case: else the file descriptor may stay readable
+        has_unread = self.has_unread  # always ask: otherwise the file descriptor may stay readable
         return 0 if may_receive and has_unread else self.due_s(may_receive=may_receive)
 
     def _drain_at_call(self) -> None:
-        """Refuse new requests before the call is answered: what is received after it, in this round too, is late."""
+        """Refuse new requests before the call is answered: what is received after it, even in this round, is late."""
         self._refuse_new()
         self._on_drain()
 
@@ -151,10 +153,10 @@ class Border:
             self.inbox.put(NOBODY, EndPause())
 
     def _end_inbox(self, now: float) -> None:
-        """Refuse new requests; end the inbox when what waits for something has gone into it.
+        """Refuse new requests. End the inbox once everything that waits for something has gone into it.
 
-        Clients that have just come back are waited for: what they had is not new. Those of an earlier engine that are
-        not back yet must find somebody who tells them.
+        It waits for clients that have just come back, because the requests they had are not new. It also waits for
+        clients of an earlier engine that are not back yet, so that they get an answer.
         """
         self._refuse_new()
         are_back = now >= self._returning_until and self.sessions.are_all_back(now)
@@ -163,13 +165,13 @@ class Border:
             self.inbox.put_end()
 
     def close(self) -> None:
-        """End the threads that prepare requests and read adapters, where there are any."""
+        """Stop the threads that prepare requests and read adapters, if there are any."""
         self._adapters.close()
         if self._preparation is not None:
             self._preparation.close()
 
     def due_s(self, *, may_receive: bool) -> float | None:
-        """Return the seconds until a round is due though nothing happens; None = no round is."""
+        """Return the seconds until a round is due even if nothing happens, or None."""
         if not may_receive or (self.drain_asked and not self._has_ended_inbox):
             return _MIN_RETRY_S
         if self._pacing.num_parked:
@@ -180,11 +182,11 @@ class Border:
 
     @property
     def has_unread(self) -> bool:
-        """Whether the socket has messages."""
+        """Return whether the socket has messages."""
         return bool(pending_events(self._socket) & READABLE)
 
     def receive(self, now: float) -> bool:
-        """Read a bounded number of frames; return whether everything that had arrived was read.
+        """Read a bounded number of frames. Return whether everything that had arrived was read.
 
         A message is one frame. Of a longer one, which a peer may make of any number of frames, only the first is kept.
         """
@@ -218,7 +220,7 @@ class Border:
         return has_read
 
     def _drop_rest(self, identity: bytes, first: zmq.Frame, length: int) -> int:
-        """Read what follows a message's first frames; return their number, 0 while there are more to read."""
+        """Read what follows a message's first frame. Return the number of frames, 0 while there are more to read."""
         for _ in range(_DROPPED_PER_ROUND):
             length += 1
             if not self._socket.recv(copy=False).more:
@@ -228,7 +230,7 @@ class Border:
         return 0
 
     def _handle_parked(self, now: float) -> int:
-        """Handle a round's parked messages, as far as their senders' budgets allow; return their number."""
+        """Handle parked messages as far as their senders' budgets allow. Return their number."""
         num_handled = 0
         for message in self._pacing.due(now):
             self._reception.receive(*message, now)
@@ -238,9 +240,9 @@ class Border:
         return num_handled
 
     def send(self, messages: Sequence[AddressedMessage], now: float) -> None:
-        """Send what a step produced; what is addressed to ended sessions is dropped.
+        """Send what a step produced. Messages to ended sessions are dropped.
 
-        Nobody waits for what is noted of it, and nobody reads that before this returns: it comes last.
+        Measurements come last: no client waits for them, and they are not read before this returns.
         """
         for client, message in messages:
             session = self.sessions.of_client(client)
@@ -259,7 +261,7 @@ class Border:
             self.sessions.send(session, message, now)
 
     def _send_outbox(self, now: float) -> None:
-        """Send some of it: an engine that is faster than the socket does not keep it from its clients."""
+        """Send a limited part of the outbox, so that an engine faster than the socket does not lock clients out."""
         for _ in range(min(_STEPS_PER_ROUND, self.outbox.qsize())):
             self.send(self.outbox.get_nowait(), now)
 
@@ -270,7 +272,7 @@ class Border:
     # --- ends of sessions that nobody asked for ---
 
     def _close_disconnected(self) -> None:
-        """End the sessions whose connection ended, however the client died."""
+        """End the sessions whose connection ended, no matter how the client died."""
         while self._monitor.poll(0):
             frame, _address = self._monitor.recv_multipart()
             event, value = _MONITOR_EVENT.unpack(frame)
@@ -281,12 +283,12 @@ class Border:
                     self.sessions.lose(session)
 
     def _end_silent(self, now: float, *, has_read: bool) -> None:
-        """End the sessions whose lease has run out: a client that is stopped, or far away and unreachable."""
+        """End the sessions whose lease has expired: clients that are stopped, or remote and unreachable."""
         self._clock.advance(now, has_read=has_read)
         if self._clock.time < self._next_look:
             return
         self._next_look = self._clock.time + self._clock.tick
         oldest = self._clock.time - self._lease_s
         for session in [one for one in self.sessions.all if one.has_lease and one.seen < oldest]:
-            text = f"nothing was heard of this client for {self._lease_s:g} s (its lease); its requests were aborted"
+            text = f"nothing arrived from this client for {self._lease_s:g} s (its lease); its requests were aborted"
             self.sessions.end(session, ErrorCode.DEADLINE_EXCEEDED, text)

@@ -13,21 +13,21 @@ from ipc.wire.pooling_messages import AddPooling
 
 MAX_CACHE_SALT_CHARS = 1024
 MAX_TENANT_BYTES = 64
-#: Most numbers, of 8 bytes each, that a request's prompt_logprobs may ask for.
+#: The most numbers, of 8 bytes each, that a request's prompt_logprobs may return.
 MAX_PROMPT_LOGPROBS = 1 << 22
-#: Token ids that are checked one after the other. An array takes longer for so few, most where its code is cold.
+#: For up to this many token ids, a loop is faster than an array, especially with cold code.
 _FEW_IDS = 64
-_MAX_DEADLINE_MS = 2**40  # 35 years; in nanoseconds still an int64
+_MAX_DEADLINE_MS = 2**40  # 35 years; in nanoseconds it still fits an int64
 
 
 class _RequestHead(msgspec.Struct, frozen=True, array_like=True, tag=AddRequest.__struct_config__.tag):
-    """First field of an AddRequest, to identify one that cannot be decoded."""
+    """The first field of an AddRequest, to identify one that cannot be decoded."""
 
     number: int
 
 
 class _PoolingHead(msgspec.Struct, frozen=True, array_like=True, tag=AddPooling.__struct_config__.tag):
-    """First field of an AddPooling, as _RequestHead."""
+    """The first field of an AddPooling; see _RequestHead."""
 
     number: int
 
@@ -38,7 +38,7 @@ _head_decoder: msgspec.msgpack.Decoder[_RequestHead | _PoolingHead] = msgspec.ms
 
 
 def decode_request_number(data: bytes | memoryview) -> int | None:
-    """Return the number in a request whose remainder could not be decoded; None if there is none."""
+    """Return the number in a request whose remainder could not be decoded, or None if there is none."""
     try:
         return _head_decoder.decode(data).number
     except DECODE_ERRORS:
@@ -55,8 +55,8 @@ def validate_request(
 ) -> None:
     """Check a request. Errors: InvalidRequestError that states what is wrong and what would be right.
 
-    tasks: see Welcome; None = to generate alone. A prompt that is pooled may fill max_model_len; another one leaves
-    room for an output token.
+    tasks: see Welcome; None = only generation. A pooling prompt may fill max_model_len; other prompts must leave room
+    for an output token.
     """
     _check_range("number", message.number, 0, 2**32 - 1)
     _check_range("priority", message.priority, -(2**31), 2**31 - 1)
@@ -75,7 +75,7 @@ def validate_request(
         _check_range("second_from", message.second_from, 0, num_prompt - 1)
         if num_prompt > max_model_len:
             raise InvalidRequestError(
-                f"the prompt has {num_prompt} tokens and max_model_len is {max_model_len}: shorten it, or use "
+                f"the prompt has {num_prompt} tokens, but max_model_len is {max_model_len}: shorten it, or use "
                 "truncate_prompt_tokens"
             )
         return
@@ -85,9 +85,9 @@ def validate_request(
 def _check_generation(
     message: AddRequest, num_prompt: int, vocab_size: int, max_model_len: int, max_logprobs: int, tasks: dict[str, int]
 ) -> None:
-    """Check what a request for tokens has beside other requests."""
+    """Check what applies only to requests for tokens."""
     if not generates(tasks):
-        raise InvalidRequestError(f"this engine does not generate, it pools: it does {', '.join(tasks)}")
+        raise InvalidRequestError(f"this engine does not generate tokens; its tasks are {', '.join(tasks)}")
     _check_range("seed", message.seed, 0, 2**64 - 1)
     _check_params(message.params, vocab_size)
     check_num_logprobs(message.params, vocab_size=vocab_size, max_logprobs=max_logprobs)
@@ -98,25 +98,25 @@ def _check_generation(
         )
     _check_prompt_logprobs(message.params.prompt_logprobs, num_prompt, vocab_size)
     if message.params.use_beam_search and any(message.delivered):
-        raise InvalidRequestError("delivered has tokens of a beam search, which delivers all tokens at its end")
+        raise InvalidRequestError("delivered must be empty for a beam search, which delivers all tokens at its end")
     if len(message.delivered) > message.params.n:
         raise InvalidRequestError(
-            f"delivered has tokens for {len(message.delivered)} choices and may have n={message.params.n}"
+            f"delivered has tokens for {len(message.delivered)} choices, but n={message.params.n}"
         )
     delivered = [
         _check_token_ids(f"delivered[{choice}]", token_ids, vocab_size)
         for choice, token_ids in enumerate(message.delivered)
     ]
-    if len(delivered) == message.params.n:  # else a choice has no tokens yet
+    if len(delivered) == message.params.n:  # otherwise some choice has no tokens yet
         _check_delivered(num_prompt, min(delivered), message.params.max_tokens, max_model_len)
 
 
 def _check_params(params: SamplingParams, vocab_size: int) -> None:
-    """Check what SamplingParams cannot check itself, because it knows no vocabulary."""
+    """Check what SamplingParams cannot check without knowing the vocabulary."""
     if not (params.bad_words or params.logit_bias or params.allowed_token_ids or params.bad_words_token_ids):
         return
     if params.bad_words and not params.bad_words_token_ids:
-        raise InvalidRequestError("bad_words are text and the engine knows token ids only: send bad_words_token_ids")
+        raise InvalidRequestError("bad_words are text, but the engine only uses token ids: send bad_words_token_ids")
     for name, ids in (
         ("logit_bias", list(params.logit_bias or ())),
         ("allowed_token_ids", params.allowed_token_ids or []),
@@ -129,12 +129,12 @@ def _check_params(params: SamplingParams, vocab_size: int) -> None:
 
 
 def _check_prompt_logprobs(wanted: int | None, num_prompt: int, vocab_size: int) -> None:
-    """Bound the size of a prompt's logprobs, whatever max_logprobs is, because all of them are one answer."""
+    """Limit the size of a prompt's logprobs independently of max_logprobs, because all of them are one answer."""
     each = vocab_size if wanted == -1 else min(wanted or 0, vocab_size)
     if num_prompt * each > MAX_PROMPT_LOGPROBS:
         raise InvalidRequestError(
-            f"prompt_logprobs={wanted} asks for {each} numbers for each of {num_prompt} prompt tokens and "
-            f"{MAX_PROMPT_LOGPROBS} are allowed: ask for at most {MAX_PROMPT_LOGPROBS // num_prompt} of the most "
+            f"prompt_logprobs={wanted} needs {each} numbers for each of {num_prompt} prompt tokens, but only "
+            f"{MAX_PROMPT_LOGPROBS} are allowed: request at most {MAX_PROMPT_LOGPROBS // num_prompt} of the most "
             f"likely tokens, or shorten the prompt to {MAX_PROMPT_LOGPROBS // each} tokens"
         )
 
@@ -142,19 +142,20 @@ def _check_prompt_logprobs(wanted: int | None, num_prompt: int, vocab_size: int)
 def _check_delivered(num_prompt: int, num_delivered: int, max_tokens: int | None, max_model_len: int) -> None:
     """Check the number of delivered tokens.
 
-    All of the request's tokens are no error: the client may have lost only the message that the request had finished.
+    It is no error if all of the request's tokens were delivered: the client may only have lost the message with the
+    end.
     """
     room = max_model_len - num_prompt if max_tokens is None else min(max_tokens, max_model_len - num_prompt)
     if num_delivered > room:
         raise InvalidRequestError(
-            f"{num_delivered} tokens are said to be delivered already and the request ends after {room}"
+            f"delivered has {num_delivered} tokens, but the request ends after {room}"
         )
 
 
 def _check_token_ids(name: str, data: bytes, vocab_size: int) -> int:
-    """Return the number of tokens in an int32 column whose ids all lie in [0, vocab_size)."""
+    """Return the number of tokens in an int32 column, whose ids must all be in [0, vocab_size)."""
     if len(data) % 4:
-        raise InvalidRequestError(f"{name} has {len(data)} bytes, which is no whole number of int32 token ids")
+        raise InvalidRequestError(f"{name} has {len(data)} bytes, which is not a whole number of int32 token ids")
     count = len(data) // 4
     if count <= _FEW_IDS and max(unpack(f"<{count}I", data), default=0) < vocab_size:
         return count

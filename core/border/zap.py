@@ -1,10 +1,9 @@
-"""ZAP (rfc.zeromq.org/27): the check of which peers may connect. libzmq asks before it passes on a peer's first
-message.
+"""ZAP (rfc.zeromq.org/27): checks which peers may connect. libzmq asks before it passes on a peer's first message.
 
-On ipc, only processes of the engine's own user and of root may connect. On tcp with keys, only clients that the keys'
-folder allows (core/border/allow_list.py). On tcp without keys, which is bound to loopback, users cannot be
-distinguished. Having a ZAP domain at all also makes libzmq refuse peers that speak ZMTP/1.0. Random bytes
-look like such a peer.
+On ipc, only processes of the engine's own user and of root may connect. On tcp with keys, only clients allowed by the
+folder of keys (core/border/allow_list.py). On tcp without keys, which is bound to loopback, users cannot be
+distinguished. Having a ZAP domain at all also makes libzmq refuse peers that speak ZMTP/1.0, which is what random bytes
+look like.
 """
 
 import os
@@ -22,7 +21,7 @@ _ENDPOINT = "inproc://zeromq.zap.01"
 def is_allowed(address: str, uid: int) -> bool:
     """Return whether a peer may connect.
 
-    address: "localhost:UID:GID:PID" for an ipc peer, as libzmq has it from the kernel; an IP address for tcp.
+    address: "localhost:UID:GID:PID" for an ipc peer, which libzmq gets from the kernel; an IP address for tcp.
     """
     parts = address.split(":")
     if parts[0] == "localhost" and len(parts) == 4:
@@ -31,11 +30,11 @@ def is_allowed(address: str, uid: int) -> bool:
 
 
 def start_zap(context: Context, allowed: AllowList | None = None) -> None:
-    """Answer for all sockets of this context with a ZAP domain, in a thread of its own, until the context ends.
+    """Answer for all sockets of this context that have a ZAP domain, in a separate thread, until the context ends.
 
-    allowed: whose keys may connect; None = the sockets ask for no keys.
+    allowed: the clients whose keys may connect; None = the sockets use no keys.
     """
-    # A shadow context: only the thread may close its socket.
+    # A shadow context: only this thread may close its socket.
     socket: zmq.Socket[bytes] = zmq.Context.shadow(context.underlying).socket(zmq.REP)
     socket.linger = 0
     socket.bind(_ENDPOINT)
@@ -56,7 +55,7 @@ def _serve(socket: zmq.Socket[bytes], allow_list: AllowList | None) -> None:
             socket.send_multipart([version, request_id, *verdict, b""])
     except zmq.ContextTerminated:
         socket.close(0)
-    except BaseException as error:  # without answers no client could connect, and the engine would look alive
-        log.say(f"engine-core: the ZAP thread failed, the engine process ends: {type(error).__name__}: {error}")
+    except BaseException as error:  # without answers no client could connect, but the engine would look alive
+        log.say(f"engine-core: the ZAP thread failed and the engine process ends: {type(error).__name__}: {error}")
         log.flush(1.0)
         os._exit(1)

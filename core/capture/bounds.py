@@ -1,8 +1,8 @@
-"""What a capture of a stranger may cost: CPU time of one step, and memory of one run.
+"""Limits on what an untrusted capture may cost: CPU time of one step, and memory of one run.
 
-core/capture/restore.py refuses a state of wrong classes, types and lengths. A state can still be one that no engine
-reaches. What it does then is arithmetic on its own columns, and ends as an error here: after so much time, with so much
-memory, or with whatever exception it leads to.
+core/capture/restore.py refuses a state with wrong classes, types or lengths. A state may still be one that no engine
+can reach. What it does then is arithmetic on its own columns, and ends here as an error: after too much time, with too
+much memory, or with any exception.
 """
 
 import contextlib
@@ -15,28 +15,28 @@ from types import FrameType
 
 from ipc.errors import CaptureFileError, EngineCoreError
 
-#: CPU time of one step, or of one checkpoint that is read. A step of 4,096 rows takes some milliseconds.
+#: CPU time of one step, or of reading one checkpoint. A step of 4,096 rows takes a few milliseconds.
 MOST_SECONDS = 60.0
-#: Memory of one run beyond what the process has, or half of the machine's if that is less.
+#: Memory of one run in addition to what the process has, or half of the machine's if that is less.
 MOST_BYTES = 8 << 30
 
 
 class TooLongError(Exception):
-    """Error: a step of a capture took more CPU time than any engine's."""
+    """Error: a step of a capture took more CPU time than any real engine's step."""
 
 
 @contextlib.contextmanager
 def untrusted_file(path: object) -> Iterator[None]:
-    """Run what a file decides: one step, or one checkpoint. Time is bounded if this is the main thread, as in commands.
+    """Run something that a file determines: one step or one checkpoint. Time is limited only in the main thread.
 
-    Errors: CaptureFileError for whatever goes wrong and is no error of ours.
+    Errors: CaptureFileError for any failure that is not a bug of ours.
     """
     try:
         with _bounded_time():
             yield
     except EngineCoreError:
         raise
-    except Exception as error:  # any kind: what runs comes from the file
+    except Exception as error:  # any type, because the file decides what runs
         raise CaptureFileError(f"{path}: no engine can have written it: {type(error).__name__}: {error}") from error
 
 
@@ -60,9 +60,9 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def bounded_memory(path: object) -> Iterator[None]:
-    """Run a capture of no model: its options and its state decide how much memory that takes.
+    """Run a capture without a model: its options and its state decide how much memory that takes.
 
-    Errors: CaptureFileError if it is more than the bound.
+    Errors: CaptureFileError if it is more than the limit.
     """
     most = min(MOST_BYTES, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2)
     with open("/proc/self/statm", encoding="ascii") as file:

@@ -1,9 +1,9 @@
-"""EarlyCopies: copies of waiting requests, made some steps before the snapshot that has them.
+"""EarlyCopies: copies of waiting requests, made some steps before the snapshot that contains them.
 
 Thousands of requests may wait, and copying all of them between two steps would stop the engine for milliseconds. A
-request keeps its ticket as long as it waits in one place, and there nothing is done to it but being overtaken. So a
-copy is as good as new while both are what they were; a request of which that is not true is copied again. What else
-changes together with the ticket, and is cheap to see, is compared, too.
+request keeps its ticket as long as it waits in one place, and during that time it is only overtaken. So a copy is valid
+as long as the ticket and the count of overtaking requests are the same; otherwise the request is copied again. Other
+fields that change together with the ticket and are cheap to compare are compared too.
 """
 
 import operator
@@ -14,41 +14,41 @@ from typing import NamedTuple, TypeAlias
 from core.batch.request import Request
 from core.scheduling.waiting_lines import Entry
 
-#: A request, its copy, and how many of the hashes are in it: nothing but more of them is ever done to their list.
+#: A request, its copy, and the number of hashes in it: the list of hashes only ever grows.
 RequestNode: TypeAlias = tuple[Request, tuple[Request, int]]
 
-_MOST = 128  # copies in one step: some 0.2 ms
+_MOST = 128  # copies per step: about 0.2 ms
 _Marks: TypeAlias = tuple[int, int, int, bool]
 _marks_of: Callable[[Request], _Marks] = operator.attrgetter("ticket", "num_overtaken", "awaits", "has_asked")
 _copy_request: Callable[[Request], Request] = Request.__copy__  # type: ignore[attr-defined]
 
 
 class ValidCopies(NamedTuple):
-    """Copies that are as good as new ones. Objects are known by their ids; those in `nodes` keep them alive."""
+    """Copies that are still valid. Objects are identified by id(); those in `nodes` keep them alive."""
 
-    known: set[int]  # of these requests and of their entries
+    known: set[int]  # ids of these requests and of their entries
     nodes: list[RequestNode]
-    places: dict[int, int]  # in nodes, of the requests
+    places: dict[int, int]  # index in nodes of each request
 
 
 class EarlyCopies:
-    """Copies of those requests that wait in the queue's lines. Only the engine thread uses this, between two steps.
+    """Copies of requests that wait in the queue's lines. Only the engine thread uses this, between two steps.
 
-    entries: of the lines.
+    entries: returns the lines' entries.
     """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._left = entries
-        self._entries: list[Entry] = []  # whose requests were copied
-        self._requests: list[Request] = []  # of each
+        self._entries: list[Entry] = []  # entries whose requests were copied
+        self._requests: list[Request] = []  # the request of each
         self._nodes: list[RequestNode] = []
-        self._marks: list[_Marks] = []  # when it was copied
+        self._marks: list[_Marks] = []  # state of each when it was copied
         self._known: set[int] = set()  # as in ValidCopies, like the next one
         self._places: dict[int, int] = {}
 
     @property
     def is_done(self) -> bool:
-        """Return whether all requests were copied."""
+        """Return whether all requests have been copied."""
         return not self._left
 
     def copy_some(self) -> None:
@@ -65,7 +65,7 @@ class EarlyCopies:
                 self._marks.append(_marks_of(request))
 
     def valid(self) -> ValidCopies:
-        """Return the copies of requests that are what they were when they were copied. This is for one snapshot."""
+        """Return the copies of requests that have not changed since they were copied. For one snapshot."""
         now = list(map(_marks_of, self._requests))
         if now == self._marks:
             return ValidCopies(self._known, self._nodes, self._places)

@@ -1,6 +1,6 @@
-"""CapturedEngine: an EngineCore whose inputs and decisions are logged from outside; the step does not change for it.
+"""CapturedEngine: an EngineCore whose inputs and decisions are logged from outside, without changing the step.
 
-A replay is a capture too: the same inputs go into a CapturedEngine whose log compares instead of writing.
+A replay is also a capture: the same inputs go into a CapturedEngine whose log compares instead of writing.
 """
 
 import time
@@ -47,35 +47,35 @@ _REMOVED, _ROWS, _COUNTS = map(
 
 
 class CaptureLog(Protocol):
-    """The destination of a capture's records."""
+    """Receives the records of a capture."""
 
     def add(self, record: Input | Step) -> None:
-        """Take the next record."""
+        """Handle the next record."""
 
     @property
     def wants_checkpoint(self) -> bool:
-        """Return whether a checkpoint is due. It is asked for after each step."""
+        """Return whether a checkpoint is due. Called after each step."""
 
     def add_checkpoint(self, snapshot: Snapshot, num_steps: int, num_inputs: int) -> None:
-        """Take the engine's state behind the last record; see Checkpoint."""
+        """Handle the engine's state after the last record; see Checkpoint."""
 
 
 @runtime_checkable
 class PackedLog(CaptureLog, Protocol):
-    """A log that takes plain steps packed (core/capture/packed_steps.py), which costs the engine thread less."""
+    """A log that accepts plain steps in packed form (core/capture/packed_steps.py), which costs the engine less."""
 
     sequence: int  # of the last record
 
     def add_packed(self, now_ns: int, checked: bytes) -> None:
-        """Take the next record, a packed step: pack_head() and the columns. now_ns: its clock value."""
+        """Handle the next record, a packed step: pack_head() and the columns. now_ns: the step's clock value."""
 
 
 class CapturedEngine:
-    """An EngineCore that is logged from its first step on. Its interface is that of EngineCore.
+    """An EngineCore that is logged from its first step on. It has EngineCore's interface.
 
-    log: gets each step's inputs, then the step. watchers: told of each step beside this object. received: returns when
-    each message of the next inbox was received, in ns; None = not known. copies_early: a checkpoint may come some steps
-    after it is wanted, so that none of them takes long.
+    log: gets each step's inputs, then the step. watchers: called for each step, in addition to this object. received:
+    returns when each message of the next inbox was received, in ns; None = unknown. copies_early: whether a checkpoint
+    may come some steps after it is due, so that no step takes long.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class CapturedEngine:
         self._can_checkpoint = True
         self._space = CopySpace()
         self._copies_early = copies_early
-        self._early: EarlyCopies | None = None  # for the checkpoint that is wanted
+        self._early: EarlyCopies | None = None  # for the checkpoint that is due
         self._last_rows = self._last_counts = b""  # of the last plan
-        self._planned_ns = self._result_ns = 0  # of the step that runs, like all below
+        self._planned_ns = self._result_ns = 0  # of the running step, like everything below
         self._plan: SchedulerOutput | None = None
         self._added: list[tuple[int, int, int, int]] = []  # of the plan
         self._result: ModelRunnerOutput | None = None
@@ -106,16 +106,16 @@ class CapturedEngine:
 
     @property
     def has_work(self) -> bool:
-        """Return what EngineCore.has_work returns."""
+        """See EngineCore.has_work."""
         return self.engine.has_work
 
     @property
     def has_unfinished(self) -> bool:
-        """Return what EngineCore.has_unfinished returns."""
+        """See EngineCore.has_unfinished."""
         return self.engine.has_unfinished
 
     def count_waiting(self) -> tuple[int, int]:
-        """Return what EngineCore.count_waiting returns."""
+        """See EngineCore.count_waiting."""
         return self.engine.count_waiting()
 
     def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> list[tuple[int, EngineReply]]:
@@ -135,7 +135,7 @@ class CapturedEngine:
             self._pack(self._packed_log, now_ns)
         else:
             self._log.add(self._record(now_ns))
-        self._plan = self._result = None  # their memory is free for the next step's
+        self._plan = self._result = None  # frees their memory for the next step's
         self._num_steps += 1
         self._num_inputs += len(inbox)
         if self._log.wants_checkpoint and self._can_checkpoint and self._is_prepared():
@@ -143,7 +143,7 @@ class CapturedEngine:
         return replies
 
     def _is_prepared(self) -> bool:
-        """Return whether a checkpoint can be made now; if not, do a part of what makes it short."""
+        """Return whether a checkpoint can be made now. If not, do part of the work that makes it short."""
         if not self._copies_early:
             return True
         if self._early is None:
@@ -156,31 +156,31 @@ class CapturedEngine:
         early, self._early = self._early, None
         try:
             snapshot = Snapshot(self.engine.state(), self._space, early)
-        except UnknownObjectError as error:  # of a scheduler that is not ours alone
+        except UnknownObjectError as error:  # for a scheduler with objects that are not ours
             self._can_checkpoint = False
-            log.say(f"engine-core: this engine makes no checkpoints: {error}")
+            log.say(f"engine-core: this engine cannot make checkpoints: {error}")
             return
         self._log.add_checkpoint(snapshot, self._num_steps, self._num_inputs)
         self.write_columns()
 
     def write_columns(self) -> None:
-        """Let the next step have its rows and counts in full, because a replay may start with it."""
+        """Write the next step's rows and counts in full, because a replay may start with it."""
         self._last_rows = self._last_counts = b""
 
     def start_at(self, checkpoint: Checkpoint) -> None:
-        """Go on from a checkpoint of an engine with the same config. Call this before the first step.
+        """Continue from a checkpoint of an engine with the same config. Call this before the first step.
 
         Errors: CaptureFileError.
         """
         self.go_on(restore(checkpoint.state), checkpoint)
 
     def go_on(self, state: list[Any], checkpoint: Checkpoint) -> None:
-        """Go on with a state that was made of a checkpoint's."""
+        """Continue from a state made from a checkpoint's state."""
         self.engine.take_over(state)
         self._num_steps, self._num_inputs = checkpoint.num_steps, checkpoint.num_inputs
 
     def begin(self, plan: SchedulerOutput) -> None:
-        """Note the plan inside the step, because requests that the step ends leave the table before it returns."""
+        """Record the plan inside the step, because requests that the step ends leave the table before it returns."""
         self._plan = plan
         self._planned_ns = time.monotonic_ns()
         if plan.added or plan.added_pooling:
@@ -193,7 +193,7 @@ class CapturedEngine:
             self._added = []
 
     def end(self, output: ModelRunnerOutput) -> None:
-        """Note the result of a step."""
+        """Record the result of a step."""
         self._result = output
         self._result_ns = time.monotonic_ns()
 
@@ -231,7 +231,7 @@ class CapturedEngine:
         )
 
     def _pack(self, log: PackedLog, now_ns: int) -> None:
-        """Log a plain step that ends now. Each line of this is in every step."""
+        """Log a plain step that ends now. This runs in every step, so each line counts."""
         end_ns = time.monotonic_ns()
         scheduler, plan, result = self.engine.scheduler, self._plan, self._result
         step, removed, block_rows, block_ids, rows, counts = NO_RESULT, b"", b"", b"", b"", b""
@@ -287,7 +287,7 @@ def start_capture(
 
 
 def make_header(config: ResolvedConfig, model: ModelInfo, engine_version: str, epoch: int) -> Header:
-    """Return the header of a capture that begins now."""
+    """Return the header of a capture that starts now."""
     return Header(
         magic=MAGIC,
         major=FORMAT_MAJOR,
@@ -302,7 +302,10 @@ def make_header(config: ResolvedConfig, model: ModelInfo, engine_version: str, e
 
 
 def capture_path(config: EngineConfig, epoch: int) -> str | None:
-    """Return the capture file of this start, None without capture. Restarted engines write to FILE.1, FILE.2, ..."""
+    """Return the capture file for this start, or None without capture.
+
+    Restarted engines write to FILE.1, FILE.2, ...
+    """
     return f"{config.capture}.{epoch}" if config.capture and epoch else config.capture
 
 

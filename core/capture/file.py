@@ -1,4 +1,4 @@
-"""CaptureFile: a capture opened for reading, its frames checked from the first to the last."""
+"""CaptureFile: a capture opened for reading. Its frames are checked from the first to the last."""
 
 import mmap
 import os
@@ -28,17 +28,17 @@ from ipc.records.log_frames import Frame, read_frame, read_frames
 
 
 class Turn(NamedTuple):
-    """One call of the step, as it was logged."""
+    """One call of the step, as logged."""
 
-    step_index: int  # counted from 0, from the engine's start
-    offset: int  # of the Step's frame, bytes
+    step_index: int  # counted from 0 at the engine's start
+    offset: int  # of the Step's frame, in bytes
     inbox: list[tuple[int, EngineInput]]
-    received_ns: list[int]  # when each message was received; 0: not known
+    received_ns: list[int]  # when each message was received; 0: unknown
     step: Step
 
     @property
     def has_columns(self) -> bool:
-        """Return whether the step's rows and counts are whole, as they are behind a checkpoint, wherever that went."""
+        """Return whether the step's rows and counts are complete, as they are after every checkpoint, in any file."""
         return bool(self.step.rows and self.step.counts)
 
 
@@ -46,13 +46,13 @@ class Place(NamedTuple):
     """A checkpoint in a file."""
 
     frame: Frame
-    num_steps: int  # before it, since the engine's start
+    num_steps: int  # steps before it since the engine's start
 
 
 class CaptureFile:
-    """A capture opened for reading. A torn tail, which a killed engine leaves, is left out and counted.
+    """A capture opened for reading. An incomplete end, left by a killed engine, is ignored and counted.
 
-    Errors: CaptureFileError when the file cannot be opened, is damaged before its end, lacks records without a Gap, or
+    Errors: CaptureFileError if the file cannot be opened, is damaged before its end, lacks records without a Gap, or
     has another major version of the format.
     """
 
@@ -64,7 +64,7 @@ class CaptureFile:
         self.close: Close | None = None  # None: the engine was killed, is still running, or its disk was full
         self.checkpoints: list[Place] = []
         self._counts = dict.fromkeys(TAGS.values(), 0)
-        self._last_step_end = 0  # bytes; 0: there is no step
+        self._last_step_end = 0  # in bytes; 0: there is no step
         end = 0
         try:
             for frame in read_frames(self._data):
@@ -73,7 +73,7 @@ class CaptureFile:
                 end = frame.end
                 self._next = frame.sequence + 1
             if not end:
-                raise CaptureFileError("not a capture of engine-core: it does not begin with a whole record")
+                raise CaptureFileError("not a capture of engine-core: it does not start with a complete record")
         except CaptureFileError as error:
             raise CaptureFileError(f"{self.path}: {error}") from None
         self.num_dropped_bytes = len(self._data) - end
@@ -90,7 +90,7 @@ class CaptureFile:
 
     @property
     def begins_inside(self) -> bool:
-        """Return whether the file begins with a checkpoint of an engine that had run before."""
+        """Return whether the file starts with a checkpoint of an engine that had already run."""
         return bool(self.checkpoints) and self.checkpoints[0].frame.sequence == 1
 
     @property
@@ -99,7 +99,7 @@ class CaptureFile:
         return self.checkpoints[0].num_steps if self.begins_inside else 0
 
     def last_checkpoint(self, step: int) -> Place | None:
-        """Return the last checkpoint at or before a step; None: there is none, so a replay starts with the engine."""
+        """Return the last checkpoint at or before a step, or None: then a replay starts with the engine."""
         return max((place for place in self.checkpoints if place.num_steps <= step), default=None, key=_num_steps)
 
     def checkpoint(self, place: Place) -> Checkpoint:
@@ -111,10 +111,10 @@ class CaptureFile:
         return record
 
     def turns(self, start: Place | None = None) -> Iterator[Turn]:
-        """Yield every step with the inputs drained before it; inputs after the last step are left out.
+        """Yield every step with the inputs drained before it. Inputs after the last step are left out.
 
-        start: the checkpoint from which on; None = from the beginning of the file. Errors: CaptureFileError for a
-        record whose content is not what its tag says.
+        start: the checkpoint to start from; None = the beginning of the file. Errors: CaptureFileError for a record
+        whose content does not match its tag.
         """
         inbox: list[tuple[int, EngineInput]] = []
         received_ns: list[int] = []
@@ -133,7 +133,7 @@ class CaptureFile:
                 inbox, received_ns, index = [], [], index + 1
 
     def last_inputs(self) -> list[Input]:
-        """Return the messages behind the last step: if the engine was killed, it was in the step that had them.
+        """Return the messages after the last step. If the engine was killed, it was in the step with these messages.
 
         Errors: CaptureFileError.
         """
@@ -147,7 +147,7 @@ class CaptureFile:
             text = f"{self.path}: {_place(frame)}: {error}"
             if self.header.minor > FORMAT_MINOR:
                 text = (
-                    f"{self.path}: a capture of format {FORMAT_MAJOR}.{self.header.minor}, and this version knows "
+                    f"{self.path}: a capture of format {FORMAT_MAJOR}.{self.header.minor}, but this version supports "
                     f"{FORMAT_MAJOR}.{FORMAT_MINOR}: use the release of engine-core that wrote it ({error})"
                 )
             raise CaptureFileError(text) from None
@@ -165,7 +165,7 @@ class CaptureFile:
                 self._next += gap.count
         if frame.sequence != self._next:
             raise CaptureFileError(
-                f"{_place(frame)}: records are missing: sequence {self._next} was due, and no gap record says why"
+                f"{_place(frame)}: records are missing: expected sequence {self._next}, and there is no gap record"
             )
 
     def _check(self, frame: Frame) -> None:
@@ -193,15 +193,15 @@ class CaptureFile:
 def _map(path: Path) -> mmap.mmap:
     try:
         return map_file(path)
-    except ModelFileError as error:  # missing, empty, or no regular file
+    except ModelFileError as error:  # missing, empty, or not a regular file
         raise CaptureFileError(str(error)) from None
 
 
 def _read_header(frame: Frame) -> Header:
-    """Return the header, after a check of the format: another one may have another header."""
+    """Return the header after checking the format, because another format may have another header."""
     head = decode_format(frame.payload)
     if frame.tag != TAGS[Header] or head.magic != MAGIC:
-        raise CaptureFileError("not a capture of engine-core: it does not begin with a header")
+        raise CaptureFileError("not a capture of engine-core: it does not start with a header")
     if head.major != FORMAT_MAJOR:
         raise CaptureFileError(
             f"a capture of format {head.major}.{head.minor}; this version reads format {FORMAT_MAJOR}: "

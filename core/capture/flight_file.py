@@ -1,7 +1,7 @@
-"""The file of a flight recorder: the records of a ring (ipc/records/flight_ring.py) as a capture, redacted or whole.
+"""The file of a flight recorder: the records of a ring (ipc/records/flight_ring.py) as a capture, redacted or complete.
 
-Without --flight-recorder-contents no prompt reaches a disk: the ring's records become a capture in memory, and what is
-written is its redaction (core/capture/redaction.py). Before the file has its name it is FILE.part.
+Without --flight-recorder-contents no prompt is written to disk: the ring's records become a capture in memory, and only
+its redaction (core/capture/redaction.py) is written. Until the file is complete it is named FILE.part.
 """
 
 import os
@@ -22,7 +22,7 @@ from ipc.machine.memory_files import make_memory_file
 from ipc.records.flight_ring import Half
 from ipc.records.log_frames import Frame, pack_frame, read_frames
 
-KEPT_FILES = 20  # of a folder, the last ones
+KEPT_FILES = 20  # newest files kept in a folder
 _OURS = re.compile(r"engine-\d{8}T\d{6}-\d+\.cap")
 _NS = 1e9
 
@@ -32,15 +32,15 @@ class FlightWritten(NamedTuple):
 
     path: Path
     num_steps: int
-    seconds: float  # from its first step to its last one
+    seconds: float  # time from its first step to its last
     is_redacted: bool
 
 
 def write_flight(halves: Sequence[Half], pid: int, path: str | None = None) -> FlightWritten | None:
-    """Write a ring's records to a new file; None where it has no step.
+    """Write a ring's records to a new file. Return None if there is no step in them.
 
-    pid: of the engine, for the file's name. path: the file; None = one in the folder that the engine's options name,
-    in which KEPT_FILES stay. Errors: CaptureFileError for a state or for requests whose content cannot be taken away;
+    pid: of the engine, for the file's name. path: the file; None = one in the folder named by the engine's options, in
+    which KEPT_FILES are kept. Errors: CaptureFileError for a state or requests whose content cannot be removed;
     ConfigError, OSError for a file that cannot be written.
     """
     frames = [list(unpack_steps(read_frames(half.data))) for half in halves]
@@ -50,7 +50,7 @@ def write_flight(halves: Sequence[Half], pid: int, path: str | None = None) -> F
     config = decode_config(header)
     target = Path(path) if path is not None else _new_path(config.flight_recorder_folder, pid)
     error: CaptureFileError | None = None
-    for some in (frames, frames[-1:]):  # where the whole cannot be redacted, its last part may be
+    for some in (frames, frames[-1:]):  # if the whole cannot be redacted, its last part may be
         with _MemoryFile(_as_capture(some)) as memory:
             try:
                 file = CaptureFile(memory.path)
@@ -69,7 +69,7 @@ def write_flight(halves: Sequence[Half], pid: int, path: str | None = None) -> F
 
 
 def flight_folder(folder: str | None) -> Path:
-    """Return the folder of flight recorders' files: the one that is given, or this user's."""
+    """Return the folder for flight recorder files: the given one, or this user's default."""
     if folder is not None:
         return Path(folder)
     state = os.environ.get("XDG_STATE_HOME")
@@ -77,10 +77,10 @@ def flight_folder(folder: str | None) -> Path:
 
 
 def _as_capture(halves: Sequence[Sequence[Frame]]) -> bytes:
-    """Return the frames of one or two halves, the older one first, as the bytes of one capture.
+    """Return the frames of one or two halves, older first, as the bytes of one capture.
 
-    Both halves have the records from the newer one's checkpoint to the moment it took over. The newer one alone is
-    taken if any record between both is missing.
+    Both halves have the records from the newer one's checkpoint to the moment it took over. If any record between the
+    halves is missing, only the newer one is used.
     """
     if len(halves) == 2 and halves[0] and halves[1]:
         older, newer = halves
@@ -93,7 +93,7 @@ def _as_capture(halves: Sequence[Sequence[Frame]]) -> bytes:
 
 
 def _framed(frames: Sequence[Frame]) -> bytes:
-    """Return frames one after the other, up to the first one that is missing, with sequences of their own."""
+    """Return consecutive frames, up to the first missing one, with new sequence numbers."""
     kept = list(frames[:1])
     for before, frame in pairwise(frames):
         if before.offset and frame.tag != TAGS[Checkpoint] and frame.sequence != before.sequence + 1:
@@ -103,12 +103,12 @@ def _framed(frames: Sequence[Frame]) -> bytes:
 
 
 def _new_path(folder: str | None, pid: int) -> Path:
-    """Return the path of a file that does not exist yet, in a folder that does. Errors: ConfigError."""
+    """Return the path of a new file in an existing folder. Errors: ConfigError."""
     home = flight_folder(folder)
     try:
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"flight_recorder_folder={str(home)!r} cannot be made: {error.strerror}") from None
+        raise ConfigError(f"flight_recorder_folder={str(home)!r} cannot be created: {error.strerror}") from None
     now = int(time.time())
     while True:
         path = home / time.strftime(f"engine-%Y%m%dT%H%M%S-{pid}.cap", time.gmtime(now))
@@ -118,10 +118,10 @@ def _new_path(folder: str | None, pid: int) -> Path:
 
 
 def _write(file: CaptureFile, target: Path, contents: bytes | None) -> None:
-    """Write a capture, or its redaction, under a name of its own first."""
+    """Write a capture, or its redaction, under a temporary name first."""
     part = target.with_name(f"{target.name}.part")
     if target.exists():
-        raise ConfigError(f"{target} exists already and is never overwritten: name another")
+        raise ConfigError(f"{target} already exists and is never overwritten: choose another name")
     try:
         if contents is None:
             redact(file, str(part))
@@ -135,14 +135,14 @@ def _write(file: CaptureFile, target: Path, contents: bytes | None) -> None:
 
 
 def _remove_old(folder: Path | None) -> None:
-    """Remove all but the last files of a folder; None: of no folder."""
+    """Remove all but the newest files of a folder; None: do nothing."""
     found = [] if folder is None else sorted(path for path in folder.iterdir() if _OURS.fullmatch(path.name))
     for path in found[:-KEPT_FILES]:
         path.unlink(missing_ok=True)
 
 
 class _MemoryFile:
-    """Bytes as a file that has a path and is on no disk."""
+    """Bytes in memory with the interface of a file with a path."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data

@@ -1,8 +1,8 @@
 """FlightRecorder: the engine's last records in shared memory (ipc/records/flight_ring.py), where its owner finds them.
 
-The engine thread writes each record at once, so the ring has all but what a dying step was about to say. A half that is
-three quarters full, or old enough, makes a checkpoint due. While a thread of its own encodes that into the other
-half, records go on into the first one and are kept; then the other half gets them, too, and takes over.
+The engine thread writes each record at once, so the ring has everything except the step in which the engine died. When
+a half is three quarters full, or old enough, a checkpoint is due. While a separate thread encodes it into the other
+half, records still go into the first half and are also kept. Then they are added to the other half, which takes over.
 """
 
 import contextlib
@@ -20,36 +20,37 @@ from core.capture.snapshot import Snapshot
 from ipc.records.flight_ring import HALF, HALVES_AT, half_at, ring_half_bytes
 from ipc.records.log_frames import MAX_PAYLOAD_BYTES, UNCHECKED_BYTES, frame_of, pack_frame, put_frame
 
-PAUSE_S = 0.0005  # in which the engine thread gets Python's lock while a checkpoint is encoded
-_COPY_BYTES = 1 << 18  # that are copied without a pause
-_SETTLE_S = 1.0  # after which the ring gets its pages; an engine that ends sooner does without
-_PAGES_BYTES = 1 << 16  # that get theirs without a pause
-_POPULATE_WRITE = 23  # of madvise(2), since Linux 5.14
+PAUSE_S = 0.0005  # pause that gives the GIL to the engine thread while a checkpoint is encoded
+_COPY_BYTES = 1 << 18  # bytes copied without a pause
+_SETTLE_S = 1.0  # after this time the ring gets its pages; an engine that ends sooner does not need them
+_PAGES_BYTES = 1 << 16  # bytes of pages allocated without a pause
+_POPULATE_WRITE = 23  # for madvise(2), since Linux 5.14
 _NS = 1_000_000_000
-_LEAST_NS = _NS // 4  # between two checkpoints
+_LEAST_NS = _NS // 4  # minimum time between two checkpoints
 
 
 class FlightRecorder:
-    """The writer of one ring; a CaptureLog (core/capture/engine.py).
+    """Writes one ring; a CaptureLog (core/capture/engine.py).
 
-    fd: of the ring. header: of the capture. seconds: after which a half is old. All but the thread's work is done by
-    the engine thread.
+    fd: of the ring. header: of the capture. seconds: age at which a half is old. Everything except the thread's work is
+    done by the engine thread.
     """
 
     def __init__(self, fd: int, header: Header, seconds: int) -> None:
         memory = mmap.mmap(fd, 0)
         self._half_bytes = ring_half_bytes(memory)
-        self._memory: Any = memory  # takes frames, which its type does not say
+        self._memory: Any = memory  # accepts frames, which its type does not express
         self._header = header
         self._period_ns = seconds * _NS
-        self._now_ns = self._due_ns = self._least_ns = 0  # of steps; 0: before the first one
-        self._half = self._at = self._numbers_at = 0  # that is written: which, where it begins, where its numbers are
-        self._used = self._due_bytes = 0  # of it: bytes; and from how many on a checkpoint is due
+        self._now_ns = self._due_ns = self._least_ns = 0  # clock values of steps; 0: before the first one
+        # of the half being written: its index, its start, and the position of its numbers
+        self._half = self._at = self._numbers_at = 0
+        self._used = self._due_bytes = 0  # of that half: bytes used, and bytes at which a checkpoint is due
         self._generation = 1
         self.sequence = 0  # of the last record
         self._is_full = False  # a record did not fit
-        self.wants_checkpoint = False  # the other half is to be begun
-        self._kept: list[bytes] | None = None  # frames since the checkpoint that is being encoded; None: none is
+        self.wants_checkpoint = False  # the other half must be started
+        self._kept: list[bytes] | None = None  # frames since the checkpoint being encoded; None: there is none
         self._num_kept_bytes = 0
         self._ready = -1  # bytes of the other half once its checkpoint is there; 0: it did not fit. Set by the thread
         self._has_said = False  # that a checkpoint did not fit
@@ -68,7 +69,7 @@ class FlightRecorder:
     def add_packed(self, now_ns: int, checked: bytes) -> None:
         """Write the next record, a packed step. Only the engine thread calls this.
 
-        Each line of this is in every step, and runs after a step has filled the caches: so it is one piece.
+        This runs in every step, after the step has filled the caches, so it is a single function.
         """
         self.sequence += 1
         begin, used = self._at + self._used, self._used + UNCHECKED_BYTES + len(checked)
@@ -83,20 +84,20 @@ class FlightRecorder:
             self._end_step(now_ns)
 
     def add_checkpoint(self, snapshot: Snapshot, num_steps: int, num_inputs: int) -> None:
-        """Begin the other half with this state; see Checkpoint. Only the engine thread calls this."""
+        """Start the other half with this state; see Checkpoint. Only the engine thread calls this."""
         self._kept, self._num_kept_bytes = [], 0
         self.wants_checkpoint = False
         self._least_ns = self._now_ns + _LEAST_NS
         self._queue.put((snapshot, num_steps, num_inputs, self.sequence))
 
     def close(self) -> None:
-        """End the thread. Any thread may call this, repeatedly."""
+        """Stop the thread. Any thread may call this, repeatedly."""
         self._queue.put(None)
 
     # --- the engine thread ---
 
     def _end_step(self, now_ns: int) -> None:
-        """Note a step with this clock value, and set whether the other half is to be begun."""
+        """Record a step with this clock value, and decide whether the other half must be started."""
         self._now_ns = now_ns
         self._due_ns = due_ns = self._due_ns or now_ns + self._period_ns
         if self._used > self._due_bytes or now_ns > due_ns:
@@ -110,14 +111,14 @@ class FlightRecorder:
     def _write(self, frame: bytes) -> None:
         begin, used = self._at + self._used, self._used + len(frame)
         if self._is_full or used > self._half_bytes:
-            self._is_full = True  # what follows a missing record is of no use
+            self._is_full = True  # what follows a missing record is useless
             return
         self._memory[begin : begin + len(frame)] = frame
         self._used = used
         HALF.pack_into(self._memory, self._numbers_at, self._generation, used)
 
     def _keep(self, frame: bytes) -> None:
-        """Keep a frame for the other half, which takes over as soon as it has its checkpoint."""
+        """Keep a frame for the other half, which takes over once it has its checkpoint."""
         kept = self._kept
         assert kept is not None, "no checkpoint is being encoded"
         if (size := self._ready) < 0:
@@ -137,17 +138,17 @@ class FlightRecorder:
         self._begin(other, size + len(data))
 
     def _miss(self) -> None:
-        """Go on without the other half: its checkpoint, or what came meanwhile, does not fit."""
+        """Continue without the other half, because its checkpoint or the records since then do not fit."""
         self._due_ns = self._least_ns = self._now_ns + self._period_ns
         if not self._has_said:
             self._has_said = True
             log.say(
-                "engine-core: the engine's state does not fit into the flight recorder, whose file may end before the "
+                "engine-core: the engine's state does not fit in the flight recorder, whose file may end before the "
                 f"engine does: raise flight_recorder_bytes={2 * self._half_bytes}"
             )
 
     def _begin(self, half: int, used: int) -> None:
-        """Go on in a half that has so many bytes."""
+        """Switch to a half that already has `used` bytes."""
         self._half, self._used, self._is_full = half, used, False
         self.wants_checkpoint = False
         self._at, self._numbers_at = HALVES_AT + half * self._half_bytes, half_at(half)
@@ -177,9 +178,9 @@ class FlightRecorder:
             self._ready = self._write_head(self._half ^ 1, sequence, checkpoint)
 
     def populate(self) -> None:
-        """Have the ring's pages made now: a step that writes to one which is not there takes tens of microseconds more.
+        """Allocate the ring's pages now, because a step that first writes to a page takes tens of microseconds longer.
 
-        The recorder's thread does it. A kernel before Linux 5.14 makes each when it is first written to.
+        The recorder's thread does this. A kernel before Linux 5.14 allocates each page when it is first written to.
         """
         with contextlib.suppress(OSError):
             for at in range(0, len(self._memory), _PAGES_BYTES):
@@ -187,9 +188,9 @@ class FlightRecorder:
                 _pause()
 
     def _write_head(self, half: int, sequence: int, checkpoint: bytes) -> int:
-        """Write the header and a checkpoint; return the bytes of both, 0 if they take over three quarters of it.
+        """Write the header and a checkpoint. Return the bytes of both; 0 if they take over three quarters of the half.
 
-        sequence: of the last record before the checkpoint, which gets it, too.
+        sequence: of the last record before the checkpoint, which uses the same number.
         """
         HALF.pack_into(self._memory, half_at(half), 0, 0)
         clocks = {"wall_ns": time.time_ns(), "monotonic_ns": time.monotonic_ns()}

@@ -1,8 +1,8 @@
-"""Packed steps: most steps as the flight recorder takes them, their columns copied as they are.
+"""Packed steps: the form in which the flight recorder stores most steps, with their columns copied unchanged.
 
-A step takes a few microseconds of the engine thread so; msgpack and the digest take three times as long. Whoever reads
-the ring makes Steps of them (unpack_steps), and no file has any. A step with more than a plain plan and plain tokens
-(a request begins, drafts, copied blocks ...) is never packed.
+Storing a step like this takes the engine thread a few microseconds; msgpack and the digest take three times as long.
+Readers of the ring turn them into Steps (unpack_steps); no file contains packed steps. A step with more than a plain
+plan and plain tokens (a request starts, drafts, copied blocks ...) is never packed.
 """
 
 import struct
@@ -17,24 +17,24 @@ from core.execution.plan import ModelRunnerOutput, SchedulerOutput, encode_plan
 from ipc.records.log_frames import Frame
 from ipc.tables.arrays import Int32s
 
-#: The tag of a packed step's frame in a ring. Another layout gets another tag.
+#: The tag of a packed step's frame in a ring. Any other layout must get another tag.
 PACKED_TAG = 255
 DIGEST_BYTES = 8
-#: What begins a packed step: Numbers, then the bytes of each column. The columns (int32) follow: rows given up, rows
+#: The start of a packed step: Numbers, then the bytes of each column. The columns (int32) follow: removed rows, rows
 #: and ids of appended blocks, the batch, the counts and the tokens.
 _HEAD = struct.Struct("<8q2i6I")
-_FRAME_HEAD = struct.Struct("<QB8q2i6I")  # the frame's sequence and tag before it
+_FRAME_HEAD = struct.Struct("<QB8q2i6I")  # preceded by the frame's sequence and tag
 _TIMES = struct.Struct("<3i")
 _INT32 = np.dtype("<i4")
 
 
 class Numbers(NamedTuple):
-    """The numbers of a packed step. Those in ns are on the monotonic clock, but for now_ns."""
+    """The numbers of a packed step. Those in ns are on the monotonic clock, except now_ns."""
 
     now_ns: int  # the step's clock value
     begin_ns: int
-    planned_ns: int  # when the plan was made; 0: none was
-    result_ns: int  # when a result was there; 0: none came
+    planned_ns: int  # when the plan was made; 0: there was none
+    result_ns: int  # when a result was available; 0: there was none
     end_ns: int
     plan_step: int  # NO_RESULT: there is no plan
     result_step: int
@@ -47,7 +47,7 @@ _NUM_NUMBERS = len(Numbers._fields)
 
 
 def is_plain(plan: SchedulerOutput | None, result: ModelRunnerOutput | None) -> bool:
-    """Return whether a step can be packed. plan: of the step, result: that came in it; None: there was none."""
+    """Return whether a step can be packed. plan, result: the step's; None: there was none."""
     if result is not None and (
         result.counts is not None
         or result.candidates is not None
@@ -70,13 +70,13 @@ def is_plain(plan: SchedulerOutput | None, result: ModelRunnerOutput | None) -> 
     )
 
 
-#: Return the bytes before the columns, of: the frame's sequence, PACKED_TAG, Numbers, and the bytes of each column.
-#: They and the columns, joined, are what a frame's checksum covers.
+#: Returns the bytes before the columns: the frame's sequence, PACKED_TAG, Numbers, and the bytes of each column. A
+#: frame's checksum covers these and the columns, joined.
 pack_head = _FRAME_HEAD.pack
 
 
 def unpack_steps(frames: Iterable[Frame]) -> Iterator[Frame]:
-    """Yield the frames of a ring's half, packed steps as Steps.
+    """Yield the frames of one half of a ring, with packed steps turned into Steps.
 
     Errors: CaptureFileError for a record that cannot be read.
     """
@@ -93,10 +93,10 @@ def unpack_steps(frames: Iterable[Frame]) -> Iterator[Frame]:
 
 
 def step_times(begin_ns: int, planned_ns: int, result_ns: int, end_ns: int) -> bytes:
-    """Return Step.times of a call; planned_ns, result_ns: as in Numbers."""
+    """Return Step.times of a call. planned_ns, result_ns: as in Numbers."""
     if not (planned_ns or result_ns):
         return b""
-    planned = planned_ns or begin_ns  # a result was there and nothing new to run
+    planned = planned_ns or begin_ns  # there was a result, and nothing new to run
     result = result_ns or end_ns  # the result comes with a later call
     return _TIMES.pack((planned - begin_ns) // 1000, (result - planned) // 1000, (end_ns - result) // 1000)
 
@@ -107,7 +107,7 @@ def digest_of(encoded_plan: bytes) -> bytes:
 
 
 def _unpack(payload: bytes, last_rows: bytes, last_counts: bytes) -> Step:
-    """Return the step of a payload, behind a plan with these rows and counts."""
+    """Return the step in a payload that follows a plan with these rows and counts."""
     head = _HEAD.unpack_from(payload)
     numbers, at = Numbers(*head[:_NUM_NUMBERS]), _HEAD.size
     columns = []

@@ -1,4 +1,4 @@
-"""The recorded executor: it yields the tokens of a capture, step by step. It needs no model and no torch."""
+"""The recorded executor: yields the tokens of a capture, step by step. It needs no model and no torch."""
 
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ class RecordedExecutor:
         self._step = step
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
-        """Return a number of blocks as if each token took one byte."""
+        """Return the number of blocks as if each token took one byte."""
         return memory_bytes // block_size
 
     def cache_memory_bytes(self) -> int | None:
@@ -42,7 +42,7 @@ class RecordedExecutor:
         """Do nothing: there is no KV cache."""
 
     def measure_costs(self) -> Costs:
-        """Return 1 and 1: the capture's config has the costs; one from before these options needs none."""
+        """Return 1 and 1: the capture's config has the costs, or predates these options and needs none."""
         return Costs(1, 1)
 
     def measure_steps(self) -> StepCosts:
@@ -58,7 +58,7 @@ class RecordedExecutor:
         return _Recorded(self, plan)
 
     def tokens_of(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Return the plan's output, from the step that was fed last. Errors: NotRecordedError."""
+        """Return the plan's output from the step passed to feed() last. Errors: NotRecordedError."""
         step, num_rows = self._step, len(plan.rows)
         if step is not None and step.result_step == plan.step:
             counts, draft_counts = _int32s(step.token_counts), _int32s(step.draft_counts)
@@ -95,7 +95,7 @@ def _pooled(step: Step) -> PooledColumns | None:
 
 
 def _candidates(step: Step, num_rows: int) -> LogprobColumns | None:
-    """Return the candidates of beam searches; None for none. Errors: NotRecordedError: they do not fit the plan."""
+    """Return the candidates of beam searches, or None. Errors: NotRecordedError if they do not fit the plan."""
     rows, counts, token_ids = map(_int32s, (step.candidate_rows, step.candidate_counts, step.candidate_tokens))
     if not len(rows):
         return None
@@ -108,7 +108,7 @@ def _candidates(step: Step, num_rows: int) -> LogprobColumns | None:
 
 
 def _fits(values: bytes, counts: Int32s, num_rows: int, none: int = 1) -> bool:
-    """Return whether the values are counts [num_rows] of each row; or, without counts, `none` of each."""
+    """Return whether the values match counts [num_rows], or, without counts, `none` values per row."""
     if not len(counts):
         return len(values) == 4 * none * num_rows
     return len(counts) == num_rows and int(counts.min()) >= 0 and len(values) == 4 * int(counts.sum())

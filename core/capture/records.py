@@ -1,6 +1,6 @@
 """The records of a capture: the engine's inputs with their times, and its decisions, step by step.
 
-A record is the msgpack payload of one frame of ipc/records/log_frames.py. The frame's tag names its kind. New fields
+A record is the msgpack payload of one frame of ipc/records/log_frames.py. The frame's tag gives its type. New fields
 are always appended, with defaults. Columns are little-endian int32 arrays in `bin` fields.
 """
 
@@ -16,9 +16,9 @@ from ipc.wire.messages import DECODE_ERRORS
 
 MAGIC = "engine-core capture"
 FORMAT_MAJOR = 1
-#: A release that appends to the records below, or to what they hold, counts it up.
+#: A release that appends to the records below, or to anything in them, increments it.
 FORMAT_MINOR = 0
-#: In Step.result_step: no plan's result arrived in this step.
+#: In Step.result_step: no result arrived in this step.
 NO_RESULT = -1
 
 
@@ -40,9 +40,9 @@ class Header(msgspec.Struct, frozen=True, array_like=True):
     config: msgspec.Raw  # an encoded LoggedConfig
     model: ModelInfo  # with the fingerprint and the numerics level
     epoch: int
-    wall_ns: int  # since 1970, when the capture began
-    monotonic_ns: int  # the clock of the steps at that moment
-    is_redacted: bool = False  # its tokens are names; see core/capture/redaction.py
+    wall_ns: int  # wall clock when the capture started, since 1970
+    monotonic_ns: int  # the steps' clock at that moment
+    is_redacted: bool = False  # its token ids were renamed; see core/capture/redaction.py
 
 
 class Input(msgspec.Struct, frozen=True, array_like=True):
@@ -50,7 +50,7 @@ class Input(msgspec.Struct, frozen=True, array_like=True):
 
     client: int
     message: EngineInput
-    received_ns: int = 0  # when the border had it ready for the engine, on the clock of the steps; 0: not known
+    received_ns: int = 0  # when the border had it ready for the engine, on the steps' clock; 0: unknown
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True):
@@ -59,27 +59,28 @@ class Step(msgspec.Struct, frozen=True, array_like=True):
     now_ns: int  # the step's clock value
     elapsed_ns: int  # duration of the step; a replay does not compare it
     digest: bytes  # blake2b-64 of the encoded plan; empty: the plan was empty
-    rows: bytes  # int32[R] the batch; empty: as in the plan before
-    counts: bytes  # int32[R] tokens scheduled for each; empty: as in the plan before
-    removed_rows: bytes  # int32: rows given up since the plan before (finished, aborted or preempted)
+    rows: bytes  # int32[R] the batch; empty: as in the previous plan
+    counts: bytes  # int32[R] tokens scheduled for each; empty: as in the previous plan
+    removed_rows: bytes  # int32: rows given up since the previous plan (finished, aborted or preempted)
     added: list[tuple[int, int, int, int]]  # (row, client, request number, tokens found in the prefix cache)
     num_preemptions: int  # since the engine started
     num_waiting: int  # requests, after the step
     num_free_blocks: int  # after the step
-    result_step: int  # step of the plan whose tokens arrived; NO_RESULT: none did
+    result_step: int  # step of the plan whose tokens arrived, or NO_RESULT
     tokens: bytes  # int32: aligned with that plan's rows, as in ModelRunnerOutput
-    error: str = ""  # the exception that ended the step, and the engine with it
-    token_counts: bytes = b""  # int32[rows of that plan] of `tokens`, row after row; empty: one each
-    #: int32[rows of that plan]: drafts that the executor proposed with the tokens; empty: none. Drafts that the
-    #: scheduler's own proposers make are worked out again.
+    error: str = ""  # the exception that ended the step and the engine
+    # int32[rows of that plan]: how many `tokens` each row has, row after row; empty: one each
+    token_counts: bytes = b""
+    #: int32[rows of that plan]: drafts that the executor proposed with the tokens; empty: none. Drafts of the
+    #: scheduler's own proposers are computed again.
     draft_counts: bytes = b""
     draft_tokens: bytes = b""  # int32, row after row
-    #: int32[3], us of this call: until the plan was made, then until a result was there, then until the end. Empty: the
-    #: call ran nothing. A replay does not compare it.
+    #: int32[3], us in this call: until the plan was made, then until a result was available, then until the end. Empty:
+    #: the call ran nothing. A replay does not compare it.
     times: bytes = b""
-    #: Of pooling rows: int32[P] index in that plan's rows, counts and widths, then the float32 values.
+    #: For pooling rows: int32[P] index in that plan's rows, counts and widths, then the float32 values.
     pooled: tuple[bytes, bytes, bytes, bytes] | None = None
-    candidate_rows: bytes = b""  # int32[C]: index in that plan's rows of each row of a beam search with candidates
+    candidate_rows: bytes = b""  # int32[C]: index in that plan's rows of each beam search row with candidates
     candidate_counts: bytes = b""  # int32[C] of each
     candidate_tokens: bytes = b""  # int32, row after row
     candidate_values: bytes = b""  # float32: their log probabilities
@@ -96,7 +97,7 @@ class Gap(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Close(msgspec.Struct, frozen=True, array_like=True):
-    """The last record, written when the engine ended in order: the totals of the capture."""
+    """The last record, written when the engine ends normally: the totals of the capture."""
 
     num_inputs: int
     num_steps: int
@@ -106,7 +107,7 @@ class Close(msgspec.Struct, frozen=True, array_like=True):
 class Checkpoint(msgspec.Struct, frozen=True, array_like=True):
     """The engine's whole state between two steps, from which a replay can start.
 
-    num_steps: calls of EngineCore.step before it, since the engine started; num_inputs: messages in them.
+    num_steps: calls of EngineCore.step before it, since the engine started; num_inputs: messages in these steps.
     """
 
     num_steps: int
@@ -121,7 +122,7 @@ TAGS: dict[type[Record], int] = {Header: 1, Input: 2, Step: 3, Gap: 4, Close: 5,
 
 
 class LoggedConfig(ResolvedConfig, frozen=True, kw_only=True, omit_defaults=False, forbid_unknown_fields=True):
-    """The config with every option's value, because defaults may change. Unknown options are an error."""
+    """The config with every option's value, because defaults may change. An unknown option is an error."""
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -143,13 +144,13 @@ def encode_config(config: ResolvedConfig) -> msgspec.Raw:
 
 
 def decode_record(tag: int, payload: bytes) -> Record | None:
-    """Return the record; None for an unknown tag. Errors: CaptureFileError that says what is wrong with the payload."""
+    """Return the record; None for an unknown tag. Errors: CaptureFileError that describes the bad payload."""
     if tag not in _decoders:
         return None
     try:
         return _decoders[tag].decode(payload)
     except DECODE_ERRORS as error:
-        raise CaptureFileError(f"the record's checksum is right and its content is not: {error}") from error
+        raise CaptureFileError(f"the record's checksum is right, but its content is invalid: {error}") from error
 
 
 def decode_format(payload: bytes) -> FormatHead:
@@ -161,6 +162,6 @@ def decode_format(payload: bytes) -> FormatHead:
 
 
 def decode_config(header: Header) -> ResolvedConfig:
-    """Return the config with capture=None. Errors: DECODE_ERRORS for options unknown to this version."""
+    """Return the config with capture=None. Errors: DECODE_ERRORS for unknown options."""
     options = msgspec.structs.asdict(_config_decoder.decode(header.config))
     return ResolvedConfig(**{**options, "capture": None})

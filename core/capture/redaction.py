@@ -1,9 +1,9 @@
-"""redact: a capture run again under other names of its tokens, so that its decisions stay and its content goes.
+"""redact: runs a capture again with its tokens renamed, so that its decisions are kept and its content is removed.
 
-The renamed requests and results go through the real engine under capture. Each of its steps is compared with the
-recorded one: the same rows, tokens per row, prefix hits, preemptions, free blocks. So the new file is a capture as any
-other, and it is known to decide as the old one did. What stays is what the decisions are made of: times, lengths, who
-shares how much with whom, priorities.
+The renamed requests and results go through the real engine while it is captured. Each of its steps is compared with the
+recorded one: the same rows, tokens per row, prefix hits, preemptions and free blocks. So the new file is a normal
+capture that is known to lead to the same decisions. It keeps what decisions depend on: times, lengths, who shares how
+much with whom, priorities.
 """
 
 import os
@@ -29,7 +29,7 @@ from ipc.options.block_stores import NO_STORE
 from ipc.options.resolved import ResolvedConfig
 from ipc.wire.messages import DECODE_ERRORS, AddRequest
 
-#: Fields of a Step that the renamed one has as well; the digest is of a plan with other tokens.
+#: Fields of a Step that must be equal after renaming. The digest differs, because the plan has other tokens.
 _DECIDED = ("rows", "counts", "removed_rows", "added", "num_preemptions", "num_waiting", "num_free_blocks")
 
 
@@ -41,7 +41,7 @@ class Redacted(NamedTuple):
 
 
 class _RenamedExecutor(RecordedExecutor):
-    """Recorded results under their new names. scheduler: set before the first step."""
+    """Recorded results with renamed tokens. scheduler: set before the first step."""
 
     def __init__(self, file: CaptureFile, renaming: Renaming) -> None:
         super().__init__(file.header.model)
@@ -56,7 +56,7 @@ class _RenamedExecutor(RecordedExecutor):
 
 
 class _Log:
-    """The records of the last step; a checkpoint where the original has one."""
+    """The records of the last step, with a checkpoint if the original has one."""
 
     def __init__(self) -> None:
         self.inputs: list[Input] = []
@@ -75,9 +75,9 @@ class _Log:
 
 
 def redact(file: CaptureFile, path: str) -> Redacted:
-    """Write a capture without its content to a new file; a file that is not whole is removed again.
+    """Write a capture without its content to a new file. An incomplete file is removed again.
 
-    Errors: CaptureFileError for a capture that decides differently here, or whose decisions depend on its content;
+    Errors: CaptureFileError for a capture that leads to other decisions here, or whose decisions depend on its content;
     ConfigError, OSError for a file that cannot be written.
     """
     with untrusted_file(file.path):
@@ -97,7 +97,7 @@ def redact(file: CaptureFile, path: str) -> Redacted:
 
 
 class _Redaction:
-    """One capture, and its engine under other names."""
+    """One capture, and its engine with renamed tokens."""
 
     def __init__(self, file: CaptureFile) -> None:
         self.num_steps = self.num_requests = 0
@@ -106,7 +106,7 @@ class _Redaction:
         if config.speculative_config is not None:
             raise CaptureFileError(
                 f"{file.path}: its engine guessed tokens ahead (speculative_config), and which guesses are made "
-                "depends on which tokens repeat: no renaming keeps the decisions"
+                "depends on which tokens repeat, so no renaming keeps the decisions"
             )
         self._first = file.checkpoint(file.checkpoints[0]) if file.begins_inside else None
         state: list[Any] | None = None if self._first is None else restore(self._first.state)
@@ -135,7 +135,7 @@ class _Redaction:
         self._executor.scheduler = self._engine.engine.scheduler
 
     def items(self) -> Iterator[list[Item]]:
-        """Yield the records of the new file, some at a time. Errors: CaptureFileError."""
+        """Yield the records of the new file, a few at a time. Errors: CaptureFileError."""
         if self._first is not None:
             with untrusted_file(self._file.path):
                 state = Snapshot(self._engine.engine.state()).encode()
@@ -160,7 +160,7 @@ class _Redaction:
         inbox = [(client, self._renaming.message(message)) for client, message in turn.inbox]
         try:
             self._engine.step(inbox, recorded.now_ns)
-        except Exception as error:  # any kind: the captured engine may have failed in this step, too
+        except Exception as error:  # any type: the captured engine may also have failed in this step
             if not recorded.error:
                 raise CaptureFileError(f"{self._file.path}: step {turn.step_index}: {error!r}") from None
         step = log.step
@@ -188,5 +188,5 @@ def _config(file: CaptureFile) -> ResolvedConfig:
         return decode_config(file.header)
     except DECODE_ERRORS as error:
         raise CaptureFileError(
-            f"{file.path}: written by engine-core {file.header.engine_version} with options that are none here: {error}"
+            f"{file.path}: written by engine-core {file.header.engine_version} with unknown options: {error}"
         ) from None

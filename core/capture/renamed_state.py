@@ -1,4 +1,4 @@
-"""rename_state: the state of an engine at a checkpoint without content: its live requests and its prefix cache."""
+"""rename_state: removes the content from an engine's state at a checkpoint: its live requests and its prefix cache."""
 
 from collections.abc import Mapping, Set
 from typing import Any
@@ -24,19 +24,19 @@ def check_state(state: list[Any]) -> list[Request]:
     scheduler: Scheduler = state[1]
     requests = scheduler.live_requests()
     if any(request.searches for request in requests):
-        raise CaptureFileError("a beam search runs at its first checkpoint: what its beams were cannot be renamed")
+        raise CaptureFileError("a beam search is running at its first checkpoint, and its beams cannot be renamed")
     return requests
 
 
 def rename_state(state: list[Any], renaming: Renaming, weights: Mapping[str, float]) -> None:
-    """Give all tokens, salts and tenants other names, in an EngineCore.state() that no engine has taken over yet.
+    """Rename all tokens, salts and tenants in an EngineCore.state() that no engine uses yet.
 
     weights: of clients and tenants, by their new names.
     """
     _, scheduler, _, plans = state
     _blank_rest(state, {id(request) for request in scheduler.live_requests()}, renaming)
     cache, table = scheduler.batch.prefix_cache, scheduler.table
-    states: dict[int, bytes] = {}  # by content number: behind its block
+    states: dict[int, bytes] = {}  # by content number: state after its block
     for request in scheduler.live_requests():
         request.params = renaming.any_params(request.params)
         request.sampling = None if request.sampling is None else renaming.params(request.sampling)
@@ -68,7 +68,8 @@ def rename_state(state: list[Any], renaming: Renaming, weights: Mapping[str, flo
         scheduler.exchange.rename(renaming.root, lambda root, token_ids: name_all(begin(root), token_ids)[0])
     scheduler.batch.stop_check.rename(renaming.stop)
     scheduler.rename_tenants(renaming.tokens.word, weights)
-    # Of plans in flight, the tokens of starting requests were read already, and their drafts decide nothing any more.
+    # In plans in flight, the tokens of starting requests have already been read, and their drafts no longer decide
+    # anything.
     plans[:] = [
         msgspec.structs.replace(
             plan, added=[], added_pooling=[], adapters=[], features=[], draft_token_ids=plan.draft_token_ids * 0
@@ -78,7 +79,7 @@ def rename_state(state: list[Any], renaming: Renaming, weights: Mapping[str, flo
 
 
 def _blank_rest(state: list[Any], live: Set[int], renaming: Renaming) -> None:
-    """Empty what has content beside the live requests (by id): the dead ones that queues still name, drafts, slots."""
+    """Clear what has content apart from the live requests (by id): finished ones still in queues, drafts, slots."""
     for one in Snapshot(state).objects():
         match one:
             case Request() if id(one) not in live:
@@ -94,7 +95,7 @@ def _blank_rest(state: list[Any], live: Set[int], renaming: Renaming) -> None:
 
 
 def _rename_row(scheduler: Scheduler, renaming: Renaming, row: int, states: dict[int, bytes]) -> None:
-    """Rename the tokens of a running request, and note the states behind its named blocks."""
+    """Rename the tokens of a running request, and record the states after its named blocks."""
     table, size = scheduler.table, scheduler.block_size
     request = table.request[row]
     assert request is not None, f"row {row} is free"

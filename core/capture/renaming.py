@@ -1,4 +1,4 @@
-"""Renaming: a capture's requests and tokens under other names: of tokens, salts, tenants and what else is content."""
+"""Renaming: renames the tokens, salts, tenants and other content in a capture's requests and results."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,7 +21,7 @@ from ipc.wire.lora_messages import AdapterId
 from ipc.wire.messages import AddRequest, Submission
 from ipc.wire.pooling_messages import AddPooling
 
-#: What the scheduler reads of the parameters besides stop_token_ids; the rest is left out.
+#: The parameters that the scheduler reads in addition to stop_token_ids. The rest is left out.
 _KEPT = (
     "n",
     "best_of",
@@ -32,13 +32,13 @@ _KEPT = (
     "min_tokens",
     "ignore_eos",
 )
-_DROPPED = 0  # a token of a row that had left when it came: no one reads it
+_DROPPED = 0  # a token for a row that had left when it arrived: it is never read
 
 
 class Renaming:
     """The names of one redaction.
 
-    stop_token_ids: of all requests. Errors: CaptureFileError for a vocabulary that has too few names.
+    stop_token_ids: of all requests. Errors: CaptureFileError if the vocabulary has too few names.
     """
 
     def __init__(self, vocab_size: int, eos_token_ids: Iterable[int], stop_token_ids: Iterable[int]) -> None:
@@ -48,20 +48,21 @@ class Renaming:
         self._stops = {**dict(zip(stops, unused, strict=False)), **{token: token for token in self._eos}}
         self.tokens = TokenNames(vocab_size, {*self._eos, *self._stops.values()})
         if self.tokens.num_names < vocab_size // 2 or len(self._stops) < len(stops):
-            raise CaptureFileError(f"{len(stops)} stop tokens of a vocabulary of {vocab_size} leave too few names")
+            raise CaptureFileError(f"{len(stops)} stop tokens in a vocabulary of {vocab_size} leave too few names")
         self._roots = {PLAIN_ROOT: PLAIN_ROOT}
-        self._states: dict[tuple[int, int, int], tuple[int, bytes]] = {}  # by request: of so many tokens
+        # by request: (number of tokens, state after them)
+        self._states: dict[tuple[int, int, int], tuple[int, bytes]] = {}
 
     # --- messages ---
 
     def learn(self, message: Submission) -> None:
-        """Note the root of a message's blocks, before any state is renamed."""
+        """Record the root of a message's blocks, before any state is renamed."""
         digest = "" if message.adapter is None else message.adapter.digest
         salt, tenant = map(self.tokens.word, (message.cache_salt, message.tenant))
         self._roots[root_of_message(message)] = root_of_salt(salt, tenant, self.digest(digest))
 
     def root(self, root: int) -> int:
-        """Return the new root of blocks; see ipc/wire/block_roots.py."""
+        """Return the new root for blocks; see ipc/wire/block_roots.py."""
         if root not in self._roots:
             self._roots[root] = root_of_salt(self.tokens.word(f"root {root}"))
         return self._roots[root]
@@ -93,15 +94,15 @@ class Renaming:
         return msgspec.structs.replace(message, params=params, seed=0, delivered=delivered, **changes)
 
     def digest(self, digest: str) -> str:
-        """Return another digest of an adapter, of the same form; "" for none."""
+        """Return another digest for an adapter, in the same form; "" for none."""
         return self.tokens.word(digest) * 2
 
     def adapter(self, adapter: AdapterId | None) -> AdapterId | None:
-        """Return another adapter, of which nobody has the files."""
+        """Return another adapter, whose files do not exist."""
         return None if adapter is None else AdapterId(self.digest(adapter.digest))
 
     def params(self, params: SamplingParams) -> SamplingParams:
-        """Return what the scheduler reads of these parameters."""
+        """Return the parameters that the scheduler reads."""
         kept = {name: getattr(params, name) for name in _KEPT}
         if params.stop_token_ids:
             kept["stop_token_ids"] = [self._stops[token] for token in params.stop_token_ids]
@@ -110,7 +111,7 @@ class Renaming:
         return SamplingParams(temperature=min(params.temperature, 1.0), **kept)
 
     def any_params(self, params: SamplingParams | PoolingParams) -> SamplingParams | PoolingParams:
-        """Return what the scheduler reads of these parameters."""
+        """Return the parameters that the scheduler reads."""
         return self.params(params) if isinstance(params, SamplingParams) else params
 
     def stop(self, token: int) -> int:
@@ -130,7 +131,7 @@ class Renaming:
     # --- results ---
 
     def result(self, output: ModelRunnerOutput, table: BatchTable, rows: Ints, tenancies: Ints) -> ModelRunnerOutput:
-        """Return the result of a plan of these rows, renamed for the requests that are still in them."""
+        """Return the result of a plan with these rows, renamed for the requests that are still in them."""
         tokens, at = output.token_ids.copy(), 0
         counts = np.ones(len(rows), np.int64) if output.counts is None else output.counts
         for row, tenancy, count in zip(rows.tolist(), tenancies.tolist(), counts.tolist(), strict=True):
@@ -161,7 +162,7 @@ class Renaming:
             "candidates": candidates,
             "pooled": pooled,
             "failures": [(index, "") for index, _ in output.failures],
-            "draft_token_ids": np.zeros_like(output.draft_token_ids),  # what a grammar forces is its text
+            "draft_token_ids": np.zeros_like(output.draft_token_ids),  # what a grammar forces is part of its text
         }
         return msgspec.structs.replace(output, **changes)
 
@@ -169,7 +170,7 @@ class Renaming:
         """Rename the new tokens of a row."""
         state, length = self._state(request, table, row), int(table.num_tokens[row])
         params, may_stop_at = request.sampling, int(table.min_total_tokens[row])
-        assert params is not None, f"a token of request {request.number}, which pools"
+        assert params is not None, f"a token of request {request.number}, which is a pooling request"
         stops = params.stop_token_ids or ()
         for place, token in enumerate(run.tolist()):
             length += 1
@@ -182,14 +183,14 @@ class Renaming:
         self._states[request.client, request.number, request.choice] = length, state
 
     def _candidate(self, state: bytes, request: Request, token: int) -> int:
-        assert request.sampling is not None, f"a candidate of request {request.number}, which pools"
+        assert request.sampling is not None, f"a candidate of request {request.number}, which is a pooling request"
         params = request.sampling
         by_eos = token in self._eos and not params.ignore_eos
         ends = by_eos or self._stops.get(token, -1) in (params.stop_token_ids or ())
         return self._stops[token] if ends else self.tokens.name(state, token)
 
     def _state(self, request: Request, table: BatchTable, row: int) -> bytes:
-        """Return the state behind a row's tokens, which have their new names."""
+        """Return the state after a row's tokens, which are already renamed."""
         known = self._states.get((request.client, request.number, request.choice))
         if known is not None and known[0] == table.num_tokens[row] and not request.searches:
             return known[1]
@@ -197,7 +198,7 @@ class Renaming:
 
 
 def places_of(features: Sequence[FeatureUse]) -> list[FeatureUse]:
-    """Return what the scheduler reads of a request's features: the places of those whose tokens one step computes."""
+    """Return what the scheduler reads of a request's features: the positions of those computed in one step."""
     return [msgspec.structs.replace(use, digest=b"") for use in features if use.is_whole]
 
 

@@ -1,9 +1,9 @@
-"""restore: the objects of a snapshot, made anew from its bytes (core/capture/snapshot.py).
+"""restore: rebuilds the objects of a snapshot from its bytes (core/capture/snapshot.py).
 
-The bytes come from a file that a stranger may have written. So they choose nothing but values: classes, fields and
-methods are those of core/capture/state_classes.py, objects are made without calling them, arrays are made of their
-dtype, shape and bytes, and each field has a value of the type that it declares. What it costs is bounded by the file's
-size before it is paid. What does not fit is a CaptureFileError.
+The bytes come from a file that may be untrusted. So they determine only values: classes, fields and methods are those
+of core/capture/state_classes.py, objects are created without calling them, arrays are created from dtype, shape and
+bytes, and each field must have a value of its declared type. The cost is bounded by the file's size before it is paid.
+Anything invalid raises CaptureFileError.
 """
 
 import math
@@ -23,14 +23,14 @@ from core.scheduling.scheduler import Scheduler
 from ipc.errors import CaptureFileError
 from ipc.wire.messages import DECODE_ERRORS
 
-#: Most bytes of a snapshot that is read, unpacked; a larger one is no engine's.
+#: The most bytes of an unpacked snapshot. No engine writes a larger one.
 MAX_BYTES = 1 << 30
-#: Most bytes unpacked of each packed byte, beyond the first MiB: zlib's level 1 makes at most 228 of one.
+#: The most unpacked bytes per packed byte, after the first MiB: zlib's level 1 makes at most 228.
 MAX_RATIO = 256
-#: Most bytes of all that is no array, and of one object: as Python's objects they take up to 64 times as much.
+#: The most bytes of everything except arrays, and of one object: as Python objects they take up to 64 times as much.
 MAX_OBJECT_BYTES = 64 << 20
 MAX_NODE_BYTES = 16 << 20
-#: Most objects, and most levels of values in values: a snapshot has three.
+#: The most objects, and the most levels of nested values: a snapshot has three.
 MAX_NODES = 1 << 22
 MAX_NESTED = 8
 
@@ -39,7 +39,7 @@ _DTYPES = frozenset(
 )
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 _INLINE = frozenset({"array", "enum", "list", "message", "method", "scalar", "tuple"})
-_LATE = frozenset({"named", "struct", "view"})  # made from objects that must be there before
+_LATE = frozenset({"named", "struct", "view"})  # made from objects that must exist first
 
 _Kind = TypeVar("_Kind")
 _Ext = msgspec.msgpack.Ext
@@ -49,7 +49,7 @@ _decode_whole = msgspec.msgpack.Decoder(tuple[_Batches, _Ext]).decode
 _decode_array = msgspec.msgpack.Decoder(tuple[str, str, Annotated[list[int], msgspec.Meta(max_length=4)], bytes]).decode
 _MESSAGE_DECODERS = {name: msgspec.msgpack.Decoder(kind) for name, kind in MESSAGES.items()}
 _decode_node = msgspec.msgpack.Decoder(list[Any]).decode
-_ARRAY_HEAD = msgspec.msgpack.encode(["array", "", [], b""])[:7]  # of a node that is an array
+_ARRAY_HEAD = msgspec.msgpack.encode(["array", "", [], b""])[:7]  # start of a node that is an array
 
 _BAD = (
     *DECODE_ERRORS,
@@ -91,7 +91,7 @@ def _is_array(node: msgspec.Raw) -> bool:
 
 
 def _decode(raw: msgspec.Raw) -> list[Any]:
-    """Return a node. What no snapshot has, such as maps and empty lists, is refused before the next one is decoded."""
+    """Return a node. What no snapshot has, such as maps and empty lists, is refused before the next node is decoded."""
     if _is_array(raw):
         return list(_decode_array(raw))
     if len(raw) > MAX_NODE_BYTES:
@@ -102,7 +102,7 @@ def _decode(raw: msgspec.Raw) -> list[Any]:
 
 
 def _check_values(parts: list[Any], most_nested: int = MAX_NESTED) -> None:
-    """Check the kinds of values, and how deep they are nested. Errors: CaptureFileError."""
+    """Check the types of values, and how deeply they are nested. Errors: CaptureFileError."""
     for part in parts:
         kind = type(part)
         if kind is list:
@@ -121,8 +121,8 @@ class _Objects:
     def __init__(self, nodes: list[list[Any]]) -> None:
         self._nodes = nodes
         self._made: list[Any] = [None] * len(nodes)
-        self._types: list[tuple[Any, Any]] = []  # values and the types that they must have, in the end
-        self._late: list[tuple[Any, dict[str, Any]]] = []  # objects that look at others when they get their parts
+        self._types: list[tuple[Any, Any]] = []  # values and the types that they must have in the end
+        self._late: list[tuple[Any, dict[str, Any]]] = []  # objects that use others when they get their parts
         late = []
         for number, node in enumerate(nodes):
             if node[0] in _LATE:
@@ -133,7 +133,7 @@ class _Objects:
             self._make(number)
 
     def finish(self, root: _Ext) -> list[Any]:
-        """Give all objects their parts, check the types of these, and return the state."""
+        """Give all objects their parts, check the parts' types, and return the state."""
         for made, node in zip(self._made, self._nodes, strict=True):
             self._fill(made, node)
         state = self._value(root)
@@ -148,7 +148,7 @@ class _Objects:
         return state
 
     def _value(self, value: Any) -> Any:
-        """Return what a value stands for."""
+        """Return the object for a value."""
         kind = type(value)
         if kind is _Ext:
             return self._made[self._number(value)]
@@ -176,11 +176,11 @@ class _Objects:
     def _number(self, reference: _Ext) -> int:
         number = int.from_bytes(reference.data, "little")
         if reference.code != REFERENCE or number >= len(self._nodes):
-            raise CaptureFileError("a checkpoint with a reference to what it does not have")
+            raise CaptureFileError("a checkpoint with a reference to a missing object")
         return number
 
     def _make(self, number: int) -> None:
-        """Make an object, and before it those that it refers to, whose chains may be longer than the stack is deep."""
+        """Make an object, after those that it refers to. Chains of references may be longer than the stack is deep."""
         pending, begun = [number], set[int]()
         while pending:
             number = pending[-1]
@@ -197,7 +197,7 @@ class _Objects:
                 pending += missing
 
     def _references(self, value: list[Any]) -> Iterator[int]:
-        """Yield the numbers of the nodes that a node or a value refers to."""
+        """Yield the numbers of the nodes that a node or value refers to."""
         for part in value:
             if type(part) is _Ext:
                 yield self._number(part)
@@ -219,7 +219,7 @@ class _Objects:
         raise CaptureFileError(f"a checkpoint with an object of the unknown kind {node[0]}")
 
     def _typed(self, kind: type, parts: list[Any]) -> dict[str, Any]:
-        """Return an object's fields by name, and note their types."""
+        """Return an object's fields by name, and record their types."""
         hints = FIELDS[kind]
         values = dict(zip(hints, map(self._value, parts), strict=True))
         self._types += zip(values.values(), hints.values(), strict=True)
@@ -247,7 +247,7 @@ class _Objects:
 def _check_integrity(scheduler: Scheduler) -> None:
     """Check the scheduler's own invariants, which hold between two steps. Errors: CaptureFileError.
 
-    Columns of the file may divide by zero, of which NumPy only warns.
+    Columns from the file may lead to a division by zero, for which NumPy only warns.
     """
     try:
         with np.errstate(all="raise"):
@@ -259,7 +259,7 @@ def _check_integrity(scheduler: Scheduler) -> None:
 
 
 def _shell(node: list[Any]) -> Any:
-    """Return the object of a node without its parts; an array is whole."""
+    """Return a node's object without its parts. An array is complete."""
     match node:
         case ["array", str(dtype), shape, bytes(data)]:
             return _array(dtype, shape, data)
@@ -279,21 +279,21 @@ def _shell(node: list[Any]) -> Any:
 
 
 def _known(kinds: Mapping[str, _Kind], name: str) -> _Kind:
-    """Return what the registry has under the name. Errors: CaptureFileError."""
+    """Return the registry's entry for the name. Errors: CaptureFileError."""
     if name not in kinds:
-        raise CaptureFileError(f"a checkpoint names {name!r:.80}, which is none of an engine's state")
+        raise CaptureFileError(f"a checkpoint names {name!r:.80}, which is not part of an engine's state")
     return kinds[name]
 
 
 def _key(value: Any) -> Any:
-    """Return a key of a dict. It is an atom, or a tuple of atoms: to hash a deep object would overflow the stack."""
+    """Return a key of a dict: an atom, or a tuple of atoms, because hashing a deep object would overflow the stack."""
     if type(value) in _ATOMS or (type(value) is tuple and _ATOMS.issuperset(map(type, value))):
         return value
     raise CaptureFileError(f"a checkpoint with a key of the kind {type(value).__name__}")
 
 
 def _method(owner: Any, name: str) -> MethodType:
-    """Return a method of an object of the state; its field decides whether it may hold it."""
+    """Return a method of an object of the state. Its field decides whether it may hold this method."""
     if type(owner) not in FIELDS or name not in METHODS:
         raise CaptureFileError(f"a checkpoint with the method {name} of {type(owner).__name__}")
     return MethodType(getattr(type(owner), name), owner)
@@ -306,12 +306,12 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 
 def _array(dtype: str, shape: list[int], data: bytes) -> np.ndarray[Any, Any]:
-    """Return an array of its own memory. Errors: ValueError for data of another length."""
+    """Return an array with its own memory. Errors: ValueError for data of another length."""
     return np.frombuffer(data, _dtype(dtype)).reshape(shape).copy()
 
 
 def _view(dtype: str, shape: Any, strides: Any, offset: int, base: Any) -> np.ndarray[Any, Any]:
-    """Return a view of a whole array. Errors: CaptureFileError for one that reaches beyond it or has more elements."""
+    """Return a view of a whole array. Errors: CaptureFileError if it reaches beyond the array or has more elements."""
     kind, each = _dtype(dtype), (*shape, *strides, offset)
     if type(base) is not np.ndarray or set(map(type, each)) != {int} or len(shape) != len(strides):
         raise CaptureFileError("a checkpoint with a view of no array")

@@ -1,12 +1,12 @@
-"""Snapshot: the state of an engine core as data: all objects that its later steps depend on, found by following them.
+"""Snapshot: an engine core's state as data: all objects that its later steps depend on, found by following references.
 
-No object lists its own fields, so none can be forgotten; one with parts() and set_parts() gives larger parts. It
-is taken between two steps, in two parts. The engine thread copies what may change (columns, containers, attributes).
-Another thread turns the copies into bytes.
+Objects do not list their own fields, so none can be forgotten; one with parts() and set_parts() gives larger parts. A
+snapshot is taken between two steps, in two parts. The engine thread copies what may change (columns, containers,
+attributes). Another thread turns the copies into bytes.
 
-A snapshot's bytes are zlib's, over msgpack: [batches of nodes, value]. A node is an object that others may share, and
-a value refers to one by its number. core/capture/restore.py reads them. No code is in them: classes are named, and
-only those of core/capture/state_classes.py are known.
+A snapshot's bytes are zlib-compressed msgpack: [batches of nodes, value]. A node is an object that others may share,
+and a value refers to one by its number. core/capture/restore.py reads them. They contain no code: classes are named,
+and only those of core/capture/state_classes.py are allowed.
 """
 
 import copy
@@ -28,27 +28,27 @@ from core.capture.early_copies import EarlyCopies
 from core.capture.state_classes import FIELDS, MESSAGES, UnknownObjectError, class_name
 from core.scheduling.draft import Draft
 
-#: Code of msgpack's extension type whose 4 bytes, little-endian, are the number of a node.
+#: Code of the msgpack extension type whose 4 bytes, little-endian, are the number of a node.
 REFERENCE = 1
-#: Nodes that encode() turns into data without a pause: some 0.2 ms.
+#: Nodes that encode() converts without a pause: about 0.2 ms.
 BATCH = 32
 
-#: Objects from which on those among them that are requests are taken at once.
+#: From this many objects on, the requests among them are taken all at once.
 _MANY = 16
-#: Entries from which on a dict whose first key and value are numbers is taken as one of numbers.
+#: From this many entries on, a dict whose first key and value are numbers is treated as a dict of numbers.
 _MANY_NUMBERS = 1000
 _block_hashes = operator.attrgetter("block_hashes")
 _copy_request: Callable[[Request], Request] = Request.__copy__  # type: ignore[attr-defined]
 
 _Array = np.ndarray[Any, Any]
-_LARGE_BYTES = 1 << 15  # of an array whose copy's memory is used again
+_LARGE_BYTES = 1 << 15  # size from which the memory of an array's copy is reused
 
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 _encoder = msgspec.msgpack.Encoder()
 
 
 class CopySpace:
-    """Memory for copies of large arrays, used again by the next snapshot: fresh memory costs ten times the copy."""
+    """Memory for copies of large arrays, reused by the next snapshot: fresh memory costs ten times the copy."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[Any, ...], list[_Array]] = {}  # by shape and dtype
@@ -61,7 +61,7 @@ class CopySpace:
         return made
 
     def give_back(self, copies: Iterable[_Array]) -> None:
-        """Keep these copies' memory, which nobody reads any more, and no other."""
+        """Keep the memory of these copies, which are no longer read, and of no others."""
         free: dict[tuple[Any, ...], list[_Array]] = {}
         for one in copies:
             if one.nbytes >= _LARGE_BYTES:
@@ -72,7 +72,7 @@ class CopySpace:
 class Snapshot:
     """The state that can be reached from `root`, as it is now.
 
-    space: the caller's, the same for each of its snapshots. early: copies of some requests. Errors: UnknownObjectError.
+    space: the caller's, the same for all of its snapshots. early: copies of some requests. Errors: UnknownObjectError.
     """
 
     def __init__(self, root: object, space: CopySpace | None = None, early: EarlyCopies | None = None) -> None:
@@ -80,9 +80,9 @@ class Snapshot:
         self._space = space or CopySpace()
         self._nodes: list[tuple[object, Any]] = []  # an object, and a copy of its parts
         self._place: dict[int, int] = {}  # by id of the object, which its node keeps alive
-        self._known: set[int] = set()  # by id: what has nothing that is not in a node already
+        self._known: set[int] = set()  # by id: objects all of whose parts are already in a node
         collects = gc.isenabled()
-        gc.disable()  # thousands of copies would set it off, and none of them is garbage: it was half of the time
+        gc.disable()  # thousands of copies would trigger it although none is garbage; it took half of the time
         try:
             if early is not None:
                 self._known, nodes, self._place = early.valid()
@@ -121,7 +121,7 @@ class Snapshot:
             pending += children
 
     def _take_known(self, value: list[Any]) -> "_Taken":
-        """Take a list without a look at what is known: to look at thousands of objects costs more than to copy it."""
+        """Take a list without checking what is known: checking thousands of objects costs more than copying them."""
         known = self._known
         if known.issuperset(map(id, value)):
             return value.copy(), ()
@@ -129,14 +129,14 @@ class Snapshot:
         return value.copy(), _take_list(list(compress(value, are_new)))[1]
 
     def _take_requests(self, requests: Collection[Request], pending: list[Any]) -> None:
-        """Take requests, of which there are thousands: all at once, without a call of ours for each.
+        """Take thousands of requests at once, without a Python call for each.
 
-        Their tokens, which are never written to, are no nodes.
+        Their tokens, which are never written to, are not nodes.
         """
         place, first = self._place, len(self._nodes)
         fresh = {key: one for one in requests if (key := id(one)) not in place}
         copies: list[Request] = list(map(_copy_request, fresh.values()))
-        num_hashes = map(len, map(_block_hashes, copies))  # nothing but more of them is ever done to the list
+        num_hashes = map(len, map(_block_hashes, copies))  # the list only ever grows
         for one in copies:
             if one.choices or one.swapped:
                 pending += (one.choices, one.swapped)
@@ -152,14 +152,14 @@ class Snapshot:
         return [value for value, _ in self._nodes]
 
     def encode(self, pause: Callable[[], None] = lambda: None) -> bytes:
-        """Return the bytes, once. Any thread may call this; pause is called now and then, to let other threads run."""
+        """Return the bytes, once. Any thread may call this. pause is called now and then to let other threads run."""
         batches, nodes, arrays = [], self._nodes, list[_Array]()
         for first in range(0, len(nodes), BATCH):
             pause()
             some = nodes[first : first + BATCH]
             batches.append(msgspec.Raw(_encoder.encode([self._node(value, parts) for value, parts in some])))
             arrays += [parts for _, parts in some if type(parts) is np.ndarray]
-            # The copies are freed here, some at a time. The objects stay: another one may not get the id of one.
+            # The copies are freed here, a few at a time. The objects are kept, so that their ids are not reused.
             nodes[first : first + BATCH] = [(value, None) for value, _ in some]
         self._space.give_back(arrays)
         pause()
@@ -200,7 +200,7 @@ class Snapshot:
         return map(self._value, values)
 
     def _value(self, value: Any) -> Any:
-        """Return an atom as it is, a reference to a node, or [kind, ...] of a value that nothing can change."""
+        """Return an atom unchanged, a reference to a node, or [kind, ...] of an immutable value."""
         kind = type(value)
         if kind in _ATOMS:
             return value
@@ -208,7 +208,7 @@ class Snapshot:
             return msgspec.msgpack.Ext(REFERENCE, place.to_bytes(4, "little"))
         match value:
             case Draft():
-                return None  # that of the last step, which objects keep to know the next one from it
+                return None  # the previous step's, which objects keep in order to recognise the next step
             case Enum():
                 return ["enum", class_name(kind), value.value]
             case np.generic():
@@ -226,7 +226,7 @@ class Snapshot:
         return ["message", class_name(kind), _encoder.encode(value)]
 
 
-# --- what is copied of each kind of object: (a copy of its parts, objects to follow) ---------------------------------
+# --- what is copied for each type of object: (a copy of its parts, objects to follow) ---------------------------------
 
 _Taken = tuple[Any, Collection[Any]]
 
@@ -236,7 +236,7 @@ def _others(values: Iterable[Any]) -> list[Any]:
 
 
 def _take_inline(value: Any) -> _Taken:
-    """Take a value without parts that could change."""
+    """Take a value that has no parts that could change."""
     return None, ()
 
 
@@ -245,7 +245,7 @@ def _take_tuple(value: tuple[Any, ...]) -> _Taken:
 
 
 def _take_named(value: tuple[Any, ...]) -> _Taken:
-    """Take a named tuple as a node: some are links of long chains, which share their beginnings."""
+    """Take a named tuple as a node: some are links of long chains that share their beginnings."""
     return value, _others(value)
 
 
@@ -295,7 +295,7 @@ def _take_object(value: Any) -> _Taken:
     parts = value.parts() if hasattr(value, "parts") else dict(value.__dict__)
     if parts.keys() != FIELDS[type(value)].keys():
         names = ", ".join(sorted(parts.keys() ^ FIELDS[type(value)].keys()))
-        raise UnknownObjectError(f"{class_name(type(value))} has other fields than the registry of the state: {names}")
+        raise UnknownObjectError(f"{class_name(type(value))} has fields that differ from the state's registry: {names}")
     return parts, _others(parts.values())
 
 
@@ -314,7 +314,7 @@ _TAKERS: dict[type, Callable[[Any], _Taken]] = {
 
 
 def _taker_of(kind: type) -> Callable[[Any], _Taken]:
-    """Return, and remember, how objects of a class are taken. Errors: UnknownObjectError."""
+    """Return, and cache, the function that takes objects of a class. Errors: UnknownObjectError."""
     if issubclass(kind, np.generic):
         taker = _take_inline
     else:

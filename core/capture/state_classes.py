@@ -1,6 +1,6 @@
-"""The registry of the state: every class that a checkpoint may name, and the fields that it takes, with their types.
+"""The registry of the state: every class that a checkpoint may name, and its fields with their types.
 
-A class that is not here is in no checkpoint. Tests compare what engines of all kinds hold with what is listed.
+A class that is not listed here cannot be in a checkpoint. Tests compare what engines of all kinds hold with this list.
 """
 
 from enum import Enum
@@ -30,7 +30,7 @@ from ipc.wire.lora_messages import AdapterId
 from ipc.wire.messages import FinishReason, Logprobs, RequestFailed
 from ipc.wire.pooling_messages import Pooled
 
-#: The package that the checkout's folders are in: "" there, "engine_core." in a wheel. Checkpoints do not name it.
+#: The package that contains the checkout's folders: "" in a checkout, "engine_core." in a wheel. Checkpoints omit it.
 _HOME_PACKAGE = __name__.removesuffix("core.capture.state_classes")
 
 _OBJECTS: dict[type, dict[Any, str]] = {**state_of_batch.FIELDS, **state_of_scheduling.FIELDS}
@@ -69,7 +69,7 @@ _MESSAGES = (
 
 
 class UnknownObjectError(Exception):
-    """Error: the state has an object of a kind that a checkpoint does not know."""
+    """Error: the state has an object of a type that is not allowed in checkpoints."""
 
 
 def _name(kind: type) -> str:
@@ -77,7 +77,7 @@ def _name(kind: type) -> str:
 
 
 def _fields(kind: type) -> dict[str, Any]:
-    """Return the types of an object's fields by name. Those of a subclass may be narrower than its base's."""
+    """Return the types of an object's fields by name. A subclass may narrow its base's types."""
     found: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         for hint, names in _OBJECTS.get(base, {}).items():
@@ -93,13 +93,13 @@ def _methods() -> frozenset[str]:
     return frozenset(name for callback in callbacks for _, name in callback.allowed)
 
 
-#: Classes of each kind by their name in a checkpoint.
+#: Classes of each kind by name in a checkpoint.
 OBJECTS = MappingProxyType({_name(kind): kind for kind in _OBJECTS})
 STRUCTS = MappingProxyType({_name(kind): kind for kind in _STRUCTS})
 NAMED = MappingProxyType({_name(kind): kind for kind in _NAMED})
 ENUMS = MappingProxyType({_name(kind): kind for kind in _ENUMS})
 MESSAGES = MappingProxyType({_name(kind): kind for kind in _MESSAGES})
-#: The types of the fields by class and name: of objects, structs and named tuples.
+#: The types of fields by class and name, for objects, structs and named tuples.
 FIELDS: MappingProxyType[type, dict[str, Any]] = MappingProxyType(
     {
         **{kind: _fields(kind) for kind in _OBJECTS},
@@ -117,5 +117,5 @@ _NAMES = {kind: name for kinds in (OBJECTS, STRUCTS, NAMED, ENUMS, MESSAGES) for
 def class_name(kind: type) -> str:
     """Return "module:name" of a class of the state. Errors: UnknownObjectError for another class."""
     if kind not in _NAMES:
-        raise UnknownObjectError(f"{_name(kind)} is no class that a checkpoint may have")
+        raise UnknownObjectError(f"{_name(kind)} is not a class that a checkpoint may have")
     return _NAMES[kind]

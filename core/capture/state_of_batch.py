@@ -1,6 +1,6 @@
-"""The fields that checkpoints have of the objects of core/batch, core/kv, core/proposers and ipc: names by their types.
+"""The fields that checkpoints store of objects in core/batch, core/kv, core/proposers and ipc: names by type.
 
-A class has the fields of its base classes, too. `_blocks` are the columns of a table; see ipc/tables/columns.py.
+A class also has the fields of its base classes. `_blocks` are the columns of a table; see ipc/tables/columns.py.
 """
 
 from collections import deque

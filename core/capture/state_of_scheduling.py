@@ -1,6 +1,6 @@
-"""The fields that checkpoints have of the objects of core/scheduling: names by their types.
+"""The fields that checkpoints store of objects in core/scheduling: names by type.
 
-A class has the fields of its base classes, too. `_blocks` are the columns of a table; see ipc/tables/columns.py.
+A class also has the fields of its base classes. `_blocks` are the columns of a table; see ipc/tables/columns.py.
 """
 
 from collections import OrderedDict, deque
@@ -170,7 +170,7 @@ FIELDS: dict[type, dict[Any, str]] = {
         Admission: "_admission",
         list[list[Request]]: "_groups",
         list[Request]: "_starting",
-        None: "_draft",  # of a step, and this is between two
+        None: "_draft",  # only during a step, and this is between two
     },
     Leads: {
         int: "_num_live",

@@ -1,4 +1,4 @@
-"""Checks of a restored value against the type that its field declares, down to the last entry of its containers."""
+"""Checks restored values against the types that their fields declare, down to the last entry of containers."""
 
 import types
 from collections import OrderedDict, deque
@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_orig
 import msgspec
 import numpy as np
 
-#: A value and the type that it must have.
+#: Values and the types that they must have.
 Pending: TypeAlias = list[tuple[Any, Any]]
 _Check: TypeAlias = Callable[[Any, Pending], bool]
 
@@ -17,7 +17,7 @@ _CONTAINERS = (list, deque, set, dict, OrderedDict, tuple)
 
 
 class Callback(msgspec.Struct, frozen=True):
-    """The type of a field with a bound method. allowed: (class, name) of each that the engine itself puts there."""
+    """The type of a field with a bound method. allowed: (class, name) of each that the engine itself stores there."""
 
     allowed: tuple[tuple[type, str], ...]
     is_optional: bool = False  # the field may be None
@@ -33,9 +33,9 @@ class Callback(msgspec.Struct, frozen=True):
 
 
 def find_misfit(pending: Pending) -> tuple[Any, Any] | None:
-    """Return the first (value, type) that do not fit, with those inside the values; None if all fit.
+    """Return the first (value, type) that does not match, including values inside others; None if all match.
 
-    Each container is looked at once for each type, so cycles end. The time is linear in the number of entries.
+    Each container is checked once per type, so cycles end. The time is linear in the number of entries.
     """
     seen: set[tuple[int, Any]] = set()
     while pending:
@@ -51,7 +51,7 @@ def find_misfit(pending: Pending) -> tuple[Any, Any] | None:
 
 @lru_cache(maxsize=512)
 def _check_of(hint: Any) -> _Check:
-    """Return the function that checks a value of this type and adds to `pending` what is inside it."""
+    """Return the function that checks a value of this type and adds its contents to `pending`."""
     origin, args = get_origin(hint), get_args(hint)
     if isinstance(hint, Callback):
         return lambda value, pending: hint.fits(value)
@@ -75,13 +75,13 @@ def _check_of(hint: Any) -> _Check:
         return lambda value, pending: type(value) in (float, int)
     if isinstance(hint, type) and issubclass(hint, np.generic):
         return lambda value, pending: type(value) is np.dtype(hint).type
-    assert isinstance(hint, type), f"{hint} is no type that a field of a checkpoint may have"
+    assert isinstance(hint, type), f"{hint} is not a type that a field of a checkpoint may have"
     atoms = (bool, int, str, bytes)
     return lambda value, pending: type(value) is hint if hint in atoms else isinstance(value, hint)
 
 
 def _union(members: tuple[Any, ...]) -> _Check:
-    """Check a union, of whose members at most one is a container of the value's class."""
+    """Check a union. At most one of its members may be a container of the value's class."""
     checks = [_check_of(member) for member in members]
 
     def check(value: Any, pending: Pending) -> bool:
@@ -134,7 +134,7 @@ def _dict(kind: Any, key: Any, entry: Any) -> _Check:
 
 
 def _is_array_alias(hint: Any) -> bool:
-    """Return whether the type is NumPy's NDArray[...], which NumPy 2.5 has made an alias with a name."""
+    """Return whether the type is NumPy's NDArray[...], which is an alias with a name since NumPy 2.5."""
     return getattr(hint, "__name__", "") == "NDArray"
 
 

@@ -1,9 +1,9 @@
-"""TokenNames: other names for a capture's tokens, by which equal beginnings stay equal and nothing else shows.
+"""TokenNames: renames a capture's tokens so that equal beginnings stay equal and nothing else is revealed.
 
-A token's name is a keyed hash of the token and of the names before it. The key is made for one redaction and thrown
-away. Two sequences have equal names as far as their tokens are equal and not a token further: after the same beginning,
-different tokens have different names. The same token at two places has two names, so no frequency and no dictionary
-says what it was.
+A token's name is a keyed hash of the token and of the names before it. The key is generated for one redaction and then
+discarded. Two sequences have equal names exactly as far as their tokens are equal: after the same beginning, different
+tokens have different names. The same token at two positions has two names, so neither frequencies nor a dictionary
+reveal what it was.
 """
 
 import secrets
@@ -15,17 +15,17 @@ from ipc.errors import CaptureFileError
 from ipc.tables.arrays import AnyInts, Int32s
 
 _STATE_BYTES = 16
-_TRIES = 64  # after which it is asked whether a name is left
+_TRIES = 64  # tries after which the remaining names are checked
 
 
 class TokenNames:
-    """Names from a vocabulary without the reserved ids, which name no token but those that end requests."""
+    """Names from a vocabulary without the reserved ids, which only name tokens that end requests."""
 
     def __init__(self, vocab_size: int, reserved: set[int]) -> None:
         self._key = secrets.token_bytes(32)
         self._free = np.setdiff1d(np.arange(vocab_size), np.array(sorted(reserved), np.int64)).tolist()
-        self._taken: dict[tuple[bytes, int], int] = {}  # (state, name): the token that has it there
-        self._num_taken: dict[bytes, int] = {}  # names by state
+        self._taken: dict[tuple[bytes, int], int] = {}  # by (state, name): the token that has the name there
+        self._num_taken: dict[bytes, int] = {}  # number of names used, by state
 
     @property
     def num_names(self) -> int:
@@ -33,15 +33,15 @@ class TokenNames:
         return len(self._free)
 
     def begin(self, label: str) -> bytes:
-        """Return the state before the first token; label: what the sequence belongs to, such as its cache salt."""
+        """Return the state before the first token. label: what the sequence belongs to, such as its cache salt."""
         return blake2b(label.encode(), digest_size=_STATE_BYTES, key=self._key).digest()
 
     def follow(self, state: bytes, name: int) -> bytes:
-        """Return the state behind a name."""
+        """Return the state after a name."""
         return blake2b(state + name.to_bytes(4, "little"), digest_size=_STATE_BYTES, key=self._key).digest()
 
     def follow_all(self, state: bytes, names: AnyInts) -> bytes:
-        """Return the state behind these names."""
+        """Return the state after these names."""
         for name in names.tolist():
             state = self.follow(state, name)
         return state
@@ -49,7 +49,7 @@ class TokenNames:
     def name(self, state: bytes, token: int) -> int:
         """Return the name of a token in a state.
 
-        Errors: CaptureFileError where more tokens follow than there are names: prompts may have reserved ids, too.
+        Errors: CaptureFileError if more tokens follow than there are names, because prompts may also have reserved ids.
         """
         attempt = 0
         while True:
@@ -71,7 +71,7 @@ class TokenNames:
                 )
 
     def name_all(self, state: bytes, tokens: AnyInts) -> tuple[Int32s, bytes]:
-        """Return the names of consecutive tokens, and the state behind them."""
+        """Return the names of consecutive tokens, and the state after them."""
         names = []
         for token in tokens.tolist():
             names.append(self.name(state, token))

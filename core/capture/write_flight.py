@@ -1,7 +1,7 @@
 """The process that writes a dead engine's flight recorder to a file: `python -m core.capture.write_flight FD PID FORM`.
 
-frontend/engine/flight_writers.py starts it. FD: of the ring; PID: the dead engine's; FORM: of log lines. It has the
-lowest priority, because meanwhile the next engine starts.
+Started by frontend/engine/flight_writers.py. FD: of the ring; PID: the dead engine's; FORM: of log lines. It has the
+lowest priority, because the next engine starts at the same time.
 """
 
 import os
@@ -17,28 +17,28 @@ from ipc.errors import EngineCoreError
 from ipc.records.flight_ring import read_ring
 
 _NICE = 19
-_CPU_S = 60  # of CPU time that the work may take
-_LOG_S = 0.5  # for the last lines on standard error
+_CPU_S = 60  # CPU time limit
+_LOG_S = 0.5  # for writing the last lines to standard error
 
 
 class _TooLongError(Exception):
-    """The work has taken its CPU time."""
+    """The work has used up its CPU time."""
 
 
 def main(arguments: list[str]) -> int:
-    """Write the file and say so on standard error; return the exit code."""
+    """Write the file, report it on standard error, and return the exit code."""
     fd, pid = map(int, arguments[:2])
     log.use_format("json" if arguments[2] == "json" else "text")
     try:
         written = write_flight(read_ring(fd), pid)
     except (EngineCoreError, OSError) as error:
-        log.say(f"engine-core: there is no file of what engine process {pid} did at last: {error}")
+        log.say(f"engine-core: the flight recorder of engine process {pid} gives no file: {error}")
         return 1
     except _TooLongError:
-        log.say(f"engine-core: what engine process {pid} did at last was not written: it takes more than {_CPU_S} s")
+        log.say(f"engine-core: the flight recorder of engine process {pid} was not written: it takes over {_CPU_S} s")
         return 1
     except Exception:  # a process entry
-        log.say(f"engine-core: what engine process {pid} did at last was not written:\n{traceback.format_exc()}")
+        log.say(f"engine-core: the flight recorder of engine process {pid} was not written:\n{traceback.format_exc()}")
         return 1
     if written is not None:
         log.say(f"engine-core: {describe(written, pid)}")
@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> int:
 
 
 def limit_process() -> None:
-    """Give this process the lowest priority and _CPU_S seconds of CPU time, for good: for a process of its own."""
+    """Give this process the lowest priority and a limit of _CPU_S seconds of CPU time, permanently."""
     os.nice(_NICE)
     signal.signal(signal.SIGXCPU, _give_up)
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_S, resource.getrlimit(resource.RLIMIT_CPU)[1]))
@@ -57,7 +57,7 @@ def _give_up(*_: object) -> NoReturn:
 
 
 def describe(written: FlightWritten, pid: int) -> str:
-    """Return a line on a file that was written."""
+    """Return a log line about a file that was written."""
     what = "without their content" if written.is_redacted else "with all prompts and answers"
     return (
         f"the last {written.num_steps} steps ({written.seconds:.1f} s) of engine process {pid} are in {written.path}, "

@@ -1,8 +1,8 @@
 """CaptureWriter: the queue of records from the engine thread to the capture's files.
 
-The engine thread encodes and appends records, and never waits. Records beyond MAX_QUEUED_BYTES are lost, and a Gap is
-written instead. The writer thread numbers, frames and writes records, in one batch every BATCH_S at most. While the
-queue is empty, it sleeps. Every CHECKPOINT_BYTES, or at the beginning of each further file, there is a checkpoint.
+The engine thread encodes and appends records, and never waits. Records above MAX_QUEUED_BYTES are lost, and a Gap is
+written instead. The writer thread numbers, frames and writes records, in one batch at most every BATCH_S. It sleeps
+while the queue is empty. There is a checkpoint every CHECKPOINT_BYTES, and at the start of each further file.
 """
 
 import contextlib
@@ -22,17 +22,17 @@ from ipc.errors import ConfigError
 __all__ = ["CaptureWriter", "check_capture", "open_capture"]
 
 MAX_QUEUED_BYTES = 32 << 20
-CHECKPOINT_BYTES = 64 << 20  # of records between two checkpoints of a file
+CHECKPOINT_BYTES = 64 << 20  # bytes of records between two checkpoints of a file
 BATCH_S = 0.05  # pause before each batch
 CLOSE_S = 2.0  # longest wait in close() for the last batch
-PAUSE_S = 0.0005  # in which the engine thread gets Python's lock while a checkpoint is encoded
+PAUSE_S = 0.0005  # pause that gives the GIL to the engine thread while a checkpoint is encoded
 
 
 class CaptureWriter:
-    """The owner of the files and of the writer thread.
+    """Owns the files and the writer thread.
 
-    rotate_bytes: records after which a new file begins, 0 = never; the files are PATH, PATH-2, PATH-3, ...
-    keep_files: how many of them are kept, 0 = all. Errors: ConfigError when the header cannot be written.
+    rotate_bytes: size of records after which a new file starts, 0 = never; the files are PATH, PATH-2, PATH-3, ...
+    keep_files: how many of them are kept, 0 = all. Errors: ConfigError if the header cannot be written.
     """
 
     def __init__(self, path: str, fd: int, header: Header, rotate_bytes: int = 0, *, keep_files: int = 0) -> None:
@@ -41,16 +41,16 @@ class CaptureWriter:
         self._rotates = rotate_bytes > 0
         self._keep_files = keep_files
         try:
-            self._output = CaptureOutput(path, fd, header)  # owner from here on: the writer thread
+            self._output = CaptureOutput(path, fd, header)  # owned by the writer thread from here on
         except OSError as error:
             raise ConfigError(f"capture={path!r}: {error.strerror}") from error
-        self._files = [path]  # that are kept
+        self._files = [path]  # the kept ones
         self._num_files = 1
         self._num_taken_bytes = 0
-        self._num_put_bytes = 0  # owner from here on: the engine thread
+        self._num_put_bytes = 0  # owned by the engine thread from here on
         self._checkpoint_bytes = rotate_bytes or CHECKPOINT_BYTES
-        self._next_checkpoint = self._checkpoint_bytes  # when so many bytes were put
-        self._num_lost = 0  # records, since the last one that was queued
+        self._next_checkpoint = self._checkpoint_bytes  # due when this many bytes were put
+        self._num_lost = 0  # records lost since the last one that was queued
         self._queue: deque[Item | tuple[Snapshot, int, int]] = deque()
         self._has_ended = False
         self._wake = threading.Event()
@@ -59,7 +59,7 @@ class CaptureWriter:
         self._thread.start()
 
     def add(self, record: Input | Step) -> None:
-        """Queue a record, or count it as lost when too much is queued. Never wait and never fail.
+        """Queue a record, or count it as lost if too much is queued. This never waits and never fails.
 
         Only the engine thread calls this.
         """
@@ -79,7 +79,7 @@ class CaptureWriter:
 
     @property
     def wants_checkpoint(self) -> bool:
-        """Return whether so much was recorded since the last checkpoint that another is due."""
+        """Return whether enough was recorded since the last checkpoint to make another one due."""
         return self._num_put_bytes >= self._next_checkpoint and not self._has_ended
 
     def add_checkpoint(self, snapshot: Snapshot, num_steps: int, num_inputs: int) -> None:
@@ -101,7 +101,7 @@ class CaptureWriter:
             self._serve()
         except OSError as error:
             with contextlib.suppress(OSError):
-                self._output.cut()  # so that the file ends with a whole record
+                self._output.cut()  # so that the file ends with a complete record
             text = f"{error.strerror}; it ends after {self._output.size} bytes, the engine goes on without it"
             log.say(f"engine-core: the capture {self._output.path} stopped: {text}")
         except ConfigError as error:
@@ -141,14 +141,14 @@ class CaptureWriter:
             self._output.write(items)
 
     def _checkpoint(self, snapshot: Snapshot, num_steps: int, num_inputs: int) -> Item:
-        """Return the record of a checkpoint, for which a new file is begun where files rotate."""
+        """Return the record of a checkpoint. If files rotate, a new file is started for it."""
         state = snapshot.encode(lambda: time.sleep(PAUSE_S))
         if self._rotates:
             self._rotate()
         return TAGS[Checkpoint], encode_record(Checkpoint(num_steps, num_inputs, state))
 
     def _rotate(self) -> None:
-        """End this file and begin the next one. Errors: OSError, ConfigError."""
+        """Close this file and start the next one. Errors: OSError, ConfigError."""
         self._output.finish()
         path = f"{self._path}-{self._num_files + 1}"
         header = msgspec.structs.replace(self._header, wall_ns=time.time_ns(), monotonic_ns=time.monotonic_ns())
@@ -158,6 +158,6 @@ class CaptureWriter:
         self._files.append(path)
         self._num_files += 1
         while self._keep_files and len(self._files) > self._keep_files:
-            with contextlib.suppress(OSError):  # somebody has moved it away
+            with contextlib.suppress(OSError):  # it was moved away
                 os.unlink(self._files[0])
             del self._files[0]
