@@ -1,11 +1,11 @@
-"""Features: the features of one engine, by content: what clients have put, and the rows that stand in for tokens.
+"""Features: one engine's features, by content: what clients have put, and the embeddings that replace tokens.
 
-A feature is put before the request that names it. A preparation thread makes its rows, so that the scheduler sees
-only requests whose rows are there, and no step waits for an encoder. Rows are kept as long as a request that has
-them lives, and after that as long as they fit: a second question on an image runs no encoder.
+A feature is put before the request that names it. A preparation thread computes its rows, so that the scheduler only
+sees requests whose rows exist, and no step waits for an encoder. Rows are kept as long as a live request uses them, and
+after that as long as there is room: a second question about an image needs no encoder.
 
-A feature has a number. The tokens that it stands for have the negative id -1 - number, so blocks of equal tokens have
-equal content, and the prefix cache needs no further key. No number is given twice in an engine's life.
+A feature has a number. The tokens that it replaces have the negative id -1 - number, so blocks of equal tokens have
+equal content, and the prefix cache needs no further key. Numbers are never reused while the engine lives.
 """
 
 import threading
@@ -32,33 +32,33 @@ from ipc.wire.feature_messages import (
 )
 from ipc.wire.messages import AddRequest, Submission
 
-#: Bytes of rows that are kept though no request has them: 1,000 tiles of 64 rows of 576 numbers.
+#: Bytes of rows kept although no request uses them: 1,000 tiles of 64 rows of 576 numbers.
 MAX_CACHED_BYTES = 256 << 20
-#: Bytes of features that one session has put, and that all sessions have; the oldest give way.
+#: Bytes of features that one session has put, and that all sessions have put. The oldest are dropped first.
 MAX_SESSION_BYTES, MAX_PUT_BYTES = 128 << 20, 512 << 20
-_MAX_DIMENSIONS = 3  # of a feature's shape
-_MAX_SHAPE = 8  # numbers of a shape that errors still show
+_MAX_DIMENSIONS = 3  # in a feature's shape
+_MAX_SHAPE = 8  # numbers of a shape that error texts show
 _MAX_NUMBERED = 2**31  # a token's id is an int32
-#: Numbers that are remembered; a feature that is forgotten gets a new one.
+#: Numbers that are remembered. A forgotten feature gets a new one.
 MAX_NUMBERS = 65_536
 
 
 class ImageEncoder(Protocol):
-    """The part of a model that makes rows from pixels."""
+    """The part of a model that computes embeddings from pixels."""
 
-    image_size: int  # height and width of its images, pixels
-    num_rows: int  # of each image
-    sees_whole: bool  # the tokens of an image see each other in the text's model
+    image_size: int  # height and width of its images, in pixels
+    num_rows: int  # per image
+    sees_whole: bool  # the tokens of an image see each other in the text model
 
     def encode(self, pixels: UInt8s) -> Floats:
         """Return the rows [num_rows, width] float32 of an image [image_size, image_size, 3]."""
 
 
 class Features:
-    """The features of one engine; a Preparer (core/border/preparation.py). All methods are for any thread.
+    """One engine's features; a Preparer (core/border/preparation.py). All methods may be called from any thread.
 
-    width: numbers of a row. encoder: None = there are no images. refusal: why requests have no features; "" = they may.
-    max_images: of one prompt, for clients to obey; None = no limit.
+    width: numbers per row. encoder: None = images are not supported. refusal: why requests may not have features; "" =
+    they may. max_images: of one prompt, for clients to obey; None = no limit.
     """
 
     def __init__(
@@ -72,22 +72,22 @@ class Features:
     ) -> None:
         self._width, self.encoder, self._refusal = width, encoder, refusal
         self._max_cached_bytes, self._max_images = max_cached_bytes, max_images
-        self._lock = threading.Lock()  # of all below
-        #: What each client has put, by digest, oldest first. A text: why it is none that this engine takes.
+        self._lock = threading.Lock()  # for everything below
+        #: What each client has put, by digest, oldest first. A text says why it is not accepted.
         self._put: dict[int, OrderedDict[bytes, PutFeature | str]] = {}
         self._put_bytes: dict[int, int] = {}  # by client
-        self._wanted: dict[bytes, PutFeature] = {}  # by digest: of living requests, until their rows are made
+        self._wanted: dict[bytes, PutFeature] = {}  # by digest: of live requests, until their rows are computed
         self._rows: dict[bytes, Floats] = {}  # by digest
-        self._idle: OrderedDict[bytes, None] = OrderedDict()  # digests of _rows that no request has, oldest first
-        self._cached_bytes = 0  # of _rows
-        self._held = Holders[bytes](self._lock, self._end)  # digests of the FeatureUses that live
+        self._idle: OrderedDict[bytes, None] = OrderedDict()  # digests of rows that no request uses, oldest first
+        self._cached_bytes = 0  # total of _rows
+        self._held = Holders[bytes](self._lock, self._end)  # digests of the live FeatureUses
         self._numbers: OrderedDict[bytes, int] = OrderedDict()
         self._num_numbered = 0
-        self.num_encoded = 0  # images that the encoder has run for
+        self.num_encoded = 0  # number of images encoded
 
     @property
     def limits(self) -> FeatureLimits | None:
-        """What clients are told; None: requests have no features."""
+        """Return the limits reported to clients; None: requests cannot have features."""
         if self._refusal:
             return None
         sizes = (0, 0) if self.encoder is None else (self.encoder.image_size, self.encoder.num_rows)
@@ -96,7 +96,7 @@ class Features:
     # --- at the border ---
 
     def num_bytes(self, message: AddRequest) -> int:
-        """Return the most bytes that a request's features take: their rows, and images whose rows are not there yet."""
+        """Return the most bytes that a request's features use: their rows, and images that are not encoded yet."""
         encoder, total = self.encoder, 0
         for use in message.features[:MAX_FEATURES]:
             total += max(0, use.num_rows) * self._width * 4
@@ -105,9 +105,9 @@ class Features:
         return total
 
     def put(self, client: int, feature: PutFeature) -> None:
-        """Keep what a client has put, within the bounds: the client's oldest features, or the largest client's, go.
+        """Keep what a client has put. Above the limits, the oldest features of this or the largest client are dropped.
 
-        One whose shape is endless is dropped at once; a request that names it is told that it is not here.
+        One with an oversized shape is dropped at once; a request that names it is told that it is missing.
         """
         if self._refusal or len(feature.shape) > _MAX_SHAPE:
             return
@@ -125,7 +125,7 @@ class Features:
                 self._drop_oldest(max(self._put_bytes, key=lambda one: self._put_bytes[one]))
 
     def _judged(self, feature: PutFeature) -> PutFeature | str:
-        """Return the feature, or what is wrong with it."""
+        """Return the feature, or a text that says what is wrong with it."""
         try:
             self._num_rows(feature)
         except InvalidRequestError as error:
@@ -133,7 +133,7 @@ class Features:
         return feature
 
     def forget(self, client: int) -> None:
-        """Drop what a client has put, whose session has ended."""
+        """Drop what a client has put, because its session has ended."""
         with self._lock:
             self._put.pop(client, None)
             self._put_bytes.pop(client, None)
@@ -141,7 +141,7 @@ class Features:
     def admit(self, client: int, message: AddRequest) -> AddRequest:
         """Return a request with its features' ids in the prompt, and keep the features while it lives.
 
-        Errors: InvalidRequestError where the engine takes no features, or not these, or has not got them.
+        Errors: InvalidRequestError if the engine does not support features, or not these, or they are missing.
         """
         if self._refusal:
             raise InvalidRequestError(self._refusal)
@@ -150,15 +150,15 @@ class Features:
         if len(uses) > MAX_FEATURES:
             raise InvalidRequestError(f"the request has {len(uses)} features; at most {MAX_FEATURES} are allowed")
         if self._num_numbered + len(uses) > _MAX_NUMBERED:
-            raise InvalidRequestError("this engine has given all ids of features: start it anew")
+            raise InvalidRequestError("this engine has used up all feature ids: restart it")
         end = 0
         with self._lock:
             self._held.settle()
             for use in uses:
                 if not end <= use.position < use.position + use.num_rows <= len(ids):
                     raise InvalidRequestError(
-                        f"a feature stands for {use.num_rows} tokens from {use.position} on: features come in order, "
-                        f"do not overlap, and lie in the prompt, which has {len(ids)} tokens"
+                        f"a feature replaces {use.num_rows} tokens from {use.position} on: features must be in order, "
+                        f"must not overlap, and must be inside the prompt, which has {len(ids)} tokens"
                     )
                 end = use.position + use.num_rows
                 self._check(client, use)
@@ -173,41 +173,41 @@ class Features:
         return msgspec.structs.replace(message, prompt_token_ids=ids.tobytes(), features=uses)
 
     def _is_whole(self, client: int, use: FeatureUse) -> bool:
-        """Return whether the tokens of a feature, which the client has put, see each other."""
+        """Return whether the tokens of a feature that the client has put see each other."""
         kept = self._put[client][use.digest]
         return (
             self.encoder is not None and self.encoder.sees_whole and not isinstance(kept, str) and kept.kind == PIXELS
         )
 
     def _check(self, client: int, use: FeatureUse) -> None:
-        """Check that this client has put a feature, and that it has as many rows as its request says."""
+        """Check that this client has put a feature, and that it has as many rows as its request states."""
         put = self._put.get(client)
         kept = None if put is None else put.get(use.digest)
         if kept is None:
             raise InvalidRequestError(
-                f"the feature {use.digest.hex()[:16]} is not here: put it before its request; a session keeps the last "
+                f"the feature {use.digest.hex()[:16]} is missing: put it before its request; a session keeps the last "
                 f"{MAX_SESSION_BYTES} bytes, or {MAX_FEATURES} features, that it has put"
             )
         if isinstance(kept, str):
             raise InvalidRequestError(kept)
         if (num_rows := self._num_rows(kept)) != use.num_rows:
-            raise InvalidRequestError(f"a feature has {num_rows} rows and stands for {use.num_rows} tokens")
+            raise InvalidRequestError(f"a feature has {num_rows} rows but replaces {use.num_rows} tokens")
 
     def _num_rows(self, feature: PutFeature) -> int:
         kind, shape = feature.kind, feature.shape
         if kind not in ITEM_BYTES:
-            raise InvalidRequestError(f"a feature's kind is one of {', '.join(ITEM_BYTES)}; got {kind!r:.80}")
+            raise InvalidRequestError(f"a feature's kind must be one of {', '.join(ITEM_BYTES)}; got {kind!r:.80}")
         if min(shape, default=0) < 1 or len(shape) > _MAX_DIMENSIONS or num_bytes(kind, shape) != len(feature.data):
             raise InvalidRequestError(f"a feature of shape {shape} of {kind} has {len(feature.data)} bytes")
         if kind == EMBEDS:
             if len(shape) != 2 or shape[1] != self._width:
-                raise InvalidRequestError(f"prompt_embeds have the shape [tokens, {self._width}]; got {shape}")
+                raise InvalidRequestError(f"prompt_embeds must have the shape [tokens, {self._width}]; got {shape}")
             return shape[0]
         if self.encoder is None:
-            raise InvalidRequestError("this model takes no images: it has no vision encoder")
+            raise InvalidRequestError("this model does not support images: it has no vision encoder")
         if shape != [self.encoder.image_size, self.encoder.image_size, 3]:
             side = self.encoder.image_size
-            raise InvalidRequestError(f"this model's images have the shape [{side}, {side}, 3]; got {shape}")
+            raise InvalidRequestError(f"images for this model must have the shape [{side}, {side}, 3]; got {shape}")
         return self.encoder.num_rows
 
     def _number(self, digest: bytes) -> int:
@@ -224,20 +224,20 @@ class Features:
 
     # --- preparation ---
 
-    share = 1.0  # the encoder gives way to steps itself (core/models/operations/turns.py)
+    share = 1.0  # the encoder itself gives way to steps (core/models/operations/turns.py)
 
     def start(self) -> None:
-        """Do nothing: what it needs is there."""
+        """Do nothing: everything it needs exists already."""
 
     def needs(self, message: Submission) -> bool:
-        """Return whether rows of the request are not made yet."""
+        """Return whether rows of the request are still to be computed."""
         if not isinstance(message, AddRequest) or not message.features:
             return False
         with self._lock:
             return any(use.digest not in self._rows for use in message.features)
 
     def prepare(self, message: Submission) -> bool:
-        """Make the rows of one more of the request's features; return whether more are left.
+        """Compute the rows of one more of the request's features. Return whether more are left.
 
         Errors: InvalidRequestError.
         """
@@ -261,7 +261,7 @@ class Features:
         return any(one != digest for one in missing)
 
     def close(self) -> None:
-        """Do nothing: what features take ends with the process."""
+        """Do nothing: the features' memory is freed when the process ends."""
 
     def _rows_of(self, feature: PutFeature) -> Floats:
         if feature.kind == EMBEDS:
@@ -275,7 +275,7 @@ class Features:
     # --- in steps ---
 
     def find(self, digest: bytes) -> Floats:
-        """Return the rows of a feature that a living request has."""
+        """Return the rows of a feature that a live request uses."""
         with self._lock:
             rows = self._rows.get(digest)
         assert rows is not None, f"the feature {digest.hex()[:16]} of a running request is gone"
@@ -284,14 +284,14 @@ class Features:
     # --- lives ---
 
     def _end(self, digest: bytes) -> None:
-        """Note that no request has this feature any more; under the lock."""
+        """Handle that no request uses this feature any more. Called with the lock held."""
         self._wanted.pop(digest, None)
         if digest in self._rows:
             self._idle[digest] = None
         self._drop_unheld()
 
     def _drop_unheld(self) -> None:
-        """Drop rows that no request has, the ones used longest ago first, while there are too many."""
+        """Drop rows that no request uses, least recently used first, while there are too many."""
         while self._cached_bytes > self._max_cached_bytes and self._idle:
             digest, _ = self._idle.popitem(last=False)
             self._cached_bytes -= self._rows.pop(digest).nbytes
@@ -309,7 +309,7 @@ def _bytes_of(kept: PutFeature | str) -> int:
 
 
 def encoder_ns(features: Features | None) -> int:
-    """Return how long the encoder takes for an image, measured now: a step may wait so long; 0 = there is none."""
+    """Return how long the encoder takes for an image: a step may have to wait that long. 0 = no encoder."""
     encoder = None if features is None else features.encoder
     if encoder is None:
         return 0

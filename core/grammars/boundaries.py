@@ -1,7 +1,8 @@
-"""check_boundaries(): refuse a structural tag whose grammar llguidance's lexer would read otherwise than it is meant.
+"""check_boundaries(): refuses a structural tag whose grammar llguidance's lexer would not read as intended.
 
-The lexer takes the longest word of all terminals that may stand at a place. That is right where no word of one begins a
-longer word whose next character could begin what follows. Elsewhere a text that the format allows would be forbidden.
+The lexer takes the longest word of all terminals that are possible at a position. That is right if no word of one
+terminal is the start of a longer word whose next character could also start what follows. Otherwise a text that the
+format allows would be forbidden.
 """
 
 from collections.abc import Iterator
@@ -17,38 +18,38 @@ if TYPE_CHECKING:
 
 _JSON_FIRST = '-["{0123456789tfn'
 _NUMBER_NEXT = "0123456789.eE+-"
-#: Places, each a set of terminals that may stand there, and questions to llguidance, which take some 0.5 ms each.
+#: The most positions, each a set of possible terminals, and questions to llguidance, which take about 0.5 ms each.
 _MAX_PLACES = 2048
 _MAX_QUESTIONS = 256
 _FUEL = 200_000
-_NO_TOKEN = "NoExtensionBias"  # what llguidance says of a grammar that allows no token
+_NO_TOKEN = "NoExtensionBias"  # what llguidance says about a grammar that allows no token
 
 
 def check_boundaries(piece: Piece, terminals: Terminals) -> None:
-    """Raise UnsupportedParameterError where a word's end is ambiguous. terminals: those that patterns refer to."""
-    if not isinstance(piece, Text):  # one terminal has no boundary within
+    """Raise UnsupportedParameterError if a word's end is ambiguous. terminals: those that patterns refer to."""
+    if not isinstance(piece, Text):  # a single terminal has no boundary inside
         _Check(piece, _Languages(terminals)).run()
 
 
 class _Languages:
-    """Questions about the words of terminals, which llguidance answers."""
+    """Questions about the words of terminals, answered by llguidance."""
 
     def __init__(self, terminals: Terminals) -> None:
         self._terminals = terminals
         self._known: dict[str, bool] = {}
 
     def is_nullable(self, text: Text) -> bool:
-        """Whether the empty text is a word."""
+        """Return whether the empty text is a word."""
         return self.has_word(f'({text.pattern}) & ""') if text.is_nullable is None else text.is_nullable
 
     def begins_with(self, text: Text, chars: str) -> bool:
-        """Whether a word begins with one of these characters."""
+        """Return whether a word starts with one of these characters."""
         if text.literal is not None:
             return text.literal != "" and text.literal[0] in chars
         return self.has_word(f"({text.pattern}) & (({' | '.join(map(quoted, chars))}) ANY)")
 
     def has_word(self, pattern: str) -> bool:
-        """Whether a terminal has a word."""
+        """Return whether a terminal has a word."""
         if pattern not in self._known:
             if len(self._known) == _MAX_QUESTIONS:
                 raise InvalidRequestError("structural_tag has too many alternatives of free text at one place")
@@ -57,7 +58,7 @@ class _Languages:
 
 
 class _Check:
-    """One check: which leaves may follow each, and so which may stand at one place."""
+    """One check: which leaves may follow each leaf, and so which are possible at one position."""
 
     def __init__(self, piece: Piece, languages: _Languages) -> None:
         self._languages = languages
@@ -66,7 +67,7 @@ class _Check:
         self._start = frozenset(self.ends(piece).first)
 
     def run(self) -> None:
-        """Check each place that a text can come to."""
+        """Check each position that a text can reach."""
         waiting, seen = [self._start], {self._start}
         while waiting:
             place = waiting.pop()
@@ -85,11 +86,11 @@ class _Check:
         return self._ends[piece]
 
     def is_nullable(self, text: Text) -> bool:
-        """Whether the empty text is a word of this one."""
+        """Return whether the empty text is a word of this text."""
         return self._languages.is_nullable(text)
 
     def link(self, left: set[Leaf], right: set[Leaf]) -> None:
-        """Note that each of `right` may follow each of `left`."""
+        """Record that each of `right` may follow each of `left`."""
         for one in left:
             self._follow.setdefault(one, set()).update(right)
 
@@ -97,8 +98,8 @@ class _Check:
         return self._follow.get(leaf, set())
 
     def _places_after(self, place: frozenset[Leaf]) -> Iterator[frozenset[Leaf]]:
-        """Yield what may stand behind a word of one of these leaves, or of two that have a word in common."""
-        behind: dict[str, set[Leaf]] = {}  # each literal
+        """Yield what may follow a word of one of these leaves, or of two that have a word in common."""
+        behind: dict[str, set[Leaf]] = {}  # by literal
         regexes = sorted((one for one in place if isinstance(one, Text)), key=lambda one: one.free, reverse=True)
         for text in regexes:
             if text.literal is not None:
@@ -115,7 +116,7 @@ class _Check:
         yield frozenset().union(*(self._next(leaf) for leaf in place if isinstance(leaf, Hole)))
 
     def _share(self, text: Text, patterns: list[str]) -> bool:
-        """Whether a word of the text is one of these patterns' too."""
+        """Return whether a word of the text is also a word of one of these patterns."""
         return bool(patterns) and self._languages.has_word(f"({text.pattern}) & ({' | '.join(patterns)})")
 
     def _check(self, place: frozenset[Leaf]) -> None:
@@ -138,7 +139,7 @@ class _Check:
             raise _ambiguous(" or ".join(sorted(set(map(_name, texts)))[:4]))
 
     def _check_literals(self, texts: list[Text]) -> None:
-        """texts: in the alphabet's order, so that what begins with a text stands behind it."""
+        """texts: in alphabetical order, so that a text comes before those that start with it."""
         for index, left in enumerate(texts):
             for right in texts[index + 1 :]:
                 begin, whole = left.literal or "", right.literal or ""
@@ -159,7 +160,7 @@ class _Check:
         return hole.may_be_number and self._languages.begins_with(following, _NUMBER_NEXT)
 
     def _first_chars(self, text: Text) -> str:
-        """Return a pattern of the first characters of what may follow."""
+        """Return a pattern for the first characters of what may follow."""
         return " | ".join(dict.fromkeys(map(_first_char, self._next(text))))
 
 
@@ -202,12 +203,12 @@ class _Ends:
 
 
 def _are_apart(left: Leaf, right: Leaf) -> bool:
-    """Whether these are parts of one free text, of which the left one, another than the right one, ends with a mark."""
+    """Return whether these are different parts of one free text, and the left one ends with a mark."""
     return isinstance(left, Text) and isinstance(right, Text) and 0 < left.free == right.free and left is not right
 
 
 def _first_char(leaf: Leaf) -> str:
-    """Return a pattern of the first characters of a leaf."""
+    """Return a pattern for the first characters of a leaf."""
     if isinstance(leaf, Hole):
         return r'/[-\["{0-9tfn]/'
     return quoted(leaf.literal[0]) if leaf.literal else "/(?s:.)/"
@@ -219,13 +220,13 @@ def _name(text: Text) -> str:
 
 def _ambiguous(what: str) -> UnsupportedParameterError:
     return UnsupportedParameterError(
-        f"structural_tag: where one part ends is ambiguous, which is not supported by this version: {what}. "
-        "Put a tag around a part, or a text between them"
+        f"structural_tag: it is ambiguous where a part ends, which this version does not support: {what}. "
+        "Put a tag around a part, or a text between the parts"
     )
 
 
 def _has_word(grammar: str) -> bool:
-    """Whether a grammar accepts any text."""
+    """Return whether a grammar accepts any text."""
     from llguidance import LLMatcher, LLParserLimits
 
     limits = LLParserLimits(initial_lexer_fuel=_FUEL, step_lexer_fuel=_FUEL, verbose_errors=False)

@@ -1,9 +1,9 @@
-"""The process that compiles grammars before an engine does: `python -P -m core.grammars.check FD CPU_MS MEMORY`.
+"""The process that test-compiles grammars for an engine: `python -P -m core.grammars.check FD CPU_MS MEMORY`.
 
-core/grammars/checker.py starts it. FD is one end of a socket pair, whose other end is the engine's. A grammar is a
-program from a stranger. Most that are wrong are found here, where they hold nobody up: the process is given little
-priority, and a grammar that takes more than CPU_MS milliseconds of CPU time, or MEMORY bytes, ends it. It ends when the
-other end of its socket closes, and when its engine dies.
+Started by core/grammars/checker.py. FD is one end of a socket pair; the engine has the other. A grammar is an untrusted
+program. Most invalid ones are found here, where they delay no request: the process has low priority, and is killed if a
+grammar takes more than CPU_MS milliseconds of CPU time or MEMORY bytes. It ends when the other end of its socket
+closes, and when its engine dies.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ from ipc.params.structured_outputs import StructuredOutputsParams
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-_LOG_S = 0.5  # for the last lines on standard error
-#: Of the thread that compiles here: half of the least that a thread of the engine has (glibc's without a limit). So a
-#: grammar that passes does not nest too deeply for the engine.
+_LOG_S = 0.5  # for writing the last lines to standard error
+#: Stack of the thread that compiles here: half of the smallest stack in the engine (glibc's if there is no limit). So a
+#: grammar that passes is not nested too deeply for the engine.
 _STACK_BYTES = 1 << 20
 
 
 def main(arguments: list[str]) -> int:
-    """Answer the engine until it is gone; return the exit code. arguments: see above."""
+    """Answer the engine until it is gone, and return the exit code. arguments: see above."""
     if len(arguments) != 3 or not all(argument.isdigit() for argument in arguments):
         print(f"usage: {__doc__}", file=sys.stderr)
         return 2
@@ -75,7 +75,7 @@ def _check(tokenizer: "LLTokenizer", params: StructuredOutputsParams) -> str:
         return str(error)
     except MemoryError:
         return "the grammar of structured_outputs takes too much memory"
-    except Exception as error:  # a process entry: only this grammar fails
+    except Exception as error:  # process entry: only this grammar fails
         log.say(traceback.format_exc())
         return f"the grammar could not be compiled: {type(error).__name__}: {error}"
     return ""
@@ -84,4 +84,4 @@ def _check(tokenizer: "LLTokenizer", params: StructuredOutputsParams) -> str:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     log.flush(_LOG_S)
-    os._exit(code)  # skips the interpreter's teardown
+    os._exit(code)  # skips interpreter teardown

@@ -1,10 +1,10 @@
-"""CheckedGrammars: an engine's grammars, each compiled by a process of its own before the engine compiles it.
+"""CheckedGrammars: an engine's grammars, each compiled in another process before the engine compiles it.
 
-Compiling takes the engine's cores and Python's lock from its steps. What is wrong or takes too long is refused without
-either. The process (core/grammars/check.py) is started for the first request with a grammar.
+Compiling takes cores and the GIL from the engine's steps. Invalid or slow grammars are refused without using either.
+The process (core/grammars/check.py) is started for the first request with a grammar.
 
-The vocabulary takes some 0.3 s, in which llguidance holds Python's lock several times for tens of milliseconds. An
-engine makes it while it is idle, if it is so before its first grammar.
+Building the vocabulary takes about 0.3 s, during which llguidance holds the GIL several times for tens of milliseconds.
+If the engine is idle before its first grammar, it builds the vocabulary then.
 """
 
 import contextlib
@@ -22,27 +22,29 @@ from ipc.machine.child_process import describe_exit
 from ipc.params.structured_outputs import StructuredOutputsParams
 from ipc.wire.messages import Submission
 
-#: What a grammar may take to compile, and the engine compiles what passes once more: of CPU time, and of memory.
+#: Limits for compiling one grammar: CPU time and memory. The engine compiles what passes once more.
 MAX_CPU_MS, MAX_MEMORY_BYTES = 1000, 1 << 30
-#: Part of the time that one client may have grammars compiled while others have unfinished requests. A flood of them
-#: took 42 % of one of two cores, and the steps beside it waited for cores.
+#: Fraction of the time that grammars of one client may be compiled while others have unfinished requests. A flood of
+#: grammars took 42 % of one of two cores, and steps running at the same time waited for cores.
 SHARE = 0.25
-#: Attempts of a grammar. The first process may have been killed by somebody.
+#: Attempts per grammar. The first process may have been killed from outside.
 _MAX_ATTEMPTS = 2
-#: Grammars that have ended the process: they are refused without another try while they are among the last ones.
+#: Grammars that have killed the process are refused without another attempt, as long as they are among this many last
+#: ones.
 _MAX_REMEMBERED = 64
-_ITS_OWN_SIGNALS = {-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV}  # of time, memory and depth
+# signals from its limits of time, memory and depth
+_ITS_OWN_SIGNALS = {-signal.SIGPROF, -signal.SIGABRT, -signal.SIGSEGV}
 
 
 class _Process(BoundedProcess):
-    """A running process."""
+    """A running checker process."""
 
     def __init__(self, max_cpu_ms: int, max_memory_bytes: int) -> None:
         """Start it. Errors: OSError, EngineStartError."""
         super().__init__("core.grammars.check", max_cpu_ms, max_memory_bytes)
 
     def load(self, vocabulary: bytes) -> None:
-        """Let it make this vocabulary, a message. Errors: ChannelEndedError."""
+        """Make it build this vocabulary, which is a message. Errors: ChannelEndedError."""
         self.channel.send(vocabulary)
 
     def check(self, params: StructuredOutputsParams) -> str:
@@ -51,37 +53,37 @@ class _Process(BoundedProcess):
 
 
 class CheckedGrammars:
-    """A Preparer (core/border/preparation.py). start() and prepare() are for one thread, other methods are for any."""
+    """A Preparer (core/border/preparation.py). One thread calls start() and prepare(); any may call the others."""
 
     share = SHARE
 
     def __init__(
         self, grammars: Grammars, max_cpu_ms: int = MAX_CPU_MS, max_memory_bytes: int = MAX_MEMORY_BYTES
     ) -> None:
-        """See core/grammars/check.py for what a grammar may take."""
+        """max_cpu_ms, max_memory_bytes: the limits of core/grammars/check.py."""
         self._grammars = grammars
         self._bounds = max_cpu_ms, max_memory_bytes
         self._process: _Process | None = None
         self._fatal: OrderedDict[GrammarKey, str] = OrderedDict()  # why a grammar is refused; for prepare()
-        self._vocabulary = b""  # the message for a new process; b"" = none was needed yet
-        self._loading = threading.Lock()  # of it
+        self._vocabulary = b""  # the message for a new process; b"" = not needed so far
+        self._loading = threading.Lock()  # for the vocabulary
         self._ahead: threading.Thread | None = None
         self._is_closed = self._is_asking = False
-        self._lock = threading.Lock()  # of these
+        self._lock = threading.Lock()  # for these
 
     def needs(self, message: Submission) -> bool:
-        """Return whether the request's grammar has to be compiled first."""
+        """Return whether the request's grammar still has to be compiled."""
         return self._grammars.needs(message)
 
     def start(self) -> None:
-        """Start the process and make the vocabulary, some 0.3 s."""
+        """Start the process and build the vocabulary, which takes about 0.3 s."""
         with contextlib.suppress(EngineCoreError):
             self._attempt(lambda process: "")
 
     def prepare(self, message: Submission) -> bool:
-        """Compile the request's grammar; return False: nothing is left. Errors: InvalidRequestError."""
+        """Compile the request's grammar. Return False, because nothing is left. Errors: InvalidRequestError."""
         params = constraint_of(message)
-        if params is not None and self._grammars.needs(message):  # one compiled meanwhile has passed
+        if params is not None and self._grammars.needs(message):  # a grammar compiled in the meantime has passed
             if (why := self._fatal.get(key_of(params))) is not None:
                 raise InvalidRequestError(why)
             self._check(params)
@@ -89,9 +91,9 @@ class CheckedGrammars:
         return False
 
     def load_ahead(self) -> None:
-        """Let a thread of its own make the vocabulary, if this was not called before; for an engine that is idle.
+        """Build the vocabulary in a separate thread, unless this was called before. For an idle engine.
 
-        Where llguidance is not installed, or the model has no vocabulary, nothing happens. The first request with a
+        If llguidance is not installed, or the model has no vocabulary, nothing happens. The first request with a
         grammar is refused then.
         """
         if self._ahead is None:
@@ -99,7 +101,7 @@ class CheckedGrammars:
             self._ahead.start()
 
     def close(self) -> None:
-        """End the process. A prepare() that runs fails, and later ones do."""
+        """End the process. A running prepare() fails, and so do later ones."""
         with self._lock:
             self._is_closed = True
             process = self._process
@@ -124,7 +126,7 @@ class CheckedGrammars:
             return self._vocabulary
 
     def _check(self, params: StructuredOutputsParams) -> None:
-        """Let the process compile the grammar. Errors: InvalidRequestError."""
+        """Have the process compile the grammar. Errors: InvalidRequestError."""
         answer: str | int = ""
         for _ in range(_MAX_ATTEMPTS):
             answer = self._attempt(lambda process: process.check(params))
@@ -142,7 +144,7 @@ class CheckedGrammars:
         raise InvalidRequestError(self._why(answer))
 
     def _attempt(self, use: Callable[[_Process], str]) -> str | int:
-        """Return what `use` makes of the process, which is started if there is none; its exit code if it has ended.
+        """Start the process if necessary, and return use(process), or its exit code if it has ended.
 
         Errors: InvalidRequestError, UnsupportedParameterError.
         """
@@ -150,7 +152,7 @@ class CheckedGrammars:
         try:
             if is_new:
                 process.load(self._message())
-            self._grammars.load()  # once, beside the process, which does the same
+            self._grammars.load()  # once, at the same time as the process, which does the same
             return use(process)
         except ChannelEndedError:
             return self._end(process)
@@ -162,11 +164,14 @@ class CheckedGrammars:
                 self._is_asking = False
 
     def _start_asking(self) -> tuple[_Process, bool]:
-        """Return the process, and whether it was started now, without a vocabulary. Errors: InvalidRequestError."""
+        """Return the process, and whether it was just started and has no vocabulary yet.
+
+        Errors: InvalidRequestError.
+        """
         self._grammars.check_usable()
         with self._lock:
             if self._is_closed:
-                raise InvalidRequestError("the engine stops")
+                raise InvalidRequestError("the engine is stopping")
             if is_new := self._process is None:
                 try:
                     self._process = _Process(*self._bounds)
@@ -182,7 +187,7 @@ class CheckedGrammars:
         return process.end()
 
     def _why(self, code: int) -> str:
-        """Return why a grammar is refused whose process has ended with this code."""
+        """Return why a grammar is refused if its process ended with this code."""
         max_cpu_ms, max_bytes = self._bounds
         if code == -signal.SIGPROF:
             return f"the grammar of structured_outputs takes more than {max_cpu_ms} ms of CPU time: simplify it"

@@ -1,4 +1,4 @@
-"""compile_grammar(): a matcher at the beginning of a request's grammar."""
+"""compile_grammar(): a matcher at the start of a request's grammar."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -12,13 +12,14 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _MAX_ERROR_CHARS = 500
-_OF_PARSER = ("Parser Error", "parser error")  # the parser's state is a function of the text, whatever copies share
+# the parser's state depends only on the text, whatever is shared between copies
+_OF_PARSER = ("Parser Error", "parser error")
 TOO_LONG = f"it forces a text of more than {MAX_FORCED_CHARS:,} characters at once"
-_NO_TOKENS = "NoExtensionBias"  # what llguidance says of a forced text that has no tokens (core/grammars/vocabulary.py)
+_NO_TOKENS = "NoExtensionBias"  # what llguidance says about a forced text without tokens (core/grammars/vocabulary.py)
 
 
 def check_library() -> None:
-    """Import llguidance. Errors: UnsupportedParameterError without it."""
+    """Import llguidance. Errors: UnsupportedParameterError if it is missing."""
     try:
         importlib.import_module("llguidance")
     except ImportError:
@@ -32,7 +33,8 @@ def compile_grammar(tokenizer: "LLTokenizer", params: StructuredOutputsParams) -
     """Return a matcher that has computed its first mask. Errors: InvalidRequestError."""
     from llguidance import LLMatcher, LLParserLimits
 
-    # They bound a mask to about 2 ms; it is made between two steps. Letters of all scripts in JSON need 30,000 of fuel.
+    # They limit a mask to about 2 ms, because it is computed between two steps. Letters of all scripts in JSON need
+    # 30,000 of fuel.
     limits = LLParserLimits(
         initial_lexer_fuel=1_000_000,
         step_lexer_fuel=40_000,
@@ -53,12 +55,12 @@ def compile_grammar(tokenizer: "LLTokenizer", params: StructuredOutputsParams) -
 
 
 def is_too_long(forced: bytes) -> bool:
-    """Return whether a forced text has no tokens. A mask may allow what follows behind it then."""
+    """Return whether a forced text has no tokens. A mask may then allow what follows it."""
     return len(forced) > MAX_FORCED_CHARS and len(forced.decode(errors="ignore")) > MAX_FORCED_CHARS
 
 
 def is_of_lexer(matcher: "LLMatcher") -> bool:
-    """Return whether a matcher has failed at a limit of its lexer, and not at one that its own text has reached."""
+    """Return whether a matcher failed at a limit of its lexer, rather than one that its own text has reached."""
     return not matcher.get_error().startswith(_OF_PARSER)
 
 
@@ -67,7 +69,7 @@ def why_failed(matcher: "LLMatcher") -> str:
     why = matcher.get_error()
     if why.startswith(_NO_TOKENS):
         return TOO_LONG
-    if "coerce_one_of" in why:  # an option of the library, under which it would ignore what oneOf says
+    if "coerce_one_of" in why:  # a library option that would make it ignore what oneOf says
         return "branches of oneOf must exclude one another by a property that each requires, or by type: or use anyOf"
     if "too many" in why.partition("\n")[0].lower():
         return f"the work of one token is bounded: simplify it, or bound its repetitions ({why})"

@@ -1,7 +1,7 @@
-"""lark_of_gbnf(): a grammar in GBNF, llama.cpp's notation, in Lark's, which llguidance reads.
+"""lark_of_gbnf(): translates a grammar from GBNF, llama.cpp's notation, to Lark's, which llguidance reads.
 
-What llama.cpp reads is what is written: a class or the dot is one character of Unicode, a line's end too, and none of
-the signs that regular expressions know is one. What it refuses is refused: rules that begin with themselves.
+The result has llama.cpp's meaning: a class or the dot is one Unicode character, including line ends, and no regular
+expression syntax has a special meaning. What llama.cpp refuses is refused too: rules that start with themselves.
 """
 
 import re
@@ -30,7 +30,7 @@ def lark_of_gbnf(text: str) -> str:
 
 
 def _names(node: Node) -> Iterator[str]:
-    """Yield the names of rules in a rule."""
+    """Yield the names of rules used in a rule."""
     if isinstance(node, Name):
         yield node.name
     elif isinstance(node, Repeat):
@@ -41,9 +41,9 @@ def _names(node: Node) -> Iterator[str]:
 
 
 def _words(rules: dict[str, Node]) -> set[str]:
-    """Return the rules, without root, that are regular expressions: of themselves and of such rules alone.
+    """Return the rules, except root, that are regular expressions, that is, use only such rules and not themselves.
 
-    They become words of llguidance's lexer, which takes less work than its parser.
+    They become words of llguidance's lexer, which is cheaper than its parser.
     """
     needs = {name: set(_names(rule)) for name, rule in rules.items()}
     users: dict[str, list[str]] = {name: [] for name in rules}
@@ -63,7 +63,7 @@ def _words(rules: dict[str, Node]) -> set[str]:
 
 
 def _refuse_left_recursion(rules: dict[str, Node]) -> None:
-    """Raise InvalidRequestError if a rule begins with itself, as llama.cpp does."""
+    """Raise InvalidRequestError if a rule starts with itself, like llama.cpp."""
     empty = _empty_rules(rules)
     begins = {name: set(_begins(rule, empty)) for name, rule in rules.items()}
     try:
@@ -107,7 +107,7 @@ def _is_empty(node: Node, empty: set[str]) -> bool:
 
 
 def _begins(node: Node, empty: set[str]) -> Iterator[str]:
-    """Yield the rules with which a rule may begin."""
+    """Yield the rules that a rule may start with."""
     match node:
         case Text() | Chars():
             return
@@ -126,7 +126,7 @@ def _begins(node: Node, empty: set[str]) -> Iterator[str]:
 
 
 def _lark_names(rules: dict[str, Node], words: set[str]) -> dict[str, str]:
-    """Return a name in Lark's notation for each rule: words have capitals there, and no two have one name."""
+    """Return a name in Lark's notation for each rule. Words are in capitals, and no two names are equal."""
     found, taken = {"root": "start"}, {"start"}
     for name in rules:
         plain = re.sub(r"([a-z])([A-Z])", r"\1_\2", name.replace("-", "_")).lower()
@@ -163,7 +163,7 @@ def _written(node: Node, names: dict[str, str]) -> str:
 
 
 def _class(ranges: tuple[tuple[int, int], ...], is_negated: bool) -> str:
-    """Return a class as a regular expression, in which each character is its number."""
+    """Return a class as a regular expression in which each character is written as its number."""
     if not ranges:
         return "/(?s:.)/"
     parts = (f"\\x{{{first:x}}}" + (f"-\\x{{{last:x}}}" if last > first else "") for first, last in ranges)

@@ -1,38 +1,38 @@
-"""parse_gbnf(): a grammar in GBNF, as llama.cpp's parser reads it, as a tree for each rule."""
+"""parse_gbnf(): parses a grammar in GBNF like llama.cpp's parser, into a tree for each rule."""
 
 from collections.abc import Callable
 from typing import NamedTuple, NoReturn, TypeAlias, Union
 
 from ipc.errors import InvalidRequestError
 
-_MAX_DEPTH = 100  # of brackets
+_MAX_DEPTH = 100  # nested brackets
 _MAX_REPETITIONS = 1 << 20
 _HEX = frozenset("0123456789abcdefABCDEF")
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t"} | {one: one for one in '"\\[]-'}
-_LENGTHS = {"x": 2, "u": 4, "U": 8}  # hexadecimal digits of an escape
+_LENGTHS = {"x": 2, "u": 4, "U": 8}  # number of hexadecimal digits in an escape
 
 
 class Text(NamedTuple):
-    """This text."""
+    """A literal text."""
 
     text: str
 
 
 class Chars(NamedTuple):
-    """One character: of these ranges, both ends included, or of none of them."""
+    """One character: in these ranges, both ends included, or in none of them."""
 
     ranges: tuple[tuple[int, int], ...]
     is_negated: bool
 
 
 class Name(NamedTuple):
-    """What the rule of this name stands for."""
+    """A reference to the rule of this name."""
 
     name: str
 
 
 class Repeat(NamedTuple):
-    """`node`, `low` to `high` times; None = without a bound."""
+    """`node`, `low` to `high` times; None = unlimited."""
 
     node: "Node"
     low: int
@@ -40,13 +40,13 @@ class Repeat(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """These, one after the other."""
+    """These nodes, one after the other."""
 
     nodes: "tuple[Node, ...]"
 
 
 class Choice(NamedTuple):
-    """One of these."""
+    """One of these nodes."""
 
     nodes: "tuple[Node, ...]"
 
@@ -55,12 +55,12 @@ Node: TypeAlias = Union[Text, Chars, Name, Repeat, Sequence, Choice]  # noqa: UP
 
 
 def parse_gbnf(text: str) -> dict[str, Node]:
-    """Return the rules by name. Of two with one name the later counts. Errors: InvalidRequestError."""
+    """Return the rules by name. If a name occurs twice, the later rule counts. Errors: InvalidRequestError."""
     return _Parser(text).rules()
 
 
 class _Parser:
-    """A recursive descent, function by function that of llama.cpp."""
+    """A recursive descent parser with the same functions as llama.cpp's."""
 
     def __init__(self, text: str) -> None:
         self._text, self._at = text, 0
@@ -81,7 +81,7 @@ class _Parser:
 
     def _choice(self, depth: int) -> Node:
         if depth > _MAX_DEPTH:
-            self._fail(f"more than {_MAX_DEPTH} brackets within one another")
+            self._fail(f"more than {_MAX_DEPTH} nested brackets")
         ways = [self._sequence(depth)]
         while self._next() == "|":
             self._at += 1
@@ -105,7 +105,7 @@ class _Parser:
                 nodes.append(Name(self._name()))
             elif one in ("*", "+", "?", "{") and one:
                 if not nodes:
-                    self._fail("expected something before it that is repeated")
+                    self._fail("expected something to repeat before it")
                 nodes[-1] = Repeat(nodes[-1], *self._repetition(one, depth))
             else:
                 return nodes[0] if len(nodes) == 1 else Sequence(tuple(nodes))
@@ -126,7 +126,7 @@ class _Parser:
             self._space(newlines=depth > 0)
         self._expect("}")
         if high is not None and high < low:
-            self._fail(f"{{{low},{high}}} repeats at most fewer times than at least")
+            self._fail(f"{{{low},{high}}} has a maximum below its minimum")
         return low, high
 
     def _literal(self) -> Node:
@@ -158,10 +158,10 @@ class _Parser:
         return Chars((), True)
 
     def _character(self) -> str:
-        """Return the next character of a literal or a class, an escape as what it stands for."""
+        """Return the next character of a literal or a class. Escapes are replaced."""
         one = self._next()
         if not one:
-            self._fail("it ends within a text or a class")
+            self._fail("it ends inside a text or a class")
         self._at += 1
         if one != "\\":
             return one
@@ -171,11 +171,11 @@ class _Parser:
             return _ESCAPES[kind]
         digits = self._text[self._at : self._at + _LENGTHS.get(kind, 0)]
         if kind not in _LENGTHS or len(digits) < _LENGTHS[kind] or not _HEX.issuperset(digits):
-            self._fail("an escape that is not known")
+            self._fail("an unknown escape")
         self._at += len(digits)
         code = int(digits, 16)
         if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
-            self._fail("an escape that is no character")
+            self._fail("an escape that is not a character")
         return chr(code)
 
     def _name(self) -> str:
@@ -196,7 +196,7 @@ class _Parser:
         return int(digits)
 
     def _space(self, *, newlines: bool) -> None:
-        """Skip white space and comments; and lines' ends if `newlines` says so."""
+        """Skip white space and comments, and line ends if `newlines` is true."""
         while one := self._next():
             if one == "#":
                 while self._next() not in ("", "\r", "\n"):

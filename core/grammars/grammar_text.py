@@ -1,4 +1,4 @@
-"""grammar_text(): a request's StructuredOutputsParams as the grammar text that llguidance compiles."""
+"""grammar_text(): turns a request's StructuredOutputsParams into the grammar text that llguidance compiles."""
 
 import json
 from typing import TYPE_CHECKING, Any
@@ -21,14 +21,14 @@ from ipc.params.structured_outputs import StructuredOutputsParams, read_structur
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-#: White space between the parts of JSON where the request names no other pattern. It is bounded because small models
-#: like to write white space without end.
+#: White space between the parts of JSON, unless the request gives another pattern. It is bounded because small models
+#: tend to write white space endlessly.
 _WHITESPACE = r"[ \n\t]{0,20}"
 _ANY_OBJECT = {"type": "object"}
 
 
 def grammar_text(params: StructuredOutputsParams) -> str:
-    """Return the grammar of these params, as llguidance.LLMatcher takes it. Errors: InvalidRequestError."""
+    """Return the grammar for these params, in the form for llguidance.LLMatcher. Errors: InvalidRequestError."""
     from llguidance import LLMatcher
 
     match params.kind:
@@ -64,7 +64,7 @@ def _json(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
 
 
 def _obeyed(schema: dict[str, Any], params: StructuredOutputsParams) -> dict[str, Any]:
-    """Return the schema as llguidance is to obey it. Errors: InvalidRequestError."""
+    """Return the schema as llguidance should apply it. Errors: InvalidRequestError."""
     check_number_of_names(schema)
     schema = keep_numbers(drop_annotations(schema))
     if params.disable_additional_properties:
@@ -74,13 +74,13 @@ def _obeyed(schema: dict[str, Any], params: StructuredOutputsParams) -> dict[str
 
 
 def _json_options(params: StructuredOutputsParams) -> "JsonCompileOptions":
-    if params.disable_any_whitespace:  # the separators of JSON that is written without white space
+    if params.disable_any_whitespace:  # the separators of JSON without white space
         return {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
     return {"whitespace_pattern": params.whitespace_pattern or _WHITESPACE}
 
 
 def _lark(text: str) -> str:
-    """Return a grammar in Lark's notation, from Lark or GBNF, or both (ipc/params/gbnf.py)."""
+    """Return a grammar in Lark's notation, from Lark or GBNF, or a mix (ipc/params/gbnf.py)."""
     if is_gbnf(text):
         return lark_of_gbnf(text)
     parts = split(text)
@@ -103,7 +103,7 @@ def _structural_tag(params: StructuredOutputsParams) -> str:
 
 
 def _json_rule(schema: dict[str, Any] | bool, params: StructuredOutputsParams) -> str:
-    """Return the rule of Lark's notation that is JSON of this schema."""
+    """Return the Lark rule for JSON with this schema."""
     if isinstance(schema, bool):
         schema = {} if schema else {"not": {}}
     return f"%json {json.dumps({**_obeyed(schema, params), 'x-guidance': _json_options(params)}, ensure_ascii=False)}"

@@ -1,9 +1,9 @@
 """Grammars: the compiled grammars of structured outputs, and the vocabulary that they are compiled for.
 
-llguidance is imported when the first request needs it, or before, when the engine is idle. A grammar is compiled by the
-thread of its preparation, before the engine receives its request and after another process has compiled it
-(core/grammars/checker.py), and is kept as long as the request lives. A replay has no such thread; there it is compiled
-when the request's row is added. What a matcher allows is a function of grammar, vocabulary and tokens either way.
+llguidance is imported when the first request needs it, or earlier when the engine is idle. The preparation thread
+compiles a grammar after another process has test-compiled it (core/grammars/checker.py) and before the engine receives
+its request. It is kept as long as the request lives. A replay has no such thread; there it is compiled when the
+request's row is added. In both cases, what a matcher allows is a function of grammar, vocabulary and tokens.
 """
 
 import contextlib
@@ -25,51 +25,51 @@ from ipc.wire.messages import AddRequest, Submission
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-#: Compiled grammars that are kept though no request uses them, about 100 KB each.
+#: Compiled grammars kept although no request uses them, about 100 KB each.
 MAX_CACHED = 256
-#: Seconds that Python's lock is held while the vocabulary is made, apart from calls that hold it to their end.
+#: Seconds that the GIL is held while the vocabulary is built, except for calls that hold it until they return.
 _SWITCH_S = 0.0001
 
 GrammarKey = tuple[object, ...]
 
 
 class _Compiled:
-    """A compiled grammar. Its copies share a lexer, whose states and expressions add up to limits."""
+    """A compiled grammar. Its copies share a lexer, whose states and expressions are limited in total."""
 
     def __init__(self, matcher: "LLMatcher") -> None:
         self._matcher = matcher
         self.num_copies = 0
 
     def copy(self) -> "LLMatcher":
-        """Return a matcher at the beginning of its text."""
+        """Return a matcher at the start of its text."""
         self.num_copies += 1
         return self._matcher.deep_copy()
 
 
 class Grammars:
-    """The grammars of one engine. All methods are for any thread.
+    """One engine's grammars. All methods may be called from any thread.
 
-    read_files: returns the model's tokenizer files; called at the first use.
+    read_files: returns the model's tokenizer files; called on first use.
     """
 
     def __init__(
         self, read_files: Callable[[], Mapping[str, bytes]], vocab_size: int, eos_token_ids: tuple[int, ...]
     ) -> None:
         self._read_files, self._vocab_size, self._eos_token_ids = read_files, vocab_size, eos_token_ids
-        self._read: tuple[Vocabulary, Callable[[], Divide]] | None = None  # until load()
+        self._read: tuple[Vocabulary, Callable[[], Divide]] | None = None  # set until load()
         self._failure = ""  # why the model has no vocabulary
         self._vocabulary: LLTokenizer | None = None
         self._compiling = threading.Lock()  # one grammar at a time
-        self._lock = threading.Lock()  # of both maps
-        self._cache: OrderedDict[GrammarKey, _Compiled] = OrderedDict()  # the one used last is the last
-        self._held: dict[int, _Compiled] = {}  # by id() of the params of living requests
+        self._lock = threading.Lock()  # for both maps
+        self._cache: OrderedDict[GrammarKey, _Compiled] = OrderedDict()  # most recently used last
+        self._held: dict[int, _Compiled] = {}  # by id() of the params of live requests
 
     def use_files(self, files: Mapping[str, bytes]) -> None:
-        """Take the model's tokenizer from these files, which have been read already."""
+        """Use the model's tokenizer from these files, which have already been read."""
         self._read_files = lambda: files
 
     def needs(self, message: Submission) -> bool:
-        """Return whether the request's grammar has to be compiled first."""
+        """Return whether the request's grammar still has to be compiled."""
         params = constraint_of(message)
         return params is not None and self._hold(params) is None
 
@@ -80,7 +80,7 @@ class Grammars:
             self._compiled(params)
 
     def check_usable(self) -> None:
-        """Check that this engine can have grammars, as far as is known. Errors: UnsupportedParameterError."""
+        """Check whether this engine can use grammars, as far as that is known. Errors: UnsupportedParameterError."""
         if not self._eos_token_ids:
             raise UnsupportedParameterError("structured_outputs need a model with an EOS token, which ends the text")
         if self._failure:
@@ -96,12 +96,12 @@ class Grammars:
             return read[0]
 
     def load(self) -> None:
-        """Make the vocabulary ready for grammars, unless it is. Errors: UnsupportedParameterError."""
+        """Build the vocabulary for grammars, unless it exists. Errors: UnsupportedParameterError."""
         with self._compiling:
             self._tokenizer()
 
     def matcher(self, params: StructuredOutputsParams) -> "LLMatcher":
-        """Return a matcher at the beginning of its text. Errors: InvalidRequestError."""
+        """Return a matcher at the start of its text. Errors: InvalidRequestError."""
         return (self._hold(params) or self._compiled(params)).copy()
 
     def is_shared(self, params: StructuredOutputsParams) -> bool:
@@ -110,9 +110,9 @@ class Grammars:
         return compiled is None or compiled.num_copies > 1
 
     def renew(self, params: StructuredOutputsParams) -> "LLMatcher":
-        """Compile a grammar that was compiled before once more; return a matcher. Later requests get copies of it.
+        """Compile an already compiled grammar again, and return a matcher. Later requests get copies of it.
 
-        A step may need it: it does not wait for a grammar that is compiled meanwhile.
+        A step may need it, so it does not wait for a grammar that is being compiled.
         """
         fresh = self._compile(params)
         self._keep(params, fresh)
@@ -122,17 +122,17 @@ class Grammars:
 
     @property
     def eos_token_id(self) -> int:
-        """The token that ends an output."""
+        """Return the token that ends an output."""
         return self._eos_token_ids[0]
 
     @property
     def num_words(self) -> int:
-        """Words of 32 bits in a mask; bit i of word w is token 32 * w + i."""
+        """Return the number of 32-bit words in a mask. Bit i of word w is token 32 * w + i."""
         return -(-self.num_tokens // 32)
 
     @property
     def num_tokens(self) -> int:
-        """Ids of the vocabulary. A model may have more, which no grammar allows."""
+        """Return the number of ids in the vocabulary. A model may have more, which no grammar allows."""
         return self._tokenizer().vocab_size
 
     def _compiled(self, params: StructuredOutputsParams) -> _Compiled:
@@ -145,7 +145,7 @@ class Grammars:
         return found
 
     def _keep(self, params: StructuredOutputsParams, compiled: _Compiled) -> None:
-        """Keep a compiled grammar for later requests, as the one used last."""
+        """Keep a compiled grammar for later requests, as the most recently used one."""
         with self._lock:
             self._cache[key := key_of(params)] = compiled
             self._cache.move_to_end(key)
@@ -193,7 +193,10 @@ class Grammars:
 
 @contextlib.contextmanager
 def _switching_often() -> Iterator[None]:
-    """Let this thread give Python's lock to a step soon. Python's own 5 ms, some times in each step, would be seen."""
+    """Make this thread give up the GIL often.
+
+    With Python's default of 5 ms, several times in each step, it would be noticed.
+    """
     before = sys.getswitchinterval()
     sys.setswitchinterval(_SWITCH_S)
     try:
@@ -208,7 +211,7 @@ def model_grammars(config: EngineConfig, vocab_size: int, eos_token_ids: tuple[i
 
 
 def key_of(params: StructuredOutputsParams) -> GrammarKey:
-    """Return what grammars are told apart by."""
+    """Return the key that identifies a grammar."""
     return tuple(tuple(value) if isinstance(value, list) else value for value in _fields(params))
 
 
@@ -217,5 +220,5 @@ def _fields(params: StructuredOutputsParams) -> list[object]:
 
 
 def constraint_of(message: Submission) -> StructuredOutputsParams | None:
-    """Return the constraint of a request; None where it has none."""
+    """Return the constraint of a request, or None."""
     return message.params.structured_outputs if isinstance(message, AddRequest) else None

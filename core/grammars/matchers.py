@@ -1,4 +1,4 @@
-"""RowMatchers: the matchers of the batch's constrained rows. A matcher knows where its row is in the row's grammar."""
+"""RowMatchers: the matchers of the batch's constrained rows. A matcher tracks a row's position in its grammar."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -19,31 +19,31 @@ _NOTHING_LEFT = (
     "allowed_token_ids) allow too, or the logits are not finite"
 )
 _MAX_ERROR_CHARS = 500
-#: Forced tokens of a row that are drafts of one step: each needs a mask, and a hostile grammar's takes milliseconds.
+#: Forced tokens of a row that are drafts in one step. Each needs a mask, and a hostile grammar's takes milliseconds.
 _MAX_FORCED = 8
-#: Drafts of a row, times the tokens of its whole forced text, which each of their masks divides anew: some 3 us each.
+#: Drafts of a row times the tokens of its whole forced text, which is tokenized again for each mask: about 3 us each.
 _MAX_FORCED_WORK = 2048
-#: Times that a row's matcher is made again; see _renewed().
+#: How often a row's matcher may be rebuilt; see _renewed().
 _MAX_RENEWALS = 2
 
 
 class _Row:
-    """A constrained row: its matcher, and what makes it again."""
+    """A constrained row: its matcher, and what is needed to rebuild it."""
 
-    # A step finds its rows in no cache, since the model has been there: each is one object.
+    # The model has evicted rows from the CPU caches between steps, so each row is a single object.
     __slots__ = (
         "draft_failed", "error", "is_free", "matcher", "num_renewals", "output", "params", "takes_drafts"
     )  # fmt: skip
 
     def __init__(self, params: StructuredOutputsParams, *, takes_drafts: bool) -> None:
-        self.params = params  # its life keeps the grammar compiled
+        self.params = params  # keeping them alive keeps the grammar compiled
         self.output: list[int] = []  # tokens that the matcher has consumed
         self.matcher: LLMatcher | None = None
         self.error = ""  # of the compilation
         self.num_renewals = 0
-        self.draft_failed = False  # a token that was only tried has failed the matcher; the row's own may not
+        self.draft_failed = False  # a token that was only tried has failed the matcher; the row's own tokens may not
         self.takes_drafts = takes_drafts
-        self.is_free = False  # nothing is forced where the matcher stands
+        self.is_free = False  # nothing is forced at the matcher's position
 
 
 class RowMatchers:
@@ -55,10 +55,10 @@ class RowMatchers:
     def __init__(self, grammars: Grammars, num_rows: int) -> None:
         self._grammars = grammars
         self._rows: dict[int, _Row] = {}
-        self.offers_drafts = True  # False: for measurements
+        self.offers_drafts = True  # False for measurements
         self.is_constrained: Bools = np.zeros(num_rows, np.bool_)
-        self._forced: dict[int, list[int]] = {}  # tokens that the grammar leaves no choice about now; by row, not empty
-        self._taken: dict[int, int] = {}  # by take(), and not appended yet; by row
+        self._forced: dict[int, list[int]] = {}  # tokens for which the grammar leaves no choice now; by row, not empty
+        self._taken: dict[int, int] = {}  # token from take() that has not been appended yet; by row
         self._masks: UInt32s = np.zeros((0, 0), np.uint32)
 
     def __len__(self) -> int:
@@ -66,13 +66,14 @@ class RowMatchers:
         return len(self._rows)
 
     def add(self, row: int, params: StructuredOutputsParams, output: TokenIds, *, takes_drafts: bool = True) -> None:
-        """Add a row with the tokens of its output so far. takes_drafts: it may get several tokens in a step."""
+        """Add a row with the tokens of its output so far. takes_drafts: whether it may get several tokens in a step."""
         self.is_constrained[row] = True
         added = self._rows[row] = _Row(params, takes_drafts=takes_drafts)
         added.output = output.tolist()
         try:
             added.matcher = self._grammars.matcher(params)
-        except InvalidRequestError as error:  # only in a replay: else the preparation thread has refused the request
+        # only in a replay: otherwise the preparation thread has refused the request
+        except InvalidRequestError as error:
             added.error = str(error)
         else:
             added.matcher.consume_tokens(added.output)
@@ -87,12 +88,12 @@ class RowMatchers:
             del self._rows[row]
 
     def take(self, rows: list[int], tokens: list[int]) -> tuple[list[int], list[int]]:
-        """Let each of these distinct rows [n] that is constrained consume its token [n] if it may.
+        """Let the matcher of each of these distinct constrained rows [n] consume its token [n] if it is allowed.
 
-        Return (refused, closed): the indices of the rows that may not have this token, and of those that need a mask.
-        tokens: below 0 = none. append() has to follow with the tokens that were taken. Where the text is free, a token
-        is taken in a tenth of the time of a mask. Where it is forced, none is: a mask allows the first token of the
-        text alone, though others would do.
+        Return (refused, closed): the indices of rows that may not have this token, and of those that need a mask.
+        tokens: below 0 = none. Call append() afterwards with the tokens that were taken. If the text is free, taking a
+        token needs a tenth of the time of a mask. If it is forced, no token is taken, because a mask allows only the
+        first token of the forced text, although others would match too.
         """
         refused, closed, num_tokens = list[int](), list[int](), self._grammars.num_tokens
         for index, (number, token) in enumerate(zip(rows, tokens, strict=True)):
@@ -108,14 +109,14 @@ class RowMatchers:
             else:
                 row.output.append(token)
                 self._taken[number] = token
-                if matcher.compute_ff_bytes() or matcher.is_stopped():  # else it is as it was: free
+                if matcher.compute_ff_bytes() or matcher.is_stopped():  # otherwise it is as before: free
                     self._settle(number, row)
         return refused, closed
 
     def append(self, rows: Rows, token_ids: TokenIds) -> None:
-        """Let each of these rows [n] that is constrained consume a token [n], if take() has not done so.
+        """Let each constrained one of these rows [n] consume a token [n], unless take() has already done so.
 
-        A row's tokens are in their order.
+        A row's tokens must be in order.
         """
         moved: dict[int, _Row] = {}
         for number, token in zip(rows.tolist(), token_ids.tolist(), strict=True):
@@ -130,11 +131,11 @@ class RowMatchers:
             self._settle(number, row)
 
     def masks(self, rows: Rows, drafts: Sequence[Sequence[int]] | None = None) -> UInt32s:
-        """Return the allowed tokens of some distinct constrained rows as bits [n, words], valid until the next call.
+        """Return the allowed tokens of distinct constrained rows as bits [n, words], valid until the next call.
 
         Bit i of word w is token 32 * w + i. drafts: unverified tokens of each row. Row r then has 1 + len(drafts[r])
-        adjacent masks, one for the next token and one behind each draft. Nothing is allowed behind a draft that is not
-        allowed itself, and where the matcher has failed.
+        adjacent masks, one for the next token and one after each draft. Nothing is allowed after a draft that is not
+        allowed, or if the matcher has failed.
         """
         counts = [1] * len(rows) if drafts is None else [1 + len(draft) for draft in drafts]
         masks = self._room(sum(counts))
@@ -151,10 +152,10 @@ class RowMatchers:
         return masks
 
     def drafts(self, rows: Rows) -> tuple[Int32s | None, Int32s]:
-        """Return (counts [R], token ids) of the tokens that the grammars of these rows leave no choice about.
+        """Return (counts [R], token ids) of the tokens for which the grammars of these rows leave no choice.
 
-        counts is None where no row has any. They are drafts: the text is forced, its division into tokens is the
-        tokenizer's, and a model may sample another.
+        counts is None if no row has any. They are drafts, because only the text is forced: the tokenizer chooses its
+        tokens, and a model may sample others.
         """
         if not self._forced or not self.offers_drafts:
             return None, NO_INT32S
@@ -165,7 +166,7 @@ class RowMatchers:
         return counts, np.array([token for tokens in forced for token in tokens], np.int32)
 
     def failure(self, row: int) -> str | None:
-        """Return why no token of the row was sampled; None for a row that is not constrained."""
+        """Return why no token was sampled for the row, or None if the row is not constrained."""
         if not self.is_constrained[row]:
             return None
         matcher = self._rows[row].matcher
@@ -176,7 +177,7 @@ class RowMatchers:
         return f"structured_outputs: the grammar failed: {why_failed(matcher)}".partition("\n")[0][:_MAX_ERROR_CHARS]
 
     def _settle(self, number: int, row: _Row) -> None:
-        """Note what is forced where the row's matcher stands now: the first tokens of the text; EOS at the end."""
+        """Record what is forced at the matcher's position: the first tokens of the text, or EOS at the end."""
         matcher, forced, is_free = row.matcher, list[int](), False
         if matcher is None or matcher.is_error():
             pass
@@ -195,11 +196,11 @@ class RowMatchers:
             self._forced[number] = forced
 
     def _renewed(self, row: _Row, address: int, size: int) -> bool:
-        """Make a matcher that has failed again, and fill the mask at this address; return whether that succeeded.
+        """Rebuild a failed matcher, and fill the mask at this address. Return whether that succeeded.
 
-        A token that was only tried may have failed it: then a copy of the compiled grammar does. And copies share a
-        lexer, whose states add up to a limit: then the grammar is compiled again, which takes up to a second of the
-        step. So a row fails only where a matcher of its own fails too.
+        A token that was only tried may have failed it; then a copy of the compiled grammar is enough. Also, copies
+        share a lexer, whose states are limited in total; then the grammar is compiled again, which takes up to a second
+        of the step. So a row only fails if a matcher that shares nothing fails too.
         """
         if row.draft_failed:
             row.draft_failed = False
@@ -219,13 +220,13 @@ class RowMatchers:
         return not matcher.is_error()
 
     def _fill_behind(self, row: _Row, draft: Sequence[int], masks: UInt32s) -> None:
-        """Fill the mask behind each draft. The matcher is left as it was, or with an error that _renewed() ends."""
+        """Fill the mask after each draft. The matcher is left unchanged, or with an error that _renewed() clears."""
         masks[:] = 0
         matcher, num_taken = row.matcher, 0
         if matcher is None or matcher.is_error() or not row.takes_drafts:
             return
         for token, mask in zip(draft, masks, strict=True):
-            # An id that the vocabulary does not have would put the matcher in error.
+            # An id outside the vocabulary would put the matcher into an error state.
             if token >= self._grammars.num_tokens or not matcher.try_consume_tokens([token]):
                 break
             num_taken += 1

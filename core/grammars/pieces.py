@@ -1,7 +1,7 @@
-"""Pieces: what a structural tag's grammar is made of, between its tree and its text.
+"""Pieces: the parts of a structural tag's grammar, between its tree and its text.
 
-A Text is regular and becomes one terminal; pieces that stand side by side and are regular become one. A Hole is a
-grammar of its own. So the lexer of llguidance, which takes the longest word, has to find few ends of words.
+A Text is regular and becomes one terminal; adjacent regular pieces become one. A Hole is a separate grammar. So
+llguidance's lexer, which takes the longest word, has to find few word ends.
 """
 
 from collections.abc import Sequence as Many
@@ -11,23 +11,24 @@ from typing import TypeAlias
 from core.grammars.grammar_notation import quoted
 from ipc.errors import InvalidRequestError
 
-#: Characters of a terminal's definition.
+#: The most characters in a terminal's definition.
 _MAX_PATTERN_CHARS = 1 << 18
-#: Terminals that others are made of: any text, and any but the empty one.
+#: Terminals used by others: any text, and any non-empty text.
 _COMMON = ("ANY: /(?s:.*)/", "SOME: /(?s:.+)/")
 
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """A regular language, as factors of an expression of Lark's terminals. Each place of it is an object of its own."""
+    """A regular language, as factors of an expression of Lark terminals. Each position has its own object."""
 
     pattern: str
-    literal: str | None = None  # where it is one text
-    #: Of what number of free text it is a part. The parts that are closed end with a mark, each with another, where the
-    #: first mark ends; one that is not has no mark. So no word of a closed part begins one of another part.
+    literal: str | None = None  # if it is a single text
+    #: The number of the free text that it is a part of. Closed parts end with a mark, each with a different one, at the
+    #: end of the first mark; the part that is not closed has no mark. So no word of a closed part starts a word of
+    #: another part.
     free: int = 0
-    is_closed: bool = False  # no word of it begins a longer one
-    is_nullable: bool | None = False  # the empty text is a word; None = not known
+    is_closed: bool = False  # no word of it is the start of a longer one
+    is_nullable: bool | None = False  # whether the empty text is a word; None = unknown
 
     def __post_init__(self) -> None:
         if len(self.pattern) > _MAX_PATTERN_CHARS:
@@ -39,7 +40,7 @@ class Hole:
     """JSON."""
 
     rule: str
-    may_be_number: bool  # whose end only the next character shows
+    may_be_number: bool  # whether only the next character shows where it ends
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +59,7 @@ class Choice:
 
 @dataclass(frozen=True, eq=False)
 class Loop:
-    """A piece, `low` to `high` times; None = without a bound."""
+    """A piece, `low` to `high` times; None = unlimited."""
 
     piece: "Piece"
     low: int
@@ -70,14 +71,14 @@ Piece: TypeAlias = Text | Hole | Row | Choice | Loop
 
 
 class Terminals:
-    """The terminals that patterns refer to by their names."""
+    """The terminals that patterns refer to by name."""
 
     def __init__(self) -> None:
         self._names: dict[str, str] = {}  # definition -> name
-        self._wider: dict[str, str] = {}  # definition -> one that has more words
+        self._wider: dict[str, str] = {}  # definition -> one that matches more words
 
     def name(self, definition: str, wider: str | None = None) -> str:
-        """Return the name of a terminal with this definition. wider: one with more words, which is less work."""
+        """Return the name of a terminal with this definition. wider: one that matches more words and is cheaper."""
         self._wider[definition] = wider or definition
         return self._names.setdefault(definition, f"P{len(self._names)}")
 
@@ -86,11 +87,11 @@ class Terminals:
         return [*_COMMON, *(f"{name}: {definition}" for definition, name in self._names.items())]
 
     def wider_lines(self) -> list[str]:
-        """Return the wider definitions: what their words leave out, the terminals' words leave out too."""
+        """Return the wider definitions. They match every word of the terminals."""
         return [*_COMMON, *(f"{name}: {self._wider[definition]}" for definition, name in self._names.items())]
 
     def choice(self, pieces: Many[Piece]) -> Piece:
-        """Return one of the pieces; they become one if all are regular."""
+        """Return one of the pieces. They are merged if all are regular."""
         if len(pieces) == 1:
             return pieces[0]
         texts = [piece for piece in pieces if isinstance(piece, Text)]
@@ -113,12 +114,12 @@ class Terminals:
 
 
 def literal(text: str) -> Text:
-    """Return the piece that is this text."""
+    """Return the piece for this text."""
     return Text(quoted(text), text, is_closed=True, is_nullable=not text)
 
 
 def row(pieces: Many[Piece]) -> Piece:
-    """Return the pieces one after the other; neighbours that are regular become one."""
+    """Return the pieces one after the other. Adjacent regular pieces are merged."""
     made: list[Piece] = []
     for piece in pieces:
         for one in piece.pieces if isinstance(piece, Row) else (piece,):
@@ -131,7 +132,7 @@ def row(pieces: Many[Piece]) -> Piece:
 
 
 def times(low: int, high: int | None) -> str:
-    """Return Lark's mark of a repetition."""
+    """Return Lark's suffix for a repetition."""
     if high is None:
         return {0: "*", 1: "+"}.get(low, f"{{{low},}}")
     return "?" if (low, high) == (0, 1) else f"{{{low},{high}}}"

@@ -1,7 +1,7 @@
-"""structural_tag_grammar(): a structural tag's tree as one grammar in Lark's notation.
+"""structural_tag_grammar(): turns a structural tag's tree into one grammar in Lark's notation.
 
-Free text ends where a mark occurs for the first time: a trigger, a text of `excludes`, or an end of the innermost tag
-around it. It and the mark are one terminal, so no lexer has to guess which `<` is the mark's first character.
+Free text ends where a mark first occurs: a trigger, a text of `excludes`, or an end of the innermost tag around it. The
+text and the mark are one terminal, so the lexer need not guess which `<` starts the mark.
 """
 
 import itertools
@@ -32,19 +32,19 @@ from ipc.params.structural_tags import (
     TriggeredTags,
 )
 
-#: Return the rule that is JSON of a schema.
+#: Returns the rule for JSON with a schema.
 JsonRule = Callable[[dict[str, Any] | bool], str]
 
-#: Types of JSON whose texts show their end.
+#: JSON types whose text shows where it ends.
 _ENDED = frozenset(("object", "array", "string", "boolean", "null"))
-#: What ends a regex in Lark's notation, or its line, unless it is escaped already.
+#: What ends a regex in Lark's notation, or its line, unless it is escaped.
 _REGEX_MARKS = re.compile(r"\\.|[/\n]", re.DOTALL)
 
 
 def structural_tag_grammar(tag: Format, json_rule: JsonRule) -> str:
-    """Return the grammar of this format. Errors: InvalidRequestError; UnsupportedParameterError with what is ambiguous.
+    """Return the grammar for this format. Errors: InvalidRequestError; UnsupportedParameterError naming an ambiguity.
 
-    json_rule: returns the rule for JSON of a schema.
+    json_rule: returns the rule for JSON with a schema.
     """
     terminals = Terminals()
     piece = _Pieces(terminals, json_rule).of(tag, ())
@@ -53,16 +53,16 @@ def structural_tag_grammar(tag: Format, json_rule: JsonRule) -> str:
 
 
 class _Pieces:
-    """Makes the pieces of formats."""
+    """Builds the pieces of formats."""
 
     def __init__(self, terminals: Terminals, json_rule: JsonRule) -> None:
         self._json_rule = json_rule
         self._terminals = terminals
         self._choice, self._loop = terminals.choice, terminals.loop
-        self._numbers = itertools.count(1)  # of free texts
+        self._numbers = itertools.count(1)  # for free texts
 
     def of(self, node: Format, ends: tuple[str, ...]) -> Piece:
-        """Return the piece of a format. ends: of the innermost tag around it."""
+        """Return the piece for a format. ends: those of the innermost tag around it."""
         match node:
             case ConstString():
                 return literal(node.value)
@@ -88,10 +88,10 @@ class _Pieces:
                 rules = [(pattern, self.of(content, ends)) for pattern, content in node.rules]
                 return self._dispatched(rules, (*node.excludes,), is_loop=node.loop)
             case Grammar():
-                raise UnsupportedParameterError("structural_tag: a grammar stands alone, as the only format of all")
+                raise UnsupportedParameterError("structural_tag: a grammar must be the only format")
 
     def _body(self, tag: Tag) -> Piece:
-        """Return a tag without its begin."""
+        """Return a tag without its begin text."""
         ends = [tag.end] if isinstance(tag.end, str) else tag.end
         return row([self.of(tag.content, tag.ends), self._choice([literal(end) for end in ends])])
 
@@ -116,14 +116,17 @@ class _Pieces:
         return row([first, text]) if node.at_least_one else text
 
     def _dispatched(self, rules: list[tuple[str, Piece]], excludes: tuple[str, ...], *, is_loop: bool) -> Piece:
-        """Return free text in which a piece follows each trigger. rules: trigger, piece."""
+        """Return free text in which each trigger is followed by a piece. rules: (trigger, piece)."""
         marks, number = _smallest([*(trigger for trigger, _ in rules), *excludes]), next(self._numbers)
         found = [row([self._up_to(trigger, marks, number), piece]) for trigger, piece in rules]
         free = self._free(marks, None, number)
         return row([self._loop(self._choice(found), 0, None), free]) if is_loop else self._choice([*found, free])
 
     def _free(self, marks: list[str], max_chars: int | None, number: int = 0) -> Text:
-        """Return text without these marks. number: of the free text whose last part it is; 0 = it is the only one."""
+        """Return text without these marks.
+
+        number: of the free text whose last part it is; 0 = it has no other parts.
+        """
         some = "ANY" if max_chars is None else self._terminals.name(f"/(?s:.{{0,{max_chars}}})/", wider="ANY")
         text = f"{some} & ~(ANY {self._one_of(marks)} ANY)" if marks else some
         return Text(self._terminals.name(text), free=number, is_nullable=True)
@@ -138,7 +141,7 @@ class _Pieces:
 
 
 def _smallest(marks: list[str]) -> list[str]:
-    """Return the marks without those in which another one occurs: the text ends there first."""
+    """Return the marks without those that contain another one, because the text ends at the contained one first."""
     distinct = list(dict.fromkeys(marks))
     return [mark for mark in distinct if not any(other in mark for other in distinct if other != mark)]
 
@@ -171,7 +174,7 @@ class _Writer:
         self._written: dict[Piece, str] = {}
 
     def grammar(self, piece: Piece, terminals: Terminals) -> str:
-        """Return the grammar whose texts are the piece's."""
+        """Return the grammar for the piece."""
         start = self._symbol(piece)
         lines = [f"{name}: {definition}" for definition, name in self._names.items()]
         return "\n".join([f"start: {start}", *lines, *terminals.lines()])

@@ -1,4 +1,4 @@
-"""read_vocabulary(): the vocabulary of a model, from its tokenizer files (ipc/files/model_files.py)."""
+"""read_vocabulary(): reads a model's vocabulary from its tokenizer files (ipc/files/model_files.py)."""
 
 from collections.abc import Callable, Mapping
 
@@ -16,7 +16,7 @@ from ipc.files.tokenizer_json import parse_tokenizer_json
 def read_vocabulary(
     files: Mapping[str, bytes], vocab_size: int, eos_token_ids: tuple[int, ...]
 ) -> tuple[Vocabulary, Callable[[], Divide]]:
-    """Return a vocabulary, and what makes the function that divides a text as the model's tokenizer does.
+    """Return a vocabulary, and a factory for the function that splits a text like the model's tokenizer.
 
     vocab_size: the model's; ids without a token are never allowed. Errors: ModelFileError for files without a
     tokenizer; UnsupportedModelError for a vocabulary whose tokens are not bytes.
@@ -30,7 +30,7 @@ def read_vocabulary(
         found, build = token_bytes_of_gguf(metadata), lambda: build_gguf_tokenizer(metadata)
     else:
         raise ModelFileError("the model has no tokenizer")
-    # EOS is no text, whatever the files say: a grammar must not allow it where its name is.
+    # EOS is not text, whatever the files say: a grammar must not allow it where its name is allowed.
     ends = [token for token in eos_token_ids if token < len(found.tokens)]
     special = sorted({*found.special, *ends})
     size = max(vocab_size, len(found.tokens))
@@ -40,5 +40,5 @@ def read_vocabulary(
 def _divide(tokenizer: tokenizers.Tokenizer) -> Divide:
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True  # their names in a text are text
+    tokenizer.encode_special_tokens = True  # their names in a text are ordinary text
     return lambda text: tokenizer.encode(text, add_special_tokens=False).ids

@@ -1,4 +1,4 @@
-"""try_text(): whether a grammar of JSON stands the first tokens of a text, which its first mask does not tell."""
+"""try_text(): checks that a JSON grammar accepts the first tokens of a text, which its first mask does not show."""
 
 from typing import TYPE_CHECKING
 
@@ -9,14 +9,14 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 _MAX_STEPS = 48
-#: What is written where it may be, the first of these: texts that open and close at once and so reach much of a schema.
+#: What is written, the first of these that is allowed: texts that open and close quickly and so reach much of a schema.
 _WANTED = ('"', ":", "0", "{", "[", "t", ",", "}", "]", "-", "n")
 
 
 def try_text(tokenizer: "LLTokenizer", matcher: "LLMatcher") -> None:
-    """Write the beginning of a text with a matcher, which is of no more use then.
+    """Write the start of a text with a matcher, which cannot be used afterwards.
 
-    A state of the lexer or a row of the parser may be too large only behind some text. Errors: InvalidRequestError.
+    A lexer state or a parser row may only become too large after some text. Errors: InvalidRequestError.
     """
     wanted = [tokens for one in _WANTED if len(tokens := tokenizer.tokenize_str(one)) == 1]
     for _ in range(_MAX_STEPS):

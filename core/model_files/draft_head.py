@@ -1,4 +1,4 @@
-"""load_eagle3, load_mtp: the draft head that speculative_config names, from a folder or from the model's own files."""
+"""load_eagle3, load_mtp: load the draft head named by speculative_config, from a folder or the model's own files."""
 
 import re
 from collections.abc import Mapping
@@ -21,22 +21,22 @@ from ipc.errors import ConfigError, ModelFileError
 from ipc.files.safetensors import read_safetensors_folder
 from ipc.tables.arrays import Ints
 
-#: Names in config.json's architectures: EAGLE's own folders have the first, others one of the rest.
+#: Names in config.json's architectures: EAGLE's own folders use the first, others one of the rest.
 _EAGLE3_NAMES = ("LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM")
-#: Settings of EAGLE-3 heads that are not implemented -> their value without effect.
+#: Settings of EAGLE-3 heads that are not implemented -> the value without effect.
 _WITHOUT_EFFECT: dict[str, Any] = {
     "parallel_drafting": False,
     "norm_output": False,
     "logit_scale": 1,
     "per_layer_config": None,
 }
-#: Tensors of an EAGLE-3 folder that are read elsewhere or not at all: t2d says the same as d2t.
+#: Tensors in an EAGLE-3 folder that are read elsewhere or not at all: t2d has the same information as d2t.
 _EAGLE3_REST = re.compile(r"(.*\.)?(d2t|t2d|rotary_emb\.inv_freq)|embed_tokens\.weight")
 _LAYER = "model.layers.0."
 
 
 def load_eagle3(folder: Path, target: Llama, is_made_up: bool) -> DraftHead:
-    """Load an EAGLE-3 head from its folder. is_made_up: with made-up weights; only its config.json is read.
+    """Load an EAGLE-3 head from its folder. is_made_up: use made-up weights, and read only its config.json.
 
     Errors: ModelFileError, UnsupportedModelError; ConfigError if it is not a head for this model.
     """
@@ -51,7 +51,7 @@ def load_eagle3(folder: Path, target: Llama, is_made_up: bool) -> DraftHead:
 
 
 def load_mtp(folder: Path, target: Llama, is_made_up: bool) -> DraftHead:
-    """Load a model's own layer for multi-token prediction, the first if it has several.
+    """Load a model's own multi-token prediction layer; the first one if it has several.
 
     Errors: those of load_eagle3(); ConfigError if the model has no such layer.
     """
@@ -60,7 +60,7 @@ def load_mtp(folder: Path, target: Llama, is_made_up: bool) -> DraftHead:
     settings = {} if folder.suffix == ".gguf" else read_json_object(folder / "config.json")
     if not prefix or not settings.get("num_nextn_predict_layers"):
         raise ConfigError(
-            f"speculative_config: method 'mtp' does not fit {folder}: it has no layers for multi-token prediction "
+            f"speculative_config: method 'mtp' does not fit {folder}: it has no multi-token prediction layers "
             f"(num_nextn_predict_layers); architectures with such layers are {', '.join(_with_mtp())}"
         )
     layer = msgspec.structs.replace(model, num_hidden_layers=1, sliding_layers=(0,) if model.sliding_layers else ())
@@ -103,14 +103,14 @@ def _eagle3_config(folder: Path, model: ModelConfig, is_made_up: bool) -> HeadCo
         values.refuse("num_hidden_layers", "heads of 1 layer are")
     if layer.vocab_size != model.vocab_size:
         raise ConfigError(
-            f"speculative_config: the head {folder} is of a model with {layer.vocab_size} tokens and the model has "
+            f"speculative_config: the head {folder} is for a model with {layer.vocab_size} tokens, but the model has "
             f"{model.vocab_size}: use a head for this model"
         )
     has_embeddings = not is_made_up and _tensor_names(folder) >= {"embed_tokens.weight"}
     width = values.get("target_hidden_size") or layer.hidden_size
     if width != model.hidden_size or (not has_embeddings and layer.hidden_size != model.hidden_size):
         raise ConfigError(
-            f"speculative_config: the head {folder} reads hidden states of {width} numbers and the model's have "
+            f"speculative_config: the head {folder} reads hidden states of {width} numbers, but the model's have "
             f"{model.hidden_size}: use a head for this model"
         )
     draft_vocab_size = values.get("draft_vocab_size") or layer.vocab_size
@@ -130,11 +130,11 @@ def _eagle3_config(folder: Path, model: ModelConfig, is_made_up: bool) -> HeadCo
 
 
 def _taps(values: Values, num_layers: int) -> tuple[int, ...]:
-    """Return after how many of the model's layers the head reads the hidden state.
+    """Return the numbers of the model's layers after which the head reads the hidden state.
 
-    Files count in two ways. Where the first number is 1, they name the layers whose output is read, from 0; else the
+    Files count in two ways. If the first number is 1, they name the layers whose output is read, from 0; otherwise the
     layers that read it, which is the number of layers before (SGLang's rule, sgl-project/sglang#25454). Without numbers
-    it is EAGLE's own choice: 2, the middle, and 3 before the last.
+    EAGLE's defaults apply: 2, the middle, and 3 before the last.
     """
     group = values.get("eagle_config")
     own = group.get("eagle_aux_hidden_state_layer_ids") if isinstance(group, Mapping) else None
@@ -143,7 +143,7 @@ def _taps(values: Values, num_layers: int) -> tuple[int, ...]:
         values.fail("eagle_aux_hidden_state_layer_ids", f"must be a list of integers; got {ids!r:.80}")
     taps = tuple(one + 1 if ids[0] == 1 else one for one in ids)
     if not all(0 < one <= num_layers for one in taps):
-        values.fail("eagle_aux_hidden_state_layer_ids", f"are {ids}, and the model has {num_layers} layers")
+        values.fail("eagle_aux_hidden_state_layer_ids", f"are {ids}, but the model has {num_layers} layers")
     return taps
 
 
@@ -159,19 +159,19 @@ def _tensor_names(folder: Path) -> set[str]:
 
 
 def _token_ids(folder: Path, config: HeadConfig) -> Ints | None:
-    """Return the tokens that the head guesses: d2t holds each one's distance from its number in the head."""
+    """Return the model's ids of the head's tokens. d2t holds the difference of each from its id in the head."""
     assert config.eagle3 is not None, config
     count, size = config.eagle3.draft_vocab_size, config.layer.vocab_size
     distances = read_integers(folder, "d2t")
     if distances is None:
         if count != size:
-            raise ModelFileError(f"{folder}: tensor d2t is missing; the head guesses {count} of {size} tokens")
+            raise ModelFileError(f"{folder}: tensor d2t is missing; the head predicts {count} of {size} tokens")
         return None
     if distances.shape != (count,):
         raise ModelFileError(f"{folder}: tensor d2t has {distances.size} numbers; the config says {count}")
     ids: Ints = np.arange(count) + distances
     if ids.min() < 0 or ids.max() >= size or len(np.unique(ids)) < count:
-        raise ModelFileError(f"{folder}: tensor d2t names a token twice or none of the {size}")
+        raise ModelFileError(f"{folder}: tensor d2t names a token twice, or one outside the {size} tokens")
     return ids
 
 

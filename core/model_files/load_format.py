@@ -21,14 +21,14 @@ from kernels.cpu.library import CpuLibrary
 from kernels.elements import Dtype, Numbers, rounded
 
 _STD = 0.02  # standard deviation of made-up weights, as in transformers' initialization
-#: Period of the made-up weights. It is a prime, so that rows of a matrix begin at different places of the pattern.
+#: Period of the made-up weights. It is a prime, so that rows of a matrix start at different positions of the pattern.
 _PERIOD = 1_048_573
 
 
 class OpenedWeights(NamedTuple):
     """A model's weights, to be read one by one, and their identity."""
 
-    tensors: Iterator[tuple[str, Weight]]  # names and order of expected_shapes
+    tensors: Iterator[tuple[str, Weight]]  # with the names and order of expected_shapes
     fingerprint: str  # hexadecimal digest that identifies the weights
     label: str  # prefix of the model's fingerprint
 
@@ -43,9 +43,8 @@ def open_weights(
 ) -> OpenedWeights:
     """Open the weights of a model in the form that load_format selects.
 
-    library: the C kernels that dequantize; None = NumPy dequantizes. reads: whether the weight of a name is wanted;
-    others are not read. Errors: ConfigError for a load_format that does not fit the files; the errors of
-    load_weights().
+    library: the C kernels for dequantizing; None = NumPy is used. reads: whether the weight of a name is needed; others
+    are not read. Errors: ConfigError for a load_format that does not match the files; the errors of load_weights().
     """
     wanted = {name: shape for name, shape in expected_shapes(config).items() if reads(name)}
     if load_format == "dummy":
@@ -53,7 +52,7 @@ def open_weights(
         return OpenedWeights(counted(made_up(expected_shapes(config), dtype, reads), wanted), identity, "dummy-")
     found = "gguf" if path.suffix == ".gguf" else "safetensors"
     if load_format not in ("auto", found):
-        raise ConfigError(f"load_format={load_format!r} does not fit {path}, which is {found}; use 'auto'")
+        raise ConfigError(f"load_format={load_format!r} does not match {path}, which is {found}; use 'auto'")
     tensors = counted(load_weights(path, config, dtype, library, reads), wanted)
     return OpenedWeights(tensors, model_fingerprint(path), "")
 
@@ -61,7 +60,7 @@ def open_weights(
 def made_up(
     shapes: Mapping[str, tuple[int, ...]], dtype: Dtype, reads: Callable[[str], bool] = lambda name: True
 ) -> Iterator[tuple[str, Numbers]]:
-    """Yield made-up weights of these shapes: matrices of fixed normally distributed numbers, norms of 1, biases of 0.
+    """Yield made-up weights with these shapes: matrices of fixed normal random numbers, norms of 1, biases of 0.
 
     Norms and biases are float32, as in load_weights(). reads: see open_weights().
     """

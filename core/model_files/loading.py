@@ -1,4 +1,4 @@
-"""Loading of a model: with this engine's own code if it has the architecture, else with transformers'."""
+"""Loads a model: with this engine's own code if it supports the architecture, otherwise with transformers'."""
 
 import contextlib
 import ctypes
@@ -36,7 +36,8 @@ from kernels.elements import Dtype
 
 _NO_INT8_CACHE = "kv_cache_dtype='int8' needs the C kernels at numerics level L2, and a decoder of our own"
 
-#: Of matrices in a GPU's memory. By default they are dequantized: no GPU's speed with other forms is known well enough.
+#: The form of matrices in a GPU's memory. They are dequantized by default, because the speed of other forms is not well
+#: enough known on any GPU.
 _GPU_FORMS = {
     "auto": WeightForm.DENSE,
     "none": WeightForm.DENSE,
@@ -51,16 +52,16 @@ class LoadedModel(NamedTuple):
     model: Model
     fingerprint: str  # hexadecimal digest that identifies the weights
     label: str  # prefix of the model's fingerprint
-    pooler: Pooler | None = None  # of a model that pools, which generates no tokens then
-    encoder: EncoderParts | None = None  # of an encoder
-    sees_all: bool = False  # tokens see the whole prompt, an encoder's or others
-    vision: VisionEncoder | None = None  # of a model that takes images
+    pooler: Pooler | None = None  # for a model that pools and therefore generates no tokens
+    encoder: EncoderParts | None = None  # for an encoder
+    sees_all: bool = False  # tokens see the whole prompt, in an encoder or another model
+    vision: VisionEncoder | None = None  # for a model with images
 
 
 def load_model(
     path: Path, dtype: Dtype, config: EngineConfig, rank: Rank | None = None, stage: Stage | None = None
 ) -> LoadedModel:
-    """Load the model of a folder or .gguf file, to run in dtype on the config's device. rank, stage: of a part of it.
+    """Load the model in a folder or .gguf file, to run in dtype on the config's device. rank, stage: only that part.
 
     Errors: ModelFileError, UnsupportedModelError; ConfigError for options that do not fit the model; OutOfMemoryError
     if the weights do not fit the GPU.
@@ -87,14 +88,14 @@ def load_model(
     _check_fit(path, config, rank, stage, None)
     projector_of(path, config.mmproj)
     if config.quantization in ("stored", "int8"):
-        raise ConfigError(f"quantization={config.quantization!r} does not fit {path}, which transformers' code runs")
+        raise ConfigError(f"quantization={config.quantization!r} does not fit {path}, which uses transformers' code")
     if config.runner == "pooling":
-        raise ConfigError(f"{path}: models that run through transformers' code do not pool: leave runner at 'auto'")
+        raise ConfigError(f"{path}: models that run with transformers' code do not pool: leave runner at 'auto'")
     if config.device == "cuda":
-        raise ConfigError(f"device='cuda' runs models of our own, and {path} needs transformers' code: use 'cpu'")
+        raise ConfigError(f"device='cuda' needs a built-in architecture, but {path} uses transformers' code: use 'cpu'")
     if config.load_format == "gguf":
-        raise ConfigError(f"load_format='gguf' does not fit {path}, which transformers' code runs: use 'auto'")
-    # Imported here: transformers and torch take seconds to import, and in-tree models never need them.
+        raise ConfigError(f"load_format='gguf' does not support {path}, which runs with transformers' code: use 'auto'")
+    # Imported here because transformers and torch take seconds to import, and in-tree models never need them.
     start_torch(config)
     from core.models.transformers.transformers_model import TransformersModel
 
@@ -114,9 +115,9 @@ def _load_for_gpu(path: Path, dtype: Dtype, config: EngineConfig, model_config: 
             "'none'"
         )
     if pools(config, path, model_config):
-        raise ConfigError(f"{path} pools, and device='cuda' generates only: use device='cpu'")
+        raise ConfigError(f"{path} is a pooling model, which device='cuda' does not support: use device='cpu'")
     weights = open_weights(config.load_format, path, model_config, dtype)
-    # Imported here: only this path needs torch and triton.
+    # Imported here because only this path needs torch and triton.
     from core.models.device_model import device_model
 
     model = device_model(model_config, weights.tensors, dtype, cuda_device(), form)
@@ -124,20 +125,20 @@ def _load_for_gpu(path: Path, dtype: Dtype, config: EngineConfig, model_config: 
 
 
 def _check_cache(path: Path, config: EngineConfig, model: ModelConfig | None) -> None:
-    """Refuse a KV cache that only decoders have. model: None = transformers' code. Errors: ConfigError."""
+    """Refuse a KV cache type that only decoders support. model: None = transformers' code. Errors: ConfigError."""
     if config.kv_cache_dtype == "auto":
         return
     if config.device == "cuda":
-        raise ConfigError("kv_cache_dtype='int8' is of device='cpu': leave it out, or device")
+        raise ConfigError("kv_cache_dtype='int8' needs device='cpu': leave one of the two out")
     if config.numerics == "L0" or config.cpu_kernels == "torch":
         raise ConfigError(f"{_NO_INT8_CACHE}: leave numerics and cpu_kernels out, or kv_cache_dtype")
     if model is None or not model.is_causal:
-        kind = "needs transformers' code" if model is None else "is an encoder, which keeps no K and V"
+        kind = "needs transformers' code" if model is None else "is an encoder, which caches no K and V"
         raise ConfigError(f"{_NO_INT8_CACHE}, and {path} {kind}: leave kv_cache_dtype out")
 
 
 def _cache_type(config: EngineConfig, library: CpuLibrary | None) -> type[CpuKVCache]:
-    """Return the type of the C kernels' KV cache. Errors: ConfigError for one of codes where there are no C kernels."""
+    """Return the type of the C kernels' KV cache. Errors: ConfigError for a quantized one without C kernels."""
     if config.kv_cache_dtype == "auto":
         return CpuKVCache
     if library is None:
@@ -155,7 +156,7 @@ def _check_fit(
 
 
 def _check_encoder(path: Path, config: EngineConfig, library: CpuLibrary | None, model: ModelConfig) -> None:
-    """Refuse options with which encoders do not run. Errors: ConfigError."""
+    """Refuse options that encoders do not support. Errors: ConfigError."""
     if model.is_causal:
         return
     if library is None or config.numerics == "L0":
@@ -164,7 +165,7 @@ def _check_encoder(path: Path, config: EngineConfig, library: CpuLibrary | None,
             "cpu_kernels out"
         )
     if config.quantization == "int8":
-        raise ConfigError(f"quantization='int8' does not fit {path}, which is an encoder: leave it out")
+        raise ConfigError(f"quantization='int8' does not support {path}, which is an encoder: leave it out")
 
 
 def _native(
@@ -177,7 +178,10 @@ def _native(
     rank: Rank | None,
     stage: Stage | None,
 ) -> Llama | Encoder:
-    """Return a model of our own with its weights. Errors: ModelFileError; ConfigError for parts without C kernels."""
+    """Return one of our own models with its weights.
+
+    Errors: ModelFileError; ConfigError for parts without C kernels.
+    """
     if (rank is not None or stage is not None) and library is None:
         option = part_option(1 if rank is None else rank.shard.size)
         raise ConfigError(f"{option}{NO_PARTS}, and there are no C kernels here: leave {option} out")
@@ -188,7 +192,7 @@ def _native(
             llama = Llama(model, weights, dtype, config.numerics, **options)
         else:
             llama = StageLlama(model, weights, dtype, stage, numerics=config.numerics, **options)
-        if config.max_model_len is not None:  # known already: of a resolved config
+        if config.max_model_len is not None:  # known from the start for a resolved config
             llama.settle_length(config.max_model_len)
         return llama
     assert library is not None, "an encoder needs the C kernels"
@@ -198,7 +202,7 @@ def _native(
 def _vision(
     source: Path, model: ModelConfig, dtype: Dtype, config: EngineConfig, native: Llama | Encoder
 ) -> VisionEncoder | None:
-    """Return the model's vision encoder; None for a model without one, or one whose text's model reads no features.
+    """Return the model's vision encoder, or None if it has none or its text model does not read features.
 
     source: see open_vision().
     """
@@ -211,14 +215,14 @@ def _vision(
 
 
 def _with_projector(fingerprint: str, projector: Path | None) -> str:
-    """Return the identity of a model's weights and of those in its projector, if there is one."""
+    """Return the identity of a model's weights, including those of its projector, if there is one."""
     if projector is None:
         return fingerprint
     return hashlib.sha256(f"{fingerprint} {model_fingerprint(projector)}".encode()).hexdigest()
 
 
 def _weight_form(config: EngineConfig, model_config: ModelConfig, library: CpuLibrary | None) -> WeightForm:
-    """Return the form of matrices in memory. Errors: ConfigError for one that only the C kernels have, without them."""
+    """Return the form of matrices in memory. Errors: ConfigError if it needs C kernels and there are none."""
     if config.quantization == "none":
         return WeightForm.DENSE
     if library is None or config.numerics == "L0":
@@ -235,8 +239,8 @@ def _weight_form(config: EngineConfig, model_config: ModelConfig, library: CpuLi
 def _return_free_memory() -> None:
     """Return free memory to the operating system.
 
-    The vocabulary of a GGUF file and the temporary copies of tensors are an eighth of a small model's size.
+    The vocabulary of a GGUF file and the temporary copies of tensors take an eighth of a small model's size.
     """
     forget_gguf()
-    with contextlib.suppress(AttributeError):  # a C library that is not glibc
+    with contextlib.suppress(AttributeError):  # a C library other than glibc
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""read_model_config: the ModelConfig of a model folder or a .gguf file, checked in full."""
+"""read_model_config: reads the ModelConfig of a model folder or a .gguf file, and checks all of it."""
 
 import json
 from pathlib import Path
@@ -21,13 +21,13 @@ SUPPORTED_ARCHITECTURES = (*FORMS, *ENCODER_FORMS, *VISION_ARCHITECTURES, *TEXT_
 
 
 def read_model_config(path: Path, mmproj: str | None = None) -> ModelConfig:
-    """Return the configuration of a model, with the vision encoder of a GGUF file's projector (see projector_of()).
+    """Return a model's configuration, with the vision encoder of a GGUF file's projector (see projector_of()).
 
-    path: a model folder or .gguf file, of ipc.files.model_files.resolve_model. mmproj: the projector's path; None = one
-    that lies beside the file.
+    path: a model folder or .gguf file, from ipc.files.model_files.resolve_model. mmproj: the projector's path; None =
+    the one next to the file.
 
-    Errors: ModelFileError naming the key for a missing or invalid value; UnsupportedModelError naming what this version
-    cannot run.
+    Errors: ModelFileError naming the key for a missing or invalid value; UnsupportedModelError naming an unsupported
+    feature.
     """
     projector = projector_of(path, mmproj)
     if path.suffix != ".gguf":

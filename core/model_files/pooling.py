@@ -1,6 +1,7 @@
-"""How a model pools: read from its files, which are sentence-transformers' modules, or a classifier's config.json.
+"""How a model pools, read from its files: sentence-transformers' modules, or a classifier's config.json.
 
-What the files say and is not implemented is refused by name: another pooling gives plausible vectors that rank nothing.
+Unimplemented settings in the files are refused by name, because a different pooling gives plausible but useless
+vectors.
 """
 
 import json
@@ -39,22 +40,22 @@ _TYPES = {"F32": "<f4", "F64": "<f8", "F16": "<f2"}
 
 
 def pools(config: EngineConfig, path: Path, model: ModelConfig) -> bool:
-    """Return whether the model pools. Errors: ConfigError for a runner that the model does not allow."""
+    """Return whether the model pools. Errors: ConfigError for a runner that the model does not support."""
     if config.runner == "generate":
         if not model.has_head:
-            raise ConfigError(f"{path} has no head that gives tokens: runner='generate' does not fit it; use 'auto'")
+            raise ConfigError(f"{path} has no language model head, which runner='generate' needs; use 'auto'")
         return False
     is_given = config.runner == "pooling" or config.classifier_from_token is not None
     is_pooled = is_given or not model.has_head or (path / "modules.json").is_file() or _gguf_type(path) not in (None, 0)
     if is_pooled and config.speculative_config is not None:
-        raise ConfigError("speculative_config guesses tokens, and a model that pools gives none: leave it out")
+        raise ConfigError("speculative_config has no use for a pooling model, which generates no tokens: leave it out")
     if model.encoder is not None and config.classifier_from_token is not None:
-        raise ConfigError("classifier_from_token reads a language model's head, and an encoder has none: leave it out")
+        raise ConfigError("classifier_from_token needs a language model head, but an encoder has none: leave it out")
     return is_pooled
 
 
 def read_pooler(config: EngineConfig, path: Path, model: Llama | Encoder, whole: ModelConfig) -> Pooler:
-    """Return how the model of a folder or .gguf file pools. whole: its config, where `model` is a part of it.
+    """Return how the model in a folder or .gguf file pools. whole: the whole model's config, if `model` is a part.
 
     Errors: ModelFileError, UnsupportedModelError, ConfigError.
     """
@@ -79,7 +80,7 @@ def _decoder_pooler(config: EngineConfig, path: Path, model: Llama, whole: Model
 
 
 def _gguf_type(path: Path) -> object:
-    """Return the pooling_type of a GGUF file; None for one without, and for a folder."""
+    """Return the pooling_type in a GGUF file, or None if it has none or is a folder."""
     if path.suffix != ".gguf":
         return None
     metadata = read_gguf(path).metadata
@@ -87,7 +88,7 @@ def _gguf_type(path: Path) -> object:
 
 
 def _gguf_method(path: Path, usual: Method) -> Method:
-    """Return the method that a GGUF file names; `usual` if none. Errors: UnsupportedModelError."""
+    """Return the method that a GGUF file names, or `usual` if it names none. Errors: UnsupportedModelError."""
     if (kind := _gguf_type(path)) in (None, 0):
         return usual
     if not isinstance(kind, int) or kind not in _GGUF_METHODS:
@@ -96,7 +97,7 @@ def _gguf_method(path: Path, usual: Method) -> Method:
 
 
 def _encoder_pooler(path: Path, model: Encoder) -> Pooler:
-    """Return how an encoder pools. Without modules.json it is the mean, as sentence-transformers has it."""
+    """Return how an encoder pools. Without modules.json it is the mean, as in sentence-transformers."""
     config, parts, eps = model.config, model.config.encoder, model.config.rms_norm_eps
     assert parts is not None, config.architecture
     if not config.num_labels:
@@ -118,7 +119,7 @@ def _from_modules(path: Path, hidden_size: int) -> Pooler:
     normalises = False
     for kind, folder in _modules(path):
         if normalises or (kind != "Pooling" and method is None):
-            raise UnsupportedModelError(f"{path}/modules.json: a {kind} at this place is not supported")
+            raise UnsupportedModelError(f"{path}/modules.json: a {kind} at this position is not supported")
         match kind:
             case "Pooling":
                 method = _method(folder / "config.json")
@@ -135,13 +136,13 @@ def _from_modules(path: Path, hidden_size: int) -> Pooler:
     width = hidden_size
     for layer in layers:
         if layer.weight.shape[1] != width:
-            raise ModelFileError(f"{path}: a Dense takes {layer.weight.shape[1]} numbers and gets {width}")
+            raise ModelFileError(f"{path}: a Dense takes {layer.weight.shape[1]} numbers but gets {width}")
         width = len(layer.weight)
     return Pooler(method, hidden_size, tuple(layers), normalises)
 
 
 def _modules(path: Path) -> list[tuple[str, Path]]:
-    """Return (class name, folder) of each module behind the Transformer."""
+    """Return (class name, folder) of each module after the Transformer."""
     file = path / "modules.json"
     try:
         modules = json.loads(read_small_file(file).decode())
@@ -151,7 +152,7 @@ def _modules(path: Path) -> list[tuple[str, Path]]:
     if not named or named[0][0] != "Transformer":
         raise UnsupportedModelError(f"{file}: the first module must be a Transformer, got {named[:1]}")
     if any(not folder.resolve().is_relative_to(path.resolve()) for _, folder in named):
-        raise ModelFileError(f"{file}: a module lies outside the model's folder")
+        raise ModelFileError(f"{file}: a module is outside the model's folder")
     return named[1:]
 
 
@@ -199,7 +200,7 @@ def _tensor(file: Path, name: str) -> Doubles:
 
 
 def _activation(path: Path, num_labels: int) -> Activation:
-    """Return what a classifier makes of its logits: sentence-transformers' choice, else by the problem's type."""
+    """Return the activation for a classifier's logits: sentence-transformers' choice, or by the type of problem."""
     values: dict[str, Any] = read_json_object(path / "config.json") if path.is_dir() else {}
     own = values.get("sentence_transformers") or {}
     newer = own.get("activation_fn") if isinstance(own, dict) else None
@@ -212,10 +213,10 @@ def _activation(path: Path, num_labels: int) -> Activation:
 
 
 def _token_difference(config: EngineConfig, path: Path, model: Llama, whole: ModelConfig) -> Doubles:
-    """Return the weights [1, hidden] of a classifier whose logit is that of the second token less the first's."""
+    """Return the weights [1, hidden] of a classifier whose logit is the second token's minus the first's."""
     names = (config.classifier_from_token or "").split(",")
     if len(names) != 2 or not all(names):
-        raise ConfigError(f"classifier_from_token is two tokens, NO,YES; got {config.classifier_from_token!r}")
+        raise ConfigError(f"classifier_from_token must be two tokens, NO,YES; got {config.classifier_from_token!r}")
     content = tokenizer_files_of(config).get("tokenizer.json")
     if content is None:
         raise ConfigError("classifier_from_token needs the model's tokenizer.json")

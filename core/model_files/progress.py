@@ -1,4 +1,4 @@
-"""Progress of loading: how many of a model's weights have been taken, told to whoever follows."""
+"""Reports the progress of loading: how many of a model's weights have been taken."""
 
 import contextlib
 import math
@@ -15,7 +15,7 @@ _follower: Callable[[float], None] | None = None
 
 @contextlib.contextmanager
 def following(tell: Callable[[float], None]) -> Iterator[None]:
-    """Call `tell` about once a second with the share of the weights that were taken, while this context lasts."""
+    """During this context, call `tell` about once a second with the fraction of the weights that were taken."""
     global _follower
     before, _follower = _follower, tell
     try:
@@ -25,13 +25,13 @@ def following(tell: Callable[[float], None]) -> Iterator[None]:
 
 
 def tell(share: float) -> None:
-    """Tell the follower how far another process is, which loads the weights."""
+    """Report the progress of another process that is loading the weights."""
     if _follower is not None:
         _follower(share)
 
 
 def counted(weights: Iterator[tuple[str, Item]], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[tuple[str, Item]]:
-    """Yield the weights, and tell the follower how far they are. shapes: of all of them, by name."""
+    """Yield the weights, and report the progress. shapes: those of all weights, by name."""
     taken, total, told = 0, sum(map(math.prod, shapes.values())), time.monotonic()
     for name, weight in weights:
         yield name, weight

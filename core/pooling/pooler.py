@@ -1,4 +1,4 @@
-"""Pooler: hidden states of a prompt become the vectors that a pooling request asks for."""
+"""Pooler: turns a prompt's hidden states into the vectors that a pooling request returns."""
 
 import math
 from hashlib import blake2b
@@ -9,16 +9,16 @@ import numpy as np
 from ipc.params.pooling_params import PoolingParams
 from ipc.tables.arrays import Doubles, Floats
 
-#: Which hidden states make the vector of a prompt. "last" and "cls": the last and the first token's.
+#: Which hidden states make up a prompt's vector. "last" and "cls": those of the last and the first token.
 Method = Literal["last", "cls", "mean", "max"]
-#: What classifiers make of their logits.
+#: What classifiers apply to their logits.
 Activation = Literal["softmax", "sigmoid", "none"]
 
-_MAX_EXPONENT = 709.0  # its power is a float64, and the sigmoid there a float32 of 0
+_MAX_EXPONENT = 709.0  # its exponential still fits a float64, and the sigmoid rounds to a float32 of 0
 
 
 class Norm(NamedTuple):
-    """A layer normalisation behind the pooling."""
+    """A layer normalisation after the pooling."""
 
     weight: Doubles  # [d]
     eps: float
@@ -31,7 +31,7 @@ class Norm(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """A linear layer behind the pooling, with float64 sums: norm(activation(weight @ x + bias))."""
+    """A linear layer after the pooling, with float64 sums: norm(activation(weight @ x + bias))."""
 
     weight: Doubles  # [out, in]
     bias: Doubles | None  # [out]
@@ -39,7 +39,7 @@ class Dense(NamedTuple):
     norm: Norm | None = None
 
     def __call__(self, x: Doubles) -> Doubles:
-        """Return the layer's output [n, out] of x [n, in]. Each vector is computed alone, so no other one matters."""
+        """Return the layer's output [n, out] for x [n, in]. Each vector is computed separately."""
         rows = [(self.weight * vector).sum(axis=1) for vector in x]
         out: Doubles = np.stack(rows) if rows else np.empty((0, len(self.weight)))
         if self.bias is not None:
@@ -52,19 +52,19 @@ class Dense(NamedTuple):
 
 
 class Pooler(NamedTuple):
-    """How a model pools. Everything behind the hidden states is float64, and rounded to float32 once."""
+    """How a model pools. Everything after the hidden states is computed in float64, and rounded to float32 once."""
 
     method: Method
     hidden_size: int
-    layers: tuple[Dense, ...] = ()  # behind the pooling
+    layers: tuple[Dense, ...] = ()  # after the pooling
     normalises: bool = True  # embeddings have length 1, unless a request says otherwise
-    classifier: tuple[Dense, ...] = ()  # of the tasks "classify" and "token_classify"; empty: the model embeds
+    classifier: tuple[Dense, ...] = ()  # for the tasks "classify" and "token_classify"; empty: the model embeds
     activation: Activation = "none"
-    is_whole: bool = False  # the model sees a prompt as a whole: each task needs all of it, and no vector is a token's
+    is_whole: bool = False  # every task needs the whole prompt, and there are no per-token vectors
 
     @property
     def tasks(self) -> dict[str, int]:
-        """The tasks that the model does, the usual one first, with the widths of their vectors."""
+        """Return the model's tasks, the default one first, with the widths of their vectors."""
         layers = self.layers + self.classifier
         names = ["classify", "token_classify"] if self.classifier else ["embed", "token_embed"]
         if self.classifier and self.is_whole:
@@ -73,7 +73,7 @@ class Pooler(NamedTuple):
 
     @property
     def variant(self) -> str:
-        """Name of what fixes the vectors' bits behind the model; part of the fingerprint."""
+        """Return the names of what determines the vectors' bits after the model; part of the fingerprint."""
         digest = blake2b(digest_size=8)
         for layer in self.layers + self.classifier:
             digest.update(layer.weight.tobytes() + (b"" if layer.bias is None else layer.bias.tobytes()))
@@ -81,7 +81,7 @@ class Pooler(NamedTuple):
 
     @property
     def whole_prompt_tasks(self) -> tuple[str, ...]:
-        """The tasks that look at more tokens than the last one."""
+        """Return the tasks that need more tokens than the last one."""
         everything = ("embed", "classify") if self.method != "last" or self.is_whole else ()
         return (*everything, "token_embed", "token_classify")
 

@@ -1,4 +1,4 @@
-"""PoolingRows: the pooling rows of a batch, and what is gathered of their hidden states from step to step."""
+"""PoolingRows: the pooling rows of a batch, and what is gathered from their hidden states over the steps."""
 
 from collections.abc import Iterable
 
@@ -12,10 +12,10 @@ from ipc.tables.arrays import AnyInts, Doubles, Floats, Int32s, Ints, Rows
 
 
 class PoolingRows:
-    """The pooling rows of a runner. Rows are touched one by one: most of them live for one step."""
+    """The pooling rows of a runner. They are handled one by one, because most of them last one step."""
 
     def __init__(self, pooler: Pooler | None) -> None:
-        """Make no rows. pooler: None = no request pools."""
+        """Start without rows. pooler: None = no request pools."""
         self._pooler = pooler
         self._rows: dict[int, _Gathered] = {}
 
@@ -24,20 +24,20 @@ class PoolingRows:
         return len(self._rows)
 
     def add(self, new: NewPooling) -> None:
-        """Add a row that starts, or starts again."""
+        """Add a row that starts, or restarts."""
         params, pooler = new.params, self._pooler
-        assert pooler is not None, f"row {new.row} is to be pooled by a model that does not pool"
+        assert pooler is not None, f"row {new.row} is a pooling request, but the model does not pool"
         is_token = params.task in ("token_embed", "token_classify")
         self._rows[new.row] = _Gathered(params, "tokens" if is_token else pooler.method, len(new.token_ids))
 
     def remove(self, row: int) -> None:
-        """Forget a row; one that does not pool is ignored."""
+        """Forget a row. A row that does not pool is ignored."""
         self._rows.pop(row, None)
 
     def collect(
         self, rows: Rows, num_tokens: AnyInts, context_lens: AnyInts, result: StepResult
     ) -> PooledColumns | None:
-        """Take the hidden states of a step; return the vectors of the rows whose last tokens it computed.
+        """Take the hidden states of a step, and return the vectors of rows whose last tokens it computed.
 
         rows, num_tokens, context_lens [R]: of the step's inputs. A request whose vectors are not finite has none.
         """
@@ -67,15 +67,15 @@ class PoolingRows:
 
 
 class _Gathered:
-    """What one row has gathered so far. Sums are float64, in the order of the tokens: chunks do not change them."""
+    """What one row has gathered so far. Sums are float64, in token order, so chunks do not change them."""
 
     def __init__(self, params: PoolingParams, method: Method | str, num_tokens: int) -> None:
         self.params, self.num_tokens = params, num_tokens
         self._method = method
-        self._parts: list[Doubles] = []  # [n, hidden]; one of [1, hidden], but for a vector for each token
+        self._parts: list[Doubles] = []  # [n, hidden]; a single [1, hidden], unless there is a vector per token
 
     def wanted(self, first: int, count: int, end: int) -> Ints:
-        """Return the indices of the step's tokens whose hidden states count.
+        """Return the indices of the step's tokens whose hidden states are needed.
 
         The row has `count` tokens from index `first` on, and `end` computed ones.
         """
@@ -86,7 +86,7 @@ class _Gathered:
         return np.arange(first, first + count)
 
     def take(self, states: Floats) -> None:
-        """Take the hidden states [n, hidden] of the tokens that wanted() has named."""
+        """Take the hidden states [n, hidden] of the tokens that wanted() returned."""
         if not len(states):
             return
         if self._method == "mean":

@@ -1,6 +1,6 @@
-"""ModelConfig from a GGUF file's metadata and tensor names, as llama.cpp's converter writes them.
+"""ModelConfig from a GGUF file's metadata and tensor names, as written by llama.cpp's converter.
 
-Settings that would change the arithmetic and are not implemented are refused by name.
+Unimplemented settings that would change the arithmetic are refused by name.
 """
 
 import math
@@ -27,7 +27,7 @@ from ipc.files.gguf import GgufHeader, read_gguf
 from ipc.files.gguf_vocabulary import GGUF_ENDS, gguf_end_ids
 from ipc.files.mapped_file import map_file
 
-#: Setting -> its key, without the architecture's name in front.
+#: Setting -> its key, without the architecture's prefix.
 _KEYS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -84,14 +84,14 @@ _KEYS = {
     "use_parallel_residual": "use_parallel_residual",
 }
 _EPS_OF_CENTRED = "attention.layer_norm_epsilon"
-#: Keys of features that are not implemented -> their value without effect.
+#: Keys of features that are not implemented -> the value without effect.
 _WITHOUT_EFFECT: dict[str, Any] = {
     "attention.clamp_kqv": 0.0,
     "rope.scale_linear": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
     "rope.scaling.yarn_ext_factor": 1.0,
 }
-#: Settings that some architectures have -> their value without effect. Others refuse them.
+#: Settings of only some architectures -> the value without effect. Other architectures refuse them.
 _CAPS = {"attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0}
 _MULTIPLIERS = {
     "attention_multiplier": 0.0,
@@ -102,15 +102,15 @@ _MULTIPLIERS = {
 _GROWTH = {"query_growth": 0.0, "yarn_log_multiplier": 0.0}
 _DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 
-#: Every fourth layer of SmolLM3 is not rotated; no key says so, and llama.cpp has the same number.
+#: Every fourth layer of SmolLM3 is not rotated. No key says so, and llama.cpp also hard-codes it.
 _SMOLLM3_INTERVAL = 4
 
 
 def read_gguf_config(path: Path) -> ModelConfig:
     """Return the configuration of a model from its GGUF file.
 
-    Errors: ModelFileError naming the key for a missing or invalid value; UnsupportedModelError naming what this version
-    cannot run.
+    Errors: ModelFileError naming the key for a missing or invalid value; UnsupportedModelError naming an unsupported
+    feature.
     """
     header = read_gguf(path)
     if (encoder := header.metadata.get("general.architecture")) in GGUF_ENCODERS:
@@ -173,7 +173,7 @@ def _named(header: GgufHeader, path: Path) -> tuple[Values, Architecture]:
 def _own_sizes(
     values: Values, architecture: Architecture, sizes: dict[str, Any], latent: LatentParts | None
 ) -> dict[str, int]:
-    """Return the sizes that are others than those of model_sizes(): without layers that are not read, with one head."""
+    """Return the sizes that differ from those of model_sizes(): without layers that are not read, with one head."""
     changed = {} if latent is None else as_one_head(latent)
     if latent is None and values.get("value_length") not in (None, sizes["head_dim"]):
         values.refuse("value_length", f"only the head dimension {sizes['head_dim']} is")
@@ -186,7 +186,7 @@ def _own_sizes(
 
 
 def _dtype(header: GgufHeader, part: str) -> str:
-    """Return the name of the type of the first layer's matrix of this part."""
+    """Return the type name of the first layer's matrix for this part."""
     name = next((name for name in header.tensors if name.endswith(f".{part}.weight")), None)
     return "float32" if name is None else _DTYPES.get(header.tensors[name].type, "float32")
 
@@ -212,14 +212,14 @@ def _refuse_features(values: Values, name: str, architecture: Architecture) -> N
 
 
 def _features(header: GgufHeader, values: Values, architecture: Architecture, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Return the layer features by ModelConfig's names, without rotation and window.
+    """Return the layer features by ModelConfig's names, except for rotation and window.
 
-    A model has a bias if the file has its tensor. The norms' offset is included in the file's numbers already.
+    A model has a bias if the file has its tensor. The file's norm weights already include the offset.
     """
     scalar = None
     if architecture.query_pre_attn_scalar and sizes["num_hidden_layers"] == architecture.gguf_scalar_layers:
         scalar = sizes["hidden_size"] / sizes["num_attention_heads"]
-    # Phi-2's files have Q, K and V apart or not. Recurrent layers have a matrix of that name, too.
+    # Phi-2's files may have Q, K and V fused or separate. Recurrent layers also have a matrix of that name.
     is_fused = architecture.recurrent is None and "blk.0.attn_qkv.weight" in header.tensors
     biases = {name.split(".", 2)[2] for name in header.tensors if name.startswith("blk.") and name.endswith(".bias")}
     return {
@@ -303,7 +303,7 @@ def _may_slide(architecture: Architecture) -> bool:
 
 
 def _window(values: Values, architecture: Architecture, num_layers: int) -> dict[str, Any]:
-    """Return the window's settings by ModelConfig's names; empty for a model without sliding layers."""
+    """Return the window settings by ModelConfig's names; empty for a model without sliding layers."""
     if values.get("sliding_window") in (None, 0):
         return {}
     fields: dict[str, Any] = {"sliding_window": values.integer("sliding_window")}
@@ -316,7 +316,7 @@ def _window(values: Values, architecture: Architecture, num_layers: int) -> dict
 
 
 def _sliding_layers(values: Values, architecture: Architecture, num_layers: int) -> tuple[int, ...]:
-    """Return the sliding layers. The setting is a number as in config.json, or one boolean for each layer."""
+    """Return the sliding layers. The setting is a number as in config.json, or one boolean per layer."""
     flags = values.get("sliding_window_pattern")
     if not isinstance(flags, list):
         return pattern_layers(
@@ -333,8 +333,8 @@ def _sliding_layers(values: Values, architecture: Architecture, num_layers: int)
 def gguf_latent(values: Values, header: GgufHeader, architecture: Architecture) -> LatentParts | None:
     """Return the properties of latent attention; None for an architecture without it.
 
-    Newer files state the cached vector as key and value, and the heads' sizes beside it. Errors: ModelFileError,
-    UnsupportedModelError.
+    Newer files state the size of the cached vector as key and value, and the heads' sizes separately. Errors:
+    ModelFileError, UnsupportedModelError.
     """
     if not architecture.latent:
         return None
@@ -356,9 +356,9 @@ def gguf_latent(values: Values, header: GgufHeader, architecture: Architecture) 
 
 
 def scale_of(values: Values, latent: LatentParts | None) -> dict[str, Any]:
-    """Return the scale of scores, as ModelConfig has it; empty without latent attention.
+    """Return the scale of scores in ModelConfig's form; empty without latent attention.
 
-    The file has a tenth of DeepSeek's mscale_all_dim.
+    The file stores a tenth of DeepSeek's mscale_all_dim.
     """
     if latent is None:
         return {}
@@ -369,7 +369,7 @@ def scale_of(values: Values, latent: LatentParts | None) -> dict[str, Any]:
     return {"query_pre_attn_scalar": scalar_of(latent, multiplier)}
 
 
-# The rotary scaling of a GGUF file: from its metadata, or from a tensor of one divisor for each frequency.
+# The rotary scaling in a GGUF file: from its metadata, or from a tensor with one divisor per frequency.
 
 
 _DIVISORS = "rope_freqs.weight"
@@ -379,7 +379,7 @@ _SHORT, _LONG = "rope_factors_short.weight", "rope_factors_long.weight"
 def gguf_rope_scaling(
     values: Values, header: GgufHeader, path: Path, architecture: Architecture, max_positions: int, width: int
 ) -> RopeScaling | None:
-    """Return the scaling; None without one. width: numbers of a head that are rotated. max_positions: tokens.
+    """Return the scaling, or None. width: number of rotated numbers per head. max_positions: in tokens.
 
     Errors: ModelFileError naming the key or tensor; UnsupportedModelError.
     """
@@ -389,7 +389,7 @@ def gguf_rope_scaling(
         values.refuse("attention_factor", "only 1.0 is")
     if _DIVISORS in header.tensors:
         if values.get("rope_type") not in (None, "none"):
-            values.refuse("rope_type", f"beside the tensor {_DIVISORS} only 'none' is")
+            values.refuse("rope_type", f"with the tensor {_DIVISORS} only 'none' is")
         return FrequencyDivisors(_divisors(values, header, path, _DIVISORS, width // 2))
     kind = values.values.get(values.key("rope_type"), "linear")  # llama.cpp's default
     if kind not in ("none", "linear", "yarn"):
@@ -402,7 +402,7 @@ def gguf_rope_scaling(
         return YarnScaling(
             factor=factor,
             original_max_position_embeddings=values.number(_LENGTH, 1, 2**24, max_positions),
-            # Ministral 3's mscale and mscale_all_dim are equal, and so are DeepSeek's: llama.cpp computes no other.
+            # Ministral 3's mscale and mscale_all_dim are equal, and so are DeepSeek's. llama.cpp supports no others.
             attention_factor=1.0 if has_equal_scales else yarn_attention_factor(factor),
             beta_fast=values.number("beta_fast", 1e-6, 1e6, 32.0),
             beta_slow=values.number("beta_slow", 1e-6, 1e6, 1.0),
@@ -416,7 +416,7 @@ _LENGTH = "original_max_position_embeddings"
 
 def _longrope(values: Values, header: GgufHeader, path: Path, max_positions: int, expected: int) -> LongropeScaling:
     if values.get("rope_type") not in (None, "none", "longrope"):
-        values.refuse("rope_type", f"beside the tensor {_LONG} only 'none' and 'longrope' are")
+        values.refuse("rope_type", f"with the tensor {_LONG} only 'none' and 'longrope' are")
     for name in (_SHORT, _LONG):
         if name not in header.tensors:
             values.fail(name, "is missing")
@@ -431,7 +431,7 @@ def _longrope(values: Values, header: GgufHeader, path: Path, max_positions: int
 def _divisors(values: Values, header: GgufHeader, path: Path, name: str, expected: int) -> tuple[float, ...]:
     """Read a tensor of frequency divisors.
 
-    It belongs to the configuration, and has only a few numbers. Errors: ModelFileError, UnsupportedModelError.
+    It is part of the configuration, and small. Errors: ModelFileError, UnsupportedModelError.
     """
     tensor = header.tensors[name]
     if tensor.type != "F32" or tensor.shape != (expected,):

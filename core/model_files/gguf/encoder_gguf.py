@@ -1,4 +1,4 @@
-"""ModelConfig of an encoder from its GGUF file, as llama.cpp's converter writes it."""
+"""ModelConfig of an encoder from its GGUF file, as written by llama.cpp's converter."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from core.models.architectures.encoder_architectures import GGUF_ENCODERS
 from core.models.config import ModelConfig
 from ipc.files.gguf import GgufHeader
 
-#: Setting -> its key, without the architecture's name in front.
+#: Setting -> its key, without the architecture's prefix.
 _KEYS = {
     "hidden_size": "embedding_length",
     "intermediate_size": "feed_forward_length",
@@ -24,9 +24,9 @@ _DTYPES = {"F16": "float16", "BF16": "bfloat16"}
 
 
 def gguf_encoder_config(path: Path, header: GgufHeader, name: str) -> ModelConfig:
-    """Return the configuration of an encoder. name: its architecture in the file, of GGUF_ENCODERS.
+    """Return the configuration of an encoder. name: its architecture in the file, one of GGUF_ENCODERS.
 
-    Its tables say how many words, positions and kinds of tokens there are. Errors: ModelFileError,
+    The shapes of its tables give the numbers of words, positions and kinds of tokens. Errors: ModelFileError,
     UnsupportedModelError.
     """
     row = GGUF_ENCODERS[name]
@@ -38,7 +38,7 @@ def gguf_encoder_config(path: Path, header: GgufHeader, name: str) -> ModelConfi
         settings["max_position_embeddings"] = values.integer("max_position_embeddings")
         settings["rope_theta"] = values.number("rope_theta", 1.0, 1e12, row.defaults["rope_theta"])
     eps = values.number("layer_norm_eps", 0.0, 1.0, row.defaults["layer_norm_eps"])
-    settings["layer_norm_eps"] = float(f"{eps:.7g}")  # the file's float32 is next to the model's 1e-12
+    settings["layer_norm_eps"] = float(f"{eps:.7g}")  # the file's float32 is the nearest one to the model's 1e-12
     for key, our_stem in (
         ("vocab_size", "embeddings.words"),
         ("max_position_embeddings", "embeddings.positions"),

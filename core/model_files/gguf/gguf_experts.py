@@ -12,9 +12,10 @@ _FUNCTIONS = {SOFTMAX: "softmax", SIGMOID: "sigmoid", SOFTMAX_OF_CHOSEN: "softma
 
 
 def gguf_experts(values: Values, header: GgufHeader, architecture: Architecture, num_layers: int) -> ExpertParts | None:
-    """Return the routed MLPs' properties; None for an architecture without them.
+    """Return the routed MLPs' properties, or None for an architecture without them.
 
-    Older files say by the architecture alone whether weights sum to 1. Errors: ModelFileError, UnsupportedModelError.
+    In older files only the architecture determines whether weights sum to 1. Errors: ModelFileError,
+    UnsupportedModelError.
     """
     row = architecture.experts
     if row is None:
@@ -33,7 +34,8 @@ def gguf_experts(values: Values, header: GgufHeader, architecture: Architecture,
         shared = parts.intermediate_size * values.integer("n_shared_experts")
     if shared and row.shared_size_key is None and row.shared_count_key is None:
         values.refuse("n_shared_experts", f"a {architecture.name} has none; only 0 is")
-    scaling = values.number("routed_scaling_factor", 0.0, 1e6, 1.0) or 1.0  # 0: a converter's way of leaving it out
+    # some converters write 0 instead of omitting it
+    scaling = values.number("routed_scaling_factor", 0.0, 1e6, 1.0) or 1.0
     if scaling != 1.0 and not row.scales:
         values.refuse("routed_scaling_factor", "only 1.0 is")
     return msgspec.structs.replace(

@@ -1,4 +1,4 @@
-"""The vision encoder in a GGUF file of its own (ipc/files/projector.py): its sizes, and the names of its tensors."""
+"""The vision encoder in a separate GGUF file (ipc/files/projector.py): its sizes, and the names of its tensors."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -26,7 +26,7 @@ _KEYS = {
     "image_mean": "image_mean",
     "image_std": "image_std",
 }
-#: Patches of Gemma 3 that become one in each direction, where its file does not say it; llama.cpp has the same number.
+#: Patches of Gemma 3 per token in each direction, if its file does not state it; llama.cpp has the same number.
 _GEMMA3_FACTOR = 4
 _NAMES = {
     "patches": "v.patch_embd",
@@ -46,7 +46,7 @@ _CONNECTORS = {"shuffle": "mm.model.fc", "mean and norm": "mm.input_projection"}
 
 
 def read_gguf_vision(path: Path) -> VisionParts:
-    """Return the vision encoder of a file that projector_of() has found. Errors: ModelFileError."""
+    """Return the vision encoder in a file found by projector_of(). Errors: ModelFileError."""
     metadata = read_gguf(path).metadata
     row = GGUF_VISION[projector_kind(metadata)]
     values = Values(metadata, str(path), {key: f"clip.vision.{rest}" for key, rest in _KEYS.items()})
@@ -78,7 +78,7 @@ def open_gguf_vision(path: Path, parts: VisionParts, hidden_size: int, dtype: Dt
     """Return an iterator over (name, weight) of vision_shapes(). Errors: ModelFileError, UnsupportedModelError."""
     shapes, tensors = vision_shapes(parts, hidden_size), read_gguf(path).tensors
     up = tensors.get("v.blk.0.ffn_up.weight")
-    is_swapped = up is not None and up.shape != shapes["layers.0.up.weight"]  # the first converters' names
+    is_swapped = up is not None and up.shape != shapes["layers.0.up.weight"]  # names used by the first converters
     names = {name: _file_name(name, parts, is_swapped=is_swapped) for name in shapes}
     return _plain_norms(load_tensors(path, names, shapes, None, dtype))
 

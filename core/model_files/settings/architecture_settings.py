@@ -1,4 +1,4 @@
-"""Settings of config.json that only some architectures have: multipliers, soft caps, layers without rotary embedding.
+"""Settings in config.json of only some architectures: multipliers, soft caps, layers without rotary embedding.
 
 Each function returns fields of ModelConfig. Errors of all: ModelFileError naming the key; UnsupportedModelError.
 """
@@ -10,8 +10,8 @@ from core.model_files.settings.values import Values
 from core.models.architectures.by_name import Architecture
 from core.models.config import Activation, Residual
 
-_MOST = 1e6  # of a multiplier
-#: transformers' names of activations: of MLPs with a gate, and of others.
+_MOST = 1e6  # largest multiplier
+#: transformers' names of activations: for MLPs with a gate, and for others.
 _GATES: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_pytorch_tanh"}
 _ACTIVATIONS: dict[str, Activation] = {
     "gelu": "gelu",
@@ -23,7 +23,7 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 def multipliers(values: Values, architecture: Architecture, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Return the factors of embeddings, residuals, scores and logits. sizes: of model_sizes()."""
+    """Return the factors of embeddings, residuals, scores and logits. sizes: from model_sizes()."""
     if architecture.multipliers == "none":
         return {}
 
@@ -47,7 +47,7 @@ def multipliers(values: Values, architecture: Architecture, sizes: dict[str, Any
 
 
 def residuals(values: Values, architecture: Architecture) -> Residual:
-    """Return what the MLPs read."""
+    """Return the input of the MLPs."""
     key = architecture.residual_key
     return architecture.residual if key is None or values.boolean(key) else "in turn"
 
@@ -63,7 +63,7 @@ def activation(values: Values, architecture: Architecture) -> Activation:
 
 
 def caps(values: Values, architecture: Architecture) -> dict[str, Any]:
-    """Return the soft caps of scores and logits, which are refused where the architecture has none."""
+    """Return the soft caps of scores and logits. They are refused if the architecture has none."""
     fields = {"attn_logit_softcapping": "scores_cap", "final_logit_softcapping": "logits_cap"}
     for name in fields:
         if values.get(name) is not None and not architecture.soft_caps:
@@ -72,9 +72,10 @@ def caps(values: Values, architecture: Architecture) -> dict[str, Any]:
 
 
 def rotary_dim(values: Values, group: Values, architecture: Architecture, head_dim: int) -> int:
-    """Return how many numbers of a head are rotated. group: of rotary settings, in the settings `values`."""
+    """Return how many numbers of a head are rotated. group: the rotary settings within the settings `values`."""
     place = next((one for one in (group, values) if one.get("partial_rotary_factor") is not None), None)
-    if place is None and architecture.partial_rotary and values.get("rotary_dim") is not None:  # MiniMax's setting
+    # MiniMax's name for the setting
+    if place is None and architecture.partial_rotary and values.get("rotary_dim") is not None:
         return _even_width(values, "rotary_dim", values.integer("rotary_dim"), head_dim)
     if place is None:
         return head_dim

@@ -1,6 +1,6 @@
-"""ModelConfig from a Hugging Face folder: config.json and generation_config.json, as transformers 4 and 5 write them.
+"""ModelConfig from a Hugging Face folder: config.json and generation_config.json, as in transformers 4 and 5.
 
-Settings that would change the arithmetic and are not implemented are refused by name.
+Unimplemented settings that would change the arithmetic are refused by name.
 """
 
 import json
@@ -36,7 +36,7 @@ from ipc.files.projector import PROCESSOR_FILE
 
 _NAMES = ", ".join(ARCHITECTURES)
 
-#: Settings of related architectures that are not implemented -> their value without effect.
+#: Settings of related architectures that are not implemented -> the value without effect.
 _WITHOUT_EFFECT: dict[str, Any] = {
     "mlp_bias": False,
     "use_bias": False,
@@ -46,8 +46,8 @@ _WITHOUT_EFFECT: dict[str, Any] = {
 def read_json_config(folder: Path) -> ModelConfig:
     """Return the configuration of a model from its folder.
 
-    Errors: ModelFileError naming the key for a missing or invalid value; UnsupportedModelError naming what this version
-    cannot run.
+    Errors: ModelFileError naming the key for a missing or invalid value; UnsupportedModelError naming an unsupported
+    feature.
     """
     values = Values(read_json_object(folder / "config.json"), str(folder / "config.json"))
     _refuse_own_settings(values)
@@ -104,7 +104,7 @@ def decoder_config(folder: Path, values: Values, architecture: Architecture, for
 
 
 def _vision_config(folder: Path, values: Values, row: VisionArchitecture) -> ModelConfig:
-    """Return the configuration of a model with images: its text's model, with the vision encoder beside it."""
+    """Return the configuration of a model with images: its text model's, with the vision encoder added."""
     file, text = folder / PROCESSOR_FILE, text_values(values, row)
     processor = Values(read_json_object(file) if file.is_file() else {}, str(file))
     config = decoder_config(folder, text, *_architecture(text))
@@ -124,7 +124,7 @@ def _encoder_config(folder: Path, values: Values, row: EncoderArchitecture, form
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds. Errors: ModelFileError."""
+    """Return the object in a JSON file. Errors: ModelFileError."""
     try:
         value = json.loads(read_small_file(path).decode())
     except (ValueError, RecursionError) as error:
@@ -135,7 +135,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _architecture(values: Values) -> tuple[Architecture, Form]:
-    """Return the architecture that the config names, and what the checkpoint has on top of its layers.
+    """Return the architecture named by the config, and what follows the checkpoint's layers.
 
     A config saved from a bare LlamaConfig has a model_type but no architectures. transformers chooses its code by
     model_type; for some models that is Llama's code, and it saves them as a LlamaForCausalLM.
@@ -154,7 +154,7 @@ def _architecture(values: Values) -> tuple[Architecture, Form]:
 
 
 def _num_labels(values: Values) -> int:
-    """Return the number of labels of a classifier: those of id2label, else num_labels, else transformers' two."""
+    """Return a classifier's number of labels: from id2label, else num_labels, else transformers' default of 2."""
     labels, count = values.get("id2label"), values.get("num_labels")
     if isinstance(labels, dict) and labels:
         return len(labels)
@@ -164,7 +164,7 @@ def _num_labels(values: Values) -> int:
 
 
 def _refuse_own_settings(values: Values) -> None:
-    """Refuse settings that single layers have (transformers 5.23 and newer), in any group of the file."""
+    """Refuse settings for single layers (transformers 5.23 and newer) in any group of the file."""
     groups = [
         Values(group, values.source, prefix=f"{name}.") for name, group in values.values.items() if type(group) is dict
     ]
@@ -174,8 +174,9 @@ def _refuse_own_settings(values: Values) -> None:
 
 
 def _with_defaults(settings: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
-    """Return the settings with the architecture's own for those that are missing. Rotary settings are one of these,
-    under either of their names.
+    """Return the settings, with the architecture's defaults for missing ones.
+
+    Rotary settings count as one setting, under either of their names.
     """
     rotary = {name: None for name in ("rope_parameters",) if settings.get("rope_scaling") is not None}
     given = {name: value for name, value in settings.items() if name != "rope_parameters" or value is not None}
@@ -201,7 +202,7 @@ def _is_bidirectional(values: Values) -> bool:
 
 
 def _sees_all(values: Values, architecture: Architecture, form: Form) -> bool:
-    """Return whether tokens see the whole prompt; only a checkpoint that pools may say so."""
+    """Return whether tokens see the whole prompt. Only a pooling checkpoint may set it."""
     if not _is_bidirectional(values):
         return False
     if not architecture.may_see_all or form == "causal":
@@ -217,7 +218,7 @@ def _dtype(values: Values) -> str:
 
 
 def _features(values: Values, architecture: Architecture, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Return the layer features by ModelConfig's names, without rotation and window."""
+    """Return the layer features by ModelConfig's names, except for rotation and window."""
     configured = values.boolean(architecture.attention_bias_key) and architecture.attention_bias == "as configured"
     scalar = None
     if architecture.query_pre_attn_scalar:
@@ -255,8 +256,8 @@ def _features(values: Values, architecture: Architecture, sizes: dict[str, Any])
 def _rope(values: Values, architecture: Architecture, sizes: dict[str, Any]) -> dict[str, Any]:
     """Return the rotary settings by ModelConfig's names.
 
-    transformers 5 writes rope_parameters with theta and scaling; where layers differ it has one such group for each
-    kind of layer. Earlier versions write theta, the sliding layers' theta and rope_scaling as separate keys.
+    transformers 5 writes rope_parameters with theta and scaling; if layers differ, one such group per kind of layer.
+    Earlier versions write theta, the sliding layers' theta and rope_scaling as separate keys.
     """
     own = architecture.sliding_rope_theta  # of sliding layers
     parameters = values.group("rope_parameters")
@@ -279,7 +280,7 @@ def _rope(values: Values, architecture: Architecture, sizes: dict[str, Any]) -> 
 def _flat(values: Values, parameters: Values | None) -> Values:
     """Return the rotary settings of all layers as one group: rope_parameters, or else rope_scaling.
 
-    theta may be outside the group; it is copied into it.
+    theta may be outside the group; then it is copied into it.
     """
     scaling = values.group("rope_scaling")
     if parameters is not None and scaling is not None and parameters.values != scaling.values:
@@ -296,7 +297,7 @@ def _rope_group(
 ) -> dict[str, Any]:
     """Return theta, the scaling and the number of rotated dimensions of a group. theta: the default.
 
-    An original length outside the group has precedence, as in transformers.
+    An original length outside the group takes precedence, as in transformers.
     """
     if (original := values.get("original_max_position_embeddings")) is not None:
         group.values = {**group.values, "original_max_position_embeddings": original}
@@ -316,9 +317,9 @@ def _rope_group(
 
 
 def _ntk_factor(group: Values, architecture: Architecture, width: int) -> float:
-    """Return the factor of theta that a fixed alpha means. width: numbers of a head that are rotated.
+    """Return the factor of theta for a fixed alpha. width: number of rotated numbers per head.
 
-    With other scalings than the "dynamic" one transformers does not read it.
+    With other scalings than "dynamic", transformers does not read it.
     """
     if group.get("alpha") is None:
         return 1.0
@@ -333,7 +334,7 @@ def _ntk_factor(group: Values, architecture: Architecture, width: int) -> float:
 
 
 def _window(values: Values, architecture: Architecture, num_layers: int) -> dict[str, Any]:
-    """Return the window's settings by ModelConfig's names; empty for a model without sliding layers."""
+    """Return the window settings by ModelConfig's names; empty for a model without sliding layers."""
     match architecture.sliding:
         case "none":
             layers: tuple[int, ...] = ()
@@ -362,12 +363,12 @@ def _window(values: Values, architecture: Architecture, num_layers: int) -> dict
             layers = _named_layers(values, num_layers, all_layers)
     if not layers:
         return {}
-    window = values.integer("sliding_window")  # of a token that sees both sides: half of it on each, and itself
+    window = values.integer("sliding_window")  # the token itself, and half of the window on each side
     return {"sliding_window": window // 2 + 1 if _is_bidirectional(values) else window, "sliding_layers": layers}
 
 
 def _named_layers(values: Values, num_layers: int, default: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the sliding layers that layer_types names; the default if there is no such list."""
+    """Return the sliding layers that layer_types names, or the default if there is no such list."""
     names = values.get("layer_types")
     if names is None:
         return default
@@ -383,7 +384,7 @@ def pattern_layers(pattern: int, num_layers: int) -> tuple[int, ...]:
     return tuple(layer for layer in range(num_layers) if (layer + 1) % pattern)
 
 
-# The quantization of a safetensors folder, read from its config.json: which tensors a matrix is stored as.
+# The quantization of a safetensors folder, from its config.json: which tensors a matrix is stored as.
 
 
 #: Formats of compressed-tensors in which a weight is a code and a scale.
@@ -393,9 +394,9 @@ _FORMATS = ("dense", "pack-quantized", "int-quantized", "float-quantized", "naiv
 def read_packing(values: Values) -> Packing:
     """Return how a model's matrices are packed; "none" without a quantization_config.
 
-    Only what changes the numbers of the weights counts. Scales of activations and of the KV cache are left aside: the
-    engine computes with activations and caches as they are. Errors: ModelFileError for a value of the wrong type;
-    UnsupportedModelError naming the setting that cannot be read.
+    Only settings that change the weights' numbers count. Scales of activations and of the KV cache are ignored, because
+    the engine does not quantize these. Errors: ModelFileError for a value of the wrong type; UnsupportedModelError
+    naming an unsupported setting.
     """
     config = values.group("quantization_config")
     if config is None:
@@ -417,13 +418,13 @@ def read_packing(values: Values) -> Packing:
 
 
 def _gptq(config: Values) -> Packing:
-    """GPTQ stores each zero less one, unless checkpoint_format says gptq_v2 (GPTQModel)."""
+    """GPTQ stores each zero minus one, unless checkpoint_format is gptq_v2 (GPTQModel)."""
     _one_of(config, "is_marlin_format", None, False)
     return "gptq_v2" if _one_of(config, "checkpoint_format", None, "gptq", "gptq_v2") == "gptq_v2" else "gptq"
 
 
 def _auto_round(config: Values) -> Packing:
-    """AutoRound packs as GPTQ or AWQ do; without either name it is GPTQ with zeros as they are."""
+    """AutoRound packs like GPTQ or AWQ. Without either name it is GPTQ with unchanged zeros."""
     _one_of(config, "data_type", None, "int")
     rows: dict[Any, Packing] = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
     return rows.get(_one_of(config, "packing_format", None, "auto_round", "auto_round:gptqmodel", *rows), "gptq_v2")

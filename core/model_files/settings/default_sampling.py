@@ -1,7 +1,7 @@
-"""Default sampling: the parameters that a model's own files recommend, for requests without parameters.
+"""Default sampling: the parameters recommended by a model's own files, for requests without parameters.
 
 A folder has them in generation_config.json, a GGUF file in the keys general.sampling.*. Clients receive them in the
-message Welcome, so all clients of an engine have the same defaults, whichever files they can read.
+message Welcome, so all clients of an engine have the same defaults, no matter which files they can read.
 """
 
 import os
@@ -18,13 +18,13 @@ from ipc.params.sampling_params import NUMBERS, SamplingParams
 
 _FILE = "generation_config.json"
 _KEYS = {name: one.parameter.gguf for name, one in NUMBERS.items() if one.parameter.gguf}
-#: Keys of generation_config.json -> parameters: those that vLLM uses, and those of GGUF files.
+#: Keys of generation_config.json -> parameters: those that vLLM uses, and those in GGUF files.
 _JSON_KEYS = {**{name: name for name in _KEYS}, "max_new_tokens": "max_tokens"}
 _GGUF_KEYS = {f"general.sampling.{key}": name for name, key in _KEYS.items()}
 
 
 def read_default_sampling(config: EngineConfig) -> dict[str, float | int]:
-    """Return the parameters that the option generation_config selects, by their names in SamplingParams.
+    """Return the parameters selected by the option generation_config, by their names in SamplingParams.
 
     Errors: ModelFileError for a file with invalid sampling parameters; ConfigError for a folder without the file.
     """

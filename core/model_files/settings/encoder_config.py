@@ -1,4 +1,4 @@
-"""ModelConfig of an encoder from its folder: config.json, and sentence-transformers' limit of the length."""
+"""ModelConfig of an encoder from its folder: config.json, and sentence-transformers' length limit."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +13,13 @@ from core.models.architectures.encoder_architectures import (
 )
 from core.models.config import EncoderActivation, EncoderParts, ModelConfig
 
-_NO_LIMIT = 2**24  # tokens: a tokenizer's model_max_length above this is none
+_NO_LIMIT = 2**24  # tokens: a tokenizer's model_max_length above this means no limit
 #: transformers' names of activations -> ours.
 _ACTIVATIONS: dict[str, EncoderActivation] = {name: name for name in get_args(EncoderActivation)}
 _ACTIVATIONS |= {"gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
-#: Of MLPs with a gate beside BERT's other parts.
+#: Activations of MLPs with a gate in models that otherwise have BERT's parts.
 _GATES: dict[str, EncoderActivation] = {"silu": "silu", "swiglu": "silu", "gelu": "gelu", "geglu": "gelu"}
-#: Settings that are not implemented -> their value without effect.
+#: Settings that are not implemented -> the value without effect.
 _WITHOUT_EFFECT: dict[str, Any] = {
     "is_decoder": False,
     "add_cross_attention": False,
@@ -32,7 +32,7 @@ _WITHOUT_EFFECT: dict[str, Any] = {
 
 
 def encoder_of(values: Values) -> tuple[EncoderArchitecture, EncoderForm] | None:
-    """Return the encoder that a config.json names, and what the checkpoint has on top; None: it names none."""
+    """Return the encoder named by a config.json and what follows the checkpoint's layers; None: it names no encoder."""
     names = values.get("architectures")
     if isinstance(names, list) and len(names) == 1 and str(names[0]) in ENCODER_FORMS:
         return ENCODER_FORMS[str(names[0])]
@@ -52,8 +52,8 @@ def read_encoder_config(
 ) -> ModelConfig:
     """Return the configuration of an encoder.
 
-    settings: of config.json, with the file's name `source`. num_labels: of a classifier. most_tokens: the longest
-    prompt that the files allow; None = as many as there are positions. Errors: ModelFileError, UnsupportedModelError.
+    settings: from config.json, with the file's name `source`. num_labels: for a classifier. most_tokens: the longest
+    prompt that the files allow; None = the number of positions. Errors: ModelFileError, UnsupportedModelError.
     """
     eps_key = "norm_eps" if row.is_modern else "layer_norm_eps"
     own = {row.settings[name]: value for name, value in settings.items() if name in row.settings}
@@ -123,7 +123,7 @@ def _rotary_parts(values: Values) -> EncoderParts:
 
 
 def _one_theta(values: Values) -> float:
-    """Return theta of all layers: of rope_parameters, as transformers 5 writes it, or of the setting."""
+    """Return theta for all layers, from rope_parameters, as transformers 5 writes it, or from the setting."""
     group = values.group("rope_parameters")
     if group is not None and group.get("rope_type") not in (None, "default"):
         group.refuse("rope_type", "'default' is")
@@ -163,7 +163,7 @@ def _modern_attention(values: Values, num_layers: int) -> dict[str, Any]:
         sliding = tuple(layer for layer, name in enumerate(names) if name == "sliding_attention")
     theta = _theta(values, "full_attention", "global_rope_theta", 160_000.0)
     own = _theta(values, "sliding_attention", "local_rope_theta", 10_000.0)
-    window = values.integer("local_attention") // 2 + 1  # a token sees half of it on each side, and itself
+    window = values.integer("local_attention") // 2 + 1  # the token itself, and half of the window on each side
     return {
         "rope_theta": theta,
         **({"sliding_window": window, "sliding_layers": sliding, "sliding_rope_theta": own} if sliding else {}),
@@ -171,7 +171,7 @@ def _modern_attention(values: Values, num_layers: int) -> dict[str, Any]:
 
 
 def _theta(values: Values, kind: str, older: str, default: float) -> float:
-    """Return theta of one kind of layer. older: its name in config.json before transformers 5."""
+    """Return theta for one kind of layer. older: the setting's name in config.json before transformers 5."""
     group = values.group("rope_parameters")
     own = None if group is None else group.group(kind)
     if own is None:
@@ -182,10 +182,10 @@ def _theta(values: Values, kind: str, older: str, default: float) -> float:
 
 
 def most_tokens_of(folder: Path, read: Callable[[Path], dict[str, Any]]) -> int | None:
-    """Return the longest prompt that sentence-transformers takes with the files of a folder; None: they say nothing.
+    """Return the longest prompt that sentence-transformers accepts with the folder's files; None: they do not say.
 
-    It is max_seq_length in sentence_bert_config.json, or a file of another model's name. Version 6 does not write it:
-    then it is the tokenizer's model_max_length, which is 1e30 where there is none. read: reads a JSON object.
+    It is max_seq_length in sentence_bert_config.json, or in a file named for another model. Version 6 does not write
+    it; then it is the tokenizer's model_max_length, where 1e30 means no limit. read: reads a JSON object.
     Errors: ModelFileError.
     """
     for file in sorted(folder.glob("sentence_*_config.json")):

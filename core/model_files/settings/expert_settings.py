@@ -10,15 +10,15 @@ from core.models.architectures.architecture import ExpertRow
 from core.models.architectures.by_name import Architecture
 from core.models.config import ExpertParts
 
-#: Names of the number of experts in config.json, and of the number that each token has.
+#: Names in config.json of the number of experts, and of the number of experts per token.
 _COUNTS = ("num_experts", "n_routed_experts", "moe_num_experts", "num_local_experts")
 _CHOSEN = ("num_experts_per_tok", "moe_k")
-#: Settings of shared experts, which are refused where the architecture has none.
+#: Settings of shared experts, refused if the architecture has none.
 _SHARED = ("shared_expert_intermediate_size", "shared_intermediate_size", "n_shared_experts", "moe_num_shared_experts")
 
 
 def experts(values: Values, architecture: Architecture) -> ExpertParts | None:
-    """Return the properties of the routed MLPs; None for a model without them."""
+    """Return the properties of the routed MLPs, or None for a model without them."""
     row = architecture.experts
     count = next((name for name in _COUNTS if values.get(name) is not None), _COUNTS[0])
     if row is None or values.get(count) == 0:
@@ -47,7 +47,7 @@ def experts(values: Values, architecture: Architecture) -> ExpertParts | None:
 
 
 def _as_number(values: Values, name: str) -> None:
-    """Replace a list of one number for each layer by the number."""
+    """Replace a list with one number per layer by the number."""
     listed = values.get(name)
     if isinstance(listed, list) and listed:
         if any(one != listed[0] for one in listed):
@@ -58,7 +58,7 @@ def _as_number(values: Values, name: str) -> None:
 def expert_parts(
     values: Values, count: str, size: str, chosen: str = "num_experts_per_tok", *, normalises: bool
 ) -> ExpertParts:
-    """Return the properties of routed MLPs from the settings with these names, in all layers."""
+    """Return the properties of routed MLPs from the settings with these names, for all layers."""
     number, num_chosen = values.integer(count), values.integer(chosen)
     if num_chosen > number:
         values.fail(chosen, f"must be at most {values.key(count)}={number}, got {num_chosen}")
@@ -68,7 +68,7 @@ def expert_parts(
 
 
 def shared_size(values: Values, row: ExpertRow, size: int) -> int:
-    """Return the size of the expert that all tokens have; 0 = there is none. size: of the others."""
+    """Return the size of the shared expert; 0 = there is none. size: of the others."""
     if row.shared_size_key is not None:
         return values.integer(row.shared_size_key) if values.get(row.shared_size_key) not in (None, 0) else 0
     if row.shared_count_key is None or values.get(row.shared_count_key) in (None, 0):
@@ -86,7 +86,7 @@ def _groups(values: Values, row: ExpertRow, parts: ExpertParts) -> dict[str, int
 
 
 def expert_groups(values: Values, best_of_group: int, parts: ExpertParts) -> dict[str, int]:
-    """Return the groups of experts, from the settings n_group and topk_group, checked; empty without groups."""
+    """Return the groups of experts from the settings n_group and topk_group, checked; empty without groups."""
     groups, chosen = (values.integer(name, 1) for name in ("n_group", "topk_group"))
     if groups == 1:
         return {}
@@ -104,8 +104,8 @@ def expert_groups(values: Values, best_of_group: int, parts: ExpertParts) -> dic
 def _dense_layers(values: Values, num_layers: int) -> tuple[int, ...]:
     """Return the layers without a router.
 
-    Those of mlp_layer_types; or those of mlp_only_layers, the first_k_dense_replace or num_dense_layers first ones, all
-    but every decoder_sparse_step-th one, and those that Ernie's settings leave out.
+    These are the layers in mlp_layer_types; or those in mlp_only_layers, the first first_k_dense_replace or
+    num_dense_layers ones, all but every decoder_sparse_step-th one, and those that Ernie's settings exclude.
     """
     kinds = values.get("mlp_layer_types")
     if kinds is not None:

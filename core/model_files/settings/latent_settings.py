@@ -1,4 +1,4 @@
-"""The settings of latent attention in config.json, as LatentParts, and what follows from them.
+"""The settings of latent attention in config.json, as LatentParts, and values derived from them.
 
 Errors of all functions: ModelFileError naming the key; UnsupportedModelError.
 """
@@ -10,11 +10,11 @@ from core.model_files.settings.values import Values
 from core.models.architectures.by_name import Architecture
 from core.models.config import LatentParts
 
-_STEP = 32  # the kernels take latent vectors of whole steps
+_STEP = 32  # the kernels take latent vectors in whole steps
 
 
 def latent_parts(values: Values, architecture: Architecture) -> LatentParts | None:
-    """Return the properties of latent attention; None for an architecture without it."""
+    """Return the properties of latent attention, or None for an architecture without it."""
     if not architecture.latent:
         return None
     value_dim = None
@@ -33,7 +33,7 @@ def latent_parts(values: Values, architecture: Architecture) -> LatentParts | No
 
 
 def checked_latent(values: Values, latent: LatentParts) -> LatentParts:
-    """Return the parts. Errors: UnsupportedModelError, ModelFileError for sizes that the kernels do not have."""
+    """Return the parts. Errors: UnsupportedModelError, ModelFileError for sizes that the kernels do not support."""
     if latent.latent_dim % _STEP:
         values.refuse("kv_lora_rank", f"multiples of {_STEP} are")
     for name, size in (("qk_rope_head_dim", latent.rotated_dim), ("qk_nope_head_dim", latent.plain_dim)):
@@ -48,7 +48,7 @@ def as_one_head(latent: LatentParts) -> dict[str, int]:
 
 
 def latent_features(values: Values, latent: LatentParts) -> dict[str, Any]:
-    """Return the scale of scores, as ModelConfig has it: DeepSeek's YaRN multiplies scores by a square."""
+    """Return the scale of scores in ModelConfig's form: DeepSeek's YaRN multiplies scores by a square."""
     group = values.group("rope_parameters") or values.group("rope_scaling") or Values({}, values.source)
     kind = group.get("rope_type") or group.get("type") or "default"
     mscale = group.number("mscale_all_dim", 0.0, 1e6, 0.0)
@@ -59,5 +59,5 @@ def latent_features(values: Values, latent: LatentParts) -> dict[str, Any]:
 
 
 def scalar_of(latent: LatentParts, multiplier: float) -> float:
-    """Return query_pre_attn_scalar of scores that the square of a multiplier scales."""
+    """Return query_pre_attn_scalar for scores that are scaled by the square of a multiplier."""
     return (latent.plain_dim + latent.rotated_dim) / multiplier**4

@@ -14,14 +14,14 @@ from core.models.config import RecurrentParts
 from kernels.recurrence import MAX_TAPS
 
 _RECURRENT_NAMES = ("conv", "linear_attention", "mamba")
-#: In the values of a GGUF file: the recurrent layers, which spread_heads() finds.
+#: In a GGUF file's values: the recurrent layers, found by spread_heads().
 _LAYERS = "recurrent layers"
 
 
 def recurrent_parts(values: Values, architecture: Architecture, sizes: dict[str, Any]) -> RecurrentParts | None:
-    """Return the properties of the layers with a recurrent state by config.json; None for a model without any.
+    """Return the properties of the layers with a recurrent state from config.json; None for a model without any.
 
-    sizes: of model_sizes().
+    sizes: from model_sizes().
     """
     if architecture.recurrent is None:
         return None
@@ -45,7 +45,7 @@ def recurrent_parts(values: Values, architecture: Architecture, sizes: dict[str,
 
 
 def gguf_recurrent_parts(values: Values, architecture: Architecture, sizes: dict[str, Any]) -> RecurrentParts | None:
-    """Return the same by a GGUF file's keys, after spread_heads()."""
+    """Return the same from a GGUF file's keys, after spread_heads()."""
     layers: tuple[int, ...] = values.values.get(_LAYERS, ())
     if architecture.recurrent is None or not layers:
         return None
@@ -66,9 +66,9 @@ def gguf_recurrent_parts(values: Values, architecture: Architecture, sizes: dict
 
 
 def spread_heads(values: Values, architecture: Architecture) -> None:
-    """Replace the list of each layer's KV heads by their number in layers with attention, and keep which have none.
+    """Replace the list of KV heads per layer by their number in layers with attention, and record which have none.
 
-    Files of gated delta nets have one number, and say that every so many-th layer has attention.
+    Files of gated delta nets have one number, and state that every n-th layer has attention.
     """
     heads = values.get("num_key_value_heads")
     if architecture.recurrent == "gated delta" and not isinstance(heads, list):
@@ -85,7 +85,7 @@ def spread_heads(values: Values, architecture: Architecture) -> None:
 
 
 def adjusted_sizes(values: Values, architecture: Architecture) -> None:
-    """Give settings that an architecture names otherwise our names, and its MLP its real size."""
+    """Rename settings that an architecture names differently, and set the real size of its MLP."""
     names = architecture.settings
     values.values = {**values.values, **{names[key]: value for key, value in values.values.items() if key in names}}
     if not architecture.adjusts_size or not values.boolean("block_auto_adjust_ff_dim", True):
@@ -98,7 +98,7 @@ def adjusted_sizes(values: Values, architecture: Architecture) -> None:
 
 
 def _named_layers(values: Values, num_layers: int) -> tuple[int, ...]:
-    """Return the recurrent layers: by layer_types, by full_attn_idxs, or all but every so many-th one."""
+    """Return the recurrent layers: from layer_types, from full_attn_idxs, or all but every n-th one."""
     names = values.get("layer_types") or values.get("layers_block_type")
     attending = values.get("full_attn_idxs")
     if names is None and isinstance(attending, list):
@@ -135,7 +135,7 @@ def _state_space(values: Values, layers: tuple[int, ...], hidden: int) -> Recurr
 
 
 def _steps(values: Values) -> tuple[float, float]:
-    """Return the least and the most step of a state space; transformers 5 writes infinity as an object."""
+    """Return a state space's smallest and largest step. transformers 5 writes infinity as an object."""
     limits = values.get("time_step_limit") or (0.0, math.inf)
     numbers = [math.inf if one == {"__float__": "Infinity"} else one for one in limits]
     if len(numbers) != 2 or any(type(one) not in (int, float) for one in numbers):
@@ -146,7 +146,10 @@ def _steps(values: Values) -> tuple[float, float]:
 def _with_heads(
     values: Values, kind: Any, layers: tuple[int, ...], taps: str, widths: tuple[int, int, int, int]
 ) -> RecurrentParts:
-    """Return layers of this kind. taps: their setting. widths: heads of values, of keys; widths of keys, of values."""
+    """Return layers of this kind.
+
+    taps: their setting. widths: number of value heads and key heads, and widths of keys and values.
+    """
     heads, groups, key_dim, value_dim = widths
     if heads % groups:
         values.fail("linear_num_key_heads", f"must divide the {heads} heads of values, got {groups}")

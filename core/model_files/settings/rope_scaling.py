@@ -1,7 +1,8 @@
-"""Rotary scalings from config.json: the ways in which models extend their rotary embedding to longer contexts.
+"""Rotary scalings from config.json: how models extend their rotary embedding to longer contexts.
 
-"dynamic" depends on the length of a request, but scales nothing up to max_position_embeddings, where max_model_len
-ends. "longrope" depends on it too, and its choice can be fixed: see LongropeScaling. Other types are refused by name.
+"dynamic" depends on the length of a request, but scales nothing up to max_position_embeddings, the upper limit of
+max_model_len. "longrope" also depends on it, and its choice can be fixed: see LongropeScaling. Other types are refused
+by name.
 """
 
 import math
@@ -10,13 +11,13 @@ from core.model_files.settings.values import Values
 from core.models.layers.rope_scaling import LinearScaling, Llama3Scaling, LongropeScaling, RopeScaling, YarnScaling
 
 _MAX_FACTOR = 1e6
-_MAX_LENGTH = 2**24  # tokens; the limit of max_position_embeddings, too
+_MAX_LENGTH = 2**24  # tokens; also the limit of max_position_embeddings
 
 
 def read_rope_scaling(
     group: Values, max_position_embeddings: int, num_divisors: int | None = None
 ) -> RopeScaling | None:
-    """Return the scaling that config.json's rope_scaling or rope_parameters describes; None if it is the default type.
+    """Return the scaling in config.json's rope_scaling or rope_parameters, or None for the default type.
 
     max_position_embeddings: tokens; the default of the original length. num_divisors: of longrope; None = the
     architecture has no such scaling. Errors: UnsupportedModelError naming the type; ModelFileError naming a missing or
@@ -36,14 +37,14 @@ def read_rope_scaling(
 
 
 def longrope_attention_factor(factor: float, original_length: float) -> float:
-    """Return the attention factor that LongRoPE recommends for a context extended by `factor`."""
+    """Return the attention factor recommended by LongRoPE for a context extended by `factor`."""
     if factor <= 1 or original_length <= 1:
         return 1.0
     return math.sqrt(1 + math.log(factor) / math.log(original_length))
 
 
 def yarn_attention_factor(factor: float, mscale: float = 1.0) -> float:
-    """Return the attention factor that the YaRN paper recommends for a context extended by `factor`."""
+    """Return the attention factor recommended by the YaRN paper for a context extended by `factor`."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

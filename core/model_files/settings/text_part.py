@@ -1,4 +1,4 @@
-"""The text's model of checkpoints whose images do not run here: its settings and its tensors."""
+"""The text model of checkpoints whose images are not supported: its settings and its tensors."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ from core.model_files.settings.values import Values
 from core.model_files.tensors.stored_tensor import StoredTensor
 from core.models.architectures.by_name import ARCHITECTURES
 
-#: Name in config.json's architectures -> those that the text's model may have.
+#: Name in config.json's architectures -> those that the text model may have.
 TEXT_PARTS: dict[str, tuple[str, ...]] = {
     "Qwen3_5ForConditionalGeneration": ("Qwen3_5ForCausalLM",),
     "Qwen3_5MoeForConditionalGeneration": ("Qwen3_5MoeForCausalLM",),
@@ -17,13 +17,13 @@ TEXT_PARTS: dict[str, tuple[str, ...]] = {
     "Mistral3ForConditionalGeneration": ("Ministral3ForCausalLM", "MistralForCausalLM"),
     "InternVLForConditionalGeneration": ("Qwen2ForCausalLM", "Qwen3ForCausalLM"),
 }
-#: The first configs of these have the text's settings beside the others, not in text_config.
+#: The first configs of these have the text settings among the others, not in text_config.
 _FLAT = ("Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration")
-#: Settings of the whole model that its text's model has, unless text_config has its own.
+#: Settings of the whole model that its text model uses, unless text_config has its own.
 SHARED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "quantization_config")
-#: Default values of the text's settings where they are others than the text's model's by itself.
+#: Defaults of text settings that differ from those of the text model by itself.
 _DEFAULTS = {"Qwen3VLMoeForConditionalGeneration": {"norm_topk_prob": True}}
-#: Beginnings of names in safetensors -> in the text's model.
+#: Name prefixes in safetensors -> those in the text model.
 _TEXT = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
 _IMAGES = tuple(
     f"{stem}{part}." for stem in ("", "model.") for part in ("visual", "vision_tower", "multi_modal_projector")
@@ -31,9 +31,9 @@ _IMAGES = tuple(
 
 
 def text_part(values: Values) -> Values | None:
-    """Return the settings of the text's model; None for a config.json that names no such checkpoint.
+    """Return the settings of the text model, or None for a config.json that names no such checkpoint.
 
-    Errors: ModelFileError if they are missing; UnsupportedModelError for another text's model.
+    Errors: ModelFileError if they are missing; UnsupportedModelError for an unsupported text model.
     """
     names = values.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or str(names[0]) not in TEXT_PARTS:
@@ -42,9 +42,9 @@ def text_part(values: Values) -> Values | None:
     if text is None and str(names[0]) in _FLAT:
         text = values
     if text is None:
-        values.fail("text_config", "is missing; expected the settings of the text's model")
+        values.fail("text_config", "is missing; expected the settings of the text model")
     own = {name: values.get(name) for name in SHARED if text.get(name) is None and values.get(name) is not None}
-    if values.get("tie_word_embeddings") is not None:  # the head is the whole model's
+    if values.get("tie_word_embeddings") is not None:  # the head belongs to the whole model
         own["tie_word_embeddings"] = values.get("tie_word_embeddings")
     text.values = {
         **_DEFAULTS.get(str(names[0]), {}),
@@ -67,7 +67,7 @@ def _text_model(text: Values, names: tuple[str, ...]) -> str:
 
 
 def _with_one_position(text: Values) -> None:
-    """Name the rotation of text alone: a token of it has one position, where those of images have three."""
+    """Use the rotation for text alone: a text token has one position, whereas an image token has three."""
     for group in ("rope_scaling", "rope_parameters"):
         rope = text.get(group)
         if isinstance(rope, dict):
@@ -75,7 +75,7 @@ def _with_one_position(text: Values) -> None:
 
 
 def without_images(found: Mapping[str, StoredTensor], architecture: str) -> dict[str, StoredTensor]:
-    """Return the tensors of the text's model under its names, without those of images."""
+    """Return the tensors of the text model under its names, without those for images."""
     if not any(architecture in names for names in TEXT_PARTS.values()):
         return dict(found)
     kept: dict[str, StoredTensor] = {}

@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 from ipc.errors import ModelFileError, UnsupportedModelError
 
-#: Lowest and highest accepted values. The upper limits keep every product of two within 64 bits.
+#: Lowest and highest accepted values. With the upper limits, any product of two fits in 64 bits.
 _RANGES: dict[str, tuple[int, int]] = {
     "vocab_size": (1, 2**24),
     "hidden_size": (1, 2**20),
@@ -81,8 +81,8 @@ class Values:
     ) -> None:
         """Wrap the settings in `values`.
 
-        source: name of the file, for errors. keys: the file's key for each name that it spells differently. prefix: put
-        before every key in errors.
+        source: name of the file, for errors. keys: the file's key for each name that it spells differently. prefix:
+        added to every key in errors.
         """
         self.values = values
         self.source = source
@@ -94,11 +94,11 @@ class Values:
         return self._keys.get(name, name)
 
     def get(self, name: str) -> Any:
-        """Return the unchecked value; None if it is missing."""
+        """Return the unchecked value, or None if it is missing."""
         return self.values.get(self.key(name))
 
     def fail(self, name: str, what: str) -> NoReturn:
-        """Raise ModelFileError for this key. what: the end of its text."""
+        """Raise ModelFileError for this key. what: the rest of the error text."""
         raise ModelFileError(f"{self.source}: {self._prefix}{self.key(name)} {what}")
 
     def refuse(self, name: str, supported: str) -> NoReturn:
@@ -107,7 +107,7 @@ class Values:
         raise UnsupportedModelError(f"{self.source}: {key}={self.get(name)!r:.100} is not supported; {supported}")
 
     def group(self, name: str) -> "Values | None":
-        """Return the object under a name; None if there is none. Errors name its settings as name.setting.
+        """Return the object under a name, or None if there is none. Errors name its settings as name.setting.
 
         Errors: ModelFileError if it is not an object.
         """
@@ -119,7 +119,10 @@ class Values:
         return Values(value, self.source, prefix=f"{self._prefix}{self.key(name)}.")
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """Return an integer in the name's range. Errors: ModelFileError; also if it is missing and default is None."""
+        """Return an integer in the name's range.
+
+        Errors: ModelFileError; also if it is missing and there is no default.
+        """
         low, high = _RANGES[name]
         value = self.get(name)
         if value is None:
@@ -131,7 +134,7 @@ class Values:
         return value
 
     def number(self, name: str, low: float, high: float, default: float | None = None) -> float:
-        """Return a number from low to high, both included; a NaN is refused. Errors: ModelFileError."""
+        """Return a number from low to high, both included; NaN is refused. Errors: ModelFileError."""
         value = self.get(name)
         if value is None:
             value = default
@@ -142,14 +145,14 @@ class Values:
         return float(value)
 
     def boolean(self, name: str, default: bool = False) -> bool:
-        """Return a boolean; the default if it is missing. Errors: ModelFileError."""
+        """Return a boolean, or the default if it is missing. Errors: ModelFileError."""
         value = self.get(name)
         if value is not None and type(value) is not bool:
             self.fail(name, f"must be true or false, got {value!r:.80}")
         return default if value is None else bool(value)
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
-        """Return the token ids of a setting that is missing, one id or a list of ids. Errors: ModelFileError."""
+        """Return the token ids of a setting that may be missing, one id, or a list of ids. Errors: ModelFileError."""
         value = self.get(name)
         ids = [] if value is None else value if isinstance(value, list) else [value]
         for token in ids:

@@ -1,4 +1,4 @@
-"""The vision side of a model's config.json: which models have one, and its sizes."""
+"""The vision settings in a model's config.json: which models have a vision encoder, and its sizes."""
 
 import math
 from typing import Any, get_args
@@ -9,9 +9,9 @@ from core.models.architectures.vision_architectures import VISION_ARCHITECTURES,
 from core.models.vision_parts import VisionActivation, VisionParts
 from ipc.wire.messages import MAX_CLIENT_MESSAGE_BYTES
 
-_MAX_IMAGE_BYTES = MAX_CLIENT_MESSAGE_BYTES - 4096  # a client puts each into a message
-#: Default values in transformers' config classes of settings that vision_config and text_config may lack, by the join
-#: and by model_type.
+_MAX_IMAGE_BYTES = MAX_CLIENT_MESSAGE_BYTES - 4096  # a client sends each image in one message
+#: Defaults from transformers' config classes for settings that vision_config and text_config may lack, by the join and
+#: by model_type.
 _VISION_DEFAULTS: dict[str, dict[str, Any]] = {
     "shuffle": {"hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32},
     "mean and norm": {"hidden_size": 768, "num_attention_heads": 12, "patch_size": 16},
@@ -36,16 +36,16 @@ _TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def vision_architecture(values: Values) -> VisionArchitecture | None:
-    """Return the architecture of a model with images that a config.json names; None for any other."""
+    """Return the architecture with images that a config.json names, or None."""
     names = values.get("architectures")
     return VISION_ARCHITECTURES.get(str(names[0])) if isinstance(names, list) and len(names) == 1 else None
 
 
 def text_values(values: Values, row: VisionArchitecture) -> Values:
-    """Return the settings of the text's model. Errors: ModelFileError, UnsupportedModelError."""
+    """Return the settings of the text model. Errors: ModelFileError, UnsupportedModelError."""
     text = values.group("text_config")
     if text is None:
-        values.fail("text_config", "is missing; expected the settings of the text's model")
+        values.fail("text_config", "is missing; expected the settings of the text model")
     if text.get("model_type") not in (None, row.text_type):
         text.refuse("model_type", f"{row.text_type!r} is")
     own: dict[str, Any] = {"architectures": [row.text_architecture]}
@@ -61,7 +61,7 @@ def text_values(values: Values, row: VisionArchitecture) -> Values:
 
 
 def read_vision(values: Values, processor: Values, row: VisionArchitecture) -> VisionParts:
-    """Return the vision encoder that a config.json describes. processor: of PROCESSOR_FILE, empty without one.
+    """Return the vision encoder described by a config.json. processor: from PROCESSOR_FILE, empty if there is none.
 
     Errors: ModelFileError, UnsupportedModelError.
     """
@@ -81,7 +81,7 @@ def read_vision(values: Values, processor: Values, row: VisionArchitecture) -> V
     if image % patch or (image // patch) % factor:
         vision.fail("image_size", f"must be a multiple of patch_size * scale_factor = {patch * factor}, got {image}")
     if 3 * image**2 > _MAX_IMAGE_BYTES:
-        vision.fail("image_size", f"images of {image} x {image} pixels do not fit a message")
+        vision.fail("image_size", f"images of {image} x {image} pixels do not fit in a message")
     return VisionParts(
         **sizes,
         num_attention_heads=heads,

@@ -12,16 +12,16 @@ from ipc.tables.arrays import Ints
 
 _Parts = dict[str, tuple[FilePart, ...]]
 
-#: What names of a model with images have in place of "model.", now and in earlier versions of transformers.
+#: What replaces "model." in the names of a model with images, in current and earlier versions of transformers.
 _TEXT_STEMS = ("model.language_model.", "language_model.model.", "model.text_model.")
 _QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def peft_layers(config: ModelConfig) -> dict[str, FileMatrix]:
-    """Return the layers of PEFT's files, which have transformers' order and names.
+    """Return the layers in PEFT's files, which have transformers' order and names.
 
-    Those are a checkpoint's; but for a model that transformers runs by Llama's code (EXAONE 3), they are Llama's, which
-    are ours. Models with images have those of their text's model, after another beginning.
+    These are a checkpoint's names, except for a model that transformers runs with Llama's code (EXAONE 3): its names
+    are Llama's, like ours. Models with images have the names of their text model, with another prefix.
     """
     row = ARCHITECTURES[config.architecture]
     attention = _attention(config, row.interleaves_heads, is_fused=row.fused_qkv, by_kv_heads=row.qkv_by_kv_heads)
@@ -32,18 +32,18 @@ def peft_layers(config: ModelConfig) -> dict[str, FileMatrix]:
 
 
 def gguf_layers(config: ModelConfig) -> dict[str, FileMatrix]:
-    """Return the layers of GGUF files."""
+    """Return the layers in GGUF files."""
     row = ARCHITECTURES[config.architecture]
     interleaves = row.interleaves_heads or row.gguf_interleaves_heads
-    # llama.cpp's converter takes Q, K and V apart where it interleaves rows.
+    # llama.cpp's converter splits Q, K and V if it interleaves rows.
     attention = _attention(config, interleaves, is_fused=row.fused_qkv and not row.gguf_interleaves_heads)
     return _of_all_layers(attention | _mlp(config, is_fused=row.fused_gate_up), config, gguf_name)
 
 
 def _attention(config: ModelConfig, interleaves: bool, *, is_fused: bool, by_kv_heads: bool = False) -> _Parts:
-    """Return the parts of the layers of one layer's attention. interleaves: see head_order().
+    """Return the parts of the layers for one layer's attention. interleaves: see head_order().
 
-    by_kv_heads: a fused layer has each KV head's queries, its K and its V together.
+    by_kv_heads: a fused layer has each KV head's queries, K and V together.
     """
     size, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
     order = head_order(size, config.rotary_dim or size, interleaves=interleaves)
@@ -80,7 +80,7 @@ def _mlp(config: ModelConfig, *, is_fused: bool) -> _Parts:
 def _of_all_layers(
     parts: Mapping[str, tuple[FilePart, ...]], config: ModelConfig, file_name: Callable[[str, ModelConfig], str]
 ) -> dict[str, FileMatrix]:
-    """Return the layers by file_name(our name of a weight). parts: of those of one layer, by our name."""
+    """Return the layers by file_name(our name of a weight). parts: for those of one layer, by our name."""
     found: dict[str, FileMatrix] = {}
     for index in range(config.num_hidden_layers):
         prefix = f"model.layers.{index}."

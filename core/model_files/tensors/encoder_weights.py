@@ -1,4 +1,4 @@
-"""The weights of encoders: their names and shapes, and how the names stand in files."""
+"""The weights of encoders: their names and shapes, and their names in files."""
 
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from core.models.encoder import head_shapes
 
 _Stored = TypeVar("_Stored")
 
-#: Tensors that a checkpoint may have and an encoder does not use: numbers of positions, and heads for other tasks.
+#: Tensors that a checkpoint may have but an encoder does not use: position numbers, and heads for other tasks.
 _UNUSED = re.compile(r"embeddings\.(position|token_type)_ids|(pooler|cls|lm_head|head|decoder)\..*")
 
 
@@ -45,9 +45,9 @@ def encoder_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def with_our_names(found: Mapping[str, _Stored], config: ModelConfig) -> dict[str, _Stored]:
-    """Return a checkpoint's tensors under our names, without those that are not used; unknown ones keep their names.
+    """Return a checkpoint's tensors under our names, without unused ones. Unknown ones keep their names.
 
-    Checkpoints with something on top of their layers put a prefix before the layers' names. The oldest ones call a
+    If a checkpoint has something after its layers, the layers' names have a prefix. The oldest checkpoints call a
     norm's weight and bias gamma and beta.
     """
     row, _ = ENCODER_FORMS[config.architecture]
@@ -65,7 +65,7 @@ def with_our_names(found: Mapping[str, _Stored], config: ModelConfig) -> dict[st
 
 
 def encoder_gguf_name(name: str, config: ModelConfig) -> str:
-    """Return the name in GGUF files of one of encoder_shapes()."""
+    """Return the name in GGUF files for one of encoder_shapes()."""
     row, _ = ENCODER_FORMS[config.architecture]
     stem, _, kind = name.rpartition(".")
     layer = stem.split(".")[1] if stem.startswith("layers.") else ""
@@ -74,7 +74,7 @@ def encoder_gguf_name(name: str, config: ModelConfig) -> str:
 
 
 def _file_names(row: EncoderArchitecture, config: ModelConfig) -> dict[str, str]:
-    """Return the file's stem of each weight's name by ours."""
+    """Return the file's name stem for each weight, by our name."""
     names: dict[str, str] = dict(row.head_weights) if config.num_labels else {}
     for name, theirs in row.weights.items():
         layers = range(config.num_hidden_layers) if "{}" in name else range(1)

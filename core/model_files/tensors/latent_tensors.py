@@ -32,9 +32,9 @@ def latent_shapes(config: ModelConfig, latent: LatentParts) -> dict[str, tuple[i
 def latent_orders(
     config: ModelConfig, latent: LatentParts, interleaves: bool
 ) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Return, by name, in how many groups of rows which places in the file come one after the other.
+    """Return, by name, the number of row groups, and the order in which each group's rows are taken from the file.
 
-    Rotated numbers are the last ones of a query's head, and follow the latent vector. interleaves: see head_order().
+    Rotated numbers come last in a query head, and after the latent vector. interleaves: see head_order().
     """
     rotated = head_order(latent.rotated_dim, latent.rotated_dim, interleaves=interleaves)
     if rotated == tuple(range(latent.rotated_dim)):

@@ -1,8 +1,8 @@
-"""MXFP4 (Open Compute Project 2023, "OCP Microscaling Formats"): blocks of 32 four-bit floats with one power of two.
+"""MXFP4 (Open Compute Project 2023, "OCP Microscaling Formats"): blocks of 32 four-bit floats and a power of two.
 
-A code's low three bits are 0, 0.5, 1, 1.5, 2, 3, 4 or 6, the fourth is the sign; the block's factor is 2^(byte - 127).
-Twice a code's number is an integer of five bits. So rows become Q5_0 of kernels/dequantize.py, which has the same
-weights, as long as half of each factor is a float16. Rows with other factors become float32.
+A code's low three bits mean 0, 0.5, 1, 1.5, 2, 3, 4 or 6, and the fourth is the sign; the block's factor is 2^(byte -
+127). Twice a code's value is a five-bit integer. So rows become Q5_0 of kernels/dequantize.py with the same weights, if
+half of each factor is a float16. Rows with other factors become float32.
 """
 
 import numpy as np
@@ -13,15 +13,15 @@ from kernels.cpu.library import CpuLibrary
 
 MXFP4 = "MXFP4"
 _BLOCK = 32  # weights
-_BLOCK_BYTES = 17  # in GGUF files: the exponent, 16 bytes of codes
-_BIAS = 128  # of the exponents of halved factors
-_LOWEST, _HIGHEST = 104, 143  # exponents of 2^-24 and 2^15, the ends of float16
-_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # code -> twice its number
+_BLOCK_BYTES = 17  # in GGUF files: the exponent, then 16 bytes of codes
+_BIAS = 128  # of exponents of halved factors
+_LOWEST, _HIGHEST = 104, 143  # exponents of 2^-24 and 2^15, the limits of float16
+_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # code -> twice its value
 _FIVE_BITS = (_DOUBLED + 16).astype(np.uint8)
 
 
 def _of_bytes(of_code: UInt8s) -> UInt8s:
-    """Return uint8 [256]: for a byte of two codes, the byte of what belongs to each, which has four bits."""
+    """Return uint8 [256]: maps a byte of two codes to the byte of their four-bit counterparts."""
     both = np.arange(256)
     pairs: UInt8s = of_code[both & 15] | of_code[both >> 4] << np.uint8(4)
     return pairs
@@ -31,7 +31,7 @@ _NIBBLES = _of_bytes(_FIVE_BITS & np.uint8(15))
 
 
 def mxfp4_rows(rows: UInt8s, library: CpuLibrary | None) -> StoredMatrix:
-    """Return the matrix of rows uint8 [rows, bytes] as GGUF files have them. library: dequantizes the result."""
+    """Return the matrix for rows uint8 [rows, bytes] in GGUF's format. library: for dequantizing the result."""
     blocks = rows.reshape(len(rows), -1, _BLOCK_BYTES)
     return mxfp4_matrix(blocks[:, :, 0], blocks[:, :, 1:], library)
 
@@ -46,7 +46,7 @@ def in_gguf_order(codes: UInt8s) -> UInt8s:
 def mxfp4_matrix(exponents: UInt8s, codes: UInt8s, library: CpuLibrary | None = None) -> StoredMatrix:
     """Return the matrix of exponents [rows, blocks] and codes [rows, blocks, 16], which hold weights i and i + 16.
 
-    Its parts are Q5_0 or F32. Both are uint8; rows are at least one.
+    Its parts are Q5_0 or F32. Both inputs are uint8, with at least one row.
     """
     is_zero: Bools = (codes & np.uint8(0x77)).max(-1) == 0
     fits: Bools = ((exponents >= _LOWEST) & (exponents <= _HIGHEST) | is_zero).min(1)

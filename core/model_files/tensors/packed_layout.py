@@ -25,7 +25,7 @@ from ipc.tables.rounding import ceil_div
 
 Shape = tuple[int, ...]
 
-#: Kind of tensor -> its dtypes in safetensors files. A kind is the last part of a tensor's name.
+#: Kind of tensor -> its dtypes in safetensors files. The kind is the last part of a tensor's name.
 _DTYPES = {
     "qweight": ("I32",),
     "qzeros": ("I32",),
@@ -40,7 +40,7 @@ _DTYPES = {
     "blocks": ("U8",),
     "exponents": ("U8",),
 }
-#: The kinds that a matrix can be stored as, by packing; those after "" may be missing.
+#: The kinds of tensors that a matrix is stored as, by packing. Those after "" are optional.
 _KINDS: dict[Packing, tuple[tuple[str, ...], ...]] = {
     "none": (),
     "gptq": (("qweight", "scales", "qzeros", "", "g_idx"),),
@@ -53,14 +53,14 @@ _KINDS: dict[Packing, tuple[tuple[str, ...], ...]] = {
     "mxfp4": (("blocks", "exponents"),),
     "fp8": (("weight", "weight_scale_inv"), ("weight", "weight_scale")),
 }
-#: Kinds that do not change a weight: scales of activations and of the cache, and the shape that the config says too.
+#: Kinds that do not change a weight: scales of activations and of the cache, and the shape, which the config also has.
 UNUSED_KINDS = ("input_scale", "input_zero_point", "output_scale", "k_scale", "v_scale", "q_scale", "weight_shape")
 BLOCK_ROWS = (32, 64, 128, 256)  # rows and columns of a block with one scale
 _WORD_BITS = 32
 
 
 def kinds_of(names: Mapping[str, Any], stem: str, packing: Packing) -> tuple[str, ...]:
-    """Return the kinds of tensors that the matrix `stem` is stored as, among the tensors `names`; () if it is plain."""
+    """Return the kinds of tensors among `names` that the matrix `stem` is stored as; () if it is not packed."""
     for wanted in _KINDS[packing]:
         needed = wanted[: wanted.index("")] if "" in wanted else wanted
         if all(f"{stem}.{kind}" in names for kind in needed):
@@ -69,7 +69,7 @@ def kinds_of(names: Mapping[str, Any], stem: str, packing: Packing) -> tuple[str
 
 
 def fault_of(tensors: Mapping[str, tuple[str, Shape]], shape: Shape, packing: Packing) -> str:
-    """Return what is wrong with the tensors of a matrix of this shape, by their kinds and shapes; "" if nothing is.
+    """Return what is wrong with the tensors of a matrix with this shape, or "".
 
     tensors: kind -> (dtype, shape).
     """
@@ -125,7 +125,7 @@ def _scale_shapes(found: Mapping[str, Shape], shape: Shape) -> tuple[Shape, ...]
 
 
 def _group_counts(columns: int) -> tuple[int, ...]:
-    """Return the numbers of groups that columns can be cut into, all of one length."""
+    """Return the numbers of equally long groups that columns can be split into."""
     return tuple(count for count in range(1, columns + 1) if columns % count == 0)
 
 
@@ -137,10 +137,10 @@ def _num_groups(found: Mapping[str, Shape]) -> int:
 
 
 def _words(count: int, bits: int) -> int:
-    """Return the words that hold so many codes."""
+    """Return the number of words that hold `count` codes."""
     return ceil_div(count * bits, _WORD_BITS)
 
 
 def bits_of(words: int, count: int) -> int:
-    """Return the bits of a code, from the words that hold so many codes."""
+    """Return the bits per code, from the number of words that hold `count` codes."""
     return words * _WORD_BITS // count

@@ -1,4 +1,4 @@
-"""Packed matrices of quantized safetensors folders: codes and scales in several tensors, made into one matrix.
+"""Packed matrices in quantized safetensors folders: turns codes and scales in several tensors into one matrix.
 
 A weight is scale * (code - zero). core/model_files/tensors/packed_layout.py lists the tensors.
 """
@@ -17,7 +17,7 @@ from ipc.tables.arrays import Floats, UInt8s
 from ipc.tables.rounding import ceil_div, round_up
 from kernels.elements import BFLOAT16, FLOAT16, FLOAT32, Dtype, rounded, to_floats
 
-#: dtype in safetensors files -> that of the array; the bits of F8_E4M3 are uint8, and those of BF16 uint16.
+#: dtype in safetensors files -> dtype of the array. F8_E4M3's bits are read as uint8, BF16's as uint16.
 ELEMENT_DTYPES: dict[str, Dtype] = {
     "I32": np.dtype(np.int32),
     "I8": np.dtype(np.int8),
@@ -27,12 +27,12 @@ ELEMENT_DTYPES: dict[str, Dtype] = {
     "BF16": BFLOAT16,
     "F32": FLOAT32,
 }
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each four bits of a word, from its low end
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each four bits of a word, starting at its low end
 _WORD_BITS = 32
-_BLOCK = 32  # weights of a block of kernels.dequantize
-#: Codes that the block types hold -> the type. Their weights are scale * code, with codes from low to high.
+_BLOCK = 32  # weights per block in kernels.dequantize
+#: Codes that the block types can hold -> the type. Their weights are scale * code, with codes from low to high.
 _BLOCK_TYPES = (("Q4_0", -8, 7), ("Q5_0", -16, 15), ("Q8_0", -128, 127))
-_CHUNK = 1 << 20  # weights that are converted at once
+_CHUNK = 1 << 20  # weights converted at a time
 
 
 class Codes(NamedTuple):
@@ -46,8 +46,8 @@ class Codes(NamedTuple):
 def unpack(tensors: Mapping[str, NDArray[Any]], shape: Shape, packing: Packing, dtype: Dtype) -> StoredMatrix:
     """Return the matrix [out, in] as blocks of kernels.dequantize if they hold the same weights, else dense in dtype.
 
-    tensors: kind -> contents; fault_of() found nothing wrong with them. They are blocks if all weights of a block have
-    one scale, which is a float16, and if the codes less their zeros have at most 8 bits. Dense weights are computed in
+    tensors: kind -> contents, already checked by fault_of(). Blocks are possible if all weights of a block share one
+    scale, which is a float16, and if the codes minus their zeros have at most 8 bits. Dense weights are computed in
     float32 and rounded once. Errors: ValueError for groups that do not exist.
     """
     if packing == "mxfp4":
@@ -74,8 +74,8 @@ def _read_gptq(tensors: Mapping[str, NDArray[Any]], shape: Shape, packing: Packi
 def _gptq_zeros(words: NDArray[Any], bits: int, rows: int, *, is_less_one: bool) -> UInt8s:
     """Return the zeros uint8 [groups, rows].
 
-    Those that are stored less one have been made by subtracting one from each code of a word at once, with borrows; the
-    sum of words undoes that. Codes of 3 bits and the like, which go beyond words, are added one by one.
+    Zeros that are stored minus one were made by subtracting one from each code of a word at once, with borrows; the sum
+    of words undoes that. For codes that cross words, for example of 3 bits, one is added to each.
     """
     if is_less_one and _WORD_BITS % bits == 0:
         ones = np.uint32(sum(1 << place for place in range(0, _WORD_BITS, bits)))
@@ -95,7 +95,7 @@ def _read_awq(tensors: Mapping[str, NDArray[Any]], shape: Shape, packing: Packin
 
 
 def _in_order(codes: UInt8s) -> UInt8s:
-    """Return codes uint8 [n, columns] with each eight of a word in the order of their columns."""
+    """Return codes uint8 [n, columns], with the eight codes of each word in column order."""
     words = codes.reshape(len(codes), -1, 8)
     return words[:, :, np.argsort(_AWQ_ORDER)].reshape(len(codes), -1)
 
@@ -125,7 +125,7 @@ def _read_scaled(tensors: Mapping[str, NDArray[Any]], shape: Shape, packing: Pac
 def _spread(scales: Floats, shape: Shape) -> tuple[Floats, NDArray[np.intp]]:
     """Return the scales as float32 [out, groups], and the group of each column.
 
-    They are one for all weights, one for each row, [out, groups], or one for each block of some rows and columns.
+    There may be one scale for all weights, one per row, [out, groups], or one for each block of some rows and columns.
     """
     rows, columns = shape
     if scales.ndim < 2 or scales.shape in ((1, 1), (rows, 1)):
@@ -137,7 +137,7 @@ def _spread(scales: Floats, shape: Shape) -> tuple[Floats, NDArray[np.intp]]:
 
 
 def _e4m3_values() -> Floats:
-    """Return float32 [256]: the number that each byte of F8_E4M3 stands for; 4 bits of exponent, 3 of fraction."""
+    """Return float32 [256]: the value of each byte of F8_E4M3 (4 bits of exponent, 3 of fraction)."""
     codes = np.arange(256)
     exponent, fraction = (codes >> 3) & 15, codes & 7
     sizes = np.where(exponent == 0, fraction * 2.0**-9, (8 + fraction) * 2.0 ** (exponent - 10.0))
@@ -149,19 +149,19 @@ _E4M3 = _e4m3_values()
 
 
 def _even_groups(columns: int, groups: int) -> NDArray[np.intp]:
-    """Return the group of each column, for groups of one length."""
+    """Return the group of each column for groups of equal length."""
     return np.arange(columns) // (columns // groups)
 
 
 def _checked_groups(group_of: NDArray[Any], groups: int) -> NDArray[np.intp]:
-    """Return g_idx as indices. Errors: ValueError for one that is no group."""
+    """Return g_idx as indices. Errors: ValueError for an index that is not a group."""
     if group_of.size and not (group_of.min() >= 0 and group_of.max() < groups):
         raise ValueError(f"g_idx has groups from {group_of.min()} to {group_of.max()}; there are {groups}")
     return group_of.astype(np.intp)
 
 
 def _codes(words: NDArray[Any], bits: int, count: int) -> UInt8s:
-    """Return the codes uint8 [n, count] of int32 words [n, words], which hold them without gaps from their low ends."""
+    """Return the codes uint8 [n, count] in int32 words [n, words], packed without gaps from their low ends."""
     octets = np.ascontiguousarray(words).view(np.uint8)
     if bits == 8:
         return octets[:, :count]
@@ -173,7 +173,7 @@ def _codes(words: NDArray[Any], bits: int, count: int) -> UInt8s:
 
 
 def _less_zeros(codes: UInt8s, zeros: UInt8s, group_of: NDArray[np.intp]) -> NDArray[np.int16]:
-    """Return int16 [out, in]: the codes less the zeros uint8 [out, groups] of their groups."""
+    """Return int16 [out, in]: the codes minus their groups' zeros uint8 [out, groups]."""
     return codes.astype(np.int16) - zeros.astype(np.int16)[:, group_of]
 
 
@@ -190,7 +190,7 @@ _READERS = {
 
 
 def _as_blocks(matrix: Codes) -> StoredPart | None:
-    """Return the matrix as blocks of 32 weights with one float16 scale each; None if they would be other weights."""
+    """Return the matrix as blocks of 32 weights with one float16 scale each; None if that would change weights."""
     codes, scales, group_of = matrix
     columns = codes.shape[1]
     if codes.dtype != np.int16 or columns % _BLOCK:
@@ -210,7 +210,7 @@ def _as_blocks(matrix: Codes) -> StoredPart | None:
 
 
 def _code_bytes(codes: NDArray[np.int16], name: str) -> list[UInt8s]:
-    """Return the bytes of blocks [out, blocks, 32] after their scale, as kernels/dequantize.py lists them."""
+    """Return the bytes of blocks [out, blocks, 32] after their scale, as specified in kernels/dequantize.py."""
     if name == "Q8_0":
         return [codes.astype(np.int8).view(np.uint8)]
     shifted = (codes + (8 if name == "Q4_0" else 16)).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""The tensors of layers with a recurrent state: their shapes, and those of files under names like other tensors'."""
+"""The tensors of layers with a recurrent state: their shapes, and those in files under other names."""
 
 import math
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ import msgspec
 from core.model_files.tensors.stored_tensor import StoredTensor
 from core.models.config import ModelConfig
 
-#: Ends of names in files -> the same with the kind of tensor after the last dot, as other tensors have it.
+#: Name endings in files -> the same with the kind of tensor after the last dot, as in other tensors' names.
 _ENDS = {".A_log": ".A_log.weight", ".D": ".D.weight", ".dt_bias": ".dt.bias", "ssm_a": "ssm_a.weight"}
 _ENDS |= {"ssm_d": "ssm_d.weight"}
 
 
 def recurrence_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every weight that a recurrent layer has in place of attention's, by name."""
+    """Return the shape of every weight that a recurrent layer has instead of attention's, by name."""
     own = config.recurrent
     assert own is not None, config
     sizes, hidden, heads = own.sizes, config.hidden_size, own.num_heads
@@ -38,9 +38,9 @@ def recurrence_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def input_order(name: str, config: ModelConfig) -> tuple[int, tuple[int, ...]] | None:
-    """Return the number of heads and the order of the rows of a matrix of a recurrent layer; None for other layers.
+    """Return (number of heads, order of the rows) for a matrix of a recurrent layer; None for other layers.
 
-    The rows of each part of the input are together, where the file has them group of heads by group.
+    We keep the rows of each part of the input together; the file has them head group by head group.
     """
     own = config.recurrent
     if own is None or ".mixer." not in name:
@@ -59,7 +59,7 @@ def input_order(name: str, config: ModelConfig) -> tuple[int, tuple[int, ...]] |
 
 
 def like_others(found: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
-    """Return a file's tensors with names that end in weight or bias, and without dimensions that say nothing."""
+    """Return a file's tensors, with names ending in weight or bias, and without meaningless dimensions of size 1."""
     if config.recurrent is None:
         return dict(found)
     tensors = {}
@@ -71,7 +71,7 @@ def like_others(found: Mapping[str, StoredTensor], config: ModelConfig) -> dict[
 
 
 def _shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape without the convolution's middle dimension, and of vectors as one dimension."""
+    """Return the shape without the convolution's middle dimension, and with one dimension for vectors."""
     if len(shape) == 3 and shape[1] == 1 and "conv" in name:  # [channels, 1, taps]
         return shape[0], shape[2]
     if name.endswith(("ssm_a.weight", "ssm_d.weight", "ssm_norm.weight")):  # [heads, 1], [groups, numbers]

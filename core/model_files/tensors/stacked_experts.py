@@ -1,4 +1,4 @@
-"""The weights of experts, or of heads, that files have as one tensor for all of them: cut into one for each."""
+"""Weights of experts or heads that files store as one tensor for all of them: split into one for each."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -9,16 +9,16 @@ import msgspec
 from core.model_files.tensors.stored_tensor import StoredTensor
 from core.models.config import ModelConfig
 
-#: gpt-oss's names: "", or what follows the name of a matrix -> the last part of our tensor's name.
+#: gpt-oss's names: what follows the name of a matrix -> the last part of our tensor's name.
 _ENDINGS = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "exponents"}
 _OF_ALL = re.compile(r"(.*\.mlp\.experts\.)(gate_up|down)_proj")
 _TURNED = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
 
 
 def unstacked(found: Mapping[str, StoredTensor], *, by_head: bool = False) -> dict[str, StoredTensor]:
-    """Return the tensors, with those of all experts cut: x.weight [experts, rows, depth] -> x.0.weight, x.bias too.
+    """Return the tensors, with those of all experts split: x.weight [experts, rows, depth] -> x.0.weight, x.bias too.
 
-    by_head: the norms of Q's and K's heads are cut, too: q_norm.weight [heads, head_dim] -> q_norm.0.weight.
+    by_head: also split the norms of Q's and K's heads: q_norm.weight [heads, head_dim] -> q_norm.0.weight.
     """
     tensors: dict[str, StoredTensor] = {}
     for name, stored in found.items():
@@ -32,10 +32,10 @@ def unstacked(found: Mapping[str, StoredTensor], *, by_head: bool = False) -> di
 
 
 def unturned(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors of gpt-oss's safetensors as matrices [out, in] of single experts, with names that end as ours.
+    """Return the tensors of gpt-oss's safetensors as matrices [out, in] of single experts, with our name endings.
 
-    The file has gate_up_proj [experts, in, out], or gate_up_proj_blocks and _scales [experts, out, ...], and so
-    down_proj. The outputs of gate and up take turns; the matrices have all rows of gate first.
+    The file has gate_up_proj [experts, in, out], or gate_up_proj_blocks and _scales [experts, out, ...], and likewise
+    down_proj. The outputs of gate and up alternate; the matrices have all rows of gate first.
     """
     tensors: dict[str, StoredTensor] = {}
     for name, stored in found.items():
@@ -54,10 +54,10 @@ def unturned(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def by_expert(found: Mapping[str, StoredTensor], config: ModelConfig) -> dict[str, StoredTensor]:
-    """Return the tensors, with experts.gate_up_proj and experts.down_proj cut into the matrices of single experts.
+    """Return the tensors, with experts.gate_up_proj and experts.down_proj split into single experts' matrices.
 
-    Files of some mixtures have these, as transformers computes with them, and names that end there: [experts, out, in],
-    or [experts, in, out] (Qwen3-VL). Rows of gate come first. Another shape is left as it is.
+    Files of some mixtures have these tensors in the form that transformers computes with, and names that end there:
+    [experts, out, in], or [experts, in, out] (Qwen3-VL). Rows of gate come first. Other shapes are left unchanged.
     """
     if config.experts is None:
         return dict(found)
@@ -81,13 +81,13 @@ def by_expert(found: Mapping[str, StoredTensor], config: ModelConfig) -> dict[st
 
 
 def _is_turned(found: Mapping[str, StoredTensor], stem: str, shapes: Mapping[str, tuple[int, int]]) -> bool:
-    """Return whether the matrices of a layer's experts have inputs as rows. One of the two may be square, not both."""
+    """Return whether the matrices of a layer's experts have inputs as rows. At most one of the two is square."""
     each = ((found.get(f"{stem}{part}_proj"), shape) for part, shape in shapes.items())
     return any(stored is not None and stored.shape[1:] != shape for stored, shape in each)
 
 
 def _rows_of(stored: StoredTensor, first: int, shape: tuple[int, int], whole: int, *, is_turned: bool) -> StoredTensor:
-    """Return some of the `whole` rows of a matrix, from `first` on."""
+    """Return some of the `whole` rows of a matrix, starting at `first`."""
     if is_turned:
         return msgspec.structs.replace(stored, shape=shape, is_turned=True, first_row=first, num_rows=whole)
     row_bytes = (stored.end - stored.begin) // whole
@@ -96,7 +96,7 @@ def _rows_of(stored: StoredTensor, first: int, shape: tuple[int, int], whole: in
 
 
 def _each(stored: StoredTensor) -> Iterator[StoredTensor]:
-    """Yield the tensor of each expert, all of the first dimension's parts."""
+    """Yield the tensor of each expert, one per index of the first dimension."""
     size = (stored.end - stored.begin) // max(stored.shape[0], 1)
     for number in range(stored.shape[0]):
         begin = stored.begin + number * size
@@ -105,5 +105,5 @@ def _each(stored: StoredTensor) -> Iterator[StoredTensor]:
 
 @cache
 def _halves(count: int) -> tuple[int, ...]:
-    """Return the order that puts the rows at even places before those at odd places."""
+    """Return the order that puts even rows before odd rows."""
     return (*range(0, count, 2), *range(1, count, 2))

@@ -14,13 +14,13 @@ class StoredTensor(msgspec.Struct, frozen=True):
     source_name: str  # the tensor's name in its file
     type: str
     shape: tuple[int, ...]
-    begin: int  # bytes from the start of the file
+    begin: int  # in bytes from the start of the file
     end: int
     heads: int = 0  # leading heads whose rows are reordered
-    order: tuple[int, ...] = ()  # of a head's rows: where each is in the file
-    is_turned: bool = False  # the file has the matrix's columns as rows; `shape` and `order` are the matrix's
-    first_row: int = 0  # of a turned matrix: its first row's place among
-    num_rows: int = 0  # so many in the file; 0 = it has no others
+    order: tuple[int, ...] = ()  # for each row of a head: its position in the file
+    is_turned: bool = False  # the file has the matrix transposed; `shape` and `order` describe the matrix
+    first_row: int = 0  # for a transposed matrix: index of its first row ...
+    num_rows: int = 0  # ... among this many in the file; 0 = the file has no others
 
 
 class PackedTensor(msgspec.Struct, frozen=True):

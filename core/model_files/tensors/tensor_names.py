@@ -1,4 +1,4 @@
-"""The names of tensors in safetensors and GGUF files, and the order of the rows of Q and K there."""
+"""The names of tensors in safetensors and GGUF files, and the order of the rows of Q and K in them."""
 
 import re
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from core.model_files.tensors.encoder_weights import encoder_gguf_name
 from core.models.architectures.by_name import ARCHITECTURES
 from core.models.config import ModelConfig
 
-#: Parts that are numbered: matrices of experts, those of heads of latent attention, and heads' own norms.
+#: Numbered parts: matrices of experts, those of heads in latent attention, and per-head norms.
 _NUMBERED = re.compile(r"(mlp\.experts|self_attn\.heads)\.(\d+)\.(\w+)")
 _GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -30,7 +30,7 @@ _GGUF_LAYER_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-#: Names of norms in models with post_norms; they replace those above.
+#: Names of norms in models with post_norms. They replace those above.
 _GGUF_POST_NORM_NAMES = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -39,11 +39,11 @@ _GGUF_POST_NORM_NAMES = {
 
 
 def head_order(head_dim: int, rotary_dim: int, *, interleaves: bool) -> tuple[int, ...]:
-    """Return, for each number of a head of Q and K as the kernels have it, its place in the file.
+    """Return, for each number of a head of Q and K in the kernels' order, its position in the file.
 
-    The kernels rotate number i with number i + head_dim / 2. In a file, those of rotary_dim leading numbers that are
-    rotated together are half of rotary_dim apart, or neighbours (interleaves). The others are not rotated, and become
-    pairs with an angle of 0.
+    The kernels rotate number i with number i + head_dim / 2. In a file, the rotary_dim leading numbers are rotated, and
+    the two numbers of a pair are half of rotary_dim apart, or adjacent (interleaves). The others are not rotated, and
+    become pairs with an angle of 0.
     """
     half = rotary_dim // 2
     rotated = range(rotary_dim)
@@ -54,9 +54,9 @@ def head_order(head_dim: int, rotary_dim: int, *, interleaves: bool) -> tuple[in
 
 
 def gates_last(order: tuple[int, ...], num_heads: int) -> tuple[int, ...]:
-    """Return the places in the file of all rows of queries, then of all rows of their gates.
+    """Return the positions in the file of all rows of queries, then of all rows of their gates.
 
-    The file has both of each head, one after the other. order: of a head's queries, see head_order().
+    In the file the queries and gates of each head follow each other. order: of a head's queries, see head_order().
     """
     size = len(order)
     queries = (2 * head * size + place for head in range(num_heads) for place in order)
@@ -65,7 +65,7 @@ def gates_last(order: tuple[int, ...], num_heads: int) -> tuple[int, ...]:
 
 
 def parts_in_turn(order: tuple[int, ...], num_heads: int, num_kv_heads: int) -> tuple[int, ...]:
-    """Return the places in the file of all rows of Q, then of K, then of V, which the file has KV head by KV head.
+    """Return the positions in the file of all rows of Q, then of K, then of V, which are stored KV head by KV head.
 
     order: of a head of Q or K, see head_order().
     """
@@ -78,7 +78,7 @@ def parts_in_turn(order: tuple[int, ...], num_heads: int, num_kv_heads: int) -> 
 
 
 def json_name(name: str, config: ModelConfig) -> str:
-    """Return the name in safetensors of one of our names."""
+    """Return the name in safetensors for one of our names."""
     if config.encoder is not None:
         return name
     stem, kind = name.rsplit(".", 1)  # kind: weight or bias
@@ -91,7 +91,7 @@ def json_name(name: str, config: ModelConfig) -> str:
 
 
 def gguf_name(name: str, config: ModelConfig) -> str:
-    """Return the name in GGUF files of one of our names."""
+    """Return the name in GGUF files for one of our names."""
     if config.encoder is not None:
         return encoder_gguf_name(name, config)
     stem, kind = name.rsplit(".", 1)  # kind: weight or bias
@@ -105,7 +105,7 @@ def gguf_name(name: str, config: ModelConfig) -> str:
 
 
 def is_of_further_layer(name: str, config: ModelConfig) -> bool:
-    """Return whether a tensor of a file is of a layer past the last one, which this architecture may have."""
+    """Return whether a tensor in a file belongs to a layer after the last one, which this architecture may have."""
     if config.encoder is not None or not ARCHITECTURES[config.architecture].further_layers:
         return False
     match = re.match(r"(?:model\.layers|blk)\.(\d+)\.", name)
@@ -113,7 +113,7 @@ def is_of_further_layer(name: str, config: ModelConfig) -> bool:
 
 
 def _part_name(part: str, names: Mapping[str, str]) -> str:
-    """Return the file's name of a part of a layer; a part without one keeps its name."""
+    """Return the file's name for a part of a layer. A part without one keeps its name."""
     if (match := _NUMBERED.fullmatch(part)) is None:
         return names.get(part, part)
     pattern = f"{match[1]}.*.{match[3]}"

@@ -74,7 +74,7 @@ def _mlp_shapes(config: ModelConfig, prefix: str, size: int) -> dict[str, tuple[
 
 
 def mixer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every weight of attention, or of what the layer has in place of it, by name."""
+    """Return the shape of every weight of attention, or of what replaces it in the layer, by name."""
     if layer in config.recurrent_layers:
         return recurrence_shapes(config)
     return _attention_shapes(config) if config.latent is None else latent_shapes(config, config.latent)

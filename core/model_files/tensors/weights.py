@@ -1,7 +1,7 @@
 """A model's weights: from its files to tensors with Hugging Face names.
 
-The headers are checked completely before the first tensor is made. Then the files are mapped and the tensors made one
-at a time, so that there is never a second copy of a whole file.
+The headers are checked completely before the first tensor is created. Then the files are mapped and tensors are created
+one at a time, so that there is never a second copy of a whole file.
 """
 
 import math
@@ -50,14 +50,14 @@ from kernels.cpu.library import CpuLibrary
 from kernels.dequantize import BLOCK_SIZES
 from kernels.elements import FLOAT32, Dtype
 
-#: safetensors dtype -> type name of kernels.dequantize, which converts both formats.
+#: safetensors dtype -> type name in kernels.dequantize, which converts both formats.
 _SAFETENSORS_TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 _INTEGER_TYPES = {"I64": "<i8", "I32": "<i4"}
 
-#: Types of single tensors that become weights.
+#: Types of single tensors that can become weights.
 _TYPES = (*BLOCK_SIZES, MXFP4)
 
-#: Tables of rotary embedding in files; the config contains their information already.
+#: Rotary embedding tables in files. The config already has their information.
 _HARMLESS = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|blk\.\d+\.attn_rot_embd\.weight|rope_freqs\.weight"
 )
@@ -70,16 +70,16 @@ def load_weights(
     library: CpuLibrary | None = None,
     reads: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[str, Weight]]:
-    """Return an iterator over (name, weight) for every name of expected_shapes that `reads` wants, in its order.
+    """Return an iterator over (name, weight) for every name in expected_shapes that `reads` accepts, in that order.
 
-    Matrices of a GGUF file stay as they are stored; other matrices are in dtype, and packed ones of a quantized folder
+    Matrices in a GGUF file are returned as stored; other matrices are in dtype, and packed ones in a quantized folder
     are blocks or in dtype. Vectors are in float32, the dtype in which norms and biases are computed. All checks are
-    done when this function returns.
+    finished when this function returns.
 
     A weight that needs no conversion is a view of a private mapping of its file. Reading it reads the file, and the
-    mapping exists as long as the weight. A file's pages are released as its weights are taken or converted, so data
-    that the caller writes into a view is lost when the next weight is taken. library: the C kernels that dequantize;
-    None = NumPy dequantizes.
+    mapping exists as long as the weight. A file's pages are released as its weights are taken or converted, so anything
+    the caller writes into a view is lost when the next weight is taken. library: the C kernels for dequantizing; None =
+    NumPy is used.
 
     Errors: ModelFileError naming file and tensor for a missing, unexpected or misshapen tensor; UnsupportedModelError
     for a type that cannot be converted.
@@ -95,10 +95,10 @@ def load_tensors(
     unused: re.Pattern[str] | None,
     dtype: Dtype,
 ) -> Iterator[tuple[str, Weight]]:
-    """Return an iterator over (name, weight) for every name of shapes, as load_weights() does for a whole model.
+    """Return an iterator over (name, weight) for every name in shapes, like load_weights() for a whole model.
 
-    folder: or a GGUF file. files: the names in the files. unused: of tensors that they may have besides. Errors: those
-    of load_weights(). A tensor of more than two dimensions becomes a matrix [first, others].
+    folder: or a GGUF file. files: the names in the files. unused: matches further tensors that they may have. Errors:
+    those of load_weights(). A tensor of more than two dimensions becomes a matrix [first, others].
     """
     found = _gguf_tensors(folder) if folder.suffix == ".gguf" else _folder_tensors(folder)
     plan = {name: _as_matrix(_take(found, files[name], shape, folder)) for name, shape in shapes.items()}
@@ -114,9 +114,9 @@ def _as_matrix(stored: StoredTensor) -> StoredTensor:
 
 
 def read_integers(folder: Path, name: str) -> Ints | None:
-    """Return a tensor of integers as int64 in its shape; None if there is none of that name.
+    """Return a tensor of integers as int64 with its shape, or None if there is none of that name.
 
-    Errors: ModelFileError, UnsupportedModelError for another type.
+    Errors: ModelFileError, UnsupportedModelError for other types.
     """
     stored = _folder_tensors(folder).get(name)
     if stored is None:
@@ -152,7 +152,7 @@ def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _ended(name: str) -> str:
-    """Return the name with .bias at the end where a file has _bias after the name of no matrix."""
+    """Return the name ending in .bias if a file has _bias after a name that is not a matrix's."""
     return name.replace("e_score_correction_bias", "e_score_correction.bias").replace("expert_bias", "expert.bias")
 
 
@@ -186,7 +186,7 @@ def _in_our_order(
     *,
     by_kv_heads: bool = False,
 ) -> Mapping[str, StoredTensor | PackedTensor]:
-    """Return the plan with the order of the heads' rows of Q and K. interleaves: see head_order().
+    """Apply the order of the heads' rows of Q and K to the plan. interleaves: see head_order().
 
     by_kv_heads: the rows of a fused matrix are in the order of KV heads.
     """
@@ -218,7 +218,7 @@ def _take(found: dict[str, StoredTensor], name: str, shape: tuple[int, ...], whe
     if stored.shape != shape and stored.shape in ((1, *shape), shape[1:]) and 1 in (*shape[:1], *stored.shape[:1]):
         stored = msgspec.structs.replace(stored, shape=shape)  # one row, as a matrix or as a vector
     if stored.shape != shape:
-        raise ModelFileError(f"{stored.path}: tensor {name} has shape {stored.shape}; the config says {shape}")
+        raise ModelFileError(f"{stored.path}: tensor {name} has shape {stored.shape}; the config requires {shape}")
     if stored.type not in _TYPES:
         raise UnsupportedModelError(
             f"{stored.path}: tensor {name} has type {stored.type}; supported are {', '.join(_TYPES)}"
@@ -229,7 +229,7 @@ def _take(found: dict[str, StoredTensor], name: str, shape: tuple[int, ...], whe
 def _take_packed(
     found: dict[str, StoredTensor], name: str, shape: tuple[int, ...], packing: Packing
 ) -> PackedTensor | None:
-    """Remove the tensors of a packed matrix from `found` and check them; None if the weight is stored plainly.
+    """Remove the tensors of a packed matrix from `found` and check them; None if the weight is not packed.
 
     Errors: ModelFileError.
     """
@@ -245,7 +245,7 @@ def _take_packed(
 
 
 def _check_rest(found: dict[str, StoredTensor], config: ModelConfig) -> None:
-    """Refuse unused tensors, except for a few harmless ones: ignoring them would change the model's output.
+    """Refuse unused tensors, except for a few harmless ones, because ignoring them would change the model's output.
 
     Errors: UnsupportedModelError.
     """
@@ -267,7 +267,7 @@ def _check_rest(found: dict[str, StoredTensor], config: ModelConfig) -> None:
 
 
 def _is_zero_bias(stored: StoredTensor) -> bool:
-    """Return whether a tensor is a bias of zeros; AutoGPTQ gives one to each matrix that has none."""
+    """Return whether a tensor is a bias of zeros. AutoGPTQ adds one to each matrix that has none."""
     if not stored.source_name.endswith("_proj.bias"):
         return False
     with map_file(stored.path) as data:
@@ -325,7 +325,10 @@ def _unpack(packed: PackedTensor, files: dict[Path, mmap.mmap], dtype: Dtype) ->
 
 
 def _ask_for(file: mmap.mmap, stored: StoredTensor) -> None:
-    """Have the system read the tensor while others are packed: packing alone reads several places in turn, slowly."""
+    """Have the system read the tensor while others are packed.
+
+    Packing alone reads several places alternately, which is slow.
+    """
     begin = stored.begin // mmap.PAGESIZE * mmap.PAGESIZE
     file.madvise(mmap.MADV_WILLNEED, begin, stored.end - begin)
 
@@ -356,7 +359,7 @@ def _to_weight(
 
 
 def _reordered(rows: UInt8s, heads: int, order: tuple[int, ...]) -> UInt8s:
-    """Return rows of bytes, the leading heads put in this order; rows consist of whole blocks."""
+    """Return rows of bytes with the leading heads in this order. Rows consist of whole blocks."""
     count = heads * len(order)
     leading = rows[:count].reshape(heads, len(order), -1)[:, list(order)]
     return np.concatenate((leading.reshape(count, -1), rows[count:]))
