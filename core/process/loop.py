@@ -1,4 +1,4 @@
-"""The engine loop: drain the inbox, run the step, send its messages to the IO thread; sleep when nothing is to do."""
+"""The engine loop: drain the inbox, run the step, send its messages to the IO thread, and sleep if there is no work."""
 
 import time
 import traceback
@@ -12,9 +12,9 @@ from core.inputs import EngineInput
 from ipc.wire.messages import EngineStopping
 
 EXIT_FAILED = 1
-_FINISH_S = 2.0  # to report to the clients how the engine ended
-_LOG_S = 0.5  # for the last lines on standard error
-_IDLE_S = 5.0  # between two turns of an idle loop, which frontend/engine/supervised_engine.py waits for
+_FINISH_S = 2.0  # for reporting to the clients how the engine ended
+_LOG_S = 0.5  # for writing the last lines to standard error
+_IDLE_S = 5.0  # between two turns of an idle loop; frontend/engine/supervised_engine.py relies on it
 _HELD_S = 0.1  # between checks of the deadlines of requests that wait for their client or for the end of a pause
 
 
@@ -23,19 +23,17 @@ class Engine(Protocol):
 
     @property
     def has_work(self) -> bool:
-        """Return False when nothing happens until a message arrives or a deadline passes."""
+        """Return False if nothing can happen until a message arrives or a deadline passes."""
 
     @property
     def has_unfinished(self) -> bool:
-        """Return True while any request lives."""
+        """Return whether any request is live."""
 
     def count_waiting(self) -> tuple[int, int]:
-        """Return the numbers of waiting requests and of their tokens."""
+        """Return (number of waiting requests, number of their tokens)."""
 
     def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> Sequence[AddressedMessage]:
-        """Run one step on these inputs, each with its client; return the replies, each with its client. now_ns:
-        monotonic time.
-        """
+        """Run one step on these (client, input) pairs, and return the (client, reply) pairs. now_ns: monotonic time."""
 
 
 def run(
@@ -48,9 +46,9 @@ def run(
 ) -> int:
     """Serve until drained; return the exit code of the process.
 
-    prepare_ahead: the executor's method of that name. turn: called at the end of every round of the loop, with the
-    number of waiting requests. idle_s: between two rounds of an idle loop. rest: called after each in which no message
-    came and no request lived.
+    prepare_ahead: the executor's method of that name. turn: called at the end of every round of the loop with the
+    number of waiting requests. idle_s: time between two rounds of an idle loop. rest: called after each round without a
+    message and without a live request.
 
     An exception in a step ends the engine, because its state can no longer be trusted. Every client receives the error.
     """
@@ -59,7 +57,7 @@ def run(
     except Exception as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         log.say(traceback.format_exc())
-        log.say(f"engine-core: a step failed, the engine ends: {text}")
+        log.say(f"engine-core: a step failed and the engine ends: {text}")
         io.finish(EngineStopping(text, io.will_be_replaced), _FINISH_S)
         log.flush(_LOG_S)
         return EXIT_FAILED
@@ -82,7 +80,8 @@ def _loop(
         if messages or engine.has_unfinished:
             outputs = engine.step(messages, time.monotonic_ns())
             num_waiting, num_waiting_tokens = engine.count_waiting()
-            inbox.settle(num_waiting, num_waiting_tokens)  # before io.put(): clients who see the outputs see the counts
+            # before io.put(), so that clients that see the outputs also see the counts
+            inbox.settle(num_waiting, num_waiting_tokens)
             io.put(outputs)
         elif waits:
             rest()

@@ -1,7 +1,6 @@
-"""prepare: the part of an engine's start that its config alone decides: tokenizer, executor, sizes, KV cache, costs.
+"""prepare: the part of an engine's start that depends only on its config: tokenizer, executor, sizes, KV cache, costs.
 
-An engine does it when it starts, and a standby before anybody needs it (core/process/standby.py). Each phase is
-reported to the owner.
+An engine does this when it starts, a standby in advance (core/process/standby.py). Each phase is reported to the owner.
 """
 
 import contextlib
@@ -26,38 +25,39 @@ from ipc.options.tokenizer_files import client_files_of
 from ipc.options.workers import has_workers
 from ipc.wire.messages import TokenizerFiles
 
-if TYPE_CHECKING:  # it imports kernels, which is checked first
+if TYPE_CHECKING:  # it imports kernels, which must be checked first
     from core.features.store import Features
 
 Report = Callable[[str], None]
 
 
 class Prepared(NamedTuple):
-    """An executor that is ready to run, and what clients are told of it."""
+    """An executor that is ready to run, and what is reported about it to clients."""
 
     config: ResolvedConfig
     executor: Executor
     tokenizer: TokenizerFiles
     default_sampling: dict[str, float | int]
-    warm_up_ns: int  # of Executor.warm_up()
+    warm_up_ns: int  # from Executor.warm_up()
 
 
 def prepare(config: EngineConfig, report: Report) -> Prepared:
-    """Load the model and make its KV cache. Errors: those of ipc.errors that concern the config, the model's files and
+    """Load the model and create its KV cache. Errors: those of ipc.errors about the config, the model's files and
     memory.
     """
     # Imported late, as below.
     from core.model_files.settings.default_sampling import read_default_sampling
 
     report("read tokenizer")
-    default_sampling = read_default_sampling(config)  # first: of a GGUF file it reads the header, which is kept
+    # first, because for a GGUF file it reads the header, which is kept
+    default_sampling = read_default_sampling(config)
     files = client_files_of(config)
     prepare_imports(config, report)
     report("load model")
     with following(lambda share: report(f"load model, {share:.0%}")):
         executor = load_executor(config)
     if config.enable_lora and executor.adapters is None:
-        raise ConfigError(f"enable_lora: executor {config.executor!r} runs no adapters: leave it out")
+        raise ConfigError(f"enable_lora: executor {config.executor!r} does not support adapters: leave it out")
     executor.grammars.use_files(files)
     report("kv cache")
     resolved = resolve(
@@ -71,13 +71,13 @@ def prepare(config: EngineConfig, report: Report) -> Prepared:
     if config.max_model_len is None and resolved.max_model_len < executor.info.max_model_len:
         option = "kv_cache_memory_bytes" if config.num_blocks_override is None else "num_blocks_override"
         log.say(
-            f"engine-core: max_model_len is {resolved.max_model_len}, and not the model's "
-            f"{executor.info.max_model_len}: the KV cache has room for no more ({option})"
+            f"engine-core: max_model_len is {resolved.max_model_len} instead of the model's "
+            f"{executor.info.max_model_len}: the KV cache is too small for more ({option})"
         )
     if resolved.max_num_seqs < config.max_num_seqs:
         log.say(
-            f"engine-core: max_num_seqs is {resolved.max_num_seqs}, and not {config.max_num_seqs}: half of "
-            "kv_cache_memory_bytes has recurrent states for no more requests at once"
+            f"engine-core: max_num_seqs is {resolved.max_num_seqs} instead of {config.max_num_seqs}: half of "
+            "kv_cache_memory_bytes is too small for more recurrent states"
         )
     executor.initialize_cache(resolved)
     resolved = resolve_costs(resolved, config, executor.measure_costs, executor.measure_steps)
@@ -91,13 +91,13 @@ def _warn_of_dear_drafts(settings: SpeculativeConfig) -> None:
     if not DraftRule(settings.step_ns, settings.draft_ns).can_pay(settings.num_speculative_tokens):
         log.say(
             f"engine-core: speculative_config: the drafts of one row take {settings.draft_ns / 1e6:.1f} ms and a step "
-            f"{settings.step_ns[0] / 1e6:.1f} ms: even right ones would save no time, so none are used; a smaller "
+            f"{settings.step_ns[0] / 1e6:.1f} ms: even accepted drafts would save no time, so none are used; a smaller "
             "draft model, or none, is faster"
         )
 
 
 def features_of(executor: Executor) -> "Features | None":
-    """Return the features that requests may have: an executor that runs any has this attribute beside its interface."""
+    """Return the features that requests may have. An executor that supports them has this additional attribute."""
     features: Features | None = getattr(executor, "features", None)
     return features
 
@@ -107,22 +107,23 @@ def prepare_imports(config: EngineConfig, report: Report) -> None:
     report("import")
     runs_here = config.executor == "local" and not has_workers(config)
     if runs_here and config.device == "cpu" and config.cpu_kernels != "torch":
-        # Imported late: the check that `kernels` is ours runs after the import of core.
+        # Imported late: the check that `kernels` is our package runs after core is imported.
         from kernels.cpu.build import variant_of
         from kernels.cpu.library_file import find_library_soon
 
         wanted = variant_of(config.cpu_kernels)
-        find_library_soon(wanted, lambda: report("compile kernels"))  # beside the import of the executor
+        find_library_soon(wanted, lambda: report("compile kernels"))  # in parallel with the import of the executor
     with _keeping_all():
         import_executor(config)
 
 
 @contextlib.contextmanager
 def _keeping_all() -> Iterator[None]:
-    """Keep all objects that exist at the end for the life of the process: the garbage collector never scans them again.
+    """Keep all objects that exist at the end forever: the garbage collector never scans them again.
 
-    It does not run inside this context either. An import of torch, where there is one, makes a quarter of a million
-    objects. Scanning them meanwhile took a tenth of the start; a later scan took a tenth of a second between two steps.
+    The collector does not run inside this context either. Importing torch, if needed, creates a quarter of a million
+    objects. Scanning them during the import took a tenth of the start, and a later scan took a tenth of a second
+    between two steps.
     """
     gc.disable()
     try:

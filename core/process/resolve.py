@@ -1,4 +1,7 @@
-"""The engine's decisions at its start: the ResolvedConfig. It is pure: the machine's sizes are arguments."""
+"""Resolves the config when the engine starts: the ResolvedConfig.
+
+A pure function: the machine's sizes are arguments.
+"""
 
 from collections.abc import Callable
 
@@ -15,11 +18,11 @@ from ipc.options.workers import has_workers, overlaps
 from ipc.tables.rounding import ceil_div
 
 MAX_DEFAULT_CACHE_BYTES = 4 << 30
-#: Fewest blocks on the host for a store behind it, of each kind of layers: half of them may be read into at once.
+#: The fewest host blocks for a store behind the host, per kind of layer: half of them may be read into at once.
 MIN_EXCHANGE_BLOCKS = 2
-_PROBE_BYTES = 1 << 40  # divided by the number of blocks that fit, gives the bytes of a block
+_PROBE_BYTES = 1 << 40  # divided by the number of blocks that fit, it gives the bytes per block
 
-#: A function from (memory in bytes, tokens per block) to the number of KV blocks that fit, null block included.
+#: A function from (memory in bytes, tokens per block) to the number of KV blocks that fit, including the null block.
 BlocksIn = Callable[[int, int], int]
 
 
@@ -37,16 +40,15 @@ def resolve(
     num_cpus: int,
     device_bytes: int | None = None,
 ) -> ResolvedConfig:
-    """Return the config with every size decided.
+    """Return the config with every size set.
 
-    Set are dtype, max_model_len, max_num_batched_tokens, kv_cache_memory_bytes, num_blocks_override (the number of KV
-    blocks, null block included), threads, num_swap_blocks, num_host_blocks, kv_window, kv_page_blocks and
-    async_scheduling. The costs of preemption that are not given are 1 until resolve_costs(), which needs the cache.
-    device_bytes: free bytes for the cache on a device. An encoder computes whole prompts, and caches none; see
-    recurrent.py, too.
+    It sets dtype, max_model_len, max_num_batched_tokens, kv_cache_memory_bytes, num_blocks_override (the number of KV
+    blocks, including the null block), threads, num_swap_blocks, num_host_blocks, kv_window, kv_page_blocks and
+    async_scheduling. Costs of preemption that are not given are 1 until resolve_costs(), which needs the cache.
+    device_bytes: free bytes for the cache on a device. An encoder computes whole prompts and caches none of them.
 
-    Errors: ConfigError when max_model_len exceeds the model's, kv_window or kv_page_blocks are not the model's, kv_dir
-    has too few blocks on the host, or max_num_batched_tokens is too small (core/execution/token_budget.py).
+    Errors: ConfigError if max_model_len exceeds the model's, kv_window or kv_page_blocks differ from the model's,
+    kv_dir has too few blocks on the host, or max_num_batched_tokens is too small (core/execution/token_budget.py).
     OutOfMemoryError, with what to change, if the cache cannot hold one request.
     """
     memory_bytes = config.kv_cache_memory_bytes or device_bytes or default_cache_bytes(total_memory_bytes)
@@ -92,7 +94,7 @@ def resolve_costs(
 ) -> ResolvedConfig:
     """Return the config with the costs of preemption, and with speculation those of steps.
 
-    given: what the config was resolved from. Costs are measured only if they decide something and are not given.
+    given: the unresolved config. Costs are measured only if they affect decisions and are not given.
     """
     if (speculative := config.speculative_config) is not None and not speculative.step_ns:
         speculative = msgspec.structs.replace(speculative, **measure_steps()._asdict())
@@ -111,7 +113,7 @@ def _check_length(config: EngineConfig, info: ModelInfo) -> None:
     if config.max_model_len is not None and config.max_model_len > info.max_model_len:
         raise ConfigError(
             f"max_model_len={config.max_model_len} is more than the {info.max_model_len} tokens that {info.name} "
-            f"was made for: use at most {info.max_model_len}, or leave it out"
+            f"supports: use at most {info.max_model_len}, or leave it out"
         )
 
 
@@ -124,7 +126,7 @@ def _kv_window(config: EngineConfig, info: ModelInfo) -> int:
 
 
 def _room(config: EngineConfig, info: ModelInfo) -> CacheRoom:
-    """Return what requests take of the cache: pages, where layers with a window have blocks of their own."""
+    """Return how much of the cache requests take: pages, if layers with a window have their own blocks."""
     if config.kv_page_blocks not in (None, info.kv_page_blocks):
         raise ConfigError(
             f"kv_page_blocks={config.kv_page_blocks}: a page of {info.name} has {info.kv_page_blocks} KV blocks: leave "
@@ -143,7 +145,7 @@ def _num_swap_blocks(config: EngineConfig, bytes_per_block: int) -> int:
 
 
 def _num_host_blocks(config: EngineConfig, info: ModelInfo, bytes_per_page: int) -> int:
-    """Return the blocks for what the cache evicts; one of layers with a window takes as many as a page has."""
+    """Return the number of host blocks for what the cache evicts. A window block takes as many as a page has."""
     if not config.enable_prefix_caching:
         return 0
     bytes_per_block = bytes_per_page // max(1, info.kv_page_blocks)
@@ -175,8 +177,8 @@ def _max_model_len(
     if fitting < 2:
         needed = room.num_pages(2) + 1
         raise OutOfMemoryError(
-            f"the KV cache has room for {max(0, available)} blocks of {config.block_size} tokens and needs at least "
-            f"{needed} (the null block is one): {_remedy(config, memory_bytes, needed, bytes_per_block)}"
+            f"the KV cache has room for {max(0, available)} blocks of {config.block_size} tokens, but needs at least "
+            f"{needed} (including the null block): {_remedy(config, memory_bytes, needed, bytes_per_block)}"
         )
     if config.max_model_len is None:
         return min(info.max_model_len, fitting)
@@ -184,7 +186,7 @@ def _max_model_len(
         needed = room.num_pages(config.max_model_len) + 1
         raise OutOfMemoryError(
             f"a request of max_model_len={config.max_model_len} tokens needs {needed} KV blocks of "
-            f"{config.block_size} tokens (the null block included) and the cache has {available}: set max_model_len "
+            f"{config.block_size} tokens (including the null block), but the cache has {available}: set max_model_len "
             f"to at most {fitting}, or {_remedy(config, memory_bytes, needed, bytes_per_block)}"
         )
     return config.max_model_len
@@ -196,34 +198,34 @@ def _remedy(config: EngineConfig, memory_bytes: int, needed: int, bytes_per_bloc
     return f"set kv_cache_memory_bytes to at least {needed * bytes_per_block} (it is {memory_bytes})"
 
 
-# What a model with recurrent layers asks of an engine's config.
+# What a model with recurrent layers requires of an engine's config.
 #
-# A row's recurrent state is that of the last token it has computed. A request begins with a part of another's tokens
-# where the state behind them is kept (core/batch/kept_states.py), and a row goes back to the state before a wrong draft
-# (core/runner/state_rows.py). What would need the states of other earlier tokens is refused by name.
+# A row's recurrent state covers all tokens that it has computed. A request can start with some of another's tokens if
+# the state after them is kept (core/batch/kept_states.py), and a row can go back to the state before a wrong draft
+# (core/runner/state_rows.py). Options that need the states of other earlier tokens are refused by name.
 
 
 def for_recurrent_layers(config: EngineConfig, info: ModelInfo, memory_bytes: int) -> EngineConfig:
-    """Return the config of a model with recurrent layers, with max_num_seqs for which half of memory_bytes has states.
+    """Return the config of a model with recurrent layers, with a max_num_seqs whose states fit half of memory_bytes.
 
-    A quarter of these at least is for states that are kept for later requests, if there is a prefix cache; and there is
-    none without chunked prefill, since a prompt is cut where a state is kept.
-    memory_bytes: of states and KV blocks together.
+    At least a quarter of the states are kept for later requests, if there is a prefix cache. There is none without
+    chunked prefill, because a prompt is cut where a state is kept.
+    memory_bytes: for states and KV blocks together.
 
-    Errors: ConfigError for an option that the model does not have, with what to leave out. OutOfMemoryError if there is
-    no room for one state.
+    Errors: ConfigError for an option that the model does not support, with what to leave out. OutOfMemoryError if there
+    is no room for one state.
     """
     wanted = {
         "preemption_mode": (
             config.preemption_mode != "recompute",
-            "states of preempted requests are computed again, and not copied: use 'recompute'",
+            "states of preempted requests can only be recomputed: use 'recompute'",
         ),
-        **dict.fromkeys(config.kv_stores, (True, "its requests take over no KV blocks of others")),
+        **dict.fromkeys(config.kv_stores, (True, "its requests cannot take over KV blocks of others")),
         "kv_host_bytes": (
             bool(config.kv_host_bytes or config.num_host_blocks),
-            "its requests take over no KV blocks of others",
+            "its requests cannot take over KV blocks of others",
         ),
-        "distributed_executor_backend": (has_workers(config), "its states are in the engine's process"),
+        "distributed_executor_backend": (has_workers(config), "its states must be in the engine's process"),
     }
     for option, (is_wanted, reason) in wanted.items():
         if is_wanted:
@@ -238,7 +240,7 @@ def for_recurrent_layers(config: EngineConfig, info: ModelInfo, memory_bytes: in
     if config.speculative_config is not None and not num_drafts:
         raise ConfigError(
             f"speculative_config: a draft of {info.name} needs a recurrent state of {info.state_bytes} bytes, and a "
-            f"sixteenth of kv_cache_memory_bytes={memory_bytes} has no room for one: set it to at least "
+            f"sixteenth of kv_cache_memory_bytes={memory_bytes} is too small for one: set it to at least "
             f"{16 * info.state_bytes}, or leave speculative_config out"
         )
     num_kept = fitting // 4 if config.enable_prefix_caching and config.enable_chunked_prefill else 0

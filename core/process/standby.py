@@ -1,7 +1,7 @@
-"""The standby's side of its life: prepare the engine that may be needed, and wait until it is.
+"""The standby's side: prepare the engine that may be needed, and wait until it is.
 
-A standby is an engine process whose first message is Prepare and not Start. It has no socket and answers nobody. The
-kernel kills it before the engine when memory runs out.
+A standby is an engine process whose first message is Prepare instead of Start. It has no socket and answers no client.
+If memory runs out, the kernel kills it before the engine.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ _FIRST_TO_DIE = "1000"
 
 
 def prepare_standby(what: Prepare, report: Report) -> Prepared | None:
-    """Prepare an engine as far as Prepare says; None: only imports were asked for. Errors: those of a start."""
+    """Prepare an engine as far as Prepare requests; None: only imports were requested. Errors: those of a start."""
     if what.loads_model:
         return prepare(what.config, report)
     prepare_imports(what.config, report)
@@ -25,9 +25,9 @@ def prepare_standby(what: Prepare, report: Report) -> Prepared | None:
 
 @contextlib.contextmanager
 def dying_first() -> Iterator[None]:
-    """Have the kernel kill this process before others while memory is short, until the end of this context.
+    """Until the end of this context, make the kernel kill this process first if memory runs out.
 
-    Systems that do not let a process choose leave it as it is.
+    Systems that do not allow that leave the setting unchanged.
     """
     before = ""
     with contextlib.suppress(OSError):

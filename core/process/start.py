@@ -1,4 +1,4 @@
-"""The engine's start: its socket, what core/process/prepare.py loads, EngineCore and IO thread."""
+"""The engine's start: its socket, what core/process/prepare.py loads, EngineCore and the IO thread."""
 
 import os
 import secrets
@@ -53,20 +53,20 @@ class StartedEngine(NamedTuple):
     io: IOThread  # bound, not yet running
     turn: Callable[[int], None]  # called at the end of each round of the loop
     store: StoreThread | None
-    close_capture: Callable[[], None]  # writes what is pending; from any thread, more than once
+    close_capture: Callable[[], None]  # writes what is pending; callable from any thread, and repeatedly
     rest: Callable[[], None] = lambda: None  # called while the engine is idle
 
 
 class Bound(NamedTuple):
-    """The engine's socket, before anybody reads it."""
+    """The engine's socket, before anything is read from it."""
 
     context: Context
     router: BoundRouter
-    allowed: AllowList | None  # whose keys may connect; None = clients have none
+    allowed: AllowList | None  # clients whose keys may connect; None = clients have no keys
 
 
 def bind(start: Start) -> Bound:
-    """Bind the engine's socket, before anything else, so that a bad or busy address fails before the model loads.
+    """Bind the engine's socket before anything else, so that a bad or busy address fails before the model loads.
 
     Errors: AddressError, ConfigError.
     """
@@ -82,9 +82,9 @@ def bind(start: Start) -> Bound:
 
 
 def start_engine(start: Start, bound: Bound, report: Report, prepared: Prepared | None = None) -> StartedEngine:
-    """Load the model and make the engine. prepared: what a standby has loaded already for start.config.
+    """Load the model and create the engine. prepared: what a standby has already loaded for start.config.
 
-    Errors: those of ipc.errors that concern the config, the model's files and memory.
+    Errors: those of ipc.errors about the config, the model's files and memory.
     """
     if (capture := capture_path(start.config, start.epoch)) is not None:
         check_capture(capture)
@@ -129,9 +129,9 @@ def _make_engine(
     box: BlackBox,
     stores: OpenStores | None,
 ) -> StartedEngine:
-    """Return the engine, whose steps are noted in its black box.
+    """Return the engine, whose steps are recorded in its black box.
 
-    Its inputs and decisions go to the file `capture`, or else to the flight recorder that the owner has made.
+    Its inputs and decisions go to the file `capture`, or to the flight recorder created by the owner.
     """
     writer: CaptureWriter | FlightRecorder
     if capture is not None:

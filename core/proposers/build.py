@@ -1,4 +1,4 @@
-"""build_proposer: the source of drafts that speculative_config names."""
+"""build_proposer: creates the source of drafts that speculative_config names."""
 
 from core.batch.table import BatchTable
 from core.proposers.ngram import NgramProposer
@@ -9,7 +9,7 @@ from ipc.options.speculation import SpeculativeConfig
 
 
 def build_proposer(config: ResolvedConfig, settings: SpeculativeConfig, table: BatchTable) -> Proposer | None:
-    """Return the proposer; None: a model in the executor makes the drafts."""
+    """Return the proposer, or None if a model in the executor makes the drafts."""
     if settings.runs_model:
         return None
     num_tokens = min(config.num_blocks_override * config.block_size, config.max_num_seqs * config.max_model_len)

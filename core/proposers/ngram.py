@@ -1,4 +1,4 @@
-"""NgramProposer: drafts by prompt lookup: what followed the row's last tokens when they stood there before.
+"""NgramProposer: drafts by prompt lookup: what followed the row's last tokens at their previous occurrence.
 
 Prompt lookup: Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding; vLLM's method "ngram".
 """
@@ -11,34 +11,37 @@ from core.proposers.proposer import Proposals
 from ipc.tables.arrays import Int32s, Ints, Rows
 from ipc.tables.columns import Columns, column
 
-#: Slots of the index for each token that the rows can hold; fewer slots forget more.
+#: Index slots per token that the rows can hold. With fewer slots more is forgotten.
 _SLOTS_PER_TOKEN = 2
 _MAX_SLOTS = 1 << 22
 _MIN_SLOTS = 1 << 10
-#: Of so few rows, with so few new tokens each, one after the other is faster than all as columns.
+#: Up to this many rows, with as few new tokens each, one by one is faster than columns.
 FEW_ROWS = 6
 _FEW_TOKENS = 16
 
 
 class NgramProposer(Columns):
-    """An index of the n-grams of all running rows, for each of some lengths n.
+    """An index of the n-grams of all running rows, for some lengths n.
 
-    A slot holds the position after the most recent n-gram with its hash, of any row. Two n-grams with one slot forget
-    one another; what is found is compared with the row's tokens.
+    A slot holds the position after the most recent n-gram with its hash, from any row. Two n-grams with the same slot
+    overwrite each other. Whatever is found is compared with the row's tokens.
     """
 
     _tenancy: Ints = column(FREE_ROW)
-    _num_entered: Ints = column()  # tokens of the row that are the last of an n-gram in the index
+    _num_entered: Ints = column()  # tokens of the row that end an n-gram in the index
 
     def __init__(self, table: BatchTable, lengths: tuple[int, ...], num_tokens: int) -> None:
-        """Make an empty index. lengths: of the n-grams, the longest first. num_tokens: that all rows hold together."""
+        """Create an empty index.
+
+        lengths: of the n-grams, longest first. num_tokens: how many tokens all rows can hold together.
+        """
         super().__init__(len(table.tenancy))
         self._table, self._lengths = table, lengths
         self._hash = GramHash(lengths, min(max(_SLOTS_PER_TOKEN * num_tokens, _MIN_SLOTS), _MAX_SLOTS))
         self._positions = self._hash.make_table()
 
     def propose(self, rows: Ints, most: int) -> Proposals:
-        """Return what followed the longest of the rows' last n-grams. Past the row's end, its last period repeats."""
+        """Return what followed the longest of each row's last n-grams. Past the row's end, its last period repeats."""
         if len(rows) <= FEW_ROWS and (few := self._propose_each(rows.tolist(), most)) is not None:
             return few
         table, each = self._table, np.arange(len(rows))
@@ -56,7 +59,7 @@ class NgramProposer(Columns):
         return Proposals(np.where(is_found, most, 0), token_ids, self._hash.lengths[best])
 
     def _enter(self, rows: Ints, lengths: Ints) -> tuple[Ints, Int32s]:
-        """Enter the rows' new n-grams, but for the last ones, whose slots [n, N] and tokens, last first, it returns.
+        """Enter the rows' new n-grams except the last ones. Return the slots [n, N] and tokens (last first) of these.
 
         The last n-gram is entered when a token follows it.
         """
@@ -79,7 +82,7 @@ class NgramProposer(Columns):
         return slots[last], tails[last]
 
     def _propose_each(self, rows: list[int], most: int) -> Proposals | None:
-        """Return what propose() does, row by row; None: some row has many new tokens."""
+        """Return the same as propose(), row by row, or None if some row has many new tokens."""
         table, spans = self._table, list[tuple[int, int, int, int]]()
         for row in rows:
             tenancy, length = table.tenancy.item(row), table.num_tokens.item(row)
@@ -98,13 +101,14 @@ class NgramProposer(Columns):
         return Proposals(np.array(counts), token_ids, np.array(kinds))
 
     def _enter_one(self, row: int, tenancy: int, first: int, length: int) -> tuple[int, int] | None:
-        """Enter a row's new n-grams but for the last ones; return the length of the longest of these that was found,
-        and the place of the token after it.
+        """Enter a row's new n-grams except the last ones.
+
+        Return the length of the longest last n-gram that was found, and the position of the token after it.
         """
         back, tokens = len(self._hash.back), self._table.tokens
         begin = max(0, first - back + 1)
         known = tokens.read(row, begin, length).tolist()
-        known[:0] = known[:1] * (back - 1 - first + begin)  # as in _enter(): before the first token stands that token
+        known[:0] = known[:1] * (back - 1 - first + begin)  # as in _enter(): the first token is repeated before it
         known.reverse()
         last = length - 1
         for place in range(first, last):
@@ -117,4 +121,4 @@ class NgramProposer(Columns):
         return None
 
     def end(self, rows: Rows) -> None:
-        """Do nothing: the n-grams of a request are found for this request only."""
+        """Do nothing: a request's n-grams are only found for that request."""

@@ -1,4 +1,4 @@
-"""OfferedDrafts: drafts that were worked out elsewhere, and wait for the next plan of their rows."""
+"""OfferedDrafts: drafts made elsewhere, kept for the next plan of their rows."""
 
 import numpy as np
 
@@ -9,10 +9,10 @@ from ipc.tables.columns import Columns, column
 
 
 class OfferedDrafts(Columns):
-    """The last drafts offered for each row. They end with the next token of the row, or when another request has it."""
+    """The last drafts offered for each row. They are dropped with the row's next token, or if its request changes."""
 
     _tenancy: Ints = column(FREE_ROW)
-    _length: Ints = column()  # of the row when they were offered, tokens
+    _length: Ints = column()  # number of tokens of the row when they were offered
     _count: Ints = column()
 
     def __init__(self, table: BatchTable, most: int) -> None:
@@ -20,10 +20,10 @@ class OfferedDrafts(Columns):
         self._table = table
         self._tokens = np.zeros((len(table.tenancy), most), np.int32)
         self.is_used = False  # whether anything was ever offered
-        self._open: Ints = NO_INTS  # rows whose drafts may be those of their next tokens
+        self._open: Ints = NO_INTS  # rows whose drafts may still be for their next tokens
 
     def offer(self, rows: Rows, tenancies: Ints, counts: Ints, token_ids: Int32s) -> None:
-        """Keep counts[i] drafts of rows[i], row after row; cut at the width of the table, as drafts behind it are."""
+        """Keep counts[i] drafts of rows[i], row after row. They are cut at the width of the table."""
         self.is_used = True
         width = self._tokens.shape[1]
         places = np.arange(int(counts.sum())) - (counts.cumsum() - counts).repeat(counts)
@@ -36,7 +36,7 @@ class OfferedDrafts(Columns):
 
     @property
     def is_open(self) -> bool:
-        """Whether some drafts are those of the next tokens of their rows."""
+        """Return whether some drafts are for the next tokens of their rows."""
         if len(rows := self._open):
             rows = rows[self._is_current(rows)]
         self._open = rows
@@ -49,14 +49,14 @@ class OfferedDrafts(Columns):
         return is_same
 
     def blank(self) -> None:
-        """Replace all drafts by token 0, for a capture without content: which ones were right is recorded."""
+        """Replace all drafts by token 0, for a capture without content. Which ones were right is recorded."""
         self._tokens[:] = 0
 
     def end(self, rows: Rows) -> None:
         """Do nothing: the drafts end with the request's tenancy."""
 
     def propose(self, rows: Ints, most: int) -> Proposals:
-        """Return the drafts that are still those of the row's next tokens."""
+        """Return the drafts that are still for the row's next tokens."""
         counts = np.where(self._is_current(rows), np.minimum(self._count[rows], most), 0)
         token_ids = np.zeros((len(rows), most), np.int32)
         width = min(most, self._tokens.shape[1])

@@ -1,4 +1,4 @@
-"""OutputMemory: the outputs of earlier requests, and the places in them where given tokens stood."""
+"""OutputMemory: the outputs of earlier requests, and where given tokens occur in them."""
 
 from collections import deque
 from typing import NamedTuple
@@ -8,41 +8,44 @@ import numpy as np
 from core.proposers.gram_hash import GramHash
 from ipc.tables.arrays import Int32s, Ints
 
-#: Tokens that are remembered, at most: 4 bytes each here, and 16 more of their output.
+#: The most remembered tokens: 4 bytes each, plus 16 for their output.
 _MAX_TOKENS = 1 << 20
-#: What a remembered request is expected to have, in tokens.
+#: Expected tokens per remembered request.
 _USUAL_TOKENS = 256
 _SLOTS_PER_TOKEN = 2
 
 
 class Matches(NamedTuple):
-    """Places in the memory at which the last tokens of n rows stood."""
+    """Where the last tokens of n rows occur in the memory."""
 
-    lengths: Ints  # [n] tokens that are equal; 0: none
-    counts: Ints  # [n] tokens that followed there
-    places: Ints  # [n] of the first of them
+    lengths: Ints  # [n] number of equal tokens; 0: none
+    counts: Ints  # [n] number of tokens that follow there
+    places: Ints  # [n] position of the first of them
 
 
 class OutputMemory:
-    """A ring of the last outputs, and an index of their n-grams. An output is found within its scope only.
+    """A ring of the last outputs, and an index of their n-grams. An output is only found within its scope.
 
-    Drafts from somebody else's text would tell by their speed what it was: hence the scopes.
+    Scopes exist because drafts from another party's text would reveal it through their speed.
     """
 
     def __init__(self, lengths: tuple[int, ...], max_outputs: int) -> None:
-        """lengths: of the n-grams in the index, the longest first. max_outputs: how many are remembered, at least 1."""
+        """lengths: of the n-grams in the index, longest first.
+
+        max_outputs: number of remembered outputs, at least 1.
+        """
         size = min(max_outputs * _USUAL_TOKENS, _MAX_TOKENS)
         self._hash = GramHash(lengths, _SLOTS_PER_TOKEN * size)
         self._max_outputs, self._lengths = max_outputs, lengths
         self._tokens = np.zeros(size, np.int32)
-        self._scopes = np.zeros(size, np.int64)  # of each token; 0: forgotten
+        self._scopes = np.zeros(size, np.int64)  # per token; 0: forgotten
         self._begins, self._ends = np.zeros(size, np.int32), np.zeros(size, np.int32)  # of each token's output
-        self._positions = self._hash.make_table()  # after an n-gram
-        self._outputs: deque[tuple[int, int]] = deque()  # places (begin, end) of the outputs, the oldest first
-        self._end = 0  # of the last output
+        self._positions = self._hash.make_table()  # position after each n-gram
+        self._outputs: deque[tuple[int, int]] = deque()  # positions (begin, end) of the outputs, oldest first
+        self._end = 0  # end of the last output
 
     def add(self, scope: int, tokens: Int32s) -> None:
-        """Remember an output. scope: not 0. Of an output larger than the memory, the last tokens."""
+        """Remember an output. scope: not 0. If it is larger than the memory, its last tokens are kept."""
         tokens = tokens[-len(self._tokens) :]
         if len(tokens) < 2:
             return
@@ -56,7 +59,7 @@ class OutputMemory:
         self._end = end
         self._tokens[begin:end], self._scopes[begin:end] = tokens, scope
         self._begins[begin:end], self._ends[begin:end] = begin, end
-        places = np.arange(begin + 1, end)  # after each n-gram, in a place with a token
+        places = np.arange(begin + 1, end)  # positions after each n-gram, if there is a token
         tails = self._tokens[np.maximum(places[:, None] - 1 - self._hash.back, begin)]
         fits = places[:, None] - begin >= self._hash.lengths
         index, lanes = np.nonzero(fits)
@@ -64,7 +67,7 @@ class OutputMemory:
         self._positions[lanes, slots[index, lanes]] = places[index]
 
     def find(self, scopes: Ints, tails: Int32s) -> Matches:
-        """Return the places after the longest n-grams that end as tails [n, back] do, their last tokens first."""
+        """Return positions after the longest n-grams that end like tails [n, back], whose last token comes first."""
         found = self._positions[self._hash.lanes, self._hash.slots(scopes, tails)].astype(np.int64)  # [n, N]
         last = np.maximum(found - 1, 0)
         compared = np.maximum(last[:, :, None] - self._hash.back, 0)
@@ -79,7 +82,7 @@ class OutputMemory:
         return Matches(np.where(is_found, self._hash.lengths[best], 0), counts, places)
 
     def find_one(self, scope: int, tail: list[int]) -> tuple[int, int, int]:
-        """Return what find() does for one row: (length, count, place)."""
+        """Return the same as find() for one row: (length, count, place)."""
         found = self._positions[self._hash.lanes, self._hash.slots_of(scope, tail)].tolist()
         for length, place in zip(self._lengths, found, strict=True):
             if place and self._scopes[place - 1] == scope:
@@ -90,12 +93,12 @@ class OutputMemory:
         return 0, 0, 0
 
     def read(self, places: Ints, most: int) -> Int32s:
-        """Return the tokens [n, most] from each of these places on; those behind an output's end mean nothing."""
+        """Return the tokens [n, most] from each of these positions on. Those after an output's end are meaningless."""
         tokens: Int32s = self._tokens[np.minimum(places[:, None] + np.arange(most), len(self._tokens) - 1)]
         return tokens
 
     def _forget(self, begin: int, end: int) -> None:
-        """Make room at these places, and among the outputs."""
+        """Free these positions, and outputs if there are too many."""
         while self._outputs and (len(self._outputs) >= self._max_outputs or self._is_next_within(begin, end)):
             first, last = self._outputs.popleft()
             self._scopes[first:last] = 0

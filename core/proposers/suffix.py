@@ -1,7 +1,8 @@
-"""SuffixProposer: drafts from the request's own tokens and from the outputs of earlier ones: what followed the longest
-run of tokens that the request ends with.
+"""SuffixProposer: drafts from the request's own tokens and from earlier outputs.
 
-Suffix decoding: Oliaro et al. 2024, arXiv 2411.04975; vLLM's method "suffix". In place of a suffix tree there are hash
+They are what followed the longest run of tokens that the request ends with.
+
+Suffix decoding: Oliaro et al. 2024, arXiv 2411.04975; vLLM's method "suffix". Instead of a suffix tree it uses hash
 tables of runs of some lengths, so that a step works on columns.
 """
 
@@ -15,20 +16,20 @@ from ipc.options.speculation import SpeculativeConfig
 from ipc.tables.arrays import Ints, Rows
 from ipc.tables.columns import Columns, column
 
-#: Lengths of the runs that are found, in tokens. Of a longer match, the next of these counts.
+#: Lengths of the runs that can be found, in tokens. A longer match counts as the largest of these that fits.
 _LENGTHS = (24, 16, 12, 8, 6, 5, 4, 3, 2, 1)
 #: Added to the kinds of drafts from earlier outputs.
 _REMEMBERED = 32
 
 
 class SuffixProposer(Columns):
-    """The longer match wins: that in the request's own tokens, or that in the memory; of equal ones the own."""
+    """The longer match wins, whether in the request's own tokens or in the memory. On a tie the request's own wins."""
 
     _tenancy: Ints = column(FREE_ROW)
     _scope: Ints = column()
 
     def __init__(self, table: BatchTable, settings: SpeculativeConfig, num_tokens: int) -> None:
-        """Make it without memories. num_tokens: that all rows can hold together."""
+        """Start with an empty memory. num_tokens: how many tokens all rows can hold together."""
         super().__init__(len(table.tenancy))
         lengths = tuple(length for length in _LENGTHS if length <= settings.suffix_decoding_max_tree_depth)
         max_outputs = settings.suffix_decoding_max_cached_requests
@@ -39,7 +40,7 @@ class SuffixProposer(Columns):
         self._factor = settings.suffix_decoding_max_spec_factor
 
     def propose(self, rows: Ints, most: int) -> Proposals:
-        """Return at most factor drafts for each token of the match, at least one."""
+        """Return at most `factor` drafts per token of the match, and at least one."""
         counts, token_ids, kinds = self._own.propose(rows, most)
         lengths = np.where(counts > 0, kinds, 0)
         if self._memory is not None:
@@ -74,7 +75,7 @@ class SuffixProposer(Columns):
             self._memory.add(scope, table.tokens.read(row, begin, end))
 
     def _scopes(self, rows: Rows) -> Ints:
-        """Return numbers [n], not 0, that are equal for requests of one client with one cache salt and tenant."""
+        """Return numbers [n], not 0, that are equal for requests of one client with the same cache salt and tenant."""
         tenancies = self._table.tenancy[rows]
         for row in rows[self._tenancy[rows] != tenancies].tolist():  # requests that are new here
             request = self._table.request[row]

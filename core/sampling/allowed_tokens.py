@@ -11,7 +11,7 @@ from ipc.tables.arrays import Bools, Int32s, Ints
 
 
 class AllowedTokens(EditGroup):
-    """The rows with allowed_token_ids: one entry for each allowed token of each row."""
+    """The rows with allowed_token_ids: one entry per allowed token of each row."""
 
     options = ("allowed_token_ids",)
 
@@ -30,7 +30,7 @@ class AllowedTokens(EditGroup):
         self._allowed.remove(row)
 
     def edit(self, sampled: SampledRows) -> "OnlyThese | None":
-        """Return the edit that keeps only the allowed tokens; None where no sampled row uses the option."""
+        """Return the edit that keeps only the allowed tokens, or None if no sampled row uses the option."""
         entries, samples = sampled.samples.spread(self._allowed["row"])
         return OnlyThese(samples, self._allowed["token"][entries]) if len(samples) else None
 
@@ -55,6 +55,6 @@ class OnlyThese(NamedTuple):
         return self.row
 
     def only(self, wanted: Bools) -> "OnlyThese":
-        """Return the part of the wanted samples."""
+        """Return the part for the wanted samples."""
         kept = wanted[self.row]
         return OnlyThese(self.row[kept], self.token[kept])

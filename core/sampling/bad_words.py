@@ -11,7 +11,7 @@ from core.sampling.row_group import RowGroup
 
 
 class BadWords(EditGroup):
-    """The rows with bad words: one entry for each token of each word.
+    """The rows with bad words: one entry per token of each word.
 
     Columns: token; back: tokens between it and the end of its word (0 = the last token); word: number of the word.
     """
@@ -20,7 +20,7 @@ class BadWords(EditGroup):
 
     def __init__(self) -> None:
         self._parts = RowGroup(token=np.int64, back=np.int64, word=np.int64)
-        self._num_words = 0  # words added so far: adjacent words get different numbers
+        self._num_words = 0  # number of words added so far; adjacent words get different numbers
 
     def add(self, new: NewRow) -> bool:
         """Add the row if its parameters use the option; return whether they do."""
@@ -43,7 +43,7 @@ class BadWords(EditGroup):
         self._parts.remove(row)
 
     def edit(self, sampled: SampledRows) -> Forbidden | None:
-        """Forbid the tokens that would complete a bad word now."""
+        """Return the edit that forbids tokens that would now complete a bad word."""
         entries, sample = sampled.samples.spread(self._parts["row"])
         if not len(sample):
             return None

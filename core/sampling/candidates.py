@@ -1,4 +1,4 @@
-"""Candidates: the likeliest next tokens of the rows of beam searches, with their log probabilities.
+"""Candidates: the most likely next tokens of beam search rows, with their log probabilities.
 
 As in transformers, options that change logits (repetition_penalty, bad_words, ...) change log probabilities here: the
 logits are normalised first.
@@ -10,7 +10,7 @@ from core.execution.plan import LogprobColumns
 from core.sampling.logprobs import most_likely
 from ipc.tables.arrays import Floats, Ints, Positions
 
-#: In place of a sampled token: the row belongs to a beam search, which chooses its tokens.
+#: Used instead of a sampled token: the row belongs to a beam search, which chooses its tokens.
 NOT_DRAWN = -3
 
 
@@ -30,9 +30,9 @@ def normalize(logits: Floats, rows: Ints, temperatures: Floats) -> None:
 def gather_candidates(
     logprobs: Floats, rows: Ints, counts: Ints, in_plan: Ints, positions: Positions
 ) -> LogprobColumns:
-    """Return the counts[i] likeliest tokens of each of these rows of logprobs [S, V], ties by lower id.
+    """Return the counts[i] most likely tokens of each of these rows of logprobs [S, V], ties by lower id.
 
-    Forbidden tokens, whose log probability is minus infinity, are no candidates. rows, counts, in_plan, positions [n]:
+    Forbidden tokens, whose log probability is minus infinity, are not candidates. rows, counts, in_plan, positions [n]:
     index of the row in logprobs, number of candidates, index in the plan's rows, and position of the token in the row.
     """
     counts = np.minimum(counts, logprobs.shape[1])

@@ -1,4 +1,4 @@
-"""SamplingColumns: the sampling parameters of each row, as columns beside the runner's table."""
+"""SamplingColumns: the sampling parameters of each row, as columns parallel to the runner's table."""
 
 from collections.abc import Sequence
 from operator import attrgetter
@@ -33,25 +33,25 @@ class SamplingColumns(Columns):
     choice: Ints = column()
     num_logprobs: Ints = column(_NO_LOGPROBS)
     num_prompt_logprobs: Ints = column(_NO_LOGPROBS)
-    num_candidates: Ints = column()  # of a row of a beam search; 0 = the row draws its tokens
-    search_temperature: Floats = column()  # of the same row
-    _options_used: Ints = column()  # bit i: the option of group i, so 0 = nothing edits the row's logits
-    _asks_first: Bools = column()  # whether the only option that edits the row's logits is asked about its token before
+    num_candidates: Ints = column()  # for a beam search row; 0 = the row draws its tokens
+    search_temperature: Floats = column()  # for the same row
+    _options_used: Ints = column()  # bit i: the row uses the option of group i; 0 = nothing edits the row's logits
+    _asks_first: Bools = column()  # whether the row's only logit-editing option is asked about its token first
 
     def __init__(self, num_rows: int, groups: tuple[EditGroup, ...], num_eos: int = 0) -> None:
-        """Make empty columns for num_rows rows.
+        """Create empty columns for num_rows rows.
 
-        groups: of the options that edit logits; see edit_groups(). num_eos: how many EOS tokens the model has.
+        groups: for the options that edit logits; see edit_groups(). num_eos: how many EOS tokens the model has.
         """
         super().__init__(num_rows)
         self.num_reporting = 0  # rows that report log probabilities of sampled or prompt tokens
-        self.num_searching = 0  # rows of beam searches
+        self.num_searching = 0  # beam search rows
         self.num_drawing = 0  # rows with a temperature above 0
-        self.num_edited = 0  # rows with options that edit their logits, some by what the rows had before
-        self.num_asking = 0  # rows for take(), of those that are edited
+        self.num_edited = 0  # rows with options that edit their logits, some depending on the row's earlier tokens
+        self.num_asking = 0  # edited rows that are handled by take()
         self._groups = groups
         self._num_using = [0] * len(groups)  # rows of each group
-        self._in_use: list[EditGroup] = []  # the groups with rows
+        self._in_use: list[EditGroup] = []  # the groups that have rows
         self._filtering: list[EditGroup] = []  # those of them that apply filters
         self._asking = next((group for group in groups if group.asks_first), None)
         self._num_eos = num_eos
@@ -78,7 +78,8 @@ class SamplingColumns(Columns):
     def add(self, new: NewRow) -> None:
         """Write the row's parameters and add it to the groups whose options it uses.
 
-        The row must be free: see remove()."""
+        The row must be free: see remove().
+        """
         row, params = new.row, new.params
         temperature = 0.0 if params.use_beam_search else params.temperature
         self.temperature[row] = temperature
@@ -106,25 +107,25 @@ class SamplingColumns(Columns):
             self.num_asking += asks
 
     def reporting(self, rows: Rows) -> Ints:
-        """Return the indices of those of these rows that report log probabilities of their sampled tokens."""
+        """Return the indices of these rows that report log probabilities of their sampled tokens."""
         return np.flatnonzero(self.num_logprobs[rows] >= 0) if self.num_reporting else NO_INTS
 
     def searching(self, rows: Rows) -> Ints:
-        """Return the indices of those of these rows that belong to beam searches."""
+        """Return the indices of these rows that belong to beam searches."""
         return np.flatnonzero(self.num_candidates[rows]) if self.num_searching else NO_INTS
 
     def _reports(self, row: int) -> bool:
         return bool(self.num_logprobs[row] >= 0 or self.num_prompt_logprobs[row] >= 0)
 
     def append_tokens(self, rows: Rows, token_ids: TokenIds, counts: Ints | None = None) -> None:
-        """Pass sampled tokens to the groups that count them: one a row, or counts[i] of row i, row after row."""
+        """Pass sampled tokens to the groups that count them: one per row, or counts[i] of row i, row after row."""
         if self.num_edited:
             owners = rows if counts is None else rows.repeat(counts)
             for group in self._in_use:
                 group.append(owners, token_ids, is_distinct=counts is None)
 
     def failures(self, in_plan: Ints, rows: Rows) -> list[tuple[int, str]]:
-        """Return (index in the plan, text) of those of these rows [n] that failed for a reason of a group's."""
+        """Return (index in the plan, text) of these rows [n] that failed for a reason given by a group."""
         found = []
         for index, row in zip(in_plan.tolist(), rows.tolist(), strict=True):
             texts = [text for group in self._groups if (text := group.failure(row)) is not None]
@@ -132,10 +133,10 @@ class SamplingColumns(Columns):
         return found
 
     def inputs(self, rows: Rows, table: RunnerTable, offsets: Ints | None = None) -> SamplingInputs:
-        """Return the sampler's inputs for the next token of each of these rows [S], in their order.
+        """Return the sampler's inputs for the next token of each of these rows [S], in the same order.
 
         offsets [S]: the number of the row's drafts before each sample; None: each row has one sample. Samples of a row
-        are adjacent, and the table has its drafts behind its tokens. A sample has the inputs that the row would have if
+        are adjacent, and the table has its drafts after its tokens. A sample has the inputs that the row would have if
         the drafts before it were its tokens.
         """
         positions = positions_of(rows, table, offsets)
@@ -166,11 +167,11 @@ class SamplingColumns(Columns):
         offsets: Ints | None = None,
         is_settled: Bools | None = None,
     ) -> tuple[Edit, ...]:
-        """Return the edits of inputs(). is_settled [S]: the samples whose tokens take() has settled."""
+        """Return the edits of inputs(). is_settled [S]: the samples whose tokens take() has already determined."""
         return self._edits(rows, offsets, positions, table, self._in_use, is_settled) if self.num_edited else NO_EDITS
 
     def _count(self, used: int, change: int) -> None:
-        """Count a row more or less of each group of these bits."""
+        """Add `change` to the number of rows of each group in these bits."""
         for index in range(len(self._groups)):
             self._num_using[index] += change * (used >> index & 1)
         self._in_use = [group for group, count in zip(self._groups, self._num_using, strict=True) if count]
@@ -178,20 +179,20 @@ class SamplingColumns(Columns):
 
     @property
     def all_ask(self) -> bool:
-        """Whether any row may have the token of its unedited logits, unless its option forbids it."""
+        """Return whether any row can get the token of its unedited logits unless its option forbids it."""
         return self.num_asking == self.num_edited
 
     def is_edited(self, rows: Rows) -> Bools:
-        """Return which of these rows have edits, whatever the tokens of their unedited logits are."""
+        """Return which of these rows have edits that apply whatever the tokens of their unedited logits are."""
         is_edited: Bools = (self._options_used[rows] != 0) & ~self._asks_first[rows]
         return is_edited
 
     def take(self, rows: Rows, tokens: Int32s, offsets: Ints | None = None) -> tuple[list[int], list[int]]:
-        """Let rows have the tokens [S] of their unedited logits where no option can forbid them, or it allows them.
+        """Give rows the tokens [S] of their unedited logits if no option can forbid them, or if it allows them.
 
-        Return (refused, closed): the indices of the other samples, see EditGroup.take(). append_tokens() has to follow
-        with the tokens that rows have got. offsets [S]: see inputs(). Of the samples of a row with an option that has
-        several, all are closed.
+        Return (refused, closed): the indices of the other samples, see EditGroup.take(). Call append_tokens()
+        afterwards with the tokens that rows got. offsets [S]: see inputs(). If a row with an option has several
+        samples, all of them are closed.
         """
         assert self._asking is not None, "there are rows that ask"
         if self.all_ask and offsets is None:
@@ -207,9 +208,9 @@ class SamplingColumns(Columns):
         return asked[refused].tolist(), np.flatnonzero(is_closed).tolist()
 
     def inputs_ahead(self, rows: Ints, table: RunnerTable, offset: int) -> SamplingInputs:
-        """Return the sampler's inputs for the token `offset` places behind the next one of each row.
+        """Return the sampler's inputs for the token `offset` positions after the next one of each row.
 
-        The table has `offset` drafts behind the row's tokens. Options that cannot look ahead, grammars, edit nothing.
+        The table has `offset` drafts after the row's tokens. Options that cannot look ahead (grammars) edit nothing.
         """
         positions = table.num_tokens[rows] - table.num_prompt_tokens[rows] + offset
         edits = NO_EDITS
@@ -232,13 +233,13 @@ class SamplingColumns(Columns):
 
 
 def positions_of(rows: Rows, table: RunnerTable, offsets: Ints | None) -> Ints:
-    """Return the index [S] in its row's output of each sample's token."""
+    """Return the index [S] of each sample's token in its row's output."""
     positions = table.num_tokens[rows] - table.num_prompt_tokens[rows]
     return positions if offsets is None else positions + offsets
 
 
 def _is_simple(params: SamplingParams) -> bool:
-    """Return whether a token depends on no other logit than by being the winner, and no edited logit is told."""
+    """Return whether a token only depends on being the largest logit, and no edited logit is reported."""
     if params.use_beam_search or params.logprobs is not None:
         return False
     return params.temperature == 0 or (params.top_k <= 0 and params.top_p == 1 and params.min_p == 0)

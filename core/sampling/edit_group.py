@@ -15,11 +15,11 @@ Index: TypeAlias = Ints | tuple[Ints, Ints]
 
 
 class Logits(Protocol):
-    """Logits [S, V] float32 that edits read and write: an array, or an adapter for those on a device."""
+    """Logits [S, V] float32 that edits read and write: an array, or an adapter for logits on a device."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The numbers of samples and of tokens."""
+        """Return (number of samples, number of tokens)."""
 
     def __getitem__(self, index: Index) -> Floats:
         """Return a copy of some logits."""
@@ -33,47 +33,47 @@ class Edit(Protocol):
 
     @property
     def row(self) -> Ints:
-        """The index of the sample of each entry; samples without an entry are not changed."""
+        """Return the index of the sample of each entry. Samples without an entry are not changed."""
 
     def apply(self, logits: Logits) -> None:
         """Change logits [S, V] in place.
 
-        An edit reads and writes the logits of its own entries only, so the other rows keep their bits.
+        An edit only reads and writes the logits of its own entries, so the other rows keep their bits.
         """
         ...
 
     def moves(self, largest: Int32s) -> Ints:
-        """Return the samples whose largest logit may be another one after this edit.
+        """Return the samples whose largest logit may change with this edit.
 
-        largest [S]: the index of each sample's largest logit before it; below 0: not known, and any answer will do.
+        largest [S]: the index of each sample's largest logit before it; below 0: unknown, and any answer will do.
         """
         ...
 
     def only(self, wanted: Bools) -> "Edit":
-        """Return the part of the edit that is of the wanted [S] samples."""
+        """Return the part of the edit for the wanted [S] samples."""
         ...
 
 
 class SampledRows(NamedTuple):
-    """The samples of a step, one for each token to be drawn."""
+    """The samples of a step, one per token to be drawn."""
 
     samples: SampleIndex
     positions: Positions  # [S] index of each sample in its row's output
-    table: RunnerTable  # has the row's drafts behind its tokens
-    is_settled: Bools | None = None  # [S] the samples whose tokens are known: take() has let their rows have them
+    table: RunnerTable  # has the row's drafts after its tokens
+    is_settled: Bools | None = None  # [S] samples whose tokens are known, because take() has accepted them
 
 
 class EditGroup(ABC):
-    """The rows that use one option. add() and remove() run once a request, append() and edit() once a step."""
+    """The rows that use one option. add() and remove() run once per request, append() and edit() once per step."""
 
     #: The fields of SamplingParams that enable the option. add() is not called for a row whose fields all have their
     #: defaults.
     options: ClassVar[tuple[str, ...]]
-    #: Whether edit() takes a sample behind drafts of which the row's earlier samples are not asked for, too.
+    #: Whether edit() can handle a sample after drafts when the row's earlier samples are not requested.
     looks_ahead: ClassVar[bool] = True
-    #: Whether the option has take(). It only forbids tokens then.
+    #: Whether the option has take(). Such an option only forbids tokens.
     asks_first: ClassVar[bool] = False
-    #: Whether edits apply top_k, top_p and min_p, so that the draw of these samples does not. It has filtered() then.
+    #: Whether edits apply top_k, top_p and min_p, so that drawing these samples does not. If so, it has filtered().
     applies_filters: ClassVar[bool] = False
 
     @abstractmethod
@@ -82,36 +82,36 @@ class EditGroup(ABC):
 
     @abstractmethod
     def remove(self, row: int) -> None:
-        """Remove the row; a row that was not added is ignored."""
+        """Remove the row. A row that was not added is ignored."""
 
     def append(  # noqa: B027 (most options do not look at tokens)
         self, rows: Rows, token_ids: TokenIds, *, is_distinct: bool = True
     ) -> None:
-        """Count a sampled token [n] of each of these rows [n], some of which may not use the option.
+        """Count a sampled token [n] of each of these rows [n]. Some of them may not use the option.
 
-        is_distinct: each row occurs once. Otherwise a row's tokens are adjacent, in their order.
+        is_distinct: each row occurs once. Otherwise a row's tokens are adjacent, in order.
         """
 
     def take(self, rows: list[int], tokens: list[int]) -> tuple[list[int], list[int]]:
-        """Let each of these distinct rows [n] have its token [n], where the option allows it; below 0: no token.
+        """Give each of these distinct rows [n] its token [n] if the option allows it; below 0: no token.
 
-        Return (refused, closed): the indices of the rows that may not have theirs. Those that are refused may have
-        other tokens; of those that are closed no token is to be asked for. A row without the option may have any. The
-        others get their tokens: no edit() of these samples is asked for, and append() of the tokens follows.
+        Return (refused, closed): the indices of the rows that do not get theirs. Refused rows may try other tokens;
+        closed rows need an edit. A row without the option may have any token. The others get their tokens: no edit() of
+        these samples is requested, and append() of the tokens follows.
         """
-        raise NotImplementedError(f"{type(self).__name__} asks about no tokens")
+        raise NotImplementedError(f"{type(self).__name__} has no take()")
 
     def filtered(self, rows: Rows, positions: Positions) -> Ints:
         """Return the samples [n] to which edit() applies the filters. rows, positions [S]: see SampledRows."""
-        raise NotImplementedError(f"{type(self).__name__} applies no filters")
+        raise NotImplementedError(f"{type(self).__name__} does not apply filters")
 
     def failure(self, row: int) -> str | None:
-        """Return why this option can leave the row no token; None for most options, and where the row has it not."""
+        """Return why this option can leave the row no token; None for most options, and for rows that do not use it."""
         return None
 
     @abstractmethod
     def edit(self, sampled: SampledRows) -> Edit | None:
-        """Return the edit of the sampled rows' logits; None where no row of the batch uses the option."""
+        """Return the edit of the sampled rows' logits, or None if no row of the batch uses the option."""
 
 
 class Forbidden(NamedTuple):
@@ -131,6 +131,6 @@ class Forbidden(NamedTuple):
         return moved
 
     def only(self, wanted: Bools) -> "Forbidden":
-        """Return the part of the wanted samples."""
+        """Return the part for the wanted samples."""
         kept = wanted[self.row]
         return Forbidden(self.row[kept], self.token[kept])

@@ -1,6 +1,6 @@
-"""The filters min_p, top_k and top_p with NumPy: which tokens of a row they leave.
+"""The filters min_p, top_k and top_p in NumPy: which tokens of a row they keep.
 
-A row is not sorted as a whole. Its largest logits are taken in buckets of growing size, until its own parameters and
+Rows are not sorted completely. A row's largest logits are taken in buckets of growing size, until its parameters and
 logits show that a bucket is large enough.
 """
 
@@ -11,25 +11,25 @@ import numpy as np
 
 from ipc.tables.arrays import NO_INTS, Bools, Doubles, Floats, Ints
 
-#: Sizes of the candidate prefilter; after the last one comes the whole vocabulary.
+#: Sizes of the candidate prefilter. After the last one comes the whole vocabulary.
 BUCKETS = (64, 256, 1024, 4096)
-#: Values in a group, of which the largest is looked at first.
+#: Group size: only the largest value of each group is looked at first.
 _GROUP = 64
 
 
 class Filters(NamedTuple):
     """The filters of n rows, as columns [n]."""
 
-    top_k: Ints  # 0, or the number of tokens or more: all
+    top_k: Ints  # 0, or at least the number of tokens: all
     top_p: Floats  # (0, 1]
     min_p: Floats  # [0, 1]
 
     def of(self, rows: Ints) -> "Filters":
-        """Return those of some rows, by index."""
+        """Return the filters of some rows, by index."""
         return Filters(self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
     def have_effect(self, vocab_size: int) -> Bools:
-        """Return whether the filters of each row [n] can leave a token out."""
+        """Return whether each row's [n] filters can exclude a token."""
         has_top_k = (self.top_k > 0) & (self.top_k < vocab_size)
         effect: Bools = has_top_k | (self.top_p < 1) | (self.min_p > 0)
         return effect
@@ -43,12 +43,12 @@ class Candidates(NamedTuple):
     weights: Doubles  # exp(value - the row's maximum)
 
     def of(self, rows: Bools) -> "Candidates":
-        """Return those of some rows."""
+        """Return the candidates of some rows."""
         return Candidates(self.values[rows], self.ids[rows], self.weights[rows])
 
 
 def left(scaled: Floats, filters: Filters) -> Bools:
-    """Return which tokens [n, V] the filters leave of logits / temperature [n, V]; none of -inf."""
+    """Return which tokens [n, V] the filters keep of logits / temperature [n, V]; never one with -inf."""
     is_left = np.zeros(scaled.shape, np.bool_)
     for row, values in enumerate(scaled):
         is_left[row, left_of_row(values, *filters.of(np.array([row])))] = True
@@ -56,7 +56,7 @@ def left(scaled: Floats, filters: Filters) -> Bools:
 
 
 def left_of_row(scaled: Floats, top_k: Ints, top_p: Floats, min_p: Floats) -> Ints:
-    """Return the ids of the tokens that the filters [1] leave of one row's logits / temperature [V].
+    """Return the ids of the tokens that the filters [1] keep of one row's logits / temperature [V].
 
     Those of equal logits ascend.     There are none if the largest is not finite: the row fails.
     """
@@ -71,13 +71,14 @@ def left_of_row(scaled: Floats, top_k: Ints, top_p: Floats, min_p: Floats) -> In
     ids = np.flatnonzero(is_left)
     if top_p[0] == 1:
         return ids
-    # The others look at the order of logits alone, and each leaves the largest, so top_p is asked about those.
+    # The others only depend on the order of logits, and each keeps the largest, so top_p is only evaluated on what they
+    # keep.
     ((_, candidates, kept),) = leading(scaled[ids][None], np.array([[largest]]), Filters(top_k, top_p, min_p))
     return ids[candidates.ids[0, : kept[0]]]
 
 
 def _kth_largest(values: Floats, k: int) -> np.float32:
-    """Return the k-th largest of values [V]. Of k groups the largest value of each bounds it from below."""
+    """Return the k-th largest of values [V]. The largest values of k groups give a lower bound."""
     whole = len(values) // _GROUP * _GROUP
     if k <= whole // _GROUP:
         maxima = values[:whole].reshape(-1, _GROUP).max(1)
@@ -95,10 +96,10 @@ def weights_above_min_p(scaled: Floats, maximum: Floats, min_p: Floats) -> Doubl
 
 
 def leading(scaled: Floats, maximum: Floats, filters: Filters) -> Iterator[tuple[Ints, Candidates, Ints]]:
-    """Yield (rows, candidates, kept): the filters leave the first kept[i] candidates of rows[i]. Each row comes once.
+    """Yield (rows, candidates, kept): the filters keep the first kept[i] candidates of rows[i]. Each row occurs once.
 
-    scaled: logits / temperature [n, V], maximum: the largest of each row [n, 1]. Each row tries the buckets, from the
-    first that can hold its top_k, until one suffices.
+    scaled: logits / temperature [n, V], maximum: the largest of each row [n, 1]. Each row tries the buckets in order,
+    from the first that can hold its top_k, until one is large enough.
     """
     num_rows, vocab_size = scaled.shape
     top_k = np.where(filters.top_k < vocab_size, filters.top_k, 0)
@@ -109,7 +110,7 @@ def leading(scaled: Floats, maximum: Floats, filters: Filters) -> Iterator[tuple
         total[need_total] = weights.sum(-1)
     waiting = np.arange(num_rows)
     for bucket in (*(size for size in BUCKETS if size < vocab_size), vocab_size):
-        # The bucket is larger than top_k: the value after the last one shows whether ties with it were cut off.
+        # The bucket is larger than top_k: the value after the last one shows whether equal values were cut off.
         ready = waiting[(top_k[waiting] < bucket) | (bucket == vocab_size)]
         if len(ready) == 0:
             continue
@@ -127,7 +128,7 @@ def leading(scaled: Floats, maximum: Floats, filters: Filters) -> Iterator[tuple
 def _largest_ids(scaled: Floats, count: int) -> Ints:
     """Return the ids [n, count] of each row's largest logits [n, V] in descending order, ties by lower id.
 
-    Of tokens with the last one's logit some may be missing.
+    Some tokens equal to the last one's logit may be missing.
     """
     if count == scaled.shape[1]:
         return np.argsort(-scaled, axis=-1, kind="stable")
@@ -149,7 +150,7 @@ def _keep(
     top_p: Floats,
     min_p: Floats,
 ) -> tuple[Ints, Bools]:
-    """Return (kept, enough) [n]: how many of the first candidates remain, and whether the bucket was large enough.
+    """Return (kept, enough) [n]: how many of the first candidates are kept, and whether the bucket was large enough.
 
     Every filter keeps a prefix of the candidates. The bucket is not large enough if a token outside it may have the
     value of the last kept candidate.
@@ -163,7 +164,7 @@ def _keep(
     by_k = np.where(top_k > 0, (allowed & (values >= kth[:, None])).sum(-1), count)
     cumulative = np.cumsum(weights, -1)
     total = np.where(top_k > 0, cumulative[rows, by_k - 1], total)
-    # A token remains if the tokens before it have less than top_p together. The first always remains, as in vLLM.
+    # A token is kept if the tokens before it have less than top_p in total. The first is always kept, as in vLLM.
     by_p = ((cumulative - weights) < top_p[:, None] * total[:, None]).sum(-1)
     kept = np.where(top_p < 1, np.clip(by_p, 1, by_k), by_k)
     last = values[:, -1]

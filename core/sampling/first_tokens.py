@@ -1,9 +1,9 @@
-"""Tokens drawn from unedited logits, before it is asked whether the row may have them.
+"""Draws tokens from unedited logits first, and then checks whether the row may have them.
 
-An option that only forbids tokens, and takes long to say which, is first asked about one: the token of the unedited
-logits. A draw takes the largest of logit / temperature + noise (kernels/gumbel.py). So it remains what it is when other
-tokens are forbidden, where no filter (top_k, top_p, min_p) looks at them. If that token is forbidden, the option is
-asked about the next largest, and only then which tokens it allows.
+If an option only forbids tokens and is slow to say which, it is first asked about one token: that of the unedited
+logits. A draw takes the largest of logit / temperature + noise (kernels/gumbel.py). So forbidding other tokens does not
+change it, unless a filter (top_k, top_p, min_p) is used. If that token is forbidden, the option is asked about the next
+largest, and only then for all allowed tokens.
 """
 
 from typing import NamedTuple
@@ -16,10 +16,10 @@ from core.sampling.sampler import NO_EDITS, SamplingInputs, sample
 from ipc.tables.arrays import Floats, Int32s, Ints, Rows
 from kernels.cpu.sampling import CpuSampler
 
-#: Up to one sample in so many is drawn from a copy of its logits: 0.2 MB each, where a call for all takes 0.1 ms.
+#: Up to one sample in this many is drawn from a copy of its logits: 0.2 MB each, whereas a call for all takes 0.1 ms.
 _FEW = 4
-#: Tokens of a draw that are asked for when the first is refused. Of 189 such draws in a JSON string, at temperature 1,
-#: the second was allowed in 166 and the third in 17.
+#: Tokens of a draw to try when the first is refused. Of 189 such draws in a JSON string, at temperature 1, the second
+#: was allowed in 166 and the third in 17.
 _MORE = 2
 
 
@@ -34,7 +34,7 @@ def sample_rows(
     *,
     keeps_logits: bool,
 ) -> Int32s:
-    """Return the next token [S] of each of these rows, as sample(). The logits [S, V] are overwritten.
+    """Return the next token [S] of each of these rows, like sample(). The logits [S, V] are overwritten.
 
     offsets [S]: see SamplingColumns.inputs().
     """
@@ -43,7 +43,7 @@ def sample_rows(
         inputs: SamplingInputs | None = None
         if columns.num_drawing:
             inputs = columns.parameters(rows, positions_of(rows, table, offsets))
-            if not columns.all_ask:  # the tokens of rows that are edited in any case are not drawn yet
+            if not columns.all_ask:  # tokens of rows that are edited in any case are not drawn yet
                 inputs.temperature[columns.is_edited(rows)] = 0
             tokens = kernel(logits, inputs[:-1], largest)
         refused, closed = columns.take(rows, tokens, offsets)
@@ -57,7 +57,7 @@ def sample_rows(
 
 
 class _Left(NamedTuple):
-    """The samples of a step of which some may not have their tokens; the arguments of sample_rows(), and the tokens."""
+    """The samples of a step, some of which may not get their tokens: the arguments of sample_rows(), and the tokens."""
 
     columns: SamplingColumns
     table: RunnerTable
@@ -66,14 +66,14 @@ class _Left(NamedTuple):
     logits: Floats
     largest: Int32s
     kernel: CpuSampler
-    tokens: Int32s  # [S] of the unedited logits
+    tokens: Int32s  # [S] from the unedited logits
 
     def sample(
         self, refused: list[int], closed: list[int], inputs: SamplingInputs | None, *, keeps_logits: bool
     ) -> Int32s:
-        """Return the tokens, others for samples that are refused or closed.
+        """Return the tokens, with new ones for samples that are refused or closed.
 
-        inputs: what the tokens were drawn with, if any was.
+        inputs: what the tokens were drawn with, if any were.
         """
         few = 0 if keeps_logits else len(self.tokens) // _FEW
         if refused and len(refused) + len(closed) <= few:
@@ -88,15 +88,15 @@ class _Left(NamedTuple):
         positions = positions_of(rows, self.table, offsets)
         edits = self.columns.edits(rows, self.table, positions, offsets)
         part = self.logits[which] if len(which) > 1 else self.logits[which[0] : which[0] + 1]
-        # The largest of these logits is found sooner than it is known whether the edits leave it.
+        # Drawing from these logits takes less time than finding out whether the edits keep the largest.
         self.tokens[which] = sample(part, self.columns.parameters(rows, positions, edits), self.kernel)
         return self.tokens
 
     def _takes_next(self, index: int, inputs: SamplingInputs) -> bool:
-        """Let a sample have the next token of its draw, since its token is refused; return whether it has got one.
+        """Give a sample the next token of its draw, because its token is refused. Return whether it got one.
 
-        The winner among the tokens that are left is the winner among the allowed ones, if it is allowed. Edits forbid
-        what is refused, too.
+        The winner among the remaining tokens is also the winner among the allowed ones, if it is allowed. Edits also
+        forbid what is refused.
         """
         one, tokens = slice(index, index + 1), self.tokens
         logits, own = self.logits[one], tuple([column[one] for column in inputs[:-1]])
@@ -109,7 +109,7 @@ class _Left(NamedTuple):
         return False
 
     def _sample_all(self, which: Ints, *, keeps_logits: bool) -> Int32s:
-        """Return the tokens [S], but for the samples `which` [n], in one call for all. Edits change their logits."""
+        """Return the tokens [S] except those of samples `which` [n], in one call for all. Edits change the logits."""
         is_settled = np.ones(len(self.tokens), np.bool_)
         is_settled[which] = False
         positions = positions_of(self.rows, self.table, self.offsets)

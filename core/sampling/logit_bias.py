@@ -11,7 +11,7 @@ from ipc.tables.arrays import Bools, Floats, Int32s, Ints
 
 
 class LogitBias(EditGroup):
-    """The rows with a logit bias: one entry for each biased token of each row."""
+    """The rows with a logit bias: one entry per biased token of each row."""
 
     options = ("logit_bias",)
 
@@ -31,7 +31,7 @@ class LogitBias(EditGroup):
         self._bias.remove(row)
 
     def edit(self, sampled: SampledRows) -> "Biased | None":
-        """Return the edit that adds the biases; None where no sampled row uses the option."""
+        """Return the edit that adds the biases, or None if no sampled row uses the option."""
         entries, samples = sampled.samples.spread(self._bias["row"])
         if not len(samples):
             return None
@@ -39,7 +39,7 @@ class LogitBias(EditGroup):
 
 
 class Biased(NamedTuple):
-    """An edit that adds to logits. Each (row, token) pair occurs once; every token id is in the vocabulary."""
+    """An edit that adds to logits. Each (row, token) pair occurs once, and every token id is in the vocabulary."""
 
     row: Ints  # [n] index of the sample
     token: Ints  # [n]
@@ -54,6 +54,6 @@ class Biased(NamedTuple):
         return self.row
 
     def only(self, wanted: Bools) -> "Biased":
-        """Return the part of the wanted samples."""
+        """Return the part for the wanted samples."""
         kept = wanted[self.row]
         return Biased(self.row[kept], self.token[kept], self.bias[kept])

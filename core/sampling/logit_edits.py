@@ -1,4 +1,4 @@
-"""The options that edit a batch's logits before the temperature: their list, and the application of their edits."""
+"""The options that edit a batch's logits before the temperature: their list, and how their edits are applied."""
 
 from collections.abc import Sequence
 
@@ -25,11 +25,11 @@ def edit_groups(
     matchers: RowMatchers | None = None,
     masks: CpuTokenMasks | None = None,
 ) -> tuple[EditGroup, ...]:
-    """Return one group for each option, in the order in which the edits are applied.
+    """Return one group per option, in the order in which the edits are applied.
 
-    The order is vLLM's, and llama.cpp's for its options. Xtc is the last one, since it applies the filters.
+    The order is vLLM's, and llama.cpp's for its options. Xtc is last, because it applies the filters.
 
-    num_rows: rows of the runner's table. matchers: of structured_outputs; None = no request has them. masks: the C
+    num_rows: rows of the runner's table. matchers: for structured_outputs; None = no request has them. masks: the C
     kernel for them; None = NumPy.
     """
     structured = () if matchers is None else (StructuredOutputs(matchers, masks),)
@@ -45,10 +45,11 @@ def apply_edits(logits: Logits, edits: Sequence[Edit]) -> None:
 
 
 def largest_after(largest: Int32s, edits: Sequence[Edit]) -> Int32s:
-    """Return the index [S] of each sample's largest logit after these edits; UNKNOWN where it may be another one.
+    """Return the index [S] of each sample's largest logit after these edits; UNKNOWN if it may have changed.
 
-    largest [S]: the index before them, the first of equals; below 0 where that logit is not finite. What an edit leaves
-    remains the largest, and the first of equals, since edits that raise a logit say that they move it.
+    largest [S]: the index before them, the first on a tie; below 0 if that logit is not finite. If an edit keeps the
+    largest logit, it stays the largest and the first on a tie, because edits that raise a logit report that they may
+    move it.
     """
     known = np.where(largest < 0, UNKNOWN, largest).astype(np.int32)
     for edit in edits:

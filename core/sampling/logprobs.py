@@ -1,11 +1,11 @@
-"""Log probabilities of a token and of the most likely tokens of its row; a row's bits do not depend on other rows."""
+"""Log probabilities of a token and of its row's most likely tokens. A row's bits do not depend on other rows."""
 
 import numpy as np
 
 from core.execution.plan import LogprobColumns
 from ipc.tables.arrays import AnyInts, Doubles, Floats, Ints, Positions, Rows
 
-#: Logits of which only the largest is looked at first, in the search for a row's most likely tokens.
+#: Group size: only the largest logit of each group is looked at first when searching for a row's most likely tokens.
 _GROUP = 32
 
 
@@ -22,10 +22,10 @@ def gather_logprobs(
     """Return the log probabilities of each row's token and of its most likely tokens.
 
     logits [L, V] float32; tokens [L] int; num_top [L] int: how many of the most likely tokens, at most V. rows,
-    positions [L]: copied to the result. normalized: values are log probabilities; otherwise the logits unchanged.
+    positions [L]: copied to the result. normalized: values are log probabilities; otherwise the unchanged logits.
 
-    A row's entries are its token first, then its most likely tokens in descending order, ties by lower id. The token's
-    rank is the number of tokens at least as likely, as in vLLM.
+    A row's entries are its token, then its most likely tokens in descending order, ties by lower id. The token's rank
+    is the number of tokens that are at least as likely, as in vLLM.
     """
     each, vocab_size = np.arange(len(logits)), logits.shape[1]
     ranks = (logits >= logits[each, tokens][:, None]).sum(-1)
@@ -63,9 +63,9 @@ def most_likely(logits: Floats, count: int) -> Ints:
 
 
 def _bound(logits: Floats, count: int) -> np.float32:
-    """Return a number that at least count of these logits [V] reach, and few more.
+    """Return a number that at least `count` of these logits [V] reach, and not many more.
 
-    At least so many reach the count-th largest of the maxima of groups, for each group has its own.
+    At least that many reach the count-th largest of the group maxima, because each group contributes its own.
     """
     whole = len(logits) // _GROUP
     if whole < count:

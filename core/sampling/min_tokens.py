@@ -8,7 +8,7 @@ from core.sampling.row_group import RowGroup
 
 
 class MinTokens(EditGroup):
-    """The rows with min_tokens: one entry for each ending token of each row: stop tokens, and EOS unless ignore_eos."""
+    """The rows with min_tokens: one entry per ending token of each row: stop tokens, and EOS unless ignore_eos."""
 
     options = ("min_tokens",)
 
@@ -30,7 +30,7 @@ class MinTokens(EditGroup):
         self._ending.remove(row)
 
     def edit(self, sampled: SampledRows) -> Forbidden | None:
-        """Return the edit that forbids ending tokens; None where every sampled row has its min_tokens."""
+        """Return the edit that forbids ending tokens, or None if every sampled row has its min_tokens."""
         entries, samples = sampled.samples.spread(self._ending["row"])
         early = sampled.positions[samples] < self._ending["below"][entries]
         return Forbidden(samples[early], self._ending["token"][entries][early]) if early.any() else None

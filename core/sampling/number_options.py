@@ -1,4 +1,4 @@
-"""NumberOptions: the base of options that are numbers and change logits, with their columns."""
+"""NumberOptions: the base class of numeric options that change logits, with their columns."""
 
 from abc import abstractmethod
 from typing import ClassVar
@@ -12,16 +12,16 @@ from ipc.tables.arrays import Ints, Positions, Rows
 
 
 class NumberOptions(EditGroup):
-    """The rows with an option: a column [rows] of each of its numbers, with the dtype of the number's declaration.
+    """The rows with an option: a column [rows] per number, with the dtype of the number's declaration.
 
-    A subclass names the numbers, and has edit_of(). A row uses the option if the first of `options` is above 0.
+    A subclass names the numbers and implements edit_of(). A row uses the option if the first of `options` is above 0.
     """
 
-    #: Numbers of SamplingParams that the option reads beside `options`, and that do not enable it.
+    #: Numbers of SamplingParams that the option reads in addition to `options`, and that do not enable it.
     reads: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, num_rows: int) -> None:
-        """Make empty columns for num_rows rows."""
+        """Create empty columns for num_rows rows."""
         names = (*self.options, *self.reads)
         self.numbers = {name: np.zeros(num_rows, NUMBERS[name].dtype) for name in names}
         self.seed = np.zeros(num_rows, np.uint64)
@@ -34,7 +34,7 @@ class NumberOptions(EditGroup):
 
     @abstractmethod
     def edit_of(self, samples: Ints, rows: Rows, positions: Positions) -> Edit | None:
-        """Return the edit of samples [n] of rows that use the option; None if it changes none of them.
+        """Return the edit for samples [n] of rows that use the option, or None if it changes none of them.
 
         rows [n]: of the columns. positions [n]: indices of the samples' tokens in their outputs.
         """
@@ -55,11 +55,11 @@ class NumberOptions(EditGroup):
         self._is_used[row] = False
 
     def edit(self, sampled: SampledRows) -> Edit | None:
-        """Return the edit of the sampled rows with the option; None if there is none to change."""
+        """Return the edit for the sampled rows with the option, or None if nothing changes."""
         rows = sampled.samples.rows
         samples = self.using(rows)
         return self.edit_of(samples, rows[samples], sampled.positions[samples]) if len(samples) else None
 
     def using(self, rows: Rows) -> Ints:
-        """Return the indices of those of these rows that use the option."""
+        """Return the indices of these rows that use the option."""
         return np.flatnonzero(self._is_used[rows])

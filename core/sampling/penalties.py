@@ -32,7 +32,8 @@ class Penalties(EditGroup):
             return False
         self._is_penalized[row] = True
         self._repetition[row], self._frequency[row], self._presence[row] = penalties
-        repeated = new.num_prompt_tokens if params.repetition_penalty != 1 else 0  # the others count output only
+        # the other penalties count only output
+        repeated = new.num_prompt_tokens if params.repetition_penalty != 1 else 0
         prompt = new.token_ids[:repeated]
         self._counts.add(row, prompt[prompt >= 0], new.token_ids[new.num_prompt_tokens :])
         return True
@@ -50,7 +51,7 @@ class Penalties(EditGroup):
             self._counts.append(rows[counted], token_ids[counted], is_distinct=is_distinct)
 
     def edit(self, sampled: SampledRows) -> "Penalized | None":
-        """Return the edit that applies the penalties; None where no sampled row has counted tokens."""
+        """Return the edit that applies the penalties, or None if no sampled row has counted tokens."""
         samples, tokens, occurrences = self._counted(sampled)
         if not len(samples):
             return None
@@ -80,12 +81,12 @@ class Penalties(EditGroup):
 class Penalized(NamedTuple):
     """An edit by the number of occurrences of tokens, as columns [n].
 
-    Each (row, token) pair occurs once; every token id is in the vocabulary.
+    Each (row, token) pair occurs once, and every token id is in the vocabulary.
     """
 
     row: Ints  # index of the sample
     token: Ints
-    occurrences: Ints  # in the output; 0 = in the prompt only
+    occurrences: Ints  # in the output; 0 = only in the prompt
     repetition: Floats  # the row's penalty, repeated for each of its tokens
     frequency: Floats
     presence: Floats
@@ -107,7 +108,7 @@ class Penalized(NamedTuple):
         return self.row
 
     def only(self, wanted: Bools) -> "Penalized":
-        """Return the part of the wanted samples."""
+        """Return the part for the wanted samples."""
         kept = wanted[self.row]
         return Penalized(
             self.row[kept],

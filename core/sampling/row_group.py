@@ -11,12 +11,12 @@ from ipc.tables.arrays import Ints
 class RowGroup:
     """Entries in one structured array: "row" and the named columns.
 
-    A row's entries are adjacent, in the order in which they were added. add() and remove() run once a request; a step
+    A row's entries are adjacent, in the order in which they were added. add() and remove() run once per request; a step
     only reads the columns.
     """
 
     def __init__(self, **columns: type[np.generic]) -> None:
-        """Make an empty group. columns: name and dtype of each column beside "row"."""
+        """Create an empty group. columns: name and dtype of each column in addition to "row"."""
         self._entries = np.zeros(0, [("row", np.int64), *columns.items()])
 
     def __len__(self) -> int:
@@ -26,7 +26,7 @@ class RowGroup:
         return self._entries[name]
 
     def add(self, row: int, **values: list[int] | list[float] | Ints) -> None:
-        """Append the row's entries. values: each column's values, one for each entry."""
+        """Append the row's entries. values: each column's values, one per entry."""
         more = np.zeros(len(next(iter(values.values()))), self._entries.dtype)
         more["row"] = row
         for name, column in values.items():

@@ -1,4 +1,4 @@
-"""SampleIndex: the rows of a step's samples; it repeats the entries of a row for each of the row's samples."""
+"""SampleIndex: the rows of a step's samples. It repeats the entries of a row for each of the row's samples."""
 
 from functools import cached_property
 
@@ -11,19 +11,18 @@ class SampleIndex:
     """S samples of some rows of the table.
 
     A row has one sample, or several adjacent ones: one after its known tokens and one after each of its drafts. Drafts
-    are unverified tokens, which the table has behind the row's known tokens.
+    are unverified tokens that the table has after the row's known tokens.
 
-    rows [S]: rows of the table. offsets [S]: drafts before each sample; None where every row has one sample, at offset
-    0.
+    rows [S]: rows of the table. offsets [S]: drafts before each sample; None if every row has one sample, at offset 0.
     """
 
     def __init__(self, rows: Rows, num_rows: int, offsets: Ints | None = None) -> None:
-        """Index the samples of these rows, when it is first asked. num_rows: rows of the table."""
+        """The index is built on first use. num_rows: rows of the table."""
         self.rows, self.offsets, self._num_rows = rows, offsets, num_rows
 
     @cached_property
     def _firsts(self) -> Ints:
-        """The first sample of each row [num_rows]."""
+        """Return the first sample of each row [num_rows]."""
         firsts = np.zeros(self._num_rows, np.int64)
         if self.offsets is None:
             firsts[self.rows] = np.arange(len(self.rows))
@@ -33,19 +32,19 @@ class SampleIndex:
 
     @cached_property
     def _is_sampled(self) -> Bools:
-        """Whether each row [num_rows] has a sample."""
+        """Return whether each row [num_rows] has a sample."""
         is_sampled = np.zeros(self._num_rows, np.bool_)
         is_sampled[self.rows] = True
         return is_sampled
 
     @cached_property
     def _begins(self) -> Ints:
-        """The samples that are the first of their rows."""
+        """Return the samples that are the first of their rows."""
         return np.flatnonzero(np.diff(self.rows, prepend=-1))
 
     @cached_property
     def _counts(self) -> Ints:
-        """The number of samples of each row [num_rows]."""
+        """Return the number of samples of each row [num_rows]."""
         counts = np.zeros(self._num_rows, np.int64)
         counts[self.rows[self._begins]] = np.diff(self._begins, append=len(self.rows))
         return counts
@@ -53,7 +52,7 @@ class SampleIndex:
     def spread(self, rows: Rows) -> tuple[Ints | Bools, Ints]:
         """Return (entries, samples): each entry of a group paired with each sample of its row, entry after entry.
 
-        rows [n]: the row of each entry. entries: indices; where every row has one sample, a mask [n] instead.
+        rows [n]: the row of each entry. entries: indices; if every row has one sample, a mask [n] instead.
         """
         if self.offsets is None:
             is_sampled = self._is_sampled[rows]
@@ -67,7 +66,7 @@ class SampleIndex:
     def drafts(self, is_wanted: Bools) -> tuple[Ints, Ints]:
         """Return (samples, places): each wanted row's samples, each paired with every draft before it.
 
-        is_wanted: mask [num_rows]. The first draft of a row has place 0.
+        is_wanted: mask [num_rows]. The first draft of a row has position 0.
         """
         assert self.offsets is not None, "there are no drafts"
         samples = np.flatnonzero(is_wanted[self.rows])

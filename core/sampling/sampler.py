@@ -1,8 +1,8 @@
-"""The sampler: one token for each row of logits, a function of that row, its parameters and its position alone.
+"""The sampler: one token for each row of logits, as a function of only that row, its parameters and its position.
 
 The order is vLLM's: edits (core/sampling/logit_edits.py), temperature, min_p, top_k, top_p (core/sampling/filters.py),
-draw. A draw takes the remaining token with the largest logit / temperature + Gumbel noise (kernels/gumbel.py), the
-lowest id of equals.
+draw. A draw takes the remaining token with the largest logit / temperature + Gumbel noise (kernels/gumbel.py), and the
+lowest id on a tie.
 """
 
 from typing import NamedTuple
@@ -16,13 +16,13 @@ from ipc.tables.arrays import NO_INT32S, Floats, Int32s, Ints, Rows, UInt64s
 from kernels.cpu.sampling import CpuSampler
 from kernels.gumbel import LEAST_NOISE, MOST_NOISE, high_bits, noise
 
-#: The edits of a batch without options that change logits.
+#: The edits for a batch without options that change logits.
 NO_EDITS: tuple[Edit, ...] = ()
 
-#: Result of a row whose logits are not finite numbers.
+#: Result for a row whose logits are not finite.
 NOT_A_TOKEN = -1
 
-#: Logits processed at once, in whole rows. It bounds temporary memory: about 40 bytes a logit.
+#: Logits processed at once, in whole rows. It bounds temporary memory: about 40 bytes per logit.
 _MAX_LOGITS = 1 << 20
 
 
@@ -35,7 +35,7 @@ class SamplingInputs(NamedTuple):
     min_p: Floats  # [0, 1]
     seed: UInt64s
     position: Ints  # index in the request's output of the token to draw
-    choice: Ints  # number of the request's choice
+    choice: Ints  # index of the request's choice
     edits: tuple[Edit, ...] = NO_EDITS
 
 
@@ -49,10 +49,10 @@ def sample(
 ) -> Int32s:
     """Return the token ids [S] int32 sampled from logits [S, V] float32, which are overwritten.
 
-    The result is NOT_A_TOKEN where the row's largest logit after the edits is NaN or infinite. kernel: the C sampler;
-    None: NumPy. largest [S]: the result of sample_greedily() for the unedited logits, if it is known; or the token of a
-    sample without edits at temperature 0. keeps_logits: False = nobody reads the logits afterwards, so rows whose token
-    is known without them are not edited.
+    The result is NOT_A_TOKEN if the row's largest logit after the edits is NaN or infinite. kernel: the C sampler;
+    None: NumPy. largest [S]: the result of sample_greedily() for the unedited logits, if known; or the token of a
+    sample without edits at temperature 0. keeps_logits: False = the logits are not read afterwards, so rows whose token
+    is known without edits are not edited.
     """
     if len(logits) == 0:
         return NO_INT32S
@@ -71,9 +71,9 @@ def sample(
 
 
 def sample_greedily(logits: Floats, kernel: CpuSampler | None = None) -> Int32s:
-    """Return the token ids [S] int32 of the largest logits, ties by lower id; NOT_A_TOKEN where not finite.
+    """Return the token ids [S] int32 of the largest logits, ties by lower id; NOT_A_TOKEN if not finite.
 
-    This equals sample() where every temperature is 0 and there are no edits. The logits [S, V] are not changed.
+    This equals sample() if every temperature is 0 and there are no edits. The logits [S, V] are not changed.
     """
     if kernel is not None:
         return kernel.largest(logits)
@@ -86,7 +86,7 @@ def _largest(logits: Floats) -> Int32s:
 
 
 def _best(logits: Floats) -> tuple[Ints, Floats]:
-    """Return the index [S] of each row's largest logit, the first of equals, and that logit; NaN counts as largest."""
+    """Return the index [S] of each row's largest logit, the first on a tie, and that logit. NaN counts as largest."""
     best = logits.argmax(-1)
     return best, logits[np.arange(len(logits)), best]
 
@@ -141,13 +141,13 @@ def _scaled(logits: Floats, maximum: Floats, rows: Ints, inputs: SamplingInputs)
 
 
 def _draw_from_all(scaled: Floats, maximum: Floats, rows: Rows, inputs: SamplingInputs) -> Ints:
-    """Return the tokens [n]. Only those that can win with their high bits get all their noise computed."""
+    """Return the tokens [n]. The full noise is only computed for tokens that can win by their high bits."""
     scaled[weights_above_min_p(scaled, maximum, inputs.min_p[rows]) == 0] = -np.inf
     high = high_bits(inputs.seed[rows], inputs.position[rows], inputs.choice[rows], scaled.shape[1])
     enough = (scaled + LEAST_NOISE[high]).max(-1, keepdims=True)
     can_win = scaled + MOST_NOISE[high] >= enough
     count = int(can_win.sum(-1).max())
-    ids = np.argsort(~can_win, axis=-1, kind="stable")[:, :count]  # those that can, in order, and others
+    ids = np.argsort(~can_win, axis=-1, kind="stable")[:, :count]  # those that can, in order, then others
     return _winners(np.take_along_axis(scaled, ids, -1), ids, rows, inputs)
 
 
@@ -160,7 +160,7 @@ def _draw_from_largest(scaled: Floats, maximum: Floats, rows: Ints, top_k: Ints,
 
 
 def _winners(values: Floats, ids: Ints, rows: Rows, inputs: SamplingInputs) -> Ints:
-    """Return the winner [n] among the tokens ids [n, m] with these logits / temperature; -inf takes no part."""
+    """Return the winner [n] among the tokens ids [n, m] with these logits / temperature. -inf never wins."""
     sums = values + noise(inputs.seed[rows], inputs.position[rows], inputs.choice[rows], ids)
     is_best = sums == sums.max(-1, keepdims=True)
     winners: Ints = np.where(is_best, ids, np.iinfo(np.int64).max).min(-1)

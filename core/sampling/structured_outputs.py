@@ -18,8 +18,8 @@ class StructuredOutputs(EditGroup):
     """
 
     options = ("structured_outputs",)
-    looks_ahead = False  # a matcher stands behind the row's tokens
-    asks_first = True  # whether a token is allowed, since a mask takes ten times as long
+    looks_ahead = False  # a matcher's position is after the row's tokens
+    asks_first = True  # asks whether a token is allowed, because a mask takes ten times as long
 
     def __init__(self, matchers: RowMatchers, kernel: CpuTokenMasks | None = None) -> None:
         self._matchers, self._kernel = matchers, kernel
@@ -37,20 +37,20 @@ class StructuredOutputs(EditGroup):
         self._matchers.remove(row)
 
     def append(self, rows: Rows, token_ids: TokenIds, *, is_distinct: bool = True) -> None:
-        """Let the matchers of these rows consume their tokens."""
+        """Advance the matchers of these rows by their tokens."""
         if len(self._matchers):
             self._matchers.append(rows, token_ids)
 
     def take(self, rows: list[int], tokens: list[int]) -> tuple[list[int], list[int]]:
-        """Let the matchers of these rows consume the tokens that they allow; return the indices of the other rows."""
+        """Advance the matchers of these rows by the tokens that they allow. Return the indices of the other rows."""
         return self._matchers.take(rows, tokens)
 
     def failure(self, row: int) -> str | None:
-        """Return why the row has no token that it may sample; None for a row without the option."""
+        """Return why the row has no token that it may sample, or None for a row without the option."""
         return self._matchers.failure(row)
 
     def edit(self, sampled: SampledRows) -> "Masked | None":
-        """Return the edit that forbids tokens; None where no sampled row needs it."""
+        """Return the edit that forbids tokens, or None if no sampled row needs it."""
         if not len(self._matchers):
             return None
         samples = sampled.samples
@@ -99,6 +99,6 @@ class Masked(NamedTuple):
         return moved
 
     def only(self, wanted: Bools) -> "Masked":
-        """Return the part of the wanted samples."""
+        """Return the part for the wanted samples."""
         kept = wanted[self.row]
         return Masked(self.row[kept], self.mask[kept], self.kernel)

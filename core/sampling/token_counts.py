@@ -19,16 +19,16 @@ class TokenCounts:
 
     @property
     def rows(self) -> Ints:
-        """Row of each pair [n]."""
+        """Return the row of each pair [n]."""
         return self.keys >> _ROW_SHIFT
 
     @property
     def tokens(self) -> Ints:
-        """Token of each pair [n]."""
+        """Return the token of each pair [n]."""
         return self.keys & ((1 << _ROW_SHIFT) - 1)
 
     def add(self, row: int, prompt: Int32s, output: Int32s) -> None:
-        """Add a row with these output tokens. prompt: tokens to add with count 0 where the output lacks them."""
+        """Add a row with these output tokens. prompt: tokens to add with count 0 if the output lacks them."""
         tokens, counts = np.unique(output, return_counts=True)
         only_prompt = np.setdiff1d(prompt, tokens)
         self._insert(_keys(row, np.concatenate([only_prompt, tokens])), np.append(np.zeros_like(only_prompt), counts))
@@ -53,7 +53,7 @@ class TokenCounts:
 
     def _insert(self, keys: Ints, counts: AnyInts) -> None:
         merged = np.concatenate([self.keys, keys])
-        order = np.argsort(merged, kind="stable")  # the stable sort uses the long run that is sorted already
+        order = np.argsort(merged, kind="stable")  # the stable sort benefits from the long run that is already sorted
         self.keys, self.counts = merged[order], np.concatenate([self.counts, counts])[order]
 
 

@@ -1,4 +1,4 @@
-"""TopNSigma: the option top_n_sigma, which keeps the tokens whose logits are near the largest.
+"""TopNSigma: the option top_n_sigma, which keeps the tokens whose logits are close to the largest.
 
 A token is kept if its logit is at most top_n_sigma standard deviations below the largest (Tang et al. 2024,
 arXiv 2411.07641). As in llama.cpp, the deviation is that of all logits but -inf, before the temperature.
@@ -30,20 +30,20 @@ class NearLargest(NamedTuple):
     deviations: Floats  # [n] above 0
 
     def apply(self, logits: Logits) -> None:
-        """Set these logits to -inf, in place. Each row is computed by itself, so its bits depend on it alone."""
+        """Set these logits to -inf, in place. Each row is computed separately, so its bits depend only on itself."""
         for index, deviations in zip(self.row.tolist(), self.deviations.tolist(), strict=True):
             one = np.array([index])
             values = logits[one]
             known = values[values > -np.inf].astype(np.float64)
-            if len(known):  # else the row fails: a grammar may allow no token
+            if len(known):  # otherwise the row fails: a grammar may allow no token
                 values[values < np.float32(known.max() - deviations * known.std())] = -np.inf
                 logits[one] = values
 
     def moves(self, largest: Int32s) -> Ints:
-        """Return no sample: the largest logit stays."""
+        """Return no sample, because the largest logit stays."""
         return NO_INTS
 
     def only(self, wanted: Bools) -> "NearLargest":
-        """Return the part of the wanted samples."""
+        """Return the part for the wanted samples."""
         kept = wanted[self.row]
         return NearLargest(self.row[kept], self.deviations[kept])

@@ -1,11 +1,11 @@
-"""Xtc: the option xtc_probability with xtc_threshold: exclude top choices, as llama.cpp does.
+"""Xtc: the options xtc_probability and xtc_threshold ("exclude top choices"), as in llama.cpp.
 
 With this probability, a token is drawn without the top choices: the tokens whose probability is at least xtc_threshold,
-except the least likely of them. So it happens only if there are two or more, and a good token is always left.
+except the least likely of them. So it only happens if there are two or more, and a good token is always left.
 
-The order is llama.cpp's: the probabilities are those of the tokens that top_k, top_p and min_p leave, at temperature 1,
-and the temperature follows. Whether it happens is decided by one of Philox's numbers of the request's seed and the
-token's position, so it does not depend on the batch, and is the same again when the request is resumed or replayed.
+The order is llama.cpp's: the probabilities are those of the tokens that top_k, top_p and min_p keep, at temperature 1,
+and the temperature follows. Whether it happens is decided by a Philox number from the request's seed and the token's
+position. So it does not depend on the batch, and is the same if the request is resumed or replayed.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import Bools, Floats, Int32s, Ints, Positions, Rows
 from kernels.gumbel import philox4x32
 
-#: The purpose of Philox's numbers; kernels/gumbel.py has others.
+#: The purpose of the Philox numbers; kernels/gumbel.py has others.
 XTC = 3
 #: Two tokens cannot both be likelier than this.
 _MOST = 0.5
@@ -37,7 +37,7 @@ class Xtc(NumberOptions):
         return params.xtc_probability > 0 and params.xtc_threshold <= _MOST
 
     def edit_of(self, samples: Ints, rows: Rows, positions: Positions) -> "Excluded | None":
-        """Return the edit of the samples whose number is below their probability; None if there is none."""
+        """Return the edit for the samples whose number is below their probability, or None if there are none."""
         happens = self._happens(rows, positions)
         samples, rows = samples[happens], rows[happens]
         if not len(samples):
@@ -61,14 +61,14 @@ class Excluded(NamedTuple):
     """An edit that excludes the top choices of its rows, and what their filters exclude."""
 
     row: Ints  # [n] index of the sample
-    threshold: Floats  # [n] least probability of a top choice
+    threshold: Floats  # [n] minimum probability of a top choice
     temperature: Floats  # [n] for the filters; 0 = 1
     top_k: Ints  # [n], see Filters
     top_p: Floats  # [n]
     min_p: Floats  # [n]
 
     def apply(self, logits: Logits) -> None:
-        """Set the logits of excluded tokens to -inf, in place. Each row is computed by itself."""
+        """Set the logits of excluded tokens to -inf, in place. Each row is computed separately."""
         filters = Filters(self.top_k, self.top_p, self.min_p)
         is_filtered = filters.have_effect(logits.shape[1])
         for place, index in enumerate(self.row.tolist()):
@@ -91,7 +91,7 @@ class Excluded(NamedTuple):
         return self.row
 
     def only(self, wanted: Bools) -> "Excluded":
-        """Return the part of the wanted samples."""
+        """Return the part for the wanted samples."""
         kept = wanted[self.row]
         return Excluded(
             self.row[kept],
@@ -104,9 +104,10 @@ class Excluded(NamedTuple):
 
 
 def top_choices(logits: Floats, threshold: np.float32) -> Ints:
-    """Return the indices of all tokens of this probability or more, except the least likely of them.
+    """Return the indices of all tokens with at least this probability, except the least likely of them.
 
-    logits [n]: -inf = no choice; equal ones ascend by their ids. Of equally likely tokens the last one is the least.
+    logits [n]: -inf = no choice; equal ones ascend by id. Among equally likely tokens the last one counts as the least
+    likely.
     """
     weights = np.exp((logits - logits.max(initial=-np.inf)).astype(np.float64))
     likely = np.flatnonzero((weights > 0) & (weights >= threshold * weights.sum()))
