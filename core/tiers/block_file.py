@@ -1,8 +1,8 @@
-"""The file of one KV block: a head with its name and a digest, then the block's bytes. Peers send the same bytes.
+"""The file of one KV block: a header with its name and a digest, then the block's bytes. Peers send the same bytes.
 
-The digest is an HMAC (SHA-256, its first 16 bytes) under the key of the blocks' names. So a file that is not exactly
-what was written is no block, be it damaged or forged by somebody without the key. It is read into memory first and
-checked there, so a file that changes under the reader is found too.
+The digest is an HMAC (SHA-256, its first 16 bytes) with the key of the blocks' names. So a file that is not exactly
+what was written is not accepted as a block, whether it is damaged or forged without the key. It is read into memory
+first and checked there, so that changes during reading are detected too.
 """
 
 import errno
@@ -17,10 +17,10 @@ from core.tiers.portable_names import NAME_BYTES
 MAGIC = b"ECKVBLK2"
 _DIGEST_BYTES = 16
 _PERSON = b"engine-core mac"  # 16 bytes at most
-#: Magic, name, bytes of the block, digest of all others of the file. Little-endian, without padding.
+#: Magic, name, bytes of the block, digest of everything else in the file. Little-endian, without padding.
 _HEAD = struct.Struct(f"<8s{NAME_BYTES}sQ{_DIGEST_BYTES}s")
 HEAD_BYTES = _HEAD.size
-_IOV_MAX = 1024  # buffers of one call (POSIX: at least 16, Linux: 1024)
+_IOV_MAX = 1024  # buffers per call (POSIX: at least 16, Linux: 1024)
 
 
 def write_block(fd: int, name: bytes, parts: Sequence[memoryview], key: bytes) -> None:
@@ -36,7 +36,7 @@ def write_block(fd: int, name: bytes, parts: Sequence[memoryview], key: bytes) -
 
 
 def read_block(fd: int, name: bytes, parts: Sequence[memoryview], key: bytes) -> bool:
-    """Read a block into these parts; return False where the file is not that of this name and size, unharmed.
+    """Read a block into these parts. Return False if the file is not an intact one with this name and size.
 
     Errors: OSError.
     """
@@ -47,7 +47,7 @@ def read_block(fd: int, name: bytes, parts: Sequence[memoryview], key: bytes) ->
     while rest:
         count = os.readv(fd, rest[:_IOV_MAX])
         if not count:
-            return False  # it was cut while it was read
+            return False  # it was truncated while it was read
         rest = _after(rest, count)
     magic, found, found_size, digest = _HEAD.unpack(head)
     if (magic, found, found_size) != (MAGIC, name, size):
@@ -56,7 +56,7 @@ def read_block(fd: int, name: bytes, parts: Sequence[memoryview], key: bytes) ->
 
 
 def pack_block(name: bytes, parts: Sequence[memoryview], key: bytes) -> bytearray:
-    """Return what the file of a block would have."""
+    """Return the contents that the file of a block would have."""
     size = sum(map(len, parts))
     data, at = bytearray(HEAD_BYTES + size), HEAD_BYTES
     for part in parts:
@@ -67,7 +67,7 @@ def pack_block(name: bytes, parts: Sequence[memoryview], key: bytes) -> bytearra
 
 
 def is_block(data: memoryview, name: bytes, key: bytes) -> bool:
-    """Return whether these are the bytes of a block of this name, unharmed."""
+    """Return whether these are the bytes of an intact block with this name."""
     size = len(data) - HEAD_BYTES
     if size < 0:
         return False
@@ -78,8 +78,9 @@ def is_block(data: memoryview, name: bytes, key: bytes) -> bool:
 
 
 def unpack_block(data: memoryview, name: bytes, parts: Sequence[memoryview], key: bytes) -> bool:
-    """Copy a packed block into these parts; return False, without a copy, where it is not that of this name and size,
-    unharmed.
+    """Copy a packed block into these parts.
+
+    Return False, without copying, if it is not an intact one with this name and size.
     """
     if len(data) != HEAD_BYTES + sum(map(len, parts)) or not is_block(data, name, key):
         return False
@@ -91,7 +92,7 @@ def unpack_block(data: memoryview, name: bytes, parts: Sequence[memoryview], key
 
 
 def _digest(name: bytes, size: int, parts: Sequence[memoryview], key: bytes) -> bytes:
-    of_files = blake2b(key=key, person=_PERSON, digest_size=32).digest()  # names have the key itself
+    of_files = blake2b(key=key, person=_PERSON, digest_size=32).digest()  # names use the key itself
     value = hmac.new(of_files, MAGIC + name + size.to_bytes(8, "little"), "sha256")
     for part in parts:
         value.update(part)
@@ -99,7 +100,7 @@ def _digest(name: bytes, size: int, parts: Sequence[memoryview], key: bytes) -> 
 
 
 def _after(parts: list[memoryview], count: int) -> list[memoryview]:
-    """Return what is left of the parts behind the first `count` bytes."""
+    """Return what remains of the parts after the first `count` bytes."""
     for index, part in enumerate(parts):
         if count < len(part):
             return [part[count:], *parts[index + 1 :]]

@@ -1,8 +1,8 @@
-"""BlockFolder: KV blocks as files of a folder, for several engines at once, now and after a restart.
+"""BlockFolder: KV blocks as files in a folder, shared by several engines and kept over restarts.
 
-The folder is its owner's alone (0700, files 0600); a link, or a folder or file of somebody else, is refused. Names are
-digests (core/tiers/portable_names.py), so equal names mean equal bytes, and writers need no lock: a file appears whole,
-by a rename. Whatever is wrong with a file makes it a miss. Not for several threads at once, but for has() and pack().
+The folder is private to its owner (0700, files 0600). A link, or a folder or file of another user, is refused. Names
+are digests (core/tiers/portable_names.py), so equal names mean equal bytes, and writers need no lock: a file appears
+complete, by a rename. Any problem with a file makes it a miss. Not thread-safe, except for has() and pack().
 """
 
 import contextlib
@@ -24,23 +24,23 @@ _UNFINISHED = ".tmp"
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-#: Unfinished files that are so much older than the last change were left by an engine that has died. Nanoseconds.
+#: Unfinished files this much older than the last change were left by an engine that has died. In ns.
 _UNFINISHED_NS = 600 * 10**9
-#: The files are counted again when this engine has written this share of the bound since the last count, because
-#: other engines write too. When they are too many, as many go as leave this share free.
+#: The files are counted again when this engine has written this fraction of the limit since the last count, because
+#: other engines write too. If there are too many, enough are removed to leave this fraction free.
 _SHARE = 16
 
 
 class _File(NamedTuple):
-    used_ns: int  # its time of modification, set by each use; files sort by it
+    used_ns: int  # its modification time, set by each use; files are sorted by it
     name: str
     num_bytes: int
 
 
 class BlockFolder:
-    """An open folder of at most about max_bytes bytes of blocks. It is made where it is missing, with its parents.
+    """An open folder with at most about max_bytes bytes of blocks. It is created if it is missing, with its parents.
 
-    key: of the blocks' names and digests; empty: the folder's own.
+    key: for the blocks' names and digests; empty: the folder's own.
 
     Errors: ConfigError that says what is wrong with the folder.
     """
@@ -64,8 +64,8 @@ class BlockFolder:
         except ConfigError:
             os.close(self._fd)
             raise
-        self._num_written = 0  # files, by this engine
-        self.num_bytes = self._new_bytes = 0  # at the last count and after it, by this engine
+        self._num_written = 0  # number of files written by this engine
+        self.num_bytes = self._new_bytes = 0  # at the last count, and written after it by this engine
 
     def close(self) -> None:
         """Close the folder."""
@@ -73,14 +73,14 @@ class BlockFolder:
         os.close(self._fd)
 
     def has(self, name: bytes) -> bool:
-        """Return whether there is a file of this name, which may yet be damaged."""
+        """Return whether there is a file of this name. It may still turn out to be damaged."""
         try:
             return _is_own_file(os.stat(_file_of(name), dir_fd=self._blocks, follow_symlinks=False))
         except OSError:
             return False
 
     def read(self, name: bytes, parts: Sequence[memoryview]) -> bool:
-        """Read a block into these parts; return False, with anything in them, where there is no unharmed file of it.
+        """Read a block into these parts. Return False, with undefined contents, if there is no intact file of it.
 
         A damaged file is removed.
         """
@@ -104,7 +104,7 @@ class BlockFolder:
         return False
 
     def pack(self, name: bytes) -> bytearray | None:
-        """Return the bytes of a file of a block; None: there is no unharmed one. Errors: OSError."""
+        """Return the bytes of a block's file, or None if there is no intact one. Errors: OSError."""
         try:
             fd = os.open(_file_of(name), _FILE, dir_fd=self._blocks)
         except OSError:
@@ -115,9 +115,9 @@ class BlockFolder:
         return data if is_block(memoryview(data), name, self._digest_key) else None
 
     def write(self, name: bytes, parts: Sequence[memoryview], is_still_so: Callable[[], bool] = lambda: True) -> bool:
-        """Write a block unless there is a file of it; return whether it was written. Errors: OSError.
+        """Write a block unless there is a file of it. Return whether it was written. Errors: OSError.
 
-        is_still_so: asked when the bytes have been read; False = they may have changed meanwhile, so there is no file.
+        is_still_so: called after the bytes were read; False = they may have changed, so no file is created.
         """
         file = _file_of(name)
         with contextlib.suppress(FileNotFoundError):
@@ -148,7 +148,7 @@ class BlockFolder:
         return True
 
     def make_room(self) -> None:
-        """Count the files of all engines, and remove those unused for longest where there are too many."""
+        """Count the files of all engines. If there are too many, remove those that were unused for the longest time."""
         files = sorted(self._files())
         self.num_bytes, self._new_bytes = sum(file.num_bytes for file in files), 0
         if self.num_bytes <= self._max_bytes:
@@ -161,11 +161,11 @@ class BlockFolder:
             self.num_bytes -= file.num_bytes
 
     def _files(self) -> Iterator[_File]:
-        """Yield all blocks; remove unfinished files that nobody will finish."""
+        """Yield all blocks, and remove unfinished files of dead engines."""
         oldest_ns = os.fstat(self._blocks).st_mtime_ns - _UNFINISHED_NS  # something was written later
         with os.scandir(self._blocks) as entries:
             for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # it has gone meanwhile
+                with contextlib.suppress(FileNotFoundError):  # it is gone
                     found = entry.stat(follow_symlinks=False)
                     if entry.name.endswith(_SUFFIX):
                         yield _File(found.st_mtime_ns, entry.name, found.st_size)
@@ -175,15 +175,15 @@ class BlockFolder:
     def _check(self, path: str) -> None:
         found = os.fstat(self._fd)
         if found.st_uid != os.geteuid():
-            raise ConfigError(f"kv_dir={path!r} belongs to user {found.st_uid}, and this one is {os.geteuid()}")
+            raise ConfigError(f"kv_dir={path!r} belongs to user {found.st_uid}, but the engine is {os.geteuid()}")
         if found.st_mode & 0o077:
             raise ConfigError(
-                f"kv_dir={path!r} is open to others (mode {found.st_mode & 0o777:o}), and prompts could be worked out "
+                f"kv_dir={path!r} is accessible to others (mode {found.st_mode & 0o777:o}), who could work out prompts "
                 f"from its files: chmod 700 {path}"
             )
 
     def _read_key(self) -> bytes:
-        """Return the folder's secret, which its first engine makes. Errors: OSError, ConfigError."""
+        """Return the folder's secret, which its first engine creates. Errors: OSError, ConfigError."""
         with contextlib.suppress(FileExistsError):
             self._write_key()
         fd = os.open(_KEY_FILE, _FILE, dir_fd=self._fd)
@@ -192,11 +192,11 @@ class BlockFolder:
         finally:
             os.close(fd)
         if not is_own or len(key) != KEY_BYTES:
-            raise ConfigError(f"the file {_KEY_FILE!r} of kv_dir is not one that an engine has made: remove the folder")
+            raise ConfigError(f"the file {_KEY_FILE!r} in kv_dir was not created by an engine: remove the folder")
         return key
 
     def _write_key(self) -> None:
-        """Make the secret under another name first, so that it appears whole. Errors: FileExistsError, OSError."""
+        """Create the secret under another name first, so that it appears complete. Errors: FileExistsError, OSError."""
         name = f"{_KEY_FILE}-{secrets.token_hex(8)}{_UNFINISHED}"
         fd = os.open(name, _NEW_FILE, 0o600, dir_fd=self._fd)
         try:
@@ -205,7 +205,8 @@ class BlockFolder:
                 os.fsync(fd)
             finally:
                 os.close(fd)
-            os.link(name, _KEY_FILE, src_dir_fd=self._fd, dst_dir_fd=self._fd)  # unlike a rename it replaces nothing
+            # unlike a rename, it never replaces a file
+            os.link(name, _KEY_FILE, src_dir_fd=self._fd, dst_dir_fd=self._fd)
         finally:
             os.unlink(name, dir_fd=self._fd)
 
@@ -215,7 +216,7 @@ def _file_of(name: bytes) -> str:
 
 
 def _make_path(path: str) -> None:
-    """Make a folder and its missing parents, all of them for their owner alone. Errors: OSError."""
+    """Create a folder and its missing parents, all private to their owner. Errors: OSError."""
     missing, folder = [path], os.path.dirname(os.path.abspath(path))
     while not os.path.lexists(folder):
         missing.append(folder)
@@ -231,12 +232,12 @@ def _make_folder(parent: int, name: str) -> None:
 
 
 def _open_folder(parent: int, name: str) -> int:
-    """Open a folder of our own. Errors: OSError."""
+    """Open a folder owned by this user. Errors: OSError."""
     fd = os.open(name, _DIRECTORY, dir_fd=parent)
     found = os.fstat(fd)
     if found.st_uid != os.geteuid() or found.st_mode & 0o077:
         os.close(fd)
-        raise PermissionError(errno.EPERM, f"{name!r} in it belongs to another user, or is open to others")
+        raise PermissionError(errno.EPERM, f"{name!r} in it belongs to another user, or is accessible to others")
     return fd
 
 
@@ -246,5 +247,5 @@ def _is_own_file(found: os.stat_result) -> bool:
 
 def _reason(error: OSError) -> str:
     if error.errno in (errno.ELOOP, errno.ENOTDIR):
-        return "it is a link or no folder; name the folder itself"
+        return "it is a link or not a folder; give the folder itself"
     return error.strerror or str(error)

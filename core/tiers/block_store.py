@@ -1,12 +1,12 @@
 """BlockStore: carries out the scheduler's orders (core/kv/orders.py) on a folder of blocks and on peers.
 
-A block is looked for in the folder first, then at the peers; it is written to the folder alone. No error reaches a
-request: what cannot be read is a miss, and what cannot be written is left out; after an error of the disk nothing is
-written for a while.
+A block is looked up in the folder first, then at the peers. It is only written to the folder. No request ever gets an
+error: what cannot be read is a miss, and what cannot be written is left out. After a disk error nothing is written for
+a while.
 
-Layers with a window may have blocks of their own (core/models/layers/cache_pages.py). Such a block has a name made from
-that of the block beside which it lies, and the bytes of all blocks of its page. So a folder or a peer has it, or not,
-as it has any block.
+Layers with a window may have their own blocks (core/models/layers/cache_pages.py). The name of such a block is derived
+from that of the named block with the same tokens, and it has the bytes of all blocks of its page. So a folder or a peer
+handles it like any other block.
 """
 
 import time
@@ -26,17 +26,17 @@ from core.tiers.peers import Peers
 from core.tiers.portable_names import PortableNames
 from ipc.tables.arrays import Ints
 
-_PAUSE_S = 30.0  # without writing, after an error of the disk
-#: A block that requests use in memory counts as used on the disk so often at most. If its file has gone it is written
+_PAUSE_S = 30.0  # pause in writing after a disk error
+#: A block that requests use in memory is marked as used on disk at most this often. If its file is gone, it is written
 #: again.
 _RENEW_S = 60.0
-#: Contents whose names are remembered, for each block that the caches hold: contents live as long as their blocks.
+#: Contents whose names are remembered, per block in the caches: contents live as long as their blocks.
 _NAMES_PER_BLOCK = 4
-#: Most blocks in the KV cache that wait to be written; the oldest give way.
+#: The most blocks in the KV cache waiting to be written. The oldest are dropped.
 MAX_UNSAVED = 1 << 16
 
 
-#: Most prefixes for whose blocks of windows peers are asked at one look; each question takes a way there and back.
+#: The most prefixes for which peers are asked for window blocks in one lookup. Each question takes a round trip.
 _MOST_QUESTIONS = 4
 
 
@@ -47,16 +47,16 @@ class Left(NamedTuple):
     block: int
     content: int
     evictions: int
-    is_beside: bool = False  # it is the block of layers with a window beside the one with the content
+    is_beside: bool = False  # it is the window block that goes with the content
 
     @property
     def key(self) -> int:
-        """The content, or minus it: contents that have names are positive."""
+        """Return the content, or its negative for a window block: contents with names are positive."""
         return -self.content if self.is_beside else self.content
 
 
 class BesideContents:
-    """Of each block of the KV cache that is a page of layers with a window: the content beside which it lies."""
+    """For each block of the KV cache that is a page of window layers: the content that it goes with."""
 
     def __init__(self, names: BlockNames) -> None:
         self._names, (self._beside,) = names, names.beside
@@ -66,26 +66,26 @@ class BesideContents:
         return len(self._names.content)
 
     def __getitem__(self, block: int, /) -> int:
-        # A page beside another block since then has been counted as evicted.
+        # A page that has since been given to another block was counted as evicted.
         return int(self._names.content[self._beside.owner[block // self.page_blocks]])
 
 
 class Shelves(NamedTuple):
-    """Which blocks are where in memory."""
+    """Where blocks are in memory."""
 
     cache: MemoryShelf
     host: MemoryShelf
 
 
 class BlocksServed(NamedTuple):
-    """What peers get of this engine's blocks: which are where in memory, and who sends them."""
+    """What peers can get of this engine's blocks: where they are in memory, and the server that sends them."""
 
     named: Shelves
     server: PeerServer
-    beside: Shelves | None = None  # of layers with a window that have blocks of their own
+    beside: Shelves | None = None  # for layers with a window that have their own blocks
 
     def shelves(self, *, is_beside: bool) -> Shelves:
-        """Return the shelves of blocks beside others, or of named blocks."""
+        """Return the shelves of window blocks, or of named blocks."""
         if not is_beside:
             return self.named
         assert self.beside is not None, "no layers have blocks beside others"
@@ -93,10 +93,10 @@ class BlocksServed(NamedTuple):
 
 
 class BlockStore:
-    """The blocks of a folder and of peers, for one thread at a time.
+    """The blocks of a folder and of peers, used by one thread at a time.
 
     folder, peers, served: None = there is none. contents, evictions [blocks of the KV cache]: the scheduler's columns,
-    which change meanwhile; see Leave. beside: of layers with a window; None = they have no blocks of their own.
+    which change concurrently; see Leave. beside: for layers with a window; None = they share the other layers' blocks.
     """
 
     def __init__(
@@ -114,18 +114,18 @@ class BlockStore:
         self._beside = beside
         self._folder, self._names, self._host, self._cache = folder, names, blocks.host, blocks.cache
         self._peers, self._served = peers, served
-        self.settle: Callable[[], None] = lambda: None  # waits until each Leave that was given has been carried out
+        self.settle: Callable[[], None] = lambda: None  # waits until every Leave given so far has been carried out
         self._contents, self._evictions = contents, evictions
         self._unsaved: deque[Left] = deque()
         self._num_saved = 0  # of these, since the last answer
         self._most_names = _NAMES_PER_BLOCK * (len(contents) + len(blocks.host.arrays[0]))
-        self._name_of: OrderedDict[int, bytes] = OrderedDict()  # by content, most recently noted last
-        #: When a block that is written, or about to be, is due again, by its key, in monotonic seconds; see _RENEW_S.
+        self._name_of: OrderedDict[int, bytes] = OrderedDict()  # by content, most recently recorded last
+        #: By key: when a block that is written, or about to be, is due again, in monotonic seconds; see _RENEW_S.
         self._due_at: dict[int, float] = {}
         self._paused_until = 0.0  # monotonic seconds
 
     def open(self) -> None:
-        """Bring the folder within its bound, as it may be that of a larger one; connect to peers, and answer them."""
+        """Bring the folder below its limit, which may have been larger before; connect to peers, and answer them."""
         if self._peers is not None:
             self._peers.open()
         if self._served is not None:
@@ -137,7 +137,7 @@ class BlockStore:
                 self.pause(error)
 
     def close(self) -> None:
-        """End the connections, and close the folder."""
+        """Close the connections and the folder."""
         if self._peers is not None:
             self._peers.close()
         if self._served is not None:
@@ -146,7 +146,7 @@ class BlockStore:
             self._folder.close()
 
     def carry_out(self, order: Order) -> StoreNews | None:
-        """Carry out one order and return the answer, if it has any."""
+        """Carry out one order, and return the answer if it has one."""
         match order:
             case Look():
                 return BlocksFound(order.ticket, self._look(order))
@@ -160,11 +160,11 @@ class BlockStore:
 
     @property
     def has_unsaved(self) -> bool:
-        """Return whether blocks in the KV cache wait to be written."""
+        """Return whether blocks in the KV cache are waiting to be written."""
         return bool(self._unsaved)
 
     def save_one(self) -> StoreNews | None:
-        """Write one of the blocks that requests have left in the KV cache; after the last of them return an answer."""
+        """Write one of the blocks that requests have left in the KV cache. After the last one return an answer."""
         left = self._unsaved.popleft()
         due_at = self._due_at.pop(left.key, None)
         if self._is_there(left):
@@ -178,7 +178,7 @@ class BlockStore:
         return BlocksStored(0, saved)
 
     def _inside(self, left: Left) -> Sequence[int]:
-        """Return all blocks of the KV cache that this block is."""
+        """Return the numbers of all blocks of the KV cache that this block consists of."""
         width = 1 if self._beside is None or not left.is_beside else self._beside.page_blocks
         return range(left.block, left.block + width)
 
@@ -194,7 +194,7 @@ class BlockStore:
         return self._count(order.ticket, list(self._names.chain(order.root, order.token_ids))[order.first :])
 
     def _count(self, ticket: int, names: list[bytes]) -> int:
-        """Return how many of the first of these blocks the folder and the peers have."""
+        """Return how many of these blocks, from the first on, the folder and the peers have."""
         count = self._count_in_folder(names)
         if self._peers is None or count == len(names):
             return count
@@ -219,7 +219,7 @@ class BlockStore:
     def _missing(
         self, names: list[bytes], windows: Windows, count: int, has: dict[int, bool], peers: Peers | None
     ) -> list[int]:
-        """Return which places of the window behind `count` blocks neither the engine nor the folder has, last first.
+        """List the window positions after `count` blocks that neither the engine nor the folder has, last first.
 
         peers: None = the first of them is enough. has: what is known of the folder.
         """
@@ -251,7 +251,7 @@ class BlockStore:
         return count + self._read_beside(-order.ticket, beside, [self._host.views(*one) for one in slots])
 
     def _read(self, ticket: int, names: list[bytes], places: list[list[memoryview]]) -> int:
-        """Read blocks into these places; return how many have come, from the first on."""
+        """Read blocks into these places. Return how many were read, from the first on."""
         count = 0
         if self._folder is not None:
             while count < len(names) and self._folder.read(names[count], places[count]):
@@ -261,7 +261,7 @@ class BlockStore:
         return count + self._peers.read(ticket, names[count:], places[count:])
 
     def _read_beside(self, ticket: int, names: list[bytes], places: list[list[memoryview]]) -> int:
-        """Read blocks of windows, each from the folder or from the peer; return how many of the first have come."""
+        """Read window blocks, each from the folder or from the peer. Return how many were read, from the first on."""
         folder = self._folder
         has_come = [folder is not None and folder.read(*one) for one in zip(names, places, strict=True)]
         rest = [index for index, come in enumerate(has_come) if not come]
@@ -273,7 +273,7 @@ class BlockStore:
     # --- what they leave ---------------------------------------------------------------------------------------------
 
     def _leave(self, order: Leave) -> None:
-        """Work out the names of contents that are not known yet, and note blocks for save_one()."""
+        """Compute the names of contents that are not known yet, and record blocks for save_one()."""
         name, known, size = self._names.root(order.root), self._name_of, len(order.token_ids) // len(order.contents)
         now = time.monotonic()
         for index, (content, block, evictions) in enumerate(
@@ -298,7 +298,7 @@ class BlockStore:
             self._due_at.pop(self._unsaved.popleft().key, None)
 
     def _note(self, left: Left, now: float) -> None:
-        """Note a block that a request has left, to write it where that is due, and for peers."""
+        """Record a block that a request has left, for peers and, if due, for writing."""
         if self._folder is not None and self._due_at.get(left.key, now) <= now:
             self._due_at[left.key] = now + _RENEW_S
             self._unsaved.append(left)
@@ -307,7 +307,7 @@ class BlockStore:
             shelf.put(left.name, left.block, left.content, left.evictions, more)
 
     def _store(self, order: Store) -> int:
-        """Return how many of the blocks have been written."""
+        """Return how many of the blocks were written."""
         stored, width = 0, self._beside.page_blocks if self._beside is not None and order.is_beside else 1
         for slots, content in zip(order.slots.reshape(-1, width).tolist(), order.contents.tolist(), strict=True):
             name = self._name_of.get(content)
@@ -321,14 +321,14 @@ class BlockStore:
         return stored
 
     def pause(self, error: OSError) -> None:
-        """Write nothing for a while, after an error of the disk."""
+        """Stop writing for a while, after a disk error."""
         self._paused_until = time.monotonic() + _PAUSE_S
         log.say(f"engine-core: kv_dir: {error.strerror or error}; no blocks are written for {_PAUSE_S:.0f} s")
 
     def _write(
         self, name: bytes, parts: Sequence[memoryview], is_still_so: Callable[[], bool] = lambda: True
     ) -> bool | None:
-        """Write a block if the disk takes it; return whether it was not there yet. None: the disk does not take it."""
+        """Write a block if the disk accepts it. Return whether it was new; None: the disk does not accept it."""
         if self._folder is None or time.monotonic() < self._paused_until:
             return None
         try:

@@ -1,7 +1,7 @@
-"""MemoryShelf: which named KV blocks are in this engine's memory, for another thread that sends them to peers.
+"""MemoryShelf: which named KV blocks are in this engine's memory, for a thread that sends them to peers.
 
-A block is what it was while its content is the same and its place has not been given away since. Both are looked up
-before and after it is copied, so nothing is held for a peer: what is overwritten meanwhile is not sent.
+A block is unchanged if its content is the same and its place has not been given away since. Both are compared before
+and after it is copied. So no block is held for a peer: a block overwritten during the copy is not sent.
 """
 
 from collections import OrderedDict
@@ -12,12 +12,12 @@ from core.execution.shared_blocks import BlockMemory
 from core.tiers.block_file import pack_block
 from ipc.tables.arrays import Ints
 
-#: Names that are remembered for each block of a memory: several may have been there, one after the other.
+#: Names remembered per block of memory: several may have been there, one after the other.
 _NAMES_PER_BLOCK = 2
 
 
 class _Place(NamedTuple):
-    at: int  # in the memory
+    at: int  # index in the memory
     content: int
     times_given: int
     more: tuple[int, ...]
@@ -34,10 +34,10 @@ class Contents(Protocol):
 
 
 class MemoryShelf:
-    """The blocks of one memory. One thread puts, another asks and packs.
+    """The blocks in one memory. One thread calls put(), another has() and pack().
 
-    contents, times_given: columns of the scheduler, which change meanwhile: the content at each place, and how often
-    the place has been given away. key: of the blocks' names. first: the place in memory that the columns begin with.
+    contents, times_given: the scheduler's columns, which change concurrently: the content at each place, and how often
+    the place has been given away. key: for the blocks' names. first: the place in memory where the columns start.
     """
 
     def __init__(
@@ -51,8 +51,10 @@ class MemoryShelf:
     def put(
         self, name: bytes, index: int, content: int, times_given: int | None = None, more: Sequence[int] = ()
     ) -> None:
-        """Note where a block is. times_given: of its place when it came there; None: now, since it cannot be given away
-        meanwhile. more: further places in the memory, which have its other parts while the first has the content.
+        """Record where a block is.
+
+        times_given: of its place when it arrived there; None: now, because it cannot be given away in the meantime.
+        more: further places in the memory, which have its other parts as long as the first one has the content.
         """
         index -= self._first
         given = int(self._times_given[index]) if times_given is None else times_given
@@ -67,7 +69,7 @@ class MemoryShelf:
         return place is not None and self._is_there(place)
 
     def pack(self, name: bytes) -> bytearray | None:
-        """Return a copy of a block as its file would have it; None: it is not here, or has gone meanwhile."""
+        """Return a copy of a block in its file format, or None if it is not here or was overwritten meanwhile."""
         place = self._places.get(name)
         if place is None or not self._is_there(place):
             return None

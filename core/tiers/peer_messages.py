@@ -1,7 +1,7 @@
-"""The messages between engines of which one fetches KV blocks from the other.
+"""The messages between engines when one fetches KV blocks from another.
 
-The asker has a DEALER, the other a ROUTER. An answer has the number of its question; BlocksSent is followed by a frame
-for each of its blocks, as core/tiers/block_file.py packs them.
+The client has a DEALER, the server a ROUTER. An answer has the number of its question. BlocksSent is followed by one
+frame per block, packed as in core/tiers/block_file.py.
 """
 
 from typing import TypeAlias
@@ -10,35 +10,35 @@ import msgspec
 
 from core.tiers.portable_names import NAME_BYTES
 
-#: Most blocks of one GetBlocks.
+#: The most blocks in a GetBlocks.
 MAX_BLOCKS = 8
-#: Most blocks of one FindBlocks.
+#: The most blocks in a FindBlocks.
 MAX_NAMES = 1 << 16
 
 
 class FindBlocks(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Say how many of these blocks, from the first on, are there. Answer: BlocksHere. names: NAME_BYTES each."""
+    """Ask how many of these blocks, from the first on, are there. Answer: BlocksHere. names: NAME_BYTES each."""
 
     number: int
     names: bytes
 
 
 class GetBlocks(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Send these blocks, at most MAX_BLOCKS, up to the first that is not there. Answer: BlocksSent."""
+    """Request these blocks, at most MAX_BLOCKS, up to the first that is missing. Answer: BlocksSent."""
 
     number: int
     names: bytes
 
 
 class BlocksHere(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """The first `count` of the blocks are here. They may go before they are asked for."""
+    """The first `count` of the blocks are here. They may be gone before they are requested."""
 
     number: int
     count: int
 
 
 class BlocksSent(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The first `count` of the blocks follow, in frames of their own."""
+    """The first `count` of the blocks follow, one frame each."""
 
     number: int
     count: int
@@ -53,7 +53,7 @@ decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
 def split_names(names: bytes) -> list[bytes]:
-    """Return the names one by one; none where the length is no multiple of a name's."""
+    """Split the names. Return none if the length is not a multiple of a name's."""
     if len(names) % NAME_BYTES:
         return []
     return [names[at : at + NAME_BYTES] for at in range(0, len(names), NAME_BYTES)]

@@ -1,7 +1,7 @@
-"""PeerServer: sends KV blocks to other engines that ask for them by name, from memory and from files.
+"""PeerServer: sends KV blocks, from memory and from files, to other engines that request them by name.
 
-It runs in a thread of its own, beside the steps, and holds nothing for anybody: what has gone when it is asked for is
-not there. Who may connect is decided by the socket's keys, or by loopback.
+It runs in a separate thread, concurrently with the steps, and reserves nothing: a block that is gone when it is
+requested is a miss. The socket's keys, or loopback, decide who may connect.
 """
 
 import os
@@ -26,21 +26,21 @@ from core.tiers.peer_messages import (
 )
 from ipc.wire.sockets import BoundRouter, Context
 
-_LINGER_MS = 0  # an asker computes what does not come
+_LINGER_MS = 0  # a client computes what does not arrive
 
 
 class Shelf(Protocol):
-    """Where blocks are: a memory, or a folder."""
+    """A place where blocks are: a memory or a folder."""
 
     def has(self, name: bytes) -> bool:
         """Return whether a block is there now."""
 
     def pack(self, name: bytes) -> bytearray | None:
-        """Return a block as its file would have it; None: it is not there."""
+        """Return a block in its file format, or None if it is not there."""
 
 
 class PeerServer:
-    """One thread with a bound socket, from start() to close(). shelves: asked in this order."""
+    """One thread with a bound socket, from start() to close(). shelves: searched in this order."""
 
     def __init__(self, context: Context, router: BoundRouter, shelves: Sequence[Shelf]) -> None:
         self._context, self._router, self._shelves = context, router, shelves
@@ -49,12 +49,15 @@ class PeerServer:
         self._thread = threading.Thread(target=self._run, name="kv peers", daemon=True)
 
     def start(self, settle: Callable[[], None]) -> None:
-        """Begin to answer. settle: called before it is said that a block is not there; it may have just come."""
+        """Start answering.
+
+        settle: called before answering that a block is missing, because it may have just arrived.
+        """
         self._settle = settle
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, the socket and its context."""
+        """Stop the thread, and close the socket and its context."""
         os.eventfd_write(self._end, 1)
         self._thread.join()
         os.close(self._end)
@@ -80,14 +83,14 @@ class PeerServer:
                 if answer:
                     socket.send_multipart([identity, *answer], zmq.NOBLOCK)
             except msgspec.MsgspecError:
-                continue  # no question
+                continue  # not a question
             except zmq.ZMQError:
-                continue  # the asker has gone, or does not read: it waits for nothing
+                continue  # the client is gone or does not read; do not wait for it
             except OSError as error:
                 log.say(f"engine-core: kv_listen: {error.strerror or error}; a peer gets no blocks")
 
     def _answer(self, frames: list[bytes]) -> list[bytes | bytearray]:
-        """Return the frames of an answer; none to what is no question. Errors: MsgspecError, OSError."""
+        """Return the frames of an answer; none if it is not a question. Errors: MsgspecError, OSError."""
         match decode_question(frames[0]) if len(frames) == 1 else None:
             case FindBlocks(number, names) if len(found := split_names(names)) <= MAX_NAMES:
                 return [encode(BlocksHere(number, self._count(found)))]
@@ -111,7 +114,7 @@ class PeerServer:
         return len(names)
 
     def _pack(self, names: list[bytes]) -> list[bytearray]:
-        """Return the first of these blocks, up to one that is not there."""
+        """Return these blocks up to the first one that is missing."""
         blocks: list[bytearray] = []
         for name in names:
             found = next((data for shelf in self._shelves if (data := shelf.pack(name)) is not None), None)

@@ -1,7 +1,7 @@
-"""Peers: other engines that are asked for KV blocks by name.
+"""Peers: other engines from which KV blocks are requested by name.
 
-A peer that is not connected, does not answer in time, or sends what is not the block is a miss: the blocks are
-computed. Each wait has an end, and a peer that let one pass is left alone for a while.
+A peer that is not connected, does not answer in time, or sends something else is a miss: the blocks are computed. Each
+wait has a limit, and a peer that exceeded one is not asked for a while.
 """
 
 import itertools
@@ -25,27 +25,28 @@ from core.tiers.peer_messages import (
 )
 from ipc.wire.sockets import Context, Socket, connect_dealer
 
-#: Longest wait for the answers to one look, and for the blocks of one fetch, in seconds. A request waits 2 s at most
-#: (core/scheduling/block_exchange.py); what has come by then is used.
+#: The longest waits, in seconds, for the answers to one lookup and for the blocks of one fetch. A request waits at most
+#: 2 s (core/scheduling/block_exchange.py). Blocks that have arrived by then are used.
 LOOK_S = 0.2
 FETCH_S = 1.5
-#: How long a peer that has not answered in time is not asked, and one that has sent what is no block, in seconds.
+#: How long, in seconds, a peer is not asked after it did not answer in time, and after it sent something that is not
+#: the block.
 PAUSE_S = 5.0
 DISTRUST_S = 60.0
-_IN_FLIGHT = 3  # questions for blocks, of MAX_BLOCKS each
-_MAX_FOUND = 64  # looks whose peer is remembered: the scheduler has fewer at a time
+_IN_FLIGHT = 3  # unanswered requests for blocks, of MAX_BLOCKS each
+_MAX_FOUND = 64  # lookups whose peer is remembered; the scheduler has fewer at a time
 
 
 class Peers:
-    """The peers at these addresses, for one thread from open() to close().
+    """The peers at these addresses, used by one thread from open() to close().
 
-    key: of the blocks' names, which the peers have, too. clock: monotonic seconds.
+    key: for the blocks' names; the peers have the same one. clock: monotonic seconds.
     """
 
     def __init__(self, addresses: Sequence[str], key: bytes, clock: Callable[[], float] = time.monotonic) -> None:
         self._addresses, self._key, self._clock = addresses, key, clock
         self._peers: list[_Peer] = []
-        self._found: dict[int, _Peer] = {}  # by ticket: which peer has the blocks
+        self._found: dict[int, _Peer] = {}  # by ticket: the peer that has the blocks
         self._numbers = itertools.count(1)
         self._context: Context | None = None
 
@@ -55,7 +56,7 @@ class Peers:
         self._peers = [_Peer(self._context, address) for address in self._addresses]
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         for peer in self._peers:
             peer.close()
         if self._context is not None:
@@ -63,7 +64,7 @@ class Peers:
         self._peers, self._context = [], None
 
     def find(self, ticket: int, names: list[bytes]) -> int:
-        """Return how many of these blocks, from the first on, one peer has; read() with this ticket reads from it."""
+        """Return how many of these blocks, from the first on, one peer has. read() with this ticket reads from it."""
         number, now = next(self._numbers), self._clock()
         question = FindBlocks(number, b"".join(names))
         waits = [peer for peer in self._peers if peer.paused_until <= now and peer.ask(question)]
@@ -88,11 +89,11 @@ class Peers:
         return most
 
     def read(self, ticket: int, names: list[bytes], places: Sequence[Sequence[memoryview]]) -> int:
-        """Read blocks into their places from the peer that has them; return how many have come, from the first on."""
+        """Read blocks into their places from the peer that has them. Return how many were read, from the first on."""
         peer = self._found.pop(ticket, None)
         if peer is None:
             return 0
-        count, end, asked = 0, self._clock() + FETCH_S, 0  # blocks
+        count, end, asked = 0, self._clock() + FETCH_S, 0  # number of blocks
         numbers: deque[int] = deque()
         while count < len(names):
             while asked < len(names) and len(numbers) < _IN_FLIGHT:
@@ -106,15 +107,15 @@ class Peers:
                 return count
             for frame in frames[:wanted]:
                 if not unpack_block(frame, names[count], places[count], self._key):
-                    peer.pause(self._clock(), "has sent a KV block that is damaged or forged, or none", DISTRUST_S)
+                    peer.pause(self._clock(), "has sent a damaged or forged KV block, or none", DISTRUST_S)
                     return count
                 count += 1
             if len(frames) < wanted:
-                return count  # they have gone there
+                return count  # that many are gone at the peer
         return count
 
     def _wait(self, peer: "_Peer", number: int, end: float) -> list[memoryview] | None:
-        """Wait for the answer to a question for blocks; None: it has not come in time, or the peer has gone."""
+        """Wait for the answer to a request for blocks; None: it did not arrive in time, or the peer is gone."""
         poller = zmq.Poller()
         peer.watch(poller)
         while (left := end - self._clock()) > 0:
@@ -123,7 +124,7 @@ class Peers:
                 return sent[1]
             if not peer.is_connected():
                 return None
-        peer.pause(self._clock(), f"has not sent what it has within {FETCH_S:g} s")
+        peer.pause(self._clock(), f"has not sent its blocks within {FETCH_S:g} s")
         return None
 
 
@@ -139,7 +140,10 @@ class _Peer:
         self.paused_until = 0.0  # monotonic seconds
 
     def _prepare(self, socket: Socket) -> None:
-        """Send only where there is a connection; and learn of each from the first on, so before it is made."""
+        """Send only if there is a connection, and report all connections from the first on.
+
+        Call this before connecting.
+        """
         socket.setsockopt(zmq.IMMEDIATE, 1)
         self.monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
 
@@ -157,13 +161,13 @@ class _Peer:
         poller.unregister(self.monitor)
 
     def is_connected(self) -> bool:
-        """Return whether there is a connection now."""
+        """Return whether there is a connection at present."""
         while self.monitor.poll(0):
             self._is_connected = recv_monitor_message(self.monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
         return self._is_connected
 
     def ask(self, question: Question) -> bool:
-        """Send a question; return False where there is no connection."""
+        """Send a question. Return False if there is no connection."""
         if not self.is_connected():
             return False
         try:
@@ -173,7 +177,7 @@ class _Peer:
         return True
 
     def receive(self, number: int) -> tuple[int, list[memoryview]] | None:
-        """Return (count, frames) of the answer to a question, if it has arrived; None: this is another's, or none."""
+        """Return (count, frames) of the answer to a question; None: it has not arrived, or belongs to another."""
         try:
             head, *frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             answer = decode_answer(head.buffer)

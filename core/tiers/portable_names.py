@@ -1,9 +1,9 @@
-"""PortableNames: names of KV blocks that every engine gives to the same content, and that nobody else can work out.
+"""PortableNames: names of KV blocks that are equal in every engine with the same key and secret to all others.
 
-A name is a keyed BLAKE2b digest of 16 bytes: of the name before it and the block's tokens, and at the beginning of what
-the bytes of a block depend on besides tokens (model, kernels, layout) and of the root, which has the cache salt, the
-tenant and the adapter. So requests that share no blocks in the engine share none here. The key is a secret of the
-folder in which the blocks are, or of the engines that are peers.
+A name is a keyed 16-byte BLAKE2b digest: of the previous name and the block's tokens; for the first block, of
+everything that a block's bytes depend on besides tokens (model, kernels, layout) and of the root, which includes the
+cache salt, the tenant and the adapter. So requests that share no blocks in the engine share none here. The key is a
+secret of the folder that contains the blocks, or of the engines that are peers.
 """
 
 from collections.abc import Iterator
@@ -16,13 +16,14 @@ from ipc.tables.arrays import TokenIds
 NAME_BYTES = 16
 KEY_BYTES = 32
 _PERSON = b"engine-core kv 1"  # 16 bytes at most
-_BESIDE = b"window"  # of another length than tokens are
+_BESIDE = b"window"  # its length differs from that of tokens
 
 
 class PortableNames:
     """The names of one engine's blocks.
 
-    key: KEY_BYTES secret bytes. content: text of all that a block's bytes depend on besides its tokens and its root.
+    key: KEY_BYTES secret bytes. content: text with everything that a block's bytes depend on except its tokens and its
+    root.
     """
 
     def __init__(self, key: bytes, content: str, block_size: int) -> None:
@@ -44,11 +45,11 @@ class PortableNames:
             yield name
 
     def after(self, name: bytes, token_ids: TokenIds) -> bytes:
-        """Return the name of the block with these tokens behind the block of this name."""
+        """Return the name of the block with these tokens after the block of this name."""
         return self._digest(name + np.ascontiguousarray(token_ids, "<i4").tobytes())
 
     def beside(self, name: bytes) -> bytes:
-        """Return the name of the block of layers with a window that has the tokens of the block of this name."""
+        """Return the name of the window block that has the same tokens as the block of this name."""
         return self._digest(name + _BESIDE)
 
     def _digest(self, data: bytes) -> bytes:

@@ -1,7 +1,7 @@
 """StoreThread: carries out the scheduler's orders on a store of blocks, off the step's path.
 
-Reading goes first, and what is in the KV cache is written last. Whatever becomes of the disk or of the thread, each
-order that has an answer gets one, so nobody waits for ever.
+Reading has priority, and blocks in the KV cache are written last. Whatever happens to the disk or the thread, each
+order that has an answer gets one, so no request waits forever.
 """
 
 import threading
@@ -15,22 +15,22 @@ from core.inputs import BlocksArrived, BlocksFound, BlocksStored, StoreNews
 from core.kv.orders import Fetch, Leave, Look, Order, Store
 from core.tiers.block_store import BlockStore
 
-#: Most Leaves that wait, and most bytes of them, because a disk may hang; then the oldest are dropped: what they tell
-#: of is not written.
+#: The most waiting Leaves, and bytes in them, because a disk may hang. Beyond that the oldest are dropped, and their
+#: blocks are not written.
 MAX_LEAVES = 4096
 MAX_LEAVE_BYTES = 64 << 20
 _SETTLE_S = 0.05
 
 
 class StoreThread:
-    """One thread with a queue. tell: called with each answer, from the thread, or, after its death, by put()."""
+    """One thread with a queue. tell: called with each answer, from the thread or, after its death, from put()."""
 
     def __init__(self, store: BlockStore, tell: Callable[[StoreNews], None]) -> None:
         self._store, self._tell = store, tell
         self._reads: deque[Look | Fetch] = deque()
         self._leaves: deque[Leave] = deque()
         self._leave_bytes = 0
-        self._writes: deque[Store] = deque()  # the scheduler bounds them
+        self._writes: deque[Store] = deque()  # the scheduler limits them
         self._at_work: Order | None = None
         self._wake = threading.Condition()
         self._is_closing = self._gives_up = self._has_died = False
@@ -39,7 +39,7 @@ class StoreThread:
         self._thread.start()
 
     def put(self, orders: Sequence[Order]) -> None:
-        """Queue the orders of a step; for the engine thread."""
+        """Queue the orders of a step. For the engine thread."""
         if not orders:
             return
         with self._wake:
@@ -56,14 +56,14 @@ class StoreThread:
         self._refuse(left)
 
     def settle(self) -> None:
-        """Wait a moment until all that requests have left is known; for another thread."""
+        """Wait a moment until everything that requests have left is known. For another thread."""
         with self._wake:
             self._wake.wait_for(lambda: not self._leaves and not isinstance(self._at_work, Leave), _SETTLE_S)
 
     def close(self, timeout: float) -> None:
-        """Carry out what is queued, for up to `timeout` seconds, and end; what is left over then is lost.
+        """Carry out what is queued for up to `timeout` seconds, then stop; the rest is lost.
 
-        With 0 the thread ends after the order at work.
+        With 0 the thread stops after the current order.
         """
         with self._wake:
             self._is_closing = True
@@ -80,7 +80,7 @@ class StoreThread:
             self._leave_bytes -= _bytes_of(self._leaves.popleft())
 
     def _take_all(self) -> list[Order]:
-        """Return all orders that are queued, which are not any more. Call it with the lock."""
+        """Remove and return all queued orders. Call this with the lock held."""
         taken: list[Order] = [*self._reads, *self._leaves, *self._writes]
         self._reads.clear()
         self._leaves.clear()
@@ -94,7 +94,7 @@ class StoreThread:
                 self._tell(answer)
 
     def _run(self) -> None:
-        """Serve until closed. An error that is none of the disk's is for threading.excepthook, and ends the thread."""
+        """Serve until closed. An error that is not from the disk goes to threading.excepthook, and ends the thread."""
         has_ended = False
         try:
             self._store.open()
@@ -103,7 +103,7 @@ class StoreThread:
             has_ended = True
         finally:
             if not has_ended:
-                log.say("engine-core: kv_dir: its thread has died: no blocks are read or written any more")
+                log.say("engine-core: kv_dir: its thread has died; no more blocks are read or written")
                 with self._wake:
                     self._has_died = True
                     left = self._take_all()
@@ -130,10 +130,10 @@ class StoreThread:
         with self._wake:
             self._at_work = None
             if not self._leaves:
-                self._wake.notify_all()  # settle()
+                self._wake.notify_all()  # for settle()
 
     def _next(self) -> Order | None:
-        """Wait for the next order; None: a block may be saved, or else the thread ends."""
+        """Wait for the next order; None: save a block if there is one, otherwise stop."""
         with self._wake:
             while not (self._reads or self._leaves or self._writes):
                 if self._is_closing or self._store.has_unsaved:
@@ -143,7 +143,7 @@ class StoreThread:
                 return self._reads.popleft()
             if not self._leaves:
                 return self._writes.popleft()
-            leave = self._at_work = self._leaves.popleft()  # before the writes, which need the names that it brings
+            leave = self._at_work = self._leaves.popleft()  # before the writes, which need the names that it provides
             self._leave_bytes -= _bytes_of(leave)
             return leave
 
@@ -153,7 +153,7 @@ def _bytes_of(leave: Leave) -> int:
 
 
 def _answer_of_none(order: Order) -> StoreNews | None:
-    """Return the answer to an order of which nothing was carried out; None: it has none."""
+    """Return the answer to an order of which nothing was carried out, or None if it has no answer."""
     match order:
         case Look():
             return BlocksFound(order.ticket, 0)

@@ -1,10 +1,10 @@
 """A worker process: `python -P -m core.workers FD`, started by core/workers/crew.py.
 
-FD is one end of a socket pair, whose other end is the engine's. What connects it with other workers are descriptors
-that it has inherited; the first message has their numbers.
+FD is one end of a socket pair; the engine has the other. Its connections to other workers are inherited descriptors,
+whose numbers are in the first message.
 
-It mirrors the batch from the plans that it gets, and runs them on an executor of its own. It ends when the other end of
-its socket closes, whatever it does then, and when its engine dies.
+It mirrors the batch from the plans that it receives, and runs them on its own executor. It ends when the other end of
+its socket closes, no matter what it is doing, and when its engine dies.
 """
 
 import contextlib
@@ -55,14 +55,14 @@ from ipc.machine.channel import Channel, ChannelEndedError
 from ipc.machine.cpus import usable_cpus
 from ipc.options.config import EngineConfig
 
-# Placement: the CPUs of each rank of a group: those of one NUMA node, whose memory then holds the rank's weights.
+# Placement: the CPUs of each rank of a group: those of one NUMA node, whose memory will hold the rank's weights.
 
 
 _NODES = Path("/sys/devices/system/node")
 
 
 def numa_nodes() -> list[set[int]]:
-    """Return the CPUs of each NUMA node of this machine; empty where the system does not tell."""
+    """Return the CPUs of each NUMA node of this machine; empty if the system does not report them."""
     files = sorted(_NODES.glob("node[0-9]*/cpulist"), key=lambda file: int(file.parent.name.removeprefix("node")))
     return [cpus for file in files if (cpus := parse_cpus(file.read_text()))]
 
@@ -78,9 +78,9 @@ def parse_cpus(text: str) -> set[int]:
 
 
 def cpus_of(rank: int, size: int, nodes: list[set[int]], usable: set[int]) -> set[int]:
-    """Return the CPUs that a rank is bound to: neighbouring ranks share a node where there are fewer nodes than ranks.
+    """Return the CPUs for a rank. Consecutive ranks share a node if there are fewer nodes than ranks.
 
-    nodes: the CPUs of each. usable: those that this process may use. With one usable node, all of them.
+    nodes: the CPUs of each. usable: those that this process may use. With one usable node: all of them.
     """
     there = [cpus & usable for cpus in nodes if cpus & usable]
     if len(there) < 2:
@@ -91,9 +91,9 @@ def cpus_of(rank: int, size: int, nodes: list[set[int]], usable: set[int]) -> se
 
 
 def bind(number: int, count: int) -> int:
-    """Bind this process, one of so many workers, to its CPUs, and return how many threads it should have.
+    """Bind this process, which is worker `number` of `count`, to its CPUs. Return how many threads it should have.
 
-    The workers on one node divide its CPUs, and a quota of CPU time, between them.
+    The workers on one node share its CPUs, and a quota of CPU time, equally.
     """
     usable = os.sched_getaffinity(0)
     share = max(1, usable_cpus() // count)
@@ -104,22 +104,24 @@ def bind(number: int, count: int) -> int:
 
 
 EXIT_FAILED = 1
-_LOG_S = 0.5  # for the last lines on standard error
+_LOG_S = 0.5  # for writing the last lines to standard error
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 def main(arguments: list[str]) -> int:
-    """Serve until the engine is gone; return the exit code. arguments: see above."""
+    """Serve until the engine is gone, and return the exit code. arguments: see above."""
     if len(arguments) != 1 or not arguments[0].isdigit():
         print(f"usage: {__doc__}", file=sys.stderr)
         return 2
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # the engine sends it to a worker that hangs: where is each thread?
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to the process group: the engine decides
+    # the engine sends SIGUSR1 to a worker that hangs, to get every thread's stack
+    faulthandler.register(signal.SIGUSR1)
+    # they are sent to the process group, and the engine decides
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked for exec
     engine = socket.socket(fileno=int(arguments[0]))
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # reaches a stopped worker, too
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # reaches a stopped worker too
     threading.Thread(target=_watch, args=(engine.fileno(),), name="lease", daemon=True).start()
     channel = Channel(engine)
     try:
@@ -136,9 +138,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _watch(fd: int) -> None:
-    """End the process when the engine's end of the socket closes, also while a step runs or hangs."""
+    """End the process when the engine's end of the socket closes, even while a step runs or hangs."""
     poller = select.poll()
-    poller.register(fd, 0)  # POLLHUP and POLLERR alone
+    poller.register(fd, 0)  # only POLLHUP and POLLERR
     poller.poll()
     os._exit(0)
 
@@ -147,24 +149,24 @@ def _describe(error: BaseException) -> Failed:
     if isinstance(error, EngineCoreError):
         return Failed(type(error).__name__, str(error))
     if isinstance(error, MemoryError):
-        return Failed(OutOfMemoryError.__name__, f"a worker got no more memory{f' ({error})' if str(error) else ''}")
+        return Failed(OutOfMemoryError.__name__, f"a worker ran out of memory{f' ({error})' if str(error) else ''}")
     return Failed("", traceback.format_exception_only(error)[-1].splitlines()[0])
 
 
 class Worker:
-    """The executor of one worker process, and who asks it."""
+    """The executor of one worker process, and its connection to the engine."""
 
     def __init__(self, channel: Channel) -> None:
         """Serve this channel."""
         self._channel = channel
         self._place = Place()
-        #: Tells the executor tokens of steps; one that runs whole steps knows them.
+        #: Gives the executor sampled tokens of steps. An executor that runs whole steps knows them already.
         self._learn: Callable[[list[tuple[bytes, bytes | None]]], None] = lambda sampled: None
         self._executor: Executor | None = None
         self._has_cache = False
 
     def serve(self) -> NoReturn:
-        """Answer the engine's messages. Errors: ChannelEndedError when it is gone; the executor's."""
+        """Answer the engine's messages. Errors: ChannelEndedError when it is gone, and the executor's."""
         while True:
             self._prepare_ahead()
             answer = self._answer(decode_question(self._channel.receive()))
@@ -211,7 +213,7 @@ class Worker:
         here = self._place.neighbours
         num_threads = bind(here.index(self._place.number), len(here))
         config = msgspec.structs.replace(config, threads=config.threads or num_threads)
-        # Imported here: only parts of a model need it, and it takes time.
+        # Imported here because only parts of a model need it, and it takes time.
         from core.workers.part_executor import PartExecutor
 
         executor = PartExecutor(config, self._place, wires)
@@ -227,4 +229,4 @@ class Worker:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     log.flush(_LOG_S)
-    os._exit(code)  # skips the interpreter's teardown: threads may be in C code, and nothing outlives the process
+    os._exit(code)  # skips interpreter teardown: threads may be in C code, and nothing outlives the process

@@ -1,7 +1,7 @@
-"""Carrier: moves bytes between descriptors of this machine and streams that end on other machines.
+"""Carrier: moves bytes between local descriptors and streams that end on other machines.
 
-A stream is the bytes of one socket pair, of which the process at the other end knows no more than of one within the
-machine. Who carries them over the network sees pieces with a stream's number, in order.
+A stream carries the bytes of one socket pair, and the process at the other end cannot tell it from a local one. On the
+network it consists of pieces with a stream number, in order.
 """
 
 import select
@@ -12,10 +12,10 @@ _READ_BYTES = 1 << 18
 
 
 class Carrier:
-    """The descriptors that are carried, by their streams, for one thread. It owns them.
+    """The forwarded descriptors by stream. It owns them, and is used by one thread.
 
-    poller: watches them for the thread. What cannot be written at once waits here: it is no more than what the steps
-    in flight say.
+    poller: watches them for the thread. What cannot be written at once waits here; it is limited by what the steps in
+    flight send.
     """
 
     def __init__(self, poller: select.poll, carried: dict[int, int]) -> None:
@@ -28,7 +28,7 @@ class Carrier:
             poller.register(end, select.POLLIN)
 
     def __contains__(self, fd: int) -> bool:
-        """Return whether this descriptor is one of these."""
+        """Return whether this descriptor is one of them."""
         return fd in self._streams
 
     def has(self, stream: int) -> bool:
@@ -36,26 +36,26 @@ class Carrier:
         return stream in self._ends
 
     def read(self, fd: int, events: int) -> tuple[int, bytes]:
-        """Do what a descriptor is ready for; return (stream, bytes that it has), none where it has none."""
+        """Handle a ready descriptor. Return (stream, bytes read); no bytes if there were none."""
         stream = self._streams[fd]
         if events & select.POLLOUT:
             self._write(stream)
         return stream, self.take(stream) if events & ~select.POLLOUT and stream in self._ends else b""
 
     def take(self, stream: int) -> bytes:
-        """Return what a descriptor has now; none where it has none."""
+        """Return the bytes that a descriptor has now, if any."""
         try:
             data = self._ends[stream].recv(_READ_BYTES)
         except BlockingIOError:
             return b""
         except OSError:
             data = b""
-        if not data:  # its process is gone; others tell of that
+        if not data:  # its process is gone, which is reported elsewhere
             self._drop(stream)
         return data
 
     def write(self, stream: int, data: memoryview) -> None:
-        """Write a piece of a stream, now or when its end takes it; nothing where that is gone."""
+        """Write a piece of a stream now, or when its end accepts it. If the end is gone, drop it."""
         if stream not in self._ends:
             return
         waiting = self._waiting.get(stream)
@@ -92,6 +92,6 @@ class Carrier:
         end.close()
 
     def close(self) -> None:
-        """Close all descriptors: the processes at their other ends see that."""
+        """Close all descriptors. The processes at the other ends notice that."""
         for stream in list(self._ends):
             self._drop(stream)

@@ -1,4 +1,4 @@
-"""Crew: the worker processes of one executor, from their start to their end. They live and die together."""
+"""Crew: the worker processes of one executor, from start to end. If one dies, all are ended."""
 
 import contextlib
 import select
@@ -38,20 +38,20 @@ from ipc.options.resolved import ResolvedConfig
 AnswerT = TypeVar("AnswerT", bound=Answer)
 Value = TypeVar("Value")
 
-_STACKS_S = 0.3  # for processes that hang to print their stacks
-_PATIENCE_S = 1800.0  # for an answer
-_LAST_WORDS_S = 1.0  # for a process that has said why it fails to end
+_STACKS_S = 0.3  # time for processes that hang to print their stacks
+_PATIENCE_S = 1800.0  # longest wait for an answer
+_LAST_WORDS_S = 1.0  # time to exit for a process that has reported why it fails
 
 
 class Crew:
-    """Some worker processes.
+    """A set of worker processes.
 
-    They die with the thread that made this object, which must live as long as they. Of the other methods those that
-    talk to the workers are for one thread, while any thread may kill them: who waits for an answer gets an error then.
+    They die with the thread that created this object, which must live as long as they do. Methods that talk to the
+    workers are for one thread, but any thread may kill them; then whoever waits for an answer gets an error.
     """
 
     def __init__(self, config: EngineConfig, places: list[Place], nodes: Nodes | None = None) -> None:
-        """Start a process for each place, and let them load the model. nodes: the other machines, where there are any.
+        """Start a process for each place, and make them load the model. nodes: the other machines, if there are any.
 
         Errors: OSError, EngineStartError.
         """
@@ -60,11 +60,11 @@ class Crew:
         self._sampled: list[tuple[bytes, bytes | None]] = []  # of steps taken since the last run()
         self._channels: list[Channel] = []
         self._processes: list[WorkerProcess] = []
-        self.failure: Failed | None = None  # the first that a worker told
-        self.running: deque[tuple[float, int]] = deque()  # (monotonic seconds of the start, tokens) of steps
-        self.num_taken = 0  # steps whose results were taken
-        self.is_mourned = threading.Event()  # set when the core has been told of their end
-        self.is_final = False  # and if they are not started again
+        self.failure: Failed | None = None  # the first one reported by a worker
+        self.running: deque[tuple[float, int]] = deque()  # (start in monotonic seconds, number of tokens) of steps
+        self.num_taken = 0  # number of steps whose results were taken
+        self.is_mourned = threading.Event()  # set when the core has been told about their end
+        self.is_final = False  # and whether they are not restarted
         try:
             self._start(config, nodes)
         except BaseException:
@@ -74,7 +74,7 @@ class Crew:
     def _start(self, config: EngineConfig, nodes: Nodes | None) -> None:
         wiring = make_wires(self._places)
         try:
-            for place in self._places[: len(wiring.wires)]:  # those of this machine
+            for place in self._places[: len(wiring.wires)]:  # those on this machine
                 child = ChildProcess(config, place, wiring.wires.pop(place.number))
                 self._processes.append(child)
                 self._channels.append(child.channel)
@@ -85,56 +85,56 @@ class Crew:
                     wiring.carried[number] = above(theirs.fileno())
             if nodes is not None:
                 self._processes += nodes.start(config, self._places, wiring.carried)
-                wiring.carried.clear()  # they are its own now
+                wiring.carried.clear()  # the workers own them now
         finally:
             wiring.close()
 
     @property
     def pids(self) -> list[int]:
-        """Return the process ids, by the workers' numbers, each on its machine."""
+        """Return the process ids by worker number; each is valid on its own machine."""
         return [process.pid for process in self._processes]
 
     @property
     def ended_fds(self) -> list[int]:
-        """Return a descriptor of each process that is readable once it is dead. This object owns them."""
+        """Return a descriptor for each process that becomes readable when it dies. This object owns them."""
         return [process.ended_fd for process in self._processes]
 
     def load(self) -> ModelInfo:
         """Wait until all have loaded the model.
 
-        Errors: the workers'; EngineStartError when one has died; ConfigError where ranks compute other bits.
+        Errors: the workers'; EngineStartError if one has died; ConfigError if ranks would compute different bits.
         """
         infos = [answer.info for answer in self._gather(Loaded)]
         for ranks in self.by_stage(infos):
             if any(info.fingerprint != ranks[0].fingerprint for info in ranks):
                 raise ConfigError(
-                    "the ranks of a stage compute with other numbers or kernels, because their machines' CPUs differ: "
-                    "give --dtype and --cpu-kernels, such as avx2, so that they agree"
+                    "the ranks of a stage use different dtypes or kernels, because their machines' CPUs differ: "
+                    "set --dtype and --cpu-kernels, such as avx2, so that they agree"
                 )
         return infos[self._answering]
 
     def allocate(self, config: ResolvedConfig) -> ModelInfo:
-        """Allocate the KV caches of a resolved config. Errors: as load()."""
+        """Allocate the KV caches for a resolved config. Errors: as for load()."""
         return self.ask(Allocate(config), Loaded)[self._answering].info
 
     def warm_up(self) -> int:
-        """Run a first step and return its ns, in each stage those of its slowest rank; 0: it is not known.
+        """Run a first step. Return its duration in ns: the sum over stages of their slowest ranks; 0: unknown.
 
-        Errors: as load().
+        Errors: as for load().
         """
         answers = [answer.value or 0 for answer in self.ask(WarmUp(), Number)]
         return sum(max(stage) for stage in self.by_stage(answers))
 
     def by_stage(self, answers: list[Value]) -> list[list[Value]]:
-        """Return the answers of ask() by stage, and in it by rank."""
+        """Return the answers of ask() by stage, and within it by rank."""
         size = self._places[0].size
         return [answers[first : first + size] for first in range(0, len(answers), size)]
 
     def ask(self, question: Question, kind: type[AnswerT]) -> list[AnswerT]:
-        """Return the workers' answers, by their numbers. Errors: as load()."""
+        """Return the workers' answers by worker number. Errors: as for load()."""
         message = encode_message(question)
         for channel in self._channels:
-            with contextlib.suppress(ChannelEndedError):  # the answer fails then
+            with contextlib.suppress(ChannelEndedError):  # then the answer fails
                 channel.send(message)
         return self._gather(kind)
 
@@ -151,9 +151,9 @@ class Crew:
         return answers
 
     def _wait(self, rank: int) -> None:
-        """Wait until a worker has said something. Errors: ChannelEndedError where another has died, or it says nothing.
+        """Wait until a worker has sent something. Errors: ChannelEndedError if another has died, or it sends nothing.
 
-        Workers may wait for each other within what they were asked.
+        Workers may wait for one another within a question.
         """
         if self._channels[rank].has_frame:
             return
@@ -165,7 +165,7 @@ class Crew:
             raise ChannelEndedError("a worker has died, or does not answer")
 
     def run(self, plan: bytes) -> None:
-        """Let all run a step. Of workers that are gone nothing is said; take() does."""
+        """Make all workers run a step. If workers are gone, take() reports it, not this method."""
         message = encode_message(Run(plan))
         earlier = encode_message(Run(plan, self._sampled)) if self._sampled else message
         self._sampled = []
@@ -174,17 +174,17 @@ class Crew:
                 channel.send(message if place.is_last_stage else earlier)
 
     def take(self) -> ModelRunnerOutput:
-        """Wait for the oldest step and return its output. Errors: ChannelEndedError: it will not come."""
+        """Wait for the oldest step and return its output. Errors: ChannelEndedError if it will not arrive."""
         answer = self._receive(self._answering)
         assert isinstance(answer, Result), f"a worker answered {answer!r:.80} to a step"
         output = decode_output(answer.output)
-        if self._answering >= self._places[0].size:  # there are stages before
+        if self._answering >= self._places[0].size:  # there are earlier stages
             counts = None if output.counts is None else output.counts.tobytes()
             self._sampled.append((output.token_ids.tobytes(), counts))
         return output
 
     def _receive(self, rank: int) -> Answer:
-        """Return a worker's next answer. Errors: ChannelEndedError where it has failed or ended."""
+        """Return a worker's next answer. Errors: ChannelEndedError if it has failed or ended."""
         while True:
             answer = decode_answer(self._channels[rank].receive())
             if isinstance(answer, Failed):
@@ -204,7 +204,7 @@ class Crew:
         return EngineStartError(f"a worker failed: {self.failure.text} (see its standard error)")
 
     def _last_words(self) -> str:
-        """End all workers, look for what one of them has said of its failure, and describe the first end."""
+        """End all workers, look for the failure that one of them has reported, and describe the first end."""
         poller = select.poll()
         for fd in self.ended_fds:
             poller.register(fd, select.POLLIN)
@@ -218,7 +218,7 @@ class Crew:
         return text
 
     def describe_end(self) -> str:
-        """Return which of them ended first, and how, in a sentence part: "worker 0 (4711) was killed by SIGKILL"."""
+        """Describe which of them ended first, and how: "worker 0 (4711) was killed by SIGKILL"."""
         if self.failure is not None:
             return f"a worker failed: {self.failure.text}"
         for number, process in enumerate(self._processes):
@@ -227,7 +227,7 @@ class Crew:
         return "the workers hang"
 
     def print_stacks(self) -> None:
-        """Let each worker print where its threads are, to standard error."""
+        """Make each worker print its threads' stacks to standard error."""
         for process in self._processes:
             process.signal(signal.SIGUSR1)
         poller = select.poll()
@@ -236,14 +236,14 @@ class Crew:
         poller.poll(_STACKS_S * 1000)
 
     def kill(self) -> None:
-        """Kill all that live, and wait for their end. Their sockets stay: what is in them can be read."""
+        """Kill all live workers and wait for their end. Their sockets are kept, so that unread data can be read."""
         for process in self._processes:
             process.signal(signal.SIGKILL)
         for process in self._processes:
             process.kill()
 
     def end(self) -> None:
-        """Kill all and release everything."""
+        """Kill all workers and release everything."""
         self.kill()
         for channel in self._channels:
             channel.close()

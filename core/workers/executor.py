@@ -1,6 +1,6 @@
-"""WorkersExecutor: runs the plans in worker processes, and starts them again when they die. The engine lives on.
+"""WorkersExecutor: runs plans in worker processes and restarts them when they die. The engine goes on.
 
-A thread of its own starts the workers and waits for their end. What it tells the core is an input like every other.
+A separate thread starts the workers and waits for their end. What it reports to the core is an input like any other.
 """
 
 import os
@@ -40,15 +40,15 @@ from ipc.options.workers import in_one_process
 MAX_LOSSES = 3  # within _LOSSES_S; the last of these ends the engine
 _LOSSES_S = 60.0
 _BACKOFF_S = (0.0, 0.5)  # before the first restart within _LOSSES_S, and before the second
-_JOIN_S = 240.0  # for the other machines to join at the start; less than an engine has for it
-_IDLE_S = 1.0  # between two looks while no step runs
-_LOOK_S = 0.25  # between two looks at a step that runs; no more time counts for one look, however long it was
+_JOIN_S = 240.0  # for the other machines to join at the start; less than the time that an engine has for it
+_IDLE_S = 1.0  # between two checks while no step runs
+_LOOK_S = 0.25  # between two checks of a running step; one check never counts for more, however long it took
 
 
 class WorkersExecutor:
     """An Executor and a MortalExecutor whose steps run in other processes.
 
-    config: the engine's; each worker runs the executor that it names. Errors: those of that executor's constructor.
+    config: the engine's; each worker runs the executor named in it. Errors: those of that executor's constructor.
     """
 
     adapters = None  # the config refuses them
@@ -62,13 +62,13 @@ class WorkersExecutor:
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._is_closing = False
         self._crew: Crew | None = None
-        self._error: BaseException | None = None  # of the first start
+        self._error: BaseException | None = None  # from the first start
         self._begun = threading.Event()
-        self._restored: deque[Crew] = deque()  # that the core has not let go on yet
+        self._restored: deque[Crew] = deque()  # those that the core has not allowed to go on yet
         self._clock = StepClock(0)
-        self._losses: list[float] = []  # monotonic seconds
-        self._last_words = ""  # why the workers are not started again
-        self._starting: Crew | None = None  # which takes the place of one that is lost
+        self._losses: list[float] = []  # times of losses, in monotonic seconds
+        self._last_words = ""  # why the workers are not restarted
+        self._starting: Crew | None = None  # replaces one that was lost
         self._thread = threading.Thread(target=self._watch, name="workers", daemon=True)
         self._thread.start()
         self._begun.wait()
@@ -77,7 +77,7 @@ class WorkersExecutor:
             self._release()
             raise self._error
         assert self._crew is not None, "the workers have begun"
-        self._serving: Crew = self._crew  # of the engine thread
+        self._serving: Crew = self._crew  # used by the engine thread
         try:
             self.info: ModelInfo = self._serving.load()
         except BaseException:
@@ -88,7 +88,7 @@ class WorkersExecutor:
     # --- the engine thread ---
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
-        """Return the number of blocks that fit memory_bytes of each machine; each worker holds a part of a block."""
+        """Return the number of blocks that fit in memory_bytes of each machine. Each worker holds a part of a block."""
         answers = self._serving.ask(CountBlocks(memory_bytes, block_size), Number)
         counts = [max(1, answer.value or 0) for answer in answers]
         if len(counts) == 1:
@@ -97,7 +97,7 @@ class WorkersExecutor:
         return min(int(1 / sum(1 / counts[number] for number in numbers)) for numbers in machines.values())
 
     def cache_memory_bytes(self) -> int | None:
-        """Return the least of the workers' free bytes; None: they use the machine's memory."""
+        """Return the smallest of the workers' free bytes; None: they use host memory."""
         values = [answer.value for answer in self._serving.ask(FindMemory(), Number)]
         return min((value for value in values if value is not None), default=None)
 
@@ -112,13 +112,13 @@ class WorkersExecutor:
         return Costs(*(max(values) for values in zip(*(answer.costs for answer in answers), strict=True)))
 
     def measure_steps(self) -> StepCosts:
-        """Return the durations of the stages, added; the ranks of a stage run the same steps together."""
+        """Return the sum of the stages' durations. The ranks of a stage run the same steps together."""
         answers = self._serving.ask(MeasureSteps(), MeasuredSteps)
         stages = [ranks[0].costs for ranks in self._serving.by_stage(answers)]
         return StepCosts(tuple(map(sum, zip(*(one.step_ns for one in stages)))), stages[-1].draft_ns)  # noqa: B905
 
     def warm_up(self) -> int:
-        """Return the duration of the slowest worker's first step, ns."""
+        """Return the duration of the slowest worker's first step, in ns."""
         duration_ns = self._serving.warm_up()
         self._clock = StepClock(duration_ns)
         return duration_ns
@@ -143,7 +143,7 @@ class WorkersExecutor:
         return output
 
     def _wait_for_verdict(self, crew: Crew) -> None:
-        """Wait until the core's next inputs say that these workers are lost. Errors: ExecutorEndedError."""
+        """Wait until the core's inputs say that these workers are lost. Errors: ExecutorEndedError."""
         os.eventfd_write(self._wake, 1)
         if self._tell is None:
             raise ExecutorEndedError(crew.describe_end())
@@ -152,29 +152,29 @@ class WorkersExecutor:
             raise ExecutorEndedError(self._last_words)
 
     def prepare_ahead(self) -> bool:
-        """Return False: workers prepare later steps by themselves."""
+        """Return False: workers prepare later steps themselves."""
         return False
 
     def follow(self, tell: Callable[[ExecutorNews], None]) -> None:
-        """Tell the core of losses; see MortalExecutor."""
+        """Report losses to the core; see MortalExecutor."""
         self._tell = tell
 
     def go_on(self) -> None:
-        """Send the next plans to the workers that were started last; see MortalExecutor."""
+        """Send the next plans to the workers started last; see MortalExecutor."""
         before, self._serving = self._serving, self._restored.popleft()
         before.end()
 
     @property
     def pids(self) -> list[int]:
-        """Return the process ids of the present workers, stage after stage, by rank."""
+        """Return the process ids of the current workers, stage after stage, by rank."""
         return [] if self._crew is None else self._crew.pids
 
     def forget_losses(self) -> None:
-        """Count no loss before this one: for those who kill workers to see what it costs."""
+        """Forget all losses so far; for callers that kill workers to measure the effect."""
         self._losses = []
 
     def close(self) -> None:
-        """End all workers and the thread."""
+        """End all workers, and stop the thread."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -204,14 +204,14 @@ class WorkersExecutor:
         finally:
             self._begun.set()
         while not self._is_closing and self._wait_for_death(self._crew):
-            if self._tell is None:  # the start fails, or a test of this executor by itself
+            if self._tell is None:  # the start failed, or a test uses this executor alone
                 self._crew.kill()
                 self._sleep(None)
             elif not self._replace(self._crew, self._tell):
                 self._sleep(None)
 
     def _wait_for_death(self, crew: Crew) -> bool:
-        """Return whether a worker has died, or all were killed because they hang; False: close() was called."""
+        """Return True if a worker died, or all were killed because they hang; False if close() was called."""
         poller = select.poll()
         for fd in (*crew.ended_fds, self._wake):
             poller.register(fd, select.POLLIN)
@@ -234,29 +234,29 @@ class WorkersExecutor:
     def _is_hung(self, crew: Crew, still_s: float) -> bool:
         try:
             _, num_tokens = crew.running[0]
-        except IndexError:  # it has ended meanwhile
+        except IndexError:  # it has ended in the meantime
             return False
         limit_s = self._clock.limit_s(num_tokens)
         if still_s <= limit_s:
             return False
-        log.say(f"engine-core: a step of {num_tokens} tokens has not ended for {still_s:.1f} s; the workers are killed")
+        log.say(f"engine-core: a step of {num_tokens} tokens has not ended after {still_s:.1f} s; workers are killed")
         return True
 
     def _replace(self, crew: Crew, tell: Callable[[ExecutorNews], None]) -> bool:
-        """Bury workers of which one has died, and start others; return False if the executor ends."""
+        """Clean up workers of which one has died, and start others. Return False if the executor ends."""
         text = crew.describe_end()
         crew.kill()
         if self._is_last_loss():
             self._give_up(crew, text, tell)
             return False
-        log.say(f"engine-core: {text}; the workers are started again, and what they ran is computed again")
+        log.say(f"engine-core: {text}; the workers are restarted, and what they ran is recomputed")
         tell(ExecutorLost(text))
         crew.is_mourned.set()
         while not self._sleep(_BACKOFF_S[len(self._losses) - 1]):
             try:
                 fresh = self._start_again()
             except (EngineCoreError, OSError) as error:
-                log.say(f"engine-core: the workers do not start again: {error}")
+                log.say(f"engine-core: the workers could not be restarted: {error}")
                 if self._is_last_loss():
                     self._give_up(crew, str(error), tell)
                     return False
@@ -264,19 +264,19 @@ class WorkersExecutor:
             self._crew = fresh
             self._restored.append(fresh)
             tell(ExecutorRestored())
-            log.say("engine-core: the workers run again")
+            log.say("engine-core: the workers are running again")
             return True
         return False
 
     def _is_last_loss(self) -> bool:
-        """Count a loss; return whether there were too many."""
+        """Count a loss. Return whether there were too many."""
         now = time.monotonic()
         self._losses = [*(before for before in self._losses if now - before < _LOSSES_S), now]
         return len(self._losses) >= MAX_LOSSES
 
     def _give_up(self, crew: Crew, text: str, tell: Callable[[ExecutorNews], None]) -> None:
-        """End the executor: the step that waits for these workers raises, or else the core's next one."""
-        self._last_words = f"the workers were lost {len(self._losses)} times within {_LOSSES_S:.0f} s; at last {text}"
+        """End the executor: the step waiting for these workers raises, otherwise the core's next one."""
+        self._last_words = f"the workers were lost {len(self._losses)} times within {_LOSSES_S:.0f} s; last: {text}"
         crew.is_final = True
         tell(ExecutorLost(self._last_words, is_final=True))
         crew.is_mourned.set()
@@ -293,7 +293,7 @@ class WorkersExecutor:
             info = fresh.load()
             if info.fingerprint != self.info.fingerprint:
                 raise EngineStartError(
-                    f"the model is another one now: its fingerprint was {self.info.fingerprint:.16} and is "
+                    f"the model has changed: its fingerprint was {self.info.fingerprint:.16} and is now "
                     f"{info.fingerprint:.16}"
                 )
             fresh.allocate(self._resolved)
@@ -306,7 +306,7 @@ class WorkersExecutor:
         return fresh
 
     def _sleep(self, seconds: float | None) -> bool:
-        """Sleep, None = until close(); return whether close() was called."""
+        """Sleep, None = until close(). Return whether close() was called."""
         end = None if seconds is None else time.monotonic() + seconds
         poller = select.poll()
         poller.register(self._wake, select.POLLIN)
@@ -328,7 +328,7 @@ class _Step(NamedTuple):
     num_rows: int
 
     def result(self) -> ModelRunnerOutput:
-        """Wait for the step and return its output; without tokens where the workers were lost."""
+        """Wait for the step and return its output, which has no tokens if the workers were lost."""
         return self.executor.take(self.crew, self.step, self.num_rows)
 
 

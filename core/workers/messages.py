@@ -1,8 +1,7 @@
-"""The messages between an engine and its worker processes, each of which runs the plans on an executor of its own.
+"""The messages between an engine and its worker processes, each of which runs the plans on its own executor.
 
-An engine asks, and a worker answers in the same order. Only Run may be sent before the answer to the one before it.
-Each worker gets every message and answers it, but of several workers only one answers Run: the first rank of the last
-stage.
+An engine asks, and a worker answers in the same order. Only Run may be sent before the previous one is answered. Each
+worker gets every message and answers it, except that only one worker answers Run: the first rank of the last stage.
 """
 
 from typing import TypeAlias
@@ -18,32 +17,32 @@ from ipc.wire.messages import DECODE_ERRORS
 
 
 class Load(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Load the model. Answer: Loaded, and Progress before it."""
+    """Load the model. Answer: Loaded, after any number of Progress."""
 
     config: EngineConfig
-    place: Place = Place()  # of this worker
+    place: Place = Place()  # this worker's place
     wires: Wires = msgspec.field(default_factory=Wires)  # its descriptors
 
 
 class CountBlocks(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Tell how many KV blocks of block_size tokens fit memory_bytes. Answer: Number."""
+    """Ask how many KV blocks of block_size tokens fit in memory_bytes. Answer: Number."""
 
     memory_bytes: int
     block_size: int
 
 
 class FindMemory(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """Tell the bytes that are free for the KV cache on the executor's own device. Answer: Number."""
+    """Ask for the bytes that are free for the KV cache on the executor's own device. Answer: Number."""
 
 
 class Allocate(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """Allocate the KV cache. Answer: Loaded, whose facts may have changed with the length."""
+    """Allocate the KV cache. Answer: Loaded, because the model's facts may change with the length."""
 
     config: ResolvedConfig
 
 
 class MeasureCosts(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Measure what restoring a preempted request costs. Answer: Measured."""
+    """Measure the cost of restoring a preempted request. Answer: Measured."""
 
 
 class MeasureSteps(msgspec.Struct, frozen=True, array_like=True, tag=6):
@@ -51,13 +50,13 @@ class MeasureSteps(msgspec.Struct, frozen=True, array_like=True, tag=6):
 
 
 class WarmUp(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """Run a first step. Answer: Number, ns."""
+    """Run a first step. Answer: Number, in ns."""
 
 
 class Run(msgspec.Struct, frozen=True, array_like=True, tag=8, gc=False):
     """Run a step. plan: encoded (core/execution/plan.py). Answer of one worker: Result.
 
-    sampled: (token_ids, counts) of the steps whose results were taken since the last Run, for stages but the last.
+    sampled: (token_ids, counts) of the steps whose results were taken since the last Run, for all stages but the last.
     """
 
     plan: bytes
@@ -71,7 +70,7 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=11):
 
 
 class Progress(msgspec.Struct, frozen=True, array_like=True, tag=12):
-    """The share of the weights that this worker has loaded so far."""
+    """The fraction of the weights that this worker has loaded so far."""
 
     share: float
 
@@ -95,13 +94,13 @@ class MeasuredSteps(msgspec.Struct, frozen=True, array_like=True, tag=15):
 
 
 class Result(msgspec.Struct, frozen=True, array_like=True, tag=16, gc=False):
-    """The output of the oldest step that has none yet (core/execution/encoding.py)."""
+    """The output of the oldest unanswered step (core/execution/encoding.py)."""
 
     output: bytes
 
 
 class Failed(msgspec.Struct, frozen=True, array_like=True, tag=17):
-    """The worker could not do what it was asked, and ends. error: a class of ipc.errors, or "" for a bug."""
+    """The worker could not do what was requested, and ends. error: a class of ipc.errors, or "" for a bug."""
 
     error: str
     text: str

@@ -1,6 +1,7 @@
-"""Node: this machine as one of those that run workers of an engine elsewhere; `engine-core worker` runs it.
+"""Node: this machine as one that runs workers for an engine on another machine; used by `engine-core worker`.
 
-It runs what the engine says, for as long as it hears it. When the engine is gone its workers end, and it joins again.
+It runs what the engine requests as long as it hears from the engine. When the engine is gone, its workers end, and it
+joins again.
 """
 
 import os
@@ -45,14 +46,14 @@ _RETRY_S = 0.5  # before a new connection
 
 
 class EngineLostError(Exception):
-    """The engine is gone, or does not know this machine any longer."""
+    """The engine is gone, or no longer accepts this machine."""
 
 
 class Node:
-    """A machine that runs workers, for one thread, with which the workers die.
+    """A machine that runs workers. Used by one thread; the workers die with it.
 
-    address: the engine's, for other machines. node: which machine to be; 0 = any. model: the model's files here; None =
-    those of the name that the engine has. Errors: AddressError.
+    address: the engine's, for other machines. node: number of this machine; 0 = any. model: the model's files here;
+    None = the engine's model name. Errors: AddressError.
     """
 
     def __init__(self, address: str, node: int = 0, model: str | None = None) -> None:
@@ -65,18 +66,18 @@ class Node:
         connect_dealer(self._context, address, _without_marks).close(0)  # a bad address is refused at once
 
     def stop(self) -> None:
-        """Let run() end soon; for any thread and for signal handlers."""
+        """Make run() return soon. For any thread and for signal handlers."""
         os.eventfd_write(self._stop, 1)
 
     def run(self) -> None:
-        """Run workers until stop(). Errors: ConfigError where the engine refuses this machine."""
+        """Run workers until stop(). Errors: ConfigError if the engine refuses this machine."""
         try:
             while True:
                 try:
                     self._serve_session()
                     return
                 except EngineLostError as error:
-                    log.say(f"engine-core: {error}; the workers here end, and this machine joins again")
+                    log.say(f"engine-core: {error}; the workers on this machine end, and it joins again")
                     time.sleep(_RETRY_S)
         finally:
             os.close(self._stop)
@@ -116,7 +117,7 @@ class Node:
         if not self._node:
             self._send(Join(VERSION, sockets.gethostname(), self._wanted))
         elif now - self._heard > SILENCE_S:
-            raise EngineLostError(f"the engine has said nothing for {SILENCE_S:g} s")
+            raise EngineLostError(f"nothing was received from the engine for {SILENCE_S:g} s")
         else:
             self._send(Beat())
 
@@ -124,7 +125,7 @@ class Node:
         self._socket.send_multipart([encode(message), *more], zmq.NOBLOCK, copy=not more)
 
     def _look_at(self, fd: int, events: int) -> None:
-        """Carry what a descriptor has, or tell of a worker's end."""
+        """Forward what a descriptor has, or report a worker's end."""
         if fd in self._carrier:
             stream, data = self._carrier.read(fd, events)
             if data:
@@ -137,7 +138,7 @@ class Node:
                 self._send(Ended(self._crew, number, end.partition(" ")[2]))
 
     def _flush(self, number: int) -> None:
-        """Carry the last words of a worker before it is told that it has ended."""
+        """Forward the last output of a worker before its end is reported."""
         while self._carrier.has(number):
             data = self._carrier.take(number)
             if not data:
@@ -171,7 +172,7 @@ class Node:
             case Refused(text):
                 raise ConfigError(f"the engine at {self._address.partition('?')[0]} refuses this machine: {text}")
             case Unknown():
-                raise EngineLostError("the engine has ended or was away")
+                raise EngineLostError("the engine has ended or was unreachable")
             case Beat() | Bytes():
                 pass
 
@@ -189,7 +190,7 @@ class Node:
         return config if self._model is None else msgspec.structs.replace(config, model=self._model)
 
     def _start(self, crew: int, config: EngineConfig, places: list[Place]) -> None:
-        """Start this machine's workers of a crew."""
+        """Start this machine's workers for a crew."""
         self._end_workers()
         self._crew = crew
         wiring = make_wires(places, self._node)

@@ -1,7 +1,7 @@
-"""The messages between an engine and other machines that run workers of its executor.
+"""The messages between an engine and other machines that run workers for its executor.
 
-A machine is called a node here; node 0 is the engine's own. A node asks to join, tells which files it has of the
-engine's model, and is told which workers to start. Bytes has a second frame: a piece of a stream
+A machine is called a node here; node 0 is the engine's own. A node asks to join, reports which files of the engine's
+model it has, and is told which workers to start. Bytes has a second frame: a piece of a stream
 (core/workers/carrier.py).
 """
 
@@ -14,16 +14,16 @@ from ipc.errors import MalformedMessageError
 from ipc.options.config import EngineConfig
 from ipc.wire.messages import DECODE_ERRORS
 
-#: Seconds between two signs of life, and after which an engine or a node that gives none counts as gone: before a step
-#: counts as hung (core/workers/step_clock.py).
+#: Seconds between two heartbeats, and the time without one after which an engine or node counts as gone. This is less
+#: than the time after which a step counts as hung (core/workers/step_clock.py).
 BEAT_S = 0.25
 SILENCE_S = 2.5
 
 
 class Join(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """The node wants to run workers. version: of this package. node: which it is; 0 = any. Answer: Describe, Refused.
+    """The node wants to run workers. version: of this package. node: its number; 0 = any. Answer: Describe, Refused.
 
-    It asks again every second until it is answered: all places may be taken.
+    It repeats this every second until it is answered, because all places may be taken.
     """
 
     version: str
@@ -32,27 +32,27 @@ class Join(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class Describe(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Tell the fingerprint of the model's files there. node: which the asker is. Answer: Described."""
+    """Ask for the fingerprint of the node's model files. node: the node's number. Answer: Described."""
 
     config: EngineConfig
     node: int
 
 
 class Described(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """The fingerprint of the node's files of the model; "" where it needs none. error: why there is none."""
+    """The fingerprint of the node's model files; "" if it needs none. error: why there is none."""
 
     fingerprint: str
     error: str = ""
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=4):
-    """The node cannot be one of this engine's, and ends."""
+    """The node cannot join this engine, and ends."""
 
     text: str
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """Start the node's workers of a crew, and end those of the crew before. Answer: Started, or Ended for each."""
+    """Start the node's workers for a crew, and end those of the previous crew. Answer: Started, or Ended for each."""
 
     crew: int
     config: EngineConfig
@@ -60,14 +60,14 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag=5):
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True, tag=6):
-    """The workers' process ids, by number."""
+    """The workers' process ids, by worker number."""
 
     crew: int
     pids: dict[int, int]
 
 
 class Ended(msgspec.Struct, frozen=True, array_like=True, tag=7):
-    """A worker has ended. text: how, after "worker 1 (4711)"."""
+    """A worker has ended. text: how, to follow "worker 1 (4711)"."""
 
     crew: int
     number: int
@@ -75,7 +75,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class Signal(msgspec.Struct, frozen=True, array_like=True, tag=8):
-    """Send this signal to a worker, by its number."""
+    """Send this signal to a worker, given by number."""
 
     crew: int
     number: int
@@ -83,18 +83,18 @@ class Signal(msgspec.Struct, frozen=True, array_like=True, tag=8):
 
 
 class Bytes(msgspec.Struct, frozen=True, array_like=True, tag=9, gc=False):
-    """The next bytes of a stream of a crew are in the next frame."""
+    """The next bytes of a stream of a crew, in the next frame."""
 
     crew: int
     stream: int
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag=10):
-    """A sign of life."""
+    """A heartbeat."""
 
 
 class Unknown(msgspec.Struct, frozen=True, array_like=True, tag=11):
-    """The engine does not know this node, or no longer: it is to end its workers and to join again."""
+    """The engine does not know this node, or no longer. The node must end its workers and join again."""
 
 
 ToNode: TypeAlias = Describe | Refused | Start | Signal | Bytes | Beat | Unknown

@@ -1,7 +1,7 @@
-"""Nodes: the other machines that run workers of this engine's executor; a thread of the engine talks with them.
+"""Nodes: the other machines that run workers for this engine's executor, and the engine's thread that talks to them.
 
-They come to the engine's address, so only this machine listens. Who may come is decided by the address's keys, or by
-loopback. Streams between two other machines go through this one.
+They connect to the engine's address, so only this machine listens. The address's keys, or loopback, decide who may
+connect. Streams between two other machines pass through this one.
 """
 
 import itertools
@@ -47,10 +47,10 @@ from ipc.options.workers import master_address
 from ipc.version import VERSION
 from ipc.wire.sockets import READABLE, Context, Socket, bind_router, keys_of, pending_events, signal_fd
 
-_REMIND_S = 30.0  # between two lines that say who is missing
-_DESCRIBE_S = 60.0  # for a machine to read what identifies its files of the model
-_LOG_S = 0.5  # for the last lines on standard error
-_LOOK_S = 0.5  # between two looks at whether nobody waits any longer
+_REMIND_S = 30.0  # between two log lines that name missing machines
+_DESCRIBE_S = 60.0  # for a machine to read what identifies its model files
+_LOG_S = 0.5  # for writing the last lines to standard error
+_LOOK_S = 0.5  # between two checks whether the wait is over
 
 
 class _Seat:
@@ -58,12 +58,15 @@ class _Seat:
 
     def __init__(self, identity: bytes, host: str, node: int) -> None:
         self.identity, self.host, self.node = identity, host, node
-        self.is_ready = False  # its files have been compared
+        self.is_ready = False  # whether its files have been compared
         self.heard = time.monotonic()
 
 
 class _Crew(NamedTuple):
-    """The workers that were started last. processes: those elsewhere. ends: the machines of each stream's ends."""
+    """The workers started last.
+
+    processes: those on other machines. ends: the two machines at the ends of each stream.
+    """
 
     number: int
     places: list[Place]
@@ -73,9 +76,9 @@ class _Crew(NamedTuple):
 
 
 class Nodes:
-    """The machines 1 to N - 1 of N; config: the engine's, which names N and the address.
+    """The machines 1 to N - 1 of N. config: the engine's, which has N and the address.
 
-    The public methods are for any thread. Errors: AddressError; those of the model's files.
+    The public methods may be called from any thread. Errors: AddressError; those of the model's files.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -105,9 +108,9 @@ class Nodes:
     # --- any thread ---
 
     def wait(self, seconds: float | None, is_over: Callable[[], bool]) -> None:
-        """Wait until all machines are there; None = without end. is_over: whether nobody waits any longer.
+        """Wait until all machines have joined; None = no limit. is_over: returns whether to stop waiting.
 
-        Errors: EngineStartError that names those that are missing.
+        Errors: EngineStartError that names the missing ones.
         """
         end = None if seconds is None else time.monotonic() + seconds
         remind = 0.0
@@ -123,7 +126,7 @@ class Nodes:
                         f"run `engine-core worker --connect` there with the address of {self.address}"
                     )
                 if now >= remind:
-                    log.say(f"engine-core: waits for {which} to join at {self.address}{_until(end, now)}")
+                    log.say(f"engine-core: waiting for {which} to join at {self.address}{_until(end, now)}")
                     remind = now + _REMIND_S
                 self._changed.wait(_LOOK_S)
 
@@ -132,10 +135,10 @@ class Nodes:
         return [node for node in range(1, self._num_nodes) if node not in there]
 
     def start(self, config: EngineConfig, places: list[Place], carried: dict[int, int]) -> list[RemoteProcess]:
-        """Start the workers of other machines, and end those before them; return them by number.
+        """Start the workers on other machines, and end the previous ones. Return the new ones by number.
 
-        config: of a worker. carried: the ends of streams on this machine (core/workers/wires.py), which are this
-        object's now.
+        config: for a worker. carried: the local ends of streams (core/workers/wires.py), which this object owns from
+        now on.
         """
         number = next(self._numbers)
         with self._changed:
@@ -160,7 +163,7 @@ class Nodes:
             os.eventfd_write(self._wake, 1)
 
     def close(self) -> None:
-        """Let all machines end their workers, and end the thread."""
+        """Make all machines end their workers, and stop the thread."""
         self._is_closing = True
         os.eventfd_write(self._wake, 1)
         self._thread.join()
@@ -171,7 +174,7 @@ class Nodes:
     def _run(self) -> None:
         try:
             self._serve(self._router.socket)
-        except BaseException:  # without it no machine is heard, and the engine would look alive
+        except BaseException:  # without it no machine is heard, but the engine would look alive
             log.say(traceback.format_exc())
             log.say("engine-core: the other machines could not be served; the engine process ends")
             log.flush(_LOG_S)
@@ -208,7 +211,7 @@ class Nodes:
         for seat in list(self._seats.values()):
             limit_s = SILENCE_S if seat.is_ready else _DESCRIBE_S
             if now - seat.heard > limit_s:
-                self._lose(seat, f"has said nothing for {limit_s:g} s")
+                self._lose(seat, f"has sent nothing for {limit_s:g} s")
             else:
                 self._send(seat.identity, Beat())
 
@@ -220,7 +223,10 @@ class Nodes:
                 self._forward(crew, stream, 0, data)
 
     def _forward(self, crew: _Crew, stream: int, source: int, data: "bytes | zmq.Frame") -> None:
-        """Send a piece of a stream to the machine at its other end; nothing where it has no end at the source."""
+        """Send a piece of a stream to the machine at its other end.
+
+        Drop it if the stream does not end at the source.
+        """
         first, second = crew.ends.get(stream, (-1, -1))
         if source not in (first, second):
             return
@@ -278,12 +284,12 @@ class Nodes:
         return self._crew.processes.get(worker) if self._crew is not None and self._crew.number == crew else None
 
     def _welcome(self, identity: bytes, message: Join) -> None:
-        """Give a machine a place, if there is one; else it asks again."""
+        """Give a machine a place if there is one. Otherwise it asks again."""
         if message.version != VERSION:
-            self._send(identity, Refused(f"the engine has version {VERSION}, and this machine {message.version}"))
+            self._send(identity, Refused(f"the engine has version {VERSION}, but this machine has {message.version}"))
             return
         if not 0 <= message.node < self._num_nodes:
-            text = f"the engine has the machines 0 (its own) to {self._num_nodes - 1}, and none {message.node}"
+            text = f"the engine has machines 0 (its own) to {self._num_nodes - 1}, but not {message.node}"
             self._send(identity, Refused(text))
             return
         taken = {seat.node for seat in self._seats.values()}
@@ -294,11 +300,11 @@ class Nodes:
             self._send(identity, Describe(self._config, free[0]))
 
     def _compare(self, seat: _Seat, message: Described) -> None:
-        """Take a machine whose files of the model are the engine's."""
+        """Accept a machine if its model files are the engine's."""
         text = message.error
         if not text and message.fingerprint != self._fingerprint:
             text = (
-                f"the files of {self._config.model or 'the model'} there are others: their fingerprint is "
+                f"the files of {self._config.model or 'the model'} there differ: their fingerprint is "
                 f"{message.fingerprint:.16}, and the engine's {self._fingerprint:.16}"
             )
         if text:
@@ -341,12 +347,12 @@ class Nodes:
 
 
 def _until(end: float | None, now: float) -> str:
-    """Return until when one waits, in words. end, now: monotonic seconds; None = without end."""
+    """Describe when a wait ends. end, now: monotonic seconds; None = never."""
     return "" if end is None else time.strftime(", until %H:%M:%S", time.localtime(time.time() + end - now))
 
 
 def files_fingerprint(config: EngineConfig) -> str:
-    """Return the fingerprint of a config's model files; "" where the executor reads no weights.
+    """Return the fingerprint of a config's model files, or "" if the executor reads no weights.
 
     Errors: those of the model's files.
     """
@@ -356,6 +362,6 @@ def files_fingerprint(config: EngineConfig) -> str:
 
 
 def _without_marks(socket: Socket) -> None:
-    """Let nothing that is sent be dropped or wait: a machine that does not read is silent, and counts as gone."""
+    """Never drop or delay what is sent: a machine that does not read is silent, and counts as gone."""
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
