@@ -24,7 +24,7 @@ from kernels.elements import BFLOAT16, FLOAT16, FLOAT32, to_floats
 BLOCK = 32  # weights
 K_BLOCK = 256
 
-#: Type name -> weights in a block, bytes of a block.
+#: Type name -> weights per block, bytes per block.
 BLOCK_SIZES: dict[str, tuple[int, int]] = {
     "F32": (1, 4),
     "F16": (1, 2),
@@ -39,15 +39,15 @@ BLOCK_SIZES: dict[str, tuple[int, int]] = {
     "Q6_K": (K_BLOCK, 210),
 }
 
-#: Bytes of blocks that are converted at once: so few that intermediate results stay in the CPU's cache.
+#: Bytes of blocks converted at a time, small enough that intermediate results stay in the CPU's cache.
 _CHUNK_BYTES = 1 << 18
 
 
 def dequantize(data: UInt8s, type_name: str) -> Floats:
     """Return float32[n] from data uint8[n / weights in a block * bytes of a block].
 
-    `data` is contiguous and begins on a multiple of 4 bytes in memory; the F32 result shares its memory. Errors:
-    KeyError for a type not in BLOCK_SIZES; ValueError for a size that is not a number of blocks.
+    `data` is contiguous and starts at a multiple of 4 bytes in memory; the F32 result shares its memory. Errors:
+    KeyError for a type not in BLOCK_SIZES; ValueError for a size that is not a whole number of blocks.
     """
     weights, block_bytes = BLOCK_SIZES[type_name]
     blocks = data.reshape(-1, block_bytes)

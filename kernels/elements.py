@@ -1,7 +1,7 @@
 """The element types of arrays: float32, float16, and bfloat16, whose bits NumPy holds as uint16.
 
-NumPy has no bfloat16. No array of the kernels or of a model's weights holds other numbers as uint16, so the dtype says
-what the bits mean. Arithmetic on such an array would be wrong: to_floats() makes float32 of it.
+NumPy has no bfloat16. No array of the kernels or of a model's weights holds other numbers as uint16, so the dtype
+determines what the bits mean. Arithmetic on such an array would be wrong: to_floats() converts it to float32.
 """
 
 from typing import Any, TypeAlias
@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 from kernels.arrays import Floats
 
 Dtype: TypeAlias = np.dtype[Any]
-#: Numbers of one of the element types.
+#: Numbers with one of the element types.
 Numbers: TypeAlias = NDArray[Any]
 
 FLOAT32: Dtype = np.dtype(np.float32)
 BFLOAT16: Dtype = np.dtype(np.uint16)
 FLOAT16: Dtype = np.dtype(np.float16)
 
-#: Element types by the names that configurations use.
+#: Element types by the names used in configurations.
 ELEMENT_TYPES: dict[str, Dtype] = {"float32": FLOAT32, "bfloat16": BFLOAT16, "float16": FLOAT16}
 _NAMES = {dtype: name for name, dtype in ELEMENT_TYPES.items()}
 
@@ -51,7 +51,7 @@ def rounded(numbers: Numbers, dtype: Dtype) -> Numbers:
 
 
 def write_rounded(numbers: Numbers, out: Numbers) -> None:
-    """Write the numbers into out, contiguous and of the same shape, rounded to its dtype as in rounded()."""
+    """Write the numbers into out, contiguous and with the same shape, rounded to its dtype as in rounded()."""
     assert numbers.shape == out.shape, (numbers.shape, out.shape)
     source, target = np.ascontiguousarray(numbers).reshape(-1), out.reshape(-1)
     for begin in range(0, len(source), _PIECE):

@@ -1,12 +1,12 @@
-"""Gumbel noise: one number for each token, by which a token is drawn from a row of logits.
+"""Gumbel noise: one number per token, used to draw a token from a row of logits.
 
 The token with the largest logit + noise is a draw from softmax(logits) if the noise is independent and has the
 distribution function exp(-exp(-x)): Gumbel-max, also known as the exponential race. The noise is a function of (seed,
-position, choice, token id) and of no logit. So two models that draw at one position with one seed have the same noise,
+position, choice, token id), not of logits. So two models that draw at one position with one seed have the same noise,
 and draw the same token about as often as their distributions allow.
 
-The definition, for kernels/cpu/c/sampling/gumbel.h and kernels/triton/gumbel.py too. Each operation is rounded by
-itself, so that all give the same bits:
+This is also the definition for kernels/cpu/c/sampling/gumbel.h and kernels/triton/gumbel.py. Each operation is rounded
+separately, so that all give the same bits:
 
     high  = 16 bits of Philox(seed; position, choice, HIGH_BITS, token // 8): half token % 8, low halves first
     low   = 32 bits of Philox(seed; position, choice, LOW_BITS, token // 4): word token % 4
@@ -19,17 +19,17 @@ from numpy.typing import NDArray
 
 from kernels.arrays import AnyInts, Doubles, Ints, UInt32s, UInt64s
 
-#: The number of the draw, a part of a model's fingerprint: another one gives other tokens for the same seeds.
+#: The version of the draw, part of a model's fingerprint: another version gives other tokens for the same seeds.
 DRAW = 2
 
-#: The purposes of Philox's numbers. Draw 1 used purpose 0.
+#: The purposes of Philox numbers. Draw 1 used purpose 0.
 HIGH_BITS = 1
 LOW_BITS = 2
 
-#: The coefficients of ln(m) / s in powers of s ** 2, s = (m - 1) / (m + 1), the highest first.
+#: The coefficients of ln(m) / s in powers of s ** 2, with s = (m - 1) / (m + 1), highest power first.
 LN_SERIES = tuple(2.0 / odd for odd in (15, 13, 11, 9, 7, 5, 3, 1))
 LN_2 = 0.6931471805599453
-#: The bits of sqrt(1 / 2), the least mantissa that ln() works on.
+#: The bits of sqrt(1 / 2), the smallest mantissa that ln() handles.
 SQRT_HALF_BITS = 0x3FE6A09E667F3BCD
 
 _NUM_HIGH = 1 << 16
@@ -50,7 +50,7 @@ def ln(x: Doubles) -> Doubles:
 
 
 def gumbel(high: AnyInts, low: AnyInts) -> Doubles:
-    """Return the noise of these bits. It falls as they rise. high: 16 bits; low: 32 bits."""
+    """Return the noise for these bits. It falls as they rise. high: 16 bits; low: 32 bits."""
     bits = high.astype(np.float64) * 2.0**32 + low
     return -ln(-ln(1.0 - (bits + 0.5) * 2.0**-48))
 
@@ -73,7 +73,7 @@ def noise(seed: UInt64s, position: Ints, choice: Ints, tokens: Ints) -> Doubles:
 
 
 def _words(seed: UInt64s, position: Ints, choice: Ints, purpose: int, lanes: Ints) -> UInt32s:
-    """Return Philox's words [S, n, 4] uint32 of the lanes [S or 1, n]."""
+    """Return Philox's words [S, n, 4] uint32 for the lanes [S or 1, n]."""
     counter = np.empty((len(seed), lanes.shape[1], 4), np.uint32)
     counter[:, :, 0], counter[:, :, 1] = position[:, None], choice[:, None]
     counter[:, :, 2], counter[:, :, 3] = purpose, lanes
@@ -81,7 +81,7 @@ def _words(seed: UInt64s, position: Ints, choice: Ints, purpose: int, lanes: Int
 
 
 def _bounds() -> tuple[Doubles, Doubles]:
-    """Return the least and the largest noise [2 ** 16] of tokens with these high bits."""
+    """Return the smallest and the largest noise [2 ** 16] of tokens with these high bits."""
     high = np.arange(_NUM_HIGH)
     margin = 1e-9  # far more than the errors of ln()
     return gumbel(high, np.array(2**32 - 1)) - margin, gumbel(high, np.array(0)) + margin
@@ -92,7 +92,7 @@ LEAST_NOISE, MOST_NOISE = _bounds()
 
 # Philox4x32-10, a counter-based random generator (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 #
-# A number is a function of (key, counter) alone, so a request's random stream does not depend on the rest of its batch.
+# A number is a function of (key, counter) only, so a request's random stream does not depend on the rest of its batch.
 # Key = the request's 64-bit seed; counter = (output position, choice, purpose, lane). No two uses of random numbers
 # share a purpose.
 

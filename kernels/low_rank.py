@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from kernels.elements import Numbers
 
-#: Version of the arithmetic of adapters. It is part of an adapter's digest, since equal digests promise equal tokens.
+#: Version of the arithmetic of adapters. It is part of an adapter's digest, because equal digests promise equal tokens.
 LORA_ARITHMETIC = 1
 
 
@@ -15,13 +15,13 @@ class LowRank(NamedTuple):
     """What an adapter adds to a part of a product's columns: scale * b @ (a @ x)."""
 
     a: Numbers  # [rank, in] float32, bfloat16 or float16
-    b: Numbers  # [columns of the part, rank], as well
+    b: Numbers  # [columns of the part, rank], likewise
     scale: float
 
 
 class ProductShape(NamedTuple):
-    """The columns of a product, part by part (Q, K and V of a merged matrix), and how they lie."""
+    """The columns of a product, part by part (Q, K and V of a merged matrix), and their layout."""
 
     depth: int
-    parts: tuple[int, ...]  # columns of each
+    parts: tuple[int, ...]  # columns of each part
     is_gated: bool = False  # two parts, of which the first are gates

@@ -1,7 +1,7 @@
 """Layers with a recurrent state: their constants, the sizes of their state, and their definition in NumPy.
 
-kernels/cpu/c/layers/recurrence.h has the formulas and their sources. `recur` computes them token by token, as the C
-kernel does, but for the order of sums.
+kernels/cpu/c/layers/recurrence.h has the formulas and their sources. `recur` computes them token by token like the C
+kernel, except for the order of sums.
 """
 
 from dataclasses import dataclass
@@ -12,35 +12,35 @@ import numpy as np
 from kernels.arrays import Floats
 from kernels.rounding import round_up
 
-#: The enum of kernels/cpu/c/layers/recurrence.h, in its order.
+#: The enum in kernels/cpu/c/layers/recurrence.h, in its order.
 RECURRENCES = ("short convolution", "gated delta", "state space")
 RecurrenceKind = Literal["short convolution", "gated delta", "state space"]
-#: Most taps of a convolution; MAX_TAPS in kernels/cpu/c/layers/recurrence.h.
+#: The most taps of a convolution; MAX_TAPS in kernels/cpu/c/layers/recurrence.h.
 MAX_TAPS = 8
 _STRIP = 32  # the enum of kernels/cpu/c/layers/recurrence.h
 _LINE = 16  # floats of a cache line
 
 
 class RecurrenceSizes(NamedTuple):
-    """The sizes of one layer. A short convolution has channels and taps only; key_dim is even."""
+    """The sizes of one layer. A short convolution only has channels and taps; key_dim is even."""
 
     kind: RecurrenceKind
-    taps: int  # tokens that the convolution sees, its own included
-    channels: int  # that are convolved
-    num_heads: int = 0  # of values
-    num_groups: int = 1  # of heads that have the same keys and queries
+    taps: int  # tokens that the convolution sees, including the current one
+    channels: int  # number of convolved channels
+    num_heads: int = 0  # of value heads
+    num_groups: int = 1  # of heads with the same keys and queries
     key_dim: int = 0
     value_dim: int = 0
-    takes_turns: bool = False  # head h is of group h % num_groups; else neighbours are of one group
+    takes_turns: bool = False  # head h is in group h % num_groups; otherwise consecutive heads are in one group
 
     @property
     def out_width(self) -> int:
-        """Numbers of a row of the result."""
+        """Return the width of a row of the result."""
         return self.channels if self.kind == "short convolution" else self.num_heads * self.value_dim
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """Numbers of the parts of a row of the input, in their order."""
+        """Return the widths of the parts of an input row, in order."""
         match self.kind:
             case "short convolution":
                 return (self.channels,) * 3  # b, c, x
@@ -51,13 +51,13 @@ class RecurrenceSizes(NamedTuple):
 
     @property
     def state_size(self) -> int:
-        """float32 numbers of a request's state: the convolution's last inputs, then each head's matrix in strips."""
+        """Return the length of a request's float32 state: the convolution's last inputs, then the heads' matrices."""
         head = self.key_dim * round_up(self.value_dim, _STRIP)
         return round_up((self.taps - 1) * self.channels, _LINE) + self.num_heads * head
 
     @property
     def mixed_width(self) -> int:
-        """float32 numbers that one token needs between the parts of the C kernel."""
+        """Return the float32 numbers that one token needs between the parts of the C kernel."""
         return round_up(self.channels + 2 * self.num_heads, _LINE)
 
 
@@ -66,33 +66,34 @@ class RecurrenceParts:
     """The sizes and constants of one layer; the arrays are float32."""
 
     sizes: RecurrenceSizes
-    kernel: Floats  # [taps, channels]: the oldest token's first
+    kernel: Floats  # [taps, channels]; the oldest token's first
     bias: Floats | None = None  # [channels]
-    rates: Floats | None = None  # [heads] of decay
+    rates: Floats | None = None  # [heads] decay rates
     step_biases: Floats | None = None  # [heads]
-    skips: Floats | None = None  # [heads]: parts of the values that join the results
+    skips: Floats | None = None  # [heads]: fraction of the values added to the results
     norm: Floats | None = None  # weight [value_dim], or of a state space [heads * value_dim]
     eps: float = 0.0  # of the norm
-    steps: tuple[float, float] = (0.0, float("inf"))  # least and most step of a state space
+    steps: tuple[float, float] = (0.0, float("inf"))  # smallest and largest step of a state space
 
 
 class StateRows(NamedTuple):
     """Where the states of a step's R requests are."""
 
-    states: Floats  # [rows, numbers of a request's state]
+    states: Floats  # [rows, numbers in a request's state]
     rows: "np.ndarray[tuple[int], np.dtype[np.int64]]"  # [R] row of each request in `states`
     firsts: (
-        "np.ndarray[tuple[int], np.dtype[np.int64]]"  # [R + 1] index of each request's first token; then their number
+        # [R + 1] index of each request's first token; then the number of tokens
+        "np.ndarray[tuple[int], np.dtype[np.int64]]"
     )
-    #: [T] row of `states` to which the state behind the token is copied, -1 = none; None: none of them is
+    #: [T] row of `states` to which the state after the token is copied, -1 = none; None: no state is copied
     saves: "np.ndarray[tuple[int], np.dtype[np.int64]] | None" = None
 
 
 def recur(parts: RecurrenceParts, tokens: Floats, state: Floats) -> Floats:
-    """Return the layer's results [T, out_width] for one request's next tokens [T, width]; renew its state in place.
+    """Return the results [T, out_width] for one request's next tokens [T, width], and update its state in place.
 
-    state [state_size] float32: zeros before the request's first token. The matrices of the heads lie in it without the
-    C kernel's padding.
+    state [state_size] float32: zeros before the request's first token. It has the heads' matrices without the C
+    kernel's padding.
     """
     sizes = parts.sizes
     columns = np.split(tokens, np.cumsum(sizes.parts)[:-1], 1)
@@ -153,7 +154,7 @@ def _factors(parts: RecurrenceParts, columns: list[Floats]) -> tuple[Floats, Flo
 
 
 def _gated(parts: RecurrenceParts, results: Floats, gates: Floats) -> Floats:
-    """Return the normalised results [T, heads * value_dim]: of a state space after its gates, of others before."""
+    """Return the normalised results [T, heads * value_dim]: a state space's after its gates, others' before."""
     sizes, count = parts.sizes, len(results)
     assert parts.norm is not None, sizes
     opened = _silu(gates).reshape(results.shape)

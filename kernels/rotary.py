@@ -1,8 +1,8 @@
 """Frequencies of rotary embedding [D / 2] float32, in radians per token, and their scalings for longer contexts.
 
 The operations and their order are those of the published models' own code. An angle is a frequency times a position, so
-a frequency's last bit counts. Powers are computed in float64 and rounded once: torch's float32 powers depend on the
-make of the CPU, and so do NumPy's.
+a frequency's last bit matters. Powers are computed in float64 and rounded once: torch's float32 powers depend on the
+CPU model, and so do NumPy's.
 """
 
 import math
@@ -21,10 +21,10 @@ def rotary_frequencies(head_dim: int, theta: float) -> Floats:
 def rotary_tables(positions: Ints, frequencies: Floats, factor: float = 1.0) -> tuple[Floats, Floats]:
     """Return the cosines and sines [T, head_dim] of these positions [T], times factor.
 
-    sin carries the sign of its half: (-sin, +sin). A pair with the frequency 0 is not rotated: its cosine is 1.
+    sin includes the sign of its half: (-sin, +sin). A pair with the frequency 0 is not rotated: its cosine is 1.
     """
     angles = positions[:, None].astype(np.float32) * frequencies
-    # In float64, rounded once: in float32 the last bit would depend on the make of the CPU.
+    # In float64, rounded once: in float32 the last bit would depend on the CPU model.
     angles = angles.astype(np.float64)
     factors = np.where(frequencies == 0, np.float32(1), np.float32(factor))
     cos, sin = (factors * part(angles).astype(np.float32) for part in (np.cos, np.sin))
@@ -32,7 +32,7 @@ def rotary_tables(positions: Ints, frequencies: Floats, factor: float = 1.0) -> 
 
 
 def query_factors(positions: Ints, growth: float, length: float) -> Floats:
-    """Return the factors [T] of queries at these positions [T], which grow with each `length` tokens (Llama 4)."""
+    """Return the factors [T] for queries at these positions [T], which grow every `length` tokens (Llama 4)."""
     factors: Floats = (1 + growth * np.log1p(np.floor(positions / length))).astype(np.float32)
     return factors
 
@@ -47,11 +47,11 @@ def llama3(
 ) -> Floats:
     """Stretch long wavelengths and keep short ones.
 
-    Those above original_length / low_freq_factor are stretched. Those below original_length / high_freq_factor are
-    kept. Wavelengths between the two get a weighted mean.
+    Wavelengths above original_length / low_freq_factor are stretched. Those below original_length / high_freq_factor
+    are kept. Between the two they get a weighted mean.
     """
     one = np.float32(1)
-    wavelengths = one / frequencies * np.float32(2 * math.pi)  # torch divides a number by a tensor in this way
+    wavelengths = one / frequencies * np.float32(2 * math.pi)  # torch divides a number by a tensor like this
     low, high = original_length / low_freq_factor, original_length / high_freq_factor
     turns = one / wavelengths * np.float32(original_length)
     smooth = (turns - np.float32(low_freq_factor)) / np.float32(high_freq_factor - low_freq_factor)
@@ -72,8 +72,8 @@ def yarn(
 ) -> Floats:
     """Return the frequencies [head_dim / 2] of YaRN, computed from theta.
 
-    Dimensions that turn more than beta_fast times within original_length are kept. Those that turn less than beta_slow
-    times are stretched. Between the two, the passage is linear.
+    Dimensions with more than beta_fast rotations within original_length are kept. Those with fewer than beta_slow are
+    stretched. Between the two, the transition is linear.
     """
 
     def dimension(rotations: float) -> float:

@@ -1,4 +1,4 @@
-"""ceil_div and round_up: rounding of whole numbers for the kernels; others use ipc/tables/rounding.py."""
+"""ceil_div and round_up: integer rounding for the kernels; other packages use ipc/tables/rounding.py."""
 
 from typing import TypeVar
 
@@ -13,5 +13,5 @@ def ceil_div(number: _Number, by: int) -> _Number:
 
 
 def round_up(number: _Number, to: int) -> _Number:
-    """Return the least multiple of `to` that is not below `number`."""
+    """Return the smallest multiple of `to` that is at least `number`."""
     return ceil_div(number, to) * to

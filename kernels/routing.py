@@ -6,15 +6,15 @@ from kernels.arrays import Floats
 
 
 class Routing(NamedTuple):
-    """The constants of a choice among experts by their scores."""
+    """The constants for choosing among experts by their scores."""
 
-    num_chosen: int  # experts of a row
+    num_chosen: int  # experts per row
     normalises: bool  # the weights of a row's experts sum to 1 before they are scaled
-    is_sigmoid: bool = False  # scores are sigmoids of the router's numbers, else their softmax
-    num_groups: int = 1  # of neighbours
-    num_chosen_groups: int = 1  # whose experts can be chosen
-    best_of_group: int = 1  # so many of a group's largest numbers are added up to choose groups
+    is_sigmoid: bool = False  # scores are sigmoids of the router's numbers, otherwise their softmax
+    num_groups: int = 1  # of consecutive experts
+    num_chosen_groups: int = 1  # groups whose experts can be chosen
+    best_of_group: int = 1  # this many of a group's largest numbers are added up to choose groups
     scaling: float = 1.0  # of the weights
-    correction: Floats | None = None  # [experts] is added to the scores that choose, and not to weights
-    added_to_sum: float = 0.0  # of weights that are normalised
-    has_shared_gate: bool = False  # the router's last number is that of the shared expert's gate
+    correction: Floats | None = None  # [experts] added to the scores for choosing, but not to weights
+    added_to_sum: float = 0.0  # for weights that are normalised
+    has_shared_gate: bool = False  # the router's last number is for the shared expert's gate

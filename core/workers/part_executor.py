@@ -1,4 +1,4 @@
-"""PartExecutor: the local executor with a part of the model, in a worker process."""
+"""PartExecutor: the local executor for a part of the model, in a worker process."""
 
 import socket
 from collections import deque
@@ -29,7 +29,7 @@ from kernels.cpu.group import SeparateMemory, SharedMemory
 
 
 class PartExecutor(LocalExecutor):
-    """The executor of a rank of a stage."""
+    """The executor for one rank of a stage."""
 
     def __init__(self, config: EngineConfig, place: Place, wires: Wires) -> None:
         """Load the part of the model that belongs to this place. Errors: those of LocalExecutor."""
@@ -46,18 +46,18 @@ class PartExecutor(LocalExecutor):
         if place.num_stages > 1:
             before, after = (None if fd < 0 else _channel(fd) for fd in (wires.before, wires.after))
             stage = Stage(place.stage, place.num_stages, StageLink(before, after))
-        if not place.answers:  # the one that samples makes all drafts
+        if not place.answers:  # only the rank that samples makes drafts
             config = msgspec.structs.replace(config, speculative_config=None)
         super().__init__(config, rank, runner, stage)
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
-        """Run the part's share of one step."""
+        """Run this part of one step."""
         if isinstance(self._model, StageLlama):
             self._model.is_linked = True
         return super().execute(plan)
 
     def learn(self, sampled: list[tuple[bytes, bytes | None]]) -> None:
-        """Learn the tokens of steps, the oldest first: token_ids and counts of each, int32. For stages but the last."""
+        """Learn the tokens of steps, oldest first: token_ids and counts of each, int32. For all stages but the last."""
         assert isinstance(self.runner, EarlierRunner), self.runner
         for tokens, counts in sampled:
             self.runner.learn(
@@ -69,7 +69,7 @@ def _channel(fd: int) -> Channel:
     return Channel(socket.socket(fileno=fd))
 
 
-# The model runners of the stages before the last: mirrors of the batch that learn tokens after their step.
+# The model runners of all stages but the last: mirrors of the batch that learn tokens after their step.
 
 
 @dataclass
@@ -82,10 +82,10 @@ class _Awaited:
 
 
 class EarlierRunner(ModelRunner):
-    """The runner of a stage before the last. It samples nothing.
+    """The runner of any stage but the last. It samples nothing.
 
-    The engine plans a row's next token when it knows the one before, and tells that first. A row may have been removed
-    meanwhile, and belong to another request; then its token is nobody's here.
+    The engine plans a row's next token once it knows the previous one, and sends that first. A row may have been
+    removed since, and belong to another request; then its token is not needed here.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -94,7 +94,7 @@ class EarlierRunner(ModelRunner):
         self._awaited: deque[_Awaited] = deque()
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run the stage's part of one step; the output is nobody's."""
+        """Run this stage's part of one step. The output is not used."""
         self.apply_blocks(plan)
         if len(plan.removed_rows):
             for one in self._awaited:
@@ -106,7 +106,7 @@ class EarlierRunner(ModelRunner):
         return ModelRunnerOutput(plan.step, NO_INT32S)
 
     def learn(self, tokens: Int32s, counts: Int32s | None) -> None:
-        """Append the tokens of the oldest step whose tokens were not told: columns of ModelRunnerOutput."""
+        """Append the tokens of the oldest step whose tokens are unknown: columns of ModelRunnerOutput."""
         step = self._awaited.popleft()
         if counts is not None:
             self._learn_runs(step, tokens, counts)
@@ -130,8 +130,8 @@ class EarlierRunner(ModelRunner):
 
 
 class EarlierLeadingRunner(LeadsTrials, EarlierRunner):
-    """The runner of the first rank of such a stage."""
+    """The runner for the first rank of such a stage."""
 
 
 class EarlierFollowingRunner(FollowsTrials, EarlierRunner):
-    """The runner of another rank of such a stage."""
+    """The runner for the other ranks of such a stage."""

@@ -1,4 +1,4 @@
-"""The processes of workers, as their owner sees them: children of this process, or on other machines."""
+"""The processes of workers as seen by their owner: children of this process, or on other machines."""
 
 import os
 import signal
@@ -22,27 +22,27 @@ class WorkerProcess(Protocol):
 
     @property
     def ended_fd(self) -> int:
-        """Return a descriptor that is readable once the process is dead."""
+        """Return a descriptor that becomes readable when the process is dead."""
 
     @property
     def end(self) -> str | None:
-        """Return how it ended, after "worker 0"; None: it lives."""
+        """Return how it ended, to follow "worker 0"; None: it is alive."""
 
     def signal(self, number: int) -> None:
         """Send it a signal."""
 
     def kill(self) -> None:
-        """Kill it; a child's end is awaited."""
+        """Kill it. If it is a child, wait for its end."""
 
     def close(self) -> None:
-        """Release what this object has. The process is dead, or will be."""
+        """Release this object's resources. The process is dead, or will be."""
 
 
 class ChildProcess:
-    """A worker that is a child of this process. It dies with the thread that made it."""
+    """A worker that is a child of this process. It dies with the thread that created it."""
 
     def __init__(self, config: EngineConfig, place: Place, wires: Wires) -> None:
-        """Start it, and let it load the model. wires: it gets them, and they are closed here.
+        """Start it, and make it load the model. wires: passed to the process, and closed here.
 
         Errors: OSError, EngineStartError.
         """
@@ -73,7 +73,7 @@ class ChildProcess:
 
     @property
     def end(self) -> str | None:
-        """Return how it ended; None: it lives."""
+        """Return how it ended; None: it is alive."""
         code = self._process.poll()
         return None if code is None else f"({self.pid}) {describe_exit(code)}"
 
@@ -87,18 +87,18 @@ class ChildProcess:
         self._process.wait()
 
     def close(self) -> None:
-        """Close the pidfd; the channel is its reader's."""
+        """Close the pidfd. The channel belongs to its reader."""
         os.close(self._pidfd)
 
 
 class RemoteProcess:
-    """A worker on another machine. What is known of it comes from there, by the thread that hears that machine.
+    """A worker on another machine. The thread that hears from that machine reports what happens to it.
 
-    send: sends it a signal. host: the machine's name, for people.
+    send: sends it a signal. host: the machine's name, for humans.
     """
 
     def __init__(self, host: str, send: Callable[[int], None]) -> None:
-        self.pid = 0  # until it is known
+        self.pid = 0  # 0 until it is known
         self.end: str | None = None
         self._host, self._send = host, send
         self._ended = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -110,7 +110,7 @@ class RemoteProcess:
         return self._ended
 
     def tell_end(self, text: str) -> None:
-        """Note that it has ended, and how."""
+        """Record that it has ended, and how."""
         if self.end is None:
             self.end = f"({self.pid} at {self._host}) {text}"
             if not self._is_closed:
@@ -121,7 +121,7 @@ class RemoteProcess:
         self._send(number)
 
     def kill(self) -> None:
-        """Kill it as soon as its machine hears of it."""
+        """Kill it as soon as its machine gets the message."""
         if self.end is None:
             self._send(signal.SIGKILL)
 

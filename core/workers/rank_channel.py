@@ -1,7 +1,7 @@
-"""The messages of the first rank of a group to the others, in each step: what they cannot know from the plan.
+"""The messages from the first rank of a group to the others in each step: what they cannot know from the plan.
 
-All ranks run the same plan at the same time. The first one samples, and what it does beside the step's own forward pass
-it asks the others to do with it.
+All ranks run the same plan at the same time. The first one samples. If it computes something in addition to the step's
+forward pass, it tells the others to do the same.
 """
 
 from typing import TypeAlias
@@ -14,14 +14,14 @@ from ipc.tables.arrays import Int32s, Ints
 
 
 class Sampled(msgspec.Struct, frozen=True, array_like=True, tag=1, gc=False):
-    """The step ends. tokens, counts: int32 columns of ModelRunnerOutput; counts empty = one token each."""
+    """The step ends. tokens, counts: int32 columns of ModelRunnerOutput; empty counts = one token each."""
 
     tokens: bytes
     counts: bytes = b""
 
 
 class LogitsOf(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Compute the logits of further rows of the step. rows: int64."""
+    """Compute the logits of more rows of the step. rows: int64."""
 
     rows: bytes
 
@@ -40,7 +40,7 @@ class Trial(msgspec.Struct, frozen=True, array_like=True, tag=4):
 
 
 class Measured(msgspec.Struct, frozen=True, array_like=True, tag=5):
-    """No further Trial follows."""
+    """There are no more Trials."""
 
 
 Order: TypeAlias = Sampled | LogitsOf | HiddenOf | Trial | Measured

@@ -1,4 +1,4 @@
-"""The model runners of a group's ranks: the first one leads and samples, the others follow it."""
+"""The model runners of a group's ranks. The first one leads and samples; the others follow it."""
 
 import time
 from typing import Any
@@ -27,7 +27,7 @@ from ipc.tables.arrays import NO_INT32S, Floats, Int32s, Ints
 
 
 class LeadsTrials(ModelRunner):
-    """The runner of a first rank, as far as it measures: the others compute what it does."""
+    """The measuring part of a first rank's runner. The others compute the same."""
 
     def __init__(self, *arguments: Any, followers: Followers, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -35,7 +35,7 @@ class LeadsTrials(ModelRunner):
         self._is_trial = False
 
     def forward(self, inputs: StepInputs) -> StepResult:
-        """Run the model over a step's tokens, with all ranks."""
+        """Run the model on a step's tokens, with all ranks."""
         if self._is_trial:
             self._followers.tell(Trial(len(inputs.token_ids), len(inputs.logits_rows)))
         return super().forward(inputs)
@@ -60,22 +60,22 @@ class LeadsTrials(ModelRunner):
 
 
 class LeadingRunner(LeadsTrials):
-    """The runner of the first rank. It tells the others what they do with it, and which tokens it has sampled."""
+    """The runner of the first rank. It tells the others what to compute with it, and which tokens it has sampled."""
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step, tell the other ranks its tokens, and return its output."""
+        """Run one step, send its tokens to the other ranks, and return its output."""
         output = super().execute(plan)
         counts = b"" if output.counts is None else output.counts.tobytes()
         self._followers.tell(Sampled(output.token_ids.tobytes(), counts))
         return output
 
     def forward(self, inputs: StepInputs) -> StepResult:
-        """Run the model over a step's tokens, with all ranks."""
+        """Run the model on a step's tokens, with all ranks."""
         return _LedResult(super().forward(inputs), self._followers)
 
 
 class _LedResult:
-    """A step's result whose further parts all ranks compute."""
+    """A step's result. Further parts of it are computed by all ranks."""
 
     def __init__(self, result: StepResult, followers: Followers) -> None:
         self.logits, self.largest = result.logits, result.largest
@@ -91,19 +91,19 @@ class _LedResult:
 
 
 class FollowsTrials(ModelRunner):
-    """The runner of another rank, as far as the first one measures."""
+    """The measuring part of another rank's runner."""
 
     def __init__(self, *arguments: Any, leader: Channel, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._leader = leader
 
     def measure_costs(self) -> Costs:
-        """Compute with the first rank while it measures; return the least costs."""
+        """Compute together with the first rank while it measures. Return the smallest costs."""
         self._obey_trials()
         return Costs(1, 1)
 
     def measure_steps(self, used: Clock = time.perf_counter_ns) -> tuple[int, ...]:
-        """Compute with the first rank while it measures; return nothing."""
+        """Compute together with the first rank while it measures. Return nothing."""
         self._obey_trials()
         return ()
 
@@ -114,16 +114,16 @@ class FollowsTrials(ModelRunner):
 
 
 class FollowingRunner(FollowsTrials):
-    """The runner of another rank: a mirror of the batch that computes its part and appends the tokens that it is told.
+    """The runner of another rank: a mirror of the batch that computes its part and appends the tokens that it receives.
 
-    It knows nothing of sampling, grammars and drafts.
+    It has no sampling, grammars or drafts.
     """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **{**options, "grammars": None, "drafter": None, "pooler": None})
 
     def execute(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run the rank's part of one step; the output is nobody's."""
+        """Run this rank's part of one step. The output is not used."""
         self.apply_blocks(plan)
         self.model.wake()
         inputs = self.prepare(plan)
@@ -149,7 +149,7 @@ class FollowingRunner(FollowsTrials):
         self.table.accept(plan, counts)
 
     def _obey(self, result: StepResult) -> Sampled:
-        """Do what the first rank asks of this step; return its end."""
+        """Carry out the first rank's orders for this step, and return the last one."""
         while True:
             match next_order(self._leader):
                 case Sampled() as sampled:

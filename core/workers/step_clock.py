@@ -1,16 +1,16 @@
-"""StepClock: for how long a step may run before its workers count as hung, by the steps before it. It has no clock."""
+"""StepClock: how long a step may run before its workers count as hung, judged by earlier steps. It reads no clock."""
 
 from core.execution.executor import WARM_UP_TOKENS
 
-#: Seconds that no step is hung before. Less than the owner of an engine waits (frontend/engine/signs.py), so that a
-#: worker is started again and not the engine.
+#: No step counts as hung before this time in seconds. It is less than the engine's owner waits
+#: (frontend/engine/signs.py), so that the workers are restarted and not the engine.
 LEAST_S = 3.0
-_SLOWER = 15  # times a step may be slower than any before it of its size
-_FIRST_S = 120.0  # where nothing is known
+_SLOWER = 15  # how many times slower than any earlier step of its size a step may be
+_FIRST_S = 120.0  # if nothing is known
 
 
 class StepClock:
-    """The slowest step of each size, by powers of two of their tokens. warm_up_ns: 0 = not known."""
+    """The slowest step of each size, by powers of two of their tokens. warm_up_ns: 0 = unknown."""
 
     def __init__(self, warm_up_ns: int) -> None:
         self._slowest_s: dict[int, float] = {}
@@ -18,13 +18,16 @@ class StepClock:
             self._slowest_s[WARM_UP_TOKENS.bit_length()] = warm_up_ns * 1e-9
 
     def note(self, num_tokens: int, seconds: float) -> None:
-        """Note a step that has ended."""
+        """Record a step that has ended."""
         size = num_tokens.bit_length()
         if seconds > self._slowest_s.get(size, 0.0):
             self._slowest_s[size] = seconds
 
     def limit_s(self, num_tokens: int) -> float:
-        """Return the seconds that a step of so many tokens may take; a size that never ran is judged by the others."""
+        """Return the time limit in seconds for a step with num_tokens tokens.
+
+        Unknown sizes are judged by the others.
+        """
         size = num_tokens.bit_length()
         known = [seconds * 2.0 ** max(0, size - other) for other, seconds in self._slowest_s.items()]
         return max(LEAST_S, _SLOWER * max(known)) if known else _FIRST_S

@@ -1,8 +1,9 @@
-"""Wires: what connects the workers of one executor, as descriptors that each inherits; and the places of the workers.
+"""Wires: the connections between the workers of one executor, as inherited descriptors; and the workers' places.
 
-A worker is a rank of a stage. The ranks of a stage share memory where they are on one machine, and the first of them
-has a channel to each other one. Ranks of the same number in neighbouring stages have a channel between them. What
-connects workers of different machines ends at each machine in a descriptor that is carried (core/workers/carrier.py).
+A worker is a rank of a stage. The ranks of a stage share memory if they are on one machine, and the first of them has a
+channel to each of the others. Ranks with the same number in consecutive stages have a channel between them. A
+connection between workers on different machines ends, on each machine, in a descriptor that is forwarded
+(core/workers/carrier.py).
 """
 
 import fcntl
@@ -14,7 +15,7 @@ import msgspec
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """The place of a worker: a rank of `size`, in a stage of `num_stages`; workers are spread over `num_nodes`."""
+    """A worker's place: a rank of `size`, in a stage of `num_stages`; workers are spread over `num_nodes`."""
 
     rank: int = 0
     size: int = 1
@@ -34,7 +35,10 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def node(self) -> int:
-        """Return the machine that the worker runs on. Machine 0 is the engine's; neighbours share one."""
+        """Return the machine that the worker runs on.
+
+        Machine 0 is the engine's. Consecutive workers share a machine.
+        """
         return self.node_of(self.number)
 
     def node_of(self, number: int) -> int:
@@ -64,9 +68,9 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Wires(msgspec.Struct, array_like=True):
-    """The descriptors of a worker. memory: -1 = its stage has one rank. before, after: -1 = there is no such stage.
+    """A worker's descriptors. memory: -1 = its stage has one rank. before, after: -1 = there is no such stage.
 
-    peers: of the first rank the channels to the others; of another the one to the first. ranks: where ranks share no
+    peers: for the first rank, the channels to the others; for any other, the one to the first. ranks: if ranks share no
     memory, a stream to each of them, -1 to itself.
     """
 
@@ -78,7 +82,7 @@ class Wires(msgspec.Struct, array_like=True):
 
     @property
     def descriptors(self) -> list[int]:
-        """Return all that there are."""
+        """Return all descriptors."""
         return [fd for fd in (self.memory, *self.peers, self.before, self.after, *self.ranks) if fd >= 0]
 
     def close(self) -> None:
@@ -88,7 +92,7 @@ class Wires(msgspec.Struct, array_like=True):
 
 
 class Link(NamedTuple):
-    """A connection between two workers, by their numbers, of one kind: "peers", "stages" or "ranks"."""
+    """A connection between two workers, given by number, of one kind: "peers", "stages" or "ranks"."""
 
     kind: str
     first: int
@@ -96,10 +100,10 @@ class Link(NamedTuple):
 
 
 class Wiring(NamedTuple):
-    """What connects the workers of one machine."""
+    """The connections of one machine's workers."""
 
-    wires: dict[int, Wires]  # by the workers' numbers
-    carried: dict[int, int]  # the other ends of links to workers elsewhere, by stream_of()
+    wires: dict[int, Wires]  # by worker number
+    carried: dict[int, int]  # by stream_of(): our ends of links to workers elsewhere
 
     def close(self) -> None:
         """Close everything in this process."""
@@ -128,7 +132,7 @@ def links_of(places: list[Place]) -> list[Link]:
 
 
 def stream_of(link: int, places: list[Place]) -> int:
-    """Return the number of the stream of bytes of a link. The workers' own channels have the workers' numbers."""
+    """Return the number of a link's byte stream. The workers' own channels have the workers' numbers."""
     return len(places) + link
 
 
@@ -141,7 +145,7 @@ def ends_of_streams(places: list[Place]) -> dict[int, tuple[int, int]]:
 
 
 def make_wires(places: list[Place], node: int = 0) -> Wiring:
-    """Return the wires of all workers on a machine. Errors: OSError."""
+    """Return the wires of all workers on one machine. Errors: OSError."""
     own = {place.number: Wires(peers=[], ranks=[]) for place in places if place.node == node}
     wiring = Wiring(own, {})
     try:
@@ -161,7 +165,7 @@ def make_wires(places: list[Place], node: int = 0) -> Wiring:
 
 
 def _connect(wiring: Wiring, link: Link, stream: int, places: list[Place]) -> None:
-    """Make a link, if one of its ends is on this machine."""
+    """Create a link if one of its ends is on this machine."""
     here = [number for number in (link.first, link.second) if number in wiring.wires]
     if not here:
         return
@@ -182,7 +186,7 @@ def _connect(wiring: Wiring, link: Link, stream: int, places: list[Place]) -> No
 
 
 def _share_memory(ranks: list[Wires]) -> None:
-    # Imported here: only a group needs it, and it takes time.
+    # Imported here because only a group needs it, and it takes time.
     from kernels.cpu.group import make_shared_file
 
     memory = make_shared_file()
@@ -200,5 +204,5 @@ def _pair() -> tuple[int, int]:
 
 
 def above(fd: int) -> int:
-    """Return a copy of a descriptor above the standard streams, whose numbers a child gives its own streams."""
+    """Return a copy of a descriptor above the standard streams, whose numbers a child uses for its own."""
     return fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3)

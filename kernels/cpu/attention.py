@@ -1,4 +1,4 @@
-"""CpuAttention: paged attention by the C kernel (kernels/cpu/c/attention/attention.h); numerics level L2."""
+"""CpuAttention: paged attention with the C kernel (kernels/cpu/c/attention/attention.h); numerics level L2."""
 
 import ctypes
 import math
@@ -16,19 +16,19 @@ from kernels.memory.scratch import Scratch
 
 
 def score_factors(scale: float, cap: float | None) -> tuple[float, float]:
-    """Return the kernel's factors of scores (attention.h): `scale`, and `cap_factor`, 0 without a cap."""
+    """Return the kernel's factors for scores (attention.h): `scale`, and `cap_factor`, which is 0 without a cap."""
     if cap is None:
         return scale * math.log2(math.e), 0.0
     return cap * math.log2(math.e), scale / cap
 
 
 def sink_scores(sinks: Floats) -> Floats:
-    """Return the heads' sinks [H] float32 as the kernel takes them, in units of log2."""
+    """Return the heads' sinks [H] float32 in the kernel's form, in units of log2."""
     return np.ascontiguousarray(sinks * np.float32(math.log2(math.e)), np.float32)
 
 
 class CpuAttention:
-    """Paged attention for all layers of one cache. A row's bits depend on its own tokens only."""
+    """Paged attention for all layers of one cache. A row's bits only depend on its own tokens."""
 
     def __init__(self, library: CpuLibrary) -> None:
         self._run = library.function("attention", ctypes.POINTER(AttentionArguments))
@@ -39,7 +39,7 @@ class CpuAttention:
         self._partial_floats = library.function("attention_partial_floats", ctypes.c_int32, result=ctypes.c_int64)
         self._num_threads = library.function("pool_num_threads", result=ctypes.c_int)
         self._scratch = Scratch()
-        self._reserved: tuple[object, ...] = ()  # the sizes that the scratch was made for
+        self._reserved: tuple[object, ...] = ()  # the sizes for which the scratch was allocated
         self._max_partials = 0
         self._places = (0, 0)  # addresses of partials and scratch
 
@@ -53,10 +53,11 @@ class CpuAttention:
         cap: float | None = None,
         sinks: Floats | None = None,
     ) -> Numbers:
-        """Return the attention of a mixed batch: [T, H * Dv] of q's dtype; Dv: the cache's value_dim.
+        """Return the attention of a mixed batch: [T, H * Dv] with q's dtype. Dv: the cache's value_dim.
 
-        q is [T, H, D], contiguous, rotated and of the cache's dtype. `scale` multiplies the scores, which then become
-        cap * tanh(score / cap). sinks: of sink_scores(). This step's K and V must be in the cache already."""
+        q is [T, H, D], contiguous, rotated and with the cache's dtype. `scale` multiplies the scores, which then become
+        cap * tanh(score / cap). sinks: from sink_scores(). This step's K and V must already be in the cache.
+        """
         assert q.dtype == cache.dtype, (q.dtype, cache.dtype)
         assert q.flags.c_contiguous, q.strides
         num_heads = q.shape[1]

@@ -1,7 +1,7 @@
-"""AttentionPlan: a step's attention as work items of the C kernel (kernels/cpu/c/attention/attention_plan.h).
+"""AttentionPlan: a step's attention as work items for the C kernel (kernels/cpu/c/attention/attention_plan.h).
 
-A plan is made once a step, and every layer uses it. How the work is cut changes no bit of any result
-(kernels/cpu/c/attention/attention.h). So the sizes below may be chosen for the machine's speed alone.
+A plan is made once per step, and every layer uses it. How the work is split does not change any bit of any result
+(kernels/cpu/c/attention/attention.h). So the sizes below can be chosen for the machine's speed alone.
 """
 
 import ctypes
@@ -15,20 +15,20 @@ from kernels.cpu.structs import AttentionItem, AttentionMember, AttentionMerge, 
 #: Tokens; enum in attention.h.
 TILE = 512
 
-#: Rows of an item at most: tokens x query heads of a KV head. Their running sums fit a core's second level cache.
+#: The most rows of an item: tokens x query heads per KV head. Their running sums fit a core's second level cache.
 MAX_ITEM_ROWS = 192
 
-#: Items of at most so many rows are split along their context: partial results cost less than the KV cache they read.
+#: Items of at most this many rows are split along their context: partial results cost less than the KV cache they read.
 MAX_SPLIT_ROWS = 64
 
-#: Rows at most of an item with tokens of several requests that share a tile's blocks. It is small, so that threads get
+#: The most rows of an item with tokens of several requests that share a tile's blocks. It is small, so that threads get
 #: similar shares.
 MAX_SHARED_ROWS = 24
 
 #: Tokens: more than any context has.
 _ALL = 1 << 30
 
-#: int32 numbers that a plan reserves for each item, by array.
+#: How many int32 numbers a plan reserves for each item, by array.
 _STRUCTS = {"items": AttentionItem, "merges": AttentionMerge, "members": AttentionMember, "tile_users": TileUser}
 _STRUCTS |= {"wanted_items": AttentionItem, "wanted_merges": AttentionMerge}
 _ROOM = {name: ctypes.sizeof(struct) // 4 for name, struct in _STRUCTS.items()} | {"places": 2}
@@ -40,12 +40,13 @@ class AttentionPlan:
     Its arrays keep their addresses from step to step. So a step touches little memory: the weights push everything else
     out of the CPU's caches.
 
-    If it is not causal, a row sees as many tokens after its own as before it, within its context. In a causal one, the
-    tokens of a whole see all of each other."""
+    If it is not causal, a row sees as many tokens after it as before it, within its context. In a causal plan, the
+    tokens of a whole all see each other.
+    """
 
     def __init__(self, num_kv_heads: int, group: int, window: int | None, *, is_causal: bool = True) -> None:
         self._generation = 0  # of the columns below; 0 = none
-        self.window = window  # tokens that a row sees, itself included; None = all before it
+        self.window = window  # tokens that a row sees, including itself; None = all before it
         self.num_tokens: Ints = np.zeros(0, np.int64)  # [R]
         self.context_lens: Ints = self.num_tokens  # [R]
         self.wholes: Ints | None = None  # [n, 2] first token of the step, number of tokens; see take()
@@ -62,37 +63,37 @@ class AttentionPlan:
 
     @property
     def num_rows(self) -> int:
-        """Number of rows of q and of the output."""
+        """Return the number of rows of q and of the output."""
         return self.arguments.num_rows
 
     @property
     def longest(self) -> int:
-        """Largest context length of the step, in tokens."""
+        """Return the largest context length of the step, in tokens."""
         return self.arguments.longest
 
     @property
     def items(self) -> Int32s:
-        """Work items [I, 10] int32, struct AttentionItem: longest first, with lengths rounded to an eighth."""
+        """Return the work items [I, 10] int32 (struct AttentionItem), longest first, lengths rounded to an eighth."""
         return self._room[0][: self.arguments.num_items]
 
     @property
     def merges(self) -> Int32s:
-        """Merges of partial results [M, 5] int32, struct AttentionMerge."""
+        """Return the merges of partial results [M, 5] int32, struct AttentionMerge."""
         return self._room[1][: self.arguments.num_merges]
 
     @property
     def members(self) -> Int32s:
-        """Tokens of the items that several requests share [N, 2] int32, struct AttentionMember."""
+        """Return the tokens of items shared by several requests, [N, 2] int32, struct AttentionMember."""
         return self._room[2][: self.arguments.num_members]
 
     @property
     def num_partials(self) -> int:
-        """Number of rows of partial results."""
+        """Return the number of rows of partial results."""
         return self.arguments.num_partials
 
     @property
     def max_item_tokens(self) -> int:
-        """Number of tokens of the largest item."""
+        """Return the number of tokens of the largest item."""
         return self.arguments.max_item_tokens
 
     def take(
@@ -105,10 +106,11 @@ class AttentionPlan:
     ) -> None:
         """Point the plan to the step's columns: num_tokens [R], context_lens [R], block_tables [R, P].
 
-        wholes [n, 2] int64: runs of tokens that see all of each other, each in one request: index of the first one in
-        the step, ascending, and their number. If `generation` is not 0 and equals the last one, the arrays are the same
-        and their pointers are kept. Columns of a generation other than 0 must be int64, int64 and int32, and
-        contiguous, so that none is copied."""
+        wholes [n, 2] int64: runs of tokens that all see each other, each in one request: index of the first one in the
+        step, ascending, and their number. If `generation` is not 0 and equals the last one, the arrays are the same and
+        their pointers are kept. Columns of a generation other than 0 must be int64, int64 and int32, and contiguous, so
+        that none is copied.
+        """
         if wholes is not self.wholes:
             self.wholes = wholes
             self.arguments.wholes = None if wholes is None else wholes.ctypes.data
@@ -156,8 +158,9 @@ class AttentionPlanner:
         """Plan the attention of a batch whose tokens are packed request after request.
 
         The arguments are those of attention_metadata(); wholes: see AttentionPlan.take(). The plan is valid until the
-        next one for this window is made. Equal generations other than 0 mean: the columns are the arrays of the plan
-        before, with other numbers."""
+        next one for this window is made. Equal generations other than 0 mean that the columns are the previous plan's
+        arrays with new numbers.
+        """
         plan = self._plans.get(window)
         if plan is None:
             plan = AttentionPlan(self._num_kv_heads, self._group, window, is_causal=self._is_causal)

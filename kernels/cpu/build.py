@@ -1,8 +1,8 @@
-"""The C kernels' sources, the variants made of them, and the compiler. Needs the standard library only.
+"""The C kernels' sources, the variants built from them, and the compiler. Needs only the standard library.
 
-Every variant has the same sources and flags of its own. Its results depend on the sources and these flags alone.
-With -ffp-contract=off a product and a sum are rounded together only where the sources say so. Then equal expressions
-give equal bits everywhere. -ffast-math is not used, for the same reason.
+All variants have the same sources but their own flags. Results depend only on the sources and these flags. With
+-ffp-contract=off a product and a sum are only rounded together if the sources say so. Then equal expressions give equal
+bits everywhere. -ffast-math is not used, for the same reason.
 """
 
 import contextlib
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 SOURCE_FOLDER = Path(__file__).resolve().parent / "c"
-BUILD_S = 120.0  # limit of one build while somebody waits for it; two free cores need 7 s
-#: Of a build that nobody waits for, a wheel's: CPU time of each process of the compiler, which a loaded machine does
-#: not use up, and a limit for one that hangs.
+BUILD_S = 120.0  # time limit of a build that something waits for; two free cores need 7 s
+#: For a build that nothing waits for, such as a wheel's: CPU time of each compiler process, which does not depend on
+#: the machine's load, and a time limit in case one hangs.
 WHEEL_CPU_S, WHEEL_BUILD_S = 600, 7200.0
 BUILD_FOLDER_PREFIX = "build-"
 
@@ -34,27 +34,27 @@ _FLAGS = (
 
 
 class Variant(NamedTuple):
-    """One instruction set: its compiler flags, and the words of /proc/cpuinfo that a CPU must have to run it."""
+    """One instruction set: its compiler flags, and the words of /proc/cpuinfo that a CPU needs to run it."""
 
     flags: tuple[str, ...]
     needs: frozenset[str]
-    probe: str = ""  # C that only compilers and assemblers which know the instructions compile; "" = all do
+    probe: str = ""  # C code that only compiles if compiler and assembler support the instructions; "" = all do
 
 
 _AVX2 = frozenset(["avx2", "fma", "bmi1", "bmi2", "f16c", "movbe", "abm"])
 _AVX512 = _AVX2 | frozenset(["avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"])
-#: Every CPU that has the instructions for bfloat16 has those for products of bytes.
+#: Every CPU with the bfloat16 instructions also has those for products of bytes.
 _AVX512BF16 = _AVX512 | frozenset(["avx512_bf16", "avx512_vnni"])
 
 _CPU_INFO = Path("/proc/cpuinfo")
 _INTEL = "GenuineIntel"  # its vendor_id
 
-#: What a CPU with AMX has. Without it the variant amx is emulated.
+#: What a CPU with AMX has. Without it the amx variant is emulated.
 AMX = frozenset(["amx_tile", "amx_bf16", "amx_int8"])
 _AMX_PRODUCTS = "tdpbf16ps %tmm2, %tmm1, %tmm0\\n\\ttdpbsud %tmm2, %tmm1, %tmm0"
 _AMX_PROBE = f'void probe(void) {{ __asm__ volatile("{_AMX_PRODUCTS}\\n\\ttilerelease"); }}'
 
-#: Best first, but for usable_variants().
+#: Best first, before usable_variants() removes some.
 VARIANTS = {
     "amx": Variant(("-march=x86-64-v4", "-mamx-tile", "-mamx-bf16", "-mamx-int8"), _AVX512, _AMX_PROBE),
     "avx512bf16": Variant(("-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"), _AVX512BF16),
@@ -69,7 +69,7 @@ class CpuLibraryError(Exception):
 
 
 class CannotCompileError(CpuLibraryError):
-    """There is no compiler, or none that knows the variant's instructions."""
+    """There is no compiler, or none that supports the variant's instructions."""
 
 
 class Compiler(NamedTuple):
@@ -80,18 +80,18 @@ class Compiler(NamedTuple):
 
 
 def usable_variants() -> list[str]:
-    """Return the variants that this CPU runs at their speed, best first. The result depends on CPU and kernel alone."""
+    """Return the variants that run at full speed on this CPU, best first. The result only depends on CPU and kernel."""
     words = _cpu_words()
     usable = [name for name in runnable_variants() if name != "amx" or has_amx()]
     if _INTEL in words and {"avx512bf16", "avx512"} <= set(usable):
-        # Intel's vdpbf16ps has half the rate of AMD's: from 8 rows on a product takes longer than one in float32.
+        # Intel's vdpbf16ps has half the rate of AMD's: from 8 rows on a product takes longer than in float32.
         usable.remove("avx512bf16")
         usable.insert(usable.index("avx512") + 1, "avx512bf16")
     return usable
 
 
 def runnable_variants() -> list[str]:
-    """Return all variants that this CPU runs: the usable ones, and amx where it is emulated."""
+    """Return all variants that this CPU can run: the usable ones, and amx if it is emulated."""
     words = _cpu_words()
     return [name for name, variant in VARIANTS.items() if variant.needs <= words]
 
@@ -110,11 +110,12 @@ def _cpu_words() -> set[str]:
 
 @functools.cache
 def request_amx() -> int:
-    """Ask the kernel for AMX's tiles, for all threads of this process. Return 0, or the error's number.
+    """Request AMX's tiles from the kernel, for all threads of this process. Return 0 or the error number.
 
     It is refused by kernels before Linux 5.16, under a seccomp filter, by gVisor, and while a thread has an alternate
-    signal stack that is too small for the tiles. What was answered once is kept: the choice of a variant must not
-    change within a process."""
+    signal stack that is too small for the tiles. The first answer is cached, because the choice of a variant must not
+    change within a process.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0:
         return 0
@@ -125,18 +126,18 @@ _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # of x86-64: asm
 
 
 def variant_of(choice: str) -> str | None:
-    """Return the variant that the option cpu_kernels asks for; None = the best one."""
+    """Return the variant for the option cpu_kernels; None = the best one."""
     return choice if choice in VARIANTS else None
 
 
 def variants_of_machine() -> list[str]:
-    """Return the variants that CPUs of this architecture may run, best first: those that go into a wheel."""
+    """Return the variants for CPUs of this architecture, best first. They go into a wheel."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     return [name for name, variant in VARIANTS.items() if is_x86 or not variant.needs]
 
 
 def find_compiler() -> Compiler:
-    """Return the compiler $CC, else cc. Errors: CannotCompileError if it does not run."""
+    """Return the compiler $CC, or cc by default. Errors: CannotCompileError if it does not run."""
     wanted = os.environ.get("CC") or "cc"
     try:
         command = tuple(shlex.split(wanted))
@@ -154,7 +155,7 @@ def find_compiler() -> Compiler:
 
 
 def check_instructions(variant: str, compiler: Compiler) -> None:
-    """Raise CannotCompileError if the compiler or its assembler does not know the variant's instructions."""
+    """Raise CannotCompileError if the compiler or its assembler does not support the variant's instructions."""
     flags, _, probe = VARIANTS[variant]
     if not probe:
         return
@@ -165,12 +166,12 @@ def check_instructions(variant: str, compiler: Compiler) -> None:
         raise CpuLibraryError(f"the C compiler {shlex.join(compiler.command)} fails ({error})") from error
     except (OSError, subprocess.SubprocessError) as error:
         raise CannotCompileError(
-            f"{shlex.join(compiler.command)} does not know the instructions of the variant {variant} ({error})"
+            f"{shlex.join(compiler.command)} does not support the instructions of the variant {variant} ({error})"
         ) from error
 
 
 def source_hash(variant: str, compiler_version: str = "") -> str:
-    """Return a hex digest of all that a variant is made of: machine, compiler version, flags and sources."""
+    """Return a hex digest of everything that a variant depends on: machine, compiler version, flags and sources."""
     digest = hashlib.blake2b(digest_size=16)
     for part in (platform.machine(), compiler_version, *_FLAGS, *VARIANTS[variant].flags):
         digest.update(part.encode() + b"\0")
@@ -182,11 +183,11 @@ def source_hash(variant: str, compiler_version: str = "") -> str:
 def build(
     variant: str, compiler: Compiler, folder: Path, seconds: float = BUILD_S, cpu_seconds: int | None = None
 ) -> bytes:
-    """Build a variant and return the shared library's content.
+    """Build a variant and return the content of the shared library.
 
-    The files are compiled in parallel, in a temporary folder below `folder`. cpu_seconds: CPU time of each process of
-    the compiler; None = any. Errors: CpuLibraryError with the compiler's output, or if the build takes longer than
-    `seconds`.
+    The files are compiled in parallel, in a temporary folder below `folder`. cpu_seconds: CPU time limit of each
+    compiler process; None = no limit. Errors: CpuLibraryError with the compiler's output, or if the build takes longer
+    than `seconds`.
     """
     end = time.monotonic() + seconds
     try:
@@ -204,7 +205,7 @@ def build(
             _run("does not link", [linking], build_folder, end)
             return Path(build_folder, "library.so").read_bytes()
     except subprocess.TimeoutExpired:
-        raise CpuLibraryError(f"{shlex.join(compiler.command)} was not done after {seconds:.0f} s") from None
+        raise CpuLibraryError(f"{shlex.join(compiler.command)} did not finish within {seconds:.0f} s") from None
     except _CompilerFailedError as error:
         raise CpuLibraryError(f"{shlex.join(compiler.command)} {error}") from None
     except OSError as error:
@@ -212,13 +213,14 @@ def build(
 
 
 _COMMON_HEADER = "common.h"
-_MANY_FILES = 8  # from so many on, compiling the header takes less time than it saves
+_MANY_FILES = 8  # from this many files on, precompiling the header saves more time than it takes
 
 
 def _make_common_header(command: list[str], folder: str, end: float, *, is_compiled: bool) -> None:
-    """Write the header that all files include, of which each would parse the text: a third of its compilation.
+    """Write the header that all files include. Parsing its text would take a third of each file's compilation.
 
-    A compiler that makes no compiled form of it reads the text."""
+    If the compiler cannot precompile it, the text is used.
+    """
     Path(folder, _COMMON_HEADER).write_text("#if defined(__x86_64__)\n#include <immintrin.h>\n#endif\n")
     if is_compiled:
         with contextlib.suppress(_CompilerFailedError):
@@ -232,8 +234,9 @@ class _CompilerFailedError(Exception):
 def _run(failure: str, commands: list[list[str]], folder: str, end: float) -> None:
     """Run the commands in parallel, each in a process group of its own.
 
-    Errors: subprocess.TimeoutExpired if they were not done at `end` on the monotonic clock, and were killed;
-    _CompilerFailedError if one failed."""
+    Errors: subprocess.TimeoutExpired if they had not finished at `end` on the monotonic clock and were killed;
+    _CompilerFailedError if one failed.
+    """
     with contextlib.ExitStack() as stack:
         running = [stack.enter_context(_started(command, folder)) for command in commands]
         said = [process.communicate(timeout=max(0.0, end - time.monotonic()))[0] for process in running]
@@ -261,12 +264,12 @@ def _started(command: list[str], folder: str) -> Iterator["subprocess.Popen[str]
 
 
 def with_digest(content: bytes) -> bytes:
-    """Append the content's digest. A shared library may have any bytes at its end, so one file holds both."""
+    """Append the content's digest. A shared library may have arbitrary bytes at its end, so one file holds both."""
     return content + hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
 def is_intact(content: bytes) -> bool:
-    """Whether the content ends with the digest that with_digest() appended."""
+    """Return whether the content ends with the digest appended by with_digest()."""
     return len(content) > _DIGEST_BYTES and with_digest(content[:-_DIGEST_BYTES]) == content
 
 

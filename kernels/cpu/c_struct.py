@@ -8,7 +8,7 @@ POINTER, INT32, INT64, FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, 
 
 
 def fields(names: str, ctype: type) -> Iterator[tuple[str, type]]:
-    """Return fields of one type, named by these words, in their order."""
+    """Return fields of one type with these space-separated names, in order."""
     return ((name, ctype) for name in names.split())
 
 

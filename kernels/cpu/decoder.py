@@ -39,12 +39,12 @@ from kernels.recurrence import StateRows
 
 
 class DecoderResult:
-    """A step's result, of the protocol in core/models/step.py. Valid until the decoder's next step or plans."""
+    """A step's result, with the protocol in core/models/step.py. Valid until the decoder's next step or plans."""
 
     __slots__ = ("_decoder", "_number", "largest", "logits")
 
     def __init__(self, decoder: "CpuDecoder", number: int, logits: Floats, largest: Int32s) -> None:
-        """Keep logits [S, vocab] float32, and largest [S]: CpuSampler.largest() of them, as the step wrote them."""
+        """Keep logits [S, vocab] float32 and largest [S]: their CpuSampler.largest(), as the step wrote them."""
         self._decoder, self._number, self.logits, self.largest = decoder, number, logits, largest
 
     def logits_of(self, rows: Ints) -> Floats:
@@ -56,23 +56,25 @@ class DecoderResult:
         return self._decoder.normalised(self._number, rows)
 
     def states_of(self, rows: Ints) -> Floats:
-        """Return what the decoder taps [n, taps, hidden] float32 of rows [n], as in logits_of()."""
+        """Return what the decoder taps [n, taps, hidden] float32 for rows [n], as in logits_of()."""
         return self._decoder.states(self._number, rows)
 
 
 class CpuDecoder:
-    """Runs a decoder's whole step in one C call. Its bits are those of the single kernels called one after the other.
-    A cache of one layer serves all layers in turn, for models whose prompts are computed in one step.
+    """Runs a decoder's whole step in one C call.
 
-    The next step overwrites the result of the one before."""
+    Its bits are the same as if the single kernels were called one after the other. A cache of one layer can serve all
+    layers in turn, for models whose prompts are computed in one step. The next step overwrites the result of the
+    previous one.
+    """
 
     _cache: CpuKVCache | None = None
-    _memory: SharedMemory | SeparateMemory | None = None  # of a rank's group
+    _memory: SharedMemory | SeparateMemory | None = None  # for a rank's group
     _columns: tuple[Ints, ...] = ()  # the last step's, kept alive
     _lora: LoraRows | None = None  # the last step's, kept alive
-    _given: Floats | None = None  # the same
-    _requests: StateRows | None = None  # the same
-    _window_slots: Ints | None = None  # the same
+    _given: Floats | None = None  # the last step's, kept alive
+    _requests: StateRows | None = None  # the last step's, kept alive
+    _window_slots: Ints | None = None  # the last step's, kept alive
     _taps: tuple[int, ...] = ()  # see tap()
     _finished: tuple[int, Ints] = (0, np.zeros(0, np.int64))  # the last call of _finish(): number of the step, rows
 
@@ -91,9 +93,12 @@ class CpuDecoder:
         residual_multiplier: float = 1.0,
         logits_cap: float | None = None,
     ) -> None:
-        """Prepare the C structs of a model. `head` must return float32, None = no logits; `float_norm` is `norm` with
-        float32 results. `tables`: a rotary table for each kind of layer, None = no rotation; kinds may share one.
-        `group`: the parts are a rank's, and num_heads its heads; None = this process is alone."""
+        """Prepare the C structs of a model.
+
+        `head` must return float32; None = no logits. `float_norm` is `norm` with float32 results. `tables`: a rotary
+        table per kind of layer, None = no rotation; kinds may share one. `group`: the parts are a rank's, and num_heads
+        its heads; None = there is no group.
+        """
         assert float_norm.dtype == FLOAT32, float_norm.dtype
         assert head is None or head.out_dtype == FLOAT32, head
         self._kept = (layers, embedding, norm, head)  # the C structs point into these
@@ -112,14 +117,14 @@ class CpuDecoder:
             self._join(group, first)
         self._normalises_added = first.attention_out_norm is not None or first.mlp_out_norm is not None
         self._kinds = (KindArguments * len(tables))()
-        # Each kind has scratch memory of its own.
+        # Each kind has its own scratch memory.
         self._attention = [(CpuAttention(library), kind.attention) for kind in self._kinds]
         self._plans: tuple[AttentionPlan, ...] = ()
         self._step = StepArguments(
             decoder=ctypes.addressof(self._decoder), kinds=ctypes.addressof(self._kinds), num_tokens=0
         )
         self._float_norm = float_norm
-        self._tables, self._num_positions = tables, 0  # positions that the step's cos and sin cover
+        self._tables, self._num_positions = tables, 0  # positions covered by the step's cos and sin
         self._buffers: dict[str, Numbers] = {}
         self._generation = self._number = 0  # of these columns, 0 = none; of the last step
         self._results: tuple[Floats, Int32s]  # logits, and the index of the largest one in each row
@@ -128,15 +133,15 @@ class CpuDecoder:
         self._run, self._run_logits = (library.function(name, ctypes.POINTER(StepArguments)) for name in names)
 
     def _join(self, group: DecoderGroup, first: LayerParts) -> None:
-        """Point the decoder to its group, and take the widths of a rank's buffers. first: the first layer."""
+        """Connect the decoder to its group, and set the widths of a rank's buffers. first: the first layer."""
         self._memory, self._vocab_size = group.memory, int(group.vocabulary[-1])
-        self._places, self._group = group, group.arguments  # the C struct points into the first
+        self._places, self._group = group, group.arguments  # the C struct points into the first one
         self._decoder.group = ctypes.addressof(self._group)
         self._widths |= {"q": group.own_attended, "own_attended": group.own_attended}
         self._widths["qkv"] = max(first.qkv.out_features, first.o.in_features)  # also picked rows of `attended`
 
     def _set_streams(self, streams: bool) -> None:
-        """Say whether the caches cannot keep the weights from one step to the next (gemm.h)."""
+        """Set whether the caches are too small to keep the weights from one step to the next (gemm.h)."""
         self._decoder.head.streams = streams
         for layer in self._layers:
             layer.qkv.streams = layer.o.streams = layer.gate_up.streams = layer.down.streams = streams
@@ -165,12 +170,13 @@ class CpuDecoder:
         """Run one step.
 
         token_ids, positions and slots (-1 = do not store) are [T]; logits_rows [S] are indices of tokens; all int64.
-        `plans` has one plan for each kind of layer. lora: the rows' adapters, None = no row has one. given [.., hidden]
-        float32: the embeddings of token ids below 0, which are -1 - row. requests: where the recurrent states are.
-        window_slots [T]: the slots in layers with a window, None = those in the others.
-        Equal generations other than 0 mean: columns, plans, cache and the rest are the objects of the step before,
-        with other numbers.
-        They are not read then: beside the weights, each object that is touched costs microseconds."""
+        `plans` has one plan per kind of layer. lora: the rows' adapters; None = no row has one. given [.., hidden]
+        float32: the embeddings for token ids below 0, which are -1 - row. requests: where the recurrent states are.
+        window_slots [T]: the slots in layers with a window; None = the same as in the others.
+        Equal generations other than 0 mean that columns, plans, cache and the rest are the previous step's objects with
+        new numbers.
+        Then they are not read again: after the weights, each object that is touched costs microseconds.
+        """
         if not generation or generation != self._generation:
             self._take(*map(np.ascontiguousarray, (token_ids, positions, slots, logits_rows)))
             self._use(cache, plans)
@@ -188,9 +194,10 @@ class CpuDecoder:
         return DecoderResult(self, self._number, *self._results)
 
     def tap(self, places: Sequence[int]) -> None:
-        """Keep the residual stream of each step's tokens as it is after so many layers each, for states().
+        """In each step, keep the residual stream of the tokens after these numbers of layers, for states().
 
-        places: from 1 to the number of layers. It is called before the first step."""
+        places: from 1 to the number of layers. Call this before the first step.
+        """
         num_layers = len(self._layers)
         assert all(0 < place <= num_layers for place in places), (places, num_layers)
         self._taps = tuple(places)
@@ -202,13 +209,14 @@ class CpuDecoder:
 
     @property
     def _inner_taps(self) -> list[int]:
-        """The places before the end of the last layer, without repetitions: a step copies these to its taps."""
+        """Return the places before the end of the last layer, without repetitions: a step copies these to its taps."""
         return sorted({place for place in self._taps if place < len(self._layers)})
 
     def states(self, number: int, rows: Ints) -> Floats:
-        """Return what tap() keeps [n, taps, hidden] float32 of rows [n] of step `number`, as in logits().
+        """Return what tap() keeps [n, taps, hidden] float32 for rows [n] of step `number`, as in logits().
 
-        The last layer's output is computed for the rows that the step has not computed it for."""
+        The last layer's output is computed now for rows where the step has not computed it.
+        """
         states = np.empty((len(rows), len(self._taps), self._width), np.float32)
         inner, last = self._inner_taps, len(self._layers)
         for index, place in enumerate(self._taps):
@@ -233,10 +241,11 @@ class CpuDecoder:
         return states
 
     def logits(self, number: int, rows: Ints) -> Floats:
-        """Compute the logits [n, vocab] float32 of rows [n] int64 of step `number`; n is at most its number of tokens.
+        """Compute the logits [n, vocab] float32 for rows [n] int64 of step `number`. n is at most its number of tokens.
 
-        The last layer is finished for these rows now, by the step's plans. So no step may have been run, and no plan
-        made, since."""
+        The last layer is finished for these rows now, with the step's plans. So no step may have run, and no plan been
+        made, since.
+        """
         shape = len(rows), self._vocab_size
         logits = (
             aligned_empty(shape, FLOAT32) if self._memory is None else self._memory.reserve("asked", shape, FLOAT32)
@@ -251,9 +260,9 @@ class CpuDecoder:
         return normalised
 
     def _finish(self, number: int, rows: Ints, logits: Floats | None) -> None:
-        """Finish the last layer for these rows [n]; if `logits` [n, vocab] is given, fill it by the head."""
+        """Finish the last layer for these rows [n]. If `logits` [n, vocab] is given, the head fills it."""
         step = self._step
-        assert number == self._number, f"a result of step {number} is asked after step {self._number}"
+        assert number == self._number, f"a result of step {number} is requested after step {self._number}"
         assert len(rows) <= step.num_tokens, (len(rows), step.num_tokens)
         if not len(rows):
             return
@@ -271,13 +280,13 @@ class CpuDecoder:
         self._columns, step = columns, self._step
         token_ids, positions, _, logits_rows = (column.ctypes.data for column in columns)
         step.token_ids, step.positions, step.logits_rows = token_ids, positions, logits_rows
-        assert not num_logits or self._vocab_size, "logits are asked of a model without a head"
+        assert not num_logits or self._vocab_size, "logits are requested from a model without a head"
         step.num_tokens, step.num_logits = num_tokens, num_logits
         logits, largest = self._buffers["logits"][:num_logits], self._buffers["largest"][:num_logits]
         self._results = logits, largest
 
     def _use(self, cache: CpuKVCache, plans: Sequence[AttentionPlan]) -> None:
-        """Point the step to this cache and these plans, which most steps share."""
+        """Point the step to this cache and these plans, which are usually the same as before."""
         if cache is self._cache and self._plans == tuple(plans):
             return
         self._cache, self._plans = cache, tuple(plans)
@@ -297,7 +306,7 @@ class CpuDecoder:
             kind.slots = slots if plan.window is None else of_windows
 
     def _adapt(self, lora: LoraRows | None) -> None:
-        """Point the step to its rows' adapters, and reserve memory for what they need."""
+        """Point the step to its rows' adapters, and reserve the memory they need."""
         step, self._lora = self._step, lora
         step.adapters = None
         if lora is None:
@@ -309,7 +318,7 @@ class CpuDecoder:
         step.adapters, step.lowered_stride = lora.adapters.ctypes.data, self._buffers["lowered"].shape[1]
 
     def _give(self, given: Floats | None) -> None:
-        """Point the step to the embeddings that its token ids below 0 stand for."""
+        """Point the step to the embeddings for token ids below 0."""
         assert given is None or (given.flags.c_contiguous and given.shape[1] == self._width), given.shape
         self._given, self._step.given = given, None if given is None else given.ctypes.data
 
@@ -324,7 +333,7 @@ class CpuDecoder:
             step.num_requests = len(requests.rows)
 
     def _reach(self, num_positions: int) -> None:
-        """Make cos and sin for at least num_positions positions."""
+        """Compute cos and sin for at least num_positions positions."""
         tables = [(kind, table) for kind, table in zip(self._kinds, self._tables, strict=True) if table is not None]
         for _, table in tables:
             table.reach(num_positions)
@@ -335,7 +344,7 @@ class CpuDecoder:
             kind.cos, kind.sin, kind.query_cos, kind.query_sin = (array.ctypes.data for array in arrays)
 
     def _reserve(self, num_tokens: int, num_logits: int) -> None:
-        """Allocate buffers for so many tokens and logits rows. Buffers only grow, by powers of two."""
+        """Allocate buffers for num_tokens tokens and num_logits logits rows. Buffers only grow, by powers of two."""
         if not self._buffers or max(num_tokens, num_logits) > len(self._buffers["x"]):
             rows = 1 << (max(num_tokens, num_logits) - 1).bit_length()
             for name, width in self._widths.items():

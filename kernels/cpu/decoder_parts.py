@@ -1,4 +1,4 @@
-"""The parts of a C decoder (kernels/cpu/decoder.py): layers, their C structs, and what follows from their sizes."""
+"""The parts of a C decoder (kernels/cpu/decoder.py): layers, their C structs, and values derived from their sizes."""
 
 import ctypes
 import os
@@ -18,8 +18,8 @@ from kernels.cpu.recurrence import CpuRecurrence
 from kernels.cpu.structs import DecoderArguments, GemmArguments, LayerArguments, NormWeights
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-#: Of the last level, for each CPU that this process may use. A virtual machine reports the cache of a whole socket, up
-#: to 480 MiB, which it shares with others.
+#: Bytes of the last level cache for each CPU that this process may use. A virtual machine reports the cache of a whole
+#: socket, up to 480 MiB, which it shares with others.
 _CACHE_BYTES_PER_CPU = 4 << 20
 
 
@@ -37,7 +37,7 @@ class AttentionParts(NamedTuple):
     scale: float  # factor of the scores
     norms_of_rows: bool = False
     cap: float | None = None  # of the scores
-    sinks: Floats | None = None  # [H], of sink_scores()
+    sinks: Floats | None = None  # [H], from sink_scores()
     latent: CpuLatent | None = None  # around attention
     centred_norms: bool = False
     norms_after: bool = False
@@ -54,21 +54,21 @@ class LayerParts(NamedTuple):
     mlp_norm: CpuNorm
     mlp: DenseParts | CpuExperts
     mlp_out_norm: CpuNorm | None
-    kind: int  # index into a step's plans and tables, one for each kind of layer
-    place: int = 0  # of the layer's K and V in the cache
-    output_gate: PackedMatrix | None = None  # of attention's output
+    kind: int  # index into a step's plans and tables, one per kind of layer
+    place: int = 0  # index of the layer's K and V in the cache
+    output_gate: PackedMatrix | None = None  # for attention's output
 
 
 def latent_of(parts: LayerParts) -> CpuLatent | None:
-    """Return the layer's latent attention; None for another layer."""
+    """Return the layer's latent attention, or None if it has another kind."""
     return parts.mix.latent if isinstance(parts.mix, AttentionParts) else None
 
 
 def widths_of(width: int, layers: Sequence[LayerParts]) -> dict[str, int]:
-    """Return the numbers in a row of each buffer of the model's dtype, by name."""
+    """Return the row widths of the buffers that have the model's dtype, by name."""
     dense = [parts.mlp for parts in layers if isinstance(parts.mlp, DenseParts)]
     attended = max(parts.o.in_features for parts in layers)
-    # Picked rows of `attended` take the place of those of `qkv`.
+    # Picked rows of `attended` are stored in place of those of `qkv`.
     inner = {"qkv": max(attended, *(parts.qkv.out_features for parts in layers)), "q": attended, "attended": attended}
     if any(parts.output_gate is not None for parts in layers):
         inner["output_gates"] = attended
@@ -82,18 +82,18 @@ def widths_of(width: int, layers: Sequence[LayerParts]) -> dict[str, int]:
 
 
 def mixed_width(layers: Sequence[LayerParts]) -> int:
-    """Return the numbers in a row of the recurrent layers' buffer; 0 without such layers."""
+    """Return the row width of the recurrent layers' buffer; 0 without such layers."""
     return max((parts.mix.sizes.mixed_width for parts in layers if isinstance(parts.mix, CpuRecurrence)), default=0)
 
 
 def weight_bytes(layers: Sequence[LayerParts], head: PackedMatrix | None) -> int:
-    """Return the bytes of weights that steps read, those of all experts included."""
+    """Return the bytes of weights that steps read, including those of all experts."""
     routed = sum(parts.mlp.num_bytes for parts in layers if isinstance(parts.mlp, CpuExperts))
     return routed + sum(matrix.packed.nbytes for matrix in _matrices(layers, head))
 
 
 def deepest_in_8_bits(layers: Sequence[LayerParts], head: PackedMatrix | None) -> int:
-    """Return the largest depth of a product in 8 bits; 0 without one."""
+    """Return the largest depth of a product in 8 bits; 0 if there is none."""
     return max((matrix.in_features for matrix in _matrices(layers, head) if matrix.packing == INT8), default=0)
 
 
@@ -106,7 +106,7 @@ def _matrices(layers: Sequence[LayerParts], head: PackedMatrix | None) -> list[P
 
 
 def exceed_caches(num_bytes: int) -> bool:
-    """Whether num_bytes is more than the CPU's caches keep from one step to the next: a share of the last one."""
+    """Return whether num_bytes exceeds what the CPU's last level cache keeps from one step to the next."""
     try:
         sizes = [int(path.read_text().strip().removesuffix("K")) << 10 for path in _CACHES.glob("index*/size")]
     except (OSError, ValueError):  # not Linux, or no such files
@@ -116,7 +116,7 @@ def exceed_caches(num_bytes: int) -> bool:
 
 
 def decoder_arguments(embedding: CpuEmbedding, norm: CpuNorm, head: PackedMatrix | None) -> DecoderArguments:
-    """Return the decoder's struct, with its layers and head counts still unset."""
+    """Return the decoder's struct. Its layers and head counts are not set yet."""
     return DecoderArguments(
         head=head.arguments if head else GemmArguments(),
         embeddings=embedding.table.ctypes.data,

@@ -17,18 +17,21 @@ TYPE_NUMBERS = {
 
 
 def has_cpu_kernel(type_name: str, dtype: Dtype) -> bool:
-    """Whether cpu_dequantize() converts this type to this dtype. Plain floats are converted by kernels/elements.py."""
+    """Return whether cpu_dequantize() supports this type and dtype.
+
+    Plain floats are converted by kernels/elements.py.
+    """
     return type_name in TYPE_NUMBERS and dtype in (FLOAT32, BFLOAT16)
 
 
 def cpu_dequantize(
     library: CpuLibrary, data: UInt8s, type_name: str, dtype: Dtype, out: Numbers | None = None
 ) -> Numbers:
-    """Return the blocks' weights [n] of dtype: the bits of rounded(dequantize(data, type_name), dtype).
+    """Return the blocks' weights [n] with dtype: the same bits as rounded(dequantize(data, type_name), dtype).
 
     `data` is contiguous uint8 [n / weights in a block * bytes of a block]. `out` is contiguous, has n numbers of dtype
-    and receives the result; None = new memory. Errors: KeyError for a type without a kernel; ValueError for a size
-    that is not a whole number of blocks.
+    and receives the result; None = new memory. Errors: KeyError for a type without a kernel; ValueError for a size that
+    is not a whole number of blocks.
     """
     weights, block_bytes = BLOCK_SIZES[type_name]
     blocks = data.reshape(-1, block_bytes)

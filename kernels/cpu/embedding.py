@@ -13,18 +13,19 @@ from kernels.cpu.structs import EmbeddingArguments
 from kernels.elements import BFLOAT16, FLOAT32, Numbers
 from kernels.memory.aligned import aligned_empty
 
-NOT_PACKED, PACKED = range(2)  # enum in embedding.h; tables packed for a product are PACKED + that packing
-_BLOCKS = 16  # the same: rows of blocks are _BLOCKS + their type
+NOT_PACKED, PACKED = range(2)  # enum in embedding.h; tables packed for a product are PACKED + their packing
+_BLOCKS = 16  # in the same enum: rows of blocks are _BLOCKS + their type
 
 
 class CpuEmbedding:
     """Looks up rows of an embedding table and multiplies them by scale.
 
-    The table is [V, d] float32 or bfloat16, contiguous, or the packed weights of a product, or rows of quantized
-    blocks, which stand for bfloat16 numbers.
+    The table is [V, d] float32 or bfloat16, contiguous; or the packed weights of a product; or rows of quantized
+    blocks, which represent bfloat16 numbers.
 
     places [positions, d] float32: rows added by position. kinds [k, d] float32: rows added by kind of token, for a
-    table that is not packed; ids of kind k are k * V higher than those of kind 0."""
+    table that is not packed; ids of kind k are offset by k * V.
+    """
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class CpuEmbedding:
         self._run = library.function("embedding", ctypes.POINTER(EmbeddingArguments))
 
     def __call__(self, ids: Ints, positions: Ints | None = None) -> Floats:
-        """Return the scaled rows [T, d] float32 of these ids [T] int64, with rows added for kinds and positions [T]."""
+        """Return the scaled rows [T, d] float32 for these ids [T] int64, plus the rows for kinds and positions [T]."""
         assert self.places is None or positions is not None, "rows are added by position"
         out = aligned_empty((len(ids), self.width), FLOAT32)
         self._run(
@@ -72,5 +73,5 @@ class CpuEmbedding:
 
 
 def address(array: Numbers | Ints | None) -> int | None:
-    """Return the address of an array's first number; None without an array."""
+    """Return the address of an array's first number, or None without an array."""
     return None if array is None else int(array.ctypes.data)

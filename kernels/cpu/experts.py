@@ -1,4 +1,4 @@
-"""CpuExperts: a routed MLP by the C kernel (kernels/cpu/c/layers/experts.h)."""
+"""CpuExperts: a routed MLP with the C kernel (kernels/cpu/c/layers/experts.h)."""
 
 import ctypes
 from collections.abc import Sequence
@@ -22,17 +22,18 @@ class ExpertProducts(Protocol):
 
     @property
     def gate_up(self) -> PackedMatrix:
-        """The product with a gate."""
+        """Return the product with a gate."""
 
     @property
     def down(self) -> PackedMatrix:
-        """The product that follows, to float32."""
+        """Return the product that follows, to float32."""
 
 
 class CpuExperts:
-    """Computes the weighted sum of some gated MLPs for each row, which the router chooses, and of a shared one.
+    """Computes the weighted sum of some gated MLPs for each row, chosen by the router, and of a shared one.
 
-    A row's bits do not depend on other rows. Weights of experts that no row has chosen are not read."""
+    A row's bits do not depend on other rows. Weights of experts that no row has chosen are not read.
+    """
 
     def __init__(
         self,
@@ -43,8 +44,11 @@ class CpuExperts:
         *,
         shared: ExpertProducts | None = None,
     ) -> None:
-        """Prepare the C structs. router: [experts, width] to float32, one column more with a shared gate. All experts
-        have products of the same shapes. shared: the expert that all rows have, of any size."""
+        """Prepare the C structs.
+
+        router: [experts, width] to float32, with one more column for a shared gate. All experts have products of the
+        same shapes. shared: the shared expert, of any size.
+        """
         assert router.out_dtype == FLOAT32, router.out_dtype
         assert router.out_features == len(experts) + routing.has_shared_gate, (router.out_features, len(experts))
         assert len(experts) % routing.num_groups == 0, (len(experts), routing.num_groups)
@@ -57,7 +61,7 @@ class CpuExperts:
             (GemmArguments * len(each))(*(one.arguments for one in each)) for each in (gate_ups, downs, *own)
         ]
         self._correction = None if routing.correction is None else np.ascontiguousarray(routing.correction, np.float32)
-        #: The C struct; it points into this object.
+        #: The C struct. It points into this object.
         self.arguments = ExpertsArguments(
             router=router.arguments,
             gate_up=ctypes.addressof(self._matrices[0]),
@@ -81,7 +85,10 @@ class CpuExperts:
         self._run = library.function("experts", ctypes.POINTER(ExpertsStepArguments))
 
     def __call__(self, x: Numbers) -> Numbers:
-        """Return the MLP's output [T, width] of the model's dtype. x is [T, width] of that dtype, contiguous."""
+        """Return the MLP's output [T, width] with the model's dtype.
+
+        x is [T, width] with the same dtype, contiguous.
+        """
         assert x.dtype == self.experts[0].gate_up.dtype, x.dtype
         assert x.flags.c_contiguous, x.strides
         y, room = aligned_empty(x.shape, x.dtype), Room()
@@ -94,30 +101,30 @@ class CpuExperts:
 
     @property
     def variant(self) -> str:
-        """Name of the choices that fix the results' bits; part of the fingerprint."""
+        """Return the names of the choices that determine the results' bits; part of the fingerprint."""
         first, own = self.experts[0], "" if self.shared is None else "+shared"
         return f"{self.router.variant}+{first.gate_up.variant}+{first.down.variant}{own}"
 
     @property
     def matrices(self) -> list[PackedMatrix]:
-        """The matrices of all experts."""
+        """Return the matrices of all experts."""
         everyone = self.experts if self.shared is None else (*self.experts, self.shared)
         return [matrix for each in everyone for matrix in (each.gate_up, each.down)]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all weights."""
+        """Return the bytes of all weights."""
         return sum(each.packed.nbytes for each in (self.router, *self.matrices))
 
     def set_streams(self, streams: bool) -> None:
-        """Say whether the caches cannot keep the weights from one step to the next (gemm.h)."""
+        """Set whether the caches are too small to keep the weights from one step to the next (gemm.h)."""
         for matrices in self._matrices:
             for each in matrices:
                 each.streams = streams
 
 
 class Room:
-    """Memory in which all routed MLPs of a model are computed, one after the other. It only grows."""
+    """Memory in which all routed MLPs of a model are computed in turn. It only grows."""
 
     def __init__(self) -> None:
         self.arguments = ExpertsRoom()
@@ -125,7 +132,7 @@ class Room:
         self._kept: dict[str, Numbers] = {}
 
     def reserve(self, num_rows: int, experts: CpuExperts) -> None:
-        """Make room for so many rows of these experts. All experts of a model have the same shapes."""
+        """Make room for num_rows rows of these experts. All experts of a model have the same shapes."""
         rows = min(num_rows, _EXPERT_ROWS)
         if rows <= self._rows:
             return

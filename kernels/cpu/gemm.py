@@ -12,24 +12,24 @@ from kernels.elements import BFLOAT16, Dtype, Numbers
 from kernels.memory.aligned import aligned_empty
 
 WHOLE, COMPACT, QUANTIZED, INT8 = range(4)  # enum in gemm.h
-#: Version of the arithmetic of products in 8 bits, a part of the fingerprint.
+#: Version of the arithmetic of products in 8 bits; part of the fingerprint.
 INT8_ARITHMETIC = 1
 #: Activations by their names in transformers; enum in gate.h.
 GATES = {"silu": 1, "gelu_pytorch_tanh": 2, "gelu": 3, "clamped_silu": 4, "relu2": 5}
-#: Those that a product without a gate may have.
+#: Activations that a product without a gate may have.
 ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "relu2")
 
 
-_BLOCK, _BLOCK_BYTES = 32, 48  # numbers, and bytes of Int8Block, in int8.h
+_BLOCK, _BLOCK_BYTES = 32, 48  # numbers and bytes of an Int8Block (int8.h)
 
 
 def blocks_in_8_bits(depth: int) -> int:
-    """Return the blocks of a row of x with `depth` numbers, a multiple of 32."""
+    """Return the number of blocks in a row of x with `depth` numbers, a multiple of 32."""
     return depth // _BLOCK
 
 
 def row_bytes_in_8_bits(depth: int) -> int:
-    """Return the bytes of these blocks."""
+    """Return the number of bytes of these blocks."""
     return blocks_in_8_bits(depth) * _BLOCK_BYTES
 
 
@@ -37,15 +37,15 @@ class PackedMatrix:
     """A packed weight matrix that computes y = x @ weight.T + bias.
 
     `weight` [out, in] is float32, bfloat16 or float16. It is packed as `dtype`, and the original is not kept. Or it is
-    a quantized matrix, which gives the bits of a product with its dequantized numbers in bfloat16; or one for products
-    in 8 bits, which have the same bits in all variants.
+    a quantized matrix, which gives the same bits as a product with its dequantized numbers in bfloat16; or one for
+    products in 8 bits, which have the same bits in all variants.
 
     An element of y is one float32 sum in a fixed order, plus the bias [out] float32, rounded once to out_dtype. Its
     bits do not depend on the number of rows, the row's place among them, or the number of threads.
 
     bfloat16 weights take 12 bits each, without loss, if the instruction set can unpack them fast (`packing` is COMPACT;
     see kernels/cpu/c/products/compact.h). Such a `packed` contains its own addresses and must not be moved. `is_kept`
-    says that the CPU's caches keep the weights from one product to the next. Compact weights gain nothing then.
+    says that the CPU's caches keep the weights from one product to the next; then compact weights gain nothing.
 
     With `gate`, weight is [2 * out, in] and bias [2 * out]: the gates, then the values they scale (up). y = f(gate) *
     up; gate and up are rounded to out_dtype first. With `activation`, one of ACTIVATIONS, y = f(x @ weight.T + bias).
@@ -73,7 +73,7 @@ class PackedMatrix:
         self.out_features = num_columns if gate is None else num_columns // 2
         self.dtype = dtype or weight.dtype
         self.out_dtype = out_dtype or self.dtype
-        self.variant = f"c-{library.variant}"  # identifies the arithmetic: it determines the bits of a product
+        self.variant = f"c-{library.variant}"  # identifies the arithmetic, which determines the bits of a product
         self.bias = None if bias is None else np.ascontiguousarray(bias, np.float32)
         if isinstance(weight, QuantizedMatrix):
             self.packed, self.packing = weight.packed, INT8 if weight.in_8_bits else QUANTIZED
@@ -81,7 +81,7 @@ class PackedMatrix:
         else:
             self.packed, self.packing = _pack(library, weight, self.dtype, gate is not None, is_kept)
         self._gemm = library.function("gemm", ctypes.POINTER(GemmArguments))
-        #: The C struct. Still unset: x, y, their rows and strides, and the next product.
+        #: The C struct. Not set yet: x, y, their rows and strides, and the next product.
         self.arguments = GemmArguments(
             weights=self.packed.ctypes.data,
             bias=None if self.bias is None else self.bias.ctypes.data,
@@ -95,7 +95,7 @@ class PackedMatrix:
         )
 
     def __call__(self, x: Numbers) -> Numbers:
-        """Return the product [T, out] of out_dtype. x is [T, in] of dtype, and each of its rows is contiguous."""
+        """Return the product [T, out] with out_dtype. x is [T, in] with dtype, and each of its rows is contiguous."""
         assert x.dtype == self.dtype, (x.dtype, self.dtype)
         assert x.shape[1] == self.in_features, (x.shape, self.in_features)
         assert x.strides[1] == x.itemsize or x.shape[1] == 1 or not len(x), x.strides
@@ -112,7 +112,7 @@ class PackedMatrix:
 
 
 def _pack(library: CpuLibrary, weight: Numbers, dtype: Dtype, is_gated: bool, is_kept: bool) -> tuple[UInt8s, int]:
-    """Pack a weight [out, in] of any strides. Return its bytes, and how they are packed."""
+    """Pack a weight [out, in] with any strides. Return its bytes, and how they are packed."""
     if weight.strides[1] != weight.itemsize:
         weight = np.ascontiguousarray(weight)
     pointer = ctypes.POINTER(PackArguments)

@@ -1,4 +1,4 @@
-"""The buffers by which the ranks of a group exchange what they compute (c/threads/group.h): shared, or by streams."""
+"""The buffers through which the ranks of a group exchange results (c/threads/group.h): shared, or over streams."""
 
 import ctypes
 import math
@@ -15,14 +15,14 @@ from kernels.elements import Dtype, Numbers
 from kernels.memory.aligned import aligned_empty
 
 STATE_BYTES = 4096  # enum in group.h
-#: Bytes of the file from one buffer to the next. The file is sparse: only what is written takes memory.
+#: Bytes in the file between the starts of two buffers. The file is sparse: only written pages take memory.
 _APART = 1 << 38
 
 
 class SharedMemory:
-    """Named buffers in a memory file that several processes have opened, each under the same name for all.
+    """Named buffers in a memory file that several processes have opened, with the same names in all of them.
 
-    fd: of a file that make_shared_file() has made; it is not closed here.
+    fd: of a file created by make_shared_file(); it is not closed here.
     """
 
     _NAMES = ("embedded", "attended", "gated", "added", "logits", "largest", "asked")
@@ -35,7 +35,7 @@ class SharedMemory:
 
     @property
     def state(self) -> int:
-        """Return the address of the state of group_wait()."""
+        """Return the address of the state for group_wait()."""
         return int(self._state.ctypes.data)
 
     def __contains__(self, name: str) -> bool:
@@ -43,22 +43,22 @@ class SharedMemory:
         return name in self._NAMES
 
     def reserve(self, name: str, shape: tuple[int, ...], dtype: Dtype) -> Numbers:
-        """Return the buffer, at least as large as before. Its content stays; it begins on a page."""
+        """Return the buffer, at least as large as before. Its content is kept. It starts at a page boundary."""
         num_bytes = max(1, math.prod(shape) * dtype.itemsize)
-        assert num_bytes <= _APART, f"{name}: {num_bytes} bytes, and there is room for {_APART}"
+        assert num_bytes <= _APART, f"{name}: {num_bytes} bytes, but there is only room for {_APART}"
         memory = mmap.mmap(self._fd, num_bytes, offset=(1 + self._NAMES.index(name)) * _APART)
         return np.frombuffer(memory, np.uint8)[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
 
 def make_shared_file() -> int:
-    """Return the descriptor of a new memory file for the ranks of a group. It takes memory as its pages are written."""
+    """Return the descriptor of a new memory file for the ranks of a group. It uses memory only for written pages."""
     fd = os.memfd_create("engine-core-group", os.MFD_CLOEXEC)
     os.ftruncate(fd, (1 + len(SharedMemory._NAMES)) * _APART)
     return fd
 
 
 class SeparateMemory:
-    """The buffers of a rank whose group is on several machines; what others compute comes by streams.
+    """The buffers of a rank whose group is on several machines. The others' results arrive over streams.
 
     fds: a connected stream socket to each other rank, -1 to itself; they are not closed here.
     """
@@ -75,7 +75,7 @@ class SeparateMemory:
         return ctypes.addressof(self._streams)
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the buffer with this name is not this process's alone."""
+        """Return whether the buffer with this name is exchanged with other ranks."""
         return False
 
     def reserve(self, name: str, shape: tuple[int, ...], dtype: Dtype) -> Numbers:
@@ -84,7 +84,10 @@ class SeparateMemory:
 
 
 class DecoderGroup(NamedTuple):
-    """The group that a decoder belongs to. Places are the first columns of all ranks, and the number of all columns."""
+    """The group that a decoder belongs to.
+
+    Places are the first columns of all ranks, and the total number of columns.
+    """
 
     memory: SharedMemory | SeparateMemory
     rank: int

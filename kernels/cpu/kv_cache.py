@@ -15,7 +15,7 @@ from kernels.elements import Dtype, Numbers
 from kernels.memory.kv_cache import KVCache, bytes_per_block
 from kernels.rounding import round_up
 
-CHUNK = 16  # tokens
+CHUNK = 16  # in tokens
 
 
 def padded_dim(head_dim: int) -> int:
@@ -27,7 +27,7 @@ class CpuKVCache(KVCache):
     """A KV cache in the C kernels' layout. Errors: MemoryError with the sizes if it cannot be allocated."""
 
     layers: Sequence[Numbers]
-    #: Name of the form of numbers in memory; "" = they are of the cache's dtype.
+    #: Name of the form of the numbers in memory; "" = they have the cache's dtype.
     stored_as: ClassVar[str] = ""
 
     def __init__(
@@ -41,7 +41,7 @@ class CpuKVCache(KVCache):
         dtype: Dtype,
         value_dim: int | None = None,
     ) -> None:
-        """value_dim: V is not stored, it is the first value_dim numbers of K. None = V is stored."""
+        """value_dim: if given, V is not stored; it is the first value_dim numbers of K. None = V is stored."""
         width, stored = self.stored_width(head_dim, dtype)
         self.num_sides = 2 if value_dim is None else 1
         super().__init__(
@@ -57,14 +57,14 @@ class CpuKVCache(KVCache):
 
     @staticmethod
     def stored_width(head_dim: int, dtype: Dtype) -> tuple[int, Dtype]:
-        """Return what a token takes in a head, for K or V: elements, and their type."""
+        """Return what a token takes in a head, for K or V: number of elements, and their type."""
         return padded_dim(head_dim), dtype
 
     @classmethod
     def bytes_per_block(
         cls, block_size: int, num_kv_heads: int, head_dim: int, num_layers: int, dtype: Dtype, num_sides: int = 2
     ) -> int:
-        """Return the bytes that one block takes in all layers, K and V together. num_sides: 1 = only K is stored."""
+        """Return the bytes of one block in all layers, K and V together. num_sides: 1 = only K is stored."""
         width, stored = cls.stored_width(head_dim, dtype)
         return bytes_per_block(block_size, num_kv_heads, width, num_layers, stored, num_sides)
 
@@ -81,7 +81,8 @@ class CpuKVCache(KVCache):
     def write(self, layer: int, slots: Ints, kv: Numbers) -> None:
         """Store kv [T, 2 * Hkv * D] (K heads, then V heads) of the cache's dtype at these slots [T].
 
-        A cache of one side stores K only."""
+        A cache with one side only stores K.
+        """
         heads = kv.reshape(len(kv), 2, self.num_kv_heads, self.head_dim)
         keys, values = heads[:, 0], heads[:, 1]
         block, chunk, token = self._places(slots)
@@ -121,6 +122,6 @@ class CpuKVCache(KVCache):
         return numbers.reshape(*numbers.shape[:3], self.chunk // pair, -1, pair)
 
     def _logical(self, numbers: Numbers) -> Numbers:
-        """Return [block, token, head, D] of [block, head, ...], where tokens come before dimensions."""
+        """Return [block, token, head, D] from [block, head, ...] in which tokens come before dimensions."""
         rows = numbers.reshape(len(numbers), self.num_kv_heads, self.block_size, -1)
         return rows[..., : self.head_dim].swapaxes(1, 2)

@@ -1,4 +1,4 @@
-"""CpuLatent: the parts of latent attention around attention itself, by the C kernels (c/attention/latent.h)."""
+"""CpuLatent: the parts of latent attention around attention itself, with the C kernels (c/attention/latent.h)."""
 
 import ctypes
 from collections.abc import Sequence
@@ -17,9 +17,10 @@ from kernels.memory.aligned import aligned_empty
 
 
 class CpuLatent:
-    """Makes q and the cache's rows of a layer's first product, and the heads' values of what attention yields.
+    """Computes q and the cache's rows from a layer's first product, and the heads' values from attention's output.
 
-    The first product has the columns: queries, or their latent vector; the latent vector; the rotated part."""
+    The columns of the first product are: queries, or their latent vector; the latent vector; the rotated part.
+    """
 
     def __init__(
         self,
@@ -33,9 +34,12 @@ class CpuLatent:
         query: PackedMatrix | None = None,
         query_norm: Floats | None = None,
     ) -> None:
-        """Prepare the C struct. keys, values: of each head, [latent_dim, plain_dim] and [value_dim, latent_dim].
-        latent_norm [latent_dim], and where queries have a latent vector query_norm: float32. query: the product that
-        makes heads of that vector; None = queries have none."""
+        """Prepare the C struct.
+
+        keys, values: per head, [latent_dim, plain_dim] and [value_dim, latent_dim]. latent_norm [latent_dim], and
+        query_norm if queries have a latent vector: float32. query: the product that computes heads from that vector;
+        None = queries have none.
+        """
         assert (query is None) == (query_norm is None), query
         self.keys, self.values, self.query = tuple(keys), tuple(values), query
         self.num_heads, self.rotated_dim = len(keys), rotated_dim
@@ -49,7 +53,7 @@ class CpuLatent:
         self._matrices = [(GemmArguments * len(each))(*(one.arguments for one in each)) for each in (keys, values)]
         self._query = (GemmArguments * 1)(*([] if query is None else [query.arguments]))
         pointers = [None if norm is None else norm.ctypes.data for norm in self._norms]
-        #: The C struct; it points into this object.
+        #: The C struct. It points into this object.
         self.arguments = LatentArguments(
             query=None if query is None else ctypes.addressof(self._query),
             keys=ctypes.addressof(self._matrices[0]),
@@ -69,22 +73,22 @@ class CpuLatent:
 
     @property
     def queries_width(self) -> int:
-        """Numbers of all query heads before the latent product."""
+        """Return the width of all query heads before the latent product."""
         return self.num_heads * (self.plain_dim + self.rotated_dim)
 
     @property
     def matrices(self) -> list[PackedMatrix]:
-        """All matrices."""
+        """Return all matrices."""
         return [*self.keys, *self.values, *([] if self.query is None else [self.query])]
 
     @property
     def variant(self) -> str:
-        """Name of the choices that fix the results' bits; part of the fingerprint."""
+        """Return the names of the choices that determine the results' bits; part of the fingerprint."""
         names = [self.keys[0].variant, self.values[0].variant, *([] if self.query is None else [self.query.variant])]
         return "latent+" + "+".join(names)
 
     def set_streams(self, streams: bool) -> None:
-        """Say whether the caches cannot keep the weights from one step to the next (gemm.h)."""
+        """Set whether the caches are too small to keep the weights from one step to the next (gemm.h)."""
         for matrices in (*self._matrices, self._query):
             for each in matrices:
                 each.streams = streams
@@ -92,10 +96,11 @@ class CpuLatent:
     def begin(
         self, qkv: Numbers, table: RotaryTable, positions: Ints, cache: CpuKVCache, layer: int, slots: Ints
     ) -> Numbers:
-        """Write the cache and return q [T, H, latent_dim + rotated_dim] of the cache's dtype.
+        """Write the cache and return q [T, H, latent_dim + rotated_dim] with the cache's dtype.
 
-        qkv [T, columns of the first product] of that dtype, contiguous; a latent query is normalised in place.
-        positions [T] int64 within the table, slots [T] int64 (-1 = do not store)."""
+        qkv [T, columns of the first product] with that dtype, contiguous; a latent query is normalised in place.
+        positions [T] int64 within the table, slots [T] int64 (-1 = do not store).
+        """
         assert qkv.flags.c_contiguous, qkv.strides
         assert qkv.dtype == cache.dtype, (qkv.dtype, cache.dtype)
         count, query = len(qkv), self.query
@@ -117,7 +122,7 @@ class CpuLatent:
         return q
 
     def expand(self, attended: Numbers) -> Numbers:
-        """Return the heads' values [T, H * value_dim] of attention's output [T, H * latent_dim], contiguous."""
+        """Return the heads' values [T, H * value_dim] for attention's output [T, H * latent_dim], contiguous."""
         assert attended.flags.c_contiguous, attended.strides
         values = aligned_empty((len(attended), self.num_heads * self.value_dim), attended.dtype)
         self._end(

@@ -1,4 +1,4 @@
-"""CpuLibrary: the loaded C kernels. They are built on first use if no wheel contains them."""
+"""CpuLibrary: the loaded C kernels. They are built on first use unless a wheel contains them."""
 
 import contextlib
 import ctypes
@@ -21,8 +21,8 @@ from kernels.rounding import round_up
 #: Numbers of the element types; enum in elements.h.
 ELEMENT_NUMBERS = {FLOAT32: 0, BFLOAT16: 1, FLOAT16: 2}
 
-#: Version of the C kernels' arithmetic, a part of the model's fingerprint. Raise it with every change to a bit
-#: of any result. tests/core/runner/test_cpu_variants.py compares results with those recorded for this version.
+#: Version of the C kernels' arithmetic, part of the model's fingerprint. Raise it with every change to a bit of any
+#: result. tests/core/runner/test_cpu_variants.py compares results with those recorded for this version.
 ARITHMETIC = 1
 
 _CHUNK_BYTES = 32 << 20
@@ -32,7 +32,8 @@ class CpuLibrary:
     """The kernels of one variant, and their threads.
 
     Kernels must be called from one thread at a time. They hold no Python references: the caller keeps all arguments
-    alive until the call returns."""
+    alive until the call returns.
+    """
 
     def __init__(self, variant: str, path: Path) -> None:
         """Load the library. Errors: OSError; CpuLibraryError if its structs differ from kernels/cpu/structs.py."""
@@ -43,7 +44,7 @@ class CpuLibrary:
         self._start = self.function("pool_start", ctypes.c_int)
         self._wake = self.function("pool_wake")
         self._chunk: UInt8s = np.zeros(0, np.uint8)
-        #: Whether AMX's products are computed by other instructions, slowly, to the same bits.
+        #: Whether AMX's products are computed by other instructions, slowly, with the same bits.
         self.emulates_amx = variant == "amx" and not has_amx()
         if variant == "amx":
             self.function("amx_use", ctypes.c_int)(not self.emulates_amx)
@@ -55,12 +56,12 @@ class CpuLibrary:
         return function
 
     def start_threads(self, num_threads: int) -> None:
-        """Run kernels on num_threads threads, the calling thread included. Idle threads use no CPU."""
+        """Run kernels on num_threads threads, including the calling thread. Idle threads use no CPU."""
         self._start(num_threads)
         self.num_threads = num_threads
 
     def stop_threads(self) -> None:
-        """End all threads but the calling one."""
+        """Stop all threads but the calling one."""
         self.start_threads(1)
 
     def wake_threads(self) -> None:
@@ -68,10 +69,11 @@ class CpuLibrary:
         self._wake()
 
     def allocate(self, num_bytes: int) -> UInt8s:
-        """Return zeros [num_bytes] uint8, 64-byte aligned, for data that is read again and again.
+        """Return zeros [num_bytes] uint8, 64-byte aligned, for data that is read repeatedly.
 
         They are in huge pages if the system has them (33 GB/s from memory instead of 21). Small allocations share a
-        mapping, which is released with the last of them."""
+        mapping, which is released with the last of them.
+        """
         if num_bytes > len(self._chunk):
             mapping = mmap.mmap(-1, max(num_bytes, _CHUNK_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             with contextlib.suppress(OSError):  # an operating system without huge pages
@@ -86,7 +88,7 @@ class CpuLibrary:
 
 
 def load_cpu_library(variant: str | None = None) -> CpuLibrary:
-    """Load the library of this variant; None = the best that this CPU runs. Errors: CpuLibraryError."""
+    """Load the library of this variant; None = the best one for this CPU. Errors: CpuLibraryError."""
     found = find_library(variant)
     try:
         return CpuLibrary(found.variant, found.path)
@@ -100,17 +102,17 @@ def load_cpu_library(variant: str | None = None) -> CpuLibrary:
         raise CpuLibraryError(f"cannot load {found.path}: {error}") from error
 
 
-# check_structs: the classes of kernels/cpu/structs.py compared with the C library's structs, when it is loaded.
+# check_structs: compares the classes of kernels/cpu/structs.py with the C library's structs when it is loaded.
 
 
-#: All structs: those of the modules that are imported here.
+#: All structs: those in the modules imported here.
 STRUCTS: tuple[type[CStruct], ...] = tuple(CStruct.__subclasses__())
 _MODULES = {structs.__name__, latent_structs.__name__, mixer_structs.__name__}
 assert {struct.__module__ for struct in STRUCTS} == _MODULES, STRUCTS
 
 
 class _ExportedField(ctypes.Structure):
-    """One exported field: struct StructField of struct_fields.c."""
+    """One exported field: struct StructField in struct_fields.c."""
 
     _fields_ = (
         ("type", ctypes.c_char_p),
@@ -138,7 +140,8 @@ _OTHER = ord("o")
 def check_structs(library: ctypes.CDLL, structs: Sequence[type[CStruct]] = STRUCTS) -> None:
     """Compare each field of these structs with the library's: name, offset, size and kind (integer, float or other).
 
-    Errors: CpuLibraryError that names the struct and the field."""
+    Errors: CpuLibraryError that names the struct and the field.
+    """
     exported = _exported_structs(library)
     for struct in structs:
         ours, theirs = _places(struct), exported.pop(struct.c_name, {})
@@ -158,7 +161,7 @@ def check_structs(library: ctypes.CDLL, structs: Sequence[type[CStruct]] = STRUC
 
 
 def _places(struct: type[CStruct]) -> dict[str, _Place]:
-    """Return the fields' places by name; "" is the struct as a whole."""
+    """Return the fields' places by name; "" is the whole struct."""
     places = {"": _Place(0, ctypes.sizeof(struct), _OTHER)}
     for name, ctype, *_ in struct._fields_:
         field = getattr(struct, name)

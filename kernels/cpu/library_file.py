@@ -1,8 +1,9 @@
 """The C kernels' shared library as a file: from the wheel, from the cache, or built.
 
-This module needs the standard library only, so the library can be built while other modules are imported. Built
-libraries are kept in $XDG_CACHE_HOME/engine-core/kernels (else ~/.cache/...). Only its owner may enter this folder,
-because the engine runs its files. A file's name contains source_hash(); its last bytes are the digest of its content.
+This module needs only the standard library, so the library can be built while other modules are imported. Built
+libraries are kept in $XDG_CACHE_HOME/engine-core/kernels (by default ~/.cache/...). Only its owner may access this
+folder, because the engine runs its files. A file's name contains source_hash(); its last bytes are the digest of its
+content.
 """
 
 import contextlib
@@ -48,14 +49,14 @@ class LibraryFile(NamedTuple):
 def find_library(
     variant: str | None = None, *, use_prebuilt: bool = True, on_build: Callable[[], None] | None = None
 ) -> LibraryFile:
-    """Return the file of this variant; None = the best that this CPU runs. Build it if it is missing.
+    """Return the file of this variant, and build it if it is missing. None = the best variant for this CPU.
 
-    on_build: called before it is built. One process builds at a time. Waiting for another process and building take
-    BUILD_S at most, together. If the compiler does not know the best variant's instructions, and no wheel brings it, it
-    is the next variant's file. Errors: CpuLibraryError.
+    on_build: called before it is built. One process builds at a time. Waiting for another process and building take at
+    most BUILD_S together. If the compiler does not support the best variant's instructions, and no wheel has it, the
+    next variant's file is returned. Errors: CpuLibraryError.
     """
     if variant is not None and variant not in runnable_variants():
-        raise CpuLibraryError(f"this CPU runs the kernels {', '.join(runnable_variants())}; not {variant!r}")
+        raise CpuLibraryError(f"this CPU can run the kernels {', '.join(runnable_variants())}, but not {variant!r}")
     usable = usable_variants()
     name = variant or usable[0]
     end = time.monotonic() + BUILD_S
@@ -67,7 +68,7 @@ def find_library(
 
 
 def _find(name: str, use_prebuilt: bool, on_build: Callable[[], None] | None, end: float) -> LibraryFile:
-    """Return the file of a variant that this CPU runs. `end`: of building, on the monotonic clock."""
+    """Return the file of a variant that this CPU can run. `end`: deadline for building, on the monotonic clock."""
     prebuilt = PREBUILT_FOLDER / f"{name}-{source_hash(name)}.so"
     if use_prebuilt and _is_intact_file(prebuilt):
         return LibraryFile(name, prebuilt, True)
@@ -77,7 +78,7 @@ def _find(name: str, use_prebuilt: bool, on_build: Callable[[], None] | None, en
     try:
         if not _is_intact_file(path):
             with _locked(folder / "lock", end):
-                if not _is_intact_file(path):  # another process may have built it meanwhile
+                if not _is_intact_file(path):  # another process may have built it since
                     check_instructions(name, compiler)
                     _remove_leftovers(folder)
                     if on_build is not None:
@@ -89,7 +90,10 @@ def _find(name: str, use_prebuilt: bool, on_build: Callable[[], None] | None, en
 
 
 def find_library_soon(variant: str | None = None, on_build: Callable[[], None] | None = None) -> threading.Thread:
-    """Start find_library() on a thread and return the thread. Its errors are dropped: loading raises them again."""
+    """Run find_library() in a thread and return the thread.
+
+    Its errors are dropped, because loading raises them again.
+    """
 
     def find() -> None:
         with contextlib.suppress(CpuLibraryError):
@@ -101,14 +105,15 @@ def find_library_soon(variant: str | None = None, on_build: Callable[[], None] |
 
 
 def _private_folder() -> Path:
-    """Return the cache folder, made if it is missing. Errors: CpuLibraryError if other users may write there."""
+    """Return the cache folder, created if it is missing. Errors: CpuLibraryError if other users may write to it."""
     try:
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     except RuntimeError as error:
         raise CpuLibraryError(f"no folder for built kernels: neither XDG_CACHE_HOME nor a home ({error})") from error
     folder = cache / "engine-core" / "kernels"
     try:
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # a group that may write could replace its content
+        # a group with write permission could replace its content
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         status = folder.lstat()
@@ -117,7 +122,7 @@ def _private_folder() -> Path:
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or mode & 0o077:
         raise CpuLibraryError(
-            f"{folder} must be a folder of user {os.geteuid()} with mode 0700, since what lies there is run; "
+            f"{folder} must be a folder of user {os.geteuid()} with mode 0700, because its files are executed; "
             f"it has owner {status.st_uid} and mode {mode:04o}: remove it, or chmod 0700"
         )
     return folder
@@ -131,7 +136,10 @@ def _is_intact_file(path: Path) -> bool:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write the file atomically: other processes may load it at any moment. The lock is held, so one name is enough."""
+    """Write the file atomically, because other processes may load it at any time.
+
+    With the lock held, one name is enough.
+    """
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(content)
     temporary.replace(path)
@@ -145,9 +153,10 @@ def _remove_leftovers(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path, end: float) -> Iterator[None]:
-    """Hold a lock among processes; a process that dies releases it.
+    """Hold a lock between processes. A process that dies releases it.
 
-    Errors: CpuLibraryError if another process still holds it at `end` on the monotonic clock."""
+    Errors: CpuLibraryError if another process still holds it at `end` on the monotonic clock.
+    """
     with path.open("wb") as file:
         while not _try_lock(file.fileno()):
             if time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""CpuAdapter: a low-rank adapter (LoRA) packed for the C kernels, which add it to single rows (c/products/lora.h)."""
+"""CpuAdapter: a low-rank adapter (LoRA) packed for the C kernels, which apply it to single rows (c/products/lora.h)."""
 
 import ctypes
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ assert ctypes.sizeof(LoraStrip) == _STRIP_DTYPE.itemsize
 
 
 class LoraRows(NamedTuple):
-    """The adapters of a step's rows, and the most numbers of t that one of their products has."""
+    """The adapters of a step's rows, and the largest number of elements of t in one of their products."""
 
-    adapters: Ints  # [T] CpuAdapter.address of each row's; 0 = none
+    adapters: Ints  # [T] CpuAdapter.address of each row's adapter; 0 = none
     width: int
 
 
 class CpuAdapter:
-    """The matrices of one adapter for all products of a model, in the order of `shapes`, in a model's dtype.
+    """The matrices of one adapter for all products of a model, in the order of `shapes`, with a model's dtype.
 
-    products: of each the parts that the adapter changes, None = not this one. The scale is applied to a @ x in float32,
-    so that it rounds no weight.
+    products: for each product, the parts that the adapter changes; None = not this one. The scale is applied to a @ x
+    in float32, so that it rounds no weight.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class CpuAdapter:
         for arguments, shape, parts in zip(self._arguments, shapes, products, strict=True):
             if any(part is not None for part in parts):
                 self._pack(arguments, shape, parts, dtype)
-        #: Of the products' structs, for LoraRows.
+        #: Address of the products' structs, for LoraRows.
         self.address = ctypes.addressof(self._arguments)
 
     def _pack(self, arguments: LoraProduct, shape: ProductShape, parts: Sequence[LowRank | None], dtype: Dtype) -> None:
@@ -68,15 +68,15 @@ class CpuAdapter:
 
 
 class _Columns(NamedTuple):
-    """Neighbouring columns of a product that are multiplied with the same numbers of t."""
+    """Consecutive columns of a product that are multiplied with the same elements of t."""
 
     size: int
-    first: int  # of these numbers
+    first: int  # first of these elements
     b: Numbers | None  # [size, rank]; None: no adapter
 
 
 def _columns_of(shape: ProductShape, parts: Sequence[LowRank | None], firsts: Sequence[int]) -> list[_Columns]:
-    """Return the parts as they are, or, where a strip would have columns of two parts, all as one with zeros in B."""
+    """Return the parts unchanged, or merged with zeros in B if a strip would have columns of two parts."""
     if shape.is_gated or all(size % _STRIP == 0 for size in shape.parts):
         return [
             _Columns(size, first, None if part is None else part.b)
@@ -92,7 +92,7 @@ def _columns_of(shape: ProductShape, parts: Sequence[LowRank | None], firsts: Se
 
 
 def _strips(columns: Sequence[_Columns], dtype: Dtype, *, is_gated: bool) -> tuple[Numbers, Numbers]:
-    """Return the strips' table, two for each panel, and their numbers, strip after strip."""
+    """Return the strips' table, two per panel, and their numbers, strip after strip."""
     counts = [ceil_div(one.size, _STRIP) for one in columns]
     ranks = [0 if one.b is None else one.b.shape[1] for one in columns]
     num_numbers = sum(count * rank for count, rank in zip(counts, ranks, strict=True)) * _STRIP
@@ -115,9 +115,9 @@ def _strips(columns: Sequence[_Columns], dtype: Dtype, *, is_gated: bool) -> tup
 
 
 def multiply_adapted(library: CpuLibrary, matrix: PackedMatrix, x: Numbers, rows: LoraRows, product: int) -> Numbers:
-    """Return matrix(x), to which the rows' adapters have added; `product` is the matrix's index in an adapter.
+    """Return matrix(x) plus what the rows' adapters add. `product` is the matrix's index in an adapter.
 
-    It has the bits of the C decoder's step.
+    It has the same bits as in the C decoder's step.
     """
     lowered: Floats = aligned_empty((len(x), max(1, rows.width)), np.dtype(np.float32))
     adapters = np.ascontiguousarray(rows.adapters, np.int64)

@@ -30,7 +30,7 @@ class RecurrenceStepArguments(CStruct):
     """Arguments of recurrence() (recurrence.h)."""
 
     c_name = "RecurrenceStep"
-    # "in" is a keyword of Python's: such fields are set by position or setattr().
+    # "in" is a Python keyword: such fields are set by position or setattr().
     _fields_ = (
         *fields("layer in out mixed states rows firsts positions saves", POINTER),
         *fields("state_stride mixed_stride num_requests", INT64),

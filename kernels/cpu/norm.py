@@ -1,4 +1,4 @@
-"""CpuNorm: normalisation of rows, and the addition before it, by the C kernel (kernels/cpu/c/layers/norm.h)."""
+"""CpuNorm: normalisation of rows, and the addition before it, with the C kernel (kernels/cpu/c/layers/norm.h)."""
 
 import ctypes
 
@@ -14,10 +14,11 @@ from kernels.memory.aligned import aligned_empty
 class CpuNorm:
     """Computes x / sqrt(mean(x ** 2) + eps) * weight. weight is [d] float32; results are rounded once to dtype.
 
-    A centred norm is a layer normalisation: it subtracts each row's mean first, and may add a bias [d] float32. One
-    that replaces writes its result to `hidden` too. One that precedes normalises `hidden` as it was before the
-    addition. Without a weight float32 rows are rounded to dtype, and no more.
-    `multiplier` is of what is added."""
+    A centred norm is a layer normalisation: it subtracts each row's mean first, and may add a bias [d] float32. A norm
+    that replaces also writes its result to `hidden`. A norm that precedes normalises `hidden` as it was before the
+    addition. Without a weight, float32 rows are only rounded to dtype.
+    `multiplier` scales what is added.
+    """
 
     def __init__(
         self,
@@ -36,7 +37,7 @@ class CpuNorm:
         self.weight, self.eps, self.dtype = None if weight is None else np.ascontiguousarray(weight), eps, dtype
         self._multiplier = multiplier
         self.bias = None if bias is None else np.ascontiguousarray(bias)
-        #: The C struct of its constants; it points into this object.
+        #: The C struct of its constants. It points into this object.
         self.constants = NormWeights(
             None if self.weight is None else self.weight.ctypes.data,
             None if self.bias is None else self.bias.ctypes.data,
@@ -47,14 +48,14 @@ class CpuNorm:
         self._run = library.function("norm", ctypes.POINTER(NormArguments))
 
     def __call__(self, x: Numbers) -> Numbers:
-        """Return x normalised, [T, d] of dtype. x is [T, d], contiguous, float32 or bfloat16."""
+        """Return x normalised, [T, d] with dtype. x is [T, d], contiguous, float32 or bfloat16."""
         assert x.flags.c_contiguous, x.strides
         out = aligned_empty(x.shape, self.dtype)
         self._normalise(None, x, out)
         return out
 
     def after(self, hidden: Floats, x: Numbers) -> Numbers:
-        """Add x [T, d] float32 or bfloat16 to hidden [T, d] float32 in place; return hidden normalised, of dtype."""
+        """Add x [T, d] float32 or bfloat16 to hidden [T, d] float32 in place. Return hidden normalised, with dtype."""
         assert x.flags.c_contiguous, x.strides
         out = aligned_empty(hidden.shape, self.dtype)
         self._normalise(hidden.ctypes.data, x, out)

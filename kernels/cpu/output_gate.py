@@ -1,4 +1,4 @@
-"""open_gates: attention's output with a gate, by the C kernel (kernels/cpu/c/layers/output_gate.h)."""
+"""open_gates: applies the gate of attention's output, with the C kernel (kernels/cpu/c/layers/output_gate.h)."""
 
 import ctypes
 
@@ -8,7 +8,10 @@ from kernels.elements import Numbers
 
 
 def open_gates(library: CpuLibrary, mixed: Numbers, gates: Numbers) -> None:
-    """Multiply mixed [T, width] by the sigmoid of gates [T, width], in place; both are of one dtype and contiguous."""
+    """Multiply mixed [T, width] by the sigmoid of gates [T, width], in place.
+
+    Both have the same dtype and are contiguous.
+    """
     assert mixed.shape == gates.shape, (mixed.shape, gates.shape)
     assert mixed.flags.c_contiguous, mixed.strides
     assert gates.flags.c_contiguous, gates.strides

@@ -1,4 +1,4 @@
-"""quantize: a matrix of GGUF blocks, packed for the C kernels as it is stored (kernels/cpu/c/products/quantized.h)."""
+"""quantize: packs a matrix of GGUF blocks for the C kernels in stored form (kernels/cpu/c/products/quantized.h)."""
 
 import ctypes
 from collections.abc import Sequence
@@ -19,23 +19,23 @@ _PANEL_COLUMNS = 32  # enum in gemm.h
 
 
 class BlockRows(NamedTuple):
-    """Rows of a matrix, all stored as one type of kernels.dequantize."""
+    """Rows of a matrix that are all stored as one type of kernels.dequantize."""
 
     type_name: str
-    data: UInt8s  # uint8 [rows, bytes of a row], contiguous
+    data: UInt8s  # uint8 [rows, bytes per row], contiguous
 
     @property
     def depth(self) -> int:
-        """Numbers in a row."""
+        """Return the number of weights in a row."""
         weights, num_bytes = BLOCK_SIZES[self.type_name]
         row_bytes: int = self.data.shape[1]
         return row_bytes // num_bytes * weights
 
 
 class QuantizedMatrix(NamedTuple):
-    """A packed matrix [num_columns, depth]; products take the bfloat16 numbers that its blocks stand for.
+    """A packed matrix [num_columns, depth]. Products use the bfloat16 numbers that its blocks represent.
 
-    Or they are in 8 bits (kernels/cpu/c/products/int8.h): then x is quantized too, and is bfloat16 or float32.
+    Or products are in 8 bits (kernels/cpu/c/products/int8.h): then x, bfloat16 or float32, is quantized too.
     """
 
     packed: UInt8s
@@ -43,20 +43,20 @@ class QuantizedMatrix(NamedTuple):
     depth: int
     is_gated: bool  # whether it is packed for a product with a gate
     in_8_bits: bool = False
-    has_whole_panels: bool = False  # which products in 8 bits multiply in bfloat16
+    has_whole_panels: bool = False  # panels that products in 8 bits multiply in bfloat16
 
     @property
     def dtype(self) -> Dtype:
-        """The dtype of the numbers."""
+        """Return the dtype of the numbers."""
         return BFLOAT16
 
 
 def quantize(library: CpuLibrary, parts: Sequence[BlockRows], *, is_gated: bool = False) -> QuantizedMatrix | None:
-    """Pack the rows of all parts, one after the other, as they are stored; is_gated: as PackedMatrix has it.
+    """Pack the rows of all parts, one after the other, in stored form. is_gated: see PackedMatrix.
 
-    Products with the result have the bits of those with the dequantized matrix. None: most of the matrix would have to
-    be dequantized, because its types are not quantized ones or mix within panels, or because its scales are not
-    ordinary numbers. Errors: ValueError for rows of different depths, or that do not consist of whole blocks.
+    Products with the result have the same bits as those with the dequantized matrix. None: most of the matrix would
+    have to be dequantized, because its types are not quantized or mix within panels, or because its scales are not
+    normal numbers. Errors: ValueError for rows of different depths, or that do not consist of whole blocks.
     """
     for part in parts:
         if part.data.shape[1] % BLOCK_SIZES[part.type_name][1] or part.depth != parts[0].depth:
@@ -82,16 +82,16 @@ def quantize(library: CpuLibrary, parts: Sequence[BlockRows], *, is_gated: bool 
     while wanted := num_bytes(arguments):
         packed = library.allocate(wanted)
         arguments.packed = packed.ctypes.data
-        if not write(arguments):  # else some panels need more bytes
+        if not write(arguments):  # otherwise some panels need more bytes
             has_whole_panels = (packed[: 16 * len(must_be_whole)].view("<i4")[2::4] < 0).any()
             return QuantizedMatrix(packed, num_columns, depth, is_gated, has_whole_panels=bool(has_whole_panels))
     return None
 
 
 def in_q8_0(library: CpuLibrary, part: BlockRows) -> BlockRows | None:
-    """Return the rows as Q8_0: quantized ones unchanged, others with the bits that llama.cpp's quantization gives.
+    """Return the rows as Q8_0: quantized ones unchanged, others with the same bits as in llama.cpp's quantization.
 
-    None: the depth is no multiple of 32, or a scale would be no finite float16.
+    None: the depth is not a multiple of 32, or a scale would not be a finite float16.
     """
     plain = PLAIN_TYPES.get(part.type_name)
     if plain is None:

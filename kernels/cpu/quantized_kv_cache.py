@@ -1,9 +1,8 @@
-"""QuantizedKVCache: a CpuKVCache with a byte for each number and a float32 scale for each token and head.
+"""QuantizedKVCache: a CpuKVCache with one byte per number and a float32 scale per token and head.
 
-kernels/cpu/c/attention/cache_codes.h defines codes and scales. What is read is a code times its scale, rounded to the
+kernels/cpu/c/attention/cache_codes.h defines codes and scales. A read gives a code times its scale, rounded to the
 cache's dtype; so the kernels compute with numbers of that dtype, as with any cache. A layer's array is int8; its last
-dimension is the bytes that a token takes in a head, for the size only: the codes of a chunk come first, then its
-scales.
+dimension, the bytes per token and head, only determines the size: the codes of a chunk come first, then its scales.
 """
 
 import numpy as np
@@ -19,7 +18,7 @@ _A_127TH = np.float32(float.fromhex("0x1.020406p-7"))
 
 
 def quantized(rows: Numbers) -> tuple[NDArray[np.int8], Floats]:
-    """Return codes [..., D] and scales [...] of rows [..., D], as the C kernels compute them."""
+    """Return codes [..., D] and scales [...] for rows [..., D], as computed by the C kernels."""
     numbers = to_floats(rows)
     largest = np.abs(numbers).max(-1)
     scales = (largest * _A_127TH).astype(np.float32)
@@ -40,22 +39,22 @@ class QuantizedKVCache(CpuKVCache):
 
     @staticmethod
     def stored_width(head_dim: int, dtype: Dtype) -> tuple[int, Dtype]:
-        """Return what a token takes in a head: codes and the bytes of a scale."""
+        """Return what a token takes in a head: the codes and the bytes of a scale."""
         width, _ = CpuKVCache.stored_width(head_dim, dtype)
         return width + _SCALE_BYTES, np.dtype(np.int8)
 
     def keys(self, layer: int) -> Numbers:
-        """Return a layer's K as it is read, in logical order: [num_blocks, block_size, num_kv_heads, head_dim]."""
+        """Return a layer's K as read, in logical order: [num_blocks, block_size, num_kv_heads, head_dim]."""
         return self._read(super().keys(layer), layer, 0)
 
     def values(self, layer: int) -> Numbers:
-        """Return a layer's V as it is read, in logical order: [num_blocks, block_size, num_kv_heads, head_dim]."""
+        """Return a layer's V as read, in logical order: [num_blocks, block_size, num_kv_heads, head_dim]."""
         if self.num_sides == 1:
             return self.keys(layer)[..., : self.value_dim]
         return self._read(super().values(layer), layer, 1)
 
     def write(self, layer: int, slots: Ints, kv: Numbers) -> None:
-        """Quantize kv [T, 2 * Hkv * D] (K heads, then V heads) of the cache's dtype and store it at these slots [T]."""
+        """Quantize kv [T, 2 * Hkv * D] (K heads, then V heads) of the cache's dtype and store it at slots [T]."""
         codes, scales = quantized(kv.reshape(len(kv), 2, self.num_kv_heads, self.head_dim))
         super().write(layer, slots, codes.reshape(kv.shape))
         block, chunk, token = self._places(slots)

@@ -1,4 +1,4 @@
-"""CpuRecurrence: a layer with a recurrent state by the C kernel (kernels/cpu/c/layers/recurrence.h)."""
+"""CpuRecurrence: a layer with a recurrent state, with the C kernel (kernels/cpu/c/layers/recurrence.h)."""
 
 import ctypes
 
@@ -13,13 +13,17 @@ from kernels.recurrence import MAX_TAPS, RECURRENCES, RecurrenceParts, StateRows
 
 
 class CpuRecurrence:
-    """Computes what a layer has in place of attention, and renews the states of the requests.
+    """Computes what replaces attention in a layer, and updates the states of the requests.
 
-    A request's tokens are computed one after the other: their bits do not depend on the steps, the other requests or
-    the threads."""
+    A request's tokens are computed one after the other. Their bits do not depend on the steps, the other requests or
+    the threads.
+    """
 
     def __init__(self, library: CpuLibrary, parts: RecurrenceParts, dtype: Dtype, offset: int) -> None:
-        """Prepare the C struct. dtype: of the input and the result. offset: of the layer's state in a request's."""
+        """Prepare the C struct.
+
+        dtype: of the input and the result. offset: of the layer's state in a request's states.
+        """
         sizes = parts.sizes
         assert 1 < sizes.taps <= MAX_TAPS, sizes
         assert sizes.key_dim % 2 == 0, sizes
@@ -28,7 +32,7 @@ class CpuRecurrence:
         arrays = parts.kernel, parts.bias, parts.rates, parts.step_biases, parts.skips, parts.norm
         self._kept = [None if one is None else np.ascontiguousarray(one, np.float32) for one in arrays]
         self.width = sum(sizes.parts)
-        #: The C struct; it points into this object.
+        #: The C struct. It points into this object.
         self.arguments = RecurrenceArguments(
             *(None if one is None else one.ctypes.data for one in self._kept),
             channels=sizes.channels,
@@ -51,7 +55,8 @@ class CpuRecurrence:
     def __call__(self, tokens: Numbers, positions: Ints, requests: StateRows) -> Numbers:
         """Return the results [T, out_width] for tokens [T, width] at these positions [T], which are contiguous.
 
-        A request whose first token has position 0 begins with a state of zeros."""
+        A request whose first token has position 0 starts with a state of zeros.
+        """
         assert tokens.dtype == self._dtype, tokens.dtype
         assert tokens.flags.c_contiguous, tokens.strides
         assert tokens.shape == (requests.firsts[-1], self.width), (tokens.shape, requests.firsts)

@@ -1,4 +1,4 @@
-"""CpuRope: rotary embedding, head norms and the cache write, by the C kernel (kernels/cpu/c/layers/rope.h)."""
+"""CpuRope: rotary embedding, head norms and the cache write, with the C kernel (kernels/cpu/c/layers/rope.h)."""
 
 import ctypes
 
@@ -12,20 +12,21 @@ from kernels.elements import Numbers
 from kernels.memory.aligned import aligned_empty
 from kernels.rotary import query_factors, rotary_tables
 
-MAX_HEAD_DIM = 4096  # of cache_codes.h: a head is rotated and quantized in stack buffers of this size
-_LEAST_POSITIONS = 1024  # of a table that is not empty
+MAX_HEAD_DIM = 4096  # from cache_codes.h: a head is rotated and quantized in stack buffers of this size
+_LEAST_POSITIONS = 1024  # minimum size of a table that is not empty
 
 
 class RotaryTable:
     """cos and sin [positions, head_dim] float32 of kernels.rotary.rotary_tables, extended on demand.
 
-    query_cos and query_sin are those of queries: the same, or with `growth` times kernels.rotary.query_factors."""
+    query_cos and query_sin are for queries: the same, or with `growth` multiplied by kernels.rotary.query_factors.
+    """
 
     def __init__(self, frequencies: Floats, factor: float = 1.0, growth: tuple[float, float] | None = None) -> None:
         self.settle(frequencies, factor, growth)
 
     def settle(self, frequencies: Floats, factor: float, growth: tuple[float, float] | None) -> None:
-        """Replace the embedding; the table is empty then. No step may have used it."""
+        """Replace the embedding and empty the table. No step may have used it."""
         self._frequencies, self._factor, self._growth = frequencies, factor, growth
         self.cos = self.sin = self.query_cos = self.query_sin = np.empty((0, 2 * len(frequencies)), np.float32)
 
@@ -46,9 +47,10 @@ class RotaryTable:
 class CpuRope:
     """Rotates one layer's Q and K, and writes K and V to the cache.
 
-    norms [H + Hkv, D] float32: weights of the norms of Q's and K's heads; None = no norms. of_rows:
-    Q's heads are normalised together, and so are K's; qkv is overwritten then. is_centred: the norms are layer
-    normalisations; else of root mean squares. is_after: they follow the rotation; else they precede it."""
+    norms [H + Hkv, D] float32: weights of the norms of Q's and K's heads; None = no norms. of_rows: Q's heads are
+    normalised together, and so are K's; then qkv is overwritten. is_centred: the norms are layer normalisations,
+    otherwise RMS norms. is_after: they follow the rotation, otherwise they precede it.
+    """
 
     def __init__(
         self,
@@ -76,10 +78,11 @@ class CpuRope:
         layer: int,
         slots: Ints,
     ) -> Numbers:
-        """Write K and V to the cache, and return the rotated Q [T, H, D] of the cache's dtype.
+        """Write K and V to the cache, and return the rotated Q [T, H, D] with the cache's dtype.
 
-        qkv is [T, (H + 2 * Hkv) * D] of the cache's dtype, positions [T] int64 within the table, slots [T] int64
-        (-1 = do not store)."""
+        qkv is [T, (H + 2 * Hkv) * D] with the cache's dtype, positions [T] int64 within the table, slots [T] int64 (-1
+        = do not store).
+        """
         assert qkv.flags.c_contiguous, qkv.strides
         assert qkv.dtype == cache.dtype, (qkv.dtype, cache.dtype)
         assert cache.head_dim <= MAX_HEAD_DIM, cache.head_dim

@@ -1,4 +1,4 @@
-"""CpuSampler: tokens drawn from rows of logits by the C kernel (kernels/cpu/c/sampling/sampling.h)."""
+"""CpuSampler: draws tokens from rows of logits with the C kernel (kernels/cpu/c/sampling/sampling.h)."""
 
 import ctypes
 from typing import Any
@@ -13,16 +13,17 @@ from kernels.cpu.token_masks import CpuTokenMasks
 from kernels.memory.aligned import ALIGNMENT, aligned_empty
 
 _COLUMNS = ("temperature", "top_k", "top_p", "min_p", "seed", "position", "choice")
-#: Stands for the index of a largest logit that is not known.
+#: Used for the index of a largest logit that is unknown.
 UNKNOWN = -2
 _TYPES = (np.float32, np.int64, np.float32, np.float32, np.uint64, np.int64, np.int64)
 
 
 class CpuSampler:
-    """Draws tokens as core/sampling/sampler.py does with NumPy.
+    """Draws tokens like core/sampling/sampler.py does with NumPy.
 
     The weights of the two differ in their last bits. So a token may differ if a draw falls within about 1e-7 of the
-    border between two tokens. Each is deterministic by itself."""
+    border between two tokens. Each is deterministic by itself.
+    """
 
     def __init__(self, library: CpuLibrary) -> None:
         self.token_masks = CpuTokenMasks(library)
@@ -32,14 +33,15 @@ class CpuSampler:
         self._arguments = SamplingArguments()
         self._columns: list[NDArray[Any]] = []  # of _COLUMNS, each as long as _tokens
         self._tokens = np.zeros(0, np.int32)
-        self._room: tuple[int, ...] = ()  # vocabulary size and threads that the scratch was made for
+        self._room: tuple[int, ...] = ()  # vocabulary size and number of threads for which the scratch was allocated
         self._logits: Floats | None = None  # the arguments point to these
 
     def __call__(self, logits: Floats, columns: tuple[NDArray[Any], ...], largest: Int32s | None = None) -> Int32s:
-        """Return a sampled token id [S] of each row; -1 if a row's largest logit / temperature is not finite.
+        """Return a sampled token id [S] for each row; -1 if a row's largest logit / temperature is not finite.
 
         logits are [S, V] float32, contiguous. The columns [S] are temperature, top_k, top_p, min_p, seed, position and
-        choice. `largest` [S] is largest() of these logits, if it is known, or UNKNOWN for some."""
+        choice. `largest` [S] is largest() of these logits, if it is known, or UNKNOWN for some.
+        """
         num_rows = self._point_to(logits)
         if (room := (self._arguments.vocab_size, self._num_threads())) != self._room:
             num_bytes = self._scratch_bytes(room[0]) * room[1] + ALIGNMENT
@@ -54,7 +56,7 @@ class CpuSampler:
         return self._tokens[:num_rows].copy()
 
     def largest(self, logits: Floats) -> Int32s:
-        """Return the index [S] of each row's largest logit, the first of equals; -1 if that logit is not finite."""
+        """Return the index [S] of each row's largest logit, the first on a tie; -1 if that logit is not finite."""
         num_rows = self._point_to(logits)
         self._arguments.temperature = self._arguments.largest = None
         self._run(self._arguments)

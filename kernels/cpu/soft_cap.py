@@ -1,4 +1,4 @@
-"""cap_logits: logits with a soft cap, by the C kernel (kernels/cpu/c/layers/soft_cap.h)."""
+"""cap_logits: applies a soft cap to logits, with the C kernel (kernels/cpu/c/layers/soft_cap.h)."""
 
 import ctypes
 

@@ -1,6 +1,6 @@
 """The C kernels' structs as ctypes classes; kernels/cpu/library.py compares them with the loaded library.
 
-Each class mirrors one struct of kernels/cpu/c/, field by field; kernels/cpu/c/layers/struct_fields.c exports the C
+Each class mirrors one struct in kernels/cpu/c/, field by field; kernels/cpu/c/layers/struct_fields.c exports the C
 side. kernels/cpu/latent_structs.py has those of latent attention.
 """
 
@@ -159,7 +159,7 @@ class PackArguments(CStruct):
 
 
 class QuantizedPartArguments(CStruct):
-    """Rows of a matrix that are stored alike (quantized.h)."""
+    """Rows of a matrix that are stored in the same way (quantized.h)."""
 
     c_name = "QuantizedPart"
     _fields_ = (("rows", _POINTER), *_fields("num_rows row_bytes", _INT64), *_fields("type reserved", _INT32))
@@ -207,7 +207,7 @@ class BlockArguments(CStruct):
 
 
 class Place(CStruct):
-    """Where a rank's columns lie in a result of a group (decoder.h)."""
+    """Where a rank's columns are in a result of a group (decoder.h)."""
 
     c_name = "Place"
     _fields_ = (*_fields("first width", _INT64), ("bounds", _POINTER))

@@ -1,4 +1,4 @@
-"""CpuTokenMasks: masks of allowed tokens, applied to logits by the C kernel (kernels/cpu/c/sampling/token_masks.h)."""
+"""CpuTokenMasks: applies masks of allowed tokens to logits with the C kernel (kernels/cpu/c/sampling/token_masks.h)."""
 
 import ctypes
 
@@ -9,7 +9,7 @@ _POINTER, _INT64 = ctypes.c_void_p, ctypes.c_int64
 
 
 class CpuTokenMasks:
-    """Sets the logits of tokens that are not allowed to -inf; the others keep their bits."""
+    """Sets the logits of tokens that are not allowed to -inf. The others keep their bits."""
 
     def __init__(self, library: CpuLibrary) -> None:
         self._run = library.function("mask_logits", _POINTER, _INT64, _POINTER, _POINTER, _INT64, _INT64)
@@ -17,7 +17,7 @@ class CpuTokenMasks:
     def __call__(self, logits: Floats, rows: Ints, masks: UInt32s) -> None:
         """Apply masks[i] to the row rows[i] of logits [S, V] float32, contiguous, in place.
 
-        masks [n, words], contiguous: bit i of word w allows token 32 * w + i; tokens behind the last word are
+        masks [n, words], contiguous: bit i of word w allows token 32 * w + i. Tokens beyond the last word are
         forbidden.
         """
         assert logits.flags.c_contiguous, logits.strides

@@ -1,4 +1,4 @@
-"""aligned_empty: new arrays that begin on a cache line, so that no vector of their rows lies in two lines."""
+"""aligned_empty: new arrays that start at a cache line, so that no vector of their rows crosses two lines."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Requests to the system for a large array's memory: huge pages, and pages before they are written."""
+"""Requests to the system about a large array's memory: huge pages, and pages before they are written."""
 
 import ctypes
 import mmap
@@ -7,22 +7,22 @@ from kernels.elements import Numbers
 from kernels.rounding import round_up
 
 _HUGE = 2 << 20  # bytes
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
 
 
 def want_huge_pages(array: Numbers) -> None:
-    """Ask the system for pages of 2 MiB where the array has not been touched yet.
+    """Request pages of 2 MiB from the system for the parts of the array that have not been touched yet.
 
-    With pages of 4 KiB, a read or write at a random place waits for an address translation first. A system without huge
-    pages ignores this.
+    With pages of 4 KiB, a read or write at a random address waits for an address translation first. A system without
+    huge pages ignores this.
     """
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is not None and array.nbytes >= _HUGE:  # a smaller array holds no whole huge page
+    if advice is not None and array.nbytes >= _HUGE:  # a smaller array has no whole huge page
         _advise(array.ctypes.data, array.nbytes, advice)
 
 
 def take_pages(array: Numbers, begin: int, end: int) -> bool:
-    """Let the system assign memory to these bytes of the array now; return False where it cannot.
+    """Make the system assign memory to these bytes of the array now. Return False if it cannot.
 
     Their content stays.
     """
@@ -30,7 +30,7 @@ def take_pages(array: Numbers, begin: int, end: int) -> bool:
 
 
 def _advise(address: int, num_bytes: int, advice: int) -> bool:
-    """Call madvise for all pages that have one of these bytes; return whether it succeeded."""
+    """Call madvise for all pages that contain one of these bytes. Return whether it succeeded."""
     page = mmap.PAGESIZE
     first, last = address // page * page, round_up(address + num_bytes, page)
     done = ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), ctypes.c_int(advice))

@@ -1,9 +1,9 @@
-"""The paged KV cache: K and V of every layer in blocks of block_size tokens. This file owns the physical layout.
+"""The paged KV cache: K and V of every layer in blocks of block_size tokens. This file defines the physical layout.
 
-Logically each layer holds keys and values [num_blocks, block_size, num_kv_heads, head_dim]; block 0 is the null block,
-which holds zeros and is never written. Physically a layer is one array [num_blocks, 2 (K, V), num_kv_heads,
-block_size, head_dim]; a cache of one side has K only (kernels/cpu/c/attention/latent.h). One head's tokens of a block
-lie together. So gathering whole (block, K or V, head) runs already yields the operands of a batched product per head,
+Logically each layer has keys and values [num_blocks, block_size, num_kv_heads, head_dim]; block 0 is the null block,
+which holds zeros and is never written. Physically a layer is one array [num_blocks, 2 (K, V), num_kv_heads, block_size,
+head_dim]; a cache with one side only has K (kernels/cpu/c/attention/latent.h). One head's tokens of a block are
+contiguous. So gathering whole (block, K or V, head) runs directly yields the operands of a batched product per head,
 without a transposition.
 """
 
@@ -19,23 +19,23 @@ from kernels.memory.huge_pages import want_huge_pages
 def bytes_per_block(
     block_size: int, num_kv_heads: int, head_dim: int, num_layers: int, dtype: Dtype, num_sides: int = 2
 ) -> int:
-    """Return the bytes that one block takes in all layers, K and V together. num_sides: 1 = only K is stored."""
+    """Return the bytes of one block in all layers, K and V together. num_sides: 1 = only K is stored."""
     return num_sides * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize
 
 
 class KVCache:
-    """The blocks of all layers, in the machine's memory; subclasses may have them elsewhere, or in a layout of theirs.
+    """The blocks of all layers in host memory. Subclasses may store them elsewhere, or in another layout.
 
-    Memory is reserved at once but not touched: pages cost nothing until they are written, or taken ahead
-    (kernels/memory/blocks_ahead.py). They are huge where the system has huge pages. Unwritten slots hold arbitrary
-    bits, NaN included (except for the null block).
+    Memory is reserved at once but not touched: pages cost nothing until they are written, or allocated ahead
+    (kernels/memory/blocks_ahead.py). They are huge if the system has huge pages. Unwritten slots contain arbitrary
+    bits, including NaN (except for the null block).
 
-    Errors: MemoryError with the sizes when it cannot be reserved.
+    Errors: MemoryError with the sizes if it cannot be reserved.
     """
 
-    #: One array for each layer, from block 0 on; the type depends on the subclass.
+    #: One array per layer, starting at block 0. The type depends on the subclass.
     layers: Sequence[Any]
-    #: The layers in the machine's memory; empty where the blocks are elsewhere.
+    #: The layers in host memory; empty if the blocks are elsewhere.
     memory: Sequence[Numbers] = ()
 
     def __init__(
@@ -67,13 +67,14 @@ class KVCache:
 
     def _allocate(self, num_layers: int, shape: tuple[int, ...]) -> Sequence[Any]:
         """Return an array of this shape for each layer. Errors: MemoryError, RuntimeError."""
-        whole = aligned_empty((num_layers, *shape), self.dtype)  # one array for all layers: only whole huge pages count
+        # one array for all layers, because only whole huge pages count
+        whole = aligned_empty((num_layers, *shape), self.dtype)
         want_huge_pages(whole)
         self.memory = list(whole)
         return self.memory
 
     def share(self, places: Sequence[tuple[int, int]]) -> None:
-        """Let other layers use these arrays, each with its array and first block (core/models/layers/cache_pages.py).
+        """Let more layers use these arrays, each with its array and first block (core/models/layers/cache_pages.py).
 
         Block 0 of every layer holds zeros.
         """
@@ -83,17 +84,17 @@ class KVCache:
 
     @property
     def num_blocks_of_all(self) -> int:
-        """The number of blocks that every layer has."""
+        """Return the number of blocks that every layer has."""
         return min(map(len, self.layers))
 
     @property
     def layout(self) -> str:
-        """What the bytes of a block depend on besides the numbers in it."""
+        """Describe what the bytes of a block depend on besides the numbers in it."""
         shape = self.block_size, self.num_kv_heads, self.head_dim
         return f"{type(self).__name__} {shape} {len(self.memory)} x {self.memory[0].shape[1:]} {self.memory[0].dtype}"
 
     def copy_blocks(self, sources: Int32s, target: "KVCache", targets: Int32s) -> None:
-        """Copy whole blocks of all layers to a cache of the same layout, sources[i] to targets[i].
+        """Copy whole blocks of all layers to a cache with the same layout, sources[i] to targets[i].
 
         Within one cache, all sources are read before any target is written.
         """

@@ -1,4 +1,4 @@
-"""Scratch: buffers that a kernel uses again and again, since fresh memory costs more than most work done in it."""
+"""Scratch: buffers that a kernel reuses, because fresh memory costs more than most work done in it."""
 
 import math
 
@@ -7,9 +7,10 @@ from kernels.memory.aligned import aligned_empty
 
 
 class Scratch:
-    """One buffer per name and dtype, grown to the largest size asked for.
+    """One buffer per name and dtype, grown to the largest requested size.
 
-    A buffer holds garbage. The same name gives the same memory again, so a buffer belongs to one kernel call at a time.
+    A buffer's content is undefined. The same name returns the same memory again, so a buffer is for one kernel call at
+    a time.
     """
 
     def __init__(self) -> None:

@@ -6,9 +6,9 @@ from kernels.memory.aligned import aligned_empty
 
 
 def allocate_states(num_rows: int, size: int) -> Floats:
-    """Return the states [num_rows, size] float32 of so many rows; their numbers are arbitrary.
+    """Return the states [num_rows, size] float32 of num_rows rows. Their content is undefined.
 
-    Pages cost nothing until they are written: a row that no request has had takes no memory.
+    Pages cost nothing until they are written: a row that has never been used takes no memory.
     Errors: MemoryError with the sizes.
     """
     try:

@@ -5,15 +5,15 @@ from torch.nn.functional import gelu
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """Return the tanh form of gelu (Hendrycks & Gimpel 2016, arXiv 1606.08415) of x [T, I], of x's dtype."""
+    """Return the tanh form of gelu (Hendrycks & Gimpel 2016, arXiv 1606.08415) for x [T, I], with x's dtype."""
     return gelu(x.float(), approximate="tanh").to(x.dtype)
 
 
 def gelu_erf(x: torch.Tensor) -> torch.Tensor:
-    """Return gelu of x [T, I], of x's dtype."""
+    """Return gelu for x [T, I], with x's dtype."""
     return gelu(x.float()).to(x.dtype)
 
 
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
-    """Return max(x, 0) ** 2 (So et al. 2021, arXiv 2109.08668) of x [T, I], of x's dtype."""
+    """Return max(x, 0) ** 2 (So et al. 2021, arXiv 2109.08668) for x [T, I], with x's dtype."""
     return x.float().relu_().square_().to(x.dtype)

@@ -1,6 +1,6 @@
-"""Paged attention from torch's batched products, for machines without the C kernels and for transformers' models.
+"""Paged attention with torch's batched products, for machines without the C kernels and for transformers' models.
 
-Numerics level L0: the order of torch's sums depends on the shapes of a product, and on the make of the CPU.
+Numerics level L0: the order of torch's sums depends on the shapes of a product, and on the CPU model.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from kernels.memory.kv_cache import KVCache
 from kernels.rounding import ceil_div
 from kernels.torch.kv_cache import TorchKVCache
 
-#: Most scores (4 bytes each) that one product makes for each head. It bounds memory, and fits a CPU's cache.
+#: The most scores (4 bytes each) that one product computes per head. It bounds memory, and fits a CPU's cache.
 _MAX_SCORES = 1 << 18
 
 
@@ -37,20 +37,20 @@ class AttentionMetadata:
     num_tokens: Ints  # [R]
     context_lens: Ints  # [R]
     block_tables: AnyInts  # [R, P]
-    window: int | None  # positions that a token attends to, its own included; None = all up to its own
+    window: int | None  # positions that a token attends to, including its own; None = all up to its own
     groups: tuple[WorkGroup, ...]
 
 
 def attention_metadata(
     num_tokens: AnyInts, context_lens: AnyInts, block_tables: AnyInts, cache: KVCache, window: int | None = None
 ) -> AttentionMetadata:
-    """Work out the attention of a batch whose tokens are packed request after request.
+    """Return the attention work of a batch whose tokens are packed request after request.
 
-    num_tokens [R] > 0: tokens computed in this step; context_lens [R]: tokens in the cache after it, these included;
+    num_tokens [R] > 0: tokens computed in this step; context_lens [R]: tokens in the cache after it, including these;
     block_tables [R, P]: block ids, enough for context_lens (entries beyond are ignored).
     """
     counts, lengths = num_tokens.astype(np.int64), context_lens.astype(np.int64)
-    ends = np.cumsum(counts)  # row of q behind each request's tokens
+    ends = np.cumsum(counts)  # row of q after each request's tokens
     groups = []
     for requests, positions in _cuts(counts, lengths):
         num_blocks = ceil_div(int(positions.max() + 1), cache.block_size)
@@ -75,9 +75,9 @@ def attention_metadata(
 
 
 def _cuts(counts: Ints, lengths: Ints) -> Iterator[tuple[Ints, Ints]]:
-    """Cut a batch into groups of at most _MAX_SCORES scores a head: (requests [n], their tokens' positions [n, T]).
+    """Split a batch into groups of at most _MAX_SCORES scores per head: (requests [n], positions [n, T]).
 
-    Decoding requests are grouped with those of like context. A prompt's chunk is cut into runs of tokens.
+    Decoding requests are grouped with others of similar context length. A prompt's chunk is split into runs of tokens.
     """
     decoding = np.flatnonzero(counts == 1)
     decoding = decoding[np.argsort(lengths[decoding], kind="stable")[::-1]]
@@ -103,8 +103,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """Compute the causal attention of a mixed batch: q [T, H, D] float32 (rotated) -> [T, H * D], the cache's dtype.
 
-    The step's own K and V are in the cache already. scale multiplies scores, which then become cap * tanh(score / cap).
-    sinks [H] float32: a further score of each head, without a value.
+    The step's own K and V are already in the cache. scale multiplies scores, which then become cap * tanh(score / cap).
+    sinks [H] float32: an additional score per head, without a value.
     """
     out = torch.empty(q.shape, dtype=cache.layers[layer].dtype)
     for group in metadata.groups:
@@ -134,8 +134,8 @@ def _attend(
     by_token = scores.view(n, num_kv_heads, num_heads // num_kv_heads, -1, group.context)
     by_token.masked_fill_(~group.is_visible, -torch.inf)
     if not values.sum().isfinite():
-        # The weight of an invisible position is 0, but 0 * NaN is NaN. So a V that is not finite is set to 0, and a
-        # visible one's score becomes NaN instead.
+        # The weight of an invisible position is 0, but 0 * NaN is NaN. So a V that is not finite is set to 0, and for a
+        # visible one the score becomes NaN instead.
         is_bad = ~values.isfinite().all(-1).view(n, num_kv_heads, 1, 1, group.context)
         by_token.masked_fill_(is_bad & group.is_visible, torch.nan)
         values.nan_to_num_(0.0, 0.0, 0.0)
@@ -145,7 +145,7 @@ def _attend(
 
 
 def _softmax_with_sinks(scores: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Return the weights of scores [n, Hkv, G, T, L] where each head has one more score, of sinks [H]."""
+    """Return the weights for scores [n, Hkv, G, T, L] if each head has one more score, from sinks [H]."""
     n, num_kv_heads, group_size, num_tokens, _ = scores.shape
     own = sinks.view(1, num_kv_heads, group_size, 1, 1).expand(n, -1, -1, num_tokens, 1)
     return torch.cat((scores, own), -1).softmax(-1)[..., :-1].contiguous()

@@ -1,4 +1,4 @@
-"""TorchExperts: a routed MLP made of torch's operations; its definition is kernels/cpu/c/layers/experts.h."""
+"""TorchExperts: a routed MLP with torch's operations. It is defined in kernels/cpu/c/layers/experts.h."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,15 +14,15 @@ class TorchExpert(Protocol):
 
     @property
     def gate_up(self) -> TorchLinear:
-        """The product of gate and up."""
+        """Return the product of gate and up."""
 
     @property
     def activation(self) -> Operation:
-        """f(gate) * up."""
+        """Return f(gate) * up."""
 
     @property
     def down(self) -> TorchLinear:
-        """The product that follows, to float32."""
+        """Return the product that follows, to float32."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,11 @@ class TorchExperts:
 
     @property
     def variant(self) -> str:
-        """Name of the choices that fix the results' bits; part of the fingerprint."""
+        """Return the names of the choices that determine the results' bits; part of the fingerprint."""
         return self.router.variant
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output [T, d] of x [T, d], of its dtype."""
+        """Return the output [T, d] for x [T, d], with its dtype."""
         logits = self.router(x)
         chosen, weights = choose_experts(self.routing, logits[:, : len(self.experts)])
         out = torch.zeros(x.shape, dtype=torch.float32)
@@ -58,7 +58,7 @@ def _result(expert: TorchExpert, x: torch.Tensor) -> torch.Tensor:
 
 
 def choose_experts(routing: Routing, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's experts, the best one first, and their weights, both [T, num_chosen]; logits [T, experts]."""
+    """Return each row's experts, best first, and their weights, both [T, num_chosen]; logits [T, experts]."""
     scores = logits.sigmoid() if routing.is_sigmoid else logits.softmax(-1)
     keys = logits if routing.correction is None else scores + torch.from_numpy(routing.correction)
     if routing.num_chosen_groups < routing.num_groups:
@@ -74,5 +74,8 @@ def choose_experts(routing: Routing, logits: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _largest(numbers: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the places of the largest numbers [T, n] of each row; of equal ones, the first: the sort is stable."""
+    """Return the indices of the largest numbers [T, n] of each row.
+
+    On a tie the first wins, because the sort is stable.
+    """
     return numbers.argsort(dim=-1, descending=True, stable=True)[:, :count]

@@ -1,4 +1,4 @@
-"""TorchKVCache: a KVCache whose layers are torch's tensors, with the operations on it that torch's attention needs."""
+"""TorchKVCache: a KVCache whose layers are torch tensors, with the operations that torch's attention needs."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from kernels.torch.tensors import to_tensor
 
 
 class TorchKVCache(KVCache):
-    """The blocks of all layers, as tensors. Errors: MemoryError with the sizes when it cannot be reserved."""
+    """The blocks of all layers as tensors. Errors: MemoryError with the sizes if it cannot be reserved."""
 
     layers: Sequence[torch.Tensor]
 
@@ -25,7 +25,7 @@ class TorchKVCache(KVCache):
         return self.layers[layer][:, 1].transpose(1, 2)
 
     def slot_rows(self, slots: torch.Tensor) -> torch.Tensor:
-        """Return the rows of a layer to which tokens are written, [T * 2 * Hkv], ordered (token, K or V, head).
+        """Return the rows of a layer to which tokens are written, [T * 2 * Hkv], ordered by (token, K or V, head).
 
         A row has head_dim numbers. slots [T] int64: block * block_size + offset, each >= block_size. The rows are the
         same for every layer.

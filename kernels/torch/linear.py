@@ -1,7 +1,7 @@
-"""TorchLinear: a linear layer of torch's products, numerics level L0.
+"""TorchLinear: a linear layer with torch's products, at numerics level L0.
 
-How torch sums over K depends on the number of rows and on the make of the CPU. kernels/cpu/gemm.py has the products of
-level L2.
+How torch sums over K depends on the number of rows and on the CPU model. kernels/cpu/gemm.py has the products of level
+L2.
 """
 
 from collections.abc import Callable
@@ -9,15 +9,15 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import linear
 
-#: A function from a tensor to a tensor: the parts of models.
+#: A function from a tensor to a tensor; models are built from these.
 Operation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class TorchLinear:
     """The layer y = x @ weight.T + bias; weight [out, in] float32 or bfloat16, bias [out] float32.
 
-    The product is rounded to the weight's dtype before and after the bias is added. out_dtype: the result's, None = the
-    weight's.
+    The product is rounded to the weight's dtype before and after the bias is added. out_dtype: the result's dtype; None
+    = the weight's.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class TorchLinear:
         self._bias, self._out_dtype = bias, out_dtype or weight.dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute x [T, in] -> [T, out] of out_dtype."""
+        """Compute x [T, in] -> [T, out] with out_dtype."""
         y = self._product(x)
         return (y if self._bias is None else y.add_(self._bias)).to(self._out_dtype)
 
@@ -35,8 +35,8 @@ class TorchLinear:
 def prepacked_product(weight: torch.Tensor) -> Operation:
     """Return the product with a weight [out, in] in oneDNN's own blocked layout.
 
-    For few rows it is two to three times as fast as F.linear. Errors: RuntimeError or AttributeError where this build
-    or CPU has none for the dtype.
+    For few rows it is two to three times as fast as F.linear. Errors: RuntimeError or AttributeError if this build or
+    CPU has none for the dtype.
     """
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     product = torch.ops.mkldnn._linear_pointwise.default
@@ -45,7 +45,7 @@ def prepacked_product(weight: torch.Tensor) -> Operation:
 
 
 def plain_product(weight: torch.Tensor) -> Operation:
-    """Return F.linear with a copy of a weight [out, in], which may lie in a mapped file."""
+    """Return F.linear with a copy of a weight [out, in], which may be in a mapped file."""
     weight = weight.clone(memory_format=torch.contiguous_format)
     return lambda x: linear(x, weight)
 

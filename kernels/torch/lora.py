@@ -1,4 +1,4 @@
-"""TorchAdapter: a low-rank adapter (LoRA) as torch's tensors, numerics level L0."""
+"""TorchAdapter: a low-rank adapter (LoRA) as torch tensors, at numerics level L0."""
 
 from collections.abc import Sequence
 
@@ -9,15 +9,15 @@ from kernels.torch.tensors import to_tensor
 
 
 class TorchAdapter:
-    """The matrices of one adapter for all products of a model, in the order of `shapes`, in a model's dtype.
+    """The matrices of one adapter for all products of a model, in the order of `shapes`, with a model's dtype.
 
-    products: of each the parts that the adapter changes, None = not this one.
+    products: for each product, the parts that the adapter changes; None = not this one.
     """
 
     def __init__(
         self, shapes: Sequence[ProductShape], products: Sequence[Sequence[LowRank | None]], dtype: torch.dtype
     ) -> None:
-        #: Of each product: the columns of each adapted part, a, b and the scale.
+        #: For each product: the columns of each adapted part, a, b and the scale.
         self._products: list[list[tuple[slice, torch.Tensor, torch.Tensor, float]]] = []
         self.num_bytes = 0
         for shape, parts in zip(shapes, products, strict=True):
@@ -31,7 +31,7 @@ class TorchAdapter:
             self._products.append(entries)
 
     def add(self, x: torch.Tensor, y: torch.Tensor, tokens: torch.Tensor, number: int) -> None:
-        """Add to rows `tokens` [n] of y [T, out], in place, what this adapter adds to x [T, in] in a product."""
+        """Add what this adapter adds to a product of x [T, in] to rows `tokens` [n] of y [T, out], in place."""
         mine = x.index_select(0, tokens)
         for columns, a, b, scale in self._products[number]:
             y[tokens, columns] += ((mine @ a.T) @ b.T * scale).to(y.dtype)

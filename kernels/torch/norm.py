@@ -10,13 +10,13 @@ from kernels.torch.rms_norm import rms_norm
 
 @dataclass(frozen=True)
 class TorchNorm:
-    """Normalisation of the last dimension: by the root mean square, or a layer normalisation."""
+    """Normalisation of the last dimension: RMS norm or layer normalisation."""
 
-    weight: torch.Tensor | None  # float32, [d] or [heads, d]; None: x is rounded only
+    weight: torch.Tensor | None  # float32, [d] or [heads, d]; None: x is only rounded
     eps: float
     dtype: torch.dtype
     residual_multiplier: float = 1.0
-    bias: torch.Tensor | None = None  # [d] float32, of a centred one
+    bias: torch.Tensor | None = None  # [d] float32, for a centred norm
     is_centred: bool = False
     precedes: bool = False
 
@@ -28,9 +28,9 @@ class TorchNorm:
         return rms_norm(x.float(), self.weight, self.eps, self.dtype)
 
     def after(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Add x [T, d] times the residual multiplier to hidden [T, d] float32 in place; return hidden normalised.
+        """Add x [T, d] times the residual multiplier to hidden [T, d] float32 in place, and return hidden normalised.
 
-        One that precedes normalises hidden as it was before.
+        A norm that precedes normalises hidden as it was before.
         """
         before = self(hidden) if self.precedes else None
         add(hidden, x, self.residual_multiplier)
