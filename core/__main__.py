@@ -73,8 +73,7 @@ def describe_failure(error: BaseException) -> StartFailed:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return StartFailed(
             EngineStartError.__name__,
-            f"the engine cannot open more files while it starts ({error}): raise the limit (ulimit -n, "
-            f"here {limit})",
+            f"the engine cannot open more files while it starts ({error}): raise the limit (ulimit -n, here {limit})",
         )
     traceback.print_exception(error)
     last = traceback.format_exception_only(error)[-1].splitlines()[0]

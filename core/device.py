@@ -48,9 +48,7 @@ def start_cpu_kernels(config: EngineConfig) -> CpuLibrary | None:
         log.say(f"engine-core: without C kernels the engine is slower and has numerics level L0: {error}")
         return None
     if library.emulates_amx:
-        log.say(
-            "engine-core: slow: this machine has no AMX, so the amx kernels emulate it with other instructions"
-        )
+        log.say("engine-core: slow: this machine has no AMX, so the amx kernels emulate it with other instructions")
     library.start_threads(num_threads(config))
     return library
 

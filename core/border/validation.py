@@ -147,9 +147,7 @@ def _check_delivered(num_prompt: int, num_delivered: int, max_tokens: int | None
     """
     room = max_model_len - num_prompt if max_tokens is None else min(max_tokens, max_model_len - num_prompt)
     if num_delivered > room:
-        raise InvalidRequestError(
-            f"delivered has {num_delivered} tokens, but the request ends after {room}"
-        )
+        raise InvalidRequestError(f"delivered has {num_delivered} tokens, but the request ends after {room}")
 
 
 def _check_token_ids(name: str, data: bytes, vocab_size: int) -> int:

@@ -1,7 +1,7 @@
-"""PackedRows: rows of a quantized matrix as the GPU's products read them, made of the blocks of kernels/dequantize.py.
+"""PackedRows: rows of a quantized matrix in the form that GPU products read, from blocks of kernels/dequantize.py.
 
-A weight is (code - zero) * scale - minimum, each operation rounded in float32: the number that dequantize() gives, bit
-for bit. Codes have four bits, or eight where the type has more than four: so a product knows two layouts, not nine.
+A weight is (code - zero) * scale - minimum, each operation rounded in float32: the same number as from dequantize(),
+bit for bit. Codes have four bits, or eight if the type has more than four: so a product supports two layouts, not nine.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,19 +12,21 @@ import torch
 from kernels.arrays import UInt8s
 from kernels.dequantize import BLOCK, BLOCK_SIZES, K_BLOCK
 
-_CHUNK = 1 << 24  # weights that are converted at once; temporary tensors take about ten bytes each
-_LARGEST_CODE = 127  # of Q8_0
+_CHUNK = 1 << 24  # weights converted at a time; temporary tensors take about ten bytes per weight
+_LARGEST_CODE = 127  # for Q8_0
 _MOST_INVERSE = 2.0**127
 
 
 class PackedRows(NamedTuple):
-    """Rows of `depth` weights, in groups that have a scale each."""
+    """Rows of `depth` weights, in groups with one scale each."""
 
-    codes: torch.Tensor  # uint8 [rows, depth]; of four bits [rows, depth / 2]: column j, and j + depth / 2 above it
-    #: float16 [rows, depth / group]; with fine ones float32 [rows, depth / 256], which a group's fine scale multiplies.
+    # uint8 [rows, depth]; with four bits [rows, depth / 2]: column j, with column j + depth / 2 in the high bits
+    codes: torch.Tensor
+    #: float16 [rows, depth / group]; with fine scales float32 [rows, depth / 256], multiplied by each group's fine
+    #: scale.
     scales: torch.Tensor
     fine: torch.Tensor | None  # int8 [rows, depth / group]
-    minima: torch.Tensor | None  # as scales, or float32; None = all are 0
+    minima: torch.Tensor | None  # like scales, or float32; None = all are 0
     fine_minima: torch.Tensor | None
     depth: int
     zero: int
@@ -32,20 +34,20 @@ class PackedRows(NamedTuple):
 
     @property
     def in_4_bits(self) -> bool:
-        """Whether a byte of codes has two of them."""
+        """Return whether a byte holds two codes."""
         return self.codes.shape[1] < self.depth
 
     @property
     def num_bytes(self) -> int:
-        """Bytes that a product reads."""
+        """Return the bytes that a product reads."""
         return sum(field.nbytes for field in self if isinstance(field, torch.Tensor))
 
     def rows(self, first: int, last: int) -> "PackedRows":
-        """Return the rows from `first` to before `last`, of the same tensors."""
+        """Return the rows from `first` to before `last`, as views of the same tensors."""
         return self._replace(**{name: getattr(self, name)[first:last] for name in self._tensors})
 
     def joins(self, other: "PackedRows") -> bool:
-        """Return whether both can be one after the other in a PackedRows."""
+        """Return whether both can follow each other in one PackedRows."""
         return self._kind == other._kind
 
     @property
@@ -68,7 +70,7 @@ def join(parts: Sequence[PackedRows]) -> PackedRows:
 
 
 def pack_blocks(data: UInt8s, type_name: str, device: torch.device) -> PackedRows:
-    """Return rows uint8 [rows, bytes] of a quantized type of kernels.dequantize, on the device."""
+    """Return rows uint8 [rows, bytes] of a quantized type in kernels.dequantize, on the device."""
     weights, num_bytes = BLOCK_SIZES[type_name]
     depth = data.shape[1] // num_bytes * weights
     step, parts = max(1, _CHUNK // depth), []
@@ -80,9 +82,9 @@ def pack_blocks(data: UInt8s, type_name: str, device: torch.device) -> PackedRow
 
 
 def _narrowed(packed: PackedRows) -> PackedRows:
-    """Return rows in four bits if no group has codes more than 15 apart, as in AWQ, whose groups have their own zeros.
+    """Pack rows into four bits if no group has codes more than 15 apart, as in AWQ, whose groups have their own zeros.
 
-    What the least code of a group stands for becomes its minimum, which float32 holds exactly. Others are unchanged.
+    The value of a group's smallest code becomes its minimum, which float32 holds exactly. Other rows are unchanged.
     """
     if packed.depth % (2 * BLOCK):
         return packed
@@ -97,7 +99,7 @@ def _narrowed(packed: PackedRows) -> PackedRows:
 def quantize_rows(numbers: torch.Tensor) -> PackedRows | None:
     """Return numbers [rows, depth] of any floating type as Q8_0, with the bits of kernels/cpu/c/blocks/make_blocks.c.
 
-    None: the depth is no multiple of 32, or a scale would be no finite float16.
+    None: the depth is not a multiple of 32, or a scale would not be a finite float16.
     """
     rows, depth = numbers.shape
     if depth % BLOCK:
@@ -112,7 +114,7 @@ def quantize_rows(numbers: torch.Tensor) -> PackedRows | None:
             return None
         scaled = blocks * inverse[:, :, None]
         sizes = scaled.abs().floor()
-        sizes += scaled.abs() - sizes >= 0.5  # halves go away from zero
+        sizes += scaled.abs() - sizes >= 0.5  # halves are rounded away from zero
         codes = (sizes.copysign(scaled) + 128).to(torch.uint8).view(-1, depth)
         parts.append(PackedRows(codes, halves, None, None, None, depth, 128, BLOCK))
     return join(parts)
@@ -196,7 +198,7 @@ def _packed_k(codes: torch.Tensor, depth: int, bits: int, blocks: torch.Tensor) 
 
 
 def _in_bits(codes: torch.Tensor, depth: int, bits: int) -> torch.Tensor:
-    """Return codes [rows, blocks, weights] as PackedRows has them; groups must not lie in both halves of a row."""
+    """Return codes [rows, blocks, weights] in PackedRows' layout. No group may be in both halves of a row."""
     codes = codes.reshape(len(codes), depth)
     if bits == 8 or depth % (2 * BLOCK):
         return codes
@@ -204,7 +206,7 @@ def _in_bits(codes: torch.Tensor, depth: int, bits: int) -> torch.Tensor:
 
 
 def _halves(blocks: torch.Tensor, offset: int) -> torch.Tensor:
-    """Return float16 [rows, blocks]: those at this byte of each block."""
+    """Return float16 [rows, blocks]: the value at this byte of each block."""
     return blocks[:, :, offset : offset + 2].contiguous().view(torch.float16)[:, :, 0].contiguous()
 
 
@@ -214,13 +216,13 @@ def _shifts(width: int, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _nibbles(packed: torch.Tensor, group: int) -> torch.Tensor:
-    """Return the half-bytes [rows, blocks, 2n] of [rows, blocks, n]: of each group of bytes the low ones first."""
+    """Return the half-bytes [rows, blocks, 2n] of [rows, blocks, n]: for each group of bytes, the low ones first."""
     groups = packed.reshape(*packed.shape[:2], -1, group)
     return torch.stack((groups & 15, groups >> 4), 3).flatten(2)
 
 
 def _five_bits(packed: torch.Tensor) -> torch.Tensor:
-    """Return codes [rows, blocks, 32] of 4 bytes of fifth bits, lowest bit first, and 16 of half-bytes."""
+    """Return codes [rows, blocks, 32] from 4 bytes of fifth bits, lowest bit first, and 16 bytes of half-bytes."""
     fifth = ((packed[:, :, :4, None] >> _shifts(1, packed)) & 1).flatten(2)
     return _nibbles(packed[:, :, 4:], 16) | fifth << 4
 

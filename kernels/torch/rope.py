@@ -12,10 +12,10 @@ def rotary_tables(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute positions [T] int64 -> cos, sin [T, 1, head_dim] float32, times factor.
 
-    sin carries the sign of its half: (-sin, +sin). A pair with the frequency 0 is not rotated: its cosine is 1.
+    sin includes the sign of its half: (-sin, +sin). A pair with the frequency 0 is not rotated: its cosine is 1.
     """
     angles = positions[:, None].float() * frequencies
-    # In float64, rounded once: in float32 the last bit depends on the make of the CPU, and on the place in the tensor.
+    # In float64, rounded once: in float32 the last bit depends on the CPU model and on the position in the tensor.
     angles = angles.double()
     factors = torch.where(frequencies == 0, 1.0, factor)
     cos, sin = angles.cos().float().mul_(factors), angles.sin().float().mul_(factors)
@@ -23,9 +23,9 @@ def rotary_tables(
 
 
 def query_factors(positions: torch.Tensor, growth: float, length: float) -> torch.Tensor:
-    """Compute the factors [T] float32 of queries at positions [T], like kernels.rotary.query_factors.
+    """Compute the factors [T] float32 for queries at positions [T], like kernels.rotary.query_factors.
 
-    A position below 0, which is padding, has the factor of 0.
+    A position below 0, which is padding, has factor 0.
     """
     return (1 + growth * torch.log1p(torch.floor(positions.clamp(min=0).double() / length))).float()
 
@@ -33,7 +33,7 @@ def query_factors(positions: torch.Tensor, growth: float, length: float) -> torc
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate x [T, H, D] -> [T, H, D] float32: turn each pair (x[i], x[i + D/2]) by its angle."""
     x = x.float()
-    # Two products and a sum, each rounded: torch would use a fused multiply-add for some positions only.
+    # Two products and a sum, each rounded: torch would use a fused multiply-add for only some positions.
     return (x * cos).add_(x.roll(x.shape[-1] // 2, -1).mul_(sin))
 
 
@@ -50,10 +50,10 @@ def rope_kv_write(
 ) -> torch.Tensor:
     """Rotate Q and K, store K and V; return Q [T, H, D] float32.
 
-    before maps the heads of Q and K, [T, H + Hkv, D] in the cache's dtype, to the float32 values to rotate; after
-    maps those that are rotated. qkv [T, (H
-    + 2 * Hkv) * D] is in the cache's dtype; cos and sin come from rotary_tables. write_tokens picks the tokens that
-    have a slot, write_rows = cache.slot_rows(their slots). K is overwritten in qkv.
+    before maps the heads of Q and K, [T, H + Hkv, D] in the cache's dtype, to the float32 values to rotate; after maps
+    the rotated ones. qkv [T, (H + 2 * Hkv) * D] is in the cache's dtype; cos and sin come from rotary_tables.
+    write_tokens selects the tokens that have a slot, write_rows = cache.slot_rows(their slots). K is overwritten in
+    qkv.
     """
     kv_width = cache.num_kv_heads * cache.head_dim
     q_width = qkv.shape[1] - 2 * kv_width

@@ -1,4 +1,4 @@
-"""The activations of MLPs without a gate by Triton; see kernels/torch/activation.py."""
+"""The activations of MLPs without a gate in Triton; see kernels/torch/activation.py."""
 
 import torch
 import triton
@@ -25,24 +25,24 @@ def _activate(x, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr, FUNCTION: tl.con
         result = number * 0.5 * (1.0 + tl.erf(number * _SQRT_HALF))
     else:
         inner = (number * number * 0.044715 + 1.0) * number * SQRT_8_OVER_PI
-        # exp of a number that is not positive never overflows.
+        # exp of a number <= 0 never overflows.
         small = tl.exp(-tl.abs(inner))
         result = number * (tl.where(inner < 0, small, 1.0) / (1.0 + small))
     tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """Return the tanh form of gelu of x [T, I] contiguous, of x's dtype; float32 inside, rounded once."""
+    """Return the tanh form of gelu for x [T, I] contiguous, with x's dtype; float32 inside, rounded once."""
     return _run(x, _GELU_TANH)
 
 
 def gelu_erf(x: torch.Tensor) -> torch.Tensor:
-    """Return gelu of x like gelu_tanh."""
+    """Return gelu for x, like gelu_tanh."""
     return _run(x, _GELU_ERF)
 
 
 def relu_squared(x: torch.Tensor) -> torch.Tensor:
-    """Return max(x, 0) ** 2 of x like gelu_tanh."""
+    """Return max(x, 0) ** 2 for x, like gelu_tanh."""
     return _run(x, _RELU_SQUARED)
 
 

@@ -10,14 +10,14 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def load_queries(q, row, mine, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load q's rows of HEAD_DIM numbers, row [M] -> [M, BLOCK_D]; zeros where not mine."""
+    """Load q's rows of HEAD_DIM numbers, row [M] -> [M, BLOCK_D]; zeros if not mine."""
     d = tl.arange(0, BLOCK_D)[None, :]
     return tl.load(q + row[:, None] * HEAD_DIM + d, mask=mine[:, None] & (d < HEAD_DIM), other=0.0)
 
 
 @triton.jit
 def before_tiles(sinks, head, mine, HAS_SINKS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return maximum [M] and total [M] before the first tile; with sinks, those of the heads' [M] sinks where mine.
+    """Return maximum [M] and total [M] before the first tile; with sinks, those of the heads' [M] sinks if mine.
 
     A sink is a score without a value: it takes part in the softmax.
     """
@@ -39,7 +39,7 @@ def fold_tile(
     """Add the tokens from start on, BLOCK_N of them but none from end on, to maximum, total [M] and sums [M, BLOCK_D].
 
     own [M]: the queries' positions, -1 = no query. A token that a row does not see adds exact zeros to it. WINDOW:
-    tokens that a row sees, itself included; 0 = all before it.
+    tokens that a row sees, including itself; 0 = all before it.
     """
     at = start + tl.arange(0, BLOCK_N)
     there = at < end
@@ -49,7 +49,7 @@ def fold_tile(
     keys = tl.load(layer + row[None, :] + d[:, None], mask=there[None, :] & (d < HEAD_DIM)[:, None], other=0.0)
     scores = dot(queries, keys, UPCAST) * scale
     if HAS_CAP:
-        # cap * tanh(score / cap), by an exponential that never overflows.
+        # cap * tanh(score / cap), with an exponential that never overflows.
         small = tl.exp(-2.0 * tl.abs(scores) / soft_cap)
         size = soft_cap * (1.0 - small) / (1.0 + small)
         scores = tl.where(scores < 0, -size, size)

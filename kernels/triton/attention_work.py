@@ -1,7 +1,7 @@
 """TritonWork: the queries that a step's attention kernels compute.
 
-The decode kernel computes requests with one query token. The tokens of other requests are cut into tiles for the
-prefill kernel. Both kernels find positions and blocks on the device.
+The decode kernel computes requests with one query token. The tokens of other requests are split into tiles for the
+prefill kernel. Both kernels look up positions and blocks on the device.
 """
 
 from typing import NamedTuple
@@ -13,10 +13,10 @@ from kernels.arrays import AnyInts, Int32s
 from kernels.rounding import ceil_div
 from kernels.triton.device import power_of_2
 
-#: Tokens of context that one decode program reads: fixed, so that the order of summation depends on the request alone.
+#: Tokens of context per decode program. It is fixed, so that the order of summation depends only on the request.
 SPLIT = 256
 
-#: Rows of a prefill program's products: tokens of a query tile x query heads of one KV head, filled up.
+#: Rows of a prefill program's products: tokens of a query tile x query heads per KV head, padded.
 PREFILL_ROWS = 64
 
 
@@ -26,43 +26,43 @@ class TritonWork(NamedTuple):
     rows: torch.Tensor  # [T] row of the block tables of each token; -1 = padding
     positions: torch.Tensor  # [T]; -1 = padding
     tables: torch.Tensor  # [rows, P] block ids; entries beyond a request's context are never read
-    decode_tokens: torch.Tensor  # [n] indices of the tokens that are their request's only ones
+    decode_tokens: torch.Tensor  # [n] indices of tokens that are their request's only one
     tile_tokens: torch.Tensor  # [m] index of each query tile's first token
     tile_counts: torch.Tensor  # [m] tokens of the tile
     num_splits: int  # splits of SPLIT tokens in the longest context of decode_tokens, or more
-    window: int | None = None  # tokens that a row sees, itself included; None = all before it
-    #: [n] of each of decode_tokens: how many tokens its program computes, itself and those that follow it in the same
-    #: request; 0 = an earlier one's does. None: each has a program of its own.
+    window: int | None = None  # tokens that a row sees, including itself; None = all before it
+    #: [n] for each of decode_tokens: how many tokens its program computes, itself and those that follow it in the same
+    #: request; 0 = an earlier token's program computes it. None: each has its own program.
     shared: torch.Tensor | None = None
 
     @property
     def num_rows(self) -> int:
-        """Return the number of tokens, padding included."""
+        """Return the number of tokens, including padding."""
         return len(self.rows)
 
 
 def tile_tokens(group_size: int) -> int:
-    """Return the tokens of a query tile; group_size: query heads of a KV head."""
+    """Return the tokens per query tile. group_size: query heads per KV head."""
     return max(1, PREFILL_ROWS // power_of_2(group_size))
 
 
 def decode_rows(group_size: int) -> int:
-    """Return the rows of a decode program's products, which are 16 at least."""
+    """Return the rows of a decode program's products, at least 16."""
     return max(16, power_of_2(group_size))
 
 
 def shared_tokens(counts: AnyInts, group_size: int) -> Int32s:
-    """Return TritonWork.shared of requests with so many decode tokens each, packed one request after the other."""
+    """Return TritonWork.shared for requests with `counts` decode tokens each, packed request after request."""
     most, before = decode_rows(group_size) // group_size, np.repeat(np.cumsum(counts) - counts, counts)
     place = np.arange(len(before)) - before
     return np.where(place % most == 0, np.minimum(most, np.repeat(counts, counts) - place), 0).astype(np.int32)
 
 
 def kv_tile_tokens(head_dim: int, dtype: torch.dtype) -> int:
-    """Return the tokens of a KV tile, which divide SPLIT.
+    """Return the tokens per KV tile, a divisor of SPLIT.
 
-    They are fewer where a token has many numbers. A tile has to fit shared memory, and a float32 product, which no
-    matrix unit does, is unrolled into registers.
+    There are fewer if a token has many numbers. A tile must fit in shared memory, and a float32 product, which has no
+    matrix unit, is unrolled into registers.
     """
     if dtype.itemsize == 4:
         return 32 if head_dim <= 64 else 16
@@ -75,7 +75,7 @@ def prefill_options(dtype: torch.dtype) -> dict[str, int]:
 
 
 class WorkColumns(NamedTuple):
-    """The columns of a TritonWork in the host's memory, before they are sent: int32."""
+    """The columns of a TritonWork in host memory, before they are sent: int32."""
 
     decode_tokens: Int32s
     tile_tokens: Int32s
@@ -84,10 +84,10 @@ class WorkColumns(NamedTuple):
 
 
 def work_columns(num_tokens: AnyInts, context_lens: AnyInts, group_size: int) -> WorkColumns:
-    """Work out the columns of a batch by column operations only.
+    """Compute the columns of a batch with column operations only.
 
-    num_tokens [R] > 0: tokens of each request, packed one request after the other; context_lens [R]: tokens in the
-    cache after the step, these included.
+    num_tokens [R] > 0: tokens of each request, packed request after request; context_lens [R]: tokens in the cache
+    after the step, including these.
     """
     first = np.cumsum(num_tokens) - num_tokens
     alone = num_tokens == 1
@@ -113,7 +113,7 @@ def triton_work(
     device: torch.device,
     window: int | None = None,
 ) -> TritonWork:
-    """Make a TritonWork from columns and block tables [R, P] in the host's memory, like kernels.attention_metadata."""
+    """Make a TritonWork from columns and block tables [R, P] in host memory, like kernels.attention_metadata."""
     columns = work_columns(num_tokens, context_lens, group_size)
     rows = np.repeat(np.arange(len(num_tokens)), num_tokens)
     last = np.cumsum(num_tokens) - 1

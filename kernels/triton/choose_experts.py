@@ -1,4 +1,4 @@
-"""The choice of each token's experts, by Triton: one program for a token. Its reference: kernels/torch/experts.py."""
+"""The choice of each token's experts in Triton, one program per token. The reference is kernels/torch/experts.py."""
 
 import torch
 import triton
@@ -8,14 +8,14 @@ from kernels.routing import Routing
 from kernels.triton.device import power_of_2
 from kernels.triton.expert_tiles import ExpertTiles, sort_pairs
 
-#: Below all keys that are compared, and above those of experts that are chosen already.
+#: Below all keys that are compared, and above those of experts that are already chosen.
 _LEAST = tl.constexpr(-3.0e38)
 _LEAST_SUM = tl.constexpr(1e-20)
 
 
 @triton.jit
 def _scores_of(values, SIGMOID: tl.constexpr):
-    """Return the scores of logits [G, S], of which those of no expert are minus infinity."""
+    """Return the scores of logits [G, S]. Logits that belong to no expert are minus infinity."""
     if SIGMOID:
         small = tl.exp(-tl.abs(values))  # never overflows
         scores = tl.where(values < 0, small, 1.0) / (1.0 + small)
@@ -27,7 +27,7 @@ def _scores_of(values, SIGMOID: tl.constexpr):
 
 @triton.jit
 def _left_out(keys, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, CHOSEN_GROUPS: tl.constexpr, BEST: tl.constexpr):
-    """Return 1 for each group of keys [G, S] but CHOSEN_GROUPS: those whose BEST largest keys have the largest sums."""
+    """Return 1 for each group of keys [G, S] but CHOSEN_GROUPS, whose BEST largest keys have the largest sums."""
     group = tl.arange(0, BLOCK_G)
     place = tl.arange(0, BLOCK_S)[None, :]
     best = tl.zeros((BLOCK_G,), tl.float32)
@@ -50,9 +50,10 @@ def _choose(
     NORMALISES: tl.constexpr, CORRECTS: tl.constexpr, GROUPS: tl.constexpr, CHOSEN_GROUPS: tl.constexpr,
     BEST: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr,
 ):
-    """Write a token's experts in ascending order, and their weights; NaN where a logit is not finite.
+    """Write a token's experts in ascending order, and their weights; NaN if a logit is not finite.
 
-    A single token has a tile for each expert at once. COLUMNS: of logits, those after EXPERTS are other numbers.
+    With a single token, each expert's tile is written at once. COLUMNS: of logits; those after EXPERTS are other
+    numbers.
     """
     SIZE: tl.constexpr = EXPERTS // GROUPS
     row = tl.program_id(0).to(tl.int64)
@@ -79,7 +80,7 @@ def _choose(
     number = tl.reshape(number, (N,))
     taken = tl.zeros((N,), tl.int32)
     for _ in range(NUM_CHOSEN):
-        here = index == tl.argmax(keys, 0)  # of equal ones the first
+        here = index == tl.argmax(keys, 0)  # the first on a tie
         taken = tl.where(here, 1, taken)
         keys = tl.where(here, -float("inf"), keys)
     if NORMALISES:
@@ -106,10 +107,10 @@ class ChosenExperts:
         self._correction = None if routing.correction is None else torch.from_numpy(routing.correction).to(device)
 
     def __call__(self, logits: torch.Tensor, tile_rows: int) -> tuple[torch.Tensor, ExpertTiles]:
-        """Return the weights [T, num_chosen] float32 of each token's experts, in the order of their numbers, and the
-        tiles, each of tile_rows pairs of a token and an expert at most.
+        """Return the weights [T, num_chosen] float32 of each token's experts, ordered by expert, and the tiles.
 
-        logits [T, C] float32 contiguous, T > 0: of the experts, and other numbers behind them.
+        A tile has at most tile_rows pairs of a token and an expert. logits [T, C] float32 contiguous, T > 0: of the
+        experts, followed by other numbers.
         """
         routing, num_experts = self.routing, self.num_experts
         assert logits.is_contiguous(), logits.stride()

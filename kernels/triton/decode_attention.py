@@ -1,9 +1,9 @@
-"""Attention of requests with one query token, by Triton, and of those with few.
+"""Attention in Triton for requests with one query token, and for those with few.
 
-One program computes SPLIT tokens of context and a KV head, all its query heads together. A merge follows in the order
-of the splits. The bounds of the splits depend on a token's own position alone, so its bits do not depend on the batch.
-Tokens of one request that follow one another can share a program, which reads their context once: a token that another
-one does not see adds exact zeros to it.
+One program computes SPLIT tokens of context for one KV head, with all its query heads together. A merge in the order of
+the splits follows. The bounds of the splits only depend on a token's own position, so its bits do not depend on the
+batch. Consecutive tokens of one request can share a program, which reads their context once: a token that another one
+does not see adds exact zeros to it.
 """
 
 import torch
@@ -26,10 +26,10 @@ def _decode(
     WINDOW: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, SHARES: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Compute one split of one token and KV head; where it SHARES, of as many tokens as `shared` says, or of none.
+    """Compute one split of one token and KV head; if it SHARES, of as many tokens as `shared` says, or of none.
 
-    DIRECT, for one split: the result goes to out. Else the sums so far go to partial_sums [n, splits, H, D] and
-    partial_stats [n, splits, H, 2] (maximum, total), also from a split that sees nothing.
+    DIRECT, for one split: the result goes to out. Otherwise the sums so far go to partial_sums [n, splits, H, D] and
+    partial_stats [n, splits, H, 2] (maximum, total), even for a split that sees nothing.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     index = tl.program_id(0)
@@ -39,7 +39,7 @@ def _decode(
     position = tl.load(positions + token)
     m = tl.arange(0, BLOCK_M)
     count = 1
-    ahead = 0  # of each row of the product: its token is so many behind the first
+    ahead = 0  # for each row of the product: how many tokens it is after the first
     member = m
     if SHARES:
         count = tl.load(shared + index)
@@ -53,7 +53,7 @@ def _decode(
         own = tl.where(mine, position + ahead, -1)
         row = (token + ahead) * HEADS + head * GROUP + member
         queries = load_queries(q, row, mine, HEAD_DIM, BLOCK_D)
-        # The first split has the sinks, also where it sees nothing.
+        # The first split has the sinks, even if it sees nothing.
         having = m < tl.where(split == 0, GROUP * count, 0)
         maximum, total = before_tiles(sinks, head * GROUP + member, having, HAS_SINKS, BLOCK_M)
         sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
@@ -75,7 +75,7 @@ def _store(
     out, partial_sums, partial_stats, row, part, mine, maximum, total, sums,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, DIRECT: tl.constexpr,
 ):
-    """Store the result of each of `mine` in its row of out if it is DIRECT, else what is to be merged, as its part."""
+    """Store the result of each of `mine` in its row of out if DIRECT, otherwise as a part to be merged."""
     d = tl.arange(0, BLOCK_D)[None, :]
     inside = mine[:, None] & (d < HEAD_DIM)
     if DIRECT:
@@ -101,7 +101,7 @@ def _merge(
     BLOCK_D: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Fold the splits of one query head of a token in ascending order, one head a program."""
+    """Merge the splits of one query head of a token in ascending order, one head per program."""
     index = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     token = tl.load(tokens + index).to(tl.int64)
@@ -137,7 +137,7 @@ def decode_attention(
 ) -> None:
     """Compute the attention of work's decode_tokens like prefill_attention: q [T, H, D] -> out [T, H, D].
 
-    Padding gets zeros. A token's bits are the same whether it shares a program or not.
+    Padding gets zeros. A token's bits are the same whether or not it shares a program.
     """
     count, num_heads, splits = len(work.decode_tokens), q.shape[1], max(1, work.num_splits)
     if count == 0:

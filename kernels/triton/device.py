@@ -1,10 +1,10 @@
-"""The device of Triton's kernels: a CUDA device, or the CPU under Triton's interpreter (TRITON_INTERPRET=1), for tests.
+"""The device for Triton's kernels: a CUDA device, or for tests the CPU with Triton's interpreter (TRITON_INTERPRET=1).
 
-Numbers that differ from step to step are excluded from specialization (do_not_specialize). Else Triton would compile a
-kernel for 1, one for multiples of 16, and one for the rest, each while requests wait.
+Numbers that change from step to step are excluded from specialization (do_not_specialize). Otherwise Triton would
+compile one kernel for 1, one for multiples of 16, and one for the rest, each while requests wait.
 
-This package is imported only for device=cuda. The interpreter's dot products of bfloat16 are silently wrong, so under
-the interpreter every operand of one is made float32 first. On a device no operand is converted.
+This package is imported only for device=cuda. The interpreter's dot products of bfloat16 are silently wrong, so in the
+interpreter every operand of one is converted to float32 first. On a device no operand is converted.
 """
 
 import torch
@@ -14,7 +14,7 @@ import triton.language as tl
 #: Whether the interpreter runs the kernels: fixed when triton was imported.
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 
-# No fused multiply-add: two roundings stay two, as in the C kernels and the references (Triton's default from 3.10).
+# No fused multiply-add: two roundings remain two, as in the C kernels and the references (Triton's default from 3.10).
 triton.knobs.language.default_fp_fusion = False
 
 
@@ -23,7 +23,7 @@ class NoDeviceError(Exception):
 
 
 def find_device() -> torch.device:
-    """Return the device that kernels run on. Errors: NoDeviceError."""
+    """Return the device that the kernels run on. Errors: NoDeviceError."""
     if INTERPRETED:
         return torch.device("cpu")
     if torch.version.cuda is None:
@@ -43,13 +43,16 @@ def find_device() -> torch.device:
 
 
 def power_of_2(number: int) -> int:
-    """Return the least power of two that is at least number."""
+    """Return the smallest power of two that is at least number."""
     return 1 << max(0, number - 1).bit_length()
 
 
 @triton.jit
 def dot(a, b, UPCAST: tl.constexpr):
-    """Compute a [M, K] @ b [K, N] -> [M, N] float32; float32 operands are not cut to TF32. UPCAST: INTERPRETED."""
+    """Compute a [M, K] @ b [K, N] -> [M, N] float32.
+
+    float32 operands are not truncated to TF32. UPCAST: INTERPRETED.
+    """
     if UPCAST:
         a = a.to(tl.float32)
         b = b.to(tl.float32)

@@ -1,4 +1,4 @@
-"""Rows of an embedding table, scaled, by Triton."""
+"""Rows of an embedding table, scaled, in Triton."""
 
 import torch
 import triton

@@ -1,7 +1,7 @@
-"""The products of experts by Triton: gate and up with their activation, and down. A program computes part of one tile.
+"""The products of experts in Triton: gate and up with their activation, and down. A program computes part of one tile.
 
-Their reference is kernels/torch/experts.py. A pair's numbers depend on its own token only, and their order of summation
-on the tile's shape, which the number of tokens chooses.
+The reference is kernels/torch/experts.py. A pair's numbers depend only on its own token, and their order of summation
+on the tile's shape, which is chosen by the number of tokens.
 """
 
 from typing import NamedTuple
@@ -14,12 +14,13 @@ from kernels.triton.device import INTERPRETED, dot
 from kernels.triton.expert_tiles import ExpertTiles
 from kernels.triton.gated_activation import gated
 
-#: Tiles whose programs run side by side with the same columns, so that an expert's weights are read from memory once.
+#: Tiles whose programs run next to each other with the same columns, so that an expert's weights are read from memory
+#: once.
 _SIDE_BY_SIDE = tl.constexpr(8)
 
 
 class TileShape(NamedTuple):
-    """The rows and columns of a program's result, the numbers that it reads of both at once, and compiler options."""
+    """The rows and columns of a program's result, how many numbers of both it reads at a time, and compiler options."""
 
     rows: int
     columns: int
@@ -29,26 +30,26 @@ class TileShape(NamedTuple):
 
     @property
     def options(self) -> dict[str, int]:
-        """The arguments of a launch."""
+        """Return the arguments of a launch."""
         blocks = {"BLOCK_M": self.rows, "BLOCK_N": self.columns, "BLOCK_K": self.depth}
         return {**blocks, "num_warps": self.num_warps, "num_stages": self.num_stages}
 
 
-#: Few pairs of each expert: reading the weights takes the time. Some: one tile holds them. Many: products do.
+#: FEW pairs per expert: reading the weights takes the time. SOME: one tile holds them. MANY: products take the time.
 FEW, SOME, MANY = (
     TileShape(16, 64, 128, num_warps=4, num_stages=4),
     TileShape(64, 128, 64, num_warps=4, num_stages=4),
     TileShape(128, 256, 64, num_warps=8, num_stages=3),
 )
-#: In place of MANY on devices with less shared memory than it takes (compute capability 8.6 and 8.9).
+#: Replaces MANY on devices with too little shared memory for it (compute capability 8.6 and 8.9).
 MANY_IN_LITTLE = TileShape(128, 128, 64, num_warps=8, num_stages=3)
-#: A float32 product, which no matrix unit does, is unrolled into registers.
+#: A float32 product, which has no matrix unit, is unrolled into registers.
 FEW_FLOATS = TileShape(16, 64, 32, num_warps=4, num_stages=3)
 MANY_FLOATS = TileShape(64, 64, 16, num_warps=8, num_stages=3)
 
 
 def tile_shape(num_pairs: int, num_experts: int, dtype: torch.dtype, *, has_room: bool) -> TileShape:
-    """Return the shape for so many pairs. has_room: the device has shared memory for MANY."""
+    """Return the shape for num_pairs pairs. has_room: whether the device has enough shared memory for MANY."""
     if dtype.itemsize == 4:
         return FEW_FLOATS if num_pairs <= 8 * num_experts else MANY_FLOATS
     if num_pairs <= 8 * num_experts:
@@ -98,7 +99,7 @@ def _gate_up(
     HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Compute f(gate) * up of a tile's tokens, for BLOCK_N // 2 columns; columns of gate and up take turns."""
+    """Compute f(gate) * up of a tile's tokens, for BLOCK_N // 2 columns. Columns of gate and up alternate."""
     HALF: tl.constexpr = BLOCK_N // 2
     tile, part = _tile_and_columns((WIDTH + HALF - 1) // HALF)
     expert = tl.load(bounds + tile * 3).to(tl.int64)
@@ -129,7 +130,10 @@ def _down(
     WIDTH: tl.constexpr, HIDDEN: tl.constexpr, HAS_BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
 ):
-    """Compute BLOCK_N columns of a tile's results; the rows of x are in the order of places, those of out of pairs."""
+    """Compute BLOCK_N columns of a tile's results.
+
+    Rows of x are in the order of places, those of out in that of pairs.
+    """
     tile, part = _tile_and_columns((HIDDEN + BLOCK_N - 1) // BLOCK_N)
     expert = tl.load(bounds + tile * 3).to(tl.int64)
     first = tl.load(bounds + tile * 3 + 1)
@@ -152,7 +156,7 @@ def _down(
 
 
 class StackedProduct(NamedTuple):
-    """The same product of all experts: weight [E, out, in], bias [E, out] or None; contiguous, of one dtype."""
+    """The same product for all experts: weight [E, out, in], bias [E, out] or None; contiguous, with one dtype."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
@@ -161,8 +165,9 @@ class StackedProduct(NamedTuple):
 def gate_up_products(
     x: torch.Tensor, product: StackedProduct, tiles: ExpertTiles, num_chosen: int, function: str, shape: TileShape
 ) -> torch.Tensor:
-    """Return f(gate) * up [P, I] of tokens x [T, d], in the order of the tiles' places. The rows of product's weight
-    are those of gate, then those of up.
+    """Return f(gate) * up [P, I] for tokens x [T, d], in the order of the tiles' places.
+
+    The rows of product's weight are those of gate, then those of up.
     """
     weight, bias = product
     width = weight.shape[1] // 2
@@ -186,7 +191,7 @@ def gate_up_products(
 
 
 def down_products(x: torch.Tensor, product: StackedProduct, tiles: ExpertTiles, shape: TileShape) -> torch.Tensor:
-    """Return the products [P, d] of x [P, I], which are in the order of the tiles' places, in the order of pairs."""
+    """Return the products [P, d], in the order of pairs, for x [P, I], which is in the order of the tiles' places."""
     weight, bias = product
     hidden = weight.shape[1]
     out = x.new_empty(len(x), hidden)

@@ -1,4 +1,4 @@
-"""The weighted sum of a token's experts by Triton, in the order of their numbers; see kernels/torch/experts.py."""
+"""The weighted sum of a token's experts in Triton, ordered by expert; see kernels/torch/experts.py."""
 
 import torch
 import triton
@@ -14,7 +14,7 @@ def _sum(
     WIDTH: tl.constexpr, NUM_CHOSEN: tl.constexpr, COLUMNS: tl.constexpr, HAS_SHARED: tl.constexpr,
     HAS_GATE: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Compute BLOCK numbers of one token in each program; the last of its logits is that of the shared one's gate."""
+    """Compute BLOCK numbers of one token per program. The token's last logit is for the shared expert's gate."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -37,9 +37,9 @@ def _sum(
 def expert_sum(
     results: torch.Tensor, weights: torch.Tensor, logits: torch.Tensor, shared: torch.Tensor | None, *, has_gate: bool
 ) -> torch.Tensor:
-    """Return the sum [T, d] of results [T * num_chosen, d] times weights [T, num_chosen], of the results' dtype.
+    """Return the sum [T, d] of results [T * num_chosen, d] times weights [T, num_chosen], with the results' dtype.
 
-    shared [T, d] is added, with the sigmoid of the last of logits [T, C] as its weight if has_gate; None: nothing is.
+    shared [T, d] is added, weighted by the sigmoid of the last of logits [T, C] if has_gate; None: nothing is added.
     """
     (num_rows, num_chosen), width = weights.shape, results.shape[1]
     out = results.new_empty(num_rows, width)

@@ -1,7 +1,7 @@
-"""ExpertTiles: pairs of a token and one of its experts, sorted by expert and cut into tiles of one expert each.
+"""ExpertTiles: pairs of a token and one of its experts, sorted by expert and split into tiles with one expert each.
 
-One program for an expert finds its pairs by itself, in the order of the tokens; nothing is counted atomically. How many
-tiles there are depends on the data, so their number is a bound that follows from sizes, and some tiles are empty.
+One program per expert finds its pairs, in token order, without atomic counters. The number of tiles depends on the
+data, so an upper bound derived from the sizes is allocated, and some tiles are empty.
 """
 
 from typing import NamedTuple
@@ -17,19 +17,19 @@ _NUM_WARPS = 8
 class ExpertTiles(NamedTuple):
     """The sorted pairs of a batch, P = T * num_chosen, and their tiles. int32, on the device."""
 
-    order: torch.Tensor  # [P] numbers of pairs: token * num_chosen + the expert's place
-    bounds: torch.Tensor  # [tiles, 3] of each tile: expert, the first of its places in order, their end
+    order: torch.Tensor  # [P] numbers of pairs: token * num_chosen + the expert's index for the token
+    bounds: torch.Tensor  # [tiles, 3] for each tile: expert, the first of its places in order, their end
 
     @classmethod
     def allocate(cls, num_pairs: int, num_experts: int, tile_rows: int, device: torch.device) -> "ExpertTiles":
-        """Allocate room for so many pairs."""
+        """Allocate room for num_pairs pairs."""
         order = torch.empty(num_pairs, dtype=torch.int32, device=device)
         num_tiles = min(num_pairs, _most_tiles(num_pairs, num_experts, tile_rows))
         return cls(order, torch.empty((num_tiles, 3), dtype=torch.int32, device=device))
 
 
 def _most_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
-    """Return the tiles where every expert has one more than the whole tiles that its pairs fill up."""
+    """Return the number of tiles if every expert has one more than the whole tiles that its pairs fill."""
     return num_pairs // tile_rows + num_experts
 
 
@@ -37,8 +37,8 @@ def _most_tiles(num_pairs: int, num_experts: int, tile_rows: int) -> int:
 def _sort(experts, order, bounds, num_pairs, is_few, TILE_ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Sort one expert's pairs and write its tiles.
 
-    is_few: as many tiles as pairs; an expert's begin at the number of pairs before it. Else they begin at the number of
-    whole tiles in those, and one more for each expert before it.
+    is_few: there are as many tiles as pairs; an expert's tiles start at the number of pairs before it. Otherwise they
+    start at the number of whole tiles in those, plus one for each earlier expert.
     """
     expert = tl.program_id(0)
     j = tl.arange(0, BLOCK)

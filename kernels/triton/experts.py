@@ -1,6 +1,6 @@
-"""TritonExperts: a routed MLP on a device. Nothing waits for the host, so that a CUDA graph can capture it.
+"""TritonExperts: a routed MLP on a device. It never waits for the host, so that a CUDA graph can capture it.
 
-The router's product and those of a shared expert are torch's own, at numerics level L0.
+The router's products and those of a shared expert are torch's own, at numerics level L0.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from kernels.triton.expert_products import StackedProduct, down_products, gate_u
 from kernels.triton.expert_sum import expert_sum
 from kernels.triton.linear import DeviceLinear, DeviceRouter
 
-#: Bytes of shared memory of a program of expert_products.MANY, and some for the compiler.
+#: Bytes of shared memory for a program of expert_products.MANY, plus some for the compiler.
 ROOM = 160 << 10
 
 
@@ -25,19 +25,19 @@ class DeviceExpert(Protocol):
 
     @property
     def gate_up(self) -> DeviceLinear:
-        """The product of gate and up."""
+        """Return the product of gate and up."""
 
     @property
     def activation(self) -> Operation:
-        """f(gate) * up."""
+        """Return f(gate) * up."""
 
     @property
     def down(self) -> DeviceLinear:
-        """The product that follows."""
+        """Return the product that follows."""
 
 
 class TritonExperts:
-    """The weighted sum of the experts that a router chooses for each row, and of one that all rows have."""
+    """The weighted sum of the experts that a router chooses for each row, plus the shared expert."""
 
     def __init__(
         self,
@@ -48,14 +48,17 @@ class TritonExperts:
         *,
         function: str,
     ) -> None:
-        """Stack the experts' weights, which lie in the stacks from then on. function: the experts' activation."""
+        """Stack the experts' weights, which are stored in the stacks from then on.
+
+        function: the experts' activation.
+        """
         self._router, self._shared, self._function = router, shared, function
         self.gate_up = stacked([expert.gate_up for expert in experts])
         self.down = stacked([expert.down for expert in experts])
         device = self.down.weight.device
         self._choose = ChosenExperts(routing, len(experts), device)
         self._has_room = device.type == "cuda" and _shared_memory(device) >= ROOM
-        # A sum needs no more digits of the shared one's result than of the others'.
+        # A sum needs no more digits of the shared expert's result than of the others'.
         self._shared_down = None if shared is None else DeviceLinear(shared.down.weight, shared.down.bias)
 
     @property
@@ -64,7 +67,7 @@ class TritonExperts:
         return f"triton-{self.down.weight.device.type}"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output [T, d] of x [T, d] contiguous, of its dtype."""
+        """Return the output [T, d] for x [T, d] contiguous, with its dtype."""
         if len(x) == 0:
             return torch.empty_like(x)
         routing, num_experts = self._choose.routing, self._choose.num_experts
@@ -83,14 +86,14 @@ class TritonExperts:
 
 
 def stacked(products: Sequence[DeviceLinear]) -> StackedProduct:
-    """Return the products' weights and biases in one piece of memory each; the products' weights lie there then."""
+    """Return the products' weights and biases, each in one piece of memory, which the products then use too."""
     weight = torch.stack([product.weight for product in products])
     for product, own in zip(products, weight, strict=True):
-        product.weight = own  # frees what it was
+        product.weight = own  # frees the old memory
     biases = [product.bias for product in products if product.bias is not None]
     return StackedProduct(weight, torch.stack(biases) if biases else None)
 
 
 def _shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program can have."""
+    """Return the bytes of shared memory available to a program."""
     return int(triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"])

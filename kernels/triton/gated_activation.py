@@ -1,6 +1,4 @@
-"""The gated activations by Triton, f(gate) * up with silu, the tanh gelu, or clamps; see
-kernels/torch/gated_activation.py.
-"""
+"""The gated activations f(gate) * up in Triton: silu, tanh gelu, or clamped; see kernels/torch/gated_activation.py."""
 
 import torch
 import triton
@@ -23,7 +21,7 @@ def gated(gate, up, FUNCTION: tl.constexpr):
         gate = tl.where(gate > _LIMIT, _LIMIT, gate)
         inner = gate * _STEEPNESS
         up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up)) + 1.0
-    # exp of a number that is not positive never overflows.
+    # exp of a number <= 0 never overflows.
     small = tl.exp(-tl.abs(inner))
     sigmoid = tl.where(inner < 0, small, 1.0) / (1.0 + small)
     return gate * sigmoid * up

@@ -1,6 +1,6 @@
-"""Gumbel noise in Triton: the numbers of kernels/gumbel.py, bit for bit. The rounds of Philox are Triton's own.
+"""Gumbel noise in Triton: the same numbers as kernels/gumbel.py, bit for bit. The Philox rounds are Triton's own.
 
-Each operation is rounded by itself: kernels/triton/device.py turns fused multiply-add off.
+Each operation is rounded separately: kernels/triton/device.py turns fused multiply-add off.
 """
 
 import triton
@@ -8,7 +8,7 @@ import triton.language as tl
 
 from kernels.gumbel import HIGH_BITS, LN_2, LN_SERIES, LOW_BITS, SQRT_HALF_BITS
 
-#: Tokens of which one call must compute the noise of a multiple: those of a block of Philox's numbers.
+#: One call must compute the noise of a multiple of this many tokens: those of one block of Philox numbers.
 TOKENS_PER_BLOCK = 8
 
 _HIGH_BITS = tl.constexpr(HIGH_BITS)
@@ -38,7 +38,7 @@ def ln(x):
 
 @triton.jit
 def _words(seed, position, choice, purpose: tl.constexpr, first, COUNT: tl.constexpr):
-    """Return Philox's words uint32 [4 * COUNT] of COUNT lanes from `first` on."""
+    """Return Philox's words uint32 [4 * COUNT] for COUNT lanes, starting at `first`."""
     lanes = (first + tl.arange(0, COUNT)).to(tl.uint32)
     zero = lanes * 0
     first, second, third, fourth = tl.philox(
@@ -53,7 +53,7 @@ def _words(seed, position, choice, purpose: tl.constexpr, first, COUNT: tl.const
 
 @triton.jit
 def noise_from(seed, position, choice, token, COUNT: tl.constexpr):
-    """Return the noise float64 [COUNT] of COUNT tokens from `token` on; both are multiples of TOKENS_PER_BLOCK.
+    """Return the noise float64 [COUNT] for COUNT tokens, starting at `token`. Both are multiples of TOKENS_PER_BLOCK.
 
     seed int64 (the bits of a uint64), position and choice int32: scalars.
     """

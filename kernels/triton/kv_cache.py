@@ -1,7 +1,7 @@
-"""TritonKVCache: a KVCache in a device's memory, or in pinned memory of the host, to which blocks are swapped.
+"""TritonKVCache: a KVCache in device memory, or in pinned host memory, to which blocks are swapped.
 
-The layout is that of the torch path. A head's tokens of a block lie together, so a program, which reads one head, reads
-whole cache lines.
+The layout is that of the torch path. A head's tokens of a block are contiguous, so a program, which reads one head,
+reads whole cache lines.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ from kernels.triton.device import power_of_2
 
 
 class TritonKVCache(KVCache):
-    """The blocks of all layers. Errors: MemoryError with the sizes when they cannot be reserved.
+    """The blocks of all layers. Errors: MemoryError with the sizes if they cannot be reserved.
 
-    pinned: memory of the host that a GPU reads and writes by itself.
+    pinned: host memory that a GPU reads and writes directly.
     """
 
     layers: Sequence[torch.Tensor]
@@ -43,14 +43,14 @@ class TritonKVCache(KVCache):
 
     def _allocate(self, num_layers: int, shape: tuple[int, ...]) -> Sequence[torch.Tensor]:
         dtype = DTYPES[self.dtype]
-        if self._pinned:  # one tensor for all layers: torch takes a power of two of bytes for each tensor
+        if self._pinned:  # one tensor for all layers, because torch rounds each tensor up to a power of two of bytes
             return torch.empty((num_layers, *shape), dtype=dtype, pin_memory=True).unbind()
         return [torch.empty(shape, dtype=dtype, device=self._device) for _ in range(num_layers)]
 
     def copy_blocks(self, sources: Int32s, target: KVCache, targets: Int32s) -> None:
         """Copy this cache's blocks sources [n] to target's blocks targets [n], in all layers.
 
-        The copies are in the order of the device's stream. The host does not wait for them, so it must not read a
+        The copies follow the order of the device's stream. The host does not wait for them, so it must not read a
         pinned cache. Within one cache, all sources are read before any target is written.
         """
         if target is self:
@@ -77,7 +77,7 @@ def _runs(sources: Int32s, targets: Int32s) -> list[tuple[int, int, int]]:
     return list(zip(sources[starts].tolist(), targets[starts].tolist(), counts.tolist(), strict=True))
 
 
-# Copies of KV blocks within a device's memory by Triton: one launch for a layer.
+# Copies KV blocks within device memory in Triton: one launch per layer.
 
 
 _MAX_BLOCK = 2048
@@ -97,8 +97,8 @@ def _copy(source, target, source_ids, target_ids, WIDTH: tl.constexpr, BLOCK: tl
 def copy_blocks(source: torch.Tensor, source_ids: torch.Tensor, target: torch.Tensor, target_ids: torch.Tensor) -> None:
     """Copy blocks: target[target_ids] = source[source_ids].
 
-    Both are [blocks, ...] contiguous, of one dtype and device, and of one shape but for the number of blocks. ids [n]
-    int32; no target is named twice, or is a source too.
+    Both are [blocks, ...] contiguous, with the same dtype and device, and the same shape except for the number of
+    blocks. ids [n] int32; no target is named twice or is also a source.
     """
     assert source.is_contiguous(), source.stride()
     assert target.is_contiguous(), target.stride()

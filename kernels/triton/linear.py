@@ -1,4 +1,4 @@
-"""DeviceLinear and DeviceRouter: linear layers by torch's own product on the device, numerics level L0.
+"""DeviceLinear and DeviceRouter: linear layers with torch's own product on the device, at numerics level L0.
 
 How the product sums over K depends on the number of rows.
 """
@@ -6,8 +6,8 @@ How the product sums over K depends on the number of rows.
 import torch
 from torch.nn.functional import linear
 
-# Sums are float32, also where a sum over K is split. float32 operands are not cut to TF32, even where the environment
-# asks for it (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, set in NVIDIA's containers).
+# Sums are float32, even if a sum over K is split. float32 operands are not truncated to TF32, even if the environment
+# requests it (TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, set in NVIDIA's containers).
 torch.set_float32_matmul_precision("highest")
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
@@ -16,7 +16,7 @@ torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 class DeviceLinear:
     """The layer y = x @ weight.T + bias.
 
-    weight [out, in], kept as it is; bias [out] of any type; out_dtype: the result's, None = the weight's.
+    weight [out, in], kept unchanged; bias [out] of any type; out_dtype: the result's dtype; None = the weight's.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class DeviceLinear:
         return f"torch-{self.weight.device.type}"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute x [T, in] -> [T, out] of out_dtype."""
+        """Compute x [T, in] -> [T, out] with out_dtype."""
         return linear(x, self.weight, self.bias).to(self.out_dtype)
 
 
@@ -53,6 +53,6 @@ class DeviceRouter:
         """Compute x [T, in] -> [T, out] float32."""
         if x.is_cuda and x.dtype != torch.float32:
             y = torch.mm(x, self._weight.T, out_dtype=torch.float32)
-        else:  # torch has that product on CUDA only
+        else:  # torch has that product only on CUDA
             y = linear(x.float(), self._weight.float())
         return y if self._bias is None else y.add_(self._bias)

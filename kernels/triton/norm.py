@@ -16,7 +16,7 @@ def _norm(
 ):
     """Normalise one row in each program: x; or, if it ADDS, hidden, to which x is added, times multiplier if it SCALES.
 
-    PRECEDES: hidden is normalised as it was before the addition. Without a weight it is rounded, and no more.
+    PRECEDES: hidden is normalised as it was before the addition. Without a weight it is only rounded.
     """
     row = tl.program_id(0).to(tl.int64) * WIDTH
     column = tl.arange(0, BLOCK)
@@ -70,13 +70,13 @@ class TritonNorm:
         }
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalise x [T, d] contiguous, any floating type -> [T, d] of dtype."""
+        """Normalise x [T, d] contiguous, any floating type -> [T, d] with dtype."""
         return self._run(x, x, adds=False)
 
     def after(self, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Add x [T, d] times the residual multiplier to hidden [T, d] float32 in place; return hidden normalised.
+        """Add x [T, d] times the residual multiplier to hidden [T, d] float32 in place, and return hidden normalised.
 
-        Both are contiguous; the result [T, d] is of dtype.
+        Both are contiguous. The result [T, d] has dtype.
         """
         return self._run(hidden, x, adds=True)
 

@@ -1,4 +1,4 @@
-"""The gate of attention's output by Triton; its reference is kernels/torch/output_gate.py."""
+"""The gate of attention's output in Triton. The reference is kernels/torch/output_gate.py."""
 
 import torch
 import triton
@@ -15,7 +15,7 @@ def _open_gates(mixed, gates, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     inside = column < WIDTH
     at = tl.program_id(0).to(tl.int64) * WIDTH + column
     gate = tl.load(gates + at, mask=inside, other=0.0).to(tl.float32)
-    # exp of a number that is not positive never overflows.
+    # exp of a number <= 0 never overflows.
     small = tl.exp(-tl.abs(gate))
     sigmoid = tl.where(gate < 0, small, 1.0) / (1.0 + small)
     result = tl.load(mixed + at, mask=inside, other=0.0).to(tl.float32) * sigmoid
@@ -23,9 +23,9 @@ def _open_gates(mixed, gates, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
 
 
 def open_gates(mixed: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-    """Multiply mixed [T, W] by the sigmoid of gates [T, W], in place; both contiguous, of one dtype. Return mixed.
+    """Multiply mixed [T, W] by the sigmoid of gates [T, W] in place, and return mixed. Both contiguous, with one dtype.
 
-    It is float32 inside, rounded once.
+    It computes in float32 and rounds once.
     """
     assert mixed.is_contiguous(), mixed.stride()
     assert gates.is_contiguous(), gates.stride()

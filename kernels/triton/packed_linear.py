@@ -1,7 +1,7 @@
-"""PackedLinear: a linear layer whose weights stay quantized in the device's memory, numerics level L0.
+"""PackedLinear: a linear layer whose weights stay quantized in device memory, at numerics level L0.
 
-Its results are those of DeviceLinear with the weights' dequantized numbers, but for the order of sums: weights are
-rounded to x's type as they would be at load, and x is not quantized.
+Its results are those of DeviceLinear with the dequantized weights, except for the order of sums: weights are rounded to
+x's type as they would be when loaded, and x is not quantized.
 """
 
 from collections.abc import Sequence
@@ -17,21 +17,22 @@ from kernels.triton import linear as _precision  # noqa: F401 (it sets the preci
 from kernels.triton.packed_product import packed_product
 from kernels.triton.packed_tile import TILE_BYTES, constants, unpacked
 
-#: Version of the arithmetic, a part of the fingerprint.
+#: Version of the arithmetic; part of the fingerprint.
 ARITHMETIC = 1
-#: Most rows that are multiplied while weights are unpacked. For more, a piece of the matrix is unpacked into a buffer.
+#: The most rows that are multiplied while weights are unpacked. For more, a piece of the matrix is unpacked into a
+#: buffer.
 MOST_ROWS = 128
-#: In float32, whose products have no tensor cores and whose larger tiles have no room in registers.
+#: The same for float32, whose products have no tensor cores and whose larger tiles do not fit in registers.
 MOST_FLOAT_ROWS = 16
-#: Weights of such a piece: 32 MB in bfloat16, which an H100's L2 cache (50 MB) keeps until it is multiplied.
+#: Weights per piece: 32 MB in bfloat16, which an H100's L2 cache (50 MB) keeps until it is multiplied.
 PIECE = 1 << 24
-_ALIGNED = 64  # rows: pieces begin at multiples of 16 bytes
+_ALIGNED = 64  # rows: pieces start at multiples of 16 bytes
 
 
 class PackedLinear:
     """The layer y = x @ weight.T + bias; the rows of each part of the weight follow those of the previous one.
 
-    bias [out] of any type; dtype: of x; out_dtype: the result's, to which it is rounded after dtype.
+    bias [out] of any type; dtype: x's; out_dtype: the result's, to which it is rounded after dtype.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class PackedLinear:
         self.variant = f"triton-{name}.{ARITHMETIC}-rows.{self._most_rows}"
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute x [T, in] -> [T, out] of out_dtype."""
+        """Compute x [T, in] -> [T, out] with out_dtype."""
         y = torch.empty(len(x), self.out_features, dtype=self.out_dtype, device=x.device)
         if not len(x):
             return y
@@ -65,7 +66,7 @@ class PackedLinear:
         return y
 
     def _by_pieces(self, x: torch.Tensor, part: PackedRows, y: torch.Tensor, first: int) -> None:
-        """Unpack the part piece by piece and multiply each by torch's product, into y from the column `first` on."""
+        """Unpack the part piece by piece, and multiply each with torch's product into y, starting at column `first`."""
         step = max(_ALIGNED, PIECE // part.depth // _ALIGNED * _ALIGNED)
         for begin in range(0, len(part.codes), step):
             weight = unpack(part.rows(begin, begin + step), self.dtype)
@@ -93,9 +94,9 @@ def _unpack(
     BIT: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, FINE: tl.constexpr,
     MINIMA: tl.constexpr, EVEN: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
-    """Unpack BLOCK_K bytes of codes of BLOCK_N rows in each program. width: bytes of codes in a row.
+    """Unpack BLOCK_K bytes of codes for BLOCK_N rows per program. width: bytes of codes per row.
 
-    half_groups: num_groups, or half of them where a row's halves share bytes.
+    half_groups: num_groups, or half of them if a row's halves share bytes.
     """
     place = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(place, num_rows - 1).to(tl.int64)

@@ -1,7 +1,7 @@
-"""packed_product: x @ weight.T with weights that are unpacked in the kernel; sums are float32.
+"""packed_product: x @ weight.T with weights that are unpacked in the kernel. Sums are float32.
 
 Tensor cores multiply a tile of weights, rounded to x's type, by the rows of x, at least 16. A product with few columns
-is cut along its depth, since a GPU has more processors than it has tiles; the parts' sums are added in their order.
+is split along its depth, because a GPU has more processors than it has tiles; the parts' sums are added in order.
 """
 
 import torch
@@ -15,11 +15,11 @@ from kernels.triton.packed_tile import TILE_BYTES, constants, unpacked
 
 TILE_COLUMNS = 64  # of the product: rows of weights
 _FEW_ROWS, _MOST_TILE_ROWS = 32, 128
-#: Programs of a product with few rows, and with more: four and two for each of an H100's 132 processors, as many as
-#: their registers have room for.
+#: Programs of a product with few rows, and with more: four and two for each of an H100's 132 processors, as many as fit
+#: in their registers.
 _NUM_PROGRAMS, _NUM_LARGE_PROGRAMS = 528, 264
-_LEAST_TILES = 4  # that a program sums
-_MERGED = 1024  # numbers of one program of _merge_parts
+_LEAST_TILES = 4  # that one program sums
+_MERGED = 1024  # numbers per program of _merge_parts
 
 
 # fmt: off
@@ -31,10 +31,10 @@ def _multiply_packed(
     BIT: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, FINE: tl.constexpr,
     MINIMA: tl.constexpr, EVEN: tl.constexpr, DIRECT: tl.constexpr, HAS_BIAS: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
-    """Compute BLOCK_N columns of BLOCK_M rows in each program, or their sum over one part of the depth.
+    """Compute BLOCK_N columns of BLOCK_M rows per program, or their sum over one part of the depth.
 
-    width: bytes of codes in a row, of which a program takes split_tiles tiles. half_groups: num_groups, or half of them
-    where a row's halves share bytes. DIRECT: there is one part.
+    width: bytes of codes per row, of which a program takes split_tiles tiles. half_groups: num_groups, or half of them
+    if a row's halves share bytes. DIRECT: there is one part.
     """
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.program_id(2) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -74,7 +74,7 @@ def _multiply_packed(
 
 @triton.jit
 def _loaded(places, inside, EVEN: tl.constexpr):
-    """Return what is there, and zeros outside. EVEN: nothing is."""
+    """Return what is stored there, and zeros outside. EVEN: nothing is outside."""
     if EVEN:
         return tl.load(places)
     else:  # without it Triton compiles both  # noqa: RET505
@@ -86,7 +86,7 @@ def _merge_parts(
     x, bias, out, partial_sums, num_rows, num_columns, first_column, out_columns,
     PARTS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr,
 ):
-    """Add BLOCK numbers of all parts in each program. x: for its type, to which the sums are rounded first."""
+    """Add BLOCK numbers of all parts per program. x: only for its type, to which the sums are rounded first."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < num_columns
@@ -105,7 +105,7 @@ def packed_product(
 ) -> None:
     """Write x [T, depth] @ weight.T plus the bias, rounded to x's type, into columns of out [T, columns].
 
-    x and out are contiguous, T is at least 1. The columns begin at first_column; the bias is that of all columns.
+    x and out are contiguous, and T is at least 1. The columns start at first_column; the bias is for all columns.
     """
     assert x.is_contiguous(), x.stride()
     assert out.is_contiguous(), out.stride()
@@ -151,16 +151,16 @@ def packed_product(
 
 
 def _tile_bytes(weight: PackedRows, tile_rows: int) -> int:
-    """Return the bytes of codes in a row of a tile: fewer where registers would be short.
+    """Return the bytes of codes per tile row: fewer if registers would run short.
 
-    With two levels of scales the work on them is shared by as many weights as possible.
+    With two levels of scales, the work for them is shared by as many weights as possible.
     """
     is_short = tile_rows > _FEW_ROWS or (weight.in_4_bits and weight.fine is None)
     return TILE_BYTES // 2 if is_short else TILE_BYTES
 
 
 def _split(num_columns: int, width: int, tile_rows: int, tile_bytes: int) -> tuple[int, int]:
-    """Return the tiles of a row's codes that one program takes, and the number of parts that makes."""
+    """Return the tiles of a row's codes per program, and the resulting number of parts."""
     tiles, programs = ceil_div(width, tile_bytes), _NUM_PROGRAMS if tile_rows <= _FEW_ROWS else _NUM_LARGE_PROGRAMS
     wanted = min(programs // ceil_div(num_columns, TILE_COLUMNS), tiles // _LEAST_TILES)
     split_tiles = ceil_div(tiles, max(1, wanted))

@@ -1,4 +1,4 @@
-"""unpacked: a tile of weights from codes, scales and minima; see kernels/torch/packed_rows.py."""
+"""unpacked: computes a tile of weights from codes, scales and minima; see kernels/torch/packed_rows.py."""
 
 import triton
 import triton.language as tl
@@ -6,8 +6,8 @@ import triton.language as tl
 from kernels.torch.packed_rows import PackedRows
 from kernels.triton.device import INTERPRETED
 
-#: Most bytes of codes in a row of a tile; it may have half as many. A tile lies in one block of 256 weights, so it has
-#: one coarse scale a row.
+#: The most bytes of codes per tile row; it may have half as many. A tile is within one block of 256 weights, so it has
+#: one coarse scale per row.
 TILE_BYTES = 128
 
 
@@ -18,17 +18,18 @@ def unpacked(
     BIT: tl.constexpr, BITS: tl.constexpr, ZERO: tl.constexpr, GROUP: tl.constexpr, FINE: tl.constexpr,
     MINIMA: tl.constexpr, EVEN: tl.constexpr, INTERPRETED: tl.constexpr,
 ):
-    """Return the weights float32 [N, K] with codes in BITS bits, from BIT on, of codes [N, K] int32.
+    """Return the weights float32 [N, K] whose codes have BITS bits, starting at bit BIT, in codes [N, K] int32.
 
-    row [N] int64: their rows; first, group: the column of the first, and its group; num_groups: of a row; EVEN: no tile
-    goes beyond the rows' ends. The compiler sees whether group and num_groups are multiples of two or four: only
-    then it loads scales ahead, which takes four bytes at least.
+    row [N] int64: their rows; first, group: the first column, and its group; num_groups: per row; EVEN: no tile extends
+    beyond the rows' ends. The compiler sees whether group and num_groups are multiples of two or four; only then does
+    it load scales ahead, which needs at least four bytes.
 
-    A float32 whose last 23 bits have a code from BIT on is code + 2 ** (23 - BIT): no conversion. Less that power and
-    zero, times the scale, is one fused multiply-add, which rounds once and need not round: a scale has 11 bits, or 17
-    or 19 with a fine one, so the power's and zero's multiple of it fits 24 bits where constants() puts the code.
-    The interpreter rounds twice, so there the zero is taken off first. depth >> 31 is 0, which the compiler does not
-    know: of two constants in one operation it copies one into a register for each weight.
+    A float32 whose last 23 bits have a code from BIT on is code + 2 ** (23 - BIT), without a conversion. Subtracting
+    that power and zero, and multiplying by the scale, is one fused multiply-add. It rounds once and need not round at
+    all: a scale has 11 bits, or 17 or 19 with a fine one, so the multiple of the power and zero fits in 24 bits at the
+    position that constants() chooses for the code. The interpreter rounds twice, so it subtracts the zero first. depth
+    >> 31 is 0, which the compiler does not know: if an operation has two constants, it copies one into a register for
+    each weight.
     """
     ROWS: tl.constexpr = codes.shape[0]
     WIDTH: tl.constexpr = codes.shape[1]
@@ -67,9 +68,9 @@ def _factors(
 
 
 def constants(packed: PackedRows) -> dict[str, int]:
-    """Return the constants of a kernel that unpacks these rows.
+    """Return the constants for a kernel that unpacks these rows.
 
-    BIT: where a byte of codes is put in a word before it is unpacked; see unpacked().
+    BIT: where a byte of codes is placed in a word before it is unpacked; see unpacked().
     """
     return {
         "BIT": 16 if not packed.in_4_bits and packed.zero < 128 else 8,

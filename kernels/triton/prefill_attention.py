@@ -1,4 +1,4 @@
-"""Attention of requests with several query tokens, by Triton: one program for a query tile and a KV head."""
+"""Attention in Triton for requests with several query tokens: one program per query tile and KV head."""
 
 import torch
 import triton
@@ -60,8 +60,8 @@ def prefill_attention(
 ) -> None:
     """Compute the causal attention of the tokens of work's query tiles: q [T, H, D] -> out [T, H, D].
 
-    Both are contiguous and of the cache's dtype. A row's bits depend on its own tokens only. soft_cap: scores become
-    cap * tanh(score / cap). sinks [H] float32: a further score of each head, without a value.
+    Both are contiguous, with the cache's dtype. A row's bits only depend on its own tokens. soft_cap: scores become cap
+    * tanh(score / cap). sinks [H] float32: an additional score per head, without a value.
     """
     num_tiles, num_heads = len(work.tile_tokens), q.shape[1]
     if num_tiles == 0:

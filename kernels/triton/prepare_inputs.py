@@ -1,6 +1,6 @@
 """A step's token ids and KV slots, read on the device from its tables of tokens and blocks.
 
-So the host never has to know a token that the step before has just sampled.
+So the host never needs to know a token that the previous step has just sampled.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Rotary embedding, head norms and the KV cache write by Triton; their reference is kernels/torch/rope.py."""
+"""Rotary embedding, head norms and the KV cache write in Triton. The reference is kernels/torch/rope.py."""
 
 import torch
 import triton
@@ -10,7 +10,7 @@ from kernels.triton.kv_cache import TritonKVCache
 
 @triton.jit
 def _mean(numbers, head, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, OF_ROWS: tl.constexpr):
-    """Return the mean of each head's numbers [heads, n], or if OF_ROWS those of Q's and of K's heads: [heads, 1]."""
+    """Return the mean of each head's numbers [heads, n], or with OF_ROWS those of all Q and all K heads: [heads, 1]."""
     mean = tl.sum(numbers, 1)[:, None] / HEAD_DIM
     if OF_ROWS:
         of_queries = tl.sum(tl.where(head < HEADS, mean, 0.0)) / HEADS
@@ -115,8 +115,8 @@ def _rope(
 class TritonRope:
     """The rotary embedding of one layer.
 
-    head_norms [H + Hkv, D] float32: weights of the norms of Q's and K's heads, before rotation or, if it is_after,
-    after it; of_rows: of Q's heads together and K's together; is_centred: they are layer normalisations.
+    head_norms [H + Hkv, D] float32: weights of the norms of Q's and K's heads, before rotation or, if is_after, after
+    it; of_rows: all of Q's heads together and all of K's; is_centred: they are layer normalisations.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class TritonRope:
         slots: torch.Tensor,
         growth: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Rotate Q and K, store K and V; return Q [T, H, D] of the cache's dtype.
+        """Rotate Q and K, store K and V, and return Q [T, H, D] with the cache's dtype.
 
         qkv [T, (H + 2 * Hkv) * D] is in the cache's dtype; cos and sin come from rotary_tables; slots [T] int64 (-1: do
         not store). growth [T] float32: factors of the queries.

@@ -1,9 +1,9 @@
-"""Sampling by Triton: draw one token from each row of logits, as core/sampling/sampler.py does, without sorting.
+"""Sampling in Triton: draws one token from each row of logits, like core/sampling/sampler.py, without sorting.
 
-A draw takes the token left with the largest logit / temperature + Gumbel noise, the lowest id of equals. top_k and
-top_p leave the largest logits, ties by lower id. A row is cut into pieces of a fixed length, one program each, so that
-one row keeps the device busy too; a token depends on its row alone. Greedy rows take two launches, draws one more, and
-top_k and top_p another one.
+A draw takes the remaining token with the largest logit / temperature + Gumbel noise, and the lowest id on a tie. top_k
+and top_p keep the largest logits, ties by lower id. A row is split into pieces of a fixed length, with one program
+each, so that a single row keeps the device busy too; a token only depends on its row. Greedy rows take two launches,
+draws one more, and top_k and top_p another one.
 """
 
 from typing import Any, NamedTuple
@@ -21,9 +21,9 @@ from kernels.triton.gumbel import TOKENS_PER_BLOCK, noise_from
 from kernels.triton.sampling_rows import first_largest, load_scaled, maximum_of, ordered_key, parameters
 from kernels.triton.threshold_search import GROUP, Thresholds, find_thresholds
 
-#: Tokens of a piece: fixed, so that the order of summation depends on the row alone.
+#: Tokens per piece. It is fixed, so that the order of summation only depends on the row.
 _MAX_BLOCK = 2048
-#: A whole group, and a multiple of the tokens that share Philox's numbers.
+#: A whole group, and a multiple of the number of tokens that share Philox numbers.
 _MIN_BLOCK = max(GROUP.value, TOKENS_PER_BLOCK)
 _NUM_WARPS = 8
 
@@ -34,7 +34,7 @@ _NUM_WORDS = 8
 # fmt: off
 @triton.jit
 def _race(values, left, words, index, num_rows, start, vocab_size, BLOCK: tl.constexpr):
-    """Return the largest value + noise of a piece's tokens that are left, and the first token that has it."""
+    """Return the largest value + noise of a piece's remaining tokens, and the first token that has it."""
     position = tl.load(words + 4 * num_rows + index)
     choice = tl.load(words + 5 * num_rows + index)
     seed_low = tl.load(words + 6 * num_rows + index).to(tl.uint32, bitcast=True).to(tl.uint64)
@@ -66,7 +66,7 @@ def _draw(
     logits, words, largest, lows, cuts, last_cuts, sums, winners, vocab_size, num_rows, num_pieces,
     BLOCK: tl.constexpr, PIECES: tl.constexpr,
 ):
-    """Find each piece's winner of rows that draw, among the tokens that their filters leave."""
+    """Find each piece's winner for rows that draw, among the tokens that their filters keep."""
     piece, index = tl.program_id(0), tl.program_id(1)
     temperature, top_p, min_p, top_k = parameters(words, index, num_rows, vocab_size)
     maximum, _ = maximum_of(largest + index * num_pieces, num_pieces, PIECES)
@@ -124,24 +124,24 @@ def pack_columns(
 
 
 class Kinds(NamedTuple):
-    """Which kinds of rows there are in a batch: what sample_tokens() has to launch."""
+    """Which kinds of rows a batch has; it determines what sample_tokens() launches."""
 
     draws: bool  # some row draws
     cuts: bool  # some row draws with top_k or top_p
 
 
 def kinds_of(words: Int32s) -> Kinds:
-    """Return the kinds of rows with these parameters [words, S], in the host's memory."""
+    """Return the kinds of rows for these parameters [words, S], in host memory."""
     temperature, top_p = words[:2].view(np.float32)
     draws = temperature > 0
     return Kinds(bool(draws.any()), bool((draws & ((words[3] > 0) | (top_p < 1))).any()))
 
 
 def sample_tokens(logits: torch.Tensor, words: torch.Tensor, kinds: Kinds) -> torch.Tensor:
-    """Return token ids [S] int32 on the device; -1 where the largest scaled logit is no finite number.
+    """Return token ids [S] int32 on the device; -1 if the largest scaled logit is not finite.
 
-    logits [S, V] float32 contiguous; words from pack_columns, on the device; kinds: kinds_of(), or more. A
-    scaled logit is divided by the row's temperature.
+    logits [S, V] float32 contiguous; words from pack_columns, on the device; kinds: kinds_of(), or more. A scaled logit
+    is divided by the row's temperature.
     """
     assert logits.is_contiguous(), logits.stride()
     tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)

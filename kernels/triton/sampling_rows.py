@@ -1,4 +1,4 @@
-"""What the sampler's kernels read of a row: its parameters, its logits, its largest logit."""
+"""What the sampler's kernels read for a row: its parameters, its logits, its largest logit."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def parameters(words, index, num_rows, vocab_size):
-    """Return temperature, top_p, min_p, top_k of a row; top_k is 0 where it leaves all tokens."""
+    """Return temperature, top_p, min_p, top_k of a row. top_k is 0 if it keeps all tokens."""
     temperature = tl.load(words + index).to(tl.float32, bitcast=True)
     top_p = tl.load(words + num_rows + index).to(tl.float32, bitcast=True)
     min_p = tl.load(words + 2 * num_rows + index).to(tl.float32, bitcast=True)
@@ -16,7 +16,7 @@ def parameters(words, index, num_rows, vocab_size):
 
 @triton.jit
 def ordered_key(x):
-    """Map float32 to int64 from 0 to 2**32 - 1 in the order of the numbers; -0 and 0 have one key."""
+    """Map float32 to int64 from 0 to 2**32 - 1 in numerical order; -0 and 0 have the same key."""
     bits = (x + 0.0).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64) + 2147483648
 
@@ -37,7 +37,7 @@ def load_scaled(row, at, vocab_size, temperature):
 
 @triton.jit
 def first_largest(values, at, end):
-    """Return the largest of values, none of them NaN, and the least of `at` where it is; at most end."""
+    """Return the largest of values, none of them NaN, and the smallest of `at` where it occurs, at most end."""
     best = tl.max(values, 0)
     return best, tl.min(tl.where(values == best, at, end), 0).to(tl.int32)
 

@@ -1,12 +1,12 @@
-"""Threshold search: what top-k and top-p leave of a row, without sorting; one program for a row.
+"""Threshold search: finds what top-k and top-p keep of a row, without sorting; one program per row.
 
-A search finds the key where a count, or a sum of weights, over all larger logits passes a goal: 2 bits of a float's 32
-in each pass. It ends as soon as the tokens that stay are known, which is long before the last bit unless logits are
-equal.
+A search finds the key at which a count, or a sum of weights, over all larger logits exceeds a goal: 2 of a float's 32
+bits in each pass. It ends as soon as the remaining tokens are known, which is long before the last bit unless logits
+are equal.
 
-A row's largest logits lie in few groups of GROUP neighbours: those with the largest maxima. If a row's goal is reached
-within some hundred groups, as usual, the passes are over their tokens, in registers, else over the whole row. Both
-give the same tokens; the sums are float64.
+A row's largest logits are in few groups of GROUP consecutive tokens: those with the largest maxima. If a row's goal is
+reached within a few hundred groups, as usual, the passes go over their tokens, in registers; otherwise over the whole
+row. Both give the same tokens. The sums are float64.
 """
 
 from typing import NamedTuple
@@ -18,23 +18,23 @@ import triton.language as tl
 from kernels.triton.device import power_of_2
 from kernels.triton.sampling_rows import load_scaled, maximum_of, number_of, ordered_key, parameters
 
-#: Neighbours of a group: 128 bytes of logits.
+#: Consecutive tokens per group: 128 bytes of logits.
 GROUP = tl.constexpr(32)
-#: Most groups of a short list, and how many are enough for a search by weight.
+#: The most groups in a short list, and how many are enough for a search by weight.
 MOST_GROUPS = 256
 SOME_GROUPS = 128
-#: Tokens of a step of a pass over a whole row, and warps of a program.
+#: Tokens per step of a pass over a whole row, and warps per program.
 BLOCK = 2048
 NUM_WARPS = 16
 
-#: Keys that a pass measures, for the next 2 bits.
+#: Keys measured in a pass, for the next 2 bits.
 _NUM_KEYS = tl.constexpr(4)
 
 
 # fmt: off
 @triton.jit
 def _taken(values, maximum, min_p, low):
-    """Return (keys, weights of the tokens that are taken, whether taken): min_p and the key `low` leave them."""
+    """Return (keys, weights of the taken tokens, whether taken): min_p and the key `low` determine which are taken."""
     keys, weights = ordered_key(values), tl.exp(values - maximum)
     taken = (keys >= low) & (weights >= min_p) & (values > -float("inf"))
     return keys, tl.where(taken, weights, 0.0), taken
@@ -44,7 +44,7 @@ def _taken(values, maximum, min_p, low):
 def _measure_row(
     row, vocab_size, temperature, maximum, min_p, low, key, step, COUNTS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Return what the row's tokens from key + i * step on measure, i < _NUM_KEYS: their number (COUNTS) or weight."""
+    """Return the number (COUNTS) or weight of the row's tokens with keys from key + i * step on, for i < _NUM_KEYS."""
     starts = key + tl.arange(0, _NUM_KEYS) * step
     sums = tl.zeros((_NUM_KEYS, BLOCK), tl.int32 if COUNTS else tl.float64)
     for start in range(0, vocab_size, BLOCK):
@@ -57,7 +57,7 @@ def _measure_row(
 
 @triton.jit
 def _measure_short(values, maximum, min_p, low, key, step, COUNTS: tl.constexpr):
-    """Return what _measure_row() does, of these values [groups, GROUP]."""
+    """Return the same as _measure_row() for these values [groups, GROUP]."""
     keys, weights, taken = _taken(values, maximum, min_p, low)
     numbers = taken.to(tl.int32) if COUNTS else weights.to(tl.float64)
     index = tl.arange(0, _NUM_KEYS)
@@ -73,10 +73,11 @@ def _find_key(
     row, vocab_size, temperature, maximum, min_p, low, goal, short, SHORT: tl.constexpr, COUNTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Return the largest key whose tokens from it on number at least goal (COUNTS), or weigh more than goal.
+    """Return the largest key such that at least goal tokens have that key or more (COUNTS), or weigh more than goal.
 
-    The result is (key, above, is_exact); above: what the tokens above the key measure. The key is 0 if there is none.
-    It is less than the largest, and not exact, where that leaves the same tokens. short: values to search in (SHORT).
+    The result is (key, above, is_exact); above: the measure of the tokens above the key. The key is 0 if there is none.
+    It may be lower than the largest one, and is not exact, if that keeps the same tokens. short: values to search in
+    (SHORT).
     """
     index = tl.arange(0, _NUM_KEYS)
     key = tl.zeros((), tl.int64)
@@ -120,7 +121,7 @@ def _nth_of_key(row, vocab_size, temperature, key, n, BLOCK: tl.constexpr):
 
 @triton.jit
 def _list_groups(maxima, listed, num_groups, wanted, GROUPS: tl.constexpr, MOST: tl.constexpr):
-    """List the groups whose maxima are the largest: at least `wanted`; return their number and their least maximum.
+    """List the groups with the largest maxima, at least `wanted`. Return their number and their smallest maximum.
 
     maxima [num_groups] float32; listed [MOST] int32. There are more than MOST only if maxima are equal.
     """
@@ -145,7 +146,7 @@ def _list_groups(maxima, listed, num_groups, wanted, GROUPS: tl.constexpr, MOST:
 
 @triton.jit
 def _load_groups(row, listed, count, vocab_size, temperature, MOST: tl.constexpr):
-    """Load the scaled logits of the first `count` listed groups: [MOST, GROUP], -inf behind them."""
+    """Load the scaled logits of the first `count` listed groups: [MOST, GROUP], -inf after them."""
     number = tl.arange(0, MOST)
     group = tl.load(listed + number, mask=number < count, other=0)
     at = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -154,7 +155,7 @@ def _load_groups(row, listed, count, vocab_size, temperature, MOST: tl.constexpr
 
 @triton.jit
 def _total(row, vocab_size, temperature, maximum, min_p, low, BLOCK: tl.constexpr):
-    """Return the weight of all tokens that are taken."""
+    """Return the weight of all taken tokens."""
     sums = tl.zeros((BLOCK,), tl.float64)
     for start in range(0, vocab_size, BLOCK):
         values = load_scaled(row, start + tl.arange(0, BLOCK), vocab_size, temperature)
@@ -165,9 +166,9 @@ def _total(row, vocab_size, temperature, maximum, min_p, low, BLOCK: tl.constexp
 
 @triton.jit
 def _top_k_key(row, vocab_size, temperature, maximum, min_p, top_k, short, fits, first, BLOCK: tl.constexpr):
-    """Return the key from which on top_k leaves tokens.
+    """Return the key from which on top_k keeps tokens.
 
-    short: the short list's values, of all tokens from the key `first` on; fits: there are at least top_k.
+    short: the values of the short list, which has all tokens from the key `first` on; fits: there are at least top_k.
     """
     goal = top_k.to(tl.float64)
     if fits:
@@ -206,7 +207,7 @@ def _top_p_cut(
     cut = tl.zeros((), tl.int64) - 1
     last_cut = tl.zeros((), tl.int32)
     if is_exact:
-        # A token stays if those before it weigh less than the goal. Those of one key weigh the same.
+        # A token is kept if those before it weigh less than the goal. Tokens with the same key weigh the same.
         each = tl.exp(number_of(low) - maximum).to(tl.float64)
         kept = tl.maximum(tl.ceil((goal - above) / tl.maximum(each, 1e-300)), 1.0)
         cut = low
@@ -220,7 +221,7 @@ def _search(
     logits, words, largest, maxima, listed, lows, cuts, last_cuts, vocab_size, num_rows, num_pieces, num_groups,
     BLOCK: tl.constexpr, PIECES: tl.constexpr, GROUPS: tl.constexpr, MOST: tl.constexpr, SOME: tl.constexpr,
 ):
-    """Find what top_k and top_p leave of each row."""
+    """Find what top_k and top_p keep of each row."""
     index = tl.program_id(0)
     row = logits + index.to(tl.int64) * vocab_size
     temperature, top_p, min_p, top_k = parameters(words, index, num_rows, vocab_size)
@@ -235,7 +236,7 @@ def _search(
         count, least = _list_groups(of_row, ids, num_groups, tl.maximum(top_k, SOME), GROUPS, MOST)
         fits = count <= MOST
         short = _load_groups(row, ids, tl.where(fits, count, 0), vocab_size, temperature, MOST)
-        # The least key of which the short list has all tokens. Scaling keeps the order.
+        # The smallest key for which the short list has all tokens. Scaling keeps the order.
         first = tl.where(least > 0, ordered_key(tl.div_rn(number_of(least), temperature)), 0)
         if top_k > 0:
             has_enough = fits & (top_k <= count)
@@ -251,15 +252,15 @@ def _search(
 
 
 class Thresholds(NamedTuple):
-    """What top_k and top_p leave of S rows: the tokens from a key on, of one key only those up to an id."""
+    """What top_k and top_p keep of S rows: the tokens from a key on; of one key, only those up to an id."""
 
     lows: torch.Tensor  # [S] int64
-    cuts: torch.Tensor  # [S] int64, the key of which only some tokens stay; -1 = none
+    cuts: torch.Tensor  # [S] int64, the key of which only some tokens are kept; -1 = none
     last_cuts: torch.Tensor  # [S] int32, the last of these
 
     @classmethod
     def allocate(cls, num_rows: int, device: torch.device) -> "Thresholds":
-        """Allocate the columns, with nothing in them."""
+        """Allocate the columns, uninitialised."""
         lows, cuts = (torch.empty(num_rows, dtype=torch.int64, device=device) for _ in range(2))
         return cls(lows, cuts, torch.empty(num_rows, dtype=torch.int32, device=device))
 

@@ -121,9 +121,7 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     qkv_by_kv_heads: bool = False  # with fused_qkv, safetensors have each KV head's queries, K and V together
     fused_gate_up: bool = False
     mtp: str = ""  # name prefix of the weights of multi-token prediction layers; only speculation reads them
-    further_layers: bool = (
-        False  # files may have multi-token prediction layers after the last layer; they are not read
-    )
+    further_layers: bool = False  # files may have multi-token prediction layers after the last layer; they are not read
     latent: bool = False  # attention is latent: the settings kv_lora_rank and others exist
     layers_name: str = "model.layers"  # prefix of tensor names in safetensors, before a layer's number
     #: Our name of a layer's tensor, without weight or bias -> the name in safetensors, and in GGUF files. A * in both

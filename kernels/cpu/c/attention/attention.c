@@ -37,7 +37,7 @@ static void fetch_codes(const Attention *args, const AttentionItem *item, int to
     }
 }
 
-/* Fill in the tile from token `first` on, limited to the item's part of the context. */
+/* Fill in the tile starting at token `first`, limited to the item's part of the context. */
 static void find_tile(const Work *work, int first, Tile *tile) {
     const Attention *args = work->args;
     const AttentionItem *item = work->item;
@@ -104,7 +104,8 @@ static void fold(float *maximum, float *sums, float joining_maximum, const float
     }
 }
 
-/* Return the reciprocal of the sum of a row's weights, with that of the head's sink; weights are relative to `maximum`. */
+/* Return the reciprocal of the sum of a row's weights, including that of the head's sink; weights are relative to
+ * `maximum`. */
 static float reciprocal_with_sink(const Attention *args, int head, float maximum, float sum) {
     const float score = maximum * args->scale, sink = args->sinks[head], largest = sink > score ? sink : score;
     const float kept = exp2_negative(all_floats(score - largest))[0];

@@ -6,8 +6,9 @@
  * are merged with those of the tiles before, in ascending order. A tile or chunk that a row does not see adds exact
  * zeros. So a row's bits depend on its own tokens only, whichever item computes it.
  *
- * A head's sink (Xiao et al. 2024, arXiv 2309.17453, as gpt-oss has it) is a further score of every row, without a value:
- * its weight joins the sum of weights when a row is finished, so it does not matter how a context was cut.
+ * A head's sink (Xiao et al. 2024, arXiv 2309.17453, as gpt-oss has it) is an additional score of every row, without a
+ * value: its weight is added to the sum of weights when a row is finished, so it does not matter how a context was
+ * split.
  *
  * Scores, sums and accumulators are float32. With a bfloat16 cache, q and the weights are rounded to bfloat16 before
  * they are multiplied; the sum of weights uses the rounded ones.
@@ -22,15 +23,15 @@ enum { TILE = 512 }; /* tokens: a larger tile has fewer sums to merge, a smaller
 /* Work of one thread: some rows of one KV head against a part of their context. The rows belong to consecutive tokens
  * of one request, or to tokens of several requests that all see a whole tile of the same blocks. */
 typedef struct {
-    int32_t request;    /* row of the block tables; of several requests, one of them */
+    int32_t request;    /* row of the block tables; for several requests, one of them */
     int32_t kv_head;
     int32_t token;      /* the first one, as a row of q; unused with several requests */
     int32_t num_tokens; /* number of tokens */
     int32_t position;   /* of the first token; with several requests the last shared position */
     int32_t begin, end; /* part of the context, in tokens; begin is a multiple of TILE */
-    int32_t partial;    /* -1: the whole context, writes out; else the first row of its partial results */
-    int32_t members;    /* -1: one request; else index of the first member, one for each token */
-    int32_t sees_end;   /* 1: the rows see all tokens before `end`, also those after their own; else 0 */
+    int32_t partial;    /* -1: the whole context, writes out; otherwise the first row of its partial results */
+    int32_t members;    /* -1: one request; otherwise index of the first member, one per token */
+    int32_t sees_end;   /* 1: the rows see all tokens before `end`, including those after them; otherwise 0 */
 } AttentionItem;
 
 /* A token of an item that several requests share. */
@@ -52,15 +53,15 @@ typedef struct {
     const AttentionItem *items;  /* longest first */
     const AttentionMember *members; /* of the items that several requests share */
     const AttentionMerge *merges;
-    float *partials; /* [partial rows, attention_partial_floats()]: the maximum; from LANES on the sums */
+    float *partials; /* [partial rows, attention_partial_floats()]: the maximum; the sums start at LANES */
     char *scratch;   /* attention_scratch_bytes() for each thread, 64-byte aligned */
     CacheShape shape;
     int32_t num_heads, table_width, num_items, num_merges, max_item_tokens;
-    int32_t window; /* tokens that a row sees, itself included; 0 = no limit */
-    int32_t ahead;  /* tokens after its own that a row sees, within its context; 0 = causal attention */
-    float scale;    /* factor of the scores, times log2(e); with a cap the cap, times log2(e) */
-    float cap_factor; /* with a cap the factor of the scores, divided by the cap: they become its tanh; else 0 */
-    const float *sinks; /* [num_heads]: a score, times log2(e), of each head that no value belongs to; or NULL */
+    int32_t window; /* tokens that a row sees, including itself; 0 = no limit */
+    int32_t ahead;  /* tokens after it that a row sees, within its context; 0 = causal attention */
+    float scale;    /* factor of the scores, times log2(e); with a cap: the cap, times log2(e) */
+    float cap_factor; /* with a cap: the factor of the scores, divided by the cap, before tanh; otherwise 0 */
+    const float *sinks; /* [num_heads]: each head's score without a value, times log2(e); or NULL */
 } Attention;
 
 void attention_part(const Attention *args, int thread, int num_threads);

@@ -1,9 +1,9 @@
 /* Some rows of q against one KV tile, as in attention_rows.h, with AMX's products (amx.h). Only attention.c includes
  * this file.
  *
- * The chunks of the cache are tiles as they are: K of a chunk has the dimensions as its rows, 32 of them in a tile; V has
- * pairs of its 16 tokens as rows, 16 dimensions in a tile. So scores are summed over 32 dimensions at a time, and values
- * over the 16 tokens of a chunk, whatever the size of the blocks.
+ * The chunks of the cache are already tiles: K of a chunk has the dimensions as its rows, 32 of them in a tile; V has
+ * pairs of its 16 tokens as rows, 16 dimensions in a tile. So scores are summed over 32 dimensions at a time, and
+ * values over the 16 tokens of a chunk, whatever the size of the blocks.
  */
 #ifndef ATTENTION_AMX_H
 #define ATTENTION_AMX_H
@@ -23,7 +23,7 @@ typedef struct {
     uint32_t q[BLOCK_ROWS][KEY_UNITS], keys[KEY_UNITS][CHUNK];
 } Tails;
 
-/* Shape the tiles for so many rows of q. */
+/* Configure the tiles for `rows` rows of q. */
 static void shape_for_rows(Amx *amx, int rows) {
     amx->shapes = (AmxShapes){.palette = 1};
     for (int tile = 0; tile <= Q; tile++) amx_shape(amx, tile, rows, AMX_ROW_BYTES);

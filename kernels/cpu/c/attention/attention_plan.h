@@ -12,8 +12,8 @@
 typedef struct {
     const int64_t *num_tokens;   /* [num_requests] in this step, packed request after request */
     const int64_t *context_lens; /* [num_requests] tokens in the cache after the step */
-    /* [num_wholes, 2] first token of the step and number of tokens, ascending: these see all of each other, as those of an
-     * image do. Each lies in one request. */
+    /* [num_wholes, 2] first token of the step and number of tokens, ascending: these all see each other, such as
+     * those of an image. Each is within one request. */
     const int64_t *wholes;
     AttentionItem *items;        /* room for max_items; longest first, lengths rounded to an eighth */
     AttentionMerge *merges;      /* room for max_items */
@@ -26,9 +26,9 @@ typedef struct {
     int64_t num_requests, num_wholes, max_items; /* max_items is a power of two */
     int32_t num_kv_heads, group; /* group: query heads of a KV head */
     int32_t window, ahead;       /* see attention.h */
-    int32_t max_item_tokens;     /* in: limit of an item; out: those of the largest item */
+    int32_t max_item_tokens;     /* in: limit per item; out: tokens of the largest item */
     int32_t max_split_rows;      /* items of more rows (tokens * group) are not split along the context */
-    int32_t max_members;         /* tokens in an item of several requests at most; 1 = never share */
+    int32_t max_members;         /* the most tokens in an item of several requests; 1 = never share */
     int64_t num_items, num_merges; /* out; if num_items > max_items nothing was written */
     int64_t num_members, num_partials; /* out; num_partials: rows of partial results */
     int64_t num_tile_users;            /* whole tiles seen by the only token of a request */

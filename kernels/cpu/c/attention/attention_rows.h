@@ -45,7 +45,7 @@ INLINE void multiply(Floats sums[MAX_ROWS][MAX_VECTORS], const uint32_t *a, int 
             for (int v = 0; v < vectors; v++) right[v] = half_of(b[v], half);
 #pragma GCC unroll 6
             for (int row = 0; row < rows; row++) {
-                __asm__ volatile("" : "+r"(a)); /* else compilers would keep all units of a, and the sums in memory */
+                __asm__ volatile("" : "+r"(a)); /* otherwise compilers keep all units of a, and the sums in memory */
                 const Floats left = half_of(all_units(a[row * a_stride]), half);
 #pragma GCC unroll 4
                 for (int v = 0; v < vectors; v++) sums[row][v] = multiply_add(left, right[v], sums[row][v]);
@@ -166,7 +166,7 @@ INLINE void add_values(const Work *work, const Tile *tile, float *state, Block *
 /* The window of an item's rows, or 0. Tokens of several requests see the whole tile that they share. */
 static int window_of(const Attention *args, const AttentionItem *item) { return item->members < 0 ? args->window : 0; }
 
-/* How many tokens after its own a row of an item sees, within the item's part of the context. */
+/* How many tokens after it a row of an item sees, within the item's part of the context. */
 static int ahead_of(const Attention *args, const AttentionItem *item) {
     return item->sees_end ? 1 << 30 : args->ahead;
 }
@@ -203,7 +203,7 @@ INLINE void attend_rows(const Work *work, const Tile *tile, int row, const int r
     const int vectors = VECTORS_FOR(rows);
     for (; dim + vectors * LANES <= work->width; dim += vectors * LANES)
         add_values(work, tile, sums, &block, dim, dim == 0, rows, vectors, dtype);
-    if (dim == 0) /* a narrow head: no product computed the weights meanwhile */
+    if (dim == 0) /* a narrow head: no product has computed the weights in its loop */
         for (int chunk = block.begin / 2 * 2; chunk < block.end; chunk += 2)
             weigh(&block, chunk, work->args->scale, 0, rows, dtype);
     for (; dim < work->width; dim += LANES) add_values(work, tile, sums, &block, dim, 0, rows, 1, dtype);

@@ -20,7 +20,7 @@
 #define MAX_VECTORS 4
 #define VECTORS_FOR(rows) (VECTOR_BYTES == 32 && (rows) > 3 ? 2 : MAX_VECTORS)
 
-/* Rows of a Block at most. */
+/* The most rows of a Block. */
 #if defined(__AMX_BF16__)
 #define BLOCK_ROWS 16
 #else
@@ -60,7 +60,7 @@ typedef struct {
     Floats kept, added; /* factors of the sums before, and of the added sums */
 } Joint;
 
-/* The value to subtract for a maximum: 0 if nothing was seen, because minus infinity minus itself is NaN. */
+/* The value to subtract for a maximum: 0 if nothing was seen, because minus infinity minus minus infinity is NaN. */
 INLINE Floats subtrahend(Floats maximum) { return choose(maximum == -INFINITY, all_floats(0.0f), maximum); }
 
 INLINE Joint join(Floats before, Floats joining, float scale) {
@@ -121,7 +121,8 @@ INLINE Floats add_unit(Floats sum, Words a, Words b, const int dtype) {
 /* Return the first (half 0) or second number of each pair of bfloat16 numbers. */
 INLINE Floats half_of(Words pairs, const int half) { return (Floats)(half ? pairs & 0xffff0000 : pairs << 16); }
 
-/* Return a unit in every lane. Compilers would take the numbers of a pair apart before, and move each to a vector. */
+/* Return a unit in every lane. Otherwise compilers would separate the numbers of a pair first, and move each to a
+ * vector. */
 INLINE Words all_units(uint32_t unit) {
     Words units = all_words(unit);
 #if defined(__AVX2__)

@@ -13,10 +13,10 @@
 
 #define CHUNK 16           /* tokens */
 #define MAX_HEAD_DIM 4096  /* rows of a head are copied to stack buffers of this size */
-#define PERIOD (2 * CHUNK) /* scales that decode() takes, for as many numbers */
+#define PERIOD (2 * CHUNK) /* scales that decode() takes, for the same number of numbers */
 
 #define LEAST_LARGEST 0x1p-100f /* a scale, its inverse and its products with codes are normal numbers */
-#define A_127TH 0x1.020406p-7f  /* so much less than 1/127 that 127 times a product with it is not more than before */
+#define A_127TH 0x1.020406p-7f  /* so far below 1/127 that 127 times a product is not more than before */
 
 /* Return the bits of the row's largest number, without its sign; at least those of infinity if one is not finite. */
 INLINE int32_t largest_bits(const void *row, int count, const int dtype) {
@@ -60,7 +60,7 @@ INLINE void put_key_codes(int8_t *to, const int8_t *codes, int count, int pair) 
         for (int i = 0; i < count; i++) to[i * CHUNK] = codes[i];
 }
 
-/* The same of its V. Numbers between them are not written: another thread may write them at the same time. */
+/* The same for its V. Numbers between them are not written: another thread may write them at the same time. */
 INLINE void put_value_codes(int8_t *to, const int8_t *codes, int count, int pair) {
     if (pair == 1)
         memcpy(to, codes, count);
@@ -73,7 +73,7 @@ typedef struct {
     Floats of[PERIOD / LANES];
 } PeriodScales;
 
-/* Write numbers of dtype: codes times the scales, again and again. count: a multiple of 16, of bfloat16 of 32. */
+/* Write numbers of dtype: codes times the scales, which repeat. count: a multiple of 16, for bfloat16 of 32. */
 INLINE void decode(const int8_t *codes, const PeriodScales *scales, int count, void *to, const int dtype) {
     for (int i = 0; i < count; i += PERIOD)
 #pragma GCC unroll 4

@@ -1,6 +1,6 @@
 /* The layout of the KV cache.
  *
- * A unit is four bytes: a pair of bfloat16 (neighbours along the axis that a product sums over) or one float32. A layer
+ * A unit is four bytes: a pair of bfloat16 (adjacent along the axis that a product sums over) or one float32. A layer
  * is [block][K or V][head][chunk][padded head_dim * 16 numbers]; a chunk is 16 tokens. K of a chunk is [pair of
  * dimensions][token] units, V is [pair of tokens][dimension] units. So both are right operands of their products
  * without a copy. Blocks of fewer than 16 tokens contain plain rows [token][dimension]; find_chunk() makes chunks of
@@ -182,7 +182,7 @@ static void put_stored_row(const CacheShape *shape, const char *block, int token
     put_in_chunk(shape, chunk, is_value, token_in_chunk, row);
 }
 
-/* Return where a chunk lies that contains the tokens from `first` on; blocks have 16 tokens or more. */
+/* Return the address of the chunk that contains the tokens from `first` on; blocks have 16 tokens or more. */
 INLINE const char *stored_chunk(const CacheShape *shape, const void *layer, const int32_t *table, int is_value,
                                 int head, int first) {
     return (const char *)layer + head_offset(shape, table[first / shape->block_size], is_value, head) +

@@ -4,7 +4,7 @@
 #include "threads/pool.h"
 #include "math/row_math.h"
 
-/* The products of all heads with their own matrices: each from its numbers of a row of x to its numbers of y. */
+/* The products of all heads, each with its own matrix: from its numbers of a row of x to its numbers of y. */
 typedef struct {
     const Gemm *weights; /* [num_heads], all of one shape */
     const char *x;
@@ -40,7 +40,7 @@ static void multiply_heads(const HeadProducts *args, int thread, int num_threads
     whole.num_rows = num_rows;
     const int64_t piece = gemm_piece(&whole), pieces = (num_panels + piece - 1) / piece;
     const int64_t count = pieces * args->num_heads;
-    for (int i = 0; i < num_threads; i++) { /* first the thread's own, then those left of the others */
+    for (int i = 0; i < num_threads; i++) { /* first the thread's own, then what is left of the others' */
         const int owner = (thread + i) % num_threads;
         const int64_t begin = count * owner / num_threads, end = count * (owner + 1) / num_threads;
         for (int64_t at; (at = begin + pool_take(owner)) < end;) {
@@ -101,12 +101,13 @@ static __attribute__((noinline)) void rotate_row(const LatentStep *args, int64_t
     }
 }
 
-/* Separate two parts, the second of which reads what the first wrote, row by row. */
+/* Separate two parts, the second of which reads row by row what the first wrote. No barrier is needed if threads divide
+ * the rows. */
 static void go_on_by_rows(const LatentStep *args, int num_threads) {
     if (!gemm_splits_rows(args->num_rows, num_threads, args->shape.dtype)) pool_barrier();
 }
 
-/* Compute the queries' heads of their latent vectors. */
+/* Compute the queries' heads from their latent vectors. */
 static void expand_queries(const LatentStep *args, int thread, int num_threads) {
     Gemm product = *args->latent->query;
     product.x = args->qkv, product.x_stride = width_of(args->latent);

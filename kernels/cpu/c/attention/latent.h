@@ -1,12 +1,14 @@
 /* Multi-head latent attention (DeepSeek V2, arXiv 2405.04434): the parts around attention, which sees one KV head.
  *
- * A token's K and V of all heads follow from one latent vector c = norm(x @ down_c^T) and from one rotated part r that all
- * heads share: K of head h is (c @ keys_h^T, r), V is c @ values_h^T. So a score is q_plain . (c @ keys_h^T) + q_rotated . r
- * = (q_plain @ keys_h) . c + q_rotated . r, and the weighted sum of V is (the weighted sum of c) @ values_h^T. Attention
- * then is that of many query heads and one KV head, whose K is (c, r) and whose V is c, and the cache has (c, r) only.
- * Prompts are computed in the same way as single tokens. So a token's bits do not depend on how a prompt is cut.
+ * A token's K and V of all heads are computed from one latent vector c = norm(x @ down_c^T) and from one rotated part r
+ * that all heads share: K of head h is (c @ keys_h^T, r), V is c @ values_h^T. So a score is q_plain . (c @ keys_h^T) +
+ * q_rotated . r = (q_plain @ keys_h) . c + q_rotated . r, and the weighted sum of V is (the weighted sum of c) @
+ * values_h^T. This is attention with many query heads and one KV head, whose K is (c, r) and whose V is c, and the
+ * cache has (c, r) only. Prompts are computed in the same way as single tokens. So a token's bits do not depend on how
+ * a prompt is cut.
  *
- * Where queries have a latent vector too, it is normalised and multiplied in between. Each step's result is rounded to dtype.
+ * If queries have a latent vector too, it is normalised and multiplied in between. Each step's result is rounded to
+ * dtype.
  */
 #ifndef LATENT_H
 #define LATENT_H
@@ -21,7 +23,7 @@ typedef struct {
     const float *query_norm;   /* [query_dim], or NULL */
     const float *latent_norm;  /* [latent_dim] */
     int32_t num_heads;
-    int32_t query_dim;  /* of queries' latent vector; without one, of all heads: num_heads * (plain_dim + rotated_dim) */
+    int32_t query_dim;  /* of queries' latent vector; if none, of all heads: num_heads * (plain_dim + rotated_dim) */
     int32_t latent_dim, plain_dim, rotated_dim, value_dim;
     float eps; /* of both norms */
     int32_t reserved;
@@ -30,7 +32,7 @@ typedef struct {
 typedef struct {
     const Latent *latent;
     void *qkv;     /* [num_rows, query_dim + latent_dim + rotated_dim] of dtype; a latent query is normalised in place */
-    void *queries; /* [num_rows, num_heads * (plain_dim + rotated_dim)] of dtype: room, where queries have a latent vector */
+    void *queries; /* [num_rows, num_heads * (plain_dim + rotated_dim)] of dtype: room, if queries have a latent one */
     const float *cos, *sin, *query_cos, *query_sin; /* see rope.h; of rotated_dim numbers */
     const int64_t *positions, *slots;               /* [num_rows], see rope.h */
     void *q;          /* [num_rows, num_heads, latent_dim + rotated_dim] of dtype */

@@ -21,15 +21,15 @@ typedef struct {
     int32_t count;          /* number of the tile's users; valid in the first user only */
 } TileUser;
 
-/* Return whether the tile from token `begin` on consists of whole blocks and lies within the tables' width. */
+/* Return whether the tile from token `begin` on consists of whole blocks and is within the tables' width. */
 int tile_has_blocks(const BlockTables *tables, int32_t begin);
 
 /* Return a user of a tile that has no other users yet. */
 TileUser lone_user(const BlockTables *tables, int32_t request, int32_t token, int32_t begin, int32_t index);
 
-/* Link the users of each tile. Return whether any tile has several users. `room` has as many numbers as the least power
- * of two that is at least 2 * num_users. A tile is compared with one other tile at most: the first one with the same
- * last block. If the two differ, its user stays alone. */
+/* Link the users of each tile. Return whether any tile has several users. `room` has as many numbers as the least
+ * power of two that is at least 2 * num_users. A tile is compared with at most one other tile: the first one with
+ * the same last block. If the two differ, its user stays alone. */
 int find_shared_tiles(const BlockTables *tables, TileUser *users, int64_t num_users, int32_t *room);
 
 #endif

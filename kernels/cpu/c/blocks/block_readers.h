@@ -1,4 +1,4 @@
-/* The readers of GGUF blocks: a block's weights as float32, each product and sum rounded by itself. */
+/* The readers of GGUF blocks: a block's weights as float32, with each product and sum rounded separately. */
 #ifndef BLOCK_READERS_H
 #define BLOCK_READERS_H
 
@@ -70,7 +70,7 @@ INLINE void codes_of_scales(const uint8_t *block, int group, int *scale, int *mi
     }
 }
 
-/* Write what `count` codes stand for: (code - zero) * scale, plus a minimum if there is one. */
+/* Write the values of `count` codes: (code - zero) * scale, plus a minimum if there is one. */
 INLINE void write_numbers(const uint8_t *codes, const int count, const int zero, float scale, const int has_minimum,
                           float minimum, float *out) {
     for (int i = 0; i < count; i += LANES) {

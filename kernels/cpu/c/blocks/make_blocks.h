@@ -14,7 +14,7 @@ typedef struct {
     int32_t reserved;
 } MakeBlocks;
 
-/* Write the blocks. Return how many could not be written, because their scale is no finite float16. */
+/* Write the blocks. Return how many could not be written, because their scale is not a finite float16. */
 int64_t make_blocks(const MakeBlocks *args);
 
 #endif

@@ -73,7 +73,7 @@ static void exchange_columns(const Share *share, char *y, const Place *place, in
     }
 }
 
-/* Wait for all threads of all ranks, and for the columns of y, whose elements have so many bytes, that others have. */
+/* Wait for all threads of all ranks, and for the columns of y that others have. Elements have element_bytes bytes. */
 static void gather_columns(const Share *share, void *y, const Place *place, int64_t element, int to_first) {
     if (!share->decoder->group->streams) {
         wait_for_group(share);
@@ -120,7 +120,7 @@ static void exchange_embedded(const Share *share) {
     }
 }
 
-/* Embed the tokens that this rank has; then take all tokens' embeddings. */
+/* Embed this rank's tokens, then collect all tokens' embeddings. */
 static void embed_in_group(const Share *share, Embedding args) {
     const DecoderStep *step = share->step;
     const int64_t begin = first_row(share, share->thread), end = first_row(share, share->thread + 1);
@@ -149,7 +149,7 @@ static void embed(const Share *share) {
                             decoder->embedding_scale, decoder->embeddings_packing,
                             decoder->kinds, decoder->places, share->step->positions, decoder->num_words,
                             share->step->given};
-    if (decoder->group && !args.given) /* what is given, each rank has whole */
+    if (decoder->group && !args.given) /* each rank has all given embeddings */
         embed_in_group(share, args);
     else
         embedding_part(&args, share->thread, share->num_threads);
@@ -270,7 +270,7 @@ static void begin_latent(const Share *share) {
     latent_begin_part(&args, share->thread, share->num_threads);
 }
 
-/* Compute the heads' values from what latent attention yields, [num_rows, latent vectors of all heads]; return them. */
+/* Compute and return the heads' values from latent attention's output, [num_rows, latent vectors of all heads]. */
 static const void *expand_values(const Share *share, const void *attended) {
     const LatentValues args = {share->layer->latent, attended, share->step->values, share->num_rows};
     latent_values_part(&args, share->thread, share->num_threads);
@@ -278,7 +278,7 @@ static const void *expand_values(const Share *share, const void *attended) {
     return args.values;
 }
 
-/* Renew the requests' states, for all tokens: what this layer has in place of attention. */
+/* Update the requests' states for all tokens. In this layer, it replaces attention. */
 static void recur(const Share *share) {
     const DecoderStep *step = share->step;
     const RecurrenceStep args = {
@@ -344,7 +344,7 @@ static void begin_layer(const Share *share) {
     const DecoderLayer *layer = share->layer;
     multiply_adapted(share, &layer->qkv, QKV_PRODUCT, share->step->x, share->step->qkv, NULL, &layer->o);
     if (layer->recurrence) return;
-    go_on_by_rows(share); /* also between two products: threads take their columns by counters */
+    go_on_by_rows(share); /* needed between two products too: threads take their columns by counters */
     if (layer->output_gate) {
         multiply(share, layer->output_gate, share->step->x, share->step->output_gates, NULL, &layer->o, NULL);
         go_on_by_rows(share);

@@ -1,8 +1,8 @@
 /* A decoder's whole step as one job of the pool: embedding, all layers, final norm and head.
  *
- * Each phase is the xxx_part() of a kernel, so the bits are those of the kernels called one after the other. There is a
- * barrier between two phases, unless both give a thread the same rows. Kernels that work row by row divide the rows in
- * the same way, and so do products of many rows. Then only attention has barriers, before and after it.
+ * Each phase is the xxx_part() of a kernel, so the bits are the same as if the kernels were called one after the other.
+ * There is a barrier between two phases, unless both give a thread the same rows. Kernels that work row by row divide
+ * the rows in the same way, and so do products of many rows. Then only attention has barriers, before and after it.
  *
  * An encoder is a decoder without a head whose attention sees the whole prompt. Its prompts are computed in one step. So
  * all layers may have the same memory as their cache.
@@ -39,7 +39,7 @@ typedef struct {
 /* A layer's products, as adapters number them: layer * LAYER_PRODUCTS + one of these. */
 enum { QKV_PRODUCT = 0, O_PRODUCT = 1, GATE_UP_PRODUCT = 2, DOWN_PRODUCT = 3, LAYER_PRODUCTS = 4 };
 
-/* Where a rank's columns lie in a result of a group (group.h): from `first` on, of `width` columns of all ranks. */
+/* Where a rank's columns are in a result of a group (group.h): from `first` on, of `width` columns of all ranks. */
 typedef struct {
     int64_t first, width;
     const int64_t *bounds; /* [size + 1] the first columns of all ranks, and width; NULL if the ranks share memory */

@@ -1,12 +1,12 @@
 /* Rows of an embedding table, times a factor, as float32.
  *
- * An id below 0 stands for a row that is given: id -1 - i is row i of `given`, which becomes the output as it is.
+ * An id below 0 stands for a given row: id -1 - i is row i of `given`, which is copied to the output unchanged.
  *
- * Encoders add a row for the kind of the token, and then one for its position. The ids of tokens of kind k are k *
- * num_words higher than those of kind 0.
+ * Encoders add a row for the kind of the token, and then one for its position. The ids of tokens of kind k are offset
+ * by k * num_words.
  *
- * If a model's head has the same weights, they are kept once, packed for the head. Then neighbours in a row of the
- * table are one step of a panel apart.
+ * If a model's head has the same weights, they are kept once, packed for the head. Then adjacent numbers of a table row
+ * are one step of a panel apart.
  */
 #ifndef EMBEDDING_H
 #define EMBEDDING_H

@@ -3,10 +3,10 @@
  *
  *     logits = x @ router^T; y = sum over the chosen e of weights[e] * (f(x @ gate_e^T) * (x @ up_e^T)) @ down_e^T
  *
- * routing.h says which experts are chosen and what their weights are. A shared expert is one more gated MLP, which all rows
- * have; its weight is 1, or the sigmoid of the router's last logit. A row's sum is in float32 and in the order of the
- * experts' numbers, the shared one last, so its bits do not depend on other rows. Weights of experts that no row has chosen
- * are not read. Of a row with a logit that is not finite, everything is NaN.
+ * routing.h says which experts are chosen and what their weights are. A shared expert is one more gated MLP, used by
+ * all rows; its weight is 1, or the sigmoid of the router's last logit. A row's sum is in float32 and ordered by
+ * expert, the shared one last, so its bits do not depend on other rows. Weights of experts that no row has chosen are
+ * not read. If one of a row's logits is not finite, its whole result is NaN.
  */
 #ifndef EXPERTS_H
 #define EXPERTS_H
@@ -14,11 +14,11 @@
 #include "products/gemm.h"
 #include "layers/routing.h"
 
-/* Rows are computed in batches of at most so many, which bounds the memory. */
+/* Rows are computed in batches of at most this many, which bounds the memory. */
 enum { EXPERT_ROWS = 512 };
 
 typedef struct {
-    Gemm router;                /* to float32: one column for each expert, then the shared one's gate, if it has one */
+    Gemm router;                /* to float32: one column per expert, then the shared expert's gate, if it has one */
     const Gemm *gate_up, *down; /* [num_experts]; the first ones have a gate, the second ones give float32 */
     const Gemm *shared;         /* [2] the shared expert's gate_up and down; or NULL */
     Routing routing;
@@ -26,7 +26,7 @@ typedef struct {
     int32_t width; /* of x and the result */
 } Experts;
 
-/* What threads share while they compute; of min(num_rows, EXPERT_ROWS) rows. */
+/* What threads share during the computation, for min(num_rows, EXPERT_ROWS) rows. */
 typedef struct {
     float *logits;    /* [rows, num_columns of the router] */
     float *keys;      /* [rows, num_experts + num_groups]: see choose_experts() */

@@ -1,9 +1,10 @@
 /* The activations of MLPs: f(x), and the gated ones f(gate) * up (Shazeer 2020, arXiv 2002.05202).
  *
  * silu(x) = x / (1 + exp(-x)). gelu's tanh form (Hendrycks & Gimpel 2016, arXiv 1606.08415) is x * (1 + tanh(u)) / 2 =
- * x / (1 + exp(-2 u)), u = sqrt(2 / pi) * (x + 0.044715 * x ** 3). gelu itself is x * (1 + erf(x / sqrt(2))) / 2. The clamped one of gpt-oss
- * (OpenAI 2025, arXiv 2508.10925) is min(gate, 7) / (1 + exp(-1.702 * min(gate, 7))) * (1 + up), up between -7 and 7. The squared
- * relu (So et al. 2021, arXiv 2109.08668) is max(x, 0) ** 2; no gate has it.
+ * x / (1 + exp(-2 u)), u = sqrt(2 / pi) * (x + 0.044715 * x ** 3). gelu itself is x * (1 + erf(x / sqrt(2))) / 2. The
+ * clamped one of gpt-oss (OpenAI 2025, arXiv 2508.10925) is min(gate, 7) / (1 + exp(-1.702 * min(gate, 7))) * (1 + up),
+ * up between -7 and 7. The squared relu (So et al. 2021, arXiv 2109.08668) is max(x, 0) ** 2; it is never used with a
+ * gate.
  */
 #ifndef GATE_H
 #define GATE_H

@@ -2,10 +2,11 @@
  *
  *     hidden += x * multiplier; out = hidden / sqrt(mean(hidden ** 2) + eps) * weight
  *
- * One that precedes the addition normalises hidden as it was before: `out` is what a parallel branch reads.
+ * A norm that precedes the addition normalises hidden as it was before: `out` is what a parallel branch reads.
  *
- * A centred one is layer normalisation (Ba et al. 2016, arXiv 1607.06450): the row's mean is subtracted first, and a bias
- * may be added. All is done row by row. All intermediate numbers are float32. The sums of a row have a fixed order.
+ * A centred norm is layer normalisation (Ba et al. 2016, arXiv 1607.06450): the row's mean is subtracted first, and a
+ * bias may be added. Everything is done row by row. All intermediate numbers are float32. The sums of a row have a
+ * fixed order.
  */
 #ifndef NORM_H
 #define NORM_H
@@ -15,9 +16,9 @@
 /* The constants of one normalisation. */
 typedef struct {
     const float *weight; /* [width]; NULL = there is no such normalisation: out is hidden, rounded */
-    const float *bias;   /* [width] of a centred one; NULL = none */
+    const float *bias;   /* [width] for a centred norm; NULL = none */
     int32_t is_centred;
-    int32_t replaces;    /* the result, in float32, replaces hidden too; for centred ones only */
+    int32_t replaces;    /* the result, in float32, also replaces hidden; only for centred norms */
     int32_t precedes;    /* hidden is normalised before x is added to it */
     int32_t reserved;
 } NormWeights;
@@ -26,7 +27,7 @@ typedef struct {
     float *hidden;       /* [num_rows, width], or NULL: x itself is normalised */
     const void *x;       /* [num_rows, width] of x_dtype, or NULL: nothing is added */
     NormWeights norm;
-    void *out;           /* [num_rows, width] of out_dtype, or NULL: only the addition is wanted */
+    void *out;           /* [num_rows, width] of out_dtype, or NULL: only add */
     int64_t num_rows, width;
     int32_t x_dtype, out_dtype; /* BFLOAT16 or FLOAT32 */
     float eps, multiplier;

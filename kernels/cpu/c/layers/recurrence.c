@@ -4,10 +4,10 @@
 #include "threads/pool.h"
 #include "math/row_math.h"
 
-/* Channels are divided among threads in so many, which fill cache lines. */
+/* Channels are divided among threads in units of this many, which fill cache lines. */
 enum { LINE_CHANNELS = 32 };
 
-/* Of loops whose bodies stay in registers. */
+/* For loops whose bodies stay in registers. */
 #define UNROLLED _Pragma("GCC unroll 8")
 
 /* Return a thread's first unit of `count`, which are divided in whole parts of `unit`. */
@@ -20,7 +20,7 @@ static float *state_at(const RecurrenceStep *args, int64_t row) {
     return args->states + row * args->state_stride + args->layer->state_offset;
 }
 
-/* Return the row to which the state behind a token is copied; below 0: none. */
+/* Return the row to which the state after a token is copied; below 0: none. */
 INLINE int64_t save_of(const RecurrenceStep *args, int64_t token) { return args->saves ? args->saves[token] : -1; }
 
 static int begins(const RecurrenceStep *args, int64_t request) {
@@ -41,7 +41,7 @@ INLINE void store_some(void *to, int64_t index, int64_t count, Floats values, co
 
 /* --- the convolution --- */
 
-/* Return what is convolved, of LANES channels from `channel` on. */
+/* Return the input of the convolution for LANES channels, starting at `channel`. */
 INLINE Floats input_of(const Recurrence *layer, const void *row, int64_t channel, int64_t count, const int dtype) {
     const int64_t width = layer->channels;
     if (layer->kind == SHORT_CONVOLUTION)
@@ -109,7 +109,7 @@ INLINE Floats softplus(Floats x) {
     return multiply_add(s + s, sum, choose(x > 0.0f, x, x * 0.0f)); /* NaN stays NaN */
 }
 
-/* Write each head's factors of one token behind its channels: decay, then beta or the step. */
+/* Write each head's factors for one token after its channels: decay, then beta or the step. */
 INLINE void find_factors(const Recurrence *layer, const void *row, float *mixed, const int dtype) {
     const int64_t heads = layer->num_heads;
     const int is_delta = layer->kind == GATED_DELTA;
@@ -157,7 +157,7 @@ static void factors_part(const RecurrenceStep *args, int thread, int num_threads
 
 enum { VECTORS = STRIP / LANES };
 
-/* Let each number of a strip of values begin a sum of its own. */
+/* Start one sum for each number of a strip of values. */
 typedef struct {
     Floats of[VECTORS];
 } Strip;

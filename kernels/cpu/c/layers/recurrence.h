@@ -1,6 +1,6 @@
-/* Layers with a recurrent state in place of attention: what a token gives the next one has a fixed size.
+/* Layers with a recurrent state instead of attention: what a token passes to the next one has a fixed size.
  *
- * All begin with a causal convolution of each channel over the last tokens. Then, by kind:
+ * All start with a causal convolution of each channel over the last tokens. Then, by kind:
  *
  *   SHORT_CONVOLUTION (Liquid AI 2025, arXiv 2511.23404): y = c * convolution(b * x).
  *   GATED_DELTA (Yang et al. 2024, arXiv 2412.06464), a state S [key_dim, value_dim] for each head:
@@ -10,9 +10,9 @@
  *       S = decay * S + k (step * v)^T; y = norm((q S + skip * v) * silu(z)),
  *       step = softplus(dt + step_bias) within limits, decay = exp(-rate * step).
  *
- * A request's tokens are computed one after the other, in float32, by one order of operations. So a token's bits depend
- * on its request's tokens up to it, whatever the steps, the neighbours and the threads. kernels/recurrence.py has the
- * definition in NumPy.
+ * A request's tokens are computed one after the other, in float32, in a fixed order of operations. So a token's bits
+ * depend on its request's tokens up to it, whatever the steps, the neighbours and the threads. kernels/recurrence.py
+ * has the definition in NumPy.
  */
 #ifndef RECURRENCE_H
 #define RECURRENCE_H
@@ -21,11 +21,11 @@
 
 enum { SHORT_CONVOLUTION = 0, GATED_DELTA = 1, STATE_SPACE = 2 };
 
-/* Values of a head are computed in strips of so many columns, which the first level cache keeps. */
+/* Values of a head are computed in strips of STRIP columns, which the first level cache keeps. */
 enum { STRIP = 32, MAX_TAPS = 8 };
 
-/* A layer; made once. A row of its input has [b, c, x] (SHORT_CONVOLUTION), [q, k, v, z, b, a] (GATED_DELTA) or
- * [z, v, k, q, dt] (STATE_SPACE); channels are those that are convolved, in their order. */
+/* A layer; made once. A row of its input has [b, c, x] (SHORT_CONVOLUTION), [q, k, v, z, b, a] (GATED_DELTA) or [z,
+ * v, k, q, dt] (STATE_SPACE); the channels are the convolved ones, in their order. */
 typedef struct {
     const float *kernel; /* [taps, channels]: the oldest token's first */
     const float *bias;   /* [channels]; or NULL */
@@ -35,7 +35,7 @@ typedef struct {
     int64_t state_offset;    /* of the layer's state in a request's */
     int32_t kind, dtype, taps;
     int32_t num_heads, num_groups; /* heads of a group have the same keys and queries */
-    int32_t takes_turns;           /* head h is of group h % num_groups; else neighbours are of one group */
+    int32_t takes_turns;           /* head h is in group h % num_groups; otherwise consecutive heads are in one group */
     int32_t key_dim, value_dim;    /* key_dim is even */
     float eps, least_step, most_step;
 } Recurrence;
@@ -44,13 +44,13 @@ typedef struct {
 typedef struct {
     const Recurrence *layer;
     const void *in; /* [T, width] of dtype */
-    void *out;      /* [T, channels] of dtype for SHORT_CONVOLUTION; else [T, num_heads * value_dim] */
+    void *out;      /* [T, channels] of dtype for SHORT_CONVOLUTION; otherwise [T, num_heads * value_dim] */
     float *mixed;   /* [T, mixed_stride]: room for the channels, then two factors for each head */
     float *states;  /* [requests' rows, state_stride]: convolution's last inputs [taps - 1, channels], then at a multiple
                      * of 16 the heads' strips [num_heads, strips, key_dim, STRIP] */
     const int64_t *rows, *firsts; /* [R] row of each request's state; [R + 1] its first token */
-    const int64_t *positions;     /* [T]; a request that begins at 0 begins with a state of zeros */
-    const int64_t *saves;         /* [T] row to which the state behind the token is copied, below 0: none; NULL: none */
+    const int64_t *positions;     /* [T]; a request that starts at 0 starts with a state of zeros */
+    const int64_t *saves;         /* [T] row to which the state after the token is copied, below 0: none; NULL: none */
     int64_t state_stride, mixed_stride, num_requests;
 } RecurrenceStep;
 

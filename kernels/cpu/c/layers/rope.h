@@ -23,7 +23,7 @@ typedef struct {
     int32_t num_heads, num_tokens;
     float eps;
     int32_t norms_of_rows; /* Q's heads are normalised together, in qkv, and so are K's */
-    int32_t is_centred;    /* norms are layer normalisations without biases (norm.h); else of root mean squares */
+    int32_t is_centred;    /* norms are layer normalisations without biases (norm.h); otherwise RMS norms */
     int32_t is_after;      /* heads are normalised after the rotation; not with norms_of_rows */
 } RopeKvWrite;
 

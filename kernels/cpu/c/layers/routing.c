@@ -15,7 +15,7 @@ float sigmoid_of(float x) {
     return (x < 0.0f ? small : 1.0f) / (1.0f + small);
 }
 
-/* Find the largest of some numbers, of equal ones those at lower places, and write their places in ascending order. */
+/* Find the largest of some numbers, the first ones on a tie, and write their indices in ascending order. */
 static void choose_largest(const float *numbers, int count, int32_t *chosen, int num_chosen) {
     int found = 0;
     for (int i = 0; i < count; i++) {
@@ -46,7 +46,8 @@ static float best_of(const float *numbers, int count, int best) {
     return best == 2 ? first + second : first;
 }
 
-/* Make the keys of experts in groups that are not chosen the least. The room for chosen experts serves for groups first. */
+/* Set the keys of experts in groups that are not chosen to the minimum. The room for chosen experts is first used
+ * for groups. */
 static void leave_groups(const Routing *routing, float *keys, int32_t *chosen) {
     const int num_groups = routing->num_groups, size = routing->num_experts / num_groups;
     float *groups = keys + routing->num_experts;

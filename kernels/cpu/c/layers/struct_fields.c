@@ -14,7 +14,7 @@
 #include "layers/soft_cap.h"
 
 typedef struct {
-    const char *type, *field; /* field "": the struct as a whole */
+    const char *type, *field; /* field "": the whole struct */
     int32_t offset, size;     /* bytes */
     int32_t kind;             /* 'i': an integer, 'f': a float, 'o': other */
 } StructField;

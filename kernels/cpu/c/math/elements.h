@@ -14,7 +14,7 @@
 /* Python passes these numbers: ELEMENT_TYPES of kernels/cpu/library.py. */
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
-/* Whether products of bfloat16 numbers take two neighbours along the depth at once. */
+/* Whether products of bfloat16 numbers take two adjacent numbers along the depth at once. */
 #if defined(__AVX512BF16__) || defined(__AMX_BF16__)
 enum { BY_PAIRS = 1 };
 #else

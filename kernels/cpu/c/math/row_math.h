@@ -41,14 +41,14 @@ INLINE void normalise(const void *x, const int dtype, const float *weight, float
     }
 }
 
-/* Return the last, incomplete vector of a row less the mean; lanes past the end are zero. */
+/* Return the last, incomplete vector of a row minus the mean; lanes past the end are zero. */
 INLINE Floats centred_tail(const void *x, int64_t index, int64_t count, const int dtype, float mean) {
     Floats numbers = load_tail(x, index, count, dtype) - mean;
     for (int64_t i = count; i < LANES; i++) numbers[i] = 0.0f;
     return numbers;
 }
 
-/* Return the sum of a row's numbers less the mean, or of their squares. The order is that of sum_of_squares(). */
+/* Return the sum of a row's numbers minus the mean, or of their squares. The order is that of sum_of_squares(). */
 INLINE float sum_of_row(const void *x, int64_t width, const int dtype, float mean, const int squares) {
     Floats sums[4] = {0};
     int64_t i = 0;

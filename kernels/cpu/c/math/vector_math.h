@@ -6,7 +6,7 @@
 
 #include "math/vectors.h"
 
-/* Work on at most so many numbers is done by one thread: waking another one takes as long. */
+/* Work on at most this many numbers is done by one thread: waking another one takes as long. */
 enum { NOT_SHARED = 16384 };
 
 typedef int32_t Signed __attribute__((vector_size(VECTOR_BYTES)));
@@ -176,8 +176,8 @@ INLINE Floats hyperbolic_tangent(Floats x) {
     return choose(size < 0.625f, multiply_add(x * square, p, x), (Floats)((Signed)large | sign));
 }
 
-/* Return erf(x); relative error 4e-7; NaN stays NaN. The quotient x P(x ** 2) / Q(x ** 2) was fitted to [-4, 4], where
- * erf is 1 but for 2e-8. */
+/* Return erf(x); relative error 4e-7; NaN stays NaN. The quotient x P(x ** 2) / Q(x ** 2) was fitted to [-4, 4], at
+ * whose ends erf is 1 up to 2e-8. */
 INLINE Floats error_function(Floats x) {
     x = larger(all_floats(-4.0f), x), x = smaller(all_floats(4.0f), x);
     const Floats square = x * x;

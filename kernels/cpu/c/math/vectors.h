@@ -42,7 +42,7 @@ INLINE void store_floats(void *to, Floats values) { memcpy(to, &values, sizeof v
 INLINE Floats all_floats(float value) { return value - (Floats){0}; }
 INLINE Words all_words(uint32_t value) { return value - (Words){0}; }
 
-/* Return a * b + c: rounded once if the instruction set can (AVX-512, AVX2 with FMA), else twice. */
+/* Return a * b + c: rounded once if the instruction set can (AVX-512, AVX2 with FMA), otherwise twice. */
 INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);

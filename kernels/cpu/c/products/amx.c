@@ -62,7 +62,7 @@ INLINE void multiply_rows(uint32_t sums[][AMX_ROWS], const uint32_t left[][AMX_R
         store_floats(sums[row], added(load_floats(sums[row]), added(even[row], odd[row])));
 }
 
-/* A function of its own, so that no arithmetic is moved past a change of MXCSR. Tiles have zeros past their rows. */
+/* A separate function, so that no arithmetic is moved past a change of MXCSR. Tiles have zeros past their rows. */
 static __attribute__((noinline)) void multiply_tiles(Amx *amx, int sums, int left, int right) {
     const int pairs = amx->shapes.row_bytes[left] / 4;
     for (int row = 0; row < amx->shapes.rows[sums]; row += BLOCK_ROWS)

@@ -1,30 +1,30 @@
 /* AMX: eight registers (tiles) of 16 rows of 64 bytes, and its product of bfloat16 matrices; real, or emulated with
- * AVX-512 in the same bits.
+ * AVX-512 with the same bits.
  *
  * The product adds to sums [rows, 16] (float32) what left [rows, pairs] times right [pairs, 16] gives; a unit of left
- * and right is a pair of bfloat16, neighbours along the axis that is summed over. For each element of the sums, with
- * fma rounded once, to nearest even, and with denormal inputs and results as zeros of their sign:
+ * and right is a pair of bfloat16, adjacent along the axis that is summed over. For each element of the sums, with fma
+ * rounded once, to nearest even, and with denormal inputs and results as zeros of their sign:
  *
  *     e = o = +0
  *     for each pair, ascending:   e = fma(left even, right even, e);   o = fma(left odd, right odd, o)
  *     sum = sum + (e + o)
  *
  * So 32 places along the depth are two chains of 16. Rows do not change each other. MXCSR is neither read nor written.
- * This was found equal to the instruction TDPBF16PS in 1.2e8 results on an Intel Xeon, NaN payloads included; where
- * AMX runs, tests/kernels/cpu/test_amx.py compares the two.
+ * This was found equal to the instruction TDPBF16PS in 1.2e8 results on an Intel Xeon, NaN payloads included; on
+ * machines with AMX, tests/kernels/cpu/test_amx.py compares the two.
  *
- * The product of codes adds to sums [rows, 16] (int32) what left [rows, steps] (four integers with a sign, of eight
- * bits) times right [steps, 16] (four without one) gives: TDPBSUD, exact while the sums fit.
+ * The product of codes adds to sums [rows, 16] (int32) what left [rows, steps] (four signed 8-bit integers) times right
+ * [steps, 16] (four unsigned ones) gives: TDPBSUD, exact while the sums fit.
  *
- * The functions with is_real, a constant, are one instruction each; what they hand over is all that is not tested
- * without AMX. gcc's own intrinsics are not used: those of gcc 12 do not say which memory they read.
+ * The functions with is_real, a constant, are one instruction each; only their operands are not tested without AMX.
+ * gcc's own intrinsics are not used: those of gcc 12 do not say which memory they read.
  */
 #ifndef AMX_H
 #define AMX_H
 
 #include "math/vectors.h"
 
-/* Whether this variant multiplies bfloat16 numbers by AMX's recipe. */
+/* Whether this variant multiplies bfloat16 numbers in AMX's order. */
 #if defined(__AMX_BF16__)
 enum { HAS_AMX = 1 };
 #else
@@ -40,13 +40,13 @@ typedef struct {
     uint8_t rows[16];
 } AmxShapes;
 
-/* The shapes of the tiles, and the tiles themselves where they are emulated. */
+/* The shapes of the tiles, and the tiles themselves if they are emulated. */
 typedef struct {
     AmxShapes shapes __attribute__((aligned(64)));
     uint32_t tiles[NUM_AMX_TILES][AMX_ROWS][AMX_ROWS] __attribute__((aligned(64)));
 } Amx;
 
-/* Whether the instructions are used. amx_use() sets it; only a process that the kernel has given AMX may. */
+/* Whether the instructions are used. amx_use() sets it; only a process to which the kernel has granted AMX may. */
 extern int amx_is_real;
 void amx_use(int is_real);
 
@@ -86,7 +86,7 @@ INLINE void amx_load(Amx *amx, const int tile, const void *from, int64_t stride,
         emulate_load(amx, tile, from, stride);
 }
 
-/* The same, for what should not take the place of other data in the first level cache. */
+/* The same, for data that should not evict other data from the first level cache. */
 INLINE void amx_load_past(Amx *amx, const int tile, const void *from, int64_t stride, const int is_real) {
     if (is_real)
         __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(tile) : "memory");

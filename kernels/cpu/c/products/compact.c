@@ -16,7 +16,7 @@ EXPORT int64_t compact_plan_bytes(int64_t num_columns) { return num_panels(num_c
 
 #if HAS_COMPACT
 
-/* With more whole pairs than one of so many pairs, a compact matrix would save too little. */
+/* If more than one in this many pairs is whole, a compact matrix saves too little. */
 enum { LEAST_PAIRS_PER_WHOLE = 8 };
 
 enum { SLICE_PAIRS = 16 }; /* pairs that are packed at a time */
@@ -121,7 +121,7 @@ static void plan_panel(const GemmPack *args, int64_t panel) {
     }
 }
 
-/* Return the array of whole pairs behind all panels. */
+/* Return the array of whole pairs after all panels. */
 static WholePair *whole_pairs(const GemmPack *args) {
     return (WholePair *)((char *)args->packed + num_panels(args->num_columns) * compact_panel_bytes(args->depth));
 }

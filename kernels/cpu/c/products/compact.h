@@ -9,7 +9,7 @@
  * A panel is a head (CompactPanel) and its pairs of steps. A pair is 192 bytes: 64 lower bytes of the first step, 64 of
  * the second, and 64 bytes of codes, those of the first step in the lower four bits. Their order is the one from which
  * the two forms of vpunpckbw make the vectors of a step. A pair with a weight that is not in the panel's table is
- * stored whole, as it was packed, in an array of such pairs behind all panels; its 192 bytes are not used.
+ * stored whole, as it was packed, in an array of such pairs after all panels; its 192 bytes are not used.
  */
 #ifndef COMPACT_H
 #define COMPACT_H
@@ -49,7 +49,7 @@ static inline int compact_place(int column) {
     return lane / 4 * 16 + vector * 8 + lane % 4 * 2;
 }
 
-/* First call: return the bytes that a plan needs. `plan` must point to as many in the next calls. */
+/* First call: return the bytes that a plan needs. `plan` must point to that many bytes in the next calls. */
 int64_t compact_plan_bytes(int64_t num_columns);
 
 /* Second call: choose the tables, and return the bytes of the compact weights; 0 if this CPU or dtype has no compact

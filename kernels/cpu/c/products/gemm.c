@@ -7,8 +7,8 @@
 #include "products/lora.h"
 #include "threads/pool.h"
 
-/* Rows of x are multiplied in chunks, each with all panels. A chunk has at most so many bytes, so that a second level
- * cache keeps it and a panel. But it has at least so many rows, because each chunk reads the weights again. */
+/* Rows of x are multiplied in chunks, each with all panels. A chunk has at most CHUNK_BYTES, so that a second level
+ * cache keeps it and a panel. But it has at least CHUNK_ROWS rows, because each chunk reads the weights again. */
 enum { CHUNK_BYTES = 384 << 10, CHUNK_ROWS = 112 };
 
 /* Prefetch distance for weights that only one block of rows uses. The hardware's own prefetch ends at each page. */
@@ -18,8 +18,8 @@ enum { PREFETCH_BYTES = 4096 };
  * stream of reads is interrupted at the end of each piece. */
 enum { PIECE = 4 };
 
-/* With at least so many rows for each thread, threads divide the rows instead of the panels. But not with AMX: there
- * many rows cost so little that reading all of the weights in each thread would show. */
+/* With at least this many rows per thread, threads divide the rows instead of the panels. Not with AMX: there, many
+ * rows cost so little that reading all of the weights in each thread would be noticeable. */
 enum { ROWS_TO_SPLIT = 64 };
 
 static int64_t num_panels(const Gemm *args) { return (args->num_columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS; }
@@ -176,8 +176,8 @@ void gemm_store_panel(const Gemm *args, float *sums, int64_t row, int rows, int6
         store_gated_as(args, sums, row, rows, column, columns, FLOAT32);
 }
 
-/* Whether weights that are read once should be asked for past the caches. On AMD (Zen 5) memory delivers them sooner so;
- * on Intel (a Xeon with AMX) products of one row take 1.7 times as long. Other makes are not known. */
+/* Whether weights that are read once should be prefetched past the caches. On AMD (Zen 5) memory delivers them
+ * sooner; on Intel (a Xeon with AMX) products of one row take 1.7 times as long. Other CPUs were not measured. */
 static int reads_past_caches(void) {
 #if defined(__x86_64__)
     return __builtin_cpu_is("amd");
@@ -209,9 +209,9 @@ static void multiply_block(const Gemm *args, int64_t row, int rows, int64_t firs
     }
 }
 
-/* Multiply rows [begin, end) with the panels [first, last); `next` are the weights that are read after them. If several
- * blocks of rows use a panel, only the first block reads it from memory. To keep memory busy meanwhile, each block
- * prefetches its share of the next panel. */
+/* Multiply rows [begin, end) with the panels [first, last); `next` are the weights that are read after them. If
+ * several blocks of rows use a panel, only the first block reads it from memory. To keep memory busy during that
+ * time, each block prefetches its share of the next panel. */
 static void multiply_chunk(const Gemm *args, int64_t begin, int64_t end, int64_t first, int64_t last,
                            const char *next) {
     const int64_t num_rows = end - begin, num_blocks = (num_rows + MAX_ROWS - 1) / MAX_ROWS;
@@ -296,7 +296,7 @@ void gemm_part(const Gemm *args, int thread, int num_threads) {
     }
     const int64_t panel = first_panel(next, thread, num_threads);
     const char *weights = weights_of_panel(next, panel);
-    for (int i = 0; i < num_threads; i++) /* first the thread's own panels, then those left of the others */
+    for (int i = 0; i < num_threads; i++) /* first the thread's own panels, then what is left of the others' */
         multiply_pieces(args, (thread + i) % num_threads, num_threads, weights);
 }
 

@@ -1,7 +1,7 @@
 /* y = x @ w^T + bias for packed w: any number of rows, bfloat16 or float32, sums in float32.
  *
  * A packed matrix [num_columns, depth] (columns of y, as nn.Linear stores it) consists of panels of PANEL_COLUMNS
- * columns. A panel consists of steps along the depth. A step has 4 bytes per column: two neighbouring bfloat16, or one
+ * columns. A panel consists of steps along the depth. A step has 4 bytes per column: two adjacent bfloat16, or one
  * float32. So a panel is read from its first byte to its last, and one load has the step of as many columns as a vector
  * has lanes. Missing columns of the last panel repeat the panel's first column. The missing half of a last step is
  * zero.
@@ -37,7 +37,7 @@ typedef struct Gemm {
     int32_t y_dtype; /* BFLOAT16 (rounded to nearest even) or FLOAT32 */
     int32_t gate;    /* NO_GATE or a function of gate.h */
     int32_t streams; /* whether the caches cannot keep the weights until the next product with them */
-    int32_t packing; /* of the weights: see below */
+    int32_t packing; /* of the weights: see above */
     int32_t activation; /* without a gate: NO_GATE, or the function of gate.h that is applied to sum + bias */
     const struct Gemm *next; /* the product that follows, whose weights are prefetched; or NULL */
     void *quantized;         /* with INT8_WEIGHTS: room for num_rows rows of blocks of x (int8.h) */

@@ -7,12 +7,12 @@
 /* Tiles: sums of two by two, then rows of x, then weights. */
 enum { X = 4, WEIGHTS = 6 };
 
-enum { TALL = 2 * AMX_ROWS };                             /* rows of a block at most */
+enum { TALL = 2 * AMX_ROWS };                             /* the most rows of a block */
 enum { SLAB_BYTES = AMX_DEPTH / 2 * STEP_BYTES };         /* weights of AMX_DEPTH places of a panel: a slab */
 enum { ROOM_BYTES = 640 << 10, RING_SLABS = 8, AHEAD = 2 }; /* AHEAD: slabs unpacked before the one multiplied */
 enum { PREFETCH_BYTES = 2048 };
 
-/* Unpacked weights. A thread has its room when it first needs it. */
+/* Unpacked weights. A thread gets its room when it first needs it. */
 static _Thread_local char room[ROOM_BYTES] __attribute__((aligned(64)));
 
 /* Some rows and what is multiplied with them. */
@@ -97,7 +97,7 @@ INLINE void multiply_panel(Amx *amx, const RowBlock *rows, int64_t panel, const 
     gemm_store_panel(args, sums, rows->row, rows->rows, panel);
 }
 
-/* Shape the tiles for so many rows. RowBlock that are not there are neither read nor written. */
+/* Configure the tiles for `rows` rows. Missing rows are neither read nor written. */
 static void shape(Amx *amx, int rows) {
     amx->shapes = (AmxShapes){.palette = 1};
     const int upper = rows < AMX_ROWS ? rows : AMX_ROWS;
@@ -113,7 +113,7 @@ static void copy_tail(const RowBlock *rows, char *tail) {
         memcpy(tail + i * AMX_ROW_BYTES, rows->x + i * rows->x_bytes + begin * 2, (rows->args->depth - begin) * 2);
 }
 
-/* Return how many panels fit the room; 0 if there is not even room for one. */
+/* Return how many panels fit in the room; 0 if there is not even room for one. */
 static int64_t group_of(const Gemm *args) { return ROOM_BYTES / (num_slabs(args) * SLAB_BYTES); }
 
 INLINE void multiply(const Gemm *args, int64_t begin, int64_t end, int64_t first, int64_t last, const int is_real) {

@@ -1,13 +1,13 @@
-/* Products of bfloat16 numbers by AMX (amx.h), with weights of every packing.
+/* Products of bfloat16 numbers with AMX (amx.h), for weights with any packing.
  *
- * An element of y is one float32 sum, to which 32 places along the depth are added at a time, by AMX's recipe; past the
+ * An element of y is one float32 sum, to which 32 places along the depth are added at a time, in AMX's order; past the
  * last place both sides are zeros. It does not depend on the number of rows, nor on whether AMX is emulated.
  *
- * Sixteen steps of a packed panel are two tiles side by side. A block is at most 32 rows, with a panel's 32 columns: two
- * by two tiles of sums. Tiles that are only part-filled cost no more, so one row costs what sixteen do: less than to
- * read the weights. With one block, weights that must be unpacked are so in a small ring. With more blocks a group of
- * panels is unpacked to memory that the second level cache keeps, while the first block is multiplied; rows of x stay in
- * the first level cache meanwhile, because weights are loaded past it.
+ * Sixteen steps of a packed panel are two adjacent tiles. A block is at most 32 rows, with a panel's 32 columns: two by
+ * two tiles of sums. Partly filled tiles cost the same, so one row costs as much as sixteen: less than reading the
+ * weights. With one block, weights that must be unpacked are unpacked to a small ring. With more blocks a group of
+ * panels is unpacked to memory that the second level cache keeps, while the first block is multiplied; rows of x stay
+ * in the first level cache, because weights are loaded past it.
  */
 #ifndef GEMM_AMX_H
 #define GEMM_AMX_H
@@ -15,7 +15,7 @@
 #include "products/amx.h"
 #include "products/gemm.h"
 
-/* Whether products with these numbers go by AMX. */
+/* Whether products of these numbers use AMX. */
 INLINE int gemm_has_amx(int32_t dtype) { return HAS_AMX && dtype == BFLOAT16; }
 
 /* Multiply rows [begin, end) with the panels [first, last). */

@@ -9,9 +9,9 @@
 
 enum { PANEL_VECTORS = PANEL_COLUMNS / LANES, STEP_BYTES = PANEL_COLUMNS * 4 };
 
-/* Registers: a block of rows x vectors of y needs rows * vectors registers for sums, `vectors` for weights and one for
- * x. If there are enough, a block is as wide as a panel, so that the weights are read from the first byte to the last.
- * Else it is NARROW vectors wide. */
+/* Registers: a block of rows x vectors of y needs rows * vectors registers for sums, `vectors` for weights and one
+ * for x. If there are enough, a block is as wide as a panel, so that the weights are read from the first byte to the
+ * last. Otherwise it is NARROW vectors wide. */
 enum { NARROW = 2 };
 #if VECTOR_BYTES == 64
 #define MAX_ROWS 14
@@ -41,12 +41,13 @@ INLINE Words load_step(const char *x, const int bytes) {
     return all_words(step);
 }
 
-/* Inputs of a block, and what it prefetches meanwhile. A prefetch never fails, so its addresses may lie outside. */
+/* Inputs of a block, and what it prefetches at the same time. A prefetch never faults, so its addresses may be out
+ * of bounds. */
 typedef struct {
     const char *x, *w;
     const char *ahead;  /* weights that are read soon; the first step (or pair) prefetches these */
     int64_t ahead_step; /* bytes from there to what the next step (or pair) prefetches */
-    int streams;        /* whether prefetches pass the caches by */
+    int streams;        /* whether prefetches bypass the caches */
     int64_t x_bytes;    /* from row to row */
     int64_t depth;
     float *out; /* [rows][PANEL_COLUMNS]; `vectors` vectors of each row are written */
@@ -110,7 +111,7 @@ INLINE void multiply_vectors(Floats sums[MAX_ROWS][PANEL_VECTORS], Rows *x, cons
 #pragma GCC unroll 14
     for (int row = 0; row < rows; row++) {
         Words step = load_step(address_of(x, row), step_bytes);
-#if VECTOR_BYTES == 32 /* else compilers take a pair's numbers apart before, and move each to a vector */
+#if VECTOR_BYTES == 32 /* otherwise compilers separate a pair's numbers first, and move each to a vector */
         if (dtype == BFLOAT16) __asm__("" : "+x"(step));
 #endif
 #pragma GCC unroll 8
@@ -148,8 +149,8 @@ INLINE void block(Work work, const int rows, const int vectors, const int dtype)
     store(&work, sums, rows, vectors);
 }
 
-/* Like block(), for weights that lie in the first level cache: what is prefetched is a line at each step. The products
- * are added to the sums that `out` has. */
+/* Like block(), for weights in the first level cache: what is prefetched is a line at each step. The products are
+ * added to the sums that `out` has. */
 INLINE void block_of_slice(Work work, const int rows, const int vectors, const int dtype) {
     Floats sums[MAX_ROWS][PANEL_VECTORS];
     Rows x = rows_of(&work);
@@ -229,7 +230,7 @@ INLINE void compact_block(Work work, const int rows) {
     const Table table = table_of(panel);
     const char *begin = work.w + sizeof *panel, *end = begin + work.depth / 4 * PAIR_BYTES;
     const WholePair *whole = panel->whole;
-    const char *whole_at = begin + (int64_t)panel->first_whole * PAIR_BYTES; /* if there is none: before all pairs */
+    const char *whole_at = begin + (int64_t)panel->first_whole * PAIR_BYTES; /* before all pairs if there is none */
     ask_for_pair(whole);
     ask_for(&work, sizeof *panel);
     work.ahead += sizeof *panel;

@@ -3,7 +3,7 @@
 /* Rows of a slice: few enough that their part of x stays in the second level cache, with the sums. */
 enum { MOST_ROWS = 128, DEPTH = 128 };
 
-/* With so many rows it is worth to have the weights as floats: with fewer, each is used too seldom. */
+/* From this many rows on it is worth converting the weights to floats; with fewer, each is used too rarely. */
 enum { LEAST_ROWS = VECTOR_BYTES == 32 ? 5 : 8, LEAST_COMPACT_ROWS = VECTOR_BYTES == 32 ? 3 : 4 };
 
 /* Prefetch distance: the hardware's own prefetch ends at each page. */
@@ -117,7 +117,7 @@ static int64_t end_of_slice(const Gemm *args, int64_t begin) {
     return args->depth - begin > DEPTH ? begin + DEPTH : args->depth;
 }
 
-/* Return where the slice of a panel from place `begin` on lies. */
+/* Return the address of a panel's slice that starts at place `begin`. */
 static Packed packed_slice(const Gemm *args, int64_t panel, int64_t begin) {
     const char *weights = args->weights;
     const int64_t end = end_of_slice(args, begin);
@@ -143,8 +143,8 @@ static Packed slice_after(const Gemm *args, int64_t panel, int64_t begin, int64_
     return last < num_panels ? packed_slice(args, last, 0) : (Packed){args->weights, 0};
 }
 
-/* Add the products of rows with places [begin, end) of a panel to sums [num_rows][PANEL_COLUMNS]. Meanwhile memory
- * delivers `next`, the weights that are unpacked after these. */
+/* Add the products of rows with places [begin, end) of a panel to sums [num_rows][PANEL_COLUMNS]. During that time
+ * memory delivers `next`, the weights that are unpacked after these. */
 static void add_slice(const Gemm *args, int64_t panel, int64_t begin, int64_t end, Slice x, int num_rows,
                       float *sums, Packed next) {
     _Alignas(64) char weights[DEPTH / (BY_PAIRS ? 2 : 1) * STEP_BYTES];

@@ -1,8 +1,8 @@
 /* Products of several rows, slice by slice: DEPTH places along the depth of a panel at a time.
  *
- * The slice's weights are unpacked once, to memory that the first level cache keeps, for all rows. Where products are
- * in float32 (gemm.h), so are the weights there, and x is converted once for several panels. Sums wait in memory for
- * the next slice. They are the sums of the other ways to compute a product, bit for bit.
+ * The slice's weights are unpacked once, to memory that the first level cache keeps, for all rows. If products are in
+ * float32 (gemm.h), the weights are converted to it, and x is converted once for several panels. Sums are kept in
+ * memory for the next slice. They equal those of the other ways to compute a product, bit for bit.
  */
 #ifndef GEMM_SLICES_H
 #define GEMM_SLICES_H
@@ -10,7 +10,7 @@
 #include "products/gemm_block.h"
 #include "products/quantized.h"
 
-/* Panels that are multiplied in turn with a slice of x, which is made ready for them once. */
+/* Panels that are multiplied in turn with a slice of x, which is prepared once for all of them. */
 enum { SLICE_PANELS = 4 };
 
 /* Rows of x from place k on, in the form that products take. */
@@ -32,7 +32,7 @@ INLINE Slice slice_of_x(const Gemm *args, int64_t row, int64_t num_rows, int64_t
  * is a multiple of GROUP; `end` too, or it is the depth. */
 void gemm_unpack(const Gemm *args, int64_t panel, int64_t begin, int64_t end, char *out);
 
-/* Whether a product of so many rows goes slice by slice. */
+/* Whether a product of num_rows rows is computed slice by slice. */
 int gemm_has_slices(const Gemm *args, int64_t num_rows);
 
 /* Multiply rows [begin, end) with the panels [first, last). */

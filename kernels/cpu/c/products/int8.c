@@ -11,11 +11,11 @@
 /* Groups of a panel whose codes are unpacked at once, to memory that the first level cache keeps. */
 enum { SLICE_GROUPS = 8 };
 
-/* Rows whose sums are kept in memory meanwhile; and blocks of x that a second level cache keeps beside them. */
+/* Rows whose sums are kept in memory during that, and blocks of x that a second level cache keeps with them. */
 enum { MOST_ROWS = 128, MOST_BLOCKS = 8192 };
 
-/* With at most so many rows, codes are unpacked in registers, for some rows after the other. With more it pays to have
- * them in memory. */
+/* With at most this many rows, codes are unpacked in registers, a few rows at a time. With more, unpacking them to
+ * memory is faster. */
 enum { FEW_ROWS = 16 };
 
 /* Panels that a thread takes at a time: as in gemm.c. */
@@ -35,10 +35,10 @@ static const Int8Functions *functions(void) {
     return &int8_plain;
 }
 
-/* Return the place of number k of a block among its codes. */
+/* Return the position of number k of a block among its codes. */
 INLINE int place_of(const int k) { return k / 8 * 8 + k % 2 * 4 + k % 8 / 2; }
 
-/* Return the bits of the largest magnitude of a block; of a NaN or an infinity if there is one. */
+/* Return the bits of the largest magnitude of a block; those of a NaN or infinity if there is one. */
 INLINE uint32_t largest_bits(const Floats numbers[GROUP / LANES]) {
     uint32_t lanes[LANES], largest = 0;
     Signed most = {0};

@@ -1,15 +1,15 @@
 /* Products in 8 bits: y = x @ w^T with the panels of quantized.h, x quantized on the fly.
  *
- * A row of x is cut into blocks of GROUP numbers. A block becomes integers of eight bits and a scale, from its own
+ * A row of x is split into blocks of GROUP numbers. A block becomes 8-bit integers and a scale, computed from its own
  * numbers alone: scale = largest / 127, code = x * (127 / largest), to nearest even. A block with a NaN or an infinity
- * gets the scale NaN, one of numbers below 1e-30 zeros.
+ * gets the scale NaN; a block of numbers below 1e-30 becomes zeros.
  *
- * Sums of codes are exact in int32, in whatever order an instruction set adds them. Then each group of weights gives
- *   value = float(sum(w * x)) * scale                      codes w with their zero taken off
+ * Sums of codes are exact in int32, no matter in which order an instruction set adds them. Then each group of weights
+ *   gives value = float(sum(w * x)) * scale codes w with their zero taken off
  *   value = value + float(sum(x)) * minimum                types with a minimum
  *   value = float(sum(w * x)) * scale[0] + float(...) * scale[1]   Q6_K: one for each half of the group
  *   y     = y + value * scale of x                         groups in ascending order
- * where each product and each sum is rounded. So all variants give the same bits, and a row's depend on nothing else.
+ * Each product and each sum is rounded. So all variants give the same bits, and a row's bits depend on nothing else.
  *
  * A panel that is WHOLE_PANEL is multiplied in bfloat16, as in quantized.h.
  */
@@ -18,8 +18,8 @@
 
 #include "products/quantized.h"
 
-/* A block of x. Codes stand in the order of the weights' bytes: of each eight neighbours those at even places, then
- * those at odd ones. */
+/* A block of x. Codes are in the order of the weights' bytes: of each eight consecutive ones, those at even places,
+ * then those at odd ones. */
 typedef struct {
     int8_t codes[GROUP];
     float scale;
@@ -50,7 +50,7 @@ enum { INT8_PACKED_ROWS = 4, INT8_ROWS = 6 };
 typedef void (*Int8Function)(const Int8Work *work);
 typedef struct {
     Int8Function packed[INT8_PACKED_ROWS][8]; /* [rows - 1][type] */
-    Int8Function unpacked[INT8_ROWS][8];   /* the same; types that differ in `zero` only share one */
+    Int8Function unpacked[INT8_ROWS][8];   /* the same; types that differ only in `zero` share one */
 } Int8Functions;
 
 /* Made of the same source for three instruction sets; `int8_vnni` is to be used where the CPU has AVX512_VNNI, and

@@ -19,7 +19,7 @@ typedef struct {
 
 INLINE int num_halves(int type) { return type == Q6_K ? 2 : 1; }
 
-/* Shape the tiles for so many rows. */
+/* Configure the tiles for `rows` rows. */
 static void shape(Amx *amx, int rows, int type) {
     const int rest = rows % AMX_ROWS, bytes = GROUP / num_halves(type);
     amx->shapes = (AmxShapes){.palette = 1};

@@ -15,10 +15,10 @@ enum { INT8_VECTORS = 2 };
 enum { INT8_VECTORS = 1 };
 #endif
 
-/* Return the logarithm of the code that stands for zero, in types without a minimum. */
+/* Return the logarithm of the code that means zero, for types without a minimum. */
 INLINE int zero_bits_of(const int type) { return type == Q8_0 ? 7 : type == Q4_0 ? 3 : type == Q5_0 ? 4 : 5; }
 
-/* Return four codes of each column without a sign, as bytes: step `s` of a group. */
+/* Return four unsigned codes of each column, as bytes: step `s` of a group. */
 INLINE Words codes_of_step(const char *codes, const int v, const int s, const int type) {
     const char *at = codes + v * VECTOR_BYTES;
     if (type == Q8_0) return load_words(at + s * ROW_BYTES) ^ 0x80808080;
@@ -29,8 +29,8 @@ INLINE Words codes_of_step(const char *codes, const int v, const int s, const in
     return low;
 }
 
-/* Add the products of four neighbours to each lane: codes without a sign times those of x with one. is_wide: codes
- * have eight bits, else at most six. */
+/* Add the products of four adjacent codes to each lane: unsigned codes times signed ones of x. is_wide: codes have
+ * eight bits, otherwise at most six. */
 INLINE Signed add_products(Signed sums, const Words codes, const uint32_t x, const int is_wide) {
 #if defined(__AVX512VNNI__)
     (void)is_wide;

@@ -1,5 +1,4 @@
-/* INT8_FUNCTIONS: the functions of int8.h for each type and number of rows, by the instruction set that is compiled for.
- */
+/* INT8_FUNCTIONS: the functions of int8.h for each type and number of rows, by the instruction set used. */
 #ifndef INT8_FUNCTIONS_H
 #define INT8_FUNCTIONS_H
 

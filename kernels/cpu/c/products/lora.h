@@ -1,5 +1,5 @@
-/* Low-rank additions to a product's rows (LoRA, Hu et al. 2021, arXiv 2106.09685): y = x @ w^T + scale * (x @ a^T) @ b^T,
- * each row with the matrices of its own adapter, or without any.
+/* Low-rank additions to a product's rows (LoRA, Hu et al. 2021, arXiv 2106.09685): y = x @ w^T + scale * (x @ a^T) @
+ * b^T, each row with the matrices of its own adapter, or with none.
  *
  * First a row is lowered: t = (x @ a^T) * scale, float32. An element of t is the sum of LANES running sums, each of which
  * takes every LANES-th number, joined in a fixed order. Then the product adds t @ b^T to its own sums before they are
@@ -11,13 +11,13 @@
 
 #include <stdint.h>
 
-/* B lies in strips of so many columns, in the order of the product's panels (gemm.h), which have two each: with a gate
- * one of gates and one of what they scale, and these have different rows of A. */
+/* B is stored in strips of STRIP_COLUMNS columns, in the order of the product's panels (gemm.h), which have two
+ * each: with a gate one of gates and one of what they scale, and these have different rows of A. */
 enum { STRIP_COLUMNS = 16, STRIPS_OF_PANEL = 2 };
 
 typedef struct {
     int64_t offset;      /* of the strip's numbers [rank][STRIP_COLUMNS] in b, in elements */
-    int32_t first, rank; /* the numbers of t that it is multiplied with; rank 0 = none */
+    int32_t first, rank; /* the elements of t that it is multiplied with; rank 0 = none */
 } LoraStrip;
 
 /* What an adapter adds to one product. */
@@ -43,8 +43,8 @@ typedef struct {
     const void *x; /* [num_rows, depth] of dtype, rows x_stride elements apart */
     int64_t num_rows, depth, x_stride;
     int32_t dtype;   /* BFLOAT16 or FLOAT32 */
-    int32_t by_rows; /* each thread lowers rows [num_rows * thread / num_threads, ...) as gemm_part() takes them; else all
-                      * threads share each row, and a barrier must follow */
+    int32_t by_rows; /* each thread lowers rows [num_rows * thread / num_threads, ...) like gemm_part(); otherwise
+                      * all threads share each row, and a barrier must follow */
 } LoraLower;
 
 void lora_lower_part(const LoraLower *args, int thread, int num_threads);

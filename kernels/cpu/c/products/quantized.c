@@ -5,7 +5,7 @@
 
 enum { FEW_ROWS = QUANTIZED_FEW_ROWS };
 
-/* Depth of a slice of x that is converted: whole heads. */
+/* Depth of a converted slice of x: whole heads. */
 enum { SLICE_DEPTH = GROUP * MAX_GROUPS };
 
 /* Prefetch distance: the hardware's own prefetch ends at each page. */
@@ -20,7 +20,7 @@ typedef struct {
     char *out;       /* sums [rows][PANEL_COLUMNS], which are added to; without rows: steps, as gemm.h packs them */
 } Groups;
 
-/* Multiply the rows of x with two neighbours along the depth, the first of which is weight k of the group. */
+/* Multiply the rows of x with two adjacent weights along the depth, the first of which is weight k of the group. */
 INLINE void multiply_two(Floats *sums, const char *x, const int64_t x_bytes, const int k, const Two two,
                          const int rows) {
     const int bytes = BY_PAIRS ? 2 : 4;
@@ -33,15 +33,15 @@ INLINE void multiply_two(Floats *sums, const char *x, const int64_t x_bytes, con
     }
 }
 
-/* Write two neighbours as the one or two steps of vector v. */
+/* Write two adjacent weights as the one or two steps of vector v. */
 INLINE void store_two(char *out, const int k, const int v, const Two two) {
     out += v * VECTOR_BYTES + k * STEPS_OF_TWO / 2 * STEP_BYTES;
 #pragma GCC unroll 2
     for (int s = 0; s < STEPS_OF_TWO; s++) store_floats(out + s * STEP_BYTES, (Floats)two.steps[s]);
 }
 
-/* Work on a row of words of a group, for `vectors` vectors of columns from `first` on: multiply eight neighbours along
- * the depth with `rows` rows, or unpack them to `out` if there are none. */
+/* Work on a row of words of a group, for `vectors` vectors of columns from `first` on: multiply eight adjacent
+ * weights along the depth with `rows` rows, or unpack them to `out` if there are none. */
 INLINE void work_on_words(Floats sums[PANEL_VECTORS][FEW_ROWS], const Groups *work, const char *codes, const char *x,
                           char *out, const Scales *scales, const int first, const int r, const int vectors,
                           const int rows, const int type) {
@@ -133,7 +133,7 @@ void quantized_unpack(const char *panel, int32_t type, int64_t first, int64_t la
 /* Multiply a few rows with at most SLICE_PANELS panels. */
 static void multiply_panels(const Gemm *args, int64_t row, int num_rows, int64_t first, int64_t last) {
     _Alignas(64) float sums[SLICE_PANELS][FEW_ROWS * PANEL_COLUMNS], room[FEW_ROWS * SLICE_DEPTH];
-    const int64_t most = BY_PAIRS ? args->depth : SLICE_DEPTH; /* pairs are taken as they are */
+    const int64_t most = BY_PAIRS ? args->depth : SLICE_DEPTH; /* pairs need no conversion */
     memset(sums, 0, sizeof sums);
     for (int64_t k = 0; k < args->depth; k += most) {
         const int64_t end = args->depth - k > most ? k + most : args->depth;

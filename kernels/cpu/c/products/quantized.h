@@ -1,29 +1,30 @@
-/* Weights as a GGUF file has them (kernels/dequantize.py documents its blocks), in panels like those of gemm.h.
+/* Weights as stored in a GGUF file (kernels/dequantize.py documents its blocks), in panels like those of gemm.h.
  *
- * A product reads each weight's code and its block's scales, and makes of them, in registers, the bfloat16 number that
- * dequantize.h gives. So the sums are those of the dequantized matrix, bit for bit, from as many bytes as the file has.
+ * A product reads each weight's code and its block's scales, and computes from them, in registers, the bfloat16 number
+ * that dequantize.h gives. So the sums are those of the dequantized matrix, bit for bit, but only as many bytes are
+ * read as the file has.
  *
- * A matrix begins with a table of its panels (QuantizedPanel); the panels follow, each on a cache line. The weights of
+ * A matrix starts with a table of its panels (QuantizedPanel); the panels follow, each on a cache line. The weights of
  * a panel are all of one type. A panel whose columns are of several types, or of a type that is not a quantized one, is
  * WHOLE_PANEL: packed bfloat16 as in gemm.h. So is a panel in which a weight would have other bits than dequantize.h
- * gives: one with a scale that is no finite number, or with scales of very different magnitudes. gemm_quantize()
- * compares every weight.
+ * gives: one with a scale that is not finite, or with scales of very different magnitudes. gemm_quantize() compares
+ * every weight.
  *
- * Of a zero the sign is not kept. A sum would show it only if all of its products were zero or too small for a float.
+ * The sign of a zero is not kept. A sum would show it only if all of its products were zero or too small for a float.
  *
- * The depth is cut into groups of GROUP weights. A group has its scales, then its codes. All are rows with an entry for
- * each of the panel's 32 columns, side by side:
+ * The depth is split into groups of GROUP weights. A group has its scales, then its codes. All are rows with an entry
+ * for each of the panel's 32 columns, side by side:
  *   Q4_0, Q4_1, Q4_K  4 rows of words; a word has the codes of 8 neighbours along the depth, from its low end
  *   Q5_0, Q5_1, Q5_K  the same for the low four bits, then a row of words with the fifth bit of all 32: bit s of each
  *                     byte has step s (below)
  *   Q6_K              the same for the low four bits, then 2 rows of words with the upper two bits of 16 each: bits 2 s
  *                     and 2 s + 1 of each byte have step s or 4 + s
  *   Q8_0              8 rows of words: steps
- * A step has four codes: of eight neighbours those at even places, or those at odd places. A row of words with four bits
- * of each code is two steps; so products in 8 bits (int8.h) get a step by one shift, and all types have the same steps.
- * Scales, and minima after them, are rows of float16. In K types they are integers of eight bits (Q4_K and Q5_K have
- * two rows, scale and minimum; Q6_K one row for each half of the group), and factors for eight groups, in rows of
- * float16, stand before the first of them (the head).
+ * A step has four codes: of eight consecutive ones, those at even places or those at odd places. A row of words with
+ * four bits of each code is two steps; so products in 8 bits (int8.h) get a step by one shift, and all types have the
+ * same steps. Scales, and minima after them, are rows of float16. In K types they are integers of eight bits (Q4_K and
+ * Q5_K have two rows, scale and minimum; Q6_K one row for each half of the group), and factors for eight groups, in
+ * rows of float16, are before the first of them (the head).
  */
 #ifndef QUANTIZED_H
 #define QUANTIZED_H
@@ -61,12 +62,12 @@ static inline QuantizedLayout layout_of(int32_t type) {
     }
 }
 
-/* Return the place of the head that group `group` belongs to, from the panel's begin. */
+/* Return the offset of the head that group `group` belongs to, from the panel's start. */
 static inline int64_t head_offset(QuantizedLayout layout, int64_t group) {
     return group / layout.groups * (layout.head_bytes + (int64_t)layout.groups * layout.group_bytes);
 }
 
-/* Return the place of a group, from the panel's begin. */
+/* Return the offset of a group, from the panel's start. */
 static inline int64_t group_offset(QuantizedLayout layout, int64_t group) {
     return head_offset(layout, group) + layout.head_bytes + group % layout.groups * layout.group_bytes;
 }
@@ -79,7 +80,7 @@ static inline const QuantizedPanel *quantized_panel(const void *weights, int64_t
     return (const QuantizedPanel *)weights + panel;
 }
 
-/* Rows of a matrix that are stored alike. */
+/* Rows of a matrix that are stored in the same way. */
 typedef struct {
     const void *rows; /* no alignment needed */
     int64_t num_rows, row_bytes;
@@ -117,7 +118,7 @@ static inline float quantized_weight(const uint32_t *steps, int k, int column) {
     return weight;
 }
 
-/* Rows that are multiplied while the weights are in registers. More go slice by slice (gemm_slices.h). */
+/* Rows that are multiplied while the weights are in registers. More are computed slice by slice (gemm_slices.h). */
 #if defined(__AVX512F__)
 enum { QUANTIZED_FEW_ROWS = 4 };
 #else

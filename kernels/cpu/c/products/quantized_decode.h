@@ -3,9 +3,9 @@
  * A weight is its code times a scale, plus a minimum. The product has at most 23 significant bits, so it is exact and
  * only the sum is rounded, whether or not the instruction set rounds both together. What remains is to round a float f
  * to bfloat16, to nearest even: 65537 f - 65536 f, where the first product is rounded to float32. Its last bit is the
- * bfloat16's last one, so both round alike. Only if f has all 24 bits, and lies just below a power of two, is the
- * result another one; gemm_quantize() does not let such a weight through, nor one that is not finite. AVX512_BF16 has an
- * instruction that rounds so. It takes numbers below 2**-126 for zeros, and gemm_quantize() finds that, too.
+ * bfloat16's last one, so both round in the same way. The result only differs if f has all 24 bits and is just below a
+ * power of two; gemm_quantize() does not let such a weight through, nor one that is not finite. AVX512_BF16 has an
+ * instruction that rounds like this. It treats numbers below 2**-126 as zeros, which gemm_quantize() detects too.
  */
 #ifndef QUANTIZED_DECODE_H
 #define QUANTIZED_DECODE_H
@@ -71,8 +71,8 @@ INLINE Words masked(const Words words, const uint32_t mask, const Words others) 
     return (Words)_mm512_ternarylogic_epi32((__m512i)words, (__m512i)all_words(mask), (__m512i)others, 0x6a);
 }
 
-/* Return the bits of 2**(23 - place) as a float. Bit `place` of it counts one, so a code that is put there adds itself:
- * codes become numbers where they are, without a shift or a conversion. */
+/* Return the bits of 2**(23 - place) as a float. Bit `place` of it counts one, so a code placed there adds its own
+ * value: codes become numbers in place, without a shift or a conversion. */
 INLINE uint32_t power_for(const int place) { return (uint32_t)(127 + 23 - place) << 23; }
 
 /* Return by how much floats of these bits are above 2**(23 - place) + zero; exact. */
@@ -81,14 +81,14 @@ INLINE Floats above_power(const Words bits, const int place, const int zero) {
 }
 #endif
 
-/* Return what code i of a row of words stands for: `low` has four bits of each code, `high` one or two. */
+/* Return the value of code i of a row of words: `low` has four bits of each code, `high` one or two. */
 INLINE Floats number_of_code(const Words low, const Words high, const int i, const int type) {
     const int zero = type == Q4_0 ? 8 : type == Q5_0 ? 16 : type == Q6_K ? 32 : 0;
 #if defined(__AVX512F__)
     const int place = i % 4 * 4;
     Words bits = masked(i < 4 ? low : low >> 16, 15u << place, all_words(power_for(place)));
     if (has_fifth_bit(type) || type == Q6_K) {
-        const Words half = i < 4 ? high : high >> 16; /* the code's upper bits are at i % 4 / 2 * 8, or beside it */
+        const Words half = i < 4 ? high : high >> 16; /* the code's upper bits are at i % 4 / 2 * 8, or next to it */
         const Words upper = half << (i % 2 == 0 ? 4 : type == Q6_K ? 6 : 7);
         bits = masked(upper, (type == Q6_K ? 48u : 16u) << place, bits);
     }
@@ -149,7 +149,7 @@ INLINE Words pairs_of(const Floats even, const Floats odd) {
 #endif
 }
 
-/* Two neighbours along the depth, as the one or two steps that products take (gemm.h). */
+/* Two adjacent weights along the depth, as the one or two steps that products take (gemm.h). */
 enum { STEPS_OF_TWO = BY_PAIRS ? 1 : 2 };
 typedef struct {
     Words steps[STEPS_OF_TWO];

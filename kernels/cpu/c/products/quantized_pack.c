@@ -84,8 +84,8 @@ static uint32_t even_bytes(uint64_t bytes) {
     return (uint32_t)(bytes | bytes >> 16);
 }
 
-/* Write the column's codes of a group. Of each eight neighbours those at even places are one step, those at odd places
- * the next. */
+/* Write the column's codes of a group. Of each eight consecutive codes, those at even places are one step, those at
+ * odd places the next. */
 static void write_codes(const uint8_t codes[GROUP], int32_t type, int column, char *rows) {
     const int bits = type == Q6_K ? 2 : type == Q5_0 || type == Q5_1 || type == Q5_K ? 1 : 0;
     uint32_t *words = (uint32_t *)rows + column, upper[2] = {0, 0};
@@ -124,8 +124,8 @@ static void write_groups(const Column columns[PANEL_COLUMNS], int32_t type, int6
     }
 }
 
-/* Whether `count` weights of a column are the wanted ones. The words are compared first, of pairs; where a zero has
- * another sign these differ. */
+/* Whether `count` weights of a column are the wanted ones. The words of pairs are compared first. They differ if a
+ * zero has another sign. */
 static int are_equal(const uint32_t *steps, int column, const uint16_t *wanted, int count) {
     uint32_t different = !BY_PAIRS;
     for (int i = 0; BY_PAIRS && i < count / 2; i++) {
@@ -147,7 +147,7 @@ static int are_exact(const Column columns[PANEL_COLUMNS], int32_t type, int64_t 
     quantized_unpack(panel, type, k / GROUP, (k + count) / GROUP, steps);
     for (int column = 0; column < PANEL_COLUMNS; column++) {
         read_column(columns[column], k, count, weights);
-        Floats differences = {0}; /* NaN where a weight is not finite */
+        Floats differences = {0}; /* NaN if a weight is not finite */
         for (int i = 0; i < count; i += LANES) {
             const Floats some = load_floats(weights + i);
             store_bfloat16(wanted + i, some);

@@ -1,4 +1,4 @@
-/* Gumbel noise: kernels/gumbel.py has the definition, and the reason; the bits are the same. */
+/* Gumbel noise: kernels/gumbel.py has the definition and the reasons; the bits are the same. */
 #ifndef GUMBEL_H
 #define GUMBEL_H
 
@@ -21,7 +21,7 @@ enum { HIGH_BITS = 1, LOW_BITS = 2 }; /* the purposes of Philox's numbers */
 typedef uint64_t Pairs __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t Shorts __attribute__((vector_size(VECTOR_BYTES)));
 
-/* Return the products of a's even words with b, which has one number in all of them. */
+/* Return the products of a's even words with b, which has the same number in all of them. */
 INLINE Pairs products(Pairs a, Pairs b) {
 #if defined(__AVX512F__)
     return (Pairs)_mm512_mul_epu32((__m512i)a, (__m512i)b);

@@ -51,7 +51,7 @@ INLINE float largest_between(const Row *row, int64_t begin, int64_t end, Signed 
     return largest_of(maximum);
 }
 
-/* Return the index of the first NaN if there is one, else of the largest logit, the first of equals. */
+/* Return the index of the first NaN if there is one, otherwise of the largest logit, the first on a tie. */
 static int64_t index_of_largest(const Row *row) {
     const float *logits = row->logits;
     int64_t index = 0;
@@ -105,14 +105,14 @@ static double total_weight(const Row *row) {
     return total;
 }
 
-/* The winner of a race so far: the token with the largest logit / temperature + noise, the first of equals. */
+/* The winner of a race so far: the token with the largest logit / temperature + noise, the first on a tie. */
 typedef struct {
     double sum;
     int64_t id;
 } Winner;
 
-/* Let a token take part in the race. high: its high bits. A token that cannot win with these is left out soon, and so is
- * one that min_p excludes. */
+/* Let a token take part in the race. high: its high bits. A token that cannot win with these is rejected early, and
+ * so is one that min_p excludes. */
 INLINE void enter(const Row *row, int64_t id, uint32_t high, Winner *winner) {
     const float x = row->logits[id] / row->temperature;
     if (x == -INFINITY || high >= limit_of_high_bits(winner->sum - x)) return;
@@ -121,8 +121,8 @@ INLINE void enter(const Row *row, int64_t id, uint32_t high, Winner *winner) {
     if (weights_of(row, all_floats(row->logits[id]))[0] >= row->min_p) *winner = (Winner){sum, id};
 }
 
-/* Enter the tokens from `begin` on that one call of high_bits_from() serves. limit: of the high bits of a token that has
- * the largest logit among them. */
+/* Enter the tokens from `begin` on that one call of high_bits_from() covers. limit: for the high bits of a token
+ * that has the largest logit among them. */
 static void enter_some(const Row *row, int64_t begin, const Words halves[4], uint32_t limit, Winner *winner) {
     for (int64_t i = 0; i < LANES * TOKENS_PER_BLOCK && begin + i < row->size; i++) {
         const uint32_t high = halves[i % 8 / 2][i / 8] >> 16 * (i % 2) & 0xffff;
@@ -130,10 +130,10 @@ static void enter_some(const Row *row, int64_t begin, const Words halves[4], uin
     }
 }
 
-/* Draw from all tokens that min_p leaves. best: the index of the largest logit. Most tokens cannot win with their high
- * bits, so their noise is not computed. */
+/* Draw from all tokens that min_p keeps. best: the index of the largest logit. Most tokens cannot win with their
+ * high bits, so their noise is not computed. */
 static int64_t draw_from_all(const Row *row, int64_t best) {
-    const float lowest = row->min_p > 0.0f ? row->largest + logf(row->min_p) - 1.0f : -INFINITY; /* min_p leaves more */
+    const float lowest = row->min_p > 0.0f ? row->largest + logf(row->min_p) - 1.0f : -INFINITY; /* min_p keeps more */
     Winner winner = {-INFINITY, row->size};
     enter(row, best, high_bits_of(&row->stream, best), &winner);
     Signed is_nan = {0}; /* unused: index_of_largest() has excluded NaN */
@@ -206,11 +206,11 @@ static int compare(const void *left, const void *right) {
 /* Fewer candidates than this are sorted by comparisons. */
 enum { RADIX_FROM = 256 };
 
-/* Return a number whose order is that of compare(), but for the ids. */
+/* Return a number that sorts like compare(), except for the ids. */
 INLINE uint32_t descending(float value) { return ~((uint32_t)ordered(value) ^ 0x80000000u); }
 
-/* Sort the row's candidates, which ascend by id, as compare() does. Where nearly all tokens are candidates, since many
- * logits are equal or close, sorting by comparisons takes longer than the rest of a small model's step. */
+/* Sort the row's candidates, which ascend by id, as compare() does. If nearly all tokens are candidates, because
+ * many logits are equal or close, sorting by comparisons takes longer than the rest of a small model's step. */
 static void sort_candidates(const Row *row, int64_t count) {
     if (count < RADIX_FROM) {
         qsort(row->candidates, count, sizeof *row->candidates, compare);
@@ -233,9 +233,9 @@ static void sort_candidates(const Row *row, int64_t count) {
     if (from != row->candidates) memcpy(row->candidates, from, count * sizeof *from);
 }
 
-/* Find all tokens whose logit / temperature reaches a bound that at least `wanted` tokens reach, in descending order.
- * Return their number. If there are at least `wanted` groups, the bound is the wanted-th largest of their maxima: so
- * many groups contain at least one such token each. */
+/* Find all tokens whose logit / temperature reaches a bound that at least `wanted` tokens reach, in descending
+ * order. Return their number. If there are at least `wanted` groups, the bound is the wanted-th largest of their
+ * maxima: that many groups contain at least one such token each. */
 static int64_t find_candidates(const Row *row, int64_t wanted) {
     const int64_t num_groups = (row->size + GROUP - 1) / GROUP;
     float bound = wanted >= row->size    ? -INFINITY

@@ -5,7 +5,7 @@
 #include <stdint.h>
 
 /* logits [..., vocab_size] float32. rows [num_masks]: the row of each mask; a row occurs once. masks [num_masks,
- * num_words]: bit i of word w allows token 32 * w + i. Tokens behind the last word are forbidden. */
+ * num_words]: bit i of word w allows token 32 * w + i. Tokens beyond the last word are forbidden. */
 void mask_logits(float *logits, int64_t vocab_size, const int64_t *rows, const uint32_t *masks, int64_t num_words,
                  int64_t num_masks);
 

@@ -67,7 +67,7 @@ char *group_room(GroupStreams *streams, int64_t bytes) {
     return streams->room;
 }
 
-/* Send and receive what a stream takes and has now; return whether that was anything. */
+/* Send and receive what a stream takes and has now; return whether it was anything. */
 static int go_on(int fd, Left *left) {
     int64_t moved = 0;
     if (left->to_send) {
@@ -83,7 +83,7 @@ static int go_on(int fd, Left *left) {
     return moved > 0;
 }
 
-/* Sleep until a stream of which something is left may be ready. */
+/* Sleep until a stream with something left may be ready. */
 static void sleep_on(const GroupStreams *streams, const Left *left) {
     struct pollfd fds[MAX_RANKS];
     int count = 0;

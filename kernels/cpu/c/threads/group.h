@@ -1,4 +1,4 @@
-/* A group of processes, the ranks of a model, which exchange what they compute through memory that they share.
+/* A group of processes, the ranks of a model, which exchange results through shared memory.
  *
  * A rank computes some columns of each result and writes them to their places in a shared buffer. When all ranks have
  * done that, each reads the whole. So nothing is added across ranks, and an element's bits are those of one process.
@@ -10,11 +10,12 @@
 
 enum { GROUP_STATE_BYTES = 4096 }; /* of shared memory, zero at first */
 
-/* Wait until all `size` ranks have called this, each with one thread. Their writes before it are visible after it. It
- * spins for tens of microseconds and then sleeps. A rank that dies leaves the others asleep: their owner ends them. */
+/* Wait until all `size` ranks have called this, each with one thread. Their writes before it are visible after it.
+ * It spins for tens of microseconds and then sleeps. If a rank dies, the others stay asleep until their owner ends
+ * them. */
 void group_wait(void *state, int32_t size);
 
-/* The streams between ranks that share no memory: they are on several machines. Each rank has buffers of its own. */
+/* The streams between ranks that share no memory: they are on several machines. Each rank has its own buffers. */
 typedef struct {
     const int32_t *fds; /* [size] a connected stream socket to each other rank */
     char *room;         /* of group_room(); NULL at first */
@@ -24,7 +25,7 @@ typedef struct {
 
 enum { MAX_RANKS = 256 };
 
-/* Return room for the parts of all ranks in an exchange, one after the other; what is in it may be lost. */
+/* Return room for the parts of all ranks in an exchange, one after the other; its content may be lost. */
 char *group_room(GroupStreams *streams, int64_t bytes);
 
 /* Send the rank's part to the others, and receive theirs. The parts are in the room; that of rank r begins at ends[r] and

@@ -5,8 +5,8 @@
 #include <stdint.h>
 #include <time.h>
 
-/* Longer than the gaps between the kernels of a step, and shorter than a time slice of the scheduler. Beside a busy
- * process, sleeping soon gives the core to the thread that the others wait for. */
+/* Longer than the gaps between the kernels of a step, and shorter than a time slice of the scheduler. If another
+ * process is busy, sleeping soon gives the core to the thread that the others wait for. */
 #define SPIN_NS 40000
 #define PAUSES_PER_LOOK 32 /* between two looks at the clock */
 
