@@ -49,7 +49,7 @@ class PrefixCache:
     def find(self, request: Request, *, needs_state: bool = True) -> tuple[Int32s, int]:
         """Return the usable blocks with the waiting request's first tokens, and the last one's content number.
 
-        needs_state: with recurrent layers, the state behind the last block must be kept.
+        needs_state: with recurrent layers, the state after the last block must be kept.
         """
         if request.first_key not in self._names.block_of_key:
             return NO_INT32S, request.root

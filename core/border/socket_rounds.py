@@ -269,7 +269,7 @@ class Border:
         self.shutdown_asked = True
         self._on_shutdown()
 
-    # --- ends of sessions that nobody asked for ---
+    # --- sessions ended by the engine ---
 
     def _close_disconnected(self) -> None:
         """End the sessions whose connection ended, no matter how the client died."""

@@ -2,8 +2,8 @@
 
 The renamed requests and results go through the real engine while it is captured. Each of its steps is compared with the
 recorded one: the same rows, tokens per row, prefix hits, preemptions and free blocks. So the new file is a normal
-capture that is known to lead to the same decisions. It keeps what decisions depend on: times, lengths, who shares how
-much with whom, priorities.
+capture that is known to lead to the same decisions. It keeps what decisions depend on: times, lengths, how much
+requests share with one another, priorities.
 """
 
 import os

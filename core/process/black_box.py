@@ -1,8 +1,8 @@
-"""BlackBox: the engine's side of its black box (ipc/records/black_box.py): each step is noted before it runs.
+"""BlackBox: the engine's side of its black box (ipc/records/black_box.py). Each step is recorded before it runs.
 
-It watches the engine's pipeline (core/execution/pipeline.py), so neither the step nor an executor knows of it. A
-request's digest is made when its row is added. A steady step (the rows of the step before it, one token of each in
-both) stores no column, because each row has one token more: it compares the rows and sets some numbers.
+It watches the engine's pipeline (core/execution/pipeline.py), so neither the step nor an executor is involved. A
+request's digest is computed when its row is added. A steady step (the same rows as in the previous step, and one token
+of each in both) stores no column, because each row just has one token more: it compares the rows and sets some numbers.
 """
 
 import mmap
@@ -29,37 +29,37 @@ from ipc.records.black_box import (
     size_of,
 )
 
-_WINDOW = 500  # steps of one size, after which the slowest of the window before is forgotten
+_WINDOW = 500  # steps of one size after which the slowest of the previous window is forgotten
 
 
 class _Size:
-    """What steps of one size take, ns."""
+    """Durations of steps of one size, in ns."""
 
     __slots__ = ("expected", "num_steps", "slowest", "slowest_before")
 
     def __init__(self, slowest: int, slowest_before: int) -> None:
-        self.slowest, self.slowest_before = slowest, slowest_before  # in this window of steps, and in the last one
+        self.slowest, self.slowest_before = slowest, slowest_before  # in this window of steps, and in the previous one
         self.expected = self.num_steps = 0
 
 
 class BlackBox:
     """The writer of one page.
 
-    fd: the memory file's, -1 = nobody reads it; so it is with a file of another size, which an owner of another version
-    has made. num_rows: the engine's max_num_seqs. warm_up_ns: how long Executor.warm_up() took, by which the first step
-    is expected; 0 = unknown. wait_ns: how long any step may wait for its turn.
+    fd: the memory file's; -1 = it is not read. A file of another size, created by an owner of another version, is not
+    used either. num_rows: the engine's max_num_seqs. warm_up_ns: how long Executor.warm_up() took, used to predict the
+    first step; 0 = unknown. wait_ns: how long any step may wait for its turn.
     """
 
     def __init__(self, fd: int, num_rows: int, epoch: int, warm_up_ns: int = 0, *, wait_ns: int = 0) -> None:
         size = size_of(num_rows)
         page = Page(mmap.mmap(fd if fd < 0 or os.fstat(fd).st_size == size else -1, size), num_rows)
-        self._memory: Any = page.memory  # takes columns, which their type does not say
+        self._memory: Any = page.memory  # accepts columns, which their type does not express
         self._slowest_ns = page.slowest_ns
         _, ends, rows, counts, self._digests = page.offsets
         self._slots = [(rows + 4 * n * num_rows, counts + 4 * n * num_rows, ends + 8 * n * num_rows) for n in (0, 1)]
         self._ends_bytes = 8 * num_rows
         self._warm_up_ns, self._wait_ns = warm_up_ns, wait_ns
-        self._kinds = [_Size(*of_kind) for of_kind in page.slowest_ns.T.tolist()]  # of the engines before this one, too
+        self._kinds = [_Size(*of_kind) for of_kind in page.slowest_ns.T.tolist()]  # including those of previous engines
         self._expect()
         self._began = [(0, self._kinds[0]), (0, self._kinds[0])]  # of the last two steps
         self._num_begun = self._num_ended = self._num_ended_at_turn = self._num_turns = 0
@@ -67,7 +67,7 @@ class BlackBox:
         self._rows = b""  # of the last step
         self._stored = 0  # see Reading
         self._scheduler: Scheduler | None = None
-        self._stats: SchedulerStats | None = None  # of it
+        self._stats: SchedulerStats | None = None  # the scheduler's
         self._kind = self._kinds[0]  # of the last step
         self._num_scheduled = 0  # tokens, up to the last step
         HEADER.pack_into(self._memory, 0, *(0,) * len(Reading._fields))
@@ -75,16 +75,16 @@ class BlackBox:
         PROCESS.pack_into(self._memory, 0, epoch + 1, os.getpid())
 
     def watch(self, scheduler: Scheduler) -> None:
-        """Set the scheduler whose steps these are. Called once, before the first of them."""
+        """Set the scheduler whose steps are recorded. Called once, before the first of them."""
         self._scheduler, self._stats = scheduler, scheduler.stats
         self._num_scheduled = scheduler.stats.num_scheduled_tokens
 
     def begin(self, plan: SchedulerOutput) -> None:
-        """Note a step that begins."""
+        """Record a step that starts."""
         stats, step, stored_before = self._stats, self._num_begun + 1, self._stored
         assert stats is not None, "begin() before watch()"
         num_scheduled, rows = stats.num_scheduled_tokens, plan.rows.tobytes()
-        num_tokens = num_scheduled - self._num_scheduled  # a sum of the plan's column would cost 2 us
+        num_tokens = num_scheduled - self._num_scheduled  # summing the plan's column would cost 2 us
         self._num_scheduled, (rows_before, tokens_before), kind = num_scheduled, self._sizes, self._kind
         if num_tokens == tokens_before == rows_before and rows == self._rows and not (plan.added or plan.added_pooling):
             self._stored += 2
@@ -110,23 +110,23 @@ class BlackBox:
         )
 
     def _store(self, plan: SchedulerOutput, rows: bytes, num_tokens: int) -> None:
-        """Store a plan's columns in the slot that the plan before it did not use."""
+        """Store a plan's columns in the slot that the previous plan did not use."""
         assert self._scheduler is not None, "begin() before watch()"
         self._rows, self._stored = rows, 1 - self._stored % 2
         memory, (rows_at, counts_at, ends_at) = self._memory, self._slots[self._stored]
         memory[rows_at : rows_at + len(rows)] = rows
         memory[ends_at : ends_at + self._ends_bytes] = self._scheduler.table.num_computed_tokens
-        if num_tokens != len(plan.rows):  # else it is one of each row
+        if num_tokens != len(plan.rows):  # otherwise it is one for each row
             memory[counts_at : counts_at + len(rows)] = plan.num_scheduled_tokens
         if plan.starts:
             self._note_added(plan)
 
     def end(self, output: ModelRunnerOutput) -> None:
-        """Note that the oldest step has ended. The page says so from the end of the loop's turn on."""
+        """Record that the oldest step has ended. The page shows it from the end of the loop's turn on."""
         self._num_ended += 1
 
     def turn(self, num_waiting: int) -> None:
-        """Note that a turn of the engine's loop ends, and how many requests wait."""
+        """Record that a turn of the engine's loop has ended, and how many requests wait."""
         now_ns, step = time.monotonic_ns(), self._num_ended
         self._num_turns += 1
         TURNED.pack_into(self._memory, TURNED_AT, step, self._num_turns, now_ns, num_waiting)
@@ -146,7 +146,7 @@ class BlackBox:
             self._memory[at : at + DIGEST_BYTES] = request_digest(prompt, new.params, features.get(new.row, ()))
 
     def _note_slowest(self, kind: _Size, took_ns: int) -> None:
-        """Note the slowest step of a size, or that a window of steps is over."""
+        """Record the slowest step of a size, or that a window of steps is over."""
         kind.slowest = max(kind.slowest, took_ns)
         if kind.num_steps == _WINDOW:
             kind.slowest_before, kind.slowest, kind.num_steps = kind.slowest, 0, 0
@@ -155,10 +155,10 @@ class BlackBox:
         self._expect()
 
     def _expect(self) -> None:
-        """Set what is expected of steps of each size, ns: the slowest recent one.
+        """Set the expected duration of steps of each size, in ns: the slowest recent one.
 
-        Of a size that never ran it is what the next smaller one suggests; before any has run, what the warm-up does.
-        0 = nothing is known.
+        For a size that never ran, it is derived from the next smaller one; before any has run, from the warm-up. 0 =
+        unknown.
         """
         known = 0
         for index, kind in enumerate(self._kinds):

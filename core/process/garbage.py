@@ -1,14 +1,14 @@
-"""settle_garbage: the garbage collector's settings of a process that serves, an engine's or a router's."""
+"""settle_garbage: the garbage collector's settings in a process that serves, an engine's or a router's."""
 
 import gc
 
-#: Objects, then collections of the generation before. With Python's own numbers (700, 10, 10) some thousand requests
-#: that arrive at once bring about full collections, each of which stops both threads for 60 ms beside 20,000 requests.
+#: Objects, then collections of the previous generation. With Python's defaults (700, 10, 10), a few thousand requests
+#: that arrive at once trigger full collections, each of which stops both threads for 60 ms with 20,000 requests.
 _THRESHOLDS = 700, 10, 200
 
 
 def settle_garbage() -> None:
-    """Keep all objects of the start for ever, and collect others seldom. Called before the first request."""
-    gc.collect()  # of an engine only objects made after the imports: under a millisecond
+    """Keep all objects of the start forever, and collect others rarely. Called before the first request."""
+    gc.collect()  # in an engine only objects created after the imports: under a millisecond
     gc.freeze()
     gc.set_threshold(*_THRESHOLDS)

@@ -1,4 +1,4 @@
-"""The stores of KV blocks that an engine's config names, a folder and peers, between its scheduler and its executor."""
+"""The stores of KV blocks that an engine's config names (a folder, peers), for its scheduler and executor."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from ipc.wire.sockets import BoundRouter, Context, bind_router, check_address, k
 
 
 class OpenStores(NamedTuple):
-    """What an engine's config names, checked and open. key: of the blocks' names and digests."""
+    """What an engine's config names, checked and opened. key: for the blocks' names and digests."""
 
     blocks: SharedBlocks
     key: bytes
@@ -40,9 +40,9 @@ class OpenStores(NamedTuple):
 
 
 def open_stores(config: ResolvedConfig, executor: Executor) -> OpenStores | None:
-    """Open what the config names; None: it names nothing, or the engine caches no prefixes.
+    """Open what the config names. None: it names nothing, or the engine has no prefix cache.
 
-    Errors: ConfigError for a folder or key that cannot be used, a folder without room for a block, and an executor
+    Errors: ConfigError for a folder or key that cannot be used, a folder without room for one block, and an executor
     that does not share its blocks; AddressError.
     """
     stores = config.kv_stores
@@ -50,7 +50,7 @@ def open_stores(config: ResolvedConfig, executor: Executor) -> OpenStores | None
         return None
     blocks = shared_blocks_of(executor)
     if blocks is None:
-        raise ConfigError(f"{stores[0]}: executor {config.executor!r} keeps no blocks in this process: leave it out")
+        raise ConfigError(f"{stores[0]}: executor {config.executor!r} does not share its blocks: leave it out")
     key = b"" if config.kv_key_file is None else read_key_file(config.kv_key_file)
     peers = None if config.kv_peers is None else _peers(config.kv_peers, key)
     listening = None if config.kv_listen is None else _listen(config.kv_listen)
@@ -70,8 +70,8 @@ def _open_folder(path: str, max_bytes: int, block_bytes: int, key: bytes) -> Blo
     file_bytes = HEAD_BYTES + block_bytes
     if max_bytes < file_bytes:
         raise ConfigError(
-            f"kv_dir_bytes={max_bytes} is less than the file of one KV block, which has {file_bytes} bytes: "
-            f"set it to at least {file_bytes}, and to as much as the disk has for it"
+            f"kv_dir_bytes={max_bytes} is less than the file of one KV block, {file_bytes} bytes: "
+            f"set it to at least {file_bytes}, or as much as the disk can spare"
         )
     return BlockFolder(path, max_bytes, key)
 
@@ -84,7 +84,7 @@ def _peers(kv_peers: str, key: bytes) -> Peers:
 
 
 def _listen(address: str) -> tuple[Context, BoundRouter]:
-    """Return a bound socket, for peers with the address's keys, or of this machine, with the context that it has."""
+    """Return the context and the bound socket for peers with the address's keys, or on this machine."""
     context: Context = zmq.Context()
     try:
         keys = keys_of(address)
@@ -98,7 +98,7 @@ def _listen(address: str) -> tuple[Context, BoundRouter]:
 def start_store(
     stores: OpenStores | None, executor: Executor, core: EngineCore, tell: Callable[[StoreNews], None]
 ) -> StoreThread | None:
-    """Start the thread that carries out the core's orders. tell: called from it with each answer."""
+    """Start the thread that carries out the core's orders. tell: called in it with each answer."""
     scheduler = core.scheduler
     if stores is None or scheduler.exchange is None:
         return None
@@ -109,7 +109,7 @@ def start_store(
 
 
 def _block_store(stores: OpenStores, names: PortableNames, batch: Batch, evictions: Ints) -> BlockStore:
-    """Return the store of an engine."""
+    """Return an engine's store."""
     host, blocks, block_names = batch.host_cache, stores.blocks, batch.pool.names
 
     def shelves(contents: Contents, host_contents: Ints) -> Shelves:
@@ -132,7 +132,7 @@ def _block_store(stores: OpenStores, names: PortableNames, batch: Batch, evictio
 
 
 def _served(stores: OpenStores, named: Shelves, beside: Shelves | None) -> BlocksServed | None:
-    """Return what peers get of blocks in memory and in the folder; None: nobody listens to them."""
+    """Return what peers can get of blocks in memory and in the folder; None: no peers are served."""
     if stores.listening is None:
         return None
     asked: list[Shelf] = [*named, *(beside or ()), *([] if stores.folder is None else [stores.folder])]
@@ -140,8 +140,9 @@ def _served(stores: OpenStores, named: Shelves, beside: Shelves | None) -> Block
 
 
 class WithOrders:
-    """An engine whose orders are given to the store after each step, before anybody learns what the step has brought:
-    who asks a peer for the blocks of a request that has ended finds them.
+    """An engine whose orders are given to the store after each step, before the step's results are reported.
+
+    So a client that then requests the blocks of a finished request from a peer finds them.
     """
 
     def __init__(self, engine: Engine, core: EngineCore, store: StoreThread) -> None:
@@ -149,16 +150,16 @@ class WithOrders:
 
     @property
     def has_work(self) -> bool:
-        """Return what the engine returns."""
+        """See the engine's method."""
         return self._engine.has_work
 
     @property
     def has_unfinished(self) -> bool:
-        """Return what the engine returns."""
+        """See the engine's method."""
         return self._engine.has_unfinished
 
     def count_waiting(self) -> tuple[int, int]:
-        """Return what the engine returns."""
+        """See the engine's method."""
         return self._engine.count_waiting()
 
     def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> Sequence[AddressedMessage]:
@@ -169,5 +170,5 @@ class WithOrders:
 
 
 def with_orders(engine: Engine, core: EngineCore, store: StoreThread | None) -> Engine:
-    """Return the engine, whose orders are given to the store; itself where there is none."""
+    """Return the engine with its orders given to the store, or the engine itself if there is no store."""
     return engine if store is None else WithOrders(engine, core, store)

@@ -1,10 +1,11 @@
-"""The engine process's lease on life: the pipe from its owner, and the signals that end it.
+"""The engine process's lease: the pipe from its owner, and the signals that end the process.
 
-One thread watches both from the very start, so that they work while the model loads and while a step hangs. The end of
-the pipe means that the owner is gone or has closed it: the process exits at once. The first Drain and the first SIGTERM
-let running requests finish; a second of the same kind ends them. The kinds are counted apart, because a service manager
-sends SIGTERM both to this process and to the owner, which then sends Drain: that counts as once. SIGINT and SIGHUP are
-ignored, because a terminal's Ctrl-C and its end go to the whole process group and the owner decides what they mean.
+One thread watches both from the start, so that they work while the model loads and while a step hangs. If the pipe
+ends, the owner is gone or has closed it: the process exits at once. The first Drain and the first SIGTERM let running
+requests finish; a second one of the same kind ends them. The kinds are counted separately, because a service manager
+sends SIGTERM both to this process and to the owner, which then sends Drain: together these count as one. SIGINT and
+SIGHUP are ignored, because Ctrl-C in a terminal, and closing it, signal the whole process group, and the owner decides
+what that means.
 """
 
 import os
@@ -22,13 +23,12 @@ from ipc.wire.sockets import remove_private_address
 from ipc.wire.start_messages import Drain, Isolate, Prepare, Start
 
 EXIT_STOPPED = 128 + signal.SIGTERM  # stopped before the work was done
-_STOP_S = 1.0  # to report the end to the clients
-_LOG_S = 0.1  # for the last lines on standard error
+_STOP_S = 1.0  # for reporting the end to the clients
+_LOG_S = 0.1  # for writing the last lines to standard error
 
 
 class Lease:
-    """The pipe from the owner and the signals. Only the main thread may create it, because signal handlers need that
-    thread.
+    """The pipe from the owner, and the signals. Only the main thread may create it, because signal handlers need that.
 
     Errors: MalformedMessageError, EOFError.
     """
@@ -43,11 +43,12 @@ class Lease:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # the owner blocks them for exec
-        self.making_files = threading.Lock()  # held while files are made, so that an exit removes all or none
+        # held while files are created, so that an exit removes all or none of them
+        self.making_files = threading.Lock()
         self._lock = threading.Lock()
         self._io: IOThread | None = None
         self._num_commands: dict[object, int] = {Drain: 0, signal.SIGTERM: 0}
-        self._unread: list[bytes] = []  # frames that came together with the first
+        self._unread: list[bytes] = []  # frames that arrived together with the first one
         self._start: Start | None = None
         self._has_start = threading.Event()
         first = self._read_first()
@@ -63,7 +64,7 @@ class Lease:
         self._at_exit.append(do)
 
     def wait_start(self) -> Start:
-        """Return what to start; a standby waits here until it is needed."""
+        """Return what to start. A standby waits here until it is needed."""
         self._has_start.wait()
         assert self._start is not None
         return self._start
@@ -77,7 +78,7 @@ class Lease:
             remove_private_address(self._start.address)
 
     def serve(self, io: IOThread) -> None:
-        """Set the IO thread: from now on a drain lets its requests finish."""
+        """Set the IO thread. From now on a drain lets its requests finish."""
         with self._lock:
             self._io = io
 
@@ -135,7 +136,7 @@ class Lease:
                 self._io.drain()
 
     def _exit(self, code: int) -> None:
-        self.making_files.acquire(timeout=_STOP_S)  # for good
+        self.making_files.acquire(timeout=_STOP_S)  # never released
         for do in self._at_exit:
             do()
         log.flush(_LOG_S)

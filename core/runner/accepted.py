@@ -7,7 +7,7 @@ from ipc.tables.arrays import Bools, Int32s, Ints, Rows
 
 
 def accepted(rows: Rows, offsets: Ints, sampled: Int32s, table: RunnerTable) -> Bools:
-    """Return accepted_of() with the drafts that the table has behind the rows' tokens."""
+    """Return accepted_of() with the drafts that the table has after the rows' tokens."""
     drafts = table.tokens.get(rows, np.where(_has_draft(rows), table.num_tokens[rows] + offsets, 0))
     return accepted_of(rows, offsets, sampled, drafts)
 

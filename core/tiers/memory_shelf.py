@@ -69,7 +69,7 @@ class MemoryShelf:
         return place is not None and self._is_there(place)
 
     def pack(self, name: bytes) -> bytearray | None:
-        """Return a copy of a block in its file format, or None if it is not here or was overwritten meanwhile."""
+        """Return a copy of a block in its file format, or None if it is not here or was overwritten in the meantime."""
         place = self._places.get(name)
         if place is None or not self._is_there(place):
             return None

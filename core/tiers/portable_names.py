@@ -1,7 +1,7 @@
 """PortableNames: names of KV blocks that are equal in every engine with the same key and secret to all others.
 
 A name is a keyed 16-byte BLAKE2b digest: of the previous name and the block's tokens; for the first block, of
-everything that a block's bytes depend on besides tokens (model, kernels, layout) and of the root, which includes the
+everything except tokens that a block's bytes depend on (model, kernels, layout) and of the root, which includes the
 cache salt, the tenant and the adapter. So requests that share no blocks in the engine share none here. The key is a
 secret of the folder that contains the blocks, or of the engines that are peers.
 """

@@ -47,7 +47,7 @@ class Crew:
     """A set of worker processes.
 
     They die with the thread that created this object, which must live as long as they do. Methods that talk to the
-    workers are for one thread, but any thread may kill them; then whoever waits for an answer gets an error.
+    workers are for one thread, but any thread may kill them; then a thread that waits for an answer gets an error.
     """
 
     def __init__(self, config: EngineConfig, places: list[Place], nodes: Nodes | None = None) -> None:

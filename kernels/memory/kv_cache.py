@@ -89,7 +89,7 @@ class KVCache:
 
     @property
     def layout(self) -> str:
-        """Describe what the bytes of a block depend on besides the numbers in it."""
+        """Describe everything that the bytes of a block depend on, except the numbers in it."""
         shape = self.block_size, self.num_kv_heads, self.head_dim
         return f"{type(self).__name__} {shape} {len(self.memory)} x {self.memory[0].shape[1:]} {self.memory[0].dtype}"
 

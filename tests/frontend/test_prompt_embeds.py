@@ -100,7 +100,7 @@ def test_wrong_ones(model: Model, prompt: dict[str, Any], error: type[Exception]
 
 def test_what_does_not_go_with_them(model: Model) -> None:
     embeds = {"prompt_embeds": model.table[PROMPTS[0]]}
-    with pytest.raises(InvalidRequestError, match="prompt_logprobs are of tokens"):
+    with pytest.raises(InvalidRequestError, match="prompt_logprobs need tokens"):
         model.tokens(embeds, SamplingParams(prompt_logprobs=1))
     with pytest.raises(UnsupportedParameterError, match="truncate_prompt_tokens cuts no prompt with"):
         model.tokens(embeds, SamplingParams(truncate_prompt_tokens=3))

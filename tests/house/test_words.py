@@ -1,22 +1,73 @@
-"""The pages are written with the words that CONTRIBUTING.md names, not with those that it replaces."""
+"""The pages and the code are written with the words that CONTRIBUTING.md names, not with those that it replaces."""
 
+import ast
+import io
 import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from tests.house.source import ROOT
+from tests.house.source import ROOT, known_files
 from tests.wrap_pages import pages
 
 pytestmark = pytest.mark.checkout
 
 #: Pages that still have some of the words.
 NOT_YET = {f"docs/{name}.md" for name in ("contract", "http", "operations", "protocol", "replay", "scale_out")}
+#: Folders and files whose docstrings and comments still have some of the words. It only shrinks.
+CODE_NOT_YET = ("build_wheel", "engine_core", "examples", "findings", "frontend", "ipc", "tests", "tools")
 _WORDS = re.compile(r"\b(?:anew|alike|besides?|foretell?s?|foretold|meanwhile|nobody|somebody|to\s+be\s+had)\b", re.I)
+#: The same in code.
+_WORDS_OF_CODE = re.compile(r"\b(?:hence|lest|thereby|upon|whence|whoever|whom|shall|nought|for\s+ever)\b", re.I)
+#: A name of the code: `beside`, host.beside, beside=None, Beside(...), "beside: what a parameter means", kv/beside.py.
+_NAME = re.compile(r"`[^`\n]*`|\w*[./_]\w+|\b\w+(?=[:(=])")
+_COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.S)
 
 
 def archaic(text: str) -> list[str]:
     """Return the words of a text that have a plainer one. Code is left out."""
     return [" ".join(word.split()) for word in _WORDS.findall(re.sub(r"`[^`\n]*`", "", text))]
+
+
+def archaic_in_code(prose: str) -> list[str]:
+    """Return the words of a docstring or comment that have a plainer one. Names of the code are left out."""
+    words = _NAME.sub("", prose)
+    return [" ".join(word.split()) for each in (_WORDS, _WORDS_OF_CODE) for word in each.findall(words)]
+
+
+def prose_of_python(source: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of each docstring and comment. Consecutive comments are one text."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node)
+            if text is not None:
+                yield node.body[0].lineno, text
+    last, lines = 0, list[str]()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        if lines and token.start[0] != last + 1:
+            yield last - len(lines) + 1, " ".join(lines)
+            lines = []
+        last = token.start[0]
+        lines.append(token.string.lstrip("#: "))
+    if lines:
+        yield last - len(lines) + 1, " ".join(lines)
+
+
+def prose_of_c(source: str) -> Iterator[tuple[int, str]]:
+    """Yield (line, text) of each comment."""
+    for match in _COMMENT.finditer(source):
+        if not match.group().startswith('"'):
+            yield source.count("\n", 0, match.start()) + 1, re.sub(r"\n\s*\*", "\n", match.group().strip("/*"))
+
+
+def _code_files() -> list[Path]:
+    files = [path for pattern in ("*.py", "*.c", "*.h") for path in known_files(pattern)]
+    return [path for path in files if not f"{path}/".startswith(tuple(f"{name}/" for name in CODE_NOT_YET))]
 
 
 def test_pages_have_plain_words() -> None:
@@ -27,6 +78,38 @@ def test_pages_have_plain_words() -> None:
     assert {page: words for page, words in found.items() if words} == {}
 
 
+def test_docstrings_and_comments_have_plain_words() -> None:
+    files = _code_files()
+    assert len(files) > 400
+    found = []
+    for path in files:
+        prose = prose_of_python if path.suffix == ".py" else prose_of_c
+        for line, text in prose((ROOT / path).read_text()):
+            found += [f"{path}:{line}: {word}" for word in archaic_in_code(text)]
+    assert found == []
+
+
+def test_what_is_not_yet_plain_is_there() -> None:
+    assert [name for name in CODE_NOT_YET if not (ROOT / name).exists()] == []
+
+
 def test_an_archaic_word_is_found() -> None:
     assert archaic("Nobody begins anew, beside\nwhat is to be\nhad.") == ["Nobody", "anew", "beside", "to be had"]
     assert archaic("The new side of a bedside table.") == []
+
+
+def test_an_archaic_word_is_found_in_code() -> None:
+    source = '''"""Whoever asks, meanwhile.
+
+beside: a name. See `beside`, host.beside, Beside() and beside=None.
+"""
+one = 1  # for
+# ever
+two = "nobody"
+'''
+    found = [(line, archaic_in_code(text)) for line, text in prose_of_python(source)]
+    assert found == [(1, ["meanwhile", "Whoever"]), (5, ["for ever"])]
+    assert [archaic_in_code(text) for _, text in prose_of_c('/* lies\n * beside */ char *x = "anew"; // hence')] == [
+        ["beside"],
+        ["hence"],
+    ]

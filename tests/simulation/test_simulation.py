@@ -45,7 +45,7 @@ def test_four_hundred_seeds(part: int) -> None:
 
 @pytest.mark.parametrize("seed", [30, 59])  # rare: one seed in sixty
 def test_a_silent_engine_is_noticed(seed: int) -> None:
-    assert simulate(seed).census["error: nothing was heard"]
+    assert simulate(seed).census["error: nothing arrived"]
 
 
 @pytest.mark.parametrize("seed", [8, 44])  # rare: one seed in thirty

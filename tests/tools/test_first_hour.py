@@ -242,6 +242,6 @@ def test_a_shorter_context_for_want_of_memory_is_said() -> None:
         return done.stderr
 
     small = ("--kv-cache-memory-bytes", "320K", "--block-size", "16")  # of the fake executor: 4 KiB a token
-    assert "max_model_len is 64, and not the model's 131072: the KV cache has room for no more" in shown(*small)
+    assert "max_model_len is 64 instead of the model's 131072: the KV cache is too small for more" in shown(*small)
     assert shown(*small, "--max-model-len", "64") == shown() == ""
     assert "model's 131072: the KV cache has room for no more (num_blocks_override)" in shown("--num-gpu-blocks", "20")

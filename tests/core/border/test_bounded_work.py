@@ -203,7 +203,7 @@ def test_a_message_of_many_frames_is_read_in_many_rounds(socket: PlayedSocket, b
     assert num_left == [5000 - 1024 * rounds for rounds in range(1, 5)]
     (refused,) = [decode_server_message(frame) for frame in socket.sent]
     assert isinstance(refused, Refused)
-    assert refused.message == "a message is one frame, this has 5000"
+    assert refused.message == "a message must be one frame, this one has 5000"
     assert border.inbox.drain() == [(1, request(1, [1]))]
 
 

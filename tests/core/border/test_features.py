@@ -52,7 +52,7 @@ def test_refusals_are_of_the_request_alone(start: Start) -> None:
         client.send(
             rows(1.0).feature, asks(0, rows(3.0)), asks(1, rows(1.0), prompt_logprobs=1), asks(2, rows(1.0, at=6))
         )
-        for number, text in enumerate(("is not here", "prompt_logprobs are of tokens", "lie in the prompt")):
+        for number, text in enumerate(("is missing", "prompt_logprobs need tokens", "inside the prompt")):
             failed = client.receive(RequestFailed)
             assert (failed.number, failed.code) == (number, ErrorCode.INVALID_ARGUMENT)
             assert text in failed.message
@@ -98,7 +98,7 @@ def test_an_engine_without_features_refuses_them(start: Start) -> None:
         failed = client.receive(RequestFailed)
         assert (failed.number, failed.message) == (0, feature_shelf.NO_FEATURES)
         client.finish(1)
-    with pytest.raises(InvalidRequestError, match="takes no features"):
+    with pytest.raises(InvalidRequestError, match="does not support features"):
         feature_shelf.admitted(feature_shelf.NoFeatures(), 0, asks(0, rows(1.0)))
     plain = AddRequest(0, bytes(4), SamplingParams(), 0)
     assert feature_shelf.admitted(feature_shelf.NoFeatures(), 0, plain) is plain

@@ -145,7 +145,7 @@ def test_client_that_never_reads_is_dropped_and_others_are_not(
         while not isinstance(messages[-1:] and messages[-1], Refused):  # it finds out when it reads again
             messages.append(decode_server_message(stalled.recv()))
         assert messages[-1].code == ErrorCode.RESOURCE_EXHAUSTED
-        assert "waited for this client, which did not read" in messages[-1].message
+        assert "were waiting for this client, which did not read" in messages[-1].message
     context.destroy(linger=0)
 
 

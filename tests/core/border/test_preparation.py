@@ -282,7 +282,7 @@ def test_it_counts_as_queued(start: Start, gate: Gate) -> None:
             client.add(number, [7])
         failed = client.receive(RequestFailed)
         assert (failed.number, failed.code) == (2, ErrorCode.RESOURCE_EXHAUSTED)
-        assert "2 requests wait to begin" in failed.message
+        assert "2 requests are waiting to start" in failed.message
         client.send(encode(request(0, [7])))  # sent twice: it is one request
         client.statistics()  # it has arrived
         gate.opened.set()

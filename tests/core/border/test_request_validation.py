@@ -42,7 +42,7 @@ def test_good_requests(change: dict[str, object]) -> None:
     [
         ({"prompt_token_ids": b""}, "the prompt is empty: it needs at least one token"),
         ({"prompt_token_ids": b"12345"}, "the prompt has 5 bytes"),
-        ({"prompt_token_ids": ids(*[1] * 10)}, "has 10 tokens and max_model_len is 10"),
+        ({"prompt_token_ids": ids(*[1] * 10)}, "has 10 tokens, but max_model_len is 10"),
         ({"prompt_token_ids": ids(*[1] * 15)}, "shorten it by at least 6"),
         (
             {"prompt_token_ids": ids(1, 100)},
@@ -51,15 +51,15 @@ def test_good_requests(change: dict[str, object]) -> None:
         ({"prompt_token_ids": ids(-1)}, "token -1 at index 0"),
         ({"prompt_token_ids": ids(*[1] * 70, 100, *[1] * 9)}, "token 100 at index 70"),
         ({"prompt_token_ids": ids(*[1] * 70, -1, *[1] * 9)}, "token -1 at index 70"),
-        ({"delivered": [ids(1, 2), ids(1)]}, "2 choices and may have n=1"),
+        ({"delivered": [ids(1, 2), ids(1)]}, "2 choices, but n=1"),
         ({"delivered": [b"123"]}, "delivered[0] has 3 bytes"),
         ({"delivered": [ids(1, -5)]}, "token -5 at index 1 of delivered[0]"),
-        ({"delivered": [ids(1, 2, 3, 4, 5, 6)]}, "6 tokens are said to be delivered already"),
+        ({"delivered": [ids(1, 2, 3, 4, 5, 6)]}, "delivered has 6 tokens"),
         ({"delivered": [ids(*[1] * 9)], "params": SamplingParams(max_tokens=None)}, "ends after 8"),
         ({"params": SamplingParams(logit_bias={100: 1.0})}, "token 100 of logit_bias is not in the vocabulary"),
         ({"params": SamplingParams(allowed_token_ids=[1, 101])}, "token 101 of allowed_token_ids is not in"),
         ({"params": SamplingParams(bad_words_token_ids=[[1], [2, 100]])}, "token 100 of bad_words_token_ids"),
-        ({"params": SamplingParams(bad_words=["x"])}, "the engine knows token ids only: send bad_words_token_ids"),
+        ({"params": SamplingParams(bad_words=["x"])}, "the engine only uses token ids: send bad_words_token_ids"),
         (
             {"params": SamplingParams(logprobs=21)},
             "logprobs=21 asks for 21 tokens at each position and this engine reports at",

@@ -130,6 +130,6 @@ def test_an_engine_that_nobody_starts_again_makes_no_room(start: Callable[..., R
         client.send(BeginDrain(5, 0, True))
         failed = client.receive(CallFailed)
         assert failed.code == ErrorCode.INVALID_ARGUMENT
-        assert "nobody starts this engine again" in failed.message
+        assert "this engine will not be restarted" in failed.message
         client.add(1, [1])
         assert client.finish(1) == [expected([1], 8)]

@@ -119,7 +119,7 @@ def test_a_client_on_hold_for_too_long_is_ended(start: Callable[..., Running], m
         refused = stalled.receive(Refused)
         assert refused.code == ErrorCode.RESOURCE_EXHAUSTED
         assert (
-            refused.message == "this client did not read for 0.1 s while its output waited; its requests were aborted"
+            refused.message == "this client did not read for 0.1 s while output was waiting; its requests were aborted"
         )
         assert all(
             stalled.tokens[number] == expected([number], LONG)[: len(stalled.tokens[number])] for number in (0, 7)
@@ -161,7 +161,7 @@ def test_a_silent_client_is_ended_and_told_and_a_beating_one_lives_for_ever(star
         wait_for(beating, is_free)
         refused = silent.receive(Refused)
         assert refused.code == ErrorCode.DEADLINE_EXCEEDED
-        assert refused.message == "nothing was heard of this client for 0.3 s (its lease); its requests were aborted"
+        assert refused.message == "nothing arrived from this client for 0.3 s (its lease); its requests were aborted"
         silent.add(2, [1])
         assert "send Hello first" in silent.receive(Refused).message
         beating.add(1, [7])

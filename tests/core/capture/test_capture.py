@@ -100,9 +100,9 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
     (tmp_path / "old").write_text("old")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("old", "link"):
-        with pytest.raises(ConfigError, match="exists already and is never overwritten"):
+        with pytest.raises(ConfigError, match="already exists and is never overwritten"):
             writer(tmp_path / name)
-    with pytest.raises(ConfigError, match="there is no folder"):
+    with pytest.raises(ConfigError, match="does not exist"):
         writer(tmp_path / "none" / "a.cap")
     assert (tmp_path / "old").read_text() == "old"
 
@@ -284,7 +284,7 @@ def test_a_sound_frame_with_foreign_content(copy: Path) -> None:
     place = next(place for place, frame in enumerate(frames) if frame.tag == TAGS[Input])
     frames[place] = frames[place]._replace(payload=b"\xc1")
     write_frames(copy, frames)
-    assert "its content is not" in refused(copy)
+    assert "its content is invalid" in refused(copy)
 
 
 def test_records_of_a_later_minor_are_counted(copy: Path) -> None:
@@ -299,18 +299,18 @@ def test_an_input_of_a_later_minor_names_the_format(copy: Path) -> None:
     place = next(place for place, frame in enumerate(frames) if frame.tag == TAGS[Input])
     frames[place] = frames[place]._replace(payload=msgspec.msgpack.encode([0, [199, "new"], 0]))
     write_frames(copy, frames)
-    assert "its content is not" in refused(copy)
+    assert "its content is invalid" in refused(copy)
     change(copy, 0, replaced(minor=FORMAT_MINOR + 1))
-    assert f"a capture of format 1.{FORMAT_MINOR + 1}, and this version knows 1.{FORMAT_MINOR}" in refused(copy)
+    assert f"a capture of format 1.{FORMAT_MINOR + 1}, but this version supports 1.{FORMAT_MINOR}" in refused(copy)
 
 
 @pytest.mark.parametrize(
     ("data", "text"),
     [
         (b"", "the file is empty"),
-        (b"PK\3\4" * 100, "does not begin with a whole record"),
+        (b"PK\3\4" * 100, "does not start with a complete record"),
         (pack_frame(0, 1, b"junk"), "not a capture of engine-core"),
-        (pack_frame(0, 1, b"\x93\xa3abc\1\0"), "does not begin with a header"),
+        (pack_frame(0, 1, b"\x93\xa3abc\1\0"), "does not start with a header"),
         (pack_frame(0, 3, encode_record(STEP)), "not a capture of engine-core"),
         (pack_frame(0, 1, b"\x93\xb3engine-core capture\2\0"), "a capture of format 2.0; this version reads format 1"),
     ],

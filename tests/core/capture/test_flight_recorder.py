@@ -229,7 +229,7 @@ def test_files_get_names_and_old_ones_go(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "file").touch()
     nowhere = start(msgspec.structs.replace(WHOLE, flight_recorder_folder=str(tmp_path / "file" / "x")))
     nowhere.run(3)
-    with pytest.raises(ConfigError, match="cannot be made"):
+    with pytest.raises(ConfigError, match="cannot be created"):
         write_flight(read_ring(nowhere.ring.fd), 77)
 
 

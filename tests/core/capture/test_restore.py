@@ -87,7 +87,7 @@ def test_the_registry_has_the_fields_that_the_classes_assign() -> None:
 def test_a_snapshot_has_no_object_and_no_field_beside_the_registry() -> None:
     delay = Delay(1.0)
     delay.later = 1  # type: ignore[attr-defined]
-    with pytest.raises(UnknownObjectError, match="Delay has other fields than the registry of the state: later"):
+    with pytest.raises(UnknownObjectError, match="Delay has fields that differ from the state's registry: later"):
         Snapshot([delay])
     other = type("Other", (Delay,), {"__module__": "core.scheduling.other"})(1.0)
     with pytest.raises(UnknownObjectError, match=r"core\.scheduling\.other:Other is no class"):
@@ -130,10 +130,10 @@ def test_no_attribute_is_set_that_the_class_does_not_declare(sound: tuple[list[A
 )
 def test_classes_are_those_of_the_registry_in_their_own_kind(name: str, sound: tuple[list[Any], Any]) -> None:
     for node in (["object", name], ["struct", name, 1], ["named", name, 1]):
-        assert f"names '{name}', which is none" in refused([node])
+        assert f"names '{name}', which is not part" in refused([node])
     delay = ("core.scheduling.admission:Delay", "_latency_ns")
     for value in (["enum", name, 5], ["message", name, b"\x80"]):
-        assert f"names '{name}', which is none" in refused(*with_field(sound, *delay, value))
+        assert f"names '{name}', which is not part" in refused(*with_field(sound, *delay, value))
     value = ["enum", "core.batch.request:Request", 5]
     assert "names 'core.batch.request:Request'" in refused(*with_field(sound, *delay, value))
     assert "names 'core.kv.orders:Look'" in refused([["object", "core.kv.orders:Look"]])
@@ -221,8 +221,8 @@ def test_roots_references_and_extensions_that_are_none(sound: tuple[list[Any], A
     nodes, _ = sound
     for root in (reference(1), reference(place_of(nodes, "array"))):
         assert "no engine's state" in refused(nodes, root)
-    assert "what it does not have" in refused(nodes, reference(len(nodes)))
-    assert "what it does not have" in refused(nodes, msgspec.msgpack.Ext(REFERENCE + 1, b"\0\0\0\0"))
+    assert "a missing object" in refused(nodes, reference(len(nodes)))
+    assert "a missing object" in refused(nodes, msgspec.msgpack.Ext(REFERENCE + 1, b"\0\0\0\0"))
     for root in (None, 5, ["list"]):
         with pytest.raises(CaptureFileError, match="cannot read"):
             restore.restore(pack(nodes, root))

@@ -45,5 +45,5 @@ def test_what_is_none_is_refused() -> None:
         decode_plan(encode_output(ModelRunnerOutput(1, ints())))
     with pytest.raises(MalformedMessageError, match="not a plan"):
         decode_plan(b"")
-    with pytest.raises(TypeError, match="columns of int32 and float32, and not int64"):
+    with pytest.raises(TypeError, match="must be int32 or float32, not int64"):
         encode_output(ModelRunnerOutput(1, np.zeros(2, np.int64)))  # type: ignore[arg-type]

@@ -130,5 +130,7 @@ def test_a_step_that_does_not_fit_is_an_error(executor: CudaExecutor, monkeypatc
 
 def test_models_of_transformers_code_are_refused(tiny: Path) -> None:
     config = EngineConfig(model=str(tiny), device="cuda", model_impl="transformers")
-    with pytest.raises(ConfigError, match=r"device='cuda' runs models of our own, and .* needs transformers' code"):
+    with pytest.raises(
+        ConfigError, match=r"device='cuda' needs a built-in architecture, but .* uses transformers' code"
+    ):
         load_model(tiny, FLOAT32, config)

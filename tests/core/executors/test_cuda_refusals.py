@@ -21,11 +21,11 @@ def test_a_missing_device_is_refused_with_what_was_found(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(device, "INTERPRETED", False)
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(ConfigError, match=f"needs an NVIDIA GPU: .* {NO_CUDA}; device=cpu"):
+    with pytest.raises(ConfigError, match=f"needs an NVIDIA GPU: .* {NO_CUDA}; use device=cpu"):
         cuda_device()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"finds no device and driver; device=cpu needs none"):
+    with pytest.raises(ConfigError, match=r"finds no device and driver; use device=cpu needs none"):
         cuda_device()
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ConfigError, match=NO_TRITON):

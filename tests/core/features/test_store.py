@@ -96,10 +96,10 @@ def test_an_image_is_encoded_once() -> None:
 def test_another_client_has_not_what_this_one_has_put() -> None:
     features = Features(WIDTH)
     features.put(1, embeds(1.0).feature)
-    with pytest.raises(InvalidRequestError, match="is not here: put it before"):
+    with pytest.raises(InvalidRequestError, match="is missing: put it before"):
         features.admit(2, asks(embeds(1.0)))
     features.forget(1)
-    with pytest.raises(InvalidRequestError, match="is not here"):
+    with pytest.raises(InvalidRequestError, match="is missing"):
         features.admit(1, asks(embeds(1.0)))
 
 
@@ -108,7 +108,7 @@ def test_rows_that_are_here_serve_only_who_has_put_them() -> None:
     features = Features(WIDTH, encoder := Encoder())
     features.put(1, image(7).feature)
     features.prepare(features.admit(1, asks(image(7))))
-    with pytest.raises(InvalidRequestError, match="is not here"):
+    with pytest.raises(InvalidRequestError, match="is missing"):
         features.admit(2, asks(image(7)))
     features.put(2, image(7).feature)
     assert not features.needs(features.admit(2, asks(image(7))))
@@ -120,7 +120,7 @@ def test_a_shape_without_end_is_not_kept() -> None:
     endless = PutFeature("embeds", [1] * 1_000_000, b"")
     features.put(1, endless)
     use = FeatureUse(0, 1, feature_digest(endless.kind, endless.shape, endless.data))
-    with pytest.raises(InvalidRequestError, match="is not here") as failure:
+    with pytest.raises(InvalidRequestError, match="is missing") as failure:
         features.admit(1, AddRequest(0, bytes(8), SamplingParams(), 0, features=[use]))
     assert len(str(failure.value)) < 300
 
@@ -132,7 +132,7 @@ def test_a_session_keeps_so_many_features_however_small(monkeypatch: pytest.Monk
         features.put(1, embeds(value).feature)
     for value in (2.0, 3.0, 4.0):
         features.admit(1, asks(embeds(value)))
-    with pytest.raises(InvalidRequestError, match="is not here"):
+    with pytest.raises(InvalidRequestError, match="is missing"):
         features.admit(1, asks(embeds(1.0)))
 
 
@@ -196,7 +196,7 @@ def test_a_session_keeps_its_last_bytes(monkeypatch: pytest.MonkeyPatch) -> None
         features.put(1, embeds(value).feature)
     for value in (1.0, 3.0, 4.0):
         features.admit(1, asks(embeds(value)))
-    with pytest.raises(InvalidRequestError, match="is not here"):
+    with pytest.raises(InvalidRequestError, match="is missing"):
         features.admit(1, asks(embeds(2.0)))
 
 
@@ -207,7 +207,7 @@ def test_the_largest_client_gives_way(monkeypatch: pytest.MonkeyPatch) -> None:
     for value in (2.0, 3.0, 4.0):
         features.put(2, embeds(value).feature)
     features.admit(1, asks(embeds(1.0)))
-    with pytest.raises(InvalidRequestError, match="is not here"):
+    with pytest.raises(InvalidRequestError, match="is missing"):
         features.admit(2, asks(embeds(2.0)))
 
 
@@ -233,8 +233,8 @@ WRONG: list[tuple[str, list[int], int, str]] = [
     ("embeds", [], 32, r"of shape \[\]"),
     ("embeds", [1, 2, 4], 32, r"have the shape \[tokens, 4\]; got \[1, 2, 4\]"),
     ("embeds", [2, 5], 40, r"have the shape \[tokens, 4\]; got \[2, 5\]"),
-    ("embeds", [3, 4], 48, "has 3 rows and stands for 2 tokens"),
-    ("pixels", [6, 6, 3], 108, "has 3 rows and stands for 2 tokens"),
+    ("embeds", [3, 4], 48, "has 3 rows but replaces 2 tokens"),
+    ("pixels", [6, 6, 3], 108, "has 3 rows but replaces 2 tokens"),
     ("pixels", [6, 5, 3], 90, r"have the shape \[6, 6, 3\]; got \[6, 5, 3\]"),
 ]
 
@@ -250,7 +250,7 @@ def test_wrong_features_are_said_to_their_request(kind: str, shape: list[int], s
 def test_images_need_an_encoder() -> None:
     features = Features(WIDTH)
     message = put(features, "pixels", [6, 6, 3], bytes(108))
-    with pytest.raises(InvalidRequestError, match="takes no images"):
+    with pytest.raises(InvalidRequestError, match="does not support images"):
         features.admit(1, message)
 
 
@@ -258,7 +258,9 @@ def test_images_need_an_encoder() -> None:
 def test_wrong_places(places: tuple[int, ...]) -> None:
     features = Features(WIDTH)
     features.put(1, embeds(1.0).feature)
-    with pytest.raises(InvalidRequestError, match="features come in order, do not overlap, and lie in the prompt"):
+    with pytest.raises(
+        InvalidRequestError, match="features must be in order, must not overlap, and must be inside the prompt"
+    ):
         features.admit(1, asks(*(embeds(1.0, at=at) for at in places)))
 
 

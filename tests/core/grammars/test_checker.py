@@ -75,7 +75,7 @@ def test_what_passes_is_compiled_here_and_what_does_not_is_refused_with_its_reas
     assert pid_of(checked) == before
     checked.close()
     assert not Path(f"/proc/{before}").exists()
-    with pytest.raises(InvalidRequestError, match="the engine stops"):
+    with pytest.raises(InvalidRequestError, match="the engine is stopping"):
         checked.prepare(request(structured(regex="[d-f]+")))
 
 
@@ -170,7 +170,7 @@ def test_the_engine_ends_though_its_process_does_not_answer(make: Make) -> None:
         time.sleep(0.001)
     checked.close()
     thread.join()
-    assert errors == ["the engine stops"]
+    assert errors == ["the engine is stopping"]
 
 
 def test_no_process_is_started_for_what_the_engine_cannot_do(make: Make) -> None:

@@ -149,7 +149,7 @@ def test_random_tags_accept_what_their_readings_are(seed: int) -> None:
         (tag("<", holding({"type": "number"}), "5>"), "JSON and what follows it"),
         ({"type": "or", "elements": [holding(OBJECT), ANY]}, "JSON, and a text in its place"),
         ({"type": "or", "elements": [tag("a", holding(OBJECT), ""), tag("a[", holding(OBJECT), "")]}, "the text 'a'"),
-        ({"type": "sequence", "elements": [NO, {"type": "grammar", "grammar": 'root ::= "a"'}]}, "stands alone"),
+        ({"type": "sequence", "elements": [NO, {"type": "grammar", "grammar": 'root ::= "a"'}]}, "must be the only"),
     ],
 )
 def test_what_is_ambiguous_is_refused(grammars: Grammars, node: Json, text: str) -> None:

@@ -69,7 +69,7 @@ def test_allocating_nothing_changes_nothing() -> None:
 
 
 def test_allocating_more_than_free_is_a_broken_invariant() -> None:
-    with pytest.raises(AssertionError, match="3 blocks asked of 2 free"):
+    with pytest.raises(AssertionError, match="3 blocks requested, 2 free"):
         BlockPool(3, 1).allocate(3)
 
 

@@ -169,7 +169,7 @@ def test_ranks_and_adapters_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**SIZES, **tiny, **latent}))
     config = EngineConfig(model=str(tmp_path), load_format="dummy", dtype="float32")
     rank: Any = SimpleNamespace(shard=Shard(0, 2))
-    with pytest.raises(ConfigError, match="has latent attention, which ranks do not divide"):
+    with pytest.raises(ConfigError, match="has latent attention, which cannot be split among ranks"):
         load_model(tmp_path, FLOAT32, config, rank)
     model: Any = load_model(tmp_path, FLOAT32, config).model
     assert not takes_adapters(model.layers)

@@ -207,7 +207,7 @@ def test_a_result_is_good_until_the_next_step() -> None:
     requests.step({0: 1})
     assert requests.result.hidden_of(np.arange(1)).any()
     for ask in (old.logits_of, old.hidden_of):
-        with pytest.raises(AssertionError, match=r"a result of step \d+ is asked after step"):
+        with pytest.raises(AssertionError, match=r"a result of step \d+ is requested after step"):
             ask(np.arange(1))
 
 

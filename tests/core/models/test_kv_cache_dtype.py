@@ -46,7 +46,7 @@ def loaded(folder: Path, **options: Any) -> Any:
     [
         ({"cpu_kernels": "torch"}, "needs the C kernels at numerics level L2"),
         ({"numerics": "L0"}, "needs the C kernels at numerics level L2"),
-        ({"device": "cuda"}, "'int8' is of device='cpu'"),
+        ({"device": "cuda"}, "'int8' needs device='cpu'"),
         ({"model_impl": "transformers"}, "decoder of our own, and .* needs transformers' code"),
     ],
 )

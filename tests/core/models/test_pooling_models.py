@@ -196,7 +196,7 @@ def test_a_model_with_a_head_pools_when_asked_and_not_the_reverse(tmp_path: Path
         np.testing.assert_allclose(
             vectors(llm, PROMPTS[2:3])[0], unit(hidden_states(model.model, PROMPTS[2])[-1]), atol=1e-5
         )
-    with pytest.raises(ConfigError, match="no head"):
+    with pytest.raises(ConfigError, match="no language model head"):
         LLM(str(qwen3[0]), **SMALL, runner="generate")
 
 

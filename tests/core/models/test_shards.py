@@ -186,5 +186,5 @@ def test_a_weight_that_is_not_known_is_refused() -> None:
         "model.layers.0.self_attn.q_norm.weight": np.zeros(TINY.num_attention_heads * TINY.head_dim * 2, np.float32),
     }
     for name in parts:
-        with pytest.raises(ConfigError, match="does not fit models with " + re.escape(name)):
+        with pytest.raises(ConfigError, match="does not support models with " + re.escape(name)):
             Shard(0, 2).parts(TINY, parts.items()).take(name)

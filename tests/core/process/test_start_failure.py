@@ -12,7 +12,7 @@ from ipc.wire.start_messages import StartFailed
 def test_memory_the_system_refuses_is_one_line(error: Exception, capfd: pytest.CaptureFixture[str]) -> None:
     failed = describe_failure(error)
     assert failed.error == "OutOfMemoryError"
-    assert failed.message.startswith("the system gave the engine no more memory while it started")
+    assert failed.message.startswith("the engine ran out of memory while it started")
     assert "\n" not in failed.message
     assert capfd.readouterr().err == ""
 
@@ -21,7 +21,7 @@ def test_memory_the_system_refuses_is_one_line(error: Exception, capfd: pytest.C
 def test_files_the_system_does_not_open_are_one_line(number: int, capfd: pytest.CaptureFixture[str]) -> None:
     failed = describe_failure(OSError(number, "Too many open files"))
     assert failed.error == "EngineStartError"
-    assert "open no more files while it starts" in failed.message
+    assert "cannot open more files while it starts" in failed.message
     assert "ulimit -n, here " in failed.message
     assert "\n" not in failed.message
     assert capfd.readouterr().err == ""

@@ -52,7 +52,9 @@ def test_queue_bounds(start: Callable[..., Running]) -> None:
         for number in (3, 4):
             failed = client.receive(RequestFailed)
             assert (failed.number, failed.code, failed.retry_after_ms) == (number, ErrorCode.RESOURCE_EXHAUSTED, 1000)
-            assert failed.message == "3 requests wait to begin, which is max_num_queued_requests; send again later"
+            assert (
+                failed.message == "3 requests are waiting to start, which is max_num_queued_requests; send again later"
+            )
         client.send(Abort(pack_numbers([0])))
         client.receive_any()
         wait_for(client, lambda statistics: statistics.num_waiting == 2)
@@ -127,7 +129,9 @@ def test_token_and_byte_bounds(start: Callable[..., Running]) -> None:
         other.add(0, [1] * 900)
         wait_for(other, lambda statistics: statistics.num_waiting == 1)
         other.add(1, [1] * 101)
-        assert "900 tokens wait to begin and max_num_queued_tokens is 1000" in other.receive(RequestFailed).message
+        assert (
+            "900 tokens are waiting to start, and max_num_queued_tokens is 1000" in other.receive(RequestFailed).message
+        )
         other.add(2, [1] * 100)
         client.send(Resume(2))
         client.receive(CallDone)
@@ -176,7 +180,7 @@ def test_an_abort_has_a_bounded_length(start: Callable[..., Running]) -> None:
     with RawClient(running.address) as client:
         client.add(1, [1], max_tokens=LONG)
         client.send(Abort(pack_numbers([1] * (MAX_ABORTED + 1))))
-        assert client.receive(Refused).message == "an Abort has at most 65536 numbers, this has 65537"
+        assert client.receive(Refused).message == "an Abort may have at most 65536 numbers, this one has 65537"
         client.send(Abort(pack_numbers([1] * MAX_ABORTED)))
         client.finish(1)
         assert client.finished == {1: FinishReason.ABORT}

@@ -121,7 +121,7 @@ def test_who_does_not_live_is_said_so() -> None:
     driver = Driver(small_config())
     ((_, answer),) = driver.step([(1, Explain(3, 17, 4))])
     assert isinstance(answer, CallFailed)
-    assert answer.message == "no request 4/17 lives here: it has ended, or never came"
+    assert answer.message == "no live request 4/17: it has ended, or never arrived"
 
 
 def test_the_table_is_bounded() -> None:

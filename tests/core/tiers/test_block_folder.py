@@ -135,19 +135,19 @@ def test_all_is_the_owners_alone(folder: BlockFolder, tmp_path: Path) -> None:
 def test_links_files_and_open_folders_are_refused(tmp_path: Path) -> None:
     (tmp_path / "real").mkdir(0o700)
     (tmp_path / "link").symlink_to("real")
-    with pytest.raises(ConfigError, match="it is a link or no folder"):
+    with pytest.raises(ConfigError, match="it is a link or not a folder"):
         BlockFolder(str(tmp_path / "link"), 2**30)
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="it is a link or no folder"):
+    with pytest.raises(ConfigError, match="it is a link or not a folder"):
         BlockFolder(str(tmp_path / "file"), 2**30)
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o750)
-    with pytest.raises(ConfigError, match="open to others"):
+    with pytest.raises(ConfigError, match="accessible to others"):
         BlockFolder(str(tmp_path / "open"), 2**30)
     (tmp_path / "real" / "blocks").symlink_to(tmp_path)
-    with pytest.raises(ConfigError, match="it is a link or no folder"):
+    with pytest.raises(ConfigError, match="it is a link or not a folder"):
         BlockFolder(str(tmp_path / "real"), 2**30)
-    with pytest.raises(ConfigError, match="it is a link or no folder"):
+    with pytest.raises(ConfigError, match="it is a link or not a folder"):
         BlockFolder(str(tmp_path / "file" / "kv"), 2**30)
 
 

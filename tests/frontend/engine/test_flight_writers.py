@@ -190,4 +190,4 @@ def test_a_file_that_takes_too_long_is_given_up() -> None:
     words += "w.log.flush(5); sys.exit(code)"
     ended = subprocess.run([sys.executable, "-c", words], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 1, ended.stderr
-    assert "engine process 7 did at last was not written: it takes more than 1 s" in ended.stderr
+    assert "the flight recorder of engine process 7 was not written: it takes over 1 s" in ended.stderr

@@ -149,7 +149,7 @@ def test_what_was_accepted_is_not_refused_by_a_bound(tmp_path: Path) -> None:
         while client.statistics().num_running < 4:
             time.sleep(0.005)
         numbers += [client.submit([number, 7], GREEDY, seed=0) for number in range(4, 16)]
-        with pytest.raises(RequestFailedError, match="wait to begin are this client's"):
+        with pytest.raises(RequestFailedError, match="are waiting to start are this client's"):
             raise refusal(client)
         for epoch in range(2):
             while client.welcome.epoch < epoch or not any(len(client.read(number).token_ids) for number in numbers):

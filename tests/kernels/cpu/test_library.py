@@ -156,7 +156,7 @@ def test_a_compiler_that_hangs_is_given_up_and_killed(cache, monkeypatch, tmp_pa
     monkeypatch.setenv("CC", str(compiler))
     monkeypatch.setattr(kernels.cpu.library_file, "BUILD_S", 1.0)
     began = time.monotonic()
-    with pytest.raises(CpuLibraryError, match=r"hanging-cc was not done after [01] s"):
+    with pytest.raises(CpuLibraryError, match=r"hanging-cc did not finish within [01] s"):
         load_cpu_library()
     assert time.monotonic() - began < 10.0
     (sleeper,) = pids.read_text().split()
@@ -230,7 +230,7 @@ def test_the_best_variant_depends_on_the_make_of_the_cpu(vendor, extra, best, mo
 
 def test_a_variant_this_cpu_lacks_is_refused(monkeypatch):
     monkeypatch.setattr(kernels.cpu.library_file, "runnable_variants", lambda: ["portable"])
-    with pytest.raises(CpuLibraryError, match="runs the kernels portable; not 'avx2'"):
+    with pytest.raises(CpuLibraryError, match="can run the kernels portable, but not 'avx2'"):
         load_cpu_library("avx2")
 
 

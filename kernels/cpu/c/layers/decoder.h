@@ -22,7 +22,7 @@
 /* A layer of a model; made once. The Gemms have weights, bias, sizes and dtypes. */
 typedef struct {
     Gemm qkv, o, gate_up, down;
-    NormWeights input_norm, mlp_norm;         /* where one replaces hidden, norms stand after the addition */
+    NormWeights input_norm, mlp_norm;         /* if one replaces hidden, norms come after the addition */
     NormWeights attention_out_norm, mlp_out_norm; /* of what is added; those without a weight are left out */
     const float *norms;                       /* of Q and K: see rope.h; or NULL */
     float scale, cap_factor;                  /* see attention.h */
@@ -66,9 +66,9 @@ typedef struct {
     int32_t embeddings_packing; /* see embedding.h, also for those below */
     const float *kinds, *places;
     int64_t num_words;
-    const DecoderGroup *group; /* NULL = this process is alone. Else embedded, attended, gated, added, logits and largest of a step
-                                * are in memory that all ranks share, or are exchanged by streams; then only rank 0 has
-                                * logits and largest */
+    const DecoderGroup *group; /* NULL = there is no group. Otherwise embedded, attended, gated, added, logits and
+                                * largest of a step are in memory that all ranks share, or are exchanged by streams;
+                                * then only rank 0 has logits and largest */
     float residual_multiplier; /* see norm.h */
     float logits_cap;          /* see soft_cap.h; 0 = none */
 } Decoder;
@@ -91,9 +91,9 @@ typedef struct {
     float *hidden;                      /* [T, hidden_size]; after the step the last layer's input */
     void *x;                            /* [max(T, S), hidden_size] of dtype; those below have other widths */
     void *qkv, *q, *attended, *gated;
-    void *queries, *values;             /* of latent attention: its queries; its heads' values; else NULL */
-    float *embedded;                    /* of a group: [T, hidden_size], shared; else NULL */
-    void *own_attended;                 /* of a rank of a group: attention's output for its heads; else NULL */
+    void *queries, *values;             /* of latent attention: its queries; its heads' values; or NULL */
+    float *embedded;                    /* of a group: [T, hidden_size], shared; or NULL */
+    void *own_attended;                 /* of a rank of a group: attention's output for its heads; or NULL */
     void *added;                        /* of x's size: a layer's output that is added to hidden */
     float *normed;                      /* `added` normalised, float32; or NULL if no layer does that */
     float *last_hidden;                 /* [S, hidden_size]: the last layer's output */

@@ -53,8 +53,8 @@ typedef struct {
     Int8Function unpacked[INT8_ROWS][8];   /* the same; types that differ only in `zero` share one */
 } Int8Functions;
 
-/* Made of the same source for three instruction sets; `int8_vnni` is to be used where the CPU has AVX512_VNNI, and
- * `int8_avx_vnni` by the variant avx2 where it has AVX_VNNI. */
+/* Made of the same source for three instruction sets; `int8_vnni` is used if the CPU has AVX512_VNNI, and
+ * `int8_avx_vnni` by the variant avx2 if it has AVX_VNNI. */
 extern const Int8Functions int8_plain, int8_vnni, int8_avx_vnni;
 
 /* Multiply a thread's share: as gemm_part(), with args->packing INT8_WEIGHTS. args->quantized is written. */

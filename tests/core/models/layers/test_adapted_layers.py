@@ -229,5 +229,5 @@ def test_adapters_of_experts_are_refused(name: str, tmp_path: Path) -> None:
     shapes = AdaptedMatrices(config, None).shapes  # type: ignore[arg-type]
     pair = np.ones((RANK, 48), np.float32), np.ones((40, RANK), np.float32)
     folder = write_peft(tmp_path / "adapter", {f"model.layers.1.mlp.{name}": pair}, rank=RANK, alpha=ALPHA)
-    with pytest.raises(ModelFileError, match=rf"it changes 'model\.layers\.1\.mlp\.{name}', and the model has no"):
+    with pytest.raises(ModelFileError, match=rf"it changes 'model\.layers\.1\.mlp\.{name}', but the model has no"):
         read_peft_folder(folder, peft_layers(config), shapes, 16)

@@ -68,7 +68,7 @@ def test_a_state_beside_keys_and_values_is_refused_however_small(dtype: Dtype, t
     """Falcon-H1's state space with random weights changes the logits by less than rounding to bfloat16 does."""
     mamba = {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 8}
     save("falcon_h1", tmp_path, **SIZES, **mamba, num_key_value_heads=2)
-    with pytest.raises(UnsupportedModelError, match=r"^FalconH1ForCausalLM: a token reaches others beside attention"):
+    with pytest.raises(UnsupportedModelError, match=r"^FalconH1ForCausalLM: a token reaches others without attention"):
         TransformersModel(tmp_path, dtype, made_up=True)
 
 
@@ -84,7 +84,7 @@ def test_tokens_that_see_each_other_beside_attention_are_refused(
         return mixed
 
     monkeypatch.setattr(modeling_olmo2.Olmo2MLP, "forward", mixing)
-    with pytest.raises(UnsupportedModelError, match=r"^Olmo2ForCausalLM: a token reaches others beside attention"):
+    with pytest.raises(UnsupportedModelError, match=r"^Olmo2ForCausalLM: a token reaches others without attention"):
         TransformersModel(tmp_path, FLOAT32)
 
 
@@ -133,7 +133,7 @@ def test_code_that_is_right_for_whole_prompts_only_is_refused(tmp_path: Path, mo
     [
         ("twice", "Olmo2Attention: layer 0 calls attention more than once in a forward pass"),
         ("never", "Olmo2ForCausalLM: 0 of 2 layers called attention in this step"),
-        ("mask", "Olmo2Attention: layer 0 makes an attention mask of its own"),
+        ("mask", "Olmo2Attention: layer 0 makes its own attention mask"),
     ],
 )
 def test_what_the_trial_has_not_shown_is_refused_in_a_step(

@@ -113,7 +113,7 @@ def test_a_rotation_that_cannot_be_settled_is_refused(long_mscale: float, tmp_pa
     """PhiMoE's code takes the short factors whatever the length, and scales by the longest request in the batch."""
     more = {"short_mscale": 1.2, "long_mscale": long_mscale}
     save("phimoe", tmp_path, **longrope(**more), num_local_experts=4, sliding_window=None)
-    with pytest.raises(UnsupportedModelError, match="PhimoeRotaryEmbedding: its rotation goes by the longest request"):
+    with pytest.raises(UnsupportedModelError, match="PhimoeRotaryEmbedding: its rotation uses the longest request"):
         TransformersModel(tmp_path, FLOAT32)
     TransformersModel(tmp_path, FLOAT32, max_model_len=BORDER)
 
