@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 
-_INSTALL = "pip install 'llm-engine-core[torch]'"
+_INSTALL = "pip install torch, or engine-core with its extra [torch]"
 
 
 def num_threads(config: EngineConfig) -> int:

@@ -1,6 +1,6 @@
-"""The names that an executor in another distribution is built upon; docs/executors.md explains them.
+"""The names that an executor in another distribution uses; docs/executors.md explains them.
 
-EXECUTOR_API is their version: the major changes with what breaks an executor, the minor with what is new.
+EXECUTOR_API is their version: the major number changes if executors break, the minor one if something is added.
 """
 
 from core.execution.executor import (

@@ -1,19 +1,19 @@
-"""AbsentMethods: methods of vLLM's classes that are not here; calling one says why, and what there is instead."""
+"""AbsentMethods: methods of vLLM's classes that do not exist here; the error says why, and what to use instead."""
 
 from typing import TYPE_CHECKING, Any, NoReturn
 
-_WORKERS = "an engine runs no code of its callers"
-_SLEEP = "an engine keeps its weights; end it with shutdown(), or let it wait: an idle one takes no CPU"
+_WORKERS = "an engine does not run its callers' code"
+_SLEEP = "an engine keeps its weights; stop it with shutdown(), or keep it: an idle one takes no CPU"
 _PROFILE = (
     "there is no profiler; `engine-core control dump` and then `engine-core replay FILE --perfetto OUT` show the steps "
     "of a running engine"
 )
 _LORA = "give a lora_request to generate(), or use `engine-core control` (docs/lora.md)"
 _PAUSE = "use client.pause() and client.resume(), as the engine's owner"
-_MEDIA = "an image's rows are kept by their content and need no reset; reset_prefix_cache() forgets prompts with images"
+_MEDIA = "an image's rows are cached by content and need no reset; reset_prefix_cache() also drops prompts with images"
 _CONFIG = "there is no such object; client.welcome has the engine's limits and names"
 
-#: vLLM's name -> why it is not here, or what is.
+#: vLLM's name -> why it does not exist here, or what to use.
 ABSENT = {
     **dict.fromkeys(("collective_rpc", "apply_model", "scale_elastic_ep"), _WORKERS),
     **dict.fromkeys(("sleep", "wake_up", "is_sleeping"), _SLEEP),
@@ -24,7 +24,7 @@ ABSENT = {
     "reset_mm_cache": _MEDIA,
     **dict.fromkeys(("vllm_config", "get_vllm_config", "from_vllm_config", "cache_config"), _CONFIG),
     **dict.fromkeys(("get_decoding_config", "get_scheduler_config", "get_lora_config"), _CONFIG),
-    "set_tokenizer": "give tokenizer=PATH when the object is made",
+    "set_tokenizer": "give tokenizer=PATH to the constructor",
     "reward": "use encode() with a pooling model",
     "preprocess_chat": "use get_tokenizer().apply_chat_template()",
     **dict.fromkeys(("enqueue", "wait_for_completion"), "use llm_engine.add_request() and step()"),
@@ -35,14 +35,14 @@ ABSENT = {
 class AbsentMethods:
     """The base of a class whose methods are vLLM's. An absent one is an AttributeError, so hasattr() says False."""
 
-    if not TYPE_CHECKING:  # a type checker is to find misspelled names
+    if not TYPE_CHECKING:  # so that a type checker finds misspelled names
 
         def __getattr__(self, name: str) -> Any:
             refuse(type(self).__name__, name)
 
 
 def refuse(owner: str, name: str) -> NoReturn:
-    """Raise the AttributeError of a name that is not there, with the reason where vLLM has it."""
+    """Raise the AttributeError of a missing name, with the reason if vLLM has it."""
     if name in ABSENT:
         raise AttributeError(f"vLLM's {owner}.{name} is not supported by this version: {ABSENT[name]}")
     raise AttributeError(f"{owner!r} object has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""AsyncLLM: requests as async iterators, many at once on one event loop."""
+"""AsyncLLM: requests as async iterators, many concurrently on one event loop."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ from ipc.wire.scheduling_messages import KVEvents
 class Waker:
     """Wakes iterators of the event loop when their requests have news: one callback per received batch.
 
-    The client holds a reference to it, so it must not refer to the AsyncLLM, which could never be collected then.
+    The client has a reference to it, so it must not refer to the AsyncLLM, which could then never be collected.
     """
 
     def __init__(self, client: EngineClient, loop: asyncio.AbstractEventLoop) -> None:
@@ -54,13 +54,13 @@ class Waker:
         return event
 
     def forget(self, number: int) -> None:
-        """Drop the event of a request that has no iterator any more."""
+        """Drop the event of a request whose iterator is gone."""
         self._news.pop(number, None)
 
     def move(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Go on in another loop, where the old one is closed. Called in the new one. What waited there never runs."""
+        """Continue in another loop if the old one is closed. Called in the new one. Tasks of the old one never run."""
         self._news.clear()
-        self.loop = loop  # before the flag: what comes later is for the new loop
+        self.loop = loop  # before the flag: later news is for the new loop
         self._scheduled.clear()
         loop.call_soon(self._wake)
 
@@ -133,7 +133,7 @@ class AsyncLLM(AbsentMethods):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **others: object) -> Self:
-        """Return an AsyncLLM with these arguments. others: vLLM's, of its own logging. Errors: the constructor's."""
+        """Return an AsyncLLM with these arguments. others: vLLM's, for its logging. Errors: the constructor's."""
         return cls(**arguments_of(engine_args))
 
     @classmethod
@@ -156,10 +156,10 @@ class AsyncLLM(AbsentMethods):
         """Yield the outputs of one request, as sampling_params.output_kind states; the last one is finished.
 
         Arguments: those of LLM.generate(), for one prompt. request_id: a name unique among live requests; None = a
-        number. deadline: seconds in which the request must finish, counted from the first output that is asked for. A
-        consumer that lags behind gets merged outputs. Closing the iterator, or cancelling its task, aborts the request.
-        Errors, raised by the iterator: InvalidRequestError, also for a request_id that is live; RequestFailedError;
-        DeadlineExceededError; EngineDeadError.
+        number. deadline: seconds in which the request must finish, counted from the first request for an output. A slow
+        consumer gets merged outputs. Closing the iterator, or cancelling its task, aborts the request. Errors, raised
+        by the iterator: InvalidRequestError, also for a request_id in use; RequestFailedError; DeadlineExceededError;
+        EngineDeadError.
         """
         check_neutral(tokenization_kwargs=tokenization_kwargs)
         options = {"add_special_tokens": True, "lora": lora_request}
@@ -211,7 +211,7 @@ class AsyncLLM(AbsentMethods):
         """Return the most likely outputs of one prompt; see LLM.beam_search(). Errors: those of generate()."""
         options = {"lora_request": lora_request, "priority": priority, "deadline": deadline, "tenant": tenant}
         async for output in self.generate(prompt, sampling_params(params), request_id, **options):  # type: ignore[arg-type]
-            last = output  # one alone: a search shows nothing before its end
+            last = output  # only one: a search outputs nothing before its end
         tokenizer = self._engine.tokenizer
         text = "" if tokenizer is None else tokenizer.decode(last.prompt_token_ids)
         return beam_search_output(last, params, text)
@@ -229,7 +229,7 @@ class AsyncLLM(AbsentMethods):
         prompt_name: str | None = None,
         lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """Yield the answer to one pooling request: once, as vLLM's interface does. Arguments: those of LLM.encode().
+        """Yield the answer to one pooling request, once, as in vLLM's interface. Arguments: those of LLM.encode().
 
         Errors, raised by the iterator: those of generate().
         """
@@ -266,42 +266,42 @@ class AsyncLLM(AbsentMethods):
         return self._engine.default_sampling_params()
 
     def get_tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer. Errors: InvalidRequestError where there is none."""
+        """Return the model's tokenizer. Errors: InvalidRequestError if there is none."""
         return self._engine.need_tokenizer()
 
     @property
     def errored(self) -> bool:
-        """Whether the session has ended, and every call would fail."""
+        """Return whether the session has ended, so that every call would fail."""
         return self._engine.client.error is not None
 
     @property
     def is_running(self) -> bool:
-        """Whether the session is open."""
+        """Return whether the session is open."""
         return not self.errored
 
     @property
     def dead_error(self) -> EngineCoreError:
-        """The error that ended the session; one that says nothing of a reason where none did."""
+        """Return the error that ended the session; one without a reason if there was none."""
         return self._engine.client.error or EngineDeadError("the engine is gone")
 
     async def get_model_config(self) -> ModelDescription:
-        """Return what the engine runs, under vLLM's names. Errors: CallFailedError, EngineDeadError."""
+        """Return the engine's model configuration, under vLLM's names. Errors: CallFailedError, EngineDeadError."""
         return describe_model(await asyncio.to_thread(self._engine.client.model_information))
 
     @property
     def client(self) -> EngineClient:
-        """The session's client: statistics, explain, KV events; owner only: pause, resume and drain."""
+        """Return the session's client: statistics, explain, KV events; owner only: pause, resume and drain."""
         return self._engine.client
 
     @property
     def numerics(self) -> str:
-        """The numerics level of the engine: "L2", or the level that this machine and model allow."""
+        """Return the numerics level of the engine: "L2", or the level that this machine and model allow."""
         return self._engine.client.welcome.numerics
 
     async def check_health(self, timeout: float = 10.0) -> None:
         """Check that the engine answers, between two steps, within `timeout` seconds.
 
-        A live process that makes no steps is not healthy. Errors: EngineDeadError, CallFailedError.
+        A live process that runs no steps is not healthy. Errors: EngineDeadError, CallFailedError.
         """
         await asyncio.to_thread(self._engine.client.statistics, timeout)
 
@@ -310,13 +310,13 @@ class AsyncLLM(AbsentMethods):
         return await asyncio.to_thread(self._engine.client.statistics)
 
     async def reset_prefix_cache(self) -> None:
-        """Forget all cached blocks that no running request holds. Errors: CallFailedError, EngineDeadError."""
+        """Drop all cached blocks that no running request holds. Errors: CallFailedError, EngineDeadError."""
         await asyncio.to_thread(self._engine.client.reset_prefix_cache)
 
     async def kv_events(self) -> AsyncGenerator[KVEvents, None]:
         """Yield the content of the engine's prefix cache, then every change; see frontend/client/kv_event_stream.py.
 
-        A new stream closes the one before. Errors: CallFailedError, EngineDeadError.
+        A new stream closes the previous one. Errors: CallFailedError, EngineDeadError.
         """
         loop, news = asyncio.get_running_loop(), asyncio.Event()
         stream = await asyncio.to_thread(self._engine.client.follow_kv_events)
@@ -338,7 +338,7 @@ class AsyncLLM(AbsentMethods):
             await asyncio.to_thread(stream.close)
 
     def shutdown(self) -> None:
-        """End the session, and the engine if this object started it. A second call does nothing.
+        """End the session, and stop the engine if this object started it. A second call does nothing.
 
         Open iterators raise EngineDeadError.
         """
@@ -392,11 +392,13 @@ class AsyncLLM(AbsentMethods):
         tenant: str,
         **options: Any,
     ) -> Callable[[str], Awaitable[State[RequestOutput]]]:
-        """Return the function that submits a request for tokens under a name. options: more of EngineHandle.prepare."""
+        """Return the function that submits a request for tokens under a name. options: further ones of
+        EngineHandle.prepare.
+        """
 
         async def begin(name: str) -> State[RequestOutput]:
             prepare = partial(self._engine.prepare, tenant=tenant, **options)
-            if options["lora"] is not None:  # the engine may have to load it, and is waited for
+            if options["lora"] is not None:  # the engine may have to load it, which is waited for
                 (prepared,) = await asyncio.to_thread(prepare, [_one_prompt(prompt)], params, priority, deadline)
             else:
                 (prepared,) = await _beside_the_loop(prompt, prepare, [_one_prompt(prompt)], params, priority, deadline)
@@ -423,7 +425,7 @@ class AsyncLLM(AbsentMethods):
         if not isinstance(name, str):
             raise InvalidRequestError(f"request_id must be a str, got {type(name).__name__}")
         if name in self._numbers:
-            raise InvalidRequestError(f"request_id {name!r} is in use by a live request; take another, or leave it out")
+            raise InvalidRequestError(f"request_id {name!r} is in use by a live request; use another, or leave it out")
         self._numbers[name] = None
         return name
 

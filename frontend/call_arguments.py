@@ -19,7 +19,7 @@ _NEUTRAL_ARGUMENTS: dict[str, tuple[object, ...]] = {
 
 
 def check_neutral(**arguments: object) -> None:
-    """Check that arguments only vLLM supports have a neutral value. Errors: UnsupportedParameterError."""
+    """Check that arguments that only vLLM supports have a neutral value. Errors: UnsupportedParameterError."""
     for name, value in arguments.items():
         if value not in _NEUTRAL_ARGUMENTS[name]:
             allowed = _NEUTRAL_ARGUMENTS[name][0]
@@ -35,7 +35,7 @@ def read_template_kwargs(kwargs: object) -> dict[str, Any]:
     if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
         raise InvalidRequestError(f"chat_template_kwargs must be a dict with str keys; got {kwargs!r:.80}")
     if taken := [name for name in _RESERVED_KWARGS if name in kwargs]:
-        raise InvalidRequestError(f"chat_template_kwargs must not name {', '.join(taken)}: these are given otherwise")
+        raise InvalidRequestError(f"chat_template_kwargs must not name {', '.join(taken)}: they are set in other ways")
     return dict(kwargs)
 
 
@@ -55,7 +55,7 @@ def read_priorities(priority: int | Sequence[int] | None, count: int) -> list[in
     """Return one priority for each of `count` prompts; None = 0. Errors: InvalidRequestError."""
     priorities = [priority or 0] * count if priority is None or isinstance(priority, int) else list(priority)
     if len(priorities) != count:
-        raise InvalidRequestError(f"{count} prompts need as many priorities; got {len(priorities)}")
+        raise InvalidRequestError(f"{count} prompts need one priority each; got {len(priorities)}")
     for one in priorities:
         if isinstance(one, bool) or not isinstance(one, int) or abs(one) > _MAX_PRIORITY:
             raise InvalidRequestError(f"a priority must be an integer within +-{_MAX_PRIORITY}, got {one!r}")
@@ -63,7 +63,7 @@ def read_priorities(priority: int | Sequence[int] | None, count: int) -> list[in
 
 
 def read_path(name: str, value: object) -> str | None:
-    """Return a path or a name as text; None = it was not given. Errors: ConfigError."""
+    """Return a path or a name as text; None = not given. Errors: ConfigError."""
     if value is None:
         return None
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else value

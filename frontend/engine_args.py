@@ -7,7 +7,7 @@ from frontend.session import EngineHandle
 from frontend.vllm_arguments import add_cli_args, names_of_arguments
 from ipc.errors import ConfigError
 
-#: Arguments of EngineHandle that are no options of EngineConfig, with their defaults.
+#: Arguments of EngineHandle that are not options of EngineConfig, with their defaults.
 _OTHERS: dict[str, Any] = {
     "connect": None,
     "route": None,
@@ -22,7 +22,7 @@ _OTHERS: dict[str, Any] = {
 
 
 class EngineArgs:
-    """Arguments of LLM(), as attributes. They are checked when an engine is made of them."""
+    """Arguments of LLM(), as attributes. They are checked when an engine is made from them."""
 
     def __init__(self, model: str | None = None, **arguments: Any) -> None:
         self.model = model
@@ -58,7 +58,7 @@ def arguments_of(engine_args: object) -> dict[str, Any]:
 
 
 def open_engine(engine_args: EngineArgs) -> EngineHandle:
-    """Return the engine of these arguments, started or connected to. Errors: those of LLM()."""
+    """Return the engine for these arguments, started or connected to. Errors: those of LLM()."""
     options = arguments_of(engine_args)
     others = {name: options.pop(name, default) for name, default in _OTHERS.items()}
     skip, restart = others.pop("skip_tokenizer_init"), others.pop("restart_engine")

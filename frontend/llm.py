@@ -31,14 +31,14 @@ class LLM(PoolingCalls, AbsentMethods):
     """An engine with a synchronous interface, which is vLLM's.
 
     model: folder with config.json and safetensors files, or a .gguf file; None = the demo model. connect: address of a
-    running engine, instead of a model, or a list of several: then route says how requests are spread over them (prefix,
-    least_loaded, round_robin; docs/scale_out.md), and without it the next one serves when one is lost. seed: seed of
-    requests without one of their own; None = 0, and with connect= a number of the session. tokenizer: path of the
-    tokenizer files, instead of the model's;
+    running engine, instead of a model, or a list of several: then route chooses among them (prefix, least_loaded,
+    round_robin; docs/scale_out.md), and without it the next one serves if one is lost. seed: seed of requests without
+    one of their own; None = 0, and with connect= a number of the session. tokenizer: path of the tokenizer files,
+    instead of the model's;
     skip_tokenizer_init: use token ids only. start_timeout: seconds in which the engine must start; connect_timeout:
-    seconds in which it must answer. restart_engine: whether an engine that dies is started again; its requests then go
-    on, exactly (docs/operations.md). client_name: this client's name in the engine (for client_weights). options: those
-    of EngineConfig. The session ends with close(), at the end of a `with` block, or when the object is collected.
+    seconds in which it must answer. restart_engine: whether an engine that dies is restarted; its requests then
+    continue exactly (docs/operations.md). client_name: this client's name in the engine (for client_weights). options:
+    those of EngineConfig. The session ends with close(), at the end of a `with` block, or when the object is collected.
     Errors: ConfigError, ModelFileError, EngineStartError, EngineDeadError, HandshakeError.
     """
 
@@ -130,17 +130,17 @@ class LLM(PoolingCalls, AbsentMethods):
 
         A prompt is a str, a list of token ids, {"prompt": str} or {"prompt_token_ids": [...], "cache_salt": ...}.
         sampling_params: one for all, or one per prompt; None = get_default_sampling_params(). priority: a smaller one
-        runs sooner, where the scheduling policy uses priorities (fcfs does not). deadline: seconds from now in which
-        every request must finish. tenant: for whom they are, where this program sends for several: each tenant has
+        runs sooner, if the scheduling policy uses priorities (fcfs does not). deadline: seconds from now in which every
+        request must finish. tenant: the user that they belong to, if this program sends for several: each tenant has
         its own share (policy fair), its own bounds and its own prefix cache. use_tqdm: whether to show progress, or a
-        class such as tqdm. return_exceptions: return the error of a failed prompt in its place, also of one
+        class such as tqdm. return_exceptions: return the error of a failed prompt in its place, also for one
         that is too long or empty, instead of raising one. ignore_too_long: return an output without tokens, whose
         finish_reason is "ignored", for each prompt that is too long. lora_request: the adapter of all or of each
-        (docs/lora.md). tokenization_kwargs: vLLM's argument, None only. A prompt that the engine refuses for want of
+        (docs/lora.md). tokenization_kwargs: vLLM's argument, None only. A prompt that the engine refuses for lack of
         room is sent again, until the deadline.
         Errors: InvalidRequestError before anything is submitted; RequestFailedError at the
-        end when the engine failed a request, DeadlineExceededError when the deadline was the reason; EngineDeadError
-        at once. The last three have the finished outputs in `outputs`.
+        end if the engine failed a request, DeadlineExceededError if the deadline was the reason; EngineDeadError at
+        once. The last three have the finished outputs in `outputs`.
         """
         check_neutral(tokenization_kwargs=tokenization_kwargs)
         given = split_prompts(prompts)
@@ -201,10 +201,11 @@ class LLM(PoolingCalls, AbsentMethods):
         use_tqdm: bool = False,
         concurrency_limit: int | None = None,
     ) -> list[BeamSearchOutput]:
-        """Search the most likely outputs of one prompt or many by beam search, by the rules of transformers.
+        """Search the most likely outputs of one prompt or many by beam search, with transformers' rules.
 
-        The beams of all prompts run in the engine's batch, beside other requests. concurrency_limit: vLLM's argument,
-        without an effect: the engine decides how many run. The other arguments and the errors are those of generate().
+        The beams of all prompts run in the engine's batch, together with other requests. concurrency_limit: vLLM's
+        argument, without effect: the engine decides how many run. The other arguments and the errors are those of
+        generate().
         """
         prepared = self._engine.prepare(split_prompts(prompts), sampling_params(params), lora=lora_request)
         outputs = run_all(self._engine, prepared, use_tqdm, return_exceptions=False)
@@ -221,12 +222,12 @@ class LLM(PoolingCalls, AbsentMethods):
         return self._engine.default_sampling_params()
 
     def get_tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer. Errors: InvalidRequestError where there is none."""
+        """Return the model's tokenizer. Errors: InvalidRequestError if there is none."""
         return self._engine.need_tokenizer()
 
     @cached_property
     def llm_engine(self) -> LLMEngine:
-        """The same engine, step by step: vLLM's interface below LLM."""
+        """Return the same engine, step by step: vLLM's interface below LLM."""
         return LLMEngine(self._engine)
 
     def get_metrics(self) -> list[Gauge | Counter | Vector]:
@@ -235,12 +236,12 @@ class LLM(PoolingCalls, AbsentMethods):
 
     @property
     def client(self) -> EngineClient:
-        """The session's client: statistics, explain, KV events; owner only: pause, resume and drain."""
+        """Return the session's client: statistics, explain, KV events; owner only: pause, resume and drain."""
         return self._engine.client
 
     @property
     def numerics(self) -> str:
-        """The numerics level of the engine: "L2", or the level that this machine and model allow."""
+        """Return the numerics level of the engine: "L2", or the level that this machine and model allow."""
         return self._engine.client.welcome.numerics
 
     def statistics(self) -> Statistics:
@@ -248,11 +249,11 @@ class LLM(PoolingCalls, AbsentMethods):
         return self._engine.client.statistics()
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached blocks that no running request holds. Errors: CallFailedError, EngineDeadError."""
+        """Drop all cached blocks that no running request holds. Errors: CallFailedError, EngineDeadError."""
         self._engine.client.reset_prefix_cache()
 
     def close(self) -> None:
-        """End the session, and the engine if this object started it. A second call does nothing."""
+        """End the session, and stop the engine if this object started it. A second call does nothing."""
         self._finalizer()
 
     def shutdown(self) -> None:

@@ -1,4 +1,4 @@
-"""LLMEngine: requests step by step, for programs that are written for vLLM's class of this name."""
+"""LLMEngine: requests step by step, for programs written for vLLM's class of this name."""
 
 import weakref
 from collections.abc import Iterable
@@ -36,7 +36,7 @@ _GAUGES = {"vllm:num_requests_running": "num_running", "vllm:num_requests_waitin
 
 
 class Gauge(NamedTuple):
-    """A value of now."""
+    """A current value."""
 
     name: str
     labels: dict[str, str]
@@ -44,7 +44,7 @@ class Gauge(NamedTuple):
 
 
 class Counter(NamedTuple):
-    """A number that only grows."""
+    """A number that only increases."""
 
     name: str
     labels: dict[str, str]
@@ -52,7 +52,7 @@ class Counter(NamedTuple):
 
 
 class Vector(NamedTuple):
-    """Numbers that only grow."""
+    """Numbers that only increase."""
 
     name: str
     labels: dict[str, str]
@@ -60,7 +60,7 @@ class Vector(NamedTuple):
 
 
 class ModelDescription(NamedTuple):
-    """What an engine runs, under vLLM's names of a ModelConfig."""
+    """An engine's model, under vLLM's names of a ModelConfig."""
 
     model: str
     max_model_len: int
@@ -68,18 +68,18 @@ class ModelDescription(NamedTuple):
     vocab_size: int
 
     def get_vocab_size(self) -> int:
-        """Return the number of token ids that the model knows."""
+        """Return the size of the model's vocabulary."""
         return self.vocab_size
 
 
 def describe_model(information: ModelInformation) -> ModelDescription:
-    """Return what an engine says of its model, under vLLM's names."""
+    """Return an engine's description of its model, under vLLM's names."""
     one = information
     return ModelDescription(one.model_name, one.max_model_len, one.dtype, one.vocab_size)
 
 
 def read_metrics(statistics: Statistics, model: str) -> list[Gauge | Counter | Vector]:
-    """Return an engine's counters and gauges over all clients, under vLLM's names; a vector after drafts only."""
+    """Return an engine's counters and gauges over all clients, under vLLM's names; the vector only after drafts."""
     labels = {"model_name": model, "engine": "0"}
     gauges = [Gauge(name, labels, float(getattr(statistics, field))) for name, field in _GAUGES.items()]
     used = 1 - statistics.num_free_blocks / max(1, statistics.num_blocks - 1)
@@ -93,8 +93,8 @@ def read_metrics(statistics: Statistics, model: str) -> list[Gauge | Counter | V
 class LLMEngine(AbsentMethods):
     """An engine to which requests are added, and whose outputs are fetched by step().
 
-    The engine itself makes its steps without being asked: step() waits until it has something new for a request. All
-    methods are for one thread.
+    The engine runs its steps by itself: step() waits until there is something new for a request. All methods are for
+    one thread.
     """
 
     def __init__(self, engine: EngineHandle) -> None:
@@ -105,7 +105,7 @@ class LLMEngine(AbsentMethods):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **others: object) -> Self:
-        """Start an engine with these arguments. others: vLLM's, of its own logging. Errors: those of LLM().
+        """Start an engine with these arguments. others: vLLM's, for its logging. Errors: those of LLM().
 
         It ends with close(), or when the object is collected.
         """
@@ -134,7 +134,7 @@ class LLMEngine(AbsentMethods):
         if not isinstance(request_id, str):
             raise InvalidRequestError(f"request_id must be a str, got {type(request_id).__name__}")
         if request_id in self._states:
-            raise InvalidRequestError(f"request_id {request_id!r} is in use by a live request; take another")
+            raise InvalidRequestError(f"request_id {request_id!r} is in use by a live request; use another")
         prompts = split_prompts(prompt)
         if len(prompts) != 1:
             raise InvalidRequestError(f"add_request() takes one prompt; got {len(prompts)}")
@@ -144,7 +144,7 @@ class LLMEngine(AbsentMethods):
     def step(self) -> list[RequestOutput]:
         """Wait until there is something new, and return the outputs that have changed; [] if no request is live.
 
-        Errors: EngineDeadError; RequestFailedError of a request that the engine failed, which is gone then.
+        Errors: EngineDeadError; RequestFailedError for a request that the engine failed, which is then removed.
         """
         outputs: list[RequestOutput] = []
         while self._states and not outputs:
@@ -165,7 +165,7 @@ class LLMEngine(AbsentMethods):
         return outputs
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """Abort requests and forget them; names of no live request are ignored."""
+        """Abort and remove requests; unknown names are ignored."""
         for name in [request_id] if isinstance(request_id, str) else list(request_id):
             if name in self._states:
                 self._forget(name)
@@ -179,17 +179,17 @@ class LLMEngine(AbsentMethods):
         return bool(self._states)
 
     def get_tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer. Errors: InvalidRequestError where there is none."""
+        """Return the model's tokenizer. Errors: InvalidRequestError if there is none."""
         return self._engine.need_tokenizer()
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None where there is none."""
+        """Return the model's tokenizer; None if there is none."""
         return self._engine.tokenizer
 
     @property
     def model_config(self) -> ModelDescription:
-        """What the engine runs. Errors: CallFailedError, EngineDeadError."""
+        """Return the engine's model configuration. Errors: CallFailedError, EngineDeadError."""
         if self._model is None:
             self._model = describe_model(self._client.model_information())
         return self._model
@@ -203,7 +203,7 @@ class LLMEngine(AbsentMethods):
         return read_metrics(self._client.statistics(), self._client.welcome.model_name)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks that no running request holds. Errors: CallFailedError, EngineDeadError."""
+        """Drop all cached blocks that no running request holds. Errors: CallFailedError, EngineDeadError."""
         self._client.reset_prefix_cache()
         return True
 
@@ -213,11 +213,11 @@ class LLMEngine(AbsentMethods):
 
     @property
     def errored(self) -> bool:
-        """Whether the session has ended, and every call would fail."""
+        """Return whether the session has ended, so that every call would fail."""
         return self._client.error is not None
 
     def close(self) -> None:
-        """End the session, and the engine if from_engine_args() started it. A second call does nothing."""
+        """End the session, and stop the engine if from_engine_args() started it. A second call does nothing."""
         self._engine.close()
 
     @property

@@ -1,4 +1,4 @@
-"""LoRARequest: the adapter that a caller asks for, and its digest, by which the engine knows it."""
+"""LoRARequest: the adapter that a caller requests, and its digest, which identifies it in the engine."""
 
 import os
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from ipc.wire.lora_messages import AdapterId, LoraAdapter
 class LoRARequest(msgspec.Struct, frozen=True):
     """An adapter (LoRA) of the model, under vLLM's names.
 
-    lora_name: what the engine calls it. lora_int_id: a number from 1 on; it distinguishes nothing here, since the
-    content does. lora_path: a folder that PEFT has saved, in the engine's file system; "" = the engine has the adapter
-    under this name already. Errors: InvalidRequestError.
+    lora_name: its name in the engine. lora_int_id: a number of at least 1; it has no effect, since the content
+    identifies an adapter. lora_path: a folder saved by PEFT, in the engine's file system; "" = the engine already has
+    the adapter under this name. Errors: InvalidRequestError.
     """
 
     lora_name: str
@@ -27,48 +27,48 @@ class LoRARequest(msgspec.Struct, frozen=True):
         if not isinstance(self.lora_name, str) or not self.lora_name:
             raise InvalidRequestError(f"lora_name must be a text that is not empty; got {self.lora_name!r:.80}")
         if isinstance(self.lora_int_id, bool) or not isinstance(self.lora_int_id, int) or self.lora_int_id < 1:
-            raise InvalidRequestError(f"lora_int_id must be a whole number from 1 on; got {self.lora_int_id!r:.80}")
+            raise InvalidRequestError(f"lora_int_id must be a whole number of at least 1; got {self.lora_int_id!r:.80}")
         if not isinstance(self.lora_path, str | os.PathLike):
             raise InvalidRequestError(f"lora_path must be a path; got {self.lora_path!r:.80}")
 
     @property
     def name(self) -> str:
-        """The adapter's name, as vLLM's requests have it."""
+        """Return the adapter's name, as in vLLM's requests."""
         return self.lora_name
 
     @property
     def adapter_id(self) -> int:
-        """The adapter's number, as vLLM's requests have it."""
+        """Return the adapter's number, as in vLLM's requests."""
         return self.lora_int_id
 
     @property
     def path(self) -> str:
-        """The adapter's files, as vLLM's requests have them."""
+        """Return the adapter's files, as in vLLM's requests."""
         return os.fspath(self.lora_path)
 
 
-#: One for all prompts, or one (or None) for each. The HTTP server knows the digest already.
+#: One for all prompts, or one (or None) for each. The HTTP server already has the digest.
 LoRAInput: TypeAlias = LoRARequest | AdapterId | Sequence[LoRARequest | None] | None
 
 
 class LoadedAdapters:
-    """The adapters that one session has asked its engine for. For one thread at a time."""
+    """The adapters that one session has requested from its engine. For one thread at a time."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self._loaded: dict[tuple[str, int, str], LoraAdapter] = {}
 
     def of_prompts(self, asked: LoRAInput, count: int) -> list[AdapterId | None]:
-        """Return the adapter of each of `count` prompts, loaded where it was not yet.
+        """Return the adapter of each of `count` prompts, loaded if necessary.
 
-        Errors: InvalidRequestError for what is no LoRARequest, for files that are no adapter of this model, and where
-        the engine has no adapters or not this one.
+        Errors: InvalidRequestError for a value that is not a LoRARequest, for files that are not an adapter of this
+        model, and if the engine has no adapters or not this one.
         """
         if asked is None or isinstance(asked, AdapterId):
             return [asked] * count
         given = [asked] * count if isinstance(asked, LoRARequest) else list(asked)
         if len(given) != count:
-            raise InvalidRequestError(f"{count} prompts need as many lora_requests, or one; got {len(given)}")
+            raise InvalidRequestError(f"{count} prompts need one lora_request each, or one for all; got {len(given)}")
         return [None if one is None else AdapterId(self._digest(one)) for one in given]
 
     def _digest(self, asked: LoRARequest) -> str:

@@ -27,7 +27,8 @@ from ipc.errors import (
 Prepared: TypeAlias = PreparedRequest | PreparedPooling
 AnyOutput: TypeAlias = RequestOutput | PoolingRequestOutput
 
-#: Least number of choices of one generate() that the engine holds at once. The others wait here and cost it nothing.
+#: Least number of choices of one generate() that the engine has at the same time. The others wait here and cost it
+#: nothing.
 _MIN_WINDOW = 256
 
 
@@ -38,7 +39,7 @@ def run_all(
     *,
     return_exceptions: bool = False,
 ) -> list[Any]:
-    """Run all requests and return their outputs in order; with return_exceptions, errors in the place of failed ones.
+    """Run all requests and return their outputs in order; with return_exceptions, errors instead of failed outputs.
 
     Errors: those of LLM.generate().
     """
@@ -80,7 +81,7 @@ def without_too_long(
 class OfflineRun:
     """The requests of one call. prepared: a request that is over already has its output, or its error.
 
-    A request that the engine refuses for want of room is submitted again, after the time that the engine names.
+    A request that the engine refuses for lack of room is submitted again, after the time that the engine gives.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class OfflineRun:
                 self._look_at(number)
 
     def close(self) -> None:
-        """Abort what still runs."""
+        """Abort unfinished requests."""
         self._client.discard(self._running)
         self._progress_bar.close()
 
@@ -132,7 +133,7 @@ class OfflineRun:
     def _begin(self, prepared: Prepared, index: int) -> State[AnyOutput]:
         if isinstance(prepared, PreparedPooling):
             return submit_pooling(self._engine, prepared)
-        # The seed is that of an undisturbed run, in which prompts have numbers in their order.
+        # The seed is that of an undisturbed run, in which prompts have consecutive numbers.
         seed = None if self._first_number is None else self._engine.derive_seed(self._first_number + index)
         return self._engine.submit(_final_only(prepared), seed=seed)
 
@@ -175,7 +176,7 @@ def _failure(errors: dict[int, EngineCoreError], outputs: Sequence[AnyOutput | N
 
 
 class _ProgressBar:
-    """A tqdm bar with the rates of vLLM's bar; shows nothing when it is off."""
+    """A tqdm bar with the rates of vLLM's bar; shows nothing if it is off."""
 
     def __init__(self, total: int, use_tqdm: bool | Callable[..., Any]) -> None:
         self._bar: Any = None

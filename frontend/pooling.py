@@ -43,8 +43,8 @@ def prepare_pooling(
 ) -> list[PreparedPooling]:
     """Check and tokenize all prompts, before any is submitted; return one PreparedPooling each.
 
-    task: None = that of the parameters, else the engine's usual one. prompt_name: see TextPrompts.before(); for texts
-    that are embedded. lora: the prompts' adapters, which the engine loads now. Errors: InvalidRequestError.
+    task: None = the parameters' task, otherwise the engine's default. prompt_name: see TextPrompts.before(); for texts
+    to embed. lora: the prompts' adapters, which the engine loads now. Errors: InvalidRequestError.
     """
     if not isinstance(tenant, str):
         raise InvalidRequestError(f"tenant must be a str, got {type(tenant).__name__}")
@@ -52,7 +52,7 @@ def prepare_pooling(
     chosen = _with_tasks(params, task, len(prompts), welcome.tasks)
     embeds = all((one.task or "").endswith("embed") for one in chosen)
     if prompt_name and not (embeds and engine.tokenizer is not None):
-        raise InvalidRequestError("prompt_name is for texts that are embedded")
+        raise InvalidRequestError("prompt_name is only for texts to embed")
     if embeds and engine.tokenizer is not None:
         prompts = engine.tokenizer.text_prompts.before(prompts, prompt_name)
     read = read_prompts(
@@ -86,12 +86,14 @@ def _with_tasks(
     if not isinstance(params, Sequence):
         many *= num_prompts
     if len(many) != num_prompts:
-        raise InvalidRequestError(f"{num_prompts} prompts need as many pooling_params, or one; got {len(many)}")
+        raise InvalidRequestError(
+            f"{num_prompts} prompts need one pooling_params each, or one for all; got {len(many)}"
+        )
     for one in many:
         if not isinstance(one, PoolingParams):
             raise InvalidRequestError(f"pooling_params must be PoolingParams, got {type(one).__name__}")
         if task is not None and one.task not in (None, task):
-            raise InvalidRequestError(f"the parameters ask for the task {one.task!r} and the call for {task!r}")
+            raise InvalidRequestError(f"the parameters ask for the task {one.task!r}, but the call for {task!r}")
     chosen = [msgspec.structs.replace(one, task=task or one.task or usual) for one in many]
     for one in chosen:
         check_task(one, tasks, 1)  # before texts are read
@@ -116,7 +118,7 @@ def submit_pooling(engine: EngineHandle, prepared: PreparedPooling, request_id: 
 
 
 def scored_pairs(data_1: object, data_2: object) -> list[tuple[str, str]]:
-    """Return the pairs of texts that score() compares: one with each, or each with the one at its place.
+    """Return the pairs of texts that score() compares: one with each, or each with the one at its position.
 
     Errors: InvalidRequestError.
     """

@@ -44,7 +44,7 @@ class PoolingCalls:
         """Pool one prompt or many; return the outputs in the prompts' order, their data as NumPy arrays of float32.
 
         pooling_task: "embed", "classify", or "token_embed" and "token_classify" for a vector of each token; None = the
-        model's usual one. prompt_name: of the instruction before each text that is embedded, in the model's
+        model's default. prompt_name: name of the instruction before each text to embed, in the model's
         config_sentence_transformers.json; None = its default, "" = none. The other arguments and errors are those of
         generate().
         """
@@ -69,9 +69,9 @@ class PoolingCalls:
         pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
         **arguments: Any,
     ) -> list[EmbeddingRequestOutput]:
-        """Return an embedding for each prompt. At numerics level L2 it is a function of its prompt alone, bit for bit.
+        """Return an embedding for each prompt. At numerics level L2 it depends on its prompt alone, bit for bit.
 
-        arguments: more ones of encode().
+        arguments: further ones of encode().
         """
         outputs = self.encode(prompts, pooling_params, use_tqdm, pooling_task="embed", **arguments)
         return [embedding_of(output) for output in outputs]
@@ -83,7 +83,7 @@ class PoolingCalls:
         use_tqdm: bool | Callable[..., Any] = True,
         **arguments: Any,
     ) -> list[ClassificationRequestOutput]:
-        """Return the probabilities of the model's labels for each prompt. arguments: more ones of encode()."""
+        """Return the probabilities of the model's labels for each prompt. arguments: further ones of encode()."""
         outputs = self.encode(prompts, pooling_params, use_tqdm, pooling_task="classify", **arguments)
         return [classification_of(output) for output in outputs]
 
@@ -97,12 +97,11 @@ class PoolingCalls:
         template: str | None = None,
         **arguments: Any,
     ) -> list[ScoringRequestOutput]:
-        """Return how well texts fit: one with each of the others, or each with the one at its place.
+        """Return how well texts fit: one with each of the others, or each with the one at its position.
 
         A classifier with one label (a reranker) reads a pair as one prompt: by template, a text with {query} and
-        {document}, or as its tokenizer joins two texts. A model that embeds gives the cosine of two embeddings.
-        arguments: more ones of encode(). Errors: those of encode(); InvalidRequestError for a classifier with several
-        labels.
+        {document}, or joined by its tokenizer. A model that embeds gives the cosine of two embeddings. arguments:
+        further ones of encode(). Errors: those of encode(); InvalidRequestError for a classifier with several labels.
         """
         pairs, tasks = scored_pairs(data_1, data_2), self._engine.client.welcome.tasks
         if "embed" in tasks:

@@ -42,7 +42,7 @@ from ipc.wire.lora_messages import AdapterId
 
 Message: TypeAlias = dict[str, Any]
 
-_RESUME_S = 60.0  # that an engine of ours may be away; the client asks the supervisor, and waits as long as it says so
+_RESUME_S = 60.0  # time for which our engine may be away; the client asks the supervisor and waits as long as that says
 _MAX_TIMEOUT_S = 1e6  # poll() counts milliseconds in 31 bits
 
 
@@ -58,15 +58,15 @@ class PreparedRequest(NamedTuple):
 
 
 class EngineHandle:
-    """An engine in use; close() ends the session, and the engine if this handle started it.
+    """An engine in use; close() ends the session, and stops the engine if this handle started it.
 
     model: a model folder, .gguf file or Hugging Face name; None = the demo model (with executor="fake": none). connect:
     address of a running engine, instead of a model, or several. route: how requests are spread over several (prefix,
-    least_loaded or round_robin); None = one of them serves, and the next one where that is lost. seed: seed of requests
+    least_loaded or round_robin); None = one of them serves, and the next one if that is lost. seed: seed of requests
     without one of their own; None = 0. tokenizer: path of the tokenizer files, instead of the model's; skip_tokenizer:
-    use token ids only. start_timeout, connect_timeout: seconds. restart: whether an engine that dies is started again
-    and its requests go on. client_name: this client's name in the engine. options: those of EngineConfig; with connect
-    chat_template alone, which is then this client's. Errors:
+    use token ids only. start_timeout, connect_timeout: seconds. restart: whether an engine that dies is restarted and
+    its requests continue. client_name: this client's name in the engine. options: those of EngineConfig; with connect
+    only chat_template, which then applies to this client. Errors:
     ConfigError, ModelFileError, EngineStartError, EngineDeadError, HandshakeError.
     """
 
@@ -109,11 +109,12 @@ class EngineHandle:
             if model is not None or own:
                 given = ["model"] if model is not None else []
                 raise ConfigError(
-                    f"connect={connect!r} uses an engine as it runs; leave out {', '.join([*given, *own])}"
+                    f"connect={connect!r} uses a running engine, whose options are fixed; leave out "
+                    f"{', '.join([*given, *own])}"
                 )
             self._connect(self._transport_to(connect, route), connect_timeout, template)
         if connect is None and route is not None:
-            raise ConfigError(f"route={route!r} is for running engines: name them with connect=[...]")
+            raise ConfigError(f"route={route!r} is for running engines: give their addresses with connect=[...]")
         self.adapters = LoadedAdapters(self.client)
         self.images: ImagePrompts | None = None
         if self.tokenizer is not None:
@@ -173,7 +174,7 @@ class EngineHandle:
         tenant: str = "",
         lora: LoRAInput = None,
     ) -> list[PreparedRequest | InvalidRequestError]:
-        """Return what prepare() does, with an error in the place of each prompt that cannot be served.
+        """Return prepare()'s result, with an error instead of each prompt that cannot be served.
 
         Errors: InvalidRequestError for arguments that are wrong for all prompts.
         """
@@ -207,8 +208,8 @@ class EngineHandle:
     ) -> list[PromptInput]:
         """Return the prompt of each conversation, rendered by a chat template: a str, or an ImagePrompt.
 
-        chat_template: None = the model's, a name = the model's template of this name, else a template's text.
-        takes_files: whether images may be files of this machine. render: what takes render_chat()'s place. Errors:
+        chat_template: None = the model's, a name = the model's template of this name, otherwise a template's text.
+        takes_files: whether images may be files of this machine. render: used instead of render_chat(). Errors:
         InvalidRequestError.
         """
         return render_prompts(
@@ -227,14 +228,14 @@ class EngineHandle:
         )
 
     def default_sampling_params(self) -> SamplingParams:
-        """Return the sampling parameters that the engine recommends, without those that this version does not know."""
+        """Return the sampling parameters that the engine recommends, without those unknown to this version."""
         known = SamplingParams.__struct_fields__
         recommended: dict[str, Any] = self.client.welcome.default_sampling
         return SamplingParams(**{name: value for name, value in recommended.items() if name in known})
 
     def submit(self, prepared: PreparedRequest, request_id: str | None = None, seed: int | None = None) -> RequestState:
-        """Submit a request; request_id None = its number, seed None = derive_seed() of its number, where its
-        parameters have none. Errors: those of EngineClient.submit.
+        """Submit a request; request_id None = its number, seed None = derive_seed() of its number, if its parameters
+        have none. Errors: those of EngineClient.submit.
         """
         prompt, params, priority, deadline, tenant, adapter = prepared
         left_s = None if deadline is None else deadline - time.monotonic()
@@ -254,7 +255,7 @@ class EngineHandle:
         return RequestState(name, number, prompt, params, tokenizer=self.tokenizer)
 
     def advance(self, state: State[Output]) -> Output | None:
-        """Update a request with its news; return its output, or None where there is nothing to show.
+        """Update a request with its news; return its output, or None if there is nothing to show.
 
         Errors: the error with which the engine failed the request.
         """
@@ -269,9 +270,9 @@ class EngineHandle:
         return output
 
     def need_tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer. Errors: InvalidRequestError where there is none."""
+        """Return the model's tokenizer. Errors: InvalidRequestError if there is none."""
         if self.tokenizer is None:
-            raise InvalidRequestError("this engine has no tokenizer: it takes and gives token ids only")
+            raise InvalidRequestError("this engine has no tokenizer: it takes and returns token ids only")
         return self.tokenizer
 
     def describe(self) -> str:
@@ -281,7 +282,7 @@ class EngineHandle:
         return f"model={welcome.model_name!r}, numerics={welcome.numerics!r}, engine={state!r}"
 
     def close(self, timeout: float = 5.0) -> None:
-        """End the session, and the engine if this handle started it, within `timeout` seconds."""
+        """End the session, and stop the engine if this handle started it, within `timeout` seconds."""
         self.client.close()
         if self._process is not None and self._owner == os.getpid():
             _end(self._process, self._supervised, timeout)
@@ -370,9 +371,9 @@ class EngineHandle:
     def derive_seed(self, number: int) -> int:
         """Return the uint64 seed of a request without one of its own.
 
-        It depends on LLM(seed=) and the request's number: the same program with the same seed has the same draws.
-        With connect= and no seed= it depends on the session too, so that two clients of one engine do not draw the
-        same numbers.
+        It depends on LLM(seed=) and the request's number: the same program with the same seed makes the same draws.
+        With connect= and no seed= it depends on the session too, so that two clients of one engine do not draw the same
+        numbers.
         """
         text = b"%d:%d:" % (self._seed, number)
         return int.from_bytes(hashlib.blake2b(text + self._salt, digest_size=8).digest(), "little")
@@ -380,23 +381,23 @@ class EngineHandle:
     def _read_params(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int, *, is_shared: bool
     ) -> list[SamplingParams]:
-        """Return parameters for each prompt, as copies where they are shared with the caller."""
+        """Return parameters for each prompt, as copies if they are shared with the caller."""
         given = self.default_sampling_params() if params is None else params
         many = list(given) if isinstance(given, Sequence) else [given]
         for one in many:
             if not isinstance(one, SamplingParams):
                 raise InvalidRequestError(f"sampling_params must be SamplingParams, got {type(one).__name__}")
             if one.stop_strings and self.tokenizer is None:
-                raise InvalidRequestError(
-                    "stop strings need a tokenizer, which this engine has not: use stop_token_ids"
-                )
+                raise InvalidRequestError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
             if one.bad_words and self.tokenizer is None:
                 raise InvalidRequestError(
-                    "bad_words need a tokenizer, which this engine has not: use bad_words_token_ids"
+                    "bad_words need a tokenizer, and this engine has none: use bad_words_token_ids"
                 )
         if isinstance(given, Sequence):
             if len(many) != count:
-                raise InvalidRequestError(f"{count} prompts need as many sampling_params, or one; got {len(many)}")
+                raise InvalidRequestError(
+                    f"{count} prompts need one sampling_params each, or one for all; got {len(many)}"
+                )
             return [self._for_engine(one, is_shared=is_shared) for one in many]
         return [self._for_engine(given, is_shared=is_shared and params is not None)] * count
 
@@ -412,7 +413,7 @@ class EngineHandle:
 
 
 def _end(process: EngineProcess, supervised: SupervisedEngine | None, timeout: float) -> None:
-    """End an engine of ours within `timeout` seconds."""
+    """Stop an engine that this process started, within `timeout` seconds."""
     if supervised is not None:
         supervised.close(timeout)
     else:

@@ -10,21 +10,23 @@ from ipc.options.neutral_options import NEUTRAL, WITHOUT_EFFECT, is_switch, valu
 from ipc.options.option import DeclaredOption
 
 _SHORT = {"tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp", "data_parallel_size": "-dp"}
-#: Arguments of LLM() beside the engine's options -> type.
+#: Arguments of LLM() in addition to the engine's options -> type.
 _OTHERS = {"revision": str, "seed": int, "tokenizer": str, "skip_tokenizer_init": bool}
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """argparse's parser, for which --max_model_len is --max-model-len too."""
+    """argparse's parser, in which --max_model_len also means --max-model-len."""
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Return the namespace of the arguments, and those that are unknown."""
+        """Return the namespace of the arguments, and the unknown ones."""
         words = [_with_dashes(word) for word in (sys.argv[1:] if args is None else args)]
         return super().parse_known_args(words, namespace)
 
 
 def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add a flag for each argument of LLM(), vLLM's included, and return the parser. What is not given is None."""
+    """Add a flag for each argument of LLM(), including vLLM's, and return the parser. Arguments that are not given are
+    None.
+    """
     for name, declared in OPTIONS.items():
         help_text = declared.option.help.replace("%", "%%")
         parser.add_argument(*_flags(name), dest=name, help=help_text, **_kind(declared))
@@ -37,7 +39,7 @@ def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def names_of_arguments() -> frozenset[str]:
-    """Return the names of what add_cli_args() adds."""
+    """Return the names of the arguments that add_cli_args() adds."""
     return frozenset([*OPTIONS, *_OTHERS, *WITHOUT_EFFECT, *NEUTRAL])
 
 

@@ -1,4 +1,4 @@
-"""Functions of vLLM beside its classes that programs import, for engine_core/as_vllm.py."""
+"""Functions of vLLM that programs import in addition to its classes, for engine_core/as_vllm.py."""
 
 import importlib
 from pathlib import Path
@@ -16,7 +16,7 @@ def get_tokenizer(
     revision: str | None = None,
     **kwargs: Any,
 ) -> Any:
-    """Return the tokenizer of a model: transformers' where it is installed and reads the files, else ours.
+    """Return the tokenizer of a model: transformers' if it is installed and reads the files, otherwise ours.
 
     args, tokenizer_mode, trust_remote_code: vLLM's, without effect. kwargs: those of transformers. Errors:
     ModelFileError; those of transformers.
@@ -36,7 +36,10 @@ def get_tokenizer(
 
 
 def resolve_chat_template(tokenizer: Any, chat_template: str | None = None, tools: Any = None, **others: object) -> Any:
-    """Return the chat template that is used: the given one, else the tokenizer's. others: vLLM's, without effect."""
+    """Return the chat template that is used: the given one, otherwise the tokenizer's.
+
+    others: vLLM's, without effect.
+    """
     if chat_template is not None or isinstance(tokenizer, Tokenizer):
         return chat_template or tokenizer.choose_chat_template(None, with_tools=bool(tools))
     try:
@@ -46,8 +49,8 @@ def resolve_chat_template(tokenizer: Any, chat_template: str | None = None, tool
 
 
 def destroy_model_parallel() -> None:
-    """Do nothing: an engine of ours ends with its LLM."""
+    """Do nothing: an engine ends with its LLM."""
 
 
 def destroy_distributed_environment() -> None:
-    """Do nothing: an engine of ours ends with its LLM."""
+    """Do nothing: an engine ends with its LLM."""

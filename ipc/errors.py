@@ -25,8 +25,8 @@ from collections.abc import Sequence
 class EngineCoreError(Exception):
     """Root of the tree above.
 
-    outputs: of an error of LLM.generate() or chat() that came after the start: the outputs of the prompts that have
-    finished, in the prompts' order; None for a prompt that has not.
+    outputs: set on an error of LLM.generate() or chat() after the start: the outputs of finished prompts, in the
+    prompts' order; None for an unfinished prompt.
     """
 
     outputs: Sequence[object | None] = ()
@@ -47,7 +47,7 @@ class UnsupportedParameterError(InvalidRequestError):
 class PromptTooLongError(InvalidRequestError):
     """The prompt leaves no room for an output in the model's context.
 
-    excess: how long the prompt is and how long it may be, without the context's length; "" = only the text says it.
+    excess: the prompt's length and the allowed length, without the context's length; "" = only the text has them.
     """
 
     excess = ""
@@ -56,8 +56,8 @@ class PromptTooLongError(InvalidRequestError):
 class RequestFailedError(EngineCoreError):
     """The engine accepted the request and could not finish it, or refused it because a bound is reached.
 
-    code: name of the engine's ErrorCode; "" where the client itself failed the request. retry_after_ms: milliseconds
-    after which the same request may be accepted; 0 = it is not for want of room.
+    code: name of the engine's ErrorCode; "" if the client itself failed the request. retry_after_ms: milliseconds after
+    which the same request may be accepted; 0 = it did not fail for lack of room.
     """
 
     code = ""
@@ -65,7 +65,7 @@ class RequestFailedError(EngineCoreError):
 
 
 class DeadlineExceededError(RequestFailedError):
-    """The request's deadline came before its end."""
+    """The request's deadline passed before it ended."""
 
 
 class ModelFileError(EngineCoreError):

@@ -13,8 +13,8 @@ _PREFIX = "engine-core: "
 def log_line(form: LogFormat, message: str, fields: Mapping[str, object]) -> str:
     """Return a log line, without the newline at its end.
 
-    fields: what the line is about, by name. None values are left out. The JSON has them beside "time" (UTC) and
-    "message".
+    fields: the line's subject, as values by name. None values are left out. The JSON has them in addition to "time"
+    (UTC) and "message".
     """
     known = {name: value for name, value in fields.items() if value is not None}
     if form == "text":

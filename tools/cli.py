@@ -22,9 +22,9 @@ _OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand and return the exit status. arguments: None = those of the process.
+    """Run one subcommand and return the exit status. arguments: None = sys.argv's.
 
-    Errors of ipc.errors become one message on standard error, never a traceback.
+    Errors of ipc.errors are printed as one message on standard error, never as a traceback.
     """
     if "_ARGCOMPLETE" in os.environ:
         return _complete()
@@ -76,12 +76,12 @@ def _run(words: list[str]) -> int:
 
 
 def _make_streams_usable() -> None:
-    """Make standard output and error usable under all circumstances.
+    """Make standard output and standard error usable in all cases.
 
-    A stream that the caller closed drops everything. A character that stdout cannot encode is escaped.
+    Output to a stream that the caller closed is dropped. A character that stdout cannot encode is escaped.
     """
     if sys.stdout is None:
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for as long as the process lives
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - stays open until the process ends
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
@@ -89,7 +89,7 @@ def _make_streams_usable() -> None:
 
 
 def _discard_output() -> None:
-    """Drop what stdout still buffers: the interpreter's flush at exit would fail again, with a traceback."""
+    """Drop what stdout still buffers: otherwise the interpreter's flush at exit would fail again, with a traceback."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -97,11 +97,11 @@ def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="engine-core",
         usage="engine-core COMMAND [OPTION ...]",
-        description="An LLM engine in a process of its own.",
+        description="An LLM inference engine that runs in its own process.",
         epilog=f"{_commands_in_groups()}\n`engine-core COMMAND --help` shows its options.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=[*COMMANDS, "version"], metavar="COMMAND", help="one of those below")
+    parser.add_argument("command", choices=[*COMMANDS, "version"], metavar="COMMAND", help="one of the commands below")
     return parser
 
 

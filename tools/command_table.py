@@ -5,35 +5,35 @@ COMMANDS = {
     "chat": ("tools.commands.chat", "chat with a model in the terminal, or answer one prompt as plain text"),
     "run": ("tools.commands.chat", "the same as chat"),
     "generate": ("tools.commands.generate", "stream the answers to some prompts in the terminal"),
-    "embed": ("tools.commands.embed", "print the embeddings of texts, a JSON object a line"),
-    "pull": ("tools.commands.pull", "bring a model of the Hugging Face Hub into the cache, or up to date"),
+    "embed": ("tools.commands.embed", "print the embeddings of texts, one JSON object a line"),
+    "pull": ("tools.commands.pull", "download a model from the Hugging Face Hub, or update the cached copy"),
     "list": ("tools.commands.list", "list the models in the cache"),
     "rm": ("tools.commands.rm", "remove a model from the cache"),
     "serve": ("tools.commands.serve", "run an engine that clients connect to"),
     "route": ("tools.commands.route.__main__", "serve several running engines as one"),
     "worker": ("tools.commands.worker", "run a part of an engine's model on this machine, for an engine on another"),
-    "ray": ("tools.commands.ray_fleet.__main__", "serve several engines as one, placed and started again by Ray"),
+    "ray": ("tools.commands.ray_fleet.__main__", "serve several engines as one, placed and restarted by Ray"),
     "http": ("tools.commands.http", "serve a running engine over HTTP, with OpenAI's API"),
-    "batch": ("tools.commands.batch", "answer the requests of a file in OpenAI's batch format"),
-    "explain": ("tools.commands.explain", "say why a request of a running engine does not run"),
+    "batch": ("tools.commands.batch", "answer a file of requests in OpenAI's batch format"),
+    "explain": ("tools.commands.explain", "explain why a request of a running engine does not run"),
     "top": ("tools.commands.top.__main__", "show a running engine live"),
     "keys": ("tools.commands.keys", "make keys for engines that listen on a network"),
     "control": ("tools.commands.control", "pause, resume or drain a running engine"),
-    "replay": ("tools.commands.replay.__main__", "run a capture of an engine again and compare"),
+    "replay": ("tools.commands.replay.__main__", "run an engine's capture again and compare"),
     "traces": ("tools.lab.traces.__main__", "run public request traces through the scheduler, in virtual time"),
     "simulate": ("tools.lab.simulate.__main__", "run a trace on a fleet of engines, in virtual time"),
-    "prove": ("tools.lab.prove", "show that tokens do not depend on neighbours, preemption and cache"),
+    "prove": ("tools.lab.prove", "show that tokens do not depend on batch neighbours, preemption and cache"),
     "bench": ("tools.lab.bench.__main__", "measure latency, throughput and start-up"),
-    "check-executor": ("tools.lab.check_executor.__main__", "check that a plug-in executor keeps its contract"),
-    "completion": ("tools.commands.completion", "print the completion of bash, zsh or fish"),
+    "check-executor": ("tools.lab.check_executor.__main__", "check that a plug-in executor follows the contract"),
+    "completion": ("tools.commands.completion", "print the completion script for bash, zsh or fish"),
 }
-#: Headings of --help; commands that stand under none of them come last.
+#: Headings of --help; commands under no heading come last.
 GROUPS = {
     "ask a model": ("chat", "run", "generate", "embed"),
     "models": ("pull", "list", "rm"),
     "serve a model": ("serve", "worker", "route", "ray", "http"),
-    "look at and steer a running engine": ("top", "explain", "control"),
+    "inspect and control a running engine": ("top", "explain", "control"),
     "prove, replay, measure": ("prove", "replay", "traces", "simulate", "bench"),
 }
-#: What comes before "tools": "" in a checkout, "engine_core." in an installed wheel.
+#: Prefix of the package "tools": "" in a checkout, "engine_core." in an installed wheel.
 HOME = __package__.removesuffix("tools")

@@ -163,4 +163,6 @@ class MortalExecutor(Protocol):
 def check_triton() -> None:
     """Raise ConfigError if device=cuda has no Triton to run its kernels."""
     if importlib.util.find_spec("triton") is None:
-        raise ConfigError("device=cuda needs triton, which is not installed: pip install 'llm-engine-core[cuda]'")
+        raise ConfigError(
+            "device=cuda needs triton, which is not installed: pip install triton, or engine-core with its extra [cuda]"
+        )

@@ -25,7 +25,7 @@ def check_library() -> None:
     except ImportError:
         raise UnsupportedParameterError(
             "structured_outputs need llguidance, which is not installed where the engine runs: "
-            "pip install 'llm-engine-core[structured]'"
+            "pip install llguidance, or engine-core with its extra [structured]"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""How a model writes its answers, found in its chat template and its special tokens, unless the owner names it."""
+"""The format of a model's answers, found from its chat template and special tokens unless the operator names it."""
 
 from collections.abc import Collection
 
@@ -15,7 +15,7 @@ from frontend.text.tokenizer import Tokenizer
 from ipc.errors import ConfigError
 
 NONE = "none"
-#: What stands in a model's template, or is a token of it -> the format; the first that is found counts.
+#: Text in a model's template, or one of its tokens -> the format; the first match counts.
 _CALL_SIGNS = (
     ("<|tool_call>", "gemma4"),
     ("<start_function_call>", "functiongemma"),
@@ -32,7 +32,7 @@ def choose_form(tokenizer: Tokenizer | None, calls: str | None = None, reasoning
     """Return how the model writes answers.
 
     calls, reasoning: names of vLLM's --tool-call-parser and --reasoning-parser; "none"; None = from the model. A model
-    whose template has no known marks is shown Hermes' form. Errors: ConfigError for a name that is not known.
+    whose template has no known marks gets Hermes' form. Errors: ConfigError for an unknown name.
     """
     templates = [] if tokenizer is None else list(tokenizer.chat_templates.values())
     if calls in HARMONY_NAMES or reasoning in HARMONY_NAMES or (not calls and _find(templates, _HARMONY_SIGN)):
@@ -46,7 +46,7 @@ def choose_form(tokenizer: Tokenizer | None, calls: str | None = None, reasoning
 
 
 def has_special_marks(form: AnswerForm, special_tokens: Collection[str]) -> bool:
-    """Return whether one of the form's marks is a special token, which text usually leaves out."""
+    """Return whether one of the form's marks is a special token, which is usually not part of the text."""
     if form.is_harmony:
         return True
     calls = (*form.calls.begins, form.calls.end) if form.calls else ()
@@ -54,7 +54,7 @@ def has_special_marks(form: AnswerForm, special_tokens: Collection[str]) -> bool
 
 
 def shows_tools(template: str | None) -> bool:
-    """Return whether a chat template has a place for tools."""
+    """Return whether a chat template handles tools."""
     return template is not None and "tools" in template
 
 
@@ -67,7 +67,7 @@ def _choose_calls(tokenizer: Tokenizer | None, templates: list[str], given: str 
     for sign, name in _CALL_SIGNS:
         if _find(templates, sign):
             return CALL_FORMATS[name]
-    if any(map(shows_tools, templates)):  # a template that says nothing of the answer's form
+    if any(map(shows_tools, templates)):  # a template that does not show the answer's form
         for sign, name in _CALL_SIGNS:
             if tokenizer.hf.token_to_id(sign) is not None:
                 return CALL_FORMATS[name]

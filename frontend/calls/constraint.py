@@ -1,6 +1,6 @@
 """The grammar of a chat's answer: reasoning, then calls of tools or an answer of a given structure.
 
-It is one grammar for the whole text, in the form that a scanner reads again, so the engine needs no parser of its own.
+It is one grammar for the whole text, in the form that a scanner reads back, so the engine needs no parser of its own.
 """
 
 import json
@@ -20,20 +20,20 @@ from ipc.params.structured_outputs import StructuredOutputsParams
 
 Json = Mapping[str, Any]
 
-#: The JSON of a call is written as chat templates write earlier calls. So little is left to choose, and what a grammar
-#: forces needs no step of its own.
+#: The JSON of a call is written as chat templates write earlier calls. So there is little left to choose, and tokens
+#: that a grammar forces need no steps.
 _CALL_JSON: Json = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-#: White space in an answer is bounded because small models like to write it without end.
+#: White space in an answer is bounded because small models may write it without end.
 _ANSWER_JSON: Json = {"whitespace_pattern": r"[ \n\t]{0,20}"}
 _COMPACT_JSON: Json = {"whitespace_flexible": False, "item_separator": ",", "key_separator": ":"}
-#: What ends a regex in Lark's notation, or its line, unless it is escaped already.
+#: Characters that end a regex or its line in Lark's notation, unless already escaped.
 _REGEX_MARKS = re.compile(r"\\.|[/\n]", re.DOTALL)
 _NAME = "{name}"
-_MAX_CALLS = 32  # of one answer; a small model that must call may never stop
+_MAX_CALLS = 32  # of one answer; a small model that is forced to call may never stop
 
 
 class Thought(NamedTuple):
-    """Reasoning before an answer. is_begun: the prompt has written the begin mark; else there may be no reasoning."""
+    """Reasoning before an answer. is_begun: the prompt contains the begin mark; otherwise there may be no reasoning."""
 
     begin: str
     end: str
@@ -46,18 +46,18 @@ def read_functions(tools: Sequence[Json]) -> dict[str, Json]:
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise InvalidRequestError(f"a tool has type function and function.name, got {tool!r:.80}")
+            raise InvalidRequestError(f"a tool must have type function and a function.name, got {tool!r:.80}")
         parameters = function.get("parameters")
         if parameters is not None and not isinstance(parameters, Mapping):
-            raise InvalidRequestError(f"a tool's parameters are a JSON schema, got {parameters!r:.80}")
+            raise InvalidRequestError(f"a tool's parameters must be a JSON schema, got {parameters!r:.80}")
         functions[function["name"]] = function
     return functions
 
 
 def read_allowed(tools: Sequence[dict[str, Any]], tool_choice: object) -> tuple[list[dict[str, Any]], object]:
-    """Return the tools that a choice of type allowed_tools leaves, and its mode; else both as they are.
+    """Return the tools that a choice of type allowed_tools allows, and its mode; otherwise both unchanged.
 
-    The names may stand as in OpenAI's chats or as in its Responses API. Errors: InvalidRequestError.
+    The names may have the form of OpenAI's chats or of its Responses API. Errors: InvalidRequestError.
     """
     if not isinstance(tool_choice, Mapping) or tool_choice.get("type") != "allowed_tools":
         return list(tools), tool_choice
@@ -65,19 +65,21 @@ def read_allowed(tools: Sequence[dict[str, Any]], tool_choice: object) -> tuple[
     chosen = nested if isinstance(nested, Mapping) else tool_choice
     mode, entries = chosen.get("mode", "auto"), chosen.get("tools")
     if mode not in ("auto", "required") or not isinstance(entries, (list, tuple)) or not entries:
-        raise InvalidRequestError("tool_choice of type allowed_tools has a mode, auto or required, and a list of tools")
+        raise InvalidRequestError(
+            "tool_choice of type allowed_tools must have a mode, auto or required, and a list of tools"
+        )
     names = []
     for entry in entries:
         function = entry.get("function", entry) if isinstance(entry, Mapping) else None
         names.append(function.get("name") if isinstance(function, Mapping) else None)
     known = read_functions(tools)
     if unknown := [name for name in names if not isinstance(name, str) or name not in known]:
-        raise InvalidRequestError(f"tool_choice allows the tool {unknown[0]!r:.80}, which tools does not have")
+        raise InvalidRequestError(f"tool_choice allows the tool {unknown[0]!r:.80}, which is not in tools")
     return [tool for tool in tools if tool["function"]["name"] in names], mode
 
 
 def forced_functions(functions: Mapping[str, Json], tool_choice: object) -> list[Json] | None:
-    """Return the functions of which the answer must call one; None where it may be text. Errors: InvalidRequestError.
+    """Return the functions of which the answer must call one; None if it may be text. Errors: InvalidRequestError.
 
     tool_choice: "none", "auto" and None leave the answer free; "required" and a function's name do not.
     """
@@ -87,13 +89,13 @@ def forced_functions(functions: Mapping[str, Json], tool_choice: object) -> list
         named = tool_choice.get("function")
         name = named.get("name") if isinstance(named, Mapping) else None
         if not isinstance(name, str) or name not in functions:
-            raise InvalidRequestError(f"tool_choice names the tool {name!r:.80}, which tools does not have")
+            raise InvalidRequestError(f"tool_choice names the tool {name!r:.80}, which is not in tools")
         return [functions[name]]
     if tool_choice == "required" and not functions:
-        raise InvalidRequestError("tool_choice is required, which needs tools")
+        raise InvalidRequestError("tool_choice is required, but there are no tools")
     if tool_choice != "required":
         raise InvalidRequestError(
-            f"tool_choice is none, auto, required, a function's name or allowed_tools, got {tool_choice!r:.80}"
+            f"tool_choice must be none, auto, required, a function's name or allowed_tools, got {tool_choice!r:.80}"
         )
     return list(functions.values())
 
@@ -110,11 +112,11 @@ def constrain(
 ) -> StructuredOutputsParams | None:
     """Return the constraint of an answer; None = any text.
 
-    answer: the structure of an answer that is no call; None = there is none such. functions: those that may be called;
-    is_parallel: several times. answer_begin: marks before an answer that is no call. special_tokens: name -> id; a mark
-    that is one of them is that token, else text. A structure of kind structural_tag stands alone, but one of the newer
-    form follows reasoning that the prompt has begun. Errors: InvalidRequestError for one of the older form there, or
-    where a special token ends the reasoning.
+    answer: the structure of an answer that is not a call; None = no such answer. functions: those that may be called;
+    is_parallel: several times. answer_begin: marks before an answer that is not a call. special_tokens: name -> id; a
+    mark that is one of them is that token, otherwise text. A structure of kind structural_tag cannot be combined, but
+    one of the newer form can follow reasoning that the prompt has begun. Errors: InvalidRequestError for one of the
+    older form there, or if a special token ends the reasoning.
     """
     is_wrapped = bool(functions) or thought is not None or bool(answer_begin)
     rule = None if answer is None or not is_wrapped else _rule_of(answer)
@@ -162,7 +164,7 @@ class _Rules:
             self.lines.append(f"{name}_json: {_json_rule(_arguments_schema(function, ''))}")
 
     def add_thought(self, thought: Thought) -> str:
-        """Add the rule `thought`; return the beginning of the start rule."""
+        """Add the rule `thought`; return the first part of the start rule."""
         begin = "" if thought.is_begun else self.text(thought.begin)
         if any(token in thought.end for token in self._special):
             self.lines.append(f"thought: {begin} THOUGHT {self.text(thought.end)}")
@@ -172,7 +174,7 @@ class _Rules:
         return "thought GAP " if thought.is_begun else "(thought GAP)? "
 
     def text(self, text: str) -> str:
-        """Return a text as symbols: special tokens by their ids, the rest as strings."""
+        """Return a text as symbols: special tokens by id, the rest as strings."""
         if not text:
             return ""
         pattern = "|".join(map(re.escape, sorted(self._special, key=len, reverse=True)))
@@ -184,7 +186,7 @@ class _Rules:
 
 
 def _rule_of(answer: StructuredOutputsParams) -> str | None:
-    """Return the rule `answer`; None for a structure that cannot be a part of a grammar."""
+    """Return the rule `answer`; None for a structure that cannot be part of a grammar."""
     choices = answer.choice or []
     if answer.kind == "choice" and len(choices) <= MANY_CHOICES:
         return "answer: " + " | ".join(map(_json, choices))
@@ -207,7 +209,7 @@ def _rule_of(answer: StructuredOutputsParams) -> str | None:
 def _behind_thought(
     answer: StructuredOutputsParams, thought: Thought, special_tokens: Mapping[str, int]
 ) -> StructuredOutputsParams:
-    """Return a structural tag that follows the rest of a thought. Errors: InvalidRequestError for what cannot."""
+    """Return a structural tag that follows the rest of a thought. Errors: InvalidRequestError if it cannot."""
     form = None if answer.structural_tag is None else json.loads(str(answer.structural_tag)).get("format")
     if form is None or any(token in thought.end for token in special_tokens):
         raise InvalidRequestError(
@@ -223,7 +225,7 @@ def _escaped(mark: re.Match[str]) -> str:
 
 
 def _places(functions: Sequence[Json]) -> list[str]:
-    """Return the place of each function's call in the schema of all calls, as a JSON pointer."""
+    """Return the position of each function's call in the schema of all calls, as a JSON pointer."""
     return [""] if len(functions) == 1 else [f"/anyOf/{index}" for index in range(len(functions))]
 
 
@@ -239,9 +241,9 @@ def _call_schema(function: Json, form: ToolFormat, place: str) -> dict[str, Any]
 
 
 def _arguments_schema(function: Json, place: str) -> Any:
-    """Return the schema of a function's arguments, at this place of a larger schema.
+    """Return the schema of a function's arguments, at this position in a larger schema.
 
-    Arguments that the schema does not name are excluded, unless it speaks of them.
+    Arguments that the schema does not name are excluded, unless it sets additionalProperties.
     """
     schema = dict(function.get("parameters") or {})
     schema.setdefault("type", "object")
@@ -252,7 +254,7 @@ def _arguments_schema(function: Json, place: str) -> Any:
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """Return a schema whose references into itself are right where it stands at this place."""
+    """Return a schema whose internal references are right at this position."""
     if isinstance(schema, Mapping):
         return {
             key: f"#{place}{value[1:]}"

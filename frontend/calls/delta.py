@@ -1,4 +1,4 @@
-"""Delta: a piece of an answer, as a scanner reads it out of the model's text; and the message that all pieces make."""
+"""Delta: a piece of an answer, read by a scanner from the model's text; and the message made of all pieces."""
 
 from collections.abc import Iterable
 from enum import Enum
@@ -8,16 +8,16 @@ import msgspec
 
 
 class Kind(Enum):
-    """What a piece is of."""
+    """The kind of a piece."""
 
     REASONING = "reasoning"
     CONTENT = "content"
-    CALL = "call"  # a call begins; the text is the tool's name
-    ARGUMENTS = "arguments"  # of a call, a part of JSON text
+    CALL = "call"  # start of a call; the text is the tool's name
+    ARGUMENTS = "arguments"  # a part of a call's JSON text
 
 
 class Delta(NamedTuple):
-    """One piece. call: index of the call that it is of; -1 for the other kinds."""
+    """One piece. call: index of its call; -1 for the other kinds."""
 
     kind: Kind
     text: str
@@ -32,7 +32,10 @@ class Call(msgspec.Struct):
 
 
 class Thought(msgspec.Struct):
-    """A part of an answer that is reasoning, with its marks. begin, end: characters of the text; None = it goes on."""
+    """A part of an answer that is reasoning, with its marks.
+
+    begin, end: characters of the text; None = it continues.
+    """
 
     begin: int
     end: int | None = None
@@ -63,9 +66,9 @@ def fold(deltas: Iterable[Delta]) -> Message:
 
 
 class Sink:
-    """Where readers put what they find. It merges pieces and drops the white space around reasoning and calls.
+    """The output of readers. It merges pieces and drops the white space around reasoning and calls.
 
-    is_parallel: whether an answer may have several calls; else those behind the first are dropped.
+    is_parallel: whether an answer may have several calls; otherwise those after the first are dropped.
     """
 
     def __init__(self, *, is_parallel: bool = True) -> None:
@@ -76,10 +79,10 @@ class Sink:
         self._pieces: list[str] = []  # of the last delta
         self._space: list[str] = []  # white space that is shown only if text of the same kind follows
         self._kind = Kind.CONTENT  # of the last text
-        self._is_begin = False  # of content behind reasoning or a call, or of reasoning
+        self._is_begin = False  # of content after reasoning or a call, or of reasoning
 
     def take(self) -> list[Delta]:
-        """Return what came since the last call."""
+        """Return the deltas since the last call."""
         self._close()
         deltas, self._deltas = self._deltas, []
         return deltas
@@ -110,7 +113,7 @@ class Sink:
         self.text(Kind.REASONING, text)
 
     def begin_call(self, name: str) -> None:
-        """Begin a call. The arguments that follow are its."""
+        """Begin a call. The following arguments belong to it."""
         self._kind, self._is_begin = Kind.CONTENT, True
         self._space.clear()
         self.num_calls += 1

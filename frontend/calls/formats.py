@@ -12,10 +12,10 @@ from frontend.calls.xml_calls import read_xml_calls
 
 
 class ToolFormat(NamedTuple):
-    """How a grammar lets a call be written: begin, a JSON object with the tool's name and its arguments, end.
+    """The form of a call in a grammar: begin, a JSON object with the tool's name and its arguments, end.
 
-    name_key "": the JSON is the arguments alone, and {name} in `begin` is the tool's name. separator: between two
-    calls; None = there is only one.
+    name_key "": the JSON is only the arguments, and {name} in `begin` is the tool's name. separator: between two calls;
+    None = there is only one.
     """
 
     begin: str = "<tool_call>\n"
@@ -28,9 +28,9 @@ class ToolFormat(NamedTuple):
 class CallFormat(NamedTuple):
     """How a model writes calls. begins, end: the marks around them; end "" = none.
 
-    is_bare: an answer may also begin with a call, without a mark. needs_tools: what a reader takes for a call is one
-    only if a tool has its name, or its reader needs the schemas. forced: how calls are written where a grammar forces
-    them. id_length: of a call's id, letters and digits; None = any.
+    is_bare: an answer may also begin with a call, without a mark. needs_tools: text is a call only if a tool has its
+    name, or the reader needs the schemas. forced: form of calls if a grammar forces them. id_length: of a call's id,
+    letters and digits; None = any.
     """
 
     name: str
@@ -45,7 +45,7 @@ class CallFormat(NamedTuple):
 
 
 class AnswerForm(NamedTuple):
-    """How a model writes answers. reasoning: the marks around it; None = no reasoning is told apart."""
+    """How a model writes answers. reasoning: the marks around it; None = reasoning is not separated."""
 
     calls: CallFormat | None = None
     reasoning: tuple[str, str] | None = None

@@ -1,7 +1,7 @@
-"""Calls of FunctionGemma and Gemma 4: `call:NAME{key:value,...}`, in which a mark of its own stands for quotes.
+"""Calls of FunctionGemma and Gemma 4: `call:NAME{key:value,...}`, with special marks instead of quotes.
 
-Strings stand between two of these marks, and anything may stand in them. Keys are bare. The arguments are shown as
-JSON, as they come.
+Strings are between two of these marks and may contain anything. Keys are bare. The arguments are converted to JSON as
+they arrive.
 """
 
 import json
@@ -43,13 +43,13 @@ def _read(source: Source, sink: Sink, end: str, quote: str) -> Reading[None]:
 
 
 class _Converter:
-    """Reads values and shows them as JSON. It stops where the text is cut, or where nothing can follow."""
+    """Reads values and converts them to JSON. It stops if the text is cut, or if nothing can follow."""
 
     def __init__(self, source: Source, sink: Sink, quote: str) -> None:
         self._source, self._show, self._quote = source, sink.arguments, quote
 
     def value(self, depth: int) -> Reading[bool]:
-        """Read a value; return whether it is whole."""
+        """Read a value; return whether it is complete."""
         source = self._source
         yield from source.skip_space()
         if (yield from source.take(self._quote)):

@@ -23,7 +23,7 @@ _MAX_RECEIVER = 200  # characters
 
 
 class _Opening:
-    """The text before the first mark. The prompt ends within a header, so a receiver there belongs to the header."""
+    """The text before the first mark. The prompt ends inside a header, so a recipient there belongs to the header."""
 
     def __init__(self, sink: Sink) -> None:
         self.header = ""
@@ -31,14 +31,14 @@ class _Opening:
         self._is_content = False
 
     def take(self, text: str) -> None:
-        """Take text; what cannot be a receiver is content."""
+        """Take text; text that cannot be a recipient is content."""
         self.header += text
         begin = self.header.lstrip()[: len(_TO)]
         if self._is_content or not _TO.startswith(begin) or len(self.header) > _MAX_RECEIVER:
             self.end()
 
     def end(self) -> None:
-        """Make what was taken content."""
+        """Turn the taken text into content."""
         self._is_content = True
         text, self.header = self.header, ""
         self._sink.content(text)
@@ -68,7 +68,7 @@ def read_harmony(source: Source, sink: Sink) -> Reading[None]:
 
 
 def _read_header(source: Source, header: list[str]) -> Reading[str]:
-    """Read up to the message; return the mark before it, or the one that stands there instead."""
+    """Read up to the message; return the mark before it, or the mark found instead."""
     while True:
         mark = yield from source.until(MARKS, header.append)
         if mark not in ("<|channel|>", "<|constrain|>"):
@@ -77,7 +77,7 @@ def _read_header(source: Source, header: list[str]) -> Reading[str]:
 
 
 def _read_message(source: Source, sink: Sink, header: str) -> Reading[str]:
-    """Read a message's text; return the mark behind it."""
+    """Read a message's text; return the mark after it."""
     recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
     name = recipient[1].split("<", 1)[0] if recipient else ""
     if name.startswith(_FUNCTIONS) and name != _FUNCTIONS:

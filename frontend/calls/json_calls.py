@@ -1,8 +1,8 @@
 """Calls that are JSON objects with a name and arguments: alone, in a row, or in a list.
 
-The arguments are shown as they come, in the model's own text. They are not checked: text that is no JSON is the call's
-arguments all the same, as OpenAI's API has it. Only two things are put right: line ends within strings, which JSON
-wants escaped, and arguments that are a string of JSON text.
+The arguments are sent as they arrive, as the model wrote them. They are not checked: text that is not JSON is still the
+call's arguments, as in OpenAI's API. Only two things are corrected: line ends in strings, which JSON requires to be
+escaped, and arguments that are a string of JSON text.
 """
 
 import json
@@ -17,7 +17,7 @@ from frontend.calls.source import MAX_KEPT, NotACallError, Reading, Source
 Tools = Mapping[str, Mapping[str, Any]] | None
 
 _BETWEEN = re.compile(r"[\s,;]+")
-_BETWEEN_MARKED = re.compile(r"[\s,;}\]]+")  # models write a bracket too many
+_BETWEEN_MARKED = re.compile(r"[\s,;}\]]+")  # models sometimes write an extra bracket
 _IN_STRING = re.compile(r'[^"\\]+')
 _PLAIN = re.compile(r'[^"{}\[\]<]+')
 _SCALAR = re.compile(r"[^\s,}\]<]+")
@@ -27,17 +27,17 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 class _Fields:
-    """What is known of one call."""
+    """The state of one call."""
 
     def __init__(self, sink: Sink, source: Source, tools: Tools) -> None:
         self._sink, self._source, self._tools = sink, source, tools
         self.name = ""
-        self.early: list[str] | None = None  # arguments that came before the name
+        self.early: list[str] | None = None  # arguments that arrived before the name
         self.is_begun = False
         self.is_nested = False  # the fields are those of the field "function", as in OpenAI's API
 
     def begin(self) -> None:
-        """Begin the call. Errors: NotACallError for a name that is no tool's."""
+        """Begin the call. Errors: NotACallError for a name that is not a tool's."""
         if not self.name or (self._tools is not None and self.name not in self._tools):
             raise NotACallError
         self._source.release()
@@ -105,14 +105,14 @@ def _read_call(source: Source, sink: Sink, tools: Tools, end: str) -> Reading[No
             fields.begin()
     except NotACallError:
         if fields.is_begun:
-            return  # what follows a call is text
+            return  # text follows a call
         raise
     if not fields.is_begun:
         raise NotACallError
 
 
 def _read_fields(source: Source, fields: _Fields, end: str) -> Reading[bool]:
-    """Read one object; return whether it is whole."""
+    """Read one object; return whether it is complete."""
     if not (yield from source.take("{")):
         raise NotACallError
     while True:
@@ -154,11 +154,11 @@ def _read_arguments(source: Source, fields: _Fields, first: str, end: str) -> Re
 
 
 def _drop(text: str) -> None:
-    """Show nothing."""
+    """Send nothing."""
 
 
 def _read_value(source: Source, show: Callable[[str], None], end: str) -> Reading[None]:
-    """Read one JSON value. It also ends at the mark `end` outside of strings, which a model writes if it forgets."""
+    """Read one JSON value. It also ends at the mark `end` outside of strings, in case the model forgets to close it."""
     depth = 0
     while True:
         if depth and (plain := source.run(_PLAIN)):
@@ -179,7 +179,7 @@ def _read_value(source: Source, show: Callable[[str], None], end: str) -> Readin
 
 
 def _comes(source: Source, mark: str) -> Reading[bool]:
-    """Return whether `mark` comes next, and leave it."""
+    """Return whether `mark` is next, without reading it."""
     if (yield from source.take(mark)):
         source.at -= len(mark)
         return True
@@ -187,7 +187,7 @@ def _comes(source: Source, mark: str) -> Reading[bool]:
 
 
 def _read_string(source: Source, show: Callable[[str], None]) -> Reading[bool]:
-    """Read a string with its quotes; return whether it is whole."""
+    """Read a string with its quotes; return whether it is complete."""
     show('"')
     source.at += 1
     while char := (yield from source.peek()):
@@ -205,7 +205,7 @@ def _read_string(source: Source, show: Callable[[str], None]) -> Reading[bool]:
 
 
 def _read_text(source: Source) -> Reading[str]:
-    """Return the text of a string. Errors: NotACallError for another value, and for one that is cut."""
+    """Return the text of a string. Errors: NotACallError for another value, or an incomplete one."""
     if (yield from source.peek()) != '"':
         raise NotACallError
     parts: list[str] = []

@@ -1,4 +1,4 @@
-"""ParsedAnswer: an answer in pieces with whole calls, for dialects in which arguments are an object and not text."""
+"""ParsedAnswer: an answer in pieces with complete calls, for dialects in which arguments are an object and not text."""
 
 import json
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ class WholeCall(NamedTuple):
 class ParsedAnswer:
     """Reads one answer. scanner: None = all of it is content.
 
-    A call is shown when it is complete. One whose arguments are no JSON object, because they are wrong or cut, becomes
-    content.
+    A call is sent when it is complete. If its arguments are not a JSON object, because they are wrong or cut, it
+    becomes content.
     """
 
     def __init__(self, scanner: Scanner | None) -> None:
@@ -28,7 +28,7 @@ class ParsedAnswer:
         self._arguments: list[str] = []
 
     def feed(self, text: str, *, is_end: bool) -> list[Delta | WholeCall]:
-        """Return what this piece of the text settles. is_end: it is the last."""
+        """Return the parts that this piece of the text completes. is_end: it is the last piece."""
         if self._scanner is None:
             return [Delta(Kind.CONTENT, text)] if text else []
         shown: list[Delta | WholeCall] = []

@@ -1,6 +1,7 @@
-"""Calls in Python's notation, `[name(key="value", ...), other()]`, as Gemma 3 and Llama 3.2 are told to write them.
+"""Calls in Python's notation, `[name(key="value", ...), other()]`, as Gemma 3 and Llama 3.2 are instructed to write
+them.
 
-A list of calls is shown when it is complete: only then is it known to be one.
+A list of calls is sent when it is complete: only then is it certain that it is one.
 """
 
 import ast
@@ -14,7 +15,7 @@ from frontend.calls.source import NotACallError, Reading, Source
 MAX_LIST = 1 << 16  # characters
 _PLAIN = re.compile(r"[^\"'\[\](){}]+")
 _IN_STRING = {'"': re.compile(r'[^"\\]+'), "'": re.compile(r"[^'\\]+")}
-#: A string with its prefix; or a number that a keyword follows without a space, which no literal has.
+#: A string with its prefix; or a number directly followed by a keyword, which is not a valid literal.
 _STRING_OR_JOINED = re.compile(
     r"""(?<!\w)(?P<prefix>\w*)(?P<string>"[^"\\]*(?:\\.[^"\\]*)*"|'[^'\\]*(?:\\.[^'\\]*)*')"""
     r"|(?<![\w.])\.?\d[\w.]*(?:and|else|for|if|in|is|not|or)(?!\w)",
@@ -25,7 +26,7 @@ _ESCAPED = frozenset("\r\n\\'\"abfnrtvxNuU01234567")
 
 
 def read_python_calls(source: Source, sink: Sink, tools: Tools, end: str) -> Reading[None]:
-    """Read a list of calls, and the mark `end` behind it. Errors: NotACallError."""
+    """Read a list of calls, and the mark `end` after it. Errors: NotACallError."""
     yield from source.skip_space()
     text = yield from _read_brackets(source)
     calls = [_read_call(node, tools) for node in _parse(text)]
@@ -84,10 +85,10 @@ def _parse(text: str) -> list[ast.expr]:
 
 
 def _without_warnings(found: re.Match[str]) -> str:
-    """Return a string as it is to be parsed: the parser would print warnings with the model's text.
+    """Return a string in a form that the parser accepts without warnings, which would contain the model's text.
 
-    It warns of escapes that Python does not know, which stand for themselves, and of octal ones above \\377. Errors:
-    NotACallError for what is in no literal that JSON has.
+    The parser warns about unknown escapes, which it keeps as they are, and about octal ones above \\377. Errors:
+    NotACallError for a literal that JSON does not have.
     """
     if found["string"] is None:
         raise NotACallError
@@ -100,7 +101,7 @@ def _without_warnings(found: re.Match[str]) -> str:
 
 
 def _known_escape(found: re.Match[str]) -> str:
-    """Return an escape that Python knows, of the same value."""
+    """Return a valid escape with the same value."""
     if len(found[1]) == 3:
         return f"\\u{int(found[1], 8):04x}"
     return found[0] if found[1] in _ESCAPED else f"\\{found[0]}"

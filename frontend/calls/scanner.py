@@ -1,7 +1,7 @@
-"""Scanner: reads reasoning, content and calls out of an answer's text, piece by piece.
+"""Scanner: reads reasoning, content and calls from an answer's text, piece by piece.
 
-An answer that is not streamed is the fold of what the same scanner reads from its whole text: there is no other parser.
-What is no call in the model's format is content, whatever it is.
+An answer that is not streamed is made of the pieces that the same scanner reads from its whole text: there is no other
+parser. Anything that is not a call in the model's format is content.
 """
 
 from frontend.calls.delta import Delta, Kind, Sink, Thought
@@ -15,7 +15,7 @@ class Scanner:
     """The scanner of one answer.
 
     form: how the model writes reasoning and calls. tools: the tools of the request; None = calls are content.
-    is_parallel: whether several calls are shown. in_reasoning: whether the prompt has begun the reasoning.
+    is_parallel: whether several calls are shown. in_reasoning: whether the prompt has started the reasoning.
     """
 
     def __init__(
@@ -34,17 +34,17 @@ class Scanner:
 
     @property
     def thoughts(self) -> list[Thought]:
-        """Return where in the text the reasoning stands, so far."""
+        """Return the positions of the reasoning in the text so far."""
         return self._sink.thoughts
 
     def feed(self, text: str) -> list[Delta]:
-        """Return what this piece of the text settles."""
+        """Return the deltas that this piece of the text completes."""
         self._source.add(text)
         self._go_on()
         return self._sink.take()
 
     def finish(self) -> list[Delta]:
-        """Return the rest. Nothing may be fed afterwards; a second call returns nothing."""
+        """Return the rest. No text may follow; a second call returns nothing."""
         self._source.is_ended = True
         self._go_on()
         if self._reading is not None:
@@ -92,7 +92,7 @@ class Scanner:
         if calls.is_bare:
             source.keep(source.at, calls.most_kept)
             yield from self._read_calls(calls, is_bare=True)
-        begins_too = any(begin.startswith(calls.end) for begin in calls.begins)  # also where there is no end mark
+        begins_too = any(begin.startswith(calls.end) for begin in calls.begins)  # also if there is no end mark
         marks = calls.begins if begins_too else (*calls.begins, calls.end)
         while True:
             mark = yield from source.until(marks, sink.content, most_kept=calls.most_kept)
@@ -107,7 +107,7 @@ class Scanner:
 
     def _read_calls(self, calls: CallFormat, *, is_bare: bool) -> Reading[None]:
         source = self._source
-        # Without a mark, only a tool's name tells a call from an answer in JSON.
+        # Without a mark, only a tool's name distinguishes a call from an answer in JSON.
         tools = self._tools if is_bare or calls.needs_tools else None
         try:
             yield from calls.read(source, self._sink, tools, calls.end)

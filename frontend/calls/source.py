@@ -1,7 +1,7 @@
-"""Source: the text of an answer, which arrives in pieces, read by generators.
+"""Source: the text of an answer, which arrives in pieces and is read by generators.
 
-A generator yields where it needs more text, and goes on when a piece has come; so a reader is written as if the whole
-text were there. What a reader finds must depend on the text alone, never on where it was cut into pieces.
+A generator yields if it needs more text, and continues when a piece has arrived, so a reader is written as if it had
+the whole text. A reader's result must depend on the text alone, never on how it was divided into pieces.
 """
 
 import re
@@ -11,16 +11,16 @@ from typing import TypeAlias, TypeVar
 _T = TypeVar("_T")
 Reading: TypeAlias = Generator[None, None, _T]
 _SPACE = re.compile(r"\s+")
-#: Characters that are kept of a call until its name is known. Where it comes later, they are content.
+#: Most characters of a call to keep until its name is known. If the name comes later, they are content.
 MAX_KEPT = 4096
 
 
 class NotACallError(Exception):
-    """The text behind a begin mark is no call: it is content."""
+    """The text after a begin mark is not a call, but content."""
 
 
 class Source:
-    """Text with a place in it. keep() marks a place to which the text can be given back."""
+    """Text with a read position. keep() marks a position to which the reader can go back."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -32,11 +32,11 @@ class Source:
 
     @property
     def position(self) -> int:
-        """Return the number of characters of the whole text before the place."""
+        """Return the number of characters of the whole text before the position."""
         return self._num_forgotten + self.at
 
     def add(self, piece: str) -> None:
-        """Add text at the end, and forget what has been read."""
+        """Add text at the end, and drop the text that has been read."""
         begin = self.at if self._kept is None else self._kept
         self.text = self.text[begin:] + piece
         self.at -= begin
@@ -45,28 +45,28 @@ class Source:
             self._kept = 0
 
     def keep(self, at: int, most: int) -> None:
-        """Keep the text from this place on, at most so many characters."""
+        """Keep the text from this position, at most this many characters."""
         self._kept, self._most_kept = at, most
 
     def release(self) -> None:
-        """Keep no text: what was kept is a call. Errors: NotACallError."""
+        """Stop keeping text: the kept text is a call. Errors: NotACallError."""
         self._check()
         self._kept = None
 
     def give_back(self) -> str:
-        """Return the text from the kept place up to here, and keep none."""
+        """Return the text from the kept position up to here, and stop keeping."""
         assert self._kept is not None, "keep() before give_back()"
         text = self.text[self._kept : self.at]
         self._kept = None
         return text
 
     def back(self) -> None:
-        """Go back to the kept place."""
+        """Go back to the kept position."""
         assert self._kept is not None, "keep() before back()"
         self.at, self._kept = self._kept, None
 
     def peek(self) -> Reading[str]:
-        """Return the next character; "" at the end of the answer. Errors: NotACallError where too much is kept."""
+        """Return the next character; "" at the end of the answer. Errors: NotACallError if too much text is kept."""
         self._check()
         while self.at >= len(self.text):
             if self.is_ended:
@@ -75,7 +75,7 @@ class Source:
         return self.text[self.at]
 
     def run(self, pattern: re.Pattern[str]) -> str:
-        """Read what matches of the text that is there. The pattern matches a part of each of its matches."""
+        """Read the matching part of the available text. The pattern must also match each prefix of its matches."""
         found = pattern.match(self.text, self.at)
         if found is None:
             return ""
@@ -83,7 +83,7 @@ class Source:
         return found.group()
 
     def collect(self, pattern: re.Pattern[str]) -> Reading[str]:
-        """Read the longest match, as run() does, also over several pieces."""
+        """Read the longest match, like run(), also across pieces."""
         parts: list[str] = []
         while (yield from self.peek()):
             part = self.run(pattern)
@@ -97,7 +97,7 @@ class Source:
         yield from self.collect(_SPACE)
 
     def take(self, mark: str) -> Reading[bool]:
-        """Read `mark` if it comes next; return whether it did."""
+        """Read `mark` if it is next; return whether it was."""
         while True:
             there = self.text[self.at : self.at + len(mark)]
             if there == mark:
@@ -110,7 +110,7 @@ class Source:
     def until(self, marks: Sequence[str], show: Callable[[str], None], *, most_kept: int = 0) -> Reading[str]:
         """Read up to the first of these marks and past it; return the mark, "" at the end of the answer.
 
-        show: is called with the text before it, piece by piece. most_kept: keep the mark for give_back(), if above 0.
+        show: called with the text before it, piece by piece. most_kept: keep the mark for give_back(), if above 0.
         """
         pattern = _pattern(marks)
         while True:
@@ -139,7 +139,7 @@ def _pattern(marks: Sequence[str]) -> re.Pattern[str]:
 
 
 def _safe_end(text: str, begin: int, marks: Sequence[str]) -> int:
-    """Return where the part of the text ends that can be no part of a mark, whatever follows."""
+    """Return the end of the text that cannot be part of a mark, whatever follows."""
     end = len(text)
     for mark in marks:
         at = text.find(mark[0], max(begin, len(text) - len(mark) + 1))

@@ -1,7 +1,7 @@
-"""Tools in the prompt of a model whose chat template has no place for them, in the form that Hermes models use.
+"""Tools in the prompt of a model whose chat template does not handle them, in the form of Hermes models.
 
 The system message gets the tools, calls in earlier answers become text, and results of tools become messages of the
-user, since such a template may know no other role.
+user, since such a template may not support another role.
 """
 
 import json
@@ -20,7 +20,7 @@ To call a tool, write only this, with the tool's name and its arguments:
 
 
 def with_tools(messages: Sequence[Any], tools: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return the messages with these tools, all of it as plain text. Messages of another form stay as they are."""
+    """Return the messages with these tools, all as plain text. Messages of another form are not changed."""
     head = _HEAD + "\n".join(_json(tool) for tool in tools) + _TAIL
     system, rest = "", list(messages)
     if rest and isinstance(rest[0], Mapping) and rest[0].get("role") in ("system", "developer"):
@@ -35,7 +35,7 @@ def with_tools(messages: Sequence[Any], tools: Sequence[Mapping[str, Any]]) -> l
 def without_calls(messages: Sequence[Any]) -> list[Any]:
     """Return the messages with calls and results of tools as text."""
     shown: list[Any] = []
-    results: list[Any] = []  # texts, and parts that are none
+    results: list[Any] = []  # texts, and other parts
     for message in messages:
         if isinstance(message, Mapping) and message.get("role") == "tool":
             content = message.get("content")
@@ -52,13 +52,13 @@ def without_calls(messages: Sequence[Any]) -> list[Any]:
 
 
 def _result_message(results: Sequence[Any]) -> dict[str, Any]:
-    """Return the message of results of tools; images stand behind the text of theirs."""
+    """Return the message with the results of tools; images follow their result's text."""
     is_text = all(isinstance(one, str) for one in results)
     return {"role": "user", "content": "\n".join(results) if is_text else results}
 
 
 def _as_text(message: Any) -> Any:
-    """Return a message whose calls are a part of its text."""
+    """Return a message whose calls are part of its text."""
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         return message
@@ -74,7 +74,7 @@ def _as_text(message: Any) -> Any:
 
 
 def _other_parts(content: Any) -> list[Any]:
-    """Return the parts of a content that are no text, such as images: a model that takes none refuses them."""
+    """Return the parts of a content that are not text, such as images; a model that takes no images refuses them."""
     return [part for part in content if _text_of_part(part) is None] if isinstance(content, list) else []
 
 

@@ -1,7 +1,7 @@
 """Calls of Qwen3-Coder and Qwen 3.5: `<function=NAME><parameter=KEY>value</parameter>...</function>`.
 
-A value is text without quotes. It is a string where the tool's schema says so or where it is no JSON; else the JSON
-that it is. Each argument is shown when it is complete.
+A value is text without quotes. It is a string if the tool's schema says so or if it is not JSON; otherwise it is JSON.
+Each argument is sent when it is complete.
 """
 
 import json
@@ -18,7 +18,7 @@ _END = "</parameter>"
 
 
 def read_xml_calls(source: Source, sink: Sink, tools: Tools, end: str) -> Reading[None]:
-    """Read one call and the mark `end` behind it. Errors: NotACallError."""
+    """Read one call and the mark `end` after it. Errors: NotACallError."""
     yield from source.skip_space()
     if not (yield from source.take("<function=")):
         raise NotACallError
@@ -61,7 +61,7 @@ def _types(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
 def _as_json(value: str, kind: Any) -> str:
     if kind != "string":
         try:
-            return json.dumps(json.loads(value), ensure_ascii=False, allow_nan=False)  # NaN is Python's, and no JSON
+            return json.dumps(json.loads(value), ensure_ascii=False, allow_nan=False)  # NaN is Python's, not JSON
         except (ValueError, RecursionError):
             pass
         if value.lower() in ("true", "false"):

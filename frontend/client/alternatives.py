@@ -1,4 +1,4 @@
-"""Alternatives: addresses of engines, or of routers, any of which may serve a client: after a loss the next one"""
+"""Alternatives: addresses of engines or routers, any of which can serve a client; after a loss, the next one is used"""
 
 import time
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ _TURN_S = 0.5
 
 
 class Alternatives:
-    """The `locate` of a ZmqTransport. first: the address to begin with. Errors: AddressError; EngineDeadError when
+    """The `locate` of a ZmqTransport. first: the address to begin with. Errors: AddressError; EngineDeadError if
     nothing listens at any of them.
     """
 
@@ -20,7 +20,7 @@ class Alternatives:
             check_address(address, binding=False)
         self._addresses = list(addresses)
         self._at = self._first()
-        self._since = 0.0  # monotonic; when it became the turn of this address
+        self._since = 0.0  # monotonic; when this address became the current one
         self.first = self._addresses[self._at]
 
     def _first(self) -> int:

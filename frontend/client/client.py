@@ -1,8 +1,8 @@
 """EngineClient: one session with an engine. It submits requests, feeds the journal, and answers typed calls.
 
 Threads: any may submit, wait, read and call. What arrives is applied by the transport's thread, which wakes waiting
-threads and listeners once per received batch, and only for news somebody waits for (a finish, or tokens of a streaming
-request). Everything toward the engine is encoded by the thread that asks for it.
+threads and listeners once per received batch, and only for news that a consumer waits for (a finish, or tokens of a
+streaming request). Messages to the engine are encoded by the calling thread.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ from ipc.wire.pooling_messages import AddPooling
 from ipc.wire.scheduling_messages import FollowKVEvents, KVEvents
 from ipc.wire.sockets import HANDSHAKE_MS
 
-# JournalReader: what consumers read of a client's requests, under the lock of the journal.
+# JournalReader: what consumers read about a client's requests, under the lock of the journal.
 
 
 class JournalReader(Protocol):
@@ -84,9 +84,9 @@ class JournalReader(Protocol):
         """Raise in a forked child."""
 
     def wait(self, numbers: Ints, timeout: float | None = None) -> Ints:
-        """Return those of `numbers` (int64) with news, and wait until there is one; empty after `timeout` seconds.
+        """Wait until some of `numbers` (int64) have news and return these; empty after `timeout` seconds.
 
-        Errors: EngineDeadError when the session has ended and none of them has news left.
+        Errors: EngineDeadError if the session has ended and none of them has news left.
         """
         self._check_process()
         end = None if timeout is None else self._clock() + timeout
@@ -100,42 +100,42 @@ class JournalReader(Protocol):
             return ready
 
     def take_ready(self) -> Ints:
-        """Return the numbers of all requests with news that was not taken yet, for listeners."""
+        """Return the numbers of all requests with news that has not been taken, for listeners."""
         with self._changed:
             return self._journal.take_ready()
 
     def take_news(self) -> News:
         """Return new tokens and ends as columns, except of requests on hold; see Journal.take_news().
 
-        For a listener that serves many requests; it and take_ready() exclude each other.
+        For a listener that serves many requests; do not combine it with take_ready().
         """
         with self._changed:
             return self._journal.take_news()
 
     def hold(self, number: int, held: bool) -> int:
-        """Keep a live request's news in the journal, or no longer; return how many of its tokens were not taken."""
+        """Hold a live request's news in the journal, or stop that; return how many of its tokens were not taken."""
         with self._changed:
             return self._journal.hold(number, held)
 
     def read(self, number: int, start: int = 0, choice: int = 0) -> Progress:
-        """Return the progress of a choice of a request, with its tokens from output position `start` on."""
+        """Return the progress of a choice of a request, with its tokens from output position `start`."""
         with self._changed:
             return self._journal.read(number, start, choice)
 
 
 _MAX_NUMBER = 2**32 - 1
-_LOST = "the connection to the engine was lost and is being made again; try again"
+_LOST = "the connection to the engine was lost and is being restored; try again"
 
 
 class EngineClient(JournalReader, TypedCalls):
     """A session over a transport, open when the constructor returns.
 
-    hello_timeout, call_timeout: seconds until an engine that does not answer is an error. owner_token: known to the
-    engine's owner alone, and needed to pause, resume, drain and shut down. clock: monotonic seconds. After a loss the
+    hello_timeout, call_timeout: seconds after which an engine that does not answer is an error. owner_token: only the
+    engine's owner has it; needed to pause, resume, drain and shut down. clock: monotonic seconds. After a loss the
     transport may connect to this engine again, or to another with the same model at level L2: unfinished requests are
     submitted again with their tokens, so none is lost or different. Errors: HandshakeError naming both versions,
-    EngineDeadError when no engine answers; every method but close() raises EngineDeadError once the engine or the
-    session has ended, and EngineCoreError in a forked child.
+    EngineDeadError if no engine answers; every method but close() raises EngineDeadError once the engine or the session
+    has ended, and EngineCoreError in a forked child.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class EngineClient(JournalReader, TypedCalls):
         self._transport, self._clock = transport, clock
         self._call_timeout = call_timeout
         self._pid = os.getpid()
-        self._is_connected = False  # a Hello of the present connection was answered
+        self._is_connected = False  # the present connection's Hello was answered
         self._changed = threading.Condition()  # owns all below; taken before the transport's lock
         self._submitting = threading.RLock()  # keeps numbers in order on the wire; taken before _changed
         self._journal = Journal()
@@ -172,8 +172,8 @@ class EngineClient(JournalReader, TypedCalls):
         except FutureTimeoutError:
             transport.close()
             raise EngineDeadError(
-                f"no engine answered within {hello_timeout:g} s; is one running at this address? One that asks for "
-                "keys answers only the clients that it allows"
+                f"no engine answered within {hello_timeout:g} s; is one running at this address? An engine with keys "
+                "answers only the clients that it allows"
             ) from None
         except EngineDeadError as error:
             transport.close()
@@ -199,13 +199,12 @@ class EngineClient(JournalReader, TypedCalls):
         adapter: AdapterId | None = None,
         features: Sequence[PlacedFeature] = (),
     ) -> int:
-        """Submit a request and return its number; it stays in the journal until discard(). The kind of its params says
-        what it asks for: tokens, or vectors (then the seed does not matter).
+        """Submit a request and return its number; it stays in the journal until discard(). The type of its params
+        decides whether it asks for tokens or for vectors (then the seed does not matter).
 
         seed: uint64, or a function of the number. streaming: wake consumers for its tokens too. second_from: see
-        AddPooling. adapter: a loaded one. features: what stands for tokens of the prompt, in order. Errors:
-        InvalidRequestError when the message is too long for the engine; RequestFailedError when too much waits to be
-        sent.
+        AddPooling. adapter: a loaded one. features: features that replace tokens of the prompt, in order. Errors:
+        InvalidRequestError if the message is too long for the engine; RequestFailedError if too much waits to be sent.
         """
         self._check()
         prompt = np.asarray(prompt_token_ids, "<i4").tobytes()
@@ -227,7 +226,7 @@ class EngineClient(JournalReader, TypedCalls):
             with self._changed:
                 self.raise_if_ended()
                 if not self._is_connected and self._resumption.is_full(self.welcome.limits):
-                    raise RequestFailedError(f"{_LOST}; as many requests wait for it as it takes")
+                    raise RequestFailedError(f"{_LOST}; as many requests wait for it as it accepts")
                 self._next_number = number + 1
                 puts = [one.feature for one in features]
                 self._journal.add(request, streaming=streaming, now=self._clock(), puts=puts)
@@ -243,12 +242,12 @@ class EngineClient(JournalReader, TypedCalls):
         if len(frame) > most:
             size = len(request.prompt_token_ids)
             raise InvalidRequestError(
-                f"a request of {len(frame)} bytes (prompt: {size}) is too long; the engine takes {most}"
+                f"a request of {len(frame)} bytes (prompt: {size}) is too long; the engine accepts {most}"
             )
         return frame
 
     def abort(self, numbers: Iterable[int], choices: Sequence[int] = ()) -> None:
-        """Abort requests, or of each only the choice beside it; what still runs finishes with ABORT."""
+        """Abort requests, or only the given choice of each; what still runs finishes with ABORT."""
         self._check()
         column, beside = np.fromiter(numbers, "<u4"), np.array(choices, "<u2")
         with self._changed:
@@ -258,9 +257,9 @@ class EngineClient(JournalReader, TypedCalls):
                 self._send(encode(Abort(column[part].tobytes(), beside[part].tobytes())))
 
     def discard(self, numbers: Iterable[int]) -> None:
-        """Forget requests and abort those that run; late outputs are dropped. Does not raise for a dead engine."""
+        """Remove requests and abort those that run; late outputs are dropped. Does not raise for a dead engine."""
         if os.getpid() != self._pid:
-            return  # a thread that was not forked may hold the lock
+            return  # a thread of the parent process may hold the lock
         with self._changed:
             running = [number for number in numbers if self._journal.remove(number)]
         if not running:
@@ -274,14 +273,14 @@ class EngineClient(JournalReader, TypedCalls):
             self._listeners.append(listener)
 
     def lend(self, borrower: Borrower | None) -> None:
-        """Let an event loop receive instead of the transport's thread, until lend(None): one hop less for each step.
+        """Let an event loop receive instead of the transport's thread, until lend(None): which saves one hop a step.
 
-        Whoever lends must not wait for an answer in that loop.
+        The caller must not wait for an answer in that loop.
         """
         self._transport.lend(borrower)
 
     def receive(self) -> bool:
-        """Receive, as the borrower; return whether more is there."""
+        """Receive, as the borrower; return whether there is more."""
         return self._transport.receive()
 
     @property
@@ -303,7 +302,7 @@ class EngineClient(JournalReader, TypedCalls):
         """End the session. Threads that wait get EngineDeadError; a second call does nothing."""
         if os.getpid() != self._pid:
             return
-        with self._changed, contextlib.suppress(RequestFailedError):  # it does not read; it will see the end
+        with self._changed, contextlib.suppress(RequestFailedError):  # it does not read; it will notice the end
             if self._error is None:
                 self._send(encode(Goodbye()))
         self._end(EngineDeadError("this client was closed"))
@@ -330,7 +329,7 @@ class EngineClient(JournalReader, TypedCalls):
                 self._calls.pop(number, None)
 
     def follow_kv_events(self) -> KVEventStream:
-        """Return the stream of what the prefix cache holds and every change; an earlier stream is closed."""
+        """Return the stream of the prefix cache's content and every change; an earlier stream is closed."""
         if self._kv_events is not None:
             self._kv_events.close()
         stream = self._kv_events = KVEventStream(self)
@@ -342,7 +341,9 @@ class EngineClient(JournalReader, TypedCalls):
         return stream
 
     def _send(self, *frames: bytes) -> None:
-        """Send frames, under the lock. Without a connection they are dropped: the journal has what the next needs."""
+        """Send frames, under the lock. Without a connection they are dropped: the journal has everything that the next
+        one needs.
+        """
         if self._is_connected:
             for frame in frames:
                 self._transport.send(frame)
@@ -394,7 +395,7 @@ class EngineClient(JournalReader, TypedCalls):
                 self._end(ended if self._welcome.done() else refusal(message))
                 return False
             case EngineStopping(comes_back=True):
-                return False  # the connection will be cut, and made again with the next engine
+                return False  # the connection will be cut, then made with the next engine
             case EngineStopping():
                 self._end(EngineDeadError(f"the engine stopped{': ' if message.error else ''}{message.error}"))
                 return False
@@ -438,7 +439,7 @@ class EngineClient(JournalReader, TypedCalls):
             return self._resumption.hello
 
     def _end(self, error: EngineCoreError) -> None:
-        """End the session: requests and calls that wait fail. Only the first reason counts."""
+        """End the session: waiting requests and calls fail. Only the first reason counts."""
         with self._changed:
             if self._error is not None:
                 return
@@ -458,14 +459,14 @@ class EngineClient(JournalReader, TypedCalls):
             self._kv_events.wake()
 
 
-# The client's errors for what the engine refuses.
+# The client's errors for refusals of the engine.
 
 
 _SAME_TOKENS = "L2"  # the level at which equal fingerprints mean equal tokens
 
 
 def fresh(error: EngineCoreError) -> EngineCoreError:
-    """Return an equal error, because one error raised by several threads would collect their tracebacks."""
+    """Return an equal error, because an error raised by several threads would collect their tracebacks."""
     return type(error)(*error.args)
 
 
@@ -483,22 +484,22 @@ def request_error(failed: RequestFailed) -> EngineCoreError:
 
 
 def unanswered(error: EngineDeadError, seconds: float) -> EngineDeadError:
-    """Return the error of a connection that ended so many seconds after it was made, before anything was heard."""
+    """Return the error of a connection that ended this many seconds after it was made, before any message arrived."""
     if seconds < HANDSHAKE_MS / 1000:
         return error
-    return EngineDeadError(f"{error}, on which nothing was said for {seconds:.0f} s: an engine that is stopped is so")
+    return EngineDeadError(f"{error}, on which nothing arrived for {seconds:.0f} s: the engine may be stopped")
 
 
 def refusal(refused: Refused) -> HandshakeError:
     """Return the error of a handshake that the engine refused."""
     return HandshakeError(
-        f"the engine refused this client: {refused.message} ({ErrorCode(refused.code).name}; it speaks protocol "
+        f"the engine refused this client: {refused.message} ({ErrorCode(refused.code).name}; it uses protocol "
         f"{refused.major}.{refused.minor}, this client {PROTOCOL_MAJOR}.{PROTOCOL_MINOR})"
     )
 
 
 def why_not_again(before: Welcome, now: Welcome) -> str:
-    """Return why requests of the engine `before` cannot go on at the engine that answers `now`; "" where they can."""
+    """Return why requests of the engine `before` cannot continue at the engine that answers `now`; "" if they can."""
     if now.engine_id == before.engine_id:
         return ""
     if now.model_fingerprint != before.model_fingerprint:
@@ -510,18 +511,21 @@ def why_not_again(before: Welcome, now: Welcome) -> str:
         levels = f"{before.numerics} before and {now.numerics} now"
         return f"its tokens may differ at numerics level {levels} ({_SAME_TOKENS} is needed); requests are lost"
     lengths = before.limits.max_model_len, now.limits.max_model_len
-    if lengths[0] != lengths[1]:  # a request without max_tokens would end elsewhere
-        return f"its max_model_len is {lengths[1]}, not {lengths[0]}: streams may end elsewhere; requests are lost"
+    if lengths[0] != lengths[1]:  # a request without max_tokens would end at another position
+        return (
+            f"its max_model_len is {lengths[1]}, not {lengths[0]}: streams may end at another position; requests "
+            "are lost"
+        )
     return ""
 
 
-# Resumption: what a client needs to go on after its engine or its connection was lost: the Hello, and the requests.
+# Resumption: what a client needs to continue after its engine or connection was lost: the Hello, and the requests.
 
 
 class Resumption:
     """The Hello of a client's next session, and its journal's unfinished requests as frames. Under the client's lock.
 
-    hello: that of the first session.
+    hello: the first session's.
     """
 
     def __init__(self, hello: Hello, journal: Journal) -> None:
@@ -538,19 +542,21 @@ class Resumption:
         self._hello = msgspec.structs.replace(self._hello, session_token=session_token, num_resumed=0)
 
     def lost(self) -> None:
-        """Note that an open session was lost. What is unfinished now was accepted: no bound refuses it."""
+        """Note that an open session was lost. Unfinished requests were accepted, so no bound refuses them."""
         self._hello = msgspec.structs.replace(self._hello, num_resumed=len(self._journal.unfinished()))
 
     def is_full(self, limits: Limits) -> bool:
-        """Return whether the lost engine would take no more requests; without an engine, nobody else says so."""
+        """Return whether the lost engine would accept no more requests; while there is no engine, only the client can
+        tell.
+        """
         bound = limits.max_num_queued_requests
         return bound > 0 and len(self._journal.unfinished()) >= bound + limits.max_num_seqs
 
     def submit_again(self, send: Callable[[bytes], None], limits: Limits, now: float) -> bool:
         """Send the unfinished requests in the new session; return whether there is news of requests that ended.
 
-        Requests with tokens come first, the shortest first, so that most streams move soon. The others follow in the
-        order in which they were submitted, which is also that of requests that no engine has accepted yet.
+        Requests with tokens come first, the shortest first, so that most streams continue soon. The others follow in
+        order of submission, as do requests that no engine has accepted yet.
         """
         journal, news = self._journal, False
         for number in journal.unfinished_in_order().tolist():
@@ -560,7 +566,7 @@ class Resumption:
             frames = [encode(message) for message in journal.resubmission(number, now)]
             try:
                 if max(map(len, frames)) > limits.max_message_bytes:
-                    raise RequestFailedError("the connection was lost and the request has become too long to go on")
+                    raise RequestFailedError("the connection was lost and the request has become too long to continue")
                 for frame in frames:
                     send(frame)
             except RequestFailedError as error:

@@ -1,6 +1,6 @@
 """The journal: a client's live requests, one row per choice, updated from the engine's output columns.
 
-It holds every request as submitted and every token received, so requests can be resumed from it after an engine is
+It keeps every request as submitted and every token received, so requests can be resumed from it after an engine is
 lost. Applying a batch of outputs is a handful of column operations. Python code runs for a single request only when it
 is added, stopped by a token, failed or removed. Owner and lock: frontend/client/client.py.
 """
@@ -28,7 +28,7 @@ _SIBLINGS_PAGE = 4  # rows
 _FIRST_ROWS = 64
 _NO_STOP_TOKEN = -1
 _MANY = 2**62  # tokens
-#: Of one look at the news: requests, and tokens of each choice. A consumer's work for one look is bounded by them.
+#: Most requests, and most tokens of each choice, in one batch of news. They bound a consumer's work for it.
 MAX_NEWS_REQUESTS, MAX_NEWS_TOKENS = 2048, 256
 
 
@@ -49,8 +49,8 @@ class Journal(Columns):
     _stop_token: Ints = column(_NO_STOP_TOKEN)
     _aborted: Bools = column()  # the engine was asked to abort it
     _streaming: Bools = column()
-    _ready: Bools = column()  # has news that its consumer waits for and has not taken
-    _held: Bools = column()  # its consumer takes no news for now; in rows of first choices only
+    _ready: Bools = column()  # has news that its consumer waits for but has not taken
+    _held: Bools = column()  # its consumer takes no news now; in rows of first choices only
     _arrival_time: Doubles = column()
     _first_token_time: Doubles = column()
     _last_token_time: Doubles = column()
@@ -77,7 +77,7 @@ class Journal(Columns):
     def add(self, request: Submission, *, streaming: bool, now: float, puts: Sequence[PutFeature] = ()) -> int:
         """Add a request, whose number must be above all earlier numbers; return the row of its first choice.
 
-        streaming: every new token is news; else only the end is. now: monotonic seconds. puts: its features.
+        streaming: every new token is news; otherwise only the end is. now: monotonic seconds. puts: its features.
         """
         while len(self._free) < request.params.n:
             self._grow_rows()
@@ -90,7 +90,7 @@ class Journal(Columns):
         if len(rows) > 1:
             self._siblings.extend(row, 0, np.array(rows))
             self._choice[rows] = range(len(rows))
-        which: list[int] | int = row if len(rows) == 1 else rows  # a single entry is written in a fifth of the time
+        which: list[int] | int = row if len(rows) == 1 else rows  # writing a single entry takes a fifth of the time
         self._first[which] = row
         self._number[which] = request.number
         self._streaming[which] = streaming
@@ -104,7 +104,7 @@ class Journal(Columns):
         return row
 
     def _deliver(self, row: int, tokens: Int32s) -> None:
-        """Enter the tokens that a choice begins with."""
+        """Enter the first tokens of a choice."""
         self._tokens.extend(row, 0, tokens)
         self._num_delivered[row] = len(tokens)
 
@@ -117,7 +117,7 @@ class Journal(Columns):
         return self.finish(number, FinishReason.ABORT, now)
 
     def finish(self, number: int, reason: FinishReason, now: float) -> bool:
-        """Finish a request without an output of the engine. Return False when it is not live or has finished."""
+        """Finish a request without an output of the engine. Return False if it is not live or has finished."""
         rows = [row for row in self._rows_of_request(number) if not self._finish[row]]
         if not rows:
             return False
@@ -134,7 +134,7 @@ class Journal(Columns):
         """Return the messages that resume a request in a new session.
 
         The request continues after the delivered tokens, with the remaining part of the deadline. Its features come
-        before it. An Abort follows for choices that were aborted alone, as stop strings do.
+        before it. An Abort follows for choices that were aborted alone, as by stop strings.
         """
         rows, request = self._rows_of_request(number), self.request(number)
         delivered = [self._tokens.read(row, 0, int(self._num_delivered[row])) for row in rows]
@@ -150,7 +150,7 @@ class Journal(Columns):
         return [*first, Abort(np.full(len(aborted), number, "<u4").tobytes(), aborted.astype("<u2").tobytes())]
 
     def remove(self, number: int) -> bool:
-        """Forget a request; later outputs for it are dropped. Return whether it was live and unfinished."""
+        """Remove a request; later outputs for it are dropped. Return whether it was live and unfinished."""
         rows = self._rows_of_request(number)
         if not rows:
             return False
@@ -197,12 +197,12 @@ class Journal(Columns):
         )
 
     def row(self, number: int, choice: int = 0) -> int:
-        """Return the row of one choice of a request; -1 when the request is not live."""
+        """Return the row of one choice of a request; -1 if the request is not live."""
         row = self._index.row(number)
         return row if row < 0 or choice == 0 else self._rows_of_request(number)[choice]
 
     def _rows_of_request(self, number: int) -> list[int]:
-        """Return the rows of all choices of a request; empty when it is not live."""
+        """Return the rows of all choices of a request; empty if it is not live."""
         row = self.row(number)
         if row < 0 or self._num_choices[row] == 1:
             return [row] if row >= 0 else []
@@ -218,7 +218,7 @@ class Journal(Columns):
     # --- columns ------------------------------------------------------------------------------------------------
 
     def rows_of(self, numbers: AnyInts, choices: Ints | None = None) -> Ints:
-        """Return the rows [N] of these requests' choices (None = the first choice); -1 where one is not live.
+        """Return the rows [N] of these requests' choices (None = the first choice); -1 for one that is not live.
 
         Errors: MalformedMessageError for a choice that its request does not have.
         """
@@ -228,14 +228,14 @@ class Journal(Columns):
         others = np.flatnonzero((choices > 0) & (rows >= 0))
         first, choice = rows[others], choices[others]
         if (choice >= self._num_choices[first]).any():
-            raise MalformedMessageError("an output row is of a choice that its request has not")
+            raise MalformedMessageError("an output row has a choice that its request does not have")
         rows[others] = self._siblings.get(first, choice)
         return rows
 
     def take_ready(self, numbers: Ints | None = None) -> Ints:
         """Take and return the numbers of requests with news: finished, or new tokens while streaming.
 
-        numbers: look at these requests only; None = all.
+        numbers: only these requests; None = all.
         """
         rows = np.flatnonzero(self._ready) if numbers is None else self.rows_of(numbers)
         rows = rows[(rows >= 0) & self._ready[rows]]
@@ -245,13 +245,13 @@ class Journal(Columns):
     def take_news(self) -> News:
         """Take and return new tokens and ends of requests with news, except of those on hold.
 
-        Of at most MAX_NEWS_REQUESTS requests, and at most MAX_NEWS_TOKENS tokens of a choice: has_more says that there
-        is more. A choice's end comes with its last tokens.
+        Of at most MAX_NEWS_REQUESTS requests, and at most MAX_NEWS_TOKENS tokens of a choice: has_more: there is more.
+        A choice's end comes with its last tokens.
         """
         firsts = (self._ready & ~self._held).nonzero()[0]
         if not len(firsts):
             return NO_NEWS
-        if has_more := len(firsts) > MAX_NEWS_REQUESTS:  # those behind the last ones first, so that each has its turn
+        if has_more := len(firsts) > MAX_NEWS_REQUESTS:  # those after the last ones first, so that each has its turn
             firsts = np.roll(firsts, -int(firsts.searchsorted(self._next_news)))[:MAX_NEWS_REQUESTS]
             self._next_news = int(firsts[-1]) + 1
         rows = firsts
@@ -275,7 +275,7 @@ class Journal(Columns):
         return News(self._number[rows], self._choice[rows], counts, tokens, finish, has_more)
 
     def hold(self, number: int, held: bool) -> int:
-        """Begin or end the hold of a live request; return how many of its first choice's tokens were not taken."""
+        """Start or stop holding a live request; return how many of its first choice's tokens were not taken."""
         row = self.row(number)
         self._held[row] = held
         return int(self._num_delivered[row] - self._num_taken[row])
@@ -302,7 +302,7 @@ class Journal(Columns):
         return numbers[np.lexsort((numbers, lengths))]
 
     def _length_if_begun(self, number: int) -> int:
-        """Return the number of a request's tokens, the prompt's included; a large number where it has no output."""
+        """Return the number of a request's tokens, including the prompt's; a large number if it has no output."""
         num_output = int(self._num_delivered[self._rows_of_request(number)].sum())
         return len(self.request(number).prompt_token_ids) // 4 + num_output if num_output else _MANY
 
@@ -310,7 +310,7 @@ class Journal(Columns):
         """Apply the outputs of one step; return the rows [N] with news.
 
         Outputs for removed or finished requests, and tokens at positions that were delivered before, are dropped. A
-        position above the delivered ones is an AssertionError. Errors: MalformedMessageError when columns do not fit.
+        position above the delivered ones is an AssertionError. Errors: MalformedMessageError if columns do not fit.
         """
         columns = columns_of(outputs)
         return self.apply_columns(outputs, columns, self.rows_of(columns.numbers, columns.choices), now)
@@ -399,7 +399,7 @@ class Journal(Columns):
             numbers = np.frombuffer(outputs.numbers, "<u4")
             choices = np.frombuffer(outputs.choices or bytes(2 * len(numbers)), "<u2")
             if not 0 <= index < len(numbers):
-                raise MalformedMessageError(f"stop token {token} is of row {index}; there are {len(numbers)} rows")
+                raise MalformedMessageError(f"stop token {token} is for row {index}; there are {len(numbers)} rows")
             row = self.row(int(numbers[index]), int(choices[index]))
             if row >= 0:
                 self._stop_token[row] = token
@@ -419,7 +419,7 @@ class Journal(Columns):
 
 
 class NumberIndex:
-    """Rows by request numbers, which only grow. -1: not live."""
+    """Rows by request numbers, which only increase. -1: not live."""
 
     def __init__(self) -> None:
         # [1 + i]: row of number _first_number + i. Both ends stay -1: clipped look-ups land on them.
@@ -444,7 +444,7 @@ class NumberIndex:
         self._row_of[slot] = row
 
     def remove(self, number: int) -> None:
-        """Forget a live number."""
+        """Remove a live number."""
         self._row_of[number - self._first_number + 1] = -1
 
     def _slot_for(self, number: int) -> int:
@@ -463,7 +463,7 @@ class NumberIndex:
         return slot
 
 
-# The vectors of pooling requests as a client receives them: read from the wire's columns.
+# The received vectors of pooling requests, read from the wire's columns.
 
 
 def vectors_of(pooled: Pooled) -> Iterator[tuple[int, Floats]]:

@@ -1,4 +1,4 @@
-"""KVEventStream: the contents of an engine's prefix cache, as they change; for routers."""
+"""KVEventStream: the content of an engine's prefix cache and its changes; for routers."""
 
 import contextlib
 import threading
@@ -10,7 +10,7 @@ from ipc.errors import EngineCoreError
 from ipc.wire.kv_events import KVBlocksCleared
 from ipc.wire.scheduling_messages import KVEvents
 
-#: Messages that wait to be read. Beyond this number they are dropped, and the engine sends a new snapshot.
+#: Most messages that wait to be read. Further ones are dropped, and the engine sends a new snapshot.
 MAX_UNREAD = 4096
 
 
@@ -19,7 +19,7 @@ class Follower(Protocol):
 
     @property
     def error(self) -> EngineCoreError | None:
-        """Return the error that ended the session, None while it lives."""
+        """Return the error that ended the session; None while it is open."""
 
     def raise_if_ended(self) -> None:
         """Raise the error that ended the session, if any."""
@@ -34,9 +34,9 @@ class Follower(Protocol):
 class KVEventStream:
     """An iterator over KVEvents messages.
 
-    Apply their events in order to a copy of the cache that begins empty. KVBlocksCleared empties the copy. It begins
+    Apply their events in order to a copy of the cache that starts empty. KVBlocksCleared empties the copy. It begins
     each snapshot: the first one, and the one after a gap. A gap is in the engine's messages (`gap`, or a missing
-    sequence number), or comes from a connection that was cut or a reader that was too slow.
+    sequence number), or follows a cut connection or a slow reader.
 
     The stream ends (StopIteration, None from get()) with close(). It raises the client's error once the session has
     ended.
@@ -51,7 +51,7 @@ class KVEventStream:
         self._listener: Callable[[], None] | None = None
 
     def get(self, timeout: float | None = None) -> KVEvents | None:
-        """Return the next message. Wait at most `timeout` seconds (None = for ever), then return None."""
+        """Return the next message. Wait at most `timeout` seconds (None = forever), then return None."""
         if self.is_broken:  # without the lock, because the thread that calls put() delivers the answer
             self._client.begin_kv_events()
         with self._changed:
@@ -72,7 +72,7 @@ class KVEventStream:
         return message
 
     def close(self) -> None:
-        """Stop following. This raises no error for an engine that is gone; further calls do nothing."""
+        """Stop following. No error if the engine is gone; further calls do nothing."""
         with self._changed:
             if not self._is_open:
                 return

@@ -1,7 +1,7 @@
 """LoopReceiver: an event loop receives a client's frames itself.
 
-Without it a thread receives and wakes the loop: one more thread to wake for each step, and a lock of the interpreter
-that goes from one to the other.
+Without it a thread receives and wakes the loop: one more thread to wake in each step, and the interpreter's lock is
+handed from one to the other.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ class Lender(Protocol):
     """A client, or its transport."""
 
     def lend(self, borrower: Borrower | None) -> None:
-        """Let this one receive, until lend(None)."""
+        """Let this borrower receive, until lend(None)."""
 
     def receive(self) -> bool:
-        """Receive; return whether more is there."""
+        """Receive; return whether there is more."""
 
 
 class LoopReceiver:
-    """The borrower of a client's socket. Made and closed in the loop's thread, before and after which the client's own
+    """The borrower of a client's socket. Made and closed in the loop's thread; before and after, the client's own
     thread receives.
     """
 
@@ -43,7 +43,7 @@ class LoopReceiver:
         self._unwatch()
 
     def watch(self, fd: int) -> None:
-        """Sleep on this file descriptor; see Borrower."""
+        """Wait on this file descriptor; see Borrower."""
         try:
             self._loop.call_soon_threadsafe(self._watch, fd)
         except RuntimeError:  # the loop is closed

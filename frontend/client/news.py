@@ -1,4 +1,4 @@
-"""News: what one look into the journal gives a listener that serves many requests."""
+"""News: a batch of news from the journal, for a listener that serves many requests."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ class News(NamedTuple):
     choices: Ints  # [R]
     counts: Ints  # [R]: new tokens of each
     tokens: Int32s  # [sum(counts)], row after row
-    finish: UInt8s  # [R] FinishReason; NONE for a choice that goes on
+    finish: UInt8s  # [R] FinishReason; NONE for a choice that continues
     has_more: bool = False  # there is more to take
 
 

@@ -1,4 +1,4 @@
-"""OutputColumns: an Outputs message as NumPy columns, checked to fit one another."""
+"""OutputColumns: an Outputs message as NumPy columns, checked for consistency."""
 
 from typing import NamedTuple
 
@@ -34,7 +34,7 @@ class OutputColumns(NamedTuple):
 
 
 def columns_of(outputs: Outputs) -> OutputColumns:
-    """Return the message's columns. Errors: MalformedMessageError when the columns do not fit one another."""
+    """Return the message's columns. Errors: MalformedMessageError if the columns do not fit each other."""
     try:
         columns = OutputColumns(
             np.frombuffer(outputs.numbers, "<u4").astype(np.int64),

@@ -1,4 +1,4 @@
-"""Progress: what the journal has of one choice of a request."""
+"""Progress: the journal's state of one choice of a request."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from ipc.wire.messages import FinishReason
 
 
 class Progress(NamedTuple):
-    """Snapshot of one choice, with its tokens from a given position on. Times: monotonic seconds, 0 = none."""
+    """Snapshot of one choice, with its tokens from a given position. Times: monotonic seconds, 0 = none."""
 
     token_ids: Int32s
     finish: FinishReason
@@ -20,9 +20,9 @@ class Progress(NamedTuple):
     first_token_time: float
     last_token_time: float
     finished_time: float
-    error: EngineCoreError | None  # the engine refused or failed the request with it
-    logprobs: ReceivedLogprobs | None = None  # at least those of token_ids; None where none were asked for
+    error: EngineCoreError | None  # the error with which the engine refused or failed the request
+    logprobs: ReceivedLogprobs | None = None  # at least those of token_ids; None if none were requested
     events: tuple[RequestEvent, ...] = ()  # of all choices of the request
-    num_draft_tokens: int = 0  # guesses of its next tokens that the engine has verified; known at its end
-    num_accepted_tokens: int = 0  # of these: became tokens
+    num_draft_tokens: int = 0  # drafts of its next tokens that the engine has verified; known at its end
+    num_accepted_tokens: int = 0  # of these: accepted
     vectors: Floats | None = None  # [n, width] float32 of a pooling request that has its answer

@@ -1,4 +1,4 @@
-"""Log probabilities as a client receives them: read from the wire's columns, each position kept once."""
+"""Received log probabilities, read from the wire's columns; each position is kept once."""
 
 from typing import NamedTuple
 
@@ -20,26 +20,28 @@ class PositionLogprobs(NamedTuple):
 class ReceivedLogprobs:
     """The log probabilities of one choice. Each position is kept once, however often it is delivered.
 
-    `prompt` begins with the second token of the prompt, because the first has no prediction.
+    `prompt` starts with the second token of the prompt, because the first has no prediction.
     """
 
     def __init__(self, num_prompt_tokens: int) -> None:
         self.prompt: list[PositionLogprobs] = []
         self.output: list[PositionLogprobs] = []
         self._num_prompt_tokens = num_prompt_tokens
-        self._next: int | None = None  # position that is due; None: any
+        self._next: int | None = None  # expected position; None: any
 
     def add(self, position: int, logprobs: PositionLogprobs) -> None:
-        """Add a position; ignore one that is here already. AssertionError when one before it is missing."""
+        """Add a position; ignore a known one. AssertionError if an earlier one is missing."""
         if self._next is not None and position < self._next:
             return
-        assert self._next in (None, position), f"log probabilities of {position} follow, {self._next} is due"
+        assert self._next in (None, position), f"log probabilities of {position} follow, but {self._next} is expected"
         (self.prompt if position < self._num_prompt_tokens else self.output).append(logprobs)
         self._next = position + 1
 
 
 class LogprobColumns(NamedTuple):
-    """The wire's columns of L positions. counts: entries of each position, which token_ids and values hold in a row."""
+    """The wire's columns of L positions. counts: entries of each position, which are consecutive in token_ids and
+    values.
+    """
 
     numbers: UInt32s
     positions: UInt32s
@@ -67,7 +69,7 @@ class LogprobColumns(NamedTuple):
 
 
 def logprob_columns_of(message: Logprobs) -> LogprobColumns:
-    """Return the message's columns. Errors: MalformedMessageError when the columns do not fit one another."""
+    """Return the message's columns. Errors: MalformedMessageError if the columns do not fit each other."""
     try:
         numbers = np.frombuffer(message.numbers, "<u4")
         columns = LogprobColumns(

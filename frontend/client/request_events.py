@@ -1,4 +1,4 @@
-"""RequestEvent: what the engine's scheduler did with a request, and when."""
+"""RequestEvent: an action of the engine's scheduler on a request, with its time."""
 
 from dataclasses import dataclass
 
@@ -12,19 +12,20 @@ from ipc.wire.scheduling_messages import EventCause, EventKind, RequestEvents
 class RequestEvent:
     """One event of a request.
 
-    time: seconds on the engine's clock, which differs from this process's. Compare it with other events' times only.
+    time: seconds on the engine's clock, which differs from this process's. Compare it only with other events' times.
     """
 
     kind: EventKind
     time: float
     choice: int = 0
     cause: EventCause = EventCause.NONE  # of PREEMPTED
-    amount: int = 0  # PREEMPTED: blocks copied to the host, 0 = it is computed again; else: cached tokens found
+    amount: int = 0  # PREEMPTED: blocks copied to the host, 0 = it is computed again; others: cached tokens found
 
 
 def read_events(columns: RequestEvents) -> list[tuple[int, RequestEvent]]:
-    """Return (request number, event) of each event, in order. Errors: MalformedMessageError when the columns do not
-    fit.
+    """Return (request number, event) of each event, in order.
+
+    Errors: MalformedMessageError if the columns do not fit.
     """
     try:
         return [
@@ -46,7 +47,7 @@ def read_events(columns: RequestEvents) -> list[tuple[int, RequestEvent]]:
 def time_in_queue(events: tuple[RequestEvent, ...]) -> float | None:
     """Return the seconds from QUEUED to SCHEDULED of the first choice to be scheduled; None before that.
 
-    Both are of one engine: an engine that takes over a request reports its QUEUED anew, on its own clock.
+    Both come from one engine: an engine that takes over a request reports QUEUED again, on its own clock.
     """
     scheduled = next((at for at, event in enumerate(events) if event.kind is EventKind.SCHEDULED), None)
     if scheduled is None:

@@ -3,8 +3,8 @@
 An IO thread receives. It polls the file descriptors of the socket, of the engine's process (a socket alone stays silent
 when the engine dies), of the socket's monitor (for engines of other owners) and of an eventfd. The thread that calls
 send() sends the frame itself, which costs less than waking the IO thread. A frame that the socket does not take at once
-is queued for the IO thread. An event loop may receive in the IO thread's place, and send the frames of a turn together
-(lend()); the IO thread then keeps the rest: heartbeats, the end of a connection and the next one.
+is queued for the IO thread. An event loop may receive instead of the IO thread, and send the frames of a turn together
+(lend()); the IO thread then still handles heartbeats, the end of a connection and the next one.
 """
 
 import contextlib
@@ -26,12 +26,12 @@ from frontend.client.send_queue import SendQueue
 from frontend.client.transport_interface import Borrower, OnDead, OnFrames, OnLost
 from ipc.wire.sockets import READABLE, WRITABLE, Context, check_listening, connect_dealer, pending_events, signal_fd
 
-# Connection: a client's socket to an engine, and the monitor that tells when the engine has closed it.
+# Connection: a client's socket to an engine, and the monitor that reports when the engine has closed it.
 
 
 #: Events of the monitor: what it reports when the two ends do not agree on keys, before it reports the disconnect.
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-#: Most frames received in one batch, so that a slow reader still looks at its other file descriptors.
+#: Most frames received in one batch, so that a slow reader still polls its other file descriptors.
 MAX_BATCH = 256
 
 
@@ -42,7 +42,7 @@ class Connection(NamedTuple):
     monitor: zmq.Socket[bytes]
 
     def close(self, linger_s: float) -> None:
-        """Close both; linger_s: seconds for what waits to be sent."""
+        """Close both; linger_s: seconds to send what is queued."""
         self.socket.disable_monitor()
         self.monitor.close(linger=0)
         self.socket.close(linger=int(linger_s * 1000))
@@ -57,7 +57,7 @@ def connect(context: Context, address: str) -> Connection:
 def receive_batch(socket: zmq.Socket[bytes]) -> list[bytes]:
     """Return the frames that have arrived, at most MAX_BATCH.
 
-    With fewer, the socket was seen to have no more: its file descriptor signals the next one.
+    If fewer are returned, the socket had no more: its file descriptor signals the next one.
     """
     frames: list[bytes] = []
     while len(frames) < MAX_BATCH and pending_events(socket) & READABLE:
@@ -69,17 +69,17 @@ Locate = Callable[[], str | None]
 
 
 class _End(Enum):
-    """The reason for which a connection ended."""
+    """The reason why a connection ended."""
 
     CLOSED = "from this side"
     PROCESS = "the engine's has ended"
     CONNECTION = "it was cut"
     MOVED = "it was cut, and the engine is at another address"
-    GRACE_OVER = "it was cut, and could not be made again"
-    GONE = "it was cut, and there is no engine any more"
+    GRACE_OVER = "it was cut, and could not be restored"
+    GONE = "it was cut, and there is no engine anymore"
 
 
-_MOST_COLLECTED = 8  # frames that wait for the end of a borrower's turn, so that the engine has work meanwhile
+_MOST_COLLECTED = 8  # most frames that wait for the end of a borrower's turn, so that the engine gets work during it
 #: Seconds to wait for the last frames of a dead engine, or for the last ones to a live engine.
 _LAST_FRAMES_S = 0.2
 _RETRY_S = 0.02  # between two attempts to reconnect
@@ -91,13 +91,13 @@ _log = logging.getLogger(__name__)
 class ZmqTransport:
     """A DEALER socket to one engine.
 
-    address: the engine's. grace: seconds in which a lost connection may be made again; it applies to tcp, or to any
-    address where `locate` is given, and an engine that will be started again says how long to wait for it. Else an
-    engine on ipc or of this process that closes the connection is gone.
-    pidfd: readable once the engine process is dead (not closed here); None for an engine that may come back or is
-    another owner's. describe_exit: return in words how the engine ended. locate: return the engine's present address,
-    or None for an engine that does not come back. The IO thread calls locate after a loss until an engine answers; it
-    must not block.
+    address: the engine's. grace: seconds within which a lost connection may be restored. It applies to tcp, or to any
+    address if `locate` is given, and an engine that will be restarted says how long to wait for it. Otherwise an engine
+    on ipc or of this process that closes the connection is gone.
+    pidfd: readable once the engine process is dead (not closed here); None for an engine that may come back or has
+    another owner. describe_exit: return as text how the engine ended. locate: return the engine's present address, or
+    None if the engine does not come back. The IO thread calls locate after a loss until an engine answers; it must not
+    block.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class ZmqTransport:
         self._thread: threading.Thread | None = None
 
     def start(self, on_frames: OnFrames, on_dead: OnDead, on_lost: OnLost) -> None:
-        """Connect and start the IO thread. Errors: AddressError; EngineDeadError when nothing listens there."""
+        """Connect and start the IO thread. Errors: AddressError; EngineDeadError if nothing listens there."""
         check_listening(self._address)
         context = zmq.Context()
         try:
@@ -167,7 +167,7 @@ class ZmqTransport:
     def _send_now(self, frame: bytes) -> bool:
         """Send the frame; return False if it must be queued.
 
-        A frame that a finalizer or a signal handler sends in the middle of another send must be queued too.
+        A frame that a finalizer or a signal handler sends during another send must also be queued.
         """
         if self._queue or self._using.locked():
             return False
@@ -190,12 +190,12 @@ class ZmqTransport:
         return True
 
     def _send_collected(self) -> None:
-        """Send what was queued in the borrower's turn: the socket's own thread is woken once for all of it."""
+        """Send the frames queued in the borrower's turn: the socket's own thread is woken once for all of them."""
         with self._using:
             self._sender = threading.get_ident()
             try:
                 socket = self._open_socket
-                if not self._queue or socket is None:  # the next connection begins without it
+                if not self._queue or socket is None:  # the next connection starts without it
                     return
                 all_sent, has_news = self._flush(socket), pending_events(socket) & READABLE
             finally:
@@ -212,7 +212,7 @@ class ZmqTransport:
             os.eventfd_write(self._wake_fd, 1)
 
     def receive(self) -> bool:
-        """Receive in the IO thread's place, which is told of errors; see Transport."""
+        """Receive instead of the IO thread, which gets the errors; see Transport."""
         try:
             with self._serving:
                 has_more = self._open_socket is not None and self._pass_on(self._open_socket)
@@ -220,12 +220,12 @@ class ZmqTransport:
             self._failure = error
             os.eventfd_write(self._wake_fd, 1)
             return False
-        if self._queue and not self._closed:  # the socket's file descriptor may tell that it takes frames again
+        if self._queue and not self._closed:  # the socket's file descriptor may signal that it accepts frames again
             self._send_collected()
         return has_more
 
     def _pass_on(self, socket: zmq.Socket[bytes]) -> bool:
-        """Receive a batch of frames and pass it on, under the lock; return whether more may be there."""
+        """Receive a batch of frames and pass it on, under the lock; return whether there may be more."""
         with self._using:
             if self._open_socket is None:
                 return False
@@ -243,7 +243,7 @@ class ZmqTransport:
             self._borrower.look()
 
     def close(self) -> None:
-        """End the IO thread and wait for it, unless it is the caller or interrupted the caller's send()."""
+        """Stop the IO thread and wait for it, unless it is the caller or interrupted the caller's send()."""
         self._closed = True
         if self._thread is None or self._close_wake_fd is None or not self._close_wake_fd.alive:
             return
@@ -257,7 +257,7 @@ class ZmqTransport:
         self._heartbeat, self._heartbeat_s, self._sent_at = frame, seconds, time.monotonic()
 
     def await_return(self, seconds: float) -> None:
-        """Set the grace; see Transport. An engine whose death this transport sees itself does not come back."""
+        """Set the grace; see Transport. An engine whose death this transport itself notices does not come back."""
         if self._pidfd is None:
             self._grace = max(self._grace, seconds)
 
@@ -270,7 +270,7 @@ class ZmqTransport:
                 self._look_for_engine(time.monotonic())
                 connection = connect(context, self._address)
                 self._begin_again(on_lost())
-        except Exception as error:  # without a report, every caller would wait for ever
+        except Exception as error:  # without a report, every caller would wait forever
             _log.exception("the IO thread of the client of %s failed", self._address)
             reason = f"the client's IO thread failed: {type(error).__name__}: {error}"
         asked, self._closed = self._closed, True
@@ -280,7 +280,7 @@ class ZmqTransport:
             on_dead(reason)
 
     def _look_for_engine(self, now: float) -> _End | None:
-        """Call locate(); return MOVED or GONE where the engine is not at its old address."""
+        """Call locate(); return MOVED or GONE if the engine is not at its old address."""
         if self._locate is None:
             return None
         self._asked_at = now
@@ -294,12 +294,13 @@ class ZmqTransport:
         """Replace the queued frames by `hello`; the client sends what still matters after the answer to it."""
         if self._lost_at is None:
             self._lost_at = time.monotonic()
-        self._heartbeat_s = 0.0  # until the next session says otherwise
+        self._heartbeat_s = 0.0  # until the next session sets it
         self._queue.restart(hello)
 
     def _serve(self, connection: Connection) -> str | None:
-        """Send and receive frames until the connection ends. Return "" after close(), the reason when the engine is
-        gone, or None when the IO thread is to reconnect."""
+        """Send and receive frames until the connection ends. Return "" after close(), the reason if the engine is gone,
+        or None if the IO thread should reconnect.
+        """
         socket, monitor = connection.socket, connection.monitor
         self._open_socket = socket
         try:
@@ -357,7 +358,7 @@ class ZmqTransport:
             ready = {fd for fd, _ in poller.poll(0 if events & awaited else self._poll_ms())}
 
     def _lend_socket(self, fd: int, poller: select.poll, before: Borrower | None, now: Borrower | None) -> None:
-        """Sleep on the socket's file descriptor no more, or again. A borrower's copy of it outlives the socket."""
+        """Stop or resume polling the socket's file descriptor. A borrower's copy of it outlives the socket."""
         if before is None:
             poller.unregister(fd)
         if now is None:
@@ -400,7 +401,7 @@ class ZmqTransport:
                 socket.send(self._heartbeat, zmq.NOBLOCK)
 
     def _flush(self, socket: zmq.Socket[bytes]) -> bool:
-        """Send queued frames; return False when the socket takes no more for now."""
+        """Send queued frames; return False if the socket accepts no more now."""
         if not self._queue:
             return True
         self._sent_at = time.monotonic()
@@ -424,7 +425,7 @@ class ZmqTransport:
             pass
 
     def _pass_on_last(self, socket: zmq.Socket[bytes]) -> bool:
-        """Pass on the frames of a socket that nobody else uses any more; return whether there were any."""
+        """Pass on the frames of a socket that is no longer used otherwise; return whether there were any."""
         if (frames := receive_batch(socket)) and self._on_frames is not None:
             self._on_frames(frames)
         return bool(frames)

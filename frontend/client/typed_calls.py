@@ -52,9 +52,9 @@ _Result = TypeVar(
 class TypedCalls(Protocol):
     """Methods that wait for the engine's answer, at most `timeout` seconds (None = the client's own limit).
 
-    Errors of all methods: CallFailedError when the engine refuses, does not answer in time or the connection was lost;
-    EngineDeadError at once when the engine is gone. Owner only: pause, resume, stop_request, load_lora, unload_lora,
-    drain, upgrade, shutdown, and of a fleet join and leave.
+    Errors of all methods: CallFailedError if the engine refuses, does not answer in time or the connection was lost;
+    EngineDeadError at once if the engine is gone. Owner only: pause, resume, stop_request, load_lora, unload_lora,
+    drain, upgrade, shutdown, and for a fleet join and leave.
     """
 
     def call(self, make: Callable[[int], Call], name: str, timeout: float | None) -> CallResult:
@@ -65,7 +65,7 @@ class TypedCalls(Protocol):
         return self._ask(GetStatistics, Statistics, timeout)
 
     def metrics(self, timeout: float | None = None) -> Metrics:
-        """Return what the requests of all clients took; no step is waited for."""
+        """Return the measurements of all clients' requests, without waiting for a step."""
         return self._ask(GetMetrics, Metrics, timeout)
 
     def model_information(self, timeout: float | None = None) -> ModelInformation:
@@ -73,7 +73,7 @@ class TypedCalls(Protocol):
         return self._ask(GetModelInformation, ModelInformation, timeout)
 
     def tokenizer_files(self, timeout: float | None = None) -> TokenizerFiles:
-        """Return the model's tokenizer files as the engine has them."""
+        """Return the engine's copy of the model's tokenizer files."""
         return self._ask(GetTokenizer, TokenizerFiles, timeout)
 
     def explain(
@@ -100,11 +100,11 @@ class TypedCalls(Protocol):
         self._ask(UnfollowKVEvents, CallDone, timeout)
 
     def reset_prefix_cache(self, timeout: float | None = None) -> None:
-        """Forget all cached blocks that no running request holds."""
+        """Drop all cached blocks that no running request holds."""
         self._ask(ResetPrefixCache, CallDone, timeout)
 
     def pause(self, mode: PauseMode = PauseMode.ALL, timeout: float | None = None) -> None:
-        """Pause the engine for all clients until resume(): no request begins (NEW), or nothing runs (ALL).
+        """Pause the engine for all clients until resume(): no request begins (NEW), or none runs (ALL).
 
         With NEW, requests that have begun continue.
         """
@@ -115,20 +115,20 @@ class TypedCalls(Protocol):
         self._ask(Resume, CallDone, timeout)
 
     def load_lora(self, name: str, path: str, timeout: float | None = None) -> LoraAdapter:
-        """Let the engine read an adapter (LoRA) beside its steps; return it, by its content's digest.
+        """Let the engine read an adapter (LoRA) while steps go on; return it with its content's digest.
 
-        path: in the engine's file system. CallFailedError also for files that are no adapter of the model.
+        path: in the engine's file system. CallFailedError also for files that are not an adapter of the model.
         """
         answer = self._ask(lambda call: LoadLora(call, name, path), LoraAdapters, timeout, "LoadLora")
         (loaded,) = answer.adapters
         return loaded
 
     def unload_lora(self, name: str, timeout: float | None = None) -> None:
-        """Forget an adapter's name. Requests that have begun go on. CallFailedError also for an unknown name."""
+        """Remove an adapter's name. Running requests continue. CallFailedError also for an unknown name."""
         self._ask(lambda call: UnloadLora(call, name), CallDone, timeout, "UnloadLora")
 
     def list_lora(self, timeout: float | None = None) -> list[LoraAdapter]:
-        """Return the adapters that requests may name. CallFailedError also where the engine has no adapters."""
+        """Return the adapters that requests may name. CallFailedError also if the engine has no adapters."""
         answer = self.lora_adapters(timeout)
         if not answer.is_enabled:
             raise CallFailedError("ListLora: this engine has no adapters: start it with enable_lora")
@@ -139,22 +139,22 @@ class TypedCalls(Protocol):
         return self._ask(ListLora, LoraAdapters, timeout)
 
     def stop_request(self, session: int, number: int, timeout: float | None = None) -> None:
-        """Abort a request of any session; do nothing where it is not live."""
+        """Abort a request of any session; do nothing if it is not live."""
         self._ask(lambda call: StopRequest(call, session, number), CallDone, timeout, "StopRequest")
 
     def drain(self, timeout: float | None = None, *, move_after: float | None = None) -> None:
         """Refuse new requests and end the engine after the last one. Does not wait for the end.
 
-        move_after: seconds after which the engine ends in any case; what has not finished goes on at the next engine
-        that its client finds, at this address or where the client's `locate` says.
+        move_after: seconds after which the engine ends in any case; unfinished requests continue at the next engine
+        that their clients find, at this address or the one from the client's `locate`.
         """
         move_ms = -1 if move_after is None else int(move_after * 1000)
         self._ask(lambda call: BeginDrain(call, move_ms), CallDone, timeout, "BeginDrain")
 
     def upgrade(self, timeout: float | None = None) -> None:
-        """End the engine at once, for the next one that its supervisor starts; all requests go on there.
+        """End the engine at once; its supervisor starts the next one, at which all requests continue.
 
-        CallFailedError where nobody would start it.
+        CallFailedError if it has no supervisor.
         """
         self._ask(lambda call: BeginDrain(call, 0, True), CallDone, timeout, "BeginDrain")
 
@@ -163,11 +163,11 @@ class TypedCalls(Protocol):
         self._ask(Shutdown, CallDone, timeout)
 
     def replicas(self, timeout: float | None = None) -> ReplicaList:
-        """Return the replicas of a fleet. CallFailedError at an engine, which has none."""
+        """Return the replicas of a fleet. CallFailedError if the peer is an engine, which has none."""
         return self._ask(GetReplicas, ReplicaList, timeout)
 
     def join(self, address: str, timeout: float | None = None, *, prefills: bool = False) -> None:
-        """Let a replica join the fleet, or change what it does there. Does not wait for its answer: see replicas().
+        """Let a replica join the fleet, or change its role. Does not wait for its answer: see replicas().
 
         prefills: it computes long prompts for the others.
         """
@@ -177,7 +177,8 @@ class TypedCalls(Protocol):
     def leave(self, address: str, timeout: float | None = None, *, move_after: float | None = None) -> None:
         """Let a replica leave the fleet after the last of its requests. Does not wait for that.
 
-        What waits there moves at once. move_after: seconds after which what runs there goes on at the other replicas.
+        Its waiting requests move at once. move_after: seconds after which its running requests continue at other
+        replicas.
         """
         move_ms = -1 if move_after is None else int(move_after * 1000)
         change = ReplicaChange.LEAVE

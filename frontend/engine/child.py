@@ -1,7 +1,7 @@
-"""Child: the operating system's side of a process of ours: spawn it, its pipes, its pidfd, its end.
+"""Child: the operating system's side of a child process: spawn it, its pipes, its pidfd, its end.
 
-A child is one of our packages, run by name with exec. It has two pipes: its lease on life, whose first frame says what
-to start, and one for its reports. ipc/wire/start_messages.py has the messages of the engine.
+A child is one of our packages, run by name with exec. It has two pipes: its lease, whose first frame says what to start
+and whose end ends it, and one for its reports. ipc/wire/start_messages.py has the messages of the engine.
 """
 
 import fcntl
@@ -24,22 +24,22 @@ from ipc.wire.sockets import remove_private_address
 class Child(msgspec.Struct, eq=False, weakref=True):
     """A spawned process and all that must be released for it.
 
-    It holds no reference to the object that it belongs to (an EngineProcess), so that a finalizer can own it.
+    It has no reference to its owner (an EngineProcess), so that a finalizer can own it.
     """
 
     process: subprocess.Popen[bytes]
     pidfd: int  # readable once the process is dead; -1 once released, like the two below
     lease_fd: int  # write end
     report_fd: int  # read end
-    owner: int  # process id: a fork of the owner must not end the engine
-    private_address: str | None = None  # made for this child, removed with it
+    owner: int  # process id, because a fork of the owner must not end the engine
+    private_address: str | None = None  # created for this child, removed with it
 
     def describe_exit(self) -> str:
-        """Return how the process ended, in words that follow "the process": "exited with code 1"."""
+        """Return how the process ended, as text to follow "the process": "exited with code 1"."""
         return describe_exit(self.process.poll())
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait for the end of the process; return False when it has not ended within `timeout` seconds."""
+        """Wait for the end of the process; return False if it has not ended within `timeout` seconds."""
         try:
             self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -68,7 +68,7 @@ class Child(msgspec.Struct, eq=False, weakref=True):
         self.process.wait()
 
     def release(self, timeout: float) -> None:
-        """End the process and free all that it took. In a fork of the owner, only close the file descriptors."""
+        """End the process and free its resources. In a fork of the owner, only close the file descriptors."""
         if self.owner == os.getpid():
             if self.pidfd >= 0:
                 self.end(timeout)
@@ -98,9 +98,9 @@ def spawn(
 ) -> Child:
     """Start `python -m package LEASE_FD REPORT_FD *arguments` and return at once.
 
-    package: one of ours, by its name in a checkout, such as "core". start: the first frame of the lease pipe; the
-    child reads it with ipc.wire.pipes.FrameReader and a decoder of its own. pass_fds: open descriptors that the child
-    gets under the same numbers. defaults: environment variables that the user may override. Errors: EngineStartError.
+    package: one of ours, by its name in a checkout, such as "core". start: the first frame of the lease pipe; the child
+    reads it with ipc.wire.pipes.FrameReader and its own decoder. pass_fds: open descriptors that the child gets under
+    the same numbers. defaults: environment variables that the user may override. Errors: EngineStartError.
     """
     lease_read, lease_write = _pipe()
     report_read, report_write = _pipe()
@@ -137,7 +137,7 @@ def engine_defaults(config: EngineConfig) -> dict[str, str]:
 def _pipe() -> tuple[int, int]:
     """Return (read end, write end) of a pipe, with numbers above the standard streams.
 
-    Where a standard stream is closed, a pipe would take its number, and the child's stream would overwrite the pipe.
+    If a standard stream is closed, a pipe would take its number, and the child's stream would overwrite the pipe.
     """
     low = os.pipe()
     try:

@@ -1,4 +1,4 @@
-"""Death: how an engine process ended, and what kind of cause that shows."""
+"""Death: how an engine process ended, and the kind of cause."""
 
 import signal
 from enum import Enum
@@ -21,18 +21,18 @@ _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal
 class Cause(Enum):
     """The kind of a death."""
 
-    ENDED = "it ended as it was told"  # drained, shut down or stopped: nothing is to be started again
-    RESTART = "it made room for the next one"  # an upgrade
+    ENDED = "it ended as requested"  # drained, shut down or stopped: no restart
+    RESTART = "it ended for the next one"  # an upgrade
     START_FAILED = "it did not start"
     FAILED = "a step failed"  # an exception
     CRASHED = "it crashed"  # a signal that the process itself caused
     OUT_OF_MEMORY = "the system had no more memory"  # the kernel killed it
     HUNG = "a step hung"  # the supervisor killed it
-    KILLED = "somebody killed it"
+    KILLED = "it was killed from outside"
 
 
 class Death(NamedTuple):
-    """The end of one engine process. text: for people, in words that follow "the engine process"."""
+    """The end of one engine process. text: for people, to follow "the engine process"."""
 
     cause: Cause
     text: str
@@ -44,7 +44,7 @@ def classify(
     """Return the death of a process.
 
     exit_code: None = it never ran; negative = the signal. was_ready: its start had succeeded. was_hung: the supervisor
-    killed it. num_oom_kills: processes that the kernel killed for memory during its life.
+    killed it. num_oom_kills: processes that the kernel killed for lack of memory in that time.
     """
     return Death(_cause(exit_code, was_ready, was_hung, num_oom_kills), text)
 
@@ -66,7 +66,7 @@ def _cause(exit_code: int | None, was_ready: bool, was_hung: bool, num_oom_kills
 
 
 def count_oom_kills() -> int:
-    """Return how many processes the kernel has killed for memory: in this control group, or on this machine."""
+    """Return how many processes the kernel has killed for lack of memory: in this control group, or on this machine."""
     events = [folder / "memory.events" for folder, is_version_2 in control_groups("memory") if is_version_2]
     for path in (*events, _VMSTAT):
         try:

@@ -1,4 +1,4 @@
-"""FlightWriters: the processes that write the flight recorders of dead engines to files, beside the next engine."""
+"""FlightWriters: the processes that write the flight recorders of dead engines to files, while the next engine runs."""
 
 import contextlib
 import subprocess
@@ -13,7 +13,7 @@ from ipc.records.flight_ring import FlightFile
 
 #: Deaths whose flight recorders are written.
 WRITTEN = (Cause.FAILED, Cause.CRASHED, Cause.OUT_OF_MEMORY, Cause.HUNG, Cause.KILLED)
-_MOST = 3  # at once; an engine that dies more often than they write is no news
+_MOST = 3  # at the same time; if an engine dies faster than they write, further deaths add nothing
 _CLOSE_S = 2.0  # for the last ones to end
 
 
@@ -24,13 +24,13 @@ class FlightWriters:
         self._running: list[subprocess.Popen[bytes]] = []
 
     def take(self, flight: FlightFile | None, pid: int, cause: Cause, log_format: LogFormat) -> None:
-        """Have a dead engine's flight recorder written, if its death is a reason. pid: the engine's; log_format: of
-        its log lines. This does not wait.
+        """Have a dead engine's flight recorder written, if its cause of death requires it. pid: the engine's;
+        log_format: of its log lines. This does not wait.
         """
         self._running = [one for one in self._running if one.poll() is None]
         if flight is None or cause not in WRITTEN or len(self._running) >= _MOST or not sys.executable:
             return
-        with contextlib.suppress(OSError):  # no memory, no processes: the next engine is what matters
+        with contextlib.suppress(OSError):  # no memory or no processes: the next engine matters more
             self._running.append(
                 subprocess.Popen(
                     [
@@ -40,14 +40,14 @@ class FlightWriters:
                     pass_fds=[flight.fd],
                     stdin=subprocess.DEVNULL,
                     env=child_environment({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}),
-                    start_new_session=True,  # Ctrl-C at a terminal is for the engine
+                    start_new_session=True,  # Ctrl-C at a terminal is meant for the engine
                     stdout=inherited_stream(1),
                     stderr=inherited_stream(2),
                 )
             )
 
     def close(self) -> None:
-        """Wait for the writers; those that take longer go on without this process."""
+        """Wait for the writers; those that take longer continue without this process."""
         end = time.monotonic() + _CLOSE_S
         for one in self._running:
             try:

@@ -1,7 +1,7 @@
-"""EngineProcess: start an engine in a process of its own, watch it and end it. This imports neither torch nor core.
+"""EngineProcess: start an engine in a separate process, watch it and stop it. This imports neither torch nor core.
 
 The engine is started by name with exec, never by fork or multiprocessing, so the user's script needs no main guard. A
-pipe is its lease on life: when this process ends, however it ends, the pipe closes and the engine exits.
+pipe is its lease: when this process ends, however it ends, the pipe closes and the engine exits.
 """
 
 import contextlib
@@ -30,25 +30,25 @@ from ipc.wire.start_messages import Drain, Isolate, Prepared, Ready, Start, Star
 
 OnPhase = Callable[[str, float], None]
 
-_ANSWER_S = 2.0  # for a standby to begin its start: one that is stopped never does
-_FAILED_START_S = 0.5  # for a process to end by itself after its start failed; it has no requests to lose
+_ANSWER_S = 2.0  # time for a standby to begin its start: a stopped one never does
+_FAILED_START_S = 0.5  # time for a process to end by itself after its start failed; it has no requests to lose
 
 _ERRORS = {
     kind.__name__: kind
     for kind in vars(errors).values()
     if isinstance(kind, type) and issubclass(kind, EngineCoreError)
 }
-"""Errors an engine may name in StartFailed; other names become EngineStartError."""
+"""Errors that an engine may name in StartFailed; other names become EngineStartError."""
 
 
 class EngineProcess:
     """One engine process.
 
-    config: the engine's. listen: address to listen on; None = a private ipc address, removed at the end. start_timeout:
+    config: the engine's. listen: address to listen at; None = a private ipc address, removed at the end. start_timeout:
     seconds from start() to readiness. on_phase: called by wait_ready() with the name of each phase of the start and the
     seconds since the process began. resume_s: seconds in which clients may expect another engine here after this one's
-    death; 0 = there will be none. start() may be called again after close(); the epoch then counts up, and an address
-    that was given stays the same.
+    death; 0 = there will be none. start() may be called again after close(); the epoch is then incremented, and a given
+    address stays the same.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class EngineProcess:
         on_phase: OnPhase | None = None,
         resume_s: float = 0.0,
     ) -> None:
-        """Check the address; start nothing. Errors: AddressError."""
+        """Check the address without starting anything. Errors: AddressError."""
         if listen is not None:
             check_address(listen, binding=True)
         self.config = config
@@ -73,7 +73,7 @@ class EngineProcess:
         self._child: Child | None = None
         self._finalizer: weakref.finalize[[float], EngineProcess] | None = None
         self._deadline = 0.0
-        self._has_begun = True  # a process that was spawned has; a standby when it reports a phase
+        self._has_begun = True  # true of a spawned process; of a standby once it reports a phase
         self._phase = "start of Python"
         self._address: str | None = None
         self._exit = "has not been started"
@@ -82,17 +82,17 @@ class EngineProcess:
         self._flight: FlightFile | None = None  # of the present process, or the last one
         self._adapters_fd = -1  # of all processes too: a memory file with the names of adapters
         self._exit_code: int | None = None  # of the last process
-        self.last_address = ""  # that the present process was told, or the last one had
+        self.last_address = ""  # that the present process got, or the last one had
 
     def start(self, standby: Standby | None = None) -> None:
         """Spawn the process, or let a standby of prepare_next() become it, and return at once.
 
-        A model with a Hugging Face name is found or downloaded first; afterwards `config` has its path. A standby has
-        a short time to begin, and then as long as any process. Errors: EngineStartError; AddressError; ModelFileError
-        for such a name.
+        A model with a Hugging Face name is found or downloaded first; afterwards `config` has its path. A standby has a
+        short time to begin, then as long as any process. Errors: EngineStartError; AddressError; ModelFileError for
+        such a name.
         """
         if self._child is not None:
-            raise EngineStartError(f"engine process {self.pid} was started already; close() it first")
+            raise EngineStartError(f"engine process {self.pid} was already started; close() it first")
         self.config = _with_local_model(self.config)
         self.epoch += 1
         self._phase, self._address = "start of Python", None
@@ -132,7 +132,7 @@ class EngineProcess:
         self._finalizer = weakref.finalize(self, self._child.release, 0.5)
 
     def prepare_next(self, *, loads_model: bool) -> Standby:
-        """Return a process that prepares to be the next one, after start(). Errors: EngineStartError."""
+        """Return a process that prepares to become the next one, after start(). Errors: EngineStartError."""
         flight = _flight_file(self.config)
         return Standby(self.config, self._fds(flight), flight, self._start_timeout, loads_model=loads_model)
 
@@ -166,7 +166,7 @@ class EngineProcess:
                     case Ready(address):
                         self._address = self.last_address = address
                         if self._listen is not None:
-                            self._listen = address  # of the next process too: port 0 has become a number
+                            self._listen = address  # also for the next process: port 0 has become a number
                         return
                     case StartFailed(error, text):
                         self.wait(_FAILED_START_S)
@@ -187,7 +187,7 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Return the process id. Errors: EngineStartError when there is no process."""
+        """Return the process id. Errors: EngineStartError if there is no process."""
         return self._live().process.pid
 
     @property
@@ -199,12 +199,12 @@ class EngineProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """Return the exit code of the last process; None while it lives. Negative: the signal that ended it."""
+        """Return the exit code of the last process; None while it runs. Negative: the signal that ended it."""
         return self._exit_code if self._child is None else self._child.process.poll()
 
     @property
     def black_box(self) -> BlackBoxReader:
-        """Return the reader of what the present or the last process notes. Errors: EngineStartError."""
+        """Return the reader of the black box of the present or last process. Errors: EngineStartError."""
         if self._box is None:
             raise EngineStartError("an engine that has not been started has no black box")
         return self._box.reader
@@ -214,17 +214,17 @@ class EngineProcess:
         self._box = self._flight = None
 
     def take_flight(self) -> FlightFile | None:
-        """Return the flight recorder of the present or the last process, once; None: it has none."""
+        """Return the flight recorder of the present or last process, once; None: it has none."""
         flight, self._flight = self._flight, None
         return flight
 
     @property
     def is_public(self) -> bool:
-        """Return whether the address was given, so that clients of others may know it."""
+        """Return whether the address was given, so that clients in other processes may know it."""
         return self._listen is not None
 
     def describe_exit(self) -> str:
-        """Return a sentence part on how the process ended: "the engine process ..."."""
+        """Return how the process ended, as a part of a sentence: "the engine process ..."."""
         if self._child is None:
             return f"the engine process {self._exit}"
         return f"the engine process ({self._child.process.pid}) {self._child.describe_exit()}"
@@ -237,10 +237,10 @@ class EngineProcess:
                 write_frame(child.lease_fd, which)
 
     def drain(self) -> bool:
-        """Let the engine take no more requests, finish the running ones and exit. This does not wait.
+        """Let the engine accept no more requests, finish the running ones and exit. This does not wait.
 
         A second call lets it report the end to its clients and exit at once, with code 143. Return whether there was a
-        process to tell.
+        process.
         """
         child = self._child
         if child is None or child.lease_fd < 0:
@@ -250,11 +250,11 @@ class EngineProcess:
         return True
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Wait until the process has ended; return False when it has not within `timeout` seconds."""
+        """Wait until the process has ended; return False if it has not within `timeout` seconds."""
         return self._child is None or self._child.wait(timeout)
 
     def stop(self, timeout: float = 5.0) -> None:
-        """End the engine: close its lease, wait, and kill it after `timeout` seconds. Requests in flight are lost."""
+        """Stop the engine: close its lease, wait, and kill it after `timeout` seconds. Requests in flight are lost."""
         if self._child is not None:
             self._child.end(timeout)
 
@@ -297,22 +297,22 @@ class EngineProcess:
             left = self._deadline - time.monotonic()
             if left <= 0:
                 if not self._has_begun:
-                    raise EngineStartError(f"the standby did not begin within {_ANSWER_S:g} s")
+                    raise EngineStartError(f"the standby did not begin its start within {_ANSWER_S:g} s")
                 raise EngineStartError(
                     f"the engine was not ready within start_timeout={self._start_timeout:g} seconds; it was in phase "
                     f"{self._phase!r}. Raise start_timeout if that phase needs longer"
                 )
             if stopped.look(time.monotonic()):
                 raise EngineStartError(
-                    f"the engine process ({child.process.pid}) was stopped by a signal in phase {self._phase!r}, for "
-                    f"{LIMIT_S:g} s; it was ended"
+                    f"the engine process ({child.process.pid}) was stopped by a signal in phase {self._phase!r} for "
+                    f"{LIMIT_S:g} s; it was killed"
                 )
             ready = dict(poller.poll(min(left, LOOK_S) * 1000))
             if child.report_fd in ready:
                 if data := os.read(child.report_fd, 65_536):
                     yield from self._decode(reader, data)
                     continue
-                poller.unregister(child.report_fd)  # ended without Ready: the process is ending too
+                poller.unregister(child.report_fd)  # ended without Ready: the process is also ending
             if child.pidfd in ready:
                 child.wait(None)
                 raise EngineStartError(f"the engine process {child.describe_exit()} while in phase {self._phase!r}")
@@ -322,7 +322,7 @@ class EngineProcess:
             for frame in reader.feed(data):
                 yield decode_start_report(frame)
         except MalformedMessageError as error:
-            raise EngineStartError(f"the started process does not speak as an engine does: {error}") from error
+            raise EngineStartError(f"the started process does not follow an engine's protocol: {error}") from error
 
     def _start_error(self, name: str, text: str) -> EngineCoreError:
         if name in _ERRORS and _ERRORS[name] is not EngineStartError:
@@ -339,23 +339,23 @@ def _flight_file(config: EngineConfig) -> FlightFile | None:
 def _with_local_model(config: EngineConfig) -> EngineConfig:
     """Return the config with the path of a model that has a Hugging Face name.
 
-    Both processes must read one snapshot, so this process alone chooses it.
+    Both processes must read the same snapshot, so this process alone chooses it.
     """
     path = locate_model(config.model, with_weights=config.load_format != "dummy")
     return msgspec.structs.replace(config, model=path)
 
 
-# StoppedProcess: whether a process that starts is stopped by a signal, so that it would never report.
+# StoppedProcess: whether a starting process is stopped by a signal, so that it would never report.
 
 
 LIMIT_S = 5.0  # as long as a running engine may show no sign of life
-LOOK_S = 1.0  # between looks
+LOOK_S = 1.0  # between samples
 
 
 class StoppedProcess:
     """The time for which a process is stopped (SIGSTOP, SIGTSTP). A debugger's stops are not counted.
 
-    Only time in which this process looked is counted: Ctrl-Z stops both, and accuses nobody.
+    Only time in which this process ran is counted: Ctrl-Z stops both, and then nothing is killed.
     """
 
     def __init__(self, pid: int) -> None:

@@ -1,4 +1,4 @@
-"""RestartPolicy: whether and when an engine that has died is started again. It has no clock of its own."""
+"""RestartPolicy: whether and when an engine that has died is restarted. It reads no clock."""
 
 from collections import deque
 from typing import NamedTuple
@@ -9,8 +9,8 @@ from frontend.engine.death import Cause, Death
 class RestartRules(NamedTuple):
     """Bounds of restarts.
 
-    most: restarts within within_s seconds; 0 = a dead engine stays dead. delays_s: seconds before the first of them,
-    the second, and so on; the last holds for all that follow.
+    most: restarts within within_s seconds; 0 = a dead engine is not restarted. delays_s: seconds before the first of
+    them, the second, and so on; the last one applies to all later ones.
     """
 
     most: int = 5
@@ -19,7 +19,10 @@ class RestartRules(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What follows a death. delay_s: seconds until the next start; None = none follows, for the reason in `text`."""
+    """The decision after a death.
+
+    delay_s: seconds until the next start; None = no restart, for the reason in `text`.
+    """
 
     delay_s: float | None
     text: str = ""
@@ -28,8 +31,8 @@ class Verdict(NamedTuple):
 class RestartPolicy:
     """The restarts of one engine so far, and the decision on the next.
 
-    A death that has a cause of its own, an upgrade or the search for a poison, is not counted: see `is_free`. A start
-    that fails twice with the same words is not tried again, for the third would fail like them.
+    A death with a known cause, an upgrade or the search for a poison, is not counted: see `is_free`. A start that fails
+    twice with the same error is not tried again, because the third would fail too.
     """
 
     def __init__(self, rules: RestartRules) -> None:
@@ -42,10 +45,10 @@ class RestartPolicy:
         if death.cause is Cause.ENDED:
             return Verdict(None, death.text)
         if self._rules.most == 0:
-            return Verdict(None, f"{death.text}; it is not started again")
+            return Verdict(None, f"{death.text}; it is not restarted")
         if death.cause is Cause.START_FAILED:
             if death.text == self._failed_start:
-                return Verdict(None, f"{death.text}; this happened twice, so it is not started again")
+                return Verdict(None, f"{death.text}; this happened twice, so it is not restarted")
             self._failed_start = death.text
         else:
             self._failed_start = ""
@@ -57,8 +60,7 @@ class RestartPolicy:
         if number >= self._rules.most:
             return Verdict(
                 None,
-                f"{death.text}; it was started again {number} times within {self._rules.within_s:g} s, which is the "
-                f"limit",
+                f"{death.text}; it was restarted {number} times within {self._rules.within_s:g} s, which is the limit",
             )
         self._restarts.append(now)
         return Verdict(self._rules.delays_s[min(number, len(self._rules.delays_s) - 1)])

@@ -1,4 +1,4 @@
-"""Signs of life: for how long an engine has shown none, and how long is too long, by its black box.
+"""Signs of life: how long an engine has shown none, and how long is too long, from its black box.
 
 The engine is not asked, so a hung one cannot delay the answer. Times: ns of the machine's monotonic clock.
 """
@@ -8,14 +8,14 @@ import os
 from ipc.records.black_box import Reading
 
 DEFAULT_HANG_S = 5.0
-_SLOWER = 20  # times a step may be slower than any recent one of its size
+_SLOWER = 20  # factor by which a step may be slower than any recent one of its size
 _FIRST_S = 300.0  # for a start, and for a first step whose executor has no warm-up
-_IDLE_S = 5.0  # core/process/loop.py: an engine with nothing to do shows so often that it lives
+_IDLE_S = 5.0  # core/process/loop.py: how often an idle engine shows a sign of life
 _NS = 1e-9
 
 
 def limit_s(reading: Reading, least_s: float = DEFAULT_HANG_S) -> float:
-    """Return the seconds without a sign after which this engine counts as hung. least_s: never fewer in a step."""
+    """Return the seconds without a sign after which this engine counts as hung. least_s: the least value in a step."""
     if reading.epoch < 0:
         return _FIRST_S
     if not reading.is_in_step:
@@ -34,15 +34,16 @@ def step_age_s(reading: Reading, now_ns: int) -> float:
 
 
 def describe_silence(reading: Reading, seconds: float, limit: float) -> str:
-    """Return what shows no sign of life, and for how long."""
+    """Return what shows no sign of life and for how long, as text."""
     what = f"its step {reading.num_begun} has not ended" if reading.is_in_step else "its loop does not turn"
     return f"{what} for {seconds:.1f} s; the limit is {limit:.1f} s"
 
 
 def trouble(reading: Reading, now_ns: int, least_s: float = DEFAULT_HANG_S) -> str:
-    """Return why the engine counts as hung, "" if it does not. least_s: see limit_s(); 0 = no engine ever hangs.
+    """Return why the engine counts as hung, "" if it does not. least_s: see limit_s(); 0 = an engine never counts as
+    hung.
 
-    A process that has died does not hang: whether it is started again, its owner knows.
+    A process that has died does not hang; its owner decides whether it is restarted.
     """
     silence, limit = silence_s(reading, now_ns), limit_s(reading, least_s)
     if least_s <= 0 or silence <= limit or not os.path.exists(f"/proc/{reading.pid}"):

@@ -1,4 +1,4 @@
-"""Standby: the process of a standby engine, from its beginning until it is taken or ended."""
+"""Standby: the process of a standby engine, from its start until it is taken or ended."""
 
 import os
 import select
@@ -18,14 +18,14 @@ class Standby:
 
     config: the engine's, with a local model. fds: what the engine inherits: its black box and the like. flight: the
     flight recorder among them, if it has one. timeout: seconds in which it must be prepared. loads_model: whether it
-    loads the model and makes the KV cache, else it has imported what it needs.
+    loads the model and creates the KV cache; otherwise it only imports its modules.
     """
 
     def __init__(
         self, config: EngineConfig, fds: Sequence[int], flight: FlightFile | None, timeout: float, *, loads_model: bool
     ) -> None:
         """Spawn the process and return at once. Errors: EngineStartError."""
-        self.text = ""  # how it ended, in words that follow "the standby"
+        self.text = ""  # how it ended, as text to follow "the standby"
         self.is_prepared = False
         self.flight = flight
         self._deadline = time.monotonic() + timeout
@@ -36,7 +36,7 @@ class Standby:
 
     @property
     def fds(self) -> tuple[int, ...]:
-        """Return the descriptors that are readable when look() has something to do."""
+        """Return the descriptors that become readable when look() has something to do."""
         if self._child is None:
             return ()
         return (self._child.pidfd,) if self.is_prepared else (self._child.pidfd, self._child.report_fd)
@@ -49,7 +49,7 @@ class Standby:
         return self._child.process.pid
 
     def look(self, now: float) -> bool:
-        """Read what the process has reported; return False once it is of no use: `text` says why. now: monotonic."""
+        """Read what the process has reported; return False once it is unusable: `text` says why. now: monotonic."""
         child = self._child
         if child is None:
             return False
@@ -64,9 +64,9 @@ class Standby:
                         case _:
                             pass  # a phase of the preparation
         except MalformedMessageError as error:
-            self.text = f"does not speak as an engine does: {error}"
+            self.text = f"does not follow an engine's protocol: {error}"
         if not self.text and not self.is_prepared and now > self._deadline:
-            self.text = "was not prepared in time"
+            self.text = "was not ready in time"
         if not self.text and _is_readable(child.pidfd):
             child.wait(None)
             self.text = child.describe_exit()
@@ -75,7 +75,10 @@ class Standby:
         return not self.text
 
     def take(self, start: Start) -> Child:
-        """Let the process start; return it: it is the caller's from now on. Errors: EngineStartError if it is gone."""
+        """Let the process start and return it; from now on the caller owns it.
+
+        Errors: EngineStartError if it is gone.
+        """
         child, self._child = self._child, None
         if child is None:
             raise EngineStartError(f"the standby {self.text}")
@@ -88,7 +91,7 @@ class Standby:
         return child
 
     def close(self) -> None:
-        """End the process, at once: it has nothing to lose. A second call does nothing."""
+        """Kill the process at once: it has nothing to lose. A second call does nothing."""
         child, self._child = self._child, None
         if child is not None:
             self.text = self.text or "was closed"

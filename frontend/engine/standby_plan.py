@@ -1,7 +1,7 @@
-"""StandbyPlan: when a standby engine is made and taken, as a state machine without clock and processes.
+"""StandbyPlan: when a standby engine is started and taken, as a state machine without clock and processes.
 
-A standby is a second engine process that is prepared to become the engine when the present one dies. It is a help and
-no more: whatever happens to it, the engine runs on, and is started the long way where no standby is there.
+A standby is a second engine process that is ready to become the engine if the present one dies. It only saves time: if
+it fails, the engine keeps running, and without a standby a normal start still works.
 """
 
 from collections import deque
@@ -9,7 +9,7 @@ from enum import Enum
 
 from frontend.engine.death import Cause
 
-_AFTER_S = 1.0  # from the engine's readiness on: streams that come back have the machine first
+_AFTER_S = 1.0  # after the engine is ready: returning streams get the machine first
 _DELAYS_S = (1.0, 5.0, 30.0, 120.0)  # after the end of a standby, by the number of ends within _WITHIN_S
 _WITHIN_S = 600.0
 
@@ -19,11 +19,11 @@ class StandbyKind(Enum):
 
     NO = "no"  # there is none
     IMPORT = "import"  # it has imported what it needs
-    MODEL = "model"  # it has loaded the model, too, and has a KV cache
+    MODEL = "model"  # it has also loaded the model and has a KV cache
 
 
 class StandbyState(Enum):
-    """Where the standby is in its life."""
+    """The state of the standby."""
 
     NONE = "none"
     PREPARING = "preparing"
@@ -41,21 +41,21 @@ class StandbyPlan:
         self._ends: deque[float] = deque()  # times of ends of standbys
 
     def on_engine_ready(self, now: float) -> None:
-        """Note that the engine answers: from now on it may have a standby."""
+        """Note that the engine answers: it may have a standby from now on."""
         if self.state is StandbyState.NONE:
             self._due_at = max(self._due_at or 0.0, now + _AFTER_S)
 
     def on_last_use(self) -> None:
-        """Note that no further engine is to come: no standby is made any more."""
+        """Note that no further engine will follow: no more standbys are started."""
         self._is_wanted = False
 
     def is_due(self, now: float) -> bool:
-        """Return whether a standby is to be made now."""
+        """Return whether to start a standby now."""
         is_missing = self._is_wanted and self.state is StandbyState.NONE
         return is_missing and self._due_at is not None and now >= self._due_at
 
     def on_begin(self) -> None:
-        """Note that a standby's process begins."""
+        """Note that a standby's process has started."""
         self.state = StandbyState.PREPARING
 
     def on_prepared(self) -> None:
@@ -63,7 +63,7 @@ class StandbyPlan:
         self.state = StandbyState.PREPARED
 
     def on_end(self, now: float) -> None:
-        """Note that it has ended, or could not be made, or did not take over. The next comes later each time."""
+        """Note that it has ended, could not be started, or did not take over. The delay before the next one grows."""
         while self._ends and now - self._ends[0] >= _WITHIN_S:
             self._ends.popleft()
         self._due_at = now + _DELAYS_S[min(len(self._ends), len(_DELAYS_S) - 1)]
@@ -73,8 +73,8 @@ class StandbyPlan:
     def take(self, cause: Cause) -> bool:
         """Return whether the standby becomes the next engine. cause: of the death of the one before.
 
-        One that is still being prepared is not waited for; nor is one taken that was prepared before an upgrade, whose
-        code and files may be old. Neither is of use then, and the caller ends it.
+        A standby that is not ready is not waited for. One from before an upgrade is not taken, because its code and
+        files may be old. The caller ends both.
         """
         is_taken = self.state is StandbyState.PREPARED and cause is not Cause.RESTART
         self.state = StandbyState.NONE

@@ -1,4 +1,6 @@
-"""StartDisplay: one line on the terminal that shows what a starting engine does, and goes away when it is ready."""
+"""StartDisplay: one line on the terminal with the phase of a starting engine, which is cleared when the engine is
+ready.
+"""
 
 import contextlib
 import shutil
@@ -9,9 +11,9 @@ _CLEAR = "\r\x1b[K"
 
 
 class StartDisplay:
-    """A function for EngineProcess(on_phase=). It shows nothing where standard error is no terminal, or after its end.
+    """A function for EngineProcess(on_phase=). It shows nothing if standard error is not a terminal, or after its end.
 
-    A context manager: at its end the line is cleared, also after an error.
+    A context manager: on exit the line is cleared, also after an error.
     """
 
     def __init__(self, *, is_quiet: bool = False) -> None:

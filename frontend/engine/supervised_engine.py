@@ -1,4 +1,4 @@
-"""SupervisedEngine: an engine process that is started again when it dies. A thread watches it; Supervisor decides."""
+"""SupervisedEngine: an engine process that is restarted when it dies. A thread watches it; Supervisor decides."""
 
 import os
 import select
@@ -23,21 +23,21 @@ from ipc.records.black_box import Reading, Suspect
 from ipc.wire.messages import ErrorCode, Refused, encode
 from ipc.wire.sockets import Context, bind_router
 
-_TICK_S = 0.5  # between two looks at a running engine
-_STACKS_S = 0.5  # for a process that hangs to print its stacks
-_LAST_WORDS_S = 1.0  # in which clients that wait for the engine learn that it does not come back
+_TICK_S = 0.5  # between two checks of a running engine
+_STACKS_S = 0.5  # time for a hung process to print its stacks
+_LAST_WORDS_S = 1.0  # time in which waiting clients are told that the engine does not come back
 
 DEFAULT_RULES = RestartRules()
 OnNews = Callable[[str], None]
 
 
 class SupervisedEngine:
-    """An engine that outlives its processes.
+    """An engine that survives its processes.
 
-    process: not started yet; this object owns it. rules: how often it is started again. hang_s: seconds after
-    which a step may count as hung (frontend/engine/supervised_engine.py); 0 = none does. on_news: called by the
-    supervisor's thread with a line for each death and each restart. start() and wait_ready() are those of the first
-    process, whose failure is the caller's error; afterwards the thread watches.
+    process: not started yet; this object owns it. rules: how often it is restarted. hang_s: seconds after
+    which a step may count as hung (frontend/engine/supervised_engine.py); 0 = never. on_news: called by the
+    supervisor's thread with a line for each death and each restart. start() and wait_ready() apply to the first
+    process, whose failure is the caller's error; after that the thread watches.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class SupervisedEngine:
         self._standby_kind = standby
         self._standby: Standby | None = None  # the supervisor's thread's
         self._on_news = on_news
-        self._lock = threading.Lock()  # held while a process is started, so that an end finds it
+        self._lock = threading.Lock()  # held while a process is started, so that a concurrent end finds it
         self._is_closing = False
-        self._num_drains = 0  # that were asked for
-        self._told = [0]  # those that the present process was told; a new list for each process
+        self._num_drains = 0  # requested
+        self._told = [0]  # those sent to the present process; a new list for each process
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -66,7 +66,9 @@ class SupervisedEngine:
         self._watchdog = Watchdog(hang_s)
         self._was_hung = False  # the present process, which is being killed for it
         self._address: str | None = None
-        self.ended_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)  # readable once the engine has ended for good
+        self.ended_fd = os.eventfd(
+            0, os.EFD_CLOEXEC | os.EFD_NONBLOCK
+        )  # readable once the engine has ended without a restart
         self.last_cause: Cause | None = None  # of the last death
 
     def start(self) -> None:
@@ -83,25 +85,25 @@ class SupervisedEngine:
 
     @property
     def address(self) -> str:
-        """Return the address of the first process; locate() knows the present one."""
+        """Return the address of the first process; locate() returns the present one."""
         return self.process.address
 
     def locate(self) -> str | None:
-        """Return where the engine is, or will be; None when it does not come back. For ZmqTransport."""
+        """Return the engine's present or future address; None if it does not come back. For ZmqTransport."""
         return None if self._ended.is_set() else self._address
 
     def describe_end(self) -> str:
-        """Return how the engine ended, in a sentence part: "the engine process ..."."""
+        """Return how the engine ended, as a part of a sentence: "the engine process ..."."""
         return f"the engine process {self.supervisor.text}"
 
     def drain(self) -> None:
         """Let the engine finish its requests and end; a second call stops it at once. This does not wait."""
         self._num_drains += 1
         self.supervisor.on_drain()
-        is_first = self._thread is None  # nothing was accepted yet: a process that starts may end at once
+        is_first = self._thread is None  # nothing was accepted yet: a starting process may end at once
         if is_first or self.supervisor.is_stopped or self.supervisor.state is State.READY:
-            self._tell_drains()  # else it is told once it is ready
-        self._rouse()  # from the wait between two processes, of which a stop is the end
+            self._tell_drains()  # otherwise it is told once it is ready
+        self._rouse()  # between two processes, where a stop is the end
 
     def close(self, timeout: float = 5.0) -> None:
         """End the engine within `timeout` seconds, and the thread. A second call does nothing."""
@@ -112,7 +114,7 @@ class SupervisedEngine:
         if self._thread is not None and threading.current_thread() is not self._thread:
             self._thread.join()
         self.process.close()
-        if threading.current_thread() is not self._thread:  # which may look at it once more
+        if threading.current_thread() is not self._thread:  # which may read it once more
             self.process.drop_black_box()
             self._flights.close()
         self._release()
@@ -133,8 +135,8 @@ class SupervisedEngine:
     def _run(self) -> None:
         try:
             self._supervise()
-        except Exception as error:  # such as a lack of descriptors: an engine that nobody watches is not left alone
-            self.supervisor.fail(f"could not be watched any more and was ended: {type(error).__name__}: {error}")
+        except Exception as error:  # such as a lack of descriptors: an engine is never left without a watchdog
+            self.supervisor.fail(f"could no longer be watched and was ended: {type(error).__name__}: {error}")
             self._tell(f"{self.describe_end()}\n{traceback.format_exc()}")
             with self._lock:
                 self.process.stop(0)
@@ -153,7 +155,7 @@ class SupervisedEngine:
                 self._start_again()
 
     def _watch(self) -> None:
-        """Wait for the end of the process or for the next look."""
+        """Wait for the end of the process or for the next check."""
         if self.process.pidfd in self._wait(
             _TICK_S, self.process.pidfd, *(() if self._standby is None else self._standby.fds)
         ):
@@ -168,17 +170,17 @@ class SupervisedEngine:
             self._tell_drains()
 
     def _tell_drains(self) -> None:
-        told = self._told  # of the process that is there now
+        told = self._told  # of the present process
         while told[0] < self._num_drains and self.process.drain():
             told[0] += 1
 
     def _rows(self) -> list[Suspect]:
-        """Return what the present process runs; nothing of the one before it."""
+        """Return the rows of the present process, without those of the one before it."""
         box = self.process.black_box
         return box.last_rows() if box.read().epoch == self.process.epoch else []
 
     def _kill_hung(self) -> None:
-        """End a process that hangs. First it is asked for its stacks; one that is stopped cannot answer."""
+        """Kill a hung process. First it is asked for its stacks; a stopped one cannot answer."""
         self._tell(f"the engine process ({self.process.pid}) hangs: {self._watchdog.text}")
         self._was_hung = True
         os.kill(self.process.pid, signal.SIGUSR1)
@@ -187,7 +189,7 @@ class SupervisedEngine:
         self._bury()
 
     def _wait(self, seconds: float, *fds: int) -> dict[int, int]:
-        """Wait until one of these is readable or _rouse() is called, at most so long; return what is readable."""
+        """Wait until one of these is readable or _rouse() is called, at most this long; return the readable ones."""
         poller = select.poll()
         for fd in (self._wake, *fds):
             poller.register(fd, select.POLLIN)
@@ -222,7 +224,7 @@ class SupervisedEngine:
     def _has_standby_started(self) -> bool:
         """Let the standby become the engine, if there is one; return whether it is ready.
 
-        Where it fails nothing is lost but a moment: a new process is started.
+        If that fails, only a moment is lost: a new process is started.
         """
         standby, self._standby = self._standby, None
         is_taken = self.supervisor.take_standby()
@@ -237,7 +239,7 @@ class SupervisedEngine:
             self.supervisor.standby.on_end(time.monotonic())
             self._tell(f"the standby could not take over: {error}")
         finally:
-            standby.close()  # does nothing to one that was taken
+            standby.close()  # does nothing if it was taken
         return False
 
     def _spawn(self, standby: Standby | None = None) -> None:
@@ -249,11 +251,11 @@ class SupervisedEngine:
             self._told = [0]
             self.process.start(standby)
             self._address = self.process.last_address
-        if self.supervisor.is_stopped:  # since this start began; a process is told of one drain later (on_ready)
+        if self.supervisor.is_stopped:  # since this start began; the process is told about one drain later (on_ready)
             self._tell_drains()
 
     def _keep_standby(self) -> None:
-        """Make a standby when one is due, and see to it that the one that is there is of use."""
+        """Start a standby when one is due, and check that the existing one is usable."""
         plan, now = self.supervisor.standby, time.monotonic()
         if self._standby is not None and not self._standby.look(now):
             self._tell(f"the standby {self._standby.text}")
@@ -291,13 +293,13 @@ class SupervisedEngine:
         self.last_cause = death.cause
         now = time.monotonic()
         box = self.process.black_box
-        is_its_own = box.read().epoch == self.process.epoch  # not that of a process before it
+        is_its_own = box.read().epoch == self.process.epoch  # not an earlier process's
         self.supervisor.on_death(death, now, box.suspects() if is_its_own else [])
         self.process.isolate(self.supervisor.hunt.isolate(now))
         if self._is_closing:
             return
         if self.supervisor.state is State.WAITING:
-            self._tell(f"the engine process {death.text} ({death.cause.value}); it is started again")
+            self._tell(f"the engine process {death.text} ({death.cause.value}); it is restarted")
         elif death.cause is not Cause.ENDED:
             self._tell(f"the engine process {self.supervisor.text}")
 
@@ -305,9 +307,9 @@ class SupervisedEngine:
         self._on_news(text)
 
     def _end(self) -> None:
-        """Tell everybody who waits that there is no engine any more, where the last process has not.
+        """Tell waiting clients that there is no engine anymore, if the last process has not.
 
-        Whoever closes this object without a word to the engine has nobody to tell.
+        If this object is closed without stopping the engine first, there is no client to tell.
         """
         if self._standby is not None:
             self._standby.close()
@@ -322,13 +324,13 @@ class SupervisedEngine:
                 os.eventfd_write(self.ended_fd, 1)
 
 
-# The last words of an engine that does not come back: said at its address to clients that wait for its return.
+# A final answer for an engine that does not come back: sent at its address to clients that wait for its return.
 
 
 def say_last_words(address: str, text: str, seconds: float) -> None:
-    """Answer whoever says Hello at this address with a refusal, for so many seconds; then leave nothing behind.
+    """Answer each Hello at this address with a refusal, for this many seconds; then leave nothing behind.
 
-    Where the address cannot be had, another engine may be there already: then nothing is said.
+    If the address is not available, another engine may already use it: then nothing is sent.
     """
     context: Context = zmq.Context()
     try:
@@ -348,26 +350,26 @@ def say_last_words(address: str, text: str, seconds: float) -> None:
         context.term()
 
 
-# Watchdog: whether an engine hangs, from what its black box says. It has no clock of its own.
+# Watchdog: whether an engine hangs, from its black box. It reads no clock.
 
 
 class Watchdog:
-    """The time for which an engine has shown no sign of life.
+    """How long an engine has shown no sign of life.
 
-    least_s: seconds without a sign that are never too long; 0 = nothing ever is. Only time in which this process ran is
-    counted: a machine that was suspended, or a supervisor that got no CPU, accuses no engine.
+    least_s: seconds without a sign that are never too long; 0 = never hung. Only time in which this process ran is
+    counted: a suspended machine, or a supervisor without CPU time, is not the engine's fault.
     """
 
     def __init__(self, least_s: float = DEFAULT_HANG_S, longest_look_s: float = 1.0) -> None:
         self.text = ""  # of the last alarm, for people
         self._least_s = least_s
-        self._longest_look_s = longest_look_s  # counted for one look, however long ago the last one was
+        self._longest_look_s = longest_look_s  # most seconds counted for one check, however long ago the last one was
         self._last: Reading | None = None
         self._looked_at = 0.0
         self._still_s = 0.0
 
     def look(self, reading: Reading, now: float) -> bool:
-        """Return whether the engine hangs. now: seconds; looks come several times a second."""
+        """Return whether the engine hangs. now: seconds; called several times a second."""
         if reading != self._last:
             self._still_s = 0.0
         else:

@@ -1,7 +1,7 @@
-"""Supervisor: what is done about an engine that starts, dies and hangs, as a state machine without clock and processes.
+"""Supervisor: decides what to do when an engine starts, dies or hangs, as a state machine without clock and processes.
 
-frontend/engine/supervised_engine.py tells it what happens, does what it says, and tests play both. Times: seconds of
-any clock that only grows.
+frontend/engine/supervised_engine.py reports events to it and carries out its decisions; tests simulate both. Times:
+seconds of any clock that only grows.
 """
 
 from collections import Counter
@@ -14,27 +14,27 @@ from frontend.engine.restart_policy import RestartPolicy, RestartRules
 from frontend.engine.standby_plan import StandbyPlan
 from ipc.records.black_box import Suspect
 
-_RESUME_S = 2.0  # for clients to come back to an engine that died while it was draining, before it drains again
+_RESUME_S = 2.0  # time for clients to come back to an engine that died while draining, before it drains again
 
 
 class State(Enum):
-    """Where the engine is in its life."""
+    """The state of the engine."""
 
     STARTING = "starting"
     READY = "ready"
-    WAITING = "waiting to be started again"
-    ENDED = "ended for good"
+    WAITING = "waiting to be restarted"
+    ENDED = "ended, without a restart"
 
 
 class Supervisor:
-    """The life of one engine over all its processes. has_standby: a second process is prepared to take over."""
+    """One engine across all its processes. has_standby: a second process is ready to take over."""
 
     def __init__(self, rules: RestartRules, *, has_standby: bool = False) -> None:
         self.state = State.STARTING
         self.text = ""  # of the last death, for people
         self.has_told = False  # the last process that ended has told its clients
         self.num_deaths = 0
-        self.restarts: Counter[Cause] = Counter()  # by the cause of the death before
+        self.restarts: Counter[Cause] = Counter()  # by the cause of the preceding death
         self.hunt = PoisonHunt()
         self.standby = StandbyPlan(is_wanted=has_standby and rules.most > 0)
         self._policy = RestartPolicy(rules)
@@ -42,10 +42,10 @@ class Supervisor:
         self._num_drains = 0
         self._last_cause = Cause.ENDED  # of the last death
         self._ready_at = 0.0
-        self._drain_at: float | None = None  # the engine died while it was draining, and is to drain again
+        self._drain_at: float | None = None  # the engine died while draining, and must drain again
 
     def on_start(self) -> None:
-        """Note that a process begins to start."""
+        """Note that a process starts."""
         self.state = State.STARTING
 
     def on_ready(self, now: float) -> None:
@@ -56,9 +56,9 @@ class Supervisor:
             self._drain_at = now + _RESUME_S
 
     def on_drain(self) -> None:
-        """Note that the engine was told to drain: its next end is the last, unless something else causes it.
+        """Note that the engine was told to drain: its next end is final, unless it has another cause.
 
-        Told twice it is to stop at once: its next end is the last, whatever causes it.
+        Told twice, it must stop at once: its next end is final, whatever the cause.
         """
         self._num_drains += 1
         self.standby.on_last_use()
@@ -87,15 +87,15 @@ class Supervisor:
         return self._num_drains > 1
 
     def give_up(self) -> None:
-        """End it for good between two processes, because it was told to stop."""
-        self.state, self.text = State.ENDED, f"{self.text}; it was told to stop, so it is not started again"
+        """End it between two processes, without a restart, because it was told to stop."""
+        self.state, self.text = State.ENDED, f"{self.text}; it was told to stop, so it is not restarted"
 
     def fail(self, text: str) -> None:
-        """End it for good because what watches the engine failed. text: what follows "the engine process"."""
+        """End it without a restart because the watching thread failed. text: follows "the engine process"."""
         self.state, self.text, self.has_told = State.ENDED, text, False
 
     def take_standby(self) -> bool:
-        """Return whether the standby becomes the next process, which starts now; else it is of no use any more."""
+        """Return whether the standby becomes the next process, which starts now; otherwise it is no longer usable."""
         return self.standby.take(self._last_cause)
 
     def start_in_s(self, now: float) -> float:
@@ -103,7 +103,7 @@ class Supervisor:
         return max(0.0, self._start_at - now)
 
     def take_drain(self, now: float) -> bool:
-        """Return whether the engine is to be told to drain now; True once."""
+        """Return whether to tell the engine to drain now; True once."""
         is_due = self._drain_at is not None and now >= self._drain_at
         if is_due:
             self._drain_at = None

@@ -1,4 +1,4 @@
-"""Answers of all replicas as one: counters and gauges are summed, most-so-far numbers are the largest."""
+"""Answers of all replicas as one: counters and gauges are summed; maxima are the largest."""
 
 from typing import Any
 
@@ -13,14 +13,14 @@ from ipc.wire.messages import ServerMessage, Statistics
 from ipc.wire.metrics_messages import Histogram, Metrics
 from ipc.wire.scheduling_messages import Explain, Explanation, Reason, RequestExplanation, SchedulingState
 
-#: Fields of Statistics that are not sums: the largest of all replicas, or that of the first.
+#: Fields of Statistics that are not sums: the largest of all replicas, or the first one's.
 _LARGEST = ("max_scheduled_rows",)
 _FIRST = ("block_size",)
 _PAUSED_NEW, _PAUSED_ALL = 1, 2
 
 
 def sum_statistics(call: int, answers: list[ServerMessage], dispatch: Dispatch, now: float) -> Statistics:
-    """Return the statistics of all replicas together. What waits in the fleet's queue counts as waiting."""
+    """Return the statistics of all replicas together. Requests in the fleet's queue count as waiting."""
     each = [msgspec.structs.asdict(one) for one in answers if isinstance(one, Statistics)]
     total: dict[str, Any] = {}
     for name, first in each[0].items():
@@ -35,7 +35,7 @@ def sum_statistics(call: int, answers: list[ServerMessage], dispatch: Dispatch, 
 
 
 def sum_metrics(call: int, answers: list[ServerMessage], dispatch: Dispatch, now: float) -> Metrics:
-    """Return what requests took at all replicas, whoever sent them."""
+    """Return the measurements of requests at all replicas, from all clients."""
     total = Metrics(call, False)
     for one in answers:
         if isinstance(one, Metrics):
@@ -51,7 +51,7 @@ def sum_metrics(call: int, answers: list[ServerMessage], dispatch: Dispatch, now
 
 
 def common_adapters(call: int, answers: list[ServerMessage], dispatch: Dispatch, now: float) -> LoraAdapters:
-    """Return the adapters that all replicas have under one name: any of them may get the request."""
+    """Return the adapters that all replicas have under the same name, because any of them may get the request."""
     each = [one for one in answers if isinstance(one, LoraAdapters)]
     named = [{adapter.name: adapter for adapter in one.adapters} for one in each]
     shared = [
@@ -65,7 +65,7 @@ def common_adapters(call: int, answers: list[ServerMessage], dispatch: Dispatch,
 def join_explanations(
     dispatch: Dispatch, client: int, call: Explain, answers: list[tuple[int, ServerMessage]], now: float
 ) -> Explanation:
-    """Return one explanation of the requests of this fleet, under the names that its clients know.
+    """Return one explanation of this fleet's requests, under its clients' names.
 
     Requests that others have sent to the replicas are counted, but not listed. now: monotonic seconds.
     """
@@ -118,7 +118,7 @@ _SUMMED = (
 def own_explanation(
     dispatch: Dispatch, client: int, call: int, entries: list[RequestExplanation], now: float
 ) -> Explanation:
-    """Return an explanation of what waits in the fleet's own queue."""
+    """Return an explanation of the requests in the fleet's own queue."""
     pause = _PAUSED_ALL if dispatch.pauses_all else _PAUSED_NEW if dispatch.pauses_new else 0
     numbers = dict.fromkeys(_SUMMED, 0) | {"num_waiting": dispatch.num_queued}
     return Explanation(

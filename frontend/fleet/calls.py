@@ -1,4 +1,4 @@
-"""Calls: questions of clients to a fleet, answered by it, by one of its replicas, or by all of them together."""
+"""Calls: clients' calls to a fleet, answered by it, by one of its replicas, or by all of them together."""
 
 import itertools
 from collections.abc import Callable
@@ -51,7 +51,7 @@ class Host(Protocol):
     to_clients: list[tuple[int, ServerMessage]]
 
     def pause(self, *, all_requests: bool) -> None:
-        """Let no request begin, or none run at all."""
+        """Let no request begin, or let none run."""
 
     def resume(self, now: float) -> None:
         """End a pause."""
@@ -64,11 +64,11 @@ class Host(Protocol):
 
 
 class _Pending(msgspec.Struct, eq=False):
-    """A call that replicas have been asked."""
+    """A call that was sent to replicas."""
 
     client: int
     call: Call
-    missing: set[int]  # rows of the replicas that have not answered
+    missing: set[int]  # rows of replicas that have not answered
     answers: list[tuple[int, ServerMessage]] = msgspec.field(default_factory=list)  # (row, answer)
     asked_at: float = 0.0
 
@@ -85,7 +85,7 @@ class Calls:
         return bool(self._pending)
 
     def ask(self, client: int, call: Call, now: float) -> None:
-        """Take a call in: it is answered now, or later."""
+        """Take a call in and answer it now or later."""
         fleet = self._fleet
         match call:
             case Pause(mode=mode):
@@ -110,9 +110,9 @@ class Calls:
                 self._relay(client, call, [one.row for one in fleet.dispatch.replicas.sessions][:1], now)
             case _:
                 about = (
-                    "a fleet has several caches: follow each replica's own"
+                    "a fleet has several caches: follow each replica's"
                     if isinstance(call, FollowKVEvents)
-                    else "a fleet does not take this call"
+                    else "a fleet does not support this call"
                 )
                 self._answer(client, CallFailed(call.call, ErrorCode.INVALID_ARGUMENT, about))
 
@@ -126,7 +126,7 @@ class Calls:
             self._finish_if_complete(number, now)
 
     def lose(self, row: int) -> None:
-        """Wait for no answers of a replica whose session has ended."""
+        """Stop waiting for answers of a replica whose session has ended."""
         for number, pending in list(self._pending.items()):
             if row in pending.missing:
                 pending.missing.discard(row)
@@ -174,7 +174,7 @@ class Calls:
             return
         row = requests.find(session, call.number)
         if row < 0:
-            text = f"no request {session}/{call.number} lives here: it has ended, or never came"
+            text = f"there is no live request {session}/{call.number}: it has ended, or never arrived"
             self._answer(client, CallFailed(call.call, ErrorCode.INVALID_ARGUMENT, text))
             return
         at = int(requests.replica[row])
@@ -215,7 +215,7 @@ class Calls:
         replica = fleet.dispatch.replicas.find(call.address)
         if replica is None:
             known = ", ".join(one.address for one in fleet.dispatch.replicas.by_row.values()) or "none"
-            text = f"{call.address!r} is no replica of this fleet; its replicas are: {known}"
+            text = f"{call.address!r} is not a replica of this fleet; its replicas are: {known}"
             return CallFailed(call.call, ErrorCode.INVALID_ARGUMENT, text)
         fleet.drain(replica, now, move_after_s=None if call.move_after_ms < 0 else call.move_after_ms / 1000)
         return CallDone(call.call)
@@ -224,7 +224,7 @@ class Calls:
         self._fleet.to_clients.append((client, message))
 
 
-#: How answers of all replicas become one; the first answer where nothing is said.
+#: How answers of all replicas become one; the default is the first answer.
 _JOINS: dict[type[Call], Callable[[int, list[ServerMessage], Dispatch, float], ServerMessage]] = {
     GetStatistics: sum_statistics,
     GetMetrics: sum_metrics,

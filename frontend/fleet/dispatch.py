@@ -1,7 +1,7 @@
-"""Dispatch: which request is placed where, and which waits in the fleet's queue.
+"""Dispatch: where each request is placed, and which requests wait in the fleet's queue.
 
-A request is at most at one replica. It is placed as it arrives, and waits only where no replica takes it: in order of
-arrival, so that one that has lost its replica goes before those that came after it.
+A request is at most at one replica. It is placed on arrival, and waits only if no replica takes it: in order of
+arrival, so that one that has lost its replica precedes those that arrived later.
 """
 
 import heapq
@@ -40,12 +40,12 @@ class Dispatch:
         self.index = PrefixIndex()
         self.suspects = Suspects()
         self.pauses_new = self.pauses_all = False
-        self.held: set[int] = set()  # clients whose requests do not run, because they do not read
-        self.num_moved = 0  # times that a request was placed again
-        self.num_cached_tokens = 0  # that placements counted on
+        self.held: set[int] = set()  # clients that do not read, whose requests do not run
+        self.num_moved = 0  # number of requests placed again
+        self.num_cached_tokens = 0  # cached tokens that placements relied on
         self._placement = Placement(self.replicas, policy, seed)
         self._send = send
-        self._queue: list[tuple[int, int]] = []  # a heap of (order, row); an entry counts while its row waits
+        self._queue: list[tuple[int, int]] = []  # a heap of (order, row); an entry is valid while its row waits
 
     @property
     def has_queue(self) -> bool:
@@ -60,7 +60,7 @@ class Dispatch:
     # --- the queue ----------------------------------------------------------------------------------------------
 
     def put(self, row: int) -> None:
-        """Put a request into the queue, at its place in the order of arrival, or outside while it is not to run."""
+        """Put a request into the queue, in order of arrival, or outside it while it must not run."""
         requests = self.requests
         is_held = self.pauses_all or (self.pauses_new and not requests.begun[row])
         if is_held or int(requests.client[row]) in self.held:
@@ -88,7 +88,7 @@ class Dispatch:
         return too_long
 
     def _place(self, row: int, now: float, too_long: list[TooLong], without: frozenset[int] = frozenset()) -> bool:
-        """Send a request to the replica that placement chooses; return False where none is left."""
+        """Send a request to the replica that placement chooses; return False if none is left."""
         requests, replicas = self.requests, self.replicas
         tokens = requests.token_ids(row)
         num_tokens = len(tokens) // 4
@@ -139,7 +139,7 @@ class Dispatch:
             requests.begin(row)
 
     def release(self, row: int) -> None:
-        """Take a request off its replica's account: it has ended there, or is moved."""
+        """Remove a request from its replica's load: it has ended there, or moves."""
         requests, replicas = self.requests, self.replicas
         at = int(requests.replica[row])
         if at != NO_REPLICA:
@@ -149,15 +149,15 @@ class Dispatch:
             self.reopen(replicas.by_row[at])
 
     def reopen(self, replica: Replica) -> None:
-        """Let a replica that was full be asked again: it has room, or time has passed."""
+        """Allow requests to a replica that was full: it has room, or time has passed."""
         if replica.state is ReplicaState.FULL:
             replica.state = ReplicaState.OPEN
             self.replicas.is_open[replica.row] = True
 
     def withdraw(self, rows: list[int]) -> None:
-        """Take requests back from their replicas, which are told to abort them; what they send from now on is dropped.
+        """Take requests back from their replicas, which are told to abort them; their later messages are dropped.
 
-        The caller puts them into the queue, or keeps them.
+        The caller queues them or keeps them.
         """
         self.abort_at_replicas(rows)
         for row in rows:
@@ -174,13 +174,13 @@ class Dispatch:
             self._send(at, encode(Abort(np.array(numbers, "<u4").tobytes())))
 
     def forget(self, row: int) -> None:
-        """Forget a request that has ended."""
+        """Remove a request that has ended."""
         self.release(row)
         self.suspects.clear(row)
         self.requests.forget(row)
 
     def lose(self, replica: Replica) -> list[int]:
-        """Take all requests off a replica that is gone; return their rows, in order of arrival."""
+        """Take all requests from a replica that is gone; return their rows, in order of arrival."""
         requests, rows = self.requests, self.requests.rows_at(replica.row)
         for row in rows:
             requests.replica[row], requests.missing[row] = NO_REPLICA, 0
@@ -194,28 +194,28 @@ class Dispatch:
 # Stages: requests whose prompt one replica computes and whose output another, which fetches the prompt's KV blocks.
 #
 # A prefill replica gets the request with max_tokens=1. Its token is the request's first one, as at any replica; then
-# the request goes on elsewhere, as one does whose replica was lost. Whether the blocks come or are computed again is
-# the second replica's affair (docs/scale_out.md), so nothing is held and nothing is awaited here.
+# the request continues elsewhere, like one whose replica was lost. The second replica fetches the blocks or computes
+# them again (docs/scale_out.md), so nothing is held or waited for here.
 
 
-_EXACT = "L2"  # the level at which another replica goes on with the same tokens
+_EXACT = "L2"  # the level at which another replica continues with the same tokens
 
 
 class Ended(NamedTuple):
-    """Outputs in which no request ends that has only ended its first stage, and the first rows of these."""
+    """Outputs without the ends of first stages, and the first rows of the requests that ended one."""
 
     routed: Routed
     rows: list[int]
 
 
 class Stages:
-    """The stages of a fleet's requests. min_tokens: fewest tokens to compute of prompts that have a first stage."""
+    """The stages of a fleet's requests. min_tokens: least tokens to compute of prompts with a first stage."""
 
     def __init__(self, replicas: Replicas, requests: RoutedRequests, min_tokens: int) -> None:
         self._replicas, self._requests, self._min_tokens = replicas, requests, min_tokens
 
     def closed_for(self, row: int, matches: Matches, num_tokens: int) -> list[int]:
-        """Return the open replicas that are not to get a request now: those of the other stage, unless all are."""
+        """Return the open replicas that must not get a request now: those of the other stage, unless all are."""
         replicas = self._replicas
         if not replicas.num_prefill:
             return []
@@ -226,12 +226,12 @@ class Stages:
         return closed
 
     def begin(self, row: int, at: int, matches: Matches, num_tokens: int) -> None:
-        """Note where a request is placed."""
+        """Note a request's replica."""
         is_first = bool(self._replicas.prefills[at]) and self._has_first(row, matches, num_tokens)
         self._requests.prefilling[row] = is_first
 
     def messages(self, row: int, messages: list[msgspec.Struct]) -> list[msgspec.Struct]:
-        """Return what a replica gets, of what one gets that runs the whole request."""
+        """Return the message for a replica, from the one for a replica that runs the whole request."""
         first = messages[0]
         if not self._requests.prefilling[row] or not isinstance(first, AddRequest):
             return messages
@@ -239,7 +239,7 @@ class Stages:
         return [msgspec.structs.replace(first, params=params), *messages[1:]]
 
     def end(self, routed: Routed) -> Ended:
-        """Take ends of first stages out of a replica's outputs: the request goes on, so its client learns of no end."""
+        """Remove ends of first stages from a replica's outputs: the request continues, so its client gets no end."""
         requests, columns = self._requests, routed.columns
         if (
             not self._replicas.num_prefill

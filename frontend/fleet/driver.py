@@ -1,4 +1,4 @@
-"""Driver: it carries frames between a fleet and its links, and gives the fleet the time."""
+"""Driver: passes frames between a fleet and its links, and tells the fleet the time."""
 
 from typing import Protocol
 
@@ -9,13 +9,13 @@ from ipc.wire.messages import decode_server_message
 
 
 class Connections(Protocol):
-    """The connections to replicas: frontend/fleet/links.py, or played ones."""
+    """The connections to replicas: frontend/fleet/links.py, or simulated ones."""
 
     def open(self, row: int, address: str, hello: bytes) -> None:
-        """Connect, anew where there was a connection, and send this first. Errors: AddressError."""
+        """Connect (again, if there was a connection) and send this first. Errors: AddressError."""
 
     def send(self, row: int, frame: bytes) -> bool:
-        """Send a frame; return False where the replica does not read."""
+        """Send a frame; return False if the replica does not read."""
 
     def close(self, row: int) -> None:
         """End a connection."""
@@ -60,7 +60,7 @@ class Driver:
                 fleet.receive(row, message, now)
 
     def carry_out(self, now: float) -> None:
-        """Do what the fleet orders, until it orders nothing more."""
+        """Carry out the fleet's orders until there are none left."""
         orders = self.fleet.orders
         while orders:
             todo = orders.copy()
@@ -79,7 +79,7 @@ class Driver:
                         self._links.close(row)
 
     def pass_time(self, now: float) -> float:
-        """Let the fleet do what time brings; return when the next is due."""
+        """Let the fleet do what is due; return when the next action is due."""
         due = self.fleet.tick(now)
         self.carry_out(now)
         return due

@@ -1,4 +1,4 @@
-"""Ends: how requests of a fleet end, or go on elsewhere, without a word of a replica."""
+"""Ends: how requests of a fleet end, or continue elsewhere, without a message from a replica."""
 
 from frontend.fleet.dispatch import Dispatch
 from frontend.fleet.membership import EXACT, Membership
@@ -6,7 +6,7 @@ from ipc.wire.messages import ErrorCode, RequestFailed, ServerMessage
 
 
 class Ends:
-    """The ends of requests. to_clients: takes messages with their clients. epoch: of the fleet's Outputs."""
+    """The ends of requests. to_clients: gets messages with their clients. epoch: of the fleet's Outputs."""
 
     def __init__(
         self, dispatch: Dispatch, membership: Membership, to_clients: list[tuple[int, ServerMessage]], epoch: int
@@ -30,12 +30,12 @@ class Ends:
         self._dispatch.forget(row)
 
     def may_move(self, row: int) -> bool:
-        """Return whether a request can go on elsewhere: it has no tokens yet, or the same ones would follow there."""
+        """Return whether a request can continue elsewhere: it has no tokens yet, or would get the same ones there."""
         model = self._membership.model
         return model is None or model.numerics == EXACT or not self._dispatch.requests.num_output(row)
 
     def free(self, row: int, reason: str) -> None:
-        """Let a request that has no replica any more go on elsewhere, or end."""
+        """Let a request that has lost its replica continue elsewhere, or end it."""
         requests = self._dispatch.requests
         if requests.is_aborted(requests.ticket(row)):
             self.end_aborted(row)
@@ -43,11 +43,14 @@ class Ends:
             self._dispatch.put(row)
         else:
             assert self._membership.model is not None
-            text = f"{reason}, and at numerics level {self._membership.model.numerics} another may give other tokens"
+            text = (
+                f"{reason}, and at numerics level {self._membership.model.numerics} another replica may give other "
+                "tokens"
+            )
             self.fail(row, ErrorCode.INTERNAL, text)
 
     def move(self, rows: list[int]) -> None:
-        """Take requests away from their replicas, so that they go on elsewhere."""
+        """Take requests away from their replicas, so that they continue elsewhere."""
         requests = self._dispatch.requests
         self._dispatch.withdraw(rows)
         for row in rows:
@@ -57,7 +60,7 @@ class Ends:
                 self._dispatch.put(row)
 
     def place(self, now: float) -> None:
-        """Place what waits, as far as replicas take it."""
+        """Place waiting requests as long as replicas take them."""
         for row, num_bytes in self._dispatch.place_waiting(now):
-            text = f"the request has become too long to go on elsewhere ({num_bytes} bytes)"
+            text = f"the request has become too long to continue elsewhere ({num_bytes} bytes)"
             self.fail(row, ErrorCode.RESOURCE_EXHAUSTED, text)

@@ -1,11 +1,12 @@
-"""Fleet: many engines as one: it places clients' requests at replicas, and continues them where a replica is lost.
+"""Fleet: many engines as one: it places clients' requests at replicas, and continues them elsewhere if a replica is
+lost.
 
-It is pure: no socket, no clock, no chance. The same calls in the same order give the same messages and orders. It has
-three homes: a client's own process (frontend/fleet/transport.py), a router (tools/commands/route/), and the tests'
-played world.
+It is pure: no socket, no clock, no randomness. The same calls in the same order give the same messages and orders. It
+runs in a client's own process (frontend/fleet/transport.py), in a router (tools/commands/route/), and in the tests'
+simulation.
 
-What a replica's message changes is settled by the next call of any kind (frontend/fleet/replica_events.py), so its home
-may send the messages for clients first.
+The effects of a replica's message are applied by the next call of any kind (frontend/fleet/replica_events.py), so the
+owner can send the messages for clients first.
 """
 
 from collections.abc import Iterable
@@ -29,18 +30,19 @@ from ipc.wire.messages import (
     encode,
 )
 
-_TICK_S = 0.02  # between looks at deadlines and suspects
-#: Prompts with fewer tokens to compute are computed where their output is: the way through another replica costs more.
+_TICK_S = 0.02  # between checks of deadlines and suspects
+#: Prompts with fewer tokens to compute are computed at the replica of their output: going through another one costs
+#: more.
 PREFILL_MIN_TOKENS = 256
 
 
 class Fleet:
     """The core of a fleet. Times are monotonic seconds, and never go back.
 
-    policy: prefix, least_loaded or round_robin. seed: decides between replicas that are equal otherwise. name: the
-    fleet's as a client of its replicas. max_queued: requests that may wait while no replica takes any. patience_s: how
-    long they wait while there is no replica at all. prefill_min_tokens: see Stages. to_clients, orders: messages and
-    orders to be taken by the fleet's home.
+    policy: prefix, least_loaded or round_robin. seed: decides between otherwise equal replicas. name: the fleet's name
+    as a client of its replicas. max_queued: most requests that wait because no replica takes them. patience_s: how long
+    they wait if there is no replica. prefill_min_tokens: see Stages. to_clients, orders: messages and orders for the
+    fleet's owner.
     """
 
     def __init__(
@@ -67,7 +69,7 @@ class Fleet:
         self._events = ReplicaEvents(self.dispatch, self.membership, self.calls, self._ends, to_clients=self.to_clients)
         self._max_queued = max_queued
         self._patience_s = patience_s
-        self._alone_since: float | None = None  # there has been no replica that takes requests
+        self._alone_since: float | None = None  # since when there is no replica that takes requests
         self._next_tick = 0.0
         self._due = 0.0
 
@@ -77,7 +79,7 @@ class Fleet:
         return self.requests.num_live > 0 or bool(self.calls)
 
     def settle(self) -> None:
-        """Note what was put off until the messages for clients are on their way."""
+        """Apply what was put off until the messages for clients had been sent."""
         self._events.settle()
 
     def take_messages(self) -> list[tuple[int, ServerMessage]]:
@@ -89,10 +91,10 @@ class Fleet:
     # --- clients ------------------------------------------------------------------------------------------------
 
     def submit(self, client: int, message: Submission, now: float) -> None:
-        """Take a request in. Its number is not in use by its client."""
+        """Take a request in. Its number must not be in use by its client."""
         self.settle()
         if self.dispatch.num_queued >= self._max_queued:
-            text = f"no replica takes more requests, and {self._max_queued} wait already; send again later"
+            text = f"no replica takes more requests, and {self._max_queued} already wait; send it again later"
             failed = RequestFailed(message.number, ErrorCode.RESOURCE_EXHAUSTED, text, RETRY_AFTER_MS)
             self.to_clients.append((client, failed))
             return
@@ -134,7 +136,7 @@ class Fleet:
             self._ends.end_aborted(row)
 
     def leave(self, client: int) -> None:
-        """End a client's session: its requests are aborted, and it is sent nothing more."""
+        """End a client's session: its requests are aborted, and nothing more is sent to it."""
         self.settle()
         rows = self.requests.rows_of_client(client)
         self.dispatch.abort_at_replicas(rows)
@@ -144,27 +146,28 @@ class Fleet:
         self.calls.forget(client)
 
     def hold(self, client: int) -> None:
-        """Keep a client's requests from running, because too much waits to be sent to it. Where they cannot go on
-        exactly, those with tokens run on."""
+        """Stop a client's requests from running, because too much waits to be sent to it. If they could not continue
+        exactly, those with tokens keep running.
+        """
         self.settle()
         self.dispatch.held.add(client)
         self._park(self.requests.rows_of_client(client))
 
     def release(self, client: int, now: float) -> None:
-        """Let a client's requests go on."""
+        """Let a client's requests continue."""
         self.settle()
         self.dispatch.held.discard(client)
         self._unpark(self.requests.rows_of_client(client), now)
 
     def pause(self, *, all_requests: bool) -> None:
-        """Let no request begin, or none run at all, until resume()."""
+        """Let no request begin, or let none run, until resume()."""
         self.settle()
         self.dispatch.pauses_new, self.dispatch.pauses_all = True, all_requests
         rows = self._all_rows()
         self._park([row for row in rows if all_requests or not self.requests.begun[row]])
 
     def resume(self, now: float) -> None:
-        """End a pause; do nothing where there is none."""
+        """End a pause; do nothing if there is none."""
         self.settle()
         self.dispatch.pauses_new = self.dispatch.pauses_all = False
         self._unpark(self._all_rows(), now)
@@ -199,7 +202,10 @@ class Fleet:
         self._events.receive(row, message, now)
 
     def lose(self, row: int, reason: str, now: float, *, is_death: bool = False) -> None:
-        """Note the end of a replica's connection; its requests go on elsewhere. is_death: see ReplicaEvents.lose()."""
+        """Note the end of a replica's connection; its requests continue elsewhere.
+
+        is_death: see ReplicaEvents.lose().
+        """
         self._due = 0.0
         self._events.lose(row, reason, now, is_death=is_death)
 
@@ -212,7 +218,7 @@ class Fleet:
     # --- time ---------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> float:
-        """Do what time brings; return when to call this again at the latest."""
+        """Do what is due; return the latest time for the next call."""
         self.settle()
         if now < self._next_tick:
             return self._due
@@ -232,7 +238,7 @@ class Fleet:
         return self._due
 
     def _expire(self, now: float) -> None:
-        """Fail requests in the queue whose deadline has passed, and all when there was no replica for too long."""
+        """Fail queued requests whose deadline has passed, and all of them if there was no replica for too long."""
         is_alone = not self.replicas.sessions
         self._alone_since = (self._alone_since or now) if is_alone else None
         gave_up = self._alone_since is not None and now - self._alone_since > self._patience_s

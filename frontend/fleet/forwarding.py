@@ -1,4 +1,4 @@
-"""forward(): a replica's Outputs as messages to the clients whose requests they are, under the clients' own numbers."""
+"""forward(): a replica's Outputs as messages to the requests' clients, under the clients' own numbers."""
 
 from struct import iter_unpack, pack
 from typing import Any, NamedTuple
@@ -15,11 +15,11 @@ from ipc.wire.pooling_messages import Pooled
 from ipc.wire.scheduling_messages import RequestEvents
 
 Messages = list[tuple[int, Outputs]]  # (client, message)
-_FEW = 64  # entries that are looked up one after the other
+_FEW = 64  # up to this many entries are looked up one by one
 
 
 class RoutedRow(NamedTuple):
-    """A plain output of one row, which goes on where it is: the row, its client, and the message for that."""
+    """A plain output of one row, whose request continues there: the row, its client, and the message for it."""
 
     row: int
     client: int
@@ -27,7 +27,7 @@ class RoutedRow(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """Outputs of a replica, their columns, and the rows [R] that they are of."""
+    """Outputs of a replica, their columns, and their rows [R]."""
 
     outputs: Outputs
     columns: OutputColumns
@@ -35,10 +35,10 @@ class Routed(NamedTuple):
 
 
 def only_new(requests: RoutedRequests, outputs: Outputs) -> Routed:
-    """Return the message without what is not to be forwarded.
+    """Return the message without the parts that must not be forwarded.
 
-    That is: rows of requests that have ended or were moved away, and tokens that came before. Errors:
-    MalformedMessageError for columns that do not fit, and for a row that begins above the tokens that came before.
+    These are rows of requests that have ended or moved away, and tokens that arrived earlier. Errors:
+    MalformedMessageError for columns that do not fit, and for a row that begins above the tokens that have arrived.
     """
     columns = columns_of(outputs)
     rows = requests.rows_of(columns.numbers, columns.choices)
@@ -52,7 +52,7 @@ def only_new(requests: RoutedRequests, outputs: Outputs) -> Routed:
     if (columns.positions > known).any():
         at = int(np.argmax(columns.positions > known))
         raise MalformedMessageError(
-            f"a row begins at position {columns.positions[at]} of an output of which {known[at]} tokens have come"
+            f"a row begins at position {columns.positions[at]} of an output of which {known[at]} tokens have arrived"
         )
     skipped = np.minimum(known - columns.positions, columns.counts)
     ends = np.zeros(len(rows), np.bool_) if columns.finish is None else columns.finish > 0
@@ -62,7 +62,7 @@ def only_new(requests: RoutedRequests, outputs: Outputs) -> Routed:
 
 
 def forward(requests: RoutedRequests, routed: Routed, epoch: int) -> Messages:
-    """Return the messages of the clients. routed: what only_new() returned, not yet applied to requests."""
+    """Return the messages for the clients. routed: the result of only_new(), not yet applied to requests."""
     outputs, _, rows = routed
     clients = requests.client[rows]
     is_plain = not (outputs.drafts or outputs.logprobs or outputs.pooled)
@@ -78,10 +78,9 @@ def forward(requests: RoutedRequests, routed: Routed, epoch: int) -> Messages:
 
 
 def forward_row(requests: RoutedRequests, outputs: Outputs, epoch: int) -> RoutedRow | None:
-    """Return what goes to the client of outputs that are one plain row; None: they are others, or wrong, and for
-    only_new().
+    """Return the message for outputs of one plain row; None for others and for invalid ones, which only_new() handles.
 
-    A first token comes so, alone, and its client waits for this: there is no array here.
+    A first token arrives alone, and its client waits for it, so no arrays are used here.
     """
     numbers, positions, counts, finish = outputs.numbers, outputs.positions, outputs.counts, outputs.finish
     if (len(numbers), len(positions), len(counts), len(outputs.started) % 8) != (4, 4, 2, 0) or len(finish) > 1:
@@ -100,8 +99,9 @@ def forward_row(requests: RoutedRequests, outputs: Outputs, epoch: int) -> Route
 
 
 def _whole(requests: RoutedRequests, outputs: Outputs, client: int, numbers: bytes, epoch: int) -> Outputs | None:
-    """Return the outputs, all rows of which are this client's; None where another entry is not. numbers: the client's
-    own.
+    """Return the outputs, all rows of which are this client's; None if another entry is not.
+
+    numbers: the client's own.
     """
     started = _started_of(requests, outputs.started, client) if outputs.started else b""
     events = None if outputs.events is None else _events_of(requests, outputs.events, client)
@@ -111,8 +111,8 @@ def _whole(requests: RoutedRequests, outputs: Outputs, client: int, numbers: byt
 
 
 def _started_of(requests: RoutedRequests, started: bytes, client: int) -> bytes | None:
-    """Return the column `started` for this client; None where an entry is another client's. Few requests begin at once,
-    and their first tokens wait for it: so one after the other.
+    """Return the column `started` for this client; None if an entry is another client's. Few requests begin at the same
+    time, and their first tokens wait for this, so entries are processed one by one.
     """
     parts = []
     for ticket, num_cached in iter_unpack("<II", started):
@@ -125,9 +125,9 @@ def _started_of(requests: RoutedRequests, started: bytes, client: int) -> bytes 
 
 
 def _events_of(requests: RoutedRequests, events: RequestEvents, client: int) -> RequestEvents | None:
-    """Return the events for this client; None where some are another client's, or of a request that was moved.
+    """Return the events for this client; None if some are another client's, or of a request that has moved.
 
-    They come with first tokens, too, so one after the other.
+    They come with first tokens, so they are also processed one by one.
     """
     if len(events.numbers) > 4 * _FEW:
         return None
@@ -168,7 +168,7 @@ class _Parts:
             }
 
     def add_others(self, outputs: Outputs) -> None:
-        """Add what is sparse: entries of single requests, by their tickets."""
+        """Add the sparse parts: entries of single requests, by their tickets."""
         if outputs.started:
             pairs = np.frombuffer(outputs.started, "<u4").reshape(-1, 2)
             for client, which, numbers in self._split(pairs[:, 0], is_first=True):
@@ -217,10 +217,10 @@ class _Parts:
             )
 
     def _split(self, tickets: AnyInts, *, is_first: bool = False) -> list[tuple[int, Ints, Ints]]:
-        """Return (client, indices of its entries, their numbers) of entries by ticket; those of dead tickets are left
+        """Return (client, indices of its entries, their numbers) of entries by ticket; entries of old tickets are left
         out.
 
-        is_first: of moved requests too, whose client had such entries when they ran elsewhere.
+        is_first: also of moved requests, whose clients already got such entries when they ran elsewhere.
         """
         requests = self._requests
         rows = requests.rows_of(tickets)
@@ -236,7 +236,7 @@ def _groups(clients: Ints) -> list[tuple[int, Ints]]:
     """Return each client with the indices of its entries, ascending."""
     if not len(clients):
         return []
-    if (clients == clients[0]).all():  # as a rule; what follows takes ten times as long for a few entries
+    if (clients == clients[0]).all():  # the usual case; the general one takes ten times as long for a few entries
         return [(int(clients[0]), np.arange(len(clients)))]
     order = clients.argsort(kind="stable")
     sorted_clients = clients[order]
@@ -246,7 +246,7 @@ def _groups(clients: Ints) -> list[tuple[int, Ints]]:
 
 
 def _take(outputs: Outputs, columns: OutputColumns, which: Ints, skipped: Ints | None = None) -> Outputs:
-    """Return the message with these of its rows. skipped: tokens to leave out at the beginning of each."""
+    """Return the message with these rows only. skipped: tokens to leave out at the beginning of each."""
     counts, positions = columns.counts[which], columns.positions[which]
     if skipped is None:
         skipped = np.zeros(len(which), np.int64)
@@ -270,8 +270,8 @@ def _of(column: bytes, dtype: Any, which: Ints) -> bytes:
 
 
 def _ragged(counts: Ints, which: Ints, skipped: Ints | None = None) -> Ints:
-    """Return the indices of the entries of these rows, where row i has counts[i] entries. skipped: of each, at
-    first.
+    """Return the indices of the entries of these rows, where row i has counts[i] entries. skipped: first entries of
+    each to leave out.
     """
     starts, lengths = (counts.cumsum() - counts)[which], counts[which]
     if skipped is not None:

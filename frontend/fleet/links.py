@@ -1,7 +1,7 @@
 """Links: the sockets of a fleet to its replicas, for one thread at a time; none of its methods waits.
 
-A replica that dies is noticed when the system closes its connection. One whose machine vanishes, or whose process
-stands still, is noticed by the silence of its libzmq.
+A replica that dies is noticed when the system closes its connection. One whose machine disappears, or whose process is
+stopped, is noticed by the silence of its libzmq.
 """
 
 import select
@@ -14,9 +14,9 @@ from ipc.wire.sockets import READABLE, Context, Socket, connect_dealer, pending_
 
 SILENCE_MS = 2000
 _MAX_RECONNECT_MS = 320
-#: Most bytes that wait for a replica that does not read; beyond them its connection is given up.
+#: Most bytes that wait for a replica that does not read; beyond them its connection is closed.
 MAX_QUEUED_BYTES = 64 << 20
-_MAX_BATCH = 64  # frames of one replica that are read before those of the others
+_MAX_BATCH = 64  # most frames of one replica that are read before those of the others
 
 Arrived = list[tuple[int, bytes | None]]  # (row of the replica, frame); None: its connection has ended
 
@@ -32,7 +32,7 @@ class _Link:
         self.num_unsent_bytes = 0
 
     def send(self, frame: bytes) -> bool:
-        """Send a frame, or keep it; return False where too much waits."""
+        """Send a frame, or queue it; return False if too much waits."""
         if not self.unsent:
             try:
                 self.socket.send(frame, zmq.NOBLOCK)
@@ -71,27 +71,27 @@ class _Link:
 
 
 def _listen_for_silence(socket: Socket) -> None:
-    """Count a peer as disconnected whose libzmq answers nothing; try less often to connect where nobody listens."""
+    """Count a peer as disconnected if its libzmq does not answer; connect less often if nothing listens."""
     socket.setsockopt(zmq.HEARTBEAT_IVL, SILENCE_MS // 4)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENCE_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MAX_RECONNECT_MS)
 
 
 class Links:
-    """The connections, by the rows of their replicas. fd: readable when receive() may have something."""
+    """The connections, by the rows of their replicas. fd: readable when there may be something to receive."""
 
     def __init__(self) -> None:
         self._context: Context = zmq.Context()
         self._links: dict[int, _Link] = {}
         self._row_of: dict[int, int] = {}  # by the file descriptor of the socket
         self._monitored: dict[int, int] = {}  # row by the file descriptor of the socket's monitor
-        self._unread: dict[int, None] = {}  # rows of sockets that may have something without a sign at their fd
+        self._unread: dict[int, None] = {}  # rows of sockets that may have something without a signal at their fd
         self._epoll = select.epoll()
         self.fd = self._epoll.fileno()
 
     @property
     def has_unread(self) -> bool:
-        """Return whether receive() may have something that `fd` does not tell."""
+        """Return whether there may be something to receive that `fd` does not signal."""
         return bool(self._unread)
 
     def open(self, row: int, address: str, hello: bytes) -> None:
@@ -101,11 +101,11 @@ class Links:
         self._row_of[link.fd] = self._monitored[link.monitor_fd] = row
         for fd in (link.fd, link.monitor_fd):
             self._epoll.register(fd, select.EPOLLIN)
-        self._unread[row] = None  # the first look at its events arms the file descriptor
+        self._unread[row] = None  # reading its events for the first time arms the file descriptor
         link.send(hello)
 
     def send(self, row: int, frame: bytes) -> bool:
-        """Send a frame; return False where the replica does not read, and too much waits."""
+        """Send a frame; return False if the replica does not read and too much waits."""
         link = self._links.get(row)
         if link is None:
             return True
@@ -115,7 +115,7 @@ class Links:
         return is_taken
 
     def close(self, row: int) -> None:
-        """End a connection; do nothing where there is none."""
+        """End a connection; do nothing if there is none."""
         link = self._links.pop(row, None)
         self._unread.pop(row, None)
         if link is not None:
@@ -125,8 +125,8 @@ class Links:
             link.close()
 
     def receive(self) -> Arrived:
-        """Return what has arrived, of each replica in its order; the end of a connection comes last."""
-        looks = dict.fromkeys(self._unread, True)  # row: whether its monitor is looked at, which signals nothing before
+        """Return what has arrived, in order for each replica; the end of a connection comes last."""
+        looks = dict.fromkeys(self._unread, True)  # row: whether its monitor has been read; it signals nothing before
         for fd, _ in self._epoll.poll(0):
             if (row := self._row_of.get(fd)) is not None:
                 looks.setdefault(row, False)
@@ -144,7 +144,7 @@ class Links:
                 link.flush()
             arrived += [(row, frame) for frame in frames]
             if has_ended and len(frames) == _MAX_BATCH:
-                while frames := link.read():  # the last words
+                while frames := link.read():  # its last frames
                     arrived += [(row, frame) for frame in frames]
             if has_ended:
                 arrived.append((row, None))

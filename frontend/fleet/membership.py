@@ -1,6 +1,7 @@
-"""Membership: the fleet's sessions with its replicas: who joins, who is refused and why, who is lost, who leaves.
+"""Membership: the fleet's sessions with its replicas: which replicas join, are refused (and why), are lost, or leave.
 
-The first replica that answers says what the fleet serves. Another is taken only if its tokens are sure to be the same.
+The first replica that answers defines what the fleet serves. Another one is accepted only if its tokens are certainly
+the same.
 """
 
 from collections.abc import Callable
@@ -24,16 +25,16 @@ from ipc.wire.messages import (
 from ipc.wire.scheduling_messages import FollowKVEvents
 
 EXACT = "L2"  # the level at which equal fingerprints mean equal tokens
-_RETRY_S = 1.0  # from a refusal by a replica, or of one, to the next Hello
+_RETRY_S = 1.0  # from a refusal, in either direction, to the next Hello
 #: A replica that has requests and says nothing for so long is asked for a sign of life; it has as long to give one.
 SILENCE_S = 30.0
 _HEARTBEAT = encode(Heartbeat())
-_FOLLOW_CALL = 0  # number of calls whose answers nobody waits for
+_FOLLOW_CALL = 0  # number of calls whose answers are not waited for
 _ASK = encode(GetStatistics(_FOLLOW_CALL))  # answered between two steps
 
 
 class Open(NamedTuple):
-    """Connect to a replica, anew where there was a connection, and send it this Hello."""
+    """Connect to a replica (again, if there was a connection) and send it this Hello."""
 
     row: int
     address: str
@@ -57,9 +58,9 @@ Order = Open | Send | Close
 
 
 class Membership:
-    """The replicas of a fleet. orders: what is to be done at their connections, taken by whoever has the sockets.
+    """The replicas of a fleet. orders: actions on their connections, for the owner of the sockets.
 
-    on_freed: called with (row, reason) for each unfinished request of a replica that is gone, or that moves.
+    on_freed: called with (row, reason) for each unfinished request of a lost replica, or that moves.
     """
 
     def __init__(self, dispatch: Dispatch, name: str, orders: list[Order]) -> None:
@@ -72,9 +73,9 @@ class Membership:
         self.on_session_end: Callable[[int], None] = lambda row: None
 
     def join(self, address: str, *, prefills: bool = False) -> Replica:
-        """Take a replica in; it gets requests when it has answered. prefills: see frontend/fleet/dispatch.py.
+        """Add a replica; it gets requests once it has answered. prefills: see frontend/fleet/dispatch.py.
 
-        One that is there gets this role for the requests that are placed from now on.
+        If it is already in the fleet, it gets this role for requests placed from now on.
         """
         replica = self._replicas.find(address)
         if replica is not None:
@@ -88,7 +89,7 @@ class Membership:
         return replica
 
     def remove(self, replica: Replica) -> None:
-        """Forget a replica, whose requests are elsewhere by now."""
+        """Remove a replica whose requests have moved."""
         self._retry_at.pop(replica.row, None)
         self.on_session_end(replica.row)
         self._dispatch.index.forget(replica.row)
@@ -99,7 +100,7 @@ class Membership:
         """Open the session, or refuse the replica."""
         model = self.model
         if welcome.major != PROTOCOL_MAJOR:
-            reason = f"it speaks protocol {welcome.major}.{welcome.minor}, the fleet {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
+            reason = f"it uses protocol {welcome.major}.{welcome.minor}, the fleet {PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"
         elif model is None:
             self.model, reason = welcome, ""
         else:
@@ -117,7 +118,7 @@ class Membership:
         self._orders.append(Send(replica.row, encode(FollowKVEvents(_FOLLOW_CALL))))
 
     def refuse(self, replica: Replica, reason: str) -> None:
-        """Take no requests there, and say Hello again later: another engine may answer at its address by then."""
+        """Place no requests there, and send Hello again later: another engine may answer at its address by then."""
         replica.state, replica.reason, replica.welcome = ReplicaState.REFUSED, reason, None
         self._replicas.is_open[replica.row] = False
         self._orders.append(Close(replica.row))
@@ -144,11 +145,11 @@ class Membership:
             self._say_hello(replica)
 
     def close(self, replica: Replica) -> None:
-        """Place nothing there any more."""
+        """Place no more requests there."""
         self._replicas.is_open[replica.row] = False
 
     def tick(self, now: float) -> float:
-        """Do what time brings: heartbeats, Hellos, replicas that were full; return when the next of it is due."""
+        """Do what is due: heartbeats, Hellos, replicas that were full; return when the next action is due."""
         due = now + 3600.0
         for row, at in list(self._retry_at.items()):
             if at < 0:
@@ -196,24 +197,27 @@ class Membership:
 
 
 def why_another(model: Welcome, welcome: Welcome) -> str:
-    """Return why an engine cannot serve beside the one that `model` is of; "" where it can."""
+    """Return why an engine cannot serve together with the one described by `model`; "" if it can."""
     if welcome.model_fingerprint != model.model_fingerprint:
         return (
-            f"another model: {welcome.model_name} ({welcome.model_fingerprint}), and the fleet serves "
+            f"another model: {welcome.model_name} ({welcome.model_fingerprint}), but the fleet serves "
             f"{model.model_name} ({model.model_fingerprint})"
         )
     if welcome.numerics != model.numerics:
-        return f"its numerics level is {welcome.numerics}, and the fleet's {model.numerics}"
+        return f"its numerics level is {welcome.numerics}, but the fleet's is {model.numerics}"
     lengths = welcome.limits.max_model_len, model.limits.max_model_len
-    if lengths[0] != lengths[1]:  # a request without max_tokens would end elsewhere
-        return f"its max_model_len is {lengths[0]}, and the fleet's {lengths[1]}: streams may end elsewhere"
+    if lengths[0] != lengths[1]:  # a request without max_tokens would end at another position
+        return (
+            f"its max_model_len is {lengths[0]}, but the fleet's is {lengths[1]}: streams may end at another position"
+        )
     if welcome.tokenizer_hash != model.tokenizer_hash:
-        return f"its tokenizer is another ({welcome.tokenizer_hash}, and the fleet's {model.tokenizer_hash})"
+        return f"its tokenizer differs ({welcome.tokenizer_hash}, but the fleet's is {model.tokenizer_hash})"
     return ""
 
 
 def fleet_welcome(model: Welcome, replicas: list[Replica], **own: object) -> Welcome:
-    """Return what a fleet says of itself: the model's properties, bounds as one engine that is all replicas together.
+    """Return a fleet's description of itself: the model's properties, and bounds like one engine as large as all
+    replicas together.
 
     own: fields that are the fleet's own, such as engine_id.
     """

@@ -1,14 +1,14 @@
 """Placement: the replica for a request, by cached prefixes, by load, or in turn.
 
-Load is what the fleet itself has sent and not yet seen begin or end, so it is as fresh as the decision. What other
-clients send to a replica is not in it.
+Load is what the fleet itself has sent and not yet seen begin or end, so it is always current. It does not include what
+other clients send to a replica.
 
-    queued(r)   tokens to compute of requests placed at r whose first token has not come
+    queued(r)   tokens to compute of requests placed at r whose first token has not arrived
     load(r)     queued(r) + ROW_TOKENS for each live request of r
     missing(r)  tokens of the prompt that r has not cached
 
-Policy prefix takes the replica with the fewest missing tokens, but not where it has more load than the least loaded one
-by more than GUARD times the tokens that it saves.
+Policy prefix takes the replica with the fewest missing tokens, unless its load exceeds that of the least loaded one by
+more than GUARD times the tokens that it saves.
 """
 
 import heapq
@@ -18,12 +18,12 @@ import numpy as np
 
 from frontend.fleet.replicas import NO_REPLICA, Replicas
 
-#: What a live request counts, in tokens to compute: its share of later steps.
+#: The load of a live request, in tokens to compute: its share of later steps.
 ROW_TOKENS = 200
-#: How many tokens of load a token saved is worth. On the first 400 rows of Mooncake's synthetic trace at 2.5 times its
+#: How many tokens of load a saved token is worth. On the first 400 rows of Mooncake's synthetic trace at 2.5 times its
 #: rate, over 8 replicas, prefix hits were 4.9 % with 4, 5.0 % with 16 and 5.1 % without a guard; times did not differ.
 GUARD = 16
-#: Holders of cached prefixes that are looked at, the longest first.
+#: Most holders of cached prefixes that are considered, the longest prefix first.
 MAX_HOLDERS = 8
 _MASK = 2**64 - 1
 _CLOSED = 2**62
@@ -33,7 +33,7 @@ Policy = Callable[["Placement", Matches, int], int]
 
 
 class Placement:
-    """A policy with its state: the number of decisions. seed: decides between replicas that are equal otherwise."""
+    """A policy with its state: the number of decisions. seed: decides between otherwise equal replicas."""
 
     def __init__(self, replicas: Replicas, policy: str, seed: int) -> None:
         self._replicas = replicas
@@ -44,14 +44,14 @@ class Placement:
         self.needs_matches = policy == "prefix"
 
     def choose(self, matches: Matches, num_tokens: int) -> int:
-        """Return the replica for a request of so many tokens; NO_REPLICA where none is open."""
+        """Return the replica for a request with this many tokens; NO_REPLICA if none is open."""
         if not np.count_nonzero(self._replicas.is_open):
             return NO_REPLICA
         self._num_decisions += 1
         return self._choose(self, matches, num_tokens)
 
     def least(self, loads: list[int]) -> int:
-        """Return the replica with the least load; among equals, that which was given the fewest tokens to compute."""
+        """Return the replica with the least load; among equals, the one that was given the fewest tokens to compute."""
         lowest = min(loads)
         rows = [row for row, load in enumerate(loads) if load == lowest]
         if len(rows) > 1:
@@ -61,9 +61,9 @@ class Placement:
         return rows[0] if len(rows) == 1 else self._draw(rows)
 
     def loads(self) -> list[int]:
-        """Return the load of each row of the table; a huge number where none is taken."""
+        """Return the load of each row of the table; a huge number for one that takes no requests."""
         table = self._replicas
-        return [  # few rows: no sums of columns
+        return [  # few rows: no column operations
             queued + ROW_TOKENS * live if is_open else _CLOSED
             for is_open, queued, live in zip(
                 table.is_open.tolist(), table.queued.tolist(), table.live.tolist(), strict=True
@@ -71,7 +71,7 @@ class Placement:
         ]
 
     def _draw(self, rows: list[int]) -> int:
-        """Return one of these replicas, as the seed and the number of the decision say."""
+        """Return one of these replicas, chosen by the seed and the decision's number."""
         return min(rows, key=lambda row: _mix(self._seed ^ (self._num_decisions << 20) ^ row))
 
     def _least_loaded(self, matches: Matches, num_tokens: int) -> int:

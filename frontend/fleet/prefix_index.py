@@ -1,7 +1,7 @@
-"""PrefixIndex: which replica has which beginnings of prompts in its prefix cache, as its KV events tell.
+"""PrefixIndex: which replica has which prefixes in its prefix cache, from its KV events.
 
-A block's key is a 64-bit hash of all tokens up to its end and of the root that they follow (ipc/wire/block_roots.py). A
-key is key(before) * M + hash(tokens) modulo 2**64, with M odd: a stored block's key follows from its parent's by one
+A block's key is a 64-bit hash of all tokens up to its end and of their root (ipc/wire/block_roots.py). A key is
+key(before) * M + hash(tokens) modulo 2**64, with M odd: a stored block's key follows from its parent's by one
 multiplication, and all keys of a prompt from one sum over columns. Two contents with one key cost a longer prefill,
 never a wrong answer: the replica compares the tokens themselves.
 """
@@ -18,21 +18,23 @@ from ipc.wire.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored,
 _ODD = 0x9E3779B97F4A7C15  # the fractional part of the golden ratio, which is odd
 _MASK = 2**64 - 1
 _FIRST_POWERS = 64
-#: Blocks of a prompt whose keys are made one after the other, as far as they are cached. Arrays take longer for so few.
+#: Number of a prompt's blocks whose keys are computed one by one, as long as they are cached. Arrays take longer for so
+#: few.
 _FEW_BLOCKS = 6
 
 
 class PrefixIndex:
-    """The pictures of all replicas' caches. replica: a small number, from 0.
+    """The views of all replicas' caches. replica: a small number, from 0.
 
-    It is as large as the caches: a block that a replica reuses is removed, and one whose parent is unknown is left out.
+    It grows only as large as the caches: a block that a replica reuses is removed, and one whose parent is unknown is
+    left out.
     """
 
     def __init__(self) -> None:
         self._by_size: dict[int, _Blocks] = {}  # by tokens in a block
 
     def apply(self, replica: int, events: Sequence[KVEvent]) -> None:
-        """Apply the events of one replica, in its order. Errors: ValueError for columns that do not fit one another."""
+        """Apply the events of one replica, in order. Errors: ValueError for columns that do not fit each other."""
         for event in events:
             match event:
                 case KVBlocksStored():
@@ -49,12 +51,12 @@ class PrefixIndex:
                     self.forget(replica)
 
     def forget(self, replica: int) -> None:
-        """Forget what a replica has cached."""
+        """Drop a replica's cached blocks."""
         for blocks in self._by_size.values():
             blocks.forget(replica)
 
     def match(self, root: int, token_ids: bytes) -> dict[int, int]:
-        """Return how many tokens of a prompt each replica has cached, of those that have any.
+        """Return how many tokens of a prompt each replica has cached, for those that have any.
 
         token_ids: int32, little-endian. The last token is always computed, so the block that it ends does not count.
         """
@@ -64,7 +66,7 @@ class PrefixIndex:
         return found
 
     def num_blocks(self, replica: int) -> int:
-        """Return the number of blocks in a replica's picture."""
+        """Return the number of blocks in the view of a replica's cache."""
         return sum(len(blocks.keys_of.get(replica, ())) for blocks in self._by_size.values())
 
 
@@ -72,12 +74,12 @@ class _Blocks:
     """Blocks of one size."""
 
     def __init__(self, block_size: int) -> None:
-        self.keys_of: dict[int, dict[int, int]] = {}  # by replica: key by number of content
+        self.keys_of: dict[int, dict[int, int]] = {}  # by replica: content number -> key
         self._size = block_size
         self._holders: dict[int, int] = {}  # key -> bit mask of replicas
         self._factor = pow(_ODD, block_size, 2**64)  # M
         self._weights = np.array([pow(_ODD, block_size - 1 - k, 2**64) for k in range(block_size)], np.uint64)
-        self._of_zeros = self._weights.sum(dtype=np.uint64)  # a token counts as its id + 1: a zero is not nothing
+        self._of_zeros = self._weights.sum(dtype=np.uint64)  # a token counts as its id + 1, so that token 0 matters
         self._format = f"<{block_size}i"
         self._first_weights: list[int] = self._weights.tolist()
         self._zeros = int(self._of_zeros)
@@ -104,7 +106,7 @@ class _Blocks:
         return keys
 
     def _keys_in_turn(self, root: int, token_ids: bytes, count: int) -> Iterator[int]:
-        """Yield the keys of a prompt's first `count` blocks, each as it is asked for."""
+        """Yield the keys of a prompt's first `count` blocks, computed one at a time."""
         key, weights, factor = _root_key(root), self._first_weights, self._factor
         for at in range(0, 4 * self._size * count, 4 * self._size):
             own: int = sum(map(mul, unpack_from(self._format, token_ids, at), weights)) + self._zeros
@@ -117,7 +119,7 @@ class _Blocks:
             return {}
         holders, keys = self._holders.get, self._keys_in_turn(root, token_ids, count)
         mask = holders(next(keys), 0)
-        if not mask:  # as that of most new prompts
+        if not mask:  # as for most new prompts
             return {}
         found, depth = dict[int, int](), 1
         for key in keys if count <= _FEW_BLOCKS else self.keys(root, token_ids, count)[1:]:

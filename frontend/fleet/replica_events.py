@@ -1,9 +1,8 @@
-"""ReplicaEvents: what a fleet does about its replicas' messages, ends and departures.
+"""ReplicaEvents: a fleet's reactions to its replicas' messages, ends and departures.
 
-A client's tokens do not wait for the fleet's books: receive() puts tokens on their way and leaves to settle() what
-the fleet notes of them. Whatever else happens to the fleet settles first, so it finds the books as if they had been
-written at once. They are this process's memory, which nobody reads in between: a fleet that dies has lost both, and its
-clients know what they have.
+A client's tokens do not wait for the fleet's own records: receive() sends tokens, and settle() updates the records
+later. Every other call settles first, so it finds the records as if they had been updated at once. They are in this
+process's memory, which is not read in between: a fleet that dies loses both, and its clients have their own state.
 """
 
 from collections import deque
@@ -21,11 +20,14 @@ from ipc.wire.messages import EngineStopping, ErrorCode, Outputs, Refused, Reque
 from ipc.wire.scheduling_messages import KVEvents
 
 RETRY_AFTER_MS = 1000
-_ELSEWHERE = (ErrorCode.RESOURCE_EXHAUSTED, ErrorCode.UNAVAILABLE)  # another replica may take what this one refuses
+_ELSEWHERE = (
+    ErrorCode.RESOURCE_EXHAUSTED,
+    ErrorCode.UNAVAILABLE,
+)  # another replica may take it
 
 
 class ReplicaEvents:
-    """The handlers of what replicas do. Times are monotonic seconds. to_clients: takes messages with their clients."""
+    """The handlers of replicas' events. Times are monotonic seconds. to_clients: gets messages with their clients."""
 
     def __init__(
         self,
@@ -45,7 +47,7 @@ class ReplicaEvents:
         self._unsettled: deque[Callable[[], None]] = deque()
 
     def settle(self) -> None:
-        """Note what receive() has put off."""
+        """Apply what receive() has put off."""
         while self._unsettled:
             self._unsettled.popleft()()
 
@@ -98,9 +100,9 @@ class ReplicaEvents:
             self.settle()
 
     def _note_begun(self, message: Outputs) -> bool:
-        """Note which requests have begun; return False where one may end that has not.
+        """Note which requests have begun; return False if one may end that has not.
 
-        That does not wait: a client that knows it finds room for its next request.
+        That is not put off: a client that gets the end must find room for its next request.
         """
         requests = self._requests
         for ticket, _ in iter_unpack("<II", message.started):
@@ -110,7 +112,7 @@ class ReplicaEvents:
         return not message.finish or requests.num_waiting == 0
 
     def _note_row(self, replica: Replica, own: RoutedRow, now: float) -> None:
-        """Note an output of one row that is on its way."""
+        """Apply an output of one row that has been sent."""
         requests, outputs = self._requests, own.message
         requests.apply_row(own.row, outputs, now)
         first = requests.first(own.row)
@@ -119,7 +121,7 @@ class ReplicaEvents:
         self._note_ends(replica, [first] if outputs.finish else [], now)
 
     def _note_outputs(self, replica: Replica, routed: Routed, moving: list[int], now: float) -> None:
-        """Note outputs that are on their way. moving: the rows of requests that have ended their first stage."""
+        """Apply outputs that have been sent. moving: the rows of requests that have ended their first stage."""
         requests, dispatch = self._requests, self._dispatch
         try:
             news = requests.apply_columns(routed.outputs, routed.columns, routed.rows, now)
@@ -135,7 +137,7 @@ class ReplicaEvents:
         self._note_ends(replica, ended, now)
 
     def _note_ends(self, replica: Replica, rows: list[int], now: float) -> None:
-        """Forget those of these requests that are over, and use the room that they leave. rows: of first choices."""
+        """Remove those of these requests that are over, and use the room that they leave. rows: of first choices."""
         for row in rows:
             if self._requests.is_over(row):
                 self._dispatch.forget(row)
@@ -145,7 +147,7 @@ class ReplicaEvents:
             self._ends.place(now)
 
     def _lose_malformed(self, replica: Replica, error: MalformedMessageError, now: float) -> None:
-        self.lose(replica.row, f"it sent what is no output: {error}", now)
+        self.lose(replica.row, f"it sent an invalid output: {error}", now)
 
     def _receive_failure(self, replica: Replica, message: RequestFailed, now: float) -> None:
         row = self._requests.row(message.number)
@@ -172,14 +174,14 @@ class ReplicaEvents:
         try:
             self._dispatch.index.apply(replica.row, message.events)
         except ValueError as error:
-            self.lose(replica.row, f"it sent what are no KV events: {error}", now)
+            self.lose(replica.row, f"it sent invalid KV events: {error}", now)
         else:
             replica.has_picture = True
 
     def lose(self, row: int, reason: str, now: float, *, is_death: bool = False) -> None:
-        """Note the end of a replica's connection or session; its requests go on elsewhere.
+        """Note the end of a replica's connection or session; its requests continue elsewhere.
 
-        is_death: it may have died of one of the requests that ran there.
+        is_death: one of its requests may have killed it.
         """
         self.settle()
         replica = self._replicas.by_row[row]
@@ -189,7 +191,7 @@ class ReplicaEvents:
         rows = self._dispatch.lose(replica)
         culprit = None
         if is_death:
-            # One that was not seen to begin may have run as well, unless the others took all rows.
+            # A request that was not seen to begin may also have run, unless the others took all rows.
             running = [each for each in rows if self._requests.runs[each]]
             has_room = len(running) < replica.welcome.limits.max_num_seqs
             suspects = rows if has_room else running
@@ -206,8 +208,9 @@ class ReplicaEvents:
         self._ends.place(now)
 
     def drain(self, replica: Replica, now: float, *, move_after_s: float | None = None) -> None:
-        """Let a replica leave the fleet: what waits there moves at once, and what runs ends there, or moves after so
-        long."""
+        """Let a replica leave the fleet: waiting requests move at once; running ones end there, or move after this
+        time.
+        """
         replica.is_leaving = True
         replica.move_at = None if move_after_s is None else now + move_after_s
         self._membership.close(replica)
@@ -218,7 +221,7 @@ class ReplicaEvents:
         self._ends.place(now)
 
     def finish_leaving(self, replica: Replica, now: float) -> None:
-        """Move what still runs at a replica that leaves, if it is time, and let it go when nothing is left there."""
+        """Move the running requests of a leaving replica, if it is time, and remove it once it has none left."""
         if replica.move_at is not None and now >= replica.move_at:
             self._ends.move([row for row in self._requests.rows_at(replica.row) if self._ends.may_move(row)])
             replica.move_at = None

@@ -13,13 +13,13 @@ NO_REPLICA = -1
 
 
 class ReplicaState(Enum):
-    """The states of a replica, as `engine-core control replicas` shows them."""
+    """The states of a replica, as shown by `engine-core control replicas`."""
 
     CONNECTING = "no answer yet"
     OPEN = "open"
-    FULL = "open, and takes no more for now"
-    DRAINING = "finishes what it runs, at its owner's wish"
-    LEAVING = "finishes what it runs, then leaves the fleet"
+    FULL = "open, but takes no more requests now"
+    DRAINING = "finishes its running requests: its owner drains it"
+    LEAVING = "finishes its running requests, then leaves the fleet"
     LOST = "lost; connecting again"
     REFUSED = "refused"
 
@@ -34,8 +34,8 @@ class Replica(msgspec.Struct, eq=False):
     welcome: Welcome | None = None  # of the present session; None: there is none
     session_token: bytes = b""  # of the last session
     is_leaving: bool = False
-    move_at: float | None = None  # when what still runs there is moved; monotonic seconds, None = never
-    full_until: float = 0.0  # it has refused a request for want of room; monotonic seconds
+    move_at: float | None = None  # when its running requests move; monotonic seconds, None = never
+    full_until: float = 0.0  # when it last refused a request for lack of room; monotonic seconds
     has_picture: bool = False  # its snapshot of the prefix cache has begun to arrive
     num_lost: int = 0  # sessions
     send_at: float = 0.0  # when a heartbeat is due; monotonic seconds
@@ -45,9 +45,9 @@ class Replica(msgspec.Struct, eq=False):
 
 
 class Replicas(Columns):
-    """The table, of which placement reads the columns; a row is reused after its replica has left."""
+    """The table, whose columns placement reads; a row is reused after its replica has left."""
 
-    queued: Ints = column()  # tokens to compute of requests placed there whose first token has not come
+    queued: Ints = column()  # tokens to compute of requests placed there whose first token has not arrived
     live: Ints = column()  # requests placed there
     given: Ints = column()  # tokens to compute of all requests ever placed there
     is_open: Bools = column()  # takes requests
@@ -69,12 +69,12 @@ class Replicas(Columns):
         return replica
 
     def set_role(self, replica: Replica, *, prefills: bool) -> None:
-        """Let a replica compute prompts for the others from now on, or run requests to their end as others do."""
+        """Let a replica compute prompts for the others from now on, or run requests to their end like the others."""
         self.num_prefill += prefills - bool(self.prefills[replica.row])
         self.prefills[replica.row] = prefills
 
     def remove(self, replica: Replica) -> None:
-        """Forget a replica."""
+        """Remove a replica."""
         self.num_prefill -= bool(self.prefills[replica.row])
         del self.by_row[replica.row]
         self.clear_columns(slice(replica.row, replica.row + 1))

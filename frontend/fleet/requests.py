@@ -1,8 +1,7 @@
-"""RoutedRequests: the live requests of all clients of a fleet: what each asked for, what it has been sent, where it
-runs.
+"""RoutedRequests: the live requests of all clients of a fleet: each one's message, its outputs so far and its replica.
 
 It is a journal (frontend/client/journal.py) whose numbers are tickets: one for each time that a request is placed at a
-replica. Rows that come late under an earlier ticket find no request, so they are dropped.
+replica. Late rows under an earlier ticket find no request, so they are dropped.
 """
 
 import msgspec
@@ -27,16 +26,16 @@ class RoutedRequests(Journal):
     theirs: Ints = column()  # the client's number
     order: Ints = column()  # of arrival at the fleet
     replica: Ints = column(NO_REPLICA)  # where it is placed
-    missing: Ints = column()  # tokens to compute there until its first token; 0 once that has come
+    missing: Ints = column()  # tokens to compute there until its first token; 0 once that has arrived
     root: Ints = column()  # see ipc/wire/block_roots.py
     begun: Bools = column()  # it has run somewhere
-    runs: Bools = column()  # it has begun where it is placed now
+    runs: Bools = column()  # it has begun at its present replica
     waits: Bools = column()  # it is in the fleet's queue
-    parked: Bools = column()  # it waits for its client, or for the end of a pause, outside the queue
+    parked: Bools = column()  # it waits outside the queue for its client, or for the end of a pause
     placed: Bools = column()  # it was sent to a replica under its present ticket, or an earlier one
-    moved: Bools = column()  # it had begun elsewhere before it was placed where it is now
-    prefilling: Bools = column()  # it is placed where only its first token is computed
-    prefilled: Bools = column()  # its prompt has been computed so
+    moved: Bools = column()  # it had begun elsewhere before its present placement
+    prefilling: Bools = column()  # it is placed at a replica that computes only its first token
+    prefilled: Bools = column()  # its prompt has been computed in this way
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +68,7 @@ class RoutedRequests(Journal):
         return row
 
     def find(self, client: int, number: int) -> int:
-        """Return the row of a client's request; -1 where it is not live."""
+        """Return the row of a client's request; -1 if it is not live."""
         return self._of_client.get(client, {}).get(number, -1)
 
     def rows_of_client(self, client: int) -> list[int]:
@@ -79,17 +78,17 @@ class RoutedRequests(Journal):
     def rows_at(self, replica: int) -> list[int]:
         """Return the rows of the first choices of the requests placed at a replica, in order of arrival.
 
-        NO_REPLICA: of those placed nowhere.
+        NO_REPLICA: those that are not placed.
         """
         rows: list[int] = np.flatnonzero((self.replica == replica) & (self._number >= 0) & (self._choice == 0)).tolist()
         return sorted(rows, key=lambda row: int(self.order[row]))
 
     def choices(self, row: int) -> list[int]:
-        """Return the rows of all choices of the request whose first row this is."""
+        """Return the rows of all choices of the request with this first row."""
         return self._rows_of_request(self.ticket(row))
 
     def of_row(self, row: int) -> Submission:
-        """Return the request whose first row this is, under its present ticket."""
+        """Return the request with this first row, under its present ticket."""
         request = self._requests[row]
         assert request is not None, f"row {row} is not the first of a request"
         return request
@@ -121,11 +120,11 @@ class RoutedRequests(Journal):
         return prompt + self._tokens.read(row, 0, count).astype("<i4").tobytes() if count else prompt
 
     def goes_on_at(self, row: int, position: int) -> bool:
-        """Return whether a choice is unfinished, and has so many output tokens."""
+        """Return whether a choice is unfinished and has this many output tokens."""
         return bool(self._num_delivered[row] == position and self._finish[row] == 0)
 
     def apply_row(self, row: int, outputs: Outputs, now: float) -> None:
-        """Apply the outputs of one choice that goes on there; see apply()."""
+        """Apply the outputs of one choice that continues there; see apply()."""
         if outputs.tokens:
             length = int(self._num_delivered[row])
             self._tokens.extend(row, length, np.frombuffer(outputs.tokens, "<i4"))
@@ -170,7 +169,7 @@ class RoutedRequests(Journal):
         return deadline_ms > 0 and (now - float(self._arrival_time[row])) * 1000 >= deadline_ms
 
     def arrival(self, row: int) -> float:
-        """Return when a request came, in monotonic seconds."""
+        """Return when a request arrived, in monotonic seconds."""
         return float(self._arrival_time[row])
 
     def forget(self, row: int) -> None:
@@ -200,7 +199,7 @@ class RoutedRequests(Journal):
     # --- columns ------------------------------------------------------------------------------------------------
 
     def is_live(self, rows: Ints) -> Bools:
-        """Return for each row, -1 where there is none, whether it is of an unfinished choice."""
+        """Return for each row (-1 = none) whether it belongs to an unfinished choice."""
         live: Bools = (rows >= 0) & (self._finish[rows] == 0)
         return live
 
@@ -210,12 +209,12 @@ class RoutedRequests(Journal):
         return lengths
 
     def owing(self, rows: Ints) -> list[int]:
-        """Return the first rows of those of these requests whose first token was not seen before."""
+        """Return the first rows of the requests among these whose first token is new."""
         firsts = self._first[rows]
         return list(dict.fromkeys(firsts[self.missing[firsts] > 0].tolist()))
 
     def _apply_events(self, outputs: Outputs) -> None:
-        """Keep nothing but tokens and ends: the rest goes to the client at once."""
+        """Keep only tokens and ends: the rest is sent to the client at once."""
 
     def _end_wait(self, row: int) -> None:
         num_choices, num_tokens = self._waiting.pop(row, (0, 0))

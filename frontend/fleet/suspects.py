@@ -1,30 +1,30 @@
-"""Suspects: which requests ran at replicas that died, and which of them is the one that kills replicas.
+"""Suspects: which requests ran at replicas that died, and which of them kills replicas.
 
-A replica's death says nothing of why. But a request's computation does not depend on its neighbours, so one that kills
-its replica does so at the same place of its output wherever it runs. Hence a request is under suspicion when its
-replica dies while it runs, and cleared as soon as it gets past that place elsewhere. When a replica dies that runs
-exactly one request under suspicion, that is the one: two replicas have died at the same place of it. Where there are
-several, each of them runs apart from the others from then on, so that the next death names it.
+A replica's death does not show its cause. But a request's computation does not depend on its neighbours, so one that
+kills its replica does so at the same position of its output wherever it runs. A request becomes a suspect if its
+replica dies while it runs, and is cleared as soon as it gets past that position elsewhere. If a replica dies that runs
+exactly one suspect, that is the one: two replicas have died at its same position. If the replica runs several suspects,
+each of them runs apart from the others from then on, so that the next death identifies it.
 """
 
 import msgspec
 
 from frontend.fleet.requests import RoutedRequests
 
-#: Tokens beyond the last known ones that a dead replica may have computed: what it had not sent, or was on its way.
+#: Tokens beyond the last known ones that a dead replica may have computed: unsent tokens, or those in transit.
 MARGIN = 64
 
 
 class _Case(msgspec.Struct):
     """The suspicion against one request."""
 
-    length: int  # its output when its replica died: tokens of all choices
-    replicas: list[str]  # that died while it ran, at the same place
+    length: int  # its output when its replica died: number of tokens of all choices
+    replicas: list[str]  # that died while it ran, at the same position
     is_alone: bool = False  # it runs apart from other suspects
 
 
 class Suspects:
-    """The requests under suspicion, by the rows of their first choices."""
+    """The suspects, by the rows of their first choices."""
 
     def __init__(self) -> None:
         self._cases: dict[int, _Case] = {}
@@ -35,8 +35,8 @@ class Suspects:
     def note_death(self, address: str, rows: list[int], requests: RoutedRequests) -> tuple[int, list[str]] | None:
         """Note that a replica died while these requests ran there.
 
-        Return the row of the request that has killed it and the replicas before it, with their addresses; None where
-        that is not known.
+        Return the row of the request that has killed this replica and earlier ones, with their addresses; None if
+        unknown.
         """
         self.note_progress(requests)
         repeated = [row for row in rows if row in self._cases]
@@ -50,20 +50,20 @@ class Suspects:
         return None
 
     def note_progress(self, requests: RoutedRequests) -> None:
-        """Clear the requests that have got past the place where their replica died."""
+        """Clear the requests that are past the position at which their replica died."""
         for row, case in list(self._cases.items()):
             if requests.num_output(row) > case.length + MARGIN:
                 del self._cases[row]
 
     def must_be_alone(self, row: int) -> bool:
-        """Return whether a request has to run apart from other suspects."""
+        """Return whether a request must run apart from other suspects."""
         case = self._cases.get(row)
         return case is not None and case.is_alone
 
     def replicas_with_one(self, requests: RoutedRequests) -> frozenset[int]:
-        """Return the replicas at which a suspect is placed that runs apart."""
+        """Return the replicas that have a suspect that runs apart."""
         return frozenset(int(requests.replica[row]) for row, case in self._cases.items() if case.is_alone)
 
     def clear(self, row: int) -> None:
-        """Forget a request that has ended."""
+        """Remove a request that has ended."""
         self._cases.pop(row, None)

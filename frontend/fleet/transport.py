@@ -1,7 +1,7 @@
-"""FleetTransport: a fleet in the client's own process, in the place of a connection to one engine.
+"""FleetTransport: a fleet in the client's own process, instead of a connection to one engine.
 
-Whoever sends a frame runs the fleet under its lock, so that a request goes to its replica without another thread. A
-thread of its own, or an event loop that borrows its place, takes in what the replicas send.
+The thread that sends a frame runs the fleet under its lock, so that a request goes to its replica without another
+thread. A separate thread, or an event loop that borrows its role, receives from the replicas.
 """
 
 import logging
@@ -26,7 +26,7 @@ from ipc.wire.pooling_messages import AddPooling
 from ipc.wire.sockets import check_address
 
 _CLIENT = 1  # the only one
-_OTHERS_S = 1.0  # for replicas beyond the first to answer
+_OTHERS_S = 1.0  # time for further replicas to answer
 _MISSING = (ReplicaState.CONNECTING, ReplicaState.LOST)
 
 _log = logging.getLogger(__name__)
@@ -45,17 +45,17 @@ class FleetTransport:
         self._fleet = Fleet(policy=route, seed=seed, name=name or f"pid {os.getpid()}")
         self._serving = threading.Lock()  # held from the receipt of frames until on_frames returns; taken before _using
         self._using = threading.Lock()  # guards fleet and links
-        self._queue: deque[bytes] = deque()  # frames sent while another thread had the fleet
+        self._queue: deque[bytes] = deque()  # frames sent while another thread used the fleet
         self._borrower: Borrower | None = None
         self._failure: BaseException | None = None  # of a borrower's receive()
-        self._hello_at: float | None = None  # when the client's Hello came, until it is answered; monotonic seconds
+        self._hello_at: float | None = None  # when the client's Hello arrived, until it is answered; monotonic seconds
         self._closed = False
-        self._due = 0.0  # when the fleet wants to know the time; monotonic seconds
+        self._due = 0.0  # when the fleet must be called again; monotonic seconds
         self._wake_fd = -1
         self._thread: threading.Thread | None = None
 
     def start(self, on_frames: OnFrames, on_dead: OnDead, on_lost: OnLost) -> None:
-        """Begin to connect, and start the thread; see Transport. The fleet itself is never lost."""
+        """Start to connect, and start the thread; see Transport. The fleet itself is never lost."""
         self._on_frames, self._on_dead = on_frames, on_dead
         self._links = Links()
         self._driver = Driver(self._fleet, self._links)
@@ -68,10 +68,10 @@ class FleetTransport:
         self._thread.start()
 
     def send(self, frame: bytes) -> None:
-        """Let the fleet have a frame; see Transport."""
+        """Pass a frame to the fleet; see Transport."""
         if self._closed:
             return
-        # A finalizer or a signal handler may send in the middle of another send of the same thread.
+        # A finalizer or a signal handler may send during another send of the same thread.
         if self._queue or not self._using.acquire(blocking=False):
             self._queue.append(frame)
             self._wake()
@@ -101,7 +101,7 @@ class FleetTransport:
             os.eventfd_write(self._wake_fd, 1)
 
     def receive(self) -> bool:
-        """Receive in the thread's place; see Transport."""
+        """Receive instead of the thread; see Transport."""
         try:
             return self._serve()
         except Exception as error:
@@ -110,7 +110,7 @@ class FleetTransport:
             return False
 
     def close(self) -> None:
-        """End the thread and the connections, and wait for it, unless it is the caller."""
+        """Stop the thread and close the connections, and wait for it, unless it is the caller."""
         self._closed = True
         if self._thread is None or not self._close_wake_fd.alive:
             return
@@ -122,7 +122,7 @@ class FleetTransport:
     # --- under the lock -----------------------------------------------------------------------------------------
 
     def _take(self, frame: bytes, now: float) -> None:
-        """Give the fleet a frame of the client."""
+        """Pass a frame of the client to the fleet."""
         message = decode_client_message(frame)
         match message:
             case AddRequest() | AddPooling():
@@ -141,7 +141,7 @@ class FleetTransport:
                 self._fleet.call(_CLIENT, message, now)
 
     def _greet(self, now: float) -> list[bytes]:
-        """Return the answer to a Hello that waits for it, when the replicas have answered or had the time."""
+        """Return the answer to a waiting Hello, once the replicas have answered or had the time to."""
         fleet, model = self._fleet, self._fleet.membership.model
         if self._hello_at is None or model is None or not fleet.replicas.sessions:
             return []
@@ -161,7 +161,7 @@ class FleetTransport:
             self._borrower.look()
 
     def _serve(self) -> bool:
-        """Take in what has arrived and pass on what is for the client; return whether more is there."""
+        """Take in what has arrived and pass on what is for the client; return whether there is more."""
         with self._serving:
             with self._using:
                 if self._closed:
@@ -184,7 +184,7 @@ class FleetTransport:
         reason = ""
         try:
             self._run_until_closed()
-        except Exception as error:  # without a report, every caller would wait for ever
+        except Exception as error:  # without a report, every caller would wait forever
             _log.exception("the thread of a fleet's client failed")
             reason = f"the client's IO thread failed: {type(error).__name__}: {error}"
         asked, self._closed = self._closed, True

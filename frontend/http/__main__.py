@@ -1,7 +1,7 @@
 """The HTTP worker's process: `python -m frontend.http LEASE_FD REPORT_FD`, started by frontend/http/process/worker.py.
 
-The lease brings WorkerStart and maybe BEGIN_DRAIN; at its end the worker ends too. The report is one line: "ready", or
-why it did not start; and behind "ready" a byte for each second in which the loop turned.
+The lease sends WorkerStart and maybe BEGIN_DRAIN; when it closes, the worker ends too. The report is one line, "ready"
+or why it did not start, and after "ready" a byte for each second in which the loop turned.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ _SWITCH_S = 0.001
 
 
 def main() -> int:
-    """Serve until the lease ends; return the exit status: EXIT_CUT if answers were cut by the end."""
+    """Serve until the lease ends; return the exit status, EXIT_CUT if that cut answers."""
     sys.setswitchinterval(_SWITCH_S)
     lease, report = map(int, sys.argv[1:3])
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # the owner sends it to a worker that hangs: where is each thread?
-    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal sends them to the owner too, who decides
+    faulthandler.register(signal.SIGUSR1)  # the owner sends it to a hung worker to see its stacks
+    for number in (signal.SIGINT, signal.SIGTERM):  # a terminal also sends them to the owner, which decides
         signal.signal(number, signal.SIG_IGN)
     start, is_draining = _read_start(lease)
     if start is None:
@@ -53,7 +53,7 @@ def main() -> int:
 
 
 def _read_start(lease: int) -> tuple[WorkerStart | None, bool]:
-    """Return the first frame of the lease, None where it ended before, and whether BEGIN_DRAIN came behind it."""
+    """Return the first frame of the lease (None if the lease ended first), and whether BEGIN_DRAIN followed."""
     reader = FrameReader()
     while data := os.read(lease, 65_536):
         if frames := reader.feed(data):
@@ -75,7 +75,7 @@ async def _serve(start: WorkerStart, engine: EngineHandle, lease: int, report: i
             server.stop()
 
     loop.add_reader(lease, on_lease)
-    os.set_blocking(report, False)  # an owner that is stopped holds up nobody
+    os.set_blocking(report, False)  # a stopped owner must not block the worker
     sockets = [socket.socket(fileno=fd) for fd in start.fds]
     await server.serve(sockets, lambda: _write(report, READY), lambda: _write(report, TURNED))
     return server.has_cut

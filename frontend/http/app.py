@@ -1,6 +1,6 @@
-"""App: the application behind all connections. It finds the route, judges the caller, and answers what is complete.
+"""App: the application behind all connections. It finds the route, checks the caller, and sends complete answers.
 
-An answer of tokens is a Reply, which the pump writes: nothing waits for it here.
+An answer of tokens is a Reply, which the pump writes without waiting here.
 """
 
 import logging
@@ -23,7 +23,7 @@ _log = logging.getLogger("engine_core.http")
 
 
 class App:
-    """The application of one service. A path has to be written as in the table: no other spelling is that route."""
+    """The application of one service. A path must be spelled as in the table."""
 
     def __init__(self, service: Service, routes: Sequence[Route] = ROUTES) -> None:
         self._service = service
@@ -31,7 +31,7 @@ class App:
         self._methods: dict[str, dict[str, Route]] = {}
         for route in routes:
             self._methods.setdefault(route.path, {})[route.method] = route
-        self._num_requests = 0  # that are being handled
+        self._num_requests = 0  # being handled
         self._intake = Intake()
 
     @property
@@ -40,7 +40,7 @@ class App:
         return not self._num_requests
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer one request, as ASGI has it; an answer of tokens is the pump's to write, and its end is awaited."""
+        """Answer one request (ASGI). The pump writes an answer of tokens, whose end is awaited."""
         state = scope["state"]
         exchange = Exchange(scope, send, state["wire"])
         request = Request.of(scope, exchange)
@@ -56,7 +56,7 @@ class App:
             await _until_end(answer, receive)
 
     async def _result(self, request: Request, receive: Receive) -> Response | Reply | None:
-        """Return the answer to a request; None if its body does not come, or its peer has left."""
+        """Return the answer to a request; None if its body does not arrive, or its peer has left."""
         try:
             self._judge(request)
         except HttpError as error:
@@ -94,7 +94,7 @@ class App:
         return await self._answer(row, request)
 
     def _attend(self, request: Request, reply: Reply) -> None:
-        """Note a reply's end, and let it end when its peer leaves."""
+        """Register a reply's end, and end it when its peer leaves."""
         reply.on_closed = lambda: self._service.note(request, reply)
         if reply.is_ended:
             reply.on_closed()
@@ -104,7 +104,7 @@ class App:
             request.exchange.on_left = reply.leave
 
     def _judge(self, request: Request) -> None:
-        """Judge a request by its head: host, route, key, content type. Errors: HttpError."""
+        """Check a request's headers: host, route, key, content type. Errors: HttpError."""
         service = self._service
         request.meter = service.meter
         check_host(request, service.options)
@@ -124,7 +124,7 @@ class App:
             _check_encoding(request)
 
     async def _answer(self, row: Route, request: Request) -> Response | Reply:
-        """Return the handler's answer. A model that is not known may be an adapter that was loaded a moment ago."""
+        """Return the handler's answer. An unknown model may be an adapter that was just loaded."""
         service = self._service
         await service.adapters.catch_up()
         try:
@@ -144,7 +144,7 @@ class App:
         methods = self._methods.get(path)
         if methods is None:
             methods, request.target = self._prefixed(request.path)
-        elif path.endswith("/") and len(path) > 1:  # what follows it is missing
+        elif path.endswith("/") and len(path) > 1:  # the part after it is missing
             methods = None
         if methods is None:
             raise HttpError(404, f"no route {path!r:.200}{hint(path, self._methods)}")
@@ -162,14 +162,15 @@ class App:
         return None, ""
 
 
-#: Headers by which browsers say which page sends a POST. curl and other programs send none of them.
+#: Headers that browsers send with a POST from a page. curl and other programs send none of them.
 _OF_PAGES = (b"origin", b"sec-fetch-site")
 
 
 def _check_content_type(request: Request) -> None:
-    """Take nothing but JSON from pages: a browser sends other types to other sites without asking.
+    """Accept only JSON from web pages: a browser sends other types to other sites without asking.
 
-    Programs may name another type, or none: `curl -d` says that JSON is a form, and Ollama's users leave it so."""
+    Programs may name another type, or none: `curl -d` sends JSON as a form, and so do users of Ollama.
+    """
     given = request.headers.get(b"content-type", b"").split(b";", 1)[0].strip().lower()
     if given != JSON and any(name in request.headers for name in _OF_PAGES):
         kind = given.decode("latin-1")
@@ -177,9 +178,10 @@ def _check_content_type(request: Request) -> None:
 
 
 def _check_encoding(request: Request) -> None:
-    """Take a body as it stands: one that is compressed says nothing of the memory that it takes.
+    """Accept only bodies that are not compressed: the size of a compressed one does not show the memory that it takes.
 
-    A transfer encoding whose last part is not "chunked" gives the body no end: the parser of the head refuses that.
+    With a transfer encoding whose last part is not "chunked" the body has no end: the parser of the headers refuses
+    that.
     """
     given = request.headers.get(b"content-encoding", b"identity").strip().lower()
     encodings = request.headers.get(b"transfer-encoding", b"").lower()
@@ -193,7 +195,7 @@ def _check_encoding(request: Request) -> None:
 
 
 async def _answer_preflight(service: Service, request: Request) -> Response:
-    """Let a page of an allowed origin ask."""
+    """Allow requests from a page of an allowed origin."""
     return Response(b"", 204, headers=preflight_headers(request))
 
 
@@ -201,7 +203,7 @@ _PREFLIGHT_ROUTE = Route("OPTIONS", "*", _answer_preflight, Access.OPEN)
 
 
 async def _read_body(request: Request, receive: Receive) -> bool:
-    """Read the whole body; return whether it came."""
+    """Read the whole body; return whether it arrived."""
     parts: list[bytes] = []
     while True:
         message = await receive()
@@ -222,7 +224,7 @@ async def _until_end(reply: Reply, receive: Receive) -> None:
 
 
 def _prompt_field(row: Route) -> str | None:
-    """Return the field of a route's body that has its prompt, for errors that are about the prompt."""
+    """Return the field of a route's body with the prompt, for errors about the prompt."""
     fields = () if row.body is None else row.body.__struct_fields__
     return next((name for name in ("input", "prompt", "messages") if name in fields), None)
 

@@ -1,6 +1,6 @@
-"""The bodies of requests, as types: what is used, what is accepted without an effect, and what is refused by name.
+"""The bodies of requests, as types: fields that are used, accepted without effect, or refused by name.
 
-A field that is in no type is ignored and counted: clients send new ones every month.
+An unknown field is ignored and counted: clients send new ones every month.
 """
 
 import functools
@@ -15,7 +15,7 @@ Json = dict[str, Any]
 
 
 class StreamOptions(msgspec.Struct):
-    """What a stream reports beside its tokens."""
+    """What a stream reports in addition to its tokens."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -33,9 +33,11 @@ else:
 
 
 class ParameterFields(NumberFields, kw_only=True):
-    """Fields with the names and meanings of SamplingParams; None = not given. The numbers are made from theirs."""
+    """Fields with the names and meanings of SamplingParams; None = not given. The numbers are generated from
+    SamplingParams.
+    """
 
-    max_tokens: int | None = None  # one of the numbers, which routes change
+    max_tokens: int | None = None  # one of the numbers; routes change it
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
@@ -65,7 +67,7 @@ class SamplingFields(ParameterFields, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
-    # Accepted, and without an effect on the answer.
+    # Accepted, but without effect on the answer.
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -74,7 +76,7 @@ class SamplingFields(ParameterFields, kw_only=True):
     prompt_cache_key: Any = None
     request_id: Any = None
     session_id: Any = None
-    stream_interval: Any = None  # tokens of a chunk: what a step brings is one chunk here
+    stream_interval: Any = None  # tokens of a chunk; here each step's tokens are one chunk
 
     # Refused by name.
     guided_json: Any = None
@@ -121,7 +123,7 @@ class CompletionBody(SamplingFields, kw_only=True):
 
 
 class ChatFields(SamplingFields, kw_only=True):
-    """Fields of every body that asks for a chat, whatever its API: shared_fields() makes a ChatBody's of them."""
+    """Fields of every body that asks for a chat, in any API: shared_fields() converts them to a ChatBody's."""
 
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -177,7 +179,7 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
 
 
 _GRAMMAR = "use response_format or structured_outputs"
-#: Field -> (values that change nothing, what to do instead). None is always such a value.
+#: Field -> (values without effect, what to do instead). None is always such a value.
 _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "guided_json": ((), _GRAMMAR),
     "guided_regex": ((), _GRAMMAR),
@@ -191,18 +193,18 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "regex": ((), _GRAMMAR),  # SGLang's
     "ebnf": ((), _GRAMMAR),
     "prompt_embeds": ((), "send text or token ids"),
-    "beam_width": ((), "the beams of use_beam_search are best_of, of which the n best are returned"),
+    "beam_width": ((), "best_of is the number of beams of use_beam_search; the n best are returned"),
     "lora_request": ((), "name the adapter as the model"),
     "logits_processors": (([],), "use logit_bias, allowed_token_ids or bad_words"),
     "thinking_token_budget": ((), "use max_tokens"),
     "logprob_token_ids": (([],), "ask for the most likely tokens with logprobs"),
     "kv_transfer_params": (({},), "the engine's owner connects caches with --kv-listen and --kv-peers"),
-    "spaces_between_special_tokens": ((True,), "text has the spaces of its tokens"),
+    "spaces_between_special_tokens": ((True,), "the text always has its tokens' spaces"),
     "watermarking": ((False,), "texts are not marked"),
-    "ec_transfer_params": (({},), "images are encoded where they are used"),
-    "vllm_xargs": (({},), "there are no extensions that read them"),
-    "mm_processor_kwargs": (({},), "images are read as the model's files say"),
-    "media_io_kwargs": (({},), "images are read as the model's files say"),
+    "ec_transfer_params": (({},), "images are encoded when they are used"),
+    "vllm_xargs": (({},), "no extension reads them"),
+    "mm_processor_kwargs": (({},), "images are processed as the model's files say"),
+    "media_io_kwargs": (({},), "images are processed as the model's files say"),
     "return_prompt_text": ((False,), "use return_token_ids and /detokenize"),
     "routed_experts_prompt_start": ((0,), "routing is not shown"),
     "truncation_side": (("left",), "truncate_prompt_tokens keeps the tokens at the prompt's end"),
@@ -210,11 +212,11 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "max_new_tokens": ((), "use max_tokens"),
     "min_new_tokens": ((), "use min_tokens"),
     "repetition_detection": ((), "use repetition_penalty or stop"),
-    "suffix": (("",), "write the prompt in the model's own form of filling in, if it has one"),
+    "suffix": (("",), "write the prompt in the model's own fill-in-the-middle form, if it has one"),
 }
 
 
-#: The same for chats alone: texts are echoed, and have other special tokens.
+#: The same for chats only: completions support echo, and other special tokens.
 _REFUSED_IN_CHATS: dict[str, tuple[tuple[object, ...], str]] = {
     "echo": ((False,), "send the text to /v1/completions"),
     "include_reasoning": ((True,), "read content alone"),
@@ -224,7 +226,7 @@ _REFUSED_IN_CHATS: dict[str, tuple[tuple[object, ...], str]] = {
     "modalities": ((["text"], []), "this server answers with text"),
     "audio": ((), "this server answers with text"),
 }
-#: Field -> values that ask for nothing, on routes whose answers have one choice and no place for what it asks for.
+#: Field -> neutral values, on routes whose answers have one choice and cannot show the field's effect.
 _UNSHOWN: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "prompt_logprobs": (),
@@ -234,9 +236,9 @@ _UNSHOWN: dict[str, tuple[object, ...]] = {
 
 
 def shared_fields(body: ChatFields) -> Json:
-    """Return the fields that a body of another API has in common with ChatBody.
+    """Return the fields that a body of another API shares with ChatBody.
 
-    Errors: HttpError 400 that names a field whose effect an answer of that API could not show.
+    Errors: HttpError 400 that names a field whose effect that API's answers cannot show.
     """
     for name, neutral in _UNSHOWN.items():
         if (value := getattr(body, name)) is not None and value not in neutral:
@@ -251,7 +253,7 @@ def _refused(kind: type[msgspec.Struct]) -> dict[str, tuple[tuple[object, ...], 
 
 
 def refuse_fields(body: msgspec.Struct) -> None:
-    """Check that the fields this server knows and does not support have no effect. Errors: HttpError 400."""
+    """Check that known but unsupported fields have neutral values. Errors: HttpError 400."""
     for name, (neutral, instead) in _refused(type(body)).items():
         value = getattr(body, name)
         if value is not None and not any(type(value) is type(one) and value == one for one in neutral):

@@ -2,16 +2,16 @@
 
 import re
 
-#: What begins a value or a field of JSON; a string is skipped as a whole.
+#: The start of a JSON value or field; a string is skipped as a whole.
 _PARTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{:,]', re.DOTALL)
-_LOOKED_AT = 1 << 18  # bytes, between two looks at the counts
+_LOOKED_AT = 1 << 18  # bytes, between two checks of the counts
 _COMMA, _QUOTE = b',"'
 
 
 def is_small(body: bytes, most_fields: int, most_values: int) -> bool:
-    """Return whether a body has no more values than that; False if only has_few_values() can tell.
+    """Return whether a body has at most this many values; False if only has_few_values() can tell.
 
-    It counts what begins a value, in texts too.
+    It counts starts of values, also inside strings.
     """
     num_fields = num_values = 0
     for at in range(0, len(body), _LOOKED_AT):
@@ -24,9 +24,9 @@ def is_small(body: bytes, most_fields: int, most_values: int) -> bool:
 
 
 def has_few_values(body: bytes, most_fields: int, most_values: int) -> bool:
-    """Return whether a body has at most so many arrays, objects and fields, and so many values in all.
+    """Return whether a body has at most this many arrays, objects and fields, and this many values in all.
 
-    For a thread: it is made of short steps.
+    To be run on a thread; it works in short steps.
     """
     num_fields = num_values = 0
     for found in _PARTS.finditer(body):

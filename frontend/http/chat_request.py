@@ -1,4 +1,4 @@
-"""PreparedChat: a chat as requests to the engine, and how the text of its answers is read."""
+"""PreparedChat: a chat as requests to the engine, and the readers of its answers' text."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one fiel
 class PreparedChat(NamedTuple):
     """A chat that is ready to be submitted. scanners: of each choice; None = all of the text is content.
 
-    thoughts: counters of the tokens of reasoning, of each choice; none where no reasoning is told apart.
+    thoughts: counters of the tokens of reasoning, of each choice; none if reasoning is not separated.
     is_named: whether the caller named the one tool that must be called. id_length: of calls' ids; None = any.
     """
 
@@ -81,7 +81,7 @@ async def prepare_chat(
 
 
 async def count_tokens(service: Service, request: Request, body: ChatBody) -> int:
-    """Return the number of tokens of a chat's prompt, which may be too long to answer. Errors: as prepare_chat()."""
+    """Return the number of tokens of a chat's prompt, even if it is too long to answer. Errors: as prepare_chat()."""
     _check(service, body)
     tokenizer = service.tokenizer
 
@@ -100,11 +100,11 @@ async def count_tokens(service: Service, request: Request, body: ChatBody) -> in
 
 def _check(service: Service, body: ChatBody) -> None:
     if len(body.messages) > MAX_MESSAGES:
-        raise HttpError(400, f"{len(body.messages)} messages; {MAX_MESSAGES} are allowed", param="messages")
+        raise HttpError(400, f"{len(body.messages)} messages; at most {MAX_MESSAGES} are allowed", param="messages")
     if body.tools and len(body.tools) > MAX_TOOLS:
-        raise HttpError(400, f"{len(body.tools)} tools; {MAX_TOOLS} are allowed", param="tools")
+        raise HttpError(400, f"{len(body.tools)} tools; at most {MAX_TOOLS} are allowed", param="tools")
     if body.chat_template is not None and not service.options.allow_request_templates:
-        raise HttpError(400, "chat_template is a program: this server takes none from requests", param="chat_template")
+        raise HttpError(400, "chat_template is a program: this server accepts none in requests", param="chat_template")
     if body.top_logprobs and not body.logprobs:
         raise HttpError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
 
@@ -120,11 +120,11 @@ def _read_tools(body: ChatBody, note: Note) -> _Tools:
 
 
 def behind(service: Service, context: Sequence[int] | None, prompt: PromptInput) -> PromptInput:
-    """Return a prompt behind the tokens of a context. Errors: HttpError 400 for a prompt with images."""
+    """Return a prompt after the tokens of a context. Errors: HttpError 400 for a prompt with images."""
     if not context:
         return prompt
     if not isinstance(prompt, str):
-        raise HttpError(400, "a context takes text behind it, no images", param="context")
+        raise HttpError(400, "a context can be followed by text, not by images", param="context")
     service.check_countable(prompt)
     return [*context, *service.tokenizer.encode(prompt, add_special_tokens=False)]
 
@@ -171,7 +171,7 @@ def _constrained(
     form: AnswerForm,
     thought: Thought | None,
 ) -> SamplingParams:
-    """Return the parameters with the grammar of the whole answer, where one is needed. Errors: InvalidRequestError."""
+    """Return the parameters with the grammar of the whole answer, if one is needed. Errors: InvalidRequestError."""
     answer, functions = params.structured_outputs, tools.forced
     if functions is not None:
         answer = None
@@ -224,9 +224,9 @@ def _render(service: Service, body: ChatBody, tools: _Tools) -> PromptInput:
 
 
 def _with_reasoning(message: Json) -> Json:
-    """Return an earlier answer with its reasoning under each name that templates read.
+    """Return an earlier answer with its reasoning under all names that templates read.
 
-    Not as "thinking" beside content and calls: gpt-oss' template refuses that.
+    Not as "thinking" together with content and calls: gpt-oss' template refuses that.
     """
     given = next((message[name] for name in _REASONING if isinstance(message.get(name), str)), None)
     if not given or message.get("role") != "assistant":

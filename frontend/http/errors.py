@@ -1,7 +1,8 @@
 """HttpError: a status, and the one error body of this server. The table from the engine's errors to statuses is here.
 
 A body is `{"error": {"message", "type", "param", "code"}}` for every status, and at most 2 KiB long: an answer must not
-be a multiple of its request. `x-should-retry: false` keeps clients from sending again what fails again.
+be many times longer than its request. `x-should-retry: false` keeps clients from repeating a request that would fail
+again.
 """
 
 import math
@@ -18,11 +19,11 @@ from ipc.errors import (
     RequestFailedError,
 )
 
-_MAX_MESSAGE_CHARS = 400  # 6 bytes each where JSON escapes them all
+_MAX_MESSAGE_CHARS = 400  # 6 bytes each if JSON escapes them all
 
 Headers = list[tuple[bytes, bytes]]
 
-#: Status -> the type that OpenAI's clients and vLLM's call it.
+#: Status -> its type for clients of OpenAI and vLLM.
 _TYPES = {
     400: "BadRequestError",
     401: "AuthenticationError",
@@ -36,7 +37,7 @@ _TYPES = {
     422: "UnprocessableEntityError",
     429: "RateLimitError",
     431: "RequestHeaderFieldsTooLargeError",
-    499: "ClientClosedRequestError",  # in the log and the metrics only: nobody is there to read it
+    499: "ClientClosedRequestError",  # in the log and the metrics only: the caller is gone
     500: "InternalServerError",
     501: "NotImplementedError",
     503: "ServiceUnavailableError",
@@ -49,7 +50,7 @@ _CLOSING = (408, 413, 431)
 
 
 class HttpError(Exception):
-    """An answer other than success. param: the field of the body that is wrong. headers: further ones."""
+    """An answer other than success. param: the wrong field of the body. headers: further ones."""
 
     def __init__(
         self,
@@ -82,7 +83,7 @@ class HttpError(Exception):
 def http_error(error: Exception, *, max_model_len: int, prompt_param: str | None = None) -> HttpError:
     """Return the answer to an error of the engine or of the client.
 
-    max_model_len: tokens, for the message. prompt_param: the field of the route's body that has the prompt.
+    max_model_len: tokens, for the message. prompt_param: the field of the route's body with the prompt.
     """
     if isinstance(error, HttpError):
         return error
@@ -105,7 +106,7 @@ def http_error(error: Exception, *, max_model_len: int, prompt_param: str | None
 
 
 def _failed(error: RequestFailedError, text: str) -> HttpError:
-    """Return the answer to a refusal or a failure: only what another attempt can change says when to try again."""
+    """Return the answer to a refusal or a failure; it gives a time to retry only if another attempt can succeed."""
     if error.code in ("RESOURCE_EXHAUSTED", "UNAVAILABLE", ""):
         return HttpError(503, text, headers=retry_after(error.retry_after_ms or 1000))
     if error.code == "QUARANTINED":
@@ -120,7 +121,7 @@ def retry_after(milliseconds: int) -> Headers:
 
 
 def _first_word(text: str) -> str | None:
-    """Return the field that a message begins with, or None."""
+    """Return the field with which a message begins, or None."""
     found = _FIELD.match(text)
     if found is None:
         return None

@@ -1,4 +1,4 @@
-"""hint(): what a caller may have meant by a path that is no route here, or what there is instead."""
+"""hint(): what a caller may have meant by a path that is not a route here, or the alternative."""
 
 from collections.abc import Container
 
@@ -26,13 +26,13 @@ OTHER_PATHS = {
     "health_generate": "/health",
 }
 _STORES_NOTHING = "nothing is stored here: send the whole history to /v1/responses or /v1/chat/completions"
-_FILES = "`engine-core batch` answers files of requests"
+_FILES = "use `engine-core batch` for files of requests"
 _OWNERS = "the engine's owner does this with `engine-core control`, not over HTTP"
 _ADAPTERS = "the engine's owner loads adapters with `engine-core control`, not over HTTP"
 _TEXT_ONLY = "this server answers with text"
-#: First words of paths that nothing here stands for, without /v1 -> what there is instead.
+#: First words of paths without a counterpart here, without /v1 -> the alternative.
 ABSENT = {
-    "infill": "write the prompt in the model's own form of filling in, and send it to /v1/completions",
+    "infill": "write the prompt in the model's own fill-in-the-middle form, and send it to /v1/completions",
     "classify": "classes are for the Python client, LLM.classify(); there is /v1/score",
     "audio": _TEXT_ONLY,
     "images": _TEXT_ONLY,
@@ -48,20 +48,20 @@ ABSENT = {
     "vector_stores": _STORES_NOTHING,
     "fine_tuning": "models are not trained here",
     "realtime": "there are no WebSockets: stream /v1/chat/completions",
-    "api/blobs": "models come with `engine-core pull`, not over HTTP",
+    "api/blobs": "models are downloaded with `engine-core pull`, not over HTTP",
     "load_lora_adapter": _ADAPTERS,
     "unload_lora_adapter": _ADAPTERS,
     "lora-adapters": _ADAPTERS,
-    "abort_request": "the end of the connection aborts a request",
+    "abort_request": "to abort a request, close its connection",
     **dict.fromkeys(("sleep", "wake_up", "is_sleeping", "pause", "resume", "reset_prefix_cache"), _OWNERS),
 }
 
 
 def hint(path: str, routes: Container[str]) -> str:
-    """Return the end of the message about a path that is none of `routes`; may be empty.
+    """Return the end of the message for a path that is not in `routes`; may be empty.
 
-    Base URLs come without /v1, with it twice, behind a prefix of another service, or end in "/"; and other servers
-    have other names.
+    Callers use base URLs without /v1, with it twice, after a prefix of another service, or ending in "/"; and other
+    servers use other names.
     """
     parts = [part for part in path.split("/") if part]
     while len(parts) > 1 and parts[0] in ("v1", "v2"):

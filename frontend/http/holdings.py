@@ -1,4 +1,4 @@
-"""Holdings: the memory that unfinished answers may take, by what each of them asks for."""
+"""Holdings: the memory that unfinished answers may take, estimated from their requests."""
 
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -6,28 +6,30 @@ from typing import NamedTuple
 from frontend.http.errors import HttpError, retry_after
 from ipc.params.sampling_params import SamplingParams
 
-#: Of all unfinished answers, bytes. A single one may take more, and then runs alone.
+#: Bytes for all unfinished answers. A single one may take more, and then runs alone.
 MAX_BYTES = 256 << 20
-#: What was measured, bytes: a choice with its request; a token of a prompt; a position with log probabilities; each of
-#: these as it is received, and as text.
+#: Measured bytes: of a choice with its request; of a token of a prompt; of a position with log probabilities; of each
+#: of these as received, and as text.
 _CHOICE, _TOKEN, _POSITION, _LOGPROB, _SHOWN = 4096, 40, 400, 8, 80
 _NUMBER = 28  # of a vector: float32, and as text
-#: Tokens that are counted for an answer without max_tokens.
+#: Tokens counted for an answer without max_tokens.
 _USUAL_TOKENS = 4096
-#: Log probabilities that one answer may have. As text, 500,000 are 40 MB.
+#: Most log probabilities of one answer. As text, 500,000 are 40 MB.
 MAX_LOGPROBS = 1 << 19
 
 
 class Holdings:
-    """The sum of what the unfinished answers of one server take."""
+    """The sum of the memory of one server's unfinished answers."""
 
     def __init__(self) -> None:
         self._num_bytes = 0
 
     def take(self, num_bytes: int) -> Callable[[], None]:
-        """Take memory for an answer; return what gives it back. Errors: HttpError 503 while there is too little."""
+        """Take memory for an answer; return a function that gives it back. Errors: HttpError 503 while there is too
+        little.
+        """
         if self._num_bytes and self._num_bytes + num_bytes > MAX_BYTES:
-            raise HttpError(503, "the answers that are being made take all memory", headers=retry_after(1000))
+            raise HttpError(503, "unfinished answers take all the memory", headers=retry_after(1000))
         self._num_bytes += num_bytes
 
         def give_back() -> None:
@@ -37,19 +39,19 @@ class Holdings:
 
 
 def vectors_bytes(num_texts: int, num_tokens: int, width: int) -> int:
-    """Return the memory that the vectors of some texts take. num_tokens: of all texts. width: numbers of a vector."""
+    """Return the memory of the vectors of some texts. num_tokens: of all texts. width: numbers of a vector."""
     return num_texts * (_CHOICE + width * _NUMBER) + num_tokens * _TOKEN
 
 
 class Cost(NamedTuple):
-    """What the answer to a request takes."""
+    """The size of the answer to a request."""
 
     num_bytes: int = 0
     num_logprobs: int = 0
 
 
 def cost_of(num_prompt: int, params: SamplingParams, room: int, vocab_size: int, *, is_streamed: bool) -> Cost:
-    """Return what the answer to a request takes. num_prompt: tokens. room: tokens that fit behind them."""
+    """Return the size of the answer to a request. num_prompt: tokens. room: tokens that fit after them."""
     num_tokens = params.n * min(room, params.max_tokens or _USUAL_TOKENS)
     total = params.n * _CHOICE + num_prompt * _TOKEN
     count = 0
@@ -68,6 +70,6 @@ def sum_of(costs: Iterable[Cost]) -> int:
         num_bytes += cost.num_bytes
         num_logprobs += cost.num_logprobs
     if num_logprobs > MAX_LOGPROBS:
-        text = f"the answer may have {num_logprobs} log probabilities; {MAX_LOGPROBS} are allowed"
+        text = f"the answer may have {num_logprobs} log probabilities; at most {MAX_LOGPROBS} are allowed"
         raise HttpError(400, f"{text}: ask for fewer of them, fewer prompts or fewer tokens", param="logprobs")
     return num_bytes

@@ -1,20 +1,20 @@
 """Intake: requests that wait to be handled, a few in each turn of the event loop.
 
 A thousand requests may arrive at once, and each costs some tenths of a millisecond. Between two turns the loop answers
-whoever asks for /health, and feeds the streams.
+/health and feeds the streams.
 """
 
 import asyncio
 from collections import deque
 
 _EACH_TURN = 16
-_BYTES_EACH_TURN = 64 << 10  # of bodies, which are decoded: up to 10 ms
+_BYTES_EACH_TURN = 64 << 10  # of bodies to decode, which takes up to 10 ms
 
 
 class Intake:
     """A queue that lets at most _EACH_TURN entries, or _BYTES_EACH_TURN of them, pass in a turn.
 
-    Made in the event loop.
+    Created in the event loop.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Intake:
         self._num_passed = self._bytes_passed = 0
         while self._waiting and self._has_room():
             turn, size = self._waiting.popleft()
-            if not turn.done():  # a caller that was cancelled
+            if not turn.done():  # a cancelled caller
                 turn.set_result(None)
                 self._note(size)
         if self._num_passed:

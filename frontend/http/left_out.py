@@ -1,7 +1,7 @@
-"""What a request has that only a hosted service can have: tools that the service runs, and their items in a history.
+"""Parts of a request that only a hosted service supports: tools that the service runs, and their items in a history.
 
-They are left out and named in the log, because a model calls no tool that it is not shown. A request fails only if its
-tool_choice wants such a tool.
+They are left out and named in the log, because a model does not call a tool that it is not shown. A request fails only
+if its tool_choice requires such a tool.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import Any
 from frontend.http.errors import HttpError
 
 Json = dict[str, Any]
-#: Called with the name of what is left out.
+#: Called with the name of a part that is left out.
 Note = Callable[[str], None]
 
 #: Items of the Responses API. A function's call and its result have other types.
@@ -22,17 +22,17 @@ _HOSTED_BLOCK = re.compile(r"[a-z0-9_]+_tool_(use|result)|tool_search_[a-z0-9_]+
 
 
 def is_hosted_item(kind: object) -> bool:
-    """Return whether an item of this type in a history of /v1/responses is of a tool that is no function."""
+    """Return whether an item of this type in a history of /v1/responses belongs to a tool that is not a function."""
     return isinstance(kind, str) and kind not in _OWN_ITEMS and _HOSTED_ITEM.fullmatch(kind[:80]) is not None
 
 
 def is_hosted_block(kind: object) -> bool:
-    """Return whether a block of this type in a history of /v1/messages is of a tool that the service runs."""
+    """Return whether a block of this type in a history of /v1/messages belongs to a tool that the service runs."""
     return isinstance(kind, str) and _HOSTED_BLOCK.fullmatch(kind[:80]) is not None
 
 
 def own_tools(tools: Sequence[Json], note: Note) -> list[Json]:
-    """Return the functions, and what has no type; name the kinds of the others."""
+    """Return the functions, and tools without a type; report the kinds of the others."""
     kept = []
     for tool in tools:
         if _is_hosted(tool):
@@ -43,7 +43,7 @@ def own_tools(tools: Sequence[Json], note: Note) -> list[Json]:
 
 
 def own_choice(choice: object) -> object:
-    """Return a tool_choice without the tools that are left out. Errors: HttpError 400 if it wants one of those."""
+    """Return a tool_choice without the tools that are left out. Errors: HttpError 400 if it requires one of those."""
     if not isinstance(choice, Mapping):
         return choice
     kind = choice.get("type")
@@ -58,7 +58,7 @@ def own_choice(choice: object) -> object:
     if kept or not entries:
         return {"type": kind, "mode": allowed.get("mode", "auto"), "tools": kept}
     if allowed.get("mode") == "required":
-        raise HttpError(400, "tool_choice wants tools that are no functions", param="tool_choice")
+        raise HttpError(400, "tool_choice requires tools that are not functions", param="tool_choice")
     return "none"
 
 

@@ -1,42 +1,42 @@
-"""LifeSigns: whether an HTTP worker hangs, is loaded, or waits for a core. It has no clock of its own."""
+"""LifeSigns: whether an HTTP worker hangs, is loaded, or waits for a core. It reads no clock."""
 
 import os
 from typing import NamedTuple
 
-#: CPU seconds that a worker may take without a turn of its loop: one that computes for so long has an endless loop.
+#: CPU seconds that a worker may take without a turn of its loop: one that computes for longer has an endless loop.
 MAX_BUSY_S = 60.0
-#: Of a look's time: a process that computes for this part of it is at work.
+#: Share of a sample's time: a process that computes for this share of it is working.
 _AT_WORK = 0.25
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 class Effort(NamedTuple):
-    """What a process does. cpu_s: that it has taken so far. is_runnable: a thread of it runs or waits for a core."""
+    """A process's activity. cpu_s: CPU time taken so far. is_runnable: a thread of it runs or waits for a core."""
 
     cpu_s: float
     is_runnable: bool
 
 
 class LifeSigns:
-    """The time for which a worker has shown no sign of life.
+    """How long a worker has shown no sign of life.
 
-    limit_s: seconds in which it neither said a word nor computed, after which it hangs; 0 = it never does. A worker
-    that computes, or that gets no core to compute on, is loaded. It is slow then, and killing it would help nobody. But
-    one that computes for MAX_BUSY_S without a word has an endless loop.
+    limit_s: seconds without a report and without computing, after which it hangs; 0 = never. A worker that computes, or
+    that gets no core to compute on, is loaded: it is slow, and killing it would not help. But one that computes for
+    MAX_BUSY_S without a report has an endless loop.
     """
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self.silent_s = 0.0
         self._busy_s = 0.0
-        self._cpu_s: float | None = None  # at the last look
+        self._cpu_s: float | None = None  # at the last sample
 
     def heard(self) -> None:
-        """Note a word of the worker."""
+        """Note a report of the worker."""
         self.silent_s = self._busy_s = 0.0
 
     def look(self, seconds: float, effort: Effort) -> str:
-        """Take what the process did in the seconds since the last look; return why it counts as hung, "" if not."""
+        """Take the process's activity since the last sample; return why it counts as hung, "" if it does not."""
         worked = 0.0 if self._cpu_s is None else max(0.0, effort.cpu_s - self._cpu_s)
         self._cpu_s = effort.cpu_s
         self._busy_s += worked
@@ -50,7 +50,7 @@ class LifeSigns:
 
 
 def effort_of(pid: int) -> Effort:
-    """Return what a process does; nothing for one that has ended."""
+    """Return a process's activity; None for one that has ended."""
     ticks, is_runnable = 0, False
     try:
         ticks = sum(map(int, _fields(f"/proc/{pid}/stat")[11:13]))  # utime and stime
@@ -62,6 +62,6 @@ def effort_of(pid: int) -> Effort:
 
 
 def _fields(path: str) -> list[str]:
-    """Return the fields of a stat file from the state on, behind the name, which may have spaces."""
+    """Return the fields of a stat file from the state, after the name, which may have spaces."""
     with open(path) as file:
         return file.read().rpartition(")")[2].split()

@@ -30,10 +30,10 @@ async def pool(
     """Return the answers of the engine, in the prompts' order. Errors: HttpError; those of the engine."""
     service.standing.refuse_requests()
     if len(prompts) > MAX_TEXTS:
-        raise HttpError(400, f"{len(prompts)} texts in one request; {MAX_TEXTS} are allowed", param="input")
+        raise HttpError(400, f"{len(prompts)} texts in one request; at most {MAX_TEXTS} are allowed", param="input")
     key = request.key
     if key is not None and key.min_priority is not None and priority < key.min_priority:
-        raise HttpError(403, f"the key's priorities begin at {key.min_priority}", param="priority")
+        raise HttpError(403, f"the key's smallest priority is {key.min_priority}", param="priority")
 
     def prepare() -> list[PreparedPooling]:
         return prepare_pooling(
@@ -65,7 +65,7 @@ async def pool(
 async def _answers(
     service: Service, request: Request, prepared: Sequence[PreparedPooling]
 ) -> list[PoolingRequestOutput]:
-    """Submit the requests and wait for their ends. What still runs when one fails, or the peer leaves, is aborted."""
+    """Submit the requests and wait for their ends. If one fails, or the peer leaves, running ones are aborted."""
     exchange = request.exchange
     if exchange.has_left:  # while a thread prepared them
         raise HttpError(499, _LEFT)

@@ -1,4 +1,4 @@
-"""Request and Response: one HTTP request as handlers see it, and an answer that is complete at once."""
+"""Request and Response: one HTTP request for handlers, and a complete answer."""
 
 import re
 import secrets
@@ -38,10 +38,10 @@ class Response(NamedTuple):
 
 
 class Request:
-    """One HTTP request: its head, and its body once it is complete.
+    """One HTTP request: its headers, and its body once it is complete.
 
-    headers: by lower-case name; of several the last. client: the caller's address, "" if it has none. key: that of the
-    caller. target: what follows the path of a route that ends in "/".
+    headers: by lower-case name; the last of several. client: the caller's address, "" if it has none. key: that of the
+    caller. target: the part after the path of a route that ends in "/".
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Request:
         self.body = b""
         self.row: Route | None = None  # of the routing table
         self.key: Key | None = None
-        self.lease: Lease | None = None  # of its key's quotas, from the moment on at which it is handled
-        self.adapter: AdapterId | None = None  # that the body's model names
+        self.lease: Lease | None = None  # of its key's quotas, once it is handled
+        self.adapter: AdapterId | None = None  # named by the body's model
         self.target = ""
         self.route = ""  # path of the row of the routing table
         self.meter: HttpMeter | None = None
@@ -77,7 +77,7 @@ class Request:
 
     @classmethod
     def of(cls, scope: Message, exchange: Exchange) -> "Request":
-        """Return the request of an ASGI scope. A path may have the root path in front, as a proxy leaves it or not."""
+        """Return the request of an ASGI scope. A path may start with the root path, depending on the proxy."""
         root, fields = scope["root_path"], scope["headers"]
         path, raw_path = scope["path"].removeprefix(root), scope["raw_path"].removeprefix(root.encode())
         if root and path.startswith(f"{root}/"):
@@ -107,7 +107,7 @@ class Request:
             raise HttpError(400, f"the body is not valid JSON: {error}") from None
 
     def deadline_s(self) -> float | None:
-        """Return the seconds in which the caller wants the answer; None = any. Errors: HttpError 400."""
+        """Return the seconds within which the caller wants the answer; None = any. Errors: HttpError 400."""
         given = self.headers.get(_DEADLINE_HEADER)
         if given is None:
             return None

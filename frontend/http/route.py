@@ -15,14 +15,14 @@ Handler = Callable[[Any, Any], Awaitable[Any]]
 class Access(Enum):
     """Who may use a route."""
 
-    OPEN = "open"  # everyone, without a key
-    KEY = "key"  # callers with a key, where the server has keys
+    OPEN = "open"  # any caller, without a key
+    KEY = "key"  # callers with a key, if the server has keys
 
 
 class Route(NamedTuple):
-    """One row. A path that ends in "/" takes what follows it as the request's target; access: KEY unless it says so.
+    """One row. For a path that ends in "/", the rest of the request's path is its target. access: KEY by default.
 
-    error_body: the form of errors, where it is not OpenAI's.
+    error_body: the form of errors, if it is not OpenAI's.
     """
 
     method: str

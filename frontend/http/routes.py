@@ -1,4 +1,4 @@
-"""The routing table: every path that this server answers, with what it does and who may ask."""
+"""The routing table: every path of this server, with its handler and its access rule."""
 
 from collections.abc import Awaitable, Callable
 

@@ -1,6 +1,6 @@
 """Sampling parameters of a body: the body's fields, then the model's own defaults, then OpenAI's.
 
-A beam search draws nothing, so the model's defaults for draws are not for it.
+A beam search draws nothing, so the model's defaults for draws do not apply to it.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from frontend.http.errors import HttpError
 from frontend.http.response_format import read_structure
 from ipc.params.sampling_params import NUMBERS, OF_DRAWS, RequestOutputKind, SamplingParams
 
-#: Field of a body -> parameter: first the names of other engines, so that ours come before them.
+#: Field of a body -> parameter: first the names of other engines, so that ours override them.
 _PARAMETERS = {
     **{name: one.name for one in NUMBERS.values() for name in one.parameter.names},
     **{name: name for name in ParameterFields.__struct_fields__ if name in SamplingParams.__struct_fields__},
@@ -22,8 +22,8 @@ def read_sampling(
 ) -> SamplingParams:
     """Return the parameters of one request.
 
-    defaults: those that the model recommends. max_tokens: the dialect's own default, None = what is left of the
-    context. logprobs: likely tokens to report beside each. Errors: HttpError, InvalidRequestError.
+    defaults: those that the model recommends. max_tokens: the dialect's own default, None = the rest of the context.
+    logprobs: most likely tokens to report for each. Errors: HttpError, InvalidRequestError.
     """
     refuse_fields(body)
     if body.stream_options is not None and not body.stream:

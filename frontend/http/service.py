@@ -1,4 +1,4 @@
-"""Service: what all handlers share: the engine's session, the pump, the models' names and the bounds."""
+"""Service: the state that all handlers share: the engine's session, the pump, the models' names and the bounds."""
 
 import asyncio
 import os
@@ -38,22 +38,22 @@ from ipc.params.sampling_params import RequestOutputKind, SamplingParams
 
 #: Bodies above this many bytes are rendered and tokenized on a thread: they would block the loop for milliseconds.
 _LONG_BODY_BYTES = 4096
-#: Bodies up to this many bytes are decoded as they are: whatever they hold, that takes less than 10 ms.
+#: Bodies up to this many bytes are decoded at once: whatever they contain, that takes less than 10 ms.
 _QUICK_BODY_BYTES = 64 << 10
-#: In a longer body: arrays, objects and fields, which are decoded in half a microsecond each; and values in all.
+#: Bounds of a longer body: arrays, objects and fields, which take half a microsecond each; and values in all.
 MAX_FIELDS, MAX_VALUES = 65_536, 262_144
-#: Choices of one request, over all of its prompts.
+#: Most choices of one request, over all of its prompts.
 MAX_CHOICES = 4096
-#: Bytes of one text, or 16 for each token of the model's context if those are more.
+#: Most bytes of one text, or 16 for each token of the model's context if that is more.
 _MAX_TEXT_BYTES = 1 << 20
-SUBMITTED_EACH_TURN = 32  # requests of one reply, some 0.1 ms each
-#: Code of the error for a name that is no model here.
+SUBMITTED_EACH_TURN = 32  # requests of one reply in a turn, about 0.1 ms each
+#: Code of the error for an unknown model name.
 MODEL_NOT_FOUND = "model_not_found"
 _T = TypeVar("_T")
 
 
 class Service:
-    """One HTTP server's side of one engine. Made in the event loop that it runs in."""
+    """One HTTP server's side of one engine. Created in the event loop that it runs in."""
 
     def __init__(self, engine: EngineHandle, options: HttpOptions) -> None:
         self.engine = engine
@@ -61,7 +61,7 @@ class Service:
         self.turns = Turns(max(1, len(os.sched_getaffinity(0)) - 1))
         self.pump = Pump(engine.client, self.turns)
         self.statistics = RecentStatistics(engine.client)
-        self.description = b""  # of the routes, as JSON; the App knows them
+        self.description = b""  # of the routes, as JSON; set by the App
         self.created = int(time.time())
         self.standing = Standing(engine.client, options.hang_timeout)
         welcome = engine.client.welcome
@@ -85,11 +85,11 @@ class Service:
         if engine.tokenizer is not None and engine.tokenizer.is_byte_level:
             self._token_json = {skip: TokenJson(engine.tokenizer.token_table(skip)) for skip in (True, False)}
         if engine.tokenizer is not None:
-            _ = engine.tokenizer.bound  # takes some 20 ms, once
+            _ = engine.tokenizer.bound  # takes about 20 ms, once
 
     @property
     def max_model_len(self) -> int:
-        """Return the tokens that a prompt and its output may have together."""
+        """Return the most tokens that a prompt and its output may have together."""
         return self.engine.client.welcome.limits.max_model_len
 
     @property
@@ -99,22 +99,23 @@ class Service:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Return the model's tokenizer. Errors: HttpError 400 where there is none."""
+        """Return the model's tokenizer. Errors: HttpError 400 if there is none."""
         if self.engine.tokenizer is None:
             raise HttpError(400, "this engine has no tokenizer: send token ids to /v1/completions")
         return self.engine.tokenizer
 
     def token_json(self, *, skip_special_tokens: bool) -> TokenJson | None:
-        """Return the JSON of each token's text; None where a token's text depends on those before it."""
+        """Return the JSON of each token's text; None if a token's text depends on earlier tokens."""
         return self._token_json[skip_special_tokens] if self._token_json else None
 
     def names_for(self, request: Request) -> tuple[str, ...]:
-        """Return the model's and its adapters' names that the caller's key may use."""
+        """Return the names of the model and its adapters that the caller's key may use."""
         key, names = request.key, (*self.names, *self.adapters.names)
         return names if key is None or not key.models else tuple(name for name in names if name in key.models)
 
     def check_model(self, request: Request, name: str | None) -> str:
-        """Return the model's name as given, or the first of ours. With an adapter's the request runs with that.
+        """Return the model's name as given, or our first one. With an adapter's name the request runs with that
+        adapter.
 
         Errors: HttpError 403, 404.
         """
@@ -134,7 +135,7 @@ class Service:
         return name
 
     async def run(self, request: Request, work: Callable[[], _T], *, is_long: bool = False) -> _T:
-        """Run `work` on the request's text: here, or on a thread if there is much of it, or it is long for its size."""
+        """Run `work` on the request's text: here, or on a thread if the text is long or takes long for its size."""
         if len(request.body) <= _LONG_BODY_BYTES and not is_long:
             return work()
         return await self.turns.run(_tenant(request), len(request.body), work)
@@ -152,26 +153,28 @@ class Service:
         """Check that a text is short enough to be tokenized. Errors: HttpError 400, PromptTooLongError."""
         most = max(_MAX_TEXT_BYTES, 16 * self.max_model_len)
         if len(text) > most:
-            raise HttpError(400, f"a text has {len(text)} characters; {most} are read", code="context_length_exceeded")
+            raise HttpError(
+                400, f"a text has {len(text)} characters; at most {most} are read", code="context_length_exceeded"
+            )
 
     def check_countable(self, text: str) -> None:
-        """Check that a text whose tokens are to be counted or shown is short enough. Errors: as check_text()."""
+        """Check that a text whose tokens are counted or shown is short enough. Errors: as check_text()."""
         self.check_text(text)
         check_text_fits(self.tokenizer, text, self.max_model_len, self.max_model_len, "the text")
 
     def brings_template(self, template: str | None) -> bool:
-        """Return whether a body's chat_template is a program of its caller, and not the name of one of the model's."""
+        """Return whether a body's chat_template is the caller's program, and not the name of one of the model's."""
         return template is not None and template not in self.tokenizer.chat_templates
 
     def renderer(self, template: str | None) -> Callable[..., str]:
-        """Return what renders a chat with a body's chat_template."""
+        """Return the function that renders a chat with a body's chat_template."""
         if not self.brings_template(template):
             return render_chat
         assert self._templates is not None, "chat templates of callers are not allowed"
         return self._templates.render
 
     def close(self) -> None:
-        """End what runs by itself."""
+        """Stop background work."""
         self.pump.close()
         if self.spans is not None:
             self.spans.close()
@@ -194,7 +197,7 @@ class Service:
             raise HttpError(400, f"{text}: send several requests", param="n")
         if key is not None and key.max_tokens is not None:
             if params.max_tokens is not None and params.max_tokens > key.max_tokens:
-                raise HttpError(403, f"the key may ask for {key.max_tokens} max_tokens", param="max_tokens")
+                raise HttpError(403, f"the key may ask for at most {key.max_tokens} max_tokens", param="max_tokens")
             params.max_tokens = params.max_tokens or key.max_tokens
         if key is not None and key.min_priority is not None and (body.priority or 0) < key.min_priority:
             raise HttpError(403, f"the key's priorities begin at {key.min_priority}", param="priority")
@@ -213,7 +216,9 @@ class Service:
         )
 
     def _check_tokens(self, request: Request, prompts: Sequence[PromptInput], params: SamplingParams) -> None:
-        """Check the texts' sizes, and the key's tokens by the fewest that the request can take, before any is read."""
+        """Before any text is read, check the texts' sizes, and the key's tokens against the fewest that the request can
+        take.
+        """
         fewest = 0
         for prompt in prompts:
             text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
@@ -226,7 +231,7 @@ class Service:
             request.lease.check_tokens(fewest + len(prompts) * _num_answers(params) * (params.max_tokens or 1))
 
     async def submit(self, request: Request, prepared: Sequence[PreparedRequest], answer: AnswerFormat) -> Reply:
-        """Submit the requests of one reply and feed it, some in each turn of the event loop.
+        """Submit the requests of one reply, some in each turn of the event loop, and feed the reply.
 
         Errors: HttpError; those of EngineClient.submit().
         """
@@ -278,7 +283,7 @@ class Service:
         )
 
     def note(self, request: Request, answer: Response | Reply) -> None:
-        """Count a request that has ended, and log it where that is asked for."""
+        """Count a request that has ended, and log it if enabled."""
         now, reply = time.monotonic(), answer if isinstance(answer, Reply) else None
         self.meter.count(request.route, request.method, answer.status, now - request.received_at)
         if self._access_log is not None:
@@ -287,14 +292,14 @@ class Service:
             self.spans.write(request, answer.status, reply, now)
 
     def _most_tokens(self, one: PreparedRequest) -> int:
-        """Return the most tokens that a request can take, its prompt's included, and those of all beams."""
+        """Return the most tokens that a request can take, including its prompt's and those of all beams."""
         num_prompt, limit = len(one.prompt.token_ids), one.params.max_tokens
         room = self.max_model_len - num_prompt
         return num_prompt + _num_answers(one.params) * (room if limit is None else min(limit, room))
 
 
 def _num_answers(params: SamplingParams) -> int:
-    """Return how many answers the engine computes at once for a prompt: choices, or the beams of a search."""
+    """Return how many answers the engine computes for a prompt: choices, or the beams of a search."""
     return max(params.n, params.best_of or 0) if params.use_beam_search else params.n
 
 
@@ -303,7 +308,7 @@ def _tenant(request: Request) -> str:
 
 
 def _short_name(name: str) -> str:
-    """Return the last part of a model's name where it is a path: callers learn no folders."""
+    """Return the last part of a model's name if it is a path, so that callers do not see folders."""
     return Path(name).name.removesuffix(".gguf") if Path(name).is_absolute() else name
 
 

@@ -1,10 +1,10 @@
-"""Standing: whether this server takes new requests, and why not. Probes and requests get the same answer from it.
+"""Standing: whether this server accepts new requests, and why not. Probes and requests get the same answer from it.
 
 | state | /live | /health, /ready, /ping | a new request |
 |---|---|---|---|
-| it serves, or the engine is being started again | 200 | 200 | is answered |
-| the engine hangs, and will be started again | 200 | 503 | waits |
-| a signal has told this server to end | 200 | 503 | 503 |
+| serving, or the engine is being restarted | 200 | 200 | is answered |
+| the engine hangs, and will be restarted | 200 | 503 | waits |
+| this server has received SIGTERM | 200 | 503 | 503 |
 | the engine drains, or its owner has paused it | 200 | 503 | 503 |
 | there is no engine | 200 | 503 | 503 |
 """
@@ -27,13 +27,13 @@ class Standing:
     def __init__(self, client: EngineClient, hang_timeout: float) -> None:
         self.is_draining = False  # this server ends
         self._client, self._hang_timeout = client, hang_timeout
-        self._not_taking = ""  # why the engine takes no requests, as it said last
+        self._not_taking = ""  # why the engine accepts no requests, from its last answer
         self._asking: asyncio.Future[None] | None = None
-        self._box: BlackBoxReader | None = None  # of the engine, where it is on this machine
-        self._box_epoch = -1  # at which it was looked for
+        self._box: BlackBoxReader | None = None  # of the engine, if it is on this machine
+        self._box_epoch = -1  # when it was last looked for
 
     def refuse_requests(self) -> None:
-        """Do nothing while new requests are taken. Errors: HttpError 503."""
+        """Do nothing while new requests are accepted. Errors: HttpError 503."""
         if self.is_draining:
             raise HttpError(503, "the server is shutting down", headers=retry_after(1000))
         if self._client.error is not None:
@@ -42,20 +42,20 @@ class Standing:
             raise HttpError(503, self._not_taking, headers=retry_after(1000))
 
     def refuse_probe(self) -> None:
-        """Do nothing while new requests are taken, and answered soon. It never waits. Errors: HttpError 503."""
+        """Do nothing while new requests are accepted and answered soon. It never waits. Errors: HttpError 503."""
         self.refuse_requests()
         if text := self._describe_hang():
             raise HttpError(503, f"the engine hangs: {text}")
 
     def ask(self) -> None:
-        """Ask the engine, without waiting, whether it takes requests; called once in a while."""
+        """Ask the engine, without waiting, whether it accepts requests; called regularly."""
         if self._asking is None or self._asking.done():
             self._asking = asyncio.ensure_future(asyncio.to_thread(self._ask))
 
     def _ask(self) -> None:
         try:
             self._not_taking = self._client.model_information(_TIMEOUT_S).not_taking
-        except EngineCoreError:  # it hangs or is being started again: then it takes requests, and they wait
+        except EngineCoreError:  # it hangs or is being restarted: then requests are accepted, and wait
             self._not_taking = ""
 
     def _describe_hang(self) -> str:

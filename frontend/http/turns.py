@@ -1,6 +1,6 @@
-"""Turns: work that would hold the event loop up, on threads, in turns between tenants.
+"""Turns: work that would block the event loop, on threads, in turns between tenants.
 
-A tenant that sends much waits behind its own work only. The bytes that are worked on at once are bounded, because
+A tenant that sends a lot waits only for its own work. The bytes processed at the same time are bounded, because
 tokenizing takes up to 350 bytes of memory for each byte of text; so are those that wait.
 """
 
@@ -12,12 +12,12 @@ from typing import NamedTuple, TypeVar
 
 from frontend.http.errors import HttpError, retry_after
 
-#: Bytes of work that runs at once. A single piece of work may be larger, and then runs alone.
+#: Most bytes of concurrent work. A single piece of work may be larger, and then runs alone.
 _MAX_RUNNING = 512 << 10
-#: Bytes of requests that wait here: of all, and of one tenant.
+#: Most bytes of requests that wait here: of all, and of one tenant.
 _MAX_WAITING, _MAX_OF_TENANT = 64 << 20, 32 << 20
 
-#: Work after which memory goes back to the system, which glibc keeps otherwise.
+#: Bytes of work after which memory is returned to the system; glibc would keep it otherwise.
 _LARGE = 256 << 10
 
 _libc = ctypes.CDLL(None)
@@ -30,12 +30,12 @@ class _Waiting(NamedTuple):
 
 
 class Turns:
-    """Threads for work of one event loop. num_threads: pieces of work that run at once."""
+    """Threads for work of one event loop. num_threads: pieces of work that run at the same time."""
 
     def __init__(self, num_threads: int) -> None:
         self._num_threads = num_threads
         self._num_running = self._size_running = self._size_waiting = 0
-        self._waiting: dict[str, deque[_Waiting]] = {}  # by tenant, whose turns come in this order
+        self._waiting: dict[str, deque[_Waiting]] = {}  # by tenant, in the order of their turns
 
     async def run(self, tenant: str, size: int, work: Callable[[], _T]) -> _T:
         """Return the result of `work`, run on a thread. size: bytes of its input. Errors: HttpError 503; work's own."""
@@ -59,7 +59,7 @@ class Turns:
         self._waiting.setdefault(tenant, mine).append(entry)
         self._size_waiting += size
         try:
-            await entry.turn  # done by _start_next(), which has begun the work
+            await entry.turn  # set by _start_next(), which has begun the work
         except asyncio.CancelledError:
             if entry.turn.done() and not entry.turn.cancelled():
                 self._num_running -= 1
@@ -68,7 +68,7 @@ class Turns:
             raise
 
     def _start_next(self) -> None:
-        """Begin the work of the tenant whose turn it is, while there is room; its next one is behind the others'."""
+        """Begin the work of the next tenant while there is room; its next work comes after the others'."""
         while self._waiting:
             tenant = next(iter(self._waiting))
             entry = self._waiting[tenant][0]

@@ -1,4 +1,4 @@
-"""convert(): plain data as a body's type. Whole numbers may be written as floats, as some programs do."""
+"""convert(): plain data to a body's type. Whole numbers may be written as floats, as some programs do."""
 
 from typing import Any, TypeVar
 
@@ -19,14 +19,14 @@ def convert(value: Any, kind: type[_T]) -> _T:
 
 
 def is_of_a_float(error: msgspec.ValidationError) -> bool:
-    """Return whether a float that stands for another type is the reason of an error."""
+    """Return whether the error's cause is a float in place of another type."""
     return "got `float`" in str(error)
 
 
 def _converted(value: Any, kind: msgspec.inspect.Type) -> Any:
-    """Return a value with 4.0 as 4 where the type has an integer and no float; the rest is as it was given.
+    """Return a value with 4.0 as 4 wherever the type has an integer and no float; the rest is unchanged.
 
-    The recursion follows the type, whose depth the code decides.
+    The recursion follows the type, so its depth is bounded by the code.
     """
     kinds = kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
     if isinstance(value, float):

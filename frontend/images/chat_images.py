@@ -1,4 +1,4 @@
-"""take_images: the images of a chat's messages, out of the messages, in the forms in which clients send them."""
+"""take_images: take the images out of a chat's messages, in all forms that clients send."""
 
 import os
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 from frontend.images.sources import image_bytes
 from ipc.errors import InvalidRequestError
 
-#: The part of a message that stands for an image, as chat templates know it.
+#: The part of a message that represents an image in chat templates.
 IMAGE_PART = {"type": "image"}
 _KINDS = ("image_url", "input_image", "image", "image_pil")
 _FORMS = (
@@ -18,10 +18,10 @@ _FORMS = (
 
 
 def take_images(messages: Any, *, takes_files: bool) -> tuple[Any, list[Any]]:
-    """Return (messages, images): the messages with IMAGE_PART for each image, and the images in their order.
+    """Return (messages, images): the messages with IMAGE_PART for each image, and the images in order.
 
-    takes_files: whether a part may name a file of this machine; a client of a server must not. Messages of another
-    form are returned as they are. Errors: InvalidRequestError.
+    takes_files: whether a part may name a file of this machine; a client of a server must not. Messages of another form
+    are returned as they are. Errors: InvalidRequestError.
     """
     images: list[Any] = []
     if not isinstance(messages, (list, tuple)):
@@ -42,7 +42,7 @@ def take_images(messages: Any, *, takes_files: bool) -> tuple[Any, list[Any]]:
 
 
 def has_images(messages: Any) -> bool:
-    """Return whether a message has a part that is an image: these take long to read, however short they are."""
+    """Return whether a message has an image part: images take long to read, however short they are."""
     contents = [message.get("content") for message in messages if isinstance(message, dict)]
     return any(_is_image(part) for content in contents if isinstance(content, (list, tuple)) for part in content)
 
@@ -52,16 +52,16 @@ def _is_image(part: Any) -> bool:
 
 
 def _image_of(part: dict[str, Any], where: str, *, takes_files: bool) -> Any:
-    """Return what find_image() takes."""
+    """Return the source for find_image()."""
     given: Sequence[Any] = [part[key] for key in ("image_url", "image", "image_pil", "url", "path") if key in part]
     source = given[0] if len(given) == 1 else None
     if isinstance(source, dict):
         source = source.get("url")
     if source is None:
-        raise InvalidRequestError(f"{where}: an image is {_FORMS}; got {part!s:.80}")
+        raise InvalidRequestError(f"{where}: an image must be {_FORMS}; got {part!s:.80}")
     if not takes_files:
         if not isinstance(source, str):
-            raise InvalidRequestError(f"{where}: an image is {_FORMS}; got {part!s:.80}")
+            raise InvalidRequestError(f"{where}: an image must be {_FORMS}; got {part!s:.80}")
         return image_bytes(source, where)
     if isinstance(source, str) and source.startswith("file://"):
         return unquote(urlsplit(source).path)

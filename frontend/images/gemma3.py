@@ -1,7 +1,7 @@
-"""Gemma3Images: images by the rules of Gemma 3: each is one square, whatever its shape.
+"""Gemma3Images: images by Gemma 3's rules: each becomes one square, whatever its shape.
 
-Images are resized by Pillow's bilinear filter, on 8 bits a colour, as transformers' Pillow backend does it. Its "pan
-and scan", further squares of long images, is off in the models' files, and refused where it is on.
+Images are resized by Pillow's bilinear filter, on 8 bits a colour, as in transformers' Pillow backend. Its "pan and
+scan", additional squares for long images, is off in the models' files, and refused if it is on.
 """
 
 from collections.abc import Callable, Mapping
@@ -36,12 +36,12 @@ class Gemma3Images(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """Text that stands for an image in prompts."""
+        """Return the text for an image in prompts."""
         return _BEGIN
 
     @property
     def token(self) -> str:
-        """Text of the token that stands for a row of an image."""
+        """Return the text of the token for a row of an image."""
         return _SOFT
 
     def squares_of(self, image: "Image") -> Squares:
@@ -52,7 +52,7 @@ class Gemma3Images(NamedTuple):
         return Squares([np.asarray(resized, np.uint8)], 0, 0)
 
     def text_of(self, num_rows: int, num_columns: int) -> str:
-        """Return what stands in the prompt for an image."""
+        """Return the text for an image in the prompt."""
         return f"\n\n{_BEGIN}{_SOFT * self.rows_per_square}{_END}\n\n"
 
 
@@ -64,7 +64,7 @@ def gemma3_images(
     side, size = limits.image_size, settings.get("size", {"height": 224, "width": 224})
     if not isinstance(size, Mapping) or (size.get("height"), size.get("width")) != (side, side):
         raise ModelFileError(
-            f"{PROCESSOR_FILE}: size is {size!r:.80}, and the vision encoder reads images of {side} x {side}"
+            f"{PROCESSOR_FILE}: size is {size!r:.80}, but the vision encoder reads images of {side} x {side}"
         )
     ids = {token: token_id(token) for token in (_BEGIN, _SOFT, _END)}
     for token, number in ids.items():

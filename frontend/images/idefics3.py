@@ -1,7 +1,7 @@
-"""Idefics3Images: images by the rules of Idefics3 and SmolVLM: cut into squares, and then once more as a whole.
+"""Idefics3Images: images by the rules of Idefics3 and SmolVLM: divided into squares, followed by the whole image.
 
-The sizes are those of transformers' processors, in floats, step by step, since a size that rounds otherwise is another
-picture. Images are resized by Pillow's Lanczos filter, on 8 bits a colour.
+The sizes are those of transformers' processors, in floats, step by step, because a size that rounds differently gives
+another picture. Images are resized by Pillow's Lanczos filter, on 8 bits a colour.
 """
 
 import math
@@ -35,18 +35,18 @@ class Idefics3Images(NamedTuple):
 
     longest_edge: int  # to which an image's longer side is resized, pixels
     square: int  # side of the squares that the vision encoder reads, pixels
-    splits: bool  # an image is cut into squares, and then comes once more as a whole
+    splits: bool  # an image is divided into squares, followed by the whole image
     rows_per_square: int
     mark_id: int
 
     @property
     def mark(self) -> str:
-        """Text that stands for an image in prompts, and for each token of a square."""
+        """Return the text for an image in prompts, and for each token of a square."""
         return _MARK
 
     @property
     def token(self) -> str:
-        """Text of the token that stands for a row of a square."""
+        """Return the text of the token for a row of a square."""
         return _MARK
 
     def squares_of(self, image: "Image") -> Squares:
@@ -69,7 +69,7 @@ class Idefics3Images(NamedTuple):
         return Squares([*pixels, _array(_resized(image, side, side))], num_rows, num_columns)
 
     def text_of(self, num_rows: int, num_columns: int) -> str:
-        """Return what stands in the prompt for an image of these squares."""
+        """Return the text for an image with these squares in the prompt."""
         marks = _MARK * self.rows_per_square
         text = ""
         for row in range(num_rows):
@@ -87,7 +87,7 @@ def idefics3_images(
     square = _edge(settings, "max_image_size", 364)
     if square != limits.image_size:
         raise ModelFileError(
-            f"{PROCESSOR_FILE}: max_image_size is {square}, and the vision encoder reads squares of {limits.image_size}"
+            f"{PROCESSOR_FILE}: max_image_size is {square}, but the vision encoder reads squares of {limits.image_size}"
         )
     if (mark_id := token_id(_MARK)) is None:
         raise ModelFileError(f"tokenizer.json has no token {_MARK}")

@@ -1,4 +1,6 @@
-"""ImagePrompts: the images of prompts, as a model was trained on them: text around each, and squares of pixels."""
+"""ImagePrompts: the images of prompts in the form in which a model was trained: text around each, and squares of
+pixels.
+"""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +20,7 @@ from ipc.wire.placed_feature import PlacedFeature
 _FILES = (PROCESSOR_FILE, "processor_config.json")
 #: Most squares of one prompt.
 MAX_SQUARES = 512
-#: Names of image processors in these files, without what says how they are implemented -> the rules.
+#: Names of image processors in these files, without the suffix for their implementation -> the rules.
 _PROCESSORS: dict[str, Callable[[Mapping[str, Any], FeatureLimits, Callable[[str], int | None]], ImageRules]] = {
     "Idefics3ImageProcessor": idefics3_images,
     "SmolVLMImageProcessor": idefics3_images,
@@ -27,23 +29,23 @@ _PROCESSORS: dict[str, Callable[[Mapping[str, Any], FeatureLimits, Callable[[str
 
 
 class ImageText(NamedTuple):
-    """A prompt's text with all its images' marks, and the squares that these stand for, one after the other."""
+    """A prompt's text with all its images' marks, and the squares for these, in order."""
 
     text: str
     squares: list[tuple[bytes, PutFeature]]
     rules: ImageRules
-    #: Of each square, which of the text's tokens for rows is its first, and how many there are. Some may be no image's:
-    #: somebody wrote them.
+    #: For each square, the index of its first row token in the text, and the number of them. Some row tokens may belong
+    #: to no image, because a user wrote them.
     firsts: list[int]
     num_tokens: int
 
     def place(self, token_ids: Sequence[int]) -> list[PlacedFeature]:
-        """Return the features at their places in the text's tokens."""
+        """Return the features at their positions in the text's tokens."""
         size, mark = self.rules.rows_per_square, self.rules.mark_id
         places = [at for at, token in enumerate(token_ids) if token == mark]
         if len(places) != self.num_tokens:
             raise InvalidRequestError(
-                f"the prompt has {len(places)} tokens for images, and its text has {self.num_tokens} times "
+                f"the prompt has {len(places)} tokens for images, but its text has {self.num_tokens} times "
                 f"{self.rules.token}: write {self.rules.mark} once for each image"
             )
         return [
@@ -62,9 +64,9 @@ class ImagePrompts:
     def read(self, text: str, images: Sequence[Any], name: str, marks: Sequence[int] | None = None) -> ImageText:
         """Return a prompt's text with the marks of its images written out, and their squares.
 
-        text: has the mark for each image. marks: which of the text's marks are images, ascending; the others are text.
-        None = all are. name: of the prompt, for errors. Errors: InvalidRequestError; UnsupportedParameterError without
-        Pillow.
+        text: has the mark for each image. marks: indices of the text's marks that are images, ascending; the others are
+        text. None = all are. name: of the prompt, for errors. Errors: InvalidRequestError; UnsupportedParameterError
+        without Pillow.
         """
         if self._max_images is not None and len(images) > self._max_images:
             raise InvalidRequestError(
@@ -73,7 +75,7 @@ class ImagePrompts:
         parts = self._between(text, marks)
         if len(parts) - 1 != len(images):
             raise InvalidRequestError(
-                f"{name} has {self.mark} {len(parts) - 1} times and {len(images)} images: write it once for each"
+                f"{name} has {self.mark} {len(parts) - 1} times but {len(images)} images: write it once for each"
             )
         written, squares, num_pixels = [parts[0]], list[tuple[bytes, PutFeature]](), 0
         firsts, num_tokens = list[int](), parts[0].count(self.rules.token)
@@ -84,7 +86,7 @@ class ImagePrompts:
                 raise InvalidRequestError(f"{name}: its images have more than {MAX_PROMPT_PIXELS} pixels together")
             with turn_of(found):
                 made = self._images.of(read_pixels(found, image, name))
-            del found  # its pixels: the next image may be large, too
+            del found  # frees its pixels: the next image may also be large
             squares += made.squares
             written += [self.rules.text_of(made.num_rows, made.num_columns), following]
             firsts += [num_tokens + index * self.rules.rows_per_square for index in range(len(made.squares))]
@@ -107,7 +109,7 @@ class ImagePrompts:
 def image_prompts(
     files: Mapping[str, bytes], limits: FeatureLimits | None, token_id: Callable[[str], int | None]
 ) -> ImagePrompts | None:
-    """Return the processor that a model's files describe; None where the engine takes no images.
+    """Return the processor that a model's files describe; None if the engine takes no images.
 
     token_id: the tokenizer's. Errors: ModelFileError, UnsupportedModelError.
     """

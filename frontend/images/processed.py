@@ -1,4 +1,6 @@
-"""ProcessedImages: images as features, kept for the next question on them: in so many bytes, the oldest give way."""
+"""ProcessedImages: images as features, cached for the next question about them, up to a number of bytes; the oldest are
+dropped.
+"""
 
 import threading
 from collections import OrderedDict
@@ -11,9 +13,9 @@ from ipc.wire.feature_messages import PIXELS, PutFeature, feature_digest
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-#: Bytes of squares that are kept: of nine images of 17 squares of 512 x 512 pixels.
+#: Bytes of squares to keep: nine images of 17 squares of 512 x 512 pixels.
 MAX_BYTES = 128 << 20
-_STRIP_ROWS = 64  # that are hashed at once
+_STRIP_ROWS = 64  # hashed in one call
 
 
 class ProcessedImage(NamedTuple):
@@ -25,7 +27,7 @@ class ProcessedImage(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the squares."""
+        """Return the bytes of the squares."""
         return sum(len(feature.data) for _, feature in self.squares)
 
 
@@ -35,7 +37,7 @@ class ProcessedImages:
     def __init__(self, rules: ImageRules, max_bytes: int = MAX_BYTES) -> None:
         self._rules, self._max_bytes = rules, max_bytes
         self._lock = threading.Lock()  # of both below
-        self._by_pixels: OrderedDict[bytes, ProcessedImage] = OrderedDict()  # the one used last is the last
+        self._by_pixels: OrderedDict[bytes, ProcessedImage] = OrderedDict()  # least recently used first
         self._num_bytes = 0
         self.num_made = 0
 

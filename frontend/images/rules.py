@@ -1,4 +1,4 @@
-"""ImageRules: how one kind of models wants its images: as squares of pixels, and as marks in the prompt."""
+"""ImageRules: how one kind of model receives images: as squares of pixels, and as marks in the prompt."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -9,7 +9,7 @@ from ipc.tables.arrays import UInt8s
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-#: The file of a model that says how its images are prepared.
+#: The file of a model with the preprocessing of its images.
 PROCESSOR_FILE = "preprocessor_config.json"
 
 
@@ -22,29 +22,29 @@ class Squares(NamedTuple):
 
 
 class ImageRules(Protocol):
-    """The rules of one kind of models."""
+    """The rules of one kind of model."""
 
     @property
     def mark(self) -> str:
-        """Text that stands for an image in the prompts of callers and chat templates."""
+        """Return the text for an image in the prompts of callers and chat templates."""
 
     @property
     def token(self) -> str:
-        """Text of the token that stands for a row of a square."""
+        """Return the text of the token for a row of a square."""
 
     @property
     def rows_per_square(self) -> int:
-        """Tokens that stand for a square."""
+        """Return the number of tokens for a square."""
 
     @property
     def mark_id(self) -> int:
-        """The id of that token."""
+        """Return the id of that token."""
 
     def squares_of(self, image: "Image") -> Squares:
         """Return the squares of an image in RGB."""
 
     def text_of(self, num_rows: int, num_columns: int) -> str:
-        """Return what stands in the prompt for an image of these squares."""
+        """Return the text for an image with these squares in the prompt."""
 
 
 def check_settings(settings: Mapping[str, Any], only: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""find_image, read_pixels: an image in any form in which a caller may give it, as Pillow's image in RGB."""
+"""find_image, read_pixels: an image from any form that a caller may give, as Pillow's image in RGB."""
 
 import base64
 import binascii
@@ -17,20 +17,20 @@ from ipc.errors import InvalidRequestError, UnsupportedParameterError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-#: Largest image, in pixels and as a file in bytes; and its longer side, since resizing takes memory by it. A pixel
+#: Largest image, in pixels and as a file in bytes; and its longer side, on which resizing's memory depends. A pixel
 #: takes 8 bytes while an image is converted: 4 as it was decoded and 4 in RGB.
 MAX_PIXELS, MAX_FILE_BYTES, MAX_SIDE = 32 << 20, 32 << 20, 1 << 15
-_MEMORY = {"WEBP": 2}  # format -> memory of a pixel while it is decoded, by that of others
+_MEMORY = {"WEBP": 2}  # format -> memory of a pixel while it is decoded, relative to other formats
 MAX_PROMPT_PIXELS = 8 * MAX_PIXELS  # of all images of a prompt
-LARGE_PIXELS = 4 << 20  # an image with more is read while no other of these is: turn_of()
+LARGE_PIXELS = 4 << 20  # images with more are read one at a time: turn_of()
 _LARGE_TURN = threading.Lock()
-_STRIP_PIXELS = 1 << 20  # of the strips in which transparent images are put on white
+_STRIP_PIXELS = 1 << 20  # height of the strips in which transparent images are put on white
 _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 _FORMS = "a path, bytes of a file, an image of Pillow's, or an array [height, width, 3] of uint8"
 
 
 def find_image(source: Any, name: str) -> "Image":
-    """Return an image whose size is known and allowed, and whose pixels are not read yet.
+    """Return an image whose size has been checked, and whose pixels are not read yet.
 
     name: of the prompt, for errors. Errors: InvalidRequestError; UnsupportedParameterError without Pillow.
     """
@@ -38,7 +38,8 @@ def find_image(source: Any, name: str) -> "Image":
         from PIL import Image
     except ImportError:
         raise UnsupportedParameterError(
-            "images need Pillow, which is not installed here: pip install 'llm-engine-core[vision]'"
+            "images need Pillow, which is not installed here: pip install pillow, or engine-core with its extra "
+            "[vision]"
         ) from None
     with _errors(name), warnings.catch_warnings():
         warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # MAX_PIXELS is the bound
@@ -46,16 +47,16 @@ def find_image(source: Any, name: str) -> "Image":
     most = MAX_PIXELS // _MEMORY.get(str(image.format), 1)
     if image.width * image.height > most or max(image.size) > MAX_SIDE:
         raise InvalidRequestError(
-            f"{name}: an image of {image.width} x {image.height} pixels; at most {most} are taken, and "
-            f"{MAX_SIDE} on a side"
+            f"{name}: an image of {image.width} x {image.height} pixels; at most {most} are accepted, and {MAX_SIDE} "
+            "on a side"
         )
     return image
 
 
 def read_pixels(image: "Image", source: Any, name: str) -> "Image":
-    """Return what find_image() found in RGB, turned as its EXIF data says; what is transparent is on white.
+    """Return find_image()'s image in RGB, rotated by its EXIF data, with transparent parts on white.
 
-    A picture of the caller's, which is `source` itself, is not changed. Errors: InvalidRequestError.
+    If `source` itself is a Pillow image, it is not changed. Errors: InvalidRequestError.
     """
     from PIL import ImageOps
 
@@ -68,16 +69,16 @@ def read_pixels(image: "Image", source: Any, name: str) -> "Image":
 
 
 def turn_of(image: "Image") -> AbstractContextManager[object]:
-    """Return the context in which an image's pixels are read: large images wait for one another, so that their memory
-    is that of one.
+    """Return the context in which an image's pixels are read: large images wait for each other, so that only one of
+    them takes memory.
     """
     return _LARGE_TURN if image.width * image.height > LARGE_PIXELS else nullcontext()
 
 
 def in_rgb(image: "Image") -> "Image":
-    """Return an image in RGB, and what is transparent in it on white, as transformers' processors have it.
+    """Return an image in RGB with transparent parts on white, as in transformers' processors.
 
-    Strip by strip, so that no second image with four colours is in memory.
+    Strip by strip, so that no second four-channel image is in memory.
     """
     from PIL import Image
 
@@ -93,12 +94,12 @@ def in_rgb(image: "Image") -> "Image":
 
 
 def image_bytes(url: str, name: str) -> bytes:
-    """Return the file in a data: URL. Errors: InvalidRequestError, also for another kind of URL."""
+    """Return the file in a data: URL. Errors: InvalidRequestError, including for other kinds of URL."""
     head, comma, data = url.partition(",")
     if not head.startswith("data:") or not comma:
         raise InvalidRequestError(
-            f"{name}: an image's URL must be data:image/...;base64,...; got {url!r:.60}. Nothing is fetched from a "
-            "network: send the image itself"
+            f"{name}: an image's URL must be data:image/...;base64,...; got {url!r:.60}. No URL is fetched: send the "
+            "image itself"
         )
     if len(data) > MAX_FILE_BYTES * 4 // 3 + 4:
         raise InvalidRequestError(f"{name}: an image's file has at most {MAX_FILE_BYTES} bytes")
@@ -107,7 +108,7 @@ def image_bytes(url: str, name: str) -> bytes:
     try:
         return base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
-        raise InvalidRequestError(f"{name}: an image's data: URL is no base64: {error}") from None
+        raise InvalidRequestError(f"{name}: an image's data: URL is not base64: {error}") from None
 
 
 @contextmanager
@@ -130,11 +131,12 @@ def _opened(source: Any, name: str) -> "Image":
     if isinstance(source, np.ndarray):
         if source.dtype != np.uint8 or source.ndim != 3 or source.shape[2] != 3 or not source.size:
             raise InvalidRequestError(
-                f"{name}: an image's array is [height, width, 3] of uint8; got {list(source.shape)} of {source.dtype}"
+                f"{name}: an image's array must be [height, width, 3] of uint8; got {list(source.shape)} of "
+                f"{source.dtype}"
             )
         return Image.fromarray(source)
     if isinstance(source, str) and "://" in source:
-        raise InvalidRequestError(f"{name}: nothing is fetched from a network ({source!r:.60}): an image is {_FORMS}")
+        raise InvalidRequestError(f"{name}: no URL is fetched ({source!r:.60}): an image must be {_FORMS}")
     if isinstance(source, (str, os.PathLike)):
         if os.path.getsize(source) > MAX_FILE_BYTES:
             raise InvalidRequestError(f"{name}: an image's file has at most {MAX_FILE_BYTES} bytes")

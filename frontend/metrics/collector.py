@@ -1,4 +1,4 @@
-"""EngineCollector: a Prometheus collector that asks an engine for its measurements whenever it is scraped."""
+"""EngineCollector: a Prometheus collector that asks an engine for its measurements at each scrape."""
 
 import threading
 import time
@@ -13,14 +13,14 @@ from ipc.errors import CallFailedError, EngineCoreError
 from ipc.wire.messages import ModelInformation
 from ipc.wire.metrics_messages import Metrics
 
-_ANSWER_S = 0.25  # an engine in a longer step answers the next scrape; this one gets its last numbers and their age
+_ANSWER_S = 0.25  # in a longer step, this scrape gets the last numbers and their age
 
 
 class EngineCollector(Collector):
     """The metrics of one engine, for a CollectorRegistry. Scrapes may come from any thread, one after another.
 
     connect: opens a session with the engine; called at the first scrape, and again after the engine was lost.
-    owns_session: whether the session is this collector's to close.
+    owns_session: whether this collector closes the session.
     """
 
     def __init__(self, connect: Callable[[], EngineClient], *, owns_session: bool = True) -> None:
@@ -32,7 +32,7 @@ class EngineCollector(Collector):
         self._last: tuple[Sighted, float] | None = None  # and when
 
     def collect(self) -> Iterator[Metric]:
-        """Yield all metrics: those of now, or the last ones where the engine does not answer."""
+        """Yield all metrics: current ones, or the last ones if the engine does not answer."""
         with self._lock:
             try:
                 self._look()
@@ -76,7 +76,7 @@ class EngineCollector(Collector):
 
 
 def registry_of(*collectors: Collector) -> CollectorRegistry:
-    """Return a registry of these collectors, and of nothing else."""
+    """Return a registry with only these collectors."""
     registry = CollectorRegistry()
     for each in collectors:
         registry.register(each)

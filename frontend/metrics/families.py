@@ -1,4 +1,4 @@
-"""An engine's measurements as Prometheus metrics, under vLLM's names where vLLM has the metric.
+"""An engine's measurements as Prometheus metrics, under vLLM's names if vLLM has the metric.
 
 Dashboards and alerts are written for names, labels and buckets, so these are an interface: none is renamed or removed.
 """
@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from ipc.wire.messages import ModelInformation, Statistics
 from ipc.wire.metrics_messages import STEP_TOKEN_BOUNDS, Histogram, Metrics
 
-#: Labels of every metric but the info ones; vLLM's. This engine is number 0: replicas differ by their target.
+#: Labels of every metric except the info ones, as in vLLM. This engine is number 0: replicas differ by their target.
 LABELS = ("model_name", "engine")
 _ENGINE = "0"
 
@@ -22,9 +22,9 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "vllm:generation_tokens": ("num_generation_tokens", "Tokens sampled."),
     "vllm:prefix_cache_queries": ("prefix_cache_queries", "Tokens looked for in the prefix cache."),
     "vllm:prefix_cache_hits": ("prefix_cache_hits", "Tokens found in the prefix cache."),
-    "vllm:spec_decode_num_drafts": ("num_drafts", "Rows whose guessed tokens (drafts) a step verified."),
-    "vllm:spec_decode_num_draft_tokens": ("num_draft_tokens", "Guessed tokens that steps verified."),
-    "vllm:spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Guessed tokens that became tokens."),
+    "vllm:spec_decode_num_drafts": ("num_drafts", "Rows whose draft tokens a step verified."),
+    "vllm:spec_decode_num_draft_tokens": ("num_draft_tokens", "Draft tokens that steps verified."),
+    "vllm:spec_decode_num_accepted_tokens": ("num_accepted_tokens", "Accepted draft tokens."),
     "engine_core_steps": ("num_steps", "Steps."),
     "engine_core_scheduled_rows": ("num_scheduled_rows", "Rows of all steps; by steps: the mean batch size."),
     "engine_core_recomputed_tokens": ("num_recomputed_tokens", "Tokens computed again after a preemption."),
@@ -40,15 +40,15 @@ GAUGES: dict[str, tuple[str, str]] = {
     "vllm:num_requests_waiting": ("num_waiting", "Requests that wait."),
     "engine_core_requests_on_hold": ("num_on_hold", "Waiting requests whose client does not read."),
     "engine_core_requests_swapped": ("num_swapped", "Waiting requests with a copy on the host."),
-    "engine_core_requests_unbegun": ("num_unbegun", "Waiting requests that a pause keeps from beginning."),
-    "engine_core_host_blocks": ("num_kept_blocks", "Evicted KV blocks that the host keeps."),
-    "engine_core_free_blocks": ("num_free_blocks", "Free KV blocks, cached ones included."),
+    "engine_core_requests_unbegun": ("num_unbegun", "Waiting requests that do not begin because of a pause."),
+    "engine_core_host_blocks": ("num_kept_blocks", "Evicted KV blocks kept on the host."),
+    "engine_core_free_blocks": ("num_free_blocks", "Free KV blocks, including cached ones."),
 }
 _HEAD = "num_head_"
 
 
 class Sighted(NamedTuple):
-    """What was last heard of an engine. age: seconds since then."""
+    """The last known state of an engine. age: seconds since then."""
 
     model: ModelInformation
     statistics: Statistics
@@ -66,7 +66,7 @@ def families(sighted: Sighted) -> Iterator[Metric]:
         yield _counter(name, text, labels, getattr(statistics, field))
     for name, (field, text) in GAUGES.items():
         yield _gauge(name, text, labels, getattr(statistics, field))
-    usable = max(1, statistics.num_blocks - 1)  # the null block is not a request's
+    usable = max(1, statistics.num_blocks - 1)  # the null block belongs to no request
     yield _gauge(
         "vllm:kv_cache_usage_perc", "Share of KV blocks in use.", labels, 1 - statistics.num_free_blocks / usable
     )
@@ -74,7 +74,7 @@ def families(sighted: Sighted) -> Iterator[Metric]:
     reasons = {name.removeprefix(_HEAD): value for name, value in heads.items()}
     text = "Steps in which the first waiting request did not start."
     yield _counters("engine_core_head_blocked", text, labels, "reason", reasons)
-    text = "Guessed tokens that became tokens, by their place among a row's guesses in a step."
+    text = "Accepted draft tokens, by their position among a row's drafts in a step."
     accepted = {str(place): count for place, count in enumerate(statistics.num_accepted_tokens_per_pos)}
     yield _counters("vllm:spec_decode_num_accepted_tokens_per_pos", text, labels, "position", accepted)
     yield from _of_requests(sighted.metrics, labels)

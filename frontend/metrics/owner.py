@@ -1,4 +1,4 @@
-"""OwnerCollector: what the owner of an engine knows without asking it: its restarts, and the age of its step."""
+"""OwnerCollector: what the owner of an engine can report without asking it: its restarts, and the age of its step."""
 
 import time
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from frontend.engine.supervised_engine import SupervisedEngine
 
 
 class OwnerCollector(Collector):
-    """The metrics of a supervised engine, also while it hangs or is being started again. They name no model."""
+    """The metrics of a supervised engine, also while it hangs or is being restarted. They have no model name."""
 
     def __init__(self, engine: SupervisedEngine) -> None:
         self._engine = engine
@@ -30,7 +30,7 @@ class OwnerCollector(Collector):
             "engine_core_step_age_seconds", "Time that the present step has taken; 0 between steps."
         )
         process = self._engine.process
-        has_started = process.epoch >= 0  # there is no black box before
+        has_started = process.epoch >= 0  # no black box exists before
         age.add_metric([], step_age_s(process.black_box.read(), time.monotonic_ns()) if has_started else 0.0)
         yield age
         standby = GaugeMetricFamily("engine_core_standby_prepared", "1 while a standby waits to take over.")

@@ -1,4 +1,4 @@
-"""MetricsServer: GET /metrics over HTTP, for a Prometheus that scrapes an engine without an HTTP server of its own."""
+"""MetricsServer: GET /metrics over HTTP, for a Prometheus that scrapes an engine without an HTTP server."""
 
 import ipaddress
 import sys
@@ -13,15 +13,15 @@ from prometheus_client import CollectorRegistry, make_wsgi_app
 from ipc.errors import AddressError
 
 _HOST = "127.0.0.1"
-_TEXT = "text/plain; version=0.0.4"  # the one format of the page, whatever a scraper accepts
+_TEXT = "text/plain; version=0.0.4"  # the page's only format, whatever a scraper accepts
 _SILENCE_S = 5.0  # that a connection may be silent
 
 
 class MetricsServer:
     """Serves a registry until close(). address: HOST:PORT, :PORT or PORT; the host is 127.0.0.1 unless it is given.
 
-    Everybody who reaches the address may read the metrics. On an address of this machine only, a Host header must name
-    this machine: a web page would reach it by a name of its own. Errors: AddressError.
+    Any client that reaches the address may read the metrics. If the address is local, a Host header must name this
+    machine, so that no web page can reach it under a name of its own. Errors: AddressError.
     """
 
     def __init__(self, address: str, registry: CollectorRegistry) -> None:
@@ -49,7 +49,7 @@ class MetricsServer:
 
     @property
     def url(self) -> str:
-        """The address of the metrics."""
+        """Return the address of the metrics."""
         host, port = self._server.server_address[:2]
         return f"http://{host!s}:{port}/metrics"
 
@@ -73,7 +73,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         self.setup_environ()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a peer that is slow or leaves; other errors are printed."""
+        """Ignore a peer that is slow or leaves; print other errors."""
         if not isinstance(sys.exception(), OSError):  # TimeoutError and ConnectionError are such errors
             super().handle_error(request, client_address)
 
@@ -82,7 +82,7 @@ class _Handler(WSGIRequestHandler):
     timeout = _SILENCE_S
 
     def log_message(self, *args: object) -> None:
-        """Log nothing: a scrape every few seconds is no news."""
+        """Log nothing: a scrape every few seconds is normal."""
 
 
 def _is_loopback(host: str) -> bool:
@@ -93,7 +93,7 @@ def _is_loopback(host: str) -> bool:
 
 
 def _names_this_machine(host: str) -> bool:
-    """Return whether a Host header has an address of this machine alone, or is missing, as programs may leave it."""
+    """Return whether a Host header has an address of this machine alone, or is missing, as programs may omit it."""
     name, _, port = host.rpartition(":")
     return host == "" or _is_loopback((name if name and port.isdigit() else host).strip("[]").lower())
 
@@ -101,5 +101,7 @@ def _names_this_machine(host: str) -> bool:
 def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not port.isascii() or not port.isdigit() or int(port) > 65_535:
-        raise AddressError(f"an address of metrics is HOST:PORT or PORT, as 127.0.0.1:9400; got {address!r:.80}")
+        raise AddressError(
+            f"an address of metrics must be HOST:PORT or PORT, such as 127.0.0.1:9400; got {address!r:.80}"
+        )
     return host or _HOST, int(port)

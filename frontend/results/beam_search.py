@@ -1,4 +1,4 @@
-"""The results of beam_search(), shaped as vLLM's, and the sampling parameters that ask an engine for one."""
+"""The results of beam_search(), in vLLM's form, and the sampling parameters of a request for one."""
 
 from dataclasses import dataclass, field
 
@@ -10,20 +10,20 @@ from ipc.params.sampling_params import SamplingParams
 
 @dataclass(slots=True)
 class BeamSearchSequence:
-    """One finished sequence. EOS is part of `tokens` with include_stop_str_in_output only."""
+    """One finished sequence. EOS is part of `tokens` only with include_stop_str_in_output."""
 
     tokens: list[int]  # the prompt's, then the output's
     text: str  # of all of them
-    cum_logprob: float  # sum of the output's log probabilities, EOS included
-    score: float  # cum_logprob / number of output tokens ** length_penalty, EOS counted
-    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the output's tokens, EOS included
+    cum_logprob: float  # sum of the output's log probabilities, including EOS
+    score: float  # cum_logprob / number of output tokens ** length_penalty, counting EOS
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the output's tokens, including EOS
     finish_reason: str | None = None  # "stop" | "length"
     stop_reason: int | str | None = None
 
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """The beam_width best sequences of one prompt, the best first; fewer where there are no more."""
+    """The beam_width best sequences of one prompt, the best first; fewer if there are no more."""
 
     sequences: list[BeamSearchSequence]
 

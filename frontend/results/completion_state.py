@@ -18,7 +18,7 @@ _FINISH_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", Fin
 
 
 def needs_every_token(params: SamplingParams) -> bool:
-    """Return whether tokens matter before the request has finished: they are shown, or may complete a stop string."""
+    """Return whether tokens are needed before the end of the request: they are shown, or may complete a stop string."""
     return params.output_kind != RequestOutputKind.FINAL_ONLY or bool(params.stop_strings)
 
 
@@ -29,8 +29,7 @@ def free_slowly(values: list[Any] | None) -> None:
 
 
 class CompletionState:
-    """One choice of a request. It decodes the text: once, at the end, where only that is asked for, else as tokens
-    arrive.
+    """One choice of a request. It decodes the text: once at the end if only that is needed, otherwise as tokens arrive.
 
     tokenizer: None = token ids only, texts stay "". context: the result of prompt_context(). `num_tokens` is the
     position at which the next Progress must begin. `finished` becomes true with the last output. This may be before the
@@ -53,8 +52,8 @@ class CompletionState:
         self._finish = FinishReason.NONE
         self._stop_token: int | None = None
         self.token_ids: list[int] = []
-        self._received: list[PositionLogprobs] = []  # of the last tokens: they are read when they are shown
-        self._logprobs: list[TokenLogprobs] = []  # that later outputs show again, so none with DELTA
+        self._received: list[PositionLogprobs] = []  # of the last tokens: they are read when shown
+        self._logprobs: list[TokenLogprobs] = []  # that later outputs show again; none with DELTA
         self._num_read = 0  # positions before those of _received
         self._cumulative = 0.0  # log probability of the tokens at these
         self._token_texts: TokenTexts | None = None
@@ -64,7 +63,7 @@ class CompletionState:
 
     @property
     def num_unread_logprobs(self) -> int:
-        """Return the log probabilities that the next output() has to read: so much longer it takes."""
+        """Return how many log probabilities the next output() must read, which makes it take longer."""
         return len(self._received) * len(self._received[0].token_ids) if self._received else 0
 
     def update(self, progress: Progress) -> bool:
@@ -87,12 +86,12 @@ class CompletionState:
         return self.finished or bool(new)
 
     def forget_logprobs(self) -> None:
-        """Free the log probabilities, which no output will show any more."""
+        """Free the log probabilities: no later output shows them."""
         free_slowly(self._logprobs)
         free_slowly(self._received)
 
     def take_whole(self, new: list[int]) -> bool:
-        """Take new tokens of whole characters whose text the caller shows itself; return False where it may not.
+        """Take new tokens of whole characters whose text the caller shows itself; return False if that is not possible.
 
         For DELTA, without log probabilities.
         """
@@ -104,7 +103,7 @@ class CompletionState:
         return True
 
     def output(self) -> CompletionOutput:
-        """Return the output to show now: all so far, or with DELTA the part that is new since the last output."""
+        """Return the output to show now: all so far, or with DELTA only the new part since the last output."""
         first = self._num_shown if self._params.output_kind == RequestOutputKind.DELTA else 0
         self._num_shown = len(self.token_ids)
         output = CompletionOutput(self.index, self._text(), self.token_ids[first:])
@@ -132,7 +131,7 @@ class CompletionState:
         return new
 
     def _stop_reason(self) -> int | None:
-        """Return the token that ended the choice; None for the tokenizer's own EOS, as in vLLM, and for another end.
+        """Return the token that ended the choice; None for the tokenizer's own EOS, as in vLLM, and for other ends.
 
         The engine reports the request's stop tokens only. Further end tokens are those of the model's files.
         """
@@ -142,7 +141,7 @@ class CompletionState:
         return self._stop_token
 
     def _detokenize(self, detokenizer: Detokenizer, new: list[int]) -> None:
-        """Feed the detokenizer. A stop string ends the choice and cuts its tokens behind the one that completed it."""
+        """Feed the detokenizer. A stop string ends the choice and cuts its tokens after the one that completed it."""
         detokenizer.update(new[:-1] if self._hides_last_token() else new)
         if self._finish != FinishReason.NONE:
             detokenizer.finish()

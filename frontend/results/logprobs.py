@@ -1,4 +1,4 @@
-"""Log probabilities in the form that a caller receives: one dict for each position, shaped as vLLM's."""
+"""Log probabilities in the form for callers: one dict for each position, as in vLLM."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from frontend.text.token_texts import TokenTexts
 
 
 def logprob_dicts(positions: Sequence[PositionLogprobs], texts_of: TokenTexts | None) -> list[TokenLogprobs]:
-    """Return one dict for each position, as vLLM's.
+    """Return one dict for each position, as in vLLM.
 
     The position's own token comes first with its rank, then the most likely ones with theirs. texts_of: None = without
     texts.

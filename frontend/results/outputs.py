@@ -1,11 +1,11 @@
-"""The results of generate(): RequestOutput and its parts, shaped as vLLM's."""
+"""The results of generate(): RequestOutput and its parts, in vLLM's form."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from frontend.client.request_events import RequestEvent
 
-#: finish_reason of a prompt that was too long to run, where that is no error (LLM.generate, ignore_too_long).
+#: finish_reason of a prompt that was too long to run, if that is not an error (LLM.generate, ignore_too_long).
 IGNORED = "ignored"
 
 
@@ -13,8 +13,8 @@ IGNORED = "ignored"
 class Logprob:
     """The log probability of one token.
 
-    logprob: the model's, or what the engine's logprobs_mode selects. rank: from 1. decoded_token: the token's text; a
-    token that is a part of a character has the text that it completes.
+    logprob: the model's, or what the engine's logprobs_mode selects. rank: from 1. decoded_token: the token's text; for
+    a token that is part of a character, the text that it completes.
     """
 
     logprob: float
@@ -36,10 +36,10 @@ class RequestMetrics:
     finished_time: float = 0.0
     num_generation_tokens: int = 0  # of the longest choice
     first_scheduled_time: float = 0.0  # arrival_time + time_in_queue: no clock of another process
-    time_in_queue: float | None = None  # seconds in the engine before it began; None = no start is known
+    time_in_queue: float | None = None  # seconds in the engine before it began; None = start unknown
     num_preemptions: int = 0  # of all choices
-    num_draft_tokens: int = 0  # guessed tokens (speculative_config) that the engine verified; known at the end
-    num_accepted_tokens: int = 0  # of these: became tokens
+    num_draft_tokens: int = 0  # draft tokens (speculative_config) that the engine verified; known at the end
+    num_accepted_tokens: int = 0  # of these: accepted
     events: tuple[RequestEvent, ...] = ()  # in the order in which the engine reported them
 
     @property
@@ -63,8 +63,8 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None  # of all tokens so far; None without logprobs
-    logprobs: list[TokenLogprobs] | None = None  # beside token_ids
-    finish_reason: str | None = None  # "stop" | "length" | "abort" | "ignored"; None while it goes on
+    logprobs: list[TokenLogprobs] | None = None  # for each of token_ids
+    finish_reason: str | None = None  # "stop" | "length" | "abort" | "ignored"; None while it continues
     stop_reason: int | str | None = None  # the stop token id or stop string; None for EOS
     lora_request: None = None
 
@@ -78,14 +78,14 @@ class RequestOutput:
     """A request and what it has produced."""
 
     request_id: str
-    prompt: str | None  # None where the prompt was given as token ids
+    prompt: str | None  # None if the prompt was given as token ids
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # None for the first token: it has no prediction
     lora_request: None = None
-    num_cached_tokens: int = 0  # prompt tokens whose keys and values the engine already had
+    num_cached_tokens: int = 0  # prompt tokens whose keys and values were cached
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = None
     kv_transfer_params: None = None

@@ -1,4 +1,4 @@
-"""The results of LLM.encode(), embed(), classify() and score(), shaped as vLLM's."""
+"""The results of LLM.encode(), embed(), classify() and score(), in vLLM's form."""
 
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ class PoolingOutput:
 
 @dataclass(slots=True)
 class PoolingRequestOutput:
-    """The answer to one prompt, as encode() returns it."""
+    """The answer to one prompt from encode()."""
 
     request_id: str
     outputs: PoolingOutput
@@ -45,7 +45,7 @@ class EmbeddingRequestOutput:
 
 @dataclass(slots=True)
 class ClassificationOutput:
-    """probs: a probability for each label, or what the model's own activation makes of its logits."""
+    """probs: a probability for each label, or the result of the model's own activation."""
 
     probs: list[float]
 
@@ -70,7 +70,7 @@ class ScoringOutput:
 
 @dataclass(slots=True)
 class ScoringRequestOutput:
-    """The score of one pair of texts. prompt_token_ids: of the pair, or of one text after the other."""
+    """The score of one pair of texts. prompt_token_ids: of the pair, or of both texts in order."""
 
     request_id: str
     outputs: ScoringOutput

@@ -9,7 +9,7 @@ from ipc.wire.messages import FinishReason
 
 
 class PoolingState:
-    """A request whose answer comes at once. Its methods are those of RequestState, for those who drive either."""
+    """A request that is answered at once. It has the methods of RequestState, so that callers can handle both."""
 
     def __init__(self, request_id: str, number: int, prompt: Prompt, params: PoolingParams) -> None:
         self.request_id = request_id
@@ -24,7 +24,7 @@ class PoolingState:
         return [(0, 0)]
 
     def update(self, *progress: Progress) -> PoolingRequestOutput | None:
-        """Take the Progress; return the answer, None where there is none yet.
+        """Take the Progress; return the answer, None if there is none yet.
 
         Errors: RequestFailedError for a request that was aborted.
         """

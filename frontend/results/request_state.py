@@ -45,7 +45,7 @@ class RequestState:
         return [(one.index, one.num_tokens) for one in self.completions if not one.finished]
 
     def update(self, *progress: Progress) -> RequestOutput | None:
-        """Take a Progress for each wanted choice; return the output, None where there is nothing to show yet."""
+        """Take a Progress for each wanted choice; return the output, None if there is nothing to show yet."""
         assert not self.finished, self.number
         going = [one for one in self.completions if not one.finished]
         changed = []
@@ -81,7 +81,7 @@ class RequestState:
     def _take_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
         """Return the prompt's log probabilities to show now.
 
-        They come with the first choice and are complete from its first token on. With DELTA they are shown once.
+        They come with the first choice and are complete once it has a token. With DELTA they are shown once.
         """
         first = self._progress.get(0)
         if self._params.prompt_logprobs is None or first is None or first.logprobs is None:
@@ -93,7 +93,7 @@ class RequestState:
         return self._prompt_logprobs
 
     def read_prompt_logprobs(self, received: ReceivedLogprobs) -> list[TokenLogprobs | None]:
-        """Return the prompt's log probabilities, which are complete from the first token on."""
+        """Return the prompt's log probabilities, which are complete once there is a token."""
         texts = None
         if self._tokenizer is not None:
             context = self._context_of(self.prompt.token_ids[:1])
@@ -108,7 +108,7 @@ class RequestState:
     def _metrics(self) -> RequestMetrics:
         all_progress = self._progress.values()
         first = [one.first_token_time for one in all_progress if one.first_token_time]
-        # A stop string ends a choice here, before the engine knows.
+        # A stop string ends a choice here, before the engine is informed.
         ends = [one.finished_time or one.last_token_time for one in all_progress]
         events = max((one.events for one in all_progress), key=len)
         arrival_time, queued_s = min(one.arrival_time for one in all_progress), time_in_queue(events)

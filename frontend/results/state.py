@@ -1,4 +1,4 @@
-"""State: what those who drive requests ask of one, whatever its answer is."""
+"""State: the interface of a request's state, independent of its kind of answer."""
 
 from typing import Protocol, TypeVar
 
@@ -15,10 +15,10 @@ class State(Protocol[Output]):
 
     @property
     def wanted(self) -> list[tuple[int, int]]:
-        """(choice, position from which its Progress must begin) for each Progress that update() takes next."""
+        """Return (choice, position from which its Progress must begin) for each Progress that update() takes next."""
 
     def update(self, *progress: Progress) -> Output | None:
-        """Take a Progress for each wanted choice; return the output, None where there is nothing to show yet."""
+        """Take a Progress for each wanted choice; return the output, None if there is nothing to show yet."""
 
     def take_stopped(self) -> list[int]:
         """Return the choices that a stop string has ended since the last call."""

@@ -1,4 +1,4 @@
-"""Bad words: turn the words that a caller names into the token sequences that the engine forbids."""
+"""Bad words: turn the words that a caller forbids into token sequences."""
 
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import InvalidRequestError
@@ -8,8 +8,8 @@ from ipc.params.list_parameters import MAX_BAD_WORD_TOKENS
 def bad_words_token_ids(words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
     """Return the token sequences of each word, as in vLLM.
 
-    A word is encoded as the beginning of a text. It is also encoded behind a space where that gives another sequence of
-    as many tokens. Errors: InvalidRequestError for a word of too many tokens.
+    A word is encoded as the beginning of a text. It is also encoded after a space if that gives another sequence with
+    the same number of tokens. Errors: InvalidRequestError for a word of too many tokens.
     """
     sequences: list[list[int]] = []
     for word in words:

@@ -1,4 +1,4 @@
-"""Ids of tool calls in a chat's history, for templates that want ids of a certain length (Mistral's: 9).
+"""Ids of tool calls in a chat's history, for templates that require ids of a certain length (Mistral's: 9).
 
 A history may come from another server, whose ids have another form, or from an API whose calls have none (Ollama's).
 """
@@ -9,15 +9,15 @@ import string
 from typing import Any
 
 _LETTERS = string.ascii_letters + string.digits
-_Pending = list[tuple[object, str]]  # (function's name, id) of calls whose results have not come
+_Pending = list[tuple[object, str]]  # (function's name, id) of calls whose results have not arrived
 
 
 def fit_call_ids(messages: list[dict[str, Any]], length: int) -> None:
-    """Give calls and their results, in place, ids of `length` letters and digits.
+    """Set the ids of calls and their results, in place, to `length` letters and digits.
 
-    An id of this form stays. Another becomes one that depends on it alone, so a call and its result keep the same id,
-    and a chat's prompt is the same each time. A result without an id belongs to the first call without a result that
-    has its name, or to the first at all.
+    An id of this form is kept. Another is replaced by one that depends on it alone, so a call and its result keep the
+    same id, and a chat's prompt is the same each time. A result without an id belongs to the first call without a
+    result that has its name, otherwise to the first call without a result.
     """
     pending: _Pending = []
     for index, message in enumerate(messages):

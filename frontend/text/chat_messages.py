@@ -1,16 +1,16 @@
-"""Chat messages: check what a caller wrote and bring it to the form that chat templates are written for.
+"""Chat messages: check a caller's messages and convert them to the form that chat templates expect.
 
 - content: a str, or a list of {"type": "text", "text": ...}; texts in the form of the Responses API (input_text,
-  output_text, refusal) and plain strings become such parts. The list is joined by newlines in a message of role
-  "tool" and for a template that takes strings only. None is an empty text, as in vLLM. The model's own messages need
-  no content: with tool calls it is None for a template that tests for none, else an empty text, since None would be
+  output_text, refusal) and plain strings become such parts. The list is joined by newlines in a message of role "tool"
+  and for a template that takes only strings. None is an empty text, as in vLLM. The model's own messages need no
+  content: with tool calls it is None for a template that tests for none, otherwise an empty text, since None would be
   printed.
-- role "developer", which OpenAI's clients send for "system": where the template does not name it, all such messages are
-  joined to the system message at the beginning, as in vLLM. Where it does, system and developer messages at the
-  beginning become one, because templates that know the role (gpt-oss') read the first only.
+- role "developer", which OpenAI's clients send for "system": if the template does not name it, all such messages are
+  joined to the system message at the beginning, as in vLLM. If it does, system and developer messages at the beginning
+  become one, because templates that support the role (gpt-oss') read only the first.
 - tool_calls: a list of {"function": {"name", "arguments"}}. Arguments are a mapping, or a JSON object as text, as
-  OpenAI's clients send it, which becomes a mapping. Empty text or None means a call without arguments. An empty list
-  or None is left out, because many templates read its presence as a call.
+  OpenAI's clients send it, which becomes a mapping. Empty text or None means a call without arguments. An empty list or
+  None is left out, because many templates read its presence as a call.
 
 Everything is copied; the caller's messages are not changed.
 """
@@ -24,7 +24,7 @@ from frontend.images.chat_images import IMAGE_PART
 from ipc.errors import InvalidRequestError
 
 _SYSTEM_ROLES = ("system", "developer")
-#: Types of content parts that are text -> the field that holds it.
+#: Types of content parts that are text -> the field with the text.
 _TEXT_KINDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
@@ -39,10 +39,10 @@ def read_messages(
 ) -> list[dict[str, Any]]:
     """Return the messages as plain data for a template.
 
-    keep_parts, keep_none: whether the template handles content that is a list, that is None. keep_developer: whether it
-    names the role "developer". image_mark: what stands for an image, a part that is IMAGE_PART, where a template takes
-    text only; None = the model takes no images. arguments_as_text: leave arguments of tool calls that are text as they
-    are. Errors: InvalidRequestError naming the message.
+    keep_parts, keep_none: whether the template handles content that is a list, or None. keep_developer: whether it
+    names the role "developer". image_mark: text for an image (a part that is IMAGE_PART) if a template takes only text;
+    None = the model takes no images. arguments_as_text: do not change arguments of tool calls that are text. Errors:
+    InvalidRequestError naming the message.
     """
     if not isinstance(messages, (list, tuple)) or not messages:
         raise InvalidRequestError(
@@ -58,7 +58,7 @@ def read_messages(
             _parse_arguments(message["tool_calls"], where)
         keeps = keep_parts and message["role"] != "tool"
         takes_parts = image_mark is not None and keeps
-        if takes_parts and isinstance(message.get("content"), str):  # templates of such models may take no str
+        if takes_parts and isinstance(message.get("content"), str):  # templates of such models may not accept a str
             message["content"] = [{"type": "text", "text": message["content"]}]
         _read_content(message, where, keep_parts=keeps, keep_none=keep_none, image_mark=image_mark)
         read.append(message)
@@ -68,7 +68,7 @@ def read_messages(
 def plain_data(value: Any, where: str) -> Any:
     """Return a copy made of scalars, dicts, lists and tuples only, because the sandbox cannot judge foreign objects.
 
-    Errors: InvalidRequestError, which names the place `where`.
+    Errors: InvalidRequestError that names the position `where`.
     """
     try:
         return msgspec.to_builtins(value, str_keys=True, enc_hook=_plain_scalar)
@@ -113,7 +113,7 @@ def _read_content(
 
 
 def _read_part(part: object, where: str) -> dict[str, Any]:
-    """Return a part of a message's content as templates know it. Errors: InvalidRequestError."""
+    """Return a part of a message's content in the form for templates. Errors: InvalidRequestError."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
     field = _TEXT_KINDS.get(str(part.get("type"))) if isinstance(part, dict) else None
@@ -127,7 +127,7 @@ def _read_part(part: object, where: str) -> dict[str, Any]:
 
 
 def _join_developer(messages: list[dict[str, Any]], *, keep_developer: bool) -> list[dict[str, Any]]:
-    """Return the messages with those of role "developer" where the template reads them."""
+    """Return the messages with those of role "developer" at the positions where the template reads them."""
     if not any(message["role"] == "developer" for message in messages):
         return messages
     begin = 0
@@ -153,9 +153,9 @@ def _text_of_part(part: dict[str, Any]) -> str:
 
 
 def _parse_arguments(calls: list[dict[str, Any]], where: str) -> None:
-    """Replace JSON text by mappings in the calls' arguments.
+    """Replace JSON text with mappings in the calls' arguments.
 
-    A call may have its function's fields directly, as transformers' users write them.
+    A call may have its function's fields directly, as users of transformers write it.
     """
     for index, call in enumerate(calls):
         place = f'{where}["tool_calls"][{index}]'

@@ -1,4 +1,4 @@
-"""render_prompts: chats as prompts, rendered by a chat template, with their images beside the text."""
+"""render_prompts: chats as prompts, rendered by a chat template, with their images."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,9 +23,9 @@ def render_prompts(
 ) -> list[PromptInput]:
     """Return the prompt of each conversation: a str, or an ImagePrompt for one with images.
 
-    template: None = the model's, a name = the model's template of this name, else a template's text. image_mark: of the
-    model's prompts, None = it takes no images. takes_files: whether images may be files of this machine. arguments:
-    further ones of render_chat(). render: what takes render_chat()'s place. Errors: InvalidRequestError.
+    template: None = the model's, a name = the model's template of this name, otherwise a template's text. image_mark:
+    of the model's prompts, None = it takes no images. takes_files: whether images may be files of this machine.
+    arguments: further ones of render_chat(). render: used instead of render_chat(). Errors: InvalidRequestError.
     """
     if tokenizer is None:
         raise InvalidRequestError("this engine has no tokenizer, so no chat template: use generate() with token ids")

@@ -2,7 +2,7 @@
 
 A template is a Jinja program that comes with the model. It runs in Jinja's sandbox, with the conventions of Hugging
 Face's apply_chat_template (trim_blocks, lstrip_blocks, tojson without HTML escapes, raise_exception, strftime_now,
-break and continue, generation blocks). It gets plain JSON-like data only, never a caller's objects.
+break and continue, generation blocks). It gets only plain JSON-like data, never a caller's objects.
 """
 
 import json
@@ -23,9 +23,9 @@ from frontend.text.template_sandbox import MAX_PROMPT_CHARS, TemplateSandbox, ch
 from ipc.errors import InvalidRequestError
 
 _MAX_JSON_INDENT = 64  # columns
-_MAX_ID_CHARS = 64  # of a tool call's id, where a template wants a length
+_MAX_ID_CHARS = 64  # length of a tool call's id, if a template requires one
 
-#: Jinja's errors, and those that a template's expressions raise on messages they were not written for.
+#: Jinja's errors, and those that a template's expressions raise for unexpected messages.
 _TEMPLATE_ERRORS = (
     jinja2.TemplateError,
     TypeError,
@@ -55,11 +55,11 @@ def render_chat(
 
     Encode the prompt with add_special_tokens=False, because a template writes its special tokens itself.
     chat_messages.py states what messages may be. JSON text in the arguments of tool calls becomes mappings, which
-    templates are written for. Ids of tool calls get the length that the template wants. A template that fails with
-    a mapping, because it puts the arguments into a text, gets the text. continue_final_message: end the prompt with
-    the text of the last message, so that the output goes on with it; not together with add_generation_prompt.
-    Errors: InvalidRequestError for messages of another form, for a model without a template, and for what the
-    template refuses.
+    templates expect. Ids of tool calls get the length that the template requires. A template that fails with
+    a mapping, because it puts the arguments into a text, gets the text. continue_final_message: end the prompt with the
+    text of the last message, so that the output continues it; not together with add_generation_prompt. Errors:
+    InvalidRequestError for messages of another form, for a model without a template, and for messages that the template
+    refuses.
     """
     if template is None:
         raise InvalidRequestError(
@@ -73,7 +73,8 @@ def render_chat(
     variables = plain_data(kwargs | {"add_generation_prompt": add_generation_prompt}, "chat template arguments")
     variables.setdefault("documents", None)
     variables["tools"] = plain_data(tools, "tools")
-    # A token the model does not have stays undefined, which templates print as nothing; None would be printed.
+    # A token that the model does not have stays undefined, which templates print as an empty text; None would be
+    # printed.
     tokens = {"bos_token": bos_token, "eos_token": eos_token}
     variables |= {name: token for name, token in tokens.items() if token is not None}
 
@@ -99,7 +100,7 @@ def check_template(template: str) -> None:
 
 
 def _in_either_form(render: Callable[[bool], str]) -> str:
-    """Return the prompt with arguments of tool calls as mappings, or as text where the template fails with those."""
+    """Return the prompt with arguments of tool calls as mappings, or as text if the template fails with those."""
     try:
         return render(False)
     except InvalidRequestError as error:
@@ -132,7 +133,7 @@ class _Compiled(NamedTuple):
     takes_parts: bool  # it loops over a message's content, or over a variable called content
     tests_none: bool  # it tests whether the content is none
     names_developer: bool  # it names the role "developer"
-    id_length: int | None  # that it wants of a tool call's id
+    id_length: int | None  # required length of a tool call's id
 
 
 class _GenerationBlock(jinja2.ext.Extension):
@@ -207,7 +208,7 @@ def _tests_none(tree: jinja2.nodes.Template) -> bool:
 
 
 def _id_length(tree: jinja2.nodes.Template) -> int | None:
-    """Return the length that a template compares those of calls' ids with, as in `tool_call.id|length != 9`."""
+    """Return the length with which a template compares that of calls' ids, as in `tool_call.id|length != 9`."""
     for comparison in tree.find_all(jinja2.nodes.Compare):
         measured, bound = comparison.expr, comparison.ops[0].expr
         if not isinstance(measured, jinja2.nodes.Filter) or measured.name not in ("length", "count"):
@@ -220,7 +221,7 @@ def _id_length(tree: jinja2.nodes.Template) -> int | None:
 
 
 def _key_of(node: jinja2.nodes.Node | None) -> object:
-    """Return the name of the attribute or of the item that an expression ends with."""
+    """Return the name of the attribute or item at the end of an expression."""
     if isinstance(node, jinja2.nodes.Getattr):
         return node.attr
     return (

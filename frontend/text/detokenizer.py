@@ -1,11 +1,12 @@
-"""Detokenizer: the text of one request, which grows as its tokens arrive and is cut where a stop string appears.
+"""Detokenizer: the text of one request, which grows as its tokens arrive and is cut at a stop string.
 
-Text is shown only when no later token can change it. The bytes of an unfinished character wait. With stop strings, the
-last characters wait too where a stop string could begin with them.
+Text is shown only once no later token can change it. The bytes of an unfinished character wait. With stop strings, the
+last characters also wait if a stop string could begin with them.
 
 An output continues its prompt. Its text is the text of prompt and output together, without the part that equals the
-beginning of the text of the prompt alone. So the two texts in a row are the text of all tokens. There is one exception:
-a prompt that ends within a character that the output completes. The whole character then belongs to the output.
+beginning of the text of the prompt alone. So the two texts together are the text of all tokens. There is one exception:
+a prompt that ends in the middle of a character that the output completes. The whole character then belongs to the
+output.
 """
 
 import codecs
@@ -19,30 +20,30 @@ from frontend.text.tokenizer import Tokenizer, TokenTable
 from ipc.files.token_bytes import is_byte_token
 from ipc.tables.arrays import Int32s
 
-#: WindowStream decodes unfinished text of up to this many tokens at every push; beyond, at every doubling.
+#: WindowStream decodes unfinished text of up to this many tokens at every push; beyond that, at every doubling.
 _EAGER_TOKENS = 16
 
 
 class TokenStream(Protocol):
     """A stream of tokens that returns settled text.
 
-    The concatenation of all pushes and the flush is the decoding of all the tokens, behind the text of a context.
+    The concatenation of all pushes and the flush is the decoding of all the tokens, after the text of a context.
     """
 
     is_settled: bool  # the text of tokens of whole characters does not depend on what came before them
 
     def push(self, ids: Sequence[int]) -> str:
-        """Return the text that these tokens settle. No later token can change it."""
+        """Return the text that is final with these tokens. No later token can change it."""
 
     def flush(self) -> str:
-        """Return the rest, with U+FFFD for bytes that make no character. Nothing may be pushed afterwards."""
+        """Return the rest, with U+FFFD for bytes that are not a character. Nothing may be pushed afterwards."""
 
     def copy(self) -> "TokenStream":
         """Return an independent copy."""
 
 
 class ByteStream:
-    """The stream of a byte-level vocabulary. A token is some bytes; a text is their concatenation read as UTF-8.
+    """The stream of a byte-level vocabulary. A token is some bytes; the text is their concatenation read as UTF-8.
 
     It is exact for any ids: Python's decoder replaces invalid bytes as Rust's from_utf8_lossy does (one U+FFFD per
     maximal part of a sequence; Unicode 3.9, table 3-11).
@@ -58,7 +59,7 @@ class ByteStream:
         self.is_settled = not self._pending  # no character is unfinished
 
     def push(self, ids: Sequence[int]) -> str:
-        """Return the text that these tokens settle."""
+        """Return the text that is final with these tokens."""
         data = self._pending + b"".join(map(self._table.__getitem__, ids))
         text, used = codecs.utf_8_decode(data, "replace", False)
         self._pending = data[used:]
@@ -86,14 +87,14 @@ class ByteStream:
 class WindowStream:
     """The stream of any other vocabulary. It uses the prefix and read offsets of TGI and vLLM.
 
-    It decodes the last settled tokens (context) and the new ones (pending) together. The part behind the context's own
+    It decodes the last settled tokens (context) and the new ones (pending) together. The part after the context's own
     text is new.
 
     Tokens stay pending while their text ends in U+FFFD (an unfinished character) or in a byte-fallback token. A run of
     byte-fallback tokens is decoded as a whole: one bad byte later turns all of it into U+FFFD.
     """
 
-    is_settled = False  # how tokens are written depends on those before them
+    is_settled = False  # a token's text depends on the tokens before it
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
@@ -104,7 +105,7 @@ class WindowStream:
         self._next_try = 1  # pending tokens
 
     def push(self, ids: Sequence[int]) -> str:
-        """Return the text that these tokens settle."""
+        """Return the text that is final with these tokens."""
         table = self._table
         self._pending += [token_id for token_id in ids if table[token_id]]
         if len(self._pending) < self._next_try:
@@ -146,8 +147,8 @@ class Detokenizer:
 
     context: the result of prompt_context() for its prompt, with the same skip_special_tokens. It is not shown, and no
     stop string may begin in it. `num_tokens` counts the tokens taken: all, or those up to and including the one that
-    completed `stop_string`. Of several stop strings, the one that is complete first wins. Of those complete at the same
-    character, the longest wins. A stop string must be completed by text that comes after that of the first `min_tokens`
+    completed `stop_string`. Of several stop strings, the one that is completed first wins; of those completed at the
+    same character, the longest. A stop string must be completed by text that comes after that of the first `min_tokens`
     tokens.
     """
 
@@ -167,7 +168,7 @@ class Detokenizer:
         self._stop = tuple(stop)
         self._min_tokens = min_tokens
         self._include_stop = include_stop_str_in_output
-        # The last characters of the text, in which a stop string may have begun. They are shown at once only where stop
+        # The last characters of the text, in which a stop string may have begun. They are shown at once only if stop
         # strings are part of the output.
         self._num_recent = max(map(len, self._stop), default=1) - 1
         self._recent = ""
@@ -202,7 +203,7 @@ class Detokenizer:
     def skip(self, num_tokens: int) -> bool:
         """Count tokens of whole characters, whose text the caller shows itself, instead of update().
 
-        Return False, and count nothing, where stop strings are looked for or the text depends on earlier tokens.
+        Return False, and count nothing, if there are stop strings or the text depends on earlier tokens.
         """
         if self._stop or not self._stream.is_settled:
             return False
@@ -210,7 +211,7 @@ class Detokenizer:
         return True
 
     def finish(self) -> None:
-        """Show all text that waits, because no more tokens will come. This may still complete a stop string."""
+        """Show all waiting text, because no more tokens will arrive. This may still complete a stop string."""
         if self._finished:
             return
         self._finished = True
@@ -268,14 +269,14 @@ def _first_completed(stop: Sequence[str], buffer: str, old: int) -> tuple[int, i
 
 
 def token_stream(tokenizer: Tokenizer, skip_special_tokens: bool, context: Sequence[int]) -> TokenStream:
-    """Return the stream of tokens behind this context."""
+    """Return the stream of tokens after this context."""
     if tokenizer.is_byte_level:
         return ByteStream(tokenizer.token_table(skip_special_tokens), context)
     return WindowStream(tokenizer, skip_special_tokens, context)
 
 
 def _tokens_for(stream: TokenStream, ids: Sequence[int], num_chars: int) -> int:
-    """Return how many of the ids it takes to settle num_chars characters."""
+    """Return how many of the ids are needed until num_chars characters are final."""
     for index, token_id in enumerate(ids):
         num_chars -= len(stream.push((token_id,)))
         if num_chars <= 0:

@@ -1,26 +1,26 @@
-"""continue_final_message: a prompt that ends with the text of the last message, so that the output goes on with it.
+"""continue_final_message: a prompt that ends with the text of the last message, so that the output continues it.
 
-A chat template puts the end of a turn behind each message. So a mark is put behind the text of the last message, and
-the prompt is cut at the mark. This is the method of transformers 5.24: the template sees the text, and what it does
-with it (trimming, reasoning taken apart) is in the prompt.
+A chat template puts the end of a turn after each message. So a mark is added after the text of the last message, and
+the prompt is cut at the mark. This is the method of transformers 5.24: the template gets the text, so its processing
+(trimming, separating reasoning) is in the prompt.
 """
 
 from typing import Any
 
 from ipc.errors import InvalidRequestError
 
-_MARK = "\ue0f0\ue0f1continued here\ue0f1\ue0f0"  # of the private use area: no template and no tokenizer has it
-_END = " "  # behind the mark: a template that trims takes it away
+_MARK = "\ue0f0\ue0f1continued here\ue0f1\ue0f0"  # from the private use area: no template or tokenizer contains it
+_END = " "  # after the mark: a template that trims removes it
 
 
 def mark_final_text(messages: Any, *, add_generation_prompt: bool) -> tuple[list[dict[str, Any]], str]:
-    """Return the messages with the mark behind the last one's text, and that text: of content parts, the last text.
+    """Return the messages with the mark after the last one's text, and that text: for content parts, the last text.
 
     Errors: InvalidRequestError.
     """
     if add_generation_prompt:
         raise InvalidRequestError(
-            "continue_final_message and add_generation_prompt exclude each other: a prompt goes on with the last "
+            "continue_final_message and add_generation_prompt cannot be combined: a prompt continues the last "
             "message or begins a new one; set add_generation_prompt to False"
         )
     last = messages[-1] if isinstance(messages, (list, tuple)) and messages else None
@@ -48,8 +48,8 @@ def cut_at_mark(prompt: str, text: str) -> str:
     at = prompt.rfind(_MARK)
     if at < 0 or text.strip() not in prompt[:at]:
         raise InvalidRequestError(
-            "continue_final_message: the chat template does not show the last message's content as it is: templates of "
-            "models that reason may leave reasoning out"
+            "continue_final_message: the chat template does not show the last message's content unchanged: templates "
+            "of reasoning models may leave reasoning out"
         )
     trims = not prompt.startswith(_END, at + len(_MARK))
     return prompt[:at].rstrip() if trims else prompt[:at]

@@ -1,7 +1,7 @@
-"""prompt_context: the last tokens of a prompt, which the text of the next tokens depends on.
+"""prompt_context: the last tokens of a prompt, on which the text of the next tokens depends.
 
 Most tokenizers write a token differently at the beginning of a text than within one. SentencePiece and Metaspace leave
-out the space of the first word there; WordPiece puts none before it. An output begins within a text.
+out the space of the first word there; WordPiece puts none before it. An output begins in the middle of a text.
 """
 
 import codecs
@@ -11,14 +11,14 @@ from itertools import takewhile
 from frontend.text.tokenizer import Tokenizer, TokenTable
 from ipc.files.token_bytes import is_byte_token
 
-#: Tokens decoded again so that the ones behind them are decoded in their context; WindowStream uses it too.
+#: Number of tokens decoded again so that later ones are decoded in their context; also used by WindowStream.
 CONTEXT_TOKENS = 6
-#: Bytes an unfinished UTF-8 character can have.
+#: Most bytes of an unfinished UTF-8 character.
 _UNFINISHED_BYTES = 3
 
 
 def prompt_context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool) -> list[int]:
-    """Return the last tokens of the prompt that add to its text, as many as the output's text depends on.
+    """Return the last tokens of the prompt that add to its text: those on which the output's text depends.
 
     Byte-level vocabularies: the tokens of the last three bytes, in which a character may have begun. Others: the last
     CONTEXT_TOKENS, and after them the byte-fallback tokens of an unfinished character. Special tokens that are skipped
@@ -52,10 +52,10 @@ def _last_bytes(visible: Iterable[int], table: TokenTable) -> list[int]:
 
 
 def _unfinished(run: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Return the byte tokens of the character that the run leaves unfinished, or all of them where they are no UTF-8.
+    """Return the byte tokens of the character that the run leaves unfinished, or all of them if they are not UTF-8.
 
-    A run is decoded as a whole: one bad byte makes all of it U+FFFD. Finished characters belong to the prompt and stay
-    out, so that a bad byte of the output does not change them.
+    A run is decoded as a whole: one bad byte makes all of it U+FFFD. Finished characters belong to the prompt and are
+    left out, so that a bad byte of the output does not change them.
     """
     data = b"".join(tokenizer.bytes_of(token_id) or b"" for token_id in run)
     try:
@@ -68,8 +68,8 @@ def _unfinished(run: list[int], tokenizer: Tokenizer) -> list[int]:
 def text_behind(context: str, text: str) -> str:
     """Return the rest of `text`, which begins with `context`.
 
-    A context that ended within a character has U+FFFD for it. Where `text` has the character instead, the rest begins
-    with the character.
+    A context that ended in the middle of a character has U+FFFD for it. If `text` has the character instead, the rest
+    begins with the character.
     """
     if text.startswith(context):
         return text[len(context) :]

@@ -21,9 +21,9 @@ class EmbedsPrompt(TypedDict, total=False):
 class ImagePrompt(TypedDict, total=False):
     """A prompt written as text, with images in it."""
 
-    prompt: str  # with the model's mark, such as <image>, where each image is
+    prompt: str  # with the model's mark, such as <image>, for each image
     multi_modal_data: Mapping[str, Any]  # {"image": one image, or a list of them}
-    image_marks: Sequence[int]  # which of the marks are images', from 0 on; the others are text; absent = all
+    image_marks: Sequence[int]  # indices of the marks that are images, from 0; the others are text; absent = all
     cache_salt: str
 
 
@@ -31,9 +31,9 @@ class TokensPrompt(TypedDict, total=False):
     """A prompt written as token ids."""
 
     prompt_token_ids: Sequence[int]
-    prompt: str  # the text they came from, for the output only
+    prompt: str  # their original text, for the output only
     cache_salt: str
-    second_from: int  # where the second of two texts begins, for encoders that tell them apart; 0 = there is one
+    second_from: int  # where the second of two texts begins, for encoders that distinguish them; 0 = one text
 
 
 PromptInput: TypeAlias = str | Sequence[int] | TextPrompt | TokensPrompt | EmbedsPrompt | ImagePrompt

@@ -1,4 +1,4 @@
-"""Prompts: read every form in which a caller may write one, and return token ids."""
+"""Prompts: read every form of prompt that a caller may give, and return token ids."""
 
 import difflib
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ class Prompt(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """A prompt as its caller wrote it. Token ids are as given; None: the text is to be encoded."""
+    """A prompt as its caller wrote it. Token ids as given; None: the text must be encoded."""
 
     text: str | None
     token_ids: Any = None
@@ -85,10 +85,10 @@ def read_prompts(
 ) -> list[Prompt]:
     """Return the prompts, tokenized and checked. All texts are tokenized together, in parallel.
 
-    vocab_size: token ids that the model knows. max_model_len: tokens of prompt and output together. truncation: for
-    each prompt, how many of its last tokens are kept; None = all, -1 = as many as fit. num_output_tokens: the room that
-    is left for an output. keeps_beginnings: truncation keeps the first tokens and the very last one, which closes the
-    text for an encoder. features: what the engine takes beside tokens; None = nothing. images: the model's processor of
+    vocab_size: size of the model's vocabulary. max_model_len: tokens of prompt and output together. truncation: for
+    each prompt, how many of its last tokens are kept; None = all, -1 = as many as fit. num_output_tokens: room to leave
+    for an output. keeps_beginnings: truncation keeps the first tokens and the very last one, which closes the text for
+    an encoder. features: the engine's limits for features; None = it takes none. images: the model's processor of
     images; None = it takes none. Errors: InvalidRequestError that states which prompt is wrong, how, and what would be
     right.
     """
@@ -112,12 +112,14 @@ def read_prompts(
             _check_size(placed, name, features)
         keep = truncation[index] if truncation is not None else None
         if keep is not None and placed:
-            raise UnsupportedParameterError(f"{name}: truncate_prompt_tokens cuts no prompt with embeddings or images")
+            raise UnsupportedParameterError(
+                f"{name}: truncate_prompt_tokens cannot be used for a prompt with embeddings or images"
+            )
         if keep is not None:
             ids = _truncated(ids, keep if keep > 0 else most, keeps_beginnings)
         _check_length(ids, name, most, max_model_len, len(prompts))
         if form.second_from and num_output_tokens:
-            raise InvalidRequestError(f"{name}: 'second_from' is for requests that are pooled")
+            raise InvalidRequestError(f"{name}: 'second_from' is for pooling requests only")
         read.append(Prompt(form.text, ids, form.cache_salt, min(form.second_from, len(ids) - 1), tuple(placed)))
     return read
 
@@ -143,14 +145,15 @@ def _check_size(placed: Sequence[PlacedFeature], name: str, features: FeatureLim
     size = sum(len(one.feature.data) for one in placed)
     if features is not None and size > features.max_bytes:
         raise InvalidRequestError(
-            f"{name}: its images take {size} bytes as squares; at most {features.max_bytes} may: send fewer of them"
+            f"{name}: its images take {size} bytes as squares; at most {features.max_bytes} are allowed: send fewer "
+            "of them"
         )
 
 
 def _check_length(ids: list[int], name: str, most: int, max_model_len: int, num_prompts: int) -> None:
     if not ids:
         which = "" if num_prompts == 1 else f" ({name})"
-        raise InvalidRequestError(f"the prompt cannot be empty{which}; a prompt has at least one token")
+        raise InvalidRequestError(f"the prompt cannot be empty{which}; a prompt needs at least one token")
     if len(ids) > most:
         raise _too_long(f"{name} has {len(ids)} tokens; at most {most} fit", max_model_len)
 
@@ -163,7 +166,7 @@ def _check_texts(
     most: int,
     max_model_len: int,
 ) -> None:
-    """Refuse texts that cannot fit and are not to be cut. Errors: PromptTooLongError."""
+    """Refuse texts that cannot fit and must not be cut. Errors: PromptTooLongError."""
     for index, (form, name) in enumerate(zip(forms, names, strict=True)):
         is_cut = truncation is not None and truncation[index] is not None
         if tokenizer is not None and form.token_ids is None and not (is_cut or form.images):
@@ -199,7 +202,7 @@ def _read_images(form: _Form, name: str, images: ImagePrompts | None) -> ImageTe
 
 
 def _truncated(ids: list[int], keep: int, keeps_beginnings: bool) -> list[int]:
-    """Return so many of the tokens: the last ones, or the first ones and the very last."""
+    """Return this many of the tokens: the last ones, or the first ones and the very last."""
     if len(ids) <= keep:
         return ids
     return ids[: keep - 1] + ids[-1:] if keeps_beginnings else ids[-keep:]
@@ -226,13 +229,13 @@ def _read_form(prompt: PromptInput, name: str) -> _Form:
     if text is None and token_ids is None and embeds is None:
         raise InvalidRequestError(f"{name}: 'prompt' or 'prompt_token_ids' is missing; a prompt is {_FORMS}")
     if embeds is not None and (token_ids is not None or data is not None):
-        raise InvalidRequestError(f"{name}: 'prompt_embeds' are a whole prompt: leave out token ids and images")
+        raise InvalidRequestError(f"{name}: 'prompt_embeds' must be a whole prompt: leave out token ids and images")
     _check_cache_salt(cache_salt or "", name)  # type: ignore[arg-type]
     if second_from is not None and (type(second_from) is not int or second_from < 0):
         raise InvalidRequestError(f"{name}: 'second_from' must be an int of at least 0, got {second_from!r:.80}")
     images = _images_of(data, name)
     if images and (text is None or token_ids is not None):
-        raise InvalidRequestError(f"{name}: images are for a prompt that is text: {{'prompt': ..., {_DATA}: ...}}")
+        raise InvalidRequestError(f"{name}: images need a prompt that is text: {{'prompt': ..., {_DATA}: ...}}")
     image_marks = None if marks is None else _read_image_marks(marks, name)
     return _Form(text, token_ids, cache_salt or "", second_from or 0, embeds, images, image_marks)  # type: ignore[arg-type]
 
@@ -244,7 +247,7 @@ def _images_of(data: Any, name: str) -> tuple[Any, ...]:
     if not isinstance(data, Mapping):
         raise InvalidRequestError(f"{name}: {_DATA} must be {{'image': ...}}, got {type(data).__name__}")
     if others := [str(key) for key, value in data.items() if key != "image" and value is not None]:
-        raise UnsupportedParameterError(f"{name}: {_DATA} has {', '.join(others)}: this version reads images alone")
+        raise UnsupportedParameterError(f"{name}: {_DATA} has {', '.join(others)}: this version reads only images")
     given = data.get("image")
     if given is None:
         return ()
@@ -254,14 +257,14 @@ def _images_of(data: Any, name: str) -> tuple[Any, ...]:
 def _read_image_marks(marks: object, name: str) -> list[int]:
     ids = _read_token_ids(marks, name) if isinstance(marks, Sequence) and not isinstance(marks, str) else [-1]
     if ids != sorted(set(ids)) or (ids and ids[0] < 0):
-        raise InvalidRequestError(f"{name}: 'image_marks' must be ascending ints from 0 on; got {marks!r:.80}")
+        raise InvalidRequestError(f"{name}: 'image_marks' must be ascending ints of at least 0; got {marks!r:.80}")
     return ids
 
 
 def _check_cache_salt(salt: str, name: str) -> None:
     if len(salt) > _MAX_CACHE_SALT_CHARS:
         raise InvalidRequestError(
-            f"{name}: 'cache_salt' has {len(salt)} characters; {_MAX_CACHE_SALT_CHARS} are allowed"
+            f"{name}: 'cache_salt' has {len(salt)} characters; at most {_MAX_CACHE_SALT_CHARS} are allowed"
         )
     if any("\ud800" <= character <= "\udfff" for character in salt):
         raise InvalidRequestError(f"{name}: 'cache_salt' must be valid Unicode; {salt!r:.80} has a lone surrogate")
@@ -285,7 +288,7 @@ def _read_token_ids(token_ids: object, name: str) -> list[int]:
 
 
 def _check_vocabulary(ids: list[int], name: str, vocab_size: int) -> None:
-    """Raise InvalidRequestError for an id outside the vocabulary. A text can have one: a tokenizer may know more
+    """Raise InvalidRequestError for an id outside the vocabulary. A text can have one: a tokenizer may have more
     tokens.
     """
     if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
@@ -299,19 +302,19 @@ def _name(index: int, count: int) -> str:
     return "the prompt" if count == 1 else f"prompt {index} of {count}"
 
 
-# Prompts given as embeddings: the rows that stand for the tokens of a prompt, checked.
+# Prompts given as embeddings: the rows that replace the tokens of a prompt, checked.
 
 
 def read_prompt_embeds(value: Any, name: str, limits: FeatureLimits | None) -> list[PlacedFeature]:
-    """Return the features of a prompt that is embeddings alone.
+    """Return the features of a prompt that consists of embeddings.
 
     value: [tokens, hidden], an array of NumPy's or a tensor of torch's, of floats. Errors: InvalidRequestError;
-    UnsupportedParameterError where the engine takes none.
+    UnsupportedParameterError if the engine takes none.
     """
     if limits is None:
         raise UnsupportedParameterError(
-            f"{name}: 'prompt_embeds' are not taken by this engine: it needs a decoder of our own on the C kernels, in "
-            "one process, without a draft model and without a router before it"
+            f"{name}: this engine does not take 'prompt_embeds': they need a decoder implemented here on the C "
+            "kernels, in one process, without a draft model and without a router"
         )
     rows = _as_floats(value, name)
     if rows.ndim != 2 or rows.shape[1] != limits.width or not len(rows):
@@ -322,7 +325,9 @@ def read_prompt_embeds(value: Any, name: str, limits: FeatureLimits | None) -> l
     if not np.isfinite(rows).all():
         raise InvalidRequestError(f"{name}: 'prompt_embeds' must be finite numbers")
     if rows.nbytes > limits.max_bytes:
-        raise InvalidRequestError(f"{name}: 'prompt_embeds' take {rows.nbytes} bytes; at most {limits.max_bytes} may")
+        raise InvalidRequestError(
+            f"{name}: 'prompt_embeds' take {rows.nbytes} bytes; at most {limits.max_bytes} are allowed"
+        )
     return placed_embeds(rows)
 
 

@@ -1,4 +1,4 @@
-"""RequestTemplates: chat templates that callers bring, rendered in a process that is ended if it takes too much."""
+"""RequestTemplates: chat templates sent by callers, rendered in a process that is killed if it takes too much."""
 
 import signal
 import threading
@@ -10,12 +10,12 @@ from ipc.machine.bounded_process import BoundedProcess
 from ipc.machine.channel import ChannelEndedError
 from ipc.machine.child_process import describe_exit
 
-#: What one chat may take: of CPU time, and of memory beyond that of the process.
+#: Limits of one chat: CPU time, and memory beyond that of the process.
 MAX_CPU_MS, MAX_MEMORY_BYTES = 1000, 256 << 20
 
 
 class RequestTemplates:
-    """Renders one chat at a time; any thread may call. The process is started for the first one."""
+    """Renders one chat at a time; any thread may call. The first chat starts the process."""
 
     def __init__(self, max_cpu_ms: int = MAX_CPU_MS, max_memory_bytes: int = MAX_MEMORY_BYTES) -> None:
         self._bounds = max_cpu_ms, max_memory_bytes
@@ -28,7 +28,7 @@ class RequestTemplates:
         try:
             message = encode_message(Chat(template, messages, arguments))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
-            raise InvalidRequestError(f"a chat template cannot get these messages: {error}") from error
+            raise InvalidRequestError(f"these messages cannot be passed to a chat template: {error}") from error
         with self._lock:
             rendered = decode_rendered(self._ask(message))
         if rendered.error:
@@ -36,7 +36,7 @@ class RequestTemplates:
         return rendered.prompt
 
     def close(self) -> None:
-        """End the process. One that renders is ended too."""
+        """Kill the process, even while it renders."""
         process = self._process
         if process is not None:
             process.kill()
@@ -58,7 +58,7 @@ class RequestTemplates:
             raise InvalidRequestError(self._why(process.end())) from error
 
     def _why(self, code: int) -> str:
-        """Return why a chat has no prompt whose process has ended with this code."""
+        """Return why a chat has no prompt, from the exit code of its process."""
         max_cpu_ms, max_bytes = self._bounds
         if code == -signal.SIGPROF:
             return f"the chat template takes more than {max_cpu_ms} ms of CPU time"

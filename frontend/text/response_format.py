@@ -1,4 +1,4 @@
-"""The constraint that OpenAI's field response_format asks for."""
+"""The constraint of OpenAI's field response_format."""
 
 import json
 from collections.abc import Mapping
@@ -11,8 +11,8 @@ from ipc.params.structured_outputs import StructuredOutputsParams
 def constraint_of_response_format(response_format: Mapping[str, Any] | None) -> StructuredOutputsParams | None:
     """Return the constraint of an OpenAI response_format; None for text. Errors: InvalidRequestError.
 
-    The schema may also stand beside the type, of json_object too, as clients of llama.cpp and others send it. Its
-    objects have no further properties then, as in llama.cpp.
+    The schema may also be next to the type, even for json_object, as clients of llama.cpp and others send it. Then its
+    objects have no further properties, as in llama.cpp.
     """
     kind = None if response_format is None else response_format.get("type")
     if response_format is None or kind == "text":
@@ -24,7 +24,7 @@ def constraint_of_response_format(response_format: Mapping[str, Any] | None) -> 
         return StructuredOutputsParams(structural_tag=json.dumps(dict(response_format), ensure_ascii=False))
     if kind not in ("json_schema", "json_object"):
         raise InvalidRequestError(
-            f"response_format has type text, json_object, json_schema or structural_tag, got {kind!r:.80}"
+            f"response_format must have type text, json_object, json_schema or structural_tag, got {kind!r:.80}"
         )
     described = response_format.get("json_schema")
     schema = described.get("schema") if kind == "json_schema" and isinstance(described, Mapping) else beside

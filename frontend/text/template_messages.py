@@ -14,7 +14,7 @@ class Chat(msgspec.Struct, frozen=True):
 
 
 class Rendered(msgspec.Struct, frozen=True):
-    """The answer to a Chat: its prompt, or why it has none."""
+    """The answer to a Chat: its prompt, or the reason why it has none."""
 
     prompt: str = ""
     error: str = ""

@@ -1,7 +1,7 @@
-"""The process that renders chat templates of strangers: `python -P -m frontend.text.template_process FD CPU_MS MEMORY`.
+"""The process that renders untrusted chat templates: `python -P -m frontend.text.template_process FD CPU_MS MEMORY`.
 
 frontend/text/request_templates.py starts it; ipc/machine/bounded_process.py states how it ends. A template is a
-program: the sandbox bounds the size of each expression, and not how often a template loops or how much it keeps.
+program: the sandbox bounds the size of each expression, but not how often a template loops or how much it keeps.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
 
 
 def serve(channel: Channel, max_cpu_s: float) -> None:
-    """Answer the owner's messages. Errors: ChannelEndedError when it is gone."""
+    """Answer the owner's messages. Errors: ChannelEndedError once it is gone."""
     while True:
         message = channel.receive()
         with limited_cpu_time(max_cpu_s):

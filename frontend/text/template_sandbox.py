@@ -1,7 +1,7 @@
 """TemplateSandbox: Jinja's sandbox with a bound on the size of each expression's result.
 
-Jinja's own sandbox limits range() and what can be reached. It does not stop "x" * 10**12, "%0999999999d" % 1 or a
-filter that pads to a billion columns. Here, sizes are computed before the work is done. A template can still loop.
+Jinja's own sandbox limits range() and attribute access. It does not stop "x" * 10**12, "%0999999999d" % 1 or a filter
+that pads to a billion columns. Here, sizes are computed before the work is done. A template can still loop.
 """
 
 import re
@@ -20,7 +20,7 @@ MAX_PROMPT_CHARS = 16 << 20
 _MAX_POWER_BITS = 4096
 
 _SIZED = (str, list, tuple)
-#: One conversion of a %-format as templates write them; other forms are refused.
+#: One conversion of a %-format in the supported form; other forms are refused.
 _CONVERSION = re.compile(r"%(?:\([^()]*\))?[#0\- +]*(\d*)(?:\.(\d*))?[a-zA-Z%]")
 _WIDTH_METHODS = frozenset(("center", "ljust", "rjust", "zfill"))
 
@@ -67,7 +67,7 @@ class TemplateSandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return "".join(texts)
 
     def call(__self, __context: jinja2.runtime.Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call a function or method; check the size of the result first where it is a method of str."""
+        """Call a function or method; check the size of the result first if it is a method of str."""
         method = getattr(__obj, "__wrapped__", __obj)  # Jinja wraps str.format
         text, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
         if isinstance(text, str):
@@ -79,12 +79,12 @@ def check_size(operation: str, size: int, limit: int = MAX_PROMPT_CHARS) -> None
     """Raise TemplateRuntimeError when size exceeds the limit; render_chat turns it into an InvalidRequestError."""
     if size > limit:
         raise jinja2.TemplateRuntimeError(
-            f"the result of {operation} would have size {size}; in a template {limit} is allowed"
+            f"the result of {operation} would have size {size}; in a template at most {limit} is allowed"
         )
 
 
 def _method_size(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return an upper bound of the length of this str method's result; 0 for methods that make nothing longer."""
+    """Return an upper bound of the length of this str method's result; 0 for methods that do not make texts longer."""
     first = args[0] if args else kwargs.get("tabsize", 8)
     if name in _WIDTH_METHODS and isinstance(first, int):
         return first
@@ -108,13 +108,15 @@ def _percent_size(form: str, values: Any) -> int:
 def _brace_size(form: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     fields = [spec or "" for _, name, spec, _ in string.Formatter().parse(form) if name is not None]
     if any("{" in spec for spec in fields):
-        raise jinja2.TemplateRuntimeError(f"{form!r:.80} takes a width from its arguments; templates must write it")
+        raise jinja2.TemplateRuntimeError(
+            f"{form!r:.80} takes a width from its arguments; in a template it must be a literal"
+        )
     widths = sum(_number(digits) for spec in fields for digits in re.findall(r"\d+", spec))
     return len(form) + widths + len(fields) * _longest([*args, *kwargs.values()])
 
 
 def _number(digits: str) -> int:
-    return int(digits[:12] or 0)  # 12 digits exceed every limit already; int() of thousands of digits raises
+    return int(digits[:12] or 0)  # 12 digits already exceed every limit; int() of thousands of digits raises
 
 
 def _longest(values: Any) -> int:

@@ -1,4 +1,6 @@
-"""TextBound: the fewest tokens that a text can have, so that one that is too long is known without being read."""
+"""TextBound: the fewest tokens that a text can have, so that a text that is too long is refused without being
+tokenized.
+"""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -9,17 +11,17 @@ from tokenizers import models, pre_tokenizers
 
 from ipc.files.token_bytes import byte_level_bytes
 
-#: Steps before the model that lose nothing of a text: each writes as many bytes as it reads, or more.
+#: Steps before the model that lose nothing of a text: each writes at least as many bytes as it reads.
 _KEEPING = ("ByteLevel", "Digits", "Metaspace", "Prepend", "Sequence")
-#: NFC joins up to three letters of three bytes to one syllable of three bytes (Hangul).
+#: NFC joins up to three letters of three bytes into one syllable of three bytes (Hangul).
 _NFC_BYTES = 3
 
 
 class TextBound(NamedTuple):
-    """What bounds a text's tokens from below. longest: bytes of text that one token can stand for; 0 = any number."""
+    """A lower bound of a text's tokens. longest: most bytes of text in one token; 0 = any number."""
 
     longest: int = 0
-    lost: bytes = b""  # bytes that the vocabulary does not have, so that they become no token
+    lost: bytes = b""  # bytes that the vocabulary does not have, so they become no token
 
     def fewest_tokens(self, text: str) -> int:
         """Return the fewest tokens that the text can have."""
@@ -32,8 +34,8 @@ class TextBound(NamedTuple):
 def text_bound(hf: tokenizers.Tokenizer) -> TextBound:
     """Return the bound of a tokenizer.
 
-    There is one for vocabularies of bytes, behind steps that drop nothing. Others have an unknown token, which may
-    stand for any number of characters, or remove spaces.
+    It exists for byte vocabularies after steps that drop nothing. Others have an unknown token for any number of
+    characters, or remove spaces.
     """
     model = hf.model
     steps = [*_steps(hf.normalizer), *_steps(hf.pre_tokenizer)]
@@ -41,7 +43,7 @@ def text_bound(hf: tokenizers.Tokenizer) -> TextBound:
     if not isinstance(model, models.BPE) or not all(_keeps_all(step) for step in steps):
         return TextBound()
     added = hf.get_added_tokens_decoder().values()
-    if any(token.lstrip or token.rstrip for token in added):  # they take the spaces beside them
+    if any(token.lstrip or token.rstrip for token in added):  # they absorb the spaces next to them
         return TextBound()
     if is_byte_level:
         lost = bytes(byte for byte, name in _byte_names().items() if hf.token_to_id(name) is None)
@@ -50,7 +52,7 @@ def text_bound(hf: tokenizers.Tokenizer) -> TextBound:
     else:
         return TextBound()
     names = hf.get_vocab(with_added_tokens=False)
-    longest = max(len(name) if is_byte_level else len(name.encode()) for name in names)  # byte-level: a letter a byte
+    longest = max(len(name) if is_byte_level else len(name.encode()) for name in names)  # one letter per byte
     longest = max([longest, *(len(token.content.encode()) for token in added)])
     return TextBound(longest * (_NFC_BYTES if any(step["type"] == "NFC" for step in steps) else 1), lost)
 
@@ -61,7 +63,7 @@ def _byte_names() -> dict[int, str]:
 
 
 def _steps(part: Any) -> Iterator[dict[str, Any]]:
-    """Yield the settings of a normalizer or pre-tokenizer, and of those within it."""
+    """Yield the settings of a normalizer or pre-tokenizer, and of those inside it."""
     if part is not None:
         yield from _flat(msgspec.json.decode(part.__getstate__()))
 

@@ -1,4 +1,4 @@
-"""TextPrompts: the instructions that an embedding model wants before its texts, by name, from its own files."""
+"""TextPrompts: the instructions that an embedding model expects before its texts, by name, from its own files."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,15 +8,16 @@ from ipc.errors import InvalidRequestError, ModelFileError
 
 
 class TextPrompts(NamedTuple):
-    """The prompts of a model: what stands before a text, such as "query: "."""
+    """The prompts of a model: texts to put before a text, such as "query: "."""
 
     by_name: Mapping[str, str] = {}
-    default_name: str | None = None  # of the one for texts without another; None: nothing stands before them
+    default_name: str | None = None  # name of the default one; None: none
 
     def before(self, prompts: Sequence[PromptInput], name: str | None) -> list[PromptInput]:
-        """Return the prompts with the named instruction before each text; those that are token ids stay as they are.
+        """Return the prompts with the named instruction before each text; those that are token ids are not changed.
 
-        name: None = the model's default, "" = none. Errors: InvalidRequestError for a name that the model has not.
+        name: None = the model's default, "" = none. Errors: InvalidRequestError for a name that the model does not
+        have.
         """
         chosen = self.default_name if name is None else name
         if not chosen:

@@ -1,4 +1,4 @@
-"""TokenTexts: the text of each token in its place. A token that is a part of a character shows what it completes."""
+"""TokenTexts: the text of each token at its position. A token that is part of a character shows what it completes."""
 
 import codecs
 from collections.abc import Sequence
@@ -6,20 +6,19 @@ from collections.abc import Sequence
 from frontend.text.prompt_context import text_behind
 from frontend.text.tokenizer import Tokenizer
 
-#: Tokens before a token that may begin its character: a character has up to 4 bytes and a token at least one.
+#: Number of earlier tokens that may begin a token's character: a character has up to 4 bytes and a token at least one.
 _UNFINISHED_TOKENS = 3
 
 
 class TokenTexts:
     """The texts of the tokens of one sequence, position after position.
 
-    context: the result of prompt_context() for the tokens in front of the first, with the same skip_special_tokens.
+    context: the result of prompt_context() for the tokens before the first, with the same skip_special_tokens.
 
-    The texts of the sequence's own tokens, one after the other, are the text of the sequence, except for U+FFFD. A
-    token that is a part of a character shows the characters that it completes together with the tokens before it. It
-    leaves out what it leaves unfinished, so its text may be empty. U+FFFD is shown only for the character of that name,
-    and by vocabularies that are neither bytes nor fall back to them. Special tokens that the text skips show their
-    names.
+    The texts of the sequence's own tokens, concatenated, are the text of the sequence, except for U+FFFD. A token that
+    is part of a character shows the characters that it completes together with the tokens before it. It does not show
+    an unfinished character, so its text may be empty. U+FFFD is shown only for that character itself, and by
+    vocabularies that are neither bytes nor fall back to them. Special tokens that the text skips show their names.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True, context: Sequence[int] = ()) -> None:
@@ -48,7 +47,7 @@ class TokenTexts:
         return texts
 
     def _decode_each(self, ids: Sequence[int]) -> list[str]:
-        """Return the text that each id adds to the token before. Bytes that are no whole character are U+FFFD."""
+        """Return the text that each id adds to the token before. Bytes that are not a complete character are U+FFFD."""
         if self._tokenizer.is_byte_level or not self._before:
             return self._tokenizer.decode_batch([[token_id] for token_id in ids])
         before, *texts = self._tokenizer.decode_batch([self._before, *([*self._before, token_id] for token_id in ids)])

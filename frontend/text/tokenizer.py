@@ -1,6 +1,6 @@
-"""Tokenizer: text to token ids and back, from the text files that a model is published with.
+"""Tokenizer: text to token ids and back, from a model's text files.
 
-It is built from bytes, not from a path, because a client of an engine elsewhere receives these files.
+It is built from bytes, not from a path, because a client of a remote engine receives these files.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,19 +23,19 @@ from ipc.files.text_files import TEMPLATE_FOLDER
 from ipc.files.token_bytes import byte_level_bytes, is_byte_token
 from ipc.files.tokenizer_json import parse_tokenizer_json
 
-#: Beginning of a GGUF key of a chat template that has a name; tokenizer.chat_template itself is the default one.
+#: Prefix of the GGUF key of a named chat template; tokenizer.chat_template itself is the default one.
 _GGUF_TEMPLATE = "tokenizer.chat_template."
-#: Of texts that are encoded in one call. It takes up to 350 bytes of memory for each byte of text (digits).
+#: Characters of texts encoded in one call. A call takes up to 350 bytes of memory for each byte of text (digits).
 _CALL_CHARS = 1 << 18
 _MANY_IDS = 1024
 
 
 class TokenTable(dict[int, bytes]):
-    """A map from token id to what the token adds to the text. It is filled on first use, so loading costs nothing per
+    """A map from token id to what the token adds to the text. It is filled on first use, so loading has no cost per
     token.
 
-    Byte-level: the bytes that the token stands for. Other vocabularies: its name in the vocabulary, UTF-8. b"" = the
-    token adds nothing (the id is unknown, or special and skipped). The map never outgrows the vocabulary.
+    Byte-level: the token's bytes. Other vocabularies: its name in the vocabulary, UTF-8. b"" = the token adds nothing
+    (the id is unknown, or special and skipped). The map never outgrows the vocabulary.
     """
 
     def __init__(self, hf: tokenizers.Tokenizer, skipped: frozenset[int], *, byte_level: bool) -> None:
@@ -53,11 +53,11 @@ class TokenTable(dict[int, bytes]):
 
 
 class Tokenizer(TokenizerCalls):
-    """The text side of one model. frontend/text/tokenizer_calls.py has what transformers' users call beside.
+    """The text side of one model. frontend/text/tokenizer_calls.py adds the methods that users of transformers call.
 
-    `hf` is the raw tokenizers.Tokenizer. `bos_token_id` and `eos_token_id` are None where the model names none.
+    `hf` is the raw tokenizers.Tokenizer. `bos_token_id` and `eos_token_id` are None if the model has none.
     `eos_token_ids` are all ids that end a generation, `eos_token_id` first. `chat_templates` are by name: "default" for
-    plain chats, "tool_use" for those with tools. `text_prompts` are what an embedding model wants before its texts.
+    plain chats, "tool_use" for those with tools. `text_prompts` are an embedding model's instructions before texts.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Tokenizer(TokenizerCalls):
         chat_templates: Mapping[str, str] | None = None,
         text_prompts: TextPrompts | None = None,
     ) -> None:
-        # A tokenizer.json may carry the truncation and padding of its training.
+        # A tokenizer.json may contain the truncation and padding of its training.
         hf.no_truncation()
         hf.no_padding()
         self.hf = hf
@@ -86,7 +86,7 @@ class Tokenizer(TokenizerCalls):
         self.is_byte_level = isinstance(hf.decoder, decoders.ByteLevel)
         decoder = hf.decoder.__getstate__() if hf.decoder else b""
         self.has_byte_fallback = b'"ByteFallback"' in decoder
-        self._has_byte_names = b'"ByteLevel"' in decoder  # in a sequence of decoders too
+        self._has_byte_names = b'"ByteLevel"' in decoder  # also in a sequence of decoders
         self._tables = {
             skip: TokenTable(hf, self.special_token_ids if skip else frozenset(), byte_level=self.is_byte_level)
             for skip in (True, False)
@@ -96,8 +96,8 @@ class Tokenizer(TokenizerCalls):
     def from_files(cls, files: Mapping[str, bytes]) -> "Tokenizer":
         """Return the tokenizer of these files (file name -> content; "gguf-header" = a GGUF file's metadata section).
 
-        Errors: ModelFileError naming the file that is missing or corrupt; UnsupportedModelError for a GGUF vocabulary
-        of a kind that is not supported.
+        Errors: ModelFileError naming the missing or corrupt file; UnsupportedModelError for an unsupported kind of GGUF
+        vocabulary.
         """
         found = _from_folder(files) if "tokenizer.json" in files else None
         if found is None and GGUF_HEADER in files:
@@ -108,8 +108,8 @@ class Tokenizer(TokenizerCalls):
             return found
         names = ", ".join(sorted(files)) or "no file at all"
         raise ModelFileError(
-            f"the model has no tokenizer: tokenizer.json is missing (found {names}); "
-            "skip_tokenizer_init=True runs it on token ids"
+            f"the model has no tokenizer: tokenizer.json is missing (found {names}); skip_tokenizer_init=True runs it "
+            "with token ids"
         )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -122,12 +122,12 @@ class Tokenizer(TokenizerCalls):
 
     @cached_property
     def bound(self) -> TextBound:
-        """The fewest tokens that texts can have."""
+        """Return the bound on the fewest tokens that texts can have."""
         return text_bound(self.hf)
 
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
         """Return the token ids of two texts, joined by the tokenizer's post-processor, and the index of the first token
-        that it counts to the second text; 0 = it does not tell them apart. Errors: InvalidRequestError.
+        of the second text; 0 = it does not distinguish them. Errors: InvalidRequestError.
         """
         for text in (first, second):
             _check_text(text)
@@ -137,7 +137,7 @@ class Tokenizer(TokenizerCalls):
     def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Return the token ids of each text; the texts are encoded in parallel. Errors: InvalidRequestError.
 
-        Other threads run meanwhile: unlike encode(), this call of the tokenizers library releases Python's lock.
+        Other threads can run during it: unlike encode(), this call of the tokenizers library releases Python's lock.
         """
         for text in texts:
             _check_text(text)
@@ -154,13 +154,13 @@ class Tokenizer(TokenizerCalls):
         return self.hf.decode([ids] if isinstance(ids, int) else ids, skip_special_tokens=skip_special_tokens)
 
     def decode_batch(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        """Return the text of each sequence of ids, special ones included. Bytes that are no whole character become
-        U+FFFD.
+        """Return the text of each sequence of ids, special ones included. Bytes that are not a complete character
+        become U+FFFD.
         """
         return self.hf.decode_batch(sequences, skip_special_tokens=False)
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """Return the bytes that a token stands for; None for a token of text and for an id outside the vocabulary."""
+        """Return the bytes of a token; None for a token of text and for an id outside the vocabulary."""
         token = self.hf.id_to_token(token_id)
         if token is None:
             return None
@@ -169,7 +169,7 @@ class Tokenizer(TokenizerCalls):
         return bytes.fromhex(token[3:5]) if self.has_byte_fallback and is_byte_token(token.encode()) else None
 
     def special_tokens(self) -> dict[str, int]:
-        """Return the ids of all tokens that are no text, by name: the special ones, and those that end a generation."""
+        """Return the ids of all tokens that are not text, by name: special ones, and those that end a generation."""
         ids = {*self.special_token_ids, *self.eos_token_ids}
         return {name: token for token in sorted(ids) if (name := self.hf.id_to_token(token)) is not None}
 
@@ -203,7 +203,7 @@ def _from_folder(files: Mapping[str, bytes]) -> Tokenizer:
     def token_ids(name: str) -> list[int]:
         """Return the ids that the files give this token, the tokenizer's own first.
 
-        config.json counts only where no other file has one.
+        config.json counts only if no other file has one.
         """
         texts = [_token_text(source.get(f"{name}_token")) for source in (config, names)]
         ids: list[object] = [hf.token_to_id(text) for text in texts if text]
@@ -228,7 +228,7 @@ def _read_object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ModelFileError(f"{name} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ModelFileError(f"{name} must hold a JSON object, got {type(value).__name__}")
+        raise ModelFileError(f"{name} must contain a JSON object, got {type(value).__name__}")
     return value
 
 
@@ -243,7 +243,7 @@ def _token_text(value: object) -> str | None:
 
 
 def _chat_templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, str]:
-    """Return the templates by name. Files of their own override those of tokenizer_config.json; chat_template.json, of
+    """Return the templates by name. Separate files override those of tokenizer_config.json; chat_template.json, of
     older processors, is read if nothing else has a default one.
     """
     given = config.get("chat_template")
@@ -261,7 +261,7 @@ def _chat_templates(files: Mapping[str, bytes], config: Mapping[str, Any]) -> di
 
 
 def _checked_template(files: Mapping[str, bytes]) -> str:
-    """Return the template that somebody gave. Errors: ModelFileError where it is none."""
+    """Return the given template. Errors: ModelFileError if it is not UTF-8."""
     text = _read_template(files, GIVEN_TEMPLATE)
     try:
         check_template(text)
@@ -278,7 +278,7 @@ def _read_template(files: Mapping[str, bytes], name: str) -> str:
 
 
 def _calls(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Yield the texts in parts of about _CALL_CHARS, or of one text."""
+    """Yield the texts in parts of about _CALL_CHARS, or one text if that is longer."""
     part, size = list[str](), 0
     for text in texts:
         if part and size + len(text) > _CALL_CHARS:

@@ -1,4 +1,4 @@
-"""TokenizerCalls: what programs for transformers' tokenizers call on one of ours, under transformers' names."""
+"""TokenizerCalls: methods that programs for transformers' tokenizers call, under transformers' names."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,7 +37,7 @@ def _check_unasked(options: Mapping[str, object]) -> None:
 
 
 class TokenizerCalls:
-    """A part of Tokenizer. Attributes are transformers' too: padding is never done, so the side is only a note."""
+    """A part of Tokenizer. Attributes are also transformers': padding is never done, so the side is only stored."""
 
     hf: tokenizers.Tokenizer
     chat_templates: dict[str, str]
@@ -99,7 +99,7 @@ class TokenizerCalls:
 
     @property
     def chat_template(self) -> str | None:
-        """Return the default chat template, None where the model has none. It can be set."""
+        """Return the default chat template; None if the model has none. It can be set."""
         return self.chat_templates.get("default")
 
     @chat_template.setter
@@ -110,28 +110,28 @@ class TokenizerCalls:
     def choose_chat_template(self, given: str | None, *, with_tools: bool) -> str | None:
         """Return the chat template to use.
 
-        `given` is a template or the name of one. None means the model's own: the one for tools where the chat has tools
-        and the model has one, else the default.
+        `given` is a template or the name of one. None means the model's own: the one for tools if the chat has tools
+        and the model has one, otherwise the default.
         """
         if given is not None:
             return self.chat_templates.get(given, given)
         return (self.chat_templates.get("tool_use") if with_tools else None) or self.chat_template
 
     def get_vocab(self) -> dict[str, int]:
-        """Return token -> id, added tokens included."""
+        """Return token -> id, including added tokens."""
         return self.hf.get_vocab(with_added_tokens=True)
 
     def __len__(self) -> int:
         return self.hf.get_vocab_size(with_added_tokens=True)
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:
-        """Return the id of a token, or of each of several; None for what is no token."""
+        """Return the id of a token, or of each of several; None if it is not a token."""
         if isinstance(tokens, str):
             return self.hf.token_to_id(tokens)
         return [self.hf.token_to_id(token) for token in tokens]
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> Any:
-        """Return the token of an id, or of each of several, as it stands in the vocabulary; None for no id of it."""
+        """Return the token of an id, or of each of several, as in the vocabulary; None for an unknown id."""
         if isinstance(ids, int):
             return self.hf.id_to_token(ids)
         return [self.hf.id_to_token(one) for one in ids]
@@ -156,6 +156,6 @@ class TokenizerCalls:
 
     @property
     def special_tokens_map(self) -> Mapping[str, str]:
-        """Return the special tokens by their part: bos_token and eos_token, where the model has them."""
+        """Return the special tokens by their part: bos_token and eos_token, if the model has them."""
         named = {"bos_token": self.bos_token, "eos_token": self.eos_token}
         return {name: token for name, token in named.items() if token is not None}

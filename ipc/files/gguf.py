@@ -5,7 +5,7 @@ Layout (gguf.md of ggml's docs): "GGUF", version u32, tensor count u64, key coun
 type u32, offset u64 from the data section`; then padding to general.alignment; then the data section.
 A string is a length u64 and UTF-8 bytes; an array is an element type u32, a count u64 and the elements.
 
-Every count is compared with the bytes that are left before anything is read or allocated for it.
+Every count is compared with the remaining bytes before anything is read or allocated for it.
 """
 
 import math
@@ -99,11 +99,11 @@ class GgufHeader(msgspec.Struct, frozen=True):
 
 
 def read_gguf(path: Path) -> GgufHeader:
-    """Return the header of a GGUF file. Every tensor lies inside the file and overlaps no other.
+    """Return the header of a GGUF file. Every tensor is inside the file, and none overlap.
 
     Reading a vocabulary takes tenths of a second, so the headers of the last two files, which may be a model and its
     projector, are kept until a file changes or forget_gguf(). Errors: ModelFileError naming the file, the byte offset
-    and what was expected; UnsupportedModelError for a sound file of another version, byte order or tensor type.
+    and what was expected; UnsupportedModelError for a valid file of another version, byte order or tensor type.
     """
     state = _state_of(path)
     if (path, state) not in _kept:
@@ -124,7 +124,7 @@ _kept: dict[tuple[Path, tuple[int, ...]], GgufHeader] = {}
 
 
 def _state_of(path: Path) -> tuple[int, ...]:
-    """Return values of the file's status that change with its content. Errors: ModelFileError."""
+    """Return values of the file's status that change if its content does. Errors: ModelFileError."""
     try:
         status = path.stat()
     except (OSError, ValueError) as error:
@@ -146,14 +146,14 @@ def _read_header(path: Path) -> GgufHeader:
 
 
 def parse_gguf_metadata(data: bytes, source: str = "GGUF metadata") -> dict[str, GgufValue]:
-    """Return the metadata at the start of `data`; the bytes behind it are not read. Errors: those of read_gguf."""
+    """Return the metadata at the start of `data`; the bytes after it are not read. Errors: those of read_gguf."""
     return _read_metadata(_Cursor(data, source))[2]
 
 
 def cut_gguf_metadata(path: Path) -> bytes:
     """Return a file's first bytes up to the end of its metadata, as a GGUF file of its own with a tensor count of 0.
 
-    A header that read_gguf() keeps is not read again. Errors: those of read_gguf, but for tensors.
+    A header that read_gguf() keeps is not read again. Errors: those of read_gguf, except for tensors.
     """
     kept = _kept.get((path, _state_of(path)))
     with map_file(path) as data:
@@ -176,7 +176,7 @@ class _Cursor:
         raise ModelFileError(f"{self.source}: byte {self.position}: {what}")
 
     def check_count(self, count: int, size: int, what: str) -> None:
-        """Fail unless `count` items of at least `size` bytes can still follow."""
+        """Fail unless `count` items of at least `size` bytes can follow."""
         left = self.end - self.position
         if count * size > left:
             limit = f" of the {MAX_HEADER_BYTES} a header may have" if self.end < len(self.data) else ""
@@ -271,7 +271,7 @@ def _read_strings(cursor: _Cursor, count: int, key: str) -> list[GgufScalar]:
     cursor.position = position
     if len(strings) < count:
         cursor.read_string(f"string {len(strings)} of {key!r:.80}")
-        raise AssertionError(f"string {len(strings)} of {count} at byte {position} is sound after all")
+        raise AssertionError(f"string {len(strings)} of {count} at byte {position} is valid after all")
     return strings
 
 

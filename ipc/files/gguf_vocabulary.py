@@ -2,8 +2,8 @@
 
 A GGUF file has no tokenizer.json. It names a vocabulary kind (`tokenizer.ggml.model`) and a pre-tokenizer
 (`tokenizer.ggml.pre`: ipc/files/gguf_vocabulary.py), and lists tokens, token types and merges. SentencePiece
-vocabularies have scores instead of merges (ipc/files/gguf_vocabulary.py, and ipc/files/gguf_vocabulary.py), and a
-WordPiece one neither (ipc/files/gguf_wordpiece.py).
+vocabularies have scores instead of merges (ipc/files/gguf_vocabulary.py, and ipc/files/gguf_vocabulary.py), and
+WordPiece ones have neither (ipc/files/gguf_wordpiece.py).
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.files.gguf import GgufValue
 from ipc.files.gguf_wordpiece import build_wordpiece
 
-# PRE_TOKENIZERS: how text is split before the merges of byte-level BPE, by the name that a GGUF file has for it.
+# PRE_TOKENIZERS: how text is split before the merges of byte-level BPE, by its name in a GGUF file.
 #
 # Names (tokenizer.ggml.pre) are llama.cpp's. Splits and normalizers are those of the tokenizer.json that the models
 # were published with, because their merges were learned on text split that way.
@@ -28,9 +28,9 @@ class PreTokenizer(NamedTuple):
     splits: tuple[str, ...] = ()  # expressions whose matches are words, one after the other
     has_digits: bool = False  # each digit is a word
     is_nfc: bool = False  # text is normalized to NFC
-    #: A word of the vocabulary is a token, whether or not the merges reach it.
+    #: A word of the vocabulary is a token, even if the merges do not produce it.
     ignores_merges: bool = False
-    adds_bos: bool = False  # where the file does not say whether
+    adds_bos: bool = False  # if the file does not say
 
     def build(self) -> Any:
         """Return the pre-tokenizer of the tokenizers library."""
@@ -40,29 +40,29 @@ class PreTokenizer(NamedTuple):
         return pre_tokenizers.Sequence([*steps, last]) if steps else last
 
 
-#: Llama 3's expression, for any number of digits that go together.
+#: Llama 3's expression, for any number of digits in a group.
 _BY_DIGITS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{digits}"
     r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-#: o200k's: a word begins with capitals and goes on with small letters, and takes an 's with it.
+#: o200k's: a word begins with capitals and continues with small letters, and includes an 's.
 _BY_CASE = (
     r"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]*[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]+{ending}"
     r"|[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}\p{{Lm}}\p{{Lo}}\p{{M}}]+[\p{{Ll}}\p{{Lm}}\p{{Lo}}\p{{M}}]*{ending}"
     r"|\p{{N}}{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _THREE_DIGITS, _ONE_DIGIT = _BY_DIGITS.format(digits="{1,3}"), _BY_DIGITS.format(digits="")
-#: Qwen 3.5's: marks belong to letters.
+#: Qwen 3.5's: combining marks count as letters.
 _WITH_MARKS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
     r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-#: Seed's: line ends are words of their own.
+#: Seed's: line ends are separate words.
 _SEED = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-#: Ideographs and what DeepSeek's first vocabularies put with them.
+#: Ideographs and the characters that DeepSeek's first vocabularies group with them.
 _EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
 #: The published expression lists cased letters one by one, without mathematical ones.
 _DEEPSEEK_LLM = (
@@ -112,10 +112,10 @@ _UNKNOWN = 2
 _CONTROL = 3
 _USER_DEFINED = 4
 
-#: Tokens that end a generation: the text's, a turn's, and a message's that asks for a call of a tool.
+#: Tokens that end a generation: end of text, of a turn, and of a message that calls a tool.
 GGUF_ENDS = ("eos", "eot", "eom")
-#: Names of control tokens that end a generation whatever the keys say, as llama.cpp has them: files made before a key
-#: existed name one end only. Its ends of files within code are left out.
+#: Names of control tokens that always end a generation, as in llama.cpp: files made before a key existed name only one
+#: end. llama.cpp's end-of-file tokens within code are left out.
 _END_NAMES = frozenset(
     (
         *("<|eot_id|>", "<|im_end|>", "<|ifm|im_end|>", "<|end|>", "<end_of_turn>", "<turn|>", "<end_of_utterance>"),
@@ -130,12 +130,12 @@ _Item = TypeVar("_Item", str, int, float)
 
 
 def build_gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> tokenizers.Tokenizer:
-    """Return the tokenizer that this metadata describes: "gpt2" is byte-level BPE, "llama" is SentencePiece with
-    merges by scores, "t5" SentencePiece's unigram model, "bert" is WordPiece.
+    """Return the tokenizer that this metadata describes: "gpt2" is byte-level BPE, "llama" is SentencePiece with merges
+    by scores, "t5" SentencePiece's unigram model, "bert" is WordPiece.
 
     Control tokens and the unknown token become special tokens. User-defined ones (`<think>`) become added tokens, which
-    are matched whole but are part of the text. Errors: UnsupportedModelError naming a vocabulary or pre-tokenizer that
-    is not supported; ModelFileError for lists that are missing or contradict each other.
+    are matched as a whole but are part of the text. Errors: UnsupportedModelError naming a vocabulary or pre-tokenizer
+    that is not supported; ModelFileError for lists that are missing or contradict each other.
     """
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None:
@@ -185,10 +185,10 @@ def gguf_token_id(metadata: Mapping[str, GgufValue], name: str) -> int | None:
 
 
 def gguf_end_ids(metadata: Mapping[str, GgufValue]) -> list[int]:
-    """Return the ids of the control tokens that end a generation by their names, ascending.
+    """Return the ids of the control tokens that end a generation because of their names, ascending.
 
-    In vocabularies where messages have ends of their own kinds (gpt-oss), `<|end|>` ends one of several messages of a
-    turn. Errors: ModelFileError.
+    ` ends one of several messages of a turn.|>In vocabularies with several kinds of message ends (gpt-oss), `<|end|>`
+    ends one of several messages of a turn.|>` ends one of several messages of a turn. Errors: ModelFileError.
     """
     if "tokenizer.ggml.token_type" not in metadata:
         return []
@@ -203,7 +203,7 @@ def gguf_end_ids(metadata: Mapping[str, GgufValue]) -> list[int]:
 def _byte_level(metadata: Mapping[str, GgufValue], vocabulary: dict[str, int]) -> tokenizers.Tokenizer:
     pre = _pre_tokenizer(metadata)
     merges = _merges(_list(metadata, "tokenizer.ggml.merges", str), vocabulary)
-    # Llama 3's vocabulary has words its merges cannot reach; its own tokenizer.json looks words up whole first.
+    # Llama 3's vocabulary has words that its merges cannot produce; its own tokenizer.json first looks up whole words.
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pre.ignores_merges))
     if pre.is_nfc:
         tokenizer.normalizer = normalizers.NFC()
@@ -250,7 +250,7 @@ def _unigram(metadata: Mapping[str, GgufValue], tokens: Sequence[str]) -> tokeni
 
 
 def _merges(lines: Sequence[str], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Read and check the merges. The library panics (an exception outside Exception) on a merge whose result is no
+    """Read and check the merges. The library panics (an exception outside Exception) on a merge whose result is not a
     token.
     """
     merges = []
@@ -258,15 +258,15 @@ def _merges(lines: Sequence[str], vocabulary: Mapping[str, int]) -> list[tuple[s
         left, _, right = line.partition(" ")
         if left not in vocabulary or right not in vocabulary or left + right not in vocabulary:
             raise ModelFileError(
-                f"tokenizer.ggml.merges[{index}] is {line!r}; it must be two tokens of the vocabulary, "
-                "separated by a space, that make a third"
+                f"tokenizer.ggml.merges[{index}] is {line!r}; it must be two tokens of the vocabulary, separated by a "
+                "space, that form a third"
             )
         merges.append((left, right))
     return merges
 
 
 def _add_ends(tokenizer: tokenizers.Tokenizer, tokens: Sequence[str], metadata: Mapping[str, GgufValue]) -> None:
-    """Set the tokens before and after an encoded text: BOS and EOS where the file or its kind asks for them."""
+    """Set the tokens before and after an encoded text: BOS and EOS, if the file or its kind requires them."""
     ids = {name: gguf_token_id(metadata, name) for name in ("bos", "eos")}
     kind = metadata["tokenizer.ggml.model"]
     adds_bos = kind == "llama" or (kind == "gpt2" and _pre_tokenizer(metadata).adds_bos and ids["bos"] is not None)
@@ -300,7 +300,7 @@ def _per_token(
     tokens: Sequence[str],
     default: _Item | None = None,
 ) -> list[_Item]:
-    """Return a list with an entry for each token; `default` for all where the file has none."""
+    """Return a list with an entry for each token; `default` for all if the file has none."""
     if key not in metadata and default is not None:
         return [default] * len(tokens)
     values = _list(metadata, key, item)
@@ -323,11 +323,11 @@ def _list(metadata: Mapping[str, GgufValue], key: str, item: type[_Item]) -> lis
 
 # SentencePiece vocabularies of GGUF files ("llama": Llama 2, Mistral, Gemma), as a `tokenizers.Tokenizer`.
 #
-# SentencePiece writes spaces as ▁ and begins with single characters. It merges, again and again, the two neighbours
-# whose union is the token with the best score, and the leftmost of equals. A character that is no token becomes its
-# UTF-8 bytes, one token <0xNN> each. The library merges by rank instead. So every way to cut a token into two tokens is
-# a merge here, ranked by the token's score. The two methods differ at most where two ways to write one token overlap in
-# the text: "aaaa" is both "a" + "aaa" and "aaa" + "a", and of "a", "aaa", "a" the library merges the better ranked
+# SentencePiece writes spaces as ▁ and begins with single characters. It repeatedly merges the two neighbours whose
+# union is the token with the best score, the leftmost of equals. A character that is not a token becomes its UTF-8
+# bytes, one token <0xNN> each. The library merges by rank instead. So every way to cut a token into two tokens is a
+# merge here, ranked by the token's score. The two methods can differ only if two ways to write one token overlap in the
+# text: "aaaa" is both "a" + "aaa" and "aaa" + "a", and of "a", "aaa", "a" the library merges the better ranked
 # pair, not the left one. A file made from a tokenizer.json lists its merges and has no meaningful scores; then the
 # merges are used.
 
@@ -346,7 +346,7 @@ def build_sentencepiece(
 ) -> tokenizers.Tokenizer:
     """Return the tokenizer of these tokens (token -> id, ids without gaps) and merges, the first ranked best.
 
-    unknown: id of the token for text that has no bytes either. add_space_prefix: each stretch of text between special
+    unknown: id of the token for text that has no bytes either. add_space_prefix: each piece of text between special
     tokens begins as if after a space (llama.cpp and Llama 2's own tokenizer.json do this); decoding removes that space.
     """
     names = list(vocabulary)
@@ -368,7 +368,7 @@ def build_sentencepiece(
 def merges_of_scores(
     vocabulary: Mapping[str, int], scores: Sequence[float], types: Sequence[int]
 ) -> list[tuple[str, str]]:
-    """Return every cut of a token into two tokens: best score first, and the smaller id first among equals.
+    """Return every split of a token into two tokens: best score first, smaller id first among equals.
 
     scores, types: by id.
     """
@@ -382,10 +382,9 @@ def merges_of_scores(
 
 # Unigram vocabularies of GGUF files, of kind "t5" (XLM-R: bge-m3, multilingual-e5), as a `tokenizers.Tokenizer`.
 #
-# SentencePiece's unigram model (Kudo 2018, arXiv 1804.10959) cuts a text into the tokens whose scores have the largest
-# sum; text that no token covers is the unknown token. Before that the file's table, if there is one, replaces
-# characters by others, and spaces become ▁: one before each word, however many stood there, as XLM-R's tokenizer.json
-# has it.
+# SentencePiece's unigram model (Kudo 2018, arXiv 1804.10959) divides a text into the tokens with the largest sum of
+# scores; text that no token covers is the unknown token. Before that, the file's table, if there is one, replaces
+# characters, and spaces become ▁: one before each word, however many there were, as in XLM-R's tokenizer.json.
 
 
 def build_unigram(
@@ -394,11 +393,11 @@ def build_unigram(
     """Return the tokenizer of these tokens with their scores, both by id.
 
     unknown: id of the token for text without tokens. characters: the bytes of SentencePiece's table of replacements;
-    none = characters stay as they are. Errors: ModelFileError.
+    none = characters are kept. Errors: ModelFileError.
     """
     if unknown is None:
         raise ModelFileError(
-            "the GGUF file's vocabulary names no unknown token: tokenizer.ggml.unknown_token_id is missing"
+            "the GGUF file's vocabulary has no unknown token: tokenizer.ggml.unknown_token_id is missing"
         )
     model = models.Unigram(list(zip(tokens, scores, strict=True)), unk_id=unknown, byte_fallback=False)
     tokenizer = tokenizers.Tokenizer(model)
@@ -416,4 +415,4 @@ def _replacements(characters: Sequence[int]) -> normalizers.Normalizer:
     try:
         return normalizers.Precompiled(bytes(characters))
     except Exception as error:  # the library raises Exception itself
-        raise ModelFileError(f"tokenizer.ggml.precompiled_charsmap is no table of replacements: {error}") from None
+        raise ModelFileError(f"tokenizer.ggml.precompiled_charsmap is not a table of replacements: {error}") from None

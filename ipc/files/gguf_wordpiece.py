@@ -1,8 +1,8 @@
-"""WordPiece vocabularies in GGUF files, of kind "bert": a `tokenizers.Tokenizer` as BERT's tokenizer.json has it.
+"""WordPiece vocabularies in GGUF files, of kind "bert": a `tokenizers.Tokenizer` like that of BERT's tokenizer.json.
 
 llama.cpp's converter writes a word's first piece with a space mark before it, and the others without their "##".
-Special tokens stay as they are. Whether texts become lower case is not in the file: they do, unless the vocabulary has
-capitals.
+Special tokens are not changed. The file does not say whether texts become lower case: they do, unless the vocabulary
+has capitals.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ _CONTROL = 3  # llama.cpp's type of special tokens
 
 
 def build_wordpiece(tokens: Sequence[str], types: Sequence[int], ids: Mapping[str, int | None]) -> tokenizers.Tokenizer:
-    """Return the tokenizer of these tokens. ids: of cls, seperator and unknown, where the file has them.
+    """Return the tokenizer of these tokens. ids: of cls, seperator and unknown, if the file has them.
 
     Errors: ModelFileError for a vocabulary without these tokens, or with one twice.
     """
@@ -41,7 +41,7 @@ def build_wordpiece(tokens: Sequence[str], types: Sequence[int], ids: Mapping[st
     return tokenizer
 
 
-#: llama.cpp's names of the tokens that BERT's texts need, spelt as it spells them, and their usual texts.
+#: llama.cpp's names (in its spelling) of the tokens that BERT's texts need, and their usual texts.
 _SPECIAL = (("cls", "[CLS]"), ("seperator", "[SEP]"), ("unknown", "[UNK]"))
 
 

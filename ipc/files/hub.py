@@ -1,7 +1,7 @@
 """Models by their Hugging Face names: find them in the Hub's cache or download them.
 
 Only the process that starts an engine does this. It passes the path on, so that both processes read one snapshot. A
-snapshot in the cache is used as it is, without network access; `engine-core pull` brings it up to date.
+snapshot in the cache is used without network access; `engine-core pull` updates it.
 """
 
 import errno
@@ -17,9 +17,10 @@ from ipc.files.hub_name import HubName, parse_hub_name
 from ipc.files.safetensors import weight_files
 from ipc.files.text_files import is_text_file
 
-#: How an embedding model pools (sentence-transformers), in folders such as 1_Pooling; its longest text; its prompts.
+#: An embedding model's way of pooling (sentence-transformers), in folders such as 1_Pooling; its longest text; its
+#: prompts.
 _MODULES = re.compile(r"modules\.json|\d+_\w+/config\.json|sentence_[\w-]+_config\.json")
-#: Weights: not those in folders of their own, and not the copy in Mistral's own format.
+#: Weights: not those in subfolders, and not the copy in Mistral's own format.
 _WEIGHTS = re.compile(r"(?!consolidated)[^/]*\.safetensors(\.index\.json)?|\d+_\w+/model\.safetensors")
 
 
@@ -27,9 +28,9 @@ def fetch_model(text: str, *, with_weights: bool = True, is_update: bool = False
     """Return the folder of a snapshot with config.json, the tokenizer's files and, with_weights, the safetensors; or
     the path of a GGUF file.
 
-    What the cache lacks is downloaded, with progress on standard error if that is a terminal. is_update: ask the Hub
-    even if the cache has it. Errors: ModelFileError that states what the cache lacks, why it could not be downloaded,
-    and what to do.
+    Missing files are downloaded, with progress on standard error if that is a terminal. is_update: ask the Hub even if
+    the cache has it. Errors: ModelFileError that states what the cache lacks, why it could not be downloaded, and what
+    to do.
     """
     name = parse_hub_name(text)
     assert name is not None, text
@@ -37,8 +38,8 @@ def fetch_model(text: str, *, with_weights: bool = True, is_update: bool = False
         import huggingface_hub  # noqa: F401
     except ImportError as error:
         raise ModelFileError(
-            f"{text} is no file or folder here, and names on the Hub need the package huggingface_hub ({error}): "
-            "pip install huggingface_hub, or give a folder"
+            f"{text} is not a file or folder on this machine, and names on the Hub need the package huggingface_hub "
+            f"({error}): pip install huggingface_hub, or give a folder"
         ) from error
     found, lacks = _cached(name, with_weights)
     if found is not None and not is_update:
@@ -47,7 +48,7 @@ def fetch_model(text: str, *, with_weights: bool = True, is_update: bool = False
         return _download(name, with_weights)
     except ModelFileError:
         raise
-    # The library passes on its HTTP client's errors, and their classes change between its versions.
+    # The library lets its HTTP client's errors through, and their classes change between its versions.
     except Exception as error:
         raise ModelFileError(explain(error, name, lacks)) from None
 
@@ -77,7 +78,7 @@ def _cached(name: HubName, with_weights: bool) -> tuple[Path | None, str]:
 def _download(name: HubName, with_weights: bool) -> Path:
     from huggingface_hub import HfApi, snapshot_download
 
-    # Not list_repo_files(), which tries for half a minute where there is no network.
+    # Not list_repo_files(), which tries for half a minute if there is no network.
     files = [one.rfilename for one in HfApi().model_info(name.repo, revision=name.branch).siblings or ()]
     has_safetensors = any(file.endswith(".safetensors") and "/" not in file for file in files)
     if name.quantization is None and "config.json" in files and (has_safetensors or not with_weights):
@@ -90,12 +91,12 @@ def _download(name: HubName, with_weights: bool) -> Path:
             tqdm_class=_progress_bar(),
         )
         if lacks := _lacks(Path(found), with_weights):
-            raise ModelFileError(f"{name} on the Hub is not whole: {lacks}")
+            raise ModelFileError(f"{name} on the Hub is not complete: {lacks}")
         return Path(found)
     if not gguf_files(files) and name.quantization is None:
         others = [file for file in files if file.endswith((".bin", ".pt", ".pth", ".onnx", ".h5"))]
         raise ModelFileError(
-            f"{name} is no model that runs here: it needs config.json with *.safetensors, or a .gguf file"
+            f"{name} is not a model that runs here: it needs config.json with *.safetensors, or a .gguf file"
             + (f", and it has {', '.join(others[:3])}" if others else "")
         )
     file = choose_gguf(files, name.quantization, name.repo)
@@ -106,7 +107,7 @@ def _download(name: HubName, with_weights: bool) -> Path:
 
 
 def _progress_bar() -> Any:
-    """Return the library's class of progress bars, silent where standard error is no terminal."""
+    """Return the library's class of progress bars, silent if standard error is not a terminal."""
     from huggingface_hub.utils.tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[misc,no-any-unimported,unused-ignore]
@@ -119,7 +120,7 @@ def _progress_bar() -> Any:
 
 
 def _lacks(folder: Path, with_weights: bool) -> str:
-    """Return what a snapshot lacks, in words; "" if nothing. An interrupted download looks like a complete snapshot."""
+    """Return what a snapshot lacks, as text; "" if nothing. An interrupted download looks like a complete snapshot."""
     if not (folder / "config.json").is_file():
         return f"{folder} has no config.json"
     if not with_weights:
@@ -131,33 +132,33 @@ def _lacks(folder: Path, with_weights: bool) -> str:
     return f"{folder} has no {', '.join(missing[:3])}" if missing else ""
 
 
-# Why a model could not be downloaded from the Hub, and what to do, in words.
+# Why a model could not be downloaded from the Hub, and what to do, as text.
 
 
-#: Classes of the library by name, since they move between its modules; the more specific ones first.
+#: Classes of the library by name, since they move between its modules; more specific ones first.
 _BY_CLASS = {
     "GatedRepoError": "the model is gated: accept its terms at {url}, then set HF_TOKEN or run `hf auth login`",
-    "RepositoryNotFoundError": "the Hub knows no model of this name, or it is private: check the spelling at {url}; "
-    "for a private one set HF_TOKEN or run `hf auth login`",
-    "RevisionNotFoundError": "the model has no revision {revision}: {url}/tree/main shows those there are",
-    "DisabledRepoError": "the Hub has disabled the model: {url} says why",
-    "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set: unset it, or run `hf download {repo}` where there is a network and "
-    "copy the cache",
+    "RepositoryNotFoundError": "the Hub has no model of this name, or it is private: check the spelling at {url}; "
+    "for a private model set HF_TOKEN or run `hf auth login`",
+    "RevisionNotFoundError": "the model has no revision {revision}: {url}/tree/main lists them",
+    "DisabledRepoError": "the Hub has disabled the model: see {url}",
+    "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set: unset it, or run `hf download {repo}` on a machine with network "
+    "access and copy the cache",
 }
 _BY_STATUS = {
-    401: "the Hub refuses access: set HF_TOKEN to a token that is valid, or run `hf auth login`",
-    403: "the Hub refuses access with this token: ask for it at {url}",
-    404: "the Hub knows no model of this name: check the spelling at {url}",
-    429: "the Hub limits the rate of requests: try again later, with HF_TOKEN set the limit is higher",
+    401: "the Hub refuses access: set HF_TOKEN to a valid token, or run `hf auth login`",
+    403: "the Hub refuses access with this token: request access at {url}",
+    404: "the Hub has no model of this name: check the spelling at {url}",
+    429: "the Hub limits the rate of requests: try again later; with HF_TOKEN the limit is higher",
 }
 _NO_NETWORK = (
-    "there is no connection to {endpoint}: try again; without a network run `hf download {repo}` on a machine that has "
-    "one and copy the cache, or give a folder"
+    "there is no connection to {endpoint}: try again, or run `hf download {repo}` on a machine with network access "
+    "and copy the cache, or give a folder"
 )
 
 
 def explain(error: Exception, name: HubName, lacks: str) -> str:
-    """Return a message on a download that failed with `error`. lacks: what the cache lacks, "" = nothing."""
+    """Return a message about a download that failed with `error`. lacks: what the cache lacks, "" = nothing."""
     from huggingface_hub import constants
 
     reason = _reason(error)
@@ -165,8 +166,8 @@ def explain(error: Exception, name: HubName, lacks: str) -> str:
         url=f"{constants.ENDPOINT}/{name.repo}", endpoint=constants.ENDPOINT, repo=name.repo, revision=name.branch
     )
     if not lacks:
-        return f"{name} is in the cache and was not brought up to date: {cause} ({reason})"
-    return f"{name} was not downloaded: {cause}. It is no file or folder here, and {lacks} ({reason})"
+        return f"{name} is in the cache and was not updated: {cause} ({reason})"
+    return f"{name} was not downloaded: {cause}. It is not a file or folder on this machine, and {lacks} ({reason})"
 
 
 def _cause(error: Exception) -> str:
@@ -181,18 +182,18 @@ def _cause(error: Exception) -> str:
         if status in _BY_STATUS:
             return _BY_STATUS[status]
         if status >= 500:
-            return "the Hub has trouble of its own: try again later"
+            return "the Hub has an internal error: try again later"
         if isinstance(one, OSError) and one.errno in (errno.ENOSPC, errno.EDQUOT):
             return "the disk is full: `engine-core list` shows what is in the cache, `engine-core rm` frees it"
         if isinstance(one, PermissionError):
-            return "the cache cannot be written: HF_HOME names another folder"
+            return "the cache cannot be written: set HF_HOME to another folder"
     is_connection = any(isinstance(one, OSError) or "Connect" in type(one).__name__ for one in chain)
     is_late = any("Timeout" in type(one).__name__ for one in chain)
     return _NO_NETWORK if is_connection or is_late else "`hf download {repo}` may say more"
 
 
 def _chain(error: Exception) -> list[BaseException]:
-    """Return the error and those it was raised for, the last one first: the library wraps a lost connection."""
+    """Return the error and its causes, the last one first: the library wraps a lost connection."""
     found: list[BaseException] = [error]
     while (cause := found[-1].__cause__ or found[-1].__context__) is not None and cause not in found:
         found.append(cause)

@@ -1,4 +1,4 @@
-"""The models in the Hub's cache on this machine: find all that an engine can load, and remove one."""
+"""The models in the Hub's cache on this machine: find those that an engine can load, and remove one."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +27,8 @@ def cached_models() -> list[CachedModel]:
 def remove_cached(name: HubName) -> int:
     """Remove a model from the cache, and return how many bytes that freed.
 
-    Without a quantization it is everything of the repository, or of the revision where one is named; with one it is
-    this GGUF file. Errors: ModelFileError that lists the models there are.
+    Without a quantization it is the whole repository, or the revision if one is named; with one it is this GGUF file.
+    Errors: ModelFileError that lists the existing models.
     """
     cache = _scan()
     repos = [repo for repo in cache.repos if repo.repo_type == "model" and repo.repo_id == name.repo]
@@ -42,8 +42,8 @@ def remove_cached(name: HubName) -> int:
     wanted = [model for model in models if _is_same(model, name)]
     if not wanted:
         others = ", ".join(str(model.name) for model in models) or "nothing of it"
-        raise ModelFileError(f"{name} is not in the cache, which has {others}; `engine-core list` shows all")
-    if len(models) == len(wanted):  # what is left of it would be its README
+        raise ModelFileError(f"{name} is not in the cache, which has {others}; `engine-core list` shows all of them")
+    if len(models) == len(wanted):  # only its README would be left
         return _execute(cache.delete_revisions(*(one.commit_hash for one in revisions)))
     if not hasattr(cache, "delete_files"):
         raise ModelFileError("removing one file needs a newer huggingface_hub: pip install -U huggingface_hub")
@@ -72,7 +72,7 @@ def _scan() -> Any:
 
 
 class _Nothing:
-    """The cache of a user who has never downloaded anything."""
+    """The cache of a user who has never downloaded a model."""
 
     repos = ()
 

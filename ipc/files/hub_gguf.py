@@ -1,4 +1,4 @@
-"""The GGUF files of a repository on the Hub: what they are called by quantization, and which one is meant."""
+"""The GGUF files of a repository on the Hub: their quantizations, and which one a name means."""
 
 import re
 from collections.abc import Iterable
@@ -6,13 +6,13 @@ from pathlib import PurePosixPath
 
 from ipc.errors import ModelFileError
 
-#: The file that is meant where several are there and none is named: llama.cpp's and Ollama's choice.
+#: The default among several files: the choice of llama.cpp and Ollama.
 USUAL = "Q4_K_M"
 _QUANTIZATION = re.compile(
     r"(?:^|[-._])((?:UD[-_])?(?:I?Q\d\w*|TQ\d_\d|BF16|F16|F32|FP16|FP32|MXFP4\w*|NVFP4\w*))$", re.I
 )
 _PART = re.compile(r"-\d{5}-of-(\d{5})$")
-#: Files that are no language model: projectors of images, and statistics for quantization.
+#: Files that are not language models: image projectors, and statistics for quantization.
 _OTHERS = ("mmproj", "imatrix")
 
 
@@ -23,16 +23,16 @@ def gguf_files(files: Iterable[str]) -> list[str]:
 
 
 def quantization_of(file: str) -> str:
-    """Return the quantization that a file's name states, in capitals: Q4_K_M; else the name itself."""
+    """Return the quantization that a file's name states, in capitals: Q4_K_M; otherwise the name itself."""
     stem = _PART.sub("", PurePosixPath(file).name[: -len(".gguf")])
     match = _QUANTIZATION.search(stem)
     return match[1].upper() if match else PurePosixPath(file).name
 
 
 def choose_gguf(files: Iterable[str], quantization: str | None, repo: str) -> str:
-    """Return the GGUF file of this quantization, or with this file name; None = the usual one, or the only one.
+    """Return the GGUF file of this quantization, or with this file name; None = the default one, or the only one.
 
-    Errors: ModelFileError that lists the files there are; for a model that is split into several files.
+    Errors: ModelFileError that lists the existing files; also for a model that is split into several files.
     """
     known = gguf_files(files)
     if not known:
@@ -41,12 +41,12 @@ def choose_gguf(files: Iterable[str], quantization: str | None, repo: str) -> st
     if not found and quantization is None and len({quantization_of(file) for file in known}) == 1:
         found = known
     if not found:
-        what = f"has no {quantization}" if quantization else f"has no {USUAL}, so name another file"
+        what = f"has no {quantization}" if quantization else f"has no {USUAL}: name another file"
         raise ModelFileError(f"{repo} {what}; it has {_listed(known, repo)}")
     if parts := _PART.search(found[0][: -len(".gguf")]):
         raise ModelFileError(
             f"{repo}: {quantization_of(found[0])} is split into {int(parts[1])} files, which this version does not "
-            f"read: join them with llama-gguf-split --merge, or take another of {_listed(known, repo)}"
+            f"read: join them with llama-gguf-split --merge, or use another of {_listed(known, repo)}"
         )
     if len(found) > 1:
         names = ", ".join(f"{repo}:{PurePosixPath(file).name}" for file in found)

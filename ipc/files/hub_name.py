@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ipc.errors import ModelFileError
 from ipc.files.hub_gguf import quantization_of
 
-#: Beginnings that llama.cpp's and Ollama's users write, and those of addresses copied from a browser.
+#: Prefixes that users of llama.cpp and Ollama write, and those of addresses copied from a browser.
 _PREFIX = r"(?:(?:https?://)?(?:hf\.co|huggingface\.co)/)?"
 _NAME = re.compile(
     _PREFIX + r"(?P<repo>\w[\w.-]*/\w[\w.-]*)(?::(?P<quantization>\w[\w.-]*))?(?:@(?P<revision>[\w.][\w./-]*))?",
@@ -19,8 +19,8 @@ _DEFAULT_REVISION = "main"
 class HubName(NamedTuple):
     """The parts of a name.
 
-    quantization: of a GGUF file (Q4_K_M), or the file's name; None = the safetensors, else the usual GGUF file.
-    revision: None = none is named, which is the branch main.
+    quantization: of a GGUF file (Q4_K_M), or the file's name; None = the safetensors, otherwise the default GGUF file.
+    revision: None = none is named, which means the branch main.
     """
 
     repo: str
@@ -29,7 +29,7 @@ class HubName(NamedTuple):
 
     @property
     def branch(self) -> str:
-        """Return the revision, also where none is named: a branch, a tag or a commit."""
+        """Return the revision (a branch, a tag or a commit), even if none is named."""
         return self.revision or _DEFAULT_REVISION
 
     def __str__(self) -> str:
@@ -38,17 +38,19 @@ class HubName(NamedTuple):
 
 
 def parse_hub_name(text: str) -> HubName | None:
-    """Return the parts of a name; None for a text that is none.
+    """Return the parts of a name; None if the text is not a name.
 
-    A name has one slash. A text that ends with .gguf is a path, but for a file's name behind a colon. Errors:
-    ModelFileError for a revision that would lead out of the cache's folder.
+    A name has one slash. A text that ends with .gguf is a path, unless it is a file name after a colon. Errors:
+    ModelFileError for a revision that would leave the cache's folder.
     """
     match = _NAME.fullmatch(text)
     if match is None or (match["repo"].endswith(".gguf") and match["quantization"] is None):
         return None
     revision = match["revision"]
     if revision is not None and {".", ".."} & set(revision.split("/")):
-        raise ModelFileError(f"{text!r:.200}: a revision is a branch, a tag or a commit, without '.' and '..' as parts")
+        raise ModelFileError(
+            f"{text!r:.200}: a revision is a branch, a tag or a commit, and must not contain '.' or '..' as a part"
+        )
     return HubName(match["repo"], match["quantization"], revision)
 
 

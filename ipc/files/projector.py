@@ -1,8 +1,8 @@
 """projector_of: the GGUF file with the vision encoder of a model in a GGUF file, which llama.cpp calls mmproj.
 
-llama.cpp's converter writes two files. The one with "mmproj" in its name lies beside the model's, as downloads put it,
-or has another place, which the option mmproj names.
-It belongs to the model if their sizes fit, and the model's vocabulary has the token that stands for images.
+llama.cpp's converter writes two files. The one with "mmproj" in its name is next to the model's file, as downloads
+place it, or at another path, which the option mmproj names.
+It belongs to the model if their sizes fit, and the model's vocabulary has the token for images.
 """
 
 import json
@@ -15,14 +15,14 @@ from ipc.files.gguf import GgufValue, read_gguf
 
 
 class ProjectorKind(NamedTuple):
-    """What llama.cpp's name of a projector says."""
+    """What follows from llama.cpp's name of a projector."""
 
     text: str  # general.architecture of the text's model
-    mark: str  # the token that stands for a row of an image
+    mark: str  # the token for a row of an image
     processor: str  # image_processor_type in preprocessor_config.json
 
 
-#: The file of a model's folder that says how its images are prepared.
+#: The file in a model's folder with the preprocessing of its images.
 PROCESSOR_FILE = "preprocessor_config.json"
 PROJECTOR_KINDS = {
     "gemma3": ProjectorKind("gemma3", "<image_soft_token>", "Gemma3ImageProcessor"),
@@ -31,15 +31,15 @@ PROJECTOR_KINDS = {
 
 
 def projector_of(path: Path, named: str | None) -> Path | None:
-    """Return the file with the vision encoder of the model in `path`: the named one, or else projector_beside().
+    """Return the file with the vision encoder of the model in `path`: the named one, otherwise projector_beside().
 
-    Errors: those of projector_beside(); ConfigError for a named one of a model that takes none; ModelFileError where it
-    is no projector, or another model's.
+    Errors: those of projector_beside(); ConfigError for a named one if the model takes none; ModelFileError if it is
+    not a projector, or is another model's.
     """
     if named is None:
         return projector_beside(path)
     if path.suffix != ".gguf":
-        raise ConfigError(f"mmproj is for models in .gguf files, and {path} is none: leave it out")
+        raise ConfigError(f"mmproj is for models in .gguf files, and {path} is not one: leave it out")
     file = Path(os.path.abspath(os.path.expanduser(named)))
     if file.suffix != ".gguf" or not file.is_file():
         raise ModelFileError(f"mmproj: there is no .gguf file {file}")
@@ -49,9 +49,9 @@ def projector_of(path: Path, named: str | None) -> Path | None:
 
 
 def projector_beside(path: Path) -> Path | None:
-    """Return the first file by name that has the vision encoder of the model in `path`; None where there is none.
+    """Return the first file by name that has the vision encoder of the model in `path`; None if there is none.
 
-    Errors: those of read_gguf() for the model's file, and for one that is named as if it fitted.
+    Errors: those of read_gguf(), for the model's file and for any file named like its projector.
     """
     if path.suffix != ".gguf":
         return None
@@ -60,12 +60,14 @@ def projector_beside(path: Path) -> Path | None:
 
 
 def projector_kind(metadata: dict[str, GgufValue]) -> str:
-    """Return llama.cpp's name of a projector; "" where the file has none."""
+    """Return llama.cpp's name of a projector; "" if the file has none."""
     return str(metadata.get("clip.vision.projector_type") or metadata.get("clip.projector_type") or "")
 
 
 def processor_settings(file: Path) -> bytes:
-    """Return what the model's preprocessor_config.json would say. Errors: ModelFileError; those of read_gguf()."""
+    """Return the content that the model's preprocessor_config.json would have. Errors: ModelFileError; those of
+    read_gguf().
+    """
     metadata = read_gguf(file).metadata
     side = metadata.get("clip.vision.image_size")
     longest = metadata.get("clip.vision.preproc_image_size")
@@ -85,15 +87,17 @@ def _fault(file: Path, path: Path) -> str:
     metadata, model = read_gguf(file).metadata, read_gguf(path).metadata
     name, text = projector_kind(metadata), model.get("general.architecture")
     if metadata.get("general.architecture") != "clip":
-        return f"is no projector: its general.architecture is {metadata.get('general.architecture')!r:.80}, not 'clip'"
+        return (
+            f"is not a projector: its general.architecture is {metadata.get('general.architecture')!r:.80}, not 'clip'"
+        )
     if (kind := PROJECTOR_KINDS.get(name)) is None:
         return f"has a projector of type {name!r:.80}; supported are {', '.join(PROJECTOR_KINDS)}"
     if text != kind.text:
         return f"is for models of the architecture {kind.text!r}, and {path} has {text!r:.80}"
     theirs, ours = metadata.get("clip.vision.projection_dim"), model.get(f"{text}.embedding_length")
     if theirs != ours:
-        return f"is another model's: its rows have {theirs!r:.80} numbers, and those of {path} have {ours!r:.80}"
+        return f"belongs to another model: its rows have {theirs!r:.80} numbers, but those of {path} have {ours!r:.80}"
     tokens = model.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or kind.mark not in tokens:
-        return f"needs the token {kind.mark}, which the vocabulary of {path} lacks"
+        return f"needs the token {kind.mark}, which is not in the vocabulary of {path}"
     return ""

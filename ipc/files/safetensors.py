@@ -1,8 +1,8 @@
 """A bounds-checked reader of safetensors headers: one file, or a folder of them under an index.
 
 Layout (huggingface/safetensors, README): header length u64 little-endian, header JSON, data. The header maps a tensor's
-name to {dtype, shape, data_offsets: [begin, end) from the start of the data}. The tensors fill the data without holes
-or overlaps. "__metadata__" is a map of strings.
+name to {dtype, shape, data_offsets: [begin, end) from the start of the data}. The tensors fill the data without gaps or
+overlaps. "__metadata__" is a map of strings.
 """
 
 import json
@@ -76,7 +76,7 @@ def read_safetensors_header_bytes(path: Path) -> bytes:
 def read_safetensors_folder(folder: Path) -> dict[Path, dict[str, SafetensorsTensor]]:
     """Return the tensors of every weight file of a model folder.
 
-    The weight files are those that its index names, or else model.safetensors. Errors: ModelFileError if there are
+    The weight files are those that its index names, otherwise model.safetensors. Errors: ModelFileError if there are
     none, a file is missing, a tensor is in two files, or the index is wrong.
     """
     index = folder / INDEX_FILE
@@ -88,7 +88,7 @@ def read_safetensors_folder(folder: Path) -> dict[Path, dict[str, SafetensorsTen
     for path, tensors in files.items():
         for name in tensors:
             if name in found:
-                raise ModelFileError(f"{folder}: tensor {name!r:.80} is both in {found[name]} and in {path.name}")
+                raise ModelFileError(f"{folder}: tensor {name!r:.80} is in both {found[name]} and {path.name}")
             found[name] = path.name
     for name, file_name in weight_map.items():
         if found.get(name) != file_name:
@@ -110,7 +110,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return tensor name -> name of the file beside the index that holds it."""
+    """Return tensor name -> name of the file (next to the index) that contains it."""
     with map_file(path) as data:
         if len(data) > MAX_HEADER_BYTES:
             raise ModelFileError(f"{path}: {len(data)} bytes; at most {MAX_HEADER_BYTES} are allowed")
@@ -119,7 +119,7 @@ def _read_index(path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelFileError(f"{path}: expected an object 'weight_map' of tensor names and file names")
     for name, file_name in weight_map.items():
-        # A name with a separator could lead out of the folder.
+        # A name with a separator could leave the folder.
         if not isinstance(file_name, str) or not file_name.endswith(".safetensors") or set(file_name) & set("/\\\0"):
             raise ModelFileError(f"{path}: tensor {name!r:.80} is in {file_name!r:.80}; expected NAME.safetensors")
     return weight_map
@@ -189,7 +189,7 @@ def _check_layout(tensors: dict[str, SafetensorsTensor], data_begin: int, file_b
     position = data_begin
     for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
         if tensor.begin != position:
-            what = "overlaps the one before it" if tensor.begin < position else "leaves a hole before it"
+            what = "overlaps the one before it" if tensor.begin < position else "leaves a gap before it"
             raise ModelFileError(f"{path}: tensor {name!r:.80} at byte {tensor.begin} {what}, which ends at {position}")
         position = tensor.end
     if position != file_bytes:

@@ -1,4 +1,4 @@
-"""The text files of a model folder: what a tokenizer, chats and images need beside config.json and the weights."""
+"""The text files of a model folder: what a tokenizer, chats and images need, without config.json and weights."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ _NAMES = (
     "preprocessor_config.json",
     "processor_config.json",
 )
-TEMPLATE_FOLDER = "additional_chat_templates"  # where transformers 5 puts chat templates that have a name
+TEMPLATE_FOLDER = "additional_chat_templates"  # folder of named chat templates in transformers 5
 _MAX_TEMPLATES = 64
 _NAMED_TEMPLATE = re.compile(rf"{TEMPLATE_FOLDER}/[\w.-]{{1,64}}\.jinja")
 
@@ -27,7 +27,7 @@ def is_text_file(name: str) -> bool:
 
 
 def text_files(folder: Path) -> list[str]:
-    """Return the names of those that a folder has; of templates with a name the first 64."""
+    """Return the names of those that a folder has; at most the first 64 named templates."""
     named = [f"{TEMPLATE_FOLDER}/{file.name}" for file in sorted(folder.glob(f"{TEMPLATE_FOLDER}/*.jinja"))]
     found = [name for name in _NAMES if (folder / name).is_file()]
     return found + [name for name in named if is_text_file(name)][:_MAX_TEMPLATES]

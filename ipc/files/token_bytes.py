@@ -18,7 +18,7 @@ _NORMAL = 1
 class TokenBytes(NamedTuple):
     """A vocabulary as bytes."""
 
-    tokens: list[bytes]  # by id; b"" = no token has this id. Of a special token: its name
+    tokens: list[bytes]  # by id; b"" = no token has this id. For a special token: its name
     special: list[int]  # ids of the tokens that are not text
 
 
@@ -64,7 +64,7 @@ def token_bytes_of_json(content: bytes) -> TokenBytes:
 
 
 def _to_bytes(texts: Sequence[str], decoder: str) -> list[bytes]:
-    """Return the bytes of tokens, by the steps that the tokenizer's decoder names."""
+    """Return the bytes of tokens, following the steps of the tokenizer's decoder."""
     if "'ByteLevel'" in decoder:
         return [byte_level_bytes(text) for text in texts]
     if "'ByteFallback'" in decoder or "'Metaspace'" in decoder or _SPACE in decoder:
@@ -73,13 +73,13 @@ def _to_bytes(texts: Sequence[str], decoder: str) -> list[bytes]:
 
 
 def token_bytes_of_gguf(metadata: Mapping[str, GgufValue]) -> TokenBytes:
-    """Return the vocabulary of a GGUF file. Errors: as of token_bytes_of_json()."""
+    """Return the vocabulary of a GGUF file. Errors: as for token_bytes_of_json()."""
     tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
     if not isinstance(tokens, list):
         raise ModelFileError("the GGUF file has no tokenizer: tokenizer.ggml.tokens is missing")
     kind = metadata.get("tokenizer.ggml.model")
     if kind not in ("gpt2", "llama"):
-        raise UnsupportedModelError(f"the tokens of a GGUF vocabulary of kind {kind!r} are not known as bytes")
+        raise UnsupportedModelError(f"the bytes of tokens in a GGUF vocabulary of kind {kind!r} are not known")
     read = byte_level_bytes if kind == "gpt2" else _sentencepiece_bytes
     kinds = types if isinstance(types, list) else [_NORMAL] * len(tokens)
     special = [index for index, kind in enumerate(kinds[: len(tokens)]) if kind in _SPECIAL_TYPES]
@@ -103,7 +103,7 @@ def _byte_alphabet() -> dict[int, int]:
     """Return the map from character to byte in the names of byte-level tokens.
 
     GPT-2 writes printable Latin-1 as itself and maps the other bytes, in order, to the code points from 256 on. The
-    Latin-1 characters that name no byte are mapped to one that is not Latin-1.
+    Latin-1 characters that do not name a byte are mapped to a character outside Latin-1.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]

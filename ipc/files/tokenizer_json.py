@@ -12,7 +12,7 @@ def parse_tokenizer_json(content: bytes) -> tokenizers.Tokenizer:
     except ValueError as error:
         raise ModelFileError(f"tokenizer.json is not a tokenizer: {error}") from error
     except BaseException as error:
-        # The library's Rust panics (a merge whose result is no token) have a class that cannot be imported.
+        # The library's Rust panics (a merge whose result is not a token) have a class that cannot be imported.
         if type(error).__name__ != "PanicException":
             raise
         raise ModelFileError(f"tokenizer.json contradicts itself: {error}") from error

@@ -1,9 +1,10 @@
-"""CURVE keys (rfc.zeromq.org/26): who may reach an engine over a network, and the files that say it.
+"""CURVE keys (rfc.zeromq.org/26): who may connect to an engine over a network, and the files that define it.
 
 An engine's keys are a folder: `engine.json`, its key pair, and `allowed`, a line `NAME PUBLIC_KEY [LIMIT=N ...]` for
 each client (ipc/keys/quota.py has the limits). A client's keys are one file, its key pair and the engine's public key.
-`engine-core keys` makes both. An address names the folder or the file: `tcp://10.0.0.5:5555?keys=/etc/engine-core/keys`.
-The engine's folder also lets in as a client: whoever can read it is the engine. Keys are in Z85, 40 characters each.
+`engine-core keys` makes both. An address names the folder or the file:
+`tcp://10.0.0.5:5555?keys=/etc/engine-core/keys`. The engine's folder also works as a client's keys: any process that
+can read it could act as the engine. Keys are in Z85, 40 characters each.
 """
 
 import os
@@ -26,7 +27,7 @@ _MAX_ALLOWED_BYTES = 1 << 20
 
 
 class Keys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A key pair, and the public key of the engine that it is for."""
+    """A key pair, and the public key of its engine."""
 
     public: str
     secret: str
@@ -41,19 +42,19 @@ class AllowedClient(NamedTuple):
 
 
 def make_engine_keys(folder: str) -> None:
-    """Make an engine's keys in a new or empty folder, with nobody allowed. Errors: ConfigError."""
+    """Make an engine's keys in a new or empty folder, with no client allowed. Errors: ConfigError."""
     write_engine_keys(folder, new_keys())
 
 
 def new_keys() -> Keys:
-    """Return new keys of an engine. Errors: ConfigError where libzmq has no CURVE."""
+    """Return new keys of an engine. Errors: ConfigError if libzmq has no CURVE."""
     _check_curve()
     public, secret = (key.decode() for key in zmq.curve_keypair())
     return Keys(public, secret, public)
 
 
 def write_engine_keys(folder: str, keys: Keys) -> None:
-    """Write an engine's keys to a new or empty folder, with nobody allowed. Errors: ConfigError."""
+    """Write an engine's keys to a new or empty folder, with no client allowed. Errors: ConfigError."""
     path = Path(folder)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -64,7 +65,7 @@ def write_engine_keys(folder: str, keys: Keys) -> None:
 
 
 def add_client(folder: str, name: str, file: str, quota: Quota = NO_QUOTA) -> None:
-    """Allow a new client, and write its keys to a new file, which is to be carried to it. Errors: ConfigError."""
+    """Allow a new client, and write its keys to a new file for it. Errors: ConfigError."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"a client's name has 1 to 64 letters, digits, '.', '_' and '-'; got {name!r:.80}")
     engine, lines = read_keys(folder), _read_lines(folder)
@@ -83,14 +84,14 @@ def add_client(folder: str, name: str, file: str, quota: Quota = NO_QUOTA) -> No
 
 
 def remove_client(folder: str, name: str) -> None:
-    """Allow a client no longer: it is not let in again. Errors: ConfigError."""
+    """Remove a client: it cannot connect again. Errors: ConfigError."""
     lines = _read_lines(folder)
     gone = {name, *_keys_of(folder, lines, name)}  # also under another name
     _write_allowed(folder, [line for line in lines if gone.isdisjoint(_words(line))])
 
 
 def limit_client(folder: str, name: str, quota: Quota) -> None:
-    """Give a client this quota in place of the one that it has. Errors: ConfigError."""
+    """Replace a client's quota. Errors: ConfigError."""
     lines = _read_lines(folder)
     _keys_of(folder, lines, name)
     changed = [_line(name, words[1], quota) if (words := _words(line))[:1] == [name] else line for line in lines]
@@ -98,7 +99,7 @@ def limit_client(folder: str, name: str, quota: Quota) -> None:
 
 
 def _keys_of(folder: str, lines: list[bytes], name: str) -> list[str]:
-    """Return the public keys of a client. Errors: ConfigError where it is not allowed."""
+    """Return the public keys of a client. Errors: ConfigError if it is not allowed."""
     allowed = _clients(folder, lines)
     keys = [key for key, client in allowed.items() if client.name == name]
     if not keys:
@@ -112,7 +113,7 @@ def _line(name: str, public: str, quota: Quota) -> bytes:
 
 
 def read_keys(path: str) -> Keys:
-    """Return the keys of a client's file or of an engine's folder. Errors: ConfigError."""
+    """Return the keys in a client's file or an engine's folder. Errors: ConfigError."""
     _check_curve()
     file = Path(path, ENGINE_FILE) if os.path.isdir(path) else Path(path)
     try:
@@ -149,11 +150,14 @@ def _read_lines(folder: str) -> list[bytes]:
 
 def _check_size(folder: str, num_bytes: int) -> None:
     if num_bytes > _MAX_ALLOWED_BYTES:
-        raise ConfigError(f"the list of clients {Path(folder, ALLOWED_FILE)} may have {_MAX_ALLOWED_BYTES} bytes")
+        raise ConfigError(
+            f"the list of clients {Path(folder, ALLOWED_FILE)} is too long; at most {_MAX_ALLOWED_BYTES} bytes are "
+            "allowed"
+        )
 
 
 def _words(line: bytes) -> list[str]:
-    """Return the words of a line; none of a comment."""
+    """Return the words of a line; none for a comment."""
     words = line.decode("ascii", "replace").split()
     return [] if not words or words[0].startswith("#") else words
 
@@ -180,9 +184,9 @@ def _clients(folder: str, lines: list[bytes]) -> dict[str, AllowedClient]:
 
 
 def use_as_engine(socket: "zmq.Socket[bytes]", path: str) -> None:
-    """Let a socket speak CURVE with the keys of an engine's folder, before it is bound. Errors: AddressError."""
+    """Set up CURVE on a socket with the keys of an engine's folder, before it is bound. Errors: AddressError."""
     if not os.path.isdir(path):
-        raise AddressError(f"an engine listens with the folder of `engine-core keys new`; {path} is none")
+        raise AddressError(f"an engine listens with a folder made by `engine-core keys new`; {path} is not one")
     keys = _address_keys(path)
     read_allowed(path)
     socket.curve_server = True
@@ -190,7 +194,7 @@ def use_as_engine(socket: "zmq.Socket[bytes]", path: str) -> None:
 
 
 def use_as_client(socket: "zmq.Socket[bytes]", path: str) -> None:
-    """Let a socket speak CURVE with these keys, before it is connected. Errors: AddressError."""
+    """Set up CURVE on a socket with these keys, before it is connected. Errors: AddressError."""
     keys = _address_keys(path)
     socket.curve_serverkey = keys.engine.encode()
     socket.curve_publickey, socket.curve_secretkey = keys.public.encode(), keys.secret.encode()
@@ -216,13 +220,13 @@ def _write_allowed(folder: str, lines: list[bytes]) -> None:
 
 
 def _write(path: Path, data: bytes, *, is_new: bool) -> None:
-    """Write a file that only this user may read, as a whole or not at all. is_new: it must not exist."""
+    """Write a file that only this user may read, completely or not at all. is_new: it must not exist."""
     fd, draft = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
     try:
         with os.fdopen(fd, "wb") as file:
             file.write(data)
         if is_new:
-            os.link(draft, path)  # fails where there is one
+            os.link(draft, path)  # fails if it exists
         else:
             os.replace(draft, path)
     finally:

@@ -1,4 +1,4 @@
-"""Quota: what the clients with one key may take, as the list of an engine's clients says it (ipc/keys/curve.py)."""
+"""Quota: the limits of clients with one key, from the list of an engine's clients (ipc/keys/curve.py)."""
 
 import re
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ class Quota(msgspec.Struct, frozen=True):
     tpm: int | None = None  # tokens a minute, of prompts and outputs
 
     def words(self) -> list[str]:
-        """Return the limits as read_quota() reads them."""
+        """Return the limits in the form that read_quota() reads."""
         return [f"{name}={value}" for name, value in msgspec.structs.asdict(self).items() if value is not None]
 
 
@@ -26,13 +26,13 @@ NO_QUOTA = Quota()
 
 
 def read_quota(words: Sequence[str], place: str) -> Quota:
-    """Return the quota that words such as "rpm=60" say. place: for errors. Errors: ConfigError."""
+    """Return the quota given by words such as "rpm=60". place: for errors. Errors: ConfigError."""
     limits: dict[str, int] = {}
     for word in words:
         match = _LIMIT.fullmatch(word)
         if match is None or match[1] in limits:
             raise ConfigError(
-                f"{place}: {word!r:.80} is no limit of a client, or is there twice; known: concurrent=N, rpm=N and "
+                f"{place}: {word!r:.80} is not a limit of a client, or is given twice; known: concurrent=N, rpm=N and "
                 "tpm=N, N above 0"
             )
         limits[match[1]] = int(match[2])

@@ -1,6 +1,6 @@
-"""Processes for work of unknown cost: a program from a stranger runs where it can be ended.
+"""Processes for work of unknown cost: an untrusted program runs where it can be killed.
 
-Such a process is one of our packages, run as `python -P -m PACKAGE FD CPU_MS MEMORY`. FD is one end of a socket pair,
+Such a process runs one of our packages as `python -P -m PACKAGE FD CPU_MS MEMORY`. FD is one end of a socket pair,
 whose other end is its owner's. It answers one message at a time. Work that takes more than CPU_MS milliseconds of CPU
 time, or MEMORY bytes, ends it. It also ends when the other end of its socket closes, and when its owner dies.
 """
@@ -18,16 +18,16 @@ from pathlib import Path
 from ipc.machine.channel import Channel
 from ipc.machine.child_process import run_package
 
-#: What such a process needs not: a thread for each core, its memory, and address space that is set aside for a thread.
+#: What such a process does not need: a thread for each core, with its memory, and address space reserved for threads.
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "MALLOC_ARENA_MAX": "1",
 }
-#: With 19, work of a millisecond would wait a tenth of a second beside an engine that computes.
+#: With 19, work of a millisecond would wait a tenth of a second next to an engine that computes.
 _NICE = 10
-#: Seconds until an answer: longer ones are of a process that is stopped.
+#: Seconds until an answer; if it takes longer, the process is stopped.
 _MAX_ANSWER_S = 120.0
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -46,7 +46,7 @@ class BoundedProcess:
         except BaseException:
             self.channel.close()
             raise
-        # Before its interpreter starts, which takes as long as hundreds of small pieces of work.
+        # Set before its interpreter starts, which takes as long as hundreds of small pieces of work.
         os.setpriority(os.PRIO_PROCESS, self.process.pid, min(19, os.getpriority(os.PRIO_PROCESS, 0) + _NICE))
 
     def ask(self, message: bytes) -> bytes:
@@ -59,28 +59,28 @@ class BoundedProcess:
         return self.channel.receive()
 
     def kill(self) -> None:
-        """Kill it; the thread that asks then meets a ChannelEndedError, and ends it."""
+        """Kill it; the asking thread then gets a ChannelEndedError, and closes it."""
         self.process.kill()
 
     def end(self) -> int:
-        """Kill it, and free all that it took; return its exit code, -N if signal N has ended it."""
+        """Kill it and free its resources; return its exit code, -N if signal N has ended it."""
         self.process.kill()
         self.channel.close()
         return self.process.wait()
 
 
 def open_channel(fd: int) -> Channel:
-    """Return the channel to the owner, in the process itself, whose life it is from now on."""
+    """Called in the process itself: return the channel to the owner. The process ends when the channel does."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to the process group: the owner decides
         signal.signal(number, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # what takes too much may end the process by SIGABRT
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # work that takes too much may end the process by SIGABRT
     channel = Channel(socket.socket(fileno=fd))
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     return channel
 
 
 def limit_memory(max_bytes: int) -> None:
-    """Let this process take so much more memory than it has now."""
+    """Limit this process to this much more memory than it has now."""
     used = int(Path("/proc/self/statm").read_text("ascii").split()[0]) * resource.getpagesize()
     most = resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = used + max_bytes
@@ -89,7 +89,7 @@ def limit_memory(max_bytes: int) -> None:
 
 @contextlib.contextmanager
 def limited_cpu_time(seconds: float) -> Iterator[None]:
-    """Let this process take so much CPU time in the body; SIGPROF ends it otherwise."""
+    """Limit the CPU time of this process in the body; beyond it, SIGPROF ends the process."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         yield

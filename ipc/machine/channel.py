@@ -1,6 +1,6 @@
-"""Channel: frames over a stream socket between an engine and a process of its own: a uint32 length and a message.
+"""Channel: frames over a stream socket between an engine and one of its processes: a uint32 length and a message.
 
-The socket is also the lease on life of both: its end means that the other process is gone.
+The socket also shows whether the other process is alive: its end means that the process is gone.
 """
 
 import select
@@ -26,9 +26,9 @@ class Channel:
         self._received = bytearray()
 
     def send(self, message: bytes) -> None:
-        """Send one message. While the other end does not take it, what that sends is received and kept.
+        """Send one message. While the other end does not read it, messages from there are received and kept.
 
-        So two processes that send each other much at the same time do not wait for each other for ever.
+        So two processes that send large messages to each other at the same time do not deadlock.
         Errors: ChannelEndedError.
         """
         assert len(message) <= MAX_FRAME_BYTES, f"a message of {len(message)} bytes"
@@ -54,7 +54,7 @@ class Channel:
 
     @property
     def has_frame(self) -> bool:
-        """Return whether a message is here already, or begins to be."""
+        """Return whether a message, or a part of one, has arrived."""
         if self._received:
             return True
         poller = select.poll()

@@ -1,4 +1,4 @@
-"""Child processes of ours: one of our packages, run by name with exec."""
+"""Child processes: one of our packages, run by name with exec."""
 
 import os
 import signal
@@ -22,10 +22,10 @@ def run_package(
 
     package: one of ours, by its name in a checkout, such as "core". SIGINT is blocked in the child until it unblocks
     it. pass_fds: open descriptors that the child gets under the same numbers. defaults: environment variables that the
-    user may override. Errors: OSError; EngineStartError where there is no interpreter.
+    user may override. Errors: OSError; EngineStartError if there is no interpreter.
     """
     if not sys.executable:
-        raise EngineStartError("sys.executable is empty: the engine needs a Python interpreter to be started with")
+        raise EngineStartError("sys.executable is empty: the engine needs a Python interpreter to start")
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited until the child ignores it
     try:
         return subprocess.Popen(
@@ -41,14 +41,14 @@ def run_package(
 
 
 def inherited_stream(fd: int) -> int | None:
-    """Return a child's standard output (1) or error (2), for Popen: ours where we have it."""
+    """Return a child's standard output (1) or error (2), for Popen: ours if we have it."""
     return None if _is_inherited(fd) else subprocess.DEVNULL
 
 
 def _is_inherited(fd: int) -> bool:
     """Return whether a standard stream is open and inheritable.
 
-    It is False also where another file has taken its number since.
+    It is False also if another file has its number now.
     """
     try:
         return os.get_inheritable(fd)
@@ -66,7 +66,7 @@ def child_environment(defaults: Mapping[str, str]) -> dict[str, str]:
 
 
 def _home() -> str | None:
-    """Return the directory of our packages where they are not installed (a checkout), else None.
+    """Return the directory of our packages if they are not installed (a checkout), otherwise None.
 
     site-packages is left out: on PYTHONPATH it would come before the standard library.
     """
@@ -77,7 +77,7 @@ def _home() -> str | None:
 
 
 def describe_exit(code: int | None) -> str:
-    """Return how a process with this return code ended, in words that follow "the process"; None: it runs."""
+    """Return how a process with this return code ended, as text to follow "the process"; None: it runs."""
     if code is None:
         return "is running"
     if code >= 0:

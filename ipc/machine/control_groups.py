@@ -8,9 +8,9 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def control_groups(controller: str) -> Iterator[tuple[Path, bool]]:
-    """Yield (folder, whether it is of version 2) of each group whose limits of this controller concern this process.
+    """Yield (folder, whether it is of version 2) of each group whose limits of this controller apply to this process.
 
-    controller: "cpu" or "memory". The limits of a group hold for all groups below it, so the lowest of all counts.
+    controller: "cpu" or "memory". The limits of a group apply to all groups below it, so the lowest limit counts.
     """
     try:
         lines = _OWN_GROUPS.read_text().splitlines()

@@ -9,10 +9,10 @@ from ipc.machine.control_groups import control_groups
 
 
 def usable_cpus() -> int:
-    """Return the CPUs of the affinity mask, or the CPUs that a quota of CPU time amounts to if these are fewer.
+    """Return the CPUs of the affinity mask, or the number of CPUs that the CPU quota allows, if that is smaller.
 
-    A quota is rounded to the nearest whole number, at least 1. With more threads than that, all of them stop together
-    in the middle of a step when the quota of a period is spent.
+    A quota is rounded to the nearest whole number, at least 1. With more threads, all of them would stop in the middle
+    of a step once the quota of a period is used up.
     """
     cpus = len(os.sched_getaffinity(0))
     quota = min(_quotas(), default=math.inf)

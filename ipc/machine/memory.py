@@ -1,4 +1,6 @@
-"""usable_memory_bytes: the memory that this process may use, by the machine's size and the limits of its groups."""
+"""usable_memory_bytes: the memory that this process may use, from the machine's size and the limits of its control
+groups.
+"""
 
 import os
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Memory files: files without a name on any disk (memfd), which an engine's owner makes and the engine inherits.
 
-They live as long as a process has them open or mapped, so what an engine wrote survives its death.
+They exist as long as a process has them open or mapped, so an engine's records survive its death.
 """
 
 import contextlib
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 
 def make_memory_file(name: str, size: int) -> int:
-    """Return the descriptor of a new memory file of `size` zero bytes. name: as /proc/PID/fd shows it."""
+    """Return the descriptor of a new memory file of `size` zero bytes. name: shown in /proc/PID/fd."""
     first = os.memfd_create(name, os.MFD_CLOEXEC)
-    # Above the standard streams: where those are closed, the first number would be one of the child's own.
+    # Above the standard streams: if those are closed, the first number would be one of the child's own.
     fd = fcntl.fcntl(first, fcntl.F_DUPFD_CLOEXEC, 3)
     os.close(first)
     os.ftruncate(fd, size)
@@ -22,7 +22,7 @@ def make_memory_file(name: str, size: int) -> int:
 def find_memory_files(pid: int, name: str) -> Iterator[int]:
     """Yield a descriptor, to read, of each memory file of this name that a process has open; it is closed afterwards.
 
-    Nothing is found where this user may not look into the process.
+    Nothing is found if this user may not inspect the process.
     """
     try:
         numbers = os.listdir(f"/proc/{pid}/fd")

@@ -7,7 +7,7 @@ from ipc.errors import ConfigError
 
 #: Options that name one.
 STORE_OPTIONS = ("kv_dir", "kv_listen", "kv_peers")
-#: The options of an engine that has none: a replay's, since nobody carries out its orders.
+#: The options of an engine without stores: a replay's, since its requests to stores are not carried out.
 NO_STORE: dict[str, None] = dict.fromkeys((*STORE_OPTIONS, "kv_key_file"))
 KEY_BYTES = 32
 

@@ -22,7 +22,7 @@ KVCacheDtype = Literal["auto", "int8"]
 class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
     """Options of one engine. None means that the engine decides at its start, or that the option is off.
 
-    What the engine has decided is in a ResolvedConfig (ipc/options/resolved.py).
+    The engine's decisions are in a ResolvedConfig (ipc/options/resolved.py).
 
     Errors: ConfigError that names the option and what is allowed.
     """
@@ -30,7 +30,11 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
     max_num_seqs: Annotated[
         int,
         Option(
-            "scheduling", "requests running at once", 1, 65_536, flags=("-np", "--parallel", "--max-running-requests")
+            "scheduling",
+            "requests that run at the same time",
+            1,
+            65_536,
+            flags=("-np", "--parallel", "--max-running-requests"),
         ),
     ] = 32
     max_num_batched_tokens: Annotated[
@@ -44,16 +48,22 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
     ] = 16
     kv_cache_memory_bytes: Annotated[
         int | None,
-        Option("KV cache", "KV cache, in bytes or as 512M, 2G; default: a quarter of the memory, at most 4G", 1, 2**44),
+        Option(
+            "KV cache",
+            "size of the KV cache, in bytes or as 512M, 2G; default: a quarter of the memory, at most 4G",
+            1,
+            2**44,
+        ),
     ] = None
     kv_cache_dtype: Annotated[
-        KVCacheDtype, Option("KV cache", "auto = the model's numbers, int8 = 8 bits and a scale each row, other tokens")
+        KVCacheDtype,
+        Option("KV cache", "auto = the model's type, int8 = 8 bits and a scale for each row (changes tokens)"),
     ] = "auto"
     num_blocks_override: Annotated[
         int | None,
         Option(
             "KV cache",
-            "exact number of KV blocks, whatever the memory",
+            "exact number of KV blocks, regardless of memory",
             2,
             2**30,
             names=("num_gpu_blocks_override", "num_gpu_blocks"),
@@ -63,40 +73,48 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
         int, Option("KV cache", "host memory for blocks that the KV cache evicts, as 512M, 2G; 0 = none", 0, 2**44)
     ] = 0
     num_host_blocks: Annotated[
-        int | None, Option("KV cache", "exact number of KV blocks in that memory; default: what fits", 0, 2**30)
+        int | None, Option("KV cache", "exact number of KV blocks in that memory; default: as many as fit", 0, 2**30)
     ] = None
     kv_dir: Annotated[str | None, Option("KV cache", "folder of files with KV blocks; needs kv_host_bytes")] = None
     kv_dir_bytes: Annotated[
-        int, Option("KV cache", "bytes of these files, as 512M, 2G; the least recently used go first", 2**20, 2**50)
+        int,
+        Option(
+            "KV cache",
+            "total size of these files, as 512M, 2G; the least recently used are removed first",
+            2**20,
+            2**50,
+        ),
     ] = 32 << 30
     kv_listen: Annotated[
-        str | None, Option("KV cache", "address where other engines fetch KV blocks", metavar="ADDRESS")
+        str | None, Option("KV cache", "address from which other engines fetch KV blocks", metavar="ADDRESS")
     ] = None
     kv_peers: Annotated[
         str | None, Option("KV cache", "engines to fetch KV blocks from, by their kv_listen", metavar="ADDRESSES")
     ] = None
-    kv_key_file: Annotated[str | None, Option("KV cache", "key of `engine-core keys blocks`, equal at peers")] = None
-    enable_prefix_caching: Annotated[bool, Option("KV cache", "reuse the KV blocks of equal beginnings")] = True
+    kv_key_file: Annotated[
+        str | None, Option("KV cache", "key file of `engine-core keys blocks`, the same at all peers")
+    ] = None
+    enable_prefix_caching: Annotated[bool, Option("KV cache", "reuse the KV blocks of equal prefixes")] = True
     scheduling_policy: Annotated[
         SchedulingPolicy,
         Option(
             "scheduling",
-            "order of requests: by arrival, by priority, or by the tokens that clients have been served",
+            "order of requests: by arrival, by priority, or by the tokens that each client has received",
             names=("policy",),
             flags=("--schedule-policy",),
         ),
     ] = "fcfs"
     priority_aging_seconds: Annotated[
-        float, Option("scheduling", "policy priority: waiting so long weighs as one priority; 0 = never", 0, 1e6)
+        float, Option("scheduling", "policy priority: waiting this long counts as one priority; 0 = never", 0, 1e6)
     ] = 0.0
     fair_quantum: Annotated[
-        int, Option("scheduling", "policy fair: tokens a client may be ahead of another that waits", 0, 2**40)
+        int, Option("scheduling", "policy fair: tokens that a client may be ahead of a waiting one", 0, 2**40)
     ] = 4096
     client_weights: Annotated[
         dict[str, float],
         Option(
             "scheduling",
-            "policy fair: share of the clients of this name; others have 1; may be given again",
+            "policy fair: share of the clients with this name; others have 1; may be repeated",
             flags=("--client-weight",),
         ),
     ] = msgspec.field(default_factory=dict)
@@ -104,21 +122,21 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
         PreemptionMode,
         Option(
             "preemption",
-            "compute again what was preempted, copy it to the host and back, or the cheaper of both; by_choices = "
-            "copy if its request has several choices (n), else compute again",
+            "preempted requests: compute again, copy to the host and back, or the cheaper of both; by_choices = copy "
+            "if its request has several choices (n), else compute again",
         ),
     ] = "recompute"
     swap_space_bytes: Annotated[
         int,
         Option(
-            "preemption", "host memory for preempted requests, in bytes or as 512M, 2G; not with recompute", 0, 2**44
+            "preemption", "host memory for preempted requests, in bytes or as 512M, 2G; unused with recompute", 0, 2**44
         ),
     ] = 2**30
     num_swap_blocks: Annotated[
         int | None,
         Option(
             "preemption",
-            "exact number of KV blocks in that memory; default: what fits",
+            "exact number of KV blocks in that memory; default: as many as fit",
             0,
             2**30,
             names=("num_cpu_blocks",),
@@ -126,34 +144,34 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
     ] = None
     recompute_ns_per_token: Annotated[
         int | None,
-        Option(
-            "preemption", "cost of computing a token again; default: measured at start where it is needed", 1, 10**12
-        ),
+        Option("preemption", "cost of computing a token again; default: measured at the start if needed", 1, 10**12),
     ] = None
     swap_ns_per_block: Annotated[
         int | None,
         Option(
             "preemption",
-            "cost of copying a block to the host; default: measured at start where it is needed",
+            "cost of copying a block to the host; default: measured at the start if needed",
             1,
             10**12,
         ),
     ] = None
     enable_chunked_prefill: Annotated[
-        bool, Option("scheduling", "prompts share steps with decoding; no = whole prompts, in steps of their own")
+        bool, Option("scheduling", "prompts share steps with decoding; no = whole prompts, in separate steps")
     ] = True
     long_prefill_token_threshold: Annotated[
         int,
-        Option("scheduling", "most tokens of a prompt in one step while other requests live; 0 = no limit", 0, 2**20),
+        Option(
+            "scheduling", "most tokens of a prompt in one step while there are other requests; 0 = no limit", 0, 2**20
+        ),
     ] = 0
     max_num_partial_prefills: Annotated[
-        int, Option("scheduling", "prompts that may be in the middle of several steps at once; 0 = no limit", 0, 65_536)
+        int, Option("scheduling", "prompts that may be partly computed at the same time; 0 = no limit", 0, 65_536)
     ] = 0
     scheduler_delay_factor: Annotated[
         float,
         Option(
             "scheduling",
-            "let prompts gather for so many times the duration of the last step with prompts",
+            "delay prompts by this factor of the duration of the last step with prompts",
             0,
             1e6,
             names=("delay_factor",),
@@ -163,27 +181,28 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
         int, Option("scheduling", "how many requests may start before an older one that does not fit", 0, 4096)
     ] = 8
     watermark: Annotated[
-        float, Option("scheduling", "share of the KV blocks that a start leaves free while others run", 0, 0.5)
+        float,
+        Option("scheduling", "share of the KV blocks that starting a request leaves free while others run", 0, 0.5),
     ] = 0.01
     reserve_full_length: Annotated[
-        bool, Option("scheduling", "start a request only with all the KV blocks that it can ever need")
+        bool, Option("scheduling", "start a request only if all the KV blocks that it can ever need are free")
     ] = False
     max_num_queued_requests: Annotated[
-        int, Option("clients", "requests of all clients that may wait to begin; more are refused", 1, 2**24)
+        int, Option("clients", "most requests of all clients that may wait to begin; more are refused", 1, 2**24)
     ] = 65_536
-    max_num_queued_tokens: Annotated[int, Option("clients", "tokens of those requests", 1, 2**32)] = 2**26
+    max_num_queued_tokens: Annotated[int, Option("clients", "most tokens of those requests", 1, 2**32)] = 2**26
     max_client_bytes: Annotated[
-        int, Option("clients", "unfinished requests of one client, in bytes or as 512M, 2G", 1, 2**40)
+        int, Option("clients", "memory of one client's unfinished requests, in bytes or as 512M, 2G", 1, 2**40)
     ] = 2**28
     client_lease_ms: Annotated[
-        int, Option("clients", "a client that is silent for so many milliseconds is gone", 100, 2**31)
+        int, Option("clients", "end a client's session after this many milliseconds of silence", 100, 2**31)
     ] = 30_000
     request_metrics: Annotated[
         bool,
-        Option("clients", "measure the times of requests, for Prometheus; `serve --metrics` and `--http` set it"),
+        Option("clients", "measure the times of requests for Prometheus; `serve --metrics` and `--http` set it"),
     ] = False
     log_requests: Annotated[
-        bool, Option("log", "a line for each request at its end; never what was asked or answered")
+        bool, Option("log", "log a line for each request at its end, without prompt and answer")
     ] = False
     log_format: Annotated[
         LogFormat, Option("log", "format of the log on standard error: for people or for programs")
@@ -191,62 +210,66 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
     capture: Annotated[
         str | None,
         Option(
-            "capture", "log every request and decision to this new file, for `engine-core replay`; it holds all prompts"
+            "capture",
+            "record every request and decision in this new file, for `engine-core replay`; it contains all prompts",
         ),
     ] = None
     capture_rotate_bytes: Annotated[
         int,
         Option(
-            "capture", "begin a further file FILE-2, FILE-3, ... after so many bytes, as 512M, 2G; 0 = never", 0, 2**50
+            "capture", "start a new file FILE-2, FILE-3, ... after this many bytes, as 512M, 2G; 0 = never", 0, 2**50
         ),
     ] = 0
     capture_keep_files: Annotated[
-        int, Option("capture", "how many of these files are kept, the last ones; 0 = all", 0, 2**20)
+        int, Option("capture", "number of these files to keep, the last ones; 0 = all", 0, 2**20)
     ] = 0
     flight_recorder_bytes: Annotated[
         int,
         Option(
             "capture",
-            "memory for the engine's last records, of which its death makes a file without content; as 64M; 0 = off",
+            "size of the in-memory flight recorder, as 64M; if the engine dies, it is written to a file without "
+            "prompts and answers; 0 = off",
             0,
             2**32,
         ),
     ] = 2**24
     flight_recorder_seconds: Annotated[
-        int, Option("capture", "the file has at least so many last seconds, if they fit into that memory", 1, 2**20)
+        int,
+        Option("capture", "the file covers at least this many last seconds, if they fit into that memory", 1, 2**20),
     ] = 60
     flight_recorder_folder: Annotated[
         str | None,
         Option("capture", "folder of those files; default: $XDG_STATE_HOME/engine-core or ~/.local/state/engine-core"),
     ] = None
     flight_recorder_contents: Annotated[
-        bool, Option("capture", "leave prompts and answers in those files, as --capture does")
+        bool, Option("capture", "keep prompts and answers in those files, as --capture does")
     ] = False
     max_logprobs: Annotated[
-        int, Option("log probabilities", "most that a request may ask for at a position; -1 = any number", -1, 2**24)
+        int, Option("log probabilities", "most that a request may ask for at each position; -1 = any number", -1, 2**24)
     ] = 20
     logprobs_mode: Annotated[
         LogprobsMode,
         Option(
             "log probabilities",
-            "logarithms or logits; raw: as the model gave them, processed: what the sampler draws from",
+            "logarithms or logits; raw: the model's, processed: those that the sampler draws from",
         ),
     ] = "raw_logprobs"
     speculative_config: Annotated[
         SpeculativeConfig | None,
         Option(
             "speculation",
-            'guess tokens ahead, as a JSON object: {"method": "ngram", "num_speculative_tokens": 7}; no token changes',
+            'speculative decoding, a JSON object: {"method": "ngram", "num_speculative_tokens": 7}; no token changes',
         ),
     ] = None
     kv_window: Annotated[
-        int | None, Option("KV cache", "tokens that keep their KV; 0 = all; default: the model's window", 0, 2**24)
+        int | None,
+        Option("KV cache", "length of the sliding window in tokens; 0 = all; default: the model's", 0, 2**24),
     ] = None
-    kv_page_blocks: Annotated[int | None, Option("KV cache", "KV blocks of a page; 0 = no pages", 0, 1024)] = None
+    kv_page_blocks: Annotated[int | None, Option("KV cache", "KV blocks in a page; 0 = no pages", 0, 1024)] = None
 
     @property
     def num_host_slots(self) -> int:
-        """Return the blocks of the host pool: first those of preempted requests, then those that the cache evicts."""
+        """Return the blocks of the host pool: first those for preempted requests, then those for evicted blocks."""
         return (self.num_swap_blocks or 0) + (self.num_host_blocks or 0)
 
     @property
@@ -256,7 +279,9 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def asks_kv_store(self) -> bool:
-        """Return whether requests may find blocks in a store: an engine that only sends its own to peers asks none."""
+        """Return whether requests may find blocks in a store: an engine that only sends its own blocks to peers has
+        none to ask.
+        """
         return self.kv_dir is not None or self.kv_peers is not None
 
     def __post_init__(self) -> None:
@@ -274,7 +299,9 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two from 1 to 128; got {self.block_size}")
         if self.long_prefill_token_threshold and not self.enable_chunked_prefill:
-            raise ConfigError("long_prefill_token_threshold cuts prompts, which enable_chunked_prefill=false forbids")
+            raise ConfigError(
+                "long_prefill_token_threshold divides prompts, which enable_chunked_prefill=false forbids"
+            )
         _check_kv_tiers(self, has_workers=_check_workers(self))
         _check_overlap(self)
         checks.check_adapters(self.enable_lora, self.lora_modules, self.device)
@@ -282,16 +309,17 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def _check_kv_tiers(config: EngineConfig, *, has_workers: bool) -> None:
-    """Check the options of what keeps evicted KV blocks, not whether folder, key and peers are there. Errors:
-    ConfigError.
+    """Check the options of stores of evicted KV blocks, not whether folder, key and peers exist.
+
+    Errors: ConfigError.
     """
     has_host = bool(config.kv_host_bytes or config.num_host_blocks)
     if has_host and not config.enable_prefix_caching:
-        raise ConfigError("kv_host_bytes keeps blocks of the prefix cache, and enable_prefix_caching is false")
+        raise ConfigError("kv_host_bytes keeps blocks of the prefix cache, but enable_prefix_caching is false")
     checks.check_store_names(config.kv_dir, config.kv_key_file, config.kv_listen, config.kv_peers)
     for name in config.kv_stores:
         if not has_host:
-            raise ConfigError(f"{name} is behind the host's memory, of which there is none: give kv_host_bytes, too")
+            raise ConfigError(f"{name} needs blocks in the host's memory: also give kv_host_bytes")
         if config.executor not in checks.BUILT_IN_EXECUTORS or config.device != "cpu":
             raise ConfigError(
                 f"{name} is for executor='local' on device='cpu'; got {config.executor!r:.80} on {config.device!r}"
@@ -300,25 +328,27 @@ def _check_kv_tiers(config: EngineConfig, *, has_workers: bool) -> None:
             raise ConfigError(f"{name} reads and writes blocks of the engine process: leave out the workers, or {name}")
         speculation = config.speculative_config
         if speculation is not None and (speculation.runs_model or speculation.runs_head):
-            raise ConfigError(f"{name} has no blocks of a model that drafts: leave out {name}, or take method='ngram'")
+            raise ConfigError(
+                f"{name} does not support the blocks of a draft model: leave out {name}, or use method='ngram'"
+            )
 
 
 def _check_speculation(config: EngineConfig) -> None:
-    """Check that this executor can guess tokens in this way. Errors: ConfigError."""
+    """Check that this executor supports this kind of speculation. Errors: ConfigError."""
     settings, executor = config.speculative_config, config.executor
     if settings is None:
         return
     if executor == "local" and config.device == "cuda" and settings.runs_model:
         raise ConfigError(
-            f"speculative_config: method={settings.method!r} runs on device=cpu only: its drafts are computed by the C "
-            "kernels or beside them; on device=cuda take method='ngram' or 'suffix'"
+            f"speculative_config: method={settings.method!r} runs on device=cpu only: its drafts need the C kernels; "
+            "on device=cuda use method='ngram' or 'suffix'"
         )
     if settings.runs_model and executor != "local":
-        raise ConfigError(f"executor={executor!r} runs no model that drafts; use executor='local'")
+        raise ConfigError(f"executor={executor!r} has no draft model; use executor='local'")
     if settings.runs_head and (sizes := _given_sizes(config)):
         raise ConfigError(
-            f"speculative_config: method={settings.method!r} reads the whole model's states and embeddings, "
-            f"of which each of several workers has a part: leave {sizes[0][0]} out"
+            f"speculative_config: method={settings.method!r} reads the whole model's states and embeddings, but each "
+            f"of several workers has only a part: leave {sizes[0][0]} out"
         )
 
 
@@ -332,7 +362,7 @@ def _check_overlap(config: EngineConfig) -> None:
 
 
 def _check_workers(config: EngineConfig) -> bool:
-    """Return whether there are worker processes. Errors: ConfigError for an executor that cannot run in so many."""
+    """Return whether there are worker processes. Errors: ConfigError for an executor that cannot run in that many."""
     backend, executor, sizes = config.distributed_executor_backend, config.executor, _given_sizes(config)
     if config.enable_lora and (backend == "mp" or sizes):
         raise ConfigError("enable_lora runs in the engine's process only: leave out the workers, or enable_lora")
@@ -341,7 +371,9 @@ def _check_workers(config: EngineConfig) -> bool:
         return backend == "mp"
     name, size = sizes[0]
     if backend == "uni":
-        raise ConfigError(f"{name}={size} takes worker processes: leave distributed_executor_backend out, or give 'mp'")
+        raise ConfigError(
+            f"{name}={size} needs worker processes: leave distributed_executor_backend out, or set it to 'mp'"
+        )
     if executor not in checks.BUILT_IN_EXECUTORS:
         raise ConfigError(f"{name}={size} is for executor='local'; got executor={executor!r:.80}")
     return True
@@ -351,7 +383,7 @@ def _check_nodes(config: EngineConfig, sizes: list[tuple[str, int]]) -> None:
     """Check the options of several machines. Errors: ConfigError."""
     address = config.master_addr
     if address is not None and (not isinstance(address, str) or not address):
-        raise ConfigError(f"master_addr must be a host, HOST:PORT or an address of ours; got {address!r:.80}")
+        raise ConfigError(f"master_addr must be a host, HOST:PORT or a tcp:// address; got {address!r:.80}")
     if config.nnodes == 1:
         return
     count = config.tensor_parallel_size * config.pipeline_parallel_size
@@ -361,16 +393,19 @@ def _check_nodes(config: EngineConfig, sizes: list[tuple[str, int]]) -> None:
             f"pipeline_parallel_size: give pipeline_parallel_size={config.nnodes}, or fewer nodes"
         )
     if address is None:
-        raise ConfigError(f"nnodes={config.nnodes} needs master_addr, where other machines join: a host of this one")
+        raise ConfigError(
+            f"nnodes={config.nnodes} needs master_addr, the address at which other machines join: a host name of this "
+            "one"
+        )
 
 
 def _given_sizes(config: EngineConfig) -> list[tuple[str, int]]:
-    """Return the names and values of the sizes above 1, which take several workers."""
+    """Return the names and values of the sizes above 1, which need several workers."""
     names = "tensor_parallel_size", "pipeline_parallel_size"
     return [(name, size) for name in names if (size := getattr(config, name)) > 1]
 
 
-#: An EngineConfig, or one that the engine has resolved (ipc/options/resolved.py).
+#: An EngineConfig, or a resolved one (ipc/options/resolved.py).
 Config = TypeVar("Config", bound=EngineConfig)
 #: Every option by name, in the order of the fields.
 OPTIONS = declared_options(EngineConfig)

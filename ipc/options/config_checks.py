@@ -1,13 +1,13 @@
-"""Checks of options that are no plain choices or numbers: names, paths, weights."""
+"""Checks of options that are not plain choices or numbers: names, paths, weights."""
 
 from ipc.errors import ConfigError
 from ipc.options.block_stores import addresses_of
 
-#: Executors that are no plug-ins.
+#: Executors that are not plug-ins.
 BUILT_IN_EXECUTORS = ("local", "fake")
 #: Why distributed_executor_backend has no "ray".
 NOT_BY_RAY = (
-    "the workers of an engine live and die with it, by pipes, on its machine; Ray places engines: engine-core ray, "
+    "an engine's workers run on its machine and end with it, by a pipe; Ray places whole engines: engine-core ray, "
     "engine_core.ray.deploy() (docs/scale_out.md)"
 )
 _MIN_WEIGHT, _MAX_WEIGHT = 1e-3, 1e3
@@ -19,7 +19,7 @@ _MAX_MODEL_BYTES = 4096  # Linux' PATH_MAX
 
 
 def check_weights(weights: object) -> None:
-    """Check the weights of clients by their names. Errors: ConfigError."""
+    """Check the clients' weights by name. Errors: ConfigError."""
     if not isinstance(weights, dict) or not all(isinstance(name, str) and name for name in weights):
         raise ConfigError(f"client_weights must be a dict of client names and weights; got {weights!r:.80}")
     for name, weight in weights.items():
@@ -32,7 +32,7 @@ def check_weights(weights: object) -> None:
 
 
 def check_model(model: object) -> None:
-    """Check what names a model, not whether it is there. Errors: ConfigError."""
+    """Check the name of a model, not whether it exists. Errors: ConfigError."""
     if model is None:
         return
     if not isinstance(model, str) or not model:
@@ -44,13 +44,13 @@ def check_model(model: object) -> None:
 
 
 def check_chat_template(template: object) -> None:
-    """Check that it may be a file or a template; whether it is one shows when it is read. Errors: ConfigError."""
+    """Check that it may be a file or a template; its content is checked when it is read. Errors: ConfigError."""
     if template is not None and (not isinstance(template, str) or not template or "\0" in template):
         raise ConfigError(f"chat_template must be the path of a file, or a template; got {template!r:.80}")
 
 
 def check_mmproj(mmproj: object) -> None:
-    """Check what names a projector, not whether it is there. Errors: ConfigError."""
+    """Check the name of a projector, not whether it exists. Errors: ConfigError."""
     if mmproj is not None and (not isinstance(mmproj, str) or not mmproj or "\0" in mmproj):
         raise ConfigError(f"mmproj must be the path of a .gguf file; got {mmproj!r:.80}")
 
@@ -67,17 +67,17 @@ def check_media(limits: object) -> None:
 
 
 def check_executor(name: object, options: object) -> None:
-    """Check what names an executor, not whether it is there, and its own options. Errors: ConfigError."""
+    """Check the name of an executor, not whether it exists, and its own options. Errors: ConfigError."""
     if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= _MAX_EXECUTOR_LENGTH:
         raise ConfigError(f"executor must be 'local', 'fake' or the name of a plug-in; got {name!r:.80}")
     if not isinstance(options, dict) or not all(isinstance(word, str) for pair in options.items() for word in pair):
         raise ConfigError(f"executor_options must be a dict of texts; got {options!r:.80}")
     if options and name == "local":
-        raise ConfigError(f"executor_options are of 'fake' and of plug-ins, and 'local' has none: {', '.join(options)}")
+        raise ConfigError(f"executor_options are for 'fake' and plug-ins; 'local' has none: {', '.join(options)}")
 
 
 def check_texts(capture: object, flight_recorder_folder: object, generation_config: object) -> None:
-    """Check what names files and folders, not whether they are there. Errors: ConfigError."""
+    """Check the names of files and folders, not whether they exist. Errors: ConfigError."""
     if capture is not None and not (isinstance(capture, str) and capture):
         raise ConfigError(f"capture must be the path of a file to write; got {capture!r}")
     if flight_recorder_folder is not None and not (isinstance(flight_recorder_folder, str) and flight_recorder_folder):
@@ -89,7 +89,7 @@ def check_texts(capture: object, flight_recorder_folder: object, generation_conf
 
 
 def check_store_names(kv_dir: object, kv_key_file: object, kv_listen: object, kv_peers: object) -> None:
-    """Check what names stores of KV blocks and their key, not whether they are there. Errors: ConfigError."""
+    """Check the names of stores of KV blocks and their key, not whether they exist. Errors: ConfigError."""
     for name, path, what in (("kv_dir", kv_dir, "a folder"), ("kv_key_file", kv_key_file, "a file")):
         if path is not None and (not isinstance(path, str) or not path or "\0" in path):
             raise ConfigError(f"{name} must be the path of {what}; got {path!r:.80}")
@@ -100,8 +100,8 @@ def check_store_names(kv_dir: object, kv_key_file: object, kv_listen: object, kv
             raise ConfigError(f"{name} must be an address, such as ipc:///run/user/1000/kv.sock; got {address!r:.80}")
         if kv_key_file is None:
             raise ConfigError(
-                f"{name} needs kv_key_file, by which peers name blocks: make one with `engine-core keys blocks FILE`, "
-                "and give all of them the same"
+                f"{name} needs kv_key_file, the key of block names: make one with `engine-core keys blocks FILE`, and "
+                "give the same file to all peers"
             )
 
 
@@ -112,17 +112,19 @@ def check_flight_recorder(num_bytes: int) -> None:
 
 
 def check_adapters(enable_lora: bool, modules: object, device: str) -> None:
-    """Check the options of adapters, not whether their files are there. Errors: ConfigError."""
+    """Check the options of adapters, not whether their files exist. Errors: ConfigError."""
     if not isinstance(modules, dict) or not all(isinstance(word, str) and word for word in sum(modules.items(), ())):
         raise ConfigError(f"lora_modules must be a dict of names and paths; got {modules!r:.80}")
     if modules and not enable_lora:
         raise ConfigError(f"lora_modules loads adapters ({', '.join(modules)}), which needs enable_lora")
     if enable_lora and device == "cuda":
-        raise ConfigError("enable_lora runs on device=cpu only: the GPU's steps have no adapters yet; leave it out")
+        raise ConfigError("enable_lora runs on device=cpu only: adapters are not supported on a GPU; leave it out")
 
 
 def with_revision(model: object, revision: object) -> str:
-    """Return the model's name with its revision. Errors: ConfigError for a model that has none, or has it already."""
+    """Return the model's name with its revision. Errors: ConfigError for a model that cannot have one, or already has
+    one.
+    """
     if not isinstance(model, str) or model.count("/") != 1 or "@" in model or not isinstance(revision, str):
         raise ConfigError(
             f"revision={revision!r:.80} needs a model of the Hugging Face Hub, org/name without a revision of its own; "

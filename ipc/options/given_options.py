@@ -1,4 +1,4 @@
-"""config_from_options: an EngineConfig from options as callers give them, under our names or vLLM's."""
+"""config_from_options: an EngineConfig from a caller's options, under our names or vLLM's."""
 
 import difflib
 import os
@@ -38,7 +38,7 @@ def config_from_options(**options: Any) -> EngineConfig:
         if value is None and (name in OPTIONS or name in _NO_FIELDS or is_neutral(name)):
             continue
         if name in accepted:
-            raise ConfigError(f"{given} is another name of an option that was given too; leave one of them out")
+            raise ConfigError(f"{given} is another name of an option that was also given; leave one of them out")
         if name in OPTIONS or name in _NO_FIELDS:
             accepted[name] = os.fspath(value) if isinstance(value, os.PathLike) else value
         elif is_neutral(name):

@@ -1,4 +1,4 @@
-"""ModelOptions: the options of an engine that say what runs, and on which machine: the first part of EngineConfig."""
+"""ModelOptions: the options for what an engine runs, and on which machine: the first part of EngineConfig."""
 
 from typing import Annotated, Literal
 
@@ -33,7 +33,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         str | None,
         Option(
             "model",
-            "file with the vision encoder of a model in a .gguf file; default: one beside it with mmproj in its name",
+            "file with the vision encoder of a model in a .gguf file; default: a file next to it with mmproj in its "
+            "name",
             flags=("-mm",),
         ),
     ] = None
@@ -41,7 +42,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         str | None,
         Option(
             "model",
-            "file with a chat template, or the template itself, in place of all of the model's own",
+            "file with a chat template, or the template itself, instead of all of the model's own",
             flags=("--chat-template-file",),
         ),
     ] = None
@@ -49,21 +50,22 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         str,
         Option(
             "machine",
-            "what runs the steps: local = the model in the engine's process, fake = made-up tokens without a model; "
-            "another name is a plug-in's (docs/executors.md)",
+            "what runs the steps: local = the model, fake = made-up tokens without a model; any other name is a "
+            "plug-in's (docs/executors.md)",
         ),
     ] = "local"
     executor_options: Annotated[
         dict[str, str],
         Option(
-            "machine", "an option of the executor (docs/executors.md); may be given again", flags=("--executor-option",)
+            "machine", "an option of the executor (docs/executors.md); may be repeated", flags=("--executor-option",)
         ),
     ] = {}
     distributed_executor_backend: Annotated[
         DistributedExecutorBackend,
         Option(
             "machine",
-            "mp = the executor runs in workers, which may die; uni = in the engine; auto = uni if it can",
+            "mp = the executor runs in worker processes, which may crash and restart; uni = in the engine; auto = uni "
+            "if possible",
             refused={"ray": checks.NOT_BY_RAY},
         ),
     ] = "auto"
@@ -71,39 +73,39 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         int, Option("machine", "workers that compute the model together, each a part", 1, 256, flags=("-tp",))
     ] = 1
     pipeline_parallel_size: Annotated[
-        int, Option("machine", "stages: groups of workers with some of the layers each", 1, 256, flags=("-pp",))
+        int, Option("machine", "stages: groups of workers, each with some of the layers", 1, 256, flags=("-pp",))
     ] = 1
     nnodes: Annotated[
-        int, Option("machine", "machines that the workers are spread over; others run `engine-core worker`", 1, 256)
+        int, Option("machine", "number of machines for the workers; the others run `engine-core worker`", 1, 256)
     ] = 1
     master_addr: Annotated[
         str | None,
         Option(
             "machine",
-            "where they join: HOST or HOST:PORT of this machine, or tcp://HOST:PORT?keys=PATH",
+            "address at which they join: HOST or HOST:PORT of this machine, or tcp://HOST:PORT?keys=PATH",
             metavar="ADDRESS",
         ),
     ] = None
     load_format: Annotated[
-        LoadFormat, Option("model", "format of the weights; 'dummy' makes them up, for benchmarks of a config")
+        LoadFormat, Option("model", "format of the weights; 'dummy' = made-up weights, to benchmark a config")
     ] = "auto"
     dtype: Annotated[
         Dtype,
         Option(
             "model",
-            "type of weights and arithmetic; auto = bfloat16 with AVX2, on a GPU that has it, or where memory is short,"
-            " else float32",
+            "type of weights and arithmetic; auto = bfloat16 with AVX2, on a GPU that has it, or if memory is short, "
+            "otherwise float32",
             spellings={"float": "float32"},
-            refused=dict.fromkeys(("float16", "half"), "bfloat16 takes as much memory, and is what is computed here"),
+            refused=dict.fromkeys(("float16", "half"), "bfloat16 takes the same memory, and is what is computed here"),
         ),
     ] = "auto"
     quantization: Annotated[
         Quantization,
         Option(
             "model",
-            "matrices in memory: stored = as a quantized file has them, none = dequantized at load (no token changes), "
-            "int8 = products in 8 bits (a GPU: of weights in 8 bits), other tokens; auto = stored or none, by the CPU "
-            "(a GPU: none)",
+            "matrices in memory: stored = as in a quantized file, none = dequantized at load (no token changes), "
+            "int8 = products in 8 bits (on a GPU: weights in 8 bits; changes tokens); auto = stored or none, "
+            "depending on the CPU (on a GPU: none)",
         ),
     ] = "auto"
     limit_mm_per_prompt: Annotated[
@@ -114,20 +116,19 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         str,
         Option(
             "machine",
-            "where the model runs; cuda = on an NVIDIA GPU, by Triton's kernels; others by plug-ins "
-            "(docs/executors.md)",
+            "device of the model; cuda = an NVIDIA GPU, with Triton kernels; others by plug-ins (docs/executors.md)",
             metavar="cpu|cuda|NAME",
         ),
     ] = "cpu"
     model_impl: Annotated[
         ModelImpl,
-        Option("model", "source of the model code; auto = ours where it has the architecture, else transformers"),
+        Option("model", "source of the model code; auto = ours if it has the architecture, otherwise transformers"),
     ] = "auto"
     runner: Annotated[
         RunnerKind,
         Option(
             "model",
-            "what requests get: tokens (generate) or vectors (pooling); auto = by the model's files",
+            "what requests get: tokens (generate) or vectors (pooling); auto = from the model's files",
             names=("task",),
             spellings=dict.fromkeys(("embed", "embedding", "classify", "score", "reward", "encode"), "pooling"),
             refused={"transcription": "speech is not read"},
@@ -135,16 +136,16 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ] = "auto"
     classifier_from_token: Annotated[
         str | None,
-        Option("model", "NO,YES: two tokens; a prompt's score is the probability of the second, of these two"),
+        Option("model", "NO,YES: two tokens; a prompt's score is the probability of the second, among these two"),
     ] = None
-    enable_lora: Annotated[bool, Option("adapters", "requests may run with adapters (LoRA) of the model")] = False
+    enable_lora: Annotated[bool, Option("adapters", "allow requests with adapters (LoRA) of the model")] = False
     max_loras: Annotated[
-        int, Option("adapters", "different adapters in one step; requests with others wait", 1, 1024)
+        int, Option("adapters", "most different adapters in one step; requests with others wait", 1, 1024)
     ] = 8
     max_lora_rank: Annotated[int, Option("adapters", "largest rank of an adapter's matrices", 1, 4096)] = 64
     lora_modules: Annotated[
         dict[str, str],
-        Option("adapters", "adapters to load at the start: a PEFT folder or .gguf file; may be given again"),
+        Option("adapters", "adapters to load at the start: PEFT folders or .gguf files; may be repeated"),
     ] = {}
     numerics: Annotated[
         Numerics, Option("model", "L2: a request's tokens never depend on its neighbours; L0: torch's operations")
@@ -153,7 +154,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         int | None,
         Option(
             "machine",
-            "compute threads; default: the CPUs this process may use, by affinity and CPU quota",
+            "compute threads; default: the CPUs that this process may use, by affinity and CPU quota",
             1,
             1024,
             flags=("-t",),
@@ -163,7 +164,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         int | None,
         Option(
             "model",
-            "tokens of prompt and output together; default: the model's",
+            "most tokens of prompt and output together; default: the model's",
             2,
             2**24,
             flags=("-c", "--ctx-size", "--context-length"),
@@ -171,18 +172,20 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ] = None
     async_scheduling: Annotated[
         bool | None,
-        Option("machine", "schedule a step before the tokens of the one before are known; without it: on a GPU"),
+        Option("machine", "schedule a step before the tokens of the previous one are known; default: on a GPU"),
     ] = None
     generation_config: Annotated[
         str,
-        Option("model", "default sampling parameters; auto = the model's own, vllm = neutral ones, else a folder's"),
+        Option(
+            "model", "default sampling parameters; auto = the model's own, vllm = neutral ones, or those in a folder"
+        ),
     ] = "auto"
     cpu_kernels: Annotated[
         CpuKernels,
         Option(
             "machine",
-            "CPU kernels; auto = C kernels if the wheel has them or a C compiler is found, else torch's; "
-            "c or the name of a variant: these, or no start",
+            "CPU kernels; auto = C kernels if the wheel has them or a C compiler is found, otherwise torch's; c or "
+            "the name of a variant: these, or the start fails",
         ),
     ] = "auto"
     gpu_memory_utilization: Annotated[

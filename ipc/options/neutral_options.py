@@ -1,14 +1,14 @@
-"""Options of vLLM's LLM(), of this and of earlier versions, that are not ours: each is without effect here, or refused.
+"""Options of vLLM's LLM(), of this and of earlier versions, that are not ours: each has no effect here, or is refused.
 
-A value of None asks for nothing, whatever the option. Values that ask for a feature which is not there are refused by
-name. docs/vllm.md describes this for users.
+None always has no effect. Values that ask for a feature that does not exist are refused by name. docs/vllm.md describes
+this for users.
 """
 
 import json
 
 from ipc.errors import ConfigError
 
-#: Tuning of parts that this engine does not have, and reports: any value is accepted, and changes nothing.
+#: Tuning of parts that this engine does not have, and reporting: any value is accepted and changes nothing.
 WITHOUT_EFFECT = frozenset(
     [
         "aggregate_engine_logging",
@@ -121,7 +121,7 @@ _SWITCHES = frozenset(
         "use_v2_block_manager",
     ]
 )
-#: Features: the values that do not ask for them.
+#: Features: the values that do not request them.
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "additional_config": ({},),
     "allowed_local_media_path": ("",),
@@ -218,7 +218,7 @@ _BY_RAY = "Ray places whole engines: engine-core ray (docs/scale_out.md)"
 #: What to do instead.
 _INSTEAD = {
     "data_parallel_size": "start several engines",
-    "download_dir": "the environment variable HF_HOME names the cache's folder",
+    "download_dir": "set the cache's folder with the environment variable HF_HOME",
     "encoder_cache_size": _ENCODED_BEFORE,
     "engine_use_ray": _BY_RAY,
     "hf_token": "set the environment variable HF_TOKEN",
@@ -228,7 +228,7 @@ _INSTEAD = {
     "max_num_encoder_input_tokens": _ENCODED_BEFORE,
     "num_scheduler_steps": "async_scheduling computes a step while the next one is scheduled",
     "otlp_traces_endpoint": "engine-core serve --http --otlp-traces-endpoint sends spans",
-    "served_model_name": "engine-core http --served-model-name gives names",
+    "served_model_name": "use engine-core http --served-model-name",
     "sliding_window": "it is kv_window",
     "speculative_model": "use speculative_config",
     "worker_use_ray": _BY_RAY,
@@ -247,7 +247,7 @@ def is_switch(name: str) -> bool:
 
 
 def value_of(text: str) -> object:
-    """Return the value of a flag of such an option as LLM() would get it: a number, an object or a text."""
+    """Return the value of such an option's flag as LLM() would get it: a number, an object or a text."""
     try:
         return json.loads(text)
     except ValueError:
@@ -255,7 +255,10 @@ def value_of(text: str) -> object:
 
 
 def check_neutral(name: str, value: object) -> None:
-    """Check the value of such an option. Errors: ConfigError for a value that asks for a feature which is not there."""
+    """Check the value of such an option.
+
+    Errors: ConfigError for a value that asks for a feature that does not exist.
+    """
     if name in WITHOUT_EFFECT or value is None or any(_is_same(value, allowed) for allowed in NEUTRAL[name]):
         return
     allowed = " or ".join(repr(choice) for choice in (*NEUTRAL[name], None))

@@ -1,4 +1,4 @@
-"""Option: the declaration of one engine option beside its field (help text, bounds, other names), and its check."""
+"""Option: the declaration of an engine option, next to its field (help text, bounds, other names), and its check."""
 
 import math
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ _MAX_DIGITS = 20
 class Option(msgspec.Struct, frozen=True):
     """Metadata in an option's Annotated type, in addition to its type and its default."""
 
-    group: str  # the heading under which --help shows it
+    group: str  # the heading in --help
     help: str
-    low: float = 0  # bounds of a number, both allowed
+    low: float = 0  # bounds of a number, inclusive
     high: float = 0
     is_above_low: bool = False  # `low` itself is not allowed
-    names: tuple[str, ...] = ()  # vLLM's names of the option, accepted as keywords and as flags
-    flags: tuple[str, ...] = ()  # further flags of other engines; accepted, not shown
+    names: tuple[str, ...] = ()  # vLLM's names of the option, accepted as keywords and flags
+    flags: tuple[str, ...] = ()  # further flags of other engines; accepted, but not shown
     spellings: dict[str, str] = {}  # vLLM's spelling of a value -> ours
     metavar: str = ""  # what --help shows for a text's value; "" = PATH
     refused: dict[str, str] = {}  # vLLM's value that is not one of ours -> why
@@ -41,7 +41,7 @@ class DeclaredOption(msgspec.Struct, frozen=True):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """Allowed values of a Literal; empty for other types."""
+        """Return the allowed values of a Literal; empty for other types."""
         return get_args(self.plain) if get_origin(self.plain) is Literal else ()
 
     @property
@@ -51,7 +51,7 @@ class DeclaredOption(msgspec.Struct, frozen=True):
 
     @property
     def bounds(self) -> str:
-        """Range of allowed numbers, in words."""
+        """Return the range of allowed numbers, as text."""
         low, high = self.option.low, self.option.high
         if self.plain is int:
             return f"from {low} to {high}"

@@ -6,14 +6,14 @@ from ipc.options.config import EngineConfig
 class ResolvedConfig(EngineConfig, frozen=True, kw_only=True, omit_defaults=True):
     """The options that an engine runs with, once it knows its model and its machine.
 
-    Only options that are off without a value are still None. Declared here are those that are None in an EngineConfig
+    Only options that are off without a value are still None. The options declared here are None in an EngineConfig
     until the engine decides them; their bounds and texts are EngineConfig's.
     """
 
     max_model_len: int
     max_num_batched_tokens: int
     kv_cache_memory_bytes: int
-    num_blocks_override: int  # the null block included
+    num_blocks_override: int  # including the null block
     num_host_blocks: int
     num_swap_blocks: int
     kv_window: int

@@ -16,7 +16,7 @@ _MAX_DEPTH = 24
 _DRAFTS = {"draft_model": 4, "eagle3": 4, "mtp": 1}
 _MAX_CACHED_REQUESTS = 1 << 20
 
-#: Layers for multi-token prediction of architectures that are not our own, by vLLM's names.
+#: Layers for multi-token prediction of architectures that we do not implement, by vLLM's names.
 _OTHER_LAYERS = (
     *("deepseek_mtp", "qwen3_next_mtp", "qwen3_5_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "glm_ocr_mtp", "ernie_mtp"),
     *("exaone_moe_mtp", "nemotron_h_mtp", "longcat_flash_mtp", "step3p5_mtp", "pangu_ultra_moe_mtp", "gemma4_mtp"),
@@ -27,21 +27,21 @@ _OTHER_METHODS = (
     *_OTHER_LAYERS,
     "mimo_mtp",
 )
-#: Methods whose drafts a model in the executor makes.
+#: Methods in which a model in the executor makes the drafts.
 _MODEL_METHODS = ("draft_model", "eagle3", "mtp")
 _METHODS = ("ngram", "suffix", *_MODEL_METHODS)
 #: Those of them that name a model.
 _NAMING_METHODS = ("draft_model", "eagle3")
-_NO_LAYERS = "no architecture of our own has such layers; MiMo's have the name 'mtp'"
-_NO_HEADS = "of heads that read the model's hidden states, EAGLE-3's and MTP layers are there"
-#: Why some of these are not there.
+_NO_LAYERS = "no architecture implemented here has such layers; MiMo's are named 'mtp'"
+_NO_HEADS = "of heads that read the model's hidden states, only EAGLE-3's and MTP layers are supported"
+#: Why some of these are not supported.
 _REASONS = {
     **dict.fromkeys(_OTHER_LAYERS, _NO_LAYERS),
     "mimo_mtp": "its name here is 'mtp'",
     **dict.fromkeys(("eagle", "medusa", "mlp_speculator", "dflash"), _NO_HEADS),
 }
 
-#: Keys of vLLM that mean nothing here, and the values at which each says what holds here anyway.
+#: Keys of vLLM without effect here, each with the values that describe what is done anyway.
 _NEUTRAL_KEYS: dict[str, tuple[object, ...]] = {
     "draft_tensor_parallel_size": (1,),
     "enforce_eager": (True, False),  # no graphs are captured for drafts
@@ -50,42 +50,42 @@ _NEUTRAL_KEYS: dict[str, tuple[object, ...]] = {
     "use_heterogeneous_vocab": (False,),
     "rejection_sample_method": ("standard",),
 }
-#: Keys of vLLM that mean nothing here -> why.
+#: Keys of vLLM without effect here -> why.
 _REFUSED_KEYS = {
     "num_speculative_tokens_per_batch_size": "the number of drafts follows the measured cost of a step",
     "disable_by_batch_size": "the number of drafts follows the measured cost of a step, and a large batch gets none",
     "speculative_token_tree": "drafts are a chain",
-    "suffix_decoding_min_token_prob": "how often drafts are right is measured, and the cost rule decides",
-    "rejection_sample_method": "a draft is accepted exactly when sampling draws it",
-    "posterior_threshold": "a draft is accepted exactly when sampling draws it",
-    "posterior_alpha": "a draft is accepted exactly when sampling draws it",
-    "draft_tensor_parallel_size": "one process computes the draft model whole",
-    "enforce_eager": "it is True or False",
-    "draft_sample_method": "a draft is accepted exactly when sampling draws it",
-    "disable_logprobs": "log probabilities are those of requests without speculation",
+    "suffix_decoding_min_token_prob": "the acceptance rate of drafts is measured, and the cost rule decides",
+    "rejection_sample_method": "a draft is accepted if and only if sampling draws it",
+    "posterior_threshold": "a draft is accepted if and only if sampling draws it",
+    "posterior_alpha": "a draft is accepted if and only if sampling draws it",
+    "draft_tensor_parallel_size": "one process computes the whole draft model",
+    "enforce_eager": "it must be True or False",
+    "draft_sample_method": "a draft is accepted if and only if sampling draws it",
+    "disable_logprobs": "log probabilities are the same as without speculation",
     "disable_padded_drafter_batch": "no batch is padded",
-    "use_heterogeneous_vocab": "a draft model has the vocabulary of the model",
-    "revision": "write it behind the name: model='org/name@revision'",
+    "use_heterogeneous_vocab": "a draft model must have the model's vocabulary",
+    "revision": "write it after the name: model='org/name@revision'",
     "parallel_drafting": "methods that need it are not supported",
-    "quantization": "a draft model's matrices are kept as the option quantization says for both models",
+    "quantization": "the option quantization applies to both models",
 }
 
 
 class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are guessed ahead. No guess changes a token; right guesses save steps."""
+    """How tokens are drafted. No draft changes a token; right drafts save steps."""
 
     method: str
-    model: str | None = None  # of draft_model and eagle3: folder, .gguf file or Hugging Face name
+    model: str | None = None  # for draft_model and eagle3: folder, .gguf file or Hugging Face name
     num_speculative_tokens: int = 7  # most drafts of a row in one step
-    prompt_lookup_min: int = _DEFAULT_LOOKUP[0]  # tokens that must match, at least and at most
+    prompt_lookup_min: int = _DEFAULT_LOOKUP[0]  # least and most tokens that must match
     prompt_lookup_max: int = _DEFAULT_LOOKUP[1]
     suffix_decoding_max_tree_depth: int = _MAX_DEPTH  # most tokens of a match
-    suffix_decoding_max_cached_requests: int = 10_000  # earlier outputs that are remembered; 0: none
+    suffix_decoding_max_cached_requests: int = 10_000  # number of earlier outputs kept; 0: none
     suffix_decoding_max_spec_factor: float = 1.0  # most drafts for each token of a match
     #: Durations of steps of 1, 2, 4, 8, ... tokens with logits, in ns. Empty: measured at the engine's start.
     step_ns: tuple[int, ...] = ()
-    draft_ns: int = 0  # duration of a model's drafts for one row; measured where step_ns is
-    #: As step_ns, of steps that no other step overlaps with, where others do. Empty: the same.
+    draft_ns: int = 0  # duration of a model's drafts for one row; measured if step_ns is
+    #: As step_ns, for steps that overlap with no other step, if others do. Empty: the same.
     alone_ns: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -126,12 +126,12 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     @property
     def runs_model(self) -> bool:
-        """Whether a model in the executor makes the drafts."""
+        """Return whether a model in the executor makes the drafts."""
         return self.method in _MODEL_METHODS
 
     @property
     def runs_head(self) -> bool:
-        """Whether layers that read the model's own hidden states make the drafts."""
+        """Return whether layers that read the model's own hidden states make the drafts."""
         return self.method in ("eagle3", "mtp")
 
 
@@ -175,7 +175,7 @@ def parse_speculative_config(given: object) -> SpeculativeConfig | None:
 
 
 def _have() -> str:
-    return f"this version has {', '.join(_METHODS)}"
+    return f"this version supports {', '.join(_METHODS)}"
 
 
 def _check(name: str, value: object, most: int, least: int = 1) -> None:

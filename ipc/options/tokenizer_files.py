@@ -18,9 +18,9 @@ def tokenizer_files_of(config: EngineConfig) -> dict[str, bytes]:
 
 
 def client_files_of(config: EngineConfig, source: str | None = None) -> dict[str, bytes]:
-    """Return what clients read: the tokenizer files, and the chat template that the config gives. Errors: as above.
+    """Return the files for clients: the tokenizer files, and the config's chat template. Errors: as above.
 
-    source: path of other tokenizer files than the model's.
+    source: path of tokenizer files other than the model's.
     """
     files = tokenizer_files_of(config) if source is None else read_tokenizer_files(Path(source))
     return files | read_chat_template(config.chat_template) if files else files

@@ -1,4 +1,4 @@
-"""Where an executor runs: in the process that creates it, or in worker processes of its own."""
+"""Where an executor runs: in the process that creates it, or in separate worker processes."""
 
 import re
 
@@ -11,7 +11,7 @@ _HAS_PORT = re.compile(r"(^[^:]+|\]):[0-9]+$")  # of a name, an IPv4 address or 
 
 
 def has_workers(config: EngineConfig) -> bool:
-    """Return whether the executor runs in processes of its own."""
+    """Return whether the executor runs in separate processes."""
     return config.distributed_executor_backend == "mp" or num_workers(config) > 1
 
 
@@ -48,8 +48,8 @@ def overlaps(config: EngineConfig) -> bool:
 
 
 def most_in_flight(config: EngineConfig) -> int:
-    """Return the number of steps that are begun before the result of the first is awaited: one for each stage.
+    """Return how many steps are started before waiting for the result of the first: one for each stage.
 
-    If steps overlap one more, which waits while its stage is busy.
+    If steps overlap, one more, which waits while its stage is busy.
     """
     return config.pipeline_parallel_size + overlaps(config)

@@ -1,4 +1,4 @@
-"""Beam search: its parameters, as vLLM names them, and what a request with use_beam_search may not have beside them."""
+"""Beam search: its parameters, under vLLM's names, and the parameters that cannot be combined with use_beam_search."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ MAX_BEAM_TOKENS = 65_535
 #: MAX_BEAM_TOKENS to this power is a float32.
 MAX_LENGTH_PENALTY = 8.0
 
-_CHOICES = "sample n choices and take the one whose cumulative_logprob / number of tokens is best"
+_CHOICES = "sample n choices and use the one with the best cumulative_logprob / number of tokens"
 _ALL_LOGPROBS = -1
 
 
@@ -21,10 +21,10 @@ def num_rows(params: Any) -> int:
 
 
 def num_candidates(params: Any, num_eos: int) -> int:
-    """Return how many of a beam's likeliest next tokens can matter to its search.
+    """Return how many of a beam's most likely next tokens can matter to its search.
 
-    Of one beam's candidates at most `beams` go on or finish, and as many as there are ending tokens may stand before
-    them. Those that logprobs reports are among them. num_eos: EOS tokens of the model.
+    At most `beams` of one beam's candidates continue or finish, and as many ending tokens as there are may precede
+    them. The candidates include those that logprobs reports. num_eos: EOS tokens of the model.
     """
     num_ends = (0 if params.ignore_eos else num_eos) + len(params.stop_token_ids or ())
     needed: int = max(num_rows(params) + num_ends, params.logprobs or 0)
@@ -32,7 +32,7 @@ def num_candidates(params: Any, num_eos: int) -> int:
 
 
 def check_beam_search(params: Any) -> None:
-    """Check the parameters of a beam search, or that there are none without use_beam_search.
+    """Check the parameters of a beam search, or that none are set without use_beam_search.
 
     params: SamplingParams. Errors: InvalidRequestError that names the parameter.
     """
@@ -57,21 +57,21 @@ def check_beam_search(params: Any) -> None:
         raise InvalidRequestError(f'early_stopping must be True, False or "never", got {params.early_stopping!r}')
     if params.stop not in (None, [], ()):
         raise InvalidRequestError(
-            f"stop={params.stop!r} and use_beam_search exclude each other: the engine, which ends beams, sees no text: "
+            f"stop={params.stop!r} and use_beam_search cannot be combined: the engine, which ends beams, has no text: "
             "use stop_token_ids"
         )
     if params.logprobs == _ALL_LOGPROBS:
         raise InvalidRequestError(
-            "logprobs=-1 and use_beam_search exclude each other: each beam would keep the whole vocabulary for each of "
-            "its tokens; say how many"
+            "logprobs=-1 and use_beam_search cannot be combined: each beam would keep the whole vocabulary for each "
+            "of its tokens; give a number"
         )
     if params.max_tokens is not None and isinstance(params.max_tokens, int) and params.max_tokens > MAX_BEAM_TOKENS:
         raise InvalidRequestError(f"max_tokens of a beam search is at most {MAX_BEAM_TOKENS}, got {params.max_tokens}")
 
 
 def _check_unused(params: Any) -> None:
-    """Check that the parameters of beam search have their defaults where there is none."""
-    if params.best_of not in (None, 1, params.n) or isinstance(params.best_of, bool):  # the n best of n are all
+    """Check that the parameters of beam search have their defaults if there is no beam search."""
+    if params.best_of not in (None, 1, params.n) or isinstance(params.best_of, bool):  # the n best of n are all of them
         raise InvalidRequestError(
             f"best_of={params.best_of!r} is the number of beams, for use_beam_search; without one, {_CHOICES}"
         )
@@ -90,7 +90,7 @@ def _check_unused(params: Any) -> None:
 class BeamSearchParams(NamedTuple):
     """The parameters of LLM.beam_search(): names and defaults are vLLM's, and early_stopping is transformers'."""
 
-    beam_width: int  # beams, and sequences that are returned
+    beam_width: int  # beams, and returned sequences
     max_tokens: int
     ignore_eos: bool = False
     temperature: float = 0.0  # logits are divided by it before they are scored; 0 = 1

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-#: Choices above which they are one regular expression: llguidance fails with 2,000 rules that begin at one place.
+#: Choices above which they are one regular expression: llguidance fails with 2,000 rules that begin at one position.
 MANY_CHOICES = 1000
 _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$]")
 

@@ -1,4 +1,4 @@
-"""texts_of(): the texts that a regular expression matches, where these are few."""
+"""texts_of(): the texts that a regular expression matches, if these are few."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ _MAX_DEPTH = 20  # of groups
 
 
 class _ManyError(Exception):
-    """The texts are too many, or the expression has what is not read here."""
+    """There are too many texts, or the expression has parts that are not supported here."""
 
 
 def texts_of(pattern: str, most: int) -> list[str] | None:
@@ -35,7 +35,7 @@ class _Reader:
         return self._at == len(self._text)
 
     def is_one_alternative(self) -> bool:
-        """Return whether the anchors hold for all: in `^a|b$` each is of one side."""
+        """Return whether the anchors apply to all alternatives: in `^a|b$` each applies to one."""
         depth, at, in_class = 0, 0, False
         while at < len(self._text):
             one = self._text[at]

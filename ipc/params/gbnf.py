@@ -1,14 +1,14 @@
 """GBNF, the notation of llama.cpp, as a whole grammar or as the last rule of one in Lark's notation.
 
-The engine converts it (core/grammars/grammar_text.py), where its work is bounded: 64 KiB may take seconds.
+The engine converts it (core/grammars/grammar_text.py), where its cost is bounded: 64 KiB may take seconds.
 """
 
 import re
 from typing import NamedTuple
 
-#: The beginning of a GBNF grammar, behind comments. Lark's rules have one colon.
+#: The beginning of a GBNF grammar, after comments. Lark's rules have one colon.
 _BEGIN = re.compile(r"(?:\s|#[^\n]*(?:\n|\Z))*+[A-Za-z_][\w-]*\s*::=")
-#: A line of Lark's notation: all behind it is a grammar in GBNF, which the rule of this name stands for.
+#: A line of Lark's notation: the rest of the text is a grammar in GBNF, which defines the rule of this name.
 _LAST_RULE = re.compile(r"^%gbnf ([a-z_]+)\n", re.MULTILINE)
 
 
@@ -26,11 +26,11 @@ def is_gbnf(text: str) -> bool:
 
 
 def rule_of_grammar(name: str, text: str) -> str:
-    """Return the lines of a rule in Lark's notation, the last one of its grammar, that stands for a whole grammar."""
+    """Return the lines of a rule in Lark's notation, the last one of its grammar, that represents a whole grammar."""
     return f"%gbnf {name}\n{text}" if is_gbnf(text) else f"{name}: %lark {{\n{text}\n}}"
 
 
 def split(text: str) -> Parts | None:
-    """Return the parts of a grammar whose last rule is in GBNF; None for any other."""
+    """Return the parts of a grammar whose last rule is in GBNF; None for any other grammar."""
     found = _LAST_RULE.search(text)
     return None if found is None else Parts(text[: found.start()], found[1], text[found.end() :])

@@ -1,4 +1,4 @@
-"""Rewritten JSON schemas: close_objects(); drop_annotations() and spell_dependencies(), which change no meaning."""
+"""Rewritten JSON schemas: close_objects(); drop_annotations() and spell_dependencies(), which keep the meaning."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ from typing import Any
 _SCHEMA = ("items", "additionalItems", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
 _LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-#: The formats that JSON Schema defines (2020-12, 7.3). Any other one is an annotation.
+#: The formats that JSON Schema defines (2020-12, 7.3). Any other format is an annotation.
 _FORMATS = (
     *("date-time", "date", "time", "duration", "email", "idn-email", "hostname", "idn-hostname", "ipv4", "ipv6", "uri"),
     *(
@@ -21,7 +21,7 @@ _FORMATS = (
         "regex",
     ),
 )
-#: Keywords with a value that says nothing.
+#: Keywords with a value that has no effect.
 _EMPTY: dict[str, Any] = {"uniqueItems": False, "dependencies": {}, "dependentRequired": {}, "dependentSchemas": {}}
 
 #: Properties of one schema on which others depend: a grammar has two ways for each, and all their combinations.
@@ -29,29 +29,32 @@ MAX_DEPENDENCIES = 6
 
 
 def close_objects(schema: Any) -> Any:
-    """Return a copy of the schema, with additionalProperties false where a schema names properties and lacks it.
+    """Return a copy of the schema, with additionalProperties false in each schema that names properties and does not
+    have it.
 
-    A value that is no schema is returned as it is.
+    A value that is not a schema is returned unchanged.
     """
     return rewrite(schema, _close)
 
 
 def drop_annotations(schema: Any) -> Any:
-    """Return a copy of the schema without formats that JSON Schema does not define, and keywords that say nothing.
+    """Return a copy of the schema without formats that JSON Schema does not define, and without keywords that have no
+    effect.
 
-    Such formats are from OpenAPI ("password", "byte") or made up, and a validator passes them over. A oneOf of strings
-    that differ, each with its own description, says what anyOf says, and llguidance obeys that. A value that is no
-    schema is returned as it is.
+    Such formats are from OpenAPI ("password", "byte") or made up, and validators ignore them. A oneOf of different
+    strings, each with its own description, means the same as anyOf, which llguidance supports. A value that is not a
+    schema is returned unchanged.
     """
     return rewrite(schema, _drop)
 
 
 def spell_dependencies(schema: Any) -> Any:
-    """Return a copy of the schema, in which names that others depend on are written with anyOf, which llguidance obeys.
+    """Return a copy of the schema, in which dependencies between names are written with anyOf, which llguidance
+    supports.
 
-    `dependentRequired`, and before it `dependencies` with a list, say of a property: where it is, these others are. So
-    it is absent, or they are required. Dependencies that are schemas stay, and all where there are more than
-    MAX_DEPENDENCIES.
+    `dependentRequired`, and before it `dependencies` with a list, mean: if a property is present, these others are too.
+    So it is absent, or they are required. Dependencies that are schemas are kept, and all of them if there are more
+    than MAX_DEPENDENCIES.
     """
     return rewrite(schema, _spell)
 
@@ -89,7 +92,7 @@ def _drop(schema: dict[str, Any]) -> None:
 
 
 def _are_different_strings(branches: Any) -> bool:
-    """Return whether each of these schemas allows some strings, and no two the same."""
+    """Return whether each of these schemas allows some strings, and no two allow the same."""
     values: list[Any] = []
     for branch in branches if isinstance(branches, list) else ():
         allowed = [branch["const"]] if isinstance(branch, dict) and "const" in branch else None

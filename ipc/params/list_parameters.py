@@ -23,7 +23,7 @@ MAX_LOGIT_BIASES = 65_536
 #: Logit biases are clamped to [-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS], as in vLLM.
 MAX_LOGIT_BIAS = 100.0
 
-#: What a decoder takes. It looks at a list's length before it makes the list, so a long one costs nothing.
+#: Types for a decoder. It checks a list's length before it makes the list, so a long one costs nothing.
 StopStrings = Annotated[list[str], msgspec.Meta(max_length=MAX_STOP_STRINGS)]
 StopTokenIds = Annotated[list[int], msgspec.Meta(max_length=MAX_STOP_TOKEN_IDS)]
 LogitBias = Annotated[dict[int, float], msgspec.Meta(max_length=MAX_LOGIT_BIASES)]
@@ -49,7 +49,7 @@ def check_stop_strings(stop: object) -> list[str]:
 
 
 def check_stop_token_ids(ids: object) -> list[int]:
-    """Return the ids, none for None. Errors: InvalidRequestError."""
+    """Return the ids; none for None. Errors: InvalidRequestError."""
     if ids is None:
         return []
     if not isinstance(ids, (list, tuple)) or len(ids) > MAX_STOP_TOKEN_IDS:
@@ -80,7 +80,7 @@ def check_logit_bias(bias: object) -> dict[int, float] | None:
 
 
 def _plain_bias(bias: dict[Any, Any]) -> dict[int, float]:
-    """Return the same with Python's own ints and floats: keys of JSON are strings, and NumPy has scalars."""
+    """Return the same with Python's own ints and floats: JSON keys are strings, and NumPy has scalars."""
     plain = {}
     for token, value in bias.items():
         key = int(token) if isinstance(token, str) and token.isdecimal() else token
@@ -103,7 +103,7 @@ def check_allowed_token_ids(ids: object) -> list[int] | None:
 
 
 def _token_ids(name: str, ids: Collection[Any]) -> Ints:
-    """Return these token ids as an array. Errors: InvalidRequestError for the first that is none."""
+    """Return these token ids as an array. Errors: InvalidRequestError for the first that is not a token id."""
     if {*map(type, ids)} == {int}:
         try:
             column = np.fromiter(ids, np.int64, len(ids))
@@ -115,7 +115,7 @@ def _token_ids(name: str, ids: Collection[Any]) -> Ints:
 
 
 def check_bad_words(words: object) -> list[str] | None:
-    """Return the words, None for none. Errors: InvalidRequestError."""
+    """Return the words; None if there are none. Errors: InvalidRequestError."""
     if words is None or words == []:
         return None
     if not isinstance(words, (list, tuple)) or len(words) > MAX_BAD_WORDS:
@@ -131,7 +131,7 @@ def check_bad_words(words: object) -> list[str] | None:
 
 
 def check_bad_words_token_ids(sequences: object) -> list[list[int]] | None:
-    """Return the sequences of token ids, None for none. Errors: InvalidRequestError."""
+    """Return the sequences of token ids; None if there are none. Errors: InvalidRequestError."""
     if sequences is None or sequences == []:
         return None
     if not isinstance(sequences, (list, tuple)) or len(sequences) > 2 * MAX_BAD_WORDS:

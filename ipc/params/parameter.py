@@ -1,8 +1,8 @@
-"""Parameter: the declaration of one sampling parameter that is a number, beside its field, and its check.
+"""Parameter: the declaration of a numeric sampling parameter, next to its field, and its check.
 
-All else follows from the declaration: the check when parameters are made or decoded, the fields of HTTP bodies and of
-Ollama's options, the command line flag, the keys of model files, the table in docs/sampling.md, and the dtype of the
-column that an option's arithmetic reads.
+Everything else follows from the declaration: the check when parameters are constructed or decoded, the fields of HTTP
+bodies and of Ollama's options, the command line flag, the keys of model files, the table in docs/sampling.md, and the
+dtype of the column that an option's arithmetic reads.
 """
 
 import numbers
@@ -20,11 +20,11 @@ class Parameter(msgspec.Struct, frozen=True):
     """Metadata in a parameter's Annotated type, in addition to its type and its default."""
 
     text: str  # what it does, for --help and the documentation
-    low: float  # bounds, both allowed
+    low: float  # bounds, inclusive
     high: float
-    is_of_draws: bool = False  # it says how a token is drawn: a beam search has none, and takes no default of it
+    is_of_draws: bool = False  # controls how a token is drawn; a beam search ignores its defaults
     names: tuple[str, ...] = ()  # names in Ollama and llama.cpp, accepted in HTTP bodies
-    gguf: str = ""  # its key behind general.sampling. in GGUF files; such a one may be in generation_config.json, too
+    gguf: str = ""  # key after general.sampling. in GGUF files; then also read from generation_config.json
 
 
 class DeclaredParameter(msgspec.Struct, frozen=True):
@@ -89,17 +89,17 @@ def declared_parameters(params: type[msgspec.Struct]) -> Mapping[str, DeclaredPa
 
 
 class NumberChecks:
-    """The checks of all declared numbers. A first token waits for them, so what is right costs little."""
+    """The checks of all declared numbers. They delay the first token, so valid values cost little."""
 
     def __init__(self, declared: Mapping[str, DeclaredParameter]) -> None:
         self._read = operator.attrgetter(*declared)
         self._rules = [(one, one.kind, one.parameter.low, one.parameter.high) for one in declared.values()]
 
     def __call__(self, params: Any) -> None:
-        """Check the numbers of these parameters, and make them Python's own ints and floats.
+        """Check the numbers of these parameters, and convert them to Python's own ints and floats.
 
         Errors: InvalidRequestError that names the parameter.
         """
         for (one, kind, low, high), value in zip(self._rules, self._read(params), strict=True):
-            if type(value) is not kind or not low <= value <= high:  # a message's are of the kind
+            if type(value) is not kind or not low <= value <= high:  # those of a message already have the type
                 setattr(params, one.name, one.check(value))

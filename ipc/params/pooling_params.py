@@ -1,4 +1,4 @@
-"""PoolingParams: one request's options where its answer is vectors instead of tokens."""
+"""PoolingParams: the options of a request whose answer is vectors instead of tokens."""
 
 import numbers
 from collections.abc import Collection
@@ -8,9 +8,9 @@ import msgspec
 
 from ipc.errors import InvalidRequestError
 
-#: What a request may ask of a model that pools. "token_...": a vector for each token of the prompt.
+#: The tasks of requests to a model that pools. "token_...": a vector for each token of the prompt.
 PoolingTask = Literal["embed", "token_embed", "classify", "token_classify"]
-#: The task of requests whose answer is tokens.
+#: The task of requests that are answered with tokens.
 GENERATE = "generate"
 #: Most bytes of one request's vectors.
 MAX_POOLED_BYTES = 16 << 20
@@ -19,10 +19,10 @@ MAX_POOLED_BYTES = 16 << 20
 class PoolingParams(msgspec.Struct, array_like=True):
     """The options of a pooling request; an array on the wire.
 
-    Errors: InvalidRequestError for a value of the wrong type or range. task: None = the engine's usual one. dimensions:
+    Errors: InvalidRequestError for a value of the wrong type or range. task: None = the engine's default. dimensions:
     keep this many first numbers of each embedding, before it is normalised; None = all. use_activation: whether an
     embedding is normalised to length 1, or a classifier's logits become probabilities; None = as the model's files say.
-    truncate_prompt_tokens: keep this many tokens at the prompt's end; -1 = what the model takes.
+    truncate_prompt_tokens: keep this many tokens at the prompt's end; -1 = as many as the model takes.
     """
 
     task: PoolingTask | None = None
@@ -57,19 +57,21 @@ class PoolingParams(msgspec.Struct, array_like=True):
 
 
 def generates(tasks: Collection[str]) -> bool:
-    """Return whether an engine with these tasks takes requests for tokens. Without tasks it takes no others."""
+    """Return whether an engine with these tasks accepts requests for tokens. An engine without tasks accepts only
+    those.
+    """
     return not tasks or GENERATE in tasks
 
 
 def check_task(params: PoolingParams, tasks: dict[str, int], num_tokens: int) -> None:
-    """Check a request against what an engine does.
+    """Check a request against an engine's tasks.
 
     tasks: width of the vectors of each task. num_tokens: of the prompt. Errors: InvalidRequestError.
     """
     task = params.task
     if task not in tasks or task == GENERATE:
         able = ", ".join(one for one in tasks if one != GENERATE)
-        remedy = f"it does {able}" if able else "start it with runner='pooling' for a model that pools"
+        remedy = f"it does {able}" if able else "start the engine with runner='pooling' for a model that pools"
         raise InvalidRequestError(f"this engine does not do the task {task!r}: {remedy}")
     width = tasks[task]
     if params.dimensions is not None and (not task.endswith("embed") or params.dimensions > width):
@@ -78,7 +80,7 @@ def check_task(params: PoolingParams, tasks: dict[str, int], num_tokens: int) ->
     num_vectors = num_tokens if task.startswith("token_") else 1
     if (size := 4 * num_vectors * (params.dimensions or width)) > MAX_POOLED_BYTES:
         raise InvalidRequestError(
-            f"task {task!r} of {num_tokens} tokens gives {size} bytes of vectors and an answer has at most "
+            f"task {task!r} of {num_tokens} tokens gives {size} bytes of vectors, but an answer has at most "
             f"{MAX_POOLED_BYTES}: shorten the prompt, or ask for fewer dimensions"
         )
 

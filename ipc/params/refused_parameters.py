@@ -1,4 +1,6 @@
-"""Sampling parameters of vLLM, also of earlier versions, that this version does not have. They are refused by name."""
+"""Sampling parameters of vLLM, including earlier versions, that this version does not support. They are refused by
+name.
+"""
 
 import operator
 from typing import Any, NamedTuple
@@ -7,14 +9,14 @@ from ipc.errors import UnsupportedParameterError
 
 
 class _Refused(NamedTuple):
-    default: float | bool | None  # the value that has no effect, and that the wire's type allows
+    default: float | bool | None  # the value without effect that the wire's type allows
     instead: str = ""  # what to do
     also: float | None = None  # another value without effect
 
 
 _LOGITS = "logits stay in the engine: use logit_bias, allowed_token_ids or bad_words"
 
-#: Every field of SamplingParams that may have its default only.
+#: Every field of SamplingParams that may only have its default.
 REFUSED = {
     "extra_args": _Refused(None),
     "flat_logprobs": _Refused(False),
@@ -29,7 +31,7 @@ REFUSED = {
     "trace_decode_token_ids": _Refused(None),
     "logits_processors": _Refused(None, _LOGITS),
     "guided_decoding": _Refused(None, "use structured_outputs=StructuredOutputsParams(...)"),
-    "skip_clone": _Refused(False, "parameters are copied for every request, so the caller may change theirs"),
+    "skip_clone": _Refused(False, "parameters are copied for every request, so the caller may change its own"),
 }
 
 
@@ -39,7 +41,7 @@ _DEFAULTS = tuple(one.default for one in REFUSED.values())
 
 def refuse_parameters(params: Any) -> None:
     """Raise UnsupportedParameterError that names the first parameter not at its default, and what to do instead."""
-    if all(map(operator.is_, _read_refused(params), _DEFAULTS)):  # as nearly always; this costs a tenth of the loop
+    if all(map(operator.is_, _read_refused(params), _DEFAULTS)):  # the usual case; this costs a tenth of the loop
         return
     for name, (default, instead, also) in REFUSED.items():
         value = getattr(params, name)

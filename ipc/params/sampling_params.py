@@ -23,29 +23,27 @@ class RequestOutputKind(IntEnum):
     """Content of each RequestOutput of a request."""
 
     CUMULATIVE = 0  # all text and tokens so far
-    DELTA = 1  # what is new since the last one
+    DELTA = 1  # new text and tokens since the last output
     FINAL_ONLY = 2  # one output, when the request has finished
 
 
-#: What a decoder takes. It looks at a list's length before it makes the list, so a long one costs nothing.
-#: Tokens that a client has already, of each choice, int32; their number is checked before they are made.
+#: Types for a decoder. It checks a list's length before it makes the list, so a long one costs nothing.
+#: Tokens that a client already has, for each choice, int32; their number is checked before they are decoded.
 Delivered = Annotated[list[bytes], msgspec.Meta(max_length=MAX_CHOICES)]
 
 
 class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_only=True):
-    """Parameters of one request, validated when they are constructed and again when they are decoded.
+    """Parameters of one request, validated when they are constructed and when they are decoded.
 
     New fields are appended and none is removed, for the wire format. Errors: InvalidRequestError (a ValueError) that
     names the parameter, its value and what is allowed; UnsupportedParameterError for parameters of vLLM that this
     version does not support.
     """
 
-    n: Annotated[int, Parameter("answers to each prompt, which is computed once", 1, MAX_CHOICES)] = 1
-    presence_penalty: Annotated[float, Parameter("subtracted from the logits of tokens that the output has", -2, 2)] = (
-        0.0
-    )
+    n: Annotated[int, Parameter("number of answers to a prompt, which is computed once", 1, MAX_CHOICES)] = 1
+    presence_penalty: Annotated[float, Parameter("subtracted from the logits of tokens in the output", -2, 2)] = 0.0
     frequency_penalty: Annotated[
-        float, Parameter("subtracted from a token's logit, times how often the output has the token", -2, 2)
+        float, Parameter("subtracted from a token's logit for each time that it is in the output", -2, 2)
     ] = 0.0
     # vLLM: above 0; beyond these bounds logits would leave float32.
     repetition_penalty: Annotated[
@@ -64,7 +62,7 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
     top_p: Annotated[
         float,
         Parameter(
-            "draw from the fewest likeliest tokens that have this probability together, above 0; 1 = off",
+            "draw from the smallest set of most likely tokens with this total probability, above 0; 1 = off",
             0,
             1,
             is_of_draws=True,
@@ -74,13 +72,13 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
     top_k: Annotated[
         int,
         Parameter(
-            "draw from this many of the likeliest tokens; 0 or -1 = all", -1, _INT32, is_of_draws=True, gguf="top_k"
+            "draw from this many of the most likely tokens; 0 or -1 = all", -1, _INT32, is_of_draws=True, gguf="top_k"
         ),
     ] = 0
     min_p: Annotated[
         float,
         Parameter(
-            "draw from tokens with at least this share of the likeliest token's probability; 0 = off",
+            "draw from tokens with at least this share of the most likely token's probability; 0 = off",
             0,
             1,
             is_of_draws=True,
@@ -88,7 +86,7 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
         ),
     ] = 0.0
     seed: Annotated[
-        int | None, Parameter("the same seed gives the same answers; none or -1 = drawn", -(2**63), 2**64 - 1)
+        int | None, Parameter("the same seed gives the same answers; none or -1 = random", -(2**63), 2**64 - 1)
     ] = None
     stop: str | lists.StopStrings | None = None
     stop_token_ids: lists.StopTokenIds | None = None
@@ -99,10 +97,10 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
             "most tokens of an answer; none = up to max_model_len", 1, _INT32, names=("num_predict", "n_predict")
         ),
     ] = 16
-    min_tokens: Annotated[int, Parameter("no end before this many tokens", 0, _INT32)] = 0
-    # Most likely tokens to report beside each output token, up to max_logprobs; -1 = all, True = 1, False = None.
+    min_tokens: Annotated[int, Parameter("least tokens of an answer", 0, _INT32)] = 0
+    # Most likely tokens to report with each output token, up to max_logprobs; -1 = all, True = 1, False = None.
     logprobs: int | None = None
-    prompt_logprobs: int | None = None  # the same beside each prompt token
+    prompt_logprobs: int | None = None  # the same for each prompt token
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -113,10 +111,10 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
     bad_words: lists.BadWords | None = None
     structured_outputs: StructuredOutputsParams | None = None
     extra_args: None = None
-    truncate_prompt_tokens: int | None = None  # keep this many tokens at the prompt's end; -1 = what the model takes
+    truncate_prompt_tokens: int | None = None  # keep this many tokens at the prompt's end; -1 = the model's limit
     flat_logprobs: bool = False
     bad_words_token_ids: lists.BadWordsTokenIds | None = None  # bad_words in token ids, written by the frontend
-    # Parameters of vLLM that this version does not support, and refuses by name.
+    # Parameters of vLLM that this version does not support; they are refused by name.
     prompt_logprob_token_ids: None = None
     prompt_logprob_start: None = None
     logprob_token_ids: None = None
@@ -147,7 +145,7 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
     xtc_probability: Annotated[
         float,
         Parameter(
-            "how often all tokens above xtc_threshold but the least likely of them are excluded; 0 = never",
+            "probability of excluding all tokens above xtc_threshold except the least likely of them; 0 = never",
             0,
             1,
             is_of_draws=True,
@@ -157,7 +155,7 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
     xtc_threshold: Annotated[
         float,
         Parameter(
-            "probability from which xtc_probability concerns a token; above 0.5 = none",
+            "least probability of a token that xtc_probability applies to; above 0.5 = none",
             0,
             1,
             is_of_draws=True,
@@ -199,7 +197,7 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
             ) from None
 
     def _normalize_numbers(self) -> None:
-        """Give one value to all that mean the same, and check what concerns two numbers, or one alone."""
+        """Normalize values with the same meaning, and check pairs of numbers and special cases."""
         if 0.0 < self.temperature < MIN_TEMPERATURE:
             self.temperature = MIN_TEMPERATURE
         if self.top_p == 0.0:
@@ -216,9 +214,9 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
     def _refuse_draws(self) -> None:
         for name in OF_DRAWS:
             value = getattr(self, name)
-            if name != "temperature" and value != NUMBERS[name].default:  # a search's scores are divided by that
+            if name != "temperature" and value != NUMBERS[name].default:  # a search's scores are divided by it
                 raise InvalidRequestError(
-                    f"{name}={value!r} and use_beam_search exclude each other: a beam search draws nothing"
+                    f"{name}={value!r} and use_beam_search cannot be combined: a beam search draws nothing"
                 )
 
     def _check_switches(self) -> None:
@@ -231,10 +229,10 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
         ):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        self.spaces_between_special_tokens = True  # nothing stands between them in any case, as in vLLM today
+        self.spaces_between_special_tokens = True  # there is never anything between them, as in vLLM today
 
     def check_structured_outputs(self) -> None:
-        """Check the structure of the answer, also against the other parameters. Errors: InvalidRequestError."""
+        """Check the structured output, also against the other parameters. Errors: InvalidRequestError."""
         given = self.structured_outputs
         if given is not None and not isinstance(given, StructuredOutputsParams):
             raise InvalidRequestError(f"structured_outputs must be StructuredOutputsParams, got {given!r:.80}")
@@ -243,7 +241,7 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
 
     @staticmethod
     def from_optional(**options: Any) -> "SamplingParams":
-        """Return parameters of the options that are not None, such as a web server reads from a body.
+        """Return parameters from the options that are not None, such as those that a web server reads from a body.
 
         The others get their defaults, except that max_tokens=None means "up to max_model_len", as in vLLM.
         """
@@ -251,7 +249,7 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
         return SamplingParams(**given)
 
     def changed(self, **fields: Any) -> "SamplingParams":
-        """Return a copy with other values of these fields. Nothing is checked: they are such as a check leaves."""
+        """Return a copy with other values of these fields. Nothing is checked: the values must be checked ones."""
         other = copy.copy(self)
         for name, value in fields.items():
             setattr(other, name, value)
@@ -268,14 +266,14 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
 
     @property
     def stop_strings(self) -> list[str]:
-        """`stop` as a list; empty when there is none."""
+        """Return `stop` as a list, empty if there is none."""
         return self.stop if isinstance(self.stop, list) else []
 
 
 #: Every number of SamplingParams by name.
 NUMBERS = declared_parameters(SamplingParams)
 _check_numbers = NumberChecks(NUMBERS)
-#: The numbers that say how a token is drawn. A beam search draws none, and takes no defaults of these.
+#: The numbers that control how a token is drawn. A beam search draws none, and takes no defaults of these.
 OF_DRAWS = tuple(name for name, one in NUMBERS.items() if one.parameter.is_of_draws)
 
 
@@ -288,7 +286,7 @@ def check_num_logprobs(params: SamplingParams, *, vocab_size: int, max_logprobs:
         asked = vocab_size if count == -1 else count or 0
         if max_logprobs != -1 and asked > max_logprobs:
             raise InvalidRequestError(
-                f"{name}={count} asks for {asked} tokens at each position and this engine reports at most "
+                f"{name}={count} asks for {asked} tokens at each position, but this engine reports at most "
                 f"{max_logprobs}: ask for fewer, or start the engine with a larger max_logprobs (-1: any number)"
             )
 
@@ -296,7 +294,9 @@ def check_num_logprobs(params: SamplingParams, *, vocab_size: int, max_logprobs:
 def _truncation(value: object) -> int:
     count = integer("truncate_prompt_tokens", value, -1, _INT32)
     if count == 0:
-        raise InvalidRequestError("truncate_prompt_tokens must be at least 1, or -1 for what the model takes, got 0")
+        raise InvalidRequestError(
+            "truncate_prompt_tokens must be at least 1, or -1 for as many as the model takes, got 0"
+        )
     return count
 
 

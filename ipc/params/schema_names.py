@@ -1,8 +1,8 @@
-"""keep_names(): a JSON schema whose rules of names hold however a name is written, and lead into no dead end.
+"""keep_names(): a JSON schema whose rules for names hold for every spelling of a name, and never lead to a dead end.
 
-llguidance lets the names of additional properties have escapes, so a declared name could be written once more as
-another one. Names of a pattern have none. And behind an object's last possible name it allows a comma, if a pattern of
-names has only names that are declared.
+llguidance allows escapes in the names of additional properties, so a declared name could appear again in another
+spelling. Names from a pattern have no escapes. After an object's last possible name llguidance allows a comma if a
+pattern matches only declared names.
 """
 
 from typing import Any
@@ -12,25 +12,25 @@ from ipc.params.finite_pattern import texts_of
 from ipc.params.json_schemas import rewrite
 
 MAX_OPTIONAL = 480  # properties of an object that may be missing
-_MAX_FINITE = 64  # names of a pattern, beside the declared ones, that become properties
-_MAX_NAME_CHARS = 4096  # of all declared names of an object whose other names get a pattern
-#: Keywords of a schema that is one with other schemas: what they say is joined name by name.
+_MAX_FINITE = 64  # names of a pattern, in addition to the declared ones, that become properties
+_MAX_NAME_CHARS = 4096  # total length of an object's declared names up to which its other names get a pattern
+#: Keywords that combine a schema with other schemas: their rules are joined name by name.
 _JOINS = frozenset(("allOf", "anyOf", "oneOf", "$ref", "if", "then", "else", "dependentSchemas", "dependencies"))
 _TREE = dict[str, Any]  # by character; "" = a name ends here
 
 
 def keep_names(schema: Any) -> Any:
-    """Return a copy of the schema that means the same. A value that is no schema is returned as it is.
+    """Return a copy of the schema with the same meaning. A value that is not a schema is returned unchanged.
 
-    A pattern of few names becomes properties. The names that an open object does not declare become a pattern, but not
-    where schemas are joined or other patterns stand beside it: there escapes remain.
+    A pattern with few names becomes properties. The names that an open object does not declare become a pattern, unless
+    schemas are combined or there are other patterns: escapes remain possible there.
     """
     copy = rewrite(schema, _spell_patterns)
     return copy if _has_joins(copy) else rewrite(copy, _name_others)
 
 
 def check_number_of_names(schema: Any) -> None:
-    """Refuse an object of more optional properties than one position of llguidance's parser has room for.
+    """Refuse an object with more optional properties than one position of llguidance's parser has room for.
 
     Errors: InvalidRequestError.
     """
@@ -59,7 +59,7 @@ def _spell_patterns(schema: dict[str, Any]) -> None:
     if not isinstance(patterns, dict) or not isinstance(declared, dict):
         return
     texts = {pattern: texts_of(pattern, len(declared) + _MAX_FINITE) for pattern in patterns}
-    if None in texts.values():  # a pattern without an end leaves another name, whatever is declared
+    if None in texts.values():  # a pattern without an end matches further names, whatever is declared
         return
     names = dict(declared)
     for pattern, value in patterns.items():
@@ -79,7 +79,7 @@ def _name_others(schema: dict[str, Any]) -> None:
 
 
 def _other_names(names: dict[str, Any]) -> str:
-    """Return a pattern of all names but these."""
+    """Return a pattern for all names except these."""
     tree: _TREE = {}
     for name in names:
         node = tree
@@ -90,7 +90,7 @@ def _other_names(names: dict[str, Any]) -> str:
 
 
 def _pattern(tree: _TREE) -> str:
-    """Return a pattern of the texts that are not in a tree. It recurses as deep as the longest name is."""
+    """Return a pattern for the texts that are not in a tree. It recurses to the length of the longest name."""
     begins = {f"\\x{{{ord(one):x}}}": node for one, node in tree.items() if one}
     ways = [f"[^{''.join(begins)}](?s:.*)" if begins else "(?s:.+)"]
     ways += [f"{begin}{_pattern(node)}" for begin, node in begins.items()]

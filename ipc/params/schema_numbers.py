@@ -1,7 +1,7 @@
-"""keep_numbers(): a JSON schema whose large numbers are obeyed as they are written, or refused.
+"""keep_numbers(): a JSON schema whose large numbers are enforced exactly, or refused.
 
-llguidance reads all numbers as float64, and those of integers as int64. From 2**53 on it rounds them: a const of 18
-digits allowed another number, and a bound allowed numbers beyond it. Near -2**63 it fails.
+llguidance reads numbers as float64, and bounds of integers as int64. Above 2**53 it rounds them: a const of 18 digits
+allowed another number, and a bound allowed numbers beyond it. Near -2**63 it fails.
 """
 
 import math
@@ -12,17 +12,17 @@ from ipc.params.json_schemas import rewrite
 
 #: Integers up to here are exact in float64.
 _EXACT = 2**53
-_MOST = 2**63 - 1  # of integers; float64 rounds it up, and llguidance then takes it for itself
-_LEAST = -(2**63) + 1024  # the least float64 above -2**63
+_MOST = 2**63 - 1  # of integers; float64 rounds it up, and llguidance still reads it as this value
+_LEAST = -(2**63) + 1024  # the smallest float64 above -2**63
 _LOWER, _UPPER = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 
 
 def keep_numbers(schema: Any) -> Any:
-    """Return a copy of the schema, in which bounds beyond 2**53 are exact in float64, inside the bounds given.
+    """Return a copy of the schema, in which bounds beyond 2**53 are exact in float64 and within the given bounds.
 
-    A lower bound of integers is raised to -2**63 + 1024, so the 1,024 least of 64 bits are not written where one is
-    given. A value that is no schema is returned as it is.
-    Errors: InvalidRequestError for a const, a value of an enum, or a bound that cannot be obeyed.
+    A lower bound of integers is raised to -2**63 + 1024, so the 1,024 smallest 64-bit integers are not generated if one
+    is given. A value that is not a schema is returned unchanged.
+    Errors: InvalidRequestError for a const, an enum value, or a bound that cannot be enforced.
     """
     return rewrite(schema, _keep)
 
@@ -59,7 +59,7 @@ def _is_of_integers(schema: dict[str, Any]) -> bool:
 
 
 def _inside(bound: float, towards: float) -> float:
-    """Return the nearest number to this one that is exact in float64, on this side."""
+    """Return the nearest number on this side that is exact in float64."""
     if not isinstance(bound, int) or abs(bound) <= _EXACT:
         return bound
     near = float(bound)
@@ -69,7 +69,7 @@ def _inside(bound: float, towards: float) -> float:
 
 
 def _check(name: str, value: Any) -> None:
-    """Check all integers of a value of a const or an enum, 1e20 too. Errors: InvalidRequestError."""
+    """Check all integers in a const or enum value, including those written as 1e20. Errors: InvalidRequestError."""
     if isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
             _check(name, part)

@@ -1,7 +1,7 @@
-"""plain_texts(): a JSON schema whose patterns and dates mean in llguidance what they mean in JSON Schema.
+"""plain_texts(): a JSON schema whose patterns and dates have the same meaning in llguidance as in JSON Schema.
 
 Patterns of JSON Schema are ECMA 262's. llguidance reads Rust's, in whose classes `[`, `&&`, `--` and `~~` are
-operators. Its own forms of dates and times take days and seconds that do not exist, so they are patterns here.
+operators. Its own date and time formats accept days and seconds that do not exist, so they are patterns here.
 """
 
 from collections.abc import Iterator
@@ -19,12 +19,12 @@ _TIME = rf"{_HOUR}:[0-5][0-9](?:\.[0-9]+)?(?:Z|[+-]{_HOUR})"
 #: RFC 3339's forms: years 1 to 9999, days that exist, no leap seconds.
 _FORMATS = {"date": _DATE, "time": _TIME, "date-time": f"{_DATE}T{_TIME}"}
 _MAX_HOSTNAME = 253
-#: Escapes in a class that stand for several characters, so that no range begins or ends with them.
+#: Escapes in a class that mean several characters, so no range begins or ends with them.
 _SETS = frozenset("dDwWsSpP")
 
 
 def plain_texts(schema: Any) -> Any:
-    """Return a copy of the schema with these patterns and formats. A value that is no schema is returned as it is.
+    """Return a copy of the schema with these patterns and formats. A value that is not a schema is returned unchanged.
 
     Errors: InvalidRequestError for a pattern that matches nothing.
     """
@@ -67,7 +67,7 @@ def _change(schema: dict[str, Any]) -> None:
 
 
 def _class(pattern: str, at: int) -> tuple[str, int]:
-    """Return the class that begins behind this `[`, and the index behind its end."""
+    """Return the class that begins after this `[`, and the index after its end."""
     is_negated = pattern.startswith("^", at)
     atoms, at = _atoms(pattern, at + is_negated)
     if not atoms:
@@ -78,7 +78,7 @@ def _class(pattern: str, at: int) -> tuple[str, int]:
 
 
 def _atoms(pattern: str, at: int) -> tuple[list[str], int]:
-    """Return the characters and escapes of a class as they are written, and the index behind its end."""
+    """Return the characters and escapes of a class as written, and the index after its end."""
     atoms = list[str]()
     while at < len(pattern) and pattern[at] != "]":
         size = 1
@@ -92,7 +92,7 @@ def _atoms(pattern: str, at: int) -> tuple[list[str], int]:
 
 
 def _members(atoms: list[str]) -> Iterator[str]:
-    """Yield the parts of a class: a hyphen between two characters makes a range, and any other is itself."""
+    """Yield the parts of a class: a hyphen between two characters makes a range; any other hyphen is a character."""
     at = 0
     while at < len(atoms):
         first, behind = atoms[at], atoms[at + 1 : at + 3]

@@ -1,7 +1,7 @@
 """The formats of a structural tag, as XGrammar names them: a tree of chunks of text.
 
-Each kind is a class here, with the fields and defaults of XGrammar 0.2. What the engine does not do is refused by its
-name: token-level kinds, styles other than JSON's, and budgets of tokens.
+Each kind is a class here, with the fields and defaults of XGrammar 0.2. Unsupported parts are refused by name:
+token-level kinds, styles other than JSON's, and budgets of tokens.
 """
 
 from collections.abc import Iterable, Iterator
@@ -11,13 +11,13 @@ import msgspec
 
 from ipc.errors import InvalidRequestError, UnsupportedParameterError
 
-#: Formats of one tree. Each is a rule or a part of one.
+#: Formats of one tree. Each is a rule or part of one.
 MAX_FORMATS = 1024
 #: Formats, tags or strings in one list.
 MAX_ELEMENTS = 256
-#: Characters of a string that free text is searched for.
+#: Most characters of a string to search for in free text.
 MAX_MARK_CHARS = 1024
-#: Repetitions, and characters of free text, that a format may count.
+#: Most repetitions, or characters of free text, that a format may count.
 MAX_COUNT = 1 << 16
 
 _Mark = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_MARK_CHARS)]
@@ -29,7 +29,7 @@ _Tags = Annotated[list["Tag"], msgspec.Meta(min_length=1, max_length=MAX_ELEMENT
 
 
 class _Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="type"):
-    """What the formats have in common: `type` names the kind, and an unknown field is an error."""
+    """Base of the formats: `type` names the kind, and an unknown field is an error."""
 
 
 class ConstString(_Node, frozen=True, tag="const_string"):
@@ -48,7 +48,7 @@ class JsonSchema(_Node, frozen=True, tag="json_schema"):
 
 
 class AnyText(_Node, frozen=True, tag="any_text"):
-    """Any text in which none of `excludes` occurs, and no end of the innermost tag around it."""
+    """Any text that contains none of `excludes`, and no end of the innermost tag around it."""
 
     excludes: _Marks = []
     max_tokens: None = None
@@ -56,7 +56,7 @@ class AnyText(_Node, frozen=True, tag="any_text"):
 
 
 class Grammar(_Node, frozen=True, tag="grammar"):
-    """A text of a grammar in the notation of GBNF, whose first rule is `root`."""
+    """A text of a grammar in GBNF notation, whose first rule is `root`."""
 
     grammar: Annotated[str, msgspec.Meta(min_length=1)]
 
@@ -119,17 +119,17 @@ class Tag(_Node, frozen=True, tag="tag"):
 
 
 class TriggeredTags(_Node, frozen=True, tag="triggered_tags"):
-    """Any text, in which each trigger is the beginning of one of the tags that begin with it."""
+    """Any text, in which each trigger must start one of the tags that begin with it."""
 
     triggers: Annotated[list[_Mark], msgspec.Meta(min_length=1, max_length=MAX_ELEMENTS)]
     tags: _Tags
     at_least_one: bool = False  # a tag comes first
     stop_after_first: bool = False  # nothing follows a tag
-    excludes: _Marks = []  # occur in no text between tags
+    excludes: _Marks = []  # must not occur in text between tags
 
 
 class TagsWithSeparator(_Node, frozen=True, tag="tags_with_separator"):
-    """Any number of tags, with the separator between two."""
+    """Any number of tags, with the separator between them."""
 
     tags: _Tags
     separator: str
@@ -138,7 +138,7 @@ class TagsWithSeparator(_Node, frozen=True, tag="tags_with_separator"):
 
 
 class Dispatch(_Node, frozen=True, tag="dispatch"):
-    """Any text, in which a rule's format follows its pattern."""
+    """Any text, in which a rule's pattern is followed by its format."""
 
     rules: Annotated[list[tuple[_Mark, "Format"]], msgspec.Meta(min_length=1, max_length=MAX_ELEMENTS)]
     loop: bool = True  # text may follow again
@@ -178,7 +178,7 @@ _REFUSED_VALUES = {"style": "json", "any_order": False, "max_whitespace_cnt": No
 
 
 def read_format(value: dict[str, Any]) -> Format:
-    """Return the format of a structural tag. Errors: InvalidRequestError, which names the place in the tree."""
+    """Return the format of a structural tag. Errors: InvalidRequestError that names the position in the tree."""
     _check_known(value.get("format"), "format")
     try:
         top = msgspec.convert(value, _Top)
@@ -194,7 +194,7 @@ def read_format(value: dict[str, Any]) -> Format:
 
 
 def _nodes(node: Format, place: str, ends: tuple[str, ...]) -> Iterator[tuple[Format, str, tuple[str, ...]]]:
-    """Yield a format and all within it, each with its place and the ends of the innermost tag around it."""
+    """Yield a format and all formats in it, each with its position and the ends of the innermost tag around it."""
     yield node, place, ends
     match node:
         case Sequence() | Or():
@@ -213,15 +213,15 @@ def _nodes(node: Format, place: str, ends: tuple[str, ...]) -> Iterator[tuple[Fo
 
 
 def _check(node: Format, place: str, ends: tuple[str, ...]) -> None:
-    """Refuse what a format's fields say together that cannot be."""
+    """Refuse contradictory fields of a format."""
     match node:
         case TriggeredTags():
             for index, tag in enumerate(node.tags):
                 count = sum(map(tag.begin.startswith, node.triggers))
                 if count != 1:
-                    text = f"{count} triggers begin {tag.begin!r:.80}, and it needs exactly one"
+                    text = f"{count} triggers begin {tag.begin!r:.80}; exactly one must"
                     raise InvalidRequestError(f"structural_tag: {place}.tags[{index}].begin: {text}")
-            if not (node.at_least_one and node.stop_after_first):  # else there is no free text
+            if not (node.at_least_one and node.stop_after_first):  # otherwise there is no free text
                 _check_triggers(f"{place}.triggers", node.triggers, (*node.excludes, *ends))
         case Dispatch():
             _check_triggers(f"{place}.rules", [pattern for pattern, _ in node.rules], node.excludes)
@@ -230,18 +230,19 @@ def _check(node: Format, place: str, ends: tuple[str, ...]) -> None:
 
 
 def _check_triggers(place: str, triggers: list[str], excludes: Iterable[str]) -> None:
-    """Refuse a trigger that no text reaches, as another mark is a part of it."""
+    """Refuse a trigger that no text can reach because another mark is a part of it."""
     for index, trigger in enumerate(triggers):
         for other in (*triggers[:index], *triggers[index + 1 :], *excludes):
             if other in trigger:
                 text = (
-                    f"{trigger!r:.80} contains {other!r:.80}, another trigger, or excluded, or an end of the tag around"
+                    f"{trigger!r:.80} contains {other!r:.80}, which is another trigger, an excluded text, or an "
+                    "end of the tag around it"
                 )
                 raise InvalidRequestError(f"structural_tag: {place}[{index}]: {text}")
 
 
 def _check_known(value: object, place: str) -> None:
-    """Refuse what XGrammar has and this engine has not, by its name. A schema's own words are not looked at."""
+    """Refuse by name what XGrammar has and this engine does not. A schema's content is not examined."""
     if isinstance(value, list):
         for index, one in enumerate(value):
             _check_known(one, f"{place}[{index}]")

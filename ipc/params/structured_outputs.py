@@ -26,30 +26,30 @@ MAX_STRUCTURAL_TAGS = 256
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 #: The kinds whose grammar contains a JSON schema, to which the options apply.
 _JSON_KINDS = ("json", "json_object", "structural_tag")
-#: A string of JSON, or a bracket. It takes linear time for any text: no string that has begun fails to match.
+#: A JSON string, or a bracket. It takes linear time for any text: a string that has begun always matches.
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*+"?|[{}\[\]]', re.DOTALL)
 
 
-#: Bounds of what a decoder makes, before it is made. A schema is text on the wire: a dict is for Python's callers.
+#: Bounds that a decoder checks before it makes a value. A schema is text on the wire; a dict is for Python callers.
 _NoWireDict = Annotated[dict[str, Any], msgspec.Meta(max_length=0)]
 _Choices = Annotated[list[str], msgspec.Meta(max_length=MAX_CHOICES)]
 
 
 class StructuredOutputsParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_only=True, weakref=True):
-    """What the output must be: exactly one of json, regex, choice, grammar, json_object and structural_tag.
+    """The required form of the output: exactly one of json, regex, choice, grammar, json_object and structural_tag.
 
     New fields are appended and none is removed, for the wire format. Errors: InvalidRequestError that names the field
-    and what is allowed. Whether the engine can compile the grammar is known only when the request arrives there.
+    and what is allowed. Whether a grammar can be compiled is known only when the request arrives at the engine.
     """
 
-    json: str | _NoWireDict | None = None  # a JSON schema; kept as its text
+    json: str | _NoWireDict | None = None  # a JSON schema; stored as text
     regex: str | None = None  # matches the whole output
     choice: _Choices | None = None  # the output is one of these
     grammar: str | None = None  # in Lark's or GBNF's notation; it begins with the rule start (GBNF: root)
     json_object: bool | None = None  # any JSON object
     disable_any_whitespace: bool = False  # JSON without white space between its parts
-    disable_additional_properties: bool = False  # as if each schema of an object with properties forbade others
-    whitespace_pattern: str | None = None  # regex of the white space between JSON's parts; default: up to 20 characters
+    disable_additional_properties: bool = False  # as if each object schema with properties forbade others
+    whitespace_pattern: str | None = None  # regex for white space in JSON; default: up to 20 characters
     #: JSON text: {"format": {"type": ..., ...}}, or the older {"structures": [{begin, schema, end}, ...],
     #: "triggers": [...]}
     structural_tag: str | _NoWireDict | None = None
@@ -79,14 +79,14 @@ class StructuredOutputsParams(msgspec.Struct, array_like=True, omit_defaults=Tru
 
     @property
     def kind(self) -> str:
-        """The one field that is given."""
+        """Return the field that is given."""
         return next(name for name in _KINDS if getattr(self, name) is not None)
 
     def _check_options(self, kind: str) -> None:
         options = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
         used = [name for name in options if getattr(self, name)]
         if used and kind not in _JSON_KINDS:
-            raise InvalidRequestError(f"{used[0]} is about JSON and has no effect on {kind}: leave it out")
+            raise InvalidRequestError(f"{used[0]} applies to JSON and has no effect on {kind}: leave it out")
         if self.disable_any_whitespace and self.whitespace_pattern is not None:
             raise InvalidRequestError("disable_any_whitespace and whitespace_pattern contradict each other: give one")
 
@@ -135,7 +135,7 @@ def _parse_object(name: str, text: str) -> dict[str, Any]:
 
 
 def _depth(text: str) -> int:
-    """Return how deep the brackets of a JSON text nest. Those within strings do not count."""
+    """Return how deep the brackets of a JSON text nest, without those in strings."""
     deepest = depth = 0
     for bracket in _BRACKETS.findall(text):
         if bracket in "{[":
@@ -164,9 +164,9 @@ def _check_structural_tag(text: object) -> None:
 
 
 class StructuralTag(msgspec.Struct, frozen=True):
-    """One tag: after `trigger` follows the rest of `begin`, then JSON by the schema, then `end`."""
+    """One tag: `trigger` is followed by the rest of `begin`, then JSON by the schema, then `end`."""
 
-    trigger: str  # a beginning of `begin`
+    trigger: str  # a prefix of `begin`
     begin: str
     schema: dict[str, Any]
     end: str
@@ -175,7 +175,7 @@ class StructuralTag(msgspec.Struct, frozen=True):
 def read_structural_tag(text: str) -> list[StructuralTag] | Format:
     """Return the tags of a structural_tag's JSON text, or the format of one of the newer form.
 
-    Errors: InvalidRequestError, and UnsupportedParameterError for what XGrammar has and this engine has not.
+    Errors: InvalidRequestError, and UnsupportedParameterError for what XGrammar has and this engine does not.
     """
     value = _parse_object("structural_tag", text)
     if "format" in value:
@@ -193,6 +193,6 @@ def read_structural_tag(text: str) -> list[StructuralTag] | Format:
             raise InvalidRequestError(f"a structure has begin (str), schema (object) and end (str), got {entry!r:.80}")
         trigger = next((trigger for trigger in triggers if begin.startswith(trigger)), None)
         if trigger is None:
-            raise InvalidRequestError(f"no trigger begins the structure's begin {begin!r:.80}")
+            raise InvalidRequestError(f"no trigger is a prefix of the structure's begin {begin!r:.80}")
         tags.append(StructuralTag(trigger, begin, schema, end))
     return tags

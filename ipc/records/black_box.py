@@ -1,8 +1,8 @@
-"""The black box: a page of shared memory in which an engine notes what it is doing, and which survives its death.
+"""The black box: a page of shared memory with the engine's current step, which survives the engine's death.
 
 The engine process writes (core/process/black_box.py); its supervisor, health checks and `top` read it without asking
-the engine, also while it hangs and after it has died. The page is made by the engine's owner and outlives restarts. All
-numbers are little-endian int64 where nothing else is said; times are ns of the machine's monotonic clock.
+the engine, also while it hangs and after it has died. The engine's owner makes the page, which survives restarts. All
+numbers are little-endian int64 unless stated otherwise; times are ns of the machine's monotonic clock.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from ipc.wire.feature_messages import FeatureUse, without_ids
 
 DIGEST_BYTES = 16
 NUM_SIZES = 32  # classes of steps by their tokens: 1, 2-3, 4-7, ...
-NAME = "engine-core-black-box"  # of the memory file, as /proc/PID/fd shows it
+NAME = "engine-core-black-box"  # of the memory file, as shown in /proc/PID/fd
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -33,10 +33,10 @@ _encoder = msgspec.msgpack.Encoder()
 def request_digest(
     prompt_token_ids: bytes, params: SamplingParams | PoolingParams, features: Sequence[FeatureUse] = ()
 ) -> bytes:
-    """Return the digest by which requests are told apart that kill an engine: of the prompt (int32) and its options.
+    """Return the digest that identifies requests that kill an engine: of the prompt (int32) and its options.
 
-    Requests that differ in their seeds alone are one, unless the caller gave the seeds. features: they count by their
-    content, whatever ids the prompt has in their place.
+    Requests that differ only in their seeds count as one, unless the caller gave the seeds. features: they count by
+    their content; the ids in their place in the prompt do not matter.
     """
     if isinstance(params, SamplingParams) and params.prompt_logprobs is not None:  # of the first choice only
         params = params.changed(prompt_logprobs=None)
@@ -46,7 +46,7 @@ def request_digest(
 
 
 class Reading(NamedTuple):
-    """What the page says at one moment. Each number is right by itself; they may be those of two moments."""
+    """The page's content at one time. Each number is right by itself, but they may be from two different times."""
 
     epoch: int  # -1 = no engine has written yet
     pid: int
@@ -57,7 +57,7 @@ class Reading(NamedTuple):
     num_tokens: int  # of it
     num_running_before: int  # in the step before it
     num_tokens_before: int
-    stored: int  # where the page has the columns of the step, and how old these are: 2 * (steps since) + slot
+    stored: int  # position and age of the step's columns: 2 * (steps since they were written) + slot
     stored_before: int  # of the step before it
     num_ended: int  # steps
     num_turns: int  # of the engine's loop, which turns at least every 5 s
@@ -72,7 +72,8 @@ class Reading(NamedTuple):
 
 NO_READING = Reading(-1, *(0,) * 14)
 
-#: The header: a Reading. Its writer sets each of its three parts at once, the first one last. The epoch is stored + 1.
+#: The header: a Reading. Its writer writes each of its three parts in one go, the first part last. The epoch is stored
+#: + 1.
 HEADER = struct.Struct("<15q")
 PROCESS, BEGUN, TURNED = (struct.Struct(f"<{size}q") for size in (2, 9, 4))
 BEGUN_AT = PROCESS.size
@@ -103,19 +104,19 @@ class Page:
             return part
 
         self.slowest_ns = take("<i8", 2, NUM_SIZES)  # by size of steps: in this window of steps, and in the last one
-        #: Two slots for the columns of the last two plans. A plan of the same rows as the one before it, with one token
-        #: of each in both, stores nothing: its columns are those, with one token more of each row.
-        #: By row: tokens computed when the plan has run.
+        #: Two slots for the columns of the last two plans. A plan with the same rows as the one before, and one token
+        #: of each row in both, stores nothing: its columns are the earlier ones, with one token more for each row.
+        #: By row: tokens computed after the plan has run.
         self.ends = take("<i8", 2, num_rows)
         self.rows = take("<i4", 2, num_rows)  # of the plan
         self.counts = take(
             "<i4", 2, num_rows
-        )  # of the plan: tokens that it computes of each row; not set if it is one of each
+        )  # of the plan: tokens that it computes of each row; not set if it is one for each
         self.digests = take("u1", num_rows, DIGEST_BYTES)  # by row
 
 
 def size_of(num_rows: int) -> int:
-    """Return the bytes of a page for an engine with so many rows."""
+    """Return the bytes of a page for an engine with this many rows."""
     return HEADER.size + 16 * NUM_SIZES + num_rows * (16 + 8 + 8 + DIGEST_BYTES)
 
 
@@ -161,7 +162,7 @@ class BlackBoxReader:
 
 
 def find_black_box(pid: int, num_rows: int) -> BlackBoxReader | None:
-    """Return a reader of the black box of an engine on this machine; None where this user may not read it.
+    """Return a reader of the black box of an engine on this machine; None if this user may not read it.
 
     pid: the engine process's, as Welcome has it; num_rows: its max_num_seqs.
     """
@@ -174,7 +175,7 @@ def find_black_box(pid: int, num_rows: int) -> BlackBoxReader | None:
 
 
 class BlackBoxFile:
-    """A new page in memory, for the owner of an engine. It is freed with this object, and with all who mapped it."""
+    """A new page in memory, for the owner of an engine. It is freed once this object and all mappings are gone."""
 
     def __init__(self, num_rows: int) -> None:
         self.fd = make_memory_file(NAME, size_of(num_rows))

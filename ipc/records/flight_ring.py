@@ -1,7 +1,7 @@
 """The flight ring: shared memory with the last records of an engine's capture, which survives the engine's death.
 
-It has two halves. Each begins with the header of a capture and, but for the engine's first one, with a checkpoint, so
-that each replays alone; then come frames of ipc/records/log_frames.py as they are in a capture. The engine fills one
+It has two halves. Each begins with the header of a capture and, except for the engine's first one, with a checkpoint,
+so that each replays on its own. Then follow frames of ipc/records/log_frames.py, as in a capture. The engine fills one
 half and then the other. The numbers before them are little-endian int64: bytes of a half; then for each half its
 generation (1, 2, 3, ... in the order in which halves were begun, 0 = it is being prepared) and its bytes in use.
 """
@@ -14,27 +14,30 @@ from typing import NamedTuple
 
 from ipc.machine.memory_files import find_memory_files, make_memory_file
 
-NAME = "engine-core-flight"  # of the memory file, as /proc/PID/fd shows it
+NAME = "engine-core-flight"  # of the memory file, as shown in /proc/PID/fd
 HALVES_AT = 4096  # where the first half begins; the second one follows it
 _SIZE = struct.Struct("<q")
 HALF = struct.Struct("<2q")  # generation, bytes in use
-_TRIES = 100  # to read a ring that is written meanwhile
+_TRIES = 100  # to read a ring while it is written
 
 
 def half_at(half: int) -> int:
-    """Return where the numbers of a half (0 or 1) are."""
+    """Return the offset of the numbers of a half (0 or 1)."""
     return _SIZE.size + half * HALF.size
 
 
 class Half(NamedTuple):
-    """What one half had at one moment."""
+    """The content of one half at one time."""
 
     generation: int
     data: bytes
 
 
 class FlightFile:
-    """A new ring, for the owner of one engine process. It is freed with this object, and with all who have it open."""
+    """A new ring, for the owner of one engine process.
+
+    It is freed once this object and all open descriptors are gone.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         half_bytes = num_bytes // 2
@@ -50,7 +53,7 @@ def ring_half_bytes(memory: mmap.mmap) -> int:
 
 
 def read_ring(fd: int) -> list[Half]:
-    """Return the halves that have records, the older one first. An engine may be writing meanwhile."""
+    """Return the halves that have records, the older one first. An engine may write at the same time."""
     with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as memory:
         size = ring_half_bytes(memory)
         for _ in range(_TRIES):
@@ -66,7 +69,7 @@ def read_ring(fd: int) -> list[Half]:
 
 
 def find_ring(pid: int) -> list[Half]:
-    """Return what read_ring() does, of an engine process of this user on this machine; empty: it has no ring."""
+    """Return read_ring()'s result for an engine process of this user on this machine; empty: it has no ring."""
     for fd in find_memory_files(pid, NAME):
         return read_ring(fd)
     return []

@@ -1,4 +1,4 @@
-"""Frames of a log file. A checksum and a sequence number in each distinguish a torn tail from damage.
+"""Frames of a log file. A checksum and a sequence number in each frame distinguish a torn tail from damage.
 
 Frame, little-endian: u32 payload length, u32 CRC-32 of all that follows it, u64 sequence, u8 tag (1 to 255), payload.
 """
@@ -34,7 +34,7 @@ class Frame(NamedTuple):
 
     @property
     def end(self) -> int:
-        """Return the offset in bytes just behind the frame."""
+        """Return the offset in bytes just after the frame."""
         return self.offset + _HEAD.size + len(self.payload)
 
 
@@ -47,7 +47,7 @@ def pack_frame(sequence: int, tag: int, payload: bytes) -> bytes:
 
 
 def frame_of(checked: bytes) -> bytes:
-    """Return the frame whose sequence, tag and payload these bytes are, as its checksum covers them."""
+    """Return the frame with these bytes as sequence, tag and payload (the part that its checksum covers)."""
     return _UNCHECKED.pack(len(checked) - _CHECKED.size, zlib.crc32(checked)) + checked
 
 
@@ -58,7 +58,7 @@ def put_frame(memory: Any, begin: int, end: int, checked: bytes) -> None:
 
 
 def read_frame(data: Data, offset: int) -> Frame | None:
-    """Return the frame at this offset; None when there is no whole and sound one."""
+    """Return the frame at this offset; None if there is no complete and valid one."""
     begin = offset + _HEAD.size
     if begin > len(data):
         return None
@@ -72,9 +72,9 @@ def read_frame(data: Data, offset: int) -> Frame | None:
 
 
 def read_frames(data: Data, offset: int = 0) -> Iterator[Frame]:
-    """Yield the frames from that of `offset` on, up to a torn tail: a rest of the data that holds no sound frame.
+    """Yield the frames from `offset`, up to a torn tail: a rest of the data without a valid frame.
 
-    Errors: CaptureFileError when a sound frame lies behind one that is not: damage in the middle.
+    Errors: CaptureFileError if a valid frame follows an invalid one: damage in the middle.
     """
     sequence = -1
     while (frame := read_frame(data, offset)) is not None:
@@ -82,13 +82,13 @@ def read_frames(data: Data, offset: int = 0) -> Iterator[Frame]:
         offset, sequence = frame.end, frame.sequence
     if (later := _find_frame(data, offset, sequence)) is not None:
         raise CaptureFileError(
-            f"damaged at byte {offset}: the record after sequence {sequence} is not whole, and sound records follow "
-            f"from byte {later.offset} (sequence {later.sequence}) on"
+            f"damaged at byte {offset}: the record after sequence {sequence} is not complete, and valid records "
+            f"follow from byte {later.offset} (sequence {later.sequence})"
         )
 
 
 def _find_frame(data: Data, offset: int, sequence: int) -> Frame | None:
-    """Return the first sound frame behind `offset` whose sequence is greater."""
+    """Return the first valid frame after `offset` with a greater sequence."""
     for match in _HEAD_END.finditer(data, offset):
         begin = match.end() - _HEAD.size
         if begin > offset and (frame := read_frame(data, begin)) is not None and frame.sequence > sequence:

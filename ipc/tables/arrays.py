@@ -33,8 +33,8 @@ NO_UINT8S: UInt8s = np.zeros(0, np.uint8)
 def dtype_of(kind: Any) -> np.dtype[Any]:
     """Return the dtype of a column's type.
 
-    kind: NDArray[scalar], which is ndarray[shape, dtype[scalar]]; from NumPy 2.5 on it is an alias whose only argument
-    is the scalar, and msgspec resolves it to that same ndarray.
+    kind: NDArray[scalar], which is ndarray[shape, dtype[scalar]]; since NumPy 2.5 it is an alias whose only argument is
+    the scalar, and msgspec resolves it to that same ndarray.
     """
     *_, last = get_args(kind)
     *_, scalar = get_args(last) or (last,)

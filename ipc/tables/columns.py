@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 
 from ipc.tables.arrays import Rows, dtype_of
 
-# Unused entries behind each column. Tables grow by doubling, and columns a power of two of bytes apart share the same
-# few sets of the cache: at 4,096 rows a step of the scheduler that reads several columns took 5 % longer.
+# Unused entries after each column. Tables grow by doubling, and columns a power of two of bytes apart would share a few
+# sets of the cache: at 4,096 rows a step of the scheduler that reads several columns took 5 % longer.
 _COLUMN_GAP = 8
-#: Attributes that follow from the columns and their blocks.
+#: Attributes derived from the columns and their blocks.
 _OWN = ("_blocks", "_names", "_empty", "_bound")
 
 
@@ -43,7 +43,7 @@ class Columns:
         self.grow_columns(num_rows)
 
     def _declare(self) -> None:
-        """Set what the class's columns alone decide."""
+        """Set what depends on the class's columns alone."""
         self._names: dict[np.dtype[Any], list[str]] = {}
         self._empty: dict[np.dtype[Any], NDArray[Any]] = {}  # [columns, 1]
         self._bound: dict[str, NDArray[Any]] = {}
@@ -53,14 +53,14 @@ class Columns:
 
     @property
     def num_column_rows(self) -> int:
-        """Number of rows of the columns."""
+        """Return the number of rows of the columns."""
         num_rows: int = next(iter(self._blocks.values())).shape[1]
         return num_rows
 
     def grow_columns(self, num_rows: int) -> None:
         """Add empty rows up to num_rows. Columns become new arrays; existing rows keep their values."""
         for dtype, block in self._blocks.items():
-            # Zeros, because a checkpoint has the gap, too: it must not have what the memory held before.
+            # Zeros, because a checkpoint includes the gap: it must not contain old memory.
             wide = np.zeros((len(block), num_rows + _COLUMN_GAP), dtype)[:, :num_rows]
             wide[:, : block.shape[1]] = block
             wide[:, block.shape[1] :] = self._empty[dtype]
@@ -75,12 +75,12 @@ class Columns:
                 self._bound[name] = values
 
     def parts(self) -> dict[str, Any]:
-        """Return the blocks as a list, and what is not of the columns, for a snapshot (core/capture/snapshot.py)."""
+        """Return the blocks as a list, and the other attributes, for a snapshot (core/capture/snapshot.py)."""
         others = {name: part for name, part in self.__dict__.items() if name not in self._bound and name not in _OWN}
         return {**others, "_blocks": list(self._blocks.values())}
 
     def set_parts(self, parts: dict[str, Any]) -> None:
-        """Become the table with these parts. Errors: ValueError for blocks that are not those of its columns."""
+        """Become the table with these parts. Errors: ValueError for blocks that do not fit its columns."""
         declared, blocks = _declared(type(self)), parts["_blocks"]  # type: ignore[arg-type]
         found = [(block.dtype, len(block)) for block in blocks]
         if found != [(dtype, len(columns)) for dtype, columns in declared.items()]:
@@ -101,14 +101,14 @@ class Columns:
         """Write whole rows in one assignment, for a table of int64 columns only.
 
         entries: [rows * columns], row after row, with an entry for every column in the order of their declaration.
-        Errors: ValueError where there are too many or too few.
+        Errors: ValueError if there are too many or too few.
         """
         (block,) = self._blocks.values()
         packed = struct.pack(f"={len(entries)}q", *entries)
         block[:, rows] = np.frombuffer(packed, np.int64).reshape(len(rows), len(block)).T
 
     def check_columns(self) -> None:
-        """Check that every column is the array that it was made. AssertionError names a column that was rebound."""
+        """Check that every column is still its original array. An AssertionError names a column that was rebound."""
         now = self.__dict__
         for name, values in self._bound.items():
             assert now[name] is values, f"column {name} of {type(self).__name__} was rebound: {now[name]!r:.80}"

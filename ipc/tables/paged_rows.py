@@ -12,7 +12,7 @@ from ipc.tables.arrays import AnyInts, Int32s, Ints, Positions, Rows
 
 
 class PagedRows:
-    """Rows of int32 values. The owner keeps each row's length; this class keeps the place of each value.
+    """Rows of int32 values. The owner keeps each row's length; this class keeps the position of each value.
 
     `extend` and `clear` touch one row (an event); `ensure`, `set` and `get` take columns of rows.
     """
@@ -144,7 +144,7 @@ class PagedRows:
         self._num_pages[row] = 0
 
     def blank_rest(self, rows: Rows, lengths: Ints) -> None:
-        """Set all values to 0 but the first lengths[i] of rows[i]: those of rows before are still there."""
+        """Set all values to 0 except the first lengths[i] of rows[i]: values of earlier rows are still there."""
         slots = [self._slots_of_row(*one) for one in zip(rows.tolist(), map(np.arange, lengths.tolist()), strict=True)]
         kept = np.concatenate([np.zeros(0, np.int64), *slots])
         values = self._flat[kept]
@@ -168,7 +168,7 @@ class PagedRows:
         self._num_pages[row] = count
 
     def _make_room(self, num_pages: int, num_more: int) -> None:
-        """Make room for rows of num_pages pages, and num_more free pages."""
+        """Make room for rows with num_pages pages, and num_more free pages."""
         if num_pages > self._index.shape[1]:
             width = max(num_pages, 2 * self._index.shape[1])
             wider = np.zeros((self.num_rows, width), np.int64)

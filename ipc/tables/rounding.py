@@ -16,5 +16,5 @@ def ceil_div(number: _Number, by: int) -> _Number:
 
 
 def round_up(number: _Number, to: int) -> _Number:
-    """Return the least multiple of `to` that is not below `number`."""
+    """Return the smallest multiple of `to` that is not below `number`."""
     return ceil_div(number, to) * to

@@ -20,7 +20,8 @@ def root_content(parts: Sequence[tuple[str, bytes]]) -> int:
     """Return a negative int64 that identifies `parts`: what distinguishes blocks of requests with the same tokens.
 
     parts: (tag, value) in the order that all requests use. Parts with an empty value are left out; without parts the
-    root is PLAIN_ROOT. Each tag and value follows its length in the hash, so different lists give different input.
+    root is PLAIN_ROOT. In the hash, each tag and value is preceded by its length, so different lists give different
+    input.
     """
     digest = blake2b(digest_size=8, person=b"engine-core root")
     is_plain = True

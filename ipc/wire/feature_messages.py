@@ -1,4 +1,4 @@
-"""Messages on features: rows of numbers that stand for tokens of a prompt, given as they are or made from pixels."""
+"""Messages on features: rows of numbers that replace tokens of a prompt, given directly or made from pixels."""
 
 import math
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-#: Kinds of features: rows [rows, hidden] float32, little-endian, which stand for the embeddings of tokens; ...
+#: Kinds of features: rows [rows, hidden] float32, little-endian, which replace the embeddings of tokens; ...
 EMBEDS = "embeds"
 #: ... and an image [height, width, 3] uint8 of the model's size, from which its vision encoder makes rows.
 PIXELS = "pixels"
@@ -17,14 +17,14 @@ ITEM_BYTES = {EMBEDS: 4, PIXELS: 1}
 DIGEST_BYTES = 32
 #: Most features of one request.
 MAX_FEATURES = 4096
-_Shape = Annotated[list[int], msgspec.Meta(max_length=8)]  # 3 at most are right
+_Shape = Annotated[list[int], msgspec.Meta(max_length=8)]  # at most 3 are valid
 
 
 class PutFeature(msgspec.Struct, frozen=True, array_like=True, tag=7):
     """Give the engine a feature, for later requests of this session that name its digest. It has no answer.
 
-    The engine keeps what a session has put in so many bytes (FeatureLimits.max_bytes): the oldest features give way.
-    What is wrong with a feature is said to the request that names it.
+    The engine keeps at most FeatureLimits.max_bytes of a session's features: beyond it the oldest are dropped. Errors
+    in a feature are reported for the request that names it.
     """
 
     kind: str  # EMBEDS or PIXELS
@@ -33,25 +33,25 @@ class PutFeature(msgspec.Struct, frozen=True, array_like=True, tag=7):
 
 
 class FeatureUse(msgspec.Struct, frozen=True, array_like=True, weakref=True):
-    """A feature in a prompt, by its content. The engine keeps it as long as such an object of a request lives."""
+    """A feature in a prompt, by its content. The engine keeps it as long as such an object of a request exists."""
 
-    position: int  # of the first of the tokens that it stands for; the ids that the prompt has there do not matter
-    num_rows: int  # tokens that it stands for
+    position: int  # of the first token that it replaces; the prompt's ids there do not matter
+    num_rows: int  # tokens that it replaces
     digest: bytes  # feature_digest() of it
-    #: Its tokens see each other, so one step computes them. The engine sets it, whatever a client says.
+    #: Its tokens attend to each other, so one step computes them. The engine sets it, whatever a client says.
     is_whole: bool = False
 
 
-#: Those of a request; their number is checked before they are made.
+#: Those of a request; their number is checked before they are decoded.
 FeatureUses = Annotated[list[FeatureUse], msgspec.Meta(max_length=MAX_FEATURES)]
 
 
 class FeatureLimits(msgspec.Struct, frozen=True, array_like=True):
-    """The features that an engine takes."""
+    """The features that an engine accepts."""
 
     width: int  # numbers of a row
     max_bytes: int  # of the features that a session has put
-    image_size: int = 0  # height and width of images in pixels; 0 = none are taken
+    image_size: int = 0  # height and width of images in pixels; 0 = no images are accepted
     image_rows: int = 0  # rows that an image becomes
     max_images: int | None = None  # of one prompt; clients obey it. None = no limit
 
@@ -70,7 +70,7 @@ def num_bytes(kind: str, shape: Sequence[int]) -> int:
 
 
 def without_ids(prompt_token_ids: bytes, features: Sequence[FeatureUse]) -> bytes:
-    """Return a prompt (int32) with token 0 in the places of its features, whatever ids it has there."""
+    """Return a prompt (int32) with token 0 at the positions of its features."""
     ids = np.frombuffer(prompt_token_ids, "<i4").copy()
     for use in features:
         ids[use.position : use.position + use.num_rows] = 0

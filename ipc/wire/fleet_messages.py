@@ -13,11 +13,11 @@ NO_FLEET = "this is one engine, not a router: it has no replicas"
 
 
 class ReplicaChange(IntEnum):
-    """What happens to a replica."""
+    """A change to a replica."""
 
-    JOIN = 0  # the fleet connects to it and gives it requests; one that computes prompts for others does so no more
+    JOIN = 0  # the fleet connects to it and gives it requests; if it computed prompts for others, it stops that
     LEAVE = 1  # it gets no more requests, and leaves the fleet after its last one
-    JOIN_PREFILL = 2  # as JOIN, and it computes long prompts for the others
+    JOIN_PREFILL = 2  # as JOIN, but it computes long prompts for the others
 
 
 class GetReplicas(Call, frozen=True, array_like=True, tag=40):
@@ -29,7 +29,7 @@ class ChangeReplica(Call, frozen=True, array_like=True, tag=41):
 
     change: ReplicaChange
     address: str
-    move_after_ms: int = -1  # of LEAVE: then what still runs there goes on elsewhere; -1 = never
+    move_after_ms: int = -1  # for LEAVE: after that, requests that still run there continue elsewhere; -1 = never
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, array_like=True):
@@ -37,12 +37,12 @@ class ReplicaStatus(msgspec.Struct, frozen=True, array_like=True):
 
     address: str
     state: str  # open, full, draining, leaving, connecting, lost, refused
-    reason: str  # of lost and refused, in words
+    reason: str  # for lost and refused, as text
     engine_id: str  # "" without a session
     num_live: int  # requests of this fleet
-    num_queued_tokens: int  # to compute, of requests whose first token has not come
-    num_cached_blocks: int  # in the fleet's picture of its prefix cache
-    num_lost: int  # sessions with it that have ended unasked
+    num_queued_tokens: int  # to compute, of requests whose first token has not arrived
+    num_cached_blocks: int  # in the fleet's view of its prefix cache
+    num_lost: int  # sessions with it that have ended unexpectedly
 
 
 class ReplicaList(msgspec.Struct, frozen=True, array_like=True, tag=94):
@@ -50,5 +50,5 @@ class ReplicaList(msgspec.Struct, frozen=True, array_like=True, tag=94):
 
     call: int
     replicas: list[ReplicaStatus]
-    num_queued: int  # requests that wait while no replica takes them
-    num_moved: int  # times that a request went on at another replica
+    num_queued: int  # requests that wait because no replica takes them
+    num_moved: int  # times that a request continued at another replica

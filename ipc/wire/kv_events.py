@@ -1,4 +1,4 @@
-"""The events that a client that follows the prefix cache receives: see docs/scheduling.md."""
+"""The events for a client that follows the prefix cache: see docs/scheduling.md."""
 
 from typing import TypeAlias
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class KVBlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=1):
-    """Blocks that can be found from now on."""
+    """Blocks that requests can find from now on."""
 
     contents: bytes  # int64[n] the number of each block's content; a number is never used twice
     parents: bytes  # int64[n] the content before it; negative: the beginning of a prompt, -1 without cache_salt
@@ -15,7 +15,7 @@ class KVBlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=1):
 
 
 class KVBlocksRemoved(msgspec.Struct, frozen=True, array_like=True, tag=2):
-    """Blocks that were reused for another content and cannot be found any more."""
+    """Blocks that were reused for other content and can no longer be found."""
 
     contents: bytes  # int64[n]
 

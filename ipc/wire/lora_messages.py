@@ -1,4 +1,4 @@
-"""Messages on adapters (LoRA): which one a request runs with, and the calls that load, unload and list them."""
+"""Messages on adapters (LoRA): the adapter of a request, and the calls that load, unload and list adapters."""
 
 import msgspec
 
@@ -8,10 +8,10 @@ from ipc.wire.call import Call
 class AdapterId(msgspec.Struct, frozen=True, array_like=True, weakref=True):
     """The adapter of a request, by its content: equal digests (and an equal model) mean equal tokens.
 
-    The engine keeps an adapter as long as such an object of a request lives.
+    The engine keeps an adapter as long as such an object of a request exists.
     """
 
-    digest: str  # 32 hexadecimal digits, as LoraAdapter has them
+    digest: str  # 32 hexadecimal digits, as in LoraAdapter
 
 
 class LoraAdapter(msgspec.Struct, frozen=True, array_like=True):
@@ -21,13 +21,13 @@ class LoraAdapter(msgspec.Struct, frozen=True, array_like=True):
     digest: str
     rank: int  # the largest of its matrices
     num_bytes: int  # that it takes in memory
-    path: str = ""  # its files; told to the owner only
+    path: str = ""  # its files; sent to the owner only
 
 
 class LoadLora(Call, frozen=True, array_like=True, tag=27):
-    """Owner only. Read an adapter's files, beside the running steps. Answered by LoraAdapters with this one.
+    """Owner only. Read an adapter's files while steps go on. Answered by LoraAdapters with this one.
 
-    A name that is in use names the new content from then on; requests that run go on with the old one.
+    If the name is in use, it means the new content from then on; running requests continue with the old one.
     """
 
     name: str
@@ -35,7 +35,7 @@ class LoadLora(Call, frozen=True, array_like=True, tag=27):
 
 
 class UnloadLora(Call, frozen=True, array_like=True, tag=28):
-    """Owner only. Forget an adapter's name; requests that have begun go on. Answered by CallDone."""
+    """Owner only. Remove an adapter's name; running requests continue. Answered by CallDone."""
 
     name: str
 

@@ -29,19 +29,19 @@ from ipc.wire.scheduling_messages import (
 )
 
 PROTOCOL_MAJOR = 1
-#: A release that appends to the messages below counts it up; docs/protocol.md says what is promised between minors.
+#: A release that appends to the messages below increments it; docs/protocol.md has the promise between minors.
 PROTOCOL_MINOR = 0
 
-#: Largest frame the core accepts, bytes: a prompt of a million tokens and its parameters.
+#: Largest frame that the core accepts, bytes: a prompt of a million tokens and its parameters.
 MAX_CLIENT_MESSAGE_BYTES = 8 << 20
-#: Largest frame a client accepts, bytes: tokenizer files of large vocabularies are tens of megabytes.
+#: Largest frame that a client accepts, bytes: tokenizer files of large vocabularies are tens of megabytes.
 MAX_SERVER_MESSAGE_BYTES = 256 << 20
 #: Most numbers in one Abort.
 MAX_ABORTED = 65_536
 
 
 class FinishReason(IntEnum):
-    """Finish code of an output row; 0 while the request goes on."""
+    """Finish code of an output row; 0 while the request continues."""
 
     NONE = 0
     STOP = 1  # EOS or one of stop_token_ids (stop strings are the client's)
@@ -67,8 +67,8 @@ class ErrorCode(IntEnum):
 class PauseMode(IntEnum):
     """The requests that a Pause stops."""
 
-    NEW = 0  # no request begins; those that have begun go on
-    ALL = 1  # nothing runs; requests keep their rows and blocks
+    NEW = 0  # no request begins; those that have begun continue
+    ALL = 1  # no request runs; requests keep their rows and blocks
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -79,7 +79,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, tag=1):
     client_name: str
     session_token: bytes = b""  # of the client's lost session, which ends at once with its requests
     owner_token: bytes = b""  # the token of Start; it gives the owner's rights
-    num_resumed: int = 0  # unfinished requests of the lost session; sent again first, no bound refuses them
+    num_resumed: int = 0  # unfinished requests of the lost session; if sent first, no bound refuses them
 
 
 class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -89,13 +89,13 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag=2):
     prompt_token_ids: bytes  # int32[num_prompt_tokens]
     params: SamplingParams
     seed: int  # uint64: key of the request's random stream; every request has one
-    priority: int = 0  # smaller = sooner, where the scheduling policy uses priorities
+    priority: int = 0  # smaller = sooner, if the scheduling policy uses priorities
     deadline_ms: int = 0  # milliseconds from receipt after which the request fails; 0 = none
     cache_salt: str = ""  # requests share prefix-cache blocks only if their salts are equal
     delivered: Delivered = []  # per choice, int32 tokens that the client already has; generation continues after them
-    tenant: str = ""  # whose the request is, of a client that sends for many; "" = the client's own
+    tenant: str = ""  # user that the client sends the request for; "" = the client itself
     adapter: AdapterId | None = None  # the adapter that it runs with
-    features: FeatureUses = []  # what stands for tokens of its prompt, in order; put before the request
+    features: FeatureUses = []  # features that replace tokens of its prompt, in order; put before the request
 
 
 class Abort(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -122,7 +122,7 @@ class GetStatistics(Call, frozen=True, array_like=True, tag=17):
 
 
 class ResetPrefixCache(Call, frozen=True, array_like=True, tag=18):
-    """Forget every cached block that no running request holds. Answered by CallDone, between two steps."""
+    """Drop every cached block that no running request holds. Answered by CallDone, between two steps."""
 
 
 class GetModelInformation(Call, frozen=True, array_like=True, tag=19):
@@ -136,13 +136,13 @@ class Pause(Call, frozen=True, array_like=True, tag=20):
 
 
 class Resume(Call, frozen=True, array_like=True, tag=21):
-    """Owner only. End a pause; do nothing where there is none. Answered by CallDone."""
+    """Owner only. End a pause; do nothing if there is none. Answered by CallDone."""
 
 
 class BeginDrain(Call, frozen=True, array_like=True, tag=22):
-    """Owner only. Refuse new requests and end the engine after the last one. Answered by CallDone at once."""
+    """Owner only. Refuse new requests and end the engine after the last request. Answered by CallDone at once."""
 
-    move_after_ms: int = -1  # then clients are told to go on elsewhere with what has not finished; -1 = never
+    move_after_ms: int = -1  # after that, clients are told to continue unfinished requests elsewhere; -1 = never
     comes_back: bool = False  # the next engine answers at this address: the supervisor starts it
 
 
@@ -154,15 +154,15 @@ class Limits(msgspec.Struct, frozen=True, array_like=True):
     """Bounds of this engine, for clients that check requests before they send them."""
 
     max_model_len: int  # tokens of prompt and output together
-    max_num_seqs: int  # requests running at once
+    max_num_seqs: int  # requests that run at the same time
     max_message_bytes: int
     max_num_queued_requests: int = 0  # of all clients, that have not begun; 0 = not reported
     max_num_queued_tokens: int = 0  # of those requests
-    max_client_bytes: int = 0  # of one session's unfinished requests, as the engine keeps them
+    max_client_bytes: int = 0  # of one session's unfinished requests, in the engine's memory
     heartbeat_ms: int = 0  # longest time between two messages of the client; 0 = no heartbeats are needed
-    lease_ms: int = 0  # a session without a message for so long ends; 0 = never
+    lease_ms: int = 0  # a session without a message for this long ends; 0 = never
     max_logprobs: int = -1  # per position of a request; -1 = any number, or not reported
-    resume_ms: int = 0  # if this engine dies, another answers at its address within so long; 0 = none does
+    resume_ms: int = 0  # if this engine dies, another answers at its address within this time; 0 = none does
 
 
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=64):
@@ -180,11 +180,11 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=64):
     numerics: str  # "L0" | "L1" | "L2"
     vocab_size: int
     limits: Limits
-    default_sampling: dict[str, float | int] = {}  # SamplingParams by name, for callers that give none
-    pid: int = 0  # of the engine process; 0 = not told
+    default_sampling: dict[str, float | int] = {}  # SamplingParams by name, for callers that give no parameters
+    pid: int = 0  # of the engine process; 0 = not reported
     tasks: dict[str, int] = {}  # of requests, with the width of the vectors of each; empty: "generate" only
     is_encoder: bool = False  # tokens see the whole prompt
-    features: FeatureLimits | None = None  # None: requests have none
+    features: FeatureLimits | None = None  # None: requests cannot have any
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=65):
@@ -197,7 +197,7 @@ class Refused(msgspec.Struct, frozen=True, array_like=True, tag=65):
 
 
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Log probabilities at L positions, as columns of their own. Idempotent by (number, choice, position)."""
+    """Log probabilities at L positions, as separate columns. Idempotent by (number, choice, position)."""
 
     numbers: bytes  # uint32[L]
     positions: bytes  # uint32[L]: index in the request's tokens, the prompt's first
@@ -222,7 +222,7 @@ class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=66):
     tokens: bytes  # int32[sum(counts)]
     choices: bytes = b""  # uint16[R]; empty = all 0
     finish: bytes = b""  # uint8[R] FinishReason; empty = none finished
-    stop_tokens: list[tuple[int, int]] = []  # (row, token id) where a stop_token_id ended the request
+    stop_tokens: list[tuple[int, int]] = []  # (row, token id) if a stop_token_id ended the request
     started: bytes = b""  # uint32[S, 2]: (number, prompt tokens found in the prefix cache) of requests that began
     logprobs: Logprobs | None = None  # never later than the tokens they belong to
     events: RequestEvents | None = None
@@ -240,7 +240,7 @@ class RequestFailed(msgspec.Struct, frozen=True, array_like=True, tag=67):
 
 
 class TokenizerFiles(msgspec.Struct, frozen=True, array_like=True, tag=80):
-    """The model's tokenizer files, byte for byte as they are beside the weights; the core never parses them."""
+    """The model's tokenizer files, byte for byte as stored next to the weights; the core never parses them."""
 
     call: int
     tokenizer_hash: str
@@ -279,19 +279,19 @@ class Statistics(msgspec.Struct, array_like=True, tag=81):
     num_head_partial_prefills: int = 0
     num_swapped: int = 0  # now: preempted requests with a copy on the host
     num_on_hold: int = 0  # now: requests whose client does not read
-    num_unbegun: int = 0  # now: requests that a pause keeps from beginning
+    num_unbegun: int = 0  # now: requests that do not begin because of a pause
     num_swap_blocks: int = 0
     num_free_swap_blocks: int = 0
     engine_ns: int = 0  # clock of the engine at its answer; only differences are meaningful
     step_tokens: list[int] = []  # steps by number of tokens: the buckets of STEP_TOKEN_BOUNDS, then what is above
-    num_drafts: int = 0  # times that a step verified guesses (drafts) of a request's next tokens
-    num_draft_tokens: int = 0  # guessed tokens that steps verified
-    num_accepted_tokens: int = 0  # of these: became tokens
-    num_accepted_tokens_per_pos: list[int] = []  # accepted ones by their place among the guesses of one step
+    num_drafts: int = 0  # times that a step verified drafts of a request's next tokens
+    num_draft_tokens: int = 0  # draft tokens that steps verified
+    num_accepted_tokens: int = 0  # of these: accepted
+    num_accepted_tokens_per_pos: list[int] = []  # accepted ones by their position among the drafts of one step
     num_head_no_adapter: int = 0  # as num_head_no_row above
-    num_host_blocks: int = 0  # room for blocks that the KV cache evicts
+    num_host_blocks: int = 0  # room for blocks evicted from the KV cache
     num_kept_blocks: int = 0  # now: of these, in use
-    num_host_hits: int = 0  # blocks that came back from there
+    num_host_hits: int = 0  # blocks that were copied back from there
     num_fetched_blocks: int = 0  # read from files into that memory
     num_stored_blocks: int = 0  # written from there to files
 
@@ -327,7 +327,7 @@ class ModelInformation(msgspec.Struct, frozen=True, array_like=True, tag=84):
     num_blocks: int
     block_size: int
     enable_prefix_caching: bool
-    not_taking: str = ""  # now: why new requests are refused, or do not begin; empty = they are taken
+    not_taking: str = ""  # now: why new requests are refused, or do not begin; empty = they are accepted
 
 
 class EngineStopping(msgspec.Struct, frozen=True, array_like=True, tag=96):

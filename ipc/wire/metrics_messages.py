@@ -1,4 +1,4 @@
-"""Messages on measurements: what an engine's requests took, as histograms, and the call that asks for them.
+"""Messages on measurements: the times of an engine's requests, as histograms, and the call for them.
 
 They are part of the unions of ipc/wire/messages.py. Statistics has the counters of the scheduler; these are the
 border's.
@@ -15,14 +15,14 @@ STEP_TOKEN_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16
 
 
 class Histogram(msgspec.Struct, frozen=True, array_like=True):
-    """Numbers of values by size. A value that equals a bound is in the bucket of that bound."""
+    """Counts of values by size. A value equal to a bound is in the bucket of that bound."""
 
     bounds: list[float]  # upper bounds of the buckets, ascending
     counts: list[int]  # of each bucket, then of what is above the last bound
     total: float  # sum of all values
 
     def quantile(self, share: float) -> float | None:
-        """Return the bound below which this share of the values lies; None without values.
+        """Return the bound that this share of the values does not exceed; None without values.
 
         Values above the last bound count as that bound.
         """
@@ -37,11 +37,11 @@ class Histogram(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GetMetrics(Call, frozen=True, array_like=True, tag=32):
-    """Ask what requests took. Answered by Metrics at the border: no step is waited for."""
+    """Ask for the measurements of requests. Answered by Metrics at the border, without waiting for a step."""
 
 
 class Metrics(msgspec.Struct, frozen=True, array_like=True, tag=90):
-    """What the requests of all clients took since the engine started. Times are in seconds."""
+    """Measurements of all clients' requests since the engine started. Times are in seconds."""
 
     call: int
     is_measuring: bool  # the engine's option request_metrics; without it the fields below are empty
@@ -52,5 +52,5 @@ class Metrics(msgspec.Struct, frozen=True, array_like=True, tag=90):
 
 
 def step_token_bucket(num_tokens: int) -> int:
-    """Return the index of the bucket in Statistics.step_tokens of a step with so many tokens."""
+    """Return the index of the bucket in Statistics.step_tokens of a step with this many tokens."""
     return bisect_left(STEP_TOKEN_BOUNDS, num_tokens)

@@ -25,7 +25,7 @@ def write_frame(fd: int, message: msgspec.Struct) -> None:
 
 
 class FrameReader:
-    """A buffer of the bytes read from a pipe, which cuts them into frames."""
+    """A buffer for the bytes read from a pipe, which splits them into frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()

@@ -9,7 +9,7 @@ from ipc.wire.lora_messages import AdapterId
 class AddPooling(msgspec.Struct, frozen=True, array_like=True, tag=6):
     """Submit one pooling request. Answered by Pooled columns and the end of its number, or by RequestFailed.
 
-    Its number is one of the numbers of AddRequest, and so are Abort, deadline and resumption.
+    Number, Abort, deadline and resumption work as for AddRequest.
     """
 
     number: int  # uint32, chosen by the client, never reused within a session
@@ -19,7 +19,7 @@ class AddPooling(msgspec.Struct, frozen=True, array_like=True, tag=6):
     deadline_ms: int = 0
     cache_salt: str = ""
     tenant: str = ""
-    #: Index of the first token of a pair's second text, for models that tell the two apart; 0 = there is one text.
+    #: Index of the first token of a pair's second text, for models that distinguish the two; 0 = there is one text.
     second_from: int = 0
     adapter: AdapterId | None = None  # as in AddRequest
 

@@ -1,6 +1,6 @@
 """Messages on scheduling: request events, explanations, the stream of KV events, and the calls that ask for them.
 
-They are part of the unions of ipc/wire/messages.py. Times are ns on the engine's own clock, which has no known zero.
+They are part of the unions of ipc/wire/messages.py. Times are ns on the engine's own clock, whose zero is arbitrary.
 """
 
 from enum import IntEnum
@@ -41,7 +41,7 @@ class RequestEvents(msgspec.Struct, frozen=True, array_like=True):
     choices: bytes  # uint16[E]
     kinds: bytes  # uint8[E] EventKind
     causes: bytes  # uint8[E] EventCause
-    amounts: bytes  # uint32[E]: PREEMPTED: blocks copied to the host, 0 = computed again later; else: tokens found
+    amounts: bytes  # uint32[E]: PREEMPTED: blocks copied to the host, 0 = computed again later; others: tokens found
     times: bytes  # int64[E] ns
 
 
@@ -61,22 +61,22 @@ class Reason(IntEnum):
     NO_ROW = 1  # max_num_seqs requests run
     NO_BUDGET = 2  # tokens: other requests got all of the step's
     PREEMPTED = 3  # in the last step
-    FENCED = 4  # blocks: enough were freed for it, and they are free when the steps in flight are done
-    BEHIND = 5  # it was not examined: the request named as holder goes first and lacks something
-    NOT_YET = 6  # no step has examined it: it has just arrived, or prompts gather (scheduler_delay_factor)
+    FENCED = 4  # blocks: enough were freed for it, but they are in use until the steps in flight end
+    BEHIND = 5  # it was not examined: the holder must start first and lacks something
+    NOT_YET = 6  # no step has examined it: it has just arrived, or prompts are delayed (scheduler_delay_factor)
     PAUSED = 7  # the engine's owner has paused it
     ON_HOLD = 8  # its client does not read
-    FIRST_CHOICE = 9  # another choice of its request computes their prompt, and it starts with that
+    FIRST_CHOICE = 9  # another choice of its request computes their prompt, with which it starts
     NO_REPLICA = 10  # it waits in a fleet's queue: no replica takes it
     FETCHING = 11  # KV blocks of its prompt are being read from files, or from another engine
-    NO_BLOCKS = 16  # blocks: those left are too few, see the other numbers
+    NO_BLOCKS = 16  # blocks: too few are left, see the other numbers
     PARTIAL_PREFILLS = 17  # max_num_partial_prefills prompts are being computed in chunks
     NO_ADAPTER = 18  # requests with max_loras other adapters run
-    IN_FLIGHT = 32  # it runs, and its last token is in a step in flight
-    SKIPPED_BUDGET = 33  # it runs, and those served before it took the step's tokens
-    SKIPPED_BLOCKS = 34  # it runs and keeps its blocks, and those served before it took the free ones
-    PROMPTS_FIRST = 35  # it runs, and the step was one of prompts (enable_chunked_prefill=false)
-    NEXT_TURN = 36  # it runs, and its turn comes in a later step (pipeline_parallel_size)
+    IN_FLIGHT = 32  # it runs, but its last token is in a step in flight
+    SKIPPED_BUDGET = 33  # it runs, but requests served before it took the step's tokens
+    SKIPPED_BLOCKS = 34  # it runs and keeps its blocks, but requests served before it took the free ones
+    PROMPTS_FIRST = 35  # it runs, but the step had only prompts (enable_chunked_prefill=false)
+    NEXT_TURN = 36  # it runs, but its turn comes in a later step (pipeline_parallel_size)
 
 
 class RequestExplanation(msgspec.Struct, frozen=True, array_like=True):
@@ -99,10 +99,10 @@ class RequestExplanation(msgspec.Struct, frozen=True, array_like=True):
     max_total_tokens: int
     num_computed_tokens: int  # of a waiting one: in the prefix cache or on the host
     num_blocks: int  # of a running one: held; of a waiting one: found in the prefix cache
-    num_missing_blocks: int  # to take beside those, to start or for the tokens that it has
-    num_reserve_blocks: int  # that must stay free beside: watermark and hysteresis
-    num_preemptions: int  # caused by requests that ran already
-    num_overtaken: int  # times that another started while it was first and did not fit
+    num_missing_blocks: int  # needed in addition, to start or for the tokens that it has
+    num_reserve_blocks: int  # that must also stay free: watermark and hysteresis
+    num_preemptions: int  # caused by running requests
+    num_overtaken: int  # times that another request started while it was first and did not fit
     waited_ns: int  # since it arrived
 
 
@@ -111,7 +111,7 @@ class Explain(Call, frozen=True, array_like=True, tag=24):
 
     number: int = EVERY_REQUEST
     session: int = OWN_SESSION
-    limit: int = 100  # requests in the answer, at most
+    limit: int = 100  # most requests in the answer
 
 
 class StopRequest(Call, frozen=True, array_like=True, tag=33):
@@ -125,7 +125,7 @@ class StopRequest(Call, frozen=True, array_like=True, tag=33):
 
 
 class FollowKVEvents(Call, frozen=True, array_like=True, tag=25):
-    """Send this session the contents of the prefix cache, and every change from then on.
+    """Send this session the content of the prefix cache, and every change from then on.
 
     Answered by CallDone; KVEvents follow. A second FollowKVEvents begins again.
     """
@@ -140,9 +140,9 @@ class KVEvents(msgspec.Struct, frozen=True, array_like=True, tag=68):
 
     epoch: int
     step: int
-    sequence: int  # of this session's KVEvents, from 0; a number that is missing is a gap
+    sequence: int  # of this session's KVEvents, from 0; a missing number is a gap
     events: list[KVEvent]
-    gap: bool = False  # others were dropped here, because the client did not read; a snapshot of the cache follows
+    gap: bool = False  # events were dropped because the client did not read; a snapshot of the cache follows
 
 
 class Explanation(msgspec.Struct, frozen=True, array_like=True, tag=85):
@@ -153,9 +153,9 @@ class Explanation(msgspec.Struct, frozen=True, array_like=True, tag=85):
     step: int
     now_ns: int  # of the last step
     policy: str
-    pause: int  # 0 = none, 1 = nothing begins, 2 = nothing runs
+    pause: int  # 0 = none, 1 = no request begins, 2 = none runs
     num_running: int
-    num_waiting: int  # all that follow included
+    num_waiting: int  # including all that follow
     num_unbegun: int  # kept waiting by a pause
     num_on_hold: int
     num_swapped: int
@@ -163,9 +163,9 @@ class Explanation(msgspec.Struct, frozen=True, array_like=True, tag=85):
     budget: int  # tokens of the last step that no request took
     num_usable_blocks: int
     num_free_blocks: int
-    num_promised_blocks: int  # of the free ones: needed by running requests for tokens that they have
-    num_fenced_blocks: int  # freed, and touched by a step in flight
-    num_watermark_blocks: int  # that a start leaves free
+    num_promised_blocks: int  # of the free ones: needed by running requests for their tokens
+    num_fenced_blocks: int  # freed, but in use by a step in flight
+    num_watermark_blocks: int  # that starting a request leaves free
     max_num_seqs: int
     max_num_batched_tokens: int
     block_size: int

@@ -1,7 +1,7 @@
 """The two ends of the border: the engine's bound ROUTER and a client's connected DEALER, with every option set.
 
-libzmq facts behind the options (measured on 4.3.5): a second bind on a live ipc path succeeds and steals its clients,
-hence the lock file; a ROUTER without MANDATORY drops silently; MAXMSGSIZE limits one frame, not a message; HANDOVER
+libzmq facts behind the options (measured on 4.3.5): a second bind on a live ipc path succeeds and takes its clients, so
+there is a lock file; a ROUTER without MANDATORY drops silently; MAXMSGSIZE limits one frame, not a message; HANDOVER
 gives one peer's replies to another that claims its identity; the ipc file stays after a close.
 """
 
@@ -28,20 +28,20 @@ Socket: TypeAlias = zmq.Socket[bytes]
 Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 
 HIGH_WATER_MARK = 1000  # messages per peer and direction; beyond it a send answers EAGAIN
-ROUTER_HIGH_WATER_MARK = 256  # of the engine's sends; messages beyond it wait in the backlog, which merges them
-ROUTER_RECEIVE_MARK = 16  # messages of one peer that libzmq holds unread: with the largest, 128 MiB
+ROUTER_HIGH_WATER_MARK = 256  # of the engine's sends; further messages wait in the backlog, which merges them
+ROUTER_RECEIVE_MARK = 16  # messages of one peer that libzmq holds unread: at most 128 MiB
 #: Of pending_events(). With zmq's own enumerations each `&` takes 2.7 us.
 READABLE, WRITABLE = int(zmq.POLLIN), int(zmq.POLLOUT)
 HANDSHAKE_MS = 2000
-ROUTER_LINGER_MS = 500  # to send the last messages of an engine that ends
+ROUTER_LINGER_MS = 500  # time to send the last messages of an engine that ends
 DEALER_LINGER_MS = 100
-#: Between attempts to connect, up to twice that. libzmq's own 100 ms were a sixth of a restart's pause.
+#: Between attempts to connect, up to twice this. libzmq's default of 100 ms was a sixth of a restart's pause.
 RECONNECT_MS = 20
 MAX_IPC_PATH_BYTES = 107  # sun_path of sockaddr_un is 108 with its NUL
 PRIVATE_PREFIX = "engine-core-"
 _PRIVATE_SOCKET = "engine.sock"
 _MADE = re.compile(rf"/{PRIVATE_PREFIX}[a-z0-9_]{{8}}/[^/]*$")  # a path in a directory that private_ipc_address() made
-_SWEEP_AGE_S = 60.0  # until an address without a lock's owner is stale
+_SWEEP_AGE_S = 60.0  # age at which an address whose lock is not held is stale
 _TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>[0-9]{1,5})(\?keys=(?P<keys>.+))?")
 
 
@@ -53,7 +53,7 @@ class BoundRouter:
     """
 
     socket: Socket
-    address: str  # the real one: port 0 is replaced by the port that was assigned
+    address: str  # the actual address: port 0 is replaced by the assigned port
     lock_fd: int | None = field(default=None, repr=False)  # flock on PATH.lock for ipc; None for tcp
     is_private: bool = False  # of `private_ipc_address`: its directory is removed with it
 
@@ -66,7 +66,7 @@ class BoundRouter:
             self.lock_fd = None
 
     def remove_files(self) -> None:
-        """Remove the socket file and its lock. Remove their directory if it was made for this socket alone."""
+        """Remove the socket file and its lock. Remove their directory if it was created for this socket."""
         if self.lock_fd is not None:
             _remove_files(ipc_path(self.address))
             if self.is_private:
@@ -78,8 +78,8 @@ def bind_router(
 ) -> BoundRouter:
     """Return a ROUTER bound to `ipc:///absolute/path` or `tcp://host:port[?keys=folder]` (port 0 = any free one).
 
-    is_private: it is one of `private_ipc_address`, whose directory goes with it. prepare: sets further options. Errors:
-    AddressError when the address is malformed, too long, open to the network, or in use by a live process.
+    is_private: it is from `private_ipc_address`; its directory is removed with it. prepare: sets further options.
+    Errors: AddressError if the address is malformed, too long, open to the network, or in use by a live process.
     """
     check_address(address, binding=True)
     socket = context.socket(zmq.ROUTER)
@@ -113,7 +113,7 @@ def bind_router(
 
 
 def connect_dealer(context: Context, address: str, prepare: Callable[[Socket], None] = lambda _: None) -> Socket:
-    """Return a DEALER connected to an engine's address. libzmq connects in the background, and again after a loss.
+    """Return a DEALER connected to an engine's address. libzmq connects in the background, and reconnects after a loss.
 
     prepare: sets further options. Errors: AddressError for an address that cannot be connected to.
     """
@@ -139,10 +139,10 @@ def connect_dealer(context: Context, address: str, prepare: Callable[[Socket], N
 
 
 def signal_fd(socket: Socket) -> int:
-    """Return a file descriptor to sleep on. It is readable when something may have happened to the socket.
+    """Return a file descriptor to wait on. It is readable if something may have happened to the socket.
 
     It signals nothing before the first call of pending_events(). It does not signal events that another use of the
-    socket, such as sending, has met.
+    socket, such as sending, has already handled.
     """
     return int(socket.get(zmq.FD))
 
@@ -150,13 +150,13 @@ def signal_fd(socket: Socket) -> int:
 def pending_events(socket: Socket) -> int:
     """Return the socket's events now: READABLE | WRITABLE.
 
-    Call this before sleeping on the socket's file descriptor, and after each use by a thread that does not read it.
+    Call this before waiting on the socket's file descriptor, and after each use by a thread that does not read it.
     """
     return int(socket.get(zmq.EVENTS))
 
 
 def check_address(address: str, *, binding: bool) -> None:
-    """Check an address. Errors: AddressError that states what an address looks like and why this one cannot be used."""
+    """Check an address. Errors: AddressError that states the form of an address and why this one cannot be used."""
     if address.startswith("ipc://"):
         _check_ipc_path(address)
         return
@@ -170,8 +170,9 @@ def check_address(address: str, *, binding: bool) -> None:
         raise AddressError(f"the port of {address!r} must be from {0 if binding else 1} to 65535")
     if not _is_loopback(match["host"]) and match["keys"] is None:
         raise AddressError(
-            f"{address!r} leaves this machine, so it needs keys: make them with `engine-core keys` and write "
-            f"{address}?keys=PATH, PATH the engine's folder or the client's file; or use tcp://127.0.0.1:PORT"
+            f"{address!r} is reachable from other machines, so it needs keys: make them with `engine-core keys` and "
+            f"write {address}?keys=PATH, with the engine's folder or the client's file as PATH; or use "
+            "tcp://127.0.0.1:PORT"
         )
 
 
@@ -182,9 +183,9 @@ def keys_of(address: str) -> str | None:
 
 
 def check_listening(address: str) -> None:
-    """Check that something listens at the address; libzmq would wait for ever.
+    """Check that a process listens at the address; libzmq would wait forever.
 
-    Errors: EngineDeadError at once when nothing does; AddressError.
+    Errors: EngineDeadError at once if none does; AddressError.
     """
     check_address(address, binding=False)
     if address.startswith("ipc://"):
@@ -207,15 +208,15 @@ def ipc_path(address: str) -> str:
 
 
 def private_ipc_address() -> str:
-    """Return a fresh ipc address in a directory of its own, mode 0700.
+    """Return a new ipc address in its own directory, mode 0700.
 
-    The directory is under XDG_RUNTIME_DIR or the temporary directory. The caller owns it and ends it with
+    The directory is under XDG_RUNTIME_DIR or the temporary directory. The caller owns it and removes it with
     `remove_private_address`. Errors: AddressError if no directory can be made.
     """
     tail = len(f"/{PRIVATE_PREFIX}xxxxxxxx/{_PRIVATE_SOCKET}")
     failures = []
     parents = [os.environ.get("XDG_RUNTIME_DIR")]
-    with contextlib.suppress(OSError):  # none can be written to
+    with contextlib.suppress(OSError):  # none is writable
         parents.append(tempfile.gettempdir())
     for parent in (*parents, "/tmp"):
         if not parent or not os.path.isabs(parent) or len(os.fsencode(parent)) + tail > MAX_IPC_PATH_BYTES:
@@ -226,15 +227,15 @@ def private_ipc_address() -> str:
         except OSError as error:
             failures.append(str(error))
     raise AddressError(
-        f"no directory for a socket could be made ({'; '.join(failures) or 'every candidate path is too long'}): "
+        f"no directory for a socket could be created ({'; '.join(failures) or 'every candidate path is too long'}): "
         f"set TMPDIR to a writable directory of at most {MAX_IPC_PATH_BYTES - tail} bytes"
     )
 
 
 def hold_private_address(address: str) -> int:
-    """Return a file descriptor that keeps this address from being swept up while no engine has its lock.
+    """Return a file descriptor that protects this address from removal while no engine holds its lock.
 
-    For an owner whose engines follow each other there. Closing it, or the owner's end, lets go of the address.
+    For an owner that runs one engine after another there. Closing it, or the owner's end, releases the address.
     """
     fd = os.open(os.path.dirname(ipc_path(address)), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -242,10 +243,10 @@ def hold_private_address(address: str) -> int:
 
 
 def _sweep(parent: str) -> None:
-    """Remove the private addresses in a directory whose owner and engine were killed: nobody else does.
+    """Remove the private addresses in a directory whose owner and engine were killed: nothing else would.
 
     The lock of a dead engine is free, or gone if the engine outlived its owner for a moment; then the directory is
-    empty. One that was made a moment ago is left alone: it may not have its lock yet.
+    empty. A new one is not touched: it may not have its lock yet.
     """
     with contextlib.suppress(OSError), os.scandir(parent) as entries:
         for entry in entries:
@@ -264,12 +265,12 @@ def _sweep(parent: str) -> None:
 
 
 def _remove_dead(path: str) -> None:
-    """Remove a private socket's files and their directory. Errors: OSError if an engine has its lock."""
+    """Remove a private socket's files and their directory. Errors: OSError if an engine holds its lock."""
     try:
         fd = os.open(f"{path}.lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         if _MADE.search(path) is not None:
-            _remove_directory(f"ipc://{path}")  # which does nothing if it has other files
+            _remove_directory(f"ipc://{path}")  # fails if it has other files
         return
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -310,7 +311,7 @@ def _with_keys(endpoint: str, keys: str | None) -> str:
 
 
 def _numeric(address: str) -> str:
-    """Return a tcp address as libzmq has it: without keys, localhost as a number."""
+    """Return a tcp address in libzmq's form: without keys, localhost as a number."""
     return address.partition("?")[0].replace("tcp://localhost:", "tcp://127.0.0.1:", 1)
 
 
@@ -333,7 +334,7 @@ def _bind(socket: Socket, endpoint: str) -> None:
 
 
 def _bind_private_file(socket: Socket, address: str) -> None:
-    """Bind so that only this user may connect: the file is made with mode 0600."""
+    """Bind so that only this user may connect: the file is created with mode 0600."""
     before = os.umask(0o177)
     try:
         _bind(socket, address)
@@ -360,7 +361,7 @@ def _check_directory(address: str) -> None:
 
 
 def _lock(address: str) -> int:
-    """Take the lock beside the socket file. The kernel releases it however its owner ends."""
+    """Take the lock next to the socket file. The kernel releases it however its owner ends."""
     path = ipc_path(address) + ".lock"
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     while True:
@@ -369,7 +370,7 @@ def _lock(address: str) -> int:
             fd = os.open(path, flags, 0o600)
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if _is_same_file(fd, path):  # its last owner may have unlinked it between our open and our lock
-                with contextlib.suppress(OSError):  # a full disk: the lock holds without the number, which is a note
+                with contextlib.suppress(OSError):  # a full disk: the lock works without the number
                     os.truncate(fd, os.pwrite(fd, f"{os.getpid()}\n".encode(), 0))
                 return fd
         except BlockingIOError:

@@ -1,6 +1,6 @@
 """The messages between an engine process and its owner, over the two pipes between them.
 
-The first pipe, from the owner, is also the engine's lease on life.
+The first pipe, from the owner, is also the engine's lease: when it closes, the engine ends.
 """
 
 from typing import TypeAlias
@@ -9,7 +9,7 @@ import msgspec
 
 from ipc.options.config import EngineConfig
 
-#: Exit code of an engine that was told to make room for the next one, which its owner starts.
+#: Exit code of an engine that was told to end for the next one, which its owner starts.
 EXIT_RESTART = 75
 
 
@@ -17,7 +17,7 @@ class Isolate(msgspec.Struct, frozen=True, array_like=True, tag=116):
     """Requests that must not run, by ipc.records.black_box.request_digest(); each message replaces the one before."""
 
     parked: list[bytes] = []  # they wait: one of them may have killed the engine
-    quarantined: list[bytes] = []  # they are refused: they have
+    quarantined: list[bytes] = []  # they are refused: they killed it
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True, tag=111):
@@ -29,21 +29,21 @@ class Start(msgspec.Struct, frozen=True, array_like=True, tag=111):
     owner_token: bytes = b""  # a client that sends it in Hello is the owner; empty = no client is
     is_private: bool = False  # the address was made for this engine alone: its directory is removed with it
     isolate: Isolate = Isolate()
-    black_box_fd: int = -1  # of a memory file for ipc/records/black_box.py, inherited; -1 = nobody reads it
-    resume_ms: int = 0  # if this engine dies, another answers in its place within so long; 0 = none does
+    black_box_fd: int = -1  # of a memory file for ipc/records/black_box.py, inherited; -1 = it is not read
+    resume_ms: int = 0  # if this engine dies, another replaces it within this time; 0 = none does
     flight_fd: int = -1  # of a memory file for ipc/records/flight_ring.py, inherited; -1 = no flight recorder
-    adapters_fd: int = -1  # of a memory file that keeps the names of adapters for the next engine; -1 = nobody does
+    adapters_fd: int = -1  # of a memory file that keeps the names of adapters for the next engine; -1 = none
 
 
 class Prepare(msgspec.Struct, frozen=True, array_like=True, tag=117):
-    """The first frame to a standby: do what a later Start with this config needs, report Prepared, and wait for it."""
+    """The first frame to a standby: prepare for a later Start with this config, report Prepared, and wait for Start."""
 
     config: EngineConfig
-    loads_model: bool = False  # else only what an engine imports is there when it is needed
+    loads_model: bool = False  # otherwise only an engine's imports are done in advance
 
 
 class Drain(msgspec.Struct, frozen=True, array_like=True, tag=112):
-    """Take no more requests, finish the running ones, exit 0. A second one: report to the clients and exit at once,
+    """Accept no more requests, finish the running ones, exit 0. A second one: report to the clients and exit at once,
     143.
     """
 

@@ -78,7 +78,10 @@ def without_torch(name: str) -> object:
 @pytest.mark.usefixtures("no_compiler")
 def test_with_neither_the_error_names_both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core.device, "find_spec", without_torch)
-    with pytest.raises(ConfigError, match=r"no C kernels here: no C compiler.*pip install 'llm-engine-core\[torch\]'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no C kernels here: no C compiler.*pip install torch, or engine-core with its extra \[torch\]",
+    ):
         start_cpu_kernels(EngineConfig())
 
 
@@ -86,7 +89,10 @@ def test_torch_that_is_asked_for_and_missing_is_an_error(monkeypatch: pytest.Mon
     monkeypatch.setattr(core.device, "find_spec", without_torch)
     write_tiny_model(tmp_path)
     for options in ({"cpu_kernels": "torch"}, {"numerics": "L0"}, {"model_impl": "transformers"}):
-        with pytest.raises(ConfigError, match=r"needs torch, .*not installed: pip install 'llm-engine-core\[torch\]'"):
+        with pytest.raises(
+            ConfigError,
+            match=r"needs torch, .*not installed: pip install torch, or engine-core with its extra \[torch\]",
+        ):
             LocalExecutor(EngineConfig(model=str(tmp_path), threads=1, **options))
 
 

@@ -116,8 +116,8 @@ def test_a_named_file_that_is_no_projector_of_the_model_is_refused(tmp_path: Pat
     }
     for file, text in (
         (tmp_path / "none.gguf", r"mmproj: there is no \.gguf file .*none\.gguf"),
-        (path, r"is no projector: its general\.architecture is 'gemma3', not 'clip'"),
-        (others["narrow"], "is another model's: its rows have 12 numbers"),
+        (path, r"is not a projector: its general\.architecture is 'gemma3', not 'clip'"),
+        (others["narrow"], "belongs to another model: its rows have 12 numbers"),
         (others["idefics3"], "is for models of the architecture 'llama', and .* has 'gemma3'"),
         (others["unknown"], "has a projector of type '7'; supported are gemma3, idefics3"),
     ):
@@ -127,7 +127,7 @@ def test_a_named_file_that_is_no_projector_of_the_model_is_refused(tmp_path: Pat
             read_tokenizer_files(path, mmproj=str(file))
     folder = tmp_path / "folder"
     checkpoint.write_checkpoint(folder)
-    with pytest.raises(ConfigError, match=r"mmproj is for models in \.gguf files, and .*folder is none"):
+    with pytest.raises(ConfigError, match=r"mmproj is for models in \.gguf files, and .*folder is not one"):
         LocalExecutor(EngineConfig(model=str(folder), mmproj=str(others["narrow"]), threads=1, max_model_len=100))
     with pytest.raises(ConfigError, match="mmproj must be the path of"):
         EngineConfig(mmproj="")

@@ -145,7 +145,7 @@ def test_a_request_goes_on_after_a_crash(llm: LLM) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (asked(IMAGES[1], text="No mark"), InvalidRequestError, "<image> 0 times and 1 images"),
+    (asked(IMAGES[1], text="No mark"), InvalidRequestError, "<image> 0 times but 1 images"),
     ({"prompt": "a", "multi_modal_data": {"audio": b""}}, UnsupportedParameterError, "has audio"),
     ({"prompt": "a", "multi_modal_data": IMAGES[1]}, InvalidRequestError, "must be {'image': ...}"),
     ({"prompt_token_ids": [1], "multi_modal_data": {"image": IMAGES[1]}}, InvalidRequestError, "prompt that is text"),
@@ -162,7 +162,7 @@ def test_wrong_prompts(llm: LLM, prompt: dict[str, Any], error: type[Exception],
 def test_images_of_more_bytes_than_a_session_may_put(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     few = msgspec.structs.replace(llm.client.welcome.features, max_bytes=100_000)
     monkeypatch.setattr(llm.client, "welcome", msgspec.structs.replace(llm.client.welcome, features=few))
-    with pytest.raises(InvalidRequestError, match="take 122880 bytes as squares; at most 100000 may"):
+    with pytest.raises(InvalidRequestError, match="take 122880 bytes as squares; at most 100000 are allowed"):
         llm.generate(asked(IMAGES[1]), GREEDY, use_tqdm=False)  # type: ignore[arg-type]
 
 

@@ -106,9 +106,9 @@ def test_a_wrong_prompt_among_many_is_known_before_anything_is_submitted(llm):
     before = llm.statistics()
     with pytest.raises(InvalidRequestError, match=r"the prompt cannot be empty \(prompt 2 of 3\)"):
         llm.generate([[1], [2], []], greedy(), use_tqdm=False)
-    with pytest.raises(InvalidRequestError, match="3 prompts need as many sampling_params, or one; got 2"):
+    with pytest.raises(InvalidRequestError, match="3 prompts need one sampling_params each, or one for all; got 2"):
         llm.generate([[1], [2], [3]], [greedy(), greedy()], use_tqdm=False)
-    with pytest.raises(InvalidRequestError, match="3 prompts need as many priorities; got 1"):
+    with pytest.raises(InvalidRequestError, match="3 prompts need one priority each; got 1"):
         llm.generate([[1], [2], [3]], greedy(), use_tqdm=False, priority=[1])
     after = llm.statistics()
     assert (after.num_finished, after.num_prompt_tokens) == (before.num_finished, before.num_prompt_tokens)

@@ -110,7 +110,7 @@ def test_what_is_no_adapter_of_the_engine_is_refused(llm: LLM, checkpoint: Check
     ]:
         with pytest.raises(InvalidRequestError, match=text.replace("(", r"\(").replace(")", r"\)")):
             llm.generate(prompt, GREEDY, use_tqdm=False, lora_request=request)
-    with pytest.raises(InvalidRequestError, match="2 prompts need as many lora_requests, or one; got 3"):
+    with pytest.raises(InvalidRequestError, match="2 prompts need one lora_request each, or one for all; got 3"):
         llm.generate([prompt] * 2, GREEDY, use_tqdm=False, lora_request=[None] * 3)
 
 

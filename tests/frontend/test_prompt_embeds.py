@@ -88,7 +88,7 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"prompt_embeds": [[0.0] * 48]}, InvalidRequestError, "of floats; got list"),
     ({"prompt_embeds": np.full((2, 48), 1e300)}, InvalidRequestError, "finite"),
     ({"prompt_embeds": np.zeros((2000, 48), np.float32)}, InvalidRequestError, "has 2000 tokens; at most 999 fit"),
-    ({"prompt_embeds": np.zeros((1, 48)), "prompt_token_ids": [1]}, InvalidRequestError, "are a whole prompt"),
+    ({"prompt_embeds": np.zeros((1, 48)), "prompt_token_ids": [1]}, InvalidRequestError, "must be a whole prompt"),
 ]
 
 
@@ -102,10 +102,10 @@ def test_what_does_not_go_with_them(model: Model) -> None:
     embeds = {"prompt_embeds": model.table[PROMPTS[0]]}
     with pytest.raises(InvalidRequestError, match="prompt_logprobs need tokens"):
         model.tokens(embeds, SamplingParams(prompt_logprobs=1))
-    with pytest.raises(UnsupportedParameterError, match="truncate_prompt_tokens cuts no prompt with"):
+    with pytest.raises(UnsupportedParameterError, match="truncate_prompt_tokens cannot be used for a prompt with"):
         model.tokens(embeds, SamplingParams(truncate_prompt_tokens=3))
 
 
 def test_an_engine_without_a_model_takes_none() -> None:
-    with LLM(executor="fake") as llm, pytest.raises(UnsupportedParameterError, match="not taken by this engine"):
+    with LLM(executor="fake") as llm, pytest.raises(UnsupportedParameterError, match="this engine does not take"):
         llm.generate({"prompt_embeds": np.zeros((2, 4), np.float32)}, use_tqdm=False)

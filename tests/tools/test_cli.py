@@ -125,7 +125,7 @@ def test_an_unknown_command_or_flag_names_the_known(capsys: pytest.CaptureFixtur
     [
         (["generate", "--executor", "fake", "--max-num-seqs", "0"], "max_num_seqs must be an integer from 1"),
         (["generate", "--executor", "fake", "--top-p", "2"], "top_p must be in [0, 1], got 2.0"),
-        (["generate", "--model", "/nowhere"], "'/nowhere' is no file or folder here"),
+        (["generate", "--model", "/nowhere"], "'/nowhere' is not a file or folder on this machine"),
         (["generate", "--connect", "ipc:///x", "--block-size", "8"], "leave out --block-size"),
         (["serve", "--executor", "fake", "--listen", "ipc://x"], "needs an absolute path"),
         (["bench", "latency", "--only", "lat2"], "known are lat1, batch8"),

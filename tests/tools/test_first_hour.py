@@ -52,7 +52,7 @@ def test_serve_listens_where_the_other_commands_look(home: Path) -> None:
         assert f"ready at ipc://{home}/engine-core/engine.sock" in server.stdout.readline()
         assert "running 0/32" in run("top", "--once", "--interval", "0.1").stdout
         assert "0 of 32 rows run" in run("explain").stdout
-        assert "is served at" in run("serve", "--executor", "fake").stderr
+        assert "is already served at" in run("serve", "--executor", "fake").stderr
         assert run("control", "pause").returncode == 0  # as the owner: the owner file is beside the socket
         assert run("control", "drain").returncode == 0
         assert server.wait(20) == 0
@@ -73,11 +73,11 @@ def test_an_owner_file_of_an_engine_that_was_killed_is_no_obstacle(home: Path) -
 def test_a_folder_that_others_can_write_is_refused(home: Path) -> None:
     (home / "engine-core").mkdir()
     os.chmod(home / "engine-core", 0o777)
-    with pytest.raises(AddressError, match="not a folder of this user alone"):
+    with pytest.raises(AddressError, match="not owned by this user alone"):
         address.default_address()
     (home / "engine-core").rmdir()
     (home / "engine-core").symlink_to("/tmp")
-    with pytest.raises(AddressError, match="not a folder of this user alone"):
+    with pytest.raises(AddressError, match="not owned by this user alone"):
         address.default_address()
 
 
@@ -158,7 +158,7 @@ def test_host_and_port_are_the_address(words: list[str], address: str | None) ->
 
 
 def test_host_and_port_beside_the_address(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "give it or them" in refused(capsys, "serve", "--http", "127.0.0.1:8000", "--port", "8001")
+    assert "give --http or those two" in refused(capsys, "serve", "--http", "127.0.0.1:8000", "--port", "8001")
 
 
 @pytest.mark.parametrize("word", ["ps", "llama-server"])
@@ -220,7 +220,7 @@ def test_the_nearest_source_of_an_option_wins(home: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("max_num_seqs = ", "is no TOML"),
+        ("max_num_seqs = ", "is not TOML"),
         ("max_num_rows = 3", "unknown option 'max_num_rows'"),
         ("enforce_eager = 3", "must be yes or no; got '3'"),
     ],
@@ -244,4 +244,4 @@ def test_a_shorter_context_for_want_of_memory_is_said() -> None:
     small = ("--kv-cache-memory-bytes", "320K", "--block-size", "16")  # of the fake executor: 4 KiB a token
     assert "max_model_len is 64 instead of the model's 131072: the KV cache is too small for more" in shown(*small)
     assert shown(*small, "--max-model-len", "64") == shown() == ""
-    assert "model's 131072: the KV cache has room for no more (num_blocks_override)" in shown("--num-gpu-blocks", "20")
+    assert "model's 131072: the KV cache is too small for more (num_blocks_override)" in shown("--num-gpu-blocks", "20")

@@ -1,4 +1,6 @@
-"""`engine-core batch`: answer the requests of a file in OpenAI's batch format, by its own engine or a running one."""
+"""`engine-core batch`: answer the requests of a file in OpenAI's batch format, with an engine of its own or a running
+one.
+"""
 
 import argparse
 import sys
@@ -21,7 +23,7 @@ _SHOW_S = 1.0
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Answer the requests; return the exit status: 1 if one failed. Errors: ConfigError; those of the engine."""
+    """Answer the requests; return the exit status, 1 if one failed. Errors: ConfigError; those of the engine."""
     parsed = _parser().parse_args(arguments)
     source, target = Path(parsed.file), Path(parsed.output or _output_name(parsed.file))
     if target.exists() and source.exists() and target.samefile(source):
@@ -64,14 +66,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         prog="engine-core batch",
         usage="engine-core batch FILE.jsonl [MODEL | --connect ADDR] [-o OUTPUT.jsonl] [OPTION ...]",
-        description="Answer the requests of a file in OpenAI's batch format. Run again, it goes on where it ended.",
+        description="Answer a file of requests in OpenAI's batch format. If it is run again, it continues where it "
+        "stopped.",
     )
-    parser.add_argument("file", metavar="FILE.jsonl", help="a request in each line: custom_id, method, url, body")
+    parser.add_argument("file", metavar="FILE.jsonl", help="one request a line: custom_id, method, url, body")
     parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model; default: the demo model")
     parser.add_argument("-o", "--output", metavar="FILE", help="default: FILE.out.jsonl")
     parser.add_argument("--connect", metavar="ADDR", help="use the engine at this address (of `engine-core serve`)")
     parser.add_argument(
-        "--max-in-flight", type=int, default=_MAX_IN_FLIGHT, metavar="N", help="requests at once; default: %(default)s"
+        "--max-in-flight",
+        type=int,
+        default=_MAX_IN_FLIGHT,
+        metavar="N",
+        help="requests in flight; default: %(default)s",
     )
     parser.add_argument("--served-model-name", nargs="+", default=[], metavar="NAME", help="the model's names")
     parser.add_argument("--tool-call-parser", metavar="NAME", help="see docs/http.md")
@@ -85,7 +92,7 @@ def _output_name(source: str) -> str:
 
 
 class _Progress:
-    """What standard error shows: a line a second on a terminal, and a last one."""
+    """Progress on standard error: a line a second on a terminal, and a last line."""
 
     def __init__(self, total: int, num_done: int) -> None:
         self._total, self._num_before, self._num_done = total, num_done, num_done
@@ -101,9 +108,9 @@ class _Progress:
             print(f"\rengine-core: {self._num_done} of {self._total} answered", end="", file=sys.stderr, flush=True)
 
     def end(self, num_failed: int, target: Path) -> None:
-        """Say what was done."""
+        """Print what was done."""
         new, before = self._num_done - self._num_before, self._num_before
-        there = f", {before} were there" if before else ""
+        there = f", {before} were already there" if before else ""
         seconds = time.monotonic() - self._begin
         begin = "\r" if self._is_shown else ""
         print(

@@ -1,6 +1,6 @@
 """`engine-core chat` and `engine-core run`: a conversation in the terminal, or one answer as plain text.
 
-With a prompt, or with text on standard input, the answer is written once, as it comes, and nothing else: for pipes.
+With a prompt, or with text on standard input, only the answer is written, as it arrives: for pipes.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from tools.terminal.streams import printable
 
 _MAX_TOKENS = 1024
 _HELP = """/clear          forget the conversation
-/system TEXT    begin anew with this system message
+/system TEXT    start a new conversation with this system message
 /bye            leave, as Ctrl-D does; Ctrl-C ends an answer"""
 
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="words of one question")
     parser.add_argument("--connect", metavar="ADDR", help="use the engine at this address (of `engine-core serve`)")
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    parser.add_argument("--quiet", "-q", action="store_true", help="no progress, no line on the time of an answer")
+    parser.add_argument("--quiet", "-q", action="store_true", help="no progress and no line about an answer's time")
     add_lora_option(parser)
     add_sampling_options(parser, max_tokens=_MAX_TOKENS)
     add_engine_options(parser)
@@ -51,12 +51,12 @@ def main(arguments: Sequence[str]) -> int:
     elif parsed.model_name is not None:
         options["model"] = parsed.model_name
     check_connect(parsed.connect, options)
-    sampling_params(parsed, {}, {})  # a bad value is refused before an engine is started
+    sampling_params(parsed, {}, {})  # refuse a bad value before an engine starts
     question = " ".join(words)
     if not sys.stdin.isatty():
         question = "\n\n".join(filter(None, (question, sys.stdin.read().strip())))
         if not question:
-            parser.error("there is no terminal to chat in, and no prompt on standard input")
+            parser.error("there is no terminal to chat in and no prompt on standard input")
     with engine_at(parsed.connect, options, is_quiet=parsed.quiet) as (address, process, _), asyncio.Runner() as runner:
         try:
             template = options.get("chat_template") if parsed.connect is not None else None
@@ -97,9 +97,10 @@ class Conversation:
         self.messages: list[Message] = [] if system is None else [{"role": "system", "content": system}]
 
     def ask(self, question: str) -> tuple[int, float]:
-        """Write the answer to standard output as it comes; return (tokens, tokens a second).
+        """Write the answer to standard output as it arrives; return (tokens, tokens a second).
 
-        After Ctrl-C, KeyboardInterrupt, the conversation has what was written; after an error, not even the question.
+        After Ctrl-C (KeyboardInterrupt) the conversation has what was written; after an error it does not have the
+        question.
         """
         before = list(self.messages)
         self.messages.append({"role": "user", "content": question})
@@ -125,7 +126,7 @@ class Conversation:
 
 
 def _deltas(params: SamplingParams) -> SamplingParams:
-    """Return the parameters with outputs that have only what is new."""
+    """Return the parameters with outputs that contain only new text."""
     params = params.clone()
     params.output_kind = RequestOutputKind.DELTA
     return params
@@ -139,7 +140,7 @@ def _answer_once(chat: Conversation, question: str) -> int:
 
 def _converse(chat: Conversation, *, is_quiet: bool) -> int:
     with contextlib.suppress(ImportError):
-        importlib.import_module("readline")  # its import gives input() a history and editing
+        importlib.import_module("readline")  # importing it gives input() history and editing
     print("Ctrl-D or /bye leaves, /help shows more", file=sys.stderr)
     while True:
         try:

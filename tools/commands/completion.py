@@ -1,7 +1,7 @@
-"""`engine-core completion`: what bash, zsh and fish complete, from the declarations of all commands' options.
+"""`engine-core completion`: shell completion for bash, zsh and fish, from the declared options of all commands.
 
-The script that it prints is argcomplete's. At each TAB it runs `engine-core` again, with variables that say so, and
-complete() answers: argcomplete reads the line, and quotes what it offers for the shell.
+The script that it prints is argcomplete's. At each TAB it runs `engine-core` again with certain environment variables,
+and complete() answers: argcomplete reads the line and quotes its suggestions for the shell.
 """
 
 import argparse
@@ -24,17 +24,17 @@ _SHELLS = ("bash", "zsh", "fish")
 _MODEL_NAMES = ("MODEL", "MODEL ...")
 _FILE_NAMES = ("FILE", "PATH", "FOLDER", "TRACE")
 _MAX_FILES = 1000  # a folder may hold millions
-#: argcomplete's variable: how many words of the line stand for the program whose parser it is given.
+#: argcomplete's variable: how many words of the line name the program whose parser it gets.
 _PROGRAM_WORDS = "_ARGCOMPLETE"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the completion for one shell, and return the exit status."""
+    """Print the completion script for one shell, and return the exit status."""
     parser = ArgumentParser(
         prog="engine-core completion",
         usage="engine-core completion {bash,zsh,fish}",
-        description="Print the completion of commands, options, values and models for a shell.",
-        epilog='bash: eval "$(engine-core completion bash)" in ~/.bashrc. zsh: the same with zsh, behind compinit, in '
+        description="Print a shell script that completes commands, options, values and models.",
+        epilog='bash: eval "$(engine-core completion bash)" in ~/.bashrc. zsh: the same with zsh, after compinit, in '
         "~/.zshrc. fish: engine-core completion fish > ~/.config/fish/completions/engine-core.fish",
     )
     parser.add_argument("shell", choices=_SHELLS)
@@ -44,9 +44,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def complete(words: Sequence[str]) -> None:
-    """Write what may stand at the end of the line, and end the process.
+    """Write the possible completions of the line's last word, and end the process.
 
-    words: those before the one that is being completed; the first is the program.
+    words: the words before the one to complete; the first is the program.
     """
     command = words[1] if len(words) > 1 else None
     if command == "help":
@@ -66,7 +66,7 @@ def complete(words: Sequence[str]) -> None:
 
 
 def words_before(line: str, point: int) -> list[str]:
-    """Return the whole words before the cursor; the one that it stands on or behind is left out."""
+    """Return the complete words before the cursor, without the word at the cursor."""
     before = line.encode()[:point].decode(errors="ignore")
     words = before.split()
     return words if before[-1:].isspace() else words[:-1]
@@ -79,7 +79,7 @@ def _command_names(*more: str) -> ArgumentParser:
 
 
 class _Declared(Exception):
-    """Carries a command's parser out of its main(), which would parse with it next."""
+    """Carries a command's parser out of its main() before main() parses with it."""
 
     def __init__(self, parser: ArgumentParser) -> None:
         self.parser = parser
@@ -115,7 +115,7 @@ def _models_and_files(prefix: str, **context: Any) -> Iterator[str]:
 
 
 def _files(prefix: str, **context: Any) -> Iterator[str]:
-    """Yield the files that begin so; folders end with a slash. No shell reads the names."""
+    """Yield the files with this prefix; folders end with a slash. No shell evaluates the names."""
     folder, _, start = prefix.rpartition("/")
     above = f"{folder}/" if "/" in prefix else ""
     try:

@@ -32,7 +32,7 @@ _ACTIONS: dict[str, Callable[[EngineClient, argparse.Namespace], None]] = {
 }
 #: Those that print something of their own.
 _TELLING = ("dump", "lora", "replicas")
-_LOAD_S = 300.0  # in which an adapter must be read
+_LOAD_S = 300.0  # limit for reading an adapter
 _OF_A_REPLICA = ("join", "leave")
 _OWNER_FILE = re.compile(rb"([0-9a-f]*\n)?")
 
@@ -42,41 +42,42 @@ def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser(
         prog="engine-core control",
         usage=f"engine-core control {{{','.join(_ACTIONS)}}} [WORD ...] [--connect ADDR] [--owner-file FILE]",
-        description="Steer a running engine or router. All but reset-prefix-cache, lora list and replicas are owner "
-        "only: see serve --owner-file. dump is for the user whose engine it is: it reads the engine's memory. Of a "
-        "router: replicas shows its engines, join and leave change them.",
+        description="Control a running engine or router. All actions except reset-prefix-cache, lora list, replicas "
+        "and dump need the owner file: see serve --owner-file. dump reads the engine's memory, so it "
+        "must run as the engine's user. For a router: replicas shows its engines, join and leave change "
+        "them.",
     )
     parser.add_argument("action", choices=tuple(_ACTIONS))
     parser.add_argument(
         "words",
         nargs="*",
         metavar="WORD",
-        help="of join and leave: a replica's address. Of lora: load NAME=PATH reads an adapter's files, beside the "
-        "steps; unload NAME forgets its name; list prints what is loaded",
+        help="for join and leave: a replica's address. For lora: load NAME=PATH reads an adapter's files while steps "
+        "go on; unload NAME removes its name; list prints what is loaded",
     )
     parser.add_argument("--connect", metavar="ADDR", help="the engine's address; default: that of `engine-core serve`")
-    parser.add_argument("--owner-file", metavar="FILE", help="that of `engine-core serve --owner-file FILE`")
+    parser.add_argument("--owner-file", metavar="FILE", help="the file of `engine-core serve --owner-file FILE`")
     parser.add_argument(
-        "--mode", choices=("new", "all"), default="new", help="of pause: no request begins, or none runs; default: new"
+        "--mode", choices=("new", "all"), default="new", help="for pause: no request begins, or none runs; default: new"
     )
     parser.add_argument(
         "--move-after",
         type=float,
         metavar="S",
-        help="of drain: end after so many seconds; what has not finished goes on at the next engine. Of leave: what "
-        "runs there goes on at other replicas after so many seconds",
+        help="for drain: end after this many seconds; unfinished requests continue at the next engine. For leave: "
+        "running requests continue at other replicas after this many seconds",
     )
     parser.add_argument(
-        "--prefill", action="store_true", help="of join: the replica computes long prompts for the others, from now on"
+        "--prefill", action="store_true", help="for join: from now on the replica computes long prompts for the others"
     )
-    parser.add_argument("--out", metavar="FILE", help="of dump: the new file; default: one in the engine's folder")
+    parser.add_argument("--out", metavar="FILE", help="for dump: the new file; default: one in the engine's folder")
     parsed = parser.parse_args(arguments)
     if parsed.prefill and parsed.action != "join":
-        parser.error("--prefill belongs to join")
+        parser.error("--prefill is for join only")
     if parsed.out is not None and parsed.action != "dump":
-        parser.error("--out belongs to dump")
+        parser.error("--out is for dump only")
     if parsed.action in _OF_A_REPLICA and len(parsed.words) != 1:
-        parser.error(f"{parsed.action} is followed by the address of one replica")
+        parser.error(f"{parsed.action} needs the address of one replica")
     if parsed.words and parsed.action not in ("lora", *_OF_A_REPLICA):
         parser.error(f"{parsed.action} takes no words: {' '.join(parsed.words)}")
     owner_file = owner_file_to_read(parsed.owner_file, parsed.connect)
@@ -94,14 +95,14 @@ def main(arguments: Sequence[str]) -> int:
 def dump(client: EngineClient, out: str | None) -> None:
     """Write the running engine's flight recorder to a file, and print its name. The engine does not notice.
 
-    Errors: ConfigError where there is none that this user may read; those of write_flight.
+    Errors: ConfigError if there is none that this user may read; those of write_flight.
     """
     pid = client.welcome.pid
     halves = find_ring(pid)
     if not halves:
         raise ConfigError(
-            f"the flight recorder of engine process {pid} cannot be read: it must run on this machine, as this user, "
-            "without --capture, and with a flight_recorder_bytes above 0"
+            f"the flight recorder of engine process {pid} cannot be read: the engine must run on this machine, as "
+            "this user, without --capture, and with flight_recorder_bytes above 0"
         )
     written = write_flight(halves, pid, out)
     if written is None:
@@ -121,7 +122,7 @@ def steer_adapters(client: EngineClient, words: Sequence[str]) -> None:
             client.unload_lora(name)
             return
         case _:
-            raise ConfigError(f"lora is followed by load NAME=PATH, unload NAME or list; got {' '.join(words)!r:.80}")
+            raise ConfigError(f"lora needs load NAME=PATH, unload NAME or list; got {' '.join(words)!r:.80}")
     for one in shown:
         where = f"  {one.path}" if one.path else ""
         print(f"{one.name}  rank {one.rank}  {one.num_bytes / 2**20:.1f} MiB  {one.digest}{where}")
@@ -138,15 +139,18 @@ def describe_replicas(answer: ReplicaList) -> list[str]:
     for one in answer.replicas:
         numbers = f"{one.num_live:8}  {one.num_queued_tokens:10}  {one.num_cached_blocks:8}  {one.num_lost:4}"
         lines.append(f"{one.address:{width}}  {one.state:10}  {numbers}  {one.reason}".rstrip())
-    lines.append(f"{answer.num_queued} requests wait for a replica; {answer.num_moved} times one went on at another")
+    lines.append(
+        f"{answer.num_queued} requests wait for a replica; {answer.num_moved} times a request continued at another "
+        "replica"
+    )
     return lines
 
 
 def write_owner_file(path: str, token: bytes) -> int:
-    """Write the owner token to a file that only this user can read; return its descriptor, which holds a lock.
+    """Write the owner token to a file that only this user can read; return its descriptor, which is locked.
 
-    The lock ends with the process, however it ends: the file of an engine that was killed is taken over. Errors:
-    ConfigError if the file is in use, or is no owner file.
+    The kernel releases the lock when the process ends, so the file of a killed engine is taken over. Errors:
+    ConfigError if the file is in use, or is not an owner file.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
@@ -179,4 +183,4 @@ def read_owner_file(path: str) -> bytes:
     except OSError as error:
         raise ConfigError(f"--owner-file {path} cannot be read: {error.strerror}") from None
     except ValueError:
-        raise ConfigError(f"--owner-file {path} is not one that `engine-core serve --owner-file` wrote") from None
+        raise ConfigError(f"--owner-file {path} was not written by `engine-core serve --owner-file`") from None

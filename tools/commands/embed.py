@@ -1,4 +1,4 @@
-"""`engine-core embed`: print the embeddings of texts, a JSON object a line."""
+"""`engine-core embed`: print the embeddings of texts, one JSON object a line."""
 
 import argparse
 import sys
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _read(given: str) -> list[str]:
-    """Return the text; for "-", the lines of standard input."""
+    """Return the text, or for "-" the lines of standard input."""
     return [given] if given != "-" else [line for line in sys.stdin.read().splitlines() if line]
 
 
@@ -43,11 +43,15 @@ def _parser() -> argparse.ArgumentParser:
         usage="engine-core embed TEXT ... [--model PATH | --connect ADDR] [OPTION ...]",
         description="Print the embedding of each text as a line of JSON: text, num_tokens, embedding.",
     )
-    parser.add_argument("texts", nargs="+", metavar="TEXT", help="'-' reads one from each line of standard input")
+    parser.add_argument("texts", nargs="+", metavar="TEXT", help="'-' reads one text from each line of standard input")
     parser.add_argument("--connect", metavar="ADDR", help="use the engine at this address (of `engine-core serve`)")
-    parser.add_argument("--dimensions", type=int, metavar="N", help="keep the first N numbers of each; default: all")
     parser.add_argument(
-        "--prompt-name", metavar="NAME", help="put the model's instruction of this name before each text, such as query"
+        "--dimensions", type=int, metavar="N", help="keep the first N numbers of each embedding; default: all"
+    )
+    parser.add_argument(
+        "--prompt-name",
+        metavar="NAME",
+        help="put the model's instruction with this name, such as query, before each text",
     )
     add_engine_options(parser)
     return parser

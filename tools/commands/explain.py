@@ -20,7 +20,7 @@ from ipc.wire.scheduling_messages import (
 from tools.flags.address import address_to_connect
 from tools.flags.options import ArgumentParser
 
-_PAUSES = ("", "paused: nothing begins, what has begun goes on", "paused: nothing runs")
+_PAUSES = ("", "paused: no request begins; running ones continue", "paused: no request runs")
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -28,23 +28,23 @@ def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser(
         prog="engine-core explain",
         usage="engine-core explain [REQUEST] [--connect ADDR | --at STEP FILE] [--limit N] [--json]",
-        description="Say why a request of a running engine does not run, or did not run then. Without REQUEST: the "
-        "scheduler in short.",
+        description="Explain why a request of a running engine does not run, or did not run at a captured step. "
+        "Without REQUEST: a summary of the scheduler.",
     )
-    parser.add_argument("request", nargs="?", metavar="REQUEST", help="SESSION/NUMBER, as the table shows it")
+    parser.add_argument("request", nargs="?", metavar="REQUEST", help="SESSION/NUMBER, as in the table")
     parser.add_argument("--connect", metavar="ADDR", help="the engine's address; default: that of `engine-core serve`")
     parser.add_argument(
-        "--at", nargs=2, metavar=("STEP", "FILE"), help="of the engine that wrote this capture, after this step of it"
+        "--at", nargs=2, metavar=("STEP", "FILE"), help="explain the engine that wrote this capture, after this step"
     )
     parser.add_argument(
-        "--limit", type=int, default=20, metavar="N", help="requests in the table; default: %(default)s"
+        "--limit", type=int, default=20, metavar="N", help="most requests in the table; default: %(default)s"
     )
     parser.add_argument("--json", action="store_true", help="print the answer as one JSON object")
     parsed = parser.parse_args(arguments)
     session, number = read_request(parsed.request)
     if parsed.at is not None:
         if parsed.connect is not None:
-            parser.error("--at looks into a file: leave out --connect")
+            parser.error("--at reads a file: leave out --connect")
         step, path = parsed.at
         explanation = _at(step, path, session, number, parsed.limit)
     else:
@@ -69,16 +69,16 @@ def _now(address: str | None, session: int, number: int, limit: int) -> Explanat
 
 
 def _at(step: str, path: str, session: int, number: int, limit: int) -> Explanation:
-    # Imported late: a look at a running engine needs no scheduler of its own.
+    # Imported late: asking a running engine needs no scheduler here.
     from tools.commands.replay.explain_at import explain_at
 
     if not re.fullmatch(r"[0-9]{1,18}", step):
-        raise ConfigError(f"a step is a number from 0 on, as `engine-core replay` counts them; got --at {step!r:.40}")
+        raise ConfigError(f"a step is a number from 0, as `engine-core replay` counts them; got --at {step!r:.40}")
     return explain_at(path, int(step), session, number, limit)
 
 
 def read_request(text: str | None) -> tuple[int, int]:
-    """Parse "3/17" into (session, number); None stands for every request of the own session. Errors: ConfigError."""
+    """Parse "3/17" into (session, number); None means every request of the own session. Errors: ConfigError."""
     if text is None:
         return OWN_SESSION, EVERY_REQUEST
     if not re.fullmatch(r"[0-9]{1,18}/[0-9]{1,10}", text):
@@ -88,7 +88,7 @@ def read_request(text: str | None) -> tuple[int, int]:
 
 
 def to_json(explanation: Explanation) -> str:
-    """Return the explanation as one JSON object: fields by name, codes as words."""
+    """Return the explanation as one JSON object: fields by name, codes as text."""
     values = msgspec.structs.asdict(explanation)
     values["requests"] = [
         msgspec.structs.asdict(one) | {"state": one.state.name.lower(), "reason": one.reason.name.lower()}
@@ -98,15 +98,15 @@ def to_json(explanation: Explanation) -> str:
 
 
 def describe_all(explanation: Explanation) -> list[str]:
-    """Return lines that describe the scheduler in short, then one line for each request."""
+    """Return lines that summarize the scheduler, then one line for each request."""
     e = explanation
     step = f"step {e.step}" if e.step >= 0 else "no step yet"
     lines = [
-        f"{step}, policy {e.policy}: {e.num_running} of {e.max_num_seqs} rows run, {e.num_waiting} requests "
-        f"wait ({e.num_swapped} swapped out, {e.num_on_hold} of clients that do not read, {e.num_unbegun} for a pause)",
+        f"{step}, policy {e.policy}: {e.num_running} of {e.max_num_seqs} rows run, {e.num_waiting} requests wait "
+        f"({e.num_swapped} swapped out, {e.num_on_hold} whose clients do not read, {e.num_unbegun} because of a pause)",
         _blocks(e),
-        f"last step: {e.max_num_batched_tokens - e.budget} of {e.max_num_batched_tokens} tokens given, "
-        f"{e.num_skipped} rows skipped",
+        f"last step: {e.max_num_batched_tokens - e.budget} of {e.max_num_batched_tokens} tokens used, {e.num_skipped} "
+        "rows skipped",
     ]
     if e.pause:
         lines.append(_PAUSES[e.pause])
@@ -124,29 +124,32 @@ def describe_all(explanation: Explanation) -> list[str]:
 
 
 def describe_request(one: RequestExplanation, explanation: Explanation) -> list[str]:
-    """Return lines with everything that the explanation has about one request."""
+    """Return lines with everything that the explanation says about one request."""
     name = f"request {one.session}/{one.number}" + (f", choice {one.choice}" if one.choice else "")
     lines = [
         f"{name}: {_state(one)} - {describe_reason(one)}",
-        f"  came {one.waited_ns / 1e9:.3f} s ago with priority {one.priority}; {one.num_prompt_tokens} prompt tokens, "
-        f"{one.num_tokens} so far, at most {one.max_total_tokens}; {one.num_computed_tokens} computed or found",
+        f"  arrived {one.waited_ns / 1e9:.3f} s ago with priority {one.priority}; {one.num_prompt_tokens} prompt "
+        f"tokens, {one.num_tokens} tokens so far, at most {one.max_total_tokens}; {one.num_computed_tokens} computed "
+        "or found in the cache",
     ]
     if one.state is SchedulingState.RUNNING:
         lines.append(
-            f"  served as number {one.position}; holds {one.num_blocks} blocks, lacks {one.num_missing_blocks} for the "
-            "tokens that it has"
+            f"  number {one.position} in the order of service; holds {one.num_blocks} blocks, lacks "
+            f"{one.num_missing_blocks} for the tokens that it has"
         )
     else:
         place = (
-            f"number {one.position} in the queue" if one.position >= 0 else "not in the queue of those that may start"
+            f"number {one.position} in the queue"
+            if one.position >= 0
+            else "not in the queue of requests that may start"
         )
         lines.append(
-            f"  {place}; to start it takes {one.num_missing_blocks} blocks beside {one.num_blocks} found in the prefix "
-            f"cache, and {one.num_reserve_blocks} must stay free (watermark and hysteresis)"
+            f"  {place}; to start it needs {one.num_missing_blocks} blocks in addition to {one.num_blocks} found in "
+            f"the prefix cache, and {one.num_reserve_blocks} must stay free (watermark and hysteresis)"
         )
         lines.append("  " + _blocks(explanation))
     lines.append(
-        f"  preempted {one.num_preemptions} times for the room of running requests; overtaken {one.num_overtaken} "
+        f"  preempted {one.num_preemptions} times to make room for running requests; overtaken {one.num_overtaken} "
         "times while it was first"
     )
     if explanation.pause:
@@ -155,7 +158,7 @@ def describe_request(one: RequestExplanation, explanation: Explanation) -> list[
 
 
 def describe_reason(one: RequestExplanation) -> str:
-    """Return the reason for a request's state in words, with its numbers."""
+    """Return the reason for a request's state as text, with its numbers."""
     holder = f"{one.holder_session}/{one.holder_number}"
     match one.reason:
         case Reason.NONE:
@@ -167,37 +170,37 @@ def describe_reason(one: RequestExplanation) -> str:
         case Reason.PREEMPTED:
             return "was preempted in the last step"
         case Reason.FENCED:
-            return "its room is made; the steps in flight must end first"
+            return "its room is being freed; the steps in flight must end first"
         case Reason.BEHIND:
-            return f"behind {holder}, which lacks something and goes first"
+            return f"behind {holder}, which lacks something and must start first"
         case Reason.NOT_YET:
-            return "no step has looked at it yet"
+            return "no step has considered it yet"
         case Reason.PAUSED:
             return "the engine's owner has paused it"
         case Reason.ON_HOLD:
             return "its client does not read its outputs"
         case Reason.FIRST_CHOICE:
-            return "waits for the prompt, which another choice of its request computes"
+            return "waits for its prompt, which another choice of its request computes"
         case Reason.FETCHING:
             return "KV blocks of its prompt are being read from files"
         case Reason.NO_REPLICA:
             return "no replica of the fleet takes it"
         case Reason.NO_BLOCKS:
-            return f"needs {one.needed} KV blocks, {one.available} may be taken"
+            return f"needs {one.needed} KV blocks, {one.available} are available"
         case Reason.PARTIAL_PREFILLS:
-            return "enough prompts are being computed in chunks (max_num_partial_prefills)"
+            return "the limit of prompts computed in chunks is reached (max_num_partial_prefills)"
         case Reason.NO_ADAPTER:
-            return "requests with enough other adapters run (max_loras)"
+            return "the limit of adapters in use is reached (max_loras)"
         case Reason.IN_FLIGHT:
             return "its last token is being computed"
         case Reason.SKIPPED_BUDGET:
-            return f"skipped: wants {one.needed} tokens, {one.available} were left after those before it"
+            return f"skipped: needs {one.needed} tokens, {one.available} were left after the requests before it"
         case Reason.PROMPTS_FIRST:
-            return "the last step was one of prompts, which go first without chunked prefill"
+            return "the last step had only prompts, which come first without chunked prefill"
         case Reason.NEXT_TURN:
-            return "its turn comes in a later step: the stages of the pipeline have others"
+            return "its turn comes in a later step: the pipeline's stages have other rows"
         case Reason.SKIPPED_BLOCKS:
-            return f"skipped: lacks {one.needed} KV blocks, {one.available} were free"
+            return f"skipped: needs {one.needed} KV blocks, {one.available} were free"
 
 
 def _state(one: RequestExplanation) -> str:

@@ -1,4 +1,4 @@
-"""`engine-core generate`: stream the answers to some prompts at the same time, then report what they took."""
+"""`engine-core generate`: stream the answers to several prompts at the same time, then report times and counts."""
 
 import argparse
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def main(arguments: Sequence[str]) -> int:
     parsed = _parser().parse_args(arguments)
     options = engine_options(parsed)
     check_connect(parsed.connect, options)
-    sampling_params(parsed, {}, {})  # a bad value is refused before an engine is started
+    sampling_params(parsed, {}, {})  # refuse a bad value before an engine starts
     read_piped_prompt(parsed.prompts)
     started = engine_at(parsed.connect, options, is_quiet=parsed.quiet, meanwhile=_answers)
     with started as (address, process, start_s):
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _answers() -> ModuleType:
-    from tools.terminal import answers  # takes as long to import as a part of the engine's start
+    from tools.terminal import answers  # its import overlaps with the engine's start
 
     return answers
 
@@ -40,29 +40,33 @@ def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         prog="engine-core generate",
         usage="engine-core generate [PROMPT ...] [--model PATH | --connect ADDR] [OPTION ...]",
-        description="Stream the answers to prompts, all at once.",
+        description="Answer prompts and stream all answers at the same time.",
     )
     parser.add_argument(
         "prompts",
         nargs="*",
         metavar="PROMPT",
-        help="'-', or none before a pipe, reads one from standard input; else none: a demo",
+        help="'-' reads a prompt from standard input, and so does no prompt if input is piped; otherwise, without a "
+        "prompt: a demo",
     )
     parser.add_argument("--connect", metavar="ADDR", help="use the engine at this address (of `engine-core serve`)")
     parser.add_argument(
-        "--client-name", default="generate", metavar="NAME", help="name that serve --client-weight refers to"
+        "--client-name",
+        default="generate",
+        metavar="NAME",
+        help="this client's name, to which serve --client-weight refers",
     )
-    parser.add_argument("--raw", action="store_true", help="complete the text as it stands, without the chat template")
+    parser.add_argument("--raw", action="store_true", help="complete the text as it is, without the chat template")
     parser.add_argument("--system", metavar="TEXT", help="system message of every chat")
     parser.add_argument(
         "--image",
         action="append",
         default=[],
         metavar="FILE",
-        help="an image that every prompt asks about; may be given again",
+        help="an image for every prompt; may be repeated",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end, and nothing else")
-    parser.add_argument("--quiet", "-q", action="store_true", help="print the answers, and nothing else")
+    parser.add_argument("--json", action="store_true", help="print only one JSON object, at the end")
+    parser.add_argument("--quiet", "-q", action="store_true", help="print only the answers")
     add_lora_option(parser)
     add_sampling_options(parser, max_tokens=_DEFAULT_MAX_TOKENS)
     add_engine_options(parser)

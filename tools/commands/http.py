@@ -1,4 +1,4 @@
-"""`engine-core http`: an HTTP server for an engine that runs already, with OpenAI's API."""
+"""`engine-core http`: an HTTP server with OpenAI's API for a running engine."""
 
 import argparse
 import asyncio
@@ -33,7 +33,7 @@ _NEEDED = ("httptools", "uvicorn")
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until a signal; return the exit status, EXIT_CUT if the end cut answers.
+    """Serve until a signal; return the exit status, EXIT_CUT if stopping cut answers.
 
     Errors: ConfigError, AddressError; those of a connection.
     """
@@ -48,9 +48,9 @@ def main(arguments: Sequence[str]) -> int:
         "--chat-template",
         "--chat-template-file",
         metavar="FILE",
-        help="a chat template, or a file with one, in place of the engine's; with `serve` it is an engine option",
+        help="a chat template, or a file with one, instead of the engine's; with `serve` it is an engine option",
     )
-    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of the access log")
+    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="format of the access log")
     add_http_options(parser)
     parsed = parser.parse_args(arguments)
     parsed.http = http_address(parser, parsed) or f"{DEFAULT_HOST}:{DEFAULT_PORT}"
@@ -75,14 +75,14 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--served-model-name", nargs="+", default=[], metavar="NAME", help="the model's names; default: the engine's"
     )
-    keys = "lines NAME SHA256 [LIMIT=VALUE ...], see docs/http.md; read again on change"
+    keys = "a file of lines NAME SHA256 [LIMIT=VALUE ...], see docs/http.md; read again when it changes"
     group.add_argument("--api-key-file", metavar="FILE", help=keys)
     group.add_argument(
         "--api-key",
         action="append",
         default=[],
         metavar="KEY",
-        help="better in ENGINE_CORE_API_KEY: arguments are public",
+        help="prefer ENGINE_CORE_API_KEY: others can see arguments",
     )
     group.add_argument("--insecure", action="store_true", help="serve other machines without keys")
     group.add_argument("--allowed-hosts", nargs="+", default=[], metavar="NAME", help="further names in Host headers")
@@ -91,18 +91,22 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="URL",
-        help="pages whose scripts may read answers; '*' = all",
+        help="origins whose pages may read answers; '*' = all",
     )
-    group.add_argument("--max-body-bytes", type=bytes_argument, metavar="BYTES", help="of a request; default: 8M")
-    group.add_argument("--max-connections", type=int, metavar="N", help="default: 20000")
-    group.add_argument("--drain-timeout", type=float, metavar="S", help="for running answers at the end; default: 60")
     group.add_argument(
-        "--allow-request-templates", action="store_true", help="take chat templates, which are programs, from requests"
+        "--max-body-bytes", type=bytes_argument, metavar="BYTES", help="largest body of a request; default: 8M"
+    )
+    group.add_argument("--max-connections", type=int, metavar="N", help="default: 20000")
+    group.add_argument(
+        "--drain-timeout", type=float, metavar="S", help="seconds for running answers to finish; default: 60"
+    )
+    group.add_argument(
+        "--allow-request-templates", action="store_true", help="accept chat templates, which are programs, in requests"
     )
     group.add_argument(
         "--enable-force-include-usage",
         action="store_true",
-        help="report the usage in every event of a stream, and at its end",
+        help="report the usage in every event of a stream",
     )
     group.add_argument(
         "--tool-call-parser",
@@ -110,34 +114,42 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
         help="how the model writes calls: hermes, llama3_json, mistral, ... (docs/http.md); default: by its template",
     )
     group.add_argument(
-        "--reasoning-parser", metavar="NAME", help="how it marks reasoning: qwen3, mistral, ...; none = it is content"
+        "--reasoning-parser", metavar="NAME", help="how the model marks reasoning: qwen3, ...; none = it is content"
     )
-    group.add_argument("--access-log", action="store_true", help="a line on standard error for each request at its end")
     group.add_argument(
-        "--otlp-traces-endpoint", metavar="URL", help="send spans there: http://HOST:4318/v1/traces, OpenTelemetry's"
+        "--access-log", action="store_true", help="write a line for each request at its end, on standard error"
     )
-    group.add_argument("--enable-auto-tool-choice", action="store_true", help="no effect: a request's tools decide")
+    group.add_argument(
+        "--otlp-traces-endpoint", metavar="URL", help="send OpenTelemetry spans there: http://HOST:4318/v1/traces"
+    )
+    group.add_argument("--enable-auto-tool-choice", action="store_true", help="no effect: the request's tools decide")
 
 
 def add_wire_options(group: Any) -> None:
     """Add the flags of TLS and of a proxy in front."""
     group.add_argument("--ssl-certfile", metavar="FILE", help="serve HTTPS with this certificate (PEM)")
-    group.add_argument("--ssl-keyfile", metavar="FILE", help="its key (PEM); default: it is in --ssl-certfile")
     group.add_argument(
-        "--ssl-ca-certs", metavar="FILE", help="callers must show a certificate that one of these has signed (PEM)"
+        "--ssl-keyfile", metavar="FILE", help="the certificate's key (PEM); default: the key in --ssl-certfile"
     )
-    group.add_argument("--root-path", default="", metavar="/PATH", help="under which a proxy has this server")
+    group.add_argument(
+        "--ssl-ca-certs",
+        metavar="FILE",
+        help="callers must present a certificate signed by one of these authorities (PEM)",
+    )
+    group.add_argument(
+        "--root-path", default="", metavar="/PATH", help="the path under which a proxy serves this server"
+    )
     group.add_argument(
         "--forwarded-allow-ips",
         nargs="+",
         default=[],
         metavar="IP",
-        help="proxies (addresses, networks, '*') whose X-Forwarded-For names the caller in the access log",
+        help="proxies (addresses, networks, '*') whose X-Forwarded-For is trusted for the access log",
     )
 
 
 def read_wire_options(parsed: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of HttpOptions that these flags give. Errors: ConfigError."""
+    """Return the fields of HttpOptions that these flags set. Errors: ConfigError."""
     root = parsed.root_path.rstrip("/")
     if root and (not root.startswith("/") or not root.isascii() or any(one in root for one in "?#% ")):
         raise ConfigError(f"--root-path is a path such as /llm; got {parsed.root_path!r:.80}")
@@ -154,16 +166,16 @@ def read_wire_options(parsed: argparse.Namespace) -> dict[str, Any]:
 
 
 def _check_certificate(certificate: str, key: str | None, authorities: str | None) -> None:
-    """Check that these files can be served with. Errors: ConfigError."""
+    """Check that these files are usable. Errors: ConfigError."""
     context, name = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), "--ssl-certfile"
     try:
-        context.load_cert_chain(certificate, key, password=lambda: "")  # without a password nobody is asked for one
+        context.load_cert_chain(certificate, key, password=lambda: "")  # no prompt for a password
         name = "--ssl-ca-certs"
         if authorities is not None:
             context.load_verify_locations(authorities)
     except (OSError, ValueError) as error:  # SSLError is an OSError
         text = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{name}: {text}; PEM files are wanted, and a key without a password") from None
+        raise ConfigError(f"{name}: {text}; the files must be PEM, and the key must have no password") from None
 
 
 def _check_proxy(text: str) -> None:
@@ -176,11 +188,16 @@ def _check_proxy(text: str) -> None:
 
 
 def _otlp_endpoint(url: str | None) -> str | None:
-    """Return the URL. Errors: ConfigError for one that is no URL, and where OpenTelemetry is not installed."""
+    """Return the URL. Errors: ConfigError if it is not a URL, or if OpenTelemetry is not installed."""
     if url is not None and not url.startswith(("http://", "https://")):
-        raise ConfigError(f"--otlp-traces-endpoint is a URL such as http://127.0.0.1:4318/v1/traces; got {url!r:.80}")
+        raise ConfigError(
+            f"--otlp-traces-endpoint must be a URL such as http://127.0.0.1:4318/v1/traces; got {url!r:.80}"
+        )
     if url is not None and not _has_open_telemetry():
-        raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'llm-engine-core[otel]'")
+        raise ConfigError(
+            "--otlp-traces-endpoint needs OpenTelemetry: pip install opentelemetry-sdk "
+            "opentelemetry-exporter-otlp-proto-http, or engine-core with its extra [otel]"
+        )
     return url
 
 
@@ -192,30 +209,30 @@ def _has_open_telemetry() -> bool:
 
 
 def http_address(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> str | None:
-    """Return the address of the HTTP server that --http, or --host and --port, give; None = none of them is given."""
+    """Return the HTTP server's address from --http, or --host and --port; None = none of them is given."""
     address: str | None = parsed.http
     if parsed.uds is not None:
         if (address, parsed.host, parsed.port) != (None, None, None):
-            parser.error("--uds is an address of its own: give it, or --http, or --host and --port")
+            parser.error("--uds is an address by itself: give only one of --uds, --http, or --host and --port")
         return f"{UNIX}{os.path.abspath(parsed.uds)}"
     if parsed.host is None and parsed.port is None:
         return address
     if address is not None:
-        parser.error("--http is --host and --port in one: give it or them")
+        parser.error("--http means --host and --port together: give --http or those two")
     host = DEFAULT_HOST if parsed.host is None else parsed.host
     return f"{f'[{host}]' if ':' in host else host}:{DEFAULT_PORT if parsed.port is None else parsed.port}"
 
 
 def read_http_options(parsed: argparse.Namespace) -> HttpOptions:
-    """Return the options that these flags and ENGINE_CORE_API_KEY give. Errors: ConfigError, AddressError."""
+    """Return the options that these flags and ENGINE_CORE_API_KEY set. Errors: ConfigError, AddressError."""
     if parsed.api_key:
         print("engine-core: warning: --api-key shows the key to all users of this machine", file=sys.stderr, flush=True)
     secrets = [*parsed.api_key, *filter(None, [os.environ.get("ENGINE_CORE_API_KEY")])]
     is_local, has_keys = is_loopback(parsed.http), bool(secrets) or parsed.api_key_file is not None
     if not is_local and not has_keys and not parsed.insecure:
         raise ConfigError(
-            f"--http {parsed.http} is open to other machines and there are no keys: give --api-key-file, set "
-            "ENGINE_CORE_API_KEY, or say --insecure"
+            f"--http {parsed.http} is open to other machines without keys: give --api-key-file, set "
+            "ENGINE_CORE_API_KEY, or add --insecure"
         )
     if parsed.api_key_file is not None:
         read_keys(parsed.api_key_file)
@@ -246,10 +263,10 @@ def read_http_options(parsed: argparse.Namespace) -> HttpOptions:
 
 
 class HttpFront:
-    """The HTTP side of `engine-core serve`: a bound socket, and from start() on a worker that serves it.
+    """The HTTP side of `engine-core serve`: a bound socket, and after start() a worker that serves it.
 
-    It binds at once, so that a port in use is an error before a model loads. on_news: called with a line for each
-    death. Errors: ConfigError, AddressError.
+    It binds at once, so that a port in use is an error before a model loads. on_news: called with a line of text each
+    time a worker dies. Errors: ConfigError, AddressError.
     """
 
     def __init__(self, parsed: argparse.Namespace, on_news: Callable[[str], None]) -> None:
@@ -266,17 +283,17 @@ class HttpFront:
         self._worker.start()
 
     def watch(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let a worker that dies or hangs be followed by another one, until drain()."""
+        """Replace a worker that dies or hangs, until drain()."""
         assert self._worker is not None, "watch() before start()"
         self._worker.watch(loop)
 
     def drain(self) -> None:
-        """Take no more requests; the worker ends after the last answer. Does not wait."""
+        """Accept no more requests; the worker ends after the last answer. Does not wait."""
         if self._worker is not None:
             self._worker.drain()
 
     def end(self) -> bool:
-        """End the worker and wait for its end; return whether that, or the drain before, cut answers."""
+        """Stop the worker and wait for its end; return whether that, or an earlier drain, cut answers."""
         if self._worker is None:
             return False
         self._worker.stop()
@@ -292,17 +309,17 @@ class HttpFront:
 
 
 def check_installed() -> None:
-    """Check that the packages of the extra are there. Errors: ConfigError that names it."""
+    """Check that the extra's packages are installed. Errors: ConfigError that names it."""
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         names = " ".join(missing)
-        raise ConfigError(f"HTTP needs {names}: pip install {names}, or the extra 'llm-engine-core[http]'")
+        raise ConfigError(f"HTTP needs {names}: pip install {names}, or engine-core with its extra [http]")
 
 
 async def _serve(
     open_engine: "Callable[[], EngineHandle]", address: str, options: HttpOptions, bound: socket.socket
 ) -> bool:
-    """Serve the engines at this address until a signal; return whether the end cut answers."""
+    """Serve the engines at this address until a signal; return whether stopping cut answers."""
     from frontend.http.process.comeback import follow_engines  # these need the extra
     from frontend.http.wire.server import HttpServer
 

@@ -1,4 +1,4 @@
-"""`engine-core keys`: make the keys with which an engine is reached over a network, and say which clients may."""
+"""`engine-core keys`: make keys for engines on a network, and set which clients may connect."""
 
 import argparse
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ _USAGE = (
     "remove FOLDER NAME | list FOLDER | blocks FILE}"
 )
 _LIMITS = {
-    "concurrent": "unfinished requests at once",
+    "concurrent": "unfinished requests at the same time",
     "rpm": "requests a minute",
     "tpm": "tokens a minute, of prompts and outputs",
 }
@@ -24,14 +24,15 @@ def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser(
         prog="engine-core keys",
         usage=_USAGE,
-        description="Keys of engines that listen on a network, at tcp://HOST:PORT?keys=FOLDER (docs/operations.md).",
+        description="Manage keys of engines that listen on a network, at tcp://HOST:PORT?keys=FOLDER "
+        "(docs/operations.md).",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=ArgumentParser)
     for name, words, text in (
         ("new", ("folder",), "make an engine's keys in this folder"),
-        ("add", ("folder", "name", "file"), "allow a client, and write its keys to a file that it is to get"),
-        ("limit", ("folder", "name"), "give a client these limits, in place of those that it has"),
-        ("remove", ("folder", "name"), "let a client in no more; a connection that it has stays"),
+        ("add", ("folder", "name", "file"), "allow a client, and write its keys to a file for it"),
+        ("limit", ("folder", "name"), "replace a client's limits"),
+        ("remove", ("folder", "name"), "remove a client; its open connections stay"),
         ("list", ("folder",), "print the names of the clients that may connect"),
         ("blocks", ("file",), "write a new key for kv_key_file: engines with the same key find each other's KV blocks"),
     ):
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
             action.add_argument(word, metavar=word.upper())
         if name in ("add", "limit"):
             for limit, what in _LIMITS.items():
-                action.add_argument(f"--{limit}", type=int, metavar="N", help=f"{what}; default: as many as it likes")
+                action.add_argument(f"--{limit}", type=int, metavar="N", help=f"{what}; default: no limit")
     parsed = parser.parse_args(arguments)
     if parsed.action == "new":
         make_engine_keys(parsed.folder)
@@ -59,6 +60,6 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _quota(parsed: argparse.Namespace) -> Quota:
-    """Return the limits that were given. Errors: ConfigError for one that is not above 0."""
+    """Return the given limits. Errors: ConfigError for a limit that is not above 0."""
     given = Quota(parsed.concurrent, parsed.rpm, parsed.tpm)
     return read_quota(given.words(), "engine-core keys")

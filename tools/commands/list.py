@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ipc.files.hub_cache import cached_models
 from tools.flags.options import ArgumentParser
 
-_UNITS = ("kB", "MB", "GB", "TB")  # powers of 1000, as the Hub's pages have them
+_UNITS = ("kB", "MB", "GB", "TB")  # powers of 1000, as on the Hub's pages
 
 
 def main(arguments: Sequence[str]) -> int:

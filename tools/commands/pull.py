@@ -1,4 +1,4 @@
-"""`engine-core pull`: bring models of the Hugging Face Hub into the cache, or up to date."""
+"""`engine-core pull`: download models from the Hugging Face Hub, or update the cached copies."""
 
 import os
 from collections.abc import Sequence
@@ -11,12 +11,16 @@ from tools.flags.options import ArgumentParser
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Download the models, and return the exit status. Errors: ConfigError; ModelFileError of the first that fails."""
+    """Download the models, and return the exit status. Errors: ConfigError; ModelFileError for the first model that
+    fails.
+    """
     parser = ArgumentParser(
         prog="engine-core pull",
         usage="engine-core pull MODEL ... [--quiet]",
-        description="Bring models of the Hugging Face Hub into its cache on this machine, or up to date.",
-        epilog="HF_TOKEN opens private and gated models, HF_HOME is the folder of the cache, HF_ENDPOINT another Hub.",
+        description="Download models from the Hugging Face Hub into its cache on this machine, or update the cached "
+        "copies.",
+        epilog="HF_TOKEN gives access to private and gated models, HF_HOME sets the cache folder, HF_ENDPOINT another "
+        "Hub.",
     )
     parser.add_argument(
         "models", nargs="+", metavar="MODEL", help="org/name, org/name@revision, or org/name:Q4_K_M for a GGUF file"
@@ -25,7 +29,9 @@ def main(arguments: Sequence[str]) -> int:
     parsed = parser.parse_args(arguments)
     for model in parsed.models:
         if not is_hub_name(model):
-            raise ConfigError(f"{model!r:.200} is no name on the Hub: org/name, org/name@revision or org/name:Q4_K_M")
+            raise ConfigError(
+                f"{model!r:.200} is not a name on the Hub: use org/name, org/name@revision or org/name:Q4_K_M"
+            )
     if parsed.quiet:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"  # read by huggingface_hub when it is imported
     for model in parsed.models:

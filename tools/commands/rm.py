@@ -10,20 +10,22 @@ from tools.flags.options import ArgumentParser
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Remove the models, and return the exit status. Errors: ConfigError; ModelFileError for one that is not there."""
+    """Remove the models, and return the exit status. Errors: ConfigError; ModelFileError for a model that is not in the
+    cache.
+    """
     parser = ArgumentParser(
         prog="engine-core rm",
         usage="engine-core rm MODEL ... [--quiet]",
-        description="Remove models from the Hugging Face cache: all of a repository, or one GGUF file of it.",
-        epilog="An engine that runs keeps the files of its model until it ends.",
+        description="Remove models from the Hugging Face cache: a whole repository, or one of its GGUF files.",
+        epilog="A running engine keeps its model's files until it ends.",
     )
     parser.add_argument("models", nargs="+", metavar="MODEL", help="a name of `engine-core list`")
-    parser.add_argument("--quiet", "-q", action="store_true", help="do not say what was freed")
+    parser.add_argument("--quiet", "-q", action="store_true", help="do not print what was freed")
     parsed = parser.parse_args(arguments)
     for model in parsed.models:
         name = parse_hub_name(model)
         if name is None:
-            raise ConfigError(f"{model!r:.200} is no name of `engine-core list`; files elsewhere are yours to remove")
+            raise ConfigError(f"{model!r:.200} is not in `engine-core list`; files elsewhere must be removed by hand")
         freed = remove_cached(name)
         if not parsed.quiet:
             print(f"removed {name}, {bytes_in_words(freed)} freed")

@@ -1,9 +1,9 @@
 """`engine-core serve`: an engine in the foreground, for clients that connect to its address.
 
-An engine that dies is started again, and the requests of its clients go on (docs/operations.md). SIGTERM, SIGINT or
-SIGHUP drains it: new requests are refused, the running ones finish, exit status 0. A second signal notifies the clients
-and stops it at once, exit status 143, which is also that of a drain that cut answers over HTTP. Under nohup, SIGHUP
-stays ignored. Where the engine dies too often, the exit status is 1.
+An engine that dies is restarted, and its clients' requests continue (docs/operations.md). SIGTERM, SIGINT or SIGHUP
+drains it: new requests are refused, the running ones finish, exit status 0. A second signal notifies the clients and
+stops it at once, exit status 143, which is also that of a drain that cut answers over HTTP. Under nohup, SIGHUP stays
+ignored. If the engine dies too often, the exit status is 1.
 """
 
 import argparse
@@ -45,22 +45,25 @@ _STOP_S = 5.0  # seconds between a second signal and the kill
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Serve until a signal or the owner ends the engine; return the exit status. Errors: ConfigError; a start's."""
+    """Serve until a signal or the owner ends the engine; return the exit status.
+
+    Errors: ConfigError; those of a start.
+    """
     parsed = _parse(arguments)
     options = measuring(parsed.metrics or parsed.http) | engine_options(parsed)
     if parsed.model_name is not None:
         options["model"] = parsed.model_name
     config = config_from_options(**options)
     if parsed.node_rank:
-        # Imported here: it imports parts of the engine, which this process has no other use for.
+        # Imported here: it imports parts of the engine that this process does not need otherwise.
         from tools.commands.worker import run_node
 
         return run_node(master_address(config), parsed.node_rank, config.model)
     standby = _standby(parsed, config)
     private = None
     if parsed.listen is None and parsed.http is not None:
-        private = private_ipc_address()  # one for all engines that follow each other
-        hold_private_address(private)  # its descriptor, and so its lock, lasts to our end
+        private = private_ipc_address()  # one for all engines, one after the other
+        hold_private_address(private)  # its descriptor stays open, and so locked
     elif parsed.listen is None:
         parsed.listen, parsed.owner_file = default_address(), parsed.owner_file or fresh_owner_file()
     process = EngineProcess(
@@ -71,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
         resume_s=parsed.resume_timeout if parsed.restarts > 0 else 0.0,
     )
     if parsed.owner_file is not None:
-        write_owner_file(parsed.owner_file, process.owner_token)  # its descriptor, and so its lock, lasts to our end
+        write_owner_file(parsed.owner_file, process.owner_token)  # its descriptor stays open, and so locked
     rules = RestartRules(most=max(0, parsed.restarts))
     engine = SupervisedEngine(process, rules, hang_s=parsed.hang_timeout, standby=standby, on_news=_teller(config))
     stop = _Stop(engine)
@@ -102,8 +105,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--listen",
         metavar="ADDR",
-        help="ipc:///run/user/1000/engine.sock, tcp://127.0.0.1:5555 or so; default: a socket of this user's, where "
-        "other commands look too; with --http a private one",
+        help="ipc:///run/user/1000/engine.sock, tcp://127.0.0.1:5555 and similar; default: a socket of this user, "
+        "which other commands also use; with --http a private one",
     )
     parser.add_argument("--owner-file", metavar="FILE", help="write what `engine-core control` needs to this new file")
     parser.add_argument(
@@ -114,7 +117,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         type=int,
         default=0,
         metavar="N",
-        help="above 0: run workers for the engine at --master-addr on another machine, as `engine-core worker` does",
+        help="above 0: run workers for the engine at --master-addr, on another machine, as `engine-core worker` does",
     )
     parser.add_argument("--start-timeout", type=float, default=300.0, metavar="S", help="seconds; default: %(default)g")
     _add_restart_options(parser)
@@ -131,50 +134,50 @@ def _add_restart_options(parser: ArgumentParser) -> None:
         type=int,
         default=RestartRules().most,
         metavar="N",
-        help="times that an engine which dies is started again within a minute; 0 = never; default: %(default)d",
+        help="most restarts of an engine that dies, within a minute; 0 = none; default: %(default)d",
     )
     parser.add_argument(
         "--hang-timeout",
         type=float,
         default=DEFAULT_HANG_S,
         metavar="S",
-        help="seconds after which a step that takes 20 times as long as any of its size counts as hung, and the engine "
-        "is killed and started again; 0 = never; default: %(default)g",
+        help="a step hangs if it has run for this many seconds and for 20 times the slowest step of its size; the "
+        "engine is then killed and restarted; 0 = never; default: %(default)g",
     )
     parser.add_argument(
         "--standby",
         choices=[kind.value for kind in StandbyKind],
         default=StandbyKind.NO.value,
-        help="keep a second process that takes over when the engine dies: import = it has imported all it needs; model "
-        "= it has loaded the model, too, which takes its memory twice; default: %(default)s",
+        help="keep a second process that takes over if the engine dies: import = it has imported its modules; model "
+        "= it has also loaded the model, which needs its memory twice; default: %(default)s",
     )
     parser.add_argument(
         "--resume-timeout",
         type=float,
         default=60.0,
         metavar="S",
-        help="seconds that clients wait for the next engine; at least what a start takes; default: %(default)g",
+        help="seconds that clients wait for the next engine; must be longer than a start; default: %(default)g",
     )
 
 
 def _standby(parsed: argparse.Namespace, config: EngineConfig) -> StandbyKind:
-    """Return how far a standby is prepared. Errors: ConfigError for what this engine cannot have."""
+    """Return how far a standby is prepared. Errors: ConfigError for a standby that this engine cannot have."""
     kind = StandbyKind(parsed.standby)
     if kind is not StandbyKind.NO and parsed.restarts <= 0:
         raise ConfigError(
             f"--standby {kind.value} is for restarts, and --restarts 0 allows none: leave one of them out"
         )
     if kind is StandbyKind.MODEL and config.nnodes > 1:
-        raise ConfigError("--standby model has no workers on other machines (--nnodes): use --standby import")
+        raise ConfigError("--standby model does not support workers on other machines (--nnodes): use --standby import")
     if kind is StandbyKind.MODEL and config.device == "cuda":
         raise ConfigError("--standby model would load a second model into the GPU's memory: use --standby import")
     return kind
 
 
 class _Stopped(BaseException):
-    """A signal arrived while the model was being found or downloaded.
+    """A signal arrived while the model was being located or downloaded.
 
-    It is a BaseException, like KeyboardInterrupt, so that no library takes it for an error and handles it.
+    It is a BaseException, like KeyboardInterrupt, so that no library handles it as an error.
     """
 
 
@@ -188,13 +191,13 @@ class _Stop:
         self.is_fetching = False  # there is no engine process yet
 
     def tell(self) -> None:
-        """Count one signal, and drain or stop the engine accordingly."""
+        """Count a signal, and drain or stop the engine accordingly."""
         self.count += 1
         if self.is_fetching:
             raise _Stopped
         if self.count == 1:
             line = log_line(self._engine.process.config.log_format, "engine-core: draining", {})
-            os.write(2, f"{line}\n".encode())  # sys.stderr may be in the middle of a line that this interrupts
+            os.write(2, f"{line}\n".encode())  # the signal may have interrupted a write to sys.stderr
             notify("STOPPING=1")
         if self.count <= 2:
             self._engine.drain()
@@ -212,7 +215,7 @@ def _serve(engine: SupervisedEngine, stop: _Stop, metrics: str, front: HttpFront
         engine.start()
         stop.is_fetching = False
         if stop.count:
-            engine.drain()  # the signal may have come before the process existed
+            engine.drain()  # the signal may have arrived before the process existed
         engine.wait_ready()
     except _Stopped:
         return stop.status
@@ -239,7 +242,7 @@ def _serve(engine: SupervisedEngine, stop: _Stop, metrics: str, front: HttpFront
 
 
 def _describe(process: EngineProcess) -> str:
-    """Return the model and the size of its KV cache as text, asked for as any client would."""
+    """Return the model and the size of its KV cache as text, by a client's call."""
     client = EngineClient(ZmqTransport(process.address, pidfd=process.pidfd, describe_exit=process.describe_exit))
     try:
         welcome = client.welcome
@@ -249,7 +252,7 @@ def _describe(process: EngineProcess) -> str:
 
 
 def _teller(config: EngineConfig) -> Callable[[str], None]:
-    """Return what prints a line of news as the log has it."""
+    """Return a function that prints a line of news in the log's format."""
 
     def tell(text: str) -> None:
         print(log_line(config.log_format, f"engine-core: {text}", {}), file=sys.stderr, flush=True)
@@ -268,7 +271,9 @@ def _phase_teller(config: EngineConfig) -> OnPhase:
 
 
 async def _watch(engine: SupervisedEngine, stop: _Stop, front: HttpFront | None) -> int:
-    """Wait until the engine has ended for good; return the exit status. Errors: EngineDeadError if it crashed."""
+    """Wait until the engine has ended and is not restarted; return the exit status. Errors: EngineDeadError if it
+    crashed.
+    """
     loop = asyncio.get_running_loop()
     ended = asyncio.Event()
 
@@ -284,7 +289,7 @@ async def _watch(engine: SupervisedEngine, stop: _Stop, front: HttpFront | None)
 
     for number in stop.signals:
         loop.add_signal_handler(number, on_signal)
-    limit()  # for signals before
+    limit()  # for earlier signals
     keep_watchdog(loop)
     if front is not None:
         front.watch(loop)

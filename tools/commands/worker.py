@@ -1,7 +1,7 @@
-"""`engine-core worker`: this machine runs workers of an engine on another one (docs/scale_out.md).
+"""`engine-core worker`: run workers on this machine for an engine on another one (docs/scale_out.md).
 
-`engine-core serve --node-rank N --master-addr ADDR` with N above 0 is the same. It runs until a signal ends it; when
-the engine is gone it waits for the next one.
+`engine-core serve --node-rank N --master-addr ADDR` with N above 0 is the same. It runs until a signal ends it; if the
+engine ends, it waits for the next one.
 """
 
 import argparse
@@ -18,11 +18,14 @@ _FLUSH_S = 0.5
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run workers until a signal; return the exit status. Errors: AddressError; ConfigError where it is refused."""
+    """Run workers until a signal; return the exit status.
+
+    Errors: AddressError; ConfigError if the engine refuses it.
+    """
     parser = ArgumentParser(
         prog="engine-core worker",
         usage="engine-core worker --connect ADDR [--node-rank N] [--model PATH]",
-        description="Run workers of an engine on another machine, which was started with --nnodes.",
+        description="Run workers for an engine on another machine that was started with --nnodes.",
     )
     parser.add_argument(
         "--connect",
@@ -35,10 +38,10 @@ def main(arguments: Sequence[str]) -> int:
         type=int,
         default=0,
         metavar="N",
-        help="which machine to be, from 1; default: any that is missing",
+        help="this machine's number, from 1; default: any missing one",
     )
     parser.add_argument(
-        "--model", metavar="PATH", help="the model's files here; default: those of the name that the engine has"
+        "--model", metavar="PATH", help="the model's files on this machine; default: those of the engine's model name"
     )
     parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of lines on standard error")
     parsed: argparse.Namespace = parser.parse_args(arguments)
@@ -53,7 +56,7 @@ def run_node(address: str, node: int, model: str | None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda *_: machine.stop())
-    log.say(f"engine-core: asks the engine at {address.partition('?')[0]} for workers to run")
+    log.say(f"engine-core: connects to the engine at {address.partition('?')[0]} to run workers for it")
     try:
         machine.run()
     finally:

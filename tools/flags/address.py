@@ -1,4 +1,4 @@
-"""The address at which `engine-core serve` listens, and at which other commands look, when none is given."""
+"""The default address: `engine-core serve` listens there, and other commands connect there, if no address is given."""
 
 import os
 import stat
@@ -11,9 +11,9 @@ _SOCKET, _OWNER = "engine.sock", "engine.owner"
 
 
 def default_folder() -> Path:
-    """Return this user's folder for the socket; it is made if it is not there.
+    """Return this user's folder for the socket; create it if it does not exist.
 
-    It is in $XDG_RUNTIME_DIR, else in /tmp. Errors: AddressError if others could have put a socket there.
+    It is in $XDG_RUNTIME_DIR, otherwise in /tmp. Errors: AddressError if other users could have put a socket there.
     """
     base = os.environ.get("XDG_RUNTIME_DIR")
     folder = Path(base, "engine-core") if base else Path(f"/tmp/engine-core-{os.getuid()}")
@@ -23,7 +23,7 @@ def default_folder() -> Path:
     except OSError as error:
         raise AddressError(f"{folder} cannot be used for the socket ({error.strerror}): name an address") from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise AddressError(f"{folder} is not a folder of this user alone: remove it, or name an address")
+        raise AddressError(f"{folder} is not owned by this user alone: remove it, or name an address")
     return folder
 
 
@@ -38,20 +38,24 @@ def default_owner_file() -> str:
 
 
 def fresh_owner_file() -> str:
-    """Return the default owner file for a new engine; one whose engine has left without removing it is removed.
+    """Return the default owner file for a new engine; a file left behind by an engine that has ended is removed.
 
     Errors: AddressError while another engine has the default address.
     """
     path = Path(default_owner_file())
     if path.exists():
         if _is_served(default_address()):
-            raise AddressError(f"an engine is served at {default_address()} already: name another with --listen")
+            raise AddressError(
+                f"an engine is already served at {default_address()}: name another address with --listen"
+            )
         path.unlink(missing_ok=True)
     return str(path)
 
 
 def address_to_connect(given: str | None) -> str:
-    """Return the address of --connect. Errors: AddressError where none was given and none is served by default."""
+    """Return the address of --connect. Errors: AddressError if none was given and no engine is served at the default
+    one.
+    """
     if given is not None:
         return given
     address = default_address()
@@ -63,7 +67,7 @@ def address_to_connect(given: str | None) -> str:
 
 
 def owner_file_to_read(given: str | None, connect: str | None) -> str | None:
-    """Return the owner file to read, None for none: that of the default address where neither was given."""
+    """Return the owner file to read, None for none: that of the default address if neither was given."""
     if given is not None or connect is not None:
         return given
     path = default_owner_file()

@@ -1,4 +1,4 @@
-"""Hints for flags and commands of other engines: what they are called here, or that they do not exist."""
+"""Hints for flags and commands of other engines: what they are called here, or that there is no such thing."""
 
 _NGRAM = """it is --speculative-config '{"method": "ngram"}', or another method of docs/speculation.md"""
 _DRAFT_MODEL = """it is --speculative-config '{"method": "draft_model", "model": "PATH"}'"""
@@ -32,34 +32,34 @@ FLAGS: dict[str, str] = {
     "-n": "the number of tokens is --max-tokens",
     "--n-predict": "the number of tokens is --max-tokens",
     "--predict": "the number of tokens is --max-tokens",
-    "-p": 'a prompt stands alone: engine-core generate "Why?"',
-    "--prompt": 'a prompt stands alone: engine-core generate "Why?"',
+    "-p": 'a prompt needs no flag: engine-core generate "Why?"',
+    "--prompt": 'a prompt needs no flag: engine-core generate "Why?"',
     "--temp": "it is --temperature",
     "--repeat-penalty": "it is --repetition-penalty",
     "-b": "the token budget of a step is --max-num-batched-tokens",
     "--batch-size": "the token budget of a step is --max-num-batched-tokens",
     "--ubatch-size": "the token budget of a step is --max-num-batched-tokens",
-    "-ngl": "a model is on the GPU as a whole, or not: --device cuda",
-    "--gpu-layers": "a model is on the GPU as a whole, or not: --device cuda",
-    "--n-gpu-layers": "a model is on the GPU as a whole, or not: --device cuda",
+    "-ngl": "a model is on the GPU completely or not at all: --device cuda",
+    "--gpu-layers": "a model is on the GPU completely or not at all: --device cuda",
+    "--n-gpu-layers": "a model is on the GPU completely or not at all: --device cuda",
     "--mlock": "memory is not locked; leave it out",
     "--no-mmap": "files are always mapped; leave it out",
-    "-fa": "attention never stores its weights; leave it out",
+    "-fa": "attention never stores its score matrix; leave it out",
     "--alias": "it is --served-model-name",
     "-a": "it is --served-model-name",
     "--response-role": "the role of an answer is assistant; leave it out",
     "--disable-uvicorn-access-log": "requests are not logged unless --access-log is given; leave it out",
-    "--uvicorn-log-level": "there is one level; requests are logged with --access-log and --log-requests",
-    "--log-level": "there is one level; requests are logged with --access-log and --log-requests",
-    "--keepalive": "nothing is unloaded behind your back; leave it out",
-    "--keep-alive": "nothing is unloaded behind your back; leave it out",
+    "--uvicorn-log-level": "there is one log level; log requests with --access-log and --log-requests",
+    "--log-level": "there is one log level; log requests with --access-log and --log-requests",
+    "--keepalive": "a model is never unloaded by itself; leave it out",
+    "--keep-alive": "a model is never unloaded by itself; leave it out",
     "--data-parallel-size": "start several engines, each with its own --listen",
-    "--swap-space": "it is --swap-space-bytes, as 4G",
+    "--swap-space": "it is --swap-space-bytes, such as 4G",
     "--max-seq-len": "it is --max-model-len",
     "--tokenizer": "the tokenizer is the model's",
     "--hf-file": "a GGUF file of the Hub is org/name:Q4_K_M, or org/name:FILE.gguf",
     "-hff": "a GGUF file of the Hub is org/name:Q4_K_M, or org/name:FILE.gguf",
-    "--revision": "it is a part of the name: org/name@revision",
+    "--revision": "it is part of the name: org/name@revision",
 }
 
 #: Command of another engine -> what to do instead.

@@ -1,4 +1,4 @@
-"""without_neutral(): vLLM's flags that change nothing here are accepted, as LLM() accepts them (docs/vllm.md)."""
+"""without_neutral(): flags of vLLM that change nothing here are accepted, as LLM() accepts them (docs/vllm.md)."""
 
 from collections.abc import Container, Sequence
 
@@ -7,7 +7,7 @@ from ipc.options.neutral_options import check_neutral, is_neutral, is_switch, va
 from tools.flags.hints import FLAGS
 
 _SHORT = {"-dp": "data_parallel_size"}
-#: Switches of vLLM's and llama.cpp's that ask for what is always so here, or for more words in the log.
+#: Switches of vLLM and llama.cpp that ask for what is always the case here, or for a more verbose log.
 _ALWAYS_SO = (
     "--cont-batching",
     "--enable-prompt-tokens-details",
@@ -18,15 +18,15 @@ _ALWAYS_SO = (
     "--no-webui",
     "--verbose",
 )
-#: Flags whose one value changes nothing -> that value, and what to do instead of another.
-_ONE_VALUE = {"--seed": ("0", "each request has its own seed; without one it is drawn")}
+#: Flags of which one value changes nothing -> that value, and what to do instead of another value.
+_ONE_VALUE = {"--seed": ("0", "each request has its own seed; without one it is random")}
 
 
 def without_neutral(words: Sequence[str], known: Container[str]) -> list[str]:
-    """Return the words without the flags of other engines that ask for nothing, and ours with dashes for underscores.
+    """Return the words without other engines' flags that change nothing; underscores in our own flags become dashes.
 
-    known: flags that the command has itself.
-    Errors: ConfigError for a value that asks for a feature which is not there.
+    known: the command's own flags.
+    Errors: ConfigError for a value that asks for a feature that does not exist.
     """
     kept, at = [], 0
     while at < len(words) and words[at] != "--":
@@ -66,7 +66,7 @@ def _check(flag: str, name: str, value: object) -> None:
 
 
 def _option(flag: str) -> str | None:
-    """Return the option of this flag, if it is vLLM's and not ours."""
+    """Return the option of this flag, if it is a flag of vLLM and not of ours."""
     if flag in _SHORT:
         return _SHORT[flag]
     name = flag.removeprefix("--").replace("-", "_") if flag.startswith("--") else ""

@@ -23,19 +23,19 @@ from tools.flags.neutral_flags import without_neutral
 _SHORT = re.compile(r"-[A-Za-z]+")
 
 
-#: A flag that opens the server to others is no guess at what somebody meant.
+#: A flag that opens the server to other machines is never suggested for a misspelled one.
 _NEVER_OFFERED = ("--insecure", "--allow-request-templates")
 
 
 class ArgumentParser(argparse.ArgumentParser):
     """argparse's parser without abbreviated flags; its error for an unknown flag suggests the nearest known one."""
 
-    #: Called with each parser before it parses; tools/commands/completion.py reads the declarations so.
+    #: Called with each parser before it parses; tools/commands/completion.py reads the declarations this way.
     before_parsing: "ClassVar[Callable[[ArgumentParser], None] | None]" = None
 
     def __init__(self, **options: Any) -> None:
         super().__init__(allow_abbrev=False, **options)
-        self.has_engine_options = False  # then they may come from the environment and a file too
+        self.has_engine_options = False  # then they may also come from the environment and a file
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Return the namespace of the arguments; end the process with a message for an unknown one."""
@@ -56,7 +56,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return parsed
 
     def _refuse_abbreviations(self, words: Sequence[str]) -> None:
-        """Refuse -n where only -np exists, and -md: argparse takes them for -np and -m, in spite of allow_abbrev."""
+        """Refuse -n if only -np exists, and -md: argparse reads them as -np and -m, in spite of allow_abbrev."""
         known = {flag for action in self._actions for flag in action.option_strings}
         for word in words[: words.index("--")] if "--" in words else words:
             if _SHORT.fullmatch(word) and word not in known and (word[:2] not in known or word in FLAGS):
@@ -69,14 +69,14 @@ class ArgumentParser(argparse.ArgumentParser):
             self.error(f"unknown argument {unknown[0]}: {FLAGS[name]}")
         option = name.lstrip("-").removeprefix("no-").replace("-", "_")
         if is_neutral(option):
-            what = "has no effect here" if option in WITHOUT_EFFECT else "asks for what this version does not have"
-            self.error(f"unknown argument {unknown[0]}: it is vLLM's and {what}; leave it out")
+            what = "has no effect here" if option in WITHOUT_EFFECT else "is not supported in this version"
+            self.error(f"unknown argument {unknown[0]}: it is a flag of vLLM and {what}; leave it out")
         near = difflib.get_close_matches(name, [flag for flag in shown if flag not in _NEVER_OFFERED], n=1)
         self.error(f"unknown argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
 
 
 def add_engine_options(parser: ArgumentParser) -> None:
-    """Add one flag for each field of EngineConfig, in groups; options not given stay out of the namespace."""
+    """Add one flag for each field of EngineConfig, in groups; options that are not given are not in the namespace."""
     parser.has_engine_options = True
     parser.add_argument(
         CONFIG_FLAG, metavar="FILE", help="engine options from a TOML file; ENGINE_CORE_MAX_NUM_SEQS=8 works too"
@@ -97,12 +97,12 @@ def flag_of(name: str) -> str:
 
 
 def aliases_of(declared: DeclaredOption) -> tuple[str, ...]:
-    """Return the option's flags in other engines; they are accepted and not shown."""
+    """Return the option's flags in other engines; they are accepted, but not shown."""
     return (*declared.option.flags, *map(flag_of, declared.option.names))
 
 
 def help_of(declared: DeclaredOption) -> str:
-    """Return the option's help text, with its default unless the text already states one."""
+    """Return the option's help text, with its default unless the text already says it."""
     text = declared.option.help
     if "default:" not in text and declared.default is not None and declared.default != {}:
         text += f"; default: {_spell(declared.default)}"
@@ -123,7 +123,9 @@ def bytes_argument(text: str) -> int:
 
 
 def _choice(declared: DeclaredOption, text: str) -> str:
-    """Return a value in our spelling. Errors: ArgumentTypeError for one of vLLM's that is refused for a reason."""
+    """Return a value in our spelling. Errors: ArgumentTypeError for a value of vLLM that is refused for a stated
+    reason.
+    """
     option = declared.option
     if text in option.refused:
         allowed = ", ".join(declared.choices)
@@ -219,7 +221,7 @@ class Modules(argparse.Action):
 
 
 class _Module(msgspec.Struct):
-    """An adapter as vLLM's --lora-modules has it as JSON; other keys do not matter."""
+    """An adapter in the JSON form of vLLM's --lora-modules; other keys are ignored."""
 
     name: str
     path: str
@@ -230,29 +232,29 @@ def _spell(default: object) -> str:
 
 
 def print_error(message: str) -> None:
-    """Print an error of the command line to stderr."""
+    """Print a command-line error to stderr."""
     print(f"engine-core: error: {message}", file=sys.stderr, flush=True)
 
 
-# Engine options from the environment and from a file: as the flags that they stand for, before those given.
+# Engine options from the environment and from a file: they become flags, before the given ones.
 #
-# What is nearer to the command wins: a flag over the file, the file over the environment.
+# A flag takes precedence over the file, and the file over the environment.
 
 
 CONFIG_FLAG = "--config"
 PREFIX = "ENGINE_CORE_"
 _CONNECT = "--connect"
-#: A variable that begins with PREFIX may be somebody else's (Kubernetes sets such for a service of that name): one is
-#: refused only if it is this much like an option's.
+#: A variable that begins with PREFIX may belong to another program (Kubernetes sets such for a service of that name):
+#: it is refused only if it is at least this similar to an option's.
 _LIKENESS = 0.85
 _OTHER_VARIABLES = ("ENGINE_CORE_API_KEY",)
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
 def words_from_elsewhere(words: Sequence[str]) -> list[str]:
-    """Return the flags of the environment and of the file that `words` name, with their values.
+    """Return the flags from the environment and from the file that `words` name, with their values.
 
-    Engines that run already have their options: beside --connect there are none. Errors: ConfigError.
+    A running engine already has its options, so there are none with --connect. Errors: ConfigError.
     """
     words = words[: words.index("--")] if "--" in words else words
     if any(word.partition("=")[0] == _CONNECT for word in words):
@@ -287,14 +289,14 @@ def _words_of_file(path: str) -> list[str]:
     except OSError as error:
         raise ConfigError(f"{CONFIG_FLAG} {path} cannot be read: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{CONFIG_FLAG} {path} is no TOML: {error}") from None
+        raise ConfigError(f"{CONFIG_FLAG} {path} is not TOML: {error}") from None
     found = []
     for key, value in values.items():
         name = key.replace("-", "_")
         if name not in OPTIONS:
             near = difflib.get_close_matches(name, OPTIONS, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(f"{CONFIG_FLAG} {path}: unknown option {key!r}; {hint}docs/options.md has all")
+            raise ConfigError(f"{CONFIG_FLAG} {path}: unknown option {key!r}; {hint}docs/options.md lists all")
         parts = [f"{one}={part}" for one, part in value.items()] if isinstance(value, dict) else [value]
         for part in parts:
             text = str(part).lower() if isinstance(part, bool) else str(part)

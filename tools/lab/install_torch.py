@@ -1,9 +1,10 @@
-"""Install torch for the tests: PyTorch's CPU build where pip would bring a CUDA build to a machine without a GPU.
+"""Install torch for the tests: PyTorch's CPU build if pip would install a CUDA build on a machine without a GPU.
 
 usage: python tools/lab/install_torch.py REQUIREMENT [PIP OPTION ...]
 
-A CUDA build is a download of several gigabytes. pip is asked what it would install before it does. An --index-url among
-the options is taken as it stands. Runs before anything is installed: standard library only, and by its path.
+A CUDA build is a download of several gigabytes. pip is first asked what it would install. An --index-url among the
+options is used unchanged. This runs before anything is installed, so it uses only the standard library, and it is
+called by its path.
 """
 
 import json
@@ -25,29 +26,29 @@ def has_nvidia_gpu() -> bool:
 
 
 def names_an_index(arguments: Sequence[str]) -> bool:
-    """Whether the caller has chosen where torch comes from."""
+    """Return whether the caller has chosen where torch comes from."""
     return any(word in ("-i", "--index-url") or word.startswith("--index-url=") for word in arguments)
 
 
 def cuda_packages(report: dict[str, Any]) -> list[str]:
-    """Packages in pip's installation report ("--report", version 1) that only an NVIDIA GPU needs."""
+    """Return the packages in pip's installation report ("--report", version 1) that only an NVIDIA GPU needs."""
     names = (str(item["metadata"]["name"]).lower() for item in report["install"])
     return sorted(name for name in names if name.startswith(("nvidia-", "cuda-")))
 
 
 def install(arguments: Sequence[str]) -> int:
-    """Return pip's exit status; pip itself says what went wrong."""
+    """Return pip's exit status; pip itself reports errors."""
     return subprocess.run([*_PIP, *arguments], check=False).returncode
 
 
 def ask(arguments: Sequence[str]) -> tuple[int, list[str]]:
-    """pip's exit status when it resolves this without installing it, and the cuda_packages() that it would install."""
+    """Return pip's exit status for resolving this without installing it, and its cuda_packages()."""
     resolved = subprocess.run([*_PIP, "--dry-run", "--report", "-", *arguments], stdout=subprocess.PIPE, check=False)
     return resolved.returncode, [] if resolved.returncode else cuda_packages(json.loads(resolved.stdout))
 
 
 def install_cpu_build(arguments: Sequence[str], packages: Sequence[str]) -> int:
-    """Install from PyTorch's CPU index in place of what would bring these CUDA packages; returns the exit status."""
+    """Install from PyTorch's CPU index instead of these CUDA packages; return the exit status."""
     from_cpu_index = [*arguments, "--index-url", CPU_INDEX]
     print(
         f"{arguments[0]} would be a CUDA build here, a download of several gigabytes\n"
@@ -60,11 +61,9 @@ def install_cpu_build(arguments: Sequence[str], packages: Sequence[str]) -> int:
     if status == 0 and not left and install(from_cpu_index) == 0:
         return 0
     print(
-        f"stopped: the CPU build could not be installed from {CPU_INDEX}.\n"
-        "To try again, there or at another address:\n"
-        f"  make check TORCH={shlex.quote(' '.join(from_cpu_index))}\n"
-        "To have the CUDA build all the same:\n"
-        f"  {shlex.join([sys.executable, '-m', 'pip', 'install', *arguments])} && make check",
+        f"stopped: the CPU build could not be installed from {CPU_INDEX}.\nTo try again, there or at another "
+        f"address:\n  make check TORCH={shlex.quote(' '.join(from_cpu_index))}\nTo install the CUDA build anyway:\n  "
+        f"{shlex.join([sys.executable, '-m', 'pip', 'install', *arguments])} && make check",
         file=sys.stderr,
     )
     return 1

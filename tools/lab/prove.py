@@ -1,6 +1,6 @@
 """`engine-core prove`: the same prompts alone, together, preempted and from the cache, compared token by token.
 
-It shows on this machine and with this model what numerics level L2 promises: a request's tokens do not depend on its
+It checks on this machine and with this model what numerics level L2 promises: a request's tokens do not depend on its
 neighbours, on preemption or on the prefix cache. Log probabilities are compared too, bit for bit.
 """
 
@@ -19,9 +19,9 @@ from tools.terminal.prompts import DEMO_IDS_PREFIX
 _NUM_PROMPTS = 64
 _NUM_TOKENS = 12
 _NUM_ROWS = 16
-_SHORTEST, _LONGEST = 8, 72  # tokens of a prompt, beside the beginning that half of them share
+_SHORTEST, _LONGEST = 8, 72  # tokens of a prompt, without the prefix that half of them share
 _MODEL_LEN = 160
-_SMALL_BLOCK = 4  # tokens in a block: every request needs more of them while it is answered
+_SMALL_BLOCK = 4  # tokens in a block: every request needs more of them while it generates
 _FIRST_ID = 100
 _SPAN = 1000
 
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser(
         prog="engine-core prove",
         usage="engine-core prove [MODEL] [--prompts N] [OPTION ...]",
-        description="Compare answers to the same prompts alone, in company, preempted and from the prefix cache.",
+        description="Compare the answers to the same prompts alone, with others, preempted and from the prefix cache.",
     )
     parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model; default: the demo model")
     parser.add_argument("--prompts", type=int, default=_NUM_PROMPTS, metavar="N", help="default: %(default)s")
@@ -59,13 +59,13 @@ def main(arguments: Sequence[str]) -> int:
         _say("together: up to 16 at once, prompts in the same engine")
         results = {"together": _ask(llm, prompts)}
     few = {**common, "num_blocks_override": few_blocks(prompts) + 1, "block_size": _SMALL_BLOCK}
-    few["max_model_len"] = min(few["max_model_len"], _MODEL_LEN)  # its blocks are those of one request
+    few["max_model_len"] = min(few["max_model_len"], _MODEL_LEN)  # it has blocks for one request
     few.pop("kv_cache_memory_bytes", None)
     _say("preempted: KV blocks for less than half of them")
     with LLM(skip_tokenizer_init=True, **{**few, "enable_prefix_caching": False}) as llm:
         results["preempted"] = _ask(llm, prompts)
         num_preemptions = llm.statistics().num_preemptions
-    _say("cached: all of them a second time, their prompts' keys and values from the prefix cache")
+    _say("cached: all of them again, with the prompts' keys and values from the prefix cache")
     with LLM(skip_tokenizer_init=True, **common) as llm:
         _ask(llm, prompts)
         before = llm.statistics().prefix_cache_hits
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
     is_same = all(answers == alone for answers in results.values())
     if not num_preemptions or not num_hits:
         lacking = "preempted" if not num_preemptions else "found in the prefix cache"
-        print(f"nothing is proved of {lacking} requests, because none was: give more prompts (--prompts)")
+        print(f"nothing is proved about {lacking} requests, because there were none: give more prompts (--prompts)")
         return 1
     print(f"numerics {level}: " + ("every token and every log probability is the same" if is_same else "they differ"))
     return 0 if is_same else 1
@@ -91,7 +91,7 @@ def few_blocks(prompts: list[list[int]]) -> int:
 
 
 def make_prompts(count: int) -> list[list[int]]:
-    """Return prompts of token ids, the same at each call; every second one has a beginning in common."""
+    """Return prompts of token ids, the same at each call; every second one has a common prefix."""
     prompts = []
     for number in range(count):
         length = _SHORTEST + (number * 37) % (_LONGEST - _SHORTEST)
@@ -117,7 +117,7 @@ def _ask(llm: LLM, prompts: list[list[int]]) -> list[Answer]:
 
 
 def _number_of(prompt: list[int]) -> int:
-    """Return a number that belongs to the prompt, wherever it stands: its seed."""
+    """Return a number that depends only on the prompt: its seed."""
     return sum((position + 1) * token for position, token in enumerate(prompt)) % 2**31
 
 

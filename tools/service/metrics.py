@@ -1,4 +1,4 @@
-"""`--metrics ADDR`: an engine's measurements for Prometheus, served beside it."""
+"""`--metrics ADDR`: an engine's measurements for Prometheus."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,11 +9,11 @@ from frontend.client.transport import ZmqTransport
 from frontend.engine.supervised_engine import SupervisedEngine
 from ipc.errors import ConfigError
 
-_HELLO_S = 1.0  # an engine that does not answer is not up; the next scrape asks again
+_HELLO_S = 1.0  # an engine that does not answer counts as down; the next scrape asks again
 
 
 def measuring(address: str | None) -> dict[str, Any]:
-    """Return the engine options that --metrics and --http set. address: that of either, None = neither was given."""
+    """Return the engine options that --metrics and --http set. address: of either; None = neither was given."""
     return {} if address is None else {"request_metrics": True}
 
 
@@ -38,7 +38,8 @@ def served_metrics(
         if not (error.name or "").startswith("prometheus_client"):
             raise
         raise ConfigError(
-            "--metrics needs prometheus_client, which is not installed: pip install 'llm-engine-core[metrics]'"
+            "--metrics needs prometheus_client, which is not installed: pip install prometheus_client, or engine-core "
+            "with its extra [metrics]"
         ) from None
     collector = EngineCollector(
         lambda: EngineClient(ZmqTransport(engine()), name="metrics", hello_timeout=_HELLO_S, call_timeout=_HELLO_S)

@@ -1,4 +1,4 @@
-"""systemd's notifications (sd_notify(3)): a service of Type=notify says that it is ready, and what it does."""
+"""systemd's notifications (sd_notify(3)): a service of Type=notify reports that it is ready, and its status."""
 
 import asyncio
 import contextlib
@@ -7,9 +7,9 @@ import socket
 
 
 def notify(state: str) -> None:
-    """Send a state, as "READY=1" or "STATUS=...", to the service manager; do nothing where there is none.
+    """Send a state, such as "READY=1" or "STATUS=...", to the service manager; do nothing if there is none.
 
-    A manager that does not listen is no error of the service's.
+    A manager that does not listen is not an error.
     """
     address = os.environ.get("NOTIFY_SOCKET", "")
     if not address:
@@ -21,9 +21,9 @@ def notify(state: str) -> None:
 
 
 def keep_watchdog(loop: asyncio.AbstractEventLoop) -> None:
-    """Say from now on, as often as the manager's WatchdogSec= wants, that this loop turns; without that do nothing.
+    """From now on, report that this loop turns as often as the manager's WatchdogSec= requires; do nothing without it.
 
-    A manager that hears nothing for so long ends the service and starts it again.
+    A manager that gets no report within that time kills the service and restarts it.
     """
     wanted = os.environ.get("WATCHDOG_USEC", "")
     if not wanted.isdigit() or os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):

@@ -15,14 +15,14 @@ from ipc.options.given_options import config_from_options
 
 
 def check_connect(connect: str | None, options: Mapping[str, Any]) -> None:
-    """Check that no engine options were given beside --connect, but for those that are a client's, too.
+    """Check that no engine options were given with --connect, except those that clients also have.
 
     Errors: ConfigError that names them.
     """
     others = [name for name in options if name != "chat_template"]
     if connect is not None and others:
         given = ", ".join("--" + name.replace("_", "-") for name in others)
-        raise ConfigError(f"--connect uses an engine as it runs; leave out {given}")
+        raise ConfigError(f"--connect uses a running engine, whose options are fixed; leave out {given}")
 
 
 @contextlib.contextmanager
@@ -33,7 +33,7 @@ def engine_at(
     is_quiet: bool = False,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> Iterator[tuple[str, EngineProcess | None, float | None]]:
-    """Yield (address, process, seconds of its start) of an engine with these options, or of that at `connect`.
+    """Yield (address, process, seconds of its start) of an engine with these options, or of the one at `connect`.
 
     The last two are None for an engine that was already running. meanwhile: as in started_engine(). Errors: its.
     """
@@ -53,10 +53,10 @@ def started_engine(
     is_quiet: bool = False,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> Iterator[tuple[EngineProcess, float]]:
-    """Yield (a ready engine, seconds its start took); the engine is stopped at the end.
+    """Yield (a ready engine, seconds that its start took); stop the engine at the end.
 
-    on_phase: None = show the phases where standard error is a terminal, unless is_quiet. meanwhile: called once the
-    engine's process runs, before its start is waited for.
+    on_phase: None = show the phases if standard error is a terminal, unless is_quiet. meanwhile: called once the
+    engine's process runs, before waiting for its start.
     Errors: ConfigError, ModelFileError, OutOfMemoryError, EngineStartError.
     """
     begin = time.monotonic()

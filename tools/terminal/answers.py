@@ -1,6 +1,6 @@
 """The answers of `engine-core generate`: streamed to a terminal, or one JSON object.
 
-It is imported while the engine starts: what it needs takes as long to import as a part of the start.
+It is imported while the engine starts, because its imports take long.
 """
 
 import argparse
@@ -28,7 +28,10 @@ from tools.terminal.summary import RequestSummary, RunSummary, print_summary, su
 
 
 def answer_all(parsed: argparse.Namespace, address: str, start_s: float | None) -> RunSummary:
-    """Answer the prompts by the engine at this address. parsed: of generate. Errors: those of the engine."""
+    """Answer the prompts with the engine at this address.
+
+    parsed: arguments of `generate`. Errors: those of the engine.
+    """
     return uvloop.run(_run(parsed, address, start_s))
 
 
@@ -64,7 +67,7 @@ async def _run(parsed: argparse.Namespace, address: str, start_s: float | None) 
         ]
         num_tokens = _count_tokens(requests)
         engine = None
-        with contextlib.suppress(EngineDeadError, CallFailedError):  # it had been told to end after these answers
+        with contextlib.suppress(EngineDeadError, CallFailedError):  # it had been asked to end after these answers
             after = await llm.statistics()
             if llm.client.welcome.engine_id == engine_id:
                 engine = summarize_engine(before, after, num_tokens, wall_s, start_s, llm.numerics)
@@ -75,13 +78,13 @@ async def _run(parsed: argparse.Namespace, address: str, start_s: float | None) 
         for request in requests:
             if request.error and request.choice == 0:
                 print_error(request.error)
-    else:  # beside answers in a pipe, tables stand on standard error
+    else:  # if answers go to a pipe, tables go to standard error
         print_summary(console if console.is_terminal else Console(stderr=True, highlight=False), summary)
     return summary
 
 
 def _titles(questions: Sequence[Question], n: int) -> list[str]:
-    """Return the title of each answer, n of each question."""
+    """Return the title of each answer, n for each question."""
     titles = [question.title.replace("\n", " ") for question in questions]
     return [f"{title} [{choice + 1}/{n}]" if n > 1 else title for title in titles for choice in range(n)]
 
@@ -94,7 +97,7 @@ async def _answer(
     index: int,
     streams: Streams | None,
 ) -> RequestOutput | EngineCoreError:
-    """Return the last output of request `index`, or the error with which it failed alone.
+    """Return the last output of request `index`, or the error that failed it alone.
 
     Errors: EngineDeadError, which concerns all requests.
     """

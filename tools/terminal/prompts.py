@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ipc.errors import InvalidRequestError
 
-#: Several demo prompts share it, so its KV blocks are computed once.
+#: Several demo prompts share it, so its KV blocks are computed only once.
 DEMO_SYSTEM = (
     "You are a friendly and careful teacher. You answer in plain English, in a few short sentences, with one concrete "
     "example taken from everyday life. You never use lists, headings or tables, and you never repeat the question."
@@ -20,7 +20,8 @@ DEMO_QUESTIONS = (
     "Why do cats purr?",
 )
 DEMO_ALONE = "Write a short poem about a lighthouse in winter."
-#: With greedy sampling a model as small as the demo's soon repeats itself. The seed makes all runs of the demo equal.
+#: With greedy sampling a model as small as the demo's soon repeats itself. With the seed, all runs of the demo are
+#: equal.
 DEMO_SAMPLING: dict[str, float | int] = {"temperature": 0.6, "top_p": 0.9, "seed": 2}
 
 #: For an engine without a tokenizer.
@@ -28,7 +29,10 @@ DEMO_IDS_PREFIX = tuple(range(100, 164))
 
 
 class Question(NamedTuple):
-    """One request. `chat` is a conversation, `token_ids` a prompt for an engine without a tokenizer, else `text`."""
+    """One request.
+
+    `chat` is a conversation, `token_ids` a prompt for an engine without a tokenizer, otherwise `text`.
+    """
 
     title: str
     text: str = ""
@@ -37,15 +41,15 @@ class Question(NamedTuple):
 
 
 def read_piped_prompt(prompts: list[str]) -> None:
-    """Add what stands on standard input as a prompt where there is none: `echo Why? | engine-core generate`.
+    """If there is no prompt, add standard input as one: `echo Why? | engine-core generate`.
 
-    Only a pipe and a file are read: who has neither did not mean them as a prompt.
+    Only a pipe or a file is read: other kinds of input are not meant as a prompt.
     """
     if prompts or sys.stdin is None:
         return
     try:
         kind = os.fstat(sys.stdin.fileno()).st_mode
-    except (OSError, ValueError):  # closed, or no file at all
+    except (OSError, ValueError):  # closed, or not a file
         return
     if (stat.S_ISFIFO(kind) or stat.S_ISREG(kind)) and (text := sys.stdin.read().strip()):
         prompts.append(text)
@@ -62,8 +66,8 @@ def read_questions(
 ) -> list[Question]:
     """Return the requests to make. prompts: empty = the demo's; "-" = read one from standard input. images: files.
 
-    Errors: InvalidRequestError for words given to an engine that has no tokenizer, or a system text or an image without
-    a chat.
+    Errors: InvalidRequestError for text if the engine has no tokenizer, and for a system text or an image without a
+    chat.
     """
     texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
     if not has_tokenizer:
@@ -72,7 +76,9 @@ def read_questions(
     if system is not None and not chat:
         raise InvalidRequestError("--system needs a chat: this model has no chat template, or --raw was given")
     if images and not (chat and texts):
-        raise InvalidRequestError("--image needs a chat and a PROMPT: not --raw, nor a model without a template")
+        raise InvalidRequestError(
+            "--image needs a PROMPT and a chat: it works neither with --raw nor with a model without a chat template"
+        )
     if not chat:
         return [Question(text, text) for text in texts or [*DEMO_QUESTIONS, DEMO_ALONE]]
     if texts:
@@ -94,7 +100,7 @@ def _token_question(text: str) -> Question:
     words = text.split()
     if not words or not all(word.isascii() and word.isdigit() for word in words):
         raise InvalidRequestError(
-            f"this engine has no tokenizer: write prompts as token ids, such as '12 7 300'; got {text!r:.80}"
+            f"this engine has no tokenizer: give prompts as token ids, such as '12 7 300'; got {text!r:.80}"
         )
     return Question(text, token_ids=[int(word) for word in words])
 

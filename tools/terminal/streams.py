@@ -17,10 +17,10 @@ _PANEL_COLUMNS = 4  # of edges and padding
 
 
 class Streams(Protocol):
-    """Shows answers as they grow. A context manager: at its end every answer has been shown in full."""
+    """Shows answers as they grow. A context manager: when it exits, every answer has been shown completely."""
 
     def update(self, index: int, text: str) -> None:
-        """Show `text`, the answer of request `index` (from 0) so far; it is never shorter than before."""
+        """Show `text`, the answer of request `index` (from 0) so far; it never becomes shorter."""
 
     def finish(self, index: int, note: str) -> None:
         """Mark request `index` as complete; `note` describes how it ended."""
@@ -40,7 +40,7 @@ class OutputConsole(Console):
 
     def on_broken_pipe(self) -> None:
         """Raise the BrokenPipeError that is being handled."""
-        self.quiet = True  # output during the unwinding would fail again
+        self.quiet = True  # further output while the exception unwinds would fail again
         raise
 
 
@@ -52,7 +52,7 @@ def streams_for(console: Console, titles: Sequence[str], *, is_plain: bool = Fal
 def printable(text: str) -> str:
     """Return the text with control characters replaced.
 
-    A model's answer must not move the cursor or set the terminal's title.
+    A model's answer must not move the cursor or change the terminal's title.
     """
     return "".join(char if char in "\n\t" or unicodedata.category(char) != "Cc" else "\ufffd" for char in text)
 
@@ -119,8 +119,8 @@ class LiveStreams:
 
 
 class PlainStreams:
-    """For pipes and logs: each answer once. A single one is written as it grows; of several each under a heading, in
-    order, as soon as it and those before it are complete.
+    """For pipes and logs: each answer once. A single answer is written as it grows. Several are written under headings,
+    in order, each as soon as it and all earlier ones are complete.
     """
 
     def __init__(self, console: Console, titles: Sequence[str]) -> None:
@@ -134,7 +134,7 @@ class PlainStreams:
         """See Streams."""
         self._texts[index] = text
         if len(self._titles) == 1:
-            # Not through the console: it would wrap at a width, and a pipe has none.
+            # Not through the console: it would wrap lines, but a pipe has no width.
             self._file.write(printable(text[self._num_shown :]))
             self._file.flush()
             self._num_shown = len(text)

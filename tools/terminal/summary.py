@@ -1,4 +1,4 @@
-"""What a run of some requests took: one record for each request and the engine, printed as tables or as JSON."""
+"""The times and counts of a run: one record for each request and for the engine, printed as tables or JSON."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from ipc.wire.messages import Statistics
 
 
 class RequestSummary(msgspec.Struct, frozen=True):
-    """One answer to a request. Times are in milliseconds, None where the request produced too few tokens."""
+    """One answer to a request. Times are in milliseconds, None if the request produced too few tokens."""
 
     prompt: str
     text: str
@@ -23,13 +23,13 @@ class RequestSummary(msgspec.Struct, frozen=True):
     num_cached_tokens: int
     finish_reason: str | None
     error: str = ""
-    choice: int = 0  # which of the request's answers, from 0
+    choice: int = 0  # number of the answer within the request, from 0
 
 
 class EngineSummary(msgspec.Struct, frozen=True):
     """The engine while the requests ran.
 
-    Counters are the difference of two Statistics; maxima count from the start of the engine.
+    Counters are the difference of two Statistics; maxima are since the start of the engine.
     """
 
     num_steps: int
@@ -37,7 +37,7 @@ class EngineSummary(msgspec.Struct, frozen=True):
     max_batch_size: int
     prefix_cache_hit_rate: float | None  # tokens found / tokens looked for
     max_used_blocks: int
-    num_usable_blocks: int  # the null block left out
+    num_usable_blocks: int  # without the null block
     block_size: int
     num_preemptions: int
     num_output_tokens: int
@@ -48,14 +48,14 @@ class EngineSummary(msgspec.Struct, frozen=True):
 
 
 class RunSummary(msgspec.Struct, frozen=True):
-    """All requests of a run and the engine. engine: None = it ended meanwhile, or another one has taken its place."""
+    """All requests of a run and the engine. engine: None = it ended during the run, or was replaced by another one."""
 
     requests: list[RequestSummary]
     engine: EngineSummary | None
 
 
 def summarize_request(prompt: str, result: RequestOutput | Exception, index: int = 0) -> RequestSummary:
-    """Return the summary of one answer. result: the request's last output, or the error in place of one."""
+    """Return the summary of one answer. result: the request's last output, or the error instead."""
     if isinstance(result, Exception):
         return RequestSummary(prompt, "", [], None, None, 0, 0, 0, "error", str(result), index)
     choice, metrics = result.outputs[index], result.metrics

@@ -28,7 +28,7 @@ def load_transformers_model(path: Path, dtype: torch.dtype, made_up: bool) -> An
     except ImportError as error:
         raise ModelFileError(
             f"{path}: this architecture runs through transformers, which is not installed: "
-            "pip install 'llm-engine-core[transformers]'"
+            "pip install transformers, or engine-core with its extra [transformers]"
         ) from error
     AttentionInterface.register(ATTENTION_NAME, attend)
     AttentionMaskInterface.register(ATTENTION_NAME, make_mask)

@@ -55,7 +55,7 @@ def error_body(error: HttpError) -> bytes:
 
 
 class MessagesFormat:
-    """Answers of /v1/messages: blocks of thinking, text and calls, in the order of the model."""
+    """Answers of /v1/messages: blocks of thinking, text and calls, in the model's order."""
 
     stream_type = EVENT_STREAM
     keep_alive = b'event: ping\ndata: {"type":"ping"}\n\n'
@@ -74,7 +74,11 @@ class MessagesFormat:
     def opening(self) -> bytes:
         """Return the beginning of the message."""
         message = self._message(Usage(self._num_prompt, cached_tokens=self._num_cached))
-        none_yet: Json = {"content": [], "stop_reason": None, "stop_sequence": None}  # a first piece may have been read
+        none_yet: Json = {
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+        }  # a piece may have been read
         return _event("message_start", message={**message, **none_yet})
 
     def piece(self, index: int, output: CompletionOutput, usage: Usage) -> bytes:
@@ -88,7 +92,7 @@ class MessagesFormat:
         return b"".join(events)
 
     def closing(self, usage: Usage) -> bytes:
-        """Return the reason of the end, the usage, and the end of the message."""
+        """Return the stop reason, the usage, and the end of the message."""
         return _event("message_delta", delta=self._stop, usage=_usage(usage)) + _event("message_stop")
 
     def failure(self, error: HttpError) -> bytes:

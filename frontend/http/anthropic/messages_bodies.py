@@ -1,4 +1,4 @@
-"""The bodies of Anthropic's Messages API, as chats of ours."""
+"""The bodies of Anthropic's Messages API, converted to our chats."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 class CountBody(ChatFields, kw_only=True):
-    """The body of /v1/messages/count_tokens, and what /v1/messages has in common with it."""
+    """The body of /v1/messages/count_tokens, and the fields that /v1/messages shares with it."""
 
     messages: list[Json]
     system: str | list[Json] | None = None
@@ -20,7 +20,7 @@ class CountBody(ChatFields, kw_only=True):
     output_config: Json | None = None
     output_format: Json | None = None
 
-    # Accepted, and without an effect on the answer.
+    # Accepted, but without effect on the answer.
     cache_control: Any = None
     context_management: Any = None
     inference_geo: Any = None
@@ -39,7 +39,7 @@ class MessagesBody(CountBody, kw_only=True):
 
 
 def chat_of(body: CountBody, note: Note) -> ChatBody:
-    """Return the chat that a body asks for. note: is told what of the history is left out.
+    """Return the chat that a body asks for. note: called with the parts of the history that are left out.
 
     Errors: HttpError 400 that names the field.
     """
@@ -55,10 +55,10 @@ def chat_of(body: CountBody, note: Note) -> ChatBody:
                 messages += _user_messages(message.get("content"), where)
             case "assistant":
                 messages.append(_assistant_message(message.get("content"), where))
-            case "system":  # in the middle: templates take one, at the beginning
+            case "system":  # in the middle: templates take only one, at the beginning
                 systems.append(_text(message.get("content"), where))
             case role:
-                raise HttpError(400, f"{where}: the role is user or assistant, got {role!r:.40}", param="messages")
+                raise HttpError(400, f"{where}: the role must be user or assistant, got {role!r:.40}", param="messages")
     if systems:
         messages.insert(0, {"role": "system", "content": "\n\n".join(systems)})
     fields = shared_fields(body)
@@ -82,7 +82,7 @@ def chat_of(body: CountBody, note: Note) -> ChatBody:
 
 
 def _without_hosted(message: Json, note: Note) -> Json:
-    """Return a message without the blocks of tools that the service runs."""
+    """Return a message without the blocks of tools that the service would run."""
     blocks = message.get("content")
     if not isinstance(blocks, list):
         return message
@@ -97,11 +97,11 @@ def _without_hosted(message: Json, note: Note) -> Json:
 
 
 def _user_messages(content: Any, where: str) -> list[Json]:
-    """Return a message of the user: results of tools, each a message of its own, and text and images."""
+    """Return a message of the user: results of tools, each as a separate message, and text and images."""
     if isinstance(content, str):
         return [{"role": "user", "content": content}]
     messages: list[Json] = []
-    parts: list[Json] = []  # of the last message, where it is the user's
+    parts: list[Json] = []  # of the last message, if it is the user's
     for block in _blocks(content, where):
         if block.get("type") == "tool_result":
             given = block.get("content") or ""
@@ -117,7 +117,7 @@ def _user_messages(content: Any, where: str) -> list[Json]:
 
 
 def _content(parts: list[Json]) -> str | list[Json]:
-    """Return parts as a text, or as they are if one is an image."""
+    """Return parts as a text, or unchanged if one is an image."""
     is_text = all(part["type"] == "text" for part in parts)
     return "\n".join(part["text"] for part in parts) if is_text else list(parts)
 
@@ -127,7 +127,7 @@ def _parts(content: Any, where: str) -> list[Json]:
 
 
 def _part(block: Json, where: str) -> Json:
-    """Return a block as a part of a chat's message. What is no image is refused where images are read."""
+    """Return a block as a part of a chat's message. A block that is not an image is refused when images are read."""
     source = block.get("source")
     if block.get("type") != "image" or not isinstance(source, dict):
         return {"type": "text", "text": _block_text(block, where)}
@@ -159,7 +159,7 @@ def _assistant_message(content: Any, where: str) -> Json:
 
 def _blocks(content: Any, where: str) -> list[Json]:
     if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
-        raise HttpError(400, f"{where}: content is a text or a list of blocks", param="messages")
+        raise HttpError(400, f"{where}: content must be a text or a list of blocks", param="messages")
     return content
 
 
@@ -172,7 +172,7 @@ def _text(content: Any, where: str) -> str:
 def _block_text(block: Json, where: str) -> str:
     text = block.get("text")
     if block.get("type") == "tool_reference" and isinstance(block.get("tool_name"), str):
-        return str(block["tool_name"])  # of a search of tools: all tools of a request are shown
+        return str(block["tool_name"])  # of a tool search: all tools of a request are shown anyway
     if block.get("type") != "text" or not isinstance(text, str):
         raise HttpError(
             400, f"{where}: blocks of type {block.get('type')!r:.40} are not supported here", param="messages"
@@ -182,7 +182,7 @@ def _block_text(block: Json, where: str) -> str:
 
 def _tool(tool: Json) -> Json:
     if tool.get("type") not in (None, "custom"):
-        return tool  # left out where all tools of chats are read
+        return tool  # left out when all tools of chats are read
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
     if tool.get("description") is not None:
         function["description"] = tool["description"]
@@ -196,7 +196,7 @@ def _tool_choice(choice: Json | None) -> str | Json | None:
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     if not isinstance(kind, str) or kind not in _CHOICES:
-        raise HttpError(400, f"tool_choice is auto, any, tool or none; got {kind!r:.40}", param="tool_choice")
+        raise HttpError(400, f"tool_choice must be auto, any, tool or none; got {kind!r:.40}", param="tool_choice")
     return _CHOICES[kind]
 
 
@@ -205,5 +205,5 @@ def _response_format(body: CountBody) -> Json | None:
     if given is None:
         return None
     if not isinstance(given, dict) or given.get("type") != "json_schema":
-        raise HttpError(400, "output_config.format has the type json_schema", param="output_config")
+        raise HttpError(400, "output_config.format must have the type json_schema", param="output_config")
     return {"type": "json_schema", "json_schema": {"name": "output", "schema": given.get("schema")}}

@@ -1,4 +1,4 @@
-"""Access: judge a request by its host, its key and what the key may do, before its body is read."""
+"""Access: check a request's host, its key and the key's rights, before its body is read."""
 
 import re
 
@@ -7,14 +7,16 @@ from frontend.http.errors import HttpError
 from frontend.http.process.options import HttpOptions
 from frontend.http.request import Request
 
-#: Names of this machine in a Host header. Others mean that a browser was led here by a name of somebody else's.
+#: Names of this machine in a Host header. Another name means that a browser was led here by a foreign name (DNS
+#: rebinding).
 _LOCAL = ("localhost", "127.0.0.1", "[::1]")
-#: uri-host [":" port] of RFC 9110, 7.2, which may be empty; what is in brackets, and whether it exists, is not judged.
+#: uri-host [":" port] of RFC 9110, 7.2, which may be empty; the content of brackets, and whether the host exists, is
+#: not checked.
 _HOST = re.compile(rb"(?:\[[A-Za-z0-9.:%~_-]*\]|[A-Za-z0-9._~%!$&'()*+,;=-]*)(?::[0-9]*)?")
 
 #: Names of header fields, with commas between them.
 _FIELD_NAMES = re.compile(rb"[A-Za-z0-9!#$%&'*+.^_`|~-]+(?:[ \t]*,[ \t]*[A-Za-z0-9!#$%&'*+.^_`|~-]+)*")
-#: What scripts may read beside the body.
+#: Headers that scripts may read.
 _EXPOSED = (
     b"access-control-expose-headers",
     b"x-request-id, retry-after, retry-after-ms, x-should-retry, x-ratelimit-limit-requests, "
@@ -24,9 +26,12 @@ _EXPOSED = (
 
 
 def check_host(request: Request, options: HttpOptions) -> None:
-    """Check the Host header, and where the server listens on this machine only its name. Errors: HttpError 400, 421."""
+    """Check the Host header, including its name if the server listens on this machine only.
+
+    Errors: HttpError 400, 421.
+    """
     if request.num_hosts > 1:
-        raise HttpError(400, "a request has one Host header")
+        raise HttpError(400, "a request must have exactly one Host header")
     if not _HOST.fullmatch(request.headers.get(b"host", b"")):
         raise HttpError(400, "the Host header is not the name or address of a host, with or without a port")
     if not options.checks_host:
@@ -34,11 +39,11 @@ def check_host(request: Request, options: HttpOptions) -> None:
     host = request.headers.get(b"host", b"").decode("latin-1").lower()
     name = host.rsplit(":", 1)[0] if host.rpartition(":")[2].isdigit() else host
     if request.num_hosts and name not in _LOCAL and name not in options.allowed_hosts:
-        raise HttpError(421, f"this server is not {name!r:.80}; --allowed-hosts names others")
+        raise HttpError(421, f"this server is not {name!r:.80}; other names need --allowed-hosts")
 
 
 def find_key(request: Request, ring: KeyRing) -> Key | None:
-    """Return the caller's key; None where the server has none. Errors: HttpError 401."""
+    """Return the caller's key; None if the server has none. Errors: HttpError 401."""
     if ring.is_empty:
         return None
     scheme, _, secret = request.headers.get(b"authorization", b"").partition(b" ")
@@ -46,7 +51,7 @@ def find_key(request: Request, ring: KeyRing) -> Key | None:
     given = given or request.headers.get(b"x-api-key", b"").strip()
     key = ring.find(given) if given else None
     if key is None:
-        text = "the key is not known" if given else "a key is needed: Authorization: Bearer KEY"
+        text = "the key is unknown" if given else "a key is needed: Authorization: Bearer KEY"
         raise HttpError(401, text, code="invalid_api_key", headers=[(b"www-authenticate", b"Bearer")])
     return key
 
@@ -62,7 +67,7 @@ def origin_headers(request: Request, options: HttpOptions) -> list[tuple[bytes, 
 
 
 def preflight_headers(request: Request) -> list[tuple[bytes, bytes]]:
-    """Return what a page of an allowed origin may send: every header that it asks for (Fetch standard, 4.8).
+    """Return the headers that a page of an allowed origin may send: all that it asks for (Fetch standard, 4.8).
 
     Clients add their own, such as x-stainless-* and anthropic-version, so a list of names would be out of date.
     """

@@ -1,4 +1,4 @@
-"""The access log: a line on standard error for each request at its end; nothing of what was asked or answered."""
+"""The access log: a line on standard error for each request at its end, without any content of request or answer."""
 
 import contextlib
 import ipaddress
@@ -10,7 +10,7 @@ from frontend.http.replies.reply import Reply
 from frontend.http.request import Request
 from ipc.log_lines import LogFormat, log_line
 
-_MAX_BYTES = 4096  # a pipe that can be written takes as many without waiting (PIPE_BUF)
+_MAX_BYTES = 4096  # a writable pipe takes this many without waiting (PIPE_BUF)
 
 
 def access_line(form: LogFormat, request: Request, status: int, reply: Reply | None, now: float) -> str:
@@ -34,7 +34,7 @@ def access_line(form: LogFormat, request: Request, status: int, reply: Reply | N
 
 
 def _address(client: str) -> str | None:
-    """Return a caller's address; None if it has none, or a proxy tells one that is no address."""
+    """Return a caller's address; None if it has none, or if a proxy sends one that is not an address."""
     try:
         return str(ipaddress.ip_address(client))
     except ValueError:
@@ -42,7 +42,7 @@ def _address(client: str) -> str | None:
 
 
 class AccessLog:
-    """Writes lines to a file descriptor. It never waits: where nobody reads, lines are dropped and counted."""
+    """Writes lines to a file descriptor. It never waits: if they are not read, lines are dropped and counted."""
 
     def __init__(self, form: LogFormat, fd: int = 2) -> None:
         self.num_dropped = 0

@@ -1,8 +1,8 @@
 """Keys: who may use the server, and what each key may do.
 
 A keys file has a line for each key: `NAME SHA256 [LIMIT=VALUE ...]`, with the hex digest of the key, so that the file
-gives none away. Limits: models=a,b; concurrent=N, requests at once; rpm=N and tpm=N, requests and tokens a minute;
-max_tokens=N; min_priority=N. The file is read again when it changes; one that is wrong changes nothing.
+reveals no key. Limits: models=a,b; concurrent=N, concurrent requests; rpm=N and tpm=N, requests and tokens a minute;
+max_tokens=N; min_priority=N. The file is read again when it changes; a file with an error changes nothing.
 """
 
 import hashlib
@@ -36,12 +36,13 @@ class Key(msgspec.Struct, frozen=True):
 
 
 def digest_of(secret: str) -> str:
-    """Return what a keys file has of a key: its SHA-256 as hex."""
+    """Return a key's entry in a keys file: its SHA-256 as hex."""
     return hashlib.sha256(secret.encode()).hexdigest()
 
 
 class KeyRing:
-    """All keys of a server. digests: keys without limits, such as one of the environment. path: the keys file, or None.
+    """All keys of a server. digests: keys without limits, such as the one from the environment. path: the keys file, or
+    None.
 
     Errors: ConfigError for a file that cannot be read.
     """
@@ -57,11 +58,11 @@ class KeyRing:
 
     @property
     def is_empty(self) -> bool:
-        """Return whether the server has no keys, so that everyone may use it."""
+        """Return whether the server has no keys, so that any caller may use it."""
         return not self._keys and self._path is None
 
     def find(self, secret: bytes) -> Key | None:
-        """Return the key with this secret. All keys are compared, so that the time tells nothing."""
+        """Return the key with this secret. All keys are compared, so that the time reveals nothing."""
         digest, found = hashlib.sha256(secret).digest(), None
         for key in self._keys:
             if hmac.compare_digest(key.digest, digest):
@@ -69,14 +70,14 @@ class KeyRing:
         return found
 
     def refresh(self) -> None:
-        """Read the file again if it has changed. One that is wrong is logged, and the keys stay as they are."""
+        """Read the file again if it has changed. An error in it is logged, and the old keys stay valid."""
         if self._path is None or (version := _version(self._path)) == self._version:
             return
         self._version = version
         try:
             self._keys = self._own + read_keys(self._path)
         except ConfigError as error:
-            _log.error("the keys stay as they were: %s", error)
+            _log.error("the old keys stay valid: %s", error)
 
 
 def read_keys(path: str) -> list[Key]:
@@ -95,7 +96,7 @@ def read_keys(path: str) -> list[Key]:
                 raise ConfigError(f"{path}, line {number}: the name {key.name!r} is taken")
             keys[key.name] = key
     if len(keys) > _MAX_KEYS:
-        raise ConfigError(f"{path} has {len(keys)} keys; {_MAX_KEYS} are allowed")
+        raise ConfigError(f"{path} has {len(keys)} keys; at most {_MAX_KEYS} are allowed")
     return list(keys.values())
 
 
@@ -114,8 +115,8 @@ def _read_line(words: list[str], place: str) -> Key:
         elif name in _LIMITS and _LIMIT.fullmatch(value) and (name == "min_priority" or int(value) > 0):
             limits[name] = int(value)
         else:
-            text = f"{place}: {word!r:.80} is no limit; known: models=a,b and {', '.join(_LIMITS)}=N"
-            raise ConfigError(f"{text}, above 0 but for min_priority")
+            text = f"{place}: {word!r:.80} is not a limit; known: models=a,b and {', '.join(_LIMITS)}=N"
+            raise ConfigError(f"{text}, above 0 except for min_priority")
     return Key(words[0], digest, **limits)  # type: ignore[arg-type]
 
 

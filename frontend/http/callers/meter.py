@@ -1,4 +1,4 @@
-"""HttpMeter: what an HTTP server counts of its requests, for its metrics and for the access log."""
+"""HttpMeter: an HTTP server's counts of its requests, for its metrics and the access log."""
 
 import logging
 from bisect import bisect_left
@@ -9,14 +9,14 @@ import msgspec
 
 #: Upper bounds of the buckets of durations, in seconds.
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
-_MAX_NAMES = 100  # unknown fields that are named in the log
+_MAX_NAMES = 100  # most unknown fields that are named in the log
 _MAX_NAME_CHARS = 64
 _fields_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _log = logging.getLogger("engine_core.http")
 
 
 class Durations(msgspec.Struct):
-    """Requests of one route, method and class of status: their number by bucket, the last without a bound; seconds."""
+    """Requests of one route, method and class of status: counts by bucket, the last one without a bound; seconds."""
 
     counts: list[int]
     total_s: float = 0.0
@@ -32,7 +32,7 @@ class HttpMeter:
         self._durations: dict[tuple[str, str, str], Durations] = {}
 
     def count(self, route: str, method: str, status: int, seconds: float) -> None:
-        """Count a request. route: its row's path; "" for a path that no row has."""
+        """Count a request. route: its row's path; "" for a path without a row."""
         key = (route or "none", method, f"{status // 100}xx")
         found = self._durations.get(key)
         if found is None:
@@ -48,10 +48,10 @@ class HttpMeter:
         self.num_unknown_fields += len(names)
         for name in sorted(names - self._named)[: _MAX_NAMES - len(self._named)]:
             self._named.add(name)
-            _log.warning("the field %.*r is not known here and has no effect", _MAX_NAME_CHARS, name)
+            _log.warning("the field %.*r is unknown here and has no effect", _MAX_NAME_CHARS, name)
 
     def note_left_out(self, what: str) -> None:
-        """Log what is left out of requests, with the reason. Each is logged once."""
+        """Log parts of requests that are left out, with the reason. Each is logged once."""
         if what not in self._left_out and len(self._left_out) < _MAX_NAMES:
             self._left_out.add(what)
             _log.warning("left out of requests: %s", what)
@@ -62,5 +62,5 @@ class HttpMeter:
 
 
 def known_fields(decoder: "msgspec.json.Decoder[Any]") -> tuple[str, ...]:
-    """Return the names of the fields that a decoder's type has."""
+    """Return the names of the fields of a decoder's type."""
     return tuple(decoder.type.__struct_encode_fields__)

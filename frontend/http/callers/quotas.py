@@ -1,6 +1,7 @@
-"""Quotas: what each key has used. Buckets refill evenly, on a monotonic clock; a request reserves what it may take.
+"""Quotas: each key's use. Buckets refill evenly, by a monotonic clock; a request reserves the most that it can take.
 
-A request is judged by its head, and taken before any work is done for it. Its tokens are reserved once they are known.
+A request is checked from its headers, and counted before any work is done for it. Its tokens are reserved once they are
+known.
 """
 
 import time
@@ -12,14 +13,14 @@ from ipc.keys.bucket import Bucket
 
 
 class _Use:
-    """One key's use. Its buckets begin anew when the key's limits change."""
+    """One key's use. Its buckets start full when the key's limits change."""
 
     def __init__(self, key: Key, now: float) -> None:
         self.num_running = 0
         self.begin_anew(key, now)
 
     def begin_anew(self, key: Key, now: float) -> None:
-        """Fill the buckets by these limits. What runs stays counted."""
+        """Fill the buckets by these limits. Running requests stay counted."""
         self.key = key
         self.requests = Bucket(key.rpm, now) if key.rpm else None
         self.tokens = Bucket(key.tpm, now) if key.tpm else None
@@ -33,12 +34,12 @@ class Quotas:
         self._uses: dict[str, _Use] = {}
 
     def check(self, key: Key | None) -> None:
-        """Check that the key may begin a request now, and take nothing. Errors: HttpError 429."""
+        """Check that the key may begin a request now, without counting one. Errors: HttpError 429."""
         if key is not None and _has_quotas(key):
             self._check_request(self._use_of(key), self._clock())
 
     def begin(self, key: Key | None) -> "Lease":
-        """Take one request. Its lease must be ended. Errors: HttpError 429."""
+        """Count one request. Its lease must be ended. Errors: HttpError 429."""
         if key is None or not _has_quotas(key):
             return Lease(None, self._clock)
         use, now = self._use_of(key), self._clock()
@@ -64,7 +65,7 @@ class Quotas:
 
 
 class Lease:
-    """One request's part of its key's quotas, from begin() to end(). use: None for a caller without quotas."""
+    """One request's share of its key's quotas, from begin() to end(). use: None for a caller without quotas."""
 
     def __init__(self, use: _Use | None, clock: Callable[[], float]) -> None:
         self._use, self._clock = use, clock
@@ -72,12 +73,12 @@ class Lease:
         self._is_ended = False
 
     def check_tokens(self, num_tokens: int) -> None:
-        """Check that the key has so many tokens left, and take none. Errors: as reserve()."""
+        """Check that the key has this many tokens left, without taking them. Errors: as reserve()."""
         use, now = self._use, self._clock()
         if use is None or use.tokens is None:
             return
         if num_tokens > use.tokens.size:
-            text = f"the request may take {num_tokens} tokens; the key has {use.tokens.size} in a minute"
+            text = f"the request may take {num_tokens} tokens; the key has {use.tokens.size} a minute"
             raise HttpError(403, f"{text}: ask for fewer max_tokens", param="max_tokens")
         _check_bucket("tokens", use.tokens, num_tokens, use, now)
 
@@ -92,7 +93,7 @@ class Lease:
             self._reserved = num_tokens
 
     def end(self, num_tokens: int = 0) -> None:
-        """Give back what the request did not use of its reserve. Only the first call counts."""
+        """Return the unused part of the reserve. Only the first call counts."""
         if self._is_ended or self._use is None:
             return
         self._is_ended = True

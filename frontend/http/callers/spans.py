@@ -1,8 +1,8 @@
-"""Spans: an OpenTelemetry span for each request for tokens, made at its end (the extra [otel]); off unless asked for.
+"""Spans: an OpenTelemetry span for each request for tokens, made at its end (the extra [otel]); off by default.
 
-The names of spans and attributes are vLLM's. A caller's `traceparent` is the parent. All is done in the HTTP server's
-process: the engine knows of no span. A thread sends them in batches; where nobody takes them they are dropped beyond
-2,048, and the server goes on.
+The names of spans and attributes are vLLM's. A caller's `traceparent` is the parent. Everything happens in the HTTP
+server's process; the engine is not involved. A thread sends them in batches; if they are not accepted, those beyond
+2,048 are dropped, and the server continues.
 """
 
 import threading
@@ -15,7 +15,7 @@ from frontend.http.request import Request
 from ipc.version import NAME, VERSION
 from ipc.wire.scheduling_messages import EventKind
 
-_FLUSH_S = 1.0  # for the last spans, when the server ends
+_FLUSH_S = 1.0  # time for the last spans when the server ends
 _NS = 1_000_000_000
 _PARENT_FIELDS = ("traceparent", "tracestate")
 
@@ -23,7 +23,7 @@ _PARENT_FIELDS = ("traceparent", "tracestate")
 class Spans:
     """The spans of one server. endpoint: URL of a collector's OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces.
 
-    OpenTelemetry's environment variables hold for what is not said here: OTEL_SERVICE_NAME, OTEL_EXPORTER_OTLP_HEADERS.
+    OpenTelemetry's environment variables set everything else: OTEL_SERVICE_NAME, OTEL_EXPORTER_OTLP_HEADERS.
     """
 
     def __init__(self, endpoint: str, model: str) -> None:
@@ -46,7 +46,9 @@ class Spans:
         self._model = model
 
     def write(self, request: Request, status: int, reply: Reply | None, now: float) -> None:
-        """Make the span of a request that has ended. now: monotonic seconds. Requests for no tokens have none."""
+        """Make the span of a request that has ended. now: monotonic seconds. Requests that do not ask for tokens have
+        none.
+        """
         if reply is None and (request.method != "POST" or status < 400):
             return
         ended = time.time_ns()
@@ -76,15 +78,15 @@ class Spans:
         span.end(ended)
 
     def close(self) -> None:
-        """Send what waits, for a moment, and end the thread."""
+        """Send waiting spans for a short time, and stop the thread."""
         closing = threading.Thread(target=self._provider.shutdown, daemon=True)
         closing.start()
         closing.join(_FLUSH_S)
 
 
 def reply_attributes(reply: Reply) -> dict[str, Any]:
-    """Return what a span says of an answer's tokens and times. Times are in seconds; those that are unknown are left
-    out.
+    """Return a span's attributes for an answer's tokens and times. Times are in seconds; those that are unknown are
+    left out.
     """
     found: dict[str, Any] = {
         "gen_ai.usage.prompt_tokens": reply.usage.prompt_tokens,
@@ -103,7 +105,7 @@ def reply_attributes(reply: Reply) -> dict[str, Any]:
 
 
 def _part_attributes(part: Part) -> dict[str, Any]:
-    """Return what is of one request of the engine: of several, the first stands for all."""
+    """Return the attributes of one engine request: the first one represents several."""
     params, progress = part.params, part.last
     found: dict[str, Any] = {"gen_ai.request.n": params.n, "gen_ai.request.top_p": params.top_p}
     found["gen_ai.request.temperature"] = params.temperature
@@ -128,7 +130,7 @@ def _part_attributes(part: Part) -> dict[str, Any]:
 def first_events(reply: Reply) -> list[tuple[RequestEvent, float]]:
     """Return the scheduler's events of an answer's first request, with seconds since it was received.
 
-    Only those of the engine that had it first: another one's clock may be another.
+    Only those of the first engine that had it: clocks of engines may differ.
     """
     progress = reply.parts[0].last if reply.parts else None
     if progress is None or not progress.events:

@@ -1,6 +1,6 @@
-"""Ollama's API: /api/chat and /api/generate as lines of JSON, and what its programs ask of a server and its models.
+"""Ollama's API: /api/chat and /api/generate as lines of JSON, and its programs' calls about a server and its models.
 
-Models are neither pulled nor deleted nor unloaded here, and a prompt is never cut to num_ctx.
+Models cannot be pulled, deleted or unloaded here, and a prompt is never cut to num_ctx.
 """
 
 import time
@@ -34,7 +34,7 @@ from frontend.results.outputs import CompletionOutput
 
 _Body = TypeVar("_Body", ChatBody, CompletionBody)
 _TAG = ":latest"
-_VERSION = "0.12.11"  # of Ollama, whose API is spoken here, log probabilities included
+_VERSION = "0.12.11"  # version of Ollama with this API, including log probabilities
 _ARCHITECTURE = "engine-core"  # Ollama's programs read the context's length under the architecture's name
 _chat_decoder = msgspec.json.Decoder(OllamaChatBody)
 _generate_decoder = msgspec.json.Decoder(OllamaGenerateBody)
@@ -61,7 +61,7 @@ async def chat(service: Service, request: Request) -> Reply | Response:
 
 
 async def generate(service: Service, request: Request) -> Reply | Response:
-    """Answer a prompt: as a chat of one message, or with raw=true as it stands."""
+    """Answer a prompt: as a chat of one message, or with raw=true unchanged."""
     given = request.decode(_generate_decoder)
     name = service.check_model(request, given.model.removesuffix(_TAG))
     for field in ("suffix", "template", *(("images",) if given.raw else ())):
@@ -96,7 +96,7 @@ async def list_tags(service: Service, request: Request) -> Response:
 
 
 async def list_running(service: Service, request: Request) -> Response:
-    """List what is loaded: the model, always."""
+    """List the loaded models: always this one."""
     cards = [{**_card(service, n), "expires_at": "9999-12-31T00:00:00Z"} for n in service.names_for(request)]
     return Response(json_bytes({"models": cards}))
 
@@ -119,7 +119,7 @@ async def show(service: Service, request: Request) -> Response:
 
 
 def _capabilities(service: Service) -> list[str]:
-    """Return what the model can do, in Ollama's words; programs offer tools and images by these."""
+    """Return the model's capabilities, under Ollama's names; programs offer tools and images by these."""
     welcome = service.engine.client.welcome
     found = ["completion", "tools"] if not welcome.tasks or "generate" in welcome.tasks else []
     if "embed" in welcome.tasks:
@@ -132,9 +132,10 @@ def _capabilities(service: Service) -> list[str]:
 
 
 def _loaded(name: str, content: Json) -> Response:
-    """Return the answer to a request without a prompt, by which Ollama's programs load a model or unload it.
+    """Return the answer to a request without a prompt, with which Ollama's programs load or unload a model.
 
-    The model is loaded before and after it."""
+    The model always stays loaded.
+    """
     return Response(json_bytes({"model": name, "created_at": _now(), **content, "done": True, "done_reason": "load"}))
 
 
@@ -143,17 +144,17 @@ def _now() -> str:
 
 
 async def get_version(service: Service, request: Request) -> Response:
-    """Return the version of Ollama whose API this is: programs want a least one."""
+    """Return the version of Ollama with this API: programs require a minimum."""
     return Response(json_bytes({"version": _VERSION}))
 
 
 async def refuse(service: Service, request: Request) -> Response:
-    """Refuse what changes the models of a server."""
-    raise HttpError(501, "this server serves the model that it was started with; its owner changes it")
+    """Refuse changes of a server's models."""
+    raise HttpError(501, "this server serves the model that it was started with; only its operator can change that")
 
 
 def error_body(error: HttpError) -> bytes:
-    """Return the body of an error in Ollama's form, whose clients take its value for a text."""
+    """Return the body of an error in Ollama's form, in which "error" is a text."""
     return json_bytes({"error": error.fields()["message"]})
 
 
@@ -161,7 +162,7 @@ class OllamaFormat:
     """Answers of /api/chat and /api/generate."""
 
     stream_type = b"application/x-ndjson"
-    keep_alive = b""  # a line that all of its clients skip does not exist
+    keep_alive = b""  # there is no line that all of its clients skip
 
     def __init__(
         self,
@@ -195,7 +196,7 @@ class OllamaFormat:
         fields, logprobs = [_fields([part]) for part in parts], self._logprobs_of(output)
         if logprobs.get("logprobs") and not fields:
             fields = [_fields([])]
-        more = [logprobs, *[{}] * len(fields)]  # the first line has what is said of the tokens
+        more = [logprobs, *[{}] * len(fields)]  # the first line has the tokens' data
         return b"".join(self._line(one, {"done": False, **more[at]}) for at, one in enumerate(fields))
 
     def closing(self, usage: Usage) -> bytes:
@@ -222,7 +223,7 @@ class OllamaFormat:
         return json_bytes({"model": self._name, "created_at": _now(), **shown, **more}) + b"\n"
 
     def _end(self, usage: Usage) -> Json:
-        """Return the counts and the times, in nanoseconds. Loading is what comes before the engine has the request."""
+        """Return the counts and the times, in nanoseconds. Loading is the time before the engine has the request."""
         now = time.monotonic()
         first = self._first or now
         return {
@@ -243,7 +244,7 @@ def _ns(seconds: float) -> int:
 
 
 def _fields(parts: list[Delta | WholeCall]) -> Json:
-    """Return the fields of a message of these parts."""
+    """Return the fields of a message with these parts."""
     texts = {Kind.CONTENT: "", Kind.REASONING: ""}
     calls: list[Json] = []
     for part in parts:
@@ -256,7 +257,7 @@ def _fields(parts: list[Delta | WholeCall]) -> Json:
 
 
 def _logprobs_of(service: Service, given: OllamaBody) -> Callable[[CompletionOutput], Json]:
-    """Return how to show the log probabilities of an output's tokens; nothing where none were asked for."""
+    """Return how to show the log probabilities of an output's tokens; nothing if none were requested."""
     tokenizer, num_top = service.engine.tokenizer, given.top_logprobs or 0
 
     def show(output: CompletionOutput) -> Json:

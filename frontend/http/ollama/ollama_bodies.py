@@ -1,4 +1,4 @@
-"""The bodies of Ollama's API, and its options as the fields of ours."""
+"""The bodies of Ollama's API, and its options as our fields."""
 
 from typing import Any
 
@@ -10,20 +10,20 @@ from frontend.http.left_out import Note
 from ipc.params.json_schemas import close_objects
 from ipc.params.sampling_params import NUMBERS
 
-#: Option -> our field: every number of SamplingParams by its names, which are Ollama's and ours.
+#: Option -> our field: every number of SamplingParams under its names in Ollama and here.
 _NAMES = {name: one.name for one in NUMBERS.values() for name in (one.name, *one.parameter.names)} | {"stop": "stop"}
-#: Options of the machine and of a model's loading, which this server's owner decides.
+#: Options of the machine and of loading a model, which this server's operator decides.
 _OWNERS = (
     *("num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "use_mlock", "low_vram", "numa"),
     *("vocab_only", "f16_kv", "logits_all", "embedding_only", "repeat_last_n", "penalize_newline"),
 )
-#: Options of another way to sample, which counts where "mirostat" is 1 or 2, and two that no
+#: Options of another sampler, used if "mirostat" is 1 or 2, and two that no
 #: sampler here has.
 _INERT = ("mirostat_eta", "mirostat_tau", "typical_p", "tfs_z")
 
 
 class OllamaBody(msgspec.Struct, kw_only=True):
-    """What both of Ollama's requests have."""
+    """Fields of both of Ollama's requests."""
 
     model: str
     stream: bool | None = None  # None = true
@@ -51,11 +51,11 @@ class OllamaGenerateBody(OllamaBody, kw_only=True):
     images: list[Any] | None = None
     suffix: str | None = None
     template: str | None = None
-    context: list[int] | None = None  # the tokens of the conversation so far, as an earlier answer has them
+    context: list[int] | None = None  # the tokens of the conversation so far, from an earlier answer
 
 
 def with_parts(message: Json) -> Json:
-    """Return a message with its images, which Ollama has in base64 beside the text, as parts before the text."""
+    """Return a message with its images (in Ollama, base64 next to the text) as parts before the text."""
     images = message.get("images")
     if not images or not isinstance(images, list):
         return message
@@ -69,15 +69,15 @@ def with_parts(message: Json) -> Json:
 def sampling_fields(body: OllamaBody, max_model_len: int, note: Note) -> Json:
     """Return the options as fields of SamplingFields.
 
-    note: is told of what has no effect: options that nobody knows, and a num_ctx above max_model_len. As in Ollama,
-    such a context is the largest there is; no prompt is cut, so one that does not fit is refused.
+    note: called for options without effect: unknown ones, and a num_ctx above max_model_len. As in Ollama, such a
+    context means the largest possible one; no prompt is cut, so one that does not fit is refused.
     Errors: HttpError 400.
     """
     found: Json = {"stream": body.stream is not False}
     if body.format not in (None, ""):
         if body.format != "json" and not isinstance(body.format, dict):
             raise HttpError(400, 'format must be "json" or a JSON schema', param="format")
-        # llama.cpp, which Ollama runs, writes no further properties than those that the schema names.
+        # llama.cpp, which Ollama runs, writes only the properties that the schema names.
         schema = {"type": "json_schema", "json_schema": {"schema": close_objects(body.format)}}
         found["response_format"] = {"type": "json_object"} if body.format == "json" else schema
     for name, value in (body.options or {}).items():
@@ -85,7 +85,7 @@ def sampling_fields(body: OllamaBody, max_model_len: int, note: Note) -> Json:
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise HttpError(400, f"num_ctx must be a number of tokens, got {value!r:.40}", param="num_ctx")
             if value > max_model_len:
-                note(f"num_ctx above this server's context of {max_model_len} tokens, which counts")
+                note(f"num_ctx above this server's context of {max_model_len} tokens, which is used instead")
         elif name == "mirostat" and value not in (0, None):
             raise HttpError(400, "the option mirostat is not supported: use top_p, top_k or min_p", param=name)
         elif name in _NAMES:
@@ -93,7 +93,7 @@ def sampling_fields(body: OllamaBody, max_model_len: int, note: Note) -> Json:
         elif name in _INERT:
             note(f"the option {name}, which has no effect")
         elif name not in _OWNERS and name != "mirostat":
-            note(f"the option {name!r:.60}, which is not known here")
+            note(f"the option {name!r:.60}, which is unknown here")
     if found.get("max_tokens") in (-1, -2):
         del found["max_tokens"]
     return found

@@ -1,4 +1,4 @@
-"""run_batch(): the requests of a batch file through the HTTP server's own handlers, so many at a time."""
+"""run_batch(): the requests of a batch file through the HTTP server's own handlers, a limited number at a time."""
 
 import asyncio
 import contextlib
@@ -14,9 +14,9 @@ from frontend.http.wire.local_caller import LocalAnswer, LocalCaller
 from frontend.session import EngineHandle
 
 _MAX_PAUSE_S = 5.0
-_PAUSE_S = 0.1  # before a request that the engine had no room for is sent again
-_MAX_REFUSED_S = 600.0  # without an answer to any request: an engine that is only full answers some
-_HELD_S = 30.0  # after which a request that was not refused is one that the engine works on
+_PAUSE_S = 0.1  # delay before a request that a full engine refused is sent again
+_MAX_REFUSED_S = 600.0  # time without any answer: an engine that is only full answers some requests
+_HELD_S = 30.0  # after this time a request that was not refused counts as running
 
 
 async def run_batch(
@@ -28,11 +28,11 @@ async def run_batch(
     max_in_flight: int,
     on_answer: Callable[[], None],
 ) -> None:
-    """Answer all requests of `source` that `output` has no answer to.
+    """Answer all requests of `source` that have no answer in `output`.
 
-    on_answer: called after each. What the engine refuses because it is full is sent again, until it has refused all
-    for _MAX_REFUSED_S: from then on the refusal is the answer, which another run asks for again. Errors:
-    EngineDeadError where the engine is gone for good; ConfigError; OSError where the output cannot be written.
+    on_answer: called after each. Requests that a full engine refuses are sent again. Once it has refused all of them
+    for _MAX_REFUSED_S, the refusal is the answer, and another run sends them again. Errors: EngineDeadError if the
+    engine is gone and does not come back; ConfigError; OSError if the output cannot be written.
     """
     service = Service(engine, options)
     asker = Asker(engine, LocalCaller(App(service)))
@@ -55,12 +55,12 @@ async def run_batch(
 
 
 class Asker:
-    """Sends requests of one batch, each until the engine has room for it."""
+    """Sends the requests of one batch, each until the engine has room for it."""
 
     def __init__(self, engine: EngineHandle, caller: LocalCaller) -> None:
         self._engine, self._caller = engine, caller
-        self._answered_at = time.monotonic()  # when any request had another answer than 503
-        self._sent_at: list[float] = []  # of the requests that have no answer yet, the oldest first
+        self._answered_at = time.monotonic()  # when a request last had an answer other than 503
+        self._sent_at: list[float] = []  # of the unanswered requests, oldest first
 
     async def ask(self, request: BatchRequest) -> LocalAnswer:
         """Return the answer to one request. Errors: EngineDeadError."""

@@ -1,4 +1,4 @@
-"""Batch files in OpenAI's format: the input, a request in each line, and the output, an answer in each.
+"""Batch files in OpenAI's format: the input with one request a line, and the output with one answer a line.
 
 An input line: `{"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {...}}`. An output line:
 `{"id", "custom_id", "response": {"status_code", "request_id", "body"}, "error"}`, in the order of completion.
@@ -34,7 +34,7 @@ class _BodyHead(msgspec.Struct):
 
 
 class _Done(msgspec.Struct):
-    """What counts of an output line when a batch goes on."""
+    """The fields of an output line that matter when a batch continues."""
 
     custom_id: str
     response: dict[str, Any] | None = None
@@ -58,7 +58,7 @@ def check_requests(path: Path) -> int:
     seen: set[str] = set()
     for request in read_requests(path):
         if request.custom_id in seen:
-            raise ConfigError(f"{path}: the custom_id {request.custom_id!r:.80} is there twice")
+            raise ConfigError(f"{path}: the custom_id {request.custom_id!r:.80} appears twice")
         seen.add(request.custom_id)
     if not seen:
         raise ConfigError(f"{path} has no requests")
@@ -66,11 +66,11 @@ def check_requests(path: Path) -> int:
 
 
 class BatchOutput:
-    """An output file. Opened again, it keeps the answers that are final, and its requests are not sent again.
+    """An output file. When it is opened again, final answers are kept, and their requests are not sent again.
 
-    final: any status but 408, 429 and those from 500 on, which another attempt may change. A line that was cut is
-    dropped. num_failed: answers of 400 and above, also those that were kept. Errors: ConfigError for a file that cannot
-    be written, or is no output of a batch.
+    final: any status except 408, 429 and 5xx, which another attempt may change. An incomplete line is dropped.
+    num_failed: answers of 400 and above, including kept ones. Errors: ConfigError for a file that cannot be written, or
+    is not the output of a batch.
     """
 
     def __init__(self, path: Path) -> None:
@@ -102,12 +102,12 @@ class BatchOutput:
             raise OSError(28, "No space left on device")
 
     def close(self) -> None:
-        """Close the file, with everything on the disk."""
+        """Close the file after everything is on the disk."""
         os.fsync(self._file.fileno())
         self._file.close()
 
     def _keep_final(self, path: Path) -> None:
-        """Read the answers that are there, and write the file anew where some of them are not final."""
+        """Read the existing answers, and rewrite the file if some of them are not final."""
         if not path.exists() or path.stat().st_size == 0:
             return
         kept_path = path.with_name(path.name + ".new")
@@ -130,13 +130,13 @@ class BatchOutput:
 
 
 def _final_answer(line: bytes, where: str) -> tuple[str, int] | None:
-    """Return custom_id and status of a final answer; None for one that is to be asked again."""
+    """Return custom_id and status of a final answer; None for a request to send again."""
     try:
         done = _done_decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         if not line.endswith(b"\n"):
-            return None  # the last line, cut
-        raise ConfigError(f"{where}: this is no output of a batch; name another file") from None
+            return None  # the last line is incomplete
+        raise ConfigError(f"{where}: this is not the output of a batch; name another file") from None
     status = (done.response or {}).get("status_code")
     if not isinstance(status, int) or status >= 500 or status in (408, 429) or not line.endswith(b"\n"):
         return None
@@ -153,7 +153,7 @@ def _open(path: Path) -> IO[bytes]:
 def _read_line(line: bytes, where: str) -> BatchRequest:
     try:
         if len(line) > MAX_LINE_BYTES:
-            raise ConfigError(f"{where}: {len(line)} bytes; {MAX_LINE_BYTES} are allowed")
+            raise ConfigError(f"{where}: {len(line)} bytes; at most {MAX_LINE_BYTES} are allowed")
         request = _request_decoder.decode(line)
         head = _head_decoder.decode(request.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -49,7 +49,7 @@ class ChatFormat(OpenAIAnswer):
         self._plain_heads = self._heads(self._n, b'"delta":{"content":') if body.stream and self._is_plain else []
 
     def opening(self) -> bytes:
-        """Return the role of each choice, and the prompt's tokens where they were asked for."""
+        """Return the role of each choice, and the prompt's tokens if requested."""
         delta = {"role": "assistant", "content": ""}
         choices = [{"index": i, "delta": delta, "logprobs": None, "finish_reason": None} for i in range(self._n)]
         more: dict[str, object] = {"usage": Usage(len(self._prompt_ids)).openai()} if self._counts_always else {}
@@ -100,7 +100,7 @@ class ChatFormat(OpenAIAnswer):
         return json_bytes({**self._fields, "choices": shown, "usage": usage.openai(), **more})
 
     def _events(self, index: int, output: CompletionOutput, usage: Usage) -> bytes:
-        """Return an event for each part of the message; the first has what is said of the tokens."""
+        """Return an event for each part of the message; the first has the tokens' data."""
         if self._scanners is None:
             deltas: list[dict[str, object]] = [{"content": output.text}] if output.text or output.token_ids else []
         else:
@@ -133,7 +133,7 @@ class ChatFormat(OpenAIAnswer):
         return message_fields(fold([*scanner.feed(output.text), *scanner.finish()]), self._ids[index])
 
     def _finish_reason(self, index: int, output: CompletionOutput) -> str | None:
-        """Return OpenAI's reason. A call that the caller named ends in "stop" there."""
+        """Return OpenAI's reason. A call of a named tool ends with "stop" there."""
         has_calls = self._scanners is not None and self._scanners[index].num_calls > 0
         if has_calls and not self._is_named and output.finish_reason == "stop":
             return "tool_calls"

@@ -1,7 +1,7 @@
-"""The message of a chat's answer in OpenAI's form, whole and in parts.
+"""The message of a chat's answer in OpenAI's form, complete and in parts.
 
-A field that has no value is left out: clients take `tool_calls: null` or an empty list for something. The reasoning has
-both of the names that clients read.
+A field without a value is left out, because clients misread `tool_calls: null` or an empty list. The reasoning has both
+names that clients read.
 """
 
 import secrets
@@ -14,7 +14,7 @@ Fields = dict[str, object]
 
 
 class CallIds:
-    """The ids of one answer's calls. length: letters and digits that the model's template wants; None = any.
+    """The ids of one answer's calls. length: letters and digits that the model's template requires; None = any.
 
     prefix: of ids of any length.
     """
@@ -30,7 +30,7 @@ class CallIds:
 
 
 def delta_fields(delta: Delta, ids: CallIds) -> Fields:
-    """Return the fields of a delta. Id and name of a call come once, with the beginning of its arguments."""
+    """Return the fields of a delta. Id and name of a call come once, with the first part of its arguments."""
     match delta.kind:
         case Kind.REASONING:
             return reasoning_fields(delta.text)
@@ -44,7 +44,7 @@ def delta_fields(delta: Delta, ids: CallIds) -> Fields:
 
 
 def message_fields(message: Message, ids: CallIds) -> Fields:
-    """Return the fields of a whole message."""
+    """Return the fields of a complete message."""
     content = message.content or (None if message.calls else "")
     fields: Fields = {"role": "assistant", "content": content}
     if message.reasoning:
@@ -55,7 +55,7 @@ def message_fields(message: Message, ids: CallIds) -> Fields:
 
 
 def reasoning_fields(text: str) -> Fields:
-    """Return reasoning under the names that vLLM and that DeepSeek gave it."""
+    """Return reasoning under vLLM's and DeepSeek's names."""
     return {"reasoning": text, "reasoning_content": text}
 
 

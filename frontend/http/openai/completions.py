@@ -35,7 +35,7 @@ async def create_completion(service: Service, request: Request) -> Reply:
         raise HttpError(400, "prompt is missing: send a text, texts, token ids or lists of token ids", param="prompt")
     has_only_echo = bool(body.echo) and body.max_tokens == 0
     if has_only_echo:
-        body.max_tokens = 1  # the engine makes at least one token; it is not shown
+        body.max_tokens = 1  # the engine generates at least one token; it is not shown
     params = read_sampling(body, service.default_sampling, max_tokens=_MAX_TOKENS, logprobs=body.logprobs)
     if body.echo and body.logprobs is not None:
         if body.stream and params.n > 1:
@@ -45,7 +45,9 @@ async def create_completion(service: Service, request: Request) -> Reply:
     def prepare() -> list[PreparedRequest]:
         prompts: list[PromptInput] = split_prompts(body.prompt)  # type: ignore[arg-type]
         if len(prompts) > MAX_PROMPTS:
-            raise HttpError(400, f"{len(prompts)} prompts in one request; {MAX_PROMPTS} are allowed", param="prompt")
+            raise HttpError(
+                400, f"{len(prompts)} prompts in one request; at most {MAX_PROMPTS} are allowed", param="prompt"
+            )
         special = body.add_special_tokens is not False
         return service.prepare(request, body, prompts, params, add_special_tokens=special)
 
@@ -81,7 +83,7 @@ class CompletionFormat(OpenAIAnswer, EchoingFormat):
         self._plain_heads = self._heads(self._num_choices, b'"text":') if is_plain else []
 
     def opening(self) -> bytes:
-        """Return the prompts, where they are to be echoed without log probabilities."""
+        """Return the prompts, if they are echoed without log probabilities."""
         if not self._body.echo or self.echoes:
             return b""
         texts = [self._prompt_text(index // self._n) for index in range(self._num_choices)]
@@ -169,7 +171,7 @@ class CompletionFormat(OpenAIAnswer, EchoingFormat):
 
 
 def _drop(output: CompletionOutput) -> None:
-    """Leave out the token that the engine makes at least."""
+    """Leave out the one token that the engine always generates."""
     output.text, output.token_ids, output.finish_reason = "", [], "length"
     output.logprobs = None if output.logprobs is None else []
 

@@ -29,10 +29,10 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
     priority: int | None = None
     truncate_prompt_tokens: int | None = None
     prompt_name: str | None = None  # see LLM.encode()
-    use_activation: bool | None = None  # whether vectors have the length 1; None = as the model's files say
+    use_activation: bool | None = None  # whether vectors have length 1; None = as the model's files say
     normalize: bool | None = None  # an older name of it
-    embed_dtype: str | None = None  # of base64: float32 (the default) or float16
-    endianness: str | None = None  # of base64: native, little (the default) or big
+    embed_dtype: str | None = None  # for base64: float32 (the default) or float16
+    endianness: str | None = None  # for base64: native, little (the default) or big
     user: Any = None
 
     # Refused by name.
@@ -41,7 +41,7 @@ class EmbeddingBody(msgspec.Struct, kw_only=True):
 
 
 class OllamaEmbedBody(msgspec.Struct, kw_only=True):
-    """The body of /api/embed. truncate: whether a text that is too long is cut, as Ollama does; None = true."""
+    """The body of /api/embed. truncate: whether a text that is too long is cut, as in Ollama; None = true."""
 
     model: str
     input: str | list[str]
@@ -62,7 +62,7 @@ class OllamaOldBody(msgspec.Struct, kw_only=True):
 
 _DTYPES: dict[str | None, str] = {None: "f4", "float32": "f4", "float16": "f2"}
 _ORDERS: dict[str | None, str] = {None: "<", "native": "<", "little": "<", "big": ">"}  # x86 is little-endian
-_FEW = 16  # vectors, which are written in the event loop
+_FEW = 16  # most vectors written in the event loop
 _decoder = msgspec.json.Decoder(EmbeddingBody)
 _old_decoder = msgspec.json.Decoder(OllamaOldBody)
 _ollama_decoder = msgspec.json.Decoder(OllamaEmbedBody)
@@ -73,7 +73,7 @@ async def create_embeddings(service: Service, request: Request) -> Response:
     body = request.decode(_decoder)
     name = service.check_model(request, body.model)
     if body.encoding_format not in (None, "float", "base64"):
-        text = f"encoding_format is float or base64, got {body.encoding_format!r:.40}"
+        text = f"encoding_format must be float or base64, got {body.encoding_format!r:.40}"
         raise HttpError(400, text, param="encoding_format")
     dtype = _dtype_of(body)
     if body.input in (None, "", []):
@@ -128,12 +128,12 @@ def _numbers(output: PoolingRequestOutput) -> list[float]:
 
 
 def _encoded(output: PoolingRequestOutput, dtype: np.dtype[Any]) -> str:
-    """Return the numbers in base64: OpenAI's form, which its clients ask for."""
+    """Return the numbers in base64, the form that OpenAI's clients request."""
     return base64.b64encode(output.outputs.data.astype(dtype, copy=False).tobytes()).decode()
 
 
 def _dtype_of(body: EmbeddingBody) -> np.dtype[Any]:
-    """Return the type of the numbers in base64. Errors: HttpError 400 that names the field, also those refused."""
+    """Return the type of the numbers in base64. Errors: HttpError 400 that names the field, including refused ones."""
     if body.messages is not None:
         raise HttpError(400, "messages are not supported: send the text of the chat as input", param="messages")
     if body.truncation_side not in (None, "left"):
@@ -141,10 +141,10 @@ def _dtype_of(body: EmbeddingBody) -> np.dtype[Any]:
         raise HttpError(400, text, param="truncation_side")
     width, order = _DTYPES.get(body.embed_dtype), _ORDERS.get(body.endianness)
     if width is None:
-        text = f"embed_dtype is float32 or float16, got {body.embed_dtype!r:.40}"
+        text = f"embed_dtype must be float32 or float16, got {body.embed_dtype!r:.40}"
         raise HttpError(400, text, param="embed_dtype")
     if order is None:
-        text = f"endianness is native, little or big, got {body.endianness!r:.40}"
+        text = f"endianness must be native, little or big, got {body.endianness!r:.40}"
         raise HttpError(400, text, param="endianness")
     return np.dtype(order + width)
 

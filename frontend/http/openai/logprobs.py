@@ -10,7 +10,7 @@ from frontend.results.outputs import Logprob, TokenLogprobs
 from frontend.text.tokenizer import Tokenizer
 
 _LEAST = -9999.0  # JSON has no infinity
-_FEW = 16  # positions, which are not worth the making of JSON in parts
+_FEW = 16  # positions up to which JSON is made in one piece
 
 #: A token and the log probabilities at its position; None for a prompt's first token, which has no prediction.
 Position = tuple[int, TokenLogprobs | None]
@@ -37,7 +37,7 @@ class CompletionColumns(TypedDict):
 def columns_of(
     positions: Sequence[Position], tokenizer: Tokenizer | None, offset: int, *, as_ids: bool
 ) -> tuple[CompletionLogprobs | CompletionColumns, int]:
-    """Return the columns of these positions, those of many as JSON, and the offset behind them.
+    """Return the columns of these positions, many of them as JSON, and the offset after them.
 
     offset, as_ids: see completion_logprobs().
     """
@@ -59,7 +59,7 @@ def completion_logprobs(
 ) -> CompletionLogprobs:
     """Return the columns of these positions. offset: of the first. as_ids: write tokens as "token_id:<n>".
 
-    Each top_logprobs has the position's own token too, with the very float of token_logprobs.
+    Each top_logprobs also has the position's own token, with the same float as token_logprobs.
     """
     columns = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for token, likely in positions:
@@ -75,7 +75,7 @@ def completion_logprobs(
         top: dict[str, float] = {}
         for each, logprob in likely.items():
             name = _text(each, logprob, tokenizer, as_ids)
-            top[name] = max(top.get(name, _LEAST), _value(logprob))  # two tokens may have one text
+            top[name] = max(top.get(name, _LEAST), _value(logprob))  # two tokens may have the same text
         columns["top_logprobs"].append(top)
     return columns
 
@@ -88,7 +88,7 @@ def chat_logprobs(
     *,
     as_ids: bool,
 ) -> dict[str, object]:
-    """Return the logprobs of a choice of a chat. num_top: likely tokens to show beside each; -1 = all."""
+    """Return the logprobs of a choice of a chat. num_top: most likely tokens to show for each; -1 = all."""
 
     most = None if num_top < 0 else num_top
 

@@ -1,4 +1,4 @@
-"""OpenAIAnswer: what chats and completions have in common: ids, usage, and the ends of streams."""
+"""OpenAIAnswer: the common part of chats and completions: ids, usage, and the ends of streams."""
 
 import secrets
 import time
@@ -31,10 +31,10 @@ class OpenAIAnswer(FramedFormat):
         options = body.stream_options
         self._shows_usage = bool(options and options.include_usage) or service.options.include_usage
         is_asked = bool(options and options.include_usage and options.continuous_usage_stats)
-        self._counts_always = is_asked or service.options.include_usage  # in every event, as vLLM does then
+        self._counts_always = is_asked or service.options.include_usage  # in every event, as in vLLM
 
     def closing(self, usage: Usage) -> bytes:
-        """Return the usage, where it was asked for, and the end of the stream."""
+        """Return the usage, if requested, and the end of the stream."""
         counts = event({**self._fields, "choices": [], "usage": usage.openai()}) if self._shows_usage else b""
         return counts + b"data: [DONE]\n\n"
 
@@ -43,16 +43,16 @@ class OpenAIAnswer(FramedFormat):
         return error_event(error)
 
     def _heads(self, count: int, field: bytes) -> list[bytes]:
-        """Return, for each of `count` choices, the beginning of an event, up to the text of this field."""
+        """Return, for each of `count` choices, the start of an event up to the text of this field."""
         begin = b"data: " + json_bytes(self._fields)[:-1]
         return [b'%b,"choices":[{"index":%d,%b' % (begin, index, field) for index in range(count)]
 
     def _frames(self, heads: list[bytes], tail: bytes, params: SamplingParams) -> TextFrames | None:
-        """Return the frames of events with these beginnings; None for no beginnings."""
+        """Return the frames of events with these starts; None if there are none."""
         table = self._service.token_json(skip_special_tokens=params.skip_special_tokens)
         return TextFrames([head + b'"' for head in heads], b'"' + tail, table) if heads and table is not None else None
 
     def _chunk(self, choice: dict[str, object], usage: Usage) -> bytes:
-        """Return the event of one choice, with the usage so far where that was asked for."""
+        """Return the event of one choice, with the usage so far if requested."""
         more = {"usage": usage.openai()} if self._counts_always else {}
         return event({**self._fields, "choices": [choice], **more})

@@ -8,7 +8,7 @@ from frontend.http.bodies import Json
 from frontend.http.openai.chat_message import CallIds
 
 Event = tuple[str, Json]
-#: Kind -> the type of its item, of the part within it, and the name of its events.
+#: Kind -> the type of its item, of the part in it, and the name of its events.
 _PARTS = {
     Kind.CONTENT: ("message", "output_text", "response.output_text"),
     Kind.REASONING: ("reasoning", "reasoning_text", "response.reasoning_text"),
@@ -17,7 +17,7 @@ _ARGUMENTS = "response.function_call_arguments"
 
 
 class ResponseItems:
-    """See the module's docstring. items: those so far. scanner: None = all text is content. ids: of calls."""
+    """See the module's docstring. items: the items so far. scanner: None = all text is content. ids: of calls."""
 
     def __init__(self, scanner: Scanner | None, ids: CallIds) -> None:
         self.items: list[Json] = []
@@ -26,7 +26,7 @@ class ResponseItems:
         self._pieces: list[str] = []  # of the open item's text or arguments
 
     def feed(self, text: str, finish_reason: str | None) -> list[Event]:
-        """Take a piece of the text, and the reason of its end if it is the last; return the events."""
+        """Take a piece of the text, and the finish reason if it is the last; return the events."""
         if self._scanner is None:
             deltas = [Delta(Kind.CONTENT, text)] if text else []
         else:
@@ -74,7 +74,7 @@ class ResponseItems:
         return [("response.output_item.added", {"output_index": len(self.items) - 1, "item": dict(item)})]
 
     def _close(self, status: str = "completed") -> list[Event]:
-        """End the open item, where there is one."""
+        """End the open item, if there is one."""
         if self._kind is None:
             return []
         kind, item, text = self._kind, self.items[-1], "".join(self._pieces)

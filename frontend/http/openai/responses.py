@@ -34,7 +34,7 @@ async def create_response(service: Service, request: Request) -> Reply:
 
 
 class ResponsesFormat:
-    """Answers of /v1/responses: items of reasoning, text and calls, in the order of the model."""
+    """Answers of /v1/responses: items of reasoning, text and calls, in the model's order."""
 
     stream_type = EVENT_STREAM
     keep_alive = b": keep-alive\n\n"
@@ -65,7 +65,7 @@ class ResponsesFormat:
 
     def opening(self) -> bytes:
         """Return the beginning of the response."""
-        response = {**self._response("in_progress", None), "output": []}  # a first piece may have been read
+        response = {**self._response("in_progress", None), "output": []}  # a first piece may already have been read
         created = _event("response.created", 0, response=response)
         return created + _event("response.in_progress", 1, response=response)
 

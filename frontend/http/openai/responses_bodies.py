@@ -1,4 +1,7 @@
-"""The body of OpenAI's Responses API, as a chat of ours. Nothing is stored: each request brings its whole history."""
+"""The body of OpenAI's Responses API, converted to our chat.
+
+Nothing is stored: each request sends its whole history.
+"""
 
 from typing import Any
 
@@ -16,12 +19,12 @@ _REFUSED = {
     "max_tool_calls": "there are no built-in tools",
     "previous_response": "send the earlier items in `input`",
     "previous_input_messages": "send the earlier items in `input`",
-    "enable_response_messages": "read the items of the answer",
+    "enable_response_messages": "use the items of the answer",
 }
 
 
 class ResponsesBody(ChatFields, kw_only=True):
-    """The body of /v1/responses: what all chats have, and OpenAI's own names."""
+    """The body of /v1/responses: fields of all chats, and OpenAI's own names."""
 
     input: str | list[Json]
     instructions: str | None = None
@@ -32,7 +35,7 @@ class ResponsesBody(ChatFields, kw_only=True):
     reasoning: Json | None = None
     truncation: str | None = None
 
-    # Accepted, and without an effect on the answer.
+    # Accepted, but without effect on the answer.
     include: list[str] | None = None
     prompt_cache_retention: Any = None
     top_logprobs: Any = None
@@ -49,7 +52,7 @@ class ResponsesBody(ChatFields, kw_only=True):
 
 
 def chat_of(body: ResponsesBody, note: Note) -> ChatBody:
-    """Return the chat that a body asks for. note: is told what of the history is left out.
+    """Return the chat that a body asks for. note: called with the parts of the history that are left out.
 
     Errors: HttpError 400 that names the field.
     """
@@ -59,7 +62,7 @@ def chat_of(body: ResponsesBody, note: Note) -> ChatBody:
     if body.truncation not in (None, "disabled"):
         raise HttpError(400, "truncation is not supported: no prompt is cut", param="truncation")
     if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):
-        raise HttpError(400, "log probabilities are on /v1/chat/completions", param="top_logprobs")
+        raise HttpError(400, "log probabilities are available on /v1/chat/completions", param="top_logprobs")
     messages: list[Json] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     for index, item in enumerate(items):
@@ -110,26 +113,26 @@ def _add_item(messages: list[Json], item: Json, where: str) -> None:
 
 
 def _answer(messages: list[Json]) -> Json:
-    """Return the last message, which is the model's; a new one after another's."""
+    """Return the last message if it is the model's, otherwise a new one."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant"})
     return messages[-1]
 
 
 def _content(content: Any, where: str) -> str | list[Any]:
-    """Return the text of a content; with images, its parts."""
+    """Return the text of a content, or its parts if it has images."""
     if not isinstance(content, list) or all(_kind_of(part) != "input_image" for part in content):
         return _text(content, where)
     return [_image(part, where) or {"type": "text", "text": _text([part], where)} for part in content]
 
 
 def _image(part: Any, where: str) -> Json | None:
-    """Return a part that is an image as a chat has it; None for another part."""
+    """Return an image part in a chat's form; None for another part."""
     if _kind_of(part) != "input_image":
         return None
     if not isinstance(part.get("image_url"), str):
         raise HttpError(
-            400, f"{where}: an image is an image_url with a data: URL; no files are kept here", param="input"
+            400, f"{where}: an image must be an image_url with a data: URL; files are not stored here", param="input"
         )
     return {"type": "image_url", "image_url": {"url": part["image_url"]}}
 
@@ -138,7 +141,7 @@ def _text(content: Any, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise HttpError(400, f"{where}: content is a text or a list of parts", param="input")
+        raise HttpError(400, f"{where}: content must be a text or a list of parts", param="input")
     texts = []
     for part in content:
         kind = _kind_of(part)
@@ -155,7 +158,7 @@ def _kind_of(part: Any) -> Any:
 
 def _tool(tool: Json) -> Json:
     if tool.get("type") != "function":
-        return tool  # left out, or refused, where all tools of chats are read
+        return tool  # left out or refused when all tools of chats are read
     names = ("name", "description", "parameters")
     return {"type": "function", "function": {name: tool[name] for name in names if tool.get(name) is not None}}
 

@@ -18,7 +18,7 @@ from ipc.params.pooling_params import PoolingParams
 
 
 class ScoreBody(msgspec.Struct, kw_only=True):
-    """The body of /v1/score: one text with each of the others, or each with the one at its place."""
+    """The body of /v1/score: one text with each of the others, or each with the one at its position."""
 
     text_1: str | list[str]
     text_2: str | list[str]
@@ -78,7 +78,7 @@ async def create_score(service: Service, request: Request) -> Response:
 
 
 async def rerank(service: Service, request: Request) -> Response:
-    """Return documents in the order of their scores, the best first."""
+    """Return documents in order of their scores, best first."""
     body = request.decode(_rerank_decoder)
     name = service.check_model(request, body.model)
     texts = [one if isinstance(one, str) else one.get("text") for one in body.documents]
@@ -111,7 +111,7 @@ async def _scores(
             400, f"scores need a classifier with one label; this one has {tasks['classify']}", param="model"
         )
     if len(pairs) > MAX_TEXTS:
-        raise HttpError(400, f"{len(pairs)} pairs in one request; {MAX_TEXTS} are allowed")
+        raise HttpError(400, f"{len(pairs)} pairs in one request; at most {MAX_TEXTS} are allowed")
     if "classify" in tasks:
         params.use_activation = body.use_activation
 

@@ -1,4 +1,4 @@
-"""/health, /live, /ready and /ping. None of them asks the engine anything, and none waits."""
+"""/health, /live, /ready and /ping. None of them asks the engine or waits."""
 
 from frontend.http.request import Request, Response
 from frontend.http.service import Service
@@ -10,6 +10,6 @@ async def get_live(service: Service, request: Request) -> Response:
 
 
 async def get_health(service: Service, request: Request) -> Response:
-    """Answer while new requests are taken (frontend/http/standing.py)."""
+    """Answer while new requests are accepted (frontend/http/standing.py)."""
     service.standing.refuse_probe()
     return Response(b"", content_type=b"text/plain")

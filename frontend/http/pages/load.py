@@ -1,4 +1,4 @@
-"""/v1/load: how much the engine has to do, for routers and for the page."""
+"""/v1/load: the engine's load, for routers and the chat page."""
 
 from frontend.http.replies.answer_format import json_bytes
 from frontend.http.request import Request, Response
@@ -8,7 +8,7 @@ from frontend.http.service import Service
 async def get_load(service: Service, request: Request) -> Response:
     """Return open streams, queue, rows and the use of the KV cache.
 
-    age_s: seconds since the engine gave the figures that are its own; null = it has given none yet.
+    age_s: seconds since the engine's own figures; null = there are none yet.
     """
     service.check_model(request, None)
     found, age_s = await service.statistics.read()

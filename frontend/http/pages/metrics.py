@@ -14,7 +14,7 @@ _LABELS = ["handler", "method", "status"]
 
 
 async def get_metrics(service: Service, request: Request) -> Response:
-    """Return all metrics as text. A scrape waits for the engine at most half a second, on a thread of its own."""
+    """Return all metrics as text. A scrape waits for the engine at most half a second, on a separate thread."""
     service.check_model(request, None)
     if service.scrape is None:
         service.scrape = _make_scrape(service)
@@ -22,13 +22,13 @@ async def get_metrics(service: Service, request: Request) -> Response:
 
 
 def _make_scrape(service: Service) -> Callable[[], bytes]:
-    """Return what makes the page. Errors: HttpError 501 without prometheus_client."""
+    """Return the function that makes the page. Errors: HttpError 501 without prometheus_client."""
     try:
         from prometheus_client import generate_latest
 
         from frontend.metrics.collector import EngineCollector, registry_of
     except ModuleNotFoundError:
-        text = "metrics need prometheus_client: pip install 'llm-engine-core[metrics]'"
+        text = "metrics need prometheus_client: pip install prometheus_client, or engine-core with its extra [metrics]"
         raise HttpError(501, text) from None
     engine = EngineCollector(lambda: service.engine.client, owns_session=False)
     registry = registry_of(engine, _collector(service))
@@ -40,7 +40,7 @@ def _collector(service: Service) -> Any:
     from prometheus_client.registry import Collector
 
     class HttpCollector(Collector):
-        """The metrics of this server. `handler` is a row of the routing table, never a path that a caller wrote."""
+        """The metrics of this server. `handler` is a row of the routing table, never a caller's path."""
 
         def collect(self) -> Iterator[Metric]:
             requests = CounterMetricFamily("http_requests", "Requests by route.", labels=_LABELS)
@@ -58,7 +58,7 @@ def _collector(service: Service) -> Any:
             unknown = CounterMetricFamily("engine_core_http_unknown_fields", "Fields of bodies that have no effect.")
             unknown.add_metric([], service.meter.num_unknown_fields)
             yield unknown
-            streams = GaugeMetricFamily("engine_core_http_replies", "Answers that are being made.")
+            streams = GaugeMetricFamily("engine_core_http_replies", "Answers in progress.")
             streams.add_metric([], len(service.pump.replies))
             yield streams
             events = CounterMetricFamily("engine_core_http_events", "Choices that had news, over all wake-ups.")

@@ -17,7 +17,7 @@ _detokenize = msgspec.json.Decoder(DetokenizeBody)
 
 
 async def list_models(service: Service, request: Request) -> Response:
-    """List the names of the model: in Anthropic's form for callers that name a version of its API."""
+    """List the model's names, in Anthropic's form for callers that send a version of its API."""
     if b"anthropic-version" in request.headers:
         return Response(json_bytes(_anthropic_list(service, service.names_for(request))))
     return Response(
@@ -44,7 +44,7 @@ async def tokenize(service: Service, request: Request) -> Response:
     if body.content is not None and body.prompt is None:  # llama.cpp's names, and its default
         body.prompt, body.add_special_tokens = body.content, bool(body.add_special)
     if (body.prompt is None) == (body.messages is None):
-        raise HttpError(400, "send prompt or messages, one of them", param="prompt")
+        raise HttpError(400, "send either prompt or messages", param="prompt")
     if body.with_pieces:
         raise HttpError(400, "with_pieces is not supported: use return_token_strs", param="with_pieces")
     tokenizer = service.tokenizer
@@ -77,11 +77,11 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 
 async def detokenize(service: Service, request: Request) -> Response:
-    """Return the text of token ids, special ones included."""
+    """Return the text of token ids, including special ones."""
     body = request.decode(_detokenize)
     service.check_model(request, body.model)
     tokenizer = service.tokenizer
-    vocab_size = max(tokenizer.vocab_size, service.engine.client.welcome.vocab_size)  # a model's may be padded
+    vocab_size = max(tokenizer.vocab_size, service.engine.client.welcome.vocab_size)  # may be padded
     if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < vocab_size:
         raise HttpError(400, f"tokens must be ids of the vocabulary, below {vocab_size}", param="tokens")
 

@@ -1,4 +1,4 @@
-"""/openapi.json: the description of all routes, made of the routing table and the bodies' types."""
+"""/openapi.json: the description of all routes, generated from the routing table and the bodies' types."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -40,13 +40,13 @@ async def get_description(service: Service, request: Request) -> Response:
 
 
 def _error_of(route: Any) -> dict[str, Any]:
-    """Return the answer of an error in the form of the route's API: Ollama's is a text."""
+    """Return the schema of an error in the route's API: Ollama's is a text."""
     is_text = isinstance(msgspec.json.decode(route.error_body(HttpError(400, "wrong")))["error"], str)
     return _TEXT_ERROR if is_text else _ERROR
 
 
 def describe(routes: Sequence[Any], root_path: str = "") -> dict[str, Any]:
-    """Return the OpenAPI 3.1 document of these routes (frontend/http/routes.py). root_path: where a proxy has them."""
+    """Return the OpenAPI 3.1 document of these routes (frontend/http/routes.py). root_path: their path at a proxy."""
     bodies = [route.body for route in routes if route.body is not None]
     schemas, components = msgspec.json.schema_components(bodies, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(bodies, schemas, strict=True))

@@ -1,4 +1,4 @@
-"""/: a chat page for people, one file without a framework; it asks only this server."""
+"""/: a chat page for a browser, one file without a framework; it contacts only this server."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from frontend.http.request import Request, Response
 from frontend.http.service import Service
 
 _PAGE = Path(__file__).with_name("page.html").read_bytes()
-#: The page runs its own script and style, and reaches nothing but this server. No other page may frame it.
+#: The page runs only its own script and style, and contacts only this server. No other page may frame it.
 _POLICY = (
     b"default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; "
     b"base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -14,7 +14,7 @@ _POLICY = (
 
 
 async def get_page(service: Service, request: Request) -> Response:
-    """Return the chat page, which holds no data: it asks for the key, where one is needed."""
+    """Return the chat page, which contains no data: it asks for the key if one is needed."""
     headers = [
         (b"content-security-policy", _POLICY),
         (b"x-content-type-options", b"nosniff"),

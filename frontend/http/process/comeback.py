@@ -1,7 +1,7 @@
-"""follow_engines(): serve the next engine at an address when the present one is gone for good.
+"""follow_engines(): serve the next engine at an address when the present one does not come back.
 
-A dead engine that is started again is a pause, which the session itself survives. A session ends when an engine or a
-router was stopped in order, or did not come back in time. Until another one answers there, requests get 503.
+If an engine dies and is restarted, the session survives the pause. A session ends when an engine or a router was
+stopped orderly, or did not come back in time. Until another one answers there, requests get 503.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ async def follow_engines(
 ) -> None:
     """Look for another engine whenever the present one is gone, until cancelled.
 
-    open_engine: opens a session with the engine at the address, or raises. on_news: told of both moments.
+    open_engine: opens a session with the engine at the address, or raises. on_news: called for both events.
     """
     while True:
         await asyncio.sleep(_LOOK_S)
@@ -39,7 +39,7 @@ async def follow_engines(
 async def _open(open_engine: Callable[[], EngineHandle]) -> EngineHandle | None:
     """Return the session; None if no engine answers. A thread waits for the answer.
 
-    It is one that no end of the process waits for.
+    The process's end does not wait for that thread.
     """
     loop = asyncio.get_running_loop()
     opened: asyncio.Future[EngineHandle | None] = loop.create_future()
@@ -47,7 +47,7 @@ async def _open(open_engine: Callable[[], EngineHandle]) -> EngineHandle | None:
     def finish(engine: EngineHandle | None) -> None:
         if not opened.done():
             opened.set_result(engine)
-        elif engine is not None:  # nobody waits for it any more
+        elif engine is not None:  # it is no longer waited for
             engine.close()
 
     def run() -> None:

@@ -6,7 +6,7 @@ from ipc.log_lines import log_line
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a record: time, message, level, logger, and the traceback where there is one."""
+    """One JSON object a record: time, message, level, logger, and the traceback if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record's line."""

@@ -1,4 +1,4 @@
-"""HttpWorker: the HTTP server in a process of its own, seen from the process that started it."""
+"""HttpWorker: the HTTP server in a separate process, as seen by the process that started it."""
 
 import contextlib
 import os
@@ -11,12 +11,12 @@ from frontend.engine.child import Child, spawn
 from frontend.http.process.options import BEGIN_DRAIN, READY, HttpOptions, WorkerStart
 from ipc.errors import EngineStartError
 
-START_S = 120.0  # a few seconds on a machine that has time for it
-_END_S = 5.0  # for the worker to write the ends of its answers
+START_S = 120.0  # a few seconds on a machine without much load
+_END_S = 5.0  # time for the worker to write the ends of its answers
 
 
 class HttpWorker:
-    """One worker process on sockets that stay open here, so that no connection is refused while it starts again."""
+    """One worker process on sockets that stay open here, so that no connection is refused while it restarts."""
 
     def __init__(self, connect: str, sockets: Sequence[socket.socket], options: HttpOptions) -> None:
         self._start = WorkerStart(connect, tuple(one.fileno() for one in sockets), options)
@@ -45,7 +45,7 @@ class HttpWorker:
         poller.register(self.report_fd, select.POLLIN)
         while b"\n" not in said and not reason:
             if not poller.poll(START_S * 1000):
-                reason = f"it said nothing for {START_S:.0f} s"
+                reason = f"it reported nothing for {START_S:.0f} s"
             elif data := os.read(self.report_fd, 4096):
                 said += data
             else:
@@ -60,17 +60,17 @@ class HttpWorker:
         self._child = spawn("frontend.http", self._start, pass_fds=self._start.fds)
 
     def describe_exit(self) -> str:
-        """Return how the worker ended, once its pidfd is readable, in words that follow "the HTTP server"."""
+        """Return how the worker ended, once its pidfd is readable, as text to follow "the HTTP server"."""
         self._running().wait(None)
         return self._running().describe_exit()
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the worker; to one that has ended, nothing."""
+        """Send a signal to the worker; do nothing if it has ended."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
 
     def drain(self) -> None:
-        """Let the worker take no more requests and end after the last answer. Does not wait."""
+        """Let the worker accept no more requests and end after the last answer. Does not wait."""
         if self._child is not None and self._child.lease_fd >= 0:
             try:
                 os.write(self._child.lease_fd, BEGIN_DRAIN)
@@ -78,7 +78,7 @@ class HttpWorker:
                 return
 
     def stop(self) -> None:
-        """End the worker and wait for its end. A second call does nothing."""
+        """Stop the worker and wait for its end. A second call does nothing."""
         child, self._child = self._child, None
         if child is not None:
             child.release(_END_S)

@@ -1,4 +1,7 @@
-"""AnswerFormat: how one dialect writes a reply. Each API (chat, completions, ...) has a file of one or two of these."""
+"""AnswerFormat: how one dialect writes a reply.
+
+Each API (chat, completions, ...) has a file with one or two of these.
+"""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,11 +15,11 @@ from frontend.http.replies.usage import Usage
 from frontend.results.outputs import CompletionOutput, TokenLogprobs
 
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
-#: Line ends of Python's str.splitlines() that JSON may hold unescaped. Some clients split an event's lines there.
+#: Line ends of Python's str.splitlines() that JSON may contain unescaped. Some clients split an event's lines there.
 _LINE_ENDS = ((b"\xc2\x85", b"\\u0085"), (b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"))
 _encode = msgspec.json.Encoder().encode
-_LONG_BYTES = 1 << 20  # of JSON: what is longer is escaped in parts
-_EACH_PART = 256  # elements of a long list that are encoded in one piece
+_LONG_BYTES = 1 << 20  # of JSON: longer texts are escaped in parts
+_EACH_PART = 256  # elements of a long list encoded in one piece
 
 
 class AnswerFormat(Protocol):
@@ -30,16 +33,16 @@ class AnswerFormat(Protocol):
     keep_alive: bytes
 
     def opening(self) -> bytes:
-        """Return what comes before the first tokens of a stream."""
+        """Return the bytes before the first tokens of a stream."""
 
     def piece(self, index: int, output: CompletionOutput, usage: Usage) -> bytes:
         """Return the events of a choice's new part; may be empty."""
 
     def closing(self, usage: Usage) -> bytes:
-        """Return what ends a stream."""
+        """Return the end of a stream."""
 
     def failure(self, error: HttpError) -> bytes:
-        """Return what ends a stream that failed."""
+        """Return the end of a stream that failed."""
 
     def whole(self, choices: list[CompletionOutput], prompts: Sequence["PromptSide"], usage: Usage) -> bytes:
         """Return the body of an answer that is not streamed."""
@@ -48,7 +51,7 @@ class AnswerFormat(Protocol):
 class EchoingFormat:
     """The base of an AnswerFormat whose streams may show the prompts with their log probabilities.
 
-    echoes: whether this reply's stream does.
+    echoes: whether this reply's stream shows them.
     """
 
     echoes = False
@@ -80,7 +83,7 @@ def json_bytes(value: object) -> bytes:
 def raw_list(values: Iterable[object]) -> msgspec.Raw:
     """Return a long list as JSON for a value that json_bytes() takes.
 
-    It is encoded in parts, between which other threads run; `values` may make its elements as they are taken.
+    It is encoded in parts, between which other threads run; `values` may compute its elements lazily.
     """
     iterator = iter(values)
     parts = list[bytes]()
@@ -102,7 +105,7 @@ def _escaped(data: bytes) -> bytes:
 
 
 def _parts(data: bytes) -> Iterator[bytes]:
-    """Yield the parts of a long JSON text, each of which ends behind a quote and so within no character."""
+    """Yield the parts of a long JSON text; each ends after a quote, so not in the middle of a character."""
     start = 0
     while start < len(data):
         at = data.find(b'"', start + _LONG_BYTES)

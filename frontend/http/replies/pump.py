@@ -1,8 +1,8 @@
 """Pump: the one consumer of the engine's news in a process, which feeds all replies.
 
-The event loop receives from the engine itself, and each batch that it received schedules one run. A run takes the news
-as columns and calls into Python once for each choice; there is no task, queue or timer for a reply. However much there
-is, a turn of the loop does a bounded part of it: a backlog makes more turns, not longer ones.
+The event loop itself receives from the engine, and each received batch schedules one run. A run takes the news as
+columns and calls into Python once for each choice; there is no task, queue or timer for a reply. A turn of the loop
+does a bounded part of the work: a backlog makes more turns, not longer ones.
 """
 
 import asyncio
@@ -22,8 +22,9 @@ from frontend.results.request_state import RequestState
 from ipc.params.sampling_params import SamplingParams
 
 _TICK_S = 1.0
-_EACH_TURN = 128  # replies: a write takes some 10 microseconds
-#: Of news in a turn of the loop, at most 20 ms. A choice is 8; each of its tokens is 1, and each of their log
+_EACH_TURN = 128  # replies a turn: a write takes about 10 microseconds
+#: Most units of news in a turn of the loop, at most 20 ms. A choice is 8; each of its tokens is 1, and each of their
+#: log
 #: probabilities, which make more work, is 4.
 _NEWS_EACH_TURN = 16384
 _DISCARDS_EACH_TURN = 128
@@ -32,22 +33,22 @@ _log = logging.getLogger("engine_core.http")
 
 
 class Pump:
-    """Feeder of all replies of one client. It is made in the event loop that it runs in."""
+    """Feeder of all replies of one client. Created in the event loop that it runs in."""
 
     def __init__(self, client: EngineClient, turns: Turns | None = None) -> None:
-        """turns: those of the server's other long work."""
+        """turns: the server's turns for other long work."""
         self.client = client
         self._turns = turns or Turns(1)
-        self._news: Iterator[tuple[int, int, list[int], int]] | None = None  # what is left of the last look
-        self._has_more = False  # news, behind that
-        self._discarded: deque[int] = deque()  # requests that the client is to forget
+        self._news: Iterator[tuple[int, int, list[int], int]] | None = None  # the rest of the last batch of news
+        self._has_more = False  # there is more news after that
+        self._discarded: deque[int] = deque()  # requests for the client to discard
         self._tasks: set[asyncio.Task[None]] = set()
         self.replies: dict[Reply, None] = {}
-        self.num_events = 0  # choices that had news, since the start
+        self.num_events = 0  # choices with news since the start
         self._loop = asyncio.get_running_loop()
         self._parts: dict[int, Part] = {}
         self._ends: dict[int, asyncio.Future[None]] = {}  # of requests without a reply of tokens
-        self._touched: dict[Reply, None] = {}  # have something to write
+        self._touched: dict[Reply, None] = {}  # replies with something to write
         self._is_flushing = False
         self._is_scheduled = False  # written by the loop's thread and the client's
         self._timer = self._loop.call_later(_TICK_S, self._tick)
@@ -56,14 +57,14 @@ class Pump:
         self._receiver = LoopReceiver(client, self._loop)
 
     def close(self) -> None:
-        """End what runs by itself."""
+        """Stop background work."""
         self._timer.cancel()
         self._receiver.close()
 
     def add(self, reply: Reply, states: Sequence[tuple[RequestState, SamplingParams]]) -> None:
         """Feed this reply with the news of these requests.
 
-        They were submitted in the same turn of the loop, so that no run has taken their news already.
+        They must be submitted in the same turn of the loop, so that no run has already taken their news.
         """
         for part in reply.attach(self, states):
             self._parts[part.state.number] = part
@@ -72,7 +73,7 @@ class Pump:
             self._loop.call_later(HEAD_S, _start_late, reply)
 
     def remove(self, reply: Reply) -> None:
-        """Forget an ended reply, and its requests."""
+        """Remove an ended reply and its requests."""
         self.replies.pop(reply, None)
         numbers = [part.state.number for part in reply.parts]
         for number in numbers:
@@ -107,15 +108,15 @@ class Pump:
             self._loop.call_soon(self._discard)
 
     def ended(self, number: int) -> "asyncio.Future[None]":
-        """Return what is done when this request has ended, which has no reply.
+        """Return a future that is done when this request, which has no reply, has ended.
 
-        It was submitted in the same turn of the loop, as in add().
+        It must be submitted in the same turn of the loop, as in add().
         """
         end = self._ends[number] = self._loop.create_future()
         return end
 
     def forget(self, numbers: Sequence[int]) -> None:
-        """Wait for the ends of these requests no longer."""
+        """Stop waiting for the ends of these requests."""
         for number in numbers:
             self._ends.pop(number, None)
 
@@ -124,7 +125,7 @@ class Pump:
         self._on_news()
 
     def _on_news(self) -> None:
-        """Schedule a run, unless one is scheduled. Called by the client's IO thread too."""
+        """Schedule a run, unless one is scheduled. Also called by the client's IO thread."""
         if self._is_scheduled:
             return
         self._is_scheduled = True
@@ -135,7 +136,7 @@ class Pump:
             return
 
     def _run(self) -> None:
-        self._is_scheduled = False  # before the news is taken: what comes later schedules another run
+        self._is_scheduled = False  # before the news is taken: later news schedules another run
         if self._news is None:
             news = self.client.take_news()
             self.num_events += len(news.numbers)
@@ -147,7 +148,7 @@ class Pump:
                 left -= 8 + len(ids) * part.weight
                 try:
                     part.take(self.client, choice, ids, finish)
-                except Exception as error:  # of one answer's text: the others have their news in this very run
+                except Exception as error:  # from one answer's text: the others get their news in this run
                     _fail(part.reply, error)
                 self._touched[part.reply] = None
                 if left <= 0:
@@ -164,10 +165,11 @@ class Pump:
             self.fail_all(self.client.error, time.monotonic())
 
     def _flush(self) -> None:
-        """Write what so many replies have. Between two turns the loop takes requests and health checks.
+        """Write the parts of a limited number of replies. Between two turns the loop handles requests and health
+        checks.
 
-        Parts of streams are made first and then sent one right after the other: a process that reads several of them,
-        such as a proxy, need not be woken for each.
+        Parts of streams are first made and then sent together, so that a process that reads several of them, such as a
+        proxy, is not woken for each.
         """
         self._is_flushing = False
         now = time.monotonic()
@@ -217,7 +219,7 @@ def _rows(news: News) -> Iterator[tuple[int, int, list[int], int]]:
 
 
 def _start_late(reply: Reply) -> None:
-    """Let the head of a stream go out that has no news yet."""
+    """Send the headers of a stream that has no news yet."""
     try:
         reply.start_late()
     except Exception as error:  # as in Pump._run()
@@ -226,6 +228,6 @@ def _start_late(reply: Reply) -> None:
 
 
 def _fail(reply: Reply, error: Exception) -> None:
-    """Let a reply end with an error that the reading or the writing of its own text raised."""
+    """End a reply with an error raised while its own text was read or written."""
     _log.error("request %s failed", reply.request.id, exc_info=error)
     reply.fail(error)

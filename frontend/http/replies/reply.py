@@ -1,9 +1,9 @@
-"""Reply: one HTTP answer that is made of the tokens of one request or several, as they come.
+"""Reply: one HTTP answer made from the tokens of one or several requests, as they arrive.
 
-The head of a stream waits for the first news, so that a refusal is a status and not an event; after HEAD_S it goes out
+A stream's headers wait for the first news, so that a refusal is a status and not an event; after HEAD_S they are sent
 alone. A stream is written once for each wake-up of the pump. While its connection is full, nothing is taken from the
-journal, which is the buffer. What takes long to write is written on a thread, and the reply is on hold meanwhile. end()
-is the only way in which a reply ends.
+journal, which is the buffer. Parts that take long to write are written on a thread, and the reply is on hold during
+that. A reply always ends through end().
 """
 
 from collections.abc import Callable, Sequence
@@ -26,21 +26,21 @@ from ipc.wire.messages import FinishReason
 
 HEAD_S = 0.25
 KEEP_ALIVE_S = 15.0
-STALL_S = 60.0  # for which a peer may read nothing
-MAX_BEHIND = 4096  # tokens that a peer may be behind
-#: Work for one answer that is done in the event loop: tokens, log probabilities, and 16 for each choice. Some 10 ms.
+STALL_S = 60.0  # how long a peer may read nothing
+MAX_BEHIND = 4096  # most tokens that a peer may be behind
+#: Most work for one answer in the event loop: tokens, log probabilities, and 16 for each choice. About 10 ms.
 MAX_IN_LOOP = 4096
 
 _UNAVAILABLE = "the engine ended this request before it was complete"
 
 
 class Owner(Protocol):
-    """What a reply asks of its pump."""
+    """The pump's interface for replies."""
 
     client: EngineClient
 
     def remove(self, reply: "Reply") -> None:
-        """Forget an ended reply, and its requests."""
+        """Remove an ended reply and its requests."""
 
     def wake(self) -> None:
         """Look for news of replies that were on hold."""
@@ -48,7 +48,7 @@ class Owner(Protocol):
     def make(self, reply: "Reply", size: int, work: Callable[[], bytes], done: Callable[[bytes], None]) -> None:
         """Run `work` on a thread, then done() with its result in the event loop, then flush the reply.
 
-        size: of the work, as of MAX_IN_LOOP.
+        size: of the work, in the units of MAX_IN_LOOP.
         """
 
 
@@ -66,23 +66,23 @@ class Part:
         self._num_going = len(state.completions)
         self._prompt_logprobs: ReceivedLogprobs | None = None
         self._is_prompt_due = reply.echo is not None
-        #: Work that each new token is; see Pump. Of an answer that is not streamed it is done at the end.
+        #: Work for each new token; see Pump. For an answer that is not streamed it is done at the end.
         self.weight = 1 + 4 * (params.logprobs + 1) if params.logprobs is not None and reply.is_streamed else 1
-        self._num_cached = -1  # tokens of the prompt that reply.usage counts; -1 = not asked for yet
+        self._num_cached = -1  # tokens of the prompt in reply.usage; -1 = not counted yet
 
     @property
     def size(self) -> int:
-        """Return the work that an answer with all of this request's tokens is; see MAX_IN_LOOP."""
+        """Return the work of an answer with all of this request's tokens; see MAX_IN_LOOP."""
         return sum(16 + len(one.token_ids) for one in self._completions) + self.num_logprobs
 
     @property
     def num_logprobs(self) -> int:
-        """Return the log probabilities that an answer which is not streamed shows, as far as they are known."""
+        """Return the log probabilities shown by an answer that is not streamed, as far as they are known."""
         return sum(one.num_unread_logprobs for one in self._completions) + self.prompt_size
 
     @property
     def prompt_size(self) -> int:
-        """Return the work that the prompt's log probabilities are, as far as they are known."""
+        """Return the work for the prompt's log probabilities, as far as they are known."""
         positions = [] if self._prompt_logprobs is None else self._prompt_logprobs.prompt
         return len(positions) * len(positions[0].token_ids) if positions else 0
 
@@ -119,26 +119,27 @@ class Part:
             reply.num_going -= 1
             if choice == 0:
                 self._take_prompt_logprobs(progress or client.read(self.state.number, completion.num_tokens))
-            if not finish and self._num_going:  # by a stop string, while other choices go on
+            if not finish and self._num_going:  # by a stop string, while other choices continue
                 client.abort([self.state.number], [choice])
         if self._is_prompt_due and reply.echo is not None and progress is not None:
             self._is_prompt_due = False
-            self._take_prompt_logprobs(progress)  # complete from the first token on
+            self._take_prompt_logprobs(progress)  # complete once there is a token
             piece = partial(reply.echo.prompt_piece, self._first)
             reply.add_piece(self.prompt_size, lambda: piece(self.prompt_side()))
         if changed and reply.is_streamed:
             reply.add(self._first + choice, completion)
 
     def prompt_side(self) -> PromptSide:
-        """Return the prompt as an answer may show it. With many log probabilities it takes long."""
+        """Return the prompt in the form for an answer. With many log probabilities it takes long."""
         prompt, received = self.state.prompt, self._prompt_logprobs
         logprobs = None if received is None else self.state.read_prompt_logprobs(received)
         return PromptSide(prompt.text, prompt.token_ids, logprobs)
 
     def _is_sound(self, choice: int, progress: Progress) -> bool:
-        """Return whether a choice goes on or ended in an answer; else the reply fails.
+        """Return whether a choice continues or ended with an answer; otherwise the reply fails.
 
-        A beam search may find fewer sequences than choices: the last choices then end so, and the first one does not.
+        A beam search may find fewer sequences than choices: then the last choices end without an answer, but not the
+        first.
         """
         has_no_sequence = choice > 0 and self.params.use_beam_search
         if progress.error is None and (progress.finish != FinishReason.ABORT or has_no_sequence):
@@ -147,7 +148,7 @@ class Part:
         return False
 
     def _count_cached(self, progress: Progress) -> None:
-        """Count the prompt's cached tokens. They change where the engine began the request anew."""
+        """Count the prompt's cached tokens. They change if an engine began the request again."""
         self.reply.usage.cached_tokens += progress.num_cached_tokens - max(self._num_cached, 0)
         self._num_cached = progress.num_cached_tokens
 
@@ -157,7 +158,9 @@ class Part:
 
 
 class _Sides(Sequence[PromptSide]):
-    """The prompts of some parts as an answer may show them. One is read at a time: its log probabilities are large."""
+    """The prompts of some parts in the form for an answer. They are read one at a time, because their log probabilities
+    are large.
+    """
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
@@ -173,15 +176,15 @@ class _Sides(Sequence[PromptSide]):
         return self._side
 
     def free(self) -> None:
-        """Forget the one that was read."""
+        """Drop the one that was read."""
         free_slowly(self._side.logprobs)
 
 
 class Reply:
-    """See the module's docstring. is_streamed: write tokens as they come, else the whole answer at the end.
+    """See the module's docstring. is_streamed: write tokens as they arrive, otherwise the whole answer at the end.
 
     on_end: called once, with the tokens of prompts and choices, when it has ended; `cause` says how. num_choices: of
-    all its requests, which may be attached in parts; nothing is written before the last one is.
+    all its requests, which may be attached in parts; nothing is written before all are.
     """
 
     def __init__(
@@ -202,14 +205,14 @@ class Reply:
         self.parts: list[Part] = []
         self.usage = Usage(0)
         self.pending: list[bytes] = []  # of a stream, for the next write
-        self.unsent: bytes | None = None  # of a stream, for send(); empty where only its head is due
+        self.unsent: bytes | None = None  # of a stream, for send(); empty if only its headers are due
         echoes = isinstance(answer_format, EchoingFormat) and answer_format.echoes
         self.echo = answer_format if isinstance(answer_format, EchoingFormat) and echoes else None
         self.frames = answer_format.text_frames() if isinstance(answer_format, FramedFormat) else None
         self.num_going = num_choices
         self._num_attached = 0  # choices
         self._num_choices = num_choices
-        self._num_making = 0  # pieces that threads write
+        self._num_making = 0  # pieces being written by threads
         self.last_write = request.received_at  # monotonic seconds, as the following
         self.full_since = 0.0  # 0 = the connection takes data
         self.first_token_at = 0.0
@@ -241,7 +244,7 @@ class Reply:
             self.add_piece(size, lambda: self._format.piece(index, completion.output(), self.usage))
 
     def add_piece(self, size: int, make: Callable[[], bytes]) -> None:
-        """Add what `make` returns to the next write. Long work is done on a thread, and the reply is on hold."""
+        """Add the result of `make` to the next write. Long work is done on a thread, and the reply is on hold."""
         place = len(self.pending)
         if size <= MAX_IN_LOOP:
             self.pending.append(make())
@@ -250,12 +253,12 @@ class Reply:
         self._make(size, make, partial(self.pending.__setitem__, place))
 
     def fail(self, error: Exception) -> None:
-        """Let the next flush() end the reply with this error; the first counts."""
+        """Let the next flush() end the reply with this error; only the first error counts."""
         if self._failure is None:
             self._failure = http_error(error, max_model_len=self._max_model_len)
 
     def flush(self, now: float) -> None:
-        """Write the end and what is pending, or leave the next part of a stream to send(). now: monotonic seconds."""
+        """Write the end and pending parts, or leave the next part of a stream to send(). now: monotonic seconds."""
         if self.is_ended or self.full_since or self._is_incomplete:
             return
         if self._failure is not None:
@@ -277,7 +280,7 @@ class Reply:
             self._hold(now)
 
     def start_late(self) -> None:
-        """Write the head of a stream that has no news yet."""
+        """Write the headers of a stream that has no news yet."""
         is_due = not (self.is_ended or self._is_started or self.full_since or self._is_incomplete)
         if is_due and self._failure is None:
             self._exchange.write(self._begin_stream())
@@ -298,7 +301,7 @@ class Reply:
         self.end("disconnected")
 
     def end(self, cause: str) -> None:
-        """End the reply: forget its requests, of which those that run are aborted. Only the first call counts."""
+        """End the reply: remove its requests and abort running ones. Only the first call counts."""
         if self.is_ended:
             return
         self.is_ended, self.cause = True, cause
@@ -309,12 +312,12 @@ class Reply:
         closed, self.on_closed = self.on_closed, None
         if closed is not None:
             closed()
-        self._exchange.on_left = self._exchange.on_writable = None  # no cycles: freed here, and not by a collection
+        self._exchange.on_left = self._exchange.on_writable = None  # no cycles: freed here, not by the collector
         self.parts.clear()
 
     @property
     def _is_incomplete(self) -> bool:
-        """Return whether requests are still to be submitted, or pieces to be made."""
+        """Return whether there are still requests to submit or pieces to make."""
         return self._num_attached < self._num_choices or self._num_making > 0
 
     def _make(self, size: int, work: Callable[[], bytes], done: Callable[[bytes], None]) -> None:
@@ -335,7 +338,7 @@ class Reply:
     def _whole(self, parts: Sequence[Part]) -> bytes:
         count = sum(part.num_logprobs for part in parts)
         if count > MAX_LOGPROBS:
-            text = f"the answer has {count} log probabilities; {MAX_LOGPROBS} fit into one that is not streamed"
+            text = f"the answer has {count} log probabilities; at most {MAX_LOGPROBS} fit into one that is not streamed"
             raise HttpError(400, f"{text}: stream it, or ask for fewer tokens")
         choices = [one.output() for part in parts for one in part.state.completions]
         times = (part.last.first_token_time for part in parts if part.last is not None)
@@ -406,7 +409,7 @@ class Reply:
     # --- the wire -----------------------------------------------------------------------------------------------
 
     def _begin_stream(self) -> bytes:
-        """Begin the stream, and return its opening. Where that cannot be made, the failure is a status still."""
+        """Begin the stream, and return its opening. If that fails, the error is still a status."""
         opening = self._format.opening()
         self._is_started = True
         fields = [

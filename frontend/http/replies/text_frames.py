@@ -1,8 +1,8 @@
 """TextFrames: the ready-made bytes around the text of a plain event, and the JSON of each token's text.
 
 Most tokens of a byte-level vocabulary are whole characters. JSON escapes each character by itself, so the JSON of a
-text of such tokens is that of the tokens, one after another: it is looked up, and no text is made. Other tokens take
-the way through the detokenizer.
+text of such tokens is that of the tokens, concatenated: it is looked up, and no text is made. Other tokens go through
+the detokenizer.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ from frontend.text.tokenizer import TokenTable
 
 
 class TokenJson(dict[int, bytes | None]):
-    """A map from token id to the JSON of its text without the quotes; None where the token is no whole characters.
+    """A map from token id to the JSON of its text without the quotes; None if the token is not made of whole
+    characters.
 
     It is filled on first use. b"" = the token adds nothing.
     """
@@ -27,12 +28,12 @@ class TokenJson(dict[int, bytes | None]):
             found: bytes | None = json_bytes(self._table[token_id].decode())[1:-1]
         except UnicodeDecodeError:
             found = None
-        if token_id in self._table:  # it has no unknown ids, so this map does not outgrow the vocabulary
+        if token_id in self._table:  # it has no unknown ids, so this map stays within the vocabulary's size
             self[token_id] = found
         return found
 
     def join(self, ids: Sequence[int]) -> bytes | None:
-        """Return the JSON of these tokens' text without the quotes; None where one is no whole characters."""
+        """Return the JSON of these tokens' text without the quotes; None if one is not made of whole characters."""
         if len(ids) == 1:
             return self[ids[0]]
         parts = [self[token_id] for token_id in ids]
@@ -40,7 +41,7 @@ class TokenJson(dict[int, bytes | None]):
 
 
 class TextFrames(NamedTuple):
-    """What surrounds the text of each choice's plain events, quotes included: heads[choice] + text + tail."""
+    """The bytes around the text of each choice's plain events, including quotes: heads[choice] + text + tail."""
 
     heads: Sequence[bytes]
     tail: bytes
@@ -48,8 +49,8 @@ class TextFrames(NamedTuple):
 
 
 class FramedFormat:
-    """The base of an AnswerFormat with plain events: those of a choice that goes on say nothing but its new text."""
+    """The base of an AnswerFormat with plain events: those of a continuing choice, with only its new text."""
 
     def text_frames(self) -> TextFrames | None:
-        """Return the frames of this reply; None where piece() makes all of its events."""
+        """Return the frames of this reply; None if piece() makes all of its events."""
         return None

@@ -1,6 +1,6 @@
-"""ThoughtTokens: how many tokens of one choice are reasoning, its marks included.
+"""ThoughtTokens: how many tokens of one choice are reasoning, including its marks.
 
-The number depends on the tokens alone, and not on how they were grouped into pieces of a stream.
+The number depends on the tokens alone, not on how they were grouped into pieces of a stream.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from frontend.text.tokenizer import Tokenizer
 
 
 class ThoughtTokens:
-    """See the module's docstring. scanner: reads the text of the same tokens, and knows where reasoning stands."""
+    """See the module's docstring. scanner: reads the text of the same tokens and reports the position of reasoning."""
 
     def __init__(self, scanner: Scanner, positions: TokenPositions) -> None:
         self._thoughts = scanner.thoughts
@@ -26,7 +26,10 @@ class ThoughtTokens:
         self._positions.take(token_ids)
 
     def count(self) -> int:
-        """Return the number of tokens of reasoning so far. An unfinished thought has all that were taken since."""
+        """Return the number of tokens of reasoning so far.
+
+        An unfinished thought includes all tokens since its start.
+        """
         place = self._positions
         for thought in self._thoughts[self._num_closed :]:
             begin = place.tokens_for(thought.begin)
@@ -38,7 +41,7 @@ class ThoughtTokens:
 
 
 def note_thoughts(counters: Sequence[ThoughtTokens], usage: Usage) -> None:
-    """Let the usage have the tokens of reasoning of all choices so far."""
+    """Add the tokens of reasoning of all choices so far to the usage."""
     usage.reasoning_tokens = sum(one.count() for one in counters)
 
 

@@ -1,4 +1,4 @@
-"""Usage: the tokens that one reply took, counted as they come."""
+"""Usage: the tokens of one reply, counted as they arrive."""
 
 import msgspec
 
@@ -6,15 +6,15 @@ import msgspec
 class Usage(msgspec.Struct):
     """Tokens of all prompts and of all choices.
 
-    cached: prompt tokens whose keys and values the engine already had. reasoning: completion tokens of reasoning; a
-    format that tells it apart counts them.
+    cached: prompt tokens whose keys and values were cached. reasoning: completion tokens of reasoning, counted by
+    formats that separate it.
     """
 
     prompt_tokens: int
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int = 0
-    first_token_time: float = 0.0  # monotonic seconds, of an answer that is not streamed; 0 = not known
+    first_token_time: float = 0.0  # monotonic seconds, of an answer that is not streamed; 0 = unknown
 
     def openai(self) -> dict[str, object]:
         """Return the counts in the form of OpenAI's API."""

@@ -1,8 +1,8 @@
-"""Exchange: one request and its answer, as the server that carries them (ASGI) sends and tells.
+"""Exchange: one request and its answer, on top of the ASGI server's events.
 
 An answer is written whole, or as a stream: begin(), write(), end(). ASGI lets an application wait for a peer that does
-not read. Streams have no task that could wait, so the connection says whether it is full (Wire), and what is written
-all the same is sent once it is not.
+not read. Streams have no task that could wait, so the connection says whether it is full (Wire), and anything written
+anyway is sent once it is not.
 """
 
 from collections import deque
@@ -17,23 +17,23 @@ Receive = Callable[[], Coroutine[Any, Any, Message]]
 
 
 class Wire(Protocol):
-    """What an exchange asks of its connection, which ASGI has no word for."""
+    """The connection's interface for an exchange, in addition to ASGI."""
 
-    exchange: "Exchange | None"  # that is told when the peer reads again, or leaves
+    exchange: "Exchange | None"  # notified when the peer reads again, or leaves
 
-    is_full: bool  # what was written waits for the peer to read, so that no more is to be written
+    is_full: bool  # written data waits for the peer to read, so no more should be written
 
     def write_raw(self, data: bytes) -> None:
-        """Write bytes behind an answer's head, without a frame."""
+        """Write bytes after an answer's headers, without a frame."""
 
     def abort(self) -> None:
-        """Close the connection at once and drop what waits to be written."""
+        """Close the connection at once and drop waiting data."""
 
 
 class Exchange:
     """See the module's docstring.
 
-    on_writable: called once when a full connection takes data again. on_left: called if the peer leaves before the
+    on_writable: called once when a full connection accepts data again. on_left: called if the peer leaves before the
     answer is complete.
     """
 
@@ -62,25 +62,27 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     def begin(self, fields: Headers) -> None:
-        """Begin a stream of status 200. Its head leaves together with the first part, if that is written at once."""
+        """Begin a stream with status 200. Its headers are sent together with the first part, if that is written at
+        once.
+        """
         if self._is_http_1_0 and self._scope["method"] != "HEAD":
-            # The server would frame parts as chunks, which this peer does not know. It writes a head alone in answer to
-            # HEAD, so the parts are written behind such a head, and the end of the connection is their end.
+            # The server would frame parts as chunks, which this peer does not support. It writes headers alone in
+            # answer to HEAD, so the parts are written after such headers, and the end of the connection is their end.
             self._scope["method"], self._is_raw = "HEAD", True
             fields = [*fields, (b"connection", b"close")]
         self._push({"type": "http.response.start", "status": 200, "headers": fields})
 
     def write(self, part: bytes) -> bool:
-        """Write a part of a stream; an empty one is nothing.
+        """Write a part of a stream; an empty one is ignored.
 
-        Return whether what was written waits for the peer to read, so that no more is to be written.
+        Return whether written data waits for the peer to read, so no more should be written.
         """
         wire = self._wire
         if not part or self.has_left:
             return False
         if wire.is_full or self._late or self._is_raw:
             self._push({"type": "http.response.body", "body": part, "more_body": True})
-        else:  # _push() without its calls: this is the path of nearly every event
+        else:  # _push() inlined: nearly every event takes this path
             message = self._part
             message["body"] = part
             try:
@@ -95,7 +97,7 @@ class Exchange:
         self._push({"type": "http.response.body", "body": part, "more_body": False})
 
     def leave(self) -> None:
-        """Tell whoever answers that the peer has left."""
+        """Notify the answering side that the peer has left."""
         self.has_left = True
         self._late.clear()
         told, self.on_left, self.on_writable = self.on_left, None, None
@@ -103,7 +105,7 @@ class Exchange:
             told()
 
     def resume(self) -> None:
-        """Send what the full connection kept waiting, and tell the reply that waited."""
+        """Send the data that waited for the full connection, and notify the waiting reply."""
         while self._late and not self._wire.is_full:
             self._step(self._late.popleft())
         if not self._late:
@@ -112,14 +114,14 @@ class Exchange:
                 wake()
 
     def abort(self) -> None:
-        """Close the connection at once and drop what waits to be written."""
+        """Close the connection at once and drop waiting data."""
         self._wire.abort()
 
     def _whole_head(self, status: int, fields: Headers, num_bytes: int) -> Message:
-        """Return the head of a whole answer.
+        """Return the headers of a whole answer.
 
-        A peer that asks before it sends a body (RFC 9110, 10.1.1) and is refused must not send there any more: whether
-        the body comes still is open, so its next request could be taken for it.
+        A peer that asks before it sends a body (RFC 9110, 10.1.1) and is refused must not use the connection again: it
+        is unknown whether the body still comes, so its next request could be mistaken for it.
         """
         fields = list(fields)
         if status != 204:
@@ -142,7 +144,7 @@ class Exchange:
             self._step(message)
 
     def _step(self, message: Message) -> None:
-        """Send a message. The server's send() waits for full connections only, so it ends in its first step."""
+        """Send a message. The server's send() waits only for full connections, so it ends in its first step."""
         if self._is_raw and message.get("body"):
             self._wire.write_raw(message["body"])
         try:

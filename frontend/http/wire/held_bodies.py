@@ -1,7 +1,7 @@
-"""HeldBodies: the memory that the bodies of all requests take together, from their first bytes until they are read.
+"""HeldBodies: the memory of all requests' bodies together, from their first bytes until they are read.
 
-When it is full, room is made for the body that comes: the unfinished one that has been silent for the longest time is
-refused. So whoever sends bodies without their last byte takes nothing from those who finish theirs.
+When it is full, the unfinished body that has been silent for the longest time is refused to make room for a new one. So
+callers that never finish their bodies take nothing from the others.
 """
 
 import ctypes
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from frontend.http.errors import HttpError, retry_after
 
-_WORTH_BYTES = 32 << 20  # it takes some milliseconds
+_WORTH_BYTES = 32 << 20  # it takes a few milliseconds
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
 
 
@@ -19,11 +19,11 @@ class HeldBodies:
     def __init__(self, most: int) -> None:
         self.most = most
         self.num_bytes = 0
-        self.unfinished: dict[HeldBody, None] = {}  # the one that has been silent for the longest time first
-        self.most_held = 0  # bytes, since the last give_back() that gave some
+        self.unfinished: dict[HeldBody, None] = {}  # the longest silent one first
+        self.most_held = 0  # bytes, since the last give_back() that returned some
 
     def give_back(self) -> None:
-        """Let the C library return freed memory to the system, which it keeps by itself; called once in a while."""
+        """Let the C library return freed memory to the system, which it would keep otherwise; called regularly."""
         if self.most_held - self.num_bytes >= _WORTH_BYTES and _trim is not None:
             self.most_held = self.num_bytes
             _trim(0)
@@ -37,7 +37,7 @@ class HeldBody:
         self._num_bytes = 0
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that came. Errors: HttpError 503 if there is no room for them."""
+        """Count received bytes. Errors: HttpError 503 if there is no room for them."""
         bodies = self._bodies
         bodies.unfinished.pop(self, None)
         while bodies.num_bytes + num_bytes > bodies.most:
@@ -50,11 +50,11 @@ class HeldBody:
         self._num_bytes += num_bytes
 
     def complete(self) -> None:
-        """Count the body on, but let no other take its place."""
+        """Keep counting the body, but do not refuse it for others."""
         self._bodies.unfinished.pop(self, None)
 
     def release(self) -> None:
-        """Count the body no longer. Only the first call counts."""
+        """Stop counting the body. Only the first call counts."""
         self._bodies.unfinished.pop(self, None)
         self._bodies.num_bytes -= self._num_bytes
         self._num_bytes = 0

@@ -13,7 +13,7 @@ _KEEPALIVE = (
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),  # milliseconds in which sent bytes must be confirmed
+    (socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000),  # milliseconds within which sent bytes must be acknowledged
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 )
 
@@ -23,7 +23,7 @@ def parse_http_address(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     host = host.removeprefix("http://").removeprefix("https://").removeprefix("[").removesuffix("]")
     if not port.isascii() or not port.isdigit() or int(port) > 65_535:
-        raise AddressError(f"--http takes HOST:PORT or a port, such as 127.0.0.1:8000; got {text!r:.80}")
+        raise AddressError(f"--http must be HOST:PORT or a port, such as 127.0.0.1:8000; got {text!r:.80}")
     return host or "127.0.0.1", int(port)
 
 
@@ -53,7 +53,7 @@ def bind_http(text: str) -> socket.socket:
 
 
 def _bind_unix(path: str) -> socket.socket:
-    """Return a socket bound to this file, which the umask says who may use. Errors: AddressError."""
+    """Return a socket bound to this file; the umask decides who may use it. Errors: AddressError."""
     bound = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_dead(path)
@@ -67,7 +67,7 @@ def _bind_unix(path: str) -> socket.socket:
 
 
 def _remove_dead(path: str) -> None:
-    """Remove a socket file that a server left which was killed. Errors: OSError if one still listens there."""
+    """Remove a socket file left by a killed server. Errors: OSError if one still listens there."""
     try:
         if not stat.S_ISSOCK(os.stat(path).st_mode):
             return  # bind() says that the path is in use
@@ -91,7 +91,7 @@ def close_http(bound: socket.socket) -> None:
 
 
 def is_unix(text: str) -> bool:
-    """Return whether this is the address of a file, which only programs of this machine reach, and no browser."""
+    """Return whether this is the address of a file, which only programs on this machine can reach, and no browser."""
     return text.startswith(UNIX)
 
 

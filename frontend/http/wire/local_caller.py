@@ -1,4 +1,4 @@
-"""LocalCaller: calls the routes of an App within its own process, without a socket."""
+"""LocalCaller: calls the routes of an App in the same process, without a socket."""
 
 import asyncio
 from typing import NamedTuple
@@ -25,14 +25,14 @@ class LocalWire:
         self.exchange: Exchange | None = None
 
     def write_raw(self, data: bytes) -> None:
-        """Write nothing: no caller is one of HTTP/1.0."""
+        """Write nothing: callers never use HTTP/1.0."""
 
     def abort(self) -> None:
         """Do nothing: there is no connection."""
 
 
 class LocalCaller:
-    """Calls one App. What it answers is what it answers over HTTP."""
+    """Calls one App, whose answers are the same as over HTTP."""
 
     def __init__(self, app: App) -> None:
         self._app = app

@@ -1,9 +1,9 @@
 """HttpProtocol: uvicorn's HTTP/1.1 connection, with bounds on what a peer may send and how slowly.
 
-uvicorn reads heads and bodies, keeps connections, and writes answers; the application behind it is ASGI. Here is what
-it has no bound for. What is beyond one gets its error at once, before it is read, and the connection is closed. Time
-is judged by one sweep each second over all connections, so that a connection costs no timer. While a later request of
-a connection waits, nothing is read.
+uvicorn reads headers and bodies, keeps connections, and writes answers; the application behind it is ASGI. This adds
+the bounds that uvicorn lacks. Data beyond a bound gets its error at once, before it is read, and the connection is
+closed. Timeouts are checked by one sweep each second over all connections, so a connection needs no timer. While a
+later request of a connection waits, nothing is read.
 """
 
 import time
@@ -25,19 +25,19 @@ from frontend.http.wire.soft_transport import SoftTransport
 
 MAX_HEAD_BYTES = 65_536
 MAX_FIELDS = 100
-_MAX_SHARE = 16  # bytes that may come for each byte of a body, beside those of a head: a chunk of one byte has 6
-MAX_PIPELINED = 32  # requests of one connection that wait for the answer before theirs
-_HEAD_S = 10.0  # from a head's first byte to its last
+_MAX_SHARE = 16  # bytes that may arrive for each byte of a body, without headers: a chunk of one byte has 6
+MAX_PIPELINED = 32  # requests of one connection that wait for earlier answers
+_HEAD_S = 10.0  # from the first byte of the headers to the last
 IDLE_S = 75  # of a connection without a request: longer than clients keep one in their pools
-_BODY_GRACE_S = 10.0  # from the head on
+_BODY_GRACE_S = 10.0  # from the headers
 _MIN_BODY_RATE = 1024  # bytes/s, after the grace
-_MAX_SILENT_S = 15.0  # of a body, however much of it came before
-_LINGER_S = 2.0  # from the last byte of an answer to the end of a connection that takes no more requests
-_LAST_BYTES_S = 60.0  # for a peer to read that last byte
+_MAX_SILENT_S = 15.0  # of a body, however much of it has arrived
+_LINGER_S = 2.0  # from the last byte of an answer to the end of a connection that accepts no more requests
+_LAST_BYTES_S = 60.0  # time for a peer to read that last byte
 
 
 class Bounds(msgspec.Struct, frozen=True):
-    """Bounds that the owner of the server chooses."""
+    """Bounds that the operator of the server chooses."""
 
     max_body_bytes: int
     max_connections: int
@@ -67,17 +67,17 @@ class HttpProtocol(HttpToolsProtocol):
 
     def __init__(self, config: Config, state: ServerState, bounds: Bounds, bodies: HeldBodies) -> None:
         super().__init__(config, state, {})
-        self.is_full = False  # what was written waits for the peer to read
+        self.is_full = False  # written data waits for the peer to read
         self.exchange: Exchange | None = None  # of the request that is being answered
         self._bounds, self._bodies = bounds, bodies
         self._phase = _Phase.IDLE
-        self._began = self._deadline = time.monotonic()  # of the wait, the head or the body that is being read
+        self._began = self._deadline = time.monotonic()  # of the wait, the headers or the body being read
         self._running: RequestResponseCycle | None = None  # the request that is being answered, or was last
         self._held: HeldBody | None = None  # the body that is being read
         self._num_fields = self._num_hosts = self._head_bytes = self._body_bytes = self._read_bytes = 0
         self._num_open = 0  # requests without a complete answer
         self._error: HttpError | None = None  # of the refusal that closes the connection
-        self._is_deaf = False  # what comes is not for this server: a refusal was written, or a last request is complete
+        self._is_deaf = False  # further data is ignored: a refusal was written, or the last request is complete
 
     # --- the peer sends -----------------------------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ class HttpProtocol(HttpToolsProtocol):
             transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what came, up to the first bound that it breaks."""
+        """Parse received data, up to the first bound that it exceeds."""
         self._unset_keepalive_if_required()
         while data and not self._is_deaf:
             phase, began = self._phase, self._began
@@ -104,17 +104,19 @@ class HttpProtocol(HttpToolsProtocol):
                 if not self._is_deaf:
                     self._refuse(self._error or HttpError(400, "this is not a valid HTTP/1.1 request"))
                 return
-            if self._phase is phase and self._began == began and not self._is_deaf:  # all of it is of one head, or body
+            if (
+                self._phase is phase and self._began == began and not self._is_deaf
+            ):  # all of it is of one request's headers or body
                 self._count_read(len(data))
             if self._phase is _Phase.HEAD and not self._is_deaf:
                 self._hold_head(len(data))
             return
 
     def on_message_begin(self) -> None:
-        """Begin a head."""
+        """Begin the headers of a request."""
         super().on_message_begin()
         if self._held is not None and self._phase is _Phase.HEAD:
-            self._held.release()  # of the head with an offer, which is read once more
+            self._held.release()  # of headers with an offer, which are read once more
         self._phase, self._began = _Phase.HEAD, time.monotonic()
         self._held = HeldBody(self._bodies, self._refuse)
         self._num_fields = self._num_hosts = self._head_bytes = self._body_bytes = self._read_bytes = 0
@@ -123,14 +125,14 @@ class HttpProtocol(HttpToolsProtocol):
         """Take a part of the target."""
         super().on_url(url)
         if len(self.url) > MAX_HEAD_BYTES:
-            raise self._broken(431, f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
+            raise self._broken(431, f"the request's headers are longer than {MAX_HEAD_BYTES} bytes")
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a field, up to MAX_FIELDS; those behind a body are counted only."""
+        """Take a field, up to MAX_FIELDS; those after a body are only counted."""
         self._num_fields += 1
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > MAX_HEAD_BYTES:
-            raise self._broken(431, f"the request's head is longer than {MAX_HEAD_BYTES} bytes")
+            raise self._broken(431, f"the request's headers are longer than {MAX_HEAD_BYTES} bytes")
         if self._num_fields > MAX_FIELDS:
             raise self._broken(431, f"the request has more than {MAX_FIELDS} header fields")
         if self._phase is _Phase.HEAD:
@@ -138,16 +140,16 @@ class HttpProtocol(HttpToolsProtocol):
             self._num_hosts += self.headers[-1][0] == b"host"
 
     def on_headers_complete(self) -> None:
-        """Judge the head; what is wrong is answered without the body."""
+        """Check the headers; errors are answered without reading the body."""
         version = self.parser.get_http_version()
         if self.parser.should_upgrade():
             if self.parser.get_method() == b"CONNECT":
-                raise self._broken(400, "CONNECT is for proxies; this is none")
-            return  # the head is read once more, without the offer
+                raise self._broken(400, "CONNECT is for proxies; this server is not one")
+            return  # the headers are read once more, without the offer
         if version not in ("1.1", "1.0"):
-            raise self._broken(400, f"HTTP/{version} is not spoken here: use HTTP/1.1")
+            raise self._broken(400, f"HTTP/{version} is not supported here: use HTTP/1.1")
         if version == "1.1" and not self._num_hosts:
-            raise self._broken(400, "an HTTP/1.1 request has a Host header")  # RFC 9112, 3.2
+            raise self._broken(400, "an HTTP/1.1 request must have a Host header")  # RFC 9112, 3.2
         length = next((int(value) for name, value in self.headers if name == b"content-length"), 0)  # parsed already
         if length > self._bounds.max_body_bytes:
             raise self._broken(413, f"the body has {length} bytes; {self._bounds.max_body_bytes} are allowed")
@@ -156,7 +158,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._phase, self._began = _Phase.BODY, time.monotonic()
         self._deadline = self._began + _BODY_GRACE_S
         assert self._held is not None, self._phase
-        self._held.release()  # its head is complete; now the body is counted
+        self._held.release()  # its headers are complete; now the body is counted
         self.scope["state"].update(wire=self, body=self._held)
         super().on_headers_complete()
         self._num_open += 1
@@ -180,7 +182,7 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """End a request; the next bytes are another head."""
+        """End a request; the next bytes are the headers of another one."""
         if self.parser.should_upgrade():
             return
         assert self._held is not None, self._phase
@@ -191,11 +193,11 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell whoever answers, and let go of everything: a cycle would stay until a full collection."""
+        """Notify the answering side, and release all references: a cycle would stay until a full garbage collection."""
         self._is_deaf = True
         super().connection_lost(exc)
         self._unset_keepalive_if_required()
-        if self._running is not None and not self._running.response_complete:  # behind it others may wait
+        if self._running is not None and not self._running.response_complete:  # others may wait for it
             self._disconnect(self._running)
         self._drop_waiting()
         if self._held is not None and self._phase is _Phase.HEAD:
@@ -209,13 +211,13 @@ class HttpProtocol(HttpToolsProtocol):
     # --- the peer reads -----------------------------------------------------------------------------------------
 
     def pause_writing(self) -> None:
-        """Read nothing of a peer that reads too slowly: the answers to what it sends would wait here."""
+        """Stop reading from a peer that reads too slowly: further answers would wait here."""
         super().pause_writing()
         self.is_full = True
         self.flow.pause_reading()
 
     def resume_writing(self) -> None:
-        """Read again, and send what waited."""
+        """Read again, and send waiting data."""
         super().resume_writing()
         self.is_full = False
         self.flow.resume_reading()
@@ -223,15 +225,15 @@ class HttpProtocol(HttpToolsProtocol):
             self.exchange.resume()
 
     def write_raw(self, data: bytes) -> None:
-        """Write bytes behind an answer's head, without a frame."""
+        """Write bytes after an answer's headers, without a frame."""
         self.transport.write(data)
 
     def abort(self) -> None:
-        """Close the connection at once and drop what waits to be written."""
+        """Close the connection at once and drop waiting data."""
         self.transport.abort()
 
     def on_response_complete(self) -> None:
-        """Go on behind a complete answer: with the next request, or with the end of the connection."""
+        """Continue after a complete answer: with the next request, or the end of the connection."""
         self._num_open -= 1
         self._began, self.exchange = time.monotonic(), None
         super().on_response_complete()
@@ -239,7 +241,7 @@ class HttpProtocol(HttpToolsProtocol):
             self._write_error(self._error)
 
     def _on_close(self) -> bool:
-        """Take nothing more; return whether the peer may still send."""
+        """Accept nothing more; return whether the peer may still send."""
         self._is_deaf, self._began = True, time.monotonic()
         return self._phase is not _Phase.IDLE or self._error is not None
 
@@ -253,15 +255,15 @@ class HttpProtocol(HttpToolsProtocol):
             if not self._num_open and age > limit:
                 self.transport.abort()
         elif self.flow.read_paused:
-            self._deadline = max(self._deadline, now + _BODY_GRACE_S)  # it was not the peer who waited
+            self._deadline = max(self._deadline, now + _BODY_GRACE_S)  # the delay was not the peer's
         elif self._phase is _Phase.BODY:
             if now > self._deadline:
-                self._refuse(HttpError(408, f"the body came at less than {_MIN_BODY_RATE} bytes/s"))
+                self._refuse(HttpError(408, f"the body arrived at less than {_MIN_BODY_RATE} bytes/s"))
         elif self._num_open:
             return
         elif self._phase is _Phase.HEAD:
             if age > _HEAD_S:
-                self._refuse(HttpError(408, f"the request's head was not complete within {_HEAD_S:g} s"))
+                self._refuse(HttpError(408, f"the request's headers were not complete within {_HEAD_S:g} s"))
         elif age > IDLE_S:
             self._is_deaf = True
             self.transport.close()
@@ -272,21 +274,21 @@ class HttpProtocol(HttpToolsProtocol):
         return False
 
     def _head_without_offer(self) -> bytes:
-        """Return the head that was read, without its Upgrade field."""
+        """Return the headers that were read, without the Upgrade field."""
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
         fields = [b"%b: %b\r\n" % field for field in self.headers if field[0] != b"upgrade"]
         return b"%b %b HTTP/%b\r\n%b\r\n" % (method, self.url, version, b"".join(fields))
 
     def _count_read(self, num_bytes: int) -> None:
-        """Count bytes of a request; refuse one whose head is too long, or what surrounds the parts of its body."""
+        """Count bytes of a request; refuse one with too long headers, or with too much overhead around its chunks."""
         self._read_bytes += num_bytes
         if self._phase is _Phase.HEAD and self._read_bytes > MAX_HEAD_BYTES:
-            self._refuse(HttpError(431, f"the request's head is longer than {MAX_HEAD_BYTES} bytes"))
+            self._refuse(HttpError(431, f"the request's headers are longer than {MAX_HEAD_BYTES} bytes"))
         elif self._phase is _Phase.BODY and self._read_bytes > MAX_HEAD_BYTES + _MAX_SHARE * self._body_bytes:
-            self._refuse(HttpError(431, "the body's chunks have too long extensions, or too long a trailer"))
+            self._refuse(HttpError(431, "the body's chunk extensions or trailers are too long"))
 
     def _hold_head(self, num_bytes: int) -> None:
-        """Count what is kept of a head that is not complete."""
+        """Count the stored bytes of incomplete headers."""
         assert self._held is not None, self._phase
         try:
             self._held.add(num_bytes)
@@ -294,12 +296,12 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(error)
 
     def _broken(self, status: int, message: str) -> HttpError:
-        """Return the error of a broken bound, to be raised in a callback of the parser, which raises one of its own."""
+        """Return the error of an exceeded bound, to be raised in a callback of the parser, which raises its own."""
         self._error = HttpError(status, message)
         return self._error
 
     def _refuse(self, error: HttpError) -> None:
-        """Take nothing more; write an error behind the answers to earlier requests, and close.
+        """Accept nothing more; write an error after the answers to earlier requests, and close.
 
         A request that was answered before its body was complete gets no second answer.
         """
@@ -339,12 +341,12 @@ class HttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _disconnect(self, cycle: RequestResponseCycle) -> None:
-        """Tell whoever reads a request or answers it that its peer is gone."""
+        """Notify the reader of a request, or the answering side, that its peer is gone."""
         cycle.disconnected = True
         cycle.message_event.set()
 
     def _drop_waiting(self) -> None:
-        """Forget the requests that wait for the answers before theirs."""
+        """Drop the requests that wait for earlier answers."""
         for cycle, _ in self.pipeline:
             cycle.scope["state"]["body"].release()
         self.pipeline.clear()

@@ -1,6 +1,6 @@
 """The HTTP server of one process: sockets, connections, the tick, and the end.
 
-Made for one event loop. frontend/http/wire/protocol.py is a connection, frontend/http/app.py what answers.
+For one event loop. frontend/http/wire/protocol.py is a connection, frontend/http/app.py the application.
 """
 
 import asyncio
@@ -28,20 +28,22 @@ from frontend.http.wire.protocol import IDLE_S, Bounds, HttpProtocol, sweep
 from frontend.session import EngineHandle
 
 _TICK_S = 1.0
-_LAST_BYTES_S = 2.0  # for peers to read the end of their answers
+_LAST_BYTES_S = 2.0  # time for peers to read the end of their answers
 _BACKLOG = 2048
 _HANDSHAKE_S = 10.0  # of TLS
 _MAX_HELD_BYTES = 128 << 20  # bodies of all requests that are not read yet
-#: As the engine's (core/process/start.py): a thousand streams that begin bring about no full collections, each of which
-#: stops all of them for milliseconds.
+#: As the engine's (core/process/start.py): a thousand new streams then cause no full garbage collections, each of which
+#: would stop all of them for milliseconds.
 _GC_THRESHOLDS = 700, 10, 200
 
 
 class HttpServer:
-    """One server on bound sockets, and the application behind its connections. Made in the event loop it runs in."""
+    """One server on bound sockets, and the application behind its connections. Created in the event loop that it runs
+    in.
+    """
 
     def __init__(self, engine: EngineHandle, options: HttpOptions) -> None:
-        self.has_cut = False  # answers that ran were ended by the end of the server
+        self.has_cut = False  # running answers were cut when the server stopped
         self._options = options
         self._drain_s = options.drain_timeout
         self._bounds = Bounds(options.max_body_bytes, options.max_connections)
@@ -54,11 +56,11 @@ class HttpServer:
         self._app = App(self.service)
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer one request, as ASGI has it."""
+        """Answer one request (ASGI)."""
         await self._app(scope, receive, send)
 
     def adopt(self, engine: EngineHandle) -> None:
-        """Serve this engine from now on, in place of one that is gone. Connections stay."""
+        """Serve this engine from now on, instead of one that is gone. Connections stay open."""
         self.service.close()
         self.service = Service(engine, self._options)
         self.service.standing.is_draining = self.is_draining
@@ -99,12 +101,12 @@ class HttpServer:
         return server
 
     def drain(self) -> None:
-        """Take no more requests; let running answers end, at most drain_timeout seconds."""
+        """Accept no more requests; let running answers end, at most drain_timeout seconds."""
         self.service.standing.is_draining = True
         self._stop.set()
 
     def stop(self) -> None:
-        """End at once; called after drain(), it ends the wait for running answers."""
+        """Stop at once; after drain(), this ends the wait for running answers."""
         self._drain_s = 0.0
         self.drain()
 
@@ -128,10 +130,10 @@ class HttpServer:
         return self._state.connections  # type: ignore[return-value]
 
     async def _end(self, sockets: Sequence[socket.socket], on_turn: Callable[[], None]) -> None:
-        """Wait for running answers; fail those that are left; close the sockets and the connections.
+        """Wait for running answers; fail the remaining ones; close the sockets and the connections.
 
-        Meanwhile new connections are answered too, with 503. Then the sockets refuse them, also those that another
-        process has open: who waited in its backlog would hang.
+        During that, new connections are answered with 503. Then the sockets refuse them, including those that another
+        process has open: a connection in its backlog would hang.
         """
         begin = ticked = time.monotonic()
         while (self.service.pump.replies or not self._app.is_idle) and time.monotonic() - begin < self._drain_s:
@@ -158,7 +160,7 @@ class HttpServer:
 
 
 def _uvicorn_config(app: HttpServer, options: HttpOptions) -> uvicorn.Config:
-    """Return what uvicorn's connections are told. Its logs are not configured: what is worth a line has one of ours."""
+    """Return the configuration of uvicorn's connections. Its logs are not configured: the server has its own."""
     config = uvicorn.Config(
         app,
         http="httptools",
@@ -181,7 +183,7 @@ def _uvicorn_config(app: HttpServer, options: HttpOptions) -> uvicorn.Config:
 
 
 def open_engine(address: str, client_name: str = "http", chat_template: str | None = None) -> EngineHandle:
-    """Return a session with the engine at this address. chat_template: in place of the engine's.
+    """Return a session with the engine at this address. chat_template: instead of the engine's.
 
     Errors: those of EngineHandle.
     """
@@ -200,7 +202,7 @@ def open_engine(address: str, client_name: str = "http", chat_template: str | No
 
 
 def raise_file_limit() -> int:
-    """Raise the limit of open files to what this process may have; return it."""
+    """Raise the limit of open files to this process's maximum; return it."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return hard

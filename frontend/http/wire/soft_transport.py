@@ -1,7 +1,7 @@
 """SoftTransport: a connection whose close() lets the peer read the last answer.
 
-Closing a connection while its peer still sends resets it, which may take from the peer what it has not read yet. So
-the sending side is closed first, and the rest by HttpProtocol.sweep().
+Closing a connection while its peer still sends resets it, so the peer may lose data that it has not read yet. So the
+sending side is closed first, and HttpProtocol.sweep() closes the rest.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ class SoftTransport:
         return getattr(self._transport, name)
 
     def is_closing(self) -> bool:
-        """Return whether nothing more is to be written."""
+        """Return whether nothing more will be written."""
         return self._on_close is None or self._transport.is_closing()
 
     def close(self) -> None:
-        """Close the connection behind what was written; only its sending side if the peer still sends."""
+        """Close the connection after the written data; only its sending side if the peer still sends."""
         on_close, self._on_close = self._on_close, None
         if on_close is None or self._transport.is_closing():
             return
@@ -40,5 +40,5 @@ class SoftTransport:
             self._transport.close()
 
     def forget(self) -> None:
-        """Let go of the owner, once the connection has ended."""
+        """Release the owner once the connection has ended."""
         self._on_close = None

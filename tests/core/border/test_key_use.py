@@ -85,5 +85,5 @@ def test_quotas_are_read_and_written() -> None:
     assert quota == Quota(concurrent=1, tpm=60)
     assert quota.words() == ["concurrent=1", "tpm=60"]
     for words in (["rpm=0"], ["rpm=-1"], ["rpm"], ["rpm=1", "rpm=2"], ["speed=1"], ["rpm=" + "9" * 30]):
-        with pytest.raises(ConfigError, match=r"allowed:3: '.*' is no limit of a client"):
+        with pytest.raises(ConfigError, match=r"allowed:3: '.*' is not a limit of a client"):
             read_quota(words, "allowed:3")

@@ -62,7 +62,7 @@ def test_good_requests(change: dict[str, object]) -> None:
         ({"params": SamplingParams(bad_words=["x"])}, "the engine only uses token ids: send bad_words_token_ids"),
         (
             {"params": SamplingParams(logprobs=21)},
-            "logprobs=21 asks for 21 tokens at each position and this engine reports at",
+            "logprobs=21 asks for 21 tokens at each position, but this engine reports at",
         ),
         ({"params": SamplingParams(prompt_logprobs=-1)}, "prompt_logprobs=-1 asks for 100 tokens at each"),
         ({"number": -1}, "number must be from 0 to 4294967295, got -1"),

@@ -13,7 +13,7 @@ from ipc.errors import ConfigError
 from ipc.options.config import EngineConfig
 
 NO_CUDA = r"is built without CUDA \(pip install .* torch==.*\)"
-NO_TRITON = r"needs triton, which is not installed: pip install 'llm-engine-core\[cuda\]'"
+NO_TRITON = r"needs triton, which is not installed: pip install triton, or engine-core with its extra \[cuda\]"
 
 
 def test_a_missing_device_is_refused_with_what_was_found(monkeypatch: pytest.MonkeyPatch) -> None:

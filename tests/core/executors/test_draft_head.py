@@ -317,5 +317,5 @@ def test_models_that_do_not_fit(llama: str, eagle3: str) -> None:
         LocalExecutor(config_of(llama, "mtp"))
     with pytest.raises(ConfigError, match="method 'eagle3' needs the C kernels"):
         LocalExecutor(config_of(llama, "eagle3", eagle3, cpu_kernels="torch"))
-    with pytest.raises(ConfigError, match="'fake' runs no model that drafts"):
+    with pytest.raises(ConfigError, match="'fake' has no draft model"):
         config_from_options(executor="fake", speculative_config={"method": "mtp"})

@@ -118,5 +118,5 @@ def test_another_vocabulary_is_an_error(model: str, tmp_path: Path) -> None:
 
 
 def test_only_models_have_draft_models(model: str) -> None:
-    with pytest.raises(ConfigError, match="'fake' runs no model that drafts"):
+    with pytest.raises(ConfigError, match="'fake' has no draft model"):
         config_from_options(executor="fake", speculative_config={"method": "draft_model", "model": model})

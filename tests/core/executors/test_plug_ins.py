@@ -111,7 +111,7 @@ def test_two_distributions_with_one_name_are_refused(install: Install) -> None:
         ({"executor": ""}, "executor must be 'local', 'fake' or the name of a plug-in; got ''"),
         ({"executor": "a" * 129}, "the name of a plug-in"),
         ({"executor": "a\n"}, "the name of a plug-in"),
-        ({"executor_options": {"a": "b"}}, "executor_options are of 'fake' and of plug-ins, and 'local' has none: a"),
+        ({"executor_options": {"a": "b"}}, "executor_options are for 'fake' and plug-ins; 'local' has none: a"),
         ({"executor": "npu", "executor_options": {"a": 1}}, "executor_options must be a dict of texts"),
     ],
 )

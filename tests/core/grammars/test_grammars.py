@@ -188,7 +188,9 @@ def test_many_threads_may_ask_at_once() -> None:
 
 def test_without_the_library_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    with pytest.raises(UnsupportedParameterError, match=r"pip install 'llm-engine-core\[structured\]'"):
+    with pytest.raises(
+        UnsupportedParameterError, match=r"pip install llguidance, or engine-core with its extra \[structured\]"
+    ):
         make_grammars().prepare(request(structured(regex="a")))
 
 

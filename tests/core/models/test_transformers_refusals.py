@@ -152,5 +152,5 @@ def test_a_missing_weight_file_is_a_model_file_error(tmp_path: Path) -> None:
 def test_transformers_missing_names_the_install_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(ModelFileError, match=r"llm-engine-core\[transformers\]"):
+    with pytest.raises(ModelFileError, match=r"with its extra \[transformers\]"):
         TransformersModel(tmp_path, FLOAT32)

@@ -76,11 +76,11 @@ def test_bad_sizes_are_refused_by_name(folder: str, monkeypatch: pytest.MonkeyPa
             PartExecutor(config_of(folder, 1, numerics="L0"), Place(0, 2), Wires(memory))
     finally:
         os.close(memory)
-    with pytest.raises(ConfigError, match="tensor_parallel_size=2 takes worker processes"):
+    with pytest.raises(ConfigError, match="tensor_parallel_size=2 needs worker processes"):
         config_of(folder, 2, distributed_executor_backend="uni")
     with pytest.raises(ConfigError, match="tensor_parallel_size=2 is for executor='local'; got executor='npu'"):
         config_of(folder, 2, executor="npu")
-    with pytest.raises(ConfigError, match="pipeline_parallel_size=2 takes worker processes"):
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2 needs worker processes"):
         config_of(folder, 1, pipeline_parallel_size=2, distributed_executor_backend="uni")
     with pytest.raises(ConfigError, match="pipeline_parallel_size=3 is more than the 2 layers of the model"):
         load_executor(config_of(folder, 1, pipeline_parallel_size=3))

@@ -120,11 +120,11 @@ def test_marks_that_are_special_tokens_are_tokens(grammars: Grammars) -> None:
     ("tools", "choice", "text"),
     [
         (TOOLS, "sometimes", "got 'sometimes'"),
-        ([], "required", r"required, which needs tools"),
+        ([], "required", r"required, but there are no tools"),
         (TOOLS, {"type": "function", "function": {"name": "sub"}}, "names the tool 'sub'"),
         (TOOLS, {"type": "function"}, "names the tool None"),
-        ([{"type": "function"}], "required", "a tool has type function and function.name"),
-        ([{"function": {"name": "f", "parameters": []}}], "required", "parameters are a JSON schema"),
+        ([{"type": "function"}], "required", "a tool must have type function and a function.name"),
+        ([{"function": {"name": "f", "parameters": []}}], "required", "parameters must be a JSON schema"),
     ],
 )
 def test_bad_tools(tools: list[dict[str, Any]], choice: Any, text: str) -> None:

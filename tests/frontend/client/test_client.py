@@ -179,7 +179,7 @@ def test_a_failed_request_carries_its_error(client, played_engine, code, kind):
 
 
 def test_a_request_too_long_for_a_message_is_not_submitted(client, played_engine):
-    with pytest.raises(InvalidRequestError, match=r"120\d\d\d bytes \(prompt: 120000\).*takes 100000"):
+    with pytest.raises(InvalidRequestError, match=r"120\d\d\d bytes \(prompt: 120000\).*accepts 100000"):
         submit(client, prompt=range(30_000))
     assert played_engine.sent(AddRequest) == []
     assert client.num_live == 0
@@ -328,7 +328,7 @@ def test_an_engine_that_is_stopped_is_named_as_such(tmp_path):
         stopped.bind(f"{tmp_path}/s")
         stopped.listen()
         with pytest.raises(
-            EngineDeadError, match=r"closed the connection, on which nothing was said for \d s: .* stopped"
+            EngineDeadError, match=r"closed the connection, on which nothing arrived for \d s: .* stopped"
         ):
             EngineClient(ZmqTransport(f"ipc://{tmp_path}/s"))
 

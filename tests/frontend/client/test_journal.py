@@ -255,7 +255,7 @@ def test_choices_are_rows_of_their_own():
     assert journal.take_ready().tolist() == [0, 1]
     assert journal.unfinished().tolist() == [0, 1]
     assert (journal.num_live, len(journal._free)) == (2, 128 - 71)
-    with pytest.raises(MalformedMessageError, match="of a choice that its request has not"):
+    with pytest.raises(MalformedMessageError, match="has a choice that its request does not have"):
         journal.apply(outputs([(1, 0, [5], 0)], choices=[70]), 3.0)
     with pytest.raises(MalformedMessageError, match="a choice has two rows"):
         journal.apply(outputs([(1, 0, [5], 0), (1, 0, [5], 0)], choices=[3, 3]), 3.0)

@@ -43,5 +43,5 @@ def test_every_position_once():
         received.add(position, at(position))
     assert [one.rank for one in received.prompt] == [1, 2]
     assert [one.rank for one in received.output] == [3, 4]
-    with pytest.raises(AssertionError, match="of 6 follow, 5 is due"):
+    with pytest.raises(AssertionError, match="of 6 follow, but 5 is expected"):
         received.add(6, at(6))

@@ -96,7 +96,7 @@ def test_start_and_stop() -> None:
     with pytest.raises(EngineStartError, match="has not been started"):
         _ = engine.pid
     engine.start()
-    with pytest.raises(EngineStartError, match="was started already"):
+    with pytest.raises(EngineStartError, match="was already started"):
         engine.start()
     with pytest.raises(EngineStartError, match="before wait_ready"):
         _ = engine.address
@@ -126,7 +126,11 @@ def test_listen_on_a_tcp_port() -> None:
 @pytest.mark.parametrize(
     ("config", "kind", "text"),
     [
-        (EngineConfig(model="/no/such/model"), ModelFileError, "'/no/such/model' is no file or folder here"),
+        (
+            EngineConfig(model="/no/such/model"),
+            ModelFileError,
+            "'/no/such/model' is not a file or folder on this machine",
+        ),
         (
             EngineConfig(executor="fake", executor_options=fake_options(max_model_len=100), max_model_len=101),
             ConfigError,
@@ -202,7 +206,7 @@ def test_child_that_is_no_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     program.write_text(f"#!{sys.executable}\nimport os, sys\nos.write(int(sys.argv[-1]), b'not a frame')\n")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    with pytest.raises(EngineStartError, match="does not speak as an engine does"), EngineProcess(FAKE):
+    with pytest.raises(EngineStartError, match="does not follow an engine's protocol"), EngineProcess(FAKE):
         pass
     monkeypatch.setattr(sys, "executable", str(tmp_path / "missing"))
     with pytest.raises(EngineStartError, match="could not be started"):

@@ -1,6 +1,6 @@
 """The fault matrix: every fault, victim and moment in real processes. `make soak` plays all cells, the suite a choice.
 
-docs/operations.md has the counts of a whole run.
+soak_faults.md has the counts of whole runs.
 """
 
 from pathlib import Path

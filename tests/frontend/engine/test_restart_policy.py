@@ -45,7 +45,7 @@ def test_the_delays_grow_and_the_budget_ends() -> None:
     assert [policy.on_death(KILLED, 0.1 * number).delay_s for number in range(5)] == [0.0, 0.1, 0.5, 2.0, 5.0]
     verdict = policy.on_death(KILLED, 1.0)
     assert verdict.delay_s is None
-    assert verdict.text == "(1) was killed by SIGKILL; it was started again 5 times within 60 s, which is the limit"
+    assert verdict.text == "(1) was killed by SIGKILL; it was restarted 5 times within 60 s, which is the limit"
 
 
 def test_the_budget_is_for_a_while() -> None:
@@ -82,4 +82,4 @@ def test_a_start_that_fails_twice_alike_is_not_tried_again() -> None:
 def test_without_restarts_the_first_death_is_the_last() -> None:
     verdict = RestartPolicy(RestartRules(most=0)).on_death(KILLED, 0.0)
     assert verdict.delay_s is None
-    assert "not started again" in verdict.text
+    assert "not restarted" in verdict.text

@@ -148,7 +148,7 @@ def test_what_cannot_be_prepared_says_why() -> None:
 def test_one_that_takes_too_long_is_ended() -> None:
     standby = Standby(FAKE, [], None, 0.0, loads_model=True)
     assert not standby.look(time.monotonic() + 1.0)
-    assert standby.text == "was not prepared in time"
+    assert standby.text == "was not ready in time"
 
 
 @SOAK

@@ -177,7 +177,7 @@ def test_while_no_engine_is_there_the_client_takes_as_many_as_the_engine_would()
         while client._is_connected:
             time.sleep(0.001)
         numbers = [client.submit([1], SamplingParams(max_tokens=3, ignore_eos=True), seed=0) for _ in range(5)]
-        with pytest.raises(RequestFailedError, match="as many requests wait for it as it takes"):
+        with pytest.raises(RequestFailedError, match="as many requests wait for it as it accepts"):
             client.submit([1], GREEDY, seed=0)
         finish(client, numbers)
         client.close()
@@ -251,7 +251,7 @@ def test_when_the_budget_is_spent_everybody_knows_at_once(tmp_path: Path) -> Non
         kill(engine.process)
         begin = time.monotonic()
         for client, number in numbers:
-            with pytest.raises(EngineDeadError, match="it was started again 1 times within 60 s, which is the limit"):
+            with pytest.raises(EngineDeadError, match="it was restarted 1 times within 60 s, which is the limit"):
                 client.wait(np.array([number]), PATIENCE_S)
             client.close()
         assert time.monotonic() - begin < PATIENCE_S / 2
@@ -286,7 +286,7 @@ def test_an_engine_that_cannot_be_watched_is_ended_and_said_so(tmp_path: Path, m
         client = connected(engine)
         number = client.submit([1], SamplingParams(max_tokens=50_000, ignore_eos=True), seed=0)
         monkeypatch.setattr(engine._watchdog, "look", lambda *_: 1 / 0)
-        with pytest.raises(EngineDeadError, match="could not be watched any more and was ended: ZeroDivisionError"):
+        with pytest.raises(EngineDeadError, match="could no longer be watched and was ended: ZeroDivisionError"):
             client.wait(np.array([number]), PATIENCE_S)
         assert wait_for_end(engine)
         client.close()

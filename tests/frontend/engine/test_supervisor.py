@@ -57,7 +57,7 @@ def test_an_engine_that_was_told_twice_is_not_started_again() -> None:
     supervisor.on_drain()
     supervisor.on_death(KILLED, 1.0)
     assert (supervisor.state, supervisor.restarts) == (State.ENDED, {})
-    assert supervisor.text == "(1) was killed by SIGKILL; it was told to stop, so it is not started again"
+    assert supervisor.text == "(1) was killed by SIGKILL; it was told to stop, so it is not restarted"
     supervisor = ready()
     supervisor.on_death(KILLED, 1.0)
     supervisor.on_drain()

@@ -95,7 +95,7 @@ def test_what_came_before_is_left_out(requests: RoutedRequests) -> None:
     again = Outputs(4, 10, u32(1, 3), u32(0, 0), u16(2, 3), i32(5, 6, 7, 8, 9))
     ((_, part),) = forward(requests, only_new(requests, again), epoch=1)
     assert (part.numbers, part.positions, part.counts, part.tokens) == (u32(11), u32(1), u16(2), i32(8, 9))
-    with pytest.raises(MalformedMessageError, match="begins at position 4 of an output of which 2 tokens have come"):
+    with pytest.raises(MalformedMessageError, match="begins at position 4 of an output of which 2 tokens have arrived"):
         only_new(requests, Outputs(4, 11, u32(1), u32(4), u16(1), i32(1)))
 
 

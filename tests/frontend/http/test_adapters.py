@@ -80,7 +80,7 @@ def test_the_owner_loads_and_unloads_while_the_engine_runs(adapted: Adapted) -> 
     refused = adapted.control("unload", "late")
     assert (refused.returncode, "no adapter has the name 'late'" in refused.stderr) == (1, True), refused
     assert "adapter_config.json" in adapted.control("load", f"x={adapted.folder}").stderr
-    assert "lora is followed by load NAME=PATH" in adapted.control("load").stderr
+    assert "lora needs load NAME=PATH" in adapted.control("load").stderr
 
 
 def test_nothing_administrative_goes_over_http(adapted: Adapted) -> None:

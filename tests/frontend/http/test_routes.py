@@ -60,7 +60,7 @@ def test_a_wrong_base_url_is_told_the_route(served: Caller) -> None:
 
 def test_a_path_of_what_is_not_here_is_told_what_there_is(served: Caller) -> None:
     for path, told in (
-        ("/infill", "filling in"),
+        ("/infill", "fill-in-the-middle"),
         ("/v1/audio/speech", "answers with text"),
         ("/v1/responses/resp_1", "nothing is stored"),
         ("/v1/messages/batches", "engine-core batch"),

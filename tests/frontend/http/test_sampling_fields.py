@@ -65,14 +65,14 @@ def test_a_beam_search_takes_no_defaults_of_draws() -> None:
         "temperature": 0.0,
     }
     for name in set(OF_DRAWS) - {"temperature"}:
-        with pytest.raises(InvalidRequestError, match=f"^{name}={VALUES[name]} and use_beam_search exclude each other"):
+        with pytest.raises(InvalidRequestError, match=f"^{name}={VALUES[name]} and use_beam_search cannot be combined"):
             read(CompletionBody, use_beam_search=True, **{name: VALUES[name]})
 
 
 def test_an_option_that_ollama_does_not_know_is_named() -> None:
     noted: list[str] = []
     fields = sampling_fields(OllamaBody(model="demo", options={"nsigma": 1.0}), 4096, noted.append)
-    assert noted == ["the option 'nsigma', which is not known here"]
+    assert noted == ["the option 'nsigma', which is unknown here"]
     assert fields == {"stream": True}
 
 

@@ -123,11 +123,11 @@ def test_nobody_tells_another_address_by_default() -> None:
     [
         (("--ssl-keyfile", "x"), "need --ssl-certfile"),
         (("--ssl-certfile", "/nowhere.pem"), "--ssl-certfile: No such file"),
-        (("--ssl-certfile", __file__), "PEM files are wanted"),
+        (("--ssl-certfile", __file__), "the files must be PEM"),
         (("--ssl-certfile", CERTIFICATE, "--ssl-ca-certs", __file__), "--ssl-ca-certs: "),
         (("--root-path", "llm"), "--root-path is a path"),
         (("--forwarded-allow-ips", "proxy.example"), "--forwarded-allow-ips takes addresses"),
-        (("--uds", "x", "--port", "1"), "--uds is an address of its own"),
+        (("--uds", "x", "--port", "1"), "--uds is an address by itself"),
     ],
 )
 def test_wrong_options_are_refused_by_name(

@@ -25,14 +25,14 @@ def png(width: int, height: int) -> bytes:
 def test_a_side_is_bounded() -> None:
     assert open_image(png(MAX_SIDE, 1), "the prompt").size == (MAX_SIDE, 1)
     for size in ((MAX_SIDE + 1, 1), (1, MAX_SIDE + 1)):
-        with pytest.raises(InvalidRequestError, match=f"at most .* are taken, and {MAX_SIDE} on a side"):
+        with pytest.raises(InvalidRequestError, match=f"at most .* are accepted, and {MAX_SIDE} on a side"):
             open_image(png(*size), "the prompt")
 
 
 def test_the_area_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "MAX_PIXELS", 100)
     assert open_image(png(10, 10), "the prompt").mode == "RGB"
-    with pytest.raises(InvalidRequestError, match="11 x 10 pixels; at most 100 are taken"):
+    with pytest.raises(InvalidRequestError, match="11 x 10 pixels; at most 100 are accepted"):
         open_image(png(11, 10), "the prompt")
 
 
@@ -40,7 +40,7 @@ def test_webp_takes_twice_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "MAX_PIXELS", 100)
     file = io.BytesIO()
     Image.new("RGB", (10, 6)).save(file, "WEBP")
-    with pytest.raises(InvalidRequestError, match="10 x 6 pixels; at most 50 are taken"):
+    with pytest.raises(InvalidRequestError, match="10 x 6 pixels; at most 50 are accepted"):
         open_image(file.getvalue(), "the prompt")
 
 

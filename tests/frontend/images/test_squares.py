@@ -78,7 +78,7 @@ def test_an_image_is_processed_once_while_there_is_room() -> None:
 
 @pytest.mark.parametrize("text", ["no mark", "<image><image>"])
 def test_as_many_marks_as_images(text: str) -> None:
-    with pytest.raises(InvalidRequestError, match="times and 1 images: write it once for each"):
+    with pytest.raises(InvalidRequestError, match="times but 1 images: write it once for each"):
         ImagePrompts(RULES).read(text, [noise(9, 9, 1)], "the prompt")
 
 
@@ -119,10 +119,10 @@ WRONG: list[tuple[Any, str]] = [
     (3, "an image must be a path, .* got int"),
     (b"no image", "cannot be read: cannot identify"),
     ("/no/such/file.png", "cannot be read: .*No such file"),
-    ("https://example.org/a.png", "nothing is fetched from a network"),
-    (np.zeros((4, 4), np.uint8), r"is \[height, width, 3\] of uint8; got \[4, 4\]"),
+    ("https://example.org/a.png", "no URL is fetched"),
+    (np.zeros((4, 4), np.uint8), r"must be \[height, width, 3\] of uint8; got \[4, 4\]"),
     (np.zeros((4, 4, 3)), "of float64"),
-    ("data:image/png;base64,!!", "is no base64"),
+    ("data:image/png;base64,!!", "is not base64"),
     ("data:image/png,abc", "must be in base64"),
 ]
 
@@ -169,7 +169,7 @@ def test_a_servers_client_names_no_files(url: str) -> None:
     for part in ({"type": "image_url", "image_url": {"url": url}}, {"type": "image", "image": url}):
         with pytest.raises(InvalidRequestError, match="must be data:image/"):
             take_images([{"role": "user", "content": [part]}], takes_files=False)
-    with pytest.raises(InvalidRequestError, match="an image is"):
+    with pytest.raises(InvalidRequestError, match="an image must be"):
         take_images([{"role": "user", "content": [{"type": "image", "image": 3}]}], takes_files=False)
 
 

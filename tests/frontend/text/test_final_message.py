@@ -59,7 +59,7 @@ def test_the_last_text_of_content_parts_goes_on() -> None:
 @pytest.mark.parametrize(
     ("template", "messages", "add", "text"),
     [
-        (TEMPLATE, CHAT, True, "exclude each other"),
+        (TEMPLATE, CHAT, True, "cannot be combined"),
         (TEMPLATE, [{"role": "user", "content": None}], False, "content is a str"),
         (TEMPLATE, [{"role": "user", "content": [{"type": "image"}]}], False, "content is a str or has a part"),
         (TEMPLATE, [], False, "content is a str"),

@@ -93,7 +93,7 @@ def test_special_tokens_are_found_in_texts_and_left_out_of_them() -> None:
     [
         ({"unknown_token_id": None}, "unknown_token_id is missing"),
         ({"scores": [0.0]}, "scores has 1 entries"),
-        ({"precompiled_charsmap": [1, 2, 3]}, "is no table of replacements"),
+        ({"precompiled_charsmap": [1, 2, 3]}, "is not a table of replacements"),
         ({"precompiled_charsmap": [1, 256]}, "must hold only bytes"),
     ],
 )

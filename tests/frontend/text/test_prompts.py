@@ -66,7 +66,7 @@ def test_what_is_no_prompt(prompts):
 @pytest.mark.parametrize(
     ("prompt", "text"),
     [
-        ([], "the prompt cannot be empty; a prompt has at least one token"),
+        ([], "the prompt cannot be empty; a prompt needs at least one token"),
         ([1, "2"], "token ids must be ints; at index 1 is '2'"),
         ([1.0, 2], r"token ids must be ints; at index 0 is 1\.0"),
         ([True, 2], "token ids must be ints; at index 0 is True"),
@@ -90,7 +90,8 @@ def test_a_wrong_prompt_is_named(prompt, text):
 
 
 @pytest.mark.parametrize(
-    ("salt", "text"), [("a" * 1025, "'cache_salt' has 1025 characters; 1024 are"), ("\udcff", "must be valid Unicode")]
+    ("salt", "text"),
+    [("a" * 1025, "'cache_salt' has 1025 characters; at most 1024 are"), ("\udcff", "must be valid Unicode")],
 )
 def test_a_salt_that_cannot_be_sent(salt, text):
     assert read({"prompt_token_ids": [1], "cache_salt": "a" * 1024})

@@ -72,7 +72,7 @@ def test_one_that_takes_too_much_memory_ends_alone(templates: RequestTemplates) 
 
 def test_what_cannot_be_passed_is_refused(templates: RequestTemplates) -> None:
     for value in (2**70, object(), "\ud800"):
-        with pytest.raises(InvalidRequestError, match="cannot get these messages"):
+        with pytest.raises(InvalidRequestError, match="these messages cannot be passed"):
             templates.render(TEMPLATE, CHAT, extra=value)
 
 

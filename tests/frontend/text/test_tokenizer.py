@@ -277,7 +277,7 @@ def test_a_given_template_takes_the_place_of_all(tmp_path: Path) -> None:
         tokenizer = Tokenizer.from_files(files | read_chat_template(template))
         assert tokenizer.chat_templates == {"default": "{{ messages[0].content }}!"}
     assert Tokenizer.from_files(files | read_chat_template(None)).chat_template == "B"
-    with pytest.raises(ModelFileError, match="is no file here, and no template"):
+    with pytest.raises(ModelFileError, match="is not a file on this machine, and not a template"):
         read_chat_template("/no/such/file.jinja")
     with pytest.raises(ModelFileError, match="given-chat-template: the chat template is not valid Jinja"):
         Tokenizer.from_files(files | read_chat_template("{% for"))
@@ -308,7 +308,7 @@ def test_named_chat_templates_as_transformers_saves_them(tmp_path: Path) -> None
         ({"tokenizer.json": b"\xff"}, "tokenizer.json is not a tokenizer"),
         ({"tokenizer.json": b'{"model":{"type":"BPE","vocab":{"a":0,"b":1},"merges":["a b"]}}'}, "contradicts itself"),
         (_folder(tokenizer_config=b"{"), "tokenizer_config.json is not JSON"),
-        (_folder(generation_config=b"[]"), "generation_config.json must hold a JSON object"),
+        (_folder(generation_config=b"[]"), "generation_config.json must contain a JSON object"),
         (_folder() | {"chat_template.jinja": b"\xff"}, "chat_template.jinja is not UTF-8"),
         (_folder() | {"additional_chat_templates/a.jinja": b"\xff"}, r"additional_chat_templates/a\.jinja is not UTF"),
         (_folder(chat_template=b"{"), "chat_template.json is not JSON"),

@@ -104,7 +104,7 @@ def test_no_names(name: str) -> None:
 def test_a_revision_does_not_lead_out_of_the_cache(cache: Path, revision: str) -> None:
     add_snapshot(cache, "config.json", "model.safetensors")
     for call in (fetch_model, locate_model, is_hub_name):
-        with pytest.raises(ModelFileError, match=r"a revision is a branch, a tag or a commit, without"):
+        with pytest.raises(ModelFileError, match=r"a revision is a branch, a tag or a commit, and must not contain"):
             call(f"org/name@{revision}")  # type: ignore[operator]
 
 
@@ -143,7 +143,7 @@ def test_not_in_the_cache_and_no_network_is_one_error_that_says_both(cache: Path
     assert text.startswith(
         "org/name@v1 was not downloaded: HF_HUB_OFFLINE is set: unset it, or run `hf download org/name`"
     )
-    assert f"It is no file or folder here, and {cache} has no org/name (OfflineModeIsEnabled: " in text
+    assert f"It is not a file or folder on this machine, and {cache} has no org/name (OfflineModeIsEnabled: " in text
     assert caught.value.__cause__ is None
 
 
@@ -241,7 +241,7 @@ def test_which_file_is_meant(files: list[str], wanted: str | None, expected: str
 @pytest.mark.parametrize(
     ("files", "wanted", "message"),
     [
-        (["a-Q8_0.gguf", "a-F16.gguf"], None, "has no Q4_K_M, so name another file; it has F16, Q8_0 (such as"),
+        (["a-Q8_0.gguf", "a-F16.gguf"], None, "has no Q4_K_M: name another file; it has F16, Q8_0 (such as"),
         (["a-Q8_0.gguf", "a-F16.gguf"], "Q4_0", "org/name has no Q4_0; it has F16, Q8_0"),
         (["a-Q4_0.gguf", "b-Q4_0.gguf"], "Q4_0", "several files of Q4_0: name one, org/name:a-Q4_0.gguf, org"),
         (["a-Q4_0-00001-of-00003.gguf"], "Q4_0", "Q4_0 is split into 3 files, which this version does not read"),
@@ -262,12 +262,12 @@ def test_a_file_that_is_not_there(files: list[str], wanted: str | None, message:
         ((403, "GatedRepo"), "the model is gated: accept its terms at {url}/org/name, then set HF_TOKEN"),
         ((401, "GatedRepo"), "the model is gated: accept its terms at {url}/org/name, then set HF_TOKEN"),
         ((401, "RepoNotFound"), "or it is private: check the spelling at {url}/org"),
-        ((404, "RepoNotFound"), "the Hub knows no model of this name, or it is private"),
-        ((404, "RevisionNotFound"), "the model has no revision main: {url}/org/name/tree/main shows those there are"),
-        ((401, ""), "the Hub refuses access: set HF_TOKEN to a token that is valid"),
-        ((403, ""), "the Hub refuses access with this token: ask for it at {url}/org/name"),
+        ((404, "RepoNotFound"), "the Hub has no model of this name, or it is private"),
+        ((404, "RevisionNotFound"), "the model has no revision main: {url}/org/name/tree/main lists them"),
+        ((401, ""), "the Hub refuses access: set HF_TOKEN to a valid token"),
+        ((403, ""), "the Hub refuses access with this token: request access at {url}/org/name"),
         ((429, ""), "the Hub limits the rate of requests"),
-        ((503, ""), "the Hub has trouble of its own: try again later"),
+        ((503, ""), "the Hub has an internal error: try again later"),
     ],
 )  # fmt: skip
 def test_a_refusal_is_named(refusal: tuple[int, str], message: str, hub: HubServer) -> None:
@@ -279,7 +279,7 @@ def test_a_refusal_is_named(refusal: tuple[int, str], message: str, hub: HubServ
 
 def test_no_connection_is_named(hub: HubServer) -> None:
     hub.close()
-    with pytest.raises(ModelFileError, match=f"there is no connection to {hub.url}: try again; without a network"):
+    with pytest.raises(ModelFileError, match=f"there is no connection to {hub.url}: try again, or run `hf download"):
         fetch_model("org/name")
 
 

@@ -87,13 +87,16 @@ def test_folders_and_files_become_absolute(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("HuggingFaceTB/SmolLM2-135M", "is no file or folder here; accepted are .* or a Hugging Face name: org/name"),
-        ("missing.gguf", "is no file or folder here; accepted are a folder with config.json"),
-        ("", "must hold config.json"),
-        ("empty", "must hold config.json"),
+        (
+            "HuggingFaceTB/SmolLM2-135M",
+            "is not a file or folder on this machine; accepted are .* or a Hugging Face name: org/name",
+        ),
+        ("missing.gguf", "is not a file or folder on this machine; accepted are a folder with config.json"),
+        ("", "must contain config.json"),
+        ("empty", "must contain config.json"),
         ("weights.bin", "a model is a folder with config.json .* or a .gguf file"),
-        ("x" * 5000, "is no file or folder here"),
-        ("nul\0", "is no file or folder here"),
+        ("x" * 5000, "is not a file or folder on this machine"),
+        ("nul\0", "is not a file or folder on this machine"),
     ],
 )
 def test_other_names_are_refused(model: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +211,7 @@ def test_a_pointer_of_git_lfs_says_what_to_run(tmp_path: Path) -> None:
     pointer = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 98765\n"
     for name in ("tokenizer.json", "model.safetensors", "model.gguf"):
         (tmp_path / name).write_text(pointer)
-        with pytest.raises(ModelFileError, match=f"{name}: a pointer of git-lfs .* run `git lfs pull`"):
+        with pytest.raises(ModelFileError, match=f"{name}: this is a git-lfs pointer.* run `git lfs pull`"):
             read_small_file(tmp_path / name)
     with pytest.raises(ModelFileError, match="git lfs pull"):
         read_gguf(tmp_path / "model.gguf")

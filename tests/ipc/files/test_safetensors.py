@@ -86,7 +86,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "backwards": (build({"a": entry(8, 0)}, bytes(8)), "data_offsets must rise from 0 to at most 8"),
     "past the end": (build({"a": entry(0, 16, [4])}, bytes(8)), "data_offsets must rise from 0 to at most 8"),
     "overlap": (build({"a": entry(0, 8), "b": entry(4, 12)}, bytes(12)), "'b' .* overlaps the one before it"),
-    "hole": (build({"a": entry(0, 8), "b": entry(12, 20)}, bytes(20)), "'b' .* leaves a hole before it"),
+    "hole": (build({"a": entry(0, 8), "b": entry(12, 20)}, bytes(20)), "'b' .* leaves a gap before it"),
     "rest": (build({"a": entry(0, 8)}, bytes(12)), "the tensors end at byte .*, but the file at"),
 }
 
@@ -185,7 +185,7 @@ def test_a_wrong_index_is_named(weight_map: Any, message: str, tmp_path: Path) -
 def test_a_tensor_in_two_files(tmp_path: Path) -> None:
     write_shards(tmp_path)
     save_file({"a": torch.ones(2), "b": torch.ones(3)}, tmp_path / "model-2.safetensors")
-    with pytest.raises(ModelFileError, match=r"'a' is both in model-1\.safetensors and in model-2\.safetensors"):
+    with pytest.raises(ModelFileError, match=r"'a' is in both model-1\.safetensors and model-2\.safetensors"):
         read_safetensors_folder(tmp_path)
 
 

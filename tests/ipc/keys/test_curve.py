@@ -111,7 +111,7 @@ def test_a_list_that_is_too_long_is_refused_and_stays(folder: str, tmp_path: Pat
     file = Path(folder, "allowed")
     for size in ((1 << 20) + 1, (1 << 20) - 9):
         file.write_text("bob " + "k" * 40 + "\n" + "#" * (size - 45))
-        with pytest.raises(ConfigError, match=r"allowed may have 1048576 bytes"):
+        with pytest.raises(ConfigError, match=r"allowed is too long; at most 1048576 bytes are allowed"):
             add_client(folder, "alice", str(tmp_path / "alice"))
         assert file.stat().st_size == size
         assert not (tmp_path / "alice").exists()
@@ -120,7 +120,9 @@ def test_a_list_that_is_too_long_is_refused_and_stays(folder: str, tmp_path: Pat
 
 @pytest.mark.parametrize("binding", [True, False])
 def test_an_address_outside_this_machine_needs_keys(binding: bool) -> None:
-    with pytest.raises(AddressError, match=r"leaves this machine, so it needs keys: make them with `engine-core keys`"):
+    with pytest.raises(
+        AddressError, match=r"is reachable from other machines, so it needs keys: make them with `engine-core keys`"
+    ):
         check_address("tcp://192.0.2.7:5555", binding=binding)
     check_address("tcp://192.0.2.7:5555?keys=/k", binding=binding)
     assert keys_of("tcp://192.0.2.7:5555?keys=/a b/k") == "/a b/k"
@@ -131,7 +133,7 @@ def test_an_address_outside_this_machine_needs_keys(binding: bool) -> None:
 def test_sockets_refuse_keys_that_are_not_theirs(folder: str, tmp_path: Path) -> None:
     add_client(folder, "alice", str(tmp_path / "alice"))
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    with pytest.raises(AddressError, match="an engine listens with the folder of `engine-core keys new`"):
+    with pytest.raises(AddressError, match="an engine listens with a folder made by `engine-core keys new`"):
         bind_router(context, f"tcp://127.0.0.1:0?keys={tmp_path}/alice")
     with pytest.raises(AddressError, match="cannot be read: No such file"):
         connect_dealer(context, f"tcp://127.0.0.1:1?keys={tmp_path}/nobody")
@@ -148,7 +150,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == "alice concurrent=2 rpm=60\nbob tpm=5000\n"
     assert run_cli(["keys", "limit", folder, "bob"]) == 0
     assert run_cli(["keys", "limit", folder, "alice", "--rpm", "0"]) == 1
-    assert "'rpm=0' is no limit of a client" in capsys.readouterr().err
+    assert "'rpm=0' is not a limit of a client" in capsys.readouterr().err
     assert run_cli(["keys", "list", folder]) == 0
     assert capsys.readouterr().out == "alice concurrent=2 rpm=60\nbob\n"
     assert run_cli(["keys", "remove", folder, "alice"]) == 0

@@ -43,11 +43,11 @@ def test_candidates_suffice_where_all_beams_end() -> None:
         ({"length_penalty": "1"}, "length_penalty must be a number in"),
         ({"early_stopping": "always"}, 'early_stopping must be True, False or "never"'),
         ({"early_stopping": 1}, 'early_stopping must be True, False or "never"'),
-        ({"top_p": 0.9}, "top_p=0.9 and use_beam_search exclude each other: a beam search draws nothing"),
+        ({"top_p": 0.9}, "top_p=0.9 and use_beam_search cannot be combined: a beam search draws nothing"),
         ({"top_k": 5}, "top_k=5 and use_beam_search"),
         ({"min_p": 0.1}, "min_p=0.1 and use_beam_search"),
         ({"stop": ["x"]}, "use stop_token_ids"),
-        ({"logprobs": -1}, "logprobs=-1 and use_beam_search exclude each other: each beam would keep"),
+        ({"logprobs": -1}, "logprobs=-1 and use_beam_search cannot be combined: each beam would keep"),
         ({"max_tokens": 65_536}, "max_tokens of a beam search is at most 65535"),
         ({"use_beam_search": 1}, "use_beam_search must be True or False"),
         (

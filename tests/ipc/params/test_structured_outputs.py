@@ -72,11 +72,11 @@ def nested(depth: int) -> str:
         ({"choice": [""]}, "an element of choice"),
         ({"choice": ["a" * MAX_GRAMMAR_BYTES, "b"]}, "choice has"),
         ({"json_object": 1}, "json_object must be True or False"),
-        ({"regex": "a", "whitespace_pattern": "[ ]"}, "whitespace_pattern is about JSON and has no effect on regex"),
+        ({"regex": "a", "whitespace_pattern": "[ ]"}, "whitespace_pattern applies to JSON and has no effect on regex"),
         ({"json_object": True, "disable_any_whitespace": True, "whitespace_pattern": "x"}, "contradict each other"),
         ({"structural_tag": {"structures": [{1}]}}, "structural_tag is not JSON: .*set"),
         ({"structural_tag": '{"type": "structural_tag"}'}, "needs `structures`"),
-        ({"structural_tag": json.dumps(TAG | {"triggers": ["<g"]})}, "no trigger begins"),
+        ({"structural_tag": json.dumps(TAG | {"triggers": ["<g"]})}, "no trigger is a prefix"),
         ({"structural_tag": json.dumps(TAG | {"structures": [{"begin": "<f"}]})}, "a structure has begin"),
     ],
 )

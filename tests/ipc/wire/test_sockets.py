@@ -49,9 +49,9 @@ def address() -> Iterator[str]:
         ("tcp://127.0.0.1", "write ipc:///absolute/path"),
         ("tcp://127.0.0.1:x", "write ipc:///absolute/path"),
         ("tcp://127.0.0.1:65536", "must be from 0 to 65535"),
-        ("tcp://0.0.0.0:5000", "leaves this machine"),
-        ("tcp://*:5000", "leaves this machine"),
-        ("tcp://[::]:5000", "leaves this machine"),
+        ("tcp://0.0.0.0:5000", "is reachable from other machines"),
+        ("tcp://*:5000", "is reachable from other machines"),
+        ("tcp://[::]:5000", "is reachable from other machines"),
         ("tcp://192.168.0.4:5000", "so it needs keys"),
         ("tcp://example.org:5000", "so it needs keys"),
         ("ipc://engine.sock", "needs an absolute path"),
@@ -194,7 +194,7 @@ def test_a_full_disk(context: Context, address: str, monkeypatch: pytest.MonkeyP
         bind_router(context, address)
     monkeypatch.setattr(tempfile, "mkdtemp", full)
     monkeypatch.setattr(tempfile, "gettempdir", full)
-    with pytest.raises(AddressError, match=r"no directory for a socket could be made .*No space left"):
+    with pytest.raises(AddressError, match=r"no directory for a socket could be created .*No space left"):
         private_ipc_address()
 
 

@@ -36,7 +36,7 @@ def test_the_first_effect_of_a_line_is_found(tmp_path: Path, capsys: pytest.Capt
     difference = comparison["difference"]
     assert comparison["is_own"]
     assert difference["kind"] == "decision"
-    assert any("row given up" in line for line in difference["details"]), "another row is preempted"
+    assert any("row preempted" in line for line in difference["details"]), "another row is preempted"
     assert main(["replay", str(source), "--compare", str(ROOT)]) == 0
     assert "makes the same decisions" in capsys.readouterr().out
 
@@ -54,8 +54,8 @@ def test_a_capture_of_the_other_version_is_run_anew_here(
     other = other_tree(tmp_path / "other", "return candidates[order]", "return candidates[order][::-1]")
     assert main(["replay", str(source), "--compare", str(other)]) == 3
     out = capsys.readouterr().out
-    assert "its requests run anew here" in out
-    assert "first decides otherwise in step" in out
+    assert "its requests run again here" in out
+    assert "first decides differently in step" in out
 
 
 def test_what_is_no_version_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -60,7 +60,7 @@ def test_the_programs(tmp_path: Path) -> None:
         assert (own.state, own.reason, own.num_prompt_tokens) == (SchedulingState.WAITING, Reason.PAUSED, 3)
         name = f"{own.session}/{number}"
         table = run("explain", "--connect", address).stdout
-        assert "paused: nothing begins, what has begun goes on" in table
+        assert "paused: no request begins; running ones continue" in table
         assert f"{name}  waiting" in table
         one = run("explain", "--connect", address, name)
         assert f"request {name}: waiting - the engine's owner has paused it" in one.stdout, one.stderr

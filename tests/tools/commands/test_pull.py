@@ -64,8 +64,8 @@ def test_from_pull_to_rm(hub: HubServer, tmp_path: Path) -> None:
 def test_errors_are_one_line(hub: HubServer, tmp_path: Path) -> None:
     for words, text in (
         (["pull", "org/gguf:Q5_0"], "org/gguf has no Q5_0; it has Q4_K_M, Q8_0 (such as org/gguf:Q4_K_M)"),
-        (["pull", "name"], "'name' is no name on the Hub"),
-        (["rm", "/a/b"], "'/a/b' is no name of `engine-core list`"),
+        (["pull", "name"], "'name' is not a name on the Hub"),
+        (["rm", "/a/b"], "'/a/b' is not in `engine-core list`"),
     ):
         done = run(hub, tmp_path, *words)
         assert (done.returncode, done.stdout) == (1, "")

@@ -202,7 +202,7 @@ def test_what_cannot_be_deployed_is_said_and_leaves_nothing(ray: Ray, monkeypatc
     assert len(ray.killed) == 4
     assert not ray.is_up
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigError, match=r"llm-engine-core\[ray\]"):
+    with pytest.raises(ConfigError, match=r"with its extra \[ray\]"):
         deploy(**FAKE)
 
 

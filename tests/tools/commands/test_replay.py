@@ -220,7 +220,7 @@ def flip_first(column: bytes) -> bytes:
             lambda step: replaced(counts=flip_first(step.counts))(step),
             "~ client ",
         ),
-        (lambda step: bool(step.removed_rows), lambda step: replaced(removed_rows=b"")(step), "1 row given up"),
+        (lambda step: bool(step.removed_rows), lambda step: replaced(removed_rows=b"")(step), "1 row preempted"),
         (
             lambda step: len(step.added) == 1 and step.added[0][3],
             lambda step: replaced(added=[(*step.added[0][:3], 0)])(step),

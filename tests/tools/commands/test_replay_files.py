@@ -41,7 +41,7 @@ def test_what_cannot_be_replayed_is_one_line_and_status_4(
     damaged[frames[20].end - 1] ^= 1
     for content, text in (
         (b"", "empty"),
-        (data[: frames[0].end], "no whole step"),
+        (data[: frames[0].end], "no complete step"),
         (data[: frames[0].end - 1], "not a capture"),
         (bytes(damaged), f"damaged at byte {frames[20].offset}"),
     ):

@@ -115,10 +115,10 @@ def test_statuses_are_those_of_git_bisect(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("1 +", "no expression"),
+        ("1 +", "not an expression"),
         ("__import__('os')", "Call is not allowed"),
         ("ttft > 3", "it names 'ttft'"),
-        ("1 < 2", "names nothing"),
+        ("1 < 2", "names no value"),
         ("error.x", "Attribute is not allowed"),
     ],
 )

@@ -127,7 +127,7 @@ def test_it_shows_the_engine_explains_and_aborts(
         time.sleep(0.01)
     assert [client.read(number).finish for number in (0, 2)] == [FinishReason.NONE] * 2
     top.press("p")
-    top.until(r"PAUSED: nothing begins")
+    top.until(r"PAUSED: no request begins")
     top.press("r")
     top.until(r"resumed")
     top.press("q")

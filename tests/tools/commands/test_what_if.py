@@ -232,11 +232,11 @@ def test_an_engine_that_gets_stuck_is_told(tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("texts", "message"),
     [
-        (["dtype=float32"], "options that decide a schedule are max_num_seqs"),
+        (["dtype=float32"], "the options that affect scheduling are max_num_seqs"),
         (["max_num_seqs=many"], "must be a number from 1 to 65536; got 'many'"),
         (["enable_prefix_caching=perhaps"], "must be yes or no"),
-        (["max_num_seqs=1", "max-num-seqs=2"], "given twice: write its values as max_num_seqs=A,B"),
-        (["max_num_seqs=" + ",".join(map(str, range(1, 258)))], "asks for 257 combinations; at most 256"),
+        (["max_num_seqs=1", "max-num-seqs=2"], "given twice: give all values at once, as max_num_seqs=A,B"),
+        (["max_num_seqs=" + ",".join(map(str, range(1, 258)))], "asks for 257 combinations; the limit is 256"),
     ],
 )
 def test_a_wrong_what_if_is_refused(texts: list[str], message: str) -> None:
@@ -326,4 +326,4 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_status:
         main(["replay", str(path), "--what-if", "max_num_seq=2"])
     assert exit_status.value.code == 2
-    assert "did you mean max_num_seqs? options that decide a schedule" in capfd.readouterr().err
+    assert "did you mean max_num_seqs? the options that affect scheduling" in capfd.readouterr().err

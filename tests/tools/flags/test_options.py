@@ -19,8 +19,8 @@ def test_help_shows_every_option_with_its_text_and_default() -> None:
         text = re.escape(help_of(declared).replace("- ", "-"))
         heading = re.escape(f"engine options: {declared.option.group}: ")
         assert re.search(rf"{heading}((?!engine options).)*{flag_of(name)}[ ,][^;]*{text}", shown), name
-    assert "share of the KV blocks that a start leaves free while others run; default: 0.01" in shown
-    assert "reuse the KV blocks of equal beginnings; default: yes" in shown
+    assert "share of the KV blocks that starting a request leaves free while others run; default: 0.01" in shown
+    assert "reuse the KV blocks of equal prefixes; default: yes" in shown
 
 
 @pytest.mark.checkout  # docs/
@@ -67,7 +67,7 @@ def test_values_of_vllm_that_are_spelled_differently_or_refused(capsys: pytest.C
     assert engine_options(parser.parse_args(["--dtype", "float"])) == {"dtype": "float32"}
     with pytest.raises(SystemExit):
         parser.parse_args(["--dtype", "half"])
-    assert "half is not one of auto, float32, bfloat16: bfloat16 takes as much memory" in capsys.readouterr().err
+    assert "half is not one of auto, float32, bfloat16: bfloat16 takes the same memory" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

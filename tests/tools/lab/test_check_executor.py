@@ -77,12 +77,16 @@ def raised(plan: SchedulerOutput, output: ModelRunnerOutput) -> dict[str, object
 
 
 FAULTS: dict[str, tuple[Fault, str, str]] = {
-    "neighbours": (beside_others, "together", "requests with every bit as alone"),
-    "another step": (lambda plan, output: {"step": output.step + 1}, "outputs", "the output of step 0 says step 1"),
+    "neighbours": (beside_others, "together", "requests bit-identical to alone"),
+    "another step": (
+        lambda plan, output: {"step": output.step + 1},
+        "outputs",
+        "the output of step 0 has step number 1",
+    ),
     "a wide column": (
         lambda plan, output: {"token_ids": output.token_ids.astype(np.int64)},
         "outputs",
-        "token_ids is no column of int32",
+        "token_ids is not a column of int32",
     ),
     "a token too many": (
         lambda plan, output: {"token_ids": np.append(output.token_ids, np.int32(1))},
@@ -97,7 +101,7 @@ FAULTS: dict[str, tuple[Fault, str, str]] = {
     "silence": (
         lambda plan, output: {"token_ids": np.full(len(plan.rows), NO_TOKEN, np.int32)},
         "outputs",
-        "get no token in 200 steps",
+        "got no token in 200 steps",
     ),
     "no log probabilities": (lambda plan, output: {"logprobs": None}, "alone", "0 log probabilities, "),
 }
@@ -167,6 +171,6 @@ def test_what_an_executor_says_of_itself_is_checked(monkeypatch: pytest.MonkeyPa
     assert first == Finding(
         "facts",
         False,
-        "no fingerprint; numerics 'L9' is none of L0, L1, L2; end tokens (-1,) beyond the vocabulary of 32000; "
+        "no fingerprint; numerics 'L9' is not one of L0, L1, L2; end tokens (-1,) beyond the vocabulary of 32000; "
         "9 blocks of 16 tokens fit 1 GiB, 9 fit 4 GiB, 9 of 32 tokens fit 1 GiB",
     )

@@ -23,4 +23,4 @@ def test_few_prompts_and_a_long_context(model: str, capsys: pytest.CaptureFixtur
 
 def test_a_phase_without_its_subject_proves_nothing(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([model, "--prompts", "1", "--threads", "1"]) == 1
-    assert "nothing is proved of preempted requests, because none was" in capsys.readouterr().out
+    assert "nothing is proved about preempted requests, because there were none" in capsys.readouterr().out

@@ -96,7 +96,7 @@ def test_servegen_is_generated_with_a_seed(tmp_path: Path) -> None:
     assert np.mean([row.num_input for row in one.rows]) == pytest.approx(175, abs=3)
     assert len(read_trace(path, 50).rows) == 50
     (tmp_path / "client-dataset.json").unlink()
-    with pytest.raises(ConfigError, match="has no lengths that can be read"):
+    with pytest.raises(ConfigError, match="has no readable lengths"):
         read_trace(path)
     with pytest.raises(ConfigError, match="expected Gamma or Weibull"):
         read_trace(written(tmp_path, "0,10,1.0,Gamma,0,0.1", "b-trace.csv"))
@@ -134,7 +134,7 @@ def test_a_capture_is_a_trace(tmp_path: Path) -> None:
     [
         ("TIMESTAMP,NumImages,ContextTokens,GeneratedTokens", "requests with images"),
         ('{"input_tokens": "{1: 1.0}", "output_tokens": ""}', "ServeGen's lengths"),
-        ("0,8.34,1.35,Gamma,0.54,0.21", "found by its name, which must end in -trace.csv"),
+        ("0,8.34,1.35,Gamma,0.54,0.21", "found by the file's name, which must end in -trace.csv"),
     ],
 )
 def test_what_is_no_trace_is_refused_with_the_reason(tmp_path: Path, text: str, message: str) -> None:

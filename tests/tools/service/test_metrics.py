@@ -128,7 +128,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
     for name in ("prometheus_client", "prometheus_client.core"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ConfigError, match=r"pip install 'llm-engine-core\[metrics\]'"), served_metrics("0", lambda: ""):
+    with pytest.raises(ConfigError, match=r"pip install prometheus_client"), served_metrics("0", lambda: ""):
         pass
 
 

@@ -1,6 +1,6 @@
 """`engine-core ray`: several engines as Ray actors, and a router over them in the foreground.
 
-Signals do to it what they do to `engine-core route`: the first drains. At the end its engines are gone.
+Signals act as for `engine-core route`: the first one drains. When it ends, its engines end too.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _tell_router(fleet: RayFleet, address: str, owner_file: Path, ended: threading.Event) -> None:
-    """Connect to the router as its owner, and let it learn of replicas that come back elsewhere."""
+    """Connect to the router as its owner, and report replicas that come back at another address to it."""
     while not ended.wait(_RETRY_S):
         try:
             client = EngineClient(ZmqTransport(address), name="ray", owner_token=read_owner_file(str(owner_file)))
@@ -75,20 +75,22 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         usage="engine-core ray --listen ADDR [--replicas N] [OPTION ...]",
         description="Serve several engines of one model as one. Ray places, starts and restarts them.",
     )
-    parser.add_argument("--listen", required=True, metavar="ADDR", help="where clients connect, as `route --listen`")
-    parser.add_argument("--replicas", type=int, default=2, metavar="N", help="engines; default: %(default)d")
+    parser.add_argument("--listen", required=True, metavar="ADDR", help="address for clients, as `route --listen`")
+    parser.add_argument("--replicas", type=int, default=2, metavar="N", help="number of engines; default: %(default)d")
     parser.add_argument(
-        "--ray-address", metavar="ADDR", help="of a running cluster; default: RAY_ADDRESS, or a new one"
+        "--ray-address", metavar="ADDR", help="address of a running cluster; default: RAY_ADDRESS, or a new cluster"
     )
     parser.add_argument(
         "--replica-cpus", type=float, default=1, metavar="N", help="CPUs of each engine, as Ray counts them; default: 1"
     )
     parser.add_argument("--replica-gpus", type=float, default=0, metavar="N", help="GPUs of each engine; default: 0")
     parser.add_argument(
-        "--network", action="store_true", help="listen on the nodes' addresses, with keys, on a cluster of one node too"
+        "--network",
+        action="store_true",
+        help="listen on the nodes' addresses, with keys, even on a cluster of one node",
     )
     parser.add_argument("--route", choices=tuple(POLICIES), default="prefix", help="see `engine-core route`")
-    parser.add_argument("--owner-file", metavar="FILE", help="write what `engine-core control` needs to this new file")
+    parser.add_argument("--owner-file", metavar="FILE", help="write the owner file for `engine-core control` here")
     parser.add_argument("--start-timeout", type=float, default=300.0, metavar="S", help="seconds; default: %(default)g")
     add_engine_options(parser)
     parsed: argparse.Namespace = parser.parse_args(arguments)

@@ -1,7 +1,7 @@
 """RayFleet: engines as Ray actors, as the replicas of a router or of AsyncLLM(connect=..., route="prefix").
 
-Ray places them, starts them and starts them again. Requests and tokens travel over our own sockets, and nothing of them
-through Ray. Ray itself is the extra `ray`, and is imported when it is asked for.
+Ray places, starts and restarts them. Requests and tokens travel over our own sockets, not through Ray. Ray is the extra
+`ray`, and is imported only when it is used.
 """
 
 import importlib
@@ -18,13 +18,15 @@ from ipc.keys.curve import Keys, new_keys, write_engine_keys
 from ipc.options.given_options import config_from_options
 from tools.commands.ray_fleet.replica import RayReplica
 
-_OBJECT_STORE_BYTES = 100 << 20  # of a cluster that is started here; Ray would take a third of the memory
-_LOOK_S = 0.5  # between two looks at the actors
+_OBJECT_STORE_BYTES = 100 << 20  # of a cluster started here; Ray's default is a third of the memory
+_LOOK_S = 0.5  # between two checks of the actors
 _END_S = 10.0  # for all replicas to end by themselves
 
 
 class Members(Protocol):
-    """Where a fleet's replicas are changed: the client of a router, as its owner, or that of AsyncLLM(route=...)."""
+    """An object that can change a fleet's replicas: a router's client, as its owner, or the client of
+    AsyncLLM(route=...).
+    """
 
     def join(self, address: str) -> None:
         """Let a replica join."""
@@ -34,26 +36,26 @@ class Members(Protocol):
 
 
 class Change(NamedTuple):
-    """A replica that has gone elsewhere. old, new: addresses; None: it has none."""
+    """A replica that has moved. old, new: addresses; None: it has none."""
 
     old: str | None
     new: str | None
 
 
 class RayFleet:
-    """The actors of one fleet; see deploy(). Used by one thread at a time, but for follow()."""
+    """The actors of one fleet; see deploy(). Used by one thread at a time, except for follow()."""
 
     def __init__(self, ray: Any, actors: list[Any], folder: str, keys: Keys | None, *, owns_ray: bool) -> None:
         self._ray, self._actors, self._owns_ray = ray, actors, owns_ray
         self._folder, self._suffix = folder, "" if keys is None else f"?keys={folder}"
         self._addresses: list[str | None] = [None] * len(actors)
-        self._asked: dict[int, Any] = {}  # by actor: a question for its address that is not answered
+        self._asked: dict[int, Any] = {}  # by actor: an unanswered request for its address
         self._ended = threading.Event()
         self._followers: list[threading.Thread] = []
 
     @property
     def addresses(self) -> list[str]:
-        """Return the addresses of the replicas that were there at the last look."""
+        """Return the addresses of the replicas that were present at the last check."""
         return [address for address in self._addresses if address is not None]
 
     def pids(self) -> list[tuple[int, int]]:
@@ -73,9 +75,9 @@ class RayFleet:
         self._addresses = [f"{address}{self._suffix}" for address in found]
 
     def look(self, timeout: float = 0.0) -> list[Change]:
-        """Ask all actors where they are; return what has changed since the last look.
+        """Ask all actors for their addresses; return what has changed since the last check.
 
-        An actor that Ray starts again answers when it is back. timeout: seconds to wait for answers.
+        An actor that Ray restarts answers when it is back. timeout: seconds to wait for answers.
         """
         for at, actor in enumerate(self._actors):
             if at not in self._asked:
@@ -92,9 +94,9 @@ class RayFleet:
         return changes
 
     def follow(self, members: Members, on_change: Callable[[Change], None] = lambda change: None) -> None:
-        """Tell a router, or a client that routes, of each replica that comes back elsewhere, until close().
+        """Report each replica that comes back at another address to a router or a routing client, until close().
 
-        members: such as `llm.client`. on_change: called, in the thread that follows, after each.
+        members: such as `llm.client`. on_change: called in the following thread after each change.
         """
         thread = threading.Thread(target=self._follow, args=(members, on_change), name="ray fleet", daemon=True)
         self._followers.append(thread)
@@ -127,7 +129,7 @@ class RayFleet:
         try:
             return f"{self._ray.get(ref)}{self._suffix}"
         except self._ray.exceptions.RayActorError:
-            return None  # Ray has given it up, or it cannot be reached just now
+            return None  # Ray has given up on it, or it cannot be reached now
 
     def _follow(self, members: Members, on_change: Callable[[Change], None]) -> None:
         while not self._ended.wait(_LOOK_S):
@@ -154,16 +156,16 @@ def deploy(
     start_timeout: float = 300.0,
     **options: Any,
 ) -> RayFleet:
-    """Start so many engines of one model as Ray actors, and wait until they serve.
+    """Start engines of one model as Ray actors, and wait until they serve.
 
-    num_cpus, num_gpus, resources: of each actor, as Ray counts them; an engine gets as many threads as num_cpus where
-    `threads` is not given. ray_address: of a running cluster; None: the one that this program is connected to, that of
-    RAY_ADDRESS, or one that is started here and ended by close(). network: engines listen on their nodes' addresses,
-    with keys that only this fleet has; None: where the cluster has more nodes than one. options: of each engine, as
-    LLM() takes them. Errors: ConfigError; EngineStartError.
+    num_cpus, num_gpus, resources: of each actor, as Ray counts them; if `threads` is not given, an engine gets num_cpus
+    threads. ray_address: of a running cluster; None: the cluster that this program is connected to, that of
+    RAY_ADDRESS, or a new one that close() ends. network: engines listen on their nodes' addresses, with keys that only
+    this fleet has; None: if the cluster has more than one node. options: of each engine, as LLM() takes them. Errors:
+    ConfigError; EngineStartError.
     """
     if replicas < 1:
-        raise ConfigError(f"a fleet has at least one replica; got replicas={replicas}")
+        raise ConfigError(f"a fleet needs at least one replica; got replicas={replicas}")
     options = {"model": model, "threads": max(1, int(num_cpus)), **options}
     config_from_options(**options)
     ray = _import_ray()
@@ -203,10 +205,10 @@ def _make_folder(keys: Keys | None) -> str:
 
 
 def _connect(ray: Any, address: str | None, *, num_cpus: float) -> bool:
-    """Connect to Ray; return whether a cluster was started for it here."""
+    """Connect to Ray; return whether a cluster was started here."""
     if ray.is_initialized():
         return False
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # Ray reports its use to its makers unless told otherwise
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # otherwise Ray sends usage statistics to its makers
     if address is not None or os.environ.get("RAY_ADDRESS"):
         ray.init(address=address)
         return False
@@ -219,4 +221,6 @@ def _import_ray() -> Any:
     try:
         return importlib.import_module("ray")
     except ImportError as error:
-        raise ConfigError(f"Ray is not installed ({error}): pip install 'llm-engine-core[ray]'") from None
+        raise ConfigError(
+            f"Ray is not installed ({error}): pip install ray, or engine-core with its extra [ray]"
+        ) from None

@@ -1,7 +1,7 @@
-"""RayReplica: what runs in a Ray actor: the owner of one engine, which clients and routers reach over our own sockets.
+"""RayReplica: runs in a Ray actor and owns one engine, to which clients and routers connect over our own sockets.
 
-A dead engine is started again here, at its address. A dead actor takes its engine with it, and Ray starts the actor
-again, here or on another node: then the engine has another address.
+If the engine dies, it is restarted here, at its address. If the actor dies, its engine ends too, and Ray restarts the
+actor, here or on another node: then the engine has another address.
 """
 
 import importlib
@@ -20,13 +20,13 @@ from frontend.engine.supervised_engine import SupervisedEngine
 from ipc.keys.curve import Keys, write_engine_keys
 from ipc.options.given_options import config_from_options
 
-_RESUME_S = 60.0  # in which clients may expect the next engine at the same address
+_RESUME_S = 60.0  # within which clients may expect the next engine at the same address
 _LOOPBACK = "127.0.0.1"
 
 
 class RayReplica:
-    """One engine. options: of the engine. folder: a name for its own folder on any node. keys: of the fleet; None: the
-    engine listens on loopback, for programs of the same node.
+    """One engine. options: of the engine. folder: name of its own folder on any node. keys: of the fleet; None: the
+    engine listens on loopback, for programs on the same node.
 
     Errors: those of an engine's start.
     """
@@ -36,7 +36,7 @@ class RayReplica:
         self._host, listen = _LOOPBACK, ""
         if keys is not None:
             self._host, listen = _node_address(), f"?keys={self._folder}"
-            shutil.rmtree(self._folder, ignore_errors=True)  # that of this actor before it died
+            shutil.rmtree(self._folder, ignore_errors=True)  # the folder of this actor before it died
             write_engine_keys(str(self._folder), Keys(*keys))
         self._port = _free_port(self._host)
         process = EngineProcess(
@@ -51,7 +51,7 @@ class RayReplica:
         threading.Thread(target=self._watch, name="engine-end", daemon=True).start()
 
     def address(self) -> str:
-        """Return where the engine is, without keys."""
+        """Return the engine's address, without keys."""
         return f"tcp://{self._host}:{self._port}"
 
     def pids(self) -> tuple[int, int]:
@@ -65,11 +65,11 @@ class RayReplica:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _watch(self) -> None:
-        """End the actor when its engine has died too often, so that Ray starts both again, elsewhere if it likes."""
+        """End the actor if its engine has died too often, so that Ray restarts both, possibly on another node."""
         if self._engine.ended_fd >= 0:
             select.select([self._engine.ended_fd], [], [])
             if not self._is_ending:
-                _say(f"{self._engine.describe_end()}; the actor ends, and Ray starts it again")
+                _say(f"{self._engine.describe_end()}; the actor ends, and Ray restarts it")
                 os._exit(1)
 
 
@@ -82,7 +82,7 @@ def _node_address() -> str:
 
 
 def _free_port(host: str) -> int:
-    """Return a port that is free now: the engine keeps its address over its own restarts."""
+    """Return a port that is free now: the engine keeps its address across restarts."""
     with socket.socket() as listener:
         listener.bind((host, 0))
         return int(listener.getsockname()[1])

@@ -1,4 +1,4 @@
-"""`engine-core replay FILE`: run a capture again and say where it first differs."""
+"""`engine-core replay FILE`: run a capture again and report the first difference."""
 
 import argparse
 import contextlib
@@ -32,9 +32,9 @@ def run_redact(arguments: Sequence[str]) -> int:
     parser = ArgumentParser(
         prog="engine-core replay redact",
         usage="engine-core replay redact FILE OUT",
-        description="Write a capture without its content: tokens, salts and tenants get other names under a key that "
-        "is thrown away. Every decision stays, and the new file replays. Times, lengths and who shares how much with "
-        "whom stay, too: the decisions are made of them.",
+        description="Write a capture without its content: tokens, salts and tenants are renamed under a key that is "
+        "thrown away. Every decision is kept, and the new file replays. Times, lengths, and how many "
+        "tokens requests share are kept too, because the decisions depend on them.",
     )
     parser.add_argument("file", metavar="FILE")
     parser.add_argument("out", metavar="OUT", help="a new file")
@@ -64,9 +64,9 @@ class Report(msgspec.Struct, frozen=True):
     numerics: str
     num_steps: int  # complete steps in the file
     num_dropped_bytes: int  # of an incomplete last record
-    has_close: bool  # the captured engine ended in order
-    num_last_inputs: int  # messages behind the last step, of a step that did not end
-    last_requests: str  # the requests among them
+    has_close: bool  # the captured engine ended orderly
+    num_last_inputs: int  # messages after the last step, for a step that did not end
+    last_requests: str  # the requests in them
     run: Rerun
     seconds: float
 
@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
         "       engine-core replay FILE --fails-when EXPR | --compare OTHER\n"
         "       engine-core replay redact FILE OUT\n"
         "       engine-core replay shrink FILE OUT --fails-when EXPR",
-        description="Run a capture (of an engine started with --capture) again and say where it first differs.",
+        description="Run a capture (of an engine started with --capture) again and report the first difference.",
         epilog="exit status: 0 same, 1 internal error, 2 usage, 3 differs, 4 damaged or incomplete, 5 other model",
     )
     parser.add_argument("file", metavar="FILE")
@@ -135,35 +135,38 @@ def _parser() -> argparse.ArgumentParser:
         help="resched: the scheduler with the recorded tokens, no model (the default); full: with the model, every "
         "token compared; live: as a client of a running engine",
     )
-    parser.add_argument("--model", metavar="PATH", help="full: where the capture's model is here")
-    parser.add_argument("--mmproj", metavar="PATH", help="full: where the file is here that its --mmproj named")
+    parser.add_argument("--model", metavar="PATH", help="full: path of the capture's model on this machine")
+    parser.add_argument("--mmproj", metavar="PATH", help="full: path of the capture's --mmproj file on this machine")
     parser.add_argument(
         "--lora-modules",
         action=Modules,
         default={},
         nargs="+",
         metavar="NAME=PATH",
-        help="full: adapters that the engine loaded while it ran, or where those of its start are here",
+        help="full: adapters that the engine loaded while it ran, or the paths of its initial adapters on this machine",
     )
     parser.add_argument("--connect", metavar="ADDR", help="live: address of the engine")
     timing = parser.add_mutually_exclusive_group()
-    timing.add_argument("--asap", action="store_true", help="live: all requests at once, instead of at recorded times")
+    timing.add_argument(
+        "--asap", action="store_true", help="live: send all requests at once instead of at their recorded times"
+    )
     timing.add_argument("--speed", type=float, metavar="X", help="live: X times as fast as recorded")
     parser.add_argument(
         "--what-if",
         action="append",
         metavar="NAME=VALUE",
-        help="simulate the capture's requests with another option of the scheduler, its tokens and a step time fitted "
-        "to its steps; several values with commas; may be given again",
+        help="simulate the capture's requests with another scheduler option, the recorded tokens and a step time "
+        "fitted to its steps; several values with commas; may be repeated",
     )
     _add_views(parser)
     parser.add_argument(
         "--arrivals",
         choices=("waiting", "recorded"),
         default="waiting",
-        help="what-if: clients with one request at a time wait for its answer, or all keep their recorded times",
+        help="what-if: clients that had one request at a time wait for its answer, or all clients keep their recorded "
+        "times",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
+    parser.add_argument("--json", action="store_true", help="print only one JSON object")
     return parser
 
 
@@ -182,14 +185,14 @@ def _add_views(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fails-when",
         metavar="EXPR",
-        help="simulate the capture with this version and exit for git bisect: 1 where EXPR holds, 0 where not, 125 "
-        "where it cannot be said; see `replay shrink --help`",
+        help="simulate the capture with this version and exit for git bisect: 1 if EXPR holds, 0 if not, 125 if it "
+        "cannot be judged; see `replay shrink --help`",
     )
     parser.add_argument(
         "--compare",
         metavar="OTHER",
-        help="another version of engine-core, as a checkout or as the path of its command: where it first decides "
-        "otherwise than this one",
+        help="another version of engine-core, as a checkout or as the path of its command: report the first decision "
+        "that differs from this version's",
     )
 
 
@@ -200,7 +203,7 @@ def _check_options(parsed: argparse.Namespace) -> None:
     if is_live and parsed.connect is None:
         parser.error("--mode live needs --connect ADDR")
     if not is_live and (parsed.connect is not None or parsed.asap or parsed.speed is not None):
-        parser.error("--connect, --asap and --speed belong to --mode live")
+        parser.error("--connect, --asap and --speed are for --mode live only")
     try:
         parse_changes(parsed.what_if or [])
     except ConfigError as error:
@@ -211,15 +214,15 @@ def _check_options(parsed: argparse.Namespace) -> None:
         parser.error("--perfetto writes what was recorded: leave out --mode, --model and --what-if")
     alone = [flag for flag in ("what_if", "perfetto", "html", "fails_when", "compare") if getattr(parsed, flag)]
     if len(alone) > 1 or (alone and parsed.mode != "resched"):
-        parser.error(f"--{alone[0].replace('_', '-')} goes with no other mode")
+        parser.error(f"--{alone[0].replace('_', '-')} cannot be combined with another mode")
     if parsed.arrivals != "waiting" and not parsed.what_if:
-        parser.error("--arrivals belongs to --what-if")
+        parser.error("--arrivals is for --what-if only")
     if parsed.model is not None and parsed.mode != "full":
-        parser.error("--model belongs to --mode full")
+        parser.error("--model is for --mode full only")
     if parsed.mmproj is not None and parsed.mode != "full":
-        parser.error("--mmproj belongs to --mode full")
+        parser.error("--mmproj is for --mode full only")
     if parsed.lora_modules and parsed.mode != "full":
-        parser.error("--lora-modules belongs to --mode full")
+        parser.error("--lora-modules is for --mode full only")
     if parsed.speed is not None and not 0 < parsed.speed < float("inf"):
         parser.error(f"--speed must be a number above 0, got {parsed.speed:g}")
 
@@ -229,7 +232,7 @@ def _check_complete(file: CaptureFile) -> None:
     if file.num_lost:
         raise CaptureFileError(f"{file.path}: {file.num_lost} records are missing (the disk was too slow for them)")
     if not file.num_steps and file.close is None:
-        raise CaptureFileError(f"{file.path}: there is no whole step in it ({file.num_dropped_bytes} bytes dropped)")
+        raise CaptureFileError(f"{file.path}: it has no complete step ({file.num_dropped_bytes} bytes dropped)")
 
 
 def _check_whole(file: CaptureFile, mode: str) -> None:
@@ -237,10 +240,12 @@ def _check_whole(file: CaptureFile, mode: str) -> None:
     if file.begins_inside:
         raise CaptureFileError(
             f"{file.path}: it begins with a checkpoint at step {file.first_step}, so some of its requests arrived "
-            f"before: of the modes only resched can run it"
+            "earlier: only --mode resched can run it"
         )
     if file.header.is_redacted and mode == "full":
-        raise CaptureFileError(f"{file.path}: it is redacted, so its tokens are no model's: --mode full cannot run it")
+        raise CaptureFileError(
+            f"{file.path}: it is redacted, so its tokens are not those of a model: --mode full cannot run it"
+        )
 
 
 def _run(file: CaptureFile, parsed: argparse.Namespace) -> int:
@@ -304,9 +309,12 @@ def print_report(report: Report) -> None:
         f"written by engine-core {report.engine_version}"
     )
     if not report.has_close:
-        print(f"  the capture has no end: the engine was killed, or runs; {report.num_dropped_bytes} bytes dropped")
+        print(
+            f"  the capture has no end: the engine was killed or is still running; {report.num_dropped_bytes} bytes "
+            "dropped"
+        )
     if report.num_last_inputs:
-        what = f"{report.num_last_inputs} messages came for a step that it did not finish: {report.last_requests}"
+        what = f"{report.num_last_inputs} messages arrived for a step that it did not finish: {report.last_requests}"
         print(f"  {what}")
     if run.engine_error:
         print(f"  the captured engine failed in step {run.num_steps - 1}: {run.engine_error}")

@@ -1,7 +1,8 @@
-"""`engine-core replay FILE --compare OTHER`: two versions of the program on one capture, and where they first differ.
+"""`engine-core replay FILE --compare OTHER`: run one capture with two versions of the program and report the first
+difference.
 
-This version's decisions are in a capture: FILE itself, if this version decides as the one that wrote it, and else one
-that is made here of FILE's requests. The other version replays that, by its own `replay --json`.
+This version's decisions are in a capture: FILE itself if this version decides as the one that wrote it, otherwise a new
+capture of FILE's requests. The other version replays that capture with its own `replay --json`.
 """
 
 import contextlib
@@ -33,13 +34,13 @@ class Comparison(msgspec.Struct, frozen=True):
 
     capture: str
     other: str
-    is_own: bool  # the decisions are those of FILE; else its requests ran here, and the other version replayed that run
+    is_own: bool  # the decisions are FILE's; otherwise its requests ran here, and the other version replayed that run
     num_steps: int
-    difference: dict[str, Any] | None  # as in `replay --json`: where the other version differs from this one
+    difference: dict[str, Any] | None  # as in `replay --json`: the other version's first difference from this one
 
 
 def run_compare(file: CaptureFile, other: str, *, as_json: bool) -> int:
-    """Compare this version with another, print where they first differ, and return the exit status.
+    """Compare this version with another, print the first difference, and return the exit status.
 
     other: a checkout, or the path of its `engine-core`. Errors: ConfigError, CaptureFileError, OtherModelError.
     """
@@ -63,8 +64,8 @@ def _decided_here(file: CaptureFile) -> Iterator[tuple[Path, bool]]:
         return
     if file.begins_inside:
         raise CaptureFileError(
-            f"{file.path}: this version decides otherwise than the one that wrote it, and the file begins with a "
-            "checkpoint, so its requests cannot be run anew: use one from the engine's start"
+            f"{file.path}: this version decides differently from the one that wrote it, and the file begins with a "
+            "checkpoint, so its requests cannot be run again: use a file from the engine's start"
         )
     with tempfile.TemporaryDirectory(prefix="engine-core-compare-") as folder:
         path = Path(folder) / "here.cap"
@@ -85,7 +86,7 @@ def _other(other: str) -> tuple[list[str], dict[str, str]]:
 
 
 def _replay(command: list[str], environment: dict[str, str], path: Path) -> dict[str, Any]:
-    """Return what the other version's `replay --json` prints. Errors: CaptureFileError where it cannot replay."""
+    """Return what the other version's `replay --json` prints. Errors: CaptureFileError if it cannot replay."""
     words = [*command, "replay", str(path), "--json"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
     if done.returncode not in _STATUSES:
@@ -99,13 +100,13 @@ def _replay(command: list[str], environment: dict[str, str], path: Path) -> dict
 
 
 def _print(comparison: Comparison) -> None:
-    where = "" if comparison.is_own else ", its requests run anew here, since this version decides otherwise"
+    where = "" if comparison.is_own else ", its requests run again here, because this version decides differently"
     print(f"{comparison.capture}: {comparison.num_steps} steps{where}")
     found = comparison.difference
     if found is None:
         print(f"  {comparison.other} makes the same decisions")
         return
-    print(f"  {comparison.other} first decides otherwise in step {found['step']} ({found['kind']}):")
+    print(f"  {comparison.other} first decides differently in step {found['step']} ({found['kind']}):")
     print("  - this version only, + the other one only, ~ both")
     for line in found["details"]:
         print(f"    {line}")

@@ -48,7 +48,7 @@ class Batch:
 
     @staticmethod
     def of(engine: EngineCore) -> "Batch":
-        """Return the requests in the rows of an engine that goes on from a checkpoint."""
+        """Return the requests in the rows of an engine that continues from a checkpoint."""
         batch, table = Batch(), engine.scheduler.table
         rows = engine.scheduler.running.tolist()
         batch._requests = {row: (int(table.client[row]), int(table.number[row])) for row in rows}
@@ -59,7 +59,7 @@ class Batch:
         return batch
 
     def copy(self) -> "Batch":
-        """Return a copy that can be changed by itself."""
+        """Return an independent copy."""
         other = Batch()
         other._requests, other._rows, other._counts = dict(self._requests), self._rows, self._counts
         other._num_plans, other._of_plan = self._num_plans, dict(self._of_plan)
@@ -83,7 +83,7 @@ class Batch:
         self._of_plan.pop(plan, None)
 
     def requests_of(self, plan: int) -> list[RequestKey | None]:
-        """Return the request of each row of a plan; None for a row without one. Empty for a plan that is not known."""
+        """Return the request of each row of a plan; None for a row without one. Empty for an unknown plan."""
         return self._of_plan.get(plan, [])
 
     def request(self, row: int) -> str:
@@ -136,7 +136,7 @@ def _result_of(step: Step) -> tuple[object, ...]:
 
 
 def _plan_details(expected: Step, got: Step, batch: Batch) -> list[str]:
-    """Return lines on both plans: - only in the capture, + only in the replay, ~ in both and not equal."""
+    """Return lines about both plans: - only in the capture, + only in the replay, ~ in both but different."""
     if not expected.digest or not got.digest:
         who = "capture" if expected.digest else "replay"
         return [f"only the {who} scheduled anything in this step", *([f"replay: {got.error}"] if got.error else [])]
@@ -146,7 +146,7 @@ def _plan_details(expected: Step, got: Step, batch: Batch) -> list[str]:
     lines = _compare("tokens", before.scheduled(), now.scheduled())
     lines += _compare("cached tokens", _cached(expected), _cached(got))
     given_up = [{batch.request(row): 1 for row in unpack(step.removed_rows)} for step in (expected, got)]
-    lines += _compare("row given up", *given_up)
+    lines += _compare("row preempted", *given_up)
     if expected.num_preemptions != got.num_preemptions:
         lines.append(f"~ preemptions so far: {expected.num_preemptions} in the capture, {got.num_preemptions} now")
     if not lines:
@@ -199,7 +199,7 @@ def _token_difference(turn: Turn, got: Step, batch: Batch, replies: Iterable[tup
 
 
 def _row_of(place: int, counts: list[int]) -> tuple[int, int]:
-    """(index of the row, index among its tokens) of a token; counts: of each row, empty where all have one."""
+    """(index of the row, index among its tokens) of a token; counts: of each row; empty if all have one."""
     for row, count in enumerate(counts):
         if place < count:
             return row, place

@@ -1,4 +1,4 @@
-"""The explanation of a captured engine's requests at a step of its past, as it would have given it then."""
+"""The explanation that a captured engine would have given of its requests after one of its steps."""
 
 from core.capture.bounds import bounded_memory, untrusted_file
 from core.capture.file import CaptureFile
@@ -13,7 +13,7 @@ def explain_at(path: str, step: int, session: int, number: int, limit: int) -> E
     """Return the explanation after a step, counted as `engine-core replay` counts them.
 
     The capture runs again from the last checkpoint before that step. session, number, limit: see Explain.
-    Errors: CaptureFileError; ConfigError for a step that the file does not have, or a request that did not live then.
+    Errors: CaptureFileError; ConfigError for a step that the file does not have, or a request that was not live then.
     """
     with bounded_memory(path):
         return _explain(path, step, session, number, limit)
@@ -30,8 +30,8 @@ def _explain(path: str, step: int, session: int, number: int, limit: int) -> Exp
     for turn, difference, _ in replay.steps():
         if difference is not None:
             raise CaptureFileError(
-                f"{path}: step {turn.step_index} is decided differently by this version of the engine, which cannot "
-                f"say how it was then; `engine-core replay` shows the difference"
+                f"{path}: this version of the engine decides step {turn.step_index} differently, so it cannot explain "
+                "it; `engine-core replay` shows the difference"
             )
         now_ns = turn.step.now_ns
         if turn.step_index == step:

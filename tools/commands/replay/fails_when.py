@@ -14,9 +14,9 @@ Value: TypeAlias = bool | float | str | None
 NAMES = {
     "crashed": "a step of the engine raised an exception",
     "broken": "the scheduler's own counts do not agree after a step",
-    "stuck": "requests live and nothing runs",
-    "misread": "a row reads KV blocks that hold something else",
-    "error": "the text of whichever of these came first; empty for none",
+    "stuck": "there are live requests and nothing runs",
+    "misread": "a row reads KV blocks with other content",
+    "error": "the text of the first of these; empty if there is none",
     "unfinished": "requests that did not end, and were not aborted",
     "ttft_mean": "milliseconds",
     "ttft_p99": "milliseconds",
@@ -24,7 +24,7 @@ NAMES = {
     "e2e_mean": "milliseconds",
     "e2e_p99": "milliseconds",
     "tokens_per_s": "output tokens of all requests",
-    "steps": "that ran a plan",
+    "steps": "steps that ran a plan",
     "preemptions": "of all requests",
     "most_preemptions": "of one request",
     "cached_tokens": "found in the prefix cache",
@@ -50,14 +50,14 @@ _NODES = (
 
 
 class FailsWhen:
-    """A condition. Errors: ConfigError for a text that is none."""
+    """A condition. Errors: ConfigError for a text that is not a condition."""
 
     def __init__(self, text: str) -> None:
         self.text = text
         try:
             tree = ast.parse(text, mode="eval")
         except (SyntaxError, ValueError):
-            raise _no_condition(text, "it is no expression") from None
+            raise _no_condition(text, "it is not an expression") from None
         for node in ast.walk(tree):
             if not isinstance(node, _NODES):
                 raise _no_condition(text, f"{type(node).__name__} is not allowed in it")
@@ -65,11 +65,11 @@ class FailsWhen:
                 raise _no_condition(text, f"it names {node.id!r}")
         self.names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         if not self.names:
-            raise _no_condition(text, "it names nothing that could differ")
+            raise _no_condition(text, "it names no value of a run")
         self._body = tree.body
 
     def holds(self, values: Mapping[str, Value]) -> bool:
-        """Return whether a run with these values fails; a comparison with a figure that it does not have is false."""
+        """Return whether a run with these values fails; a comparison with a missing value is false."""
         try:
             return bool(_value(self._body, values))
         except TypeError:
@@ -77,7 +77,7 @@ class FailsWhen:
 
 
 def _value(node: ast.expr, values: Mapping[str, Value]) -> Any:
-    """Return the value of an expression of _NODES. Errors: TypeError for what cannot be compared."""
+    """Return the value of an expression of _NODES. Errors: TypeError for values that cannot be compared."""
     match node:
         case ast.Constant(value):
             return value

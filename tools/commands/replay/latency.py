@@ -13,7 +13,7 @@ class Times(msgspec.Struct, frozen=True):
     arrival: float
     first_token: float | None
     last_token: float | None
-    finished: float | None  # None: aborted, failed or unfinished, so that it has no end-to-end time
+    finished: float | None  # None: aborted, failed or unfinished, so it has no end-to-end time
     num_tokens: int
 
 

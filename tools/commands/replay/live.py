@@ -51,7 +51,7 @@ class LiveReport(msgspec.Struct, frozen=True):
     num_tokens: int  # compared
     recorded: Latencies
     replayed: Latencies
-    lateness_ms: Summary | None  # of sending, behind the schedule
+    lateness_ms: Summary | None  # how late requests were sent
     differences: list[TokenDifference]
     failures: list[Failure]  # requests that failed now and not in the capture
     seconds: float  # from the first request sent to the end
@@ -73,7 +73,7 @@ class _Sent(msgspec.Struct):
 
     @property
     def has_ended(self) -> bool:
-        """Return whether nothing more will come."""
+        """Return whether nothing more will arrive."""
         return self.error is not None or all(one.finish for one in self.progress)
 
 
@@ -145,7 +145,9 @@ class _Player:
         return self._sent
 
     def _timeout(self, begin: float) -> float | None:
-        """Return the seconds until a request or an abort is due; None: only the engine's messages are awaited."""
+        """Return the seconds until a request or an abort is due; None: there are only the engine's messages to wait
+        for.
+        """
         due = [one.abort_at for one in self._live.values() if one.abort_at is not None and not one.is_aborted]
         if len(self._sent) < len(self._traces):
             due.append(begin + self._due[len(self._sent)])
@@ -204,7 +206,7 @@ _NOTHING = Progress(np.zeros(0, np.int32), FinishReason.NONE, None, 0, 0.0, 0.0,
 
 
 def _differences(one: _Sent) -> list[TokenDifference]:
-    """Compare the choices of a finished request to their ends, those of any other as far as both go."""
+    """Compare the choices of a finished request completely, those of any other request as far as both go."""
     if one.error is not None:
         return []
     found, message = [], one.trace.message
@@ -246,7 +248,8 @@ def print_live(report: LiveReport) -> None:
     )
     print_latencies(Console(file=sys.stdout, highlight=False), report.recorded, report.replayed, report.lateness_ms)
     print(
-        "recorded: from the step that took a request in, to the end of a token's step; replayed: as the client sees it"
+        "recorded: from the step that took the request in to the end of the token's step; replayed: as the client "
+        "sees it"
     )
     for failure in report.failures[:_MAX_SHOWN]:
         print(f"client {failure.client} request {failure.request} failed: {failure.error}")

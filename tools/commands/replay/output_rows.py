@@ -9,12 +9,12 @@ from ipc.wire.messages import FinishReason, Outputs
 
 
 class OutputRow(NamedTuple):
-    """What one message has of one choice of a request."""
+    """The part of one message that belongs to one choice of a request."""
 
     number: int
     choice: int
     tokens: list[int]  # new ones
-    finish: FinishReason  # NONE: it goes on
+    finish: FinishReason  # NONE: it continues
 
 
 def output_rows(outputs: Outputs) -> Iterator[OutputRow]:

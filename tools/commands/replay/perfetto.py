@@ -1,4 +1,4 @@
-"""A capture as a Chrome trace, which Perfetto (ui.perfetto.dev) and chrome://tracing show: steps, requests, counters.
+"""A capture as a Chrome trace for Perfetto (ui.perfetto.dev) and chrome://tracing: steps, requests, counters.
 
 Format: "Trace Event Format" (Chromium). Times in microseconds since the capture's first event.
 """
@@ -30,7 +30,7 @@ _PARTS = ("schedule", "model", "update")
 
 
 class _Life(msgspec.Struct):
-    """The spans of one choice, one after the other: queued, prompt, decode, preempted."""
+    """The consecutive spans of one choice: queued, prompt, decode, preempted."""
 
     key: _ChoiceKey
     name: str
@@ -39,7 +39,7 @@ class _Life(msgspec.Struct):
 
 
 class _Watcher:
-    """Notes which rows a plan starts and gives up."""
+    """Notes which rows a plan starts and preempts."""
 
     table: BatchTable
 
@@ -57,7 +57,7 @@ class _Watcher:
             key = (int(self.table.client[new.row]), int(self.table.number[new.row]), new.choice)
             self._of_row[new.row] = key
             self.started.append(key)
-        told_anew = set(self.removed) & set(self.started)  # beams whose tokens their search has chosen: they went on
+        told_anew = set(self.removed) & set(self.started)  # beams whose tokens their search has chosen: they continued
         self.removed = [key for key in self.removed if key not in told_anew]
         self.started = [key for key in self.started if key not in told_anew]
 
@@ -65,7 +65,7 @@ class _Watcher:
         """Do nothing: tokens are in the replies."""
 
     def clear(self) -> None:
-        """Forget the last plan."""
+        """Drop the last plan."""
         self.started, self.removed, self.num_rows, self.num_tokens = [], [], 0, 0
 
 
@@ -79,7 +79,7 @@ class TraceMaker:
         self._now_ns = begin_ns
 
     def add(self, turn: Turn, replies: Any) -> Iterator[Event]:
-        """Yield the events of a turn and of the requests that it brings, moves and ends."""
+        """Yield the events of a turn and of the requests that it starts, changes and ends."""
         step, watcher = turn.step, self.watcher
         self._now_ns = end_ns = step.now_ns + step.elapsed_ns
         for (client, message), received_ns in zip(turn.inbox, turn.received_ns, strict=True):
@@ -106,7 +106,7 @@ class TraceMaker:
                 yield from self._rows(client, reply, end_ns)
 
     def finish(self) -> Iterator[Event]:
-        """Yield the events of requests that are open where the capture ends."""
+        """Yield the events of requests that are unfinished at the end of the capture."""
         for key in list(self._lives):
             yield from self._end(key, self._now_ns, "open")
 
@@ -170,8 +170,8 @@ class TraceMaker:
 def write_perfetto(file: CaptureFile, path: str) -> int:
     """Write the capture's trace to a new file, compressed if its name ends in .gz.
 
-    Returns the number of the capture's events, also of those beyond MAX_EVENTS, which the file lacks.
-    Errors: CaptureFileError where this version decides otherwise than the captured engine; ConfigError for the path.
+    Returns the number of the capture's events, including those beyond MAX_EVENTS, which are not in the file.
+    Errors: CaptureFileError if this version decides differently from the captured engine; ConfigError for the path.
     """
     first = next(file.turns(), None)  # None: an engine that ended before its first step
     times = [] if first is None else [first.step.now_ns, *(ns for ns in first.received_ns if ns)]

@@ -33,24 +33,24 @@ OnTurn = Callable[[Turn, Sequence[tuple[int, EngineReply]]], None]
 
 
 class OtherModelError(EngineCoreError):
-    """The capture is sound, but the model, the engine's options or the engine of the replay differ from its own."""
+    """The capture is valid, but the replay's model, options or engine differ from the captured ones."""
 
 
 class Rerun(msgspec.Struct, frozen=True):
     """The totals of a run of a capture's steps."""
 
-    num_steps: int  # replayed, the one that differs included
+    num_steps: int  # replayed, including the one that differs
     num_requests: int
     num_aborted: int  # requests named in an Abort
     num_tokens: int  # sampled and delivered
     num_preemptions: int
     num_cached_tokens: int
-    engine_error: str  # exception of the captured engine, with which the capture ends
+    engine_error: str  # exception of the captured engine that ended the capture
     difference: Difference | None
 
 
 class _Comparison:
-    """The log of the replaying engine: keeps the last step until it is compared."""
+    """The log of the replaying engine: keeps the last step until it has been compared."""
 
     step: Step
     wants_checkpoint = False
@@ -60,7 +60,7 @@ class _Comparison:
             self.step = record
 
     def add_checkpoint(self, snapshot: Snapshot, num_steps: int, num_inputs: int) -> None:
-        raise AssertionError("none is wanted")
+        raise AssertionError("not used")
 
 
 def recorded_executor(file: CaptureFile) -> RecordedExecutor:
@@ -71,9 +71,10 @@ def recorded_executor(file: CaptureFile) -> RecordedExecutor:
 def real_executor(
     file: CaptureFile, model: str | None, modules: Mapping[str, str] | None = None, mmproj: str | None = None
 ) -> tuple[ResolvedConfig, Executor]:
-    """Load the captured engine's model; return (config, executor). model, mmproj: paths here, None = as in the capture.
+    """Load the captured engine's model; return (config, executor). model, mmproj: paths on this machine, None = as in
+    the capture.
 
-    modules: paths of its adapters by name, beside those that it loaded at its start. Errors: OtherModelError;
+    modules: paths of its adapters by name, in addition to those that it loaded at its start. Errors: OtherModelError;
     ModelFileError, OutOfMemoryError.
     """
     config = replay_config(file.header)
@@ -100,21 +101,22 @@ def replay_config(header: Header) -> ResolvedConfig:
         return decode_config(header)
     except DECODE_ERRORS as error:
         raise OtherModelError(
-            f"the capture was written by engine-core {header.engine_version} with options that are none here: {error}"
+            f"the capture was written by engine-core {header.engine_version} with options that this version does not "
+            f"have: {error}"
         ) from None
 
 
 class TableWatcher(StepWatcher, Protocol):
-    """A watcher that looks at the rows of the batch table. table: set before the first step."""
+    """A watcher that reads the rows of the batch table. table: set before the first step."""
 
     table: BatchTable
 
 
 class Replay:
-    """A capture's engine while its steps run again, from the beginning of the file or from a checkpoint in it.
+    """A capture's engine, whose steps run again from the beginning of the file or from a checkpoint in it.
 
-    config: the engine's. start: a checkpoint of the file; None: the file's beginning. watcher: told of every plan.
-    Errors: CaptureFileError for options or a state that no engine can have had.
+    config: the engine's. start: a checkpoint of the file; None: the file's beginning. watcher: gets every plan. Errors:
+    CaptureFileError for impossible options or an impossible state.
     """
 
     def __init__(
@@ -134,8 +136,8 @@ class Replay:
             self._captured = CapturedEngine(
                 config, cast(Executor, self._executor), self._log, file.header.epoch, watchers=watchers
             )
-        except Exception as error:  # any kind: the options come from the file
-            raise CaptureFileError(f"{file.path}: no engine can have had its options: {error!r}") from None
+        except Exception as error:  # any exception: the options come from the file
+            raise CaptureFileError(f"{file.path}: its options are impossible: {error!r}") from None
         self._batch = Batch()
         if self._start is not None:
             with untrusted_file(file.path):
@@ -146,13 +148,13 @@ class Replay:
 
     @property
     def engine(self) -> EngineCore:
-        """Return the engine as the steps so far have left it."""
+        """Return the engine in its state after the steps so far."""
         return self._captured.engine
 
     def steps(self) -> Iterator[tuple[Turn, Difference | None, Sequence[tuple[int, EngineReply]]]]:
-        """Run one step after the other; yield each, its difference from the recorded one, and the engine's replies.
+        """Run the steps in order; yield each one, its difference from the recorded one, and the engine's replies.
 
-        The last one differs, or ended the captured engine, or is the last of the file.
+        The last one yielded differs, or ended the captured engine, or is the last in the file.
         """
         for turn in self._file.turns(self._start):
             is_recorded = isinstance(self._executor, RecordedExecutor)
@@ -168,7 +170,7 @@ class Replay:
             self._captured.write_columns()
         self._executor.feed(turn.step)
         replies: Sequence[tuple[int, EngineReply]] = ()
-        with contextlib.suppress(Exception):  # the engine has noted the exception in its record
+        with contextlib.suppress(Exception):  # the engine has stored the exception in its record
             replies = self._captured.step(turn.inbox, turn.step.now_ns)
         return find_difference(turn, self._log.step, self._batch, replies), replies
 
@@ -182,7 +184,7 @@ def rerun(
     watcher: TableWatcher | None = None,
     start: Place | None = None,
 ) -> Rerun:
-    """Run every step, up to the first difference.
+    """Run every step up to the first difference.
 
     on_turn: called with each turn that was equal, and the engine's replies. watcher, start: see Replay.
     Errors: CaptureFileError for records that no engine can have written.
@@ -213,17 +215,17 @@ def rerun(
 
 
 def _check_inputs(file: CaptureFile, turn: Turn, *, has_features: bool) -> None:
-    """Check the inbox. has_features: the executor needs none, or has those of requests.
+    """Check the inbox. has_features: the executor needs no features, or has those of the requests.
 
-    Errors: CaptureFileError for a message that the IO thread would have refused; OtherModelError for features, and
-    for KV blocks that no step has computed.
+    Errors: CaptureFileError for a message that the IO thread would have refused; OtherModelError for features, and for
+    KV blocks that no step has computed.
     """
     model, max_logprobs = file.header.model, decode_config(file.header).max_logprobs
     for client, message in turn.inbox:
         if isinstance(message, BlocksArrived) and message.count and not has_features:
             raise OtherModelError(
-                f"{file.path}: step {turn.step_index}: KV blocks came from files or from a peer, which a capture does "
-                "not have: the model cannot run it again; leave out --mode full"
+                f"{file.path}: step {turn.step_index}: KV blocks came from files or from a peer, and a capture does "
+                "not contain them: the model cannot run it again; leave out --mode full"
             )
         if not isinstance(message, Submission):
             continue
@@ -231,8 +233,8 @@ def _check_inputs(file: CaptureFile, turn: Turn, *, has_features: bool) -> None:
         if isinstance(message, AddRequest) and message.features:
             if not has_features:
                 raise OtherModelError(
-                    f"{where} has images or prompt_embeds, and a capture has their digests alone: the model cannot run "
-                    "it again; leave out --mode full"
+                    f"{where} has images or prompt_embeds, and a capture contains only their digests: the model "
+                    "cannot run it again; leave out --mode full"
                 )
             plain = without_ids(message.prompt_token_ids, message.features)
             message = msgspec.structs.replace(message, prompt_token_ids=plain)
@@ -248,14 +250,15 @@ def _check_inputs(file: CaptureFile, turn: Turn, *, has_features: bool) -> None:
             raise CaptureFileError(f"{where}: {error}") from None
 
 
-# LostSteps: an executor for the replay of a capture whose engine lost steps with its workers: it drops them, too.
+# LostSteps: an executor for the replay of a capture whose engine lost steps with its workers: it drops them too.
 
 
 class LostSteps:
-    """What an EngineCore uses of an Executor, around one. A step without a result in the capture yields none here.
+    """A wrapper with the part of Executor that an EngineCore uses. A step without a result in the capture yields none
+    here.
 
-    Which rows a step samples follows from its plan, so only a lost step can have tokens here and none in the capture. A
-    step that computes a part of a prompt has none in both, and may have drafts.
+    A step's plan determines which rows it samples, so only a lost step can have tokens here and none in the capture. A
+    step that computes a part of a prompt has none in either, and may have drafts.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -272,7 +275,7 @@ class LostSteps:
         return _Handle(self, plan, self._executor.execute(plan))
 
     def output(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> ModelRunnerOutput:
-        """Return the output of a plan as far as the captured engine had it."""
+        """Return the part of a plan's output that the captured engine received."""
         step = self._step
         if step is not None and step.result_step == plan.step and not _has_result(step):
             return ModelRunnerOutput(plan.step, np.frombuffer(step.tokens, "<i4").astype(np.int32))
@@ -280,7 +283,7 @@ class LostSteps:
 
 
 def _has_result(step: Step) -> bool:
-    """Return whether anything of a step arrived, beside that its rows have no tokens."""
+    """Return whether anything of a step's result arrived, not counting rows without tokens."""
     if step.token_counts or step.draft_counts or step.candidate_rows or step.pooled is not None:
         return True
     return bool((np.frombuffer(step.tokens, "<i4") != NO_TOKEN).any())

@@ -22,7 +22,7 @@ class End(Enum):
     FINISHED = "finished"
     ABORTED = "aborted"  # by its client, or because its client left
     FAILED = "failed"
-    OPEN = "open"  # still running where the capture ends
+    OPEN = "open"  # still running at the end of the capture
 
 
 class Trace(msgspec.Struct):
@@ -30,12 +30,12 @@ class Trace(msgspec.Struct):
 
     client: int
     message: AddRequest
-    arrival: float  # begin of the step that received it
+    arrival: float  # start of the step that received it
     tokens: list[list[int]]  # by choice, including those in AddRequest.delivered
     first_token: float | None = None
     last_token: float | None = None
     end: End = End.OPEN
-    end_time: float | None = None  # of an open request: the end of the capture
+    end_time: float | None = None  # of an unfinished request: the end of the capture
     finishes: list[FinishReason] = []  # of the choices that have ended
 
     @property
@@ -53,8 +53,8 @@ def read_traces(file: CaptureFile) -> list[Trace]:
     run = rerun(file, replay_config(file.header), recorded_executor(file), on_turn=collector.add)
     if run.difference is not None:
         raise CaptureFileError(
-            f"{file.path}: step {run.difference.step} is decided differently by this version of the engine, so that "
-            f"its requests cannot be identified; --mode resched shows the difference"
+            f"{file.path}: this version of the engine decides step {run.difference.step} differently, so its requests "
+            "cannot be identified; --mode resched shows the difference"
         )
     collector.finish()
     return collector.traces
@@ -112,7 +112,7 @@ class _Collector:
 
 
 def _end_of(trace: Trace) -> End:
-    """Return how a request ended whose choices have all ended. A beam search may have fewer sequences than choices."""
+    """Return how a request ended, once all of its choices have. A beam search may have fewer sequences than choices."""
     aborted = [finish == FinishReason.ABORT for finish in trace.finishes]
     is_aborted = all(aborted) if trace.message.params.use_beam_search else any(aborted)
     return End.ABORTED if is_aborted else End.FINISHED

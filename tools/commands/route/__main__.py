@@ -1,7 +1,8 @@
-"""`engine-core route`: several engines as one: a router in the foreground, for clients that connect to its address.
+"""`engine-core route`: a router in the foreground, which serves several engines as one to clients that connect to its
+address.
 
 SIGTERM, SIGINT or SIGHUP drains it: new requests are refused, the running ones finish, exit status 0. A second signal
-notifies the clients and stops it at once, exit status 143. The replicas are left as they are.
+notifies the clients and stops it at once, exit status 143. The replicas keep running.
 """
 
 import argparse
@@ -40,13 +41,13 @@ from tools.service.notify import notify
 EXIT_STOPPED = 128 + signal.SIGTERM  # stopped before the work was done
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _STOP_S = 1.0  # to report the end to the clients
-_IDLE_S = 0.5  # between two rounds of an idle loop, which sends heartbeats
+_IDLE_S = 0.5  # between two rounds of an idle loop; each sends heartbeats
 _ASK_S = 30.0  # for a replica to hand over its tokenizer
 
 
 def main(arguments: Sequence[str]) -> int:
     """Route until a signal or the owner ends it; return the exit status. Errors: ConfigError, AddressError,
-    EngineStartError where no replica answers.
+    EngineStartError if no replica answers.
     """
     parsed = _parse(arguments)
     addresses = _addresses(parsed)
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
         stack.callback(links.end)
         token = secrets.token_bytes(16)
         if parsed.owner_file is not None:
-            write_owner_file(parsed.owner_file, token)  # its descriptor, and so its lock, lasts to our end
+            write_owner_file(parsed.owner_file, token)  # its descriptor stays open, and so locked
             stack.callback(_unlink, parsed.owner_file)
         own = {"patience_s": parsed.patience, "prefill_min_tokens": parsed.prefill_min_tokens}
         fleet = Fleet(policy=parsed.route, seed=parsed.seed, name="router", **own)
@@ -98,12 +99,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _addresses(parsed: argparse.Namespace) -> list[str]:
-    """Return the addresses of all replicas. Errors: AddressError, ConfigError for one that is named twice."""
+    """Return the addresses of all replicas. Errors: AddressError; ConfigError for an address given twice."""
     addresses = [*parsed.replica, *parsed.prefill]
     for address in addresses:
         check_address(address, binding=False)
     if len(set(addresses)) < len(addresses):
-        raise ConfigError(f"a replica is named twice, by --replica or --prefill: {' '.join(addresses)}")
+        raise ConfigError(f"a replica is given twice, by --replica or --prefill: {' '.join(addresses)}")
     return addresses
 
 
@@ -113,14 +114,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         usage="engine-core route --listen ADDR --replica ADDR [ADDR ...] [OPTION ...]",
         description="Serve several running engines as one.",
     )
-    parser.add_argument("--listen", required=True, metavar="ADDR", help="where clients connect, as `serve --listen`")
+    parser.add_argument("--listen", required=True, metavar="ADDR", help="address for clients, as `serve --listen`")
     _add_replicas(parser)
     parser.add_argument(
         "--route",
         choices=tuple(POLICIES),
         default="prefix",
-        help="where a request goes: to the longest cached prefix where that is not too busy, to the least loaded "
-        "replica, or in turn; default: %(default)s",
+        help="where a request goes: to the replica with the longest cached prefix unless it is too busy, to the "
+        "least loaded one, or to each in turn; default: %(default)s",
     )
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="decides between equal replicas; default: %(default)d"
@@ -132,9 +133,11 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
         type=int,
         default=0,
         metavar="N",
-        help="requests that have not begun; 0 = as many as the replicas take together",
+        help="most requests that have not begun; 0 = as many as the replicas accept together",
     )
-    parser.add_argument("--log-format", choices=("text", "json"), default="text", help="of lines on standard error")
+    parser.add_argument(
+        "--log-format", choices=("text", "json"), default="text", help="format of the lines on standard error"
+    )
     parsed: argparse.Namespace = parser.parse_args(arguments)
     return parsed
 
@@ -146,7 +149,7 @@ def _add_replicas(parser: ArgumentParser) -> None:
         nargs="+",
         action="extend",
         metavar="ADDR",
-        help="engines of the same model, as clients name them",
+        help="addresses of engines of the same model",
     )
     parser.add_argument(
         "--prefill",
@@ -161,27 +164,32 @@ def _add_replicas(parser: ArgumentParser) -> None:
         type=int,
         default=PREFILL_MIN_TOKENS,
         metavar="N",
-        help="a prompt is long with so many tokens to compute; default: %(default)d",
+        help="a prompt is long if it has this many tokens to compute; default: %(default)d",
     )
 
 
 def _add_times(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--start-timeout", type=float, default=60.0, metavar="S", help="for the first replica; default: %(default)g"
+        "--start-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="seconds to wait for the first replica; default: %(default)g",
     )
     parser.add_argument(
         "--patience",
         type=float,
         default=60.0,
         metavar="S",
-        help="seconds that requests wait while no replica answers at all; default: %(default)g",
+        help="seconds that requests wait if no replica answers; default: %(default)g",
     )
     parser.add_argument(
         "--resume-timeout",
         type=float,
         default=0.0,
         metavar="S",
-        help="seconds that clients wait for the next router at this address; 0 = there is none; default: %(default)g",
+        help="seconds that clients wait for the next router at this address; 0 = there is no next one; default: "
+        "%(default)g",
     )
     parser.add_argument(
         "--client-lease", type=float, default=30.0, metavar="S", help="seconds of silence that end a client's session"
@@ -202,13 +210,15 @@ class _Stop:
         return self._count > 0
 
     def serve(self, io: IOThread) -> None:
-        """Set the IO thread: from now on a signal drains it."""
+        """Set the IO thread, which a signal drains from now on."""
         self._io = io
         if self._count:
             io.drain()
 
     def end(self) -> None:
-        """Ignore signals from now on: the end has begun, and Python would give them back their power to kill."""
+        """Ignore signals from now on: the end has begun, and with Python's default handlers they would kill the
+        process.
+        """
         for number in _SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
@@ -219,13 +229,13 @@ class _Stop:
         if self._count == 1:
             os.write(2, b"engine-core: draining\n")
             notify("STOPPING=1")
-            # Not here: the signal may have come while this very thread holds the lock that drain() takes.
+            # Not here: the signal may have arrived while this thread holds the lock that drain() takes.
             threading.Thread(target=self._io.drain, daemon=True).start()
         elif self._count == 2:
             threading.Thread(target=self._stop, args=(self._io,), daemon=True).start()
 
     def _stop(self, io: IOThread) -> None:
-        io.finish(EngineStopping("the router was told to stop at once"), _STOP_S)
+        io.finish(EngineStopping("the router was asked to stop at once"), _STOP_S)
         os._exit(EXIT_STOPPED)
 
 

@@ -1,4 +1,4 @@
-"""RouterEngine: a fleet in an engine's place, behind the engine's own border and loop."""
+"""RouterEngine: a fleet instead of an engine, behind the engine's own border and loop."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -34,12 +34,12 @@ class RouterEngine:
 
     @property
     def has_work(self) -> bool:
-        """Return False: what replicas send is asked for by look_ahead()."""
+        """Return False: look_ahead() reads what replicas send."""
         return False
 
     @property
     def has_unfinished(self) -> bool:
-        """Return whether requests or calls live, or messages of replicas or for clients wait."""
+        """Return whether there are live requests or calls, or messages from replicas or for clients wait."""
         return self._driver.has_arrived or self._fleet.has_unfinished or bool(self._fleet.to_clients)
 
     def look_ahead(self) -> bool:
@@ -52,9 +52,12 @@ class RouterEngine:
         return requests.num_waiting, requests.num_waiting_tokens
 
     def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> Sequence[tuple[int, ServerMessage]]:
-        """Take in what clients and replicas have sent; return what is for clients. turn() follows, when it is sent."""
+        """Take in the messages of clients and replicas; return those for clients.
+
+        After they are sent, turn() follows.
+        """
         now = now_ns / _NS
-        if not self._driver.has_arrived:  # what has woken this step is taken in by it, and not by the next one
+        if not self._driver.has_arrived:  # this step takes in the messages that have woken it, instead of the next one
             self._driver.look()
         self._driver.take_in(now)
         for client, message in inbox:
@@ -63,7 +66,7 @@ class RouterEngine:
         return self._fleet.take_messages()
 
     def turn(self, _: int) -> None:
-        """Let the fleet settle what its messages change, and do what time brings."""
+        """Let the fleet apply the effects of its messages, and do what is due by time."""
         self._driver.pass_time(self._clock())
 
     def _receive(self, client: int, message: EngineInput, now: float) -> None:
@@ -82,7 +85,7 @@ class RouterEngine:
             case EndPause():
                 fleet.resume(now)
             case SetClientWeight() | RenewKVEvents():
-                pass  # shares are the replicas' affair, and no client of a fleet follows KV events
+                pass  # replicas handle shares, and no client of a fleet follows KV events
             case ExecutorLost() | ExecutorRestored() | BlocksFound() | BlocksArrived() | BlocksStored():
                 pass  # a router has no executor and no blocks
             case Call():

@@ -1,4 +1,4 @@
-"""The start of a router: its replicas' answers, and what it says of itself to its clients."""
+"""The start of a router: its replicas' answers, and the information that it gives its clients."""
 
 import select
 import time
@@ -25,14 +25,14 @@ from ipc.wire.messages import (
     TokenizerFiles,
 )
 
-_NOBODY = 0  # client of the router's own calls
-_OTHERS_S = 2.0  # for replicas beyond the first to answer and to send what they have cached
+_NOBODY = 0  # client number of the router's own calls
+_OTHERS_S = 2.0  # for further replicas to answer and to send what they have cached
 _LOOK_MS = 50
 _MISSING = (ReplicaState.CONNECTING, ReplicaState.LOST)
 
 
 class Bounds(NamedTuple):
-    """What a router says of its own: leases, and the queue; 0 = as long as its replicas' together."""
+    """A router's own limits: leases, and the queue; 0 = as long as all replicas' together."""
 
     lease_ms: int
     resume_ms: int
@@ -40,9 +40,10 @@ class Bounds(NamedTuple):
 
 
 def wait_for_replicas(driver: Driver, links: Links, timeout_s: float, is_stopped: Callable[[], bool]) -> None:
-    """Wait until all replicas have answered and sent what they have cached, or some have and the rest does not.
+    """Wait until all replicas have answered and sent what they have cached, or until some have and the rest does not
+    answer.
 
-    Errors: EngineStartError where none has answered within timeout_s seconds.
+    Errors: EngineStartError if none has answered within timeout_s seconds.
     """
     begin, first = time.monotonic(), 0.0
     replicas = driver.fleet.replicas
@@ -74,7 +75,7 @@ def ask(driver: Driver, links: Links, call: Call, timeout_s: float) -> ServerMes
 
 
 def _turn(driver: Driver, links: Links) -> float:
-    """Wait a little for the replicas, and take in what they send; return the time."""
+    """Wait briefly for the replicas and take in what they send; return the time."""
     driver.carry_out(time.monotonic())
     if not links.has_unread:
         select.select([links.fd], [], [], _LOOK_MS / 1000)
@@ -88,7 +89,7 @@ def _turn(driver: Driver, links: Links) -> float:
 def served_by(
     driver: Driver, links: Links, engine_id: str, owner_token: bytes, bounds: Bounds, timeout_s: float
 ) -> Served:
-    """Return what the border tells clients. Errors: EngineDeadError."""
+    """Return the information that the border sends to clients. Errors: EngineDeadError."""
     fleet: Fleet = driver.fleet
     tokenizer = ask(driver, links, GetTokenizer(0), timeout_s)
     model = ask(driver, links, GetModelInformation(0), timeout_s)

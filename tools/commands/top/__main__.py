@@ -27,7 +27,7 @@ from tools.commands.top.watch import Watch
 from tools.flags.address import address_to_connect, owner_file_to_read
 from tools.flags.options import ArgumentParser
 
-# Keyboard: single keys from a terminal, whose settings are put back at the end however the program ends.
+# Keyboard: single keys from a terminal, whose settings are restored however the program ends.
 
 
 _ESCAPES = {b"\x1b[A": "up", b"\x1b[B": "down", b"\x1bOA": "up", b"\x1bOB": "down"}
@@ -35,7 +35,7 @@ _PLAIN = {b"\r": "enter", b"\n": "enter", b"\x03": "q", b"\x04": "q"}
 
 
 class Keyboard:
-    """The keys of a terminal, unechoed. A context manager. fd: the terminal."""
+    """The keys of a terminal, without echo. A context manager. fd: the terminal."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -67,7 +67,7 @@ class Keyboard:
 
 
 _HELLO_S = 2.0
-_MOST_REQUESTS = 200  # asked for; the engine's time for them is bounded
+_MOST_REQUESTS = 200  # in one call; the engine bounds its time for them
 _PLAIN_WIDTH = 120
 
 
@@ -76,17 +76,17 @@ def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser(
         prog="engine-core top",
         usage="engine-core top [--connect ADDR] [--owner-file FILE] [--interval S] [--once | --json]",
-        description="Show a running engine live. Without a terminal, or with --once: show it once, as plain text.",
+        description="Show a running engine live. Without a terminal, or with --once, show it once as plain text.",
     )
     parser.add_argument("--connect", metavar="ADDR", help="the engine's address; default: that of `engine-core serve`")
     parser.add_argument(
-        "--owner-file", metavar="FILE", help="that of `serve --owner-file`: needed to abort and to pause"
+        "--owner-file", metavar="FILE", help="the file of `serve --owner-file`; needed to abort and to pause"
     )
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="S", help="between two looks; default: %(default)g"
+        "--interval", type=float, default=1.0, metavar="S", help="seconds between two samples; default: %(default)g"
     )
-    parser.add_argument("--once", action="store_true", help="two looks, one after the other, then the end")
-    parser.add_argument("--json", action="store_true", help="print one JSON object for each look")
+    parser.add_argument("--once", action="store_true", help="take two samples, print, and end")
+    parser.add_argument("--json", action="store_true", help="print one JSON object for each sample")
     parsed = parser.parse_args(arguments)
     if not 0.05 <= parsed.interval <= 3600:
         parser.error("--interval must be from 0.05 to 3600 seconds")
@@ -161,9 +161,9 @@ def _stop(*_: object) -> NoReturn:
 
 
 def _do(key: str, client: EngineClient, request: RequestExplanation | None) -> str:
-    """Do what a key asks for; return what to show of it."""
+    """Do a key's action; return the text to show."""
     actions: dict[str, tuple[str, Callable[[], object]]] = {
-        "p": ("paused: nothing begins", lambda: client.pause(PauseMode.NEW)),
+        "p": ("paused: no request begins", lambda: client.pause(PauseMode.NEW)),
         "r": ("resumed", client.resume),
     }
     if request is not None:

@@ -19,7 +19,7 @@ _CLIENTS_SHOWN = 8
 
 
 class Client(NamedTuple):
-    """The requests of one client, as far as the engine told of them."""
+    """The requests of one client that the engine has listed."""
 
     session: int
     num_running: int
@@ -48,7 +48,7 @@ def screen(watch: Watch, selected: int, note: str, height: int) -> RenderableTyp
 
 
 def clients_of(look: Look) -> list[Client]:
-    """Return the clients that have requests, those with the most waiting ones first."""
+    """Return the clients that have requests, those with the most waiting requests first."""
     found: dict[int, list[RequestExplanation]] = {}
     for one in look.explanation.requests:
         found.setdefault(one.session, []).append(one)
@@ -61,17 +61,17 @@ def clients_of(look: Look) -> list[Client]:
 
 
 def explained(request: RequestExplanation, client: EngineClient) -> str:
-    """Return in words why this request runs or does not, asked for now. Errors: CallFailedError where it has ended."""
+    """Ask the engine and return as text why this request runs or does not. Errors: CallFailedError if it has ended."""
     explanation = client.explain(request.number, session=request.session)
     return "\n".join(line for one in explanation.requests for line in describe_request(one, explanation))
 
 
 def _head(watch: Watch, model: ModelInformation, look: Look, rates: Rates | None) -> list[Text]:
     statistics, e = look.statistics, look.explanation
-    assert watch.client is not None or watch.error, "a look without a session"
+    assert watch.client is not None or watch.error, "a sample without a session"
     epoch = "" if watch.client is None else f"  epoch {watch.client.welcome.epoch}"
     lost = f"  lost {watch.num_lost} times" if watch.num_lost else ""
-    pause = ("", "  PAUSED: nothing begins", "  PAUSED: nothing runs")[e.pause]
+    pause = ("", "  PAUSED: no request begins", "  PAUSED: no request runs")[e.pause]
     title = f"{model.model_name}  {model.executor} {model.dtype} {model.numerics}{epoch}{lost}{pause}"
     used = statistics.num_blocks - 1 - statistics.num_free_blocks
     share = used / max(1, statistics.num_blocks - 1)
@@ -136,7 +136,7 @@ def _requests_table(requests: list[RequestExplanation], selected: int, num_rows:
 
 
 def name_of(request: RequestExplanation) -> str:
-    """Return SESSION/NUMBER, with the choice where it is not the first."""
+    """Return SESSION/NUMBER, with the choice if it is not the first."""
     return f"{request.session}/{request.number}" + (f".{request.choice}" if request.choice else "")
 
 

@@ -1,4 +1,4 @@
-"""Watch: an engine looked at again and again, and what changed between two looks."""
+"""Watch: samples of a running engine, and the changes between two samples."""
 
 import time
 from collections import deque
@@ -17,11 +17,11 @@ from ipc.wire.scheduling_messages import Explanation
 
 _WINDOW_S = 60.0  # of the quantiles
 _LONG_STEP_S = 1.0
-_ANSWER_S = 5.0  # then the engine counts as hanging, and the last look stays on the screen
+_ANSWER_S = 5.0  # then the engine counts as hung, and the last sample stays on the screen
 
 
 class Look(NamedTuple):
-    """What an engine answered at one time."""
+    """An engine's answers at one time."""
 
     time: float  # monotonic seconds, ours
     statistics: Statistics
@@ -30,7 +30,10 @@ class Look(NamedTuple):
 
 
 class Rates(msgspec.Struct, frozen=True):
-    """What happened between two looks, per second; None where nothing did. Step parts: means of the steps between."""
+    """Changes between two samples, per second; None if there were none.
+
+    Parts of a step: means over the steps between.
+    """
 
     tokens_per_s: float
     prompt_tokens_per_s: float
@@ -39,7 +42,7 @@ class Rates(msgspec.Struct, frozen=True):
     rows_per_step: float | None
     tokens_per_step: float | None
     prefix_hit_rate: float | None
-    ttft_p50_s: float | None  # of the last minute, as the bound of a bucket
+    ttft_p50_s: float | None  # of the last minute; upper bound of the bucket
     ttft_p99_s: float | None
     itl_p50_s: float | None
     itl_p99_s: float | None
@@ -48,7 +51,7 @@ class Rates(msgspec.Struct, frozen=True):
 class Watch:
     """The engine behind `connect`, across its restarts.
 
-    error: why the last look failed, "" if it did not; num_lost: how often the engine was lost while it was watched.
+    error: why the last sample failed, "" if it did not; num_lost: how often the engine was lost.
     """
 
     def __init__(self, connect: Callable[[], EngineClient], limit: int) -> None:
@@ -59,17 +62,18 @@ class Watch:
         self.model: ModelInformation | None = None
         self.error = ""
         self.num_lost = 0
-        self._box: BlackBoxReader | None = None  # of the engine, where it is on this machine
+        self._box: BlackBoxReader | None = None  # of the engine, if it is on this machine
 
     @property
     def last(self) -> Look | None:
-        """The last look that succeeded."""
+        """The last successful sample."""
         return self._looks[-1] if self._looks else None
 
     def look(self) -> None:
-        """Ask the engine; a failure is kept in `error`, and the next look connects again.
+        """Ask the engine; a failure is kept in `error`, and the next sample connects again.
 
-        An engine in a long step is not asked, because it would not answer: its black box says how long.
+        An engine in a long step is not asked, because it would not answer: its black box shows how long the step has
+        run.
         """
         if self.client is not None and (text := self._describe_long_step()):
             self.error = text
@@ -115,7 +119,7 @@ class Watch:
             self._looks.popleft()
 
     def rates(self) -> Rates | None:
-        """Return what happened between the last two looks; None before the second."""
+        """Return the changes between the last two samples; None before the second."""
         if len(self._looks) < 2:
             return None
         first, before, now = self._looks[0], self._looks[-2], self._looks[-1]
@@ -140,7 +144,7 @@ class Watch:
 
 
 def _between(first: Metrics, last: Metrics, name: str) -> Histogram | None:
-    """Return the values that came between two answers; None where the engine does not measure."""
+    """Return the values added between two answers; None if the engine does not measure."""
     new = last.histograms.get(name)
     if new is None:
         return None

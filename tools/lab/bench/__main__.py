@@ -72,7 +72,7 @@ DEFAULTS = {
 }
 #: Engine options whose defaults differ from the engine's: results name their dtype.
 _OPTIONS = {"dtype": "bfloat16"}
-#: And of the fake executor: prompts may have any id.
+#: The same for options of the fake executor: prompts may have any id.
 _FAKE_OPTIONS = {"vocab_size": str(ID_LOW + ID_SPAN)}
 _OWN_ENGINE: dict[str, Callable[..., Iterable[dict[str, Any]]]] = {
     "ipc": measure_ipc,
@@ -104,7 +104,7 @@ def main(arguments: Sequence[str]) -> int:
     parsed = _parser().parse_args(arguments)
     options = engine_options(parsed)
     if parsed.connect is not None and options:
-        raise ConfigError("--connect measures an engine as it runs; leave out the engine options")
+        raise ConfigError("--connect measures a running engine, whose options are fixed; leave out the engine options")
     if parsed.connect is None:
         options = _with_defaults(options)
     if not DEFAULTS[parsed.benchmark]:
@@ -127,9 +127,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("benchmark", choices=DEFAULTS)
     names = f"comma-separated; known: {', '.join(WORKLOADS)}"
-    parser.add_argument("--only", metavar="NAMES", help=f"these workloads, {names}")
+    parser.add_argument("--only", metavar="NAMES", help=f"only these workloads, {names}")
     parser.add_argument("--workload", type=Path, action="append", metavar="FILE", help="a workload of your own, JSON")
-    parser.add_argument("--round", type=int, default=0, metavar="N", help="another N, other token ids of equal shape")
+    parser.add_argument(
+        "--round", type=int, default=0, metavar="N", help="another N gives other token ids of the same shape"
+    )
     parser.add_argument("--id-span", type=int, metavar="N", help=f"token ids from {ID_LOW} to {ID_LOW}+N-1")
     parser.add_argument("--reps", type=int, default=1, metavar="N", help="results per workload; default: 1")
     parser.add_argument("--tries", type=int, default=3, metavar="N", help="runs until one is undisturbed; default: 3")
@@ -137,13 +139,13 @@ def _parser() -> argparse.ArgumentParser:
         "--quiet-seconds", type=float, default=30.0, metavar="S", help="longest wait for a quiet machine; default: 30"
     )
     parser.add_argument(
-        "--rows", type=_parse_rows, default=(1, 8, 32, 512), metavar="N,N", help="of gemm; default: 1,8,32,512"
+        "--rows", type=_parse_rows, default=(1, 8, 32, 512), metavar="N,N", help="for gemm; default: 1,8,32,512"
     )
     parser.add_argument(
         "--kernel-cache",
         choices=("filled", "empty"),
         default="filled",
-        help="of startup: C kernels of an earlier start are found, or are built; default: filled",
+        help="for startup: the C kernels are cached from an earlier start, or must be built; default: filled",
     )
     parser.add_argument("--connect", metavar="ADDR", help="measure the engine at this address")
     add_engine_options(parser)
@@ -154,7 +156,7 @@ def _parse_rows(text: str) -> tuple[int, ...]:
     """Parse "1,8" into numbers. Errors: those of argparse."""
     words = text.split(",")
     if not all(word.isascii() and word.isdigit() and 0 < int(word) <= 2**20 for word in words):
-        raise argparse.ArgumentTypeError(f"expected numbers of rows from 1 to {2**20} as 1,8,32, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected numbers of rows from 1 to {2**20}, such as 1,8,32, got {text!r}")
     return tuple(map(int, words))
 
 

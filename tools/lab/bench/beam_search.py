@@ -1,7 +1,7 @@
-"""Beam search beside transformers' own: the same prompts and the same model, turn about on this machine.
+"""Beam search compared with transformers' own: the same prompts and the same model, turn about on this machine.
 
-A prompt has 128 tokens, and each sequence 64 more; EOS is ignored, so that both do the same work. Four greedy requests
-at once, without a search, show what the beams cost beyond their tokens.
+A prompt has 128 tokens, and each sequence 64 more; EOS is ignored, so that both do the same work. Four concurrent
+greedy requests without a search show what the beams cost beyond their tokens.
 """
 
 import statistics
@@ -88,7 +88,7 @@ def _transformers_search(path: Path, dtype: str, threads: int) -> Callable[[list
     torch.set_num_threads(threads)
     files: tuple[Path, dict[str, Any]] = (path, {})
     if path.is_file():
-        dense = transformers.GgufConfig(dequantize=True)  # else float32 is its only fast type
+        dense = transformers.GgufConfig(dequantize=True)  # otherwise float32 is its only fast type
         files = path.parent, {"gguf_file": path.name, "quantization_config": dense}
     model: Any = transformers.AutoModelForCausalLM.from_pretrained(files[0], dtype=getattr(torch, dtype), **files[1])
     model.eval()

@@ -1,7 +1,7 @@
 """The routed MLP of one layer of a model alone, with made-up weights: for bench gemm.
 
-Rows are drawn anew for each run, so weights come from memory. A record's gb_s counts the weights of the experts that a
-run's rows have chosen, which are those that are read.
+Each run draws new rows, so weights come from memory. A record's gb_s counts the weights that are read: those of the
+experts chosen by a run's rows.
 """
 
 import time
@@ -26,8 +26,8 @@ _SECONDS = 1.0  # for each number of rows
 class _Form(NamedTuple):
     """A form of the weights in memory."""
 
-    name: str  # behind the kernel's
-    is_4_bits: bool = False  # Q4_0, as GPTQ, AWQ and GGUF files have it; else numbers of the model, or Q8_0 for 8 bits
+    name: str  # after the kernel's name
+    is_4_bits: bool = False  # Q4_0, as in GPTQ, AWQ and GGUF files; else the model's dtype, or Q8_0
     in_8_bits: bool = False  # products in 8 bits
 
     @property
@@ -42,7 +42,7 @@ _FORMS = (_Form(""), _Form("-q4_0", is_4_bits=True), _Form("-q4_0-int8", True, T
 def measure_experts(
     library: CpuLibrary, config: ModelConfig, parts: ExpertParts, dtype: Dtype, rows: Sequence[int]
 ) -> Iterator[dict[str, Any]]:
-    """Yield a record for each form of the weights and number of rows; us is the least time of a run."""
+    """Yield a record for each form of the weights and number of rows; us is the shortest time of a run."""
     rng = np.random.default_rng(0)
     router = _random(rng, parts.num_experts, config.hidden_size, dtype)
     for form in _FORMS:
@@ -78,7 +78,7 @@ def _as_q4_0(matrix: Numbers) -> StoredMatrix:
 def _experts(
     library: CpuLibrary, config: ModelConfig, parts: ExpertParts, router: Numbers, dtype: Dtype, form: _Form
 ) -> CpuExperts:
-    """Return the routed MLP of one layer, whose experts have equal weights, each in memory of its own."""
+    """Return the routed MLP of one layer, whose experts have equal weights, each in separate memory."""
     rng, hidden = np.random.default_rng(1), config.hidden_size
     gate_up = _random(rng, 2 * parts.intermediate_size, hidden, dtype)
     down = _random(rng, hidden, parts.intermediate_size, dtype)

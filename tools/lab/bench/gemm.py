@@ -1,10 +1,10 @@
 """The model's linear layers alone: products of the C kernel, of torch and of oneDNN on the same tensors.
 
-Weights come from memory, as in an engine: each product has so many copies that few are still in the cache at their next
-turn. A time is the least of many, because other work on the machine only adds to it. The bandwidth of memory meanwhile
-is a record of its own: torch adds up more bytes than the caches hold, the median of many runs. Of a GGUF file with
-quantized matrices the C kernel's products are measured as stored, too: those of the first layer and the head. So are
-products in 8 bits, with these matrices, else with Q8_0.
+Weights come from memory, as in an engine: each product has enough copies that few are still in the cache at their next
+turn. A time is the shortest of many, because other work on the machine only adds to it. The memory bandwidth at that
+time is a separate record: torch sums more bytes than the caches hold, and the median of many runs counts. For a GGUF
+file with quantized matrices, the C kernel's products are also measured as stored: those of the first layer and the
+head. Products in 8 bits use these matrices too, otherwise Q8_0.
 """
 
 import math
@@ -34,7 +34,7 @@ from kernels.torch.linear import best_product, plain_product, prepacked_product
 from kernels.torch.tensors import DTYPES, to_array
 from tools.lab.bench.experts import measure_experts
 
-_HEAD_ROWS = 32  # at most: the head computes one row for each request that samples
+_HEAD_ROWS = 32  # at most, because the head computes one row for each request that samples
 
 _COPIES_BYTES = 96 << 20  # three times a large cache
 _MAX_COPIES = 256
@@ -44,7 +44,7 @@ _READ_SECONDS = 1.0
 
 Product = Callable[[Any], object]
 Weight = torch.Tensor | StoredMatrix
-#: How a kernel packs a weight, and the weights that it takes from a file instead, by product.
+#: How a kernel packs a weight, and the weights that it uses as stored in a file, by product.
 Ways: TypeAlias = tuple[Callable[[Any], Product], Mapping[str, StoredMatrix]]
 
 
@@ -54,7 +54,7 @@ class Shape(NamedTuple):
     name: str
     out_features: int
     in_features: int
-    layers: int  # number of layers that have it
+    layers: int  # number of layers with it
 
 
 def measure_gemm(config: EngineConfig, rows: Sequence[int], rep: int) -> Iterator[dict[str, Any]]:
@@ -95,7 +95,7 @@ def measure_gemm(config: EngineConfig, rows: Sequence[int], rep: int) -> Iterato
 
 
 def torch_kernels(dtype: Dtype) -> dict[str, Ways]:
-    """Return torch's ways to multiply by their names. oneDNN has none for bfloat16 on CPUs without AVX-512."""
+    """Return torch's ways to multiply, by name. oneDNN has none for bfloat16 on CPUs without AVX-512."""
     weight = torch.zeros(16, 16, dtype=DTYPES[dtype])
     is_prepacked = best_product(weight)[0] == "torch-prepacked"
     prepacked: dict[str, Ways] = {"onednn-prepacked": (prepacked_product, {})} if is_prepacked else {}
@@ -105,7 +105,7 @@ def torch_kernels(dtype: Dtype) -> dict[str, Ways]:
 def _c_kernels(
     library: CpuLibrary, path: Path, config: ModelConfig, shapes: Sequence[Shape], dtype: Dtype
 ) -> dict[str, Ways]:
-    """Return the C kernel's ways to multiply by their names, with the matrices of those that take a file's."""
+    """Return the C kernel's ways to multiply, by name, with the matrices of those that use a file's."""
     streams = exceed_caches(sum(_num_weights(shape) for shape in shapes) * dtype.itemsize)
     name = f"c-{library.variant}"
     kernels: dict[str, Ways] = {name: (lambda weight: _packed(library, to_array(weight), streams), {})}
@@ -117,7 +117,7 @@ def _c_kernels(
 
 
 def _stored_matrices(path: Path, config: ModelConfig, library: CpuLibrary) -> dict[str, StoredMatrix]:
-    """Return the matrices of a file's head and first layer by their products' names, as they are stored."""
+    """Return the matrices of a file's head and first layer as stored, by product name."""
     parts = WeightParts(load_weights(path, config, BFLOAT16, library))
     embedding = parts.take_matrix("model.embed_tokens.weight")
 
@@ -134,9 +134,9 @@ def _stored_matrices(path: Path, config: ModelConfig, library: CpuLibrary) -> di
 
 
 def _packed(library: CpuLibrary, weight: Numbers | QuantizedMatrix | None, streams: bool) -> Product:
-    """Return the weight as the engine has it.
+    """Return the weight in the engine's form.
 
-    The model's size decides whether its weights are read past the caches, and whether they are compact.
+    The model's size decides whether its weights bypass the caches, and whether they are compact.
     """
     assert weight is not None
     matrix = PackedMatrix(library, weight, is_kept=not streams)
@@ -228,7 +228,7 @@ def _rows(name: str, num_rows: int) -> int:
 
 
 def _record(name: str, shapes: Sequence[Shape], num_rows: int, seconds: float, num_bytes: int) -> dict[str, Any]:
-    """Return one record. num_bytes: of the weights; where bfloat16 weights are compact, three quarters are read."""
+    """Return one record. num_bytes: of the weights; if bfloat16 weights are compact, three quarters are read."""
     num_products = sum(_num_weights(shape) * _rows(shape.name, num_rows) for shape in shapes)
     return {
         "product": name,

@@ -1,8 +1,10 @@
-"""The cost of images: times to the first token of questions on images, beside texts of as many tokens, turn about.
+"""The cost of images: times to the first token of questions about images and of texts with the same number of tokens,
+turn about.
 
 The model has SmolVLM-256M's shape and made-up weights, so its words mean nothing. Cases: "first" = the image is new;
-"second" = another question on it; "second, blocks lost" = a third one, after the prefix cache was emptied; "text" = a
-text of as many tokens that is new. Ratios are of medians, to "text". Times are a caller's, from generate() on.
+"second" = another question about it; "second, blocks lost" = a third one, after the prefix cache was emptied; "text" =
+a new text with the same number of tokens. Ratios are of medians, to "text". Times are a caller's, from the call of
+generate().
 """
 
 import json
@@ -28,7 +30,7 @@ _LETTERS = list("abcdefgh ")
 
 
 class Shape(NamedTuple):
-    """The sizes of a model with images, and the height and width of the images that it is asked about."""
+    """The sizes of a model with images, and the height and width of its images."""
 
     text: Mapping[str, Any]
     vision: Mapping[str, Any]

@@ -1,7 +1,7 @@
 """The cost of the border: time from submit to first token, and tokens/s, with the fake executor and token ids only.
 
-Clients are bare sockets with the messages of ipc/, all in one thread, so that the engine is measured and not the
-clients. One more record is for the product's own client.
+Clients are bare sockets with the messages of ipc/, all in one thread, so that the engine and not the clients is
+measured. One more record is for the product's own client.
 """
 
 import time
@@ -87,7 +87,7 @@ class Connections:
         """Wait for a message on this connection and return the number of tokens in it.
 
         Errors: EngineDeadError after 10 s.
-        Polling 64 sockets would take longer than a hop, and clients of 64 processes poll one each.
+        Polling 64 sockets would take longer than a hop; in reality, clients in 64 processes poll one each.
         """
         socket = self._sockets[connection % len(self._sockets)]
         if not socket.poll(_PATIENCE_MS):
@@ -124,7 +124,7 @@ def first_token_seconds(connections: Connections, count: int) -> list[float]:
 
 
 def streaming_seconds(connections: Connections, num_tokens: int) -> float:
-    """Return the seconds that NUM_STREAMS requests take at once, spread over the connections."""
+    """Return the seconds that NUM_STREAMS concurrent requests take, spread over the connections."""
     begin = time.perf_counter()
     for number in range(NUM_STREAMS):
         connections.submit(number, connections.request(num_tokens))

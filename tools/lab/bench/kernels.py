@@ -1,8 +1,8 @@
-"""The C kernels other than the matrix product, each beside torch's own operation on the same tensors.
+"""The C kernels except the matrix product, each next to torch's own operation on the same tensors.
 
 Fractions are of what the C matrix product reaches here: memory's bandwidth with one row and a matrix from memory, the
-peak with many rows and a matrix in cache. A time is the least of many, because other work on the machine only adds to
-it. Tensors that fit into a cache are in it, hence bandwidths above memory's.
+peak with many rows and a matrix in cache. A time is the shortest of many, because other work on the machine only adds
+to it. Tensors that fit into a cache are in it, so bandwidths can exceed memory's.
 """
 
 import time
@@ -37,7 +37,7 @@ _SECONDS = 0.3  # for each operation
 #: The shapes of SmolLM2-135M.
 _HEADS, _KV_HEADS, _HEAD_DIM, _HIDDEN, _VOCAB = 9, 3, 64, 576, 49152
 
-#: (name, requests, tokens of context of each, tokens of these that are computed)
+#: (name, requests, context tokens of each, how many of these are computed)
 _BATCHES = (("prefill", 1, 2000, 2000), ("decode", 1, 2000, 1), ("decode", 8, 512, 1), ("decode", 32, 2000, 1))
 
 
@@ -57,7 +57,7 @@ def measure_kernels(config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
     """Yield a record for each kernel and shape. Errors: ConfigError without C kernels."""
     library = start_cpu_kernels(config)
     if library is None:
-        raise ConfigError("bench kernels measures the C kernels, and there are none here; see cpu_kernels")
+        raise ConfigError("bench kernels measures the C kernels, which are not available here; see cpu_kernels")
     threads = num_threads(config)
     dtype = ELEMENT_TYPES["float32" if config.dtype == "float32" else "bfloat16"]
     bandwidth, peak = _limits(library, dtype)
@@ -72,7 +72,7 @@ def measure_kernels(config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
         seconds = _least(case.run)
         torch.set_num_threads(threads)
         torch_seconds = _least(case.torch_run)
-        torch.set_num_threads(1)  # torch's threads would spin beside the kernels'
+        torch.set_num_threads(1)  # otherwise torch's threads would spin while the kernels' run
         yield common | {
             "kernel": case.kernel,
             "shape": case.shape,
@@ -202,7 +202,7 @@ def _sampler_cases(library: CpuLibrary, rows: int) -> Iterator[Case]:
 
 
 def _sample(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
-    """Draw tokens by the torch operations that any such draw needs."""
+    """Draw tokens with the torch operations that any such draw needs."""
     if temperature == 0:
         return logits.argmax(-1)
     values = logits.topk(top_k).values if top_k else logits.sort(-1).values if top_p < 1 else logits

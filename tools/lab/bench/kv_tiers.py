@@ -1,9 +1,9 @@
 """Time to the first token of a prompt of 2,000 tokens: computed, from the host's memory, from files, and from a peer.
 
-The KV cache has room for one such request. So a second one evicts the first, which the host keeps and the folder gets.
-The files are in the page cache, because they have just been written. The peer is a second engine of this machine, which
-has computed a third prompt. Medians over the rounds, each with new prompts, taken in turn: the time of a request for
-one token, with its way to the engine and back.
+The KV cache has room for one such request. So a second one evicts the first, which is kept on the host and written to
+the folder. The files are in the page cache, because they have just been written. The peer is a second engine on this
+machine, which has computed a third prompt. Results are medians over rounds with new prompts, turn about: the time of a
+request for one token, including the way to the engine and back.
 """
 
 import statistics
@@ -24,7 +24,7 @@ _PROMPT_TOKENS = 2000
 _BLOCK_SIZE = 16
 _HOST_BYTES = 1 << 30
 _STORED_S = 30.0  # longest wait until all blocks are in files
-_SETTLED_S = 0.5  # without another file: they are
+_SETTLED_S = 0.5  # without a new file: then they are
 _CASES = ("computed", "host", "directory", "peer")
 
 
@@ -78,7 +78,7 @@ def measure_kv_tiers(options: dict[str, Any], *, rounds: int) -> Iterator[dict[s
 
 @contextmanager
 def _key_file(folder: str) -> Iterator[dict[str, Any]]:
-    """Make a key for the names of blocks; yield the option that names it."""
+    """Make a key for block names; yield the option for it."""
     make_key_file(f"{folder}/key")
     yield {"kv_key_file": f"{folder}/key"}
 
@@ -97,11 +97,13 @@ def _first_token(llm: LLM, prompt: list[int]) -> tuple[float, int]:
 
 
 def _wait_until_stored(llm: LLM, before: int) -> None:
-    """Wait until the prompts' blocks have gone to files. Errors: EngineCoreError after _STORED_S."""
+    """Wait until the prompts' blocks are in files. Errors: EngineCoreError after _STORED_S."""
     end, stored, settled_at = time.monotonic() + _STORED_S, before, time.monotonic() + _SETTLED_S
     while stored == before or time.monotonic() < settled_at:
         if time.monotonic() > end:
-            raise EngineCoreError(f"after {_STORED_S:.0f} s {stored - before} blocks are in files, and it goes on")
+            raise EngineCoreError(
+                f"after {_STORED_S:.0f} s {stored - before} blocks are in files, and writing continues"
+            )
         time.sleep(0.05)
         if (now := llm.statistics().num_stored_blocks) != stored:
             stored, settled_at = now, time.monotonic() + _SETTLED_S

@@ -1,8 +1,8 @@
-"""The cost of adapters (LoRA): batch8 on one engine without them, turn about with another that has eight.
+"""The cost of adapters (LoRA): batch8 on an engine without them, turn about with one that has eight.
 
-Cases: "none" = the engine has adapters and no request names one; "one" = all eight requests have the same; "eight" =
-each has its own. The adapters are random, of one rank, on every linear layer. Ratios are of medians, and are those of
-output tokens a second: 1 = as fast as the engine without adapters. The tokens of the case "none" must be the base's.
+Cases: "none" = the engine has adapters, but no request uses one; "one" = all eight requests use the same; "eight" =
+each uses its own. The adapters are random, of one rank, on every linear layer. Ratios are of median output tokens a
+second: 1 = as fast as the engine without adapters. The tokens of the case "none" must be the base's.
 """
 
 import json
@@ -89,7 +89,9 @@ def _measure(options: dict[str, Any], rank: int, folder: Path, rounds: int) -> I
 
 
 def _run(llm: LLM, adapters: list[LoRARequest | None], round_: int) -> tuple[float, list[list[int]]]:
-    """Return the seconds of a round, and its tokens. No round has another's prompts, which would be cached."""
+    """Return the seconds of a round, and its tokens. Rounds have different prompts, because repeated ones would be
+    cached.
+    """
     requests = make_workload(_WORKLOAD).shifted(64 + round_).requests
     kind = RequestOutputKind.FINAL_ONLY
     params = [

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-_QUIET_SHARE = 0.08  # of one core, used by others
+_QUIET_SHARE = 0.08  # of one core, used by other processes
 _PROBE_S = 0.5
 
 
@@ -20,7 +20,7 @@ class CpuUse(NamedTuple):
 
     busy: float  # of the whole machine
     steal: float  # taken by the hypervisor
-    ours: float  # of this process tree, ended children included
+    ours: float  # of this process tree, including ended children
     by_process: dict[int, tuple[str, float]]  # pid -> name, seconds; of this process tree
 
 

@@ -1,6 +1,6 @@
 """One JSON object a line for each result.
 
-Its fields are those of the other engines' runners, so that lines compare.
+Its fields are those of the other engines' runners, so that lines can be compared.
 """
 
 import json
@@ -16,7 +16,7 @@ from tools.lab.bench.runs import Bench, Run
 from tools.lab.bench.startup import MeasuredStartup
 from tools.lab.bench.startup_parts import Parts
 
-_NOISY_SHARE = 0.08  # of the wall time; if others take more CPU time, the result is marked
+_NOISY_SHARE = 0.08  # share of the wall time; if other processes take more CPU time, the result is marked
 
 
 def print_record(record: Mapping[str, Any]) -> None:
@@ -62,7 +62,7 @@ def run_record(bench: Bench, run: Run, *, round_: int, rep: int) -> dict[str, An
 def startup_record(
     config: EngineConfig, threads: int, measured: MeasuredStartup, parts: Parts, *, kernel_cache: str, rep: int
 ) -> dict[str, Any]:
-    """Return the record of one start. threads: of the engine. parts: as measure_parts() gives them."""
+    """Return the record of one start. threads: of the engine. parts: from measure_parts()."""
     startup = measured.startup
     return {
         "engine": NAME,
@@ -94,14 +94,14 @@ def summary_ms(seconds: Sequence[float]) -> dict[str, float] | None:
     return {name: round(value * 1000, 2) for name, value in values.items()}
 
 
-# cpu_name(): the CPU of this machine. Names alone do not tell generations apart on virtual machines.
+# cpu_name(): the CPU of this machine. On virtual machines, names alone do not distinguish generations.
 
 
 _CPU_INFO = Path("/proc/cpuinfo")
 
 
 def cpu_name() -> str:
-    """Return the CPU's name, family and model number; "unknown" where the system does not say."""
+    """Return the CPU's name, family and model number; "unknown" if the system does not say."""
     try:
         lines = _CPU_INFO.read_text().splitlines()
     except OSError:

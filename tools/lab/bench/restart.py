@@ -1,7 +1,7 @@
-"""The pause that a dead engine is: from SIGKILL until streams go on, with the parts of the way.
+"""The pause after an engine's death: from SIGKILL until streams continue, by phase.
 
 Streams of a client that knows only the address; the pause of a stream ends with its next token. The engine is killed
-again and again, each time when all streams have gone on: without a standby, and with one of each kind, prepared.
+repeatedly, each time after all streams have continued: without a standby, and with a ready one of each kind.
 """
 
 import os
@@ -63,7 +63,7 @@ def measure_kind(config: EngineConfig, kind: StandbyKind, *, rep: int, num_kills
 def _kill_once(
     engine: SupervisedEngine, client: EngineClient, news: list[float], kind: StandbyKind
 ) -> dict[str, float]:
-    """Kill the engine under streams; return seconds from then to: noticed, ready, first stream, last stream."""
+    """Kill the engine under streams; return seconds until noticed, ready, first stream, last stream."""
     length = client.welcome.limits.max_model_len - _PROMPT
     params = SamplingParams(max_tokens=length, ignore_eos=True, temperature=0.0)
     numbers = [client.submit([number + 5] * _PROMPT, params, seed=0) for number in range(_NUM_STREAMS)]
@@ -91,7 +91,7 @@ def _kill_once(
 
 
 def _note(times: list[float], num_moving: int) -> bool:
-    """Note the time once for each stream that has begun to move; return whether all have."""
+    """Note the time once for each stream that has continued; return whether all have."""
     times += [time.monotonic()] * (num_moving - len(times))
     return len(times) == _NUM_STREAMS
 

@@ -1,4 +1,4 @@
-"""What a router costs and gains: time to first token beside a direct connection, tokens/s, decisions, failover.
+"""What a router costs and gains: time to first token compared with a direct connection, tokens/s, decisions, failover.
 
 Clients are bare sockets with the messages of ipc/, except for failover, where the product's own client counts.
 """
@@ -47,7 +47,7 @@ def measure_route(config: EngineConfig, *, rep: int) -> Iterator[dict[str, Any]]
         engines,
         address,
         pid,
-    ):  # of several in turn each is colder than one that is always asked
+    ):  # several replicas in turn are each colder than one that is always asked
         yield {**names, "workload": "route first token", **_first_tokens(engines[0].address, address, pid)}
     with _fleet(config, NUM_REPLICAS) as (engines, address, pid):
         yield {**names, "workload": "route tokens", **_tokens(address, pid)}
@@ -77,14 +77,14 @@ def _fleet(config: EngineConfig, count: int) -> Iterator[tuple[list[EngineProces
 
 
 def _decisions() -> dict[str, Any]:
-    """Return what a placement takes, and what an event of a stored block takes."""
+    """Return the time of a placement and of an event for a stored block."""
     rng, index, replicas, size = np.random.default_rng(1), PrefixIndex(), Replicas(), 16
     prompts = rng.integers(0, 32_000, (200, _DECISION_TOKENS)).astype("<i4")
     for row in range(_DECISION_REPLICAS):
         replicas.add(f"ipc:///{row}")
         replicas.is_open[row] = True
     num_blocks = _DECISION_TOKENS // size
-    begin = time.process_time()  # no decision waits for it
+    begin = time.process_time()  # it delays no decision
     num_stored = 0
     for row in range(_DECISION_REPLICAS):
         for which in rng.integers(0, len(prompts), 20).tolist():
@@ -126,8 +126,8 @@ def _bare_hop(engine: str) -> Iterator[str]:
 
 
 def _first_tokens(direct: str, routed: str, pid: int) -> dict[str, Any]:
-    """Return the time to first token of one client at an engine, behind a process that only passes frames on, and at
-    the router, turn about; and the router's CPU time for each of these requests.
+    """Return the time to first token of one client at an engine, through a process that only passes frames on, and
+    through the router, turn about; and the router's CPU time for each of these requests.
     """
     seconds: dict[str, list[float]] = {"direct": [], "bare_hop": [], "routed": []}
     cpu_s = 0.0
@@ -191,7 +191,7 @@ def _cpu_s(pid: int) -> float:
 
 
 def _failover(config: EngineConfig) -> dict[str, Any]:
-    """Return how long streams stand still when a replica is killed, over several kills."""
+    """Return how long streams pause when a replica is killed, over several kills."""
     if not read_fake_options(config).step_us:
         config = with_fake_options(config, step_us=5000)
     pauses: list[float] = []
@@ -214,8 +214,8 @@ def _failover(config: EngineConfig) -> dict[str, Any]:
 
 
 def _kill_once(engine: EngineProcess, client: EngineClient, noticed: list[float], pauses: list[float]) -> None:
-    """Kill an engine under streams; add when the router had placed requests anew, and the longest gap of each of those
-    streams that ran there.
+    """Kill an engine under streams; add when the router had placed its requests again, and the longest gap of each
+    stream that ran there.
     """
     params = SamplingParams(max_tokens=400, ignore_eos=True, temperature=0.0)
     numbers = [client.submit([number + 5] * 32, params, seed=0) for number in range(_NUM_STREAMS)]

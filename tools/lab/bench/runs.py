@@ -16,7 +16,7 @@ from tools.lab.bench.quiet import (
 )
 from tools.lab.bench.workloads import BenchRequest, Workload, warm_up_workload
 
-#: A run is clean if others took less CPU time than this share of its wall time, or than these seconds.
+#: A run is clean if other processes took less CPU time than this share of its wall time, or than these seconds.
 _CLEAN_SHARE, _CLEAN_S = 0.04, 0.03
 
 
@@ -29,7 +29,7 @@ class RequestTimes(NamedTuple):
 
 
 class Run(NamedTuple):
-    """One run of a workload, and what the machine did meanwhile. Times: monotonic seconds."""
+    """One run of a workload, and the machine's other work during it. Times: monotonic seconds."""
 
     workload: Workload
     begin: float  # when all requests are submitted
@@ -50,9 +50,9 @@ class Run(NamedTuple):
 class Bench:
     """An engine under measurement, warmed up; a context manager.
 
-    options: of EngineConfig. connect: address of a running engine instead. tries: runs of a workload until one is
-    clean, at most. quiet_seconds: longest wait for a quiet machine before each run. is_first: True = the start-up
-    counts from the start of this process; False = from here, because another engine ran in this process.
+    options: of EngineConfig. connect: address of a running engine instead. tries: most runs of a workload until one is
+    clean. quiet_seconds: longest wait for a quiet machine before each run. is_first: True = the start-up counts from
+    the start of this process; False = from here, because another engine ran in this process.
     Errors: those of LLM.
     """
 
@@ -80,7 +80,7 @@ class Bench:
         self.run_once(warm)
 
     def run_once(self, workload: Workload) -> Run:
-        """Run the workload once, whatever else the machine does."""
+        """Run the workload once, whatever other work the machine does."""
         prompts: Any = [{"prompt_token_ids": request.prompt} for request in workload.requests]
         params = [request_params(request.max_tokens) for request in workload.requests]
         before, begin = cpu_use(), time.monotonic()
@@ -114,7 +114,7 @@ class Bench:
         return min(runs, key=lambda run: run.foreign_cpu_s / run.wall_s)
 
     def close(self) -> None:
-        """End the engine, or the connection to it."""
+        """Stop the engine, or close the connection to it."""
         self._llm.close()
 
     def __enter__(self) -> "Bench":

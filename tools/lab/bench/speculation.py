@@ -1,10 +1,10 @@
 """The gain of speculation: the same requests with and without it, turn about, on two engines of one machine.
 
 Prompts are made here. "edit": a file, and the beginning of the same file with one name changed, as an editor completes
-it; most of the answer stands in the prompt. It ends where the model ends it. "chat": short questions; nearly nothing of
-their answers stands there. One request runs at a time. "batch32" is the workload of that name, all at once.
-Ratios are of medians: without / with, above 1 = faster with speculation; cpu_ratio is that of the CPU time of these
-processes, which waiting for a core does not change (with one thread; several wait for one another by spinning). The
+it; most of the answer is in the prompt. The model ends it. "chat": short questions; almost nothing of their answers is
+in the prompt. One request runs at a time. "batch32" is the workload of that name, with all requests at once.
+Ratios are of medians: without / with, above 1 = faster with speculation; cpu_ratio is that of these processes' CPU
+time, which does not include waiting for a core (with one thread; several threads wait for each other by spinning). The
 tokens of both are compared.
 """
 
@@ -63,7 +63,7 @@ class _Round(NamedTuple):
 
 
 def measure_speculation(options: dict[str, Any], *, rounds: int, names: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield a record for each case of these workloads; all of them for no names.
+    """Yield a record for each case of these workloads; all of them if no names are given.
 
     options: of the engine, with the speculative_config to measure; default: ngram.
 
@@ -121,7 +121,9 @@ def _compare(without: LLM, with_drafts: LLM, case: _Case, rounds: int) -> dict[s
 
 
 def _run(llm: LLM, case: _Case, round_: int, limit: int | None = None) -> _Round:
-    """Run the first `limit` requests of a case; None: all. No round has another's prompts, which would be cached."""
+    """Run the first `limit` requests of a case; None: all. Rounds have different prompts, because repeated ones would
+    be cached.
+    """
     before, outputs = llm.statistics(), []
     cpu, begin = cpu_use().ours, time.monotonic()
     if case.name == "batch32":

@@ -36,7 +36,7 @@ class Startup(msgspec.Struct, frozen=True):
 
 
 class MeasuredStartup(NamedTuple):
-    """A start, its wall time, and the CPU seconds that others took meanwhile."""
+    """A start, its wall time, and the CPU seconds that other processes took in that time."""
 
     startup: Startup
     wall_s: float

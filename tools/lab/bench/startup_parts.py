@@ -33,7 +33,7 @@ Parts = dict[str, Part]
 
 
 def has_parts(config: EngineConfig) -> bool:
-    """Return whether the engine of this config loads a model by this project's own code."""
+    """Return whether the engine of this config loads a model with this project's own code."""
     return config.executor == "local" and config.model_impl != "transformers"
 
 

@@ -77,7 +77,7 @@ class _Watched:
 
 
 class _OneByOne(_Watched):
-    """A model that runs operation after operation, and times each under its name in the layer."""
+    """A model that runs one operation after another, and times each under its name in the layer."""
 
     def __init__(self, model: Llama, watch: Watch) -> None:
         super().__init__(copy.copy(model), watch)
@@ -144,7 +144,9 @@ def measure_step(config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
     executor.initialize_cache(resolved)
     model = executor.runner.model
     if not isinstance(model, Llama):
-        raise ConfigError(f"bench step measures models of ours; {executor.info.name} runs through transformers' code")
+        raise ConfigError(
+            f"bench step measures models implemented here; {executor.info.name} runs through transformers' code"
+        )
     common: dict[str, Any] = {
         "engine": NAME,
         "version": VERSION,
@@ -183,7 +185,7 @@ def _measure(engine: EngineCore, executor: LocalExecutor, model: Llama, size: in
 
 
 def _watched_step(engine: EngineCore, executor: LocalExecutor, watch: Watch) -> float:
-    """Run EngineCore.step() at depth 1, cut into its phases, and return its seconds."""
+    """Run EngineCore.step() at depth 1, divided into its phases, and return its seconds."""
     begin = time.perf_counter()
     watch.start()
     plan = engine.scheduler.schedule(0)

@@ -1,7 +1,7 @@
-"""The cost and the gain of structured outputs: the first grammar and later ones, a step of 32 constrained rows beside
-one without, and compact JSON with and without forced tokens.
+"""The cost and the gain of structured outputs: the first grammar and later ones, a step of 32 constrained rows compared
+with one without constraints, and compact JSON with and without forced tokens.
 
-The engine runs in this process. What is compared is measured in turn; times are medians.
+The engine runs in this process. Compared cases take turns; times are medians.
 """
 
 import json
@@ -56,7 +56,7 @@ def measure_structured(config: EngineConfig, rep: int) -> Iterator[dict[str, Any
     assert matchers is not None, "the executor has grammars"
     common = {"engine": NAME, "version": VERSION, "model": executor.info.name, "dtype": executor.info.dtype, "rep": rep}
     grammars = model_grammars(config, executor.info.vocab_size, executor.info.eos_token_ids)
-    grammars.use_files(tokenizer_files_of(config))  # an engine has them from its start
+    grammars.use_files(tokenizer_files_of(config))  # in an engine they exist from its start
     yield common | {"workload": "structured-compile", **_compile(grammars)}
     runs: dict[bool, list[tuple[float, int, int]]] = {True: [], False: []}
     for turn in range(_TURNS):
@@ -78,7 +78,7 @@ def measure_structured(config: EngineConfig, rep: int) -> Iterator[dict[str, Any
 
 
 def _compare_steps(config: ResolvedConfig, executor: LocalExecutor, temperature: float) -> dict[str, Any]:
-    """Return what a step takes with and without constraints, in microseconds: time, and CPU time of all threads."""
+    """Return the time, and the CPU time of all threads, of a step with and without constraints, in microseconds."""
     turns: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for turn in range(_STEP_TURNS):
         for is_plain in (True, False) if turn % 2 else (False, True):
@@ -92,7 +92,7 @@ def _compare_steps(config: ResolvedConfig, executor: LocalExecutor, temperature:
 
 
 def _compile(grammars: Grammars) -> dict[str, Any]:
-    """Return the time of the first grammar, of later ones, and of one that is compiled already, in milliseconds."""
+    """Return the time of the first grammar, of later ones, and of an already compiled one, in milliseconds."""
     times = []
     for number in range(21):
         message = _message(0, _schema(f"field_{number}"), 0.0)
@@ -136,12 +136,12 @@ def _step_us(engine: EngineCore, temperature: float, turn: int, *, is_plain: boo
 
     CPU time is that of all threads of this process.
     """
-    text = {"type": "string", "minLength": 2000}  # nothing is forced in it, so each step gives a row one token
+    text = {"type": "string", "minLength": 2000}  # it forces no tokens, so each step gives a row one token
     closed = {"type": "object", "properties": {"text": text}, "required": ["text"], "additionalProperties": False}
     constraint = None if is_plain else StructuredOutputsParams(json=json.dumps(closed), disable_any_whitespace=True)
     prompts = _prompts(turn, _ROWS)
     engine.step([(0, _message(n, constraint, temperature, ids)) for n, ids in enumerate(prompts)], 0)
-    while engine.scheduler.stats.num_generation_tokens < 5 * _ROWS:  # behind the beginning, which is forced
+    while engine.scheduler.stats.num_generation_tokens < 5 * _ROWS:  # after the beginning, which is forced
         engine.step([], 0)
     times, cpu_times = [], []
     for _ in range(_STEPS):
@@ -154,7 +154,9 @@ def _step_us(engine: EngineCore, temperature: float, turn: int, *, is_plain: boo
 
 
 def _forget_rows(engine: EngineCore) -> None:
-    """End all requests, also in the runner, which learns of it from the next plan: else it goes on to mask the rows."""
+    """End all requests, also in the runner, which learns it from the next plan; otherwise it would continue to mask the
+    rows.
+    """
     engine.scheduler.finish_client(0)
     engine.step([(0, _message(_ROWS, None, 0.0))], 0)
     engine.scheduler.finish_client(0)

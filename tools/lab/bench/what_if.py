@@ -1,9 +1,9 @@
-"""How far `engine-core replay --what-if` errs: a Poisson load run live, and foretold from one capture.
+"""The error of `engine-core replay --what-if`: a Poisson load run live, and predicted from one capture.
 
 The same requests at the same times go to five engines, one after another: twice with one configuration, and once with
-fewer rows, a smaller budget, another policy. All figures are the engines' own, from their captures. What the first
-capture foretells is compared with what the other engines did. How many requests come in a second is measured first, so
-that the machine is busy and not overrun.
+fewer rows, a smaller budget, another policy. All figures are the engines' own, from their captures. Predictions from
+the first capture are compared with the results of the other engines. The arrival rate is measured first, so that the
+machine is busy but not overloaded.
 """
 
 import random
@@ -36,18 +36,18 @@ CHANGES: tuple[Change, ...] = (
     {"max_num_batched_tokens": 64},
     {"scheduling_policy": "priority"},
 )
-#: Most percent by which a figure may err, of the same configuration and of others.
+#: Largest error of a figure in percent, for the same configuration and for others.
 SAME_PERCENT = {"tokens_per_s": 5.0, "tpot_mean_ms": 5.0, "e2e_mean_ms": 5.0, "ttft_mean_ms": 7.0}
 OTHER_PERCENT = 12.0
-_SPREADS = 1.5  # or so many times as much as two real runs differ
-_LOAD = 0.6  # of the tokens that the machine makes when it never waits
-_SHARED = 128  # tokens with which a third of the prompts begins
+_SPREADS = 1.5  # or this many times the difference of two real runs
+_LOAD = 0.6  # of the tokens that the machine produces if it never waits
+_SHARED = 128  # shared first tokens of a third of the prompts
 _LONGEST = 728  # prompt
 _NUM_PROBES = 24
 
 
 class Arrival(NamedTuple):
-    """A request and when it is sent, in seconds after the first one at a rate of one a second."""
+    """A request and when it is sent, in seconds after the first one, at a rate of one a second."""
 
     after_s: float
     prompt: list[int]
@@ -108,7 +108,7 @@ def make_arrivals(count: int, seed: int) -> list[Arrival]:
 
 
 def _requests_per_s(config: EngineConfig, arrivals: list[Arrival]) -> float:
-    """Return how many of these requests an engine ends in a second that has them all at once."""
+    """Return how many of these requests an engine that has them all at once finishes a second."""
     with EngineProcess(config) as engine:
         _send(engine.address, arrivals[:2], 0.0)  # the first steps of all
         begin = time.monotonic()
@@ -117,7 +117,7 @@ def _requests_per_s(config: EngineConfig, arrivals: list[Arrival]) -> float:
 
 
 def _run_live(config: EngineConfig, arrivals: list[Arrival], rate: float, path: Path) -> CaptureFile:
-    """Send the requests, `rate` of them a second, to an engine of its own, and return its capture."""
+    """Send the requests, `rate` of them a second, to a new engine, and return its capture."""
     with EngineProcess(msgspec.structs.replace(config, capture=str(path))) as engine:
         _send(engine.address, arrivals, 1 / rate)
     return CaptureFile(path)
@@ -139,7 +139,7 @@ def _send(address: str, arrivals: list[Arrival], scale: float) -> None:
 
 
 def _compared(name: str, real: Figures, foretold: Figures, again: Figures | None) -> dict[str, Any]:
-    """Return a figure of a real run, what was foretold, and the error; again: of the same run once more."""
+    """Return a figure of a real run, its prediction, and the error; again: the figure of a repeated run."""
     value, error = getattr(real, name), _percent(getattr(foretold, name), getattr(real, name))
     compared = {"real": round(value, 1), "foretold": round(getattr(foretold, name), 1), "error_percent": error}
     if again is None:

@@ -1,8 +1,9 @@
-"""Workers: what a step costs with its model in parts, beside one process of as many threads, and what a death costs.
+"""Workers: what a step costs with its model in parts, compared with one process of as many threads, and what a death
+costs.
 
-Both engines of the first run in this process, one beside the other, and their decoding takes turns: a step of one is
-compared with the next step of the other. Where steps overlap, in stages of a pipeline, so many tokens of each row are,
-between pauses in which nothing runs. The second kills the workers of an engine under streams, again and again.
+For the first, both engines run in this process and take turns decoding: a step of one is compared with the next step of
+the other. If steps overlap, in stages of a pipeline, several tokens of each row are compared, between pauses in which
+nothing runs. The second kills the workers of an engine under streams repeatedly.
 """
 
 import os
@@ -32,7 +33,7 @@ from ipc.wire.messages import AddRequest, Outputs
 SIZES = (1, 8, 32)
 _PROMPT = 64  # tokens
 _TURNS = 60  # steps of each engine
-_BLOCKS, _BLOCK_TOKENS = 5, 20  # turns of each engine where steps overlap, and tokens of each row in a turn
+_BLOCKS, _BLOCK_TOKENS = 5, 20  # turns of each engine if steps overlap, and tokens of each row in a turn
 _PAUSE_S = 0.3  # longer than a step
 _NUM_KILLS, _NUM_STREAMS = 6, 8
 _RUN_S = 0.3  # between the end of a pause and the next kill
@@ -55,7 +56,7 @@ class _Decoding:
         self._max_tokens, self._num_sent, self.num_tokens = resolved.max_model_len - _PROMPT, 0, 0
 
     def begin(self, num_rows: int) -> None:
-        """Let so many rows decode; their prompts are computed before this returns."""
+        """Let this many rows decode; their prompts are computed before this returns."""
         generator = np.random.default_rng(num_rows)
         params = SamplingParams(max_tokens=self._max_tokens, ignore_eos=True, temperature=0.0)
         inbox: list[tuple[int, EngineInput]] = []
@@ -79,9 +80,9 @@ class _Decoding:
         return time.perf_counter() - begin
 
     def block(self, num_rows: int) -> float:
-        """Run until each row has _BLOCK_TOKENS more tokens; return the seconds of one of them, the stages being full.
+        """Run until each row has _BLOCK_TOKENS more tokens; return the seconds of one of them, with full stages.
 
-        What is in flight at the end runs on, and ends before this returns.
+        Steps in flight at the end finish before this returns.
         """
         self._run_for(num_rows)
         begin = time.perf_counter()
@@ -96,20 +97,20 @@ class _Decoding:
             self.step()
 
     def end(self) -> None:
-        """Let all rows end."""
+        """End all rows."""
         for client in range(self._num_sent):
             self.engine.scheduler.finish_client(client)
         self.step()
 
     def close(self) -> None:
-        """End the workers."""
+        """Stop the workers."""
         self.executor.close()
 
 
 def measure_workers(config: EngineConfig, rep: int) -> Iterator[dict[str, Any]]:
-    """Yield a record for each size of a batch, and one for deaths.
+    """Yield a record for each size of a batch, and one for kills.
 
-    config: tensor_parallel_size, pipeline_parallel_size = of the workers, 2 ranks where both are 1; threads = of each
+    config: tensor_parallel_size, pipeline_parallel_size = of the workers, 2 ranks if both are 1; threads = of each
     worker, 1 by default.
     """
     threads, size, stages = config.threads or 1, config.tensor_parallel_size, config.pipeline_parallel_size
@@ -164,7 +165,7 @@ def _deaths(config: EngineConfig) -> dict[str, float]:
             _run(decoding, _RUN_S)
             os.kill(executor.pids[-1], signal.SIGKILL)
             begin, before = time.monotonic(), decoding.num_tokens
-            # A step that ran at that moment may still bring its tokens; those after it are of the next workers.
+            # A step that ran at that moment may still deliver its tokens; later ones come from the next workers.
             while decoding.num_tokens <= before + _NUM_STREAMS:
                 if time.monotonic() - begin > _LIMIT_S:
                     raise TimeoutError(f"the workers did not come back within {_LIMIT_S:g} s")

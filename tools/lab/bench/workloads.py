@@ -11,7 +11,7 @@ from ipc.errors import ConfigError
 #: Plain token ids of common vocabularies lie in [ID_LOW, ID_LOW + ID_SPAN).
 ID_LOW = 20
 ID_SPAN = 48_900
-HOST_ID_SPAN = 1_900  # such ids are in every vocabulary, also in the tiny model's 2,048
+HOST_ID_SPAN = 1_900  # such ids are in every vocabulary, even in the tiny model's 2,048
 _STRIDE = 7919  # a prime: each round shifts the ids by another amount
 
 

@@ -1,7 +1,7 @@
-"""`engine-core check-executor`: check an executor, a plug-in's above all, under the real scheduler in this process.
+"""`engine-core check-executor`: check an executor, usually a plug-in's, under the real scheduler in this process.
 
-It asks for the same random requests one by one, together, in chunks, preempted, swapped, from the prefix cache and with
-two steps in flight. Each output is checked against its plan. At numerics level L2 all answers must be the same bits.
+It runs the same random requests one by one, together, in chunks, preempted, swapped, from the prefix cache and with two
+steps in flight. Each output is checked against its plan. At numerics level L2 all answers must be bit-identical.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser(
         prog="engine-core check-executor",
         usage="engine-core check-executor NAME [--requests N] [OPTION ...]",
-        description="Check that an executor keeps the contract of docs/executors.md; for the CI of a plug-in.",
+        description="Check that an executor follows the contract of docs/executors.md; for a plug-in's CI.",
     )
     parser.add_argument("name", metavar="NAME", help="the executor's name: a plug-in's, or local or fake")
     parser.add_argument("--requests", type=int, default=_NUM_REQUESTS, metavar="N", help="default: %(default)s")

@@ -1,4 +1,4 @@
-"""The checks of an executor: each asks for the same requests under other circumstances, and compares the answers."""
+"""The checks of an executor: each runs the same requests under other conditions and compares the answers."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -16,13 +16,13 @@ _MODEL_LEN = 80
 _ROWS = 8
 _BLOCK = 4  # tokens
 _ROOMY = 8 * 20 * 4  # blocks: no request is ever preempted
-_FEW = 33  # the null block included; one request takes up to 20 of them
-_BUDGET = 16  # tokens of a step, where prompts are computed in chunks
+_FEW = 33  # including the null block; one request takes up to 20 of them
+_BUDGET = 16  # tokens of a step, if prompts are computed in chunks
 _LEVELS = ("L0", "L1", "L2")
 
 
 class Finding(NamedTuple):
-    """The outcome of one check. is_right: None for what was seen and is no promise."""
+    """The outcome of one check. is_right: None for an observation without a promise."""
 
     name: str
     is_right: bool | None
@@ -63,7 +63,7 @@ def check_executor(config: EngineConfig, num_requests: int) -> Iterator[Finding]
 
 
 def _circumstances(config: EngineConfig) -> dict[str, dict[str, object]]:
-    """Return what is changed for each further engine."""
+    """Return the changed options of each further engine."""
     few: dict[str, object] = {"num_blocks_override": _FEW}
     found: dict[str, dict[str, object]] = {
         "in chunks": {"max_num_batched_tokens": _BUDGET},
@@ -89,16 +89,16 @@ def _under(name: str, config: EngineConfig, plans: list[Plan], alone: list[Answe
 
 
 def _facts(stand: Stand) -> Iterator[Finding]:
-    """Check what the executor says of itself."""
+    """Check the executor's description of itself."""
     info, faults = stand.info, []
     if not info.fingerprint:
         faults.append("no fingerprint")
     if info.numerics not in _LEVELS:
-        faults.append(f"numerics {info.numerics!r} is none of {', '.join(_LEVELS)}")
+        faults.append(f"numerics {info.numerics!r} is not one of {', '.join(_LEVELS)}")
     if info.vocab_size < 2:
         faults.append(f"a vocabulary of {info.vocab_size}")
     if info.max_model_len < _MODEL_LEN:
-        faults.append(f"max_model_len {info.max_model_len}, and the check needs {_MODEL_LEN}")
+        faults.append(f"max_model_len {info.max_model_len}, but the check needs {_MODEL_LEN}")
     if any(not 0 <= token < info.vocab_size for token in info.eos_token_ids):
         faults.append(f"end tokens {info.eos_token_ids} beyond the vocabulary of {info.vocab_size}")
     faults += _faults_of_sizes(stand.blocks_in)
@@ -107,7 +107,7 @@ def _facts(stand: Stand) -> Iterator[Finding]:
 
 
 def _faults_of_sizes(blocks_in: BlocksIn) -> list[str]:
-    """Return what is wrong with the number of blocks that fit some memory."""
+    """Return what is wrong with the number of blocks that fit into some memory."""
     small, large, coarse = blocks_in(1 << 30, 16), blocks_in(1 << 32, 16), blocks_in(1 << 30, 32)
     if small < large and coarse <= small:
         return []
@@ -135,7 +135,7 @@ def _whole(plans: list[Plan], alone: list[Answer]) -> Finding:
 def _compared(
     name: str, level: str, alone: list[Answer], stand: Stand, ask: Callable[[], list[Answer]]
 ) -> Iterator[Finding]:
-    """Ask once more, and compare with the answers that each request got alone: at L2 every bit is the same."""
+    """Run the requests again, and compare with the answers that each one got alone: at L2 every bit is the same."""
     answers = ask()
     failed = [f"request {number}: {answer.failure}" for number, answer in enumerate(answers) if answer.failure]
     if failed:
@@ -144,12 +144,12 @@ def _compared(
     same = sum(one == other for one, other in zip(alone, answers, strict=True))
     counters = stand.statistics
     seen = f"{counters.num_preemptions} preemptions, {counters.prefix_cache_hits} tokens found"
-    text = f"{same}/{len(alone)} requests with every bit as alone; {seen}"
+    text = f"{same}/{len(alone)} requests bit-identical to alone; {seen}"
     yield Finding(name, same == len(alone) if level == "L2" else None, text)
 
 
 def _aborted(plans: list[Plan], alone: list[Answer], stand: Stand, level: str) -> Finding:
-    """Abort every third request in the middle; the others go on, and all blocks come back."""
+    """Abort every third request in the middle; the others must continue, and all blocks must be freed."""
     which = frozenset(range(0, len(plans), 3))
     answers = stand.ask(plans, per_step=2, aborted=which)
     kept = [number for number in range(len(plans)) if number not in which]

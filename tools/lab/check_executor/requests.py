@@ -1,4 +1,4 @@
-"""The requests of a check: random prompts, part of which begin alike, greedy and sampled; the same at each call."""
+"""The requests of a check: random prompts, some with a common prefix, greedy and sampled; the same at each call."""
 
 from typing import NamedTuple
 
@@ -9,12 +9,12 @@ from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import AddRequest
 
 _LONGEST = 60  # tokens of a prompt
-_SHARED = 24  # tokens with which half of them begin
+_SHARED = 24  # tokens of the common prefix of half of them
 _MOST_OUTPUT = 10
 
 
 class Plan(NamedTuple):
-    """A request of the check, whenever it is sent."""
+    """A request of the check."""
 
     prompt: tuple[int, ...]
     params: SamplingParams

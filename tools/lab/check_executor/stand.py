@@ -22,7 +22,7 @@ _MAX_IDLE_STEPS = 200  # in a row without a token, after which the executor coun
 
 
 class Answer(NamedTuple):
-    """All that a request got. values: its log probabilities by position, one after the other, as bytes of float32."""
+    """All that a request got. values: its log probabilities in order of position, as bytes of float32."""
 
     token_ids: tuple[int, ...]
     values: bytes
@@ -87,22 +87,22 @@ class Stand:
                 inbox.append((_CLIENT, Abort(np.array(ending, "<u4").tobytes())))
             num_idle = 0 if self._step(inbox) or inbox else num_idle + 1
             if num_idle > _MAX_IDLE_STEPS:
-                raise BrokenContractError(f"{len(self._live)} requests get no token in {_MAX_IDLE_STEPS} steps")
+                raise BrokenContractError(f"{len(self._live)} requests got no token in {_MAX_IDLE_STEPS} steps")
         return [self._answer(number) for number in range(first, self._num_sent)]
 
     def _step(self, inbox: list[tuple[int, AddRequest | Abort]]) -> bool:
-        """Run one step and check the scheduler's books after it; return whether any token came."""
+        """Run one step and check the scheduler's state after it; return whether any token arrived."""
         self._now_ns += _STEP_NS
         replies = self._engine.step(inbox, self._now_ns)
         try:
             self._engine.scheduler.check_integrity()
         except AssertionError as error:
-            raise BrokenContractError(f"the scheduler's books do not fit the outputs any more: {error}") from error
+            raise BrokenContractError(f"the scheduler's state no longer fits the outputs: {error}") from error
         num_tokens = sum(self._take(reply) for _, reply in replies)
         return num_tokens > 0
 
     def _take(self, reply: EngineReply) -> int:
-        """Note what came for the requests, and return the number of tokens."""
+        """Note the results of the requests, and return the number of tokens."""
         if isinstance(reply, RequestFailed):
             self._failures[reply.number] = reply.message
             self._live.discard(reply.number)
@@ -137,6 +137,6 @@ class Stand:
         return Answer(tuple(self._tokens.pop(number, [])), values, self._failures.pop(number, ""))
 
     def num_held_blocks(self) -> int:
-        """Return the number of KV blocks that some request still holds; the null block is left out."""
+        """Return the number of KV blocks that some request still holds, without the null block."""
         pool = self._engine.scheduler.pool
         return pool.num_blocks - 1 - pool.num_free

@@ -9,7 +9,7 @@ from core.execution.plan import FAILED_TOKEN, NO_TOKEN, LogprobColumns, ModelRun
 
 
 class BrokenContractError(Exception):
-    """The executor did what its contract forbids; the text says what, with the numbers."""
+    """The executor broke its contract; the text says how, with the numbers."""
 
 
 class OutputWatch:
@@ -27,10 +27,10 @@ class OutputWatch:
         """Check the output of the oldest plan."""
         plan = self._plans.popleft()
         step, num_rows = plan.step, len(plan.rows)
-        _expect(output.step == step, f"the output of step {step} says step {output.step}")
+        _expect(output.step == step, f"the output of step {step} has step number {output.step}")
         tokens = output.token_ids
         is_column = isinstance(tokens, np.ndarray) and tokens.dtype == np.int32 and tokens.ndim == 1
-        _expect(is_column, f"step {step}: token_ids is no column of int32: {type(tokens).__name__}")
+        _expect(is_column, f"step {step}: token_ids is not a column of int32: {type(tokens).__name__}")
         num_tokens = num_rows
         if output.counts is not None:
             _expect(len(output.counts) == num_rows, f"step {step}: {len(output.counts)} counts for {num_rows} rows")

@@ -33,9 +33,9 @@ MOST_REPLICAS = 4096
 _OPTIONS = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "num_blocks_override": 4096}
 _EPILOG = """\
 Lengths are scaled as `engine-core traces` does. Step times are those of --step-model, fitted to a capture's own steps,
-or else step-ms + token-us * tokens computed + context-ns * tokens of KV cache that decoding rows read.
+otherwise step-ms + token-us * tokens computed + context-ns * tokens of KV cache that decoding rows read.
 --slo names ttft_mean, ttft_p99, tpot_mean, e2e_mean, e2e_p99 (milliseconds), tokens_per_s, preemptions, unfinished.
-exit status: 0, 1 the SLO is missed, or not to be held with as many replicas as allowed, 2 usage"""
+exit status: 0, 1 the SLO is missed, or cannot be held with the allowed number of replicas, 2 usage"""
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -121,7 +121,7 @@ def values_of(run: FleetRun) -> dict[str, Value]:
 def _find(simulator: _Simulator, most: int) -> int:
     """Print the smallest number of replicas up to `most` that holds the SLO; return the exit status.
 
-    More replicas are taken to be no worse than fewer.
+    More replicas are assumed to be no worse than fewer.
     """
     misses, holds = 0, 1
     while holds < most and not simulator.holds(holds):
@@ -140,7 +140,7 @@ def _find(simulator: _Simulator, most: int) -> int:
 
 
 def _step_time(parsed: argparse.Namespace) -> StepTime:
-    """Return the time of steps: fitted to a capture, or made of round numbers. Errors: CaptureFileError."""
+    """Return the time of steps: fitted to a capture, or from round numbers. Errors: CaptureFileError."""
     if parsed.step_model is not None:
         recording = read_recording(CaptureFile(parsed.step_model))
         return fit(recording.features, recording.durations)
@@ -152,7 +152,7 @@ def _step_time(parsed: argparse.Namespace) -> StepTime:
 def _config(options: dict[str, Any], parsed: argparse.Namespace) -> ResolvedConfig:
     if options.get("executor", "fake") != "fake" or "model" in options or "max_model_len" in options:
         raise ConfigError(
-            "a simulation has no model, and max_model_len = --max-tokens: leave out --executor, --model and "
+            "a simulation has no model, and --max-tokens sets max_model_len: leave out --executor, --model and "
             "--max-model-len"
         )
     fixed = {"executor": "fake", "max_model_len": parsed.max_tokens}
@@ -174,25 +174,48 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", type=Path, metavar="TRACE", help="of any format that `engine-core traces` reads")
-    parser.add_argument("--replicas", type=int, default=1, metavar="N", help="engines; with --find at most")
     parser.add_argument(
-        "--route", choices=tuple(POLICIES), default="least_loaded", help="who gets a request; default: least_loaded"
+        "file", type=Path, metavar="TRACE", help="a trace in any format that `engine-core traces` reads"
     )
-    parser.add_argument("--slo", metavar="EXPR", help="what the fleet must hold, such as 'ttft_p99 < 2000'")
-    parser.add_argument("--find", choices=("replicas",), help="the smallest number that holds the SLO")
-    parser.add_argument("--step-model", metavar="FILE", help="a capture whose steps say how long a step takes")
+    parser.add_argument(
+        "--replicas", type=int, default=1, metavar="N", help="number of engines; with --find the largest number"
+    )
+    parser.add_argument(
+        "--route",
+        choices=tuple(POLICIES),
+        default="least_loaded",
+        help="which replica gets a request; default: least_loaded",
+    )
+    parser.add_argument("--slo", metavar="EXPR", help="condition that the fleet must meet, such as 'ttft_p99 < 2000'")
+    parser.add_argument("--find", choices=("replicas",), help="find the smallest number that holds the SLO")
+    parser.add_argument("--step-model", metavar="FILE", help="fit the step time to this capture")
     parser.add_argument("--rows", type=int, metavar="N", help="the first N rows of the trace; default: all")
     parser.add_argument("--max-tokens", type=int, default=8192, metavar="N", help="longest request; default: 8192")
-    parser.add_argument("--time-scale", type=float, default=1.0, metavar="X", help="of arrivals; default: 1")
-    parser.add_argument("--rate", type=float, metavar="X", help="of ShareGPT: requests a second")
-    parser.add_argument("--burstiness", type=float, default=1.0, metavar="X", help="of them: 1 = Poisson; default: 1")
-    parser.add_argument("--tokenizer", metavar="FOLDER", help="of ShareGPT: what measures its texts")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of generated requests; default: 0")
-    parser.add_argument("--step-ms", type=float, default=10.0, metavar="X", help="of every step; default: 10")
-    parser.add_argument("--token-us", type=float, default=50.0, metavar="X", help="of a token computed; default: 50")
     parser.add_argument(
-        "--context-ns", type=float, default=70.0, metavar="X", help="of a token that a decoding row reads; default: 70"
+        "--time-scale", type=float, default=1.0, metavar="X", help="factor on arrival times; default: 1"
+    )
+    parser.add_argument("--rate", type=float, metavar="X", help="for ShareGPT: requests a second")
+    parser.add_argument(
+        "--burstiness",
+        type=float,
+        default=1.0,
+        metavar="X",
+        help="burstiness of ShareGPT's arrivals: 1 = Poisson; default: 1",
+    )
+    parser.add_argument("--tokenizer", metavar="FOLDER", help="for ShareGPT: tokenizer that measures its texts")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of generated requests; default: 0")
+    parser.add_argument(
+        "--step-ms", type=float, default=10.0, metavar="X", help="fixed time of every step; default: 10"
+    )
+    parser.add_argument(
+        "--token-us", type=float, default=50.0, metavar="X", help="time of a computed token; default: 50"
+    )
+    parser.add_argument(
+        "--context-ns",
+        type=float,
+        default=70.0,
+        metavar="X",
+        help="time of a token that a decoding row reads; default: 70",
     )
     add_engine_options(parser)
     return parser

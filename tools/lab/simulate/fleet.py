@@ -1,4 +1,4 @@
-"""A fleet of engines in virtual time: one heap of the moments at which something happens."""
+"""A fleet of engines in virtual time: one heap of events by time."""
 
 import heapq
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ from tools.lab.simulate.replica import Replica, Said
 from tools.lab.traces.workload import TimedRequest
 
 _NEVER = -1
-_ROUTER = -1  # its number as a client of each replica, which it follows
+_ROUTER = -1  # the router's client number at each replica that it follows
 _BY_PREFIX = "prefix"
 _NS = 1e-9
-_MAX_IDLE_CALLS = 100_000  # of all replicas, one after the other, in which nothing ends: the fleet is stuck
+_MAX_IDLE_CALLS = 100_000  # consecutive steps of all replicas in which nothing ends: then the fleet is stuck
 
 
 class FleetRun(NamedTuple):
-    """What a simulated fleet did. Columns have one entry for each request, in virtual ns; -1: it never came."""
+    """What a simulated fleet did. Columns have one entry for each request, in virtual ns; -1: it never happened."""
 
     arrivals: Ints
     first_tokens: Ints
@@ -61,7 +61,7 @@ def simulate_fleet(
     route: str = "least_loaded",
     joins_steps: bool = True,
 ) -> FleetRun:
-    """Run the requests, in order of arrival, until all have ended or nothing moves any more.
+    """Run the requests, in order of arrival, until all have ended or none makes progress.
 
     config: of each replica. route: one of POLICIES in
     frontend/fleet/placement.py. joins_steps: see tools/lab/simulate/replica.py.
@@ -73,12 +73,12 @@ def simulate_fleet(
 
 
 class _News(NamedTuple):
-    """What the router learns of a replica at a moment, ordered by that."""
+    """What the router learns about a replica, ordered by time."""
 
     ns: int
     serial: int
     row: int  # of the replica
-    num_queued: int = 0  # tokens of requests whose first token has come
+    num_queued: int = 0  # tokens of requests whose first token has arrived
     num_ended: int = 0  # requests
     events: Sequence[KVEvent] = ()
 
@@ -89,7 +89,7 @@ class _Fleet:
         self._replicas, self._requests = replicas, requests
         self._table, self._index = Replicas(), PrefixIndex()
         for number, replica in enumerate(replicas):
-            row = self._table.add(f"{number}").row  # which may make the columns anew
+            row = self._table.add(f"{number}").row  # which may replace the columns
             self._table.is_open[row] = True
             if route == _BY_PREFIX:
                 replica.follow(_ROUTER)
@@ -98,12 +98,12 @@ class _Fleet:
         self._first, self._last, self._ends = (np.full(count, _NEVER, np.int64) for _ in range(3))
         self._counts, self._missing = np.zeros(count, np.int64), np.zeros(count, np.int64)
         self._of = np.full(count, _NEVER, np.int64)
-        self._due: list[tuple[int, int]] = []  # (ns, replica), a heap; outdated entries are left in it
-        self._news: list[_News] = []  # a heap of what the router does not know yet
+        self._due: list[tuple[int, int]] = []  # (ns, replica), a heap; outdated entries stay in it
+        self._news: list[_News] = []  # a heap of news for the router
         self._num_news = self._end_ns = self._num_idle = 0
 
     def run(self) -> None:
-        """Let one thing happen after the other."""
+        """Process the events in order."""
         for number, request in enumerate(self._requests):
             self._run_until(request.arrival_ns)
             self._learn(request.arrival_ns)
@@ -113,7 +113,7 @@ class _Fleet:
         self._run_until(None)
 
     def result(self) -> FleetRun:
-        """Return what has happened."""
+        """Return the results."""
         stats = [one.stats for one in self._replicas]
         calls = sum(one.num_calls for one in self._replicas)
         return FleetRun(
@@ -147,13 +147,13 @@ class _Fleet:
             due_ns, index = heapq.heappop(self._due)
             replica = self._replicas[index]
             if not replica.has_work or replica.due_ns != due_ns:
-                continue  # another entry has come after this one
+                continue  # a newer entry has replaced this one
             self._num_idle += 1
             self._note(index, replica.run_until(due_ns))
             self._push(index)
 
     def _learn(self, now_ns: int) -> None:
-        """Let the router learn what has happened by now."""
+        """Give the router all news up to now."""
         table = self._table
         while self._news and self._news[0].ns <= now_ns:
             news = heapq.heappop(self._news)

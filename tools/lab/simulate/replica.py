@@ -1,10 +1,10 @@
 """Replica: one engine of a simulated fleet: the real scheduler under a virtual clock, with made-up tokens.
 
-While nothing waits and every row decodes, what comes next is known: each step gives each row one token. So it is where
-requests wait in the order of their arrival, and all rows are taken: none starts before the first row ends. Then several
-steps are one call of the engine, in which the executor yields several tokens of each row; how many is decided when
-something happens: a request arrives, or the first row ends. The clock counts each of them, and a request that arrives
-is taken in at the next boundary between two of them.
+While nothing waits and every row decodes, the next steps are known: each gives each row one token. The same holds if
+requests wait in order of arrival and all rows are taken: none starts before the first row ends. Then several steps are
+one call of the engine, in which the executor returns several tokens of each row. Their number is decided by the next
+event: a request arrives, or the first row ends. The clock counts each step, and an arriving request is taken in at the
+next boundary between two of them.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ from ipc.wire.messages import AddRequest
 from ipc.wire.scheduling_messages import FollowKVEvents
 from tools.commands.replay.what_if.step_time import FEATURES, StepTime
 
-_FILLER = 3  # every output token: with ignore_eos it ends nothing
+_FILLER = 3  # every output token: with ignore_eos it does not end a request
 _MOST_STEPS = 32  # in one call of the engine
 _SHARE = 4  # the tokens of such a call take at most a quarter of the next one's budget
 _ROWS, _KV, _SAMPLES = (FEATURES.index(name) for name in (FEATURES[1], FEATURES[3], FEATURES[6]))
@@ -31,19 +31,19 @@ Said = tuple[int, EngineReply, int, int]
 
 
 class LengthExecutor(FakeExecutor):
-    """An executor whose requests end by their length. num_steps: steps that the next call stands for.
+    """An executor whose requests end by their length. num_steps: number of steps that the next call covers.
 
-    features: of the last plan's first step, as tools/commands/replay/what_if/step_time.py has them; None: nothing ran.
+    features: of the last plan's first step, as in tools/commands/replay/what_if/step_time.py; None: nothing ran.
     """
 
-    engine: EngineCore  # set once it is made
+    engine: EngineCore  # set once it exists
 
     def __init__(self, config: ResolvedConfig, info: ModelInfo) -> None:
         super().__init__(config)
         self.info = info
         self.num_steps = 1
         self.features: Ints | None = None
-        self._num_before = 1  # steps of the last call: so many tokens of each row wait to be computed
+        self._num_before = 1  # steps of the last call: this many tokens of each row are still to be computed
 
     def initialize_cache(self, config: ResolvedConfig) -> None:
         """Do nothing: no mirror of the table is kept."""
@@ -78,7 +78,7 @@ class LengthExecutor(FakeExecutor):
 
 
 class _Done:
-    """A step that is finished."""
+    """A finished step."""
 
     def __init__(self, output: ModelRunnerOutput) -> None:
         self._output = output
@@ -96,11 +96,11 @@ class Replica:
         self._executor.engine = self._engine
         self._time, self._joins = time, joins_steps
         self._budget = config.max_num_batched_tokens
-        #: Rows of which none is taken from a running request for a waiting one; 0: a policy may do so.
+        #: Rows that no waiting request can take from a running one; 0: the policy may preempt.
         self._safe_rows = config.max_num_seqs if config.scheduling_policy == "fcfs" else 0
         self._inbox: list[tuple[int, EngineInput]] = []
         self._most_steps, self._first_ns, self._more_ns = 1, 0.0, 0.0  # of the next call: see _look_ahead()
-        self.now_ns = 0  # begin of the next step
+        self.now_ns = 0  # start of the next step
         self.num_calls = 0
 
     @property
@@ -110,7 +110,7 @@ class Replica:
 
     @property
     def due_ns(self) -> int:
-        """Return until when run_until() is to run it next: to the end of all the steps that a call may stand for."""
+        """Return the time up to which run_until() must run it next: its steps' end."""
         return self.now_ns + (self._span_ns(self._most_steps) if self._most_steps > 1 else 1)
 
     @property
@@ -124,7 +124,7 @@ class Replica:
         self._inbox.append((client, FollowKVEvents(0)))
 
     def submit(self, client: int, message: AddRequest, now_ns: int) -> list[Said]:
-        """Take a request that arrives now, after the steps that begin before; return what those have said."""
+        """Take in a request that arrives now, after the steps that begin earlier; return their replies."""
         said = self.run_until(now_ns)
         if not self.has_work:
             self.now_ns = max(self.now_ns, now_ns)
@@ -133,7 +133,7 @@ class Replica:
         return said
 
     def run_until(self, now_ns: int) -> list[Said]:
-        """Run the steps that begin before now_ns, and return what they have said."""
+        """Run the steps that begin before now_ns, and return their replies."""
         said: list[Said] = []
         while self.has_work and self.now_ns < now_ns:
             count = self._num_steps_until(now_ns)
@@ -164,7 +164,7 @@ class Replica:
         return replies
 
     def _look_ahead(self) -> None:
-        """Set how many steps the next call may stand for, the ns of the first, and how many more each later one has."""
+        """Set how many steps the next call may cover, the ns of the first, and the ns added by each later one."""
         scheduler, self._most_steps = self._engine.scheduler, 1
         rows, table = scheduler.running, scheduler.table
         if not self._joins or not len(rows):

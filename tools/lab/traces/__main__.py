@@ -33,8 +33,8 @@ EXIT_UNFINISHED = 1
 #: Engine options whose defaults differ from the engine's own. The blocks hold 65,520 tokens.
 _OPTIONS = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "num_blocks_override": 4096}
 _EPILOG = """\
-Lengths: where a trace's longest request has more than --max-tokens tokens, all lengths are multiplied by k/512, with
-the largest whole k for which it fits. Blocks of prompt that a trace says are equal (hash_ids) get equal tokens.
+Lengths: if a trace's longest request has more than --max-tokens tokens, all lengths are multiplied by k/512, with
+the largest whole k for which it fits. Prompt blocks that are equal in a trace (hash_ids) get equal tokens.
 Every fifth request is urgent (priority 0, the others 1). Client 0 sends every other request; the rest take turns.
 A step takes step-ms + token-us * tokens computed + context-ns * tokens of KV cache read. The defaults are round numbers
 near those of an 8B model on a large GPU.
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _run_fleets(parsed: argparse.Namespace, options: dict[str, Any]) -> int:
-    """Run each trace through a fleet under each routing policy, and through one engine that is as large as all replicas
+    """Run each trace through a fleet under each routing policy, and through one engine as large as all replicas
     together; print a line for each, and return the exit status.
     """
     is_whole = True
@@ -128,7 +128,7 @@ def _config(options: dict[str, Any], parsed: argparse.Namespace) -> ResolvedConf
         config,
         executor.info,
         executor.determine_num_available_blocks,
-        total_memory_bytes=2**36,  # of a virtual machine
+        total_memory_bytes=2**36,  # on a virtual machine
         num_cpus=1,
     )
     return resolve_costs(resolved, config, executor.measure_costs, executor.measure_steps)
@@ -137,11 +137,11 @@ def _config(options: dict[str, Any], parsed: argparse.Namespace) -> ResolvedConf
 def _check(parsed: argparse.Namespace, options: dict[str, Any]) -> None:
     if options.get("executor", "fake") != "fake" or "model" in options or "max_model_len" in options:
         raise ConfigError(
-            "traces run on the fake executor with max_model_len = --max-tokens: leave out --executor, --model and "
+            "traces run on the fake executor, and --max-tokens sets max_model_len: leave out --executor, --model and "
             "--max-model-len"
         )
     if parsed.route is not None and parsed.replicas is None:
-        raise ConfigError("--route is for a fleet: give --replicas N too")
+        raise ConfigError("--route is for a fleet: also give --replicas N")
     for name in ("rows", "max_tokens", "clients", "replicas"):
         value = getattr(parsed, name)
         if value is not None and value < 1:
@@ -179,47 +179,56 @@ def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         prog="engine-core traces",
         usage="engine-core traces FILE ... [--report FILE.md] [OPTION ...]",
-        description="Run request traces (Mooncake, Qwen-Bailian, Azure 2023 and 2024, BurstGPT,\n"
-        "ShareGPT, ServeGen, LLMServingSim's of vLLM, captures) through the scheduler\n"
-        "under each policy, or under --scheduling-policy, in virtual time; prints one\n"
-        "JSON line for each.",
+        description="Run request traces (Mooncake, Qwen-Bailian, Azure 2023 and 2024, BurstGPT,\nShareGPT, ServeGen, "
+        "LLMServingSim's from vLLM, captures) through the scheduler\nunder each policy, or under "
+        "--scheduling-policy, in virtual time; prints one\nJSON line for each.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="a trace; its content shows its format")
-    parser.add_argument("--rows", type=int, metavar="N", help="the first N rows of each; default: all")
+    parser.add_argument(
+        "files", type=Path, nargs="+", metavar="FILE", help="a trace; its format is detected from its content"
+    )
+    parser.add_argument("--rows", type=int, metavar="N", help="read the first N rows of each; default: all")
     parser.add_argument("--max-tokens", type=int, default=8192, metavar="N", help="longest request; default: 8192")
     parser.add_argument(
         "--time-scale",
         type=_numbers,
         default=[1.0],
         metavar="X[,X...]",
-        help="of arrivals, one for all files or one for each; 0.5: twice as fast; default: 1",
+        help="factor on arrival times, one for all files or one for each; 0.5: twice as fast; default: 1",
     )
     parser.add_argument("--clients", type=int, default=5, metavar="N", help="number of clients; default: 5")
-    parser.add_argument("--rate", type=float, metavar="X", help="of ShareGPT, which has no times: requests a second")
+    parser.add_argument("--rate", type=float, metavar="X", help="requests a second for ShareGPT, which has no times")
     parser.add_argument("--burstiness", type=float, default=1.0, metavar="X", help="of them: 1 = Poisson; default: 1")
     parser.add_argument("--tokenizer", metavar="FOLDER", help="of ShareGPT: what measures its texts")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of generated requests; default: 0")
     parser.add_argument("--step-ms", type=float, default=10.0, metavar="X", help="of every step; default: 10")
     parser.add_argument("--token-us", type=float, default=50.0, metavar="X", help="of a token computed; default: 50")
-    parser.add_argument("--context-ns", type=float, default=70.0, metavar="X", help="of a token read; default: 70")
+    parser.add_argument("--context-ns", type=float, default=70.0, metavar="X", help="time of a token read; default: 70")
     parser.add_argument(
-        "--replicas", type=int, metavar="N", help="a fleet of so many engines, under each --route (docs/scale_out.md)"
+        "--replicas",
+        type=int,
+        metavar="N",
+        help="run a fleet of this many engines, under each --route (docs/scale_out.md)",
     )
     parser.add_argument(
         "--route",
         choices=(*POLICIES, ONE_CACHE),
         action="append",
-        help=f"with --replicas; {ONE_CACHE} = one engine as large as all of them; may be given again; default: each",
+        help=f"with --replicas; {ONE_CACHE} = one engine as large as all of them; may be repeated; default: each",
     )
-    parser.add_argument("--report", type=Path, metavar="FILE.md", help="table and plot (FILE.svg), between its marks")
+    parser.add_argument(
+        "--report",
+        type=Path,
+        metavar="FILE.md",
+        help="write the table and the plot (FILE.svg) between this file's marks",
+    )
     add_engine_options(parser)
     return parser
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """Return the command as it can be typed in the folder of the traces: without the folders of this machine."""
+    """Return the command as typed in the folder of the traces, without this machine's folders."""
     words = [Path(word).name if word.endswith((".jsonl", ".csv", ".md")) else word for word in arguments]
     return "engine-core traces " + shlex.join(words)
 
@@ -227,7 +236,7 @@ def _command(arguments: Sequence[str]) -> str:
 # One simulated run of a fleet as a record: the line that is printed.
 
 
-#: In the place of a routing policy: one engine with the cache, the rows and the speed of all replicas together.
+#: Instead of a routing policy: one engine with the cache, the rows and the speed of all replicas together.
 ONE_CACHE = "one_cache"
 
 
@@ -247,7 +256,7 @@ def run_fleet(
 
 
 def _together(config: ResolvedConfig, step_time: StepTime, count: int) -> tuple[ResolvedConfig, StepTime]:
-    """Return the config and the step time of one engine that is `count` of them."""
+    """Return the config and the step time of one engine as large as `count` of them."""
     larger = msgspec.structs.replace(
         config,
         num_blocks_override=count * config.num_blocks_override,

@@ -30,7 +30,7 @@ _PAUSE_NS = 1_000_000  # from a step with nothing to run to the next one
 
 
 class FleetRun(NamedTuple):
-    """What a fleet's clients saw, where each request was placed first, and how many tokens each replica computed."""
+    """The clients' results, the first placement of each request, and the number of tokens computed by each replica."""
 
     observed: Observed
     placements: list[int]  # replica of each request sent, in order
@@ -38,7 +38,7 @@ class FleetRun(NamedTuple):
 
 
 class _Replica:
-    """An engine core with a clock of its own: busy until a moment."""
+    """An engine core with its own clock: busy until a point in time."""
 
     def __init__(self, config: ResolvedConfig, step_time: StepTime, epoch: int) -> None:
         self.executor = TimedExecutor(config, step_time)
@@ -48,7 +48,7 @@ class _Replica:
         self.is_busy = False
 
     def step(self, now_ns: int) -> tuple[list[ServerMessage], int]:
-        """Run a step; return what it sends, and its duration in ns."""
+        """Run a step; return its messages and its duration in ns."""
         inbox, self.inbox = self.inbox, []
         self.executor.duration_ns = 0
         replies = [reply for _, reply in self.core.step(inbox, now_ns)]
@@ -61,7 +61,7 @@ class _FleetSimulation:
         self.fleet = Fleet(policy=policy, seed=seed, name="simulated")
         self.placements: list[int] = []
         self._welcomes = [self._welcome(config, epoch) for epoch in range(count)]
-        self._events: list[tuple[int, int, int, list[ServerMessage]]] = []  # (time, serial, replica, what a step sends)
+        self._events: list[tuple[int, int, int, list[ServerMessage]]] = []  # (time, serial, replica, a step's messages)
         self._num_events = 0
         for index in range(count):
             self.fleet.membership.join(f"ipc:///{index}")
@@ -155,6 +155,6 @@ def simulate_fleet(
 
 
 def busiest_share(computed_tokens: list[int]) -> float:
-    """Return the most that a replica was given, divided by the mean."""
+    """Return the largest load of a replica divided by the mean."""
     columns: Ints = np.array(computed_tokens)
     return float(columns.max() / columns.mean()) if columns.sum() else 1.0

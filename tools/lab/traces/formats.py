@@ -1,7 +1,7 @@
 """Public request traces, read from their files: arrival, lengths and shared prompt parts of each request.
 
-A format is known by the file's first line, never by its name. Each has a file or a function of its own; what is known
-to be no trace of requests is refused with the reason.
+A format is detected from the file's first line, never from its name. Each has its own file or function; files that are
+known not to be request traces are refused with the reason.
 """
 
 import json
@@ -27,7 +27,7 @@ _FIRST_BYTES = 4096
 
 
 def read_trace(path: Path, num_rows: int | None = None, making: Making | None = None) -> Trace:
-    """Return the first num_rows rows of the file; None = all. Of a long file no more than that is read.
+    """Return the first num_rows rows of the file; None = all. No more than that is read from a long file.
 
     Errors: ConfigError that names the file and the row, counted from 1.
     """
@@ -56,7 +56,7 @@ def read_trace(path: Path, num_rows: int | None = None, making: Making | None = 
 
 
 def is_capture(beginning: bytes) -> bool:
-    """Return whether a file begins as a capture of this engine does."""
+    """Return whether a file begins like a capture of this engine."""
     return b"engine-core capture" in beginning[:64]
 
 
@@ -87,14 +87,14 @@ def _reason(error: Exception) -> str:
     return f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
 
 
-# A capture of this engine as a trace: arrivals, lengths, and which prompts begin alike.
+# A capture of this engine as a trace: arrivals, lengths, and which prompts share a prefix.
 
 
 BLOCK = 16  # prompt tokens that one id stands for
 
 
 def read_capture(path: Path, num_rows: int | None) -> list[Row]:
-    """Return the capture's requests; of one with several choices, the first. Errors: CaptureFileError."""
+    """Return the capture's requests; for one with several choices, the first. Errors: CaptureFileError."""
     ids: dict[tuple[int, bytes], int] = {}  # by the block before and the block's tokens
 
     def hash_ids(prompt: bytes) -> tuple[int, ...]:
@@ -116,11 +116,11 @@ def read_capture(path: Path, num_rows: int | None) -> list[Row]:
 
 
 def _wanted(one: Recorded) -> int:
-    """Return the tokens that a request asked for, where it has none yet; a pooling request has none."""
+    """Return the tokens that a request asked for if it has none yet; a pooling request has none."""
     return (one.message.params.max_tokens or 1) if isinstance(one.message, AddRequest) else 1
 
 
-# ShareGPT's conversations: texts without times, measured by a tokenizer and sent at a rate.
+# ShareGPT's conversations: texts without times, measured with a tokenizer and sent at a rate.
 
 
 def is_sharegpt(beginning: bytes) -> bool:

@@ -1,4 +1,4 @@
-"""Traces with a request on each line: JSON lines and CSV, told apart by the first one."""
+"""Traces with a request on each line: JSON lines and CSV, distinguished by the first line."""
 
 import csv
 import datetime
@@ -26,7 +26,7 @@ def format_of(path: Path, first: str, second: str) -> Format:
     """Return the format of a file with these first lines. Errors: ConfigError that says why there is none."""
     columns = next(csv.reader([first]), []) if not first.startswith("{") else []
     if any("image" in column.lower() for column in columns):
-        raise ConfigError(f"{path} has requests with images, which this engine does not take: {first:.80}")
+        raise ConfigError(f"{path} has requests with images, which traces do not support: {first:.80}")
     if set(_AZURE) <= set(columns):
         return Format(_azure(*map(columns.index, _AZURE)), header=1)
     if set(_BURST_GPT) <= set(columns):
@@ -38,8 +38,8 @@ def format_of(path: Path, first: str, second: str) -> Format:
     if '"queued_ts"' in first:
         return Format(_vllm_measured)
     if '"input_tokens"' in first + second:
-        raise ConfigError(f"{path} holds ServeGen's lengths; give its windows, the -trace.csv file beside it")
-    raise ConfigError(f"{path} is no trace known here; known are {_KNOWN}; its first line is {first:.80}")
+        raise ConfigError(f"{path} holds ServeGen's lengths; give its windows, the -trace.csv file next to it")
+    raise ConfigError(f"{path} is not a known trace; known are {_KNOWN}; its first line is {first:.80}")
 
 
 def _mooncake(line: str) -> Row:
@@ -51,7 +51,7 @@ def _mooncake(line: str) -> Row:
 
 
 def _bailian(line: str) -> Row:
-    """Parse a row: seconds, and blocks of 16 tokens, of which the last may be left out where it is not whole."""
+    """Parse a row: seconds, and blocks of 16 tokens, of which the last may be missing if it is incomplete."""
     record = json.loads(line)
     num_input, hash_ids = _hashed(record)
     whole, expected = num_input // BAILIAN_BLOCK, ceil_div(num_input, BAILIAN_BLOCK)

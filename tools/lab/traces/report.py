@@ -1,4 +1,4 @@
-"""The report of some simulated runs: a table in a Markdown file, between two marks, and a plot beside the file."""
+"""The report of some simulated runs: a table in a Markdown file, between two marks, and a plot next to it."""
 
 import math
 import os
@@ -33,7 +33,7 @@ _HEADINGS = (
 def write_report(
     path: Path, command: str, records: Sequence[Mapping[str, Any]], ttfts: Mapping[str, Mapping[str, Seconds]]
 ) -> None:
-    """Replace the text between the marks, or make the file. ttfts: trace -> policy -> seconds.
+    """Replace the text between the marks, or create the file. ttfts: trace -> policy -> seconds.
 
     Errors: ConfigError if the file lacks the marks or cannot be written.
     """

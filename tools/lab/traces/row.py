@@ -1,4 +1,4 @@
-"""The rows of a trace, the formats of its lines, and how times are made if it has none."""
+"""The rows of a trace, the formats of its lines, and how arrival times are made if it has none."""
 
 from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
@@ -9,7 +9,7 @@ HASH_BLOCK = 512  # prompt tokens that one of Mooncake's hash ids stands for
 class Row(NamedTuple):
     """One request."""
 
-    arrival_s: float  # since any moment before the first request
+    arrival_s: float  # since any time before the first request
     num_input: int
     num_output: int
     hash_ids: tuple[int, ...] | None = None  # one for hash_block tokens of the prompt; the last may be partial
@@ -38,7 +38,7 @@ class Format(NamedTuple):
 
 
 class Making(NamedTuple):
-    """How requests are made where a file has no times of its own: at a rate [1/s], with gamma-distributed gaps."""
+    """How arrival times are made if a file has none: at a rate [1/s], with gamma-distributed gaps."""
 
     rate: float | None = None
     burstiness: float = 1.0  # 1 = Poisson; smaller = in bursts

@@ -1,8 +1,8 @@
 """ServeGen's windows (Xiang et al., arXiv:2505.09999): requests generated, with a seed, from a client's parameters.
 
-A file NAME-trace.csv has a line for each window: its begin in seconds, requests a second, their coefficient of
-variation, the distribution of their gaps (Gamma or Weibull) and its shape and scale. NAME-dataset.json beside it has
-the lengths of longer windows: texts of Python dicts, length: probability, which are read as literals.
+A file NAME-trace.csv has a line for each window: its start in seconds, requests a second, their coefficient of
+variation, the distribution of their gaps (Gamma or Weibull) and its shape and scale. NAME-dataset.json next to it has
+the lengths of longer windows: Python dicts as text, length: probability, which are read as literals.
 """
 
 import ast
@@ -39,7 +39,7 @@ def generate(path: Path, num_rows: int | None, making: Making) -> list[Row]:
     """Return the requests that the windows describe; making.seed decides which. Errors: ConfigError."""
     if not path.name.endswith(_SUFFIX):
         raise ConfigError(
-            f"{path} has ServeGen's windows; their lengths are found by its name, which must end in {_SUFFIX}"
+            f"{path} has ServeGen's windows; their lengths are found by the file's name, which must end in {_SUFFIX}"
         )
     windows = _windows(path)
     lengths = _read_lengths(path.with_name(path.name.removesuffix(_SUFFIX) + "-dataset.json"))
@@ -81,7 +81,7 @@ def _windows(path: Path) -> list[tuple[float, float, str, float, float]]:
 
 
 def _read_lengths(path: Path) -> dict[float, tuple[_Lengths, _Lengths]]:
-    """Return (input, output) lengths by the second from which on they hold. Errors: ConfigError."""
+    """Return (input, output) lengths by the second from which they apply. Errors: ConfigError."""
     try:
         windows: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
         found = {
@@ -90,9 +90,7 @@ def _read_lengths(path: Path) -> dict[float, tuple[_Lengths, _Lengths]]:
             if one.get("input_tokens") and one.get("output_tokens")
         }
     except (OSError, ValueError, KeyError, SyntaxError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"{path} has no lengths that can be read ({error}); it belongs to the windows beside it"
-        ) from None
+        raise ConfigError(f"{path} has no readable lengths ({error}); it belongs to the windows next to it") from None
     if not found:
         raise ConfigError(f"{path} has no lengths")
     return found

@@ -40,14 +40,14 @@ class StepTime(NamedTuple):
 
 
 class Observed(NamedTuple):
-    """Columns with one entry for each request, in virtual ns; -1 for a moment that never came."""
+    """Columns with one entry for each request, in virtual ns; -1 for an event that never happened."""
 
     arrivals: Ints
-    scheduled: Ints  # begin of the step in which it first ran
+    scheduled: Ints  # start of the step in which it first ran
     first_tokens: Ints
     last_tokens: Ints
     num_tokens: Ints
-    finished: Ints  # 1 if the request ended, else 0
+    finished: Ints  # 1 if the request ended, otherwise 0
     end_ns: int  # of the last step
     stats: SchedulerStats
 
@@ -72,7 +72,7 @@ class TimedExecutor:
         return self._inner.cache_memory_bytes()
 
     def initialize_cache(self, config: ResolvedConfig) -> None:
-        """Do nothing: the constructor has done it."""
+        """Do nothing: the constructor did it."""
 
     def measure_steps(self) -> StepCosts:
         """Return the fake executor's made-up durations."""
@@ -103,7 +103,7 @@ class TimedExecutor:
 
 
 def simulate(config: ResolvedConfig, requests: list[TimedRequest], step_time: StepTime) -> Observed:
-    """Run the requests until all have ended or none makes progress any more.
+    """Run the requests until all have ended or none makes progress.
 
     requests: in order of arrival.
     """

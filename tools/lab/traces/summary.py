@@ -49,7 +49,7 @@ def run_record(workload: Workload, config: ResolvedConfig, observed: Observed, w
         "wall_s": round(wall_s, 3),
     }
     measured = [row.ttft_s for row in workload.trace.rows if row.ttft_s is not None]
-    if measured:  # on the machine and by the engine that recorded the trace
+    if measured:  # on the machine and with the engine that recorded the trace
         record["recorded_ttft_s"] = _quantiles(np.array(measured))
     return record
 

@@ -2,8 +2,8 @@
 
 Lengths: if the longest request (input + output) has more than max_tokens tokens, every length is multiplied by k / 512
 and rounded down, to at least 1; k is the largest whole number with which the longest fits. A hash id's block of 512
-tokens becomes k tokens, equal wherever the id is equal, so that prompts still share what they shared; blocks of 16
-tokens (Qwen-Bailian, captures) shrink likewise. Rows without hash ids share nothing.
+tokens becomes k tokens, equal if the id is equal, so that prompts share the same parts as before; blocks of 16 tokens
+(Qwen-Bailian, captures) shrink in the same way. Rows without hash ids share nothing.
 Times: arrivals are multiplied by time_scale.
 Every fifth request (the first, the sixth, ...) is urgent: priority 0, the others 1.
 Client 0 sends every other request (the first, the third, ...); the remaining clients take turns with the rest.
@@ -29,7 +29,7 @@ class TimedRequest(NamedTuple):
 
     arrival_ns: int
     client: int
-    message: AddRequest  # its number is its place in the trace, from 0
+    message: AddRequest  # its number is its position in the trace, from 0
 
 
 class Workload(NamedTuple):
@@ -62,15 +62,15 @@ def make_workload(trace: Trace, *, max_tokens: int, time_scale: float, num_clien
 def _prompt(row: Row, number: int, scale: int, vocab_size: int, hash_block: int) -> Int32s:
     """Return the prompt of a row. Token o of block h is a function of h and o alone.
 
-    hash_block: tokens that one of the row's hash ids stands for. What is behind the last of them is the row's own.
+    hash_block: number of tokens that one of the row's hash ids represents. Tokens after the last one are the row's own.
     """
     positions = np.arange(max(1, row.num_input * scale // HASH_BLOCK), dtype=np.uint64)
-    if row.hash_ids is None:  # one block, with an id that no hash id has
+    if row.hash_ids is None:  # one block, with an id that is no hash id
         blocks, offsets = np.full(len(positions), 2**53 + number, np.uint64), positions
     elif hash_block == HASH_BLOCK:
         blocks = np.array(row.hash_ids, np.uint64)[positions // np.uint64(scale)]
         offsets = positions % np.uint64(scale)
-    else:  # smaller blocks, which need not become a whole number of tokens: each takes its place in the original
+    else:  # smaller blocks may not become a whole number of tokens: each is placed by its original position
         places = positions * np.uint64(HASH_BLOCK) // np.uint64(scale)
         ids = np.array([*row.hash_ids, 2**53 + number], np.uint64)
         blocks = ids[np.minimum(places // np.uint64(hash_block), np.uint64(len(row.hash_ids)))]

@@ -68,7 +68,7 @@ def test_a_batch_is_answered_as_over_http_and_goes_on_where_it_ended(served: Cal
     target.write_bytes(b"".join([*lines[:3], json.dumps(failed).encode() + b"\n", *lines[4:10], lines[10][:50]]))
     second = run(*options)
     assert "15 answered in" in second.stderr
-    assert "9 were there" in second.stderr
+    assert "9 were already there" in second.stderr
     again = read(target)
     shown = {name: without_ids(answer) for name, answer in answers.items()}
     assert {name: without_ids(answer) for name, answer in again.items()} == shown
@@ -128,7 +128,7 @@ def test_an_engine_that_refuses_everything_ends_the_batch(monkeypatch: pytest.Mo
     [
         ("", "has no requests"),
         ("{}\n", "line 1: .*custom_id"),
-        (line("a") + "\n" + line("a"), "'a' is there twice"),
+        (line("a") + "\n" + line("a"), "'a' appears twice"),
         (line("a") + line("b", "/v1/models"), "line 2: POST '/v1/models'"),
         (line("a", stream=True), "not streamed"),
         (line("a")[:30], "line 1: "),
@@ -146,7 +146,7 @@ def test_a_wrong_line_is_named_before_anything_runs(tmp_path: Path, text: str, m
 def test_another_file_is_never_overwritten(tmp_path: Path) -> None:
     target = tmp_path / "out.jsonl"
     target.write_text("my notes\nmore of them\n")
-    with pytest.raises(ConfigError, match="line 1: this is no output of a batch"):
+    with pytest.raises(ConfigError, match="line 1: this is not the output of a batch"):
         BatchOutput(target)
     assert target.read_text() == "my notes\nmore of them\n"
     with pytest.raises(ConfigError, match="cannot be written"):

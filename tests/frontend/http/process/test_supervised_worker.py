@@ -82,7 +82,7 @@ def test_one_that_hangs_is_killed_and_followed(watched: Watched) -> None:
     os.kill(first, signal.SIGSTOP)
     wait_for(lambda: len(watched.news) == 2)
     assert watched.news[0].startswith(f"the HTTP server ({first}) hangs: no sign of it for 2.")
-    assert watched.news[1] == "the HTTP server was killed by SIGKILL; it is started again"
+    assert watched.news[1] == "the HTTP server was killed by SIGKILL; it is restarted"
     wait_for(watched.is_live)
     assert watched.pid != first
 

@@ -15,7 +15,7 @@ def test_a_worker_that_is_not_ready_in_time_is_ended_and_the_time_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "START_S", 0.0)
-    silent = pytest.raises(EngineStartError, match="did not start: it said nothing for 0 s")
+    silent = pytest.raises(EngineStartError, match="did not start: it reported nothing for 0 s")
     with bind_http("127.0.0.1:0") as bound, silent:
         HttpWorker(f"ipc://{tmp_path}/none", [bound], HttpOptions()).start()
 

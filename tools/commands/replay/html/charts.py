@@ -18,7 +18,7 @@ _COLORS = ("#4269d0", "#e0641a", "#2f9e62", "#9c6ade", "#c02c4e")
 def timeline(title: str, times: Doubles, values: Mapping[str, Ints | Doubles], seconds: float) -> str:
     """Return a chart of step functions: at times [n] in seconds, up to `seconds`, each line's values [n].
 
-    Of several values in one bucket of time the largest is drawn.
+    If one bucket of time has several values, the largest is drawn.
     """
     most = max((float(line.max()) for line in values.values() if len(line)), default=0.0) or 1.0
     seconds = max(seconds, 1e-9)

@@ -1,4 +1,4 @@
-"""The lives of a capture's slowest requests: where the time from arrival to end went, without a hole."""
+"""The lives of a capture's slowest requests: how the time from arrival to end was spent, without a gap."""
 
 from collections.abc import Collection, Sequence
 
@@ -16,14 +16,19 @@ from tools.commands.replay.rerun import Replay, recorded_executor, replay_config
 #: (client, request number)
 RequestKey = tuple[int, int]
 
-PROMPT, DECODE, ARRIVING, OTHER_CHOICE = "computes its prompt", "decodes", "comes to the engine", "other choices go on"
+PROMPT, DECODE, ARRIVING, OTHER_CHOICE = (
+    "computes its prompt",
+    "decodes",
+    "travels to the engine",
+    "other choices continue",
+)
 _WAITS = {
     Reason.NO_ROW: "waits for a row (max_num_seqs)",
     Reason.NO_BUDGET: "waits for tokens of a step (max_num_batched_tokens)",
     Reason.PREEMPTED: "was preempted",
     Reason.FENCED: "waits for blocks that a step in flight still uses",
     Reason.BEHIND: "waits behind another request",
-    Reason.NOT_YET: "waits to be looked at",
+    Reason.NOT_YET: "waits to be considered",
     Reason.PAUSED: "waits for the end of a pause",
     Reason.ON_HOLD: "is on hold: its client does not read",
     Reason.FIRST_CHOICE: "waits for the prompt that another choice computes",
@@ -33,7 +38,7 @@ _WAITS = {
     Reason.IN_FLIGHT: "runs, its last token in flight",
     Reason.SKIPPED_BUDGET: "runs without tokens: others took the step's",
     Reason.SKIPPED_BLOCKS: "runs without tokens: others took the blocks",
-    Reason.PROMPTS_FIRST: "runs without tokens: the step is one of prompts",
+    Reason.PROMPTS_FIRST: "runs without tokens: the step has only prompts",
     Reason.NEXT_TURN: "runs, its turn comes in a later step (pipeline_parallel_size)",
 }
 
@@ -48,7 +53,7 @@ class Span(msgspec.Struct):
 
 
 class Life(msgspec.Struct):
-    """A request's spans, one after the other, from its arrival to its end or to the capture's."""
+    """A request's consecutive spans, from its arrival to its end or to the capture's."""
 
     key: RequestKey
     spans: list[Span]
@@ -62,7 +67,7 @@ class Life(msgspec.Struct):
         return dict(sorted(found.items(), key=lambda item: -item[1]))
 
     def enter(self, what: str, now_ns: int, holder: RequestKey | None = None) -> None:
-        """End the present span, and begin another one where something else begins."""
+        """End the present span and begin another one if the state changes."""
         last = self.spans[-1]
         if (last.what, last.holder) == (what, holder):
             return
@@ -75,7 +80,7 @@ class Life(msgspec.Struct):
 def read_lives(file: CaptureFile, wanted: Collection[RequestKey]) -> list[Life]:
     """Run the capture again and follow these requests; return their lives, in order of arrival.
 
-    A request with several choices is told by that of its first choice, while it lives.
+    A request with several choices is described by its first choice, while that is live.
     """
     config, wanted = replay_config(file.header), set(wanted)
     replay = Replay(file, config, recorded_executor(file))
@@ -111,7 +116,7 @@ def _receive(turn: Turn, wanted: set[RequestKey], lives: dict[RequestKey, Life],
 def _ended(
     replies: Sequence[tuple[int, EngineReply]], live: set[RequestKey], lives: dict[RequestKey, Life]
 ) -> set[RequestKey]:
-    """Return the requests that these replies end, and note which ones have a token."""
+    """Return the requests that these replies end, and note which ones got a token."""
     ended: set[RequestKey] = set()
     for client, reply in replies:
         if isinstance(reply, RequestFailed):
@@ -127,7 +132,7 @@ def _ended(
 
 
 def _follow(life: Life, engine: EngineCore, policy: str, now_ns: int) -> None:
-    """Enter the state in which a step that began then has left the request."""
+    """Enter the request's state after a step that began at this time."""
     client, number = life.key
     answer = explain(engine.scheduler, policy, 0, Explain(0, number, client, 1), now_ns)
     if not isinstance(answer, Explanation) or not answer.requests:

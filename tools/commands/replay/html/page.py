@@ -1,4 +1,4 @@
-"""`engine-core replay FILE --html OUT`: a capture as one HTML page, which needs no network and runs no script."""
+"""`engine-core replay FILE --html OUT`: a capture as one HTML page without network access and scripts."""
 
 from collections.abc import Sequence
 from html import escape
@@ -35,7 +35,7 @@ h1{{font-size:20px}}h2{{font-size:16px;margin-top:28px}}small{{color:#666}}td sv
 def write_html(file: CaptureFile, path: str) -> int:
     """Write the page to a new file; return its bytes. No token of a conversation is in it.
 
-    Errors: CaptureFileError where this version decides otherwise than the captured engine; ConfigError for the path.
+    Errors: CaptureFileError if this version decides differently from the captured engine; ConfigError for the path.
     """
     series = read_series(file)
     slowest = sorted(series.requests, key=_seconds, reverse=True)[:NUM_SLOWEST]
@@ -56,7 +56,7 @@ def page(
     slowest: Sequence[RequestTimes],
     lives: dict[tuple[int, int], Life],
 ) -> str:
-    """Return the page's text. slowest: the requests that are told one by one; lives: theirs."""
+    """Return the page's text. slowest: the requests to describe one by one; lives: theirs."""
     seconds = float(series.begins[-1] + series.durations[-1]) if len(series.begins) else 0.0
     config = decode_config(header)
     num_blocks = config.num_blocks_override - 1
@@ -71,7 +71,7 @@ def page(
     parts.append(timeline("duration of a step, ms", series.begins, {"step": series.durations * 1e3}, seconds))
     parts.append("<h2>Latencies</h2>")
     parts.append(distribution("share of the requests", _latency_lines(series.requests)))
-    parts.append(f"<h2>The {len(slowest)} slowest requests, and where their time went</h2>")
+    parts.append(f"<h2>The {len(slowest)} slowest requests, and how their time was spent</h2>")
     parts.append(_slowest_table(slowest, lives))
     parts.append(_options(config))
     return "".join([*parts, "</body></html>\n"])
@@ -123,7 +123,7 @@ def _latency_lines(requests: Sequence[RequestTimes]) -> dict[str, list[float]]:
 def _slowest_table(slowest: Sequence[RequestTimes], lives: dict[tuple[int, int], Life]) -> str:
     longest = max((_life_seconds(life) for life in lives.values()), default=0.0)
     rows = [_row(one, lives[one.client, one.number], longest) for one in slowest if (one.client, one.number) in lives]
-    head = "<tr><th>request</th><th>prompt</th><th>output</th><th>s</th><th>where the time went</th></tr>"
+    head = "<tr><th>request</th><th>prompt</th><th>output</th><th>s</th><th>how the time was spent</th></tr>"
     return f"<table>{head}{''.join(rows)}</table>"
 
 
@@ -155,7 +155,7 @@ def _options(config: msgspec.Struct) -> str:
         if value != getattr(usual, name) and value is not None
     }
     text = ", ".join(f"{name}={value}" for name, value in changed.items())
-    return f"<h2>Options that were not the usual ones</h2><p><small>{escape(text)}</small></p>"
+    return f"<h2>Options that differ from the defaults</h2><p><small>{escape(text)}</small></p>"
 
 
 def _seconds(one: RequestTimes) -> float:

@@ -21,7 +21,7 @@ _COLUMNS = ("begins", "durations", "rows", "tokens", "waiting", "free_blocks")
 
 
 class RequestTimes(msgspec.Struct):
-    """One request. Seconds since the capture's begin; None: it did not get that far."""
+    """One request. Seconds since the start of the capture; None: it did not get that far."""
 
     client: int
     number: int
@@ -61,7 +61,7 @@ class _Rows:
         self.sizes = len(plan.rows), plan.num_tokens
 
     def end(self, output: ModelRunnerOutput) -> None:
-        """Do nothing: a plan says all."""
+        """Do nothing: plans have everything needed."""
 
 
 class _Collector:
@@ -113,7 +113,7 @@ class _Collector:
 
 
 def read_series(file: CaptureFile) -> Series:
-    """Run the capture again and return what it did. Errors: CaptureFileError where this version decides otherwise."""
+    """Run the capture again and return what it did. Errors: CaptureFileError if this version decides differently."""
     first = next(file.turns(), None)
     begin_ns = 0 if first is None else min([first.step.now_ns, *(ns for ns in first.received_ns if ns)])
     watcher = _Rows()
@@ -121,7 +121,7 @@ def read_series(file: CaptureFile) -> Series:
     run = rerun(file, replay_config(file.header), recorded_executor(file), on_turn=collector.add, watcher=watcher)
     if run.difference is not None:
         raise CaptureFileError(
-            f"{file.path}: step {run.difference.step} is decided otherwise by this version; --mode resched shows how"
+            f"{file.path}: this version decides step {run.difference.step} differently; --mode resched shows how"
         )
     found = [np.array(column) for column in zip(*collector.steps, strict=True)] or [np.zeros(0)] * len(_COLUMNS)
     columns: dict[str, Any] = dict(zip(_COLUMNS, found, strict=True))

@@ -20,23 +20,27 @@ from tools.flags.options import ArgumentParser, print_error
 
 EXIT_GOOD = 0
 EXIT_BAD = 1
-EXIT_SKIP = 125  # git bisect: this version cannot be judged
-EXIT_ABORT = 128  # git bisect: end it
+EXIT_SKIP = 125  # git bisect: this version cannot judge it
+EXIT_ABORT = 128  # git bisect: stop
 
 
 def run_shrink(arguments: Sequence[str]) -> int:
-    """Shrink a capture and write what is left; return the exit status. Errors: CaptureFileError, ConfigError."""
+    """Shrink a capture and write the result; return the exit status. Errors: CaptureFileError, ConfigError."""
     parser = ArgumentParser(
         prog="engine-core replay shrink",
         usage="engine-core replay shrink FILE OUT --fails-when EXPR [--seconds S] [--pytest FILE]",
         description="Write the smallest capture that still fails: fewer and shorter requests, a smaller engine.",
-        epilog="EXPR compares: " + "; ".join(f"{name}: {text}" for name, text in NAMES.items()),
+        epilog="EXPR compares these values: " + "; ".join(f"{name}: {text}" for name, text in NAMES.items()),
     )
     parser.add_argument("file", metavar="FILE")
-    parser.add_argument("out", metavar="OUT", help="the new capture; it has the content of the requests that are left")
-    parser.add_argument("--fails-when", required=True, metavar="EXPR", help="what must stay true, such as 'crashed'")
-    parser.add_argument("--seconds", type=float, default=300.0, metavar="S", help="at most; default: %(default)g")
-    parser.add_argument("--pytest", metavar="FILE", help="write a test, too: it passes once the condition is false")
+    parser.add_argument("out", metavar="OUT", help="the new capture; it contains the remaining requests")
+    parser.add_argument(
+        "--fails-when", required=True, metavar="EXPR", help="the condition that must stay true, such as 'crashed'"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=300.0, metavar="S", help="longest search; default: %(default)g"
+    )
+    parser.add_argument("--pytest", metavar="FILE", help="also write a test, which passes once the condition is false")
     parsed = parser.parse_args(arguments)
     condition = FailsWhen(parsed.fails_when)
     check_capture(parsed.out)
@@ -46,7 +50,7 @@ def run_shrink(arguments: Sequence[str]) -> int:
     workload, trial = read_workload(file), Trial(condition, _time_of(file, condition))
     if not trial.fails(workload):
         raise ConfigError(
-            f"{parsed.file}: {parsed.fails_when!r} does not hold of it in a simulation: nothing to shrink"
+            f"{parsed.file}: {parsed.fails_when!r} is not true in a simulation of it: there is nothing to shrink"
         )
     begin = time.monotonic()
     shrinker = Shrinker(workload, trial.fails, parsed.seconds)
@@ -63,9 +67,9 @@ def run_shrink(arguments: Sequence[str]) -> int:
 
 
 def judge(path: str, text: str) -> int:
-    """Return the exit status for git bisect: whether the condition holds of a simulation of the capture.
+    """Return the exit status for git bisect: whether the condition is true in a simulation of the capture.
 
-    A text that is no condition, or a path without a file, ends the bisection: it would be one for every version.
+    An invalid condition, or a path without a file, ends the bisection, because it would fail for every version.
     """
     try:
         condition = FailsWhen(text)
@@ -92,7 +96,7 @@ def _abort(text: str) -> int:
 
 
 def _time_of(file: CaptureFile, condition: FailsWhen) -> StepTime:
-    """Return the fitted time of a step, where the condition needs it. Errors: CaptureFileError."""
+    """Return the fitted time of a step, if the condition needs it. Errors: CaptureFileError."""
     if not condition.names & TIMES:
         return CONSTANT
     try:
@@ -100,6 +104,6 @@ def _time_of(file: CaptureFile, condition: FailsWhen) -> StepTime:
     except CaptureFileError as error:
         raise CaptureFileError(
             f"{error}; times are fitted to the steps of the version that wrote the capture, so conditions with "
-            f"{', '.join(sorted(condition.names & TIMES))} need one that this version decides alike"
+            f"{', '.join(sorted(condition.names & TIMES))} need a capture that this version decides in the same way"
         ) from None
     return fit(recording.features, recording.durations)

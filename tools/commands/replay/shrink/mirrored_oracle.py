@@ -1,4 +1,4 @@
-"""MirroredOracle: an OracleExecutor that follows its rows as a runner does, by plans alone, and checks each plan."""
+"""MirroredOracle: an OracleExecutor that tracks its rows from plans alone, as a runner does, and checks each plan."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,7 @@ from tools.commands.replay.what_if.oracle_executor import Candidates, ChoiceKey,
 
 
 class MirroredOracle(OracleExecutor):
-    """An OracleExecutor with a runner's table of its own, which a plan of a wrong scheduler does not fit.
+    """An OracleExecutor with its own runner table, in which a plan of a faulty scheduler does not fit.
 
     Errors of execute(): AssertionError with the numbers.
     """

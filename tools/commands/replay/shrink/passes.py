@@ -15,20 +15,20 @@ from tools.commands.replay.what_if.recording import Recorded
 
 _NS_PER_MS = 1_000_000
 _MAX_ROUNDS = 4
-#: Options that are made as small as they can be.
+#: Options that are made as small as possible.
 _SIZES = ("max_num_seqs", "max_num_batched_tokens", "num_blocks_override")
-#: Fields of a request that are set to what is usual, one after the other.
+#: Fields of a request that are set to their defaults, one after the other.
 _USUAL: dict[str, Any] = {"priority": 0, "cache_salt": "", "tenant": "", "deadline_ms": 0, "delivered": []}
 
 Fails = Callable[[Workload], bool]
 
 
 class OutOfTimeError(Exception):
-    """The time for shrinking is over; the smallest workload so far is kept."""
+    """The time for shrinking is used up; the smallest workload so far is kept."""
 
 
 class Shrinker:
-    """One search. workload: fails. seconds: after which it ends with what it has. best: the smallest one so far."""
+    """One search. workload: one that fails. seconds: time limit. best: the smallest failing workload so far."""
 
     def __init__(self, workload: Workload, fails: Fails, seconds: float) -> None:
         self.best = workload
@@ -59,7 +59,7 @@ class Shrinker:
                 return
 
     def _try(self, workload: Workload) -> bool:
-        """Return whether a workload fails; it is then the best so far."""
+        """Return whether a workload fails; if so, it becomes the best so far."""
         if time.monotonic() > self._end:
             raise OutOfTimeError
         if not self._fails(workload):
@@ -71,7 +71,7 @@ class Shrinker:
         return self._try(msgspec.structs.replace(self.best, requests=list(requests)))
 
     def _clients(self) -> None:
-        """Leave out whole clients, and then all that came late or early."""
+        """Leave out whole clients, then late and early requests."""
         requests = self.best.requests
         clients = sorted({one.client for one in requests})
         minimize(clients, lambda some: self._try_requests([one for one in requests if one.client in set(some)]))
@@ -84,7 +84,7 @@ class Shrinker:
         minimize(self.best.requests, self._try_requests)
 
     def _each(self, change: Callable[[Recorded], Recorded]) -> None:
-        """Change all requests, or else each that can be changed."""
+        """Change all requests, otherwise each one that can be changed."""
         requests = self.best.requests
         if [change(one) for one in requests] == requests or self._try_requests([change(one) for one in requests]):
             return
@@ -100,7 +100,7 @@ class Shrinker:
         return self._try_requests(requests)
 
     def _arrivals(self) -> None:
-        """Let all arrive at once, or else a millisecond after the other."""
+        """Let all arrive at the same time, otherwise one millisecond apart."""
         requests = self.best.requests
         for step_ns in (0, _NS_PER_MS):
             if self._try_requests([_moved(one, place * step_ns) for place, one in enumerate(requests)]):
@@ -134,7 +134,7 @@ class Shrinker:
 
 
 def _fitting(config: ResolvedConfig) -> ResolvedConfig | None:
-    """Return a config under which every request can end; None where there is none so small."""
+    """Return a config under which every request can end; None if none is so small."""
     room = room_of(config).longest(config.num_blocks_override - 1)
     if room < 2:
         return None
@@ -147,7 +147,7 @@ def _moved(one: Recorded, received_ns: int) -> Recorded:
 
 
 def _plain(one: Recorded) -> Recorded:
-    """Return the request with one choice and without conditions for its end."""
+    """Return the request with one choice and without stop conditions."""
     params = SamplingParams(max_tokens=params_of(one).max_tokens, ignore_eos=True)
     return changed(msgspec.structs.replace(one, tokens=one.tokens[:1], aborted_ns=0), params=params)
 
@@ -161,16 +161,16 @@ def _with_output(one: Recorded, count: int) -> Recorded:
     return changed(one, params=params)
 
 
-# minimize: the smallest part of a list with which something still fails (Zeller and Hildebrandt, TSE 2002).
+# minimize: the smallest part of a list that still fails (Zeller and Hildebrandt, TSE 2002).
 
 
 _Item = TypeVar("_Item")
 
 
 def minimize(items: Sequence[_Item], fails: Callable[[list[_Item]], bool]) -> list[_Item]:
-    """Return a part of the items, in their order, that fails, and does not without any one of them (ddmin).
+    """Return a part of the items, in order, that fails but does not fail without any one of them (ddmin).
 
-    fails: of a part; it holds for all of the items.
+    fails: whether a part fails; it is true for all items.
     """
     left, parts = list(items), 2
     while len(left) >= 2:

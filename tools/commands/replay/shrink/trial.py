@@ -1,4 +1,6 @@
-"""Trial: a workload run once on the real scheduler, under a virtual clock, with all that could be wrong about it."""
+"""Trial: one run of a workload on the real scheduler, under a virtual clock, with checks for everything that could go
+wrong.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,10 +21,10 @@ from tools.commands.replay.what_if.recording import Recording
 from tools.commands.replay.what_if.simulation import Moments, Run, StuckError, simulate
 from tools.commands.replay.what_if.step_time import FEATURES, StepTime
 
-_STEP_NS = 1_000_000  # of each step, where its time does not matter
-_MAX_EMPTY_STEPS = 1000  # one after the other, after which nothing moves any more
+_STEP_NS = 1_000_000  # of each step, if its time does not matter
+_MAX_EMPTY_STEPS = 1000  # in a row, after which the run counts as stuck
 _NS = 1e-9
-#: A millisecond for each step, whatever is in it.
+#: One millisecond for each step, independent of its content.
 CONSTANT = StepTime(
     np.array([_STEP_NS, *[0.0] * (len(FEATURES) - 1)]), np.full(len(FEATURES), 2**62), np.ones(1), 0.0, 0.0
 )
@@ -33,7 +35,7 @@ class BrokenError(Exception):
 
 
 class Trial:
-    """Runs of workloads, judged by one condition. time: of steps, where the condition names times."""
+    """Runs of workloads, judged by one condition. time: of steps, if the condition names times."""
 
     def __init__(self, condition: FailsWhen, time: StepTime = CONSTANT) -> None:
         self._condition = condition
@@ -43,7 +45,7 @@ class Trial:
         self.num_runs = 0
 
     def fails(self, workload: Workload) -> bool:
-        """Return whether the condition holds of a run."""
+        """Return whether the condition is true for a run."""
         return self._condition.holds(self.values(workload))
 
     def values(self, workload: Workload) -> Mapping[str, Value]:
@@ -74,7 +76,7 @@ class Trial:
                 look=look,
                 most_empty_steps=_MAX_EMPTY_STEPS,
             )
-        except Exception as one:  # what a wrong scheduler raises may be anything
+        except Exception as one:  # a faulty scheduler may raise anything
             error = one
         return {
             **_errors(error),
@@ -146,20 +148,20 @@ def _recording(workload: Workload) -> Recording:
     )
 
 
-# KVContents: an executor that keeps what a KV cache would hold, and reads each context back by the block tables.
+# KVContents: an executor that tracks the content of a KV cache and reads each context back through the block tables.
 
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 class MisreadError(Exception):
-    """A row reads a block that holds something else than the row's own tokens."""
+    """A row reads a block that does not contain the row's own tokens."""
 
 
 class KVContents(MirroredOracle):
-    """A MirroredOracle whose KV cache has, for each slot, the checksum of all tokens up to its own.
+    """A MirroredOracle whose KV cache has, in each slot, the checksum of all tokens up to that slot.
 
-    Where layers with a window have blocks of their own, the cache is that of the others.
+    If layers with a window have separate blocks, the cache is that of the other layers.
     Errors of execute(): MisreadError.
     """
 
@@ -174,13 +176,13 @@ class KVContents(MirroredOracle):
     ) -> None:
         super().__init__(config, info, tokens, candidates, offers=offers)
         self._size, self._window = config.block_size, config.kv_window
-        self._has_pages = bool(config.kv_page_blocks)  # else layers with a window keep no block that it has passed
+        self._has_pages = bool(config.kv_page_blocks)  # otherwise layers with a window keep no block behind the window
         num_blocks = config.num_blocks_override * max(1, config.kv_page_blocks)
         self._kv = np.zeros((num_blocks, config.block_size), np.uint64)
         self._host = np.zeros((config.num_host_slots, config.block_size), np.uint64)
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
-        """Run one step, write what it computes, and read back what its rows have read."""
+        """Run one step, write what it computes, and check what its rows have read."""
         self._host[plan.swapped_out_slots] = self._kv[plan.swapped_out_blocks]
         self._kv[plan.copied_to] = self._kv[plan.copied_blocks]
         self._kv[plan.swapped_in_blocks] = self._host[plan.swapped_in_slots]

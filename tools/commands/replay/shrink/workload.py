@@ -1,4 +1,4 @@
-"""Workload: requests with their arrivals, and the engine's options: all that a simulated failure needs."""
+"""Workload: requests with their arrival times and the engine's options: all that reproduces a simulated failure."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ from tools.commands.replay.what_if.foreign import read_requests
 from tools.commands.replay.what_if.recording import Recorded, read_recording
 
 _NS_PER_MS = 1_000_000
-#: Fields of a request's parameters that the scheduler reads, besides max_tokens.
+#: Fields of a request's parameters that the scheduler reads, in addition to max_tokens.
 _KEPT = ("n", "min_tokens", "ignore_eos", "stop_token_ids")
 
 
@@ -33,7 +33,7 @@ class Workload(msgspec.Struct, frozen=True):
 
 
 def read_workload(file: CaptureFile) -> Workload:
-    """Return a capture's workload, also one of another version of the engine, which decides otherwise.
+    """Return a capture's workload, even if another version of the engine wrote it that decides differently.
 
     Errors: CaptureFileError, OtherModelError.
     """
@@ -46,16 +46,16 @@ def read_workload(file: CaptureFile) -> Workload:
     for one in requests:
         if not isinstance(one.message, AddRequest) or one.message.params.use_beam_search:
             raise CaptureFileError(
-                f"{file.path}: request {one.message.number} of client {one.client} pools or searches beams: only "
-                "requests that sample tokens are judged and shrunk"
+                f"{file.path}: request {one.message.number} of client {one.client} pools or uses beam search: only "
+                "requests that sample tokens can be judged and shrunk"
             )
     if not requests:
-        raise CaptureFileError(f"{file.path}: no request is in it")
+        raise CaptureFileError(f"{file.path}: it has no requests")
     return Workload(config, file.header.model, requests)
 
 
 def of_fixed_length(one: Recorded) -> Recorded:
-    """Return the request with as many tokens as it had, whatever they are; one that did not end stays as it is."""
+    """Return the request with as many output tokens as it had, with other ids; an unfinished one is not changed."""
     if not one.ended_ns or one.aborted_ns or one.num_choices > 1:
         return one
     params = SamplingParams(max_tokens=max(1, len(one.tokens[0])), ignore_eos=True)

@@ -58,7 +58,8 @@ class _Log:
 
 
 def write_capture(workload: Workload, path: str) -> None:
-    """Write a new capture of the workload: each step takes a millisecond; it ends with the requests, or with an error.
+    """Write a new capture of the workload, in which each step takes a millisecond. It ends with the requests or with an
+    error.
 
     Errors: ConfigError, OSError.
     """
@@ -69,7 +70,7 @@ def write_capture(workload: Workload, path: str) -> None:
     output = CaptureOutput(path, open_capture(path), make_header(config, info, VERSION, 0))
     try:
         _run(engine, requests)
-    except Exception as error:  # what the engine raised is the last record
+    except Exception as error:  # the engine's exception is the last record
         if not log.items:
             raise AssertionError(f"nothing was recorded before {error!r}") from error
     finally:
@@ -105,7 +106,7 @@ def pytest_text(workload: Workload, condition: str, name: str) -> str:
 
 
 def _in_docstring(text: str) -> str:
-    """Return a text that does not end the docstring in which it is: the name is that of a file of somebody else's."""
+    """Return a text that cannot end the docstring around it: the name is that of an untrusted file."""
     return ascii(text)[1:-1].replace("\\", "/").replace('"', "'")
 
 

@@ -15,7 +15,7 @@ from tools.commands.replay.what_if.recording import read_recording
 from tools.commands.replay.what_if.report import TIMES, Changed, Figures, Simulator, WhatIf, what_if
 from tools.commands.replay.what_if.step_time import fit
 
-_UNCOVERED_PERCENT = 5.0  # of steps, above which a line says that their times are extrapolated
+_UNCOVERED_PERCENT = 5.0  # share of steps above which a line says that their times are extrapolated
 _WIDTH = 110  # columns of text: of the table
 _NAMES = {
     "tokens_per_s": "tokens/s",
@@ -30,7 +30,7 @@ _NAMES = {
 def run_what_if(file: CaptureFile, texts: Sequence[str], *, is_open: bool, as_json: bool) -> None:
     """Simulate and print. texts: NAME=VALUE[,VALUE...]. Errors: ConfigError, CaptureFileError, OtherModelError."""
     changes = parse_changes(texts)
-    config = msgspec.structs.replace(replay_config(file.header), **NO_STORE)  # nobody would read the blocks
+    config = msgspec.structs.replace(replay_config(file.header), **NO_STORE)  # the blocks would not be read
     recording = read_recording(file)
     time = fit(recording.features, recording.durations)
     report = what_if(str(file.path), Simulator(config, file.header.model, recording, time, is_open), changes)
@@ -64,9 +64,7 @@ def print_what_if(report: WhatIf) -> None:
     for number, change in enumerate(report.changes, 1):
         print(f"what if {number}: {_name(change)}")
     Console(file=sys.stdout, highlight=False, width=_WIDTH).print(table)
-    print(
-        "in brackets: smaller than the simulation's error or than the spread of its runs, so not to be told from none"
-    )
+    print("in brackets: smaller than the simulation's error or than the spread of its runs, so it may be none")
     for change in report.changes:
         _print_doubts(change, report.numerics)
 

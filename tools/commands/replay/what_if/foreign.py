@@ -1,4 +1,4 @@
-"""read_requests: a capture's requests from its records alone, where this version of the engine decides otherwise."""
+"""read_requests: a capture's requests from its records alone, in case this version decides differently."""
 
 import numpy as np
 
@@ -10,9 +10,9 @@ from tools.commands.replay.what_if.recording import Recorded, Requests
 
 
 def read_requests(file: CaptureFile) -> list[Recorded]:
-    """Return the requests with the tokens of those with one choice; nothing is run again.
+    """Return the requests; those with one choice have their tokens. Nothing is run again.
 
-    A token that a pipelined engine had computed for a request when it preempted it is in there twice. Errors:
+    If a pipelined engine preempted a request with a token in flight, that token is in the result twice. Errors:
     CaptureFileError.
     """
     reader, batch = Requests(), Batch()

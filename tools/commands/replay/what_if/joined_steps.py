@@ -1,8 +1,8 @@
-"""JoinedSteps: decoding steps that decide alike, taken as one.
+"""JoinedSteps: decoding steps with the same decisions, simulated as one.
 
-Where every row decodes, no row ends and none can start, the next steps differ in nothing but the blocks that rows get
-and name, and what these will be is known. So the table, the pool and the counters are brought to where so many calls
-of EngineCore.step() would bring them; a test compares both. Only the scheduler's number of the step is not counted.
+If every row decodes, no row ends and none can start, the next steps differ only in the blocks that rows get and name,
+and these are known in advance. So the table, the pool and the counters are set to the state that as many calls of
+EngineCore.step() would produce; a test compares both. Only the scheduler's step number is not counted.
 """
 
 import numpy as np
@@ -19,7 +19,8 @@ from tools.commands.replay.what_if.oracle_executor import OracleExecutor
 class JoinedSteps:
     """The steps of one simulated engine. config: its own. Requests have one choice each, sample, and have no deadline.
 
-    count: how many of the next steps decide alike, found by look(); rows [R]: those that get a token in each of them.
+    count: how many of the next steps make the same decisions, found by look(); rows [R]: the rows that get a token in
+    each.
     """
 
     def __init__(self, config: ResolvedConfig, engine: EngineCore, executor: OracleExecutor) -> None:
@@ -30,11 +31,11 @@ class JoinedSteps:
         self._is_possible = _may_join(config, executor) and not self._scheduler.cuts
         self.count = 0
         self.rows: Ints = NO_INTS
-        self._grows: Ints = NO_INTS  # [R] the step, from 0 on, in which each row gets a block; or a later one than any
+        self._grows: Ints = NO_INTS  # [R] step, from 0, in which each row gets a block; past the last if none
         self._fills: Ints = NO_INTS  # [R] the step in which it computes the last token of its block
 
     def look(self) -> int:
-        """Find count, which is 0 where the next step may decide otherwise than to give each row one token."""
+        """Find count; it is 0 if the next step may do anything except give each row one token."""
         self.count = 0
         scheduler, batch = self._scheduler, self._scheduler.batch
         self.rows = rows = batch.rows
@@ -65,7 +66,7 @@ class JoinedSteps:
         return int(self._scheduler.table.num_tokens[self.rows].sum())
 
     def take(self, count: int) -> None:
-        """Take so many of the steps: at most self.count."""
+        """Simulate this many of the steps: at most self.count."""
         scheduler, rows = self._scheduler, self.rows
         table, batch, stats = scheduler.table, scheduler.batch, scheduler.stats
         lengths = table.num_tokens[rows]
@@ -94,7 +95,7 @@ class JoinedSteps:
             stats.num_head_no_row += count
 
     def _starts_nothing(self) -> bool:
-        """Return whether no request waits that could start, or take a row from another one, while no row ends."""
+        """Return whether no waiting request could start or preempt another one as long as no row ends."""
         first = self._scheduler.waiting.peek()
         if first is None:
             return True
@@ -102,7 +103,7 @@ class JoinedSteps:
         return len(rows) == self._most_rows and not self._scheduler.policy.must_yield(first, rows).any()
 
     def _evicts_what_it_names(self, num_blocks: int, count: int) -> bool:
-        """Return whether a block that the steps evict may have a content that they name: then the order matters."""
+        """Return whether the steps may evict a block whose content they also name: then the order matters."""
         scheduler, table = self._scheduler, self._scheduler.table
         evicted = scheduler.pool.next_evicted(num_blocks)
         which = np.flatnonzero(self._fills < count)
@@ -110,7 +111,7 @@ class JoinedSteps:
             return False
         rows, firsts = self.rows[which], table.num_named_blocks[self.rows[which]] * self._size
         owners, places = rows.repeat(self._size), (firsts[:, None] + np.arange(self._size)).ravel()
-        is_new = places >= table.num_tokens[owners]  # of these steps; before, the table has something else there
+        is_new = places >= table.num_tokens[owners]  # of these steps; earlier ones have other values in the table
         tokens = table.tokens.get(owners, places)
         tokens[is_new] = self._executor.tokens_at(owners[is_new], (places - table.num_prompt_tokens[owners])[is_new])
         tokens = tokens.reshape(-1, self._size)

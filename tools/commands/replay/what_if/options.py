@@ -11,9 +11,9 @@ import msgspec
 from ipc.errors import ConfigError
 from ipc.options.config import OPTIONS, Config
 
-#: What differs from the captured engine, by the option's name.
+#: The changes from the captured engine, by option name.
 Change: TypeAlias = dict[str, bool | int | float | str]
-#: Options that decide schedules and nothing else.
+#: Options that affect only scheduling.
 CHANGEABLE = {
     name: declared
     for name, declared in OPTIONS.items()
@@ -37,14 +37,14 @@ def parse_changes(texts: Sequence[str]) -> list[Change]:
             near = difflib.get_close_matches(name, CHANGEABLE, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise ConfigError(
-                f"--what-if {given:.80}: {hint}options that decide a schedule are {', '.join(CHANGEABLE)}"
+                f"--what-if {given:.80}: {hint}the options that affect scheduling are {', '.join(CHANGEABLE)}"
             )
         if name in values:
-            raise ConfigError(f"--what-if {name} is given twice: write its values as {name}=A,B")
+            raise ConfigError(f"--what-if {name} is given twice: give all values at once, as {name}=A,B")
         values[name] = [_value(name, word.strip()) for word in words.split(",")]
     count = prod(map(len, values.values()))
     if count > _MAX_CHANGES:
-        raise ConfigError(f"--what-if asks for {count} combinations; at most {_MAX_CHANGES} are simulated at once")
+        raise ConfigError(f"--what-if asks for {count} combinations; the limit is {_MAX_CHANGES}")
     return [dict(zip(values, combination, strict=True)) for combination in itertools.product(*values.values())]
 
 

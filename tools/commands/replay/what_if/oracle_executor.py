@@ -1,4 +1,4 @@
-"""OracleExecutor: it yields the tokens that a capture has of each request, whatever the schedule."""
+"""OracleExecutor: it returns the captured tokens of each request under any schedule."""
 
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
@@ -32,7 +32,7 @@ _DIGEST_BYTES = 16
 
 
 def beam_key(client: int, number: int, token_ids: Int32s) -> bytes:
-    """Return what stands for the tokens of a beam of a request, its prompt included."""
+    """Return a key for the tokens of a request's beam, including the prompt."""
     named = client.to_bytes(8, "little", signed=True) + number.to_bytes(8, "little")
     return blake2b(named + token_ids.astype("<i4", copy=False).tobytes(), digest_size=_DIGEST_BYTES).digest()
 
@@ -41,9 +41,9 @@ class OracleExecutor(RecordedExecutor):
     """An executor without a model for another schedule of recorded requests.
 
     tokens: output token ids of each choice, from its first. At numerics level L2 these are the tokens under any
-    schedule, and candidates are what beams with the same tokens had. A choice that gets further than recorded, because
-    it was aborted then, gets tokens that end nothing; they are counted in num_made_up. Drafts are right where they are
-    the recorded tokens. table: the scheduler's, set once the engine is made; its rows are looked at, and none are kept.
+    schedule, and candidates are those of beams with the same tokens. A choice that gets further than recorded, because
+    it was aborted then, gets tokens that do not end it; they are counted in num_made_up. A draft is right if it equals
+    the recorded token. table: the scheduler's, set once the engine exists; its rows are read, not kept.
     """
 
     table: BatchTable
@@ -64,15 +64,15 @@ class OracleExecutor(RecordedExecutor):
         self._flat = np.array([token for one in tokens.values() for token in one] + [0], np.int32)
         firsts = (np.cumsum([0, *counts])[:-1]).tolist()
         self._places = dict(zip(tokens, zip(firsts, counts, strict=True), strict=True))
-        self._first: Ints = np.zeros(config.max_num_seqs, np.int64)  # by row: of its tokens in _flat
+        self._first: Ints = np.zeros(config.max_num_seqs, np.int64)  # by row: start of its tokens in _flat
         self._count: Ints = np.zeros(config.max_num_seqs, np.int64)  # by row: recorded tokens
         self._filler = np.zeros(config.max_num_seqs, np.int32)  # by row
         self._num_candidates: Ints = np.zeros(config.max_num_seqs, np.int64)  # by row: above 0 in a beam search
-        self._num_searches = 0  # rows ever given to one
+        self._num_searches = 0  # rows ever used for one
         self._pools: Bools = np.zeros(config.max_num_seqs, np.bool_)  # by row
 
     def next_end(self, rows: Ints, positions: Ints, most: Ints) -> Ints:
-        """Return at which output token what is known of each row ends [n]: its recorded tokens, or most[i]."""
+        """Return how many output tokens of each row are known [n]: its recorded tokens, or most[i]."""
         counts = self._count[rows]
         end: Ints = np.where(positions < counts, np.minimum(counts, most), most)
         return end
@@ -84,7 +84,7 @@ class OracleExecutor(RecordedExecutor):
         return np.where(known, tokens, self._filler[rows])
 
     def count_made_up(self, rows: Ints, positions: Ints) -> None:
-        """Count the yielded tokens that no capture has."""
+        """Count the returned tokens that are not in the capture."""
         self.num_made_up += int(np.count_nonzero(positions >= self._count[rows]))
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
@@ -133,7 +133,7 @@ class OracleExecutor(RecordedExecutor):
         for index in np.flatnonzero(samples).tolist():
             most = int(plan.num_draft_tokens[index])
             drafts = plan.draft_token_ids[int(ends[index]) - most : int(ends[index])]
-            known = int(self._count[rows[index]] - positions[index])  # nothing is made up behind what is recorded
+            known = int(self._count[rows[index]] - positions[index])  # no token is made up after the recorded ones
             row, at = rows[index : index + 1].repeat(most + 1), positions[index] + np.arange(most + 1)
             found = self.tokens_at(row, at)
             count = counts[index] = min(
@@ -144,7 +144,7 @@ class OracleExecutor(RecordedExecutor):
         return np.concatenate([NO_INT32S, *tokens]), counts
 
     def _offered(self, rows: Ints, positions: Ints) -> tuple[Int32s | None, Int32s]:
-        """Return the drafts proposed for rows that have positions[i] output tokens now: counts [R], ids; or none."""
+        """Return the drafts proposed for rows that have positions[i] output tokens now: counts [R], ids; or nothing."""
         columns = zip(*(one.tolist() for one in self.table.address(rows)), positions.tolist(), strict=True)
         found = [self._offers.get(key, NO_INT32S) for key in columns]
         if not any(map(len, found)):
@@ -171,7 +171,7 @@ class OracleExecutor(RecordedExecutor):
         return concat_logprobs(parts)
 
     def _candidates_of(self, row: int) -> tuple[Int32s, Floats]:
-        """Return the recorded candidates of a beam with these tokens; a beam that was not there gets made-up ones."""
+        """Return the recorded candidates of a beam with these tokens; an unknown beam gets made-up ones."""
         known = self.table.token_ids(row)
         key = beam_key(int(self.table.client[row]), int(self.table.number[row]), known)
         if key in self._recorded_candidates:

@@ -1,4 +1,4 @@
-"""Recording: what a capture holds of its requests and steps, apart from its schedule: arrivals, tokens, step times."""
+"""Recording: a capture's requests and steps without its schedule: arrivals, tokens, step times."""
 
 from collections.abc import Sequence
 
@@ -30,10 +30,10 @@ class Recorded(msgspec.Struct):
 
     client: int
     message: Submission
-    received_ns: int  # by the border; by the step that took it in, if the border did not say
+    received_ns: int  # from the border, or from the step that took it in if the border gave none
     tokens: list[list[int]]  # of each choice, those in AddRequest.delivered first
-    token_times: list[int]  # of the steps that yielded a token of choice 0
-    ended_ns: int = 0  # 0: it is open where the capture ends
+    token_times: list[int]  # of the steps that returned a token of choice 0
+    ended_ns: int = 0  # 0: it is unfinished at the end of the capture
     aborted_ns: int = 0  # 0: its client did not abort it
     num_open: int = 1  # choices
 
@@ -44,7 +44,7 @@ class Recorded(msgspec.Struct):
 
     @property
     def is_odd(self) -> bool:
-        """Return whether it is more than one choice of sampled tokens, without images and a deadline."""
+        """Return whether it is more than one choice of sampled tokens, or has images or a deadline."""
         message = self.message
         if not isinstance(message, AddRequest):
             return True
@@ -69,8 +69,8 @@ class Recording(msgspec.Struct):
     requests: list[Recorded]
     features: Ints  # [steps, 8], see step_time.FEATURES
     durations: Ints  # ns [steps]
-    gap_ns: int  # from one step's end to the next one's begin, where there is work: the median
-    empty_ns: int  # duration of a step without a plan: the median
+    gap_ns: int  # median time from one step's end to the next one's start, if there is work
+    empty_ns: int  # median duration of a step without a plan
     num_tokens: int
     num_cached_tokens: int
     num_preemptions: int
@@ -81,9 +81,9 @@ class Recording(msgspec.Struct):
 
 
 class _Executor(RecordedExecutor):
-    """Recorded results, with notes of what another schedule needs of them. table: set before the first step.
+    """Recorded results, with what another schedule needs from them. table: set before the first step.
 
-    The candidates of beams are noted by the beams' tokens, drafts by their request and place.
+    Candidates of beams are stored by the beams' tokens, drafts by their request and position.
     """
 
     table: BatchTable
@@ -118,9 +118,9 @@ class _Executor(RecordedExecutor):
 
 
 def read_recording(file: CaptureFile) -> Recording:
-    """Run a capture's steps with its own tokens, and return what it holds.
+    """Run a capture's steps with its own tokens, and return its content.
 
-    Errors: CaptureFileError, also where this version of the engine decides otherwise than the captured one.
+    Errors: CaptureFileError, also if this version of the engine decides differently from the captured one.
     """
     executor, watcher = _Executor(file.header.model), FeatureWatcher()
     engine = EngineCore(replay_config(file.header), executor, file.header.epoch, [watcher])
@@ -140,7 +140,7 @@ def read_recording(file: CaptureFile) -> Recording:
             if step.error:
                 break
             raise CaptureFileError(
-                f"{file.path}: step {turn.step_index} is decided otherwise by this version of the engine "
+                f"{file.path}: this version of the engine decides step {turn.step_index} differently "
                 f"({type(error).__name__}: {error}); --mode resched shows the difference"
             ) from None
         reader.note(replies, end_ns)
@@ -177,7 +177,7 @@ class Requests:
         self._live: dict[RequestKey, Recorded] = {}
 
     def live(self, key: RequestKey) -> Recorded | None:
-        """Return a request that has not ended; None where there is none."""
+        """Return a request that has not ended, or None."""
         return self._live.get(key)
 
     def receive(self, turn: Turn) -> None:
@@ -186,7 +186,7 @@ class Requests:
             self.take_in(client, message, received_ns, turn.step.now_ns)
 
     def take_in(self, client: int, message: EngineInput, received_ns: int, now_ns: int) -> None:
-        """Note a message that the engine had at now_ns."""
+        """Note a message that the engine received at now_ns."""
         if isinstance(message, Submission) and (client, message.number) not in self._live:
             delivered = message.delivered if isinstance(message, AddRequest) else []
             tokens = [np.frombuffer(part, "<i4").tolist() for part in delivered]
@@ -209,7 +209,7 @@ class Requests:
                 one.aborted_ns = now_ns
 
     def note(self, replies: Sequence[tuple[int, EngineReply]], end_ns: int) -> None:
-        """Note what a step that ended then has yielded."""
+        """Note the results of a step that ended at this time."""
         for client, reply in replies:
             if isinstance(reply, RequestFailed) and (client, reply.number) in self._live:
                 self._live.pop((client, reply.number)).ended_ns = end_ns

@@ -20,7 +20,7 @@ _NS = 1e-9
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """The figures of one run. None: no request got that far."""
+    """The figures of one run. None: no request has such a figure."""
 
     tokens_per_s: float
     ttft_mean_ms: float | None
@@ -41,8 +41,8 @@ TIMES = ("tokens_per_s", "ttft_mean_ms", "ttft_p99_ms", "tpot_mean_ms", "e2e_mea
 class Changed(msgspec.Struct, frozen=True):
     """One what-if. difference: of TIMES, percent of the captured configuration's simulation.
 
-    error: of TIMES, percent: the larger one of the simulation's error on the capture and of the spread of runs whose
-    steps' deviations are drawn anew. A smaller difference cannot be told from none.
+    error: of TIMES, percent: the larger of the simulation's error on the capture and the spread of runs with newly
+    drawn step deviations. A smaller difference may be none.
     """
 
     options: Change
@@ -54,7 +54,7 @@ class Changed(msgspec.Struct, frozen=True):
 
 
 class WhatIf(msgspec.Struct, frozen=True):
-    """All that `engine-core replay FILE --what-if ...` has to say. Times in ns and milliseconds, as named."""
+    """The result of `engine-core replay FILE --what-if ...`. Times in ns and milliseconds, as named."""
 
     capture: str
     model: str
@@ -63,16 +63,16 @@ class WhatIf(msgspec.Struct, frozen=True):
     step_ns: dict[str, float]  # the fitted cost of one unit of each feature
     step_error_mean_percent: float
     step_error_median_percent: float
-    slow_steps_percent: float  # that took over three times as long as fitted: something disturbed them
+    slow_steps_percent: float  # that took over three times as long as fitted: they were disturbed
     recorded: Figures
     simulated: Figures  # with the captured options
-    simulated_error: dict[str, float]  # of TIMES: percent of what was recorded
-    spread: dict[str, float]  # of TIMES, percent: half the range of runs with other deviations of the steps
+    simulated_error: dict[str, float]  # of TIMES: percent of the recorded value
+    spread: dict[str, float]  # of TIMES, percent: half the range over runs with other step deviations
     changes: list[Changed]
 
 
 class Simulator(NamedTuple):
-    """All that the simulations of one capture share. is_open: all clients keep their recorded times."""
+    """The state that all simulations of one capture share. is_open: all clients keep their recorded times."""
 
     config: ResolvedConfig  # the captured engine's
     info: ModelInfo
@@ -188,5 +188,5 @@ def _made(found: Latencies, seconds: float, counts: tuple[int, int, int, int]) -
 
 
 def _percent(value: float | None, base: float | None) -> float:
-    """How much larger a value is than its base, in percent; 0 where there is no such figure."""
+    """How much larger a value is than its base, in percent; 0 if a figure is missing."""
     return round(100 * (value / base - 1), 1) if value is not None and base else 0.0

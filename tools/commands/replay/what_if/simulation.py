@@ -1,4 +1,4 @@
-"""Simulation: a recording's requests through the real scheduler, under a virtual clock and maybe with other options."""
+"""Simulation: a recording's requests through the real scheduler, under a virtual clock and with other options."""
 
 import heapq
 from collections.abc import Callable, Sequence
@@ -26,8 +26,8 @@ from tools.commands.replay.what_if.step_time import FeatureWatcher, StepTime, de
 class Arrivals:
     """A queue of requests by the time of their arrival.
 
-    A client that never had two requests at once in the capture waits for its answer, and then for as long as it did
-    (closed loop). All others send at their recorded times (open loop).
+    A client that never had two requests at the same time in the capture waits for its answer, and then as long as it
+    did then (closed loop). All others send at their recorded times (open loop).
     """
 
     def __init__(self, requests: Sequence[Recorded], *, is_open: bool) -> None:
@@ -51,29 +51,29 @@ class Arrivals:
 
     @property
     def next_ns(self) -> int | None:
-        """Return when the next request arrives; None: no request is on its way."""
+        """Return when the next request arrives; None: no further request will arrive."""
         return self._queue[0][0] if self._queue else None
 
     def take(self, now_ns: int) -> list[tuple[int, int]]:
-        """Return the (ns, index) of the requests that have arrived by now, and forget them."""
+        """Remove the requests that have arrived by now and return their (ns, index)."""
         taken = []
         while self._queue and self._queue[0][0] <= now_ns:
             taken.append(heapq.heappop(self._queue))
         return taken
 
     def note_end(self, index: int, now_ns: int) -> None:
-        """Note that a request has ended, for which its client may have waited."""
+        """Note the end of a request for which its client may have waited."""
         if index in self._next:
             following, think_ns = self._next.pop(index)
             heapq.heappush(self._queue, (now_ns + think_ns, following))
 
 
-_MAX_EMPTY_STEPS = 100_000  # one after the other, with requests alive, after which the engine counts as stuck
-_POLL_NS = 1_000_000  # from a step that could run nothing to the next: deadlines and pauses pass meanwhile
+_MAX_EMPTY_STEPS = 100_000  # in a row, with live requests, after which the engine counts as stuck
+_POLL_NS = 1_000_000  # from a step that could run nothing to the next one: deadlines and pauses pass in that time
 
 
 class StuckError(CaptureFileError):
-    """With these options the engine makes no progress any more."""
+    """With these options the engine stops making progress."""
 
 
 class Moments(msgspec.Struct):
@@ -116,9 +116,9 @@ def simulate(
 ) -> Simulated:
     """Simulate until all requests have ended.
 
-    is_open: all clients keep their recorded times. ratios: factors of the steps' durations, one after
-    the other. executor: what makes the tokens. look: called after each step; then none are joined. joins: steps that
-    decide alike are one call (joined_steps.py), which changes no figure. most_empty_steps: one after the other,
+    is_open: all clients keep their recorded times. ratios: factors of the steps' durations, in order.
+    executor: returns the tokens. look: called after each step; then no steps are joined. joins: steps with the same
+    decisions are one call (joined_steps.py), which changes no figure. most_empty_steps: number of empty steps in a row
     after which the engine counts as stuck. Errors: StuckError.
     """
     run = Run(config, info, recording, Arrivals(recording.requests, is_open=is_open), executor=executor)
@@ -148,7 +148,7 @@ def simulate(
 
 
 class _Clock:
-    """The virtual clock: now_ns is the begin of the next step. ratios: factors of the steps' durations, in turn."""
+    """The virtual clock: now_ns is the start of the next step. ratios: factors of the steps' durations, in turn."""
 
     def __init__(self, recording: Recording, time: StepTime, ratios: Doubles | None) -> None:
         self.now_ns = self.begin_ns = recording.begin_ns
@@ -164,9 +164,9 @@ class _Clock:
         return self.now_ns + max(1, round(self._time.of(features) * factor))
 
     def run_all(self, features: Ints, until: int | None) -> Ints:
-        """Count those of these steps, one after the other, that begin before `until`, and return when each ends.
+        """Count those of these consecutive steps that begin before `until`, and return when each ends.
 
-        The next step begins behind the last of them.
+        The next step begins after the last of them.
         """
         durations = self._time.of_each(features)
         if self._ratios is not None:
@@ -183,7 +183,7 @@ class _Clock:
 
 
 class Run:
-    """The state of a simulation: the engine, what arrives, and what has come out."""
+    """The state of a simulation: the engine, the arrivals and the results."""
 
     def __init__(
         self,
@@ -202,15 +202,15 @@ class Run:
         self.watcher.table = self.executor.table = self.engine.scheduler.table
         self.moments = [Moments() for _ in recording.requests]
         self.end_ns = 0
-        self.num_odd = 0  # live requests of which joined steps know nothing
+        self.num_odd = 0  # live requests that joined steps cannot handle
         self._requests = recording.requests
         self._live: dict[RequestKey, int] = {}
         self._num_open: dict[int, int] = {}  # choices, by index
-        self._aborts = list[tuple[int, RequestKey]]()  # (ns, request), a heap: what clients will abort
+        self._aborts = list[tuple[int, RequestKey]]()  # (ns, request), a heap: aborts to come
 
     @property
     def goes_on(self) -> bool:
-        """Return whether a request lives or is on its way."""
+        """Return whether a request is live or will arrive."""
         return self.arrivals.next_ns is not None or self.engine.has_unfinished
 
     def result(self, clock: _Clock) -> Simulated:
@@ -245,7 +245,7 @@ class Run:
         return inbox
 
     def note(self, replies: Sequence[tuple[int, EngineReply]], end_ns: int) -> None:
-        """Note the replies of a step that ends then."""
+        """Note the replies of a step that ends at this time."""
         self.end_ns = end_ns
         for client, reply in replies:
             if isinstance(reply, RequestFailed) and (client, reply.number) in self._live:
@@ -254,7 +254,7 @@ class Run:
                 self._note_outputs(client, reply, end_ns)
 
     def join(self, joined: JoinedSteps, clock: _Clock) -> bool:
-        """Take those of the joined steps that begin before anything else happens; return whether there are any."""
+        """Simulate the joined steps that begin before anything else happens; return whether there are any."""
         features = decoding_features(len(joined.rows), joined.num_read(), joined.count)
         ends = clock.run_all(features, self._next_ns())
         if not len(ends):
@@ -270,14 +270,14 @@ class Run:
         return True
 
     def _next_ns(self) -> int | None:
-        """Return when the next request or abort comes; None: nothing is on its way."""
+        """Return when the next request or abort arrives, or None."""
         times = [self._aborts[0][0]] if self._aborts else []
         if self.arrivals.next_ns is not None:
             times.append(self.arrivals.next_ns)
         return min(times, default=None)
 
     def _note_outputs(self, client: int, outputs: Outputs, end_ns: int) -> None:
-        """Note how many tokens each choice has got, and which have ended; which tokens does not matter here."""
+        """Note how many tokens each choice has, and which choices have ended; token ids do not matter here."""
         numbers, counts = np.frombuffer(outputs.numbers, "<u4").tolist(), np.frombuffer(outputs.counts, "<u2").tolist()
         choices = np.frombuffer(outputs.choices, "<u2").tolist() if outputs.choices else [0] * len(numbers)
         live, all_moments, requests = self._live, self.moments, self._requests

@@ -8,7 +8,7 @@ from core.batch.table import BatchTable
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from ipc.tables.arrays import Doubles, Ints
 
-#: What a step's time is made of. A weight is never negative.
+#: The parts of a step's time. A weight is never negative.
 FEATURES = (
     "steps",
     "decoding rows",
@@ -23,7 +23,7 @@ _MAX_ROUNDS = 10 * len(FEATURES)
 
 
 def features_of(plan: SchedulerOutput, table: BatchTable) -> Ints:
-    """Return the FEATURES of a plan that has just been made, int64 [8]."""
+    """Return the FEATURES of a new plan, int64 [8]."""
     rows, counts = plan.rows.astype(np.int64), plan.num_scheduled_tokens.astype(np.int64)
     ends = table.num_computed_tokens[rows]
     is_prompt = counts > 1
@@ -50,7 +50,7 @@ def features_of(plan: SchedulerOutput, table: BatchTable) -> Ints:
 def decoding_features(num_rows: int, num_read: int, count: int) -> Ints:
     """Return the FEATURES of `count` steps in which the same rows decode, int64 [count, 8].
 
-    num_read: KV tokens that the first one reads.
+    num_read: number of KV tokens that the first step reads.
     """
     features = np.tile(np.array((1, num_rows, 0, num_read, 0, 0, num_rows, 0)), (count, 1))
     features[:, 3] += num_rows * np.arange(count)
@@ -58,7 +58,7 @@ def decoding_features(num_rows: int, num_read: int, count: int) -> Ints:
 
 
 class FeatureWatcher:
-    """A watcher of steps that has the features of the last plan. table: set once the engine is made."""
+    """A watcher of steps that keeps the features of the last plan. table: set once the engine exists."""
 
     table: BatchTable
 
@@ -70,10 +70,10 @@ class FeatureWatcher:
         self._features = features_of(plan, self.table)
 
     def end(self, output: ModelRunnerOutput) -> None:
-        """Do nothing: a plan says all."""
+        """Do nothing: plans have everything needed."""
 
     def take(self) -> Ints | None:
-        """Return the features of the plan since the last call; None: there was none."""
+        """Return the features of the plan since the last call, or None if there was none."""
         features, self._features = self._features, None
         return features
 
@@ -94,22 +94,22 @@ class StepTime(NamedTuple):
         return sum(parts, 0.0)
 
     def of_each(self, features: Ints) -> Doubles:
-        """Return the duration of each step of features [n, 8], with the very bits of of()."""
+        """Return the duration of each step of features [n, 8], bit-identical to of()."""
         total = np.zeros(len(features))
         for weight, column in zip(self.weights.tolist(), features.T, strict=True):
             total += weight * column
         return total
 
     def num_uncovered(self, features: Ints) -> int:
-        """Return how many steps of features [n, 8] have one beyond those of the fitted steps."""
+        """Return how many steps of features [n, 8] have a feature beyond those of the fitted steps."""
         return int(np.count_nonzero(np.count_nonzero(features > self.most, axis=1)))
 
 
 def fit(features: Ints, durations: Ints) -> StepTime:
     """Fit durations in ns [n > 0] to features [n, 8].
 
-    Relative errors are minimized (weights 1 / duration), since short steps count as much as long ones for a latency.
-    Then all weights are scaled so that the steps take as long together as they did.
+    Relative errors are minimized (weights 1 / duration), since for a latency short steps count as much as long ones.
+    Then all weights are scaled so that the sum of the steps' times is the measured one.
     """
     measured = np.maximum(durations, 1).astype(np.float64)
     relative = features / measured[:, None]
@@ -124,7 +124,7 @@ def fit(features: Ints, durations: Ints) -> StepTime:
 
 
 def _non_negative(matrix: Doubles, wanted: Doubles) -> Doubles:
-    """Return the x >= 0 with the least |matrix @ x - wanted| (Lawson and Hanson, 1974)."""
+    """Return the x >= 0 with the smallest |matrix @ x - wanted| (Lawson and Hanson, 1974)."""
     count = matrix.shape[1]
     x, used = np.zeros(count), np.zeros(count, bool)
     for _ in range(_MAX_ROUNDS):

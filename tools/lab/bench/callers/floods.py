@@ -1,7 +1,7 @@
-"""What a flood of tiny valid messages costs a witness's stream: its messages a second beside a client in a tight loop.
+"""What a flood of tiny valid messages costs a witness's stream: its messages a second next to a client in a tight loop.
 
-Steps take no time of their own, so the witness's rate is what the engine process can do. "busy" is a client that only
-computes: what it takes is the machine's, since engine, witness and client share its cores.
+Steps take no time, so the witness's rate is the limit of the engine process. "busy" is a client that only computes: its
+effect is the machine's, since engine, witness and client share its cores.
 """
 
 import time

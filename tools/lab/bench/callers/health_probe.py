@@ -1,7 +1,7 @@
-"""`python -m tools.lab.bench.callers.health_probe PORT`: asks /health repeatedly from an otherwise idle process.
+"""`python -m tools.lab.bench.callers.health_probe PORT`: ask /health repeatedly from an otherwise idle process.
 
-A load generator cannot time it: its own loop is busy with the streams. At the end of its standard input it prints a
-JSON list of (monotonic seconds of the question, seconds until its answer).
+A load generator cannot time /health, because its own loop is busy with the streams. When standard input ends, this
+prints a JSON list of (monotonic seconds of the request, seconds until its answer).
 """
 
 import json

@@ -1,13 +1,13 @@
 """What one client can cost the others: the longest gap in a witness's stream while another client does its worst.
 
-Engine, witness and hostile client are processes of their own, so no gap is made by sharing an interpreter. Steps take
-step_us each. On a machine with few cores the hostile client competes for them too: "busy" is a client that only
-computes and sends nothing, whose gap is the machine's and not the border's. Of the longest gap each result says for how
-long threads of engine and witness were ready to run and had no core meanwhile, all waits added, and what the hypervisor
-took: what is left of the gap is the border's.
+Engine, witness and hostile client are separate processes, so no gap comes from sharing an interpreter. Steps take
+step_us each. On a machine with few cores the hostile client also competes for them: "busy" is a client that only
+computes and sends nothing, so its gap comes from the machine and not from the border. For the longest gap each result
+has the time for which threads of engine and witness were ready to run and had no core, summed, and what the hypervisor
+took: the rest of the gap comes from the border.
 
-`python -m tools.lab.bench.callers.hostile ADDRESS` is the witness: it prints its longest gap with these waits, and its
-number of messages, for each line that it reads.
+`python -m tools.lab.bench.callers.hostile ADDRESS` is the witness: for each line that it reads, it prints its longest
+gap with these waits, and its number of messages.
 """
 
 import contextlib
@@ -52,7 +52,8 @@ from ipc.wire.messages import (
 )
 from ipc.wire.scheduling_messages import Explain, Explanation
 
-# Grammars that a stranger might send: pieces of regular expressions, of grammars and of schemas, joined by chance.
+# Grammars that an untrusted client might send: random combinations of pieces of regular expressions, grammars and
+# schemas.
 
 
 _PIECES = (
@@ -95,7 +96,7 @@ _PIECES = (
 
 
 def hostile_grammar(rng: random.Random, schemas: list[dict[str, Any]]) -> dict[str, str]:
-    """Return a field of StructuredOutputsParams: a grammar made of pieces, or one of `schemas` with mistakes in it."""
+    """Return a field of StructuredOutputsParams: a grammar made of pieces, or one of `schemas` with errors in it."""
     kind = rng.choice(["regex", "grammar", "gbnf", "json"])
     if kind == "json":
         text = json.dumps(rng.choice(schemas))
@@ -119,7 +120,7 @@ class Gap(NamedTuple):
     """A time without a message. Seconds."""
 
     seconds: float = 0.0
-    cpu_wait: float = 0.0  # of all threads of engine and witness, for a core
+    cpu_wait: float = 0.0  # waits for a core, of all threads of engine and witness
     steal: float = 0.0  # of all cores, in steps of 10 ms
 
 
@@ -128,14 +129,15 @@ class Gaps(NamedTuple):
 
     longest: Gap
     p99: float  # seconds
-    own_p99: float  # seconds, of the gaps without what their `cpu_wait` says: what is left when every thread has a core
+    own_p99: float  # seconds, of the gaps without their `cpu_wait`: as if every thread had a core
     rate: float  # messages a second
 
 
 class Waits:
-    """What threads of two processes have waited for a core so far, and the hypervisor's share of the machine.
+    """How long threads of two processes have waited for a core so far, and the time that the hypervisor took.
 
-    Threads that begin later are not counted: of an engine not the one that prepares grammars, which nobody waits for.
+    Threads that start later are not counted, such as an engine's thread that prepares grammars, for which nothing
+    waits.
     """
 
     def __init__(self, *pids: int) -> None:
@@ -150,7 +152,7 @@ class Waits:
 
 
 class HostileClient:
-    """A client without manners: no flow control, no checks."""
+    """A client without flow control and checks."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
         self.socket = context.socket(zmq.DEALER)
@@ -163,7 +165,7 @@ class HostileClient:
         self.pid = welcome.pid
 
     def send(self, *messages: Any) -> None:
-        """Send messages, or frames as they are."""
+        """Send messages, or unchanged frames."""
         for one in messages:
             self.socket.send(one if isinstance(one, bytes) else encode(one))
 
@@ -176,7 +178,7 @@ class HostileClient:
         raise TimeoutError(f"no {kind.__name__} within {_LIMIT_S:g} s")
 
     def settle(self) -> None:
-        """Wait until the engine has worked off what was sent."""
+        """Wait until the engine has processed what was sent."""
         self.send(GetStatistics(1))
         self.receive(Statistics)
 
@@ -244,7 +246,7 @@ def _tiny_calls(client: HostileClient) -> None:
 
 @cache
 def _grammar_requests() -> list[AddRequest]:
-    """Return requests with grammars that are mostly wrong."""
+    """Return requests with mostly invalid grammars."""
     rng, requests = random.Random(0), list[AddRequest]()
     while len(requests) < _NUM_GRAMMARS:
         with contextlib.suppress(InvalidRequestError):
@@ -254,7 +256,7 @@ def _grammar_requests() -> list[AddRequest]:
 
 
 def _grammars(client: HostileClient) -> None:
-    """Send grammars that are mostly wrong, _WINDOW at a time, until each was refused or its request has ended."""
+    """Send mostly invalid grammars, _WINDOW at a time, until each was refused or its request has ended."""
     sent, ended, end = 0, 0, time.monotonic() + _LIMIT_S
     while ended < _NUM_GRAMMARS:
         for request in _grammar_requests()[sent : ended + _WINDOW]:
@@ -308,7 +310,7 @@ def measure_hostile(config: EngineConfig, *, rep: int) -> Iterator[dict[str, Any
     for name, act in CASES.items():
         with EngineProcess(config) as engine:
             if act == _grammars:
-                _grammar_requests()  # making them is not to take the engine's cores while it is measured
+                _grammar_requests()  # made now, so that it does not take the engine's cores during the measurement
             if name == _GRAMMARS:
                 time.sleep(_IDLE_S)
             found = measure_case(engine.address, act, waits=act == _grammars)
@@ -327,7 +329,7 @@ def measure_hostile(config: EngineConfig, *, rep: int) -> Iterator[dict[str, Any
 def measure_case(address: str, act: Callable[[HostileClient], None], *, waits: bool = False) -> Gaps:
     """Return the witness's gaps while a client acts.
 
-    waits: act() waits for the end of what it does; else a second more is measured.
+    waits: act() waits until its work is done; otherwise one more second is measured.
     """
     command = [sys.executable, "-m", __name__, address]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as witness:

@@ -1,12 +1,12 @@
 """The cost of HTTP: CPU per event, tokens/s, requests/s, time to first token, memory, ends; with the fake executor.
 
-The clients are raw sockets in this process, which count events and parse nothing. CPU times are those of
-the HTTP process, from /proc: they are comparable also where the three processes have no core each. They are of streams
-alone; /health is asked beside the same streams once more, by a process of its own, because a client that is busy with
-1,000 streams would measure itself.
+The clients are raw sockets in this process, which count events and parse nothing. CPU times are
+those of the HTTP process, from /proc: they are comparable even if the three processes do not have a core each. They are
+for streams alone; a separate process asks /health while the same streams run once more, because a client that is busy
+with 1,000 streams would measure itself.
 
-The fake executor draws its tokens from the whole vocabulary, so in the first streams most tokens are such whose JSON
-was never looked up (frontend/http/replies/text_frames.py). "http paced again" is the same streams once more.
+The fake executor draws its tokens from the whole vocabulary, so in the first streams most tokens' JSON is not cached
+yet (frontend/http/replies/text_frames.py). "http paced again" repeats the same streams.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from tools.commands.replay.latency import percentile
 from tools.lab.bench.costs.wire import Peer, connect, post
 from tools.lab.bench.ipc import client_seconds, summary_us
 
-#: (connections, least microseconds of a step, tokens of each): the last one is a server at its limit.
+#: (connections, least microseconds of a step, tokens of each): the last one puts the server at its limit.
 PACED = ((1, 8000, 400), (64, 8000, 400), (1000, 60_000, 60))
 UNPACED = ((1, 20_000), (64, 2000), (1000, 100))  # (connections, tokens of each)
 _NUM_SHORT = 3000
@@ -133,7 +133,9 @@ async def _stream(served: _Served, connections: int, num_tokens: int) -> dict[st
 
 
 async def _health(served: _Served, connections: int, num_tokens: int) -> dict[str, Any]:
-    """Ask /health beside such streams: until the last of them, all begun at once, has its first token, and after it."""
+    """Ask /health while such streams run: until the last of them, all started at once, has its first token, and after
+    that.
+    """
     peers = [await connect(served.port) for _ in range(connections)]
     probe = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -143,7 +145,7 @@ async def _health(served: _Served, connections: int, num_tokens: int) -> dict[st
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    await asyncio.sleep(0.5)  # it has begun
+    await asyncio.sleep(0.5)  # it has started
     begin = time.monotonic()
     await _run_all(peers, num_tokens)
     begun = begin + max(peer.first_s for peer in peers)
@@ -203,7 +205,7 @@ async def _first_token(served: _Served) -> dict[str, Any]:
 
 
 def _client(served: _Served) -> dict[str, Any]:
-    """The same through the product's ZeroMQ client alone."""
+    """The same through the product's ZeroMQ client, without HTTP."""
     client = EngineClient(ZmqTransport(served.engine.address, pidfd=served.engine.pidfd))
     try:
         return {"client_us": summary_us(client_seconds(client, _NUM_FIRST))}

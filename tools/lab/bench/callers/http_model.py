@@ -1,7 +1,8 @@
 """What HTTP costs a model: the same requests through the Python client and as streams over HTTP, on one engine.
 
-Turn about, so that both have the same machine. The ratio is of medians: the client's seconds / those over HTTP.
-The caller's end is in this process; the HTTP server is a process of its own beside the engine's.
+Both take turns, so that they see the same machine. The ratio is of medians: the client's seconds / the seconds over
+HTTP.
+The caller runs in this process; the HTTP server and the engine have processes of their own.
 """
 
 import asyncio
@@ -42,7 +43,7 @@ def measure_http_model(config: EngineConfig, *, rep: int) -> Iterator[dict[str, 
 
 
 def _compare(llm: LLM, port: int, name: str) -> dict[str, Any]:
-    """Return the seconds of both ways, of _ROUNDS rounds behind one that warms up."""
+    """Return the seconds of both ways, of _ROUNDS rounds after a warm-up round."""
     workload = make_workload(name)
     client: list[float] = []
     over_http: list[float] = []

@@ -1,9 +1,10 @@
-"""What a greedy tenant costs a polite one: the polite one's time to first token, alone and beside 1,000 other requests.
+"""What a greedy tenant costs a polite one: the polite one's time to first token, alone and next to 1,000 other
+requests.
 
-Both send through one session each to an engine of policy fair with steps of step_us. The polite one asks one
-request after another, with no other work of its own, or beside some streams of its own. A request that finds a step at
-work waits for its end; alone and without other work it finds none, so one step more is the least that company costs.
-Both rounds are on one engine, alone first.
+Each sends through one session to an engine with policy fair and steps of step_us. The polite one sends one
+request after another, with no other work of its own or with some streams of its own. A request that arrives during a
+step waits for its end. Alone and without other work there is none, so company costs at least one more step. Both rounds
+run on one engine, first alone.
 """
 
 import statistics
@@ -25,7 +26,7 @@ from tools.commands.replay.latency import percentile
 _STEP_US = 5000
 _GREEDY = 1000  # requests
 _ASKED = 100  # requests of the polite one in a round
-_OWN = 8  # streams of the polite one beside its requests
+_OWN = 8  # streams of the polite one in addition to its requests
 _ROWS = 64
 
 
@@ -78,7 +79,7 @@ def _measure(config: EngineConfig, num_own: int, rep: int) -> dict[str, Any]:
 
 
 def _ask(client: EngineClient, round_: int) -> list[float]:
-    """Return the ms from submit to the first token of requests, one after another; no two have a prompt in common."""
+    """Return the ms from submit to the first token of requests, one after another; no two share a prompt."""
     times = []
     params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.0)
     for number in range(_ASKED):

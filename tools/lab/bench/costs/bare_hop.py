@@ -1,4 +1,4 @@
-"""A process that passes frames between one client and an engine, and does nothing else: what any router costs here."""
+"""A process that only passes frames between one client and an engine: the least that any router costs here."""
 
 import sys
 
@@ -6,7 +6,7 @@ import zmq
 
 
 def main(listen: str, engine: str) -> None:
-    """Pass frames on until the process is killed; print a line when it can be connected to."""
+    """Pass frames on until the process is killed; print a line once clients can connect."""
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     router, dealer, identity = context.socket(zmq.ROUTER), context.socket(zmq.DEALER), b""
     router.bind(listen)

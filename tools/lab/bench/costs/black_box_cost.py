@@ -1,6 +1,6 @@
 """The cost of the black box: the time in its calls, in steps of the fake executor.
 
-The calls are timed and not the steps with and without them: two equal engines differ by more than a box takes.
+The calls are timed, not the steps with and without them: two equal engines differ by more than the box costs.
 """
 
 import statistics
@@ -23,7 +23,7 @@ from tools.lab.bench.runs import request_params
 
 BATCHES = (64, 1024)
 _NUM_STEPS = 5000
-_NUM_CALLS = 3  # of each step, each with a look at the clock more than it would take
+_NUM_CALLS = 3  # of each step, including one clock reading each
 
 
 class _Timed:
@@ -76,19 +76,19 @@ def _measure(config: EngineConfig, batch: int) -> dict[str, Any]:
     return {
         "batch": batch,
         "box_us": round(box_us, 2),
-        "box_us_p10": round(statistics.quantiles(boxes_us, n=10)[0], 2),  # of the steps that nothing disturbed
+        "box_us_p10": round(statistics.quantiles(boxes_us, n=10)[0], 2),  # of undisturbed steps
         "step_us": round(step_us, 1),
         "share": round(box_us / step_us, 4),
     }
 
 
 def _clock_ns() -> float:
-    """Return what two looks at the clock take with nothing between them, ns."""
+    """Return how long two consecutive clock readings take, ns."""
     return statistics.median(-(time.perf_counter_ns() - time.perf_counter_ns()) for _ in range(1000))
 
 
 def _engine(config: EngineConfig, batch: int, *watchers: Any) -> EngineCore:
-    """Return an engine with so many rows."""
+    """Return an engine with this many rows."""
     sizes = {"max_num_seqs": batch, "max_num_batched_tokens": 32_768, "num_blocks_override": batch * 128}
     config = msgspec.structs.replace(config, **sizes)
     executor = load_executor(config)

@@ -62,7 +62,7 @@ def _measure_steps(config: EngineConfig, batch: int, folder: Path) -> dict[str, 
 
 
 def _engines(config: EngineConfig, batch: int, path: Path) -> tuple[EngineCore, CapturedEngine, CaptureWriter]:
-    """Return an engine without a capture and one with, both in the middle of `batch` long requests."""
+    """Return an engine without a capture and one with it, both in the middle of `batch` long requests."""
     config = msgspec.structs.replace(config, max_num_seqs=batch, max_num_batched_tokens=8192)
     executors = [load_executor(config), load_executor(config)]
     info, blocks_in = executors[0].info, executors[0].determine_num_available_blocks

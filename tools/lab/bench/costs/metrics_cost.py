@@ -31,7 +31,7 @@ def measure_metrics(config: EngineConfig, *, rep: int) -> list[dict[str, Any]]:
 
 
 def _measure_meter(batch: int) -> dict[str, Any]:
-    """Measure steps whose requests are those of the step before, and steps in which one ends and another begins."""
+    """Measure steps with the same requests as the step before, and steps in which one ends and another begins."""
     steady, changing = [], []
     meter, numbers = RequestMeter(4096), np.arange(batch)
     for number in numbers.tolist():

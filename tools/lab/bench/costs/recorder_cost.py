@@ -22,9 +22,9 @@ from ipc.wire.messages import AddRequest
 from tools.lab.bench.runs import request_params
 
 BATCHES = (1, 32, 256)
-_NUM_RUNS = 300  # with a recorder, and as many without
-_SETTLE_S = 2.0  # in which the recorder's thread has its memory's pages made
-_STEPS_OF_RUN = 9  # twice as many are no multiple of a block's tokens: both see all steps of one
+_NUM_RUNS = 300  # with a recorder, and the same number without
+_SETTLE_S = 2.0  # in which the recorder's thread touches the pages of its memory
+_STEPS_OF_RUN = 9  # twice this is not a multiple of a block's tokens, so both see every step of a block
 #: Rows and waiting requests of the engines whose checkpoints are measured.
 SIZES = ((1, 0), (32, 0), (32, 1000), (200, 1000), (256, 1000))
 _NUM_CHECKPOINTS = 30
@@ -50,7 +50,9 @@ def measure_checkpoint(config: EngineConfig, *, rep: int) -> list[dict[str, Any]
 
 
 def _measure_steps(config: EngineConfig, batch: int) -> dict[str, Any]:
-    """Measure runs of steps of one engine, turn about with the recorder and past it: two engines differ by more."""
+    """Measure runs of steps of one engine, turn about with the recorder and without it: two engines would differ by
+    more.
+    """
     resolved = _resolved(config, batch)
     executor = _executor(resolved)
     ring = FlightFile(1 << 24)

@@ -1,8 +1,8 @@
 """The cost of the scheduler: schedule + update_from_output per step, without a model and without a process border.
 
-The work is that of other engines' figures: block size 16, prefix caching and statistics on, prompts of 64 to 79 tokens,
-one token for each request and step. With churn, that share of the requests finishes in every step and is replaced
-before the next.
+The load is that of other engines' published figures: block size 16, prefix caching and statistics on, prompts of 64 to
+79 tokens, one token for each request and step. With churn, this share of the requests finishes in every step and is
+replaced before the next.
 """
 
 import gc

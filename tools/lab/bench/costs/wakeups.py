@@ -1,6 +1,6 @@
 """The cost of a wake-up on this machine: the hops of a request between a caller and the engine, one by one.
 
-Each hop is measured there and back, and halved. Awake: one after the other without a pause, so that cores stay awake.
+Each hop is measured as a round trip, and halved. Awake: one after the other without a pause, so that cores stay awake.
 Idle: after a pause in which both sides and their cores have gone to sleep, as when a request meets an idle engine.
 """
 
@@ -59,7 +59,7 @@ def queues() -> Iterator[RoundTrip]:
 
 @contextmanager
 def eventfds() -> Iterator[RoundTrip]:
-    """Yield a round trip to a thread that polls, as a caller wakes its client's IO thread."""
+    """Yield a round trip to a polling thread, as when a caller wakes its client's IO thread."""
     there, back = os.eventfd(0), os.eventfd(0)
     poller, answers = zmq.Poller(), zmq.Poller()
     poller.register(there, zmq.POLLIN)

@@ -1,4 +1,4 @@
-"""A load generator's end of an HTTP connection: requests as bytes, answers counted and not parsed."""
+"""A load generator's side of an HTTP connection: requests as bytes; answers are counted, not parsed."""
 
 import asyncio
 import time
@@ -23,7 +23,7 @@ def get(path: str) -> bytes:
 
 
 class Peer(asyncio.Protocol):
-    """One keep-alive connection. Of an answer it finds the end, and counts the events."""
+    """One keep-alive connection. It counts the events of an answer and finds its end."""
 
     def __init__(self) -> None:
         self.num_events = 0  # over all answers
@@ -32,7 +32,7 @@ class Peer(asyncio.Protocol):
         self._asked = 0.0
         self._answer: asyncio.Future[None] | None = None
         self._head = b""
-        self._left = -1  # bytes of a body with a length; -1 = in the head or in chunks
+        self._left = -1  # bytes of a body with a length; -1 = in the headers or in chunks
         self._tail = b""
         self._transport: asyncio.Transport | None = None
 
@@ -41,7 +41,7 @@ class Peer(asyncio.Protocol):
         self._transport = transport
 
     def send(self, request: bytes) -> None:
-        """Send a request and wait for nothing."""
+        """Send a request without waiting."""
         assert self._transport is not None, "not connected"
         self._head, self._left, self._tail, self.first_s = b"", -1, b"", 0.0
         self._asked = time.perf_counter()
@@ -54,7 +54,7 @@ class Peer(asyncio.Protocol):
         await self._answer
 
     def data_received(self, data: bytes) -> None:
-        """Count, and look for the end."""
+        """Count events, and look for the end."""
         if not self._tail and self._left < 0:
             data = self._take_head(data)
         if self._left >= 0:
@@ -72,7 +72,7 @@ class Peer(asyncio.Protocol):
                 self._finish()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Fail what waits."""
+        """Fail the waiting call."""
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(ConnectionError("the server closed the connection"))
 
@@ -82,13 +82,13 @@ class Peer(asyncio.Protocol):
             self._transport.close()
 
     def _take_head(self, data: bytes) -> bytes:
-        """Return what follows the head."""
+        """Return the rest after the headers."""
         self._head += data
         head, end, rest = self._head.partition(b"\r\n\r\n")
         if not end:
             return b""
         self._head, self.status = b"", int(head[9:12])
-        self._tail = b"........"  # the head is over
+        self._tail = b"........"  # the headers are complete
         at = head.find(b"content-length: ")
         if at >= 0:
             self._left = int(head[at + 16 :].split(b"\r\n", 1)[0])

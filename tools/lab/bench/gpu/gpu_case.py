@@ -1,4 +1,4 @@
-"""Case: a kernel on a GPU that is measured beside torch's own operation."""
+"""Case: a kernel on a GPU, measured next to torch's own operation."""
 
 from collections.abc import Callable
 from typing import NamedTuple

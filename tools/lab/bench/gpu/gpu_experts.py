@@ -1,4 +1,4 @@
-"""Cases of routed MLPs on a GPU: a whole one, from the router to the sum, beside one of torch's grouped product."""
+"""Cases of routed MLPs on a GPU: a whole one, from the router to the sum, next to one with torch's grouped product."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -48,7 +48,7 @@ class TorchMlp(NamedTuple):
         return weights / weights.sum(-1, keepdim=True), experts
 
     def grouped(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output of x, with the tokens sorted by expert; nothing waits for the host."""
+        """Return the output of x, with the tokens sorted by expert, without waiting for the host."""
         weights, experts = self.chosen(x)
         sorted_experts, order = experts.flatten().sort(stable=True)
         numbers = torch.arange(len(self.router), device=x.device)
@@ -59,7 +59,7 @@ class TorchMlp(NamedTuple):
         return (of_pairs.view(len(x), self.num_chosen, -1) * weights[:, :, None]).sum(1).to(x.dtype)
 
     def looped(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output of x, expert after expert, whose numbers the host waits for."""
+        """Return the output of x, expert by expert; the host waits for their numbers."""
         weights, experts = self.chosen(x)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         for number in sorted(set(experts.flatten().tolist())):
@@ -77,7 +77,7 @@ class TorchMlp(NamedTuple):
 
 
 def captured(run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-    """Return a call that replays what run launches as a CUDA graph, as decoding steps do: the host takes no time."""
+    """Return a call that replays run's launches as a CUDA graph, as decoding steps do, so the host takes no time."""
     out = run()  # compiles
     if not out.is_cuda:
         return run

@@ -1,7 +1,7 @@
-"""The Triton kernels on a GPU, each beside torch's own on the same tensors: time, bytes, operations.
+"""The Triton kernels on a GPU, each next to torch's own on the same tensors: time, bytes, operations.
 
-Fractions are of what this GPU was measured to do: bytes of a copy within its memory, operations of a square product.
-A time is the median of runs with a cold L2 cache (triton.testing.do_bench).
+Fractions are of this GPU's measured limits: bytes of a copy within its memory, operations of a square product. A time
+is the median of runs with a cold L2 cache (triton.testing.do_bench).
 """
 
 import inspect
@@ -42,7 +42,7 @@ class Shapes(NamedTuple):
 
     @property
     def products(self) -> dict[str, tuple[int, int]]:
-        """Of a layer: numbers of a result and of an input."""
+        """Sizes of a layer's result and input."""
         return {
             "qkv": ((self.heads + 2 * self.kv_heads) * self.head_dim, self.hidden),
             "o": (self.hidden, self.heads * self.head_dim),
@@ -148,7 +148,7 @@ def _torch_attention(
 ) -> tuple[str, Callable[[], object]]:
     """Return (name, call) of torch's fastest attention.
 
-    It is flash attention over packed requests if dtype and device have it, else scaled_dot_product_attention.
+    It is flash attention over packed requests if dtype and device support it, otherwise scaled_dot_product_attention.
     """
     count = len(q) // requests
     keys, values = torch.randn(2, requests * length, shapes.kv_heads, shapes.head_dim, device=device).to(dtype)
@@ -261,14 +261,14 @@ def _sampler_cases(shapes: Shapes, device: torch.device, rows: int) -> Iterator[
 
 
 def _torch_sample(logits: torch.Tensor, temperature: float, top_k: int, top_p: float) -> torch.Tensor:
-    """Draw tokens by the torch operations that any such draw needs."""
+    """Draw tokens with the torch operations that any such draw needs."""
     if temperature == 0:
         return logits.argmax(-1)
     values = logits.topk(top_k).values if top_k else logits.sort(-1).values if top_p < 1 else logits
     return torch.multinomial(values.softmax(-1), 1)
 
 
-# The products of weights that stay quantized on a GPU, each beside torch's product of the same weights in bfloat16.
+# The products of weights that stay quantized on a GPU, each next to torch's product of the same weights in bfloat16.
 
 
 #: Rows of x.
