@@ -56,9 +56,11 @@ MODULES: dict[str, dict[str, tuple[str, str]]] = {
         **_POOLING_PARAMS,
     },
     "vllm.beam_search": _BEAMS,
-    "vllm.distributed": {},
+    "vllm.config": {},
+    "vllm.distributed": {"cleanup_dist_env_and_memory": (_FUNCTIONS, "cleanup_dist_env_and_memory")},
     "vllm.distributed.parallel_state": {
-        name: (_FUNCTIONS, name) for name in ("destroy_distributed_environment", "destroy_model_parallel")
+        name: (_FUNCTIONS, name)
+        for name in ("cleanup_dist_env_and_memory", "destroy_distributed_environment", "destroy_model_parallel")
     },
     "vllm.engine": {},
     "vllm.engine.arg_utils": {**_ARGS, **_ASYNC_ARGS},
@@ -67,11 +69,13 @@ MODULES: dict[str, dict[str, tuple[str, str]]] = {
     "vllm.entrypoints": {},
     "vllm.entrypoints.chat_utils": {"resolve_hf_chat_template": (_FUNCTIONS, "resolve_chat_template")},
     "vllm.entrypoints.llm": {"LLM": _LLM},
+    "vllm.exceptions": {"VLLMValidationError": ("ipc.errors", "InvalidRequestError")},
     "vllm.inputs": _PROMPTS,
     "vllm.logprobs": {"Logprob": ("frontend.results.outputs", "Logprob")},
     "vllm.lora": {},
     "vllm.lora.request": {"LoRARequest": ("frontend.lora", "LoRARequest")},
     "vllm.outputs": {**_OUTPUTS, **_POOLING_OUTPUTS},
+    "vllm.platforms": {"current_platform": (_FUNCTIONS, "current_platform")},
     "vllm.pooling_params": _POOLING_PARAMS,
     "vllm.renderers": {},
     "vllm.renderers.hf": {"resolve_chat_template": (_FUNCTIONS, "resolve_chat_template")},

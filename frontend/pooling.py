@@ -40,6 +40,7 @@ def prepare_pooling(
     tenant: str = "",
     prompt_name: str | None = None,
     lora: LoRAInput = None,
+    add_special_tokens: bool = True,
 ) -> list[PreparedPooling]:
     """Check and tokenize all prompts, before any is submitted; return one PreparedPooling each.
 
@@ -60,6 +61,7 @@ def prepare_pooling(
         engine.tokenizer,
         vocab_size=welcome.vocab_size,
         max_model_len=welcome.limits.max_model_len,
+        add_special_tokens=add_special_tokens,
         truncation=[one.truncate_prompt_tokens for one in chosen],
         num_output_tokens=0,
         keeps_beginnings=welcome.is_encoder,

@@ -1,7 +1,10 @@
 """Functions of vLLM that programs import in addition to its classes, for engine_core/as_vllm.py."""
 
 import importlib
+import operator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from frontend.text.tokenizer import Tokenizer
@@ -53,4 +56,15 @@ def destroy_model_parallel() -> None:
 
 
 def destroy_distributed_environment() -> None:
-    """Do nothing: an engine ends with its LLM."""
+    """Do nothing: an engine of ours ends with its LLM."""
+
+
+def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
+    """Do nothing: an engine of ours ends with its LLM, and its memory with its process."""
+
+
+_KINDS = ("cpu", "cuda", "cuda_alike", "rocm", "tpu", "xpu", "hpu", "neuron", "out_of_tree")
+#: What programs ask of vLLM's platform: the kind of device on which an engine runs that is told none.
+current_platform = SimpleNamespace(
+    device_type="cpu", device_name="cpu", **{f"is_{kind}": partial(operator.eq, kind, "cpu") for kind in _KINDS}
+)

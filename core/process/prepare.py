@@ -23,7 +23,7 @@ from ipc.options.resolved import ResolvedConfig
 from ipc.options.speculation import SpeculativeConfig
 from ipc.options.tokenizer_files import client_files_of
 from ipc.options.workers import has_workers
-from ipc.wire.messages import TokenizerFiles
+from ipc.wire.messages import ModelDescription, TokenizerFiles
 
 if TYPE_CHECKING:  # it imports kernels, which must be checked first
     from core.features.store import Features
@@ -39,6 +39,7 @@ class Prepared(NamedTuple):
     tokenizer: TokenizerFiles
     default_sampling: dict[str, float | int]
     warm_up_ns: int  # from Executor.warm_up()
+    description: ModelDescription | None = None
 
 
 def prepare(config: EngineConfig, report: Report) -> Prepared:
@@ -47,10 +48,11 @@ def prepare(config: EngineConfig, report: Report) -> Prepared:
     """
     # Imported late, as below.
     from core.model_files.settings.default_sampling import read_default_sampling
+    from core.model_files.settings.model_description import describe_model
 
     report("read tokenizer")
-    # first, because for a GGUF file it reads the header, which is kept
-    default_sampling = read_default_sampling(config)
+    default_sampling = read_default_sampling(config)  # first: of a GGUF file it reads the header, which is kept
+    description = describe_model(config)
     files = client_files_of(config)
     prepare_imports(config, report)
     report("load model")
@@ -84,7 +86,7 @@ def prepare(config: EngineConfig, report: Report) -> Prepared:
     if (settings := resolved.speculative_config) is not None:
         _warn_of_dear_drafts(settings)
     tokenizer = TokenizerFiles(0, tokenizer_hash(files) if files else "", files)
-    return Prepared(resolved, executor, tokenizer, default_sampling, executor.warm_up())
+    return Prepared(resolved, executor, tokenizer, default_sampling, executor.warm_up(), description)
 
 
 def _warn_of_dear_drafts(settings: SpeculativeConfig) -> None:

@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
 import zmq
 
 from core import log
@@ -88,12 +89,17 @@ def start_engine(start: Start, bound: Bound, report: Report, prepared: Prepared 
     """
     if (capture := capture_path(start.config, start.epoch)) is not None:
         check_capture(capture)
-    config, executor, tokenizer, default_sampling, warm_up_ns = prepared or prepare(start.config, report)
+    prepared = prepared or prepare(start.config, report)
+    config, executor, tokenizer, default_sampling, warm_up_ns, description = prepared
     if (adapters := executor.adapters) is not None:
         adapters.remember(RememberedModules(start.adapters_fd))
     features = features_of(executor)
     shelf: FeatureShelf = NoFeatures() if features is None else features
-    welcome = _welcome(config, executor.info, start, tokenizer, default_sampling, shelf)
+    welcome = msgspec.structs.replace(
+        _welcome(config, executor.info, start, tokenizer, shelf),
+        default_sampling=default_sampling,
+        description=description,
+    )
     model = _model_information(config, executor.info)
     served = Served(
         welcome,
@@ -165,7 +171,6 @@ def _welcome(
     info: ModelInfo,
     start: Start,
     tokenizer: TokenizerFiles,
-    default_sampling: dict[str, float | int],
     features: FeatureShelf,
 ) -> Welcome:
     return Welcome(
@@ -192,7 +197,6 @@ def _welcome(
             max_logprobs=config.max_logprobs,
             resume_ms=start.resume_ms,
         ),
-        default_sampling=default_sampling,
         pid=os.getpid(),
         tasks=info.tasks,
         is_encoder=info.is_encoder,

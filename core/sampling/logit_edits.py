@@ -13,6 +13,7 @@ from core.sampling.min_tokens import MinTokens
 from core.sampling.penalties import Penalties
 from core.sampling.structured_outputs import StructuredOutputs
 from core.sampling.top_n_sigma import TopNSigma
+from core.sampling.typical import Typical
 from core.sampling.xtc import Xtc
 from ipc.tables.arrays import Int32s
 from kernels.cpu.sampling import UNKNOWN
@@ -34,7 +35,7 @@ def edit_groups(
     """
     structured = () if matchers is None else (StructuredOutputs(matchers, masks),)
     forbidding = (*structured, AllowedTokens(), BadWords(), MinTokens(eos_token_ids))
-    return (*forbidding, LogitBias(), Penalties(num_rows), TopNSigma(num_rows), Xtc(num_rows))
+    return (*forbidding, LogitBias(), Penalties(num_rows), TopNSigma(num_rows), Typical(num_rows), Xtc(num_rows))
 
 
 @np.errstate(all="ignore")  # logits that are not finite are reported by the sampler

@@ -78,6 +78,21 @@ class SamplingFields(ParameterFields, kw_only=True):
     session_id: Any = None
     stream_interval: Any = None  # tokens of a chunk; here each step's tokens are one chunk
 
+    # The same, of llama.cpp: there are no slots, no prompt is cut, and the rest belongs to what is refused below.
+    id_slot: Any = None
+    n_keep: Any = None
+    n_discard: Any = None
+    n_cache_reuse: Any = None
+    sse_ping_interval: Any = None
+    dynatemp_exponent: Any = None
+    dry_base: Any = None
+    dry_allowed_length: Any = None
+    dry_penalty_last_n: Any = None
+    dry_sequence_breakers: Any = None
+    mirostat_tau: Any = None
+    mirostat_eta: Any = None
+    adaptive_decay: Any = None
+
     # Refused by name.
     guided_json: Any = None
     guided_regex: Any = None
@@ -108,6 +123,22 @@ class SamplingFields(ParameterFields, kw_only=True):
     kv_transfer_params: Any = None
     truncation_side: Any = None
     mirostat: Any = None
+    tfs_z: Any = None
+    dynatemp_range: Any = None
+    dry_multiplier: Any = None
+    adaptive_target: Any = None
+    min_keep: Any = None
+    n_indent: Any = None
+    n_probs: Any = None
+    samplers: Any = None
+    t_max_predict_ms: Any = None
+    post_sampling_probs: Any = None
+    return_progress: Any = None
+    return_tokens: Any = None
+    timings_per_token: Any = None
+    cache_prompt: Any = None
+    lora: Any = None
+    response_fields: Any = None
     max_new_tokens: Any = None
     min_new_tokens: Any = None
 
@@ -119,6 +150,7 @@ class CompletionBody(SamplingFields, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None
+    prompt_embeds: str | list[str] | None = None  # see frontend/http/openai/prompt_embeds.py; refused unless enabled
     suffix: Any = None
 
 
@@ -155,12 +187,14 @@ class ChatBody(ChatFields, kw_only=True):
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):
-    """The body of /tokenize: a prompt, or a chat. content, add_special and with_pieces are llama.cpp's."""
+    """The body of /tokenize: a prompt, or a chat. content, add_special, parse_special and
+    with_pieces are llama.cpp's."""
 
     model: str | None = None
     content: str | None = None
     add_special: bool | None = None
     with_pieces: bool | None = None
+    parse_special: bool | None = None
     prompt: str | None = None
     messages: list[Json] | None = None
     add_special_tokens: bool | None = None
@@ -209,6 +243,22 @@ _REFUSED: dict[str, tuple[tuple[object, ...], str]] = {
     "routed_experts_prompt_start": ((0,), "routing is not shown"),
     "truncation_side": (("left",), "truncate_prompt_tokens keeps the tokens at the prompt's end"),
     "mirostat": ((0,), "use top_p, top_k or min_p"),
+    "tfs_z": ((1, 1.0), "llama.cpp removed it too; use typical_p, top_p or min_p"),
+    "dynatemp_range": ((0, 0.0), "use temperature"),
+    "dry_multiplier": ((0, 0.0), "use repeat_penalty or frequency_penalty"),
+    "adaptive_target": ((-1, -1.0), "use typical_p or top_p"),
+    "min_keep": ((0, 1), "each filter keeps one token at least"),
+    "n_indent": ((0,), "use response_format or structured_outputs"),
+    "n_probs": ((0,), "use logprobs"),
+    "samplers": ((), "/completion takes it"),
+    "t_max_predict_ms": ((0,), "use the header x-deadline-ms, or max_tokens"),
+    "post_sampling_probs": ((False,), "logprobs are what the engine's logprobs_mode selects"),
+    "return_progress": ((False,), "the first tokens come when the prompt is read"),
+    "return_tokens": ((False,), "use return_token_ids"),
+    "timings_per_token": ((False,), "/completion takes it"),
+    "cache_prompt": ((True,), "use a cache_salt of your own"),
+    "lora": (([],), "name the adapter as the model"),
+    "response_fields": (([],), "/completion takes it"),
     "max_new_tokens": ((), "use max_tokens"),
     "min_new_tokens": ((), "use min_tokens"),
     "repetition_detection": ((), "use repetition_penalty or stop"),
@@ -247,14 +297,15 @@ def shared_fields(body: ChatFields) -> Json:
 
 
 @functools.cache
-def _refused(kind: type[msgspec.Struct]) -> dict[str, tuple[tuple[object, ...], str]]:
+def refused_fields(kind: type[msgspec.Struct]) -> dict[str, tuple[tuple[object, ...], str]]:
+    """Return the fields of a body that are refused by name, with the values that are not, and what to do instead."""
     found = _REFUSED | (_REFUSED_IN_CHATS if issubclass(kind, ChatFields) else {})
     return {name: found[name] for name in kind.__struct_fields__ if name in found}
 
 
 def refuse_fields(body: msgspec.Struct) -> None:
     """Check that known but unsupported fields have neutral values. Errors: HttpError 400."""
-    for name, (neutral, instead) in _refused(type(body)).items():
+    for name, (neutral, instead) in refused_fields(type(body)).items():
         value = getattr(body, name)
         if value is not None and not any(type(value) is type(one) and value == one for one in neutral):
             raise HttpError(400, f"{name} is not supported: {instead}", param=name)

@@ -86,16 +86,28 @@ async def count_tokens(service: Service, request: Request, body: ChatBody) -> in
     tokenizer = service.tokenizer
 
     def count() -> int:
-        try:
-            prompt = _render(service, body, _read_tools(body, service.meter.note_left_out))
-        except RecursionError:
-            raise HttpError(400, _TOO_DEEP) from None
-        if not isinstance(prompt, str):
-            raise HttpError(400, "tokens of images are not counted: send the text alone", param="messages")
+        prompt = _rendered_text(service, body)
         service.check_countable(prompt)
         return len(tokenizer.encode(prompt, add_special_tokens=False))
 
     return await service.run(request, count)
+
+
+async def render_text(service: Service, request: Request, body: ChatBody) -> str:
+    """Return a chat's prompt as text. Errors: as prepare_chat()."""
+    _check(service, body)
+    is_long = service.brings_template(body.chat_template)
+    return await service.run(request, lambda: _rendered_text(service, body), is_long=is_long)
+
+
+def _rendered_text(service: Service, body: ChatBody) -> str:
+    try:
+        prompt = _render(service, body, _read_tools(body, service.meter.note_left_out))
+    except RecursionError:
+        raise HttpError(400, _TOO_DEEP) from None
+    if not isinstance(prompt, str):
+        raise HttpError(400, "a prompt with images is no text: send the text alone", param="messages")
+    return prompt
 
 
 def _check(service: Service, body: ChatBody) -> None:

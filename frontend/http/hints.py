@@ -4,20 +4,15 @@ from collections.abc import Container
 
 #: Paths of llama.cpp's, vLLM's, TGI's and SGLang's servers, without /v1 -> the route here.
 OTHER_PATHS = {
-    "completion": "/v1/completions",
     "generate": "/v1/completions",
     "generate_stream": "/v1/completions",
     "chat": "/v1/chat/completions",
     "invocations": "/v1/chat/completions",
     "embedding": "/v1/embeddings",
     "embed": "/v1/embeddings",
-    "pooling": "/v1/embeddings",
     "reranking": "/v1/rerank",
-    "apply-template": "/tokenize",
-    "props": "/v1/models",
     "info": "/v1/models",
     "get_model_info": "/v1/models",
-    "slots": "/v1/load",
     "server_info": "/version",
     "get_server_info": "/version",
     "docs": "/openapi.json",
@@ -32,8 +27,6 @@ _ADAPTERS = "the engine's owner loads adapters with `engine-core control`, not o
 _TEXT_ONLY = "this server answers with text"
 #: First words of paths without a counterpart here, without /v1 -> the alternative.
 ABSENT = {
-    "infill": "write the prompt in the model's own fill-in-the-middle form, and send it to /v1/completions",
-    "classify": "classes are for the Python client, LLM.classify(); there is /v1/score",
     "audio": _TEXT_ONLY,
     "images": _TEXT_ONLY,
     "moderations": "there is no model for moderation",

@@ -1,6 +1,8 @@
 """Pooling requests of one HTTP request: submitted together, answered together."""
 
 import asyncio
+import secrets
+import time
 from collections.abc import Sequence
 
 from frontend.http.errors import HttpError
@@ -26,6 +28,8 @@ async def pool(
     task: PoolingTask,
     priority: int = 0,
     prompt_name: str | None = None,
+    *,
+    add_special_tokens: bool = True,
 ) -> list[PoolingRequestOutput]:
     """Return the answers of the engine, in the prompts' order. Errors: HttpError; those of the engine."""
     service.standing.refuse_requests()
@@ -46,6 +50,7 @@ async def pool(
             tenant="" if key is None else key.name,
             prompt_name=prompt_name,
             lora=request.adapter,
+            add_special_tokens=add_special_tokens,
         )
 
     prepared = await service.run(request, prepare)
@@ -60,6 +65,11 @@ async def pool(
         give_back()
         if request.lease is not None:
             request.lease.end(num_tokens)
+
+
+def list_head(kind: str, name: str) -> dict[str, object]:
+    """Return the first fields of an answer in vLLM's form. kind: beginning of its id; name: of the model."""
+    return {"id": f"{kind}-{secrets.token_hex(16)}", "object": "list", "created": int(time.time()), "model": name}
 
 
 async def _answers(

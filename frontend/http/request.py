@@ -4,7 +4,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -35,6 +35,16 @@ class Response(NamedTuple):
     status: int = 200
     content_type: bytes = JSON
     headers: Sequence[tuple[bytes, bytes]] = ()
+
+
+def _is_of_a_null(error: msgspec.ValidationError) -> bool:
+    """Return whether a null that stands for another type is the reason of an error."""
+    return "got `null`" in str(error)
+
+
+def _without_nulls(body: Any) -> Any:
+    """Return a body without the fields that are null: these are as if they were absent."""
+    return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
 
 
 class Request:
@@ -93,9 +103,9 @@ class Request:
             try:
                 decoded = decoder.decode(self.body)
             except msgspec.ValidationError as error:
-                if not is_of_a_float(error):
+                if not (is_of_a_float(error) or _is_of_a_null(error)):
                     raise
-                decoded = convert(msgspec.json.decode(self.body), decoder.type)
+                decoded = convert(_without_nulls(msgspec.json.decode(self.body)), decoder.type)
             if self.meter is not None:
                 self.meter.count_fields(self.body, known_fields(decoder))
             return decoded

@@ -7,6 +7,8 @@ import msgspec
 from frontend.http.anthropic import messages
 from frontend.http.anthropic.messages_bodies import CountBody, MessagesBody
 from frontend.http.bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from frontend.http.llama_cpp import llama_cpp
+from frontend.http.llama_cpp.llama_cpp_bodies import InfillBody, LlamaCppBody
 from frontend.http.ollama import ollama
 from frontend.http.ollama.ollama_bodies import OllamaChatBody, OllamaGenerateBody
 from frontend.http.openai import chat, completions, embeddings, responses, scores
@@ -31,6 +33,14 @@ _OLLAMA: tuple[_Row, ...] = (
     *(("POST", f"/api/{name}", ollama.refuse, None) for name in ("pull", "push", "create", "copy")),
     ("DELETE", "/api/delete", ollama.refuse, None),
 )
+_LLAMA_CPP: tuple[_Row, ...] = (
+    *(("POST", path, llama_cpp.create_completion, LlamaCppBody) for path in ("/completion", "/completions")),
+    ("POST", "/infill", llama_cpp.infill, InfillBody),
+    ("POST", "/apply-template", llama_cpp.apply_template, ChatBody),
+    ("GET", "/props", llama_cpp.get_props, None),
+    ("POST", "/props", llama_cpp.refuse_props, None),
+    ("GET", "/slots", llama_cpp.get_slots, None),
+)
 
 ROUTES = (
     Route("POST", "/v1/chat/completions", chat.create_chat_completion, body=ChatBody),
@@ -45,6 +55,8 @@ ROUTES = (
         error_body=messages.error_body,
     ),
     Route("POST", "/v1/embeddings", embeddings.create_embeddings, body=embeddings.EmbeddingBody),
+    Route("POST", "/pooling", embeddings.create_pooling, body=embeddings.PoolingBody),
+    Route("POST", "/classify", embeddings.classify, body=embeddings.ClassifyBody),
     *(Route("POST", path, scores.create_score, body=scores.ScoreBody) for path in ("/v1/score", "/score")),
     *(Route("POST", path, scores.rerank, body=scores.RerankBody) for path in ("/v1/rerank", "/v2/rerank", "/rerank")),
     Route("GET", "/v1/models", models.list_models),
@@ -52,6 +64,7 @@ ROUTES = (
     Route("POST", "/tokenize", models.tokenize, body=TokenizeBody),
     Route("POST", "/detokenize", models.detokenize, body=DetokenizeBody),
     Route("GET", "/tokenizer_info", models.get_tokenizer_info),
+    *(Route(*row[:3], body=row[3]) for row in _LLAMA_CPP),
     *(Route(*row[:3], body=row[3], error_body=ollama.error_body) for row in _OLLAMA),
     Route("GET", "/v1/load", load.get_load),
     Route("GET", "/", page.get_page, Access.OPEN),

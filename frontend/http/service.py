@@ -227,6 +227,8 @@ class Service:
                 fewest += 1 if self.engine.tokenizer is None else self.engine.tokenizer.bound.fewest_tokens(text)
             elif isinstance(prompt, Sequence):
                 fewest += len(prompt)
+            elif isinstance(prompt, Mapping):
+                fewest += len(prompt.get("prompt_embeds", ()))  # type: ignore[arg-type]
         if request.lease is not None and params.truncate_prompt_tokens is None:
             request.lease.check_tokens(fewest + len(prompts) * _num_answers(params) * (params.max_tokens or 1))
 

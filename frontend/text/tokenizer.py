@@ -125,6 +125,11 @@ class Tokenizer(TokenizerCalls):
         """Return the bound on the fewest tokens that texts can have."""
         return text_bound(self.hf)
 
+    @cached_property
+    def added_tokens(self) -> tuple[str, ...]:
+        """The names of tokens that a text is searched for before it is split into others, the special ones included."""
+        return tuple(token.content for token in self.hf.get_added_tokens_decoder().values())
+
     def encode_pair(self, first: str, second: str) -> tuple[list[int], int]:
         """Return the token ids of two texts, joined by the tokenizer's post-processor, and the index of the first token
         of the second text; 0 = it does not distinguish them. Errors: InvalidRequestError.

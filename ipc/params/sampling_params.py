@@ -162,6 +162,15 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
             gguf="xtc_threshold",
         ),
     ] = 0.1
+    typical_p: Annotated[
+        float,
+        Parameter(
+            "draw from the fewest typical tokens that have more than this probability together; 1 = off",
+            0,
+            1,
+            is_of_draws=True,
+        ),
+    ] = 1.0
 
     def __post_init__(self) -> None:
         refuse_parameters(self)

@@ -165,6 +165,17 @@ class Limits(msgspec.Struct, frozen=True, array_like=True):
     resume_ms: int = 0  # if this engine dies, another answers at its address within this time; 0 = none does
 
 
+class ModelDescription(msgspec.Struct, frozen=True, array_like=True):
+    """What a model's files say of it; empty or 0 = not known."""
+
+    format: str = ""  # "gguf" | "safetensors"
+    family: str = ""  # the architecture's name in the files
+    num_parameters: int = 0
+    quantization: str = ""  # how the weights are stored: "Q4_K_M", "BF16", "GPTQ"
+    num_bytes: int = 0  # of the weights' files
+    labels: list[str] = []  # of a classifier, by number
+
+
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=64):
     """Answer to Hello: the session is open."""
 
@@ -184,7 +195,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=64):
     pid: int = 0  # of the engine process; 0 = not reported
     tasks: dict[str, int] = {}  # of requests, with the width of the vectors of each; empty: "generate" only
     is_encoder: bool = False  # tokens see the whole prompt
-    features: FeatureLimits | None = None  # None: requests cannot have any
+    features: FeatureLimits | None = None  # None: requests have none
+    description: ModelDescription | None = None  # None: the model has no files
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=65):

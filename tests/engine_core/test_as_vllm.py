@@ -56,6 +56,19 @@ llm.generate([text], SamplingParams(**{name: value for name, value in params.ite
 # distilabel
 llm.generate(prompts=[text], sampling_params=SamplingParams(n=2, logprobs=2, prompt_logprobs=None, stop_token_ids=None,
              logits_processors=[], max_tokens=4), use_tqdm=False)
+# vLLM's own tests
+import vllm.config
+from vllm.distributed import cleanup_dist_env_and_memory
+from vllm.exceptions import VLLMValidationError
+from vllm.platforms import current_platform
+assert (current_platform.is_cpu(), current_platform.is_cuda(), current_platform.device_type) == (True, False, "cpu")
+try:
+    llm.generate([TokensPrompt(prompt_token_ids=[])], use_tqdm=False)
+except VLLMValidationError as error:
+    assert isinstance(error, ValueError)
+else:
+    raise AssertionError("an empty prompt was taken")
+cleanup_dist_env_and_memory()
 destroy_model_parallel()
 destroy_distributed_environment()
 del llm.llm_engine.model_executor

@@ -88,6 +88,24 @@ def test_scores_of_embeddings_over_http(llm: LLM, caller: Caller) -> None:
     assert [one["relevance_score"] for one in found] == sorted(expected, reverse=True)
 
 
+def test_classes_over_http(tmp_path: Path) -> None:
+    names = {0: "bad", 1: "fair", 2: "good"}
+    model = save_encoder(tmp_path, "Bert", "ForSequenceClassification", id2label=names)
+    add_tokenizer(tmp_path)
+    with serving("-m", str(tmp_path), "--dtype", "float32") as caller:
+        answer = caller.post("/classify", {"input": TEXTS}).json
+        for text, one in zip(TEXTS, answer["data"], strict=True):
+            ids = caller.post("/tokenize", {"prompt": text}).json["tokens"]
+            with torch.no_grad():
+                probs = model(torch.tensor([ids])).logits[0].softmax(0).tolist()
+            assert one["probs"] == pytest.approx(probs, abs=1e-5)
+            assert (one["label"], one["num_classes"]) == (names[probs.index(max(probs))], 3)
+        logits = caller.post("/classify", {"input": TEXTS[0], "use_activation": False}).json["data"][0]["probs"]
+        assert sum(logits) != pytest.approx(1)
+        (pooled,) = caller.post("/pooling", {"input": TEXTS[0], "task": "classify"}).json["data"]
+        assert pooled["data"] == answer["data"][0]["probs"]
+
+
 def test_a_cross_encoder_reads_pairs_and_its_capture_replays(tmp_path: Path) -> None:
     model = save_encoder(tmp_path, "Bert", "ForSequenceClassification", num_labels=1)
     add_tokenizer(tmp_path)

@@ -21,7 +21,7 @@ ALLOWED = {
     "frontend/http/ollama/ollama.py": "created_at",
     "frontend/http/openai/openai_answer.py": "created",
     "frontend/http/openai/responses.py": "created_at",
-    "frontend/http/openai/scores.py": "created",
+    "frontend/http/pooling.py": "created",
     "frontend/http/service.py": "created",
     "frontend/http/callers/spans.py": "a span's end",
     "frontend/text/chat_template.py": "today's date in a prompt",

@@ -73,7 +73,13 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--uds", metavar="PATH", help="listen at this file (a Unix socket) instead of a port")
     add_wire_options(group)
     group.add_argument(
-        "--served-model-name", nargs="+", default=[], metavar="NAME", help="the model's names; default: the engine's"
+        "--served-model-name",
+        "--alias",
+        "-a",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="the model's names; default: the engine's",
     )
     keys = "a file of lines NAME SHA256 [LIMIT=VALUE ...], see docs/http.md; read again when it changes"
     group.add_argument("--api-key-file", metavar="FILE", help=keys)
@@ -102,6 +108,9 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--allow-request-templates", action="store_true", help="accept chat templates, which are programs, in requests"
+    )
+    group.add_argument(
+        "--enable-prompt-embeds", action="store_true", help="take prompts that are embeddings, in /v1/completions"
     )
     group.add_argument(
         "--enable-force-include-usage",
@@ -245,6 +254,7 @@ def read_http_options(parsed: argparse.Namespace) -> HttpOptions:
         "checks_host": is_local and not is_unix(parsed.http),
         "allowed_hosts": tuple(name.lower() for name in parsed.allowed_hosts),
         "allowed_origins": tuple(parsed.allowed_origins),
+        "enable_prompt_embeds": parsed.enable_prompt_embeds,
         "include_usage": parsed.enable_force_include_usage,
         "hang_timeout": getattr(parsed, "hang_timeout", DEFAULT_HANG_S),  # of `engine-core serve`
         "access_log": parsed.access_log,

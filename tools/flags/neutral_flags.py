@@ -7,19 +7,61 @@ from ipc.options.neutral_options import check_neutral, is_neutral, is_switch, va
 from tools.flags.hints import FLAGS
 
 _SHORT = {"-dp": "data_parallel_size"}
-#: Switches of vLLM and llama.cpp that ask for what is always the case here, or for a more verbose log.
+#: Switches of vLLM's and llama.cpp's that ask for what is always so here, tune what is not here, or are about the log.
 _ALWAYS_SO = (
-    "--cont-batching",
-    "--enable-prompt-tokens-details",
-    "--enable-request-id-headers",
-    "--enable-server-load-tracking",
-    "--flash-attn",
-    "--jinja",
-    "--no-webui",
-    "--verbose",
+    *("--cont-batching", "-cb", "--flash-attn", "-fa", "--jinja", "--webui", "--no-webui", "--ui", "--no-ui"),
+    *("--verbose", "-v", "--log-disable", "--log-prefix", "--no-log-prefix", "--log-timestamps", "--no-log-timestamps"),
+    *("--embedding", "--embeddings", "--reranking", "--rerank", "--slots", "--cache-prompt", "--no-context-shift"),
+    *("--mmap", "--no-mmap", "--warmup", "--no-warmup", "--perf", "--no-perf", "--kv-unified", "-kvu", "--swa-full"),
+    *("--kv-offload", "--no-kv-offload", "-nkvo", "--repack", "--no-repack", "--escape", "--no-escape", "--no-mmproj"),
+    *("--check-tensors", "--disable-uvicorn-access-log", "--exclude-tools-when-tool-choice-none"),
+    *("--enable-prompt-tokens-details", "--enable-request-id-headers", "--enable-server-load-tracking"),
+    *("--enable-tokenizer-info-endpoint", "--enable-log-deltas", "--log-error-stack"),
 )
-#: Flags of which one value changes nothing -> that value, and what to do instead of another value.
-_ONE_VALUE = {"--seed": ("0", "each request has its own seed; without one it is random")}
+_ANY = ()
+#: Flags with a value -> the values that change nothing, and what to do instead of another; no values = all of them.
+VALUES: dict[str, tuple[tuple[str, ...], str]] = {
+    "--seed": (("0", "-1"), "each request has its own seed; without one it is random"),
+    "-s": (("0", "-1"), "each request has its own seed; without one it is random"),
+    "--response-role": (("assistant",), "the role of an answer is assistant"),
+    "--chat-template-content-format": (("auto",), "the chat template decides"),
+    "--structured-outputs-config.backend": (("auto", "guidance"), "grammars are run by llguidance"),
+    "--structured-outputs-config.reasoning_parser": (("",), "use --reasoning-parser"),
+    "--uvicorn-log-level": (_ANY, ""),
+    "--log-colors": (("on", "off", "auto"), "the log has no colours"),
+    "--verbosity": (_ANY, ""),
+    "-lv": (_ANY, ""),
+    "--spec-type": (("none",), FLAGS["--spec-type"]),
+    "--reasoning-format": (("auto", "deepseek"), "use --reasoning-parser none to leave reasoning in the text"),
+    "--reasoning-budget": (("-1",), "send reasoning_effort or chat_template_kwargs with a request"),
+    "--cache-type-k": (("f16", "bf16"), "use --kv-cache-dtype for both"),
+    "-ctk": (("f16", "bf16"), "use --kv-cache-dtype for both"),
+    "--cache-type-v": (("f16", "bf16"), "use --kv-cache-dtype for both"),
+    "-ctv": (("f16", "bf16"), "use --kv-cache-dtype for both"),
+    "--cache-reuse": (("0",), "caches are reused from a prompt's beginning"),
+    "--keep": (("0", "-1"), "no prompt is cut"),
+    "--numa": (("",), "start the server under numactl"),
+    "--split-mode": (("none",), "use --tensor-parallel-size or --pipeline-parallel-size"),
+    "-sm": (("none",), "use --tensor-parallel-size or --pipeline-parallel-size"),
+    "--n-gpu-layers": (("0",), FLAGS["--n-gpu-layers"]),
+    "--gpu-layers": (("0",), FLAGS["--n-gpu-layers"]),
+    "-ngl": (("0",), FLAGS["--n-gpu-layers"]),
+    "--main-gpu": (("0",), "set CUDA_VISIBLE_DEVICES"),
+    "-mg": (("0",), "set CUDA_VISIBLE_DEVICES"),
+    "--threads-http": (_ANY, ""),
+    "--threads-batch": (_ANY, ""),
+    "-tb": (_ANY, ""),
+    "--prio": (("0",), "start the server under nice"),
+    "--poll": (_ANY, ""),
+    "--defrag-thold": (_ANY, ""),
+    "-dt": (_ANY, ""),
+    "--ctx-checkpoints": (_ANY, ""),
+    "--cache-ram": (_ANY, ""),
+    "--slot-prompt-similarity": (_ANY, ""),
+    "--h11-max-incomplete-event-size": (_ANY, ""),
+    "--h11-max-header-count": (_ANY, ""),
+}
+_OPTIONAL = ("--flash-attn", "-fa", "--log-colors")  # switches in older versions, with on, off or auto in newer ones
 
 
 def without_neutral(words: Sequence[str], known: Container[str]) -> list[str]:
@@ -36,10 +78,14 @@ def without_neutral(words: Sequence[str], known: Container[str]) -> list[str]:
             word, flag = dashed + word[len(flag) :], dashed
         name = _option(flag)
         if flag in known or name is None:
-            lacks_value = flag in _ONE_VALUE and not has_value and list(words[at : at + 1]) in ([], ["--"])
-            if flag in known or lacks_value or flag not in (*_ALWAYS_SO, *_ONE_VALUE):
+            follows = not has_value and list(words[at : at + 1]) not in ([], ["--"])
+            if flag in _OPTIONAL and flag not in known:
+                at += follows and words[at] in ("on", "off", "auto")
+                continue
+            lacks_value = flag in VALUES and not has_value and not follows
+            if flag in known or lacks_value or flag not in (*_ALWAYS_SO, *VALUES):
                 kept.append(word)
-            elif flag in _ONE_VALUE:
+            elif flag in VALUES:
                 if not has_value:
                     value, at = " ".join(words[at : at + 1]), at + 1
                 _check_value(flag, value)
@@ -53,9 +99,10 @@ def without_neutral(words: Sequence[str], known: Container[str]) -> list[str]:
 
 
 def _check_value(flag: str, value: str) -> None:
-    allowed, instead = _ONE_VALUE[flag]
-    if value != allowed:
-        raise ConfigError(f"argument {flag}: {value!r:.80} is not supported; only {allowed} is: {instead}")
+    allowed, instead = VALUES[flag]
+    if allowed and value not in allowed:
+        shown = " or ".join(one or '""' for one in allowed)
+        raise ConfigError(f"argument {flag}: {value!r:.80} is not supported; only {shown} is: {instead}")
 
 
 def _check(flag: str, name: str, value: object) -> None:

@@ -17,7 +17,8 @@ from ipc.options.config import OPTIONS
 from ipc.options.neutral_options import WITHOUT_EFFECT, is_neutral
 from ipc.options.option import DeclaredOption, parse_bytes
 from ipc.options.speculation import SpeculativeConfig
-from tools.flags.hints import FLAGS
+from ipc.params.sampling_params import NUMBERS
+from tools.flags.hints import FLAGS, NUMBER_FLAGS
 from tools.flags.neutral_flags import without_neutral
 
 _SHORT = re.compile(r"-[A-Za-z]+")
@@ -65,6 +66,9 @@ class ArgumentParser(argparse.ArgumentParser):
     def _refuse(self, unknown: list[str]) -> NoReturn:
         shown = [flag for action in self._actions if action.help != argparse.SUPPRESS for flag in action.option_strings]
         name = unknown[0].split("=", 1)[0]
+        if (field := _field_of(name)) is not None and flag_of(field) not in shown and self.has_engine_options:
+            text = f"requests say {field}; defaults are in the generation_config.json of --generation-config FOLDER"
+            self.error(f"unknown argument {unknown[0]}: {text}")
         if name in FLAGS and name not in shown:
             self.error(f"unknown argument {unknown[0]}: {FLAGS[name]}")
         option = name.lstrip("-").removeprefix("no-").replace("-", "_")
@@ -73,6 +77,13 @@ class ArgumentParser(argparse.ArgumentParser):
             self.error(f"unknown argument {unknown[0]}: it is a flag of vLLM and {what}; leave it out")
         near = difflib.get_close_matches(name, [flag for flag in shown if flag not in _NEVER_OFFERED], n=1)
         self.error(f"unknown argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def _field_of(flag: str) -> str | None:
+    """Return the number of SamplingParams that a flag of this or another engine is for; None for another flag."""
+    option = flag.removeprefix("--").replace("-", "_")
+    named = (one.name for one in NUMBERS.values() if option in (one.name, *one.parameter.names))
+    return NUMBER_FLAGS.get(flag) or next(named, None)
 
 
 def add_engine_options(parser: ArgumentParser) -> None:

@@ -31,11 +31,12 @@ from frontend.http.sampling import read_sampling
 from frontend.http.service import Service
 from frontend.http.whole_numbers import convert
 from frontend.results.outputs import CompletionOutput
+from ipc.wire.messages import ModelDescription
 
 _Body = TypeVar("_Body", ChatBody, CompletionBody)
 _TAG = ":latest"
 _VERSION = "0.12.11"  # version of Ollama with this API, including log probabilities
-_ARCHITECTURE = "engine-core"  # Ollama's programs read the context's length under the architecture's name
+_ARCHITECTURE = "engine-core"  # of a model without files; the context's length is read under the architecture's name
 _chat_decoder = msgspec.json.Decoder(OllamaChatBody)
 _generate_decoder = msgspec.json.Decoder(OllamaGenerateBody)
 
@@ -71,20 +72,20 @@ async def generate(service: Service, request: Request) -> Reply | Response:
         return _loaded(name, {"response": ""})
     if given.raw:
         fields = sampling_fields(given, service.max_model_len, service.meter.note_left_out)
-        body = _convert(CompletionBody, {**fields, "prompt": given.prompt})
+        body = _convert(CompletionBody, {**fields, "prompt": given.prompt or ""})
         logprobs = (given.top_logprobs or 0) if given.logprobs else None
         params = read_sampling(body, service.default_sampling, max_tokens=None, logprobs=logprobs)
         prepared = PreparedChat(
             await service.run(
                 request,
                 lambda: service.prepare(
-                    request, body, [behind(service, given.context, given.prompt)], params, add_special_tokens=True
+                    request, body, [behind(service, given.context, given.prompt or "")], params, add_special_tokens=True
                 ),
             )
         )
     else:
         system: list[Json] = [{"role": "system", "content": given.system}] if given.system else []
-        messages = [*system, with_parts({"role": "user", "content": given.prompt, "images": given.images})]
+        messages = [*system, with_parts({"role": "user", "content": given.prompt or "", "images": given.images})]
         prepared = await prepare_chat(service, request, _chat_body(service, given, messages, None), given.context)
     answer = OllamaFormat(name, request, prepared, _logprobs_of(service, given), is_chat=False)
     return await service.submit(request, prepared.requests, answer)
@@ -97,7 +98,8 @@ async def list_tags(service: Service, request: Request) -> Response:
 
 async def list_running(service: Service, request: Request) -> Response:
     """List the loaded models: always this one."""
-    cards = [{**_card(service, n), "expires_at": "9999-12-31T00:00:00Z"} for n in service.names_for(request)]
+    more = {"expires_at": "9999-12-31T00:00:00Z", "size_vram": 0, "context_length": service.max_model_len}
+    cards = [{**_card(service, name), **more} for name in service.names_for(request)]
     return Response(json_bytes({"models": cards}))
 
 
@@ -106,13 +108,20 @@ async def show(service: Service, request: Request) -> Response:
     body = request.decode(_show_decoder)
     name = service.check_model(request, (body.model or body.name or "").removesuffix(_TAG))
     tokenizer, length = service.engine.tokenizer, service.max_model_len
-    lengths = {"general.context_length": length, f"{_ARCHITECTURE}.context_length": length}
+    model = service.engine.client.welcome.description or ModelDescription()
+    family = model.family or _ARCHITECTURE
+    lengths = {"general.context_length": length, f"{family}.context_length": length}
     answer = {
         "template": tokenizer.chat_template or "" if tokenizer is not None else "",
         "details": _card(service, name)["details"],
         "modified_at": _card(service, name)["modified_at"],
         "parameters": "\n".join(f"{option:30} {value}" for option, value in service.default_sampling.items()),
-        "model_info": {"general.architecture": _ARCHITECTURE, "general.basename": name, **lengths},
+        "model_info": {
+            "general.architecture": family,
+            "general.basename": name,
+            "general.parameter_count": model.num_parameters,
+            **lengths,
+        },
         "capabilities": _capabilities(service),
     }
     return Response(json_bytes(answer))
@@ -284,18 +293,28 @@ def _convert(kind: type[_Body], fields: Json) -> _Body:
         raise HttpError(400, str(error)) from None
 
 
+def _human(count: int) -> str:
+    """Return a number of parameters as Ollama writes it: 8B, 1.2B, 134.52M; "" for none."""
+    for unit, size, digits in (("B", 10**9, 1), ("M", 10**6, 2), ("K", 10**3, 0)):
+        if count >= size:
+            return f"{count / size:.{0 if count % size == 0 else digits}f}{unit}"
+    return str(count) if count else ""
+
+
 def _card(service: Service, name: str) -> Json:
+    model = service.engine.client.welcome.description or ModelDescription()
     return {
         "name": name if ":" in name else f"{name}{_TAG}",  # Ollama's programs look for a name with its tag
         "model": name if ":" in name else f"{name}{_TAG}",
         "modified_at": datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z"),
-        "size": 0,
+        "size": model.num_bytes,
         "digest": service.engine.client.welcome.model_fingerprint,
         "details": {
-            "format": "engine-core",
-            "family": "",
-            "families": [],
-            "parameter_size": "",
-            "quantization_level": "",
+            "parent_model": "",
+            "format": model.format or _ARCHITECTURE,
+            "family": model.family,
+            "families": [model.family] if model.family else [],
+            "parameter_size": _human(model.num_parameters),
+            "quantization_level": model.quantization,
         },
     }

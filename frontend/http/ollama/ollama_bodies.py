@@ -17,9 +17,13 @@ _OWNERS = (
     *("num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "use_mlock", "low_vram", "numa"),
     *("vocab_only", "f16_kv", "logits_all", "embedding_only", "repeat_last_n", "penalize_newline"),
 )
-#: Options of another sampler, used if "mirostat" is 1 or 2, and two that no
-#: sampler here has.
-_INERT = ("mirostat_eta", "mirostat_tau", "typical_p", "tfs_z")
+#: Options of another sampler, used if "mirostat" is 1 or 2.
+_INERT = ("mirostat_eta", "mirostat_tau")
+#: Options of samplers that are not supported -> the value that turns them off, and what to do instead.
+_REFUSED = {
+    "mirostat": (0, "use top_p, top_k or min_p"),
+    "tfs_z": (1, "llama.cpp removed it too; use typical_p, top_p or min_p"),
+}
 
 
 class OllamaBody(msgspec.Struct, kw_only=True):
@@ -38,14 +42,14 @@ class OllamaBody(msgspec.Struct, kw_only=True):
 class OllamaChatBody(OllamaBody, kw_only=True):
     """The body of /api/chat."""
 
-    messages: list[Json] = []
+    messages: list[Json] | None = None
     tools: list[Json] | None = None
 
 
 class OllamaGenerateBody(OllamaBody, kw_only=True):
     """The body of /api/generate."""
 
-    prompt: str = ""
+    prompt: str | None = None
     system: str | None = None
     raw: bool | None = None
     images: list[Any] | None = None
@@ -81,18 +85,22 @@ def sampling_fields(body: OllamaBody, max_model_len: int, note: Note) -> Json:
         schema = {"type": "json_schema", "json_schema": {"schema": close_objects(body.format)}}
         found["response_format"] = {"type": "json_object"} if body.format == "json" else schema
     for name, value in (body.options or {}).items():
+        if value is None:
+            continue
         if name == "num_ctx":
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise HttpError(400, f"num_ctx must be a number of tokens, got {value!r:.40}", param="num_ctx")
             if value > max_model_len:
                 note(f"num_ctx above this server's context of {max_model_len} tokens, which is used instead")
-        elif name == "mirostat" and value not in (0, None):
-            raise HttpError(400, "the option mirostat is not supported: use top_p, top_k or min_p", param=name)
+        elif name in _REFUSED:
+            off, instead = _REFUSED[name]
+            if value != off:
+                raise HttpError(400, f"the option {name} is not supported: {instead}", param=name)
         elif name in _NAMES:
             found[_NAMES[name]] = value
         elif name in _INERT:
             note(f"the option {name}, which has no effect")
-        elif name not in _OWNERS and name != "mirostat":
+        elif name not in _OWNERS:
             note(f"the option {name!r:.60}, which is unknown here")
     if found.get("max_tokens") in (-1, -2):
         del found["max_tokens"]

@@ -86,17 +86,15 @@ class ChatFormat(OpenAIAnswer):
                 "finish_reason": self._finish_reason(index, output),
                 "stop_reason": output.stop_reason,
             }
-            if self._body.return_token_ids:
-                choice["token_ids"] = output.token_ids
+            choice["token_ids"] = output.token_ids if self._body.return_token_ids else None
             shown.append(choice)
             if self._thoughts:
                 self._thoughts[index].take(output.token_ids)
         note_thoughts(self._thoughts, usage)
-        more: dict[str, object] = {}
-        if self._body.prompt_logprobs is not None:
-            more["prompt_logprobs"] = prompt_logprobs(prompts[0].logprobs)
-        if self._body.return_token_ids:
-            more["prompt_token_ids"] = prompts[0].token_ids
+        more = {  # null if they were not asked for: programs for vLLM read them as attributes
+            "prompt_logprobs": prompt_logprobs(prompts[0].logprobs) if self._body.prompt_logprobs is not None else None,
+            "prompt_token_ids": prompts[0].token_ids if self._body.return_token_ids else None,
+        }
         return json_bytes({**self._fields, "choices": shown, "usage": usage.openai(), **more})
 
     def _events(self, index: int, output: CompletionOutput, usage: Usage) -> bytes:
@@ -128,9 +126,11 @@ class ChatFormat(OpenAIAnswer):
 
     def _message(self, index: int, output: CompletionOutput) -> dict[str, object]:
         if self._scanners is None:
-            return {"role": "assistant", "content": output.text}
+            return {"role": "assistant", "content": output.text, "reasoning": None}
         scanner = self._scanners[index]
-        return message_fields(fold([*scanner.feed(output.text), *scanner.finish()]), self._ids[index])
+        return {"reasoning": None} | message_fields(
+            fold([*scanner.feed(output.text), *scanner.finish()]), self._ids[index]
+        )
 
     def _finish_reason(self, index: int, output: CompletionOutput) -> str | None:
         """Return OpenAI's reason. A call of a named tool ends with "stop" there."""

@@ -8,6 +8,7 @@ from frontend.http.bodies import CompletionBody
 from frontend.http.errors import HttpError
 from frontend.http.openai.logprobs import CompletionColumns, CompletionLogprobs, Position, columns_of, prompt_logprobs
 from frontend.http.openai.openai_answer import OpenAIAnswer
+from frontend.http.openai.prompt_embeds import read_prompt_embeds
 from frontend.http.replies.answer_format import EchoingFormat, PromptSide, event, json_bytes
 from frontend.http.replies.reply import Reply
 from frontend.http.replies.text_frames import TextFrames
@@ -25,13 +26,15 @@ _PLAIN_TAIL = b',"logprobs":null,"finish_reason":null}]}\n\n'
 _decoder = msgspec.json.Decoder(CompletionBody)
 _MAX_TOKENS = 16  # OpenAI's default
 MAX_PROMPTS = 2048
+MAX_EMBEDS_BYTES = 1 << 20  # of a prompt for an engine that takes none, which says so
 
 
 async def create_completion(service: Service, request: Request) -> Reply:
     """Complete one prompt or many."""
     body = request.decode(_decoder)
     name = service.check_model(request, body.model)
-    if body.prompt is None or body.prompt == []:
+    embeds, body.prompt_embeds = _embeds_of(service, body), None
+    if not embeds and (body.prompt is None or body.prompt == []):
         raise HttpError(400, "prompt is missing: send a text, texts, token ids or lists of token ids", param="prompt")
     has_only_echo = bool(body.echo) and body.max_tokens == 0
     if has_only_echo:
@@ -43,7 +46,11 @@ async def create_completion(service: Service, request: Request) -> Reply:
         params.prompt_logprobs = body.logprobs
 
     def prepare() -> list[PreparedRequest]:
-        prompts: list[PromptInput] = split_prompts(body.prompt)  # type: ignore[arg-type]
+        limits = service.engine.client.welcome.features
+        most = MAX_EMBEDS_BYTES if limits is None else limits.max_bytes
+        prompts: list[PromptInput] = [{"prompt_embeds": read_prompt_embeds(one, most)} for one in embeds]
+        if body.prompt or not embeds:
+            prompts += split_prompts(body.prompt)  # type: ignore[arg-type]
         if len(prompts) > MAX_PROMPTS:
             raise HttpError(
                 400, f"{len(prompts)} prompts in one request; at most {MAX_PROMPTS} are allowed", param="prompt"
@@ -51,9 +58,21 @@ async def create_completion(service: Service, request: Request) -> Reply:
         special = body.add_special_tokens is not False
         return service.prepare(request, body, prompts, params, add_special_tokens=special)
 
-    prepared = await service.run(request, prepare)
+    prepared = await service.run(request, prepare, is_long=bool(embeds))
     answer = CompletionFormat(service, body, name, prepared, drops_output=has_only_echo)
     return await service.submit(request, prepared, answer)
+
+
+def _embeds_of(service: Service, body: CompletionBody) -> list[str]:
+    """Return the prompts of a body that are embeddings. Errors: HttpError 400."""
+    if not body.prompt_embeds:
+        return []
+    if not service.options.enable_prompt_embeds:
+        text = "prompt_embeds is not supported by this server: it is started without --enable-prompt-embeds"
+        raise HttpError(400, text, param="prompt_embeds")
+    if body.echo:
+        raise HttpError(400, "a prompt of embeddings has no text to echo: leave out echo", param="echo")
+    return [body.prompt_embeds] if isinstance(body.prompt_embeds, str) else body.prompt_embeds
 
 
 class CompletionFormat(OpenAIAnswer, EchoingFormat):
@@ -136,10 +155,10 @@ class CompletionFormat(OpenAIAnswer, EchoingFormat):
                 before = list(zip(prompt.token_ids, prompt.logprobs, strict=True))
         choice = self._choice(index, output, before)
         choice["text"] = text
-        if self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(prompt.logprobs)
-        if self._body.return_token_ids:
-            choice["prompt_token_ids"] = prompt.token_ids
+        is_asked = self._body.prompt_logprobs is not None
+        choice["prompt_logprobs"] = prompt_logprobs(prompt.logprobs) if is_asked else None
+        choice["prompt_token_ids"] = prompt.token_ids if self._body.return_token_ids else None
+        choice.setdefault("token_ids", None)
         return choice
 
     def _choice(self, index: int, output: CompletionOutput, before: Sequence[Position] = ()) -> dict[str, object]:

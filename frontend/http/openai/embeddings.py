@@ -1,43 +1,75 @@
-"""/v1/embeddings and Ollama's /api/embed and /api/embeddings: the handlers, and the form of their answers."""
+"""/v1/embeddings, /pooling and /classify, Ollama's /api/embed and /api/embeddings: handlers, and forms of answers."""
 
 import base64
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from frontend.http.bodies import ChatBody, Json
+from frontend.http.chat_request import render_text
 from frontend.http.errors import HttpError
-from frontend.http.pooling import pool
+from frontend.http.pooling import list_head, pool
 from frontend.http.replies.answer_format import json_bytes, raw_list
 from frontend.http.request import Request, Response
 from frontend.http.service import Service
 from frontend.results.pooling_outputs import PoolingRequestOutput
 from frontend.text.prompt_forms import PromptInput
 from frontend.text.prompts import split_prompts
-from ipc.params.pooling_params import PoolingParams
+from ipc.params.pooling_params import PoolingParams, PoolingTask
 
 
-class EmbeddingBody(msgspec.Struct, kw_only=True):
-    """The body of /v1/embeddings. input: a text, texts, token ids or lists of token ids."""
+class PoolingFields(msgspec.Struct, kw_only=True):
+    """What bodies that ask for vectors have. input: a text, texts, token ids or lists of token ids.
+
+    messages: a chat in place of an input, as one text; see ChatBody for its fields.
+    """
 
     input: Any = None
+    messages: list[Json] | None = None
+    add_generation_prompt: bool | None = None  # None = false, as in vLLM
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: Json | None = None
+    add_special_tokens: bool | None = None  # None = true for an input, false for a chat
     model: str | None = None
-    encoding_format: str | None = None  # float (the default) or base64
-    dimensions: int | None = None
     priority: int | None = None
     truncate_prompt_tokens: int | None = None
-    prompt_name: str | None = None  # see LLM.encode()
-    use_activation: bool | None = None  # whether vectors have length 1; None = as the model's files say
-    normalize: bool | None = None  # an older name of it
-    embed_dtype: str | None = None  # for base64: float32 (the default) or float16
-    endianness: str | None = None  # for base64: native, little (the default) or big
+    use_activation: bool | None = None  # see PoolingParams
     user: Any = None
+    request_id: Any = None
 
     # Refused by name.
     truncation_side: Any = None
-    messages: Any = None
+    mm_processor_kwargs: Any = None
+
+
+class ClassifyBody(PoolingFields, kw_only=True):
+    """The body of /classify."""
+
+    activation: bool | None = None  # an older name of use_activation
+
+
+class EmbeddingBody(PoolingFields, kw_only=True):
+    """The body of /v1/embeddings."""
+
+    encoding_format: str | None = None  # float (the default) or base64
+    dimensions: int | None = None
+    prompt_name: str | None = None  # see LLM.encode()
+    normalize: bool | None = None  # an older name of use_activation
+    embed_dtype: str | None = None  # of base64: float32 (the default) or float16
+    endianness: str | None = None  # of base64: native, little (the default) or big
+
+
+class PoolingBody(EmbeddingBody, kw_only=True):
+    """The body of /pooling. task: None = vectors of each token, if the model has any."""
+
+    task: PoolingTask | None = None
+    activation: bool | None = None
+    softmax: bool | None = None  # older names of use_activation
 
 
 class OllamaEmbedBody(msgspec.Struct, kw_only=True):
@@ -63,7 +95,13 @@ class OllamaOldBody(msgspec.Struct, kw_only=True):
 _DTYPES: dict[str | None, str] = {None: "f4", "float32": "f4", "float16": "f2"}
 _ORDERS: dict[str | None, str] = {None: "<", "native": "<", "little": "<", "big": ">"}  # x86 is little-endian
 _FEW = 16  # most vectors written in the event loop
+_INSTEAD = {
+    "truncation_side": "truncate_prompt_tokens keeps the tokens at the prompt's end",
+    "mm_processor_kwargs": "vectors are made of text",
+}
 _decoder = msgspec.json.Decoder(EmbeddingBody)
+_classify_decoder = msgspec.json.Decoder(ClassifyBody)
+_pooling_decoder = msgspec.json.Decoder(PoolingBody)
 _old_decoder = msgspec.json.Decoder(OllamaOldBody)
 _ollama_decoder = msgspec.json.Decoder(OllamaEmbedBody)
 
@@ -72,30 +110,111 @@ async def create_embeddings(service: Service, request: Request) -> Response:
     """Embed one text or many."""
     body = request.decode(_decoder)
     name = service.check_model(request, body.model)
-    if body.encoding_format not in (None, "float", "base64"):
-        text = f"encoding_format must be float or base64, got {body.encoding_format!r:.40}"
-        raise HttpError(400, text, param="encoding_format")
-    dtype = _dtype_of(body)
-    if body.input in (None, "", []):
-        raise HttpError(400, "input is missing: send a text, texts, token ids or lists of token ids", param="input")
-    prompts: list[PromptInput] = split_prompts(body.input)
-    params = PoolingParams(
-        dimensions=body.dimensions,
-        use_activation=body.normalize if body.use_activation is None else body.use_activation,
-        truncate_prompt_tokens=body.truncate_prompt_tokens,
-    )
-    outputs = await pool(service, request, prompts, params, "embed", body.priority or 0, body.prompt_name)
-    shown = partial(_encoded, dtype=dtype) if body.encoding_format == "base64" else _numbers
-    count = _num_tokens(outputs)
-    usage = {"prompt_tokens": count, "total_tokens": count}
+    params = PoolingParams(dimensions=body.dimensions, use_activation=_first(body.use_activation, body.normalize))
+    outputs, shown = await _pooled(service, request, body, params, "embed")
 
     def work() -> bytes:
         data = raw_list(
             {"object": "embedding", "index": index, "embedding": shown(output)} for index, output in enumerate(outputs)
         )
-        return json_bytes({"object": "list", "data": data, "model": name, "usage": usage})
+        return json_bytes({"object": "list", "data": data, "model": name, "usage": _usage(outputs)})
 
     return Response(await service.run(request, work, is_long=len(outputs) > _FEW))
+
+
+async def create_pooling(service: Service, request: Request) -> Response:
+    """Return the vectors that the model makes of one text or many, also those of each token."""
+    body = request.decode(_pooling_decoder)
+    name = service.check_model(request, body.model)
+    tasks = service.engine.client.welcome.tasks
+    of_tokens: tuple[PoolingTask, ...] = ("token_embed", "token_classify", "embed")
+    usual = next((one for one in of_tokens if one in tasks), of_tokens[-1])
+    task = usual if body.task is None else body.task
+    is_active = _first(body.use_activation, body.activation, body.normalize, body.softmax)
+    params = PoolingParams(dimensions=body.dimensions, use_activation=is_active)
+    outputs, shown = await _pooled(service, request, body, params, task)
+
+    def work() -> bytes:
+        data = raw_list(
+            {"object": "pooling", "index": index, "data": shown(output)} for index, output in enumerate(outputs)
+        )
+        return json_bytes({**list_head("pool", name), "data": data, "usage": _usage(outputs)})
+
+    return Response(await service.run(request, work, is_long=True))
+
+
+async def classify(service: Service, request: Request) -> Response:
+    """Return the probabilities of the model's labels for one text or many."""
+    body = request.decode(_classify_decoder)
+    name = service.check_model(request, body.model)
+    description = service.engine.client.welcome.description
+    labels = [] if description is None else description.labels
+    params = PoolingParams(use_activation=_first(body.use_activation, body.activation))
+    prompts, special = await _prompts_of(service, request, body)
+    outputs = await _pool(service, request, body, prompts, params, "classify", special=special)
+
+    def shown(index: int, output: PoolingRequestOutput) -> Json:
+        best = int(output.outputs.data.argmax())
+        label = labels[best] if best < len(labels) else None
+        return {"index": index, "label": label, "probs": _numbers(output), "num_classes": len(output.outputs.data)}
+
+    def work() -> bytes:
+        data = raw_list(shown(index, output) for index, output in enumerate(outputs))
+        return json_bytes({**list_head("classify", name), "data": data, "usage": _usage(outputs)})
+
+    return Response(await service.run(request, work, is_long=len(outputs) > _FEW))
+
+
+async def _pooled(
+    service: Service, request: Request, body: EmbeddingBody, params: PoolingParams, task: PoolingTask
+) -> tuple[list[PoolingRequestOutput], Callable[[PoolingRequestOutput], Any]]:
+    """Return the engine's answers, and how the body wants each shown."""
+    if body.encoding_format not in (None, "float", "base64"):
+        text = f"encoding_format is float or base64, got {body.encoding_format!r:.40}"
+        raise HttpError(400, text, param="encoding_format")
+    dtype = _dtype_of(body)
+    prompts, special = await _prompts_of(service, request, body)
+    name = body.prompt_name
+    outputs = await _pool(service, request, body, prompts, params, task, prompt_name=name, special=special)
+    return outputs, partial(_encoded, dtype=dtype) if body.encoding_format == "base64" else _numbers
+
+
+async def _prompts_of(service: Service, request: Request, body: PoolingFields) -> tuple[list[PromptInput], bool]:
+    """Return the prompts of a body, and whether special tokens are put around them. Errors: HttpError 400."""
+    for field, instead in _INSTEAD.items():
+        if (value := getattr(body, field)) is not None and value not in ("left", {}):
+            raise HttpError(400, f"{field} is not supported: {instead}", param=field)
+    if body.messages is None:
+        if body.input in (None, "", []):
+            text = "input is missing: send a text, texts, token ids or lists of token ids, or messages"
+            raise HttpError(400, text, param="input")
+        return split_prompts(body.input), body.add_special_tokens is not False
+    if body.input is not None:
+        raise HttpError(400, "send input or messages, one of them", param="input")
+    chat = ChatBody(
+        messages=body.messages,
+        add_generation_prompt=bool(body.add_generation_prompt),
+        continue_final_message=body.continue_final_message,
+        chat_template=body.chat_template,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+    return [await render_text(service, request, chat)], bool(body.add_special_tokens)
+
+
+async def _pool(
+    service: Service,
+    request: Request,
+    body: PoolingFields,
+    prompts: list[PromptInput],
+    params: PoolingParams,
+    task: PoolingTask,
+    *,
+    special: bool,
+    prompt_name: str | None = None,
+) -> list[PoolingRequestOutput]:
+    params = msgspec.structs.replace(params, truncate_prompt_tokens=body.truncate_prompt_tokens)
+    urgency = body.priority or 0
+    return await pool(service, request, prompts, params, task, urgency, prompt_name, add_special_tokens=special)
 
 
 async def embed(service: Service, request: Request) -> Response:
@@ -122,8 +241,8 @@ async def embed_one(service: Service, request: Request) -> Response:
     return Response(json_bytes({"embedding": _numbers(outputs[0])}))
 
 
-def _numbers(output: PoolingRequestOutput) -> list[float]:
-    numbers: list[float] = output.outputs.data.tolist()
+def _numbers(output: PoolingRequestOutput) -> list[Any]:
+    numbers: list[Any] = output.outputs.data.tolist()
     return numbers
 
 
@@ -133,12 +252,7 @@ def _encoded(output: PoolingRequestOutput, dtype: np.dtype[Any]) -> str:
 
 
 def _dtype_of(body: EmbeddingBody) -> np.dtype[Any]:
-    """Return the type of the numbers in base64. Errors: HttpError 400 that names the field, including refused ones."""
-    if body.messages is not None:
-        raise HttpError(400, "messages are not supported: send the text of the chat as input", param="messages")
-    if body.truncation_side not in (None, "left"):
-        text = "truncation_side is not supported: truncate_prompt_tokens keeps the tokens at the prompt's end"
-        raise HttpError(400, text, param="truncation_side")
+    """Return the type of the numbers in base64. Errors: HttpError 400 that names the field, also those refused."""
     width, order = _DTYPES.get(body.embed_dtype), _ORDERS.get(body.endianness)
     if width is None:
         text = f"embed_dtype must be float32 or float16, got {body.embed_dtype!r:.40}"
@@ -147,6 +261,16 @@ def _dtype_of(body: EmbeddingBody) -> np.dtype[Any]:
         text = f"endianness must be native, little or big, got {body.endianness!r:.40}"
         raise HttpError(400, text, param="endianness")
     return np.dtype(order + width)
+
+
+def _first(*given: bool | None) -> bool | None:
+    """Return the value of the first of a field's names that has one."""
+    return next((one for one in given if one is not None), None)
+
+
+def _usage(outputs: list[PoolingRequestOutput]) -> Json:
+    count = _num_tokens(outputs)
+    return {"prompt_tokens": count, "total_tokens": count}
 
 
 def _num_tokens(outputs: list[PoolingRequestOutput]) -> int:

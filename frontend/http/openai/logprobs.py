@@ -87,16 +87,24 @@ def chat_logprobs(
     num_top: int,
     *,
     as_ids: bool,
+    shows_ids: bool = False,
 ) -> dict[str, object]:
-    """Return the logprobs of a choice of a chat. num_top: most likely tokens to show for each; -1 = all."""
+    """Return the logprobs of a choice of a chat. num_top: most likely tokens to show for each; -1 = all.
+
+    shows_ids: each entry has its token's id too.
+    """
 
     most = None if num_top < 0 else num_top
+
+    def entry(token: int, logprob: Logprob) -> dict[str, object]:
+        shown = _entry(token, logprob, tokenizer, as_ids)
+        return {"id": token, **shown} if shows_ids else shown
 
     def content() -> Iterator[dict[str, object]]:
         for token, likely in zip(token_ids, positions, strict=True):
             best = sorted(likely.items(), key=lambda one: -one[1].logprob)[:most]
-            top = [_entry(each, logprob, tokenizer, as_ids) for each, logprob in best]
-            yield {**_entry(token, likely[token], tokenizer, as_ids), "top_logprobs": top}
+            top = [entry(each, logprob) for each, logprob in best]
+            yield {**entry(token, likely[token]), "top_logprobs": top}
 
     return {"content": raw_list(content()) if len(token_ids) > _FEW else list(content())}
 

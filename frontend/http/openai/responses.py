@@ -10,7 +10,8 @@ from frontend.http.bodies import Json
 from frontend.http.chat_request import PreparedChat, prepare_chat
 from frontend.http.errors import HttpError
 from frontend.http.openai.chat_message import CallIds
-from frontend.http.openai.response_items import ResponseItems
+from frontend.http.openai.logprobs import chat_logprobs
+from frontend.http.openai.response_items import ResponseItems, TokenText
 from frontend.http.openai.responses_bodies import ResponsesBody, chat_of
 from frontend.http.replies.answer_format import EVENT_STREAM, PromptSide, json_bytes
 from frontend.http.replies.reply import Reply
@@ -30,7 +31,7 @@ async def create_response(service: Service, request: Request) -> Reply:
     body = request.decode(_decoder)
     name = service.check_model(request, body.model)
     prepared = await prepare_chat(service, request, chat_of(body, service.meter.note_left_out))
-    return await service.submit(request, prepared.requests, ResponsesFormat(body, name, prepared))
+    return await service.submit(request, prepared.requests, ResponsesFormat(service, body, name, prepared))
 
 
 class ResponsesFormat:
@@ -39,7 +40,9 @@ class ResponsesFormat:
     stream_type = EVENT_STREAM
     keep_alive = b": keep-alive\n\n"
 
-    def __init__(self, body: ResponsesBody, name: str, prepared: PreparedChat) -> None:
+    def __init__(self, service: Service, body: ResponsesBody, name: str, prepared: PreparedChat) -> None:
+        self._tokenizer, self._num_top = service.engine.tokenizer, body.top_logprobs or 0
+        self._skips_special = prepared.requests[0].params.skip_special_tokens
         self._fields: Json = {
             "id": f"resp_{secrets.token_hex(16)}",
             "object": "response",
@@ -72,12 +75,27 @@ class ResponsesFormat:
     def piece(self, index: int, output: CompletionOutput, usage: Usage) -> bytes:
         """Return the events of the new text."""
         self._is_cut = output.finish_reason == "length"
-        events = self._items.feed(output.text, output.finish_reason)
+        events = self._items.feed(output.text, output.finish_reason, self._tokens(output))
         for thoughts in self._thoughts:  # of the one choice
             thoughts.take(output.token_ids)
         if output.finish_reason is not None:
             note_thoughts(self._thoughts, usage)
         return b"".join(self._event(kind, **fields) for kind, fields in events)
+
+    def _tokens(self, output: CompletionOutput) -> list[TokenText]:
+        """Return the tokens with log probabilities, of which the last may have ended the answer."""
+        if output.logprobs is None:
+            return []
+        shown = chat_logprobs(output.token_ids, output.logprobs, self._tokenizer, self._num_top, as_ids=False)
+        entries = msgspec.json.decode(msgspec.json.encode(shown["content"]))
+        special = self._tokenizer.special_token_ids if self._tokenizer is not None and self._skips_special else ()
+        found = [
+            TokenText("", entry, is_shown=False) if token in special else TokenText(entry["token"], entry)
+            for token, entry in zip(output.token_ids, entries, strict=True)
+        ]
+        if output.finish_reason == "stop" and not isinstance(output.stop_reason, str) and found:
+            found[-1] = TokenText("", entries[-1], is_shown=False)
+        return found
 
     def closing(self, usage: Usage) -> bytes:
         """Return the end of the response."""

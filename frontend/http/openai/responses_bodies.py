@@ -9,6 +9,7 @@ from frontend.http.bodies import ChatBody, ChatFields, Json, shared_fields
 from frontend.http.errors import HttpError
 from frontend.http.left_out import Note, is_hosted_item
 
+_LOGPROBS = "message.output_text.logprobs"
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 #: Field -> what to do instead.
 _REFUSED = {
@@ -35,10 +36,11 @@ class ResponsesBody(ChatFields, kw_only=True):
     reasoning: Json | None = None
     truncation: str | None = None
 
-    # Accepted, but without effect on the answer.
-    include: list[str] | None = None
+    include: list[str] | None = None  # of what else is named here there is none
+    top_logprobs: int | None = None
+
+    # Accepted, and without an effect on the answer.
     prompt_cache_retention: Any = None
-    top_logprobs: Any = None
 
     # Refused by name.
     previous_response_id: Any = None
@@ -51,6 +53,11 @@ class ResponsesBody(ChatFields, kw_only=True):
     enable_response_messages: Any = None
 
 
+def shows_logprobs(body: ResponsesBody) -> bool:
+    """Return whether an answer has the log probabilities of its text."""
+    return _LOGPROBS in (body.include or ())
+
+
 def chat_of(body: ResponsesBody, note: Note) -> ChatBody:
     """Return the chat that a body asks for. note: called with the parts of the history that are left out.
 
@@ -61,8 +68,8 @@ def chat_of(body: ResponsesBody, note: Note) -> ChatBody:
             raise HttpError(400, f"{name} is not supported: {instead}", param=name)
     if body.truncation not in (None, "disabled"):
         raise HttpError(400, "truncation is not supported: no prompt is cut", param="truncation")
-    if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):
-        raise HttpError(400, "log probabilities are available on /v1/chat/completions", param="top_logprobs")
+    if body.top_logprobs and not shows_logprobs(body):
+        raise HttpError(400, f'top_logprobs needs include: ["{_LOGPROBS}"]', param="top_logprobs")
     messages: list[Json] = [{"role": "system", "content": body.instructions}] if body.instructions else []
     items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
     for index, item in enumerate(items):
@@ -73,6 +80,8 @@ def chat_of(body: ResponsesBody, note: Note) -> ChatBody:
     chat = ChatBody(
         messages=messages,
         max_completion_tokens=body.max_output_tokens,
+        logprobs=shows_logprobs(body),
+        top_logprobs=body.top_logprobs,
         tools=[_tool(tool) for tool in body.tools or []] or None,
         tool_choice=_tool_choice(body.tool_choice),
         **shared_fields(body),

@@ -1,13 +1,12 @@
 """/v1/score and /v1/rerank: how well texts fit a query, in vLLM's and in Jina's and Cohere's form."""
 
 import secrets
-import time
 from typing import Any
 
 import msgspec
 
 from frontend.http.errors import HttpError
-from frontend.http.pooling import MAX_TEXTS, pool
+from frontend.http.pooling import MAX_TEXTS, list_head, pool
 from frontend.http.replies.answer_format import json_bytes
 from frontend.http.request import Request, Response
 from frontend.http.service import Service
@@ -73,8 +72,7 @@ async def create_score(service: Service, request: Request) -> Response:
     name = service.check_model(request, body.model)
     scores = await _scores(service, request, body, scored_pairs(body.text_1, body.text_2))
     data = [{"index": index, "object": "score", "score": one.outputs.score} for index, one in enumerate(scores)]
-    fields = {"id": f"score-{secrets.token_hex(16)}", "object": "list", "created": int(time.time()), "model": name}
-    return Response(json_bytes({**fields, "data": data, "usage": _usage(scores)}))
+    return Response(json_bytes({**list_head("score", name), "data": data, "usage": _usage(scores)}))
 
 
 async def rerank(service: Service, request: Request) -> Response:

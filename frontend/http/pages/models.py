@@ -1,6 +1,6 @@
 """/v1/models, /version and the tokenizer's routes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 
 import msgspec
@@ -10,6 +10,7 @@ from frontend.http.errors import HttpError
 from frontend.http.replies.answer_format import json_bytes, raw_list
 from frontend.http.request import Request, Response
 from frontend.http.service import Service
+from frontend.text.tokenizer import Tokenizer
 from ipc.version import VERSION
 
 _tokenize = msgspec.json.Decoder(TokenizeBody)
@@ -44,10 +45,14 @@ async def tokenize(service: Service, request: Request) -> Response:
     if body.content is not None and body.prompt is None:  # llama.cpp's names, and its default
         body.prompt, body.add_special_tokens = body.content, bool(body.add_special)
     if (body.prompt is None) == (body.messages is None):
-        raise HttpError(400, "send either prompt or messages", param="prompt")
-    if body.with_pieces:
-        raise HttpError(400, "with_pieces is not supported: use return_token_strs", param="with_pieces")
+        raise HttpError(400, "send prompt or messages, one of them", param="prompt")
     tokenizer = service.tokenizer
+    if body.parse_special is False and any(name in (body.prompt or "") for name in tokenizer.added_tokens):
+        text = "parse_special=false is not supported for a text with the names of special tokens"
+        raise HttpError(400, text, param="parse_special")
+
+    def shown_tokens(ids: list[int]) -> Iterable[object]:
+        return ({"id": one, "piece": _piece(tokenizer, one)} for one in ids) if body.with_pieces else ids
 
     def work() -> bytes:
         text, special = body.prompt, body.add_special_tokens is not False
@@ -70,10 +75,21 @@ async def tokenize(service: Service, request: Request) -> Response:
         service.check_countable(text)
         ids = tokenizer.encode(text, add_special_tokens=special)
         names = raw_list(map(tokenizer.hf.id_to_token, ids)) if body.return_token_strs else None
-        shown = {"count": len(ids), "max_model_len": service.max_model_len, "tokens": raw_list(ids)}
+        shown = {"count": len(ids), "max_model_len": service.max_model_len, "tokens": raw_list(shown_tokens(ids))}
         return json_bytes({**shown, "token_strs": names})
 
     return Response(await service.run(request, work))
+
+
+def _piece(tokenizer: Tokenizer, token: int) -> str | list[int]:
+    """Return the text that a token stands for, or its bytes if they are no whole characters."""
+    data = tokenizer.bytes_of(token)
+    if data is None:
+        return (tokenizer.hf.id_to_token(token) or "").replace("\u2581", " ")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)
 
 
 async def detokenize(service: Service, request: Request) -> Response:

@@ -14,6 +14,7 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
     max_connections: int = 20_000
     allow_request_templates: bool = False  # a chat template is a program
+    enable_prompt_embeds: bool = False  # take prompts that are matrices, which are as long as tokens times hidden
     include_usage: bool = False  # in every event of a stream, even if not requested
     tool_call_parser: str | None = (
         None  # how the model writes calls (frontend/calls/formats.py); None = by its template

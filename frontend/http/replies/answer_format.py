@@ -67,6 +67,7 @@ class PromptSide(msgspec.Struct):
     text: str | None
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int = 0
 
 
 def json_bytes(value: object) -> bytes:

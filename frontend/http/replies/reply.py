@@ -133,7 +133,7 @@ class Part:
         """Return the prompt in the form for an answer. With many log probabilities it takes long."""
         prompt, received = self.state.prompt, self._prompt_logprobs
         logprobs = None if received is None else self.state.read_prompt_logprobs(received)
-        return PromptSide(prompt.text, prompt.token_ids, logprobs)
+        return PromptSide(prompt.text, prompt.token_ids, logprobs, max(0, self._num_cached))
 
     def _is_sound(self, choice: int, progress: Progress) -> bool:
         """Return whether a choice continues or ended with an answer; otherwise the reply fails.

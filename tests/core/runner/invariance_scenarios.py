@@ -32,6 +32,7 @@ FILTERS: dict[str, Any] = {
     "top_p": 0.9,
     "min_p": 0.1,
     "top_n_sigma": 4.0,
+    "typical_p": 0.95,
     "xtc_probability": 0.5,
     "xtc_threshold": 0.08,
     "allowed_token_ids": list(range(3, 400, 2)),

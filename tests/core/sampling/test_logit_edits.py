@@ -1,5 +1,6 @@
 """Penalties, logit_bias, allowed tokens, bad words and min_tokens: from plans to tokens, against a plain reference."""
 
+import math
 import random
 import sys
 from collections import Counter
@@ -79,7 +80,27 @@ def edited(logits: np.ndarray, params: SamplingParams, prompt: list[int], output
         known = logits[np.isfinite(logits)].astype(np.float64)
         deviation = np.sqrt(((known - known.sum() / len(known)) ** 2).sum() / len(known))
         logits[logits < known.max() - params.top_n_sigma * deviation] = -np.inf
-    return logits
+    return without_untypical(logits, params) if params.typical_p < 1 else logits
+
+
+def without_untypical(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    """Typical, as its definition says: behind top_k, over probabilities."""
+    known = [token for token in range(len(logits)) if np.isfinite(logits[token])]
+    if 0 < params.top_k < len(known):
+        least = sorted(logits[known])[-params.top_k]
+        known = [token for token in known if logits[token] >= least]
+    weights = {token: math.exp(float(logits[token]) - float(max(logits))) for token in known}
+    surprise = {token: -math.log(weight / sum(weights.values())) for token, weight in weights.items()}
+    probability = {token: math.exp(-one) for token, one in surprise.items()}
+    entropy = sum(probability[token] * surprise[token] for token in known)
+    left = np.full_like(logits, -np.inf)
+    together = 0.0
+    for token in sorted(known, key=lambda token: abs(surprise[token] - entropy)):
+        left[token] = logits[token]
+        together += probability[token]
+        if together > params.typical_p:
+            break
+    return left
 
 
 def without_top_choices(logits: np.ndarray, params: SamplingParams, seed: int, position: int) -> np.ndarray:
@@ -116,6 +137,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"bad_words_token_ids": [[4], [5, 6], [6, 5, 6], [1, 1, 1], [8, 9, 10, 11]]},
     {"min_tokens": 9, "stop_token_ids": [12, 13]},
     {"top_n_sigma": 0.8},
+    {"typical_p": 0.6},
+    {"typical_p": 0.3, "top_n_sigma": 2.5, "repetition_penalty": 1.2},
     {"xtc_probability": 0.5, "xtc_threshold": 0.04},
     {"xtc_probability": 1.0, "top_n_sigma": 2.0, "repetition_penalty": 1.1, "allowed_token_ids": [1, 4, 5, 6, EOS]},
     {"min_tokens": 9, "ignore_eos": True},

@@ -1,4 +1,4 @@
-"""Xtc and top_n_sigma: against references from their definitions, llama.cpp's own cases, and on a device's logits."""
+"""Xtc, typical_p and top_n_sigma: against plain references, llama.cpp's own cases, and on a device's logits."""
 
 from typing import Any
 
@@ -13,6 +13,7 @@ from core.sampling.columns import SamplingColumns
 from core.sampling.logit_edits import apply_edits, edit_groups
 from core.sampling.sampler import SamplingInputs, processed_logits, sample
 from core.sampling.top_n_sigma import NearLargest
+from core.sampling.typical import MostTypical, most_typical
 from core.sampling.xtc import XTC, Excluded
 from ipc.options.speculation import SpeculativeConfig
 from ipc.params.sampling_params import SamplingParams
@@ -43,6 +44,9 @@ CASES: list[dict[str, Any]] = [
     {"xtc_threshold": 0.0},
     {"xtc_threshold": 0.5},
     {"top_n_sigma": 2.0, "min_p": 0.02},
+    {"typical_p": 0.9},
+    {"typical_p": 0.8, "top_k": 12, "top_p": 0.9, "temperature": 0.7},
+    {"typical_p": 0.7, "temperature": 0.0},
 ]
 
 
@@ -163,7 +167,38 @@ def test_llama_cpps_cases_of_top_n_sigma(sigma: float, left: list[float]) -> Non
 
 
 @pytest.mark.parametrize(
-    "off", [{}, {"top_n_sigma": -1}, {"xtc_threshold": 0.2}, {"xtc_probability": 1, "xtc_threshold": 0.51}]
+    ("probabilities", "left"), [([0.97, 0.01, 0.01, 0.01], [0.97]), ([0.4, 0.2, 0.2, 0.2], [0.2, 0.2, 0.2])]
+)
+def test_llama_cpps_cases_of_typical_p(probabilities: list[float], left: list[float]) -> None:
+    logits = np.log(np.float32([probabilities]))
+    MostTypical(np.array([0]), np.float32([0.5]), np.zeros(1, np.int64)).apply(logits)
+    assert np.exp(logits[logits > -np.inf]).tolist() == pytest.approx(left)
+
+
+def test_no_more_tokens_are_sorted_than_are_typical() -> None:
+    """Whatever the bucket, and with many tokens at one distance, the tokens are those of a sort of all."""
+    rng = np.random.default_rng(4)
+    for spread, digits in ((0.1, 9), (1.0, 9), (3.0, 9), (0.5, 1)):
+        logits = np.round(rng.normal(0, spread, 6000), digits).astype(np.float32)
+        weights = np.exp(logits.astype(np.float64) - logits.max())
+        below = (logits.max() - logits).astype(np.float64)
+        order = np.argsort(np.abs(below - (weights * below).sum() / weights.sum()), kind="stable")
+        for typical_p in (0.0, 0.02, 0.3, 0.97):
+            found = most_typical(logits, typical_p)
+            assert set(found.tolist()) == set(order[: len(found)].tolist())
+            together = weights[found].sum() / weights.sum()
+            assert together - weights[found[-1]] / weights.sum() <= typical_p < together
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        {},
+        {"typical_p": 1.0},
+        {"top_n_sigma": -1},
+        {"xtc_threshold": 0.2},
+        {"xtc_probability": 1, "xtc_threshold": 0.51},
+    ],
 )
 def test_what_has_no_effect_makes_no_edit(off: dict[str, Any]) -> None:
     assert started(SamplingParams(**off)).edits == ()
@@ -178,7 +213,7 @@ def test_top_choices_are_excluded_as_often_as_asked_and_apart_from_the_draw() ->
     assert len({XTC, gumbel.HIGH_BITS, gumbel.LOW_BITS}) == 3
 
 
-@pytest.mark.parametrize("case", [{}, {"top_k": 5, "top_n_sigma": 3.0}])
+@pytest.mark.parametrize("case", [{}, {"top_k": 5, "top_n_sigma": 3.0}, {"typical_p": 0.9}])
 def test_a_devices_logits_are_edited_alike(case: dict[str, Any]) -> None:
     inputs = started(SamplingParams(xtc_probability=0.5, xtc_threshold=0.05, **case))
     here, there = logits_of(), torch.from_numpy(logits_of())
@@ -189,7 +224,7 @@ def test_a_devices_logits_are_edited_alike(case: dict[str, Any]) -> None:
 
 
 def test_logits_that_are_not_finite_fail_their_row_alone(kernel: CpuSampler | None) -> None:
-    inputs = started(SamplingParams(xtc_probability=1.0, top_n_sigma=3.0, top_k=9))
+    inputs = started(SamplingParams(xtc_probability=1.0, top_n_sigma=3.0, typical_p=0.9, top_k=9))
     logits = logits_of()
     whole = sample(logits.copy(), inputs, kernel)
     logits[2, 5], logits[3, 7], logits[4] = np.nan, np.inf, -np.inf

@@ -71,9 +71,10 @@ def test_chats_have_both_names_of_reasoning(engine: EngineHandle) -> None:
     expected = {"role": "assistant", "content": "Hello"} | dict.fromkeys(
         ("reasoning", "reasoning_content"), "It is a greeting."
     )
+    plain = {"role": "assistant", "reasoning": None}
     assert message == expected
-    assert chat(engine, "Hello") == {"role": "assistant", "content": "Hello"}
-    assert chat(engine, THOUGHT, reasoning_parser="none") == {"role": "assistant", "content": THOUGHT}
+    assert chat(engine, "Hello") == {**plain, "content": "Hello"}
+    assert chat(engine, THOUGHT, reasoning_parser="none") == {**plain, "content": THOUGHT}
     earlier = [*MESSAGES, expected, {"role": "user", "content": "And?"}]
     assert ask(engine, "/v1/chat/completions", {"messages": earlier, "max_tokens": 1}).status == 200
 
@@ -138,7 +139,7 @@ def test_a_schema_holds_behind_the_reasoning(engine: EngineHandle) -> None:
     for seed in range(8):
         body = {"messages": MESSAGES, "response_format": form, "seed": seed, "max_tokens": 60, "temperature": 1}
         choice = json.loads(ask(engine, "/v1/chat/completions", body).body)["choices"][0]
-        seen.add("reasoning" in choice["message"])
+        seen.add(choice["message"]["reasoning"] is not None)
         if choice["finish_reason"] == "stop":
             assert json.loads(choice["message"]["content"]) in (1, 2)
     assert seen == {True, False}
@@ -204,3 +205,13 @@ def test_forced_calls_in_other_formats(engine: EngineHandle, parser: str) -> Non
         assert choice["finish_reason"] == "tool_calls", choice
         (call,) = choice["message"]["tool_calls"]
         assert set(json.loads(call["function"]["arguments"])) == {"city", "days"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_has_the_log_probabilities_of_its_text_alone(engine: EngineHandle, stream: bool) -> None:
+    body = {"input": "Hi", "include": ["message.output_text.logprobs"], "stream": stream, **exactly(THOUGHT)}
+    answer = ask(engine, "/v1/responses", body)
+    response = fold_response(events_of(answer)) if stream else json.loads(answer.body)
+    (part,) = response["output"][-1]["content"]
+    assert part["text"] == "Hello"
+    assert "".join(one["token"] for one in part["logprobs"]).strip() == "Hello"

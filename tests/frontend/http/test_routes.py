@@ -45,7 +45,7 @@ def test_a_wrong_base_url_is_told_the_route(served: Caller) -> None:
         answer = served.post(path, {})
         assert (answer.status, answer.json["error"]["message"].split("; ")[1]) == (404, "there is /v1/chat/completions")
     assert served.post("/v1/api/chat", {}).json["error"]["message"].endswith("; there is /api/chat")
-    for path, there in (("/completion", "/v1/completions"), ("/reranking", "/v1/rerank"), ("/load", "/v1/load")):
+    for path, there in (("/generate", "/v1/completions"), ("/reranking", "/v1/rerank"), ("/load", "/v1/load")):
         assert served.post(path, {}).json["error"]["message"].endswith(f"; there is {there}")
     for path in (
         "/openai/deployments/demo/chat/completions",
@@ -60,7 +60,6 @@ def test_a_wrong_base_url_is_told_the_route(served: Caller) -> None:
 
 def test_a_path_of_what_is_not_here_is_told_what_there_is(served: Caller) -> None:
     for path, told in (
-        ("/infill", "fill-in-the-middle"),
         ("/v1/audio/speech", "answers with text"),
         ("/v1/responses/resp_1", "nothing is stored"),
         ("/v1/messages/batches", "engine-core batch"),

@@ -28,6 +28,7 @@ VALUES: dict[str, Any] = {
     "top_n_sigma": 1.5,
     "xtc_probability": 0.5,
     "xtc_threshold": 0.25,
+    "typical_p": 0.75,
 }
 NAMES = [(name, one.name) for one in NUMBERS.values() for name in (one.name, *one.parameter.names)]
 

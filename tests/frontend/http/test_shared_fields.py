@@ -12,6 +12,7 @@ from frontend.http.openai.responses_bodies import ResponsesBody
 from frontend.http.openai.responses_bodies import chat_of as chat_of_responses
 from frontend.http.openai.scores import RerankBody, ScoreBody
 from tests.frontend.http.caller import Caller
+from tests.frontend.http.llama_cpp.test_llama_cpp import DEFAULTS as LLAMA_CPP_DEFAULTS
 
 HI = [{"role": "user", "content": "Hi"}]
 ROUTES: dict[str, dict[str, Any]] = {
@@ -116,14 +117,16 @@ VLLM: dict[type[Any], str] = {
     MessagesBody: """model messages max_tokens metadata output_config stop_sequences stream system temperature
         tool_choice tools top_k top_p kv_transfer_params chat_template_kwargs cache_salt""",
 }
-#: Some of llama.cpp's own names of sampling parameters.
-LLAMA_CPP = "n_predict repeat_penalty mirostat grammar json_schema top_n_sigma xtc_probability xtc_threshold"
+#: Fields of llama.cpp's own completions, by its README; its routes of chats and completions take them too.
+LLAMA_CPP = " ".join({*LLAMA_CPP_DEFAULTS} - {"prompt"})
 #: Some of SGLang's.
 SGLANG = "regex ebnf max_new_tokens min_new_tokens"
 #: Field -> why it may be ignored.
 INERT = {
     "return_token_offsets": "vLLM reads it on /render only, which is not here",
     "return_mm_kwargs": "vLLM reads it on /render only, which is not here",
+    "repeat_last_n": "programs for llama.cpp always send it; the log says that penalties look at the whole text",
+    "n_cmpl": "llama.cpp reads it on /completion; chats and completions have n",
 }
 
 
@@ -133,3 +136,11 @@ def test_what_peers_publish_is_known(kind: type[Any]) -> None:
     more = "" if kind in (MessagesBody, EmbeddingBody, ScoreBody, RerankBody) else f"{LLAMA_CPP} {SGLANG}"
     unknown = {*VLLM[kind].split(), *more.split()} - {*kind.__struct_fields__}
     assert unknown <= INERT.keys()
+
+
+def test_llama_cpps_defaults_are_taken_by_chats_and_completions(served: Caller) -> None:
+    fields = {name: value for name, value in LLAMA_CPP_DEFAULTS.items() if name not in ("n_predict", "logit_bias")}
+    del fields["samplers"], fields["prompt"]
+    for answer in (served.chat(**fields, n_predict=2), served.complete("Hi", **fields, n_predict=2)):
+        assert answer.status == 200, answer.body
+        assert answer.json["usage"]["completion_tokens"] == 2

@@ -8,14 +8,16 @@ from frontend.http.anthropic.messages import MessagesFormat
 from frontend.http.errors import HttpError
 from frontend.http.openai.responses import ResponsesFormat
 from frontend.http.openai.responses_bodies import ResponsesBody
+from ipc.params.sampling_params import SamplingParams
 
 ERROR = HttpError(503, "the engine is gone", code="unavailable")
-REQUEST = SimpleNamespace(prompt=SimpleNamespace(token_ids=[1]))
+REQUEST = SimpleNamespace(prompt=SimpleNamespace(token_ids=[1]), params=SamplingParams())
+SERVICE: Any = SimpleNamespace(engine=SimpleNamespace(tokenizer=None))
 PREPARED: Any = SimpleNamespace(scanners=None, id_length=None, thoughts=(), requests=[REQUEST])
 
 
 def test_responses_end_in_an_error_event() -> None:
-    answer = ResponsesFormat(ResponsesBody(input="x"), "m", PREPARED)
+    answer = ResponsesFormat(SERVICE, ResponsesBody(input="x"), "m", PREPARED)
     begin, end = answer.opening(), answer.failure(ERROR)
     assert begin.count(b"\n\n") == 2
     name, data = end.decode().rstrip("\n").split("\n")

@@ -30,6 +30,7 @@ FLOATS = {
     "top_n_sigma": (-1.0, 1e4),
     "xtc_probability": (0.0, 1.0),
     "xtc_threshold": (0.0, 1.0),
+    "typical_p": (0.0, 1.0),
 }
 TOKEN_OPTIONS = ("logit_bias", "allowed_token_ids", "bad_words", "bad_words_token_ids")
 INTEGERS = {

@@ -35,6 +35,7 @@ from ipc.wire.messages import (
     Hello,
     Limits,
     Logprobs,
+    ModelDescription,
     ModelInformation,
     Outputs,
     Pause,
@@ -141,6 +142,10 @@ SERVER_MESSAGES: list[msgspec.Struct] = [
     Welcome(1, 3, "", "", 0, b"", "", "", "", "L2", 4, Limits(8, 1, 9), {"temperature": 0.5, "top_k": 3}),
     Welcome(1, 4, "", "", 0, b"", "", "", "", "L2", 4, Limits(8, 1, 9, 0, 0, 0, 0, 0, -1, 60_000)),
     Welcome(1, 4, "", "", 0, b"", "", "", "", "L2", 4, Limits(8, 1, 9), tasks={"a": 3}, features=FeatureLimits(5, 9)),
+    Welcome(
+        *(1, 0, "", "", 0, b"", "", "", "", "L2", 4, Limits(8, 1, 9)),
+        description=ModelDescription("gguf", "llama", 134_515_008, "Q4_1", 98_000_000, ["no", "yes"]),
+    ),
     Refused(ErrorCode.VERSION_MISMATCH, "why"),
     Outputs(0, 1, b"\1\0\0\0", b"\0\0\0\0", b"\1\0", b"\5\0\0\0"),
     Outputs(1, 2**40, b"\1\0\0\0", b"\0\0\0\0", b"\1\0", b"\5\0\0\0", b"\0\0", b"\1", [(0, 5)], bytes(8)),

@@ -1,10 +1,13 @@
 """Flags of other engines' command lines: what asks for nothing is accepted, and no hint opens a server."""
 
+import re
+
 import pytest
 
 from ipc.errors import ConfigError
 from tools.cli import main
-from tools.flags.neutral_flags import without_neutral
+from tools.flags.hints import FLAGS
+from tools.flags.neutral_flags import VALUES, without_neutral
 
 KNOWN = ("--max-model-len", "--http")
 
@@ -19,6 +22,17 @@ KNOWN = ("--max-model-len", "--http")
         ["--enable-prompt-tokens-details"],
         ["--no-webui"],
         ["--flash-attn"],
+        ["--flash-attn", "on"],
+        ["-fa", "auto"],
+        ["-ngl", "0"],
+        ["--cache-type-k=f16"],
+        ["--threads-batch", "4"],
+        ["--embeddings"],
+        ["--no-mmap"],
+        ["--spec-type", "none"],
+        ["--chat-template-content-format", "auto"],
+        ["--structured-outputs-config.backend", "auto"],
+        ["--uvicorn-log-level", "warning"],
     ],
 )
 def test_what_asks_for_nothing_is_accepted(words: list[str]) -> None:
@@ -40,7 +54,7 @@ def test_a_flag_that_the_command_has_is_its_own() -> None:
 
 def test_a_seed_of_the_server_is_refused_with_the_reason() -> None:
     for words in (["--seed", "7"], ["--seed=7"]):
-        with pytest.raises(ConfigError, match=r"argument --seed: .* only 0 is: each request has its own seed"):
+        with pytest.raises(ConfigError, match=r"argument --seed: .* only 0 or -1 is: each request has its own seed"):
             without_neutral(words, KNOWN)
 
 
@@ -53,3 +67,42 @@ def test_no_hint_opens_the_server(capsys: pytest.CaptureFixture[str], flag: str)
     assert f"unknown argument {flag}" in error
     assert "did you mean --insecure" not in error
     assert "did you mean --allow" not in error
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--n-predict", "5"], "requests say max_tokens"),
+        (["-n", "5"], "requests say max_tokens"),
+        (["--temp", "0.5"], "requests say temperature; defaults are in the generation_config.json"),
+        (["--repeat-penalty", "1.1"], "requests say repetition_penalty"),
+        (["--typical", "0.5"], "requests say typical_p"),
+        (["--ignore-eos"], "requests say ignore_eos"),
+        (["--batch-size", "512"], "--max-num-batched-tokens"),
+        (["-mu", "http://x"], "a model is a folder"),
+        (["--cache-type-k", "q8_0"], "only f16 or bf16 is: use --kv-cache-dtype"),
+        (["-ngl", "99"], "only 0 is: a model is on the GPU as a whole"),
+        (["--lora-module", "x"], "it is --lora-modules"),
+        (["--return-tokens-as-token-ids"], "requests ask for it"),
+        (["--structured-outputs-config.backend", "outlines"], "grammars are run by llguidance"),
+        (["--response-role", "model"], "the role of an answer is assistant"),
+        (["--enable-per-request-metrics"], "--no-request-metrics"),
+    ],
+)
+def test_what_peers_call_otherwise_is_refused_with_what_to_do(
+    capsys: pytest.CaptureFixture[str], words: list[str], text: str
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["serve", *words])
+    assert end.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def test_every_flag_that_a_hint_names_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("serve", "generate"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+    shown = capsys.readouterr().out
+    texts = [*FLAGS.values(), *(instead for _, instead in VALUES.values())]
+    named = {flag for text in texts for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text)}
+    assert {flag for flag in named if flag not in shown} == set()

@@ -7,6 +7,7 @@ import pytest
 
 from frontend.http.ollama.ollama_bodies import OllamaBody, sampling_fields, with_parts
 from frontend.llm import LLM
+from ipc.files.model_files import resolve_model
 from ipc.params.sampling_params import SamplingParams
 from tests.frontend.http.caller import Answer, Caller
 
@@ -91,12 +92,18 @@ def test_what_is_not_supported_is_named_in_a_text_as_ollamas_clients_expect(
 
 def test_what_programs_ask_first(served: Caller) -> None:
     assert [one["name"] for one in served.get("/api/tags").json["models"]] == ["demo:latest", "other/name:latest"]
-    assert served.get("/api/ps").json["models"]
+    (card, _) = served.get("/api/tags").json["models"]
+    assert card["size"] == resolve_model(None).stat().st_size
+    details = {"format": "gguf", "family": "llama", "parameter_size": "134.52M", "quantization_level": "Q4_1"}
+    assert card["details"].items() >= {**details, "families": ["llama"]}.items()
+    assert served.get("/api/ps").json["models"][0].items() >= {**card, "context_length": 4096}.items()
     version = tuple(map(int, served.get("/api/version").json["version"].split(".")))
     assert version >= (0, 6, 4)  # below it VS Code and Raycast refuse
     shown = served.post("/api/show", {"model": "demo"}).json
     assert shown["model_info"]["general.context_length"] == 4096
     assert shown["model_info"][f"{shown['model_info']['general.architecture']}.context_length"] == 4096
+    assert shown["details"] == card["details"]
+    assert shown["model_info"]["general.parameter_count"] == 134_515_008
     assert shown["modified_at"].endswith("Z")
     assert isinstance(shown["parameters"], str)
     assert shown["capabilities"] == ["completion", "tools", "embedding"]  # of the fake executor
@@ -135,23 +142,30 @@ DOCUMENTED = {
     [
         DOCUMENTED,
         {"mirostat": 0, "mirostat_eta": 0.1, "mirostat_tau": 5.0},
-        {"tfs_z": 0.9, "num_gqa": 8, "draft_num_predict": 2},
+        {"tfs_z": 1.0, "num_gqa": 8, "draft_num_predict": 2},
         {"num_predict": 4.0, "seed": 7.0, "top_k": 5.0},
+        dict.fromkeys([*DOCUMENTED, "mirostat", "tfs_z"]),
     ],
 )
 def test_options_that_ollama_takes(served: Caller, options: dict[str, Any]) -> None:
-    body = {**CHAT, "stream": False, "options": {"num_predict": 4, **options}}
+    body = {**CHAT, "stream": False, "options": {**options, "num_predict": 4}}
     answer = served.post("/api/chat", body)
     assert answer.status == 200, answer.body
 
 
+@pytest.mark.parametrize(("name", "value"), [("tfs_z", 0.9), ("mirostat", 2)])
+def test_samplers_that_are_not_here_are_refused_by_name(served: Caller, name: str, value: float) -> None:
+    answer = served.post("/api/chat", {**CHAT, "stream": False, "options": {name: value}})
+    assert (answer.status, f"option {name} is not supported" in answer.json["error"]) == (400, True)
+
+
 def test_what_has_no_effect_is_told() -> None:
     noted: list[str] = []
-    body = OllamaBody(model="demo", options={"num_ctx": 5000, "typical_p": 0.7, "num_gqa": 8, "num_thread": 2})
+    body = OllamaBody(model="demo", options={"num_ctx": 5000, "mirostat_eta": 0.1, "num_gqa": 8, "num_thread": 2})
     assert sampling_fields(body, 4096, noted.append) == {"stream": True}
     assert [one.split(",")[0] for one in noted] == [
         "num_ctx above this server's context of 4096 tokens",
-        "the option typical_p",
+        "the option mirostat_eta",
         "the option 'num_gqa'",
     ]
 

@@ -29,7 +29,8 @@ def test_a_whole_answer(served: Caller, llm: LLM) -> None:
     assert body["object"] == "chat.completion"
     assert body["model"] == "demo"
     (choice,) = body["choices"]
-    assert choice["message"] == {"role": "assistant", "content": output.outputs[0].text}
+    assert choice["message"] == {"role": "assistant", "content": output.outputs[0].text, "reasoning": None}
+    assert (body["prompt_logprobs"], body["prompt_token_ids"], choice["token_ids"]) == (None, None, None)
     assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "length", None)
     usage = body["usage"]
     assert usage["prompt_tokens"] == len(output.prompt_token_ids)

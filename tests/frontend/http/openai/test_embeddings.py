@@ -40,6 +40,30 @@ def test_floats_and_base64(served: Caller, llm: LLM) -> None:
         assert [one["embedding"] for one in data] == wanted(llm)[:1]
 
 
+def test_vectors_of_each_token_and_of_texts(served: Caller, llm: LLM) -> None:
+    ids = llm.get_tokenizer().encode(TEXTS[0])
+    (each,) = llm.encode([ids], PoolingParams(task="token_embed"), use_tqdm=False)
+    answer = served.post("/pooling", {"input": TEXTS[0]}).json
+    assert (answer["data"][0]["object"], answer["data"][0]["index"]) == ("pooling", 0)
+    assert answer["data"][0]["data"] == each.outputs.data.tolist()
+    assert answer["usage"] == {"prompt_tokens": len(ids), "total_tokens": len(ids)}
+    encoded = served.post("/pooling", {"input": TEXTS[0], "encoding_format": "base64"}).json["data"][0]["data"]
+    assert base64.b64decode(encoded) == each.outputs.data.astype("<f4").tobytes()
+    found = served.post("/pooling", {"input": TEXTS, "task": "embed", "dimensions": 3}).json["data"]
+    assert [one["data"] for one in found] == wanted(llm, dimensions=3)
+
+
+def test_a_chat_is_embedded_as_its_text(served: Caller, llm: LLM) -> None:
+    chat = [{"role": "user", "content": TEXTS[0]}, {"role": "assistant", "content": "Because"}]
+    for fields in ({}, {"add_generation_prompt": True}, {"continue_final_message": True}):
+        text = served.post("/apply-template", {"messages": chat, "add_generation_prompt": False, **fields}).json[
+            "prompt"
+        ]
+        ids = llm.get_tokenizer().encode(text, add_special_tokens=False)
+        wanted = served.post("/v1/embeddings", {"input": ids}).json["data"]
+        assert served.post("/v1/embeddings", {"messages": chat, **fields}).json["data"] == wanted
+
+
 def test_ollama(served: Caller, llm: LLM) -> None:
     answer = served.post("/api/embed", {"model": "demo:latest", "input": TEXTS}).json
     assert answer["embeddings"] == wanted(llm)
@@ -77,9 +101,15 @@ def test_scores_are_cosines_and_the_best_comes_first(served: Caller, llm: LLM) -
         ("/v1/rerank", {"query": "a", "documents": ["b"], "instruction": "x"}, 400, "instruction"),
         ("/v1/score", {"text_1": "a", "text_2": "b", "truncation_side": "right"}, 400, "truncation_side"),
         ("/v1/embeddings", {"input": "x", "truncation_side": "right"}, 400, "truncation_side"),
-        ("/v1/embeddings", {"input": "x", "embed_dtype": "bfloat16"}, 400, "embed_dtype must be float32 or float16"),
-        ("/v1/embeddings", {"input": "x", "endianness": "middle"}, 400, "endianness must be"),
-        ("/v1/embeddings", {"messages": [{"role": "user", "content": "x"}]}, 400, "messages"),
+        ("/v1/embeddings", {"input": "x", "embed_dtype": "bfloat16"}, 400, "embed_dtype is float32 or float16"),
+        ("/v1/embeddings", {"input": "x", "endianness": "middle"}, 400, "endianness is"),
+        ("/v1/embeddings", {"messages": [{"role": "user", "content": "x"}], "input": "x"}, 400, "input or messages"),
+        ("/v1/embeddings", {"messages": [{"role": "user", "content": 5}]}, 400, "content"),
+        ("/v1/embeddings", {"messages": [], "chat_template": "{{ 1 }}"}, 400, "chat_template is a program"),
+        ("/pooling", {"input": "x", "task": "classify"}, 400, "it does embed, token_embed"),
+        ("/pooling", {"input": "x", "task": "plugin"}, 400, "task"),
+        ("/classify", {"input": "x"}, 400, "does not do the task 'classify': it does embed, token_embed"),
+        ("/classify", {}, 400, "input is missing"),
     ],
 )
 def test_what_is_wrong_is_named(served: Caller, path: str, body: dict[str, Any], status: int, text: str) -> None:
@@ -108,7 +138,7 @@ def test_a_vector_may_keep_its_length(monkeypatch: pytest.MonkeyPatch, fields: d
     """The parameters of the engine's request: the fake executor's vectors have no length of their own."""
     asked: list[PoolingParams] = []
 
-    async def pool(service: Any, request: Any, prompts: Any, params: PoolingParams, *rest: Any) -> Any:
+    async def pool(service: Any, request: Any, prompts: Any, params: PoolingParams, *rest: Any, **more: Any) -> Any:
         asked.append(params)
         raise HttpError(503, "enough")
 

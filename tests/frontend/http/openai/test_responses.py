@@ -120,7 +120,7 @@ def test_a_schema(served: Caller) -> None:
         ({"tool_choice": {"type": "mcp"}, "tools": [TOOL]}, "tool_choice"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input"),
-        ({"include": ["message.output_text.logprobs"]}, "top_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
         ({"text": {"format": {"type": "xml"}}}, "response_format"),
         ({"input": 5}, "input"),
     ],
@@ -128,3 +128,32 @@ def test_a_schema(served: Caller) -> None:
 def test_what_is_not_supported_is_named(served: Caller, fields: dict[str, Any], param: str) -> None:
     answer = served.post("/v1/responses", {"input": "Hi", "stream": True, **fields})
     assert (answer.status, answer.json["error"]["param"]) == (400, param), answer.body
+
+
+LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+
+
+def parts_of(response: Any) -> list[Any]:
+    return [part for item in response["output"] if item["type"] == "message" for part in item["content"]]
+
+
+@pytest.mark.parametrize("fields", [{"seed": 5}, {"seed": 5, "stop": ["zz", "qq"]}, {"temperature": 0}])
+def test_log_probabilities_are_those_of_chats(served: Caller, fields: dict[str, Any]) -> None:
+    chat = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 40, "logprobs": True, "top_logprobs": 2}
+    wanted = served.post("/v1/chat/completions", {**chat, **fields}).json["choices"][0]
+    body = {"input": "Hi", "max_output_tokens": 40, **LOGPROBS, **fields}
+    (part,) = parts_of(served.post("/v1/responses", body).json)
+    assert (part["text"], part["logprobs"]) == (wanted["message"]["content"], wanted["logprobs"]["content"])
+    events = events_of(served.post("/v1/responses", {**body, "stream": True}))
+    assert parts_of(fold(events)) == [part]
+    deltas = [one for event in events if event["type"] == "response.output_text.delta" for one in event["logprobs"]]
+    assert deltas == part["logprobs"]
+    (done,) = (event["logprobs"] for event in events if event["type"] == "response.output_text.done")
+    assert done == part["logprobs"]
+
+
+def test_tokens_that_end_an_answer_have_none(served: Caller) -> None:
+    body = {"input": "Hi", **LOGPROBS, "structured_outputs": {"choice": ["yes"]}}
+    (part,) = parts_of(served.post("/v1/responses", body).json)
+    assert "".join(one["token"] for one in part["logprobs"]) == part["text"] == "yes"
+    assert all(len(one["top_logprobs"]) <= 2 for one in part["logprobs"])
