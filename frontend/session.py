@@ -239,10 +239,11 @@ class EngineHandle:
         """
         prompt, params, priority, deadline, tenant, adapter = prepared
         left_s = None if deadline is None else deadline - time.monotonic()
+        own = seed if params.seed is None else params.seed
         number = self.client.submit(
             prompt.token_ids,
             params,
-            seed=next((one for one in (params.seed, seed) if one is not None), self.derive_seed),
+            seed=self.derive_seed if own is None else own,
             priority=priority,
             deadline_ms=0 if left_s is None else max(1, math.ceil(left_s * 1000)),
             cache_salt=prompt.cache_salt,

@@ -178,22 +178,23 @@ class Journal(Columns):
         """Return the state of one choice of a live request, with its tokens from output position `start` on."""
         row = self.row(number, choice)
         assert row >= 0, f"request {number} is not in the journal"
-        stop_token = int(self._stop_token[row])
+        stop_token = self._stop_token.item(row)
+        first = self._first.item(row)
         return Progress(
-            token_ids=self._tokens.read(row, start, int(self._num_delivered[row])),
-            finish=FinishReason(int(self._finish[row])),
+            token_ids=self._tokens.read(row, start, self._num_delivered.item(row)),
+            finish=FinishReason(self._finish.item(row)),
             stop_token=None if stop_token == _NO_STOP_TOKEN else stop_token,
-            num_cached_tokens=int(self._num_cached_tokens[self._first[row]]),
-            arrival_time=float(self._arrival_time[row]),
-            first_token_time=float(self._first_token_time[row]),
-            last_token_time=float(self._last_token_time[row]),
-            finished_time=float(self._finished_time[row]),
+            num_cached_tokens=self._num_cached_tokens.item(first),
+            arrival_time=self._arrival_time.item(row),
+            first_token_time=self._first_token_time.item(row),
+            last_token_time=self._last_token_time.item(row),
+            finished_time=self._finished_time.item(row),
             error=self._errors.get(row),
             logprobs=self._logprobs.get(row),
             vectors=self._vectors.get(row),
-            events=tuple(self._events.get(int(self._first[row]), ())),
-            num_draft_tokens=int(self._num_draft_tokens[row]),
-            num_accepted_tokens=int(self._num_accepted_tokens[row]),
+            events=tuple(self._events.get(first, ())),
+            num_draft_tokens=self._num_draft_tokens.item(row),
+            num_accepted_tokens=self._num_accepted_tokens.item(row),
         )
 
     def row(self, number: int, choice: int = 0) -> int:
@@ -429,7 +430,7 @@ class NumberIndex:
     def row(self, number: int) -> int:
         """Return the row of a number."""
         slot = number - self._first_number + 1
-        return int(self._row_of[slot]) if 0 < slot < len(self._row_of) else -1
+        return self._row_of.item(slot) if 0 < slot < len(self._row_of) else -1
 
     def rows(self, numbers: AnyInts) -> Ints:
         """Return the rows [N] of these numbers, in a new array."""

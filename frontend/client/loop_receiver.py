@@ -34,6 +34,8 @@ class LoopReceiver:
         self._fd = -1
         self._is_collecting = False
         self._is_closed = False
+        self._is_paused = False
+        self._is_due = False  # to receive, once it is not paused any more
         client.lend(self)
 
     def close(self) -> None:
@@ -41,6 +43,20 @@ class LoopReceiver:
         self._is_closed = True
         self._client.lend(None)
         self._unwatch()
+
+    def pause(self) -> None:
+        """Receive nothing until resume().
+
+        What comes meanwhile waits in the socket and, when that is full, at the engine, which merges it.
+        """
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Receive again. Does nothing where it was not paused."""
+        self._is_paused = False
+        if self._is_due:
+            self._is_due = False
+            self._loop.call_soon(self._receive)
 
     def watch(self, fd: int) -> None:
         """Wait on this file descriptor; see Borrower."""
@@ -87,5 +103,7 @@ class LoopReceiver:
             self._fd = -1
 
     def _receive(self) -> None:
-        if not self._is_closed and self._client.receive():
+        if self._is_paused:
+            self._is_due = True
+        elif not self._is_closed and self._client.receive():
             self._loop.call_soon(self._receive)

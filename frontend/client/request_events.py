@@ -1,15 +1,15 @@
 """RequestEvent: an action of the engine's scheduler on a request, with its time."""
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 
 from ipc.errors import MalformedMessageError
 from ipc.wire.scheduling_messages import EventCause, EventKind, RequestEvents
 
+_KINDS, _CAUSES = {int(one): one for one in EventKind}, {int(one): one for one in EventCause}
 
-@dataclass(slots=True, frozen=True)
-class RequestEvent:
+
+class RequestEvent(msgspec.Struct, frozen=True):
     """One event of a request.
 
     time: seconds on the engine's clock, which differs from this process's. Compare it only with other events' times.
@@ -29,7 +29,7 @@ def read_events(columns: RequestEvents) -> list[tuple[int, RequestEvent]]:
     """
     try:
         return [
-            (number, RequestEvent(EventKind(kind), time / 1e9, choice, EventCause(cause), amount))
+            (number, RequestEvent(_KINDS[kind], time / 1e9, choice, _CAUSES[cause], amount))
             for number, kind, time, choice, cause, amount in zip(
                 np.frombuffer(columns.numbers, "<u4").tolist(),
                 np.frombuffer(columns.kinds, "u1").tolist(),
@@ -40,7 +40,7 @@ def read_events(columns: RequestEvents) -> list[tuple[int, RequestEvent]]:
                 strict=True,
             )
         ]
-    except ValueError as error:
+    except (ValueError, KeyError) as error:
         raise MalformedMessageError(f"the columns of request events do not fit: {error}") from error
 
 

@@ -32,7 +32,7 @@ from ipc.wire.sockets import READABLE, WRITABLE, Context, check_listening, conne
 #: Events of the monitor: what it reports when the two ends do not agree on keys, before it reports the disconnect.
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 #: Most frames received in one batch, so that a slow reader still polls its other file descriptors.
-MAX_BATCH = 256
+MAX_BATCH = 64
 
 
 class Connection(NamedTuple):

@@ -305,7 +305,10 @@ def refused_fields(kind: type[msgspec.Struct]) -> dict[str, tuple[tuple[object, 
 
 def refuse_fields(body: msgspec.Struct) -> None:
     """Check that known but unsupported fields have neutral values. Errors: HttpError 400."""
-    for name, (neutral, instead) in refused_fields(type(body)).items():
-        value = getattr(body, name)
+    refused = refused_fields(type(body))
+    values = [getattr(body, name) for name in refused]
+    if values.count(None) == len(values):  # as nearly always
+        return
+    for (name, (neutral, instead)), value in zip(refused.items(), values, strict=True):
         if value is not None and not any(type(value) is type(one) and value == one for one in neutral):
             raise HttpError(400, f"{name} is not supported: {instead}", param=name)

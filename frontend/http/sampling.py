@@ -3,6 +3,8 @@
 A beam search draws nothing, so the model's defaults for draws do not apply to it.
 """
 
+import operator
+from itertools import compress, repeat
 from typing import Any
 
 from frontend.http.bodies import ParameterFields, SamplingFields, refuse_fields
@@ -15,6 +17,7 @@ _PARAMETERS = {
     **{name: one.name for one in NUMBERS.values() for name in one.parameter.names},
     **{name: name for name in ParameterFields.__struct_fields__ if name in SamplingParams.__struct_fields__},
 }
+_read_parameters = operator.attrgetter(*_PARAMETERS)
 
 
 def read_sampling(
@@ -28,7 +31,9 @@ def read_sampling(
     refuse_fields(body)
     if body.stream_options is not None and not body.stream:
         raise HttpError(400, "stream_options needs stream: true", param="stream_options")
-    given = {to: value for name, to in _PARAMETERS.items() if (value := getattr(body, name)) is not None}
+    values = _read_parameters(body)
+    is_given = map(operator.is_not, values, repeat(None))  # few are
+    given = dict(compress(zip(_PARAMETERS.values(), values, strict=True), is_given))
     if body.use_beam_search:
         defaults = {name: value for name, value in defaults.items() if name not in OF_DRAWS} | {"temperature": 0.0}
     limit = given.get("max_tokens", defaults.get("max_tokens", max_tokens))

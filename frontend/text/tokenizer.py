@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import decoders
 
 from frontend.text.chat_template import check_template
-from frontend.text.text_bounds import TextBound, text_bound
+from frontend.text.text_bounds import TextBound, TextCuts, text_bound, text_cuts
 from frontend.text.text_prompts import TextPrompts, read_text_prompts
 from frontend.text.tokenizer_calls import TokenizerCalls
 from ipc.errors import InvalidRequestError, ModelFileError
@@ -25,7 +25,8 @@ from ipc.files.tokenizer_json import parse_tokenizer_json
 
 #: Prefix of the GGUF key of a named chat template; tokenizer.chat_template itself is the default one.
 _GGUF_TEMPLATE = "tokenizer.chat_template."
-#: Characters of texts encoded in one call. A call takes up to 350 bytes of memory for each byte of text (digits).
+#: Of texts that are encoded in one call. It takes up to 350 bytes of memory for each byte of text (digits). A longer
+#: text is encoded in parts, where that changes no token.
 _CALL_CHARS = 1 << 18
 _MANY_IDS = 1024
 
@@ -146,11 +147,35 @@ class Tokenizer(TokenizerCalls):
         """
         for text in texts:
             _check_text(text)
-        return [
-            encoding.ids
-            for part in _calls(texts)
-            for encoding in self.hf.encode_batch_fast(part, add_special_tokens=add_special_tokens)
-        ]
+        found: list[list[int]] = []
+        for part in _calls(texts):
+            if len(part) == 1 and len(part[0]) > _CALL_CHARS and self._cuts is not None:
+                found.append(self._encode_in_parts(part[0], self._cuts, add_special_tokens))
+            else:
+                found += self._encode_at_once(part, add_special_tokens)
+        return found
+
+    def _encode_at_once(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
+        return [one.ids for one in self.hf.encode_batch_fast(texts, add_special_tokens=add_special_tokens)]
+
+    def _encode_in_parts(self, text: str, cuts: TextCuts, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a long text. The special tokens around it are those around a short one."""
+
+        def encode(part: str) -> list[int]:
+            return self._encode_at_once([part], False)[0]
+
+        ids: list[int] = []
+        for part in cuts.parts_of(text, _CALL_CHARS):
+            ids += encode(part)
+        if not add_special_tokens:
+            return ids
+        bare, whole = encode("a"), self._encode_at_once(["a"], True)[0]
+        first = next(at for at in range(len(whole)) if whole[at : at + len(bare)] == bare)
+        return whole[:first] + ids + whole[first + len(bare) :]
+
+    @cached_property
+    def _cuts(self) -> TextCuts | None:
+        return text_cuts(self.hf)
 
     def decode(self, ids: int | Sequence[int], skip_special_tokens: bool = False) -> str:
         """Return the text of these ids, or of one. Ids that the vocabulary does not have add nothing."""

@@ -8,6 +8,7 @@ dtype of the column that an option's arithmetic reads.
 import numbers
 import operator
 from collections.abc import Mapping
+from itertools import compress
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
@@ -94,12 +95,15 @@ class NumberChecks:
     def __init__(self, declared: Mapping[str, DeclaredParameter]) -> None:
         self._read = operator.attrgetter(*declared)
         self._rules = [(one, one.kind, one.parameter.low, one.parameter.high) for one in declared.values()]
+        self._defaults = tuple(one.check(one.default) for one in declared.values())
 
     def __call__(self, params: Any) -> None:
         """Check the numbers of these parameters, and convert them to Python's own ints and floats.
 
         Errors: InvalidRequestError that names the parameter.
         """
-        for (one, kind, low, high), value in zip(self._rules, self._read(params), strict=True):
-            if type(value) is not kind or not low <= value <= high:  # those of a message already have the type
+        values = self._read(params)
+        given = map(operator.is_not, values, self._defaults)  # few are, and a default is right
+        for (one, kind, low, high), value in compress(zip(self._rules, values, strict=True), given):
+            if type(value) is not kind or not low <= value <= high:  # a message's are of the kind
                 setattr(params, one.name, one.check(value))

@@ -1,6 +1,7 @@
 """SamplingParams: one request's options for the sampler and the detokenizer. Names and defaults are vLLM's."""
 
 import copy
+import operator
 from enum import IntEnum
 from typing import Annotated, Any
 
@@ -198,12 +199,8 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
         self.bad_words = lists.check_bad_words(self.bad_words)
         self.bad_words_token_ids = lists.check_bad_words_token_ids(self.bad_words_token_ids)
         self.check_structured_outputs()
-        try:
-            self.output_kind = RequestOutputKind(self.output_kind)
-        except ValueError:
-            raise InvalidRequestError(
-                f"output_kind must be one of {[kind.name for kind in RequestOutputKind]}, got {self.output_kind!r}"
-            ) from None
+        if type(self.output_kind) is not RequestOutputKind:
+            self.output_kind = _output_kind(self.output_kind)
 
     def _normalize_numbers(self) -> None:
         """Normalize values with the same meaning, and check pairs of numbers and special cases."""
@@ -229,16 +226,10 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
                 )
 
     def _check_switches(self) -> None:
-        for name in (
-            "ignore_eos",
-            "detokenize",
-            "spaces_between_special_tokens",
-            "skip_special_tokens",
-            "include_stop_str_in_output",
-        ):
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidRequestError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        self.spaces_between_special_tokens = True  # there is never anything between them, as in vLLM today
+        for name, value in zip(_SWITCHES, _read_switches(self), strict=True):
+            if type(value) is not bool:
+                raise InvalidRequestError(f"{name} must be True or False, got {value!r}")
+        self.spaces_between_special_tokens = True  # nothing stands between them in any case, as in vLLM today
 
     def check_structured_outputs(self) -> None:
         """Check the structured output, also against the other parameters. Errors: InvalidRequestError."""
@@ -279,6 +270,14 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
         return self.stop if isinstance(self.stop, list) else []
 
 
+_SWITCHES = (
+    "ignore_eos",
+    "detokenize",
+    "spaces_between_special_tokens",
+    "skip_special_tokens",
+    "include_stop_str_in_output",
+)
+_read_switches = operator.attrgetter(*_SWITCHES)
 #: Every number of SamplingParams by name.
 NUMBERS = declared_parameters(SamplingParams)
 _check_numbers = NumberChecks(NUMBERS)
@@ -298,6 +297,14 @@ def check_num_logprobs(params: SamplingParams, *, vocab_size: int, max_logprobs:
                 f"{name}={count} asks for {asked} tokens at each position, but this engine reports at most "
                 f"{max_logprobs}: ask for fewer, or start the engine with a larger max_logprobs (-1: any number)"
             )
+
+
+def _output_kind(value: int) -> RequestOutputKind:
+    try:
+        return RequestOutputKind(value)
+    except ValueError:
+        kinds = [kind.name for kind in RequestOutputKind]
+        raise InvalidRequestError(f"output_kind must be one of {kinds}, got {value!r}") from None
 
 
 def _truncation(value: object) -> int:

@@ -100,7 +100,7 @@ FLAGS: dict[str, str] = {
     "--revision": "it is part of the name: org/name@revision",
 }
 
-#: Flags of other engines for the numbers of sampling -> our names of these, where they are not alike.
+#: Flags of other engines for the numbers of sampling -> our names of these, if they differ.
 NUMBER_FLAGS = {
     "--temp": "temperature",
     "--typical": "typical_p",

@@ -1,6 +1,5 @@
 """/v1/messages and /v1/messages/count_tokens: Anthropic's Messages API."""
 
-import secrets
 from collections.abc import Sequence
 
 import msgspec
@@ -15,7 +14,7 @@ from frontend.http.openai.chat_message import CallIds
 from frontend.http.replies.answer_format import EVENT_STREAM, PromptSide, json_bytes
 from frontend.http.replies.reply import Reply
 from frontend.http.replies.usage import Usage
-from frontend.http.request import Request, Response
+from frontend.http.request import Request, Response, new_id
 from frontend.http.service import Service
 from frontend.results.outputs import CompletionOutput
 
@@ -62,7 +61,7 @@ class MessagesFormat:
 
     def __init__(self, name: str, prepared: PreparedChat) -> None:
         self._name = name
-        self._id = f"msg_{secrets.token_hex(12)}"
+        self._id = f"msg_{new_id()[:24]}"
         self._num_prompt = len(prepared.requests[0].prompt.token_ids)
         self._num_cached = 0  # of the prompt's tokens; known with the first piece
         self._answer = ParsedAnswer(prepared.scanners[0] if prepared.scanners else None)

@@ -49,7 +49,7 @@ class LlamaCppBody(SamplingFields, kw_only=True):
     backend_sampling: Any = None
     preserved_tokens: Any = None
 
-    # Refused by name, beside what all completions refuse.
+    # Refused by name, in addition to what all completions refuse.
     image_data: Any = None
     system_prompt: Any = None
     grammar_lazy: Any = None

@@ -8,6 +8,7 @@ import secrets
 import string
 
 from frontend.calls.delta import Delta, Kind, Message
+from frontend.http.request import new_id
 
 _LETTERS = string.ascii_letters + string.digits
 Fields = dict[str, object]
@@ -25,7 +26,7 @@ class CallIds:
     def make(self) -> str:
         """Return a new id."""
         if self._length is None:
-            return f"{self._prefix}{secrets.token_hex(12)}"
+            return f"{self._prefix}{new_id()[:24]}"
         return "".join(secrets.choice(_LETTERS) for _ in range(self._length))
 
 

@@ -1,6 +1,5 @@
 """OpenAIAnswer: the common part of chats and completions: ids, usage, and the ends of streams."""
 
-import secrets
 import time
 
 from frontend.http.bodies import SamplingFields
@@ -8,6 +7,7 @@ from frontend.http.errors import HttpError
 from frontend.http.replies.answer_format import EVENT_STREAM, error_event, event, json_bytes
 from frontend.http.replies.text_frames import FramedFormat, TextFrames
 from frontend.http.replies.usage import Usage
+from frontend.http.request import new_id
 from frontend.http.service import Service
 from ipc.params.sampling_params import SamplingParams
 
@@ -22,7 +22,7 @@ class OpenAIAnswer(FramedFormat):
         self._service = service
         self._tokenizer = service.engine.tokenizer
         self._fields = {
-            "id": f"{prefix}-{secrets.token_hex(16)}",
+            "id": f"{prefix}-{new_id()}",
             "object": kind,
             "created": int(time.time()),
             "model": name,

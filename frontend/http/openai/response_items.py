@@ -1,6 +1,5 @@
 """ResponseItems: the items of one answer of the Responses API, and the events that make them."""
 
-import secrets
 from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -9,6 +8,7 @@ from frontend.calls.delta import Delta, Kind
 from frontend.calls.scanner import Scanner
 from frontend.http.bodies import Json
 from frontend.http.openai.chat_message import CallIds
+from frontend.http.request import new_id
 
 Event = tuple[str, Json]
 #: Kind -> the type of its item, of the part in it, and the name of its events.
@@ -107,9 +107,9 @@ class ResponseItems:
     def _open_text(self, kind: Kind) -> list[Event]:
         item: Json = {"type": _PARTS[kind][0], "status": "in_progress"}
         if kind == Kind.CONTENT:
-            item |= {"id": f"msg_{secrets.token_hex(16)}", "role": "assistant", "content": []}
+            item |= {"id": f"msg_{new_id()}", "role": "assistant", "content": []}
         else:
-            item |= {"id": f"rs_{secrets.token_hex(16)}", "summary": [], "content": []}
+            item |= {"id": f"rs_{new_id()}", "summary": [], "content": []}
         events = self._open(kind, item)
         return [
             *events,
@@ -117,7 +117,7 @@ class ResponseItems:
         ]
 
     def _open_call(self, name: str) -> list[Event]:
-        fields = {"id": f"fc_{secrets.token_hex(12)}", "call_id": self._ids.make(), "name": name, "arguments": ""}
+        fields = {"id": f"fc_{new_id()[:24]}", "call_id": self._ids.make(), "name": name, "arguments": ""}
         return self._open(Kind.ARGUMENTS, {"type": "function_call", "status": "in_progress", **fields})
 
     def _open(self, kind: Kind, item: Json) -> list[Event]:

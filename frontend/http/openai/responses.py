@@ -1,6 +1,5 @@
 """/v1/responses: OpenAI's Responses API, stateless."""
 
-import secrets
 import time
 from collections.abc import Sequence
 
@@ -17,7 +16,7 @@ from frontend.http.replies.answer_format import EVENT_STREAM, PromptSide, json_b
 from frontend.http.replies.reply import Reply
 from frontend.http.replies.thought_tokens import note_thoughts
 from frontend.http.replies.usage import Usage
-from frontend.http.request import Request
+from frontend.http.request import Request, new_id
 from frontend.http.service import Service
 from frontend.results.outputs import CompletionOutput
 
@@ -44,7 +43,7 @@ class ResponsesFormat:
         self._tokenizer, self._num_top = service.engine.tokenizer, body.top_logprobs or 0
         self._skips_special = prepared.requests[0].params.skip_special_tokens
         self._fields: Json = {
-            "id": f"resp_{secrets.token_hex(16)}",
+            "id": f"resp_{new_id()}",
             "object": "response",
             "created_at": int(time.time()),
             "model": name,

@@ -1,6 +1,5 @@
 """/v1/score and /v1/rerank: how well texts fit a query, in vLLM's and in Jina's and Cohere's form."""
 
-import secrets
 from typing import Any
 
 import msgspec
@@ -8,7 +7,7 @@ import msgspec
 from frontend.http.errors import HttpError
 from frontend.http.pooling import MAX_TEXTS, list_head, pool
 from frontend.http.replies.answer_format import json_bytes
-from frontend.http.request import Request, Response
+from frontend.http.request import Request, Response, new_id
 from frontend.http.service import Service
 from frontend.pooling import pair_prompt, scored_pairs
 from frontend.results.pooling_outputs import ScoringRequestOutput, cosine_score, score_of
@@ -91,7 +90,7 @@ async def rerank(service: Service, request: Request) -> Response:
         | ({} if body.return_documents is False else {"document": {"text": texts[index]}})
         for index in order[: body.top_n or None]
     ]
-    fields = {"id": f"rerank-{secrets.token_hex(16)}", "model": name, "usage": _usage(scores)}
+    fields = {"id": f"rerank-{new_id()}", "model": name, "usage": _usage(scores)}
     return Response(json_bytes({**fields, "results": results}))
 
 

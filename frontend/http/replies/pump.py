@@ -1,8 +1,9 @@
 """Pump: the one consumer of the engine's news in a process, which feeds all replies.
 
-The event loop itself receives from the engine, and each received batch schedules one run. A run takes the news as
-columns and calls into Python once for each choice; there is no task, queue or timer for a reply. A turn of the loop
-does a bounded part of the work: a backlog makes more turns, not longer ones.
+The event loop receives from the engine itself, and each batch that it received schedules one run. A run takes the news
+as columns and calls into Python once for each choice; there is no task, queue or timer for a reply. However much there
+is, a turn of the loop does a bounded part of it: a backlog makes more turns, not longer ones. Nothing is received until
+the backlog is taken. So a server at its limit gets fewer and larger messages: the engine merges those that wait.
 """
 
 import asyncio
@@ -22,11 +23,12 @@ from frontend.results.request_state import RequestState
 from ipc.params.sampling_params import SamplingParams
 
 _TICK_S = 1.0
-_EACH_TURN = 128  # replies a turn: a write takes about 10 microseconds
-#: Most units of news in a turn of the loop, at most 20 ms. A choice is 8; each of its tokens is 1, and each of their
-#: log
-#: probabilities, which make more work, is 4.
-_NEWS_EACH_TURN = 16384
+_EACH_TURN = 128  # replies: a write takes some 10 microseconds
+#: Of a turn of the loop with news: others wait no longer than that. The clock is read after each _LOOK_EVERY.
+_TURN_S = 0.008
+#: Of news in a turn. A choice is 8; each of its tokens is 1, and each of their log probabilities, which make more work,
+#: is 4.
+_NEWS_EACH_TURN, _LOOK_EVERY = 65_536, 512
 _DISCARDS_EACH_TURN = 128
 _BYTES_OF_WORK = 64  # of an answer, for each unit of its size
 _log = logging.getLogger("engine_core.http")
@@ -141,7 +143,8 @@ class Pump:
             news = self.client.take_news()
             self.num_events += len(news.numbers)
             self._news, self._has_more = _rows(news), news.has_more
-        parts, left = self._parts, _NEWS_EACH_TURN
+        parts, left, until = self._parts, _NEWS_EACH_TURN, time.perf_counter() + _TURN_S
+        look_at = left - _LOOK_EVERY
         for number, choice, ids, finish in self._news:
             part = parts.get(number)
             if part is not None:
@@ -151,8 +154,10 @@ class Pump:
                 except Exception as error:  # from one answer's text: the others get their news in this run
                     _fail(part.reply, error)
                 self._touched[part.reply] = None
-                if left <= 0:
-                    break
+                if left <= look_at:
+                    if left <= 0 or time.perf_counter() > until:
+                        break
+                    look_at = left - _LOOK_EVERY
             elif finish and (end := self._ends.pop(number, None)) is not None and not end.done():
                 end.set_result(None)
         else:
@@ -160,8 +165,11 @@ class Pump:
         if self._touched and not self._is_flushing:
             self._flush()
         if self._news is not None or self._has_more:
+            self._receiver.pause()
             self._on_news()
-        elif self.client.error is not None:
+            return
+        self._receiver.resume()
+        if self.client.error is not None:
             self.fail_all(self.client.error, time.monotonic())
 
     def _flush(self) -> None:

@@ -26,6 +26,12 @@ class Wire(Protocol):
     def write_raw(self, data: bytes) -> None:
         """Write bytes after an answer's headers, without a frame."""
 
+    def cork(self) -> None:
+        """Keep what is written until uncork()."""
+
+    def uncork(self) -> None:
+        """Write what was kept, in one piece: each send() wakes the peer."""
+
     def abort(self) -> None:
         """Close the connection at once and drop waiting data."""
 
@@ -48,29 +54,33 @@ class Exchange:
         self._is_raw = False  # parts are not framed by the server
         self._part: Message = {"type": "http.response.body", "body": b"", "more_body": True}  # made once for all parts
         self._late: deque[Message] = deque()  # messages for a full connection
+        self._head: Message | None = None  # of a stream, for its first part
         wire.exchange = self
 
     def write_whole(self, status: int, fields: Headers, body: bytes) -> None:
         """Write a whole answer."""
-        self._push(self._whole_head(status, fields, len(body)))
+        self._head = self._whole_head(status, fields, len(body))
         self.end(body)
 
     async def send_whole(self, status: int, fields: Headers, body: bytes) -> None:
         """Send a whole answer; wait while the connection is full."""
+        head = self._whole_head(status, fields, len(body))
+        if not self._wire.is_full:
+            self._head = head
+            self.end(body)
+            return
         self.is_complete = True
-        await self._send(self._whole_head(status, fields, len(body)))
+        await self._send(head)
         await self._send({"type": "http.response.body", "body": body, "more_body": False})
 
     def begin(self, fields: Headers) -> None:
-        """Begin a stream with status 200. Its headers are sent together with the first part, if that is written at
-        once.
-        """
+        """Begin a stream of status 200. Its head leaves with the first part, which may be empty."""
         if self._is_http_1_0 and self._scope["method"] != "HEAD":
             # The server would frame parts as chunks, which this peer does not support. It writes headers alone in
             # answer to HEAD, so the parts are written after such headers, and the end of the connection is their end.
             self._scope["method"], self._is_raw = "HEAD", True
             fields = [*fields, (b"connection", b"close")]
-        self._push({"type": "http.response.start", "status": 200, "headers": fields})
+        self._head = {"type": "http.response.start", "status": 200, "headers": fields}
 
     def write(self, part: bytes) -> bool:
         """Write a part of a stream; an empty one is ignored.
@@ -78,6 +88,9 @@ class Exchange:
         Return whether written data waits for the peer to read, so no more should be written.
         """
         wire = self._wire
+        if self._head is not None:
+            self._push_with_head({"type": "http.response.body", "body": part, "more_body": True} if part else None)
+            return wire.is_full
         if not part or self.has_left:
             return False
         if wire.is_full or self._late or self._is_raw:
@@ -94,7 +107,11 @@ class Exchange:
     def end(self, part: bytes) -> None:
         """Write the last part."""
         self.is_complete = True
-        self._push({"type": "http.response.body", "body": part, "more_body": False})
+        last: Message = {"type": "http.response.body", "body": part, "more_body": False}
+        if self._head is None:
+            self._push(last)
+        else:
+            self._push_with_head(last)
 
     def leave(self) -> None:
         """Notify the answering side that the peer has left."""
@@ -134,6 +151,16 @@ class Exchange:
 
     def _asked(self, name: bytes, value: bytes) -> bool:
         return any(field[0] == name and field[1].lower() == value for field in self._scope["headers"])
+
+    def _push_with_head(self, part: Message | None) -> None:
+        """Send the head and the first part as one."""
+        assert self._head is not None, "the head was sent"
+        head, self._head = self._head, None
+        self._wire.cork()
+        self._push(head)
+        if part is not None:
+            self._push(part)
+        self._wire.uncork()
 
     def _push(self, message: Message) -> None:
         if self.has_left:

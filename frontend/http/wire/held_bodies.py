@@ -1,10 +1,14 @@
 """HeldBodies: the memory of all requests' bodies together, from their first bytes until they are read.
 
-When it is full, the unfinished body that has been silent for the longest time is refused to make room for a new one. So
-callers that never finish their bodies take nothing from the others.
+When it is full, room is made for the body that comes: the unfinished one that has been silent for the longest time is
+refused. So whoever sends bodies without their last byte takes nothing from those who finish theirs.
+
+Bodies whose requests were refused by their heads take no memory. They are read slowly: see Drops.
 """
 
+import asyncio
 import ctypes
+from collections import deque
 from collections.abc import Callable
 
 from frontend.http.errors import HttpError, retry_after
@@ -13,10 +17,38 @@ _WORTH_BYTES = 32 << 20  # it takes a few milliseconds
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
 
 
+#: From one part of an unwanted body to the next one, of any connection. A part has up to 256 KiB, uvloop's buffer.
+_DROP_S = 0.005
+
+
+class Drops:
+    """The reading of bodies that nobody wants: one part of one connection at a time, in turns, with pauses.
+
+    A connection that is closed with bytes unread is reset, which may take the answer from its peer. And read at once
+    the bodies of one caller whose requests are refused would cost more than the requests of all others.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def put(self, read_on: Callable[[], None], loop: asyncio.AbstractEventLoop) -> None:
+        """Call read_on() in its turn."""
+        self._waiting.append(read_on)
+        if len(self._waiting) == 1:
+            loop.call_later(_DROP_S, self._turn, loop)
+
+    def _turn(self, loop: asyncio.AbstractEventLoop) -> None:
+        read_on = self._waiting.popleft()
+        if self._waiting:
+            loop.call_later(_DROP_S, self._turn, loop)
+        read_on()
+
+
 class HeldBodies:
     """The bodies of one server. most: bytes."""
 
     def __init__(self, most: int) -> None:
+        self.drops = Drops()
         self.most = most
         self.num_bytes = 0
         self.unfinished: dict[HeldBody, None] = {}  # the longest silent one first

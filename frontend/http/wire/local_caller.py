@@ -27,6 +27,12 @@ class LocalWire:
     def write_raw(self, data: bytes) -> None:
         """Write nothing: callers never use HTTP/1.0."""
 
+    def cork(self) -> None:
+        """Keep nothing: what is written goes to the caller at once."""
+
+    def uncork(self) -> None:
+        """Write nothing: nothing was kept."""
+
     def abort(self) -> None:
         """Do nothing: there is no connection."""
 

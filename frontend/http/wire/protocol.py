@@ -31,9 +31,10 @@ _HEAD_S = 10.0  # from the first byte of the headers to the last
 IDLE_S = 75  # of a connection without a request: longer than clients keep one in their pools
 _BODY_GRACE_S = 10.0  # from the headers
 _MIN_BODY_RATE = 1024  # bytes/s, after the grace
-_MAX_SILENT_S = 15.0  # of a body, however much of it has arrived
-_LINGER_S = 2.0  # from the last byte of an answer to the end of a connection that accepts no more requests
-_LAST_BYTES_S = 60.0  # time for a peer to read that last byte
+_MAX_SILENT_S = 15.0  # of a body, however much of it came before
+_DROPPED_AT_ONCE = 128 << 10  # bytes of a body that nobody wants
+_LINGER_S = 2.0  # from the last byte of an answer to the end of a connection that takes no more requests
+_LAST_BYTES_S = 60.0  # for a peer to read that last byte
 
 
 class Bounds(msgspec.Struct, frozen=True):
@@ -50,15 +51,19 @@ class _Phase(Enum):
 
 
 class _Flow(FlowControl):
-    """Flow of one connection. It reads nothing while a later request waits, or the peer does not read."""
+    """Flow of one connection.
+
+    It reads nothing while a later request waits, the peer does not read, or what comes is to be dropped in turn.
+    """
 
     def __init__(self, protocol: "HttpProtocol", transport: Any) -> None:
         super().__init__(transport)
         self._pipeline = protocol.pipeline
+        self.awaits_turn = False  # to drop a part of a body
 
     def resume_reading(self) -> None:
         """Read again, unless there is another reason not to."""
-        if not self._pipeline and not self.write_paused:
+        if self.read_paused and not (self._pipeline or self.write_paused or self.awaits_turn):
             super().resume_reading()
 
 
@@ -75,6 +80,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._running: RequestResponseCycle | None = None  # the request that is being answered, or was last
         self._held: HeldBody | None = None  # the body that is being read
         self._num_fields = self._num_hosts = self._head_bytes = self._body_bytes = self._read_bytes = 0
+        self._dropped_bytes = 0  # since this connection's last turn
         self._num_open = 0  # requests without a complete answer
         self._error: HttpError | None = None  # of the refusal that closes the connection
         self._is_deaf = False  # further data is ignored: a refusal was written, or the last request is complete
@@ -83,15 +89,22 @@ class HttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         """Count the connection; refuse it above the bound."""
-        super().connection_made(SoftTransport(transport, self._on_close))  # type: ignore[arg-type]
-        self.flow = _Flow(self, transport)
+        self._soft = SoftTransport(transport, self._on_close)
+        super().connection_made(self._soft)  # type: ignore[arg-type]
+        self.flow: _Flow = _Flow(self, transport)
         if len(self.connections) > self._bounds.max_connections:
             self._refuse(HttpError(503, f"the server has {self._bounds.max_connections} connections, its limit"))
             transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """Parse received data, up to the first bound that it exceeds."""
-        self._unset_keepalive_if_required()
+        """Parse what came, up to the first bound that it breaks."""
+        self._parse(data)
+        if self._is_deaf or (self._phase is _Phase.BODY and self.cycle.response_complete):
+            self._dropped_bytes += len(data)
+            if self._dropped_bytes >= _DROPPED_AT_ONCE:
+                self._read_in_turn()
+
+    def _parse(self, data: bytes) -> None:
         while data and not self._is_deaf:
             phase, began = self._phase, self._began
             try:
@@ -135,9 +148,14 @@ class HttpProtocol(HttpToolsProtocol):
             raise self._broken(431, f"the request's headers are longer than {MAX_HEAD_BYTES} bytes")
         if self._num_fields > MAX_FIELDS:
             raise self._broken(431, f"the request has more than {MAX_FIELDS} header fields")
-        if self._phase is _Phase.HEAD:
-            super().on_header(name, value)
-            self._num_hosts += self.headers[-1][0] == b"host"
+        if self._phase is not _Phase.HEAD:
+            return
+        name = name.lower()  # in the place of uvicorn's on_header(), as one call: requests have many fields
+        self.headers.append((name, value))
+        if name == b"host":
+            self._num_hosts += 1
+        elif name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
 
     def on_headers_complete(self) -> None:
         """Check the headers; errors are answered without reading the body."""
@@ -196,8 +214,7 @@ class HttpProtocol(HttpToolsProtocol):
         """Notify the answering side, and release all references: a cycle would stay until a full garbage collection."""
         self._is_deaf = True
         super().connection_lost(exc)
-        self._unset_keepalive_if_required()
-        if self._running is not None and not self._running.response_complete:  # others may wait for it
+        if self._running is not None and not self._running.response_complete:  # behind it others may wait
             self._disconnect(self._running)
         self._drop_waiting()
         if self._held is not None and self._phase is _Phase.HEAD:
@@ -205,7 +222,7 @@ class HttpProtocol(HttpToolsProtocol):
         exchange, self.exchange = self.exchange, None
         if exchange is not None:
             exchange.leave()
-        self.transport.forget()  # type: ignore[attr-defined]
+        self._soft.forget()
         self.cycle = self._running = self.scope = self.headers = self._held = None  # type: ignore[assignment]
 
     # --- the peer reads -----------------------------------------------------------------------------------------
@@ -228,15 +245,32 @@ class HttpProtocol(HttpToolsProtocol):
         """Write bytes after an answer's headers, without a frame."""
         self.transport.write(data)
 
+    def cork(self) -> None:
+        """Keep what is written until uncork()."""
+        self._soft.cork()
+
+    def uncork(self) -> None:
+        """Write what was kept."""
+        self._soft.uncork()
+
     def abort(self) -> None:
         """Close the connection at once and drop waiting data."""
         self.transport.abort()
 
     def on_response_complete(self) -> None:
-        """Continue after a complete answer: with the next request, or the end of the connection."""
+        """Go on behind a complete answer: with the next request, or with the end of the connection.
+
+        In the place of uvicorn's, which sets a timer for each answer: sweep() ends what is idle.
+        """
         self._num_open -= 1
         self._began, self.exchange = time.monotonic(), None
-        super().on_response_complete()
+        self.server_state.total_requests += 1
+        if self._phase is _Phase.BODY and self.flow.read_paused and self.cycle.response_complete:
+            self._read_in_turn()
+        if not self.transport.is_closing():
+            self.flow.resume_reading()
+            if self.pipeline:
+                self._start_asgi_task(*self.pipeline.pop())
         if self._error is not None and not self._num_open:
             self._write_error(self._error)
 
@@ -244,6 +278,19 @@ class HttpProtocol(HttpToolsProtocol):
         """Accept nothing more; return whether the peer may still send."""
         self._is_deaf, self._began = True, time.monotonic()
         return self._phase is not _Phase.IDLE or self._error is not None
+
+    def _read_in_turn(self) -> None:
+        """Read no more of a body that nobody wants until it is this connection's turn."""
+        self._dropped_bytes = 0
+        if not self.flow.awaits_turn:
+            self.flow.pause_reading()
+            self.flow.awaits_turn = True
+            self._bodies.drops.put(self._read_on, self.loop)
+
+    def _read_on(self) -> None:
+        self.flow.awaits_turn = False
+        if self.parser is not None:  # the connection was not lost
+            self.flow.resume_reading()
 
     # --- time ---------------------------------------------------------------------------------------------------
 

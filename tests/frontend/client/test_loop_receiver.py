@@ -90,6 +90,23 @@ def test_the_loop_receives_all_in_order(peer: Peer) -> None:
     assert [peer.socket.recv_multipart()[1] for _ in range(10)] == [b"from the loop"] * 10
 
 
+def test_nothing_is_received_while_it_is_paused(peer: Peer) -> None:
+    async def run() -> None:
+        receiver = await lent(peer)
+        receiver.resume()  # it was not paused
+        receiver.pause()
+        for number in range(100):
+            peer.answer(b"%d" % number)
+        await asyncio.sleep(0.05)
+        assert peer.received == []
+        receiver.resume()
+        await peer.until(100)
+        receiver.close()
+
+    asyncio.run(run())
+    assert peer.received == [(b"%d" % number, True) for number in range(100)]
+
+
 def test_the_socket_goes_to_another_loop_and_back_to_the_thread(peer: Peer) -> None:
     async def run() -> None:
         (await lent(peer)).close()

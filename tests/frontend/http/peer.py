@@ -43,9 +43,10 @@ class Transport:
 
     def __init__(self) -> None:
         self.written, self.calls = b"", list[str]()
-        self.num_waiting = 0
+        self.num_waiting = self.num_writes = 0
 
     def write(self, data: bytes) -> None:
+        self.num_writes += 1
         assert not {"close", "abort", "write_eof"} & set(self.calls), data
         self.written += data
 

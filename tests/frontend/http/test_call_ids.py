@@ -1,6 +1,8 @@
-"""Ids of tool calls for a template that wants 9 letters and digits: all routes, and histories of other servers."""
+"""Ids: of tool calls for a template that wants 9 letters and digits, on all routes and in histories of other servers;
+and those of requests and answers."""
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from frontend.http import request as request_module
+from frontend.http.request import new_id
 from frontend.text.call_ids import fit_call_ids
 from frontend.text.chat_template import render_chat
 from ipc.files.model_files import resolve_model
@@ -125,3 +129,19 @@ def test_a_template_that_wants_no_length_sees_the_callers_ids() -> None:
     template = "{% for m in messages %}{{ m.tool_calls | tojson }}{% endfor %}"
     shown = json.loads(render_chat(template, [called("call_1")], add_generation_prompt=False))
     assert shown[0]["id"] == "call_1"
+
+
+def test_the_system_is_asked_once_for_many_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[int]()
+    ask = os.urandom
+
+    def urandom(num_bytes: int) -> bytes:
+        asked.append(num_bytes)
+        return ask(num_bytes)
+
+    monkeypatch.setattr(request_module, "_ids", [])
+    monkeypatch.setattr(os, "urandom", urandom)
+    ids = {new_id() for _ in range(256)}
+    assert len(ids) == 256
+    assert all(re.fullmatch("[0-9a-f]{32}", one) for one in ids)
+    assert asked == [2048, 2048]

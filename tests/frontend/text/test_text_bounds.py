@@ -1,14 +1,14 @@
-"""TextBound: no text has fewer tokens than it says."""
+"""TextBound: no text has fewer tokens than it says. And a text in parts has the tokens of the whole."""
 
 import random
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processors
 
 from frontend.text import tokenizer as tokenizer_module
 from frontend.text.prompts import read_prompts
-from frontend.text.text_bounds import text_bound
+from frontend.text.text_bounds import text_bound, text_cuts
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import PromptTooLongError
 from ipc.files.model_files import read_tokenizer_files, resolve_model
@@ -97,3 +97,141 @@ def test_texts_of_many_calls_have_the_ids_of_one(demo: Tokenizer, seed: int, mon
     ids = [token for one in wanted for token in one]
     monkeypatch.setattr(tokenizer_module, "_MANY_IDS", 5)
     assert demo.decode(ids) == demo.hf.decode(ids, skip_special_tokens=False)
+
+
+#: The pattern of words of GPT-4's kind.
+GPT_4 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+PROSE = [
+    "word",
+    " fox",
+    " Don't",
+    " it's",
+    "  12",
+    "345",
+    "\n\n",
+    "\nline",
+    " naïve",
+    "。",
+    "你好",
+    "\uff0c",
+    "\t",
+    "   ",
+    " x=1;",
+    "<|e|>",
+]
+
+
+def split_by(pattern: str, *merged: str) -> tokenizers.Tokenizer:
+    hf = byte_level(*merged)
+    words = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
+    hf.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    return hf
+
+
+def cut_kinds() -> dict[str, tokenizers.Tokenizer]:
+    merged = ("wo", "wor", "word", "Ġw", "Ġf", "Ġfo", "Ġfox", "12", "34", "345", "ĊĊ", "ne", "in", "ine", "ĠĠ", "ĠĠĠ")
+    with_nfc = split_by(GPT_4, *merged)
+    with_nfc.normalizer = normalizers.NFC()
+    with_tokens = byte_level(*merged)
+    with_tokens.add_special_tokens(["<|e|>"])
+    return {"gpt-2": with_tokens, "gpt-4": split_by(GPT_4, *merged), "nfc": with_nfc}
+
+
+@pytest.mark.parametrize("kind", cut_kinds())
+@pytest.mark.parametrize("seed", range(5))
+def test_parts_have_the_tokens_of_the_whole(kind: str, seed: int) -> None:
+    hf, draw = cut_kinds()[kind], random.Random(seed)
+    text = "".join(draw.choice(PROSE) for _ in range(3000))
+    cuts = text_cuts(hf)
+    assert cuts is not None
+
+    def encode(part: str) -> list[int]:
+        return hf.encode_batch_fast([part], add_special_tokens=False)[0].ids  # type: ignore[no-any-return]
+
+    parts = list(cuts.parts_of(text, 500))
+    assert "".join(parts) == text
+    assert len(parts) > len(text) // 500
+    assert [token for part in parts for token in encode(part)] == encode(text)
+
+
+def test_a_long_text_is_encoded_in_parts(demo: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the whole was, with its special tokens around it; one part at a time is in memory."""
+    draw = random.Random(0)
+    text = "".join(draw.choice(PROSE) for _ in range(3000)) + "7" * 3000
+    demo.hf.post_processor = processors.TemplateProcessing("<|im_start|> $A <|im_end|>", None, demo_marks(demo))
+    wanted = demo.encode(text), demo.encode(text, add_special_tokens=False)
+    lengths = list[int]()
+    at_once = demo._encode_at_once
+
+    def noted(texts: list[str], special: bool) -> list[list[int]]:
+        lengths.extend(map(len, texts))
+        return at_once(texts, special)
+
+    monkeypatch.setattr(demo, "_encode_at_once", noted)
+    monkeypatch.setattr(tokenizer_module, "_CALL_CHARS", 600)
+    try:
+        assert (demo.encode(text), demo.encode(text, add_special_tokens=False)) == wanted
+    finally:
+        demo.hf.post_processor = None
+    assert max(lengths) <= 600
+
+
+def demo_marks(demo: Tokenizer) -> list[tuple[str, int]]:
+    return [(name, token) for name, token in demo.special_tokens().items() if name in ("<|im_start|>", "<|im_end|>")]
+
+
+def test_a_text_without_a_cut_is_whole() -> None:
+    hf = split_by(GPT_4)
+    cuts = text_cuts(hf)
+    assert cuts is not None
+    for text in ("7" * 5000, "#" * 5000, " " * 5000):
+        assert list(cuts.parts_of(text, 500)) == [text]
+
+
+def test_a_cut_that_changes_tokens_is_not_made() -> None:
+    """A pattern whose words go on behind a space looks like the others: each cut is tried with what is beside it."""
+    hf = split_by(r"[a-z]+ [a-z]+|\s", "fo", "fox", "foxĠ", "foxĠf")
+    text = " ".join(["fox"] * 2000)
+    cuts = text_cuts(hf)
+    assert cuts is not None
+
+    def encode(part: str) -> list[int]:
+        return hf.encode_batch_fast([part], add_special_tokens=False)[0].ids  # type: ignore[no-any-return]
+
+    parts = list(cuts.parts_of(text, 500))
+    assert [token for part in parts for token in encode(part)] == encode(text)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"normalizer": normalizers.Lowercase()},
+        {"normalizer": normalizers.Prepend("x")},
+        {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=True)},
+        {"pre_tokenizer": pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)},
+        {"pre_tokenizer": pre_tokenizers.Metaspace()},
+        {"pre_tokenizer": pre_tokenizers.Split(tokenizers.Regex(r"(?<=a)b"), "isolated")},
+        {"pre_tokenizer": pre_tokenizers.Split(tokenizers.Regex(r"a(?=.*b)"), "isolated")},
+        {"pre_tokenizer": pre_tokenizers.Split(" ", "removed")},
+        {"model": models.Unigram([("a", 0.0)], 0, False)},
+    ],
+    ids=str,
+)
+def test_tokenizers_whose_texts_are_not_cut(change: dict[str, object]) -> None:
+    hf = byte_level()
+    for name, value in change.items():
+        setattr(hf, name, value)
+    assert text_cuts(hf) is None
+
+
+def test_tokens_that_look_at_what_is_beside_them_are_not_cut_off() -> None:
+    for options in ({"lstrip": True}, {"rstrip": True}, {"single_word": True}):
+        hf = byte_level()
+        hf.add_tokens([AddedToken("fox", **options)])
+        assert text_cuts(hf) is None
+    hf = byte_level()
+    hf.add_tokens(["a fox"])
+    assert text_cuts(hf) is None

@@ -3,11 +3,14 @@
 import gc
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import pytest
 from uvicorn.server import ServerState
 
+from frontend.http.wire import protocol as protocol_module
 from frontend.http.wire.held_bodies import HeldBodies, HeldBody
 from tests.frontend.http.caller import serving, wait_for
 from tests.frontend.http.peer import App, connected, status, turning
@@ -98,6 +101,58 @@ def test_a_request_that_was_answered_gets_no_second_answer() -> None:
     peer.data_received(b"POST /no HTTP/1.1\r\nhost: h\r\ncontent-length: 4000\r\n\r\n")
     peer.sweep(time.monotonic() + 30)
     assert (transport.written.count(b"HTTP/1.1 "), transport.calls) == (1, ["write_eof"])
+
+
+class Timers:
+    """The part of a loop that sets timers; a test lets them run out."""
+
+    def __init__(self) -> None:
+        self.due = list[Callable[[], None]]()
+
+    def call_later(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
+        assert seconds > 0
+        self.due.append(partial(call, *arguments))
+
+
+def test_bodies_of_refused_requests_are_read_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read at once, 7 MB bodies of a key out of quota made others wait for 40 times as long."""
+    monkeypatch.setattr(protocol_module, "_DROPPED_AT_ONCE", 1000)
+    bodies, timers, app, state = HeldBodies(1 << 20), Timers(), App(refused=("/x",)), ServerState()
+    put = bodies.drops.put
+    monkeypatch.setattr(bodies.drops, "put", lambda read_on, loop: put(read_on, timers))  # type: ignore[arg-type]
+    peers = [connected(app, state, bodies=bodies) for _ in range(4)]
+    for peer, transport in peers:
+        peer.data_received(HEAD % 4000)
+        peer.data_received(b"x" * 900)
+        assert (status(transport), transport.calls) == (404, [])
+        peer.data_received(b"x" * 900)
+        assert transport.calls == ["pause_reading"]
+        peer.sweep(time.monotonic() + 30)  # it is not the peer that is slow
+    assert bodies.num_bytes == 0
+    peers[1][1].calls.append("abort")
+    peers[1][0].connection_lost(None)
+    for turn in range(4):
+        assert len(timers.due) == 1
+        timers.due.pop()()
+        assert [transport.calls[-1] == "resume_reading" for _, transport in peers] == [
+            index <= turn and index != 1 for index in range(4)
+        ]
+    assert timers.due == []
+    peer, transport = peers[0]
+    peer.data_received(b"x" * 2200 + HEAD % 0)
+    assert transport.written.count(b"HTTP/1.1 404") == 2  # the connection goes on
+
+
+def test_what_comes_behind_a_refusal_is_read_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The connection closes, and its peer may still read why."""
+    monkeypatch.setattr(protocol_module, "_DROPPED_AT_ONCE", 1000)
+    peer, transport = connected(App())
+    peer.data_received(HEAD % 6000)
+    assert (status(transport), transport.calls) == (413, ["write_eof"])
+    peer.data_received(b"x" * 1500)
+    assert transport.calls == ["write_eof", "pause_reading"]
+    peer.sweep(time.monotonic() + 3)
+    assert transport.calls[-1] == "abort"
 
 
 @pytest.mark.parametrize("ends", [True, False])

@@ -103,6 +103,47 @@ def test_a_turn_takes_a_bounded_part_of_the_news(count: int, tokens: int, weight
         assert (rows - 1) * cost < pump_module._NEWS_EACH_TURN
 
 
+class Clock:
+    """A clock that is a millisecond later at each look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 0.001
+        return self.now
+
+    monotonic = perf_counter
+
+
+def test_a_turn_with_slow_news_ends_by_the_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is received until all of it is taken: what comes meanwhile is merged by the engine."""
+    monkeypatch.setattr(pump_module, "time", Clock())
+    taken, turn, calls = list[tuple[int, int, int]](), [0], list[tuple[str, int]]()
+
+    async def run() -> None:
+        client: Any = Client([news_of(200, 256)])
+        pump = Pump(client)
+        receiver: Any = SimpleNamespace(
+            pause=lambda: calls.append(("pause", len(taken))), resume=lambda: calls.append(("resume", len(taken)))
+        )
+        pump._receiver = receiver
+        for number in range(200):
+            pump.add(Taker(number, 1, taken, turn), [])  # type: ignore[arg-type]
+        client.listener()
+        while len(taken) < 200:
+            turn[0] += 1
+            await asyncio.sleep(0)
+        while pump._touched:
+            await asyncio.sleep(0)
+        pump._timer.cancel()
+
+    asyncio.run(run())
+    assert len({turn for turn, _, _ in taken}) > 5
+    assert {what for what, count in calls if count < 200} == {"pause"}
+    assert calls[-1] == ("resume", 200)
+
+
 def test_many_requests_are_forgotten_in_parts() -> None:
     async def run() -> list[int]:
         client: Any = Client([])

@@ -110,3 +110,43 @@ def test_no_field_can_end_its_line() -> None:
     with pytest.raises(RuntimeError, match="Invalid HTTP header value"):
         one.write_whole(200, [(b"x", b"1\r\ny: 2")], b"")
     assert transport.written == b""
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_head_leaves_with_what_follows_it(is_whole: bool) -> None:
+    """As one send(): each of them is a system call, and wakes the peer."""
+    one, peer, transport = asked()
+    if is_whole:
+        one.write_whole(200, FIELDS, b"body")
+    else:
+        one.begin(FIELDS)
+        assert transport.num_writes == 0
+        one.write(b"part")
+    assert transport.num_writes == 1
+    if not is_whole:
+        one.end(b"end")
+    spin()
+    assert peer.protocol.timeout_keep_alive_task is None  # a sweep ends what is idle: no timer for each answer
+
+
+def test_a_head_alone_leaves_too() -> None:
+    one, _, transport = asked()
+    one.begin(FIELDS)
+    one.write(b"")
+    assert transport.written.endswith(b"\r\n\r\n")
+    one.write(b"part")
+    assert transport.written.endswith(b"\r\n\r\n4\r\npart\r\n")
+    one.end(b"")
+
+
+def test_a_long_answer_is_not_copied() -> None:
+    one, _, transport = asked()
+    one.write_whole(200, FIELDS, b"x" * 100_000)
+    assert transport.num_writes == 2
+    assert transport.written.endswith(b"\r\n\r\n" + b"x" * 100_000)
+
+
+def test_an_answer_that_closes_its_connection_is_whole() -> None:
+    one, _, transport = asked(b"GET /x HTTP/1.1\r\nhost: h\r\nconnection: close\r\n")
+    one.write_whole(200, FIELDS, b"body")
+    assert (transport.written[-4:], transport.calls) == (b"body", ["close"])
