@@ -47,7 +47,7 @@ class LoopReceiver:
     def pause(self) -> None:
         """Receive nothing until resume().
 
-        What comes meanwhile waits in the socket and, when that is full, at the engine, which merges it.
+        What comes until then waits in the socket and, when that is full, at the engine, which merges it.
         """
         self._is_paused = True
 

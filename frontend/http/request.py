@@ -32,7 +32,7 @@ _ids: list[str] = []  # of new_id(), for the next callers
 
 
 def new_id() -> str:
-    """Return an id that nobody can guess: 128 random bits as 32 hexadecimal digits. Any thread may call it.
+    """Return an id that cannot be guessed: 128 random bits as 32 hexadecimal digits. Any thread may call it.
 
     The system is asked for 128 ids at once, because each question is a system call.
     """

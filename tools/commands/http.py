@@ -72,15 +72,8 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, metavar="N", help=f"with --host instead of --http; default: {DEFAULT_PORT}")
     group.add_argument("--uds", metavar="PATH", help="listen at this file (a Unix socket) instead of a port")
     add_wire_options(group)
-    group.add_argument(
-        "--served-model-name",
-        "--alias",
-        "-a",
-        nargs="+",
-        default=[],
-        metavar="NAME",
-        help="the model's names; default: the engine's",
-    )
+    names = ("--served-model-name", "--alias", "-a")  # the last two are llama.cpp's
+    group.add_argument(*names, nargs="+", default=[], metavar="NAME", help="the model's names; default: the engine's")
     keys = "a file of lines NAME SHA256 [LIMIT=VALUE ...], see docs/http.md; read again when it changes"
     group.add_argument("--api-key-file", metavar="FILE", help=keys)
     group.add_argument(

@@ -1,7 +1,7 @@
 """HeldBodies: the memory of all requests' bodies together, from their first bytes until they are read.
 
 When it is full, room is made for the body that comes: the unfinished one that has been silent for the longest time is
-refused. So whoever sends bodies without their last byte takes nothing from those who finish theirs.
+refused. So callers that never finish their bodies take nothing from the others.
 
 Bodies whose requests were refused by their heads take no memory. They are read slowly: see Drops.
 """
@@ -22,7 +22,7 @@ _DROP_S = 0.005
 
 
 class Drops:
-    """The reading of bodies that nobody wants: one part of one connection at a time, in turns, with pauses.
+    """The reading of bodies that no request wants: one part of one connection at a time, in turns, with pauses.
 
     A connection that is closed with bytes unread is reset, which may take the answer from its peer. And read at once
     the bodies of one caller whose requests are refused would cost more than the requests of all others.

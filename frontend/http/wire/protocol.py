@@ -32,7 +32,7 @@ IDLE_S = 75  # of a connection without a request: longer than clients keep one i
 _BODY_GRACE_S = 10.0  # from the headers
 _MIN_BODY_RATE = 1024  # bytes/s, after the grace
 _MAX_SILENT_S = 15.0  # of a body, however much of it came before
-_DROPPED_AT_ONCE = 128 << 10  # bytes of a body that nobody wants
+_DROPPED_AT_ONCE = 128 << 10  # bytes of a body that no request wants
 _LINGER_S = 2.0  # from the last byte of an answer to the end of a connection that takes no more requests
 _LAST_BYTES_S = 60.0  # for a peer to read that last byte
 
@@ -280,7 +280,7 @@ class HttpProtocol(HttpToolsProtocol):
         return self._phase is not _Phase.IDLE or self._error is not None
 
     def _read_in_turn(self) -> None:
-        """Read no more of a body that nobody wants until it is this connection's turn."""
+        """Read no more of a body that no request wants until it is this connection's turn."""
         self._dropped_bytes = 0
         if not self.flow.awaits_turn:
             self.flow.pause_reading()
