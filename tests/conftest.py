@@ -22,6 +22,10 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 # tests of models, beams and the CUDA executor took 46 s, and 25 s with short spins. Read when torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "100")
 
+# numpy's BLAS starts a thread for each core when it is imported, a tenth of the time in which an engine, a server or a
+# client starts. The tests start about a thousand of them.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # Where no bytecode is to be written, pytest prepares every module of tests again in each worker (10 s), and each of the
 # hundreds of engines, servers and clients that the tests start compiles our modules: 0.2 of its 0.45 s.
 sys.dont_write_bytecode = False

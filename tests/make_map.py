@@ -26,7 +26,9 @@ def product_files() -> list[Path]:
 
 def first_sentence(path: Path) -> str:
     """Return the first sentence of a file's docstring, on one line; AssertionError for a file that has none."""
-    text = ast.get_docstring(ast.parse((ROOT / path).read_text()))
+    source = (ROOT / path).read_text()
+    head = re.match(r'"""(?:[^"\\]|"(?!""))*"""', source)  # the whole file takes 100 times as long to parse
+    text = ast.get_docstring(ast.parse(head[0] if head else source))
     assert text, f"{path} has no docstring"
     paragraph = " ".join(text.split("\n\n")[0].split())
     return re.split(r"\.\s+(?=[A-Z])", paragraph)[0].rstrip(".")

@@ -2,11 +2,13 @@
 
 import argparse
 import errno
+import gc
 import importlib
 import io
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from ipc.errors import EngineCoreError
 from ipc.version import NAME, VERSION
@@ -72,7 +74,18 @@ def _run(words: list[str]) -> int:
     if words[0] in OTHER_COMMANDS:
         parser.error(f"unknown command {words[0]}: {OTHER_COMMANDS[words[0]]}")
     command = parser.parse_args(words[:1]).command
-    return int(importlib.import_module(f"{HOME}{COMMANDS[command][0]}").main(words[1:]))
+    return int(_load(f"{HOME}{COMMANDS[command][0]}").main(words[1:]))
+
+
+def _load(name: str) -> Any:
+    """Import a module without the garbage collector, which would look through what stays: an eighth of the time."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return importlib.import_module(name)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _make_streams_usable() -> None:

@@ -82,7 +82,7 @@ class IOThread:
             self._engine_sources.register(fd, select.POLLIN)
         self._engine_fd = -1  # of the engine itself, see wake_engine_on()
         self._is_kept = False  # this thread does not sleep on the socket, because the engine thread has kept it
-        self._border = Border(
+        self.border = Border(
             self._socket,
             self._monitor,
             served,
@@ -94,7 +94,7 @@ class IOThread:
             on_shutdown=self._wake_up,
             on_prepared=self._wake_up,
         )
-        self.inbox, self.sessions, self._outbox = self._border.inbox, self._border.sessions, self._border.outbox
+        self.inbox, self.sessions, self._outbox = self.border.inbox, self.border.sessions, self.border.outbox
 
     # --- called by other threads ---
 
@@ -139,18 +139,18 @@ class IOThread:
 
     def isolate(self, which: Isolate) -> None:
         """Stop running these requests from now on, and let the others run."""
-        self._border.isolate = which
+        self.border.isolate = which
         self._wake_up()
 
     def drain(self) -> None:
         """Refuse new requests from now on and end the inbox."""
-        self._border.drain_asked = True
+        self.border.drain_asked = True
         self._wake_up()
 
     @property
     def departure(self) -> Departure:
         """Return what the owner requested of the drain."""
-        return self._border.departure
+        return self.border.departure
 
     def finish(self, last: EngineStopping, timeout: float) -> None:
         """Send what is in the outbox, then `last` to every session, and end. May be called again."""
@@ -178,8 +178,8 @@ class IOThread:
             self._is_kept = True
         while True:
             with self._using:
-                has_read = self._border.receive(time.monotonic())
-                due_s = self._border.due_s(may_receive=has_read)
+                has_read = self.border.receive(time.monotonic())
+                due_s = self.border.due_s(may_receive=has_read)
             if due_s is not None and (self._sleep_s is None or due_s < self._sleep_s):
                 self._wake_up()
             left_ms = None if deadline is None else (deadline - time.monotonic()) * 1000
@@ -207,8 +207,8 @@ class IOThread:
         try:
             if not self._outbox.empty():
                 return False
-            self._border.send(messages, time.monotonic())
-            if self.sessions.has_unsent or self._border.has_unread:
+            self.border.send(messages, time.monotonic())
+            if self.sessions.has_unsent or self.border.has_unread:
                 self._wake_up()
         except BaseException:
             self._fail()
@@ -223,7 +223,7 @@ class IOThread:
             self._serve()
         except BaseException:
             self._fail()
-        if self._border.shutdown_asked:
+        if self.border.shutdown_asked:
             self._exit(0)
 
     def _exit(self, code: int) -> NoReturn:
@@ -240,23 +240,23 @@ class IOThread:
     def _serve(self) -> None:
         while True:
             self._using.acquire()
-            due_s = self._border.round(time.monotonic())
-            if self._border.shutdown_asked:
+            due_s = self.border.round(time.monotonic())
+            if self.border.shutdown_asked:
                 self._stop(EngineStopping("its owner has shut it down"))
                 return
             if self._stopping is not None and self._outbox.empty():
                 self._stop(self._stopping)
                 return
-            move_s = self._border.departure.due_s(time.monotonic())
+            move_s = self.border.departure.due_s(time.monotonic())
             if move_s == 0:
-                self._stop(self._border.departure.last_message)
-                self._exit(self._border.departure.exit_code)
+                self._stop(self.border.departure.last_message)
+                self._exit(self.border.departure.exit_code)
             due_s = move_s if due_s is None or (move_s is not None and move_s < due_s) else due_s
             self._sleep_s = due_s  # set before the lock is released, because the engine thread compares it
             self._using.release()
             if self._engine_is_asleep and not self.inbox.is_empty:
                 os.eventfd_write(self._wake_engine, 1)
-            if self._border.is_behind:
+            if self.border.is_behind:
                 time.sleep(_PACE_S)
             self._is_asleep = True  # set before looking at the outbox, so that a later put sees it
             for fd, _ in self._sources.poll(due_s if self._outbox.empty() else 0):
@@ -265,9 +265,9 @@ class IOThread:
             self._is_asleep = False
 
     def _stop(self, stopping: EngineStopping) -> None:
-        self._border.close()
+        self.border.close()
         now = time.monotonic()
-        self._border.send_to_all(stopping, now)
+        self.border.send_to_all(stopping, now)
         deadline = now + _FLUSH_S
         while self.sessions.has_unsent and (now := time.monotonic()) < deadline:
             if not self.sessions.flush(now):

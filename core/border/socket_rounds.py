@@ -4,7 +4,6 @@ There are no threads, sleeps or clocks here: core/border/io_thread.py decides wh
 tests/simulation simulates the socket and the time.
 """
 
-import struct
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TypeAlias
@@ -24,7 +23,7 @@ from core.border.reception import RETURN_S, Reception, Served
 from core.border.sessions import Sessions
 from core.inputs import EndPause
 from ipc.wire.messages import CallResult, ErrorCode, Outputs, ServerMessage
-from ipc.wire.sockets import READABLE, Socket, pending_events
+from ipc.wire.sockets import READABLE, Socket, pending_events, receive_event
 from ipc.wire.start_messages import Isolate
 
 AddressedMessage: TypeAlias = tuple[int, ServerMessage]  # (client, message)
@@ -38,9 +37,6 @@ _PARKED_S = 0.001  # between rounds while messages are parked
 _STEPS_PER_ROUND = 4  # steps sent before messages are received again
 _MIN_RETRY_S, _MAX_RETRY_S = 0.01, 0.16  # between attempts to send to clients whose queues are full
 _TICKS_PER_LEASE = 8
-#: A message of libzmq's monitor: the event, and the connection's file descriptor. zmq.utils.monitor would import
-#: asyncio.
-_MONITOR_EVENT = struct.Struct("=hi")
 NOBODY = 0  # the client of inputs that come from no client
 
 
@@ -74,10 +70,10 @@ class Border:
         self.departure = Departure()
         self.is_behind = False  # the last round left messages unread, because clients send faster than it reads
         self.shutdown_asked = self._has_ended_inbox = False  # nothing more is received; the inbox ends
-        self._socket, self._monitor, self._doorway = socket, monitor, doorway
+        self._socket, self._monitor, self.doorway = socket, monitor, doorway
         self._lease_s = served.welcome.limits.lease_ms / 1000
         self._busy = Busy(self.sessions, now)
-        self._pacing, self._num_units = Pacing(self.sessions, self._busy, now), 0  # units read and not counted yet
+        self.pacing, self._num_units = Pacing(self.sessions, self._busy, now), 0  # units read and not counted yet
         self._clock = LeaseClock(self._lease_s / _TICKS_PER_LEASE, now)
         self._on_drain, self._on_shutdown = on_drain, on_shutdown
         self._meter = served.meter
@@ -90,7 +86,7 @@ class Border:
         self._isolation = Isolation(self.inbox, served.welcome.epoch, served.isolate)
         self._forget_at_close(served)
         self.isolate: Isolate | None = None  # set by any thread: the next round applies it
-        self._reception = Reception(
+        self.reception = Reception(
             served,
             self.sessions,
             self.inbox,
@@ -132,7 +128,7 @@ class Border:
         self.send(self._adapters.take_done(), now)
         if (isolate := self.isolate) is not None:
             self.isolate = None
-            self._isolation.change(isolate, now, self._reception.begin)
+            self._isolation.change(isolate, now, self.reception.begin)
             self.send(self._isolation.take_done(), now)
         if self.drain_asked and not self._has_ended_inbox:
             self._end_inbox(now)
@@ -148,8 +144,8 @@ class Border:
         self._on_drain()
 
     def _refuse_new(self) -> None:
-        if not self._reception.is_draining:
-            self._reception.is_draining = self.sessions.is_draining = True
+        if not self.reception.is_draining:
+            self.reception.is_draining = self.sessions.is_draining = True
             self.inbox.put(NOBODY, EndPause())
 
     def _end_inbox(self, now: float) -> None:
@@ -174,7 +170,7 @@ class Border:
         """Return the seconds until a round is due even if nothing happens, or None."""
         if not may_receive or (self.drain_asked and not self._has_ended_inbox):
             return _MIN_RETRY_S
-        if self._pacing.num_parked:
+        if self.pacing.num_parked:
             return _PARKED_S
         if self.sessions.has_unsent:
             return self._retry_s
@@ -190,7 +186,7 @@ class Border:
 
         A message is one frame. Of a longer one, which a peer may make of any number of frames, only the first is kept.
         """
-        pacing, num_bytes, identity, has_read = self._pacing, 0, b"", False
+        pacing, num_bytes, identity, has_read = self.pacing, 0, b"", False
         num_frames = self._handle_parked(now) if pacing.num_parked else 0
         while num_frames < _FRAMES_PER_ROUND and num_bytes < _BYTES_PER_ROUND:
             if self.inbox.is_overfull or self.shutdown_asked or (pacing.is_on and pacing.is_full):
@@ -212,7 +208,7 @@ class Border:
             if (length > 1 or frame.more) and not (length := self._drop_rest(identity, frame, length)):
                 break
             if not (pacing.is_on and pacing.parks(Message(identity, frame, length), now)):
-                self._reception.receive(identity, frame, length, now)
+                self.reception.receive(identity, frame, length, now)
         self._num_units += num_frames + num_bytes // 1024
         if self._num_units >= BURST_UNITS:
             pacing.note(self._num_units, identity, now)
@@ -232,8 +228,8 @@ class Border:
     def _handle_parked(self, now: float) -> int:
         """Handle parked messages as far as their senders' budgets allow. Return their number."""
         num_handled = 0
-        for message in self._pacing.due(now):
-            self._reception.receive(*message, now)
+        for message in self.pacing.due(now):
+            self.reception.receive(*message, now)
             num_handled += 1
             if num_handled == _FRAMES_PER_ROUND or self.inbox.is_overfull or self.shutdown_asked:
                 break
@@ -274,10 +270,9 @@ class Border:
     def _close_disconnected(self) -> None:
         """End the sessions whose connection ended, no matter how the client died."""
         while self._monitor.poll(0):
-            frame, _address = self._monitor.recv_multipart()
-            event, value = _MONITOR_EVENT.unpack(frame)
-            if self._doorway is not None:
-                self._doorway.note(event, value)
+            event, value = receive_event(self._monitor)
+            if self.doorway is not None:
+                self.doorway.note(event, value)
             if event == zmq.EVENT_DISCONNECTED:
                 for session in self.sessions.of_fd(value):
                     self.sessions.lose(session)

@@ -39,7 +39,7 @@ class CudaExecutor:
         assert isinstance(model.operations, TritonOperations), type(model.operations)
         self._model, self._operations = model, model.operations
         self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
-        self._memory = CudaMemory(model, model.operations, config)
+        self.memory = CudaMemory(model, model.operations, config)
         self._overlaps = overlaps(config)
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
@@ -48,7 +48,7 @@ class CudaExecutor:
 
     def cache_memory_bytes(self) -> int | None:
         """Return the bytes of GPU memory left for the KV cache; see CudaMemory. Errors: OutOfMemoryError."""
-        return self._memory.cache_bytes()
+        return self.memory.cache_bytes()
 
     def initialize_cache(self, config: ResolvedConfig) -> None:
         """Allocate the KV cache of the resolved config. Errors: OutOfMemoryError."""

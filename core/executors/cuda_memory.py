@@ -47,9 +47,9 @@ class CudaMemory:
             return None
         total = torch.cuda.mem_get_info(self._device)[1]
         try:
-            peak = self._peak_bytes(self._largest_step)
+            peak = self._peak_bytes(self.largest_step)
             # The memory of a decode step comes on top of a mixed step's, because CUDA graphs keep theirs.
-            peak += self._peak_bytes(self._largest_decode) - torch.cuda.memory_allocated(self._device)
+            peak += self._peak_bytes(self.largest_decode) - torch.cuda.memory_allocated(self._device)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
                 f"a step of max_num_batched_tokens={self._token_budget()} tokens or of max_num_seqs="
@@ -90,7 +90,7 @@ class CudaMemory:
         return 4 * self._config.max_num_seqs * (num_tokens + ceil_div(num_tokens, self._config.block_size))
 
     @torch.inference_mode()
-    def _largest_step(self) -> None:
+    def largest_step(self) -> None:
         """Run a step with all tokens of the budget, for as many requests as may run.
 
         Its cache has only the null block.
@@ -122,7 +122,7 @@ class CudaMemory:
         sample_tokens(reported, torch.from_numpy(words).to(self._device), Kinds(draws=True, cuts=True))
 
     @torch.inference_mode()
-    def _largest_decode(self) -> None:
+    def largest_decode(self) -> None:
         """Run a decode step with one token for each request that may run, and for each draft.
 
         Its memory is that of the longest possible context, but its time is that of a context of one token, in the null

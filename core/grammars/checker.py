@@ -63,7 +63,7 @@ class CheckedGrammars:
         """max_cpu_ms, max_memory_bytes: the limits of core/grammars/check.py."""
         self._grammars = grammars
         self._bounds = max_cpu_ms, max_memory_bytes
-        self._process: _Process | None = None
+        self.process: _Process | None = None
         self._fatal: OrderedDict[GrammarKey, str] = OrderedDict()  # why a grammar is refused; for prepare()
         self._vocabulary = b""  # the message for a new process; b"" = not needed so far
         self._loading = threading.Lock()  # for the vocabulary
@@ -104,14 +104,14 @@ class CheckedGrammars:
         """End the process. A running prepare() fails, and so do later ones."""
         with self._lock:
             self._is_closed = True
-            process = self._process
+            process = self.process
             if process is None:
                 return
             if self._is_asking:
                 process.kill()
             else:
                 process.end()
-                self._process = None
+                self.process = None
 
     def _load_ahead(self) -> None:
         with contextlib.suppress(EngineCoreError):
@@ -172,18 +172,18 @@ class CheckedGrammars:
         with self._lock:
             if self._is_closed:
                 raise InvalidRequestError("the engine is stopping")
-            if is_new := self._process is None:
+            if is_new := self.process is None:
                 try:
-                    self._process = _Process(*self._bounds)
+                    self.process = _Process(*self._bounds)
                 except (OSError, EngineStartError) as error:
                     text = f"the process that checks grammars could not be started: {error}"
                     raise InvalidRequestError(text) from error
             self._is_asking = True
-            return self._process, is_new
+            return self.process, is_new
 
     def _end(self, process: _Process) -> int:
         with self._lock:
-            self._process = None
+            self.process = None
         return process.end()
 
     def _why(self, code: int) -> str:

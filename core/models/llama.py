@@ -90,7 +90,7 @@ class Llama:
         indices = range(config.num_hidden_layers)
         self.layers = [build_layer(operations, parts, config, index, dtype) for index in indices]
         self._build_end(parts, head)
-        self._decoder = cpu_decoder(
+        self.decoder = cpu_decoder(
             whole, operations, self.layers, self.embedding, self._norm, self._float_norm, self.head, rank
         )
 
@@ -147,15 +147,15 @@ class Llama:
     @property
     def reads_features(self) -> bool:
         """Return whether ModelInputs.given may be set. Only the C decoder reads it, and not in a group of ranks."""
-        return self._decoder is not None and self._is_alone
+        return self.decoder is not None and self._is_alone
 
     def tap(self, places: Sequence[int]) -> None:
         """In each step, keep the residual stream as it is after these numbers of layers, for StepResult.states_of().
 
         places: from 1 to the number of layers. It needs the C kernels. Call it before the first step.
         """
-        assert self._decoder is not None, "only the C decoder has taps"
-        self._decoder.tap(places)
+        assert self.decoder is not None, "only the C decoder has taps"
+        self.decoder.tap(places)
 
     def settle_length(self, max_model_len: int) -> None:
         """Set the rotary embeddings that depend on the number of tokens of the longest request."""
@@ -214,12 +214,12 @@ class Llama:
         With the C kernels it is one call, which computes the last layer only for rows with logits. Otherwise operations
         run one by one.
         """
-        if self._decoder is None:
+        if self.decoder is None:
             return self.result(self.hidden_states(inputs), inputs.logits_rows)
         token_ids, positions, slots, attention, cache, logits_rows, generation, adapters, *_ = inputs
         assert isinstance(cache, CpuKVCache), type(cache)
         lora = None if adapters is None else lora_rows(adapters)
-        return self._decoder(
+        return self.decoder(
             token_ids,
             positions,
             slots,

@@ -152,10 +152,11 @@ class CudaModelRunner(ModelRunner):
         self._pending: CudaStep | None = None
         self._nothing = torch.zeros(0, dtype=torch.int32, device=self._device)
         self._unreported = torch.zeros((0, model.vocab_size))  # in host memory
-        self._most_alone = max(num_rows, most_alone)
-        self._graphs = self._make_graphs(self._most_alone) if use_graphs and self._device.type == "cuda" else None
+        self.most_alone = max(num_rows, most_alone)
+        self.graphs = self.make_graphs(self.most_alone) if use_graphs and self._device.type == "cuda" else None
 
-    def _make_graphs(self, num_tokens: int) -> DecodeGraphs:
+    def make_graphs(self, num_tokens: int) -> DecodeGraphs:
+        """Return graphs, none captured yet, for decode steps of up to `num_tokens` tokens."""
         return DecodeGraphs(self._decode, self._device, num_tokens, self._llama.config.hidden_size)
 
     @torch.inference_mode()
@@ -210,7 +211,7 @@ class CudaModelRunner(ModelRunner):
         if most < LEAST_TOKENS:
             return None
         blocks = np.arange(ceil_div(most, self.block_size), dtype=np.int32) + self._first_block
-        loop = TrialLoop(self, blocks, most, self._most_alone, used=used)
+        loop = TrialLoop(self, blocks, most, self.most_alone, used=used)
         durations = loop.measure()
         self._apply(loop.end())
         self.table.clear_columns([0])
@@ -219,7 +220,7 @@ class CudaModelRunner(ModelRunner):
 
     def _run_trial(self, num_tokens: int, num_steps: int = 1) -> None:
         """Run num_steps steps with num_tokens tokens of row 0, and wait for the last one."""
-        columns = trial_columns(num_tokens, self._most_alone, self._group_size)
+        columns = trial_columns(num_tokens, self.most_alone, self._group_size)
         for _ in range(num_steps):
             hidden, logits_rows = self._launch(columns)
             logits, inputs = self._llama.logits(hidden, logits_rows), trial_sampling(num_tokens)
@@ -297,7 +298,7 @@ class CudaModelRunner(ModelRunner):
         ends = self.table.num_computed_tokens[plan.rows]
         if not len(plan.num_draft_tokens):
             return step_columns(plan.rows, plan.num_scheduled_tokens, ends, in_plan)
-        columns = draft_columns(plan, ends, in_plan, self._most_alone, self._group_size)
+        columns = draft_columns(plan, ends, in_plan, self.most_alone, self._group_size)
         drafted = np.flatnonzero(plan.num_draft_tokens)
         rows, counts = plan.rows[drafted].astype(np.int64), plan.num_draft_tokens[drafted].astype(np.int64)
         self.table.write_drafts(rows, plan.draft_token_ids, counts)
@@ -312,8 +313,8 @@ class CudaModelRunner(ModelRunner):
             (columns.rows, columns.positions, *work[:3], columns.logits_tokens, *columns.shared)
         )
         rows, positions, alone, tiles, counts, logits_rows, *shared = sent
-        if self._graphs is not None and len(alone) == len(rows) and self._graphs.fits(len(rows)):
-            hidden = self._graphs(rows, positions, work.num_splits, *shared)
+        if self.graphs is not None and len(alone) == len(rows) and self.graphs.fits(len(rows)):
+            hidden = self.graphs(rows, positions, work.num_splits, *shared)
         else:
             blocks, splits = self._tables.blocks, work.num_splits
             hidden = self._forward(TritonWork(rows, positions, blocks, alone, tiles, counts, splits, None, *shared))

@@ -31,7 +31,7 @@ class DecodeGraphs:
         decode: see Decode. num_rows: the maximum number of rows of a batch. width: length of a hidden state.
         """
         self._decode = decode
-        self._graphs: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
+        self.captured: dict[tuple[int, int, bool], torch.cuda.CUDAGraph] = {}
         # at least 8: all rows of inputs start at multiples of 16 bytes
         size = padded_rows(max(8, min(num_rows, MAX_ROWS)))
         self._inputs = torch.full((3, size), -1, dtype=torch.int32, device=device)
@@ -55,9 +55,9 @@ class DecodeGraphs:
         """
         count, splits = len(rows), padded_splits(num_splits)
         size = padded_rows(count) if shared is None else min(_power_of_2(count), self._inputs.shape[1])
-        graph = self._graphs.get((size, splits, shared is not None))
+        graph = self.captured.get((size, splits, shared is not None))
         if graph is None:
-            graph = self._graphs[size, splits, shared is not None] = self._capture(size, splits, shared is not None)
+            graph = self.captured[size, splits, shared is not None] = self._capture(size, splits, shared is not None)
         self._inputs[0, :count], self._inputs[1, :count] = rows, positions
         if shared is not None:
             self._inputs[2, :count] = shared

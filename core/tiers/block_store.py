@@ -113,7 +113,7 @@ class BlockStore:
     ) -> None:
         self._beside = beside
         self._folder, self._names, self._host, self._cache = folder, names, blocks.host, blocks.cache
-        self._peers, self._served = peers, served
+        self.peers, self._served = peers, served
         self.settle: Callable[[], None] = lambda: None  # waits until every Leave given so far has been carried out
         self._contents, self._evictions = contents, evictions
         self._unsaved: deque[Left] = deque()
@@ -126,8 +126,8 @@ class BlockStore:
 
     def open(self) -> None:
         """Bring the folder below its limit, which may have been larger before; connect to peers, and answer them."""
-        if self._peers is not None:
-            self._peers.open()
+        if self.peers is not None:
+            self.peers.open()
         if self._served is not None:
             self._served.server.start(lambda: self.settle())
         if self._folder is not None:
@@ -138,8 +138,8 @@ class BlockStore:
 
     def close(self) -> None:
         """Close the connections and the folder."""
-        if self._peers is not None:
-            self._peers.close()
+        if self.peers is not None:
+            self.peers.close()
         if self._served is not None:
             self._served.server.close()
         if self._folder is not None:
@@ -196,9 +196,9 @@ class BlockStore:
     def _count(self, ticket: int, names: list[bytes]) -> int:
         """Return how many of these blocks, from the first on, the folder and the peers have."""
         count = self._count_in_folder(names)
-        if self._peers is None or count == len(names):
+        if self.peers is None or count == len(names):
             return count
-        return count + self._peers.find(ticket, names[count:])
+        return count + self.peers.find(ticket, names[count:])
 
     def _look_beside(self, order: Look, windows: Windows) -> int:
         most = len(order.token_ids) // len(windows.is_here) * windows.most
@@ -207,7 +207,7 @@ class BlockStore:
         for number in range(len(names)):
             if count <= windows.least:
                 break
-            asked = self._peers if number < _MOST_QUESTIONS else None
+            asked = self.peers if number < _MOST_QUESTIONS else None
             missing, found = self._missing(names, windows, count, has, asked), 0
             if missing and asked is not None:
                 found = asked.find(-order.ticket, [self._names.beside(names[place]) for place in missing])
@@ -256,17 +256,17 @@ class BlockStore:
         if self._folder is not None:
             while count < len(names) and self._folder.read(names[count], places[count]):
                 count += 1
-        if self._peers is None or count == len(names):
+        if self.peers is None or count == len(names):
             return count
-        return count + self._peers.read(ticket, names[count:], places[count:])
+        return count + self.peers.read(ticket, names[count:], places[count:])
 
     def _read_beside(self, ticket: int, names: list[bytes], places: list[list[memoryview]]) -> int:
         """Read window blocks, each from the folder or from the peer. Return how many were read, from the first on."""
         folder = self._folder
         has_come = [folder is not None and folder.read(*one) for one in zip(names, places, strict=True)]
         rest = [index for index, come in enumerate(has_come) if not come]
-        if rest and self._peers is not None:
-            count = self._peers.read(ticket, [names[index] for index in rest], [places[index] for index in rest])
+        if rest and self.peers is not None:
+            count = self.peers.read(ticket, [names[index] for index in rest], [places[index] for index in rest])
             rest = rest[count:]
         return rest[0] if rest else len(names)
 

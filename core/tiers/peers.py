@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from core import log
 from core.tiers.block_file import unpack_block
@@ -23,7 +22,7 @@ from core.tiers.peer_messages import (
     decode_answer,
     encode,
 )
-from ipc.wire.sockets import Context, Socket, connect_dealer
+from ipc.wire.sockets import Context, Socket, connect_dealer, receive_event
 
 #: The longest waits, in seconds, for the answers to one lookup and for the blocks of one fetch. A request waits at most
 #: 2 s (core/scheduling/block_exchange.py). Blocks that have arrived by then are used.
@@ -45,7 +44,7 @@ class Peers:
 
     def __init__(self, addresses: Sequence[str], key: bytes, clock: Callable[[], float] = time.monotonic) -> None:
         self._addresses, self._key, self._clock = addresses, key, clock
-        self._peers: list[_Peer] = []
+        self.connections: list[_Peer] = []
         self._found: dict[int, _Peer] = {}  # by ticket: the peer that has the blocks
         self._numbers = itertools.count(1)
         self._context: Context | None = None
@@ -53,21 +52,21 @@ class Peers:
     def open(self) -> None:
         """Connect, in the background. Errors: AddressError."""
         self._context = zmq.Context()
-        self._peers = [_Peer(self._context, address) for address in self._addresses]
+        self.connections = [_Peer(self._context, address) for address in self._addresses]
 
     def close(self) -> None:
         """Close the connections."""
-        for peer in self._peers:
+        for peer in self.connections:
             peer.close()
         if self._context is not None:
             self._context.term()
-        self._peers, self._context = [], None
+        self.connections, self._context = [], None
 
     def find(self, ticket: int, names: list[bytes]) -> int:
         """Return how many of these blocks, from the first on, one peer has. read() with this ticket reads from it."""
         number, now = next(self._numbers), self._clock()
         question = FindBlocks(number, b"".join(names))
-        waits = [peer for peer in self._peers if peer.paused_until <= now and peer.ask(question)]
+        waits = [peer for peer in self.connections if peer.paused_until <= now and peer.ask(question)]
         most, end = 0, now + LOOK_S
         poller = zmq.Poller()
         for peer in waits:
@@ -163,7 +162,7 @@ class _Peer:
     def is_connected(self) -> bool:
         """Return whether there is a connection at present."""
         while self.monitor.poll(0):
-            self._is_connected = recv_monitor_message(self.monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._is_connected = receive_event(self.monitor)[0] == zmq.EVENT_HANDSHAKE_SUCCEEDED
         return self._is_connected
 
     def ask(self, question: Question) -> bool:

@@ -20,11 +20,19 @@ from enum import Enum
 from typing import NamedTuple
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from frontend.client.send_queue import SendQueue
 from frontend.client.transport_interface import Borrower, OnDead, OnFrames, OnLost
-from ipc.wire.sockets import READABLE, WRITABLE, Context, check_listening, connect_dealer, pending_events, signal_fd
+from ipc.wire.sockets import (
+    READABLE,
+    WRITABLE,
+    Context,
+    check_listening,
+    connect_dealer,
+    pending_events,
+    receive_event,
+    signal_fd,
+)
 
 # Connection: a client's socket to an engine, and the monitor that reports when the engine has closed it.
 
@@ -370,10 +378,10 @@ class ZmqTransport:
         if self._pidfd in ready:
             return _End.PROCESS
         while signal_fd(monitor) in ready and monitor.poll(0):
-            event = recv_monitor_message(monitor)
-            if event["event"] == zmq.EVENT_DISCONNECTED:
+            event, value = receive_event(monitor)
+            if event == zmq.EVENT_DISCONNECTED:
                 return _End.CONNECTION
-            self._is_refused = event["value"] != errno.EAGAIN  # EAGAIN: the engine said nothing in time
+            self._is_refused = value != errno.EAGAIN  # EAGAIN: the engine said nothing in time
         if self._lost_at is None:
             return None
         now = time.monotonic()

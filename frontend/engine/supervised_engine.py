@@ -52,7 +52,7 @@ class SupervisedEngine:
         self.process = process
         self.supervisor = Supervisor(rules, has_standby=standby is not StandbyKind.NO)
         self._standby_kind = standby
-        self._standby: Standby | None = None  # the supervisor's thread's
+        self.standby: Standby | None = None  # the supervisor's thread's
         self._on_news = on_news
         self._lock = threading.Lock()  # held while a process is started, so that a concurrent end finds it
         self._is_closing = False
@@ -63,7 +63,7 @@ class SupervisedEngine:
         self._thread: threading.Thread | None = None
         self._num_oom_kills = 0
         self._flights = FlightWriters()
-        self._watchdog = Watchdog(hang_s)
+        self.watchdog = Watchdog(hang_s)
         self._was_hung = False  # the present process, which is being killed for it
         self._address: str | None = None
         self.ended_fd = os.eventfd(
@@ -157,12 +157,12 @@ class SupervisedEngine:
     def _watch(self) -> None:
         """Wait for the end of the process or for the next check."""
         if self.process.pidfd in self._wait(
-            _TICK_S, self.process.pidfd, *(() if self._standby is None else self._standby.fds)
+            _TICK_S, self.process.pidfd, *(() if self.standby is None else self.standby.fds)
         ):
             self._bury()
             return
         self._keep_standby()
-        if self._watchdog.look(self.process.black_box.read(), time.monotonic()):
+        if self.watchdog.look(self.process.black_box.read(), time.monotonic()):
             self._kill_hung()
         elif (hunt := self.supervisor.hunt).is_searching and hunt.on_step(self._rows(), time.monotonic()):
             self.process.isolate(hunt.isolate(time.monotonic()))
@@ -181,7 +181,7 @@ class SupervisedEngine:
 
     def _kill_hung(self) -> None:
         """Kill a hung process. First it is asked for its stacks; a stopped one cannot answer."""
-        self._tell(f"the engine process ({self.process.pid}) hangs: {self._watchdog.text}")
+        self._tell(f"the engine process ({self.process.pid}) hangs: {self.watchdog.text}")
         self._was_hung = True
         os.kill(self.process.pid, signal.SIGUSR1)
         if not self.process.wait(_STACKS_S):
@@ -226,7 +226,7 @@ class SupervisedEngine:
 
         If that fails, only a moment is lost: a new process is started.
         """
-        standby, self._standby = self._standby, None
+        standby, self.standby = self.standby, None
         is_taken = self.supervisor.take_standby()
         if standby is None:
             return False
@@ -257,15 +257,15 @@ class SupervisedEngine:
     def _keep_standby(self) -> None:
         """Start a standby when one is due, and check that the existing one is usable."""
         plan, now = self.supervisor.standby, time.monotonic()
-        if self._standby is not None and not self._standby.look(now):
-            self._tell(f"the standby {self._standby.text}")
-            self._standby = None
+        if self.standby is not None and not self.standby.look(now):
+            self._tell(f"the standby {self.standby.text}")
+            self.standby = None
             plan.on_end(now)
-        elif self._standby is not None and self._standby.is_prepared and plan.state is StandbyState.PREPARING:
+        elif self.standby is not None and self.standby.is_prepared and plan.state is StandbyState.PREPARING:
             plan.on_prepared()
-        elif self._standby is None and plan.is_due(now):
+        elif self.standby is None and plan.is_due(now):
             try:
-                self._standby = self.process.prepare_next(loads_model=self._standby_kind is StandbyKind.MODEL)
+                self.standby = self.process.prepare_next(loads_model=self._standby_kind is StandbyKind.MODEL)
                 plan.on_begin()
             except EngineCoreError as error:
                 self._tell(f"there is no standby: {error}")
@@ -311,9 +311,9 @@ class SupervisedEngine:
 
         If this object is closed without stopping the engine first, there is no client to tell.
         """
-        if self._standby is not None:
-            self._standby.close()
-            self._standby = None  # and its flight recorder
+        if self.standby is not None:
+            self.standby.close()
+            self.standby = None  # and its flight recorder
         self._ended.set()
         is_owed = self.supervisor.is_stopped or not self._is_closing
         try:

@@ -8,9 +8,8 @@ import select
 from collections import deque
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
-from ipc.wire.sockets import READABLE, Context, Socket, connect_dealer, pending_events, signal_fd
+from ipc.wire.sockets import READABLE, Context, Socket, connect_dealer, pending_events, receive_event, signal_fd
 
 SILENCE_MS = 2000
 _MAX_RECONNECT_MS = 320
@@ -60,7 +59,7 @@ class _Link:
     def has_ended(self) -> bool:
         ended = False
         while pending_events(self.monitor) & READABLE:
-            recv_monitor_message(self.monitor)
+            receive_event(self.monitor)
             ended = True
         return ended
 

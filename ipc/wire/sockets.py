@@ -12,6 +12,7 @@ import os
 import re
 import socket as sockets
 import stat
+import struct
 import tempfile
 import time
 from collections.abc import Callable
@@ -37,6 +38,7 @@ ROUTER_LINGER_MS = 500  # time to send the last messages of an engine that ends
 DEALER_LINGER_MS = 100
 #: Between attempts to connect, up to twice this. libzmq's default of 100 ms was a sixth of a restart's pause.
 RECONNECT_MS = 20
+_MONITOR_EVENT = struct.Struct("=hi")  # as libzmq documents it
 MAX_IPC_PATH_BYTES = 107  # sun_path of sockaddr_un is 108 with its NUL
 PRIVATE_PREFIX = "engine-core-"
 _PRIVATE_SOCKET = "engine.sock"
@@ -153,6 +155,16 @@ def pending_events(socket: Socket) -> int:
     Call this before waiting on the socket's file descriptor, and after each use by a thread that does not read it.
     """
     return int(socket.get(zmq.EVENTS))
+
+
+def receive_event(monitor: Socket) -> tuple[int, int]:
+    """Receive what a socket's monitor says: (event, its value: for connections, the file descriptor).
+
+    zmq.utils.monitor would import asyncio, 20 ms of every start of an engine or a client.
+    """
+    frame, _address = monitor.recv_multipart()
+    event, value = _MONITOR_EVENT.unpack(frame)
+    return event, value
 
 
 def check_address(address: str, *, binding: bool) -> None:

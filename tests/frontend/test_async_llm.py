@@ -88,7 +88,7 @@ def test_each_kind_of_output(llm, played_connection, run, kind, expected):
 
     assert run(scenario()) == expected
     assert played_connection.sent(Abort) == []
-    assert llm._engine.client.num_live == 0
+    assert llm.client.num_live == 0
 
 
 def test_a_consumer_that_lags_gets_merged_updates(llm, played_connection, run):
@@ -146,7 +146,7 @@ def test_leaving_aborts(llm, played_connection, run, how):
             await outputs.aclose()
         (abort,) = played_connection.sent(Abort)
         assert np.frombuffer(abort.numbers, "<u4").tolist() == [0]
-        assert llm._engine.client.num_live == 0
+        assert llm.client.num_live == 0
         again = in_task(llm.generate(IDS, params(), "mine"))
         await between(played_connection, 2)
         again.cancel()
@@ -323,7 +323,7 @@ def test_a_real_engine(run):
             while (await llm.statistics()).num_running == 0:
                 await asyncio.sleep(0.01)
             begin = time.monotonic()
-            os.kill(llm._engine._process.pid, signal.SIGKILL)
+            os.kill(llm.client.welcome.pid, signal.SIGKILL)
             with pytest.raises(EngineDeadError):
                 await long
             assert time.monotonic() - begin < 2.0

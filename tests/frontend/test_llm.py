@@ -129,7 +129,7 @@ def test_prefix_cache_hits_are_told(llm):
 
 def test_interrupting_generate_aborts_its_requests(llm):
     def interrupt():
-        while llm._engine.client.num_live < 30:  # all are submitted; then this thread waits for them
+        while llm.client.num_live < 30:  # all are submitted; then this thread waits for them
             time.sleep(0.01)
         time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)
@@ -140,7 +140,7 @@ def test_interrupting_generate_aborts_its_requests(llm):
         llm.generate([[1], [2], [3]] * 10, greedy(100_000, ignore_eos=True), use_tqdm=False)
     thread.join()
     assert_idle(llm)
-    assert llm._engine.client.num_live == 0
+    assert llm.client.num_live == 0
     assert len(llm.generate([1], greedy(ignore_eos=True), use_tqdm=False)[0].outputs[0].token_ids) == 8
 
 
@@ -181,11 +181,11 @@ def test_a_killed_engine_is_known_at_once(state):
         while state == "running" and llm.statistics().num_running < 4:
             time.sleep(0.01)
         begin = time.monotonic()
-        os.kill(llm._engine._process.pid, signal.SIGKILL)
+        os.kill(llm.client.welcome.pid, signal.SIGKILL)
         if running is not None:
             with pytest.raises(EngineDeadError, match="was killed by SIGKILL"):
                 running.result(5.0)
-        while llm._engine.client.error is None:
+        while llm.client.error is None:
             time.sleep(0.001)
         assert time.monotonic() - begin < 10.0
         with pytest.raises(EngineDeadError, match="was killed by SIGKILL"):
@@ -195,7 +195,7 @@ def test_a_killed_engine_is_known_at_once(state):
 def test_making_and_ending_leaves_nothing():
     def one():
         llm = LLM(executor="fake")
-        pid = llm._engine._process.pid
+        pid = llm.client.welcome.pid
         llm.generate([1], greedy(), use_tqdm=False)
         return llm, pid
 
@@ -225,7 +225,7 @@ def test_a_script_without_main_guard_and_what_it_imports(tmp_path):
         "ids = llm.generate([1, 2], SamplingParams(max_tokens=4, ignore_eos=True), False)[0].outputs[0].token_ids\n"
         "assert len(ids) == 4\n"
         f"heavy = ('torch', 'transformers', '{PREFIX}core', '{PREFIX}kernels', 'triton')\n"
-        "print([name for name in sys.modules if name in heavy], llm._engine._process.pid)\n"
+        "print([name for name in sys.modules if name in heavy], llm.client.welcome.pid)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
@@ -290,7 +290,7 @@ def test_one_failed_request_fails_the_call_at_its_end(played_llm, played_connect
     )
     with pytest.raises(InvalidRequestError, match="prompt 0 of 1: wrong"):
         played_llm.generate([1], greedy(), use_tqdm=False)
-    assert played_llm._engine.client.num_live == 0
+    assert played_llm.client.num_live == 0
 
 
 class _Bar:
@@ -341,7 +341,7 @@ def test_more_requests_than_the_window(played_llm, played_connection):
 
     def answer(request):
         nonlocal most
-        most = max(most, played_llm._engine.client.num_live)
+        most = max(most, played_llm.client.num_live)
         if request.number % 2:
             for number in (request.number - 1, request.number):
                 played_connection.feed(number, 0, [number % 1000], FinishReason.LENGTH)

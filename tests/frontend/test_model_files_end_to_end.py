@@ -129,7 +129,7 @@ def test_dummy_weights_of_a_hugging_face_name_without_a_tokenizer(
         output = llm.generate({"prompt_token_ids": [1, 2, 3]}, params, use_tqdm=False)[0]
         with pytest.raises(InvalidRequestError, match="this engine has no tokenizer: give token ids"):
             llm.generate("text", params, use_tqdm=False)
-        welcome = llm._engine.client.welcome
+        welcome = llm.client.welcome
     assert len(output.outputs[0].token_ids) == 5
     assert output.outputs[0].text == ""
     assert welcome.model_name == "org/tiny"

@@ -77,7 +77,7 @@ def test_the_window_counts_choices(played_llm, played_connection):
 
     def answer(request):
         nonlocal most
-        most = max(most, played_llm._engine.client.num_live)
+        most = max(most, played_llm.client.num_live)
         if request.number % 2:
             for number in (request.number - 1, request.number):
                 played_connection.give(all_choices(number, 100))

@@ -103,9 +103,9 @@ def test_graphs_change_nothing(tiny: Path, dtype: str, temperature: float) -> No
     with_graphs = Engine(tiny, dtype=dtype, num_blocks_override=200)
     without = Engine(tiny, dtype=dtype, num_blocks_override=200, enforce_eager=True)
     assert with_graphs.run(messages) == without.run(messages)
-    assert with_graphs.executor.runner._graphs is not None
-    assert len(with_graphs.executor.runner._graphs._graphs) > 0
-    assert without.executor.runner._graphs is None
+    assert with_graphs.executor.runner.graphs is not None
+    assert len(with_graphs.executor.runner.graphs.captured) > 0
+    assert without.executor.runner.graphs is None
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -151,8 +151,8 @@ def test_drafts_change_nothing(tiny: Path, async_scheduling: bool, temperature: 
         assert engine.run(messages) == plain
         stats = engine.engine.scheduler.stats
         assert stats.num_draft_tokens > stats.num_accepted_tokens > 20
-        if (graphs := engine.executor.runner._graphs) is not None:
-            assert max(size for size, *_ in graphs._graphs) > NUM_REQUESTS
+        if (graphs := engine.executor.runner.graphs) is not None:
+            assert max(size for size, *_ in graphs.captured) > NUM_REQUESTS
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
@@ -163,8 +163,8 @@ def test_durations_of_steps_are_measured(tiny: Path, async_scheduling: bool) -> 
     assert measured is not None
     assert len(measured.step_ns) == 8, "1, 2, 4, ... 128 tokens"
     assert measured.draft_ns == 0 or async_scheduling, "what the device waits for launches"
-    assert engine.executor.runner._graphs is not None
-    sizes = {size for size, *_ in engine.executor.runner._graphs._graphs}
+    assert engine.executor.runner.graphs is not None
+    sizes = {size for size, *_ in engine.executor.runner.graphs.captured}
     assert {1, 2, 4, 8, 16, 32, 64, 128} <= sizes
 
 

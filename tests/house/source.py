@@ -2,6 +2,8 @@
 
 import ast
 import subprocess
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -15,7 +17,20 @@ def known_files(*patterns: str) -> list[Path]:
     return sorted(Path(name) for name in set(listed) if (ROOT / name).exists())
 
 
-def product_trees() -> dict[Path, ast.Module]:
-    """Return the parsed Python files of the product."""
+@cache
+def product_trees() -> Mapping[Path, ast.Module]:
+    """Return the parsed Python files of the product. They are parsed once for all rules; forget() drops them."""
     paths = [path for path in known_files("*.py") if path.parts[0] != "tests"]
     return {path: ast.parse((ROOT / path).read_text(), str(path)) for path in paths}
+
+
+@cache
+def nodes(tree: ast.Module) -> list[ast.AST]:
+    """Return all nodes of a file, listed once: ast.walk() searches the tree again for each caller."""
+    return list(ast.walk(tree))
+
+
+def forget() -> None:
+    """Drop the trees and their nodes."""
+    product_trees.cache_clear()
+    nodes.cache_clear()

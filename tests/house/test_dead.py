@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.source import ROOT, product_trees
+from tests.house.source import ROOT, nodes, product_trees
 
 pytestmark = pytest.mark.checkout
 
@@ -39,11 +39,11 @@ def _assigned(node: ast.stmt) -> list[str]:
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
-def used_names(tree: ast.AST) -> dict[str, list[int]]:
+def used_names(tree: ast.Module) -> dict[str, list[int]]:
     """Return the lines in which names are read: as variables, as attributes, or as strings that are one identifier.
     Imports do not count."""
     found: defaultdict[str, list[int]] = defaultdict(list)
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store):
             found[node.id].append(node.lineno)
         elif isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Store):

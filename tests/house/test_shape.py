@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.house.source import PACKAGES, known_files, product_trees
+from tests.house.source import PACKAGES, known_files, nodes, product_trees
 
 pytestmark = pytest.mark.checkout
 
@@ -30,10 +30,8 @@ Trees = Mapping[Path, ast.Module]
 
 
 @pytest.fixture(scope="module")
-def trees() -> Iterator[Trees]:
-    found = product_trees()
-    yield found
-    found.clear()  # a million objects, which every garbage collection of later tests would look through
+def trees() -> Trees:
+    return product_trees()
 
 
 def test_a_folder_is_small() -> None:
@@ -50,7 +48,7 @@ def imports_of(trees: Trees) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for path, tree in trees.items():
         imported = found.setdefault(names[path], set())
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.Import):
                 imported |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -77,7 +75,7 @@ def long_constructors(trees: Trees) -> dict[str, int]:
     """path:class -> how many positional parameters its constructor has, of those with too many."""
     found = {}
     for path, tree in trees.items():
-        for kind in ast.walk(tree):
+        for kind in nodes(tree):
             for made in kind.body if isinstance(kind, ast.ClassDef) else ():
                 if isinstance(made, ast.FunctionDef) and made.name == "__init__":
                     count = len(made.args.posonlyargs) + len(made.args.args) - 1  # without self
@@ -92,7 +90,9 @@ def test_a_constructor_has_few_positional_parameters(trees: Trees) -> None:
 
 def spreads(tree: ast.Module) -> Iterator[ast.Call]:
     """The calls with *name, where the function has set this name to a tuple."""
-    for function in ast.walk(tree):
+    if not any(isinstance(node, ast.Starred) for node in nodes(tree)):
+        return
+    for function in nodes(tree):
         if not isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef)):
             continue
         assigned = [node for node in ast.walk(function) if isinstance(node, ast.Assign)]

@@ -1,13 +1,13 @@
 """The wall clock may jump: only what people read has its time. All that waits or measures uses the monotonic clock."""
 
 import ast
-from pathlib import Path
 
 import pytest
 
+from tests.house.source import nodes, product_trees
+
 pytestmark = pytest.mark.checkout  # all folders of the checkout
 
-ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("core", "engine_core", "frontend", "ipc", "kernels", "tools")
 _CALLS = {("time", "time"), ("time", "time_ns"), ("datetime", "now"), ("datetime", "utcnow"), ("datetime", "today")}
 #: Who reads it, and for what.
@@ -30,24 +30,19 @@ ALLOWED = {
 }
 
 
-def wall_times(path: Path) -> list[int]:
+def wall_times(tree: ast.Module) -> list[int]:
     """Return the lines in which the wall clock is read."""
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
-    return [node.lineno for node in nodes if isinstance(node.value, ast.Name) and (node.value.id, node.attr) in _CALLS]
+    found = [node for node in nodes(tree) if isinstance(node, ast.Attribute)]
+    return [node.lineno for node in found if isinstance(node.value, ast.Name) and (node.value.id, node.attr) in _CALLS]
 
 
 def test_only_what_people_read_has_the_wall_clocks_time() -> None:
-    found = {
-        str(path.relative_to(ROOT)): lines
-        for folder in FOLDERS
-        for path in sorted((ROOT / folder).rglob("*.py"))
-        if (lines := wall_times(path))
-    }
+    of_product = {str(path): tree for path, tree in product_trees().items() if path.parts[0] in FOLDERS}
+    found = {path: lines for path, tree in of_product.items() if (lines := wall_times(tree))}
     assert {path: lines for path, lines in found.items() if path not in ALLOWED} == {}, "use time.monotonic()"
     assert sorted(ALLOWED) == sorted(found), "an entry that is not needed any more"
 
 
-def test_a_read_of_the_wall_clock_is_seen(tmp_path: Path) -> None:
-    path = tmp_path / "a.py"
-    path.write_text("import time\nx = time.monotonic()\ny = time.time()\nz = later(time.time)\n")
-    assert wall_times(path) == [3, 4]
+def test_a_read_of_the_wall_clock_is_seen() -> None:
+    tree = ast.parse("import time\nx = time.monotonic()\ny = time.time()\nz = later(time.time)\n")
+    assert wall_times(tree) == [3, 4]

@@ -104,7 +104,7 @@ def a_new_client_inherits_the_end_of_an_old_one(patch: Patch) -> None:
 
     def begin_deaf(border: Border, *arguments: Any, **options: Any) -> None:
         begin(border, *arguments, **options)
-        border._reception._on_connect = lambda: None
+        border.reception._on_connect = lambda: None
 
     patch.setattr(Border, "__init__", begin_deaf)
 

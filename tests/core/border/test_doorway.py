@@ -57,7 +57,7 @@ def test_connections_beyond_the_bound_are_cut_and_streams_go_on(
         for peer in peers:
             stack.callback(peer.close)
         assert witness.finish(1) == [expected([1], 2000)]
-        doorway = running.io._border._doorway
+        doorway = running.io.border.doorway
         assert doorway is not None
         while doorway.num_cut < 45:
             witness.statistics()

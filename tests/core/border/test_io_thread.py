@@ -4,7 +4,7 @@ import contextlib
 import select
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 import pytest
@@ -84,7 +84,7 @@ class Broken:
 
 @pytest.mark.parametrize("has_preparations", [False, True])
 def test_exception_in_a_step_ends_the_engine_and_tells_every_client(
-    harness: Harness, capfd: pytest.CaptureFixture[str], has_preparations: bool
+    harness: Harness, logged: Callable[[], str], has_preparations: bool
 ) -> None:
     """An engine without work takes in messages though there is always more to prepare."""
     codes: list[int] = []
@@ -100,7 +100,7 @@ def test_exception_in_a_step_ends_the_engine_and_tells_every_client(
             assert one.receive(EngineStopping) == EngineStopping("RuntimeError: matrix is singular")
     engine.join(PATIENCE_S)
     assert codes == [process.EXIT_FAILED]
-    error_text = capfd.readouterr().err
+    error_text = logged()
     assert "Traceback" in error_text
     assert "a step failed, the engine ends: RuntimeError: matrix is singular" in error_text
 
@@ -161,13 +161,13 @@ class Counted:
 
     def __init__(self, harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
         self.rounds = 0
-        serve_once = harness.io._border.round
+        serve_once = harness.io.border.round
 
         def count(now: float) -> float | None:
             self.rounds += 1
             return serve_once(now)
 
-        monkeypatch.setattr(harness.io._border, "round", count)
+        monkeypatch.setattr(harness.io.border, "round", count)
 
 
 def answers(messages: Sequence[tuple[int, object]]) -> list[tuple[int, ServerMessage]]:
@@ -305,22 +305,22 @@ class _EndOfProcess(BaseException):
 
 
 def test_an_engine_thread_that_fails_at_the_socket_ends_the_process(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    harness: Harness, monkeypatch: pytest.MonkeyPatch, logged: Callable[[], str]
 ) -> None:
     def leave(code: int) -> None:
         raise _EndOfProcess(code)
 
     monkeypatch.setattr(f"{PREFIX}core.border.io_thread.os._exit", leave)
-    engine_thread, receive = threading.current_thread(), harness.io._border.receive
+    engine_thread, receive = threading.current_thread(), harness.io.border.receive
 
     def fail_here(now: float) -> bool:
         return 1 // 0 > 0 if threading.current_thread() is engine_thread else receive(now)
 
-    monkeypatch.setattr(harness.io._border, "receive", fail_here)
+    monkeypatch.setattr(harness.io.border, "receive", fail_here)
     with pytest.raises(_EndOfProcess, match="1"):
         harness.io.take(PATIENCE_S)
     monkeypatch.undo()
-    assert "ZeroDivisionError" in capfd.readouterr().err
+    assert "ZeroDivisionError" in logged()
 
 
 def test_an_overfull_inbox_lets_the_io_thread_sleep(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:

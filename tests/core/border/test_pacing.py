@@ -54,13 +54,13 @@ class Rounds:
         parts = (self.socket, Peers(), served(CONFIG, ready_executor(CONFIG).info, 0, 60_000), self.now)
         self.border = Border(*parts, on_drain=lambda: None, on_shutdown=lambda: None)  # type: ignore[arg-type]
         self.handled: list[tuple[bytes, bytes]] = []
-        handle = self.border._reception.receive
+        handle = self.border.reception.receive
 
         def receive(identity: bytes, frame: PlayedFrame, num_frames: int, now: float) -> None:
             self.handled.append((identity, frame.buffer))
             handle(identity, frame, num_frames, now)  # type: ignore[arg-type]
 
-        self.border._reception.receive = receive  # type: ignore[method-assign, assignment]
+        self.border.reception.receive = receive  # type: ignore[method-assign, assignment]
         self.socket.add(b"witness", HELLO, encode(request(1, [1])))
         self.socket.add(b"flood", HELLO)
         self.run(100)
@@ -76,7 +76,7 @@ class Rounds:
 
     @property
     def num_parked(self) -> int:
-        return self.border._pacing.num_parked
+        return self.border.pacing.num_parked
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_who_alone_has_work_is_not_paced() -> None:
     rounds.socket.add(b"flood", *(encode(request(number, [1])) for number in range(960)))
     rounds.run(30)  # 32 messages each
     assert rounds.count(b"flood") == 960
-    assert not rounds.border._pacing.is_on
+    assert not rounds.border.pacing.is_on
 
 
 def test_the_end_of_the_others_work_ends_the_pacing(rounds: Rounds) -> None:
@@ -144,7 +144,7 @@ def test_what_is_parked_is_bounded_by_bytes_too(rounds: Rounds) -> None:
     most = 0
     for _ in range(6000):
         rounds.run(1)
-        most = max(most, rounds.border._pacing._num_bytes)
+        most = max(most, rounds.border.pacing._num_bytes)
     assert MAX_PARKED_BYTES / 2 < most <= MAX_PARKED_BYTES + len(long)
     assert rounds.count(b"flood") == 300
 
@@ -172,7 +172,7 @@ def test_what_a_lost_session_had_comes_back_at_once(rounds: Rounds) -> None:
     rounds.socket.add(b"flood", *aborts)
     rounds.socket.add(b"back", encode(Hello(PROTOCOL_MAJOR, PROTOCOL_MINOR, "", num_resumed=300)))
     rounds.run(16)
-    assert rounds.border._pacing.is_on
+    assert rounds.border.pacing.is_on
     rounds.socket.add(b"back", *(encode(request(number, [1])) for number in range(300)), *[HEARTBEAT] * 200)
     rounds.run(24)
     assert rounds.count(b"back") >= 300
@@ -184,4 +184,4 @@ def test_few_messages_never_come_to_it(rounds: Rounds) -> None:
     for _ in range(500):
         rounds.socket.add(b"flood", *[HEARTBEAT] * (PER_TICK - 2))
         rounds.run(1)
-        assert not rounds.border._pacing.is_on
+        assert not rounds.border.pacing.is_on

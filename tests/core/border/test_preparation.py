@@ -119,16 +119,14 @@ class Unstartable(Gate):
         raise KeyError("no start")
 
 
-def test_requests_are_answered_where_the_work_cannot_be_started(
-    start: Start, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_requests_are_answered_where_the_work_cannot_be_started(start: Start, logged: Callable[[], str]) -> None:
     preparer = Unstartable()
     preparer.opened.set()
     with RawClient(start(preparer, **PATIENT).address) as client:
         for number in (2, 3):
             client.add(number, [7, number])
             assert client.finish(number) == [expected([7, number], 8)]
-    assert capfd.readouterr().err.count("Traceback") == 1
+    assert logged().count("Traceback") == 1
 
 
 class Slow(Gate):
@@ -329,7 +327,7 @@ def test_a_drain_waits_for_what_is_in_preparation(start: Start, gate: Gate) -> N
         client.add(1, [7])
         wait_until(lambda: gate.begun == [1])
         running.io.drain()
-        wait_until(lambda: running.io._border._reception.is_draining)
+        wait_until(lambda: running.io.border.reception.is_draining)
         client.add(2, [1])
         assert client.receive(RequestFailed).code is ErrorCode.UNAVAILABLE
         gate.opened.set()

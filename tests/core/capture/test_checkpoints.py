@@ -144,7 +144,7 @@ def often(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_replay_from_each_checkpoint_decides_as_the_engine_that_went_on(tmp_path: Path, name: str) -> None:
     path = tmp_path / "a.cap"
-    capture(path, with_options(CONFIG, **VARIANTS[name]), seed=1, num_steps=120)
+    capture(path, with_options(CONFIG, **VARIANTS[name]), seed=1, num_steps=80)
     assert replay_from_each(path) >= 2
 
 

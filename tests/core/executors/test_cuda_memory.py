@@ -48,9 +48,9 @@ def executor(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> CudaExecutor:
 
 
 def on_gpu(executor: CudaExecutor, monkeypatch: pytest.MonkeyPatch) -> CudaExecutor:
-    monkeypatch.setattr(executor._memory, "_device", torch.device("cuda"))
-    monkeypatch.setattr(executor._memory, "_largest_step", lambda: None)
-    monkeypatch.setattr(executor._memory, "_largest_decode", lambda: None)
+    monkeypatch.setattr(executor.memory, "_device", torch.device("cuda"))
+    monkeypatch.setattr(executor.memory, "largest_step", lambda: None)
+    monkeypatch.setattr(executor.memory, "largest_decode", lambda: None)
     return executor
 
 
@@ -61,7 +61,7 @@ def test_under_the_interpreter_the_cache_shares_the_machines_memory(executor: Cu
 
 
 def test_the_largest_step_runs(executor: CudaExecutor) -> None:
-    executor._memory._largest_step()
+    executor.memory.largest_step()
 
 
 def test_the_largest_decode_takes_the_parts_of_the_longest_contexts(
@@ -76,7 +76,7 @@ def test_the_largest_decode_takes_the_parts_of_the_longest_contexts(
         return tensor
 
     monkeypatch.setattr(decode_attention.torch, "empty", noted)
-    executor._memory._largest_decode()
+    executor.memory.largest_decode()
     config = executor._model.config
     num_splits = config.max_position_embeddings // 256
     assert max(sizes) == 4 * num_splits * config.num_attention_heads * config.head_dim, "3 requests, padded to 4"
@@ -123,7 +123,7 @@ def test_a_step_that_does_not_fit_is_an_error(executor: CudaExecutor, monkeypatc
         raise torch.OutOfMemoryError("tried to allocate")
 
     on_gpu(executor, monkeypatch)
-    monkeypatch.setattr(executor._memory, "_largest_step", fail)
+    monkeypatch.setattr(executor.memory, "largest_step", fail)
     with pytest.raises(OutOfMemoryError, match=r"=40 tokens or of max_num_seqs=3 requests .* does not fit the GPU"):
         executor.cache_memory_bytes()
 

@@ -37,9 +37,18 @@ class Acceptor:
 
     def __init__(self, text: str) -> None:
         self.text = text
+        self._known: dict[tuple[int, int, tuple[str, ...]], set[int]] = {}
+        self._rules: dict[int, Rules] = {}  # of TriggeredTags; kept, so that no two formats have one id()
 
     def ends(self, node: Format, at: int, marks: tuple[str, ...]) -> set[int]:
-        """marks: the ends of the innermost tag around."""
+        """marks: the ends of the innermost tag around. Each question is answered once: repetitions within repetitions
+        would ask the innermost one exponentially often."""
+        key = id(node), at, marks
+        if key not in self._known:
+            self._known[key] = self._ends(node, at, marks)
+        return self._known[key]
+
+    def _ends(self, node: Format, at: int, marks: tuple[str, ...]) -> set[int]:
         match node:
             case ConstString():
                 return self.literal(node.value, at)
@@ -88,6 +97,8 @@ class Acceptor:
         starts, found = {at}, {at} if low == 0 else set[int]()
         for count in range(1, len(self.text) + low + 2 if high == -1 else high + 1):
             starts = self.row([(node, marks)], starts)
+            if not starts:
+                break
             found |= starts if count >= low else set()
         return found
 
@@ -109,14 +120,21 @@ class Acceptor:
         if node.at_least_one and node.stop_after_first:
             return first
         unused = [one for one in node.triggers if not any(tag.begin.startswith(one) for tag in node.tags)]
-        rules: Rules = []
-        for tag in node.tags:
-            trigger = next(one for one in node.triggers if tag.begin.startswith(one))
-            rules.append((trigger, msgspec.structs.replace(tag, begin=tag.begin[len(trigger) :])))
+        rules = self.rules(node)
         excludes, found = (*node.excludes, *marks, *unused), set[int]()
         for start in first if node.at_least_one else {at}:
             found |= self.dispatched(rules, excludes, start, (), is_loop=not node.stop_after_first)
         return found
+
+    def rules(self, node: TriggeredTags) -> Rules:
+        """(trigger, the tag without it) of each tag."""
+        if id(node) not in self._rules:
+            triggers = [next(one for one in node.triggers if tag.begin.startswith(one)) for tag in node.tags]
+            self._rules[id(node)] = [
+                (trigger, msgspec.structs.replace(tag, begin=tag.begin[len(trigger) :]))
+                for trigger, tag in zip(triggers, node.tags, strict=True)
+            ]
+        return self._rules[id(node)]
 
     def dispatched(
         self, rules: Rules, excludes: tuple[str, ...], at: int, marks: tuple[str, ...], *, is_loop: bool

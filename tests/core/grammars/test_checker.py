@@ -53,8 +53,8 @@ def stop(pid: int) -> None:
 
 
 def pid_of(checked: CheckedGrammars) -> int:
-    assert checked._process is not None
-    return checked._process.process.pid
+    assert checked.process is not None
+    return checked.process.process.pid
 
 
 def test_what_passes_is_compiled_here_and_what_does_not_is_refused_with_its_reason(make: Make) -> None:
@@ -94,7 +94,7 @@ def test_the_process_has_less_priority_than_the_engine_from_its_start_on(
     checked = make()
 
     def look() -> None:
-        while checked._process is None:
+        while checked.process is None:
             time.sleep(0.001)
         found.append(os.getpriority(os.PRIO_PROCESS, pid_of(checked)))
         os.kill(pid_of(checked), signal.SIGCONT)
@@ -128,7 +128,7 @@ def test_a_grammar_that_has_ended_the_process_is_not_tried_again(make: Make) -> 
     for _ in range(2):
         with pytest.raises(InvalidRequestError, match="takes more than 20 ms of CPU time"):
             checked.prepare(request(LARGE))
-        assert checked._process is None
+        assert checked.process is None
     checked.prepare(request(structured(regex="a+")))
     before = pid_of(checked)
     with pytest.raises(InvalidRequestError, match="takes more than 20 ms of CPU time"):
@@ -148,9 +148,9 @@ def test_a_process_that_was_killed_is_replaced(make: Make) -> None:
 def test_it_ends_when_its_engine_closes_the_socket(make: Make) -> None:
     checked = make()
     checked.prepare(request(structured(regex="a+")))
-    assert checked._process is not None
-    checked._process.channel.close()
-    assert checked._process.process.wait(30) == 0
+    assert checked.process is not None
+    checked.process.channel.close()
+    assert checked.process.process.wait(30) == 0
 
 
 @pytest.mark.timeout(60)
@@ -177,7 +177,7 @@ def test_no_process_is_started_for_what_the_engine_cannot_do(make: Make) -> None
     checked = make(Grammars(tokenizer_files, VOCAB_SIZE, ()))
     with pytest.raises(UnsupportedParameterError, match="need a model with an EOS token"):
         checked.prepare(request(structured(regex="a")))
-    assert checked._process is None
+    assert checked.process is None
     checked = make(Grammars(dict, VOCAB_SIZE, (EOS,)))
     with pytest.raises(UnsupportedParameterError, match="the model has no tokenizer"):
         checked.prepare(request(structured(regex="a")))
@@ -205,7 +205,7 @@ def test_an_idle_engine_makes_its_vocabulary_once_and_starts_no_process(
         assert checked._ahead is not None
         checked._ahead.join()
         assert (num_reads, len(made)) == (1, 1)
-    assert checked._process is None
+    assert checked.process is None
     checked.prepare(request(structured(regex="a+")))
     os.kill(pid_of(checked), signal.SIGKILL)
     checked.prepare(request(structured(regex="b+")))

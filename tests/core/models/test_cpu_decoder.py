@@ -152,9 +152,9 @@ def test_weights_that_no_cache_keeps_are_compact_and_read_past_the_caches_and_gi
         (tmp_path / "index3" / "size").write_text(f"{reported}\n")
     monkeypatch.setattr(kernels.cpu.decoder_parts, "_CACHES", tmp_path)
     model = random_model(KINDS["plain"], BFLOAT16)
-    assert model._decoder is not None
-    assert model._decoder._decoder.head.packing == (streams and model.variant != "portable")
-    matrices = [model._decoder._decoder.head, model._decoder._layers[0].qkv, model._decoder._layers[-1].down]
+    assert model.decoder is not None
+    assert model.decoder._decoder.head.packing == (streams and model.variant != "portable")
+    matrices = [model.decoder._decoder.head, model.decoder._layers[0].qkv, model.decoder._layers[-1].down]
     assert [bool(matrix.streams) for matrix in matrices] == [streams] * 3
     expected = run(tiny_model(BFLOAT16), one_by_one=True)  # whose weights are kept
     for one_by_one in (False, True):

@@ -33,7 +33,7 @@ def test_hidden_states_are_those_of_transformers(path: str, model_type: str, tmp
         expected = theirs.get_decoder()(torch.from_numpy(ids)[None], use_cache=False).last_hidden_state[0]
     model: Any = load_model(tmp_path, FLOAT32, config_for(tmp_path, **PATHS[path])).model
     if path == "operations of the C kernels":
-        model._decoder = None
+        model.decoder = None
     requests = Requests(model, [ids])
     for begin, end in ((0, 25), (25, 26), (26, 40)):
         logits = requests.step({0: end - begin})[0]

@@ -124,7 +124,7 @@ def test_a_group_that_adds_has_other_bits(library: CpuLibrary) -> None:
     config = MODELS["llama"]
     model = build(library, config, FLOAT32)
     expected = digest(model, config)
-    model._decoder = None  # operation after operation: results have no `largest`
+    model.decoder = None  # operation after operation: results have no `largest`
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("core.models.step.HiddenResult.largest", np.zeros(0, np.int32))
         one_by_one = digest(model, config)

@@ -137,7 +137,7 @@ def test_a_runner_gives_the_same_tokens_with_graphs(
 
     def with_graphs(*options: Any) -> Any:
         made = plain(*options)
-        made._graphs = made._make_graphs(4)  # type: ignore[attr-defined]
+        made.graphs = made.make_graphs(4)  # type: ignore[attr-defined]
         return made
 
     monkeypatch.setattr(engine, "runner", with_graphs)
@@ -156,7 +156,7 @@ def test_a_runner_with_drafts_gives_the_same_tokens_with_graphs(
 
     def with_graphs(*options: Any, **others: Any) -> Any:
         made = plain(*options, **others)
-        made._graphs = None if others["on_cpu"] else made._make_graphs(made._most_alone)  # type: ignore[attr-defined]
+        made.graphs = None if others["on_cpu"] else made.make_graphs(made.most_alone)  # type: ignore[attr-defined]
         return made
 
     monkeypatch.setattr(drafting, "runner", with_graphs)

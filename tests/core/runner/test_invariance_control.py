@@ -59,7 +59,7 @@ VARIED: dict[str, list[Callable[[Llama], Run]]] = {
 def model_by_operations(dtype: str) -> Llama:
     """Return a model of its own whose steps call each operation by itself, so that one of them can be replaced."""
     model = random_model(KINDS["plain"], DTYPES[dtype])
-    model._decoder = None
+    model.decoder = None
     return model
 
 

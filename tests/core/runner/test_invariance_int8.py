@@ -67,8 +67,8 @@ def test_one_call_has_the_bits_of_one_operation_after_the_other(threads: int) ->
     for count in (1, 9, 300):
         requests = Requests(model, prompts(count))
         one = requests.step({0: count})[0].numpy()
-        model._decoder, decoder = None, model._decoder
+        model.decoder, decoder = None, model.decoder
         other = Requests(model, prompts(count)).step({0: count})[0].numpy()
-        model._decoder = decoder
+        model.decoder = decoder
         assert np.array_equal(one.view(np.uint32), other.view(np.uint32)), count
     library.stop_threads()

@@ -39,18 +39,31 @@ def variant(request: pytest.FixtureRequest) -> Iterator[str]:
     load_cpu_library(request.param).stop_threads()
 
 
+#: Each variant with one of the dtypes, in turn; the other is the soak's.
+CASES = [
+    pytest.param(dtype, variant, marks=[pytest.mark.soak] if (row + column) % 2 else [])
+    for row, dtype in enumerate(DTYPES)
+    for column, variant in enumerate(runnable_variants())
+]
+
+
 def model_of(kind: str, dtype: Dtype, variant: str | None = None, cache: type[CpuKVCache] = QuantizedKVCache) -> Llama:
     weights = random_weights(KINDS[kind], dtype).items()
     return Llama(KINDS[kind], weights, dtype, library=load_cpu_library(variant), cache_type=cache)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "variant"), CASES, indirect=["variant"])
 def test_a_request_in_any_company_has_the_logits_that_it_has_alone(dtype: str, variant: str) -> None:
     model, library = model_of("local and global", DTYPES[dtype], variant), load_cpu_library(variant)
     alone = run(model, PROMPT, temperature=0.0)
     library.start_threads(2)
     for name in ONE_OF_EACH:
         assert difference(scenario(name, model, temperature=0.0), alone) == "", name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_arithmetic_is_that_of_its_number(dtype: str, variant: str) -> None:
+    alone = run(model_of("local and global", DTYPES[dtype], variant), PROMPT, temperature=0.0)
     digest = hashlib.blake2b(alone.logits[0].tobytes(), digest_size=8).hexdigest()
     assert DIGESTS.get((ARITHMETIC, variant, dtype)) == digest
 

@@ -48,7 +48,15 @@ def variant(request: pytest.FixtureRequest) -> Iterator[str]:
     load_cpu_library(request.param).stop_threads()
 
 
-@pytest.mark.parametrize("kind", ["plain", "untied head", "latent attention"])
+#: Each kind with half of the variants and each variant with one or two of the kinds; the others are the soak's.
+CASES = [
+    pytest.param(kind, variant, marks=[pytest.mark.soak] if (row + column) % 2 else [])
+    for row, kind in enumerate(("plain", "untied head", "latent attention"))
+    for column, variant in enumerate(runnable_variants())
+]
+
+
+@pytest.mark.parametrize(("kind", "variant"), CASES, indirect=["variant"])
 def test_a_request_in_any_company_has_the_logits_of_the_dequantized_model_alone(kind: str, variant: str) -> None:
     weights, library = quantized_weights(kind), load_cpu_library(variant)
     dense = {n: StoredMatrix.of(w.dense(BFLOAT16)) if isinstance(w, StoredMatrix) else w for n, w in weights.items()}

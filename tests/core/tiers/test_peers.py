@@ -71,7 +71,7 @@ class Site:
         self.wait_for_connection(peers)
 
     def wait_for_connection(self, peers: Peers) -> None:
-        for peer in peers._peers:
+        for peer in peers.connections:
             while not peer.is_connected():
                 assert peer.monitor.poll(10_000), "no connection"
 
@@ -170,10 +170,10 @@ def test_a_peer_that_is_gone_is_a_miss_at_once_and_one_that_comes_back_is_asked(
     assert taker.store.carry_out(LOOK) == BlocksFound(7, 0)
     giver.serve(address)
     giver.leave()
-    assert taker.store._peers is not None
-    for peer in taker.store._peers._peers:
+    assert taker.store.peers is not None
+    for peer in taker.store.peers.connections:
         peer.paused_until = 0.0
-    taker.wait_for_connection(taker.store._peers)
+    taker.wait_for_connection(taker.store.peers)
     assert taker.store.carry_out(LOOK) == BlocksFound(7, NUM)
 
 
@@ -187,7 +187,7 @@ def test_the_peer_with_the_longest_beginning_is_read_from(tmp_path: Path) -> Non
     peers = Peers([*addresses, f"ipc://{tmp_path}/nobody"], KEY)
     taker.store = BlockStore(None, taker.names, taker.blocks, taker.contents, taker.evictions, peers=peers)
     taker.store.open()
-    for peer in peers._peers[:2]:
+    for peer in peers.connections[:2]:
         while not peer.is_connected():
             assert peer.monitor.poll(10_000), "no connection"
     assert taker.store.carry_out(LOOK) == BlocksFound(7, NUM)
@@ -216,8 +216,8 @@ def test_over_tcp_a_peer_needs_a_key_that_is_allowed(tmp_path: Path) -> None:
             None, stranger.names, stranger.blocks, stranger.contents, stranger.evictions, peers=peers
         )
         stranger.store.open()
-        assert peers._peers[0].monitor.poll(10_000), "the end of the attempt"
-        assert not peers._peers[0].is_connected()
+        assert peers.connections[0].monitor.poll(10_000), "the end of the attempt"
+        assert not peers.connections[0].is_connected()
         assert stranger.store.carry_out(LOOK) == BlocksFound(7, 0)
         stranger.store.close()
     for site in (taker, giver):
@@ -320,8 +320,8 @@ def test_answers_that_make_no_sense_or_do_not_come_are_misses(address: str, monk
     answers: list[Callable[[bytes], list[bytes]]] = [right]
     liar = Liar(address, lambda frame: answers[-1](frame))
     taker.ask(address)
-    assert taker.store._peers is not None
-    (peer,) = taker.store._peers._peers
+    assert taker.store.peers is not None
+    (peer,) = taker.store.peers.connections
 
     def outcome(look: Callable[[bytes], list[bytes]], fetch: Callable[[bytes], list[bytes]]) -> tuple[int, int]:
         peer.paused_until = 0.0

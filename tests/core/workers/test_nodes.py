@@ -206,7 +206,7 @@ def test_a_network_that_fails_for_a_while(tmp_path: Path, folder: str, alone: li
 
 
 def test_a_machine_with_other_files_is_refused_and_one_that_is_missing_is_named(
-    tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, folder: str, monkeypatch: pytest.MonkeyPatch, logged: Callable[[], str]
 ) -> None:
     monkeypatch.setattr(nodes, "files_fingerprint", lambda config: "0123456789abcdef")
     monkeypatch.setattr("core.workers.executor._JOIN_S", 4.0)
@@ -216,7 +216,7 @@ def test_a_machine_with_other_files_is_refused_and_one_that_is_missing_is_named(
         WorkersExecutor(config_of(folder, 1, pipeline_parallel_size=2, **over(port, 2)))
     assert machine.process.wait(10) == 1
     assert "refuses this machine: the files of" in machine.log
-    assert "waits for machine 1 of 2 to join at tcp://127.0.0.2:" in capfd.readouterr().err
+    assert "waits for machine 1 of 2 to join at tcp://127.0.0.2:" in logged()
 
 
 @pytest.mark.soak

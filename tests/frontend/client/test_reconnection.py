@@ -189,7 +189,7 @@ def test_an_embedded_engine_needs_no_heartbeats_and_obeys_its_owner() -> None:
     thread.start()
     thread.join()  # and with it the thread that has started the engine
     with made[0] as llm:
-        client = llm._engine.client
+        client = llm.client
         assert (client.welcome.limits.heartbeat_ms, client.welcome.limits.lease_ms) == (0, 0)
         time.sleep(0.3)
         (output,) = llm.generate([{"prompt_token_ids": [1, 2]}], SamplingParams(temperature=0.0, max_tokens=4))

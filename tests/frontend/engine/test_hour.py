@@ -71,7 +71,7 @@ class Streams:
 
 def strike(fault: str, engine: SupervisedEngine, owner: EngineClient) -> None:
     """Do what the fault is; nothing, where its victim is not there just now."""
-    standby = engine._standby
+    standby = engine.standby
     with contextlib.suppress(ProcessLookupError, EngineCoreError):
         if fault == "upgrade":
             owner.upgrade()

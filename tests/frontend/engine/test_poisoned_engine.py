@@ -20,7 +20,7 @@ def test_a_stopped_engine_is_found_and_replaced(tmp_path: Path) -> None:
     """SIGSTOP in a step; the limit is shortened, so that the test is."""
     news: list[str] = []
     with supervised(FAKE, listen=f"ipc://{tmp_path}/s") as engine:
-        engine._watchdog, engine._on_news = Watchdog(0.5), news.append
+        engine.watchdog, engine._on_news = Watchdog(0.5), news.append
         client = connected(engine)
         numbers = submit(client)
         client.wait(np.array(numbers), 0.1)
@@ -37,7 +37,7 @@ def test_a_hang_in_the_very_first_step_is_found(tmp_path: Path) -> None:
     with supervised(
         with_options(FAKE, executor_options=fake_options(poison="hang:5:0")), listen=f"ipc://{tmp_path}/s"
     ) as engine:
-        engine._watchdog = Watchdog(0.5)
+        engine.watchdog = Watchdog(0.5)
         client = connected(engine)
         assert "(QUARANTINED)" in str(failure(client, [5, 7]))
         assert engine.last_cause is Cause.HUNG
@@ -59,7 +59,7 @@ def test_a_poison_fails_alone(kind: str, count: int, tmp_path: Path) -> None:
     """Streams in lockstep with it: all of them are suspects."""
     config = with_options(FAKE, executor_options=fake_options(poison=f"{kind}:5:40"), max_num_seqs=count)
     with supervised(config, listen=f"ipc://{tmp_path}/s") as engine:
-        engine._watchdog = Watchdog(0.5)
+        engine.watchdog = Watchdog(0.5)
         client = connected(engine)
         numbers = submit(client, count, SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
         finish(client, numbers)

@@ -42,8 +42,8 @@ def name_of(number: int) -> str:
 def prepared(engine: SupervisedEngine) -> int:
     """The standby's process, once it waits."""
     wait_until(lambda: engine.supervisor.standby.state is StandbyState.PREPARED)
-    assert engine._standby is not None
-    return engine._standby.pid
+    assert engine.standby is not None
+    return engine.standby.pid
 
 
 def flight_recorders() -> list[str]:

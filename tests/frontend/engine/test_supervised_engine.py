@@ -108,7 +108,8 @@ def test_every_stream_of_an_llm_goes_on(text_side: Path, num_kills: int) -> None
         running.start()
         num_dead = 0
         for epoch in range(num_kills):
-            if not when_running(llm, epoch, lambda: kill(llm._engine._process)) or not running.is_alive():
+            is_killed = when_running(llm, epoch, lambda: os.kill(llm.client.welcome.pid, signal.SIGKILL))
+            if not is_killed or not running.is_alive():
                 break
             num_dead += 1
         running.join(PATIENCE_S * num_kills)
@@ -285,7 +286,7 @@ def test_an_engine_that_cannot_be_watched_is_ended_and_said_so(tmp_path: Path, m
     with supervised(FAKE, listen=f"ipc://{tmp_path}/s") as engine:
         client = connected(engine)
         number = client.submit([1], SamplingParams(max_tokens=50_000, ignore_eos=True), seed=0)
-        monkeypatch.setattr(engine._watchdog, "look", lambda *_: 1 / 0)
+        monkeypatch.setattr(engine.watchdog, "look", lambda *_: 1 / 0)
         with pytest.raises(EngineDeadError, match="could no longer be watched and was ended: ZeroDivisionError"):
             client.wait(np.array([number]), PATIENCE_S)
         assert wait_for_end(engine)
@@ -319,7 +320,7 @@ engine.start()
 engine.wait_ready()
 while engine.supervisor.standby.state is not StandbyState.PREPARED:
     time.sleep(0.01)
-print(json.dumps([engine.process.pid, engine._standby.pid, engine.address]), flush=True)
+print(json.dumps([engine.process.pid, engine.standby.pid, engine.address]), flush=True)
 time.sleep(60)
 """
 

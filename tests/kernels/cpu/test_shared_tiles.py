@@ -77,14 +77,6 @@ def compare(attention, heads, dtype, threads=(2,), **kinds):
             assert torch.equal(output, expected), index
 
 
-@pytest.mark.parametrize("variant", usable_variants())
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bits_are_those_of_a_request_alone(dtype, variant):
-    compare(
-        attention_of(load_cpu_library(variant)), (6, 2, 20), dtype, threads=(1, 2) if dtype == torch.float32 else (2,)
-    )
-
-
 def in_turn(values, soaked=()):
     """Each value with one of the dtypes; the other pairs and all of `soaked` are the soak's."""
     return [
@@ -92,6 +84,13 @@ def in_turn(values, soaked=()):
         for row, value in enumerate((*values, *soaked))
         for column, dtype in enumerate(DTYPES)
     ]
+
+
+@pytest.mark.parametrize(("variant", "dtype"), in_turn(usable_variants()), ids=str)
+def test_bits_are_those_of_a_request_alone(variant, dtype):
+    compare(
+        attention_of(load_cpu_library(variant)), (6, 2, 20), dtype, threads=(1, 2) if dtype == torch.float32 else (2,)
+    )
 
 
 @pytest.mark.parametrize(("heads", "dtype"), in_turn([(4, 4, 16), (9, 1, 16)], [(9, 3, 64), (14, 2, 32)]), ids=str)

@@ -55,7 +55,7 @@ TOO_LARGE = torch.float32, 256, 89
 MOST_SPILLED = 128
 
 #: Compiled without `every`: the types, a size that is no power of two, and the largest.
-SOME = ((torch.bfloat16, 64), (torch.bfloat16, 256), (torch.float32, 80))
+SOME = ((torch.bfloat16, 256), (torch.float32, 80))
 
 #: Kernel, types of its arguments, constants.
 KERNELS: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (

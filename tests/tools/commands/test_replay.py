@@ -30,8 +30,8 @@ from tests.captures import (
 )
 from tests.columns import pack_numbers
 from tests.fake_tokens import fake_tokens
+from tests.house.test_rules import loaded_by
 from tests.raw_client import RawClient
-from tests.test_house import loaded_by
 from tools.cli import main
 from tools.commands.replay.differences import unpack
 
