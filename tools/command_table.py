@@ -8,6 +8,7 @@ COMMANDS = {
     "embed": ("tools.commands.embed", "print the embeddings of texts, one JSON object a line"),
     "pull": ("tools.commands.pull", "download a model from the Hugging Face Hub, or update the cached copy"),
     "list": ("tools.commands.list", "list the models in the cache"),
+    "inspect": ("tools.commands.inspect", "say what a model's files hold, what it needs and what of it runs"),
     "rm": ("tools.commands.rm", "remove a model from the cache"),
     "serve": ("tools.commands.serve", "run an engine that clients connect to"),
     "route": ("tools.commands.route.__main__", "serve several running engines as one"),
@@ -30,7 +31,7 @@ COMMANDS = {
 #: Headings of --help; commands under no heading come last.
 GROUPS = {
     "ask a model": ("chat", "run", "generate", "embed"),
-    "models": ("pull", "list", "rm"),
+    "models": ("pull", "list", "inspect", "rm"),
     "serve a model": ("serve", "worker", "route", "ray", "http"),
     "inspect and control a running engine": ("top", "explain", "control"),
     "prove, replay, measure": ("prove", "replay", "traces", "simulate", "bench"),

@@ -10,18 +10,26 @@ from kernels.cpu.structs import DequantizeArguments
 from kernels.dequantize import BLOCK_SIZES
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers
 
-#: Type numbers; enum in dequantize.h.
-TYPE_NUMBERS = {
-    name: index for index, name in enumerate(("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"))
-}
+#: Type numbers; enum in block_types.h.
+_NAMES = (
+    *("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "Q2_K", "Q3_K"),
+    *("IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4", "TQ2_0", "TQ1_0"),
+    *("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M"),  # those with a grid
+)
+_NUMBERS = {name: number for number, name in enumerate(_NAMES)}
+
+
+def type_number(library: CpuLibrary, type_name: str) -> int:
+    """Return the number that the kernels know a type of blocks by. Errors: KeyError."""
+    number = _NUMBERS[type_name]
+    if number >= _NUMBERS["IQ2_XXS"]:
+        library.use_grids()
+    return number
 
 
 def has_cpu_kernel(type_name: str, dtype: Dtype) -> bool:
-    """Return whether cpu_dequantize() supports this type and dtype.
-
-    Plain floats are converted by kernels/elements.py.
-    """
-    return type_name in TYPE_NUMBERS and dtype in (FLOAT32, BFLOAT16)
+    """Whether cpu_dequantize() converts this type to this dtype. Plain floats are converted by kernels/elements.py."""
+    return type_name in _NUMBERS and dtype in (FLOAT32, BFLOAT16)
 
 
 def cpu_dequantize(
@@ -39,9 +47,6 @@ def cpu_dequantize(
         out = np.empty(len(blocks) * weights, dtype)
     assert (out.size, out.dtype, out.flags.c_contiguous) == (len(blocks) * weights, dtype, True), out.shape
     run = library.function("dequantize", ctypes.POINTER(DequantizeArguments))
-    run(
-        DequantizeArguments(
-            blocks.ctypes.data, out.ctypes.data, len(blocks), TYPE_NUMBERS[type_name], ELEMENT_NUMBERS[dtype]
-        )
-    )
+    number = type_number(library, type_name)
+    run(DequantizeArguments(blocks.ctypes.data, out.ctypes.data, len(blocks), number, ELEMENT_NUMBERS[dtype]))
     return out

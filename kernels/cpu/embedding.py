@@ -5,7 +5,7 @@ import ctypes
 import numpy as np
 
 from kernels.arrays import Floats, Ints
-from kernels.cpu.dequantize import TYPE_NUMBERS
+from kernels.cpu.dequantize import type_number
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
 from kernels.cpu.quantized import BlockRows
@@ -41,7 +41,7 @@ class CpuEmbedding:
             self.packing = PACKED + table.packing
         elif isinstance(table, BlockRows):
             self.width, self.dtype, self.table = table.depth, BFLOAT16, np.ascontiguousarray(table.data)
-            self.packing = _BLOCKS + TYPE_NUMBERS[table.type_name]
+            self.packing = _BLOCKS + type_number(library, table.type_name)
         else:
             assert table.flags.c_contiguous, table.strides
             self.width, self.dtype, self.table = table.shape[1], table.dtype, table

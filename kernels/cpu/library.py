@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kernels.arrays import UInt8s
+from kernels.block_grids import GRIDS, rows_of
 from kernels.cpu import latent_structs, mixer_structs, structs
 from kernels.cpu.build import CpuLibraryError, has_amx
 from kernels.cpu.c_struct import CStruct
@@ -39,6 +40,7 @@ class CpuLibrary:
         """Load the library. Errors: OSError; CpuLibraryError if its structs differ from kernels/cpu/structs.py."""
         self.variant = variant
         self.num_threads = 1
+        self._has_grids = False
         self._functions = ctypes.CDLL(str(path))
         check_structs(self._functions)
         self._start = self.function("pool_start", ctypes.c_int)
@@ -54,6 +56,16 @@ class CpuLibrary:
         function = self._functions[name]
         function.argtypes, function.restype = argument_types, result
         return function
+
+    def use_grids(self) -> None:
+        """Give the kernels the grids of IQ types (kernels/block_grids.py), before a block of such a type is read."""
+        if self._has_grids:
+            return
+        grids = b"".join(rows_of(name).tobytes() for name in GRIDS)
+        size = ctypes.c_int32.in_dll(self._functions, "block_grids_bytes").value
+        assert len(grids) == size, (len(grids), size)
+        ctypes.memmove((ctypes.c_uint8 * size).in_dll(self._functions, "block_grids"), grids, size)
+        self._has_grids = True
 
     def start_threads(self, num_threads: int) -> None:
         """Run kernels on num_threads threads, including the calling thread. Idle threads use no CPU."""

@@ -7,15 +7,27 @@ from typing import NamedTuple
 import numpy as np
 
 from kernels.arrays import UInt8s
-from kernels.cpu.dequantize import TYPE_NUMBERS
+from kernels.cpu.dequantize import type_number
 from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
 from kernels.cpu.structs import BlockArguments, QuantizeArguments, QuantizedPartArguments
 from kernels.dequantize import BLOCK_SIZES, PLAIN_TYPES
 from kernels.elements import BFLOAT16, Dtype
 from kernels.rounding import ceil_div
 
-_PLAIN_PART = 16  # enum in quantized.h
+_PLAIN_PART = 64  # enum in quantized.h
 _PANEL_COLUMNS = 32  # enum in gemm.h
+
+
+#: Bits of a weight in a panel, of types for which it is not the file's, because scales are bytes there.
+_BITS = {"Q3_K": 3.5625, "Q4_K": 4.625, "Q5_K": 5.625, "IQ4_XS": 4.3125, "TQ1_0": 2.0625}
+
+
+def bits_in_memory(type_name: str) -> float:
+    """Return the bits of a weight of this quantized type in a QuantizedMatrix. Errors: KeyError."""
+    if type_name.startswith(("IQ1", "IQ2", "IQ3")):
+        return 4.5625
+    weights, num_bytes = BLOCK_SIZES[type_name]
+    return _BITS.get(type_name, num_bytes * 8 / weights)
 
 
 class BlockRows(NamedTuple):
@@ -66,7 +78,7 @@ def quantize(library: CpuLibrary, parts: Sequence[BlockRows], *, is_gated: bool 
     if all(part.type_name in PLAIN_TYPES for part in parts):
         return None
     num_columns, depth = sum(len(part.data) for part in parts), parts[0].depth
-    rows = (QuantizedPartArguments * len(parts))(*map(_part_arguments, parts))
+    rows = (QuantizedPartArguments * len(parts))(*(_part_arguments(library, part) for part in parts))
     must_be_whole = np.zeros(ceil_div(num_columns, _PANEL_COLUMNS), np.uint8)
     arguments = QuantizeArguments(
         parts=ctypes.addressof(rows),
@@ -110,11 +122,11 @@ def in_q8_0(library: CpuLibrary, part: BlockRows) -> BlockRows | None:
     return None if num_failed else BlockRows("Q8_0", blocks)
 
 
-def _part_arguments(part: BlockRows) -> QuantizedPartArguments:
+def _part_arguments(library: CpuLibrary, part: BlockRows) -> QuantizedPartArguments:
     plain = PLAIN_TYPES.get(part.type_name)
     return QuantizedPartArguments(
         rows=part.data.ctypes.data,
         num_rows=part.data.shape[0],
         row_bytes=part.data.shape[1],
-        type=TYPE_NUMBERS[part.type_name] if plain is None else _PLAIN_PART + ELEMENT_NUMBERS[plain],
+        type=type_number(library, part.type_name) if plain is None else _PLAIN_PART + ELEMENT_NUMBERS[plain],
     )

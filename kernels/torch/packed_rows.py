@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kernels.arrays import UInt8s
-from kernels.dequantize import BLOCK, BLOCK_SIZES, K_BLOCK
+from kernels.dequantize import BLOCK, BLOCK_SIZES, LEVELS
 
 _CHUNK = 1 << 24  # weights converted at a time; temporary tensors take about ten bytes per weight
 _LARGEST_CODE = 127  # for Q8_0
@@ -69,14 +69,21 @@ def join(parts: Sequence[PackedRows]) -> PackedRows:
     return first._replace(**fields)
 
 
-def pack_blocks(data: UInt8s, type_name: str, device: torch.device) -> PackedRows:
-    """Return rows uint8 [rows, bytes] of a quantized type in kernels.dequantize, on the device."""
+def pack_blocks(data: UInt8s, type_name: str, device: torch.device) -> PackedRows | None:
+    """Return rows uint8 [rows, bytes] of a quantized type of kernels.dequantize, on the device.
+
+    None: use the dense numbers, because PackedRows has no layout for this type, or because a scale is no float16.
+    """
+    if type_name not in _READERS:
+        return None
     weights, num_bytes = BLOCK_SIZES[type_name]
     depth = data.shape[1] // num_bytes * weights
     step, parts = max(1, _CHUNK // depth), []
     for begin in range(0, len(data), step):
         blocks = torch.tensor(data[begin : begin + step], device=device).view(-1, data.shape[1] // num_bytes, num_bytes)
-        parts.append(_READERS[type_name](blocks, depth))
+        if (part := _READERS[type_name](blocks, depth)) is None:
+            return None
+        parts.append(part)
     packed = join(parts)
     return _narrowed(packed) if type_name == "Q5_0" else packed
 
@@ -179,6 +186,17 @@ def _q6_k(blocks: torch.Tensor, depth: int) -> PackedRows:
     return PackedRows(codes.view(rows, depth), _halves(blocks, 208).float(), fine, None, None, depth, 32, 16)
 
 
+def _mxfp4(blocks: torch.Tensor, depth: int) -> PackedRows | None:
+    """Return rows of codes of eight bits, with 16 as their zero. The scale of a block of zeros does not count."""
+    levels = torch.tensor(LEVELS["MXFP4"], dtype=torch.int16, device=blocks.device)
+    numbers = levels[_nibbles(blocks[:, :, 1:], 16).long()]
+    exponents = torch.where(numbers.any(2), blocks[:, :, 0], 128).int()
+    if int(exponents.min()) < 128 - 24 or int(exponents.max()) > 128 + 15:  # float16 has 2^-24 to 2^15
+        return None
+    scales = torch.ldexp(torch.ones_like(exponents, dtype=torch.float32), exponents - 128).half()
+    return _packed((numbers + 16).to(torch.uint8), depth, 16, 8, scales)
+
+
 def _packed(
     codes: torch.Tensor, depth: int, zero: int, bits: int, scales: torch.Tensor, minima: torch.Tensor | None = None
 ) -> PackedRows:
@@ -227,7 +245,7 @@ def _five_bits(packed: torch.Tensor) -> torch.Tensor:
     return _nibbles(packed[:, :, 4:], 16) | fifth << 4
 
 
-_READERS: dict[str, Callable[[torch.Tensor, int], PackedRows]] = {
+_READERS: dict[str, Callable[[torch.Tensor, int], PackedRows | None]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
@@ -236,5 +254,5 @@ _READERS: dict[str, Callable[[torch.Tensor, int], PackedRows]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "MXFP4": _mxfp4,
 }
-assert _READERS.keys() == {name for name, (weights, _) in BLOCK_SIZES.items() if weights in (BLOCK, K_BLOCK)}

@@ -17,28 +17,27 @@ from ipc.errors import InvalidRequestError
 from ipc.params.sampling_params import SamplingParams
 from kernels.elements import FLOAT32
 from tests.frontend.text.sentencepiece_vocabulary import sentencepiece_metadata
+from tests.kernels.block_scales import set_scales
 from tests.numbers import dense_tensor
 from tools.lab.bench.tiny_model import write_tiny_model
 
 HIDDEN = 256  # weights in a K block
 LAYERS = 2
-#: As llama.cpp's Q4_K_M mixes them, and the legacy five-bit types.
-TYPES = {"attn_q": "Q4_K", "attn_k": "Q5_K", "attn_v": "Q6_K", "attn_output": "Q5_0", "ffn_gate": "Q4_K",
-         "ffn_up": "Q5_1", "ffn_down": "Q6_K", "token_embd": "Q6_K"}  # fmt: skip
+#: As llama.cpp's Q4_K_M mixes them, and types with levels and with a grid.
+TYPES = {"attn_q": "Q4_K", "attn_k": "IQ4_XS", "attn_v": "Q6_K", "attn_output": "Q5_0", "ffn_gate": "IQ3_S",
+         "ffn_up": "Q5_1", "ffn_down": "Q3_K", "token_embd": "Q6_K"}  # fmt: skip
 
 
 def random_blocks(kind: str, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
     """Rows of blocks whose weights are between -0.1 and 0.1 or so; the gguf package quantizes the legacy types only."""
     stored = gguf.GGMLQuantizationType[kind]
-    if not kind.endswith("_K"):
+    if kind in ("Q5_0", "Q5_1"):
         return gguf.quantize(rng.normal(0, 0.05, shape).astype(np.float32), stored)
     weights, size = gguf.GGML_QUANT_SIZES[stored]
     blocks = rng.integers(0, 256, (np.prod(shape) // weights, size), dtype=np.uint8)
-    if kind == "Q6_K":  # scales -128 to 127, numbers -32 to 31
-        blocks[:, 208:] = np.array([2e-5], np.float16).view(np.uint8)
-    else:  # scales and minima 0 to 63, numbers 0 to 15 or 31
-        largest = 15 if kind == "Q4_K" else 31
-        blocks[:, :4] = np.array([0.1 / 63 / largest, 0.05 / 63], np.float16).view(np.uint8)
+    # Scales times numbers are at most 63 * 15, 32 * 127, 31 * 15, 32 * 4 and 128 * 32.
+    scales = {"Q4_K": [1e-4, 8e-4], "IQ4_XS": [2e-5], "IQ3_S": [2e-4], "Q3_K": [8e-4], "Q6_K": [2e-5]}
+    set_scales(blocks, kind, scales[kind])
     return blocks.reshape(*shape[:-1], -1)
 
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from core.model_files.tensors.mxfp4 import in_gguf_order, mxfp4_matrix
 from core.model_files.tensors.packed_layout import BLOCK_ROWS, Shape, bits_of
 from core.models.config import Packing
 from core.models.operations.stored_matrix import StoredMatrix, StoredPart
@@ -51,7 +50,7 @@ def unpack(tensors: Mapping[str, NDArray[Any]], shape: Shape, packing: Packing, 
     float32 and rounded once. Errors: ValueError for groups that do not exist.
     """
     if packing == "mxfp4":
-        return mxfp4_matrix(tensors["exponents"], in_gguf_order(tensors["blocks"]))
+        return StoredMatrix([_as_mxfp4(tensors["exponents"], tensors["blocks"])])
     codes = _READERS[packing](tensors, shape, packing)
     part = _as_blocks(codes)
     return StoredMatrix([part]) if part is not None else StoredMatrix.of(_dense(codes, dtype))
@@ -207,6 +206,17 @@ def _as_blocks(matrix: Codes) -> StoredPart | None:
     scale_bytes = np.ascontiguousarray(halves[:, blocks[:, 0]]).view(np.uint8)
     parts = [scale_bytes.reshape(len(codes), -1, 2), *_code_bytes(codes.reshape(len(codes), -1, _BLOCK), name)]
     return StoredPart(name, np.concatenate(parts, axis=2).reshape(len(codes), -1), columns)
+
+
+def _as_mxfp4(exponents: UInt8s, codes: UInt8s) -> StoredPart:
+    """Return the blocks of MXFP4, which have weights i and i + 16 in a byte.
+
+    exponents: uint8 [rows, blocks]. codes: [rows, blocks, 16], of neighbours, the first in the low half.
+    """
+    rows, blocks = exponents.shape
+    single = np.stack((codes & np.uint8(15), codes >> np.uint8(4)), -1).reshape(rows, blocks, _BLOCK)
+    apart = single[:, :, :16] | single[:, :, 16:] << np.uint8(4)
+    return StoredPart("MXFP4", np.concatenate((exponents[:, :, None], apart), 2).reshape(rows, -1), blocks * _BLOCK)
 
 
 def _code_bytes(codes: NDArray[np.int16], name: str) -> list[UInt8s]:

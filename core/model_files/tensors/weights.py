@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from core.model_files.settings.text_part import without_images
 from core.model_files.tensors.encoder_weights import with_our_names
 from core.model_files.tensors.latent_tensors import latent_orders
-from core.model_files.tensors.mxfp4 import MXFP4, mxfp4_rows
 from core.model_files.tensors.packed_layout import UNUSED_KINDS, fault_of, kinds_of
 from core.model_files.tensors.packed_matrix import ELEMENT_DTYPES, unpack
 from core.model_files.tensors.recurrent_tensors import input_order, like_others
@@ -54,10 +53,7 @@ from kernels.elements import FLOAT32, Dtype
 _SAFETENSORS_TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 _INTEGER_TYPES = {"I64": "<i8", "I32": "<i4"}
 
-#: Types of single tensors that can become weights.
-_TYPES = (*BLOCK_SIZES, MXFP4)
-
-#: Rotary embedding tables in files. The config already has their information.
+#: Tables of rotary embedding in files; the config contains their information already.
 _HARMLESS = re.compile(
     r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq|blk\.\d+\.attn_rot_embd\.weight|rope_freqs\.weight"
 )
@@ -218,10 +214,10 @@ def _take(found: dict[str, StoredTensor], name: str, shape: tuple[int, ...], whe
     if stored.shape != shape and stored.shape in ((1, *shape), shape[1:]) and 1 in (*shape[:1], *stored.shape[:1]):
         stored = msgspec.structs.replace(stored, shape=shape)  # one row, as a matrix or as a vector
     if stored.shape != shape:
-        raise ModelFileError(f"{stored.path}: tensor {name} has shape {stored.shape}; the config requires {shape}")
-    if stored.type not in _TYPES:
+        raise ModelFileError(f"{stored.path}: tensor {name} has shape {stored.shape}; the config says {shape}")
+    if stored.type not in BLOCK_SIZES:
         raise UnsupportedModelError(
-            f"{stored.path}: tensor {name} has type {stored.type}; supported are {', '.join(_TYPES)}"
+            f"{stored.path}: tensor {name} has type {stored.type}; supported are {', '.join(BLOCK_SIZES)}"
         )
     return stored
 
@@ -353,8 +349,6 @@ def _to_weight(
     if stored.heads:
         data = _reordered(data.reshape(stored.shape[0], -1), stored.heads, stored.order).reshape(-1)
     rows = stored.shape[0] if len(stored.shape) > 1 else 1
-    if stored.type == MXFP4:
-        return mxfp4_rows(data.reshape(rows, -1), library)
     return StoredMatrix([StoredPart(stored.type, data.reshape(rows, -1), stored.shape[-1], library, release)])
 
 

@@ -1,6 +1,4 @@
-"""MXFP4: rows against the gguf package, and gpt-oss with experts in MXFP4 from both kinds of files, as transformers
-dequantizes it.
-"""
+"""gpt-oss with experts in MXFP4 from both kinds of files, as transformers dequantizes it."""
 
 import json
 from collections.abc import Iterator
@@ -14,7 +12,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from core.model_files.model_config import read_model_config
-from core.model_files.tensors.mxfp4 import mxfp4_rows
 from core.model_files.tensors.weights import load_weights
 from core.models.llama import Llama
 from core.models.operations.stored_matrix import StoredMatrix
@@ -45,22 +42,6 @@ def random_rows(rows: int, blocks: int, low: int, high: int) -> UInt8s:
     return np.concatenate(
         (rng.integers(low, high, (rows, blocks, 1), np.uint8), rng.integers(0, 256, (rows, blocks, 16), np.uint8)), 2
     )
-
-
-@pytest.mark.parametrize(
-    ("low", "high", "types"), [(104, 144, ["Q5_0"]), (0, 104, ["F32"]), (144, 252, ["F32"]), (96, 106, None)]
-)
-def test_rows_are_those_of_the_gguf_package(low: int, high: int, types: list[str] | None) -> None:
-    rows = random_rows(40, 2, low, high)
-    rows[5, 1, 1:] &= 0x88  # zeros, some of them negative: their exponent does not count
-    rows[5, :, 0] = 0, 110
-    rows[5, 0, 1:] = 0
-    flat = rows.reshape(40, -1)
-    matrix = mxfp4_rows(flat, None)
-    found = [part.type_name for part in matrix.parts]
-    assert set(found) == (set(types) | {"Q5_0"} if types else {"Q5_0", "F32"})
-    expected = gguf.dequantize(flat, gguf.GGMLQuantizationType.MXFP4)
-    assert np.array_equal(matrix.dense(FLOAT32), expected)
 
 
 def packed_golden() -> tuple[Golden, dict[str, torch.Tensor]]:

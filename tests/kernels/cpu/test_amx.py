@@ -29,9 +29,10 @@ from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.cpu.library_file import find_library
 from kernels.elements import BFLOAT16, FLOAT32
 from tests.kernels.attention_reference import reference_attention
+from tests.kernels.block_scales import TYPES
 from tests.kernels.cpu.test_attention import CpuBench, attention_of
 from tests.kernels.cpu.test_int8 import packed
-from tests.kernels.cpu.test_quantized import TYPES, numbers
+from tests.kernels.cpu.test_quantized import numbers
 from tests.kernels.cpu.test_quantized import ordinary as ordinary_weights
 
 needs_avx512 = pytest.mark.skipif("amx" not in runnable_variants(), reason="the variant amx needs AVX-512")

@@ -14,9 +14,11 @@ from kernels.cpu.gemm import INT8, PackedMatrix
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.cpu.library_file import find_library
 from kernels.cpu.quantized import BlockRows, in_q8_0, quantize
+from kernels.dequantize import BLOCK_SIZES, K_BLOCK
 from kernels.elements import BFLOAT16, FLOAT16, FLOAT32, Numbers, rounded, to_floats
+from tests.kernels.block_scales import TYPES, set_scales
 from tests.kernels.cpu.int8_reference import parts_of, product
-from tests.kernels.cpu.test_quantized import DEPTH, TYPES, numbers, ordinary, scales_of
+from tests.kernels.cpu.test_quantized import DEPTH, numbers, ordinary
 
 ROWS = [1, 2, 3, 4, 5, 7, 13, 33, 140]
 GGUF = gguf.GGMLQuantizationType
@@ -48,8 +50,8 @@ def packed(library: CpuLibrary, parts: list[BlockRows], gate: str | None = None,
 
 @pytest.mark.parametrize("name", TYPES)
 def test_products_have_the_bits_of_the_definition(variant: CpuLibrary, name: str) -> None:
-    rows, depth = ordinary(name, 40), DEPTH if name.endswith("K") else DEPTH - 32  # no whole number of slices
-    rows = rows if name.endswith("K") else ordinary(name, 40, depth)
+    depth = DEPTH if BLOCK_SIZES[name][0] == K_BLOCK else DEPTH - 64  # no whole number of slices
+    rows = ordinary(name, 40, depth)
     matrix, x = packed(variant, [rows], out_dtype=FLOAT32), numbers(max(ROWS), depth)
     expected = product(x, parts_of(rows))
     for count in ROWS:
@@ -64,11 +66,11 @@ def test_x_may_be_float32(variant: CpuLibrary) -> None:
     assert np.array_equal(found.view(np.uint32), product(x, parts_of(rows)).view(np.uint32))
 
 
-@pytest.mark.parametrize("name", ["Q8_0", "Q6_K", "Q4_1"])
+@pytest.mark.parametrize("name", ["Q8_0", "Q6_K", "Q4_1", "Q2_K", "IQ4_NL", "IQ4_XS", "IQ3_XXS"])
 def test_the_largest_codes_do_not_overflow(variant: CpuLibrary, name: str) -> None:
     rows = ordinary(name, 32)
     rows.data[...] = 0xFF if name != "Q8_0" else 0x80  # the largest without a sign, -128 with one
-    scales_of(rows.data.reshape(32, -1, rows.data.shape[1] * 32 // DEPTH if name != "Q6_K" else 210), name)[...] = 1.0
+    set_scales(rows.data.reshape(32, -1, BLOCK_SIZES[name][1]), name, 1.0)
     x = rounded(np.where(np.arange(DEPTH) % 64 < 48, 1.0, -1.0)[None].repeat(9, 0).astype(np.float32), BFLOAT16)
     found = packed(variant, [rows], out_dtype=FLOAT32)(x)
     assert np.array_equal(found.view(np.uint32), product(x, parts_of(rows)).view(np.uint32))

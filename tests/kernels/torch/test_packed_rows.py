@@ -9,7 +9,7 @@ from kernels.cpu.library import load_cpu_library
 from kernels.cpu.quantized import BlockRows, in_q8_0
 from kernels.dequantize import BLOCK_SIZES, dequantize
 from kernels.torch import packed_rows
-from kernels.torch.packed_rows import join, pack_blocks, quantize_rows, unpack
+from kernels.torch.packed_rows import PackedRows, join, pack_blocks, quantize_rows, unpack
 from tests.triton_device import DEVICE
 
 #: The types, and the bytes of a block that are float16.
@@ -38,6 +38,12 @@ def random_blocks(type_name: str, rows: int, depth: int, scale: float = 0.01) ->
     return blocks.reshape(rows, -1)
 
 
+def packed_blocks(blocks: UInt8s, type_name: str, device: torch.device) -> PackedRows:
+    packed = pack_blocks(blocks, type_name, device)
+    assert packed is not None
+    return packed
+
+
 def numbers_of(blocks: UInt8s, type_name: str) -> torch.Tensor:
     return torch.from_numpy(dequantize(blocks.reshape(-1), type_name).reshape(len(blocks), -1))
 
@@ -46,17 +52,17 @@ def numbers_of(blocks: UInt8s, type_name: str) -> torch.Tensor:
 def test_packed_rows_are_the_weights_of_the_blocks(type_name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if they are converted piece by piece."""
     blocks = random_blocks(type_name, 7, 512)
-    packed = pack_blocks(blocks, type_name, DEVICE)
+    packed = packed_blocks(blocks, type_name, DEVICE)
     assert torch.equal(unpack(packed).cpu(), numbers_of(blocks, type_name))
     assert packed.num_bytes * 8 == 7 * 512 * BITS[type_name]
     monkeypatch.setattr(packed_rows, "_CHUNK", 1024)
-    assert torch.equal(unpack(pack_blocks(blocks, type_name, DEVICE)), unpack(packed))
+    assert torch.equal(unpack(packed_blocks(blocks, type_name, DEVICE)), unpack(packed))
 
 
 @pytest.mark.parametrize("type_name", ["Q4_0", "Q4_1", "Q8_0"])
 def test_rows_that_are_no_two_halves_of_groups(type_name: str) -> None:
     blocks = random_blocks(type_name, 3, 96)
-    packed = pack_blocks(blocks, type_name, DEVICE)
+    packed = packed_blocks(blocks, type_name, DEVICE)
     assert not packed.in_4_bits
     assert torch.equal(unpack(packed).cpu(), numbers_of(blocks, type_name))
 
@@ -74,23 +80,23 @@ def narrow_blocks(rows: int, depth: int) -> UInt8s:
 def test_five_bits_that_are_four_with_zeros_take_four(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_rows, "_CHUNK", 1024)
     blocks = narrow_blocks(7, 512)
-    packed = pack_blocks(blocks, "Q5_0", DEVICE)
+    packed = packed_blocks(blocks, "Q5_0", DEVICE)
     assert packed.in_4_bits
     assert packed.num_bytes * 8 == 7 * 512 * 5.5
     assert torch.equal(unpack(packed).cpu(), numbers_of(blocks, "Q5_0"))
-    assert not pack_blocks(narrow_blocks(3, 96), "Q5_0", DEVICE).in_4_bits  # no two halves of groups
+    assert not packed_blocks(narrow_blocks(3, 96), "Q5_0", DEVICE).in_4_bits  # no two halves of groups
     blocks[-1, 2:6], blocks[-1, 6:22] = [255, 255, 0, 0], 15 * 16 + 15  # codes 31 and 15
-    assert not pack_blocks(blocks, "Q5_0", DEVICE).in_4_bits
-    assert torch.equal(unpack(pack_blocks(blocks, "Q5_0", DEVICE)).cpu(), numbers_of(blocks, "Q5_0"))
+    assert not packed_blocks(blocks, "Q5_0", DEVICE).in_4_bits
+    assert torch.equal(unpack(packed_blocks(blocks, "Q5_0", DEVICE)).cpu(), numbers_of(blocks, "Q5_0"))
 
 
 def test_rows_of_one_kind_are_joined() -> None:
-    parts = [pack_blocks(random_blocks("Q4_K", rows, 512), "Q4_K", DEVICE) for rows in (3, 5)]
+    parts = [packed_blocks(random_blocks("Q4_K", rows, 512), "Q4_K", DEVICE) for rows in (3, 5)]
     assert parts[0].joins(parts[1])
     assert torch.equal(unpack(join(parts)), torch.cat([unpack(part) for part in parts]))
     assert torch.equal(unpack(join(parts).rows(2, 4)), torch.cat([unpack(part) for part in parts])[2:4])
     for other in ("Q4_0", "Q4_1", "Q6_K", "Q5_K"):
-        assert not parts[0].joins(pack_blocks(random_blocks(other, 3, 512), other, DEVICE))
+        assert not parts[0].joins(packed_blocks(random_blocks(other, 3, 512), other, DEVICE))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -105,7 +111,7 @@ def test_quantized_rows_are_those_of_the_c_kernels(dtype: torch.dtype, monkeypat
     expected = in_q8_0(load_cpu_library(), BlockRows(name, numbers.view(torch.uint8).numpy()))
     assert packed is not None
     assert expected is not None
-    assert all(map(torch.equal, packed[:2], pack_blocks(expected.data, "Q8_0", DEVICE)[:2]))
+    assert all(map(torch.equal, packed[:2], packed_blocks(expected.data, "Q8_0", DEVICE)[:2]))
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), 1e7, 1e-39])
@@ -115,3 +121,21 @@ def test_numbers_without_a_scale_are_not_quantized(number: float) -> None:
     numbers[1, 32:] = number
     assert quantize_rows(numbers) is None
     assert quantize_rows(torch.ones(3, 72)) is None
+
+
+def test_mxfp4_has_codes_of_eight_bits() -> None:
+    blocks = np.random.default_rng(0).integers(0, 256, (7, 16, 17), np.uint8)
+    blocks[..., 0] = np.random.default_rng(1).integers(104, 144, (7, 16))
+    blocks[3, 2, 1:] &= 0x88  # zeros, some of them negative: their exponent does not count
+    blocks[3, 2, 0] = 0
+    rows = blocks.reshape(7, -1)
+    packed = packed_blocks(rows, "MXFP4", DEVICE)
+    assert packed.num_bytes * 8 == 7 * 512 * 8.5
+    assert torch.equal(unpack(packed).cpu(), numbers_of(rows, "MXFP4"))
+    for exponent in (103, 144):  # a scale that is no float16
+        blocks[3, 3, 0] = exponent
+        assert pack_blocks(rows, "MXFP4", DEVICE) is None
+
+
+def test_types_without_a_layout_are_to_be_dense() -> None:
+    assert pack_blocks(np.zeros((2, 136), np.uint8), "IQ4_XS", DEVICE) is None

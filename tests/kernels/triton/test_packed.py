@@ -6,11 +6,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from kernels.torch.packed_rows import PackedRows, pack_blocks, unpack
+from kernels.torch.packed_rows import PackedRows, unpack
 from kernels.triton import packed_linear, packed_product
 from kernels.triton.packed_linear import MOST_FLOAT_ROWS, MOST_ROWS, PackedLinear
 from kernels.triton.packed_linear import unpack as device_unpack
-from tests.kernels.torch.test_packed_rows import HALVES, narrow_blocks, random_blocks
+from tests.kernels.torch.test_packed_rows import HALVES, narrow_blocks, packed_blocks, random_blocks
 from tests.triton_device import ANYWHERE, DEVICE, GPU_ONLY, ON_GPU
 
 pytestmark = ANYWHERE
@@ -25,8 +25,8 @@ NARROW = "Q5_0 in four bits"
 
 def packed(type_name: str, rows: int = 70, depth: int = 512) -> PackedRows:
     if type_name == NARROW:
-        return pack_blocks(narrow_blocks(rows, depth), "Q5_0", DEVICE)
-    return pack_blocks(random_blocks(type_name, rows, depth), type_name, DEVICE)
+        return packed_blocks(narrow_blocks(rows, depth), "Q5_0", DEVICE)
+    return packed_blocks(random_blocks(type_name, rows, depth), type_name, DEVICE)
 
 
 def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -6,9 +6,7 @@
 #ifndef DEQUANTIZE_H
 #define DEQUANTIZE_H
 
-#include <stdint.h>
-
-enum { Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K };
+#include "blocks/block_types.h"
 
 typedef struct {
     const void *blocks; /* no alignment needed */
@@ -20,5 +18,8 @@ typedef struct {
 
 void dequantize_part(const Dequantize *args, int thread, int num_threads);
 void dequantize(const Dequantize *args);
+
+/* Read the weights of consecutive blocks as float32. */
+void read_blocks(const void *blocks, int32_t type, int64_t num_blocks, float *out);
 
 #endif

@@ -1,6 +1,6 @@
 #include "layers/embedding.h"
 
-#include "blocks/block_readers.h"
+#include "blocks/dequantize.h"
 #include "products/compact.h"
 #include "threads/pool.h"
 #include "products/quantized.h"
@@ -67,13 +67,10 @@ static void embed_quantized_row(const Embedding *args, int64_t row) {
 
 /* Like embed_row(), for a table of rows of blocks. Their weights are rounded to bfloat16. */
 static void embed_row_of_blocks(const Embedding *args, int64_t row, int32_t type) {
-    const int weights = block_weights(type), bytes = block_bytes(type);
-    const uint8_t *block = (const uint8_t *)args->table + args->ids[row] * (args->width / weights * bytes);
+    const int64_t num_blocks = args->width / block_weights(type);
     float *out = args->out + row * args->width;
-    for (int64_t i = 0; i < args->width; i += weights, block += bytes) {
-        read_block(block, type, out + i);
-        for (int j = 0; j < weights; j++) out[i + j] = float_of_bfloat16(bfloat16_of_float(out[i + j])) * args->scale;
-    }
+    read_blocks((const char *)args->table + args->ids[row] * num_blocks * block_bytes(type), type, num_blocks, out);
+    for (int64_t i = 0; i < args->width; i++) out[i] = float_of_bfloat16(bfloat16_of_float(out[i])) * args->scale;
 }
 
 /* Add the row `from` [width] to a row of the output. */

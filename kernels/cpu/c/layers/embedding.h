@@ -22,7 +22,7 @@ typedef struct {
     int64_t num_rows, width;
     int32_t dtype; /* BFLOAT16 or FLOAT32 */
     float scale;
-    int32_t packing; /* of the table: NOT_PACKED; PACKED + packing of gemm.h; or BLOCK_TABLE + type of dequantize.h */
+    int32_t packing; /* of the table: NOT_PACKED; PACKED + packing of gemm.h; or BLOCK_TABLE + type of blocks */
     const float *kinds;       /* [.., width]: rows for kinds of tokens, of a table that is NOT_PACKED; or NULL */
     const float *places;      /* [.., width]: rows for positions; or NULL */
     const int64_t *positions; /* [num_rows]; only read with places */

@@ -42,7 +42,37 @@ INLINE void store_floats(void *to, Floats values) { memcpy(to, &values, sizeof v
 INLINE Floats all_floats(float value) { return value - (Floats){0}; }
 INLINE Words all_words(uint32_t value) { return value - (Words){0}; }
 
-/* Return a * b + c: rounded once if the instruction set can (AVX-512, AVX2 with FMA), otherwise twice. */
+/* A table of 16 bytes in registers. */
+typedef Words Table;
+
+INLINE Table load_table(const uint8_t table[16]) {
+#if defined(__AVX512BW__)
+    return (Table)_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table));
+#elif defined(__AVX2__)
+    return (Table)_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)table));
+#else
+    return load_words(table);
+#endif
+}
+
+/* Return the table's bytes for indices of one byte each, 0 to 15. */
+INLINE Words look_up(const Table table, const Words indices) {
+#if defined(__AVX512BW__)
+    return (Words)_mm512_shuffle_epi8((__m512i)table, (__m512i)indices);
+#elif defined(__AVX2__)
+    return (Words)_mm256_shuffle_epi8((__m256i)table, (__m256i)indices);
+#else
+    uint8_t bytes[16], at[16];
+    Words found;
+    memcpy(bytes, &table, sizeof bytes);
+    memcpy(at, &indices, sizeof at);
+    for (int i = 0; i < 16; i++) at[i] = bytes[at[i] & 15];
+    memcpy(&found, at, sizeof found);
+    return found;
+#endif
+}
+
+/* Return a * b + c: rounded once if the instruction set can (AVX-512, AVX2 with FMA), else twice. */
 INLINE Floats multiply_add(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);

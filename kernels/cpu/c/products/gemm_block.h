@@ -170,19 +170,6 @@ INLINE void block_of_slice(Work work, const int rows, const int vectors, const i
 }
 
 #if HAS_COMPACT
-/* The upper bytes of a panel's codes, ready to be looked up. */
-#if defined(__AVX512BW__)
-typedef __m512i Table;
-INLINE Table table_of(const CompactPanel *panel) {
-    return _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)panel->upper));
-}
-#else
-typedef __m256i Table;
-INLINE Table table_of(const CompactPanel *panel) {
-    return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)panel->upper));
-}
-#endif
-
 /* The vectors of a step that one lookup makes, and how many lookups make a step. */
 enum { UNPACKED_VECTORS = 2, UNPACKS = PANEL_VECTORS / UNPACKED_VECTORS };
 
@@ -192,14 +179,14 @@ INLINE void unpack_part(Words weights[PANEL_VECTORS], const char *pair, int64_t 
 #if defined(__AVX512BW__)
     __m512i codes = _mm512_loadu_si512(pair + 128);
     if (offset) codes = _mm512_srli_epi16(codes, 4);
-    const __m512i upper = _mm512_shuffle_epi8(table, _mm512_and_si512(codes, _mm512_set1_epi8(15)));
+    const __m512i upper = (__m512i)look_up(table, (Words)_mm512_and_si512(codes, _mm512_set1_epi8(15)));
     const __m512i lower = _mm512_loadu_si512(pair + offset);
     weights[part] = (Words)_mm512_unpacklo_epi8(lower, upper);
     weights[UNPACKS + part] = (Words)_mm512_unpackhi_epi8(lower, upper);
 #else
     __m256i codes = _mm256_loadu_si256((const __m256i *)(pair + 128) + part);
     if (offset) codes = _mm256_srli_epi16(codes, 4);
-    const __m256i upper = _mm256_shuffle_epi8(table, _mm256_and_si256(codes, _mm256_set1_epi8(15)));
+    const __m256i upper = (__m256i)look_up(table, (Words)_mm256_and_si256(codes, _mm256_set1_epi8(15)));
     const __m256i lower = _mm256_loadu_si256((const __m256i *)(pair + offset) + part);
     weights[part] = (Words)_mm256_unpacklo_epi8(lower, upper);
     weights[UNPACKS + part] = (Words)_mm256_unpackhi_epi8(lower, upper);
@@ -227,7 +214,7 @@ INLINE void compact_block(Work work, const int rows) {
     Rows x = rows_of(&work);
     clear(sums, rows, PANEL_VECTORS);
     const CompactPanel *panel = (const CompactPanel *)work.w;
-    const Table table = table_of(panel);
+    const Table table = load_table(panel->upper); /* the upper bytes of the panel's codes */
     const char *begin = work.w + sizeof *panel, *end = begin + work.depth / 4 * PAIR_BYTES;
     const WholePair *whole = panel->whole;
     const char *whole_at = begin + (int64_t)panel->first_whole * PAIR_BYTES; /* before all pairs if there is none */

@@ -43,7 +43,7 @@ static void (*const SLICES[MAX_ROWS])(const Work *work) = {slice_1, slice_2, sli
 #if HAS_COMPACT
 /* Unpack the pairs [first, last) of a compact panel (compact.h). */
 static void unpack_compact(const CompactPanel *panel, int64_t first, int64_t last, char *out) {
-    const Table table = table_of(panel);
+    const Table table = load_table(panel->upper);
     const char *pairs = (const char *)(panel + 1);
     const WholePair *whole = panel->whole;
     int64_t whole_number = panel->first_whole;

@@ -100,34 +100,32 @@ void int8_quantize(const Gemm *args, int64_t begin, int64_t end) {
     }
 }
 
-INLINE void unpack_groups(const char *panel, int64_t first, int64_t last, Int8Group *to, const int type) {
+INLINE void unpack_groups(const Int8Work *work, Int8Group *to, const int type) {
     const QuantizedLayout layout = layout_of(type);
-    for (int64_t g = first; g < last; g++, to++) {
-        const char *head = panel + head_offset(layout, g), *group = panel + group_offset(layout, g);
+    const OwnParts own = own_parts(work->type, type);
+    for (int64_t g = work->first; g < work->last; g++, to++) {
+        const char *head = work->panel + head_offset(layout, g), *group = work->panel + group_offset(layout, g);
         for (int line = 0; line < layout.group_bytes; line += 64) __builtin_prefetch(group + INT8_PREFETCH_BYTES + line);
         for (int v = 0; v < PANEL_VECTORS; v++) {
-            const Scales scales = load_scales(head, group, v, type);
-            for (int half = 0; half < 2; half++) store_floats(to->scale[half] + v * LANES, scales.scale[half]);
-            store_floats(to->minimum + v * LANES, scales.minimum);
+            const Scales scales = load_scales(head, group, v, own.unit, type);
+            for (int half = 0; half < 2; half++) {
+                store_floats(to->scale[half] + v * LANES, scales.scale[half]);
+                store_floats(to->minimum[half] + v * LANES, scales.minimum[half]);
+            }
 #pragma GCC unroll 8
             for (int s = 0; s < 8; s++)
                 store_floats(to->codes[s] + v * VECTOR_BYTES,
-                             (Floats)codes_of_step(group + layout.scale_bytes, v, s, type));
+                             (Floats)codes_of_step(group + layout.scale_bytes, v, s, own.levels, type));
         }
     }
 }
 
-static void unpack(const char *panel, int32_t type, int64_t first, int64_t last, Int8Group *to) {
-    switch (type) {
-    case Q8_0: unpack_groups(panel, first, last, to, Q8_0); break;
-    case Q4_0: unpack_groups(panel, first, last, to, Q4_0); break;
-    case Q4_1: unpack_groups(panel, first, last, to, Q4_1); break;
-    case Q5_0: unpack_groups(panel, first, last, to, Q5_0); break;
-    case Q5_1: unpack_groups(panel, first, last, to, Q5_1); break;
-    case Q4_K: unpack_groups(panel, first, last, to, Q4_K); break;
-    case Q5_K: unpack_groups(panel, first, last, to, Q5_K); break;
-    default: unpack_groups(panel, first, last, to, Q6_K);
-    }
+#define UNPACK(name, type, unused) \
+    case type: unpack_groups(work, to, type); break;
+
+/* Unpack groups of a panel. */
+static void unpack(const Int8Work *work, Int8Group *to) {
+    switch (function_type_of(work->type)) { EACH_PANEL_TYPE(UNPACK, ) }
 }
 
 /* Multiply at most FEW_ROWS rows with a panel, whose codes are unpacked in registers. */
@@ -139,12 +137,13 @@ static void multiply_few(const Gemm *args, int64_t row, int num_rows, int64_t pa
         const int begin = num_rows * i / num_parts, rows = num_rows * (i + 1) / num_parts - begin;
         const Int8Work work = {
             .panel = (const char *)args->weights + entry->offset,
+            .type = entry->type,
             .last = args->depth / GROUP,
             .x = (const Int8Block *)args->quantized + (row + begin) * args->quantized_stride,
             .x_stride = args->quantized_stride,
             .out = sums + begin * PANEL_COLUMNS,
         };
-        functions()->packed[rows - 1][entry->type](&work);
+        functions()->packed[rows - 1][function_type_of(entry->type)](&work);
     }
     gemm_store_panel(args, sums, row, num_rows, panel);
 }
@@ -161,7 +160,7 @@ static void multiply_slice(const Int8Work *slice, int num_rows, int type) {
         Int8Work work = *slice;
         work.x += begin * work.x_stride;
         work.out += begin * PANEL_COLUMNS;
-        functions()->unpacked[rows - 1][type](&work);
+        functions()->unpacked[rows - 1][function_type_of(type)](&work);
     }
 }
 
@@ -174,16 +173,18 @@ static void multiply_many(const Gemm *args, int64_t row, int num_rows, int64_t p
     memset(sums, 0, num_rows * PANEL_COLUMNS * sizeof *sums);
     for (int64_t first = 0; first < blocks; first += SLICE_GROUPS) {
         const int64_t last = first + SLICE_GROUPS < blocks ? first + SLICE_GROUPS : blocks;
-        unpack((const char *)args->weights + entry->offset, entry->type, first, last, slice);
-        const Int8Work work = {
-            .panel = (const char *)slice,
+        Int8Work work = {
+            .panel = (const char *)args->weights + entry->offset,
+            .type = entry->type,
             .first = first,
             .last = last,
             .x = (const Int8Block *)args->quantized + row * args->quantized_stride + first,
             .x_stride = args->quantized_stride,
-            .zero_bits = zero_bits_of(entry->type),
+            .zero_bits = BLOCK_TYPES[entry->type].zero_bits,
             .out = sums,
         };
+        unpack(&work, slice);
+        work.panel = (const char *)slice;
         multiply_slice(&work, num_rows, entry->type);
     }
     gemm_store_panel(args, sums, row, num_rows, panel);

@@ -4,10 +4,10 @@
  * numbers alone: scale = largest / 127, code = x * (127 / largest), to nearest even. A block with a NaN or an infinity
  * gets the scale NaN; a block of numbers below 1e-30 becomes zeros.
  *
- * Sums of codes are exact in int32, no matter in which order an instruction set adds them. Then each group of weights
- *   gives value = float(sum(w * x)) * scale codes w with their zero taken off
- *   value = value + float(sum(x)) * minimum                types with a minimum
- *   value = float(sum(w * x)) * scale[0] + float(...) * scale[1]   Q6_K: one for each half of the group
+ * Sums of codes are exact in int32, in whatever order an instruction set adds them. Then each group of weights gives
+ *   value = float(sum(w * x)) * scale                      codes w with their zero taken off
+ *   value = value + float(sum(w * x)) * scale              types with halves: the same of the second half
+ *   value = value + float(sum(x)) * minimum                types with a minimum; with halves, of the first, then second
  *   y     = y + value * scale of x                         groups in ascending order
  * Each product and each sum is rounded. So all variants give the same bits, and a row's bits depend on nothing else.
  *
@@ -31,6 +31,7 @@ typedef struct {
 /* Groups [first, last) of a panel, and rows of blocks from the first group on. */
 typedef struct {
     const char *panel; /* or, unpacked, Int8Group[] from the first group on */
+    int32_t type; /* of block_types.h */
     int64_t first, last;
     const Int8Block *x;
     int64_t x_stride; /* blocks from row to row */
@@ -41,7 +42,7 @@ typedef struct {
 /* A group with its codes as bytes and its scales as floats. */
 typedef struct {
     uint8_t codes[8][PANEL_COLUMNS * 4]; /* steps of four codes for each column */
-    float scale[2][PANEL_COLUMNS], minimum[PANEL_COLUMNS];
+    float scale[2][PANEL_COLUMNS], minimum[2][PANEL_COLUMNS]; /* for each half of the group */
 } Int8Group;
 
 /* Most rows at once: while codes are unpacked in registers, and of unpacked codes. */
@@ -49,8 +50,8 @@ enum { INT8_PACKED_ROWS = 4, INT8_ROWS = 6 };
 
 typedef void (*Int8Function)(const Int8Work *work);
 typedef struct {
-    Int8Function packed[INT8_PACKED_ROWS][8]; /* [rows - 1][type] */
-    Int8Function unpacked[INT8_ROWS][8];   /* the same; types that differ only in `zero` share one */
+    Int8Function packed[INT8_PACKED_ROWS][IQ2_XXS + 1]; /* [rows - 1][function_type_of()] */
+    Int8Function unpacked[INT8_ROWS][IQ2_XXS + 1]; /* the same; types that differ in `zero` only share one */
 } Int8Functions;
 
 /* Made of the same source for three instruction sets; `int8_vnni` is used if the CPU has AVX512_VNNI, and

@@ -2,7 +2,7 @@
 
 #if defined(__AMX_INT8__)
 
-#include "products/quantized_decode.h"
+#include "products/int8_block.h"
 
 /* Tiles: sums, rows of x and codes; the first two again for the last rows, which may be fewer. Whole ones are even. */
 enum { SUMS = 0, X = 2, CODES = 4 };
@@ -17,7 +17,7 @@ typedef struct {
     int type, half;
 } Part;
 
-INLINE int num_halves(int type) { return type == Q6_K ? 2 : 1; }
+INLINE int num_halves(int type) { return has_halves(type) ? 2 : 1; }
 
 /* Configure the tiles for `rows` rows. */
 static void shape(Amx *amx, int rows, int type) {
@@ -34,8 +34,7 @@ INLINE void add_values(Floats *values, const int32_t sums[][AMX_ROWS], const Par
     const Int8Block *x = work->x + row * work->x_stride + part->block;
     const Floats scale = load_floats(part->group->scale[part->half] + v * LANES);
     for (int i = 0; i < rows; i++, x += work->x_stride) {
-        const int32_t first = x->sum_of_first, all = x->sum_of_codes;
-        const int32_t sum = part->type != Q6_K ? all : part->half ? all - first : first;
+        const int32_t sum = sum_of_x(x, part->half, part->type);
         const Signed zeros = (Signed)all_words((uint32_t)(has_minimum(part->type) ? 0 : sum)) << work->zero_bits;
         const Floats value = __builtin_convertvector((Signed)load_words(sums[i]) - zeros, Floats) * scale;
         values[i] = part->half ? values[i] + value : value;
@@ -46,11 +45,11 @@ INLINE void add_values(Floats *values, const int32_t sums[][AMX_ROWS], const Par
 INLINE void add_group(const Floats *values, const Part *part, int row, int rows, int v) {
     const Int8Work *work = part->work;
     const Int8Block *x = work->x + row * work->x_stride + part->block;
-    const Floats minimum = load_floats(part->group->minimum + v * LANES);
+    const Floats minimum[2] = {load_floats(part->group->minimum[0] + v * LANES),
+                               load_floats(part->group->minimum[1] + v * LANES)};
     float *out = work->out + row * PANEL_COLUMNS + v * LANES;
     for (int i = 0; i < rows; i++, x += work->x_stride, out += PANEL_COLUMNS) {
-        Floats value = values[i];
-        if (has_minimum(part->type)) value = value + all_floats(x->sum) * minimum;
+        const Floats value = with_minima(values[i], x, minimum, part->type);
         store_floats(out, load_floats(out) + value * all_floats(x->scale));
     }
 }

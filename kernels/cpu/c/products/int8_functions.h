@@ -4,22 +4,21 @@
 
 #include "products/int8_block.h"
 
-#define INT8_PACKED(name, rows, type) \
+#define INT8_PACKED(name, type, rows) \
     static void name##_##rows(const Int8Work *work) { multiply_groups(work, rows, type, 0); }
-#define INT8_PACKED_TYPES(rows)                                                              \
-    INT8_PACKED(q8_0, rows, Q8_0) INT8_PACKED(q4_0, rows, Q4_0) INT8_PACKED(q4_1, rows, Q4_1) \
-    INT8_PACKED(q5_0, rows, Q5_0) INT8_PACKED(q5_1, rows, Q5_1) INT8_PACKED(q4_k, rows, Q4_K) \
-    INT8_PACKED(q5_k, rows, Q5_K) INT8_PACKED(q6_k, rows, Q6_K)
-#define INT8_PACKED_ROW(rows) \
-    {q8_0_##rows, q4_0_##rows, q4_1_##rows, q5_0_##rows, q5_1_##rows, q4_k_##rows, q5_k_##rows, q6_k_##rows}
+#define INT8_PACKED_ENTRY(name, type, rows) [type] = name##_##rows,
+#define INT8_PACKED_TYPES(rows) EACH_PANEL_TYPE(INT8_PACKED, rows)
+#define INT8_PACKED_ROW(rows) {EACH_PANEL_TYPE(INT8_PACKED_ENTRY, rows)}
 #define INT8_UNPACKED(name, rows, type) \
     static void name##_##rows(const Int8Work *work) { multiply_groups(work, rows, type, 1); }
 #define INT8_UNPACKED_TYPES(rows)                                                                       \
     INT8_UNPACKED(bytes, rows, Q8_0) INT8_UNPACKED(scaled, rows, Q4_0) INT8_UNPACKED(moved_up, rows, Q4_1) \
-    INT8_UNPACKED(halves, rows, Q6_K)
-#define INT8_UNPACKED_ROW(rows)                                                                                  \
-    {bytes_##rows,    scaled_##rows,   moved_up_##rows, scaled_##rows, moved_up_##rows, moved_up_##rows, moved_up_##rows, \
-     halves_##rows}
+    INT8_UNPACKED(halves, rows, Q6_K) INT8_UNPACKED(halves_moved_up, rows, Q2_K)
+#define INT8_UNPACKED_ROW(rows)                                                                                        \
+    {[Q8_0] = bytes_##rows, [IQ4_NL] = bytes_##rows, [IQ4_XS] = bytes_##rows, [Q4_0] = scaled_##rows,                   \
+     [Q5_0] = scaled_##rows, [MXFP4] = scaled_##rows, [TQ2_0] = scaled_##rows, [Q4_1] = moved_up_##rows,                \
+     [Q5_1] = moved_up_##rows, [Q4_K] = moved_up_##rows, [Q5_K] = moved_up_##rows, [Q6_K] = halves_##rows,              \
+     [Q3_K] = halves_##rows, [NVFP4] = halves_##rows, [IQ2_XXS] = halves_##rows, [Q2_K] = halves_moved_up_##rows}
 
 INT8_PACKED_TYPES(1)
 INT8_PACKED_TYPES(2)

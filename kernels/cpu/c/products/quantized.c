@@ -14,6 +14,7 @@ enum { PREFETCH_BYTES = 4096 };
 /* Groups [first, last) of a panel, and what is done with their weights. */
 typedef struct {
     const char *panel;
+    int32_t type; /* of block_types.h */
     int64_t first, last;
     const char *x;   /* rows of pairs of bfloat16 (BY_PAIRS) or of float32, from the first group on */
     int64_t x_bytes; /* from row to row */
@@ -43,19 +44,16 @@ INLINE void store_two(char *out, const int k, const int v, const Two two) {
 /* Work on a row of words of a group, for `vectors` vectors of columns from `first` on: multiply eight adjacent
  * weights along the depth with `rows` rows, or unpack them to `out` if there are none. */
 INLINE void work_on_words(Floats sums[PANEL_VECTORS][FEW_ROWS], const Groups *work, const char *codes, const char *x,
-                          char *out, const Scales *scales, const int first, const int r, const int vectors,
-                          const int rows, const int type) {
-    Words low[PANEL_VECTORS], high[PANEL_VECTORS];
+                          char *out, const Scales *scales, const OwnParts *own, const int first, const int r,
+                          const int vectors, const int rows, const int type) {
+    RowCodes row[PANEL_VECTORS];
 #pragma GCC unroll 2
-    for (int v = 0; v < vectors; v++) {
-        low[v] = load_low(codes, first + v, r, type);
-        high[v] = load_high(codes, first + v, r, type);
-    }
+    for (int v = 0; v < vectors; v++) row[v] = load_codes(codes, first + v, r, own->levels, type);
 #pragma GCC unroll 4
     for (int i = 0; i < 8; i += 2)
 #pragma GCC unroll 2
         for (int v = 0; v < vectors; v++) {
-            const Two two = two_weights(codes, low[v], high[v], first + v, r, i, &scales[v], type);
+            const Two two = two_weights(codes, &row[v], own, first + v, r, i, &scales[v], type);
             if (rows)
                 multiply_two(sums[v], x, work->x_bytes, 8 * r + i, two, rows);
             else
@@ -67,6 +65,7 @@ INLINE void work_on_words(Floats sums[PANEL_VECTORS][FEW_ROWS], const Groups *wo
  * one row alone has too few of them. */
 INLINE void work_on_vectors(const Groups *work, const int first, const int vectors, const int rows, const int type) {
     const QuantizedLayout layout = layout_of(type);
+    const OwnParts own = own_parts(work->type, type);
     const char *x = work->x;
     char *out = work->out, *at = out + first * VECTOR_BYTES;
     Floats sums[PANEL_VECTORS][FEW_ROWS];
@@ -80,10 +79,10 @@ INLINE void work_on_vectors(const Groups *work, const int first, const int vecto
         if (first == 0)
             for (int line = 0; line < layout.group_bytes; line += 64) __builtin_prefetch(group + PREFETCH_BYTES + line);
 #pragma GCC unroll 2
-        for (int v = 0; v < vectors; v++) scales[v] = load_scales(head, group, first + v, type);
+        for (int v = 0; v < vectors; v++) scales[v] = load_scales(head, group, first + v, own.unit, type);
 #pragma GCC unroll 1
         for (int r = 0; r < GROUP / 8; r++)
-            work_on_words(sums, work, group + layout.scale_bytes, x, out, scales, first, r, vectors, rows, type);
+            work_on_words(sums, work, group + layout.scale_bytes, x, out, scales, &own, first, r, vectors, rows, type);
         x += GROUP * (BY_PAIRS ? 2 : 4);
         if (!rows) out += GROUP / (BY_PAIRS ? 2 : 1) * STEP_BYTES;
     }
@@ -101,33 +100,35 @@ INLINE void work_on_groups(const Groups *work, const int rows, const int type) {
 
 typedef void (*Work_On_Groups)(const Groups *work);
 
-#define DEFINE_OF(name, rows, type) \
-    static void name(const Groups *work) { work_on_groups(work, rows, type); }
-#define DEFINE_TYPES(rows)                                                                            \
-    DEFINE_OF(q8_0_##rows, rows, Q8_0) DEFINE_OF(q4_0_##rows, rows, Q4_0) DEFINE_OF(q4_1_##rows, rows, Q4_1) \
-    DEFINE_OF(q5_0_##rows, rows, Q5_0) DEFINE_OF(q5_1_##rows, rows, Q5_1) DEFINE_OF(q4_k_##rows, rows, Q4_K) \
-    DEFINE_OF(q5_k_##rows, rows, Q5_K) DEFINE_OF(q6_k_##rows, rows, Q6_K) DEFINE_OF(whole_##rows, rows, WHOLE_PANEL)
-#define TYPES_OF(rows) \
-    {whole_##rows, q8_0_##rows, q4_0_##rows, q4_1_##rows, q5_0_##rows,         \
-     q5_1_##rows,  q4_k_##rows, q5_k_##rows, q6_k_##rows}
+#define DEFINE_OF(name, type, rows) \
+    static void name##_##rows(const Groups *work) { work_on_groups(work, rows, type); }
+#define DEFINE_TYPES(rows) DEFINE_OF(whole, WHOLE_PANEL, rows) EACH_PANEL_TYPE(DEFINE_OF, rows)
+#define ENTRY_OF(name, type, rows) [type - WHOLE_PANEL] = name##_##rows,
+#define TYPES_OF(rows) {whole_##rows, EACH_PANEL_TYPE(ENTRY_OF, rows)}
 
-/* WORKS[rows][type - WHOLE_PANEL] */
 DEFINE_TYPES(0)
 DEFINE_TYPES(1)
 DEFINE_TYPES(2)
 #if defined(__AVX512F__)
 DEFINE_TYPES(3)
 DEFINE_TYPES(4)
-static const Work_On_Groups WORKS[FEW_ROWS + 1][9] = {
-    TYPES_OF(0), TYPES_OF(1), TYPES_OF(2), TYPES_OF(3), TYPES_OF(4),
-};
-#else
-static const Work_On_Groups WORKS[FEW_ROWS + 1][9] = {TYPES_OF(0), TYPES_OF(1), TYPES_OF(2)};
 #endif
 
+/* [rows][function_type_of() - WHOLE_PANEL] */
+static const Work_On_Groups WORKS[FEW_ROWS + 1][IQ2_XXS + 2] = {
+    TYPES_OF(0), TYPES_OF(1), TYPES_OF(2),
+#if defined(__AVX512F__)
+    TYPES_OF(3), TYPES_OF(4),
+#endif
+};
+
+static void work_on(const Groups *work, int rows) {
+    WORKS[rows][function_type_of(work->type) - WHOLE_PANEL](work);
+}
+
 void quantized_unpack(const char *panel, int32_t type, int64_t first, int64_t last, void *out) {
-    const Groups work = {.panel = panel, .first = first, .last = last, .out = out};
-    WORKS[0][type - WHOLE_PANEL](&work);
+    const Groups work = {.panel = panel, .type = type, .first = first, .last = last, .out = out};
+    work_on(&work, 0);
 }
 
 /* Multiply a few rows with at most SLICE_PANELS panels. */
@@ -142,13 +143,14 @@ static void multiply_panels(const Gemm *args, int64_t row, int num_rows, int64_t
             const QuantizedPanel *entry = quantized_panel(args->weights, panel);
             const Groups work = {
                 .panel = (const char *)args->weights + entry->offset,
+                .type = entry->type,
                 .first = k / GROUP,
                 .last = end / GROUP,
                 .x = x.rows,
                 .x_bytes = x.bytes,
                 .out = (char *)sums[panel - first],
             };
-            WORKS[num_rows][entry->type - WHOLE_PANEL](&work);
+            work_on(&work, num_rows);
         }
     }
     for (int64_t panel = first; panel < last; panel++)

@@ -12,19 +12,21 @@
  *
  * The sign of a zero is not kept. A sum would show it only if all of its products were zero or too small for a float.
  *
- * The depth is split into groups of GROUP weights. A group has its scales, then its codes. All are rows with an entry
- * for each of the panel's 32 columns, side by side:
- *   Q4_0, Q4_1, Q4_K  4 rows of words; a word has the codes of 8 neighbours along the depth, from its low end
- *   Q5_0, Q5_1, Q5_K  the same for the low four bits, then a row of words with the fifth bit of all 32: bit s of each
- *                     byte has step s (below)
- *   Q6_K              the same for the low four bits, then 2 rows of words with the upper two bits of 16 each: bits 2 s
- *                     and 2 s + 1 of each byte have step s or 4 + s
- *   Q8_0              8 rows of words: steps
- * A step has four codes: of eight consecutive ones, those at even places or those at odd places. A row of words with
- * four bits of each code is two steps; so products in 8 bits (int8.h) get a step by one shift, and all types have the
- * same steps. Scales, and minima after them, are rows of float16. In K types they are integers of eight bits (Q4_K and
- * Q5_K have two rows, scale and minimum; Q6_K one row for each half of the group), and factors for eight groups, in
- * rows of float16, are before the first of them (the head).
+ * The depth is cut into groups of GROUP weights. A group has its scales, then its codes. All are rows with an entry for
+ * each of the panel's 32 columns, side by side:
+ *   BYTES  8 rows of words: steps (below)
+ *   FOURS  4 rows of words; a word has four bits of the codes of 8 neighbours along the depth, from its low end
+ *   TWOS   2 rows of words; a word has two bits of 16 codes: bits 2 s and 2 s + 1 of each byte have step s or 4 + s
+ *   ONES   a row of words with one bit of all 32: bit s of each byte has step s
+ * A step has four codes: of eight neighbours those at even places, or those at odd places. A row of words with four bits
+ * of each code is two steps; so products in 8 bits (int8.h) get a step by one shift, and all types have the same steps.
+ * Scales, and minima after them, are rows, before the codes (block_types.h):
+ *   FLOATS            float16
+ *   UNSIGNED, SIGNED  bytes; SIGNED ones of types with a scale for each half of a group have a row for each half
+ *   NIBBLES           a row of bytes for each half, scale and minimum in one
+ *   EXPONENTS         bytes, one less than in the file: bits of a float's exponent
+ *   E4M3              a row of bytes for each half
+ * The float16 factors of a block (of FACTORS it has nothing else) are in rows before its first group: the head.
  */
 #ifndef QUANTIZED_H
 #define QUANTIZED_H
@@ -35,11 +37,11 @@
 #include "math/elements.h"
 #include "products/gemm.h"
 
-enum { GROUP = 32, MAX_GROUPS = 8, WHOLE_PANEL = -1 };
+enum { MAX_GROUPS = 8, WHOLE_PANEL = -1 };
 
 typedef struct {
     int64_t offset; /* bytes from the table to the panel */
-    int32_t type;   /* of dequantize.h, or WHOLE_PANEL */
+    int32_t type;   /* of block_types.h, or WHOLE_PANEL */
     int32_t reserved;
 } QuantizedPanel;
 
@@ -48,18 +50,26 @@ typedef struct {
     int32_t head_bytes, scale_bytes, group_bytes, groups;
 } QuantizedLayout;
 
+/* Return the place of the first row of TWOS or ONES among a group's rows of codes. */
+static inline int first_row_of(const int planes, const int plane) {
+    return (planes & FOURS && plane > FOURS ? 4 : 0) + (planes & TWOS && plane > TWOS ? 2 : 0);
+}
+
 static inline QuantizedLayout layout_of(int32_t type) {
-    switch (type) {
-    case Q8_0: return (QuantizedLayout){0, 64, 64 + 1024, 1};
-    case Q4_0: return (QuantizedLayout){0, 64, 64 + 512, 1};
-    case Q4_1: return (QuantizedLayout){0, 128, 128 + 512, 1};
-    case Q5_0: return (QuantizedLayout){0, 64, 64 + 640, 1};
-    case Q5_1: return (QuantizedLayout){0, 128, 128 + 640, 1};
-    case Q4_K: return (QuantizedLayout){128, 64, 64 + 512, 8};
-    case Q5_K: return (QuantizedLayout){128, 64, 64 + 640, 8};
-    case Q6_K: return (QuantizedLayout){64, 64, 64 + 768, 8};
-    default: return (QuantizedLayout){0, 0, GROUP * PANEL_COLUMNS * 2, 1}; /* WHOLE_PANEL */
-    }
+    if (type == WHOLE_PANEL) return (QuantizedLayout){0, 0, GROUP * PANEL_COLUMNS * 2, 1};
+    const BlockType traits = BLOCK_TYPES[type];
+    const int kind = traits.scales, rows = 1 + traits.has_halves;
+    const int row_bytes = kind == FLOATS ? 2 * PANEL_COLUMNS : kind == FACTORS ? 0 : PANEL_COLUMNS;
+    const int scale_rows = kind == FLOATS || kind == UNSIGNED ? 1 + traits.has_minimum : rows;
+    const int code_rows = traits.planes & BYTES ? 8 : first_row_of(traits.planes, ONES) + (traits.planes & ONES ? 1 : 0);
+    const int has_head = kind == SIGNED || kind == UNSIGNED || kind == NIBBLES || kind == FACTORS;
+    const int32_t scale_bytes = scale_rows * row_bytes;
+    return (QuantizedLayout){
+        .head_bytes = has_head ? (1 + traits.has_minimum) * 2 * PANEL_COLUMNS : 0,
+        .scale_bytes = scale_bytes,
+        .group_bytes = scale_bytes + code_rows * 4 * PANEL_COLUMNS,
+        .groups = traits.weights / GROUP,
+    };
 }
 
 /* Return the offset of the head that group `group` belongs to, from the panel's start. */
@@ -84,11 +94,11 @@ static inline const QuantizedPanel *quantized_panel(const void *weights, int64_t
 typedef struct {
     const void *rows; /* no alignment needed */
     int64_t num_rows, row_bytes;
-    int32_t type; /* of dequantize.h; or PLAIN_PART + element type */
+    int32_t type; /* of block_types.h; or PLAIN_PART + element type */
     int32_t reserved;
 } QuantizedPart;
 
-enum { PLAIN_PART = 16 };
+enum { PLAIN_PART = 64 };
 
 typedef struct {
     const QuantizedPart *parts; /* their rows are the matrix's columns (gemm.h), one part after the other */

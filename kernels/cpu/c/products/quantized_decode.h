@@ -31,32 +31,106 @@ INLINE Floats load_float16(const char *from) {
 
 INLINE Floats rounded_exactly(Floats f) { return multiply_add(f, all_floats(-65536.0f), f * 65537.0f); }
 
-INLINE int has_minimum(const int type) { return type == Q4_1 || type == Q5_1 || type == Q4_K || type == Q5_K; }
-INLINE int has_fifth_bit(const int type) { return type == Q5_0 || type == Q5_1 || type == Q5_K; }
+INLINE int has_minimum(const int type) { return BLOCK_TYPES[type].has_minimum; }
+INLINE int has_halves(const int type) { return type != WHOLE_PANEL && BLOCK_TYPES[type].has_halves; }
+INLINE int has_levels(const int type) { return BLOCK_TYPES[type].levels != NO_LEVELS; }
+INLINE int planes_of(const int type) { return BLOCK_TYPES[type].planes; }
+INLINE int zero_of(const int type) { return has_minimum(type) ? 0 : 1 << BLOCK_TYPES[type].zero_bits; }
 
-/* Scales of the columns of a vector; the first for the first half of a group, the second for the other. */
+/* What types that share their functions differ in. */
 typedef struct {
-    Floats scale[2], minimum;
+    Table levels;
+    float unit;
+#if LANES == 16
+    Floats numbers; /* the levels with their zero taken off */
+#endif
+} OwnParts;
+
+/* Return those of a panel's type; its functions are those of `type`. */
+INLINE OwnParts own_parts(const int32_t panel_type, const int type) {
+    OwnParts own = {.unit = 1.0f};
+    if (type == WHOLE_PANEL || !has_levels(type)) return own;
+    const uint8_t *levels = LEVELS[BLOCK_TYPES[type == IQ2_XXS ? panel_type : type].levels];
+    own.levels = load_table(levels);
+#if LANES == 16
+    own.numbers = load_bytes(levels) - (float)zero_of(type);
+#endif
+    if (type == IQ2_XXS) own.unit = BLOCK_TYPES[panel_type].unit;
+    return own;
+}
+
+/* Scales of the columns of a vector. Those of types with halves have one for each half of a group. */
+typedef struct {
+    Floats scale[2], minimum[2];
 } Scales;
 
+/* Load bytes of E4M3 without a sign as half of their numbers: as float16 they have a bias that is 8 more. */
+INLINE Floats load_e4m3(const char *from) {
+#if defined(__AVX512F__)
+    const __m256i bytes = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)from));
+    return (Floats)_mm512_cvtph_ps(_mm256_slli_epi16(bytes, 7)) * 128.0f;
+#elif defined(__AVX2__) && defined(__F16C__)
+    const __m128i bytes = _mm_cvtepu8_epi16(_mm_loadl_epi64((const __m128i *)from));
+    return (Floats)_mm256_cvtph_ps(_mm_slli_epi16(bytes, 7)) * 128.0f;
+#else
+    Floats values = {0};
+    for (int i = 0; i < LANES; i++) values[i] = float_of_float16((uint16_t)((uint8_t)from[i] << 7));
+    return values * 128.0f;
+#endif
+}
+
+/* Load bytes as powers of two, of which they are a float's exponent; 0 is zero. */
+INLINE Floats load_exponents(const char *from) {
+    return (Floats)((Words)__builtin_convertvector(load_bytes(from), Signed) << 23);
+}
+
+/* Load bytes that have a scale in the lower half and a minimum in the upper one. */
+INLINE void load_nibbles(const char *from, Floats *scale, Floats *minimum) {
+    const Signed bytes = __builtin_convertvector(load_bytes(from), Signed);
+    *scale = __builtin_convertvector(bytes & 15, Floats);
+    *minimum = __builtin_convertvector(bytes >> 4, Floats);
+}
+
+/* Load the scales of vector v from row `half` of a group's bytes, and the minima if they have any. */
+INLINE void load_half(Scales *loaded, const char *head, const char *group, const int v, const int half, const float unit,
+                      const int type) {
+    const char *bytes = group + half * PANEL_COLUMNS + v * LANES, *factors = head + v * LANES * 2;
+    const char *factors_of_minima = factors + PANEL_COLUMNS * 2;
+    switch (BLOCK_TYPES[type].scales) {
+    case FLOATS:
+        loaded->scale[half] = load_float16(group + v * LANES * 2);
+        if (has_minimum(type)) loaded->minimum[half] = load_float16(group + PANEL_COLUMNS * 2 + v * LANES * 2);
+        break;
+    case FACTORS: loaded->scale[half] = load_float16(factors); break;
+    case SIGNED:
+        loaded->scale[half] = load_signed_bytes(bytes) * load_float16(factors);
+        if (type == IQ2_XXS) loaded->scale[half] = loaded->scale[half] * unit;
+        break;
+    case UNSIGNED:
+        loaded->scale[half] = load_bytes(bytes) * load_float16(factors);
+        loaded->minimum[half] = -(load_bytes(bytes + PANEL_COLUMNS) * load_float16(factors_of_minima));
+        break;
+    case NIBBLES:
+        load_nibbles(bytes, &loaded->scale[half], &loaded->minimum[half]);
+        loaded->scale[half] = loaded->scale[half] * load_float16(factors);
+        loaded->minimum[half] = -(loaded->minimum[half] * load_float16(factors_of_minima));
+        break;
+    case EXPONENTS: loaded->scale[half] = load_exponents(bytes); break;
+    case E4M3: loaded->scale[half] = load_e4m3(bytes); break;
+    }
+}
+
 /* Load the scales of vector v. */
-INLINE Scales load_scales(const char *head, const char *group, const int v, const int type) {
-    const int halves = v * LANES * 2, bytes = v * LANES, minima = PANEL_COLUMNS * 2;
-    Scales loaded = {{{0}, {0}}, {0}};
+INLINE Scales load_scales(const char *head, const char *group, const int v, const float unit, const int type) {
+    Scales loaded = {{{0}, {0}}, {{0}, {0}}};
     if (type == WHOLE_PANEL) return loaded;
-    if (type == Q6_K) {
-        const Floats factor = load_float16(head + halves);
-        for (int i = 0; i < 2; i++) loaded.scale[i] = load_signed_bytes(group + i * PANEL_COLUMNS + bytes) * factor;
-        return loaded;
-    }
-    if (type == Q4_K || type == Q5_K) {
-        loaded.scale[0] = load_bytes(group + bytes) * load_float16(head + halves);
-        loaded.minimum = -(load_bytes(group + PANEL_COLUMNS + bytes) * load_float16(head + minima + halves));
+    load_half(&loaded, head, group, v, 0, unit, type);
+    if (has_halves(type)) {
+        load_half(&loaded, head, group, v, 1, unit, type);
     } else {
-        loaded.scale[0] = load_float16(group + halves);
-        if (has_minimum(type)) loaded.minimum = load_float16(group + minima + halves);
+        loaded.scale[1] = loaded.scale[0];
+        loaded.minimum[1] = loaded.minimum[0];
     }
-    loaded.scale[1] = loaded.scale[0];
     return loaded;
 }
 
@@ -81,60 +155,95 @@ INLINE Floats above_power(const Words bits, const int place, const int zero) {
 }
 #endif
 
-/* Return the value of code i of a row of words: `low` has four bits of each code, `high` one or two. */
+/* Return what code i of a row of words stands for; `low` has its lowest bits, `high` those above them, if any. */
 INLINE Floats number_of_code(const Words low, const Words high, const int i, const int type) {
-    const int zero = type == Q4_0 ? 8 : type == Q5_0 ? 16 : type == Q6_K ? 32 : 0;
+    const int planes = planes_of(type), zero = zero_of(type);
 #if defined(__AVX512F__)
+    const Words half = i < 4 ? high : high >> 16;
+    if (!(planes & FOURS)) { /* codes are 8 bits apart, those at odd places 2 bits further; the third bits are 1 bit */
+        const int place = i % 4 / 2 * 8 + i % 2 * 2;
+        Words bits = masked(i < 4 ? low : low >> 16, 3u << place, all_words(power_for(place)));
+        if (planes & ONES) bits = masked(half << (2 + i % 2), 4u << place, bits);
+        return above_power(bits, place, zero);
+    }
     const int place = i % 4 * 4;
     Words bits = masked(i < 4 ? low : low >> 16, 15u << place, all_words(power_for(place)));
-    if (has_fifth_bit(type) || type == Q6_K) {
-        const Words half = i < 4 ? high : high >> 16; /* the code's upper bits are at i % 4 / 2 * 8, or next to it */
-        const Words upper = half << (i % 2 == 0 ? 4 : type == Q6_K ? 6 : 7);
-        bits = masked(upper, (type == Q6_K ? 48u : 16u) << place, bits);
+    if (planes != FOURS) { /* the code's upper bits are at i % 4 / 2 * 8, or next to it */
+        const Words upper = half << (i % 2 == 0 ? 4 : planes & TWOS ? 6 : 7);
+        bits = masked(upper, (planes & TWOS ? 48u : 16u) << place, bits);
     }
     return above_power(bits, place, zero);
 #else
-    Words code = low >> (4 * i) & 15;
-    if (has_fifth_bit(type)) code |= moved(high, i / 2 * 8 + i % 2, 4) & 16;
-    if (type == Q6_K) code |= moved(high, i / 2 * 8 + i % 2 * 2, 4) & 48;
+    const int fours = planes & FOURS, above = fours ? 4 : 2;
+    Words code = fours ? low >> (4 * i) & 15 : low >> (i / 2 * 8 + i % 2 * 2) & 3;
+    if (planes & ONES) code |= moved(high, i / 2 * 8 + i % 2, above) & (1u << above);
+    if (fours && planes & TWOS) code |= moved(high, i / 2 * 8 + i % 2 * 2, 4) & 48;
     const Floats number = __builtin_convertvector((Signed)code, Floats);
     return zero ? number - (float)zero : number;
 #endif
 }
 
-/* Return the lower bits of the codes of row r; of Q8_0 the first of its two steps. */
-INLINE Words load_low(const char *codes, const int v, const int r, const int type) {
-    if (type == WHOLE_PANEL) return (Words){0};
-    return load_words(codes + (type == Q8_0 ? 2 * r : r) * ROW_BYTES + v * VECTOR_BYTES);
+/* Load row r of a plane of codes: of TWOS and ONES the bits of step 2 r come to the low end of each byte. */
+INLINE Words load_plane(const char *codes, const int v, const int r, const int plane, const int planes) {
+    codes += first_row_of(planes, plane) * ROW_BYTES + v * VECTOR_BYTES;
+    if (plane == FOURS) return load_words(codes + r * ROW_BYTES);
+    if (plane == TWOS) return load_words(codes + r / 2 * ROW_BYTES) >> (r % 2 * 4);
+    return load_words(codes) >> (2 * r);
 }
 
-/* Return the upper bits of the codes of row r of words; of Q8_0 the second of its two steps. */
-INLINE Words load_high(const char *codes, const int v, const int r, const int type) {
-    codes += v * VECTOR_BYTES;
-    if (type == Q8_0) return load_words(codes + (2 * r + 1) * ROW_BYTES);
-    if (has_fifth_bit(type)) return load_words(codes + 4 * ROW_BYTES) >> (2 * r);
-    if (type == Q6_K) return load_words(codes + (4 + r / 2) * ROW_BYTES) >> (r % 2 * 4);
-    return (Words){0};
+/* A row's codes: their lower and upper bits. Of BYTES, and of codes that have been looked up, the row's two steps. With 16
+ * lanes levels are looked up as floats (unrounded_weight()). */
+typedef struct {
+    Words low, high;
+} RowCodes;
+
+INLINE RowCodes load_codes(const char *codes, const int v, const int r, const Table levels, const int type) {
+    RowCodes row = {{0}, {0}};
+    if (type == WHOLE_PANEL) return row;
+    const int planes = planes_of(type);
+    if (planes == BYTES) {
+        const char *at = codes + 2 * r * ROW_BYTES + v * VECTOR_BYTES;
+        return (RowCodes){load_words(at), load_words(at + ROW_BYTES)};
+    }
+    row.low = load_plane(codes, v, r, planes & FOURS ? FOURS : TWOS, planes);
+    if (has_levels(type) && LANES < 16)
+        return (RowCodes){look_up(levels, row.low & 0x0f0f0f0f), look_up(levels, row.low >> 4 & 0x0f0f0f0f)};
+    if (planes & ONES) row.high = load_plane(codes, v, r, ONES, planes);
+    if (planes == (FOURS | TWOS)) row.high = load_plane(codes, v, r, TWOS, planes);
+    return row;
 }
 
-/* Return byte i / 2 of each word of a step of Q8_0 as a number; it has a sign. */
-INLINE Floats number_of_byte(const Words step, const int i) {
+/* Return byte i / 2 of each word of a step as a number; of Q8_0 it has a sign. */
+INLINE Floats number_of_byte(const Words step, const int i, const int type) {
 #if defined(__AVX512F__)
     const int place = i / 2 % 2 * 8;
-    const Words bits = masked(i < 4 ? step : step >> 16, 255u << place, all_words(power_for(place) | 128u << place));
-    return above_power(bits, place, 128);
+    const uint32_t sign = type == Q8_0 ? 128u << place : 0;
+    const Words bits = masked(i < 4 ? step : step >> 16, 255u << place, all_words(power_for(place) | sign));
+    return above_power(bits, place, zero_of(type));
 #else
-    return __builtin_convertvector((Signed)(step << (24 - i / 2 * 8)) >> 24, Floats);
+    if (type == Q8_0) return __builtin_convertvector((Signed)(step << (24 - i / 2 * 8)) >> 24, Floats);
+    return __builtin_convertvector((Signed)(step >> i / 2 * 8 & 255), Floats) - (float)zero_of(type);
 #endif
 }
 
-/* Return the weight at place 8 r + i of the group as a float that is not yet rounded to bfloat16; `low` and `high` are
- * those of row r. */
-INLINE Floats unrounded_weight(const Words low, const Words high, const int r, const int i, const Scales *scales,
-                               const int type) {
-    const Floats scale = type == Q6_K ? scales->scale[r / 2] : scales->scale[0];
-    const Floats number = type == Q8_0 ? number_of_byte(i % 2 ? high : low, i) : number_of_code(low, high, i, type);
-    return has_minimum(type) ? multiply_add(number, scale, scales->minimum) : number * scale;
+/* Return the weight at place 8 r + i of the group as a float that is not yet rounded to bfloat16; `codes` are those of
+ * row r. */
+INLINE Floats unrounded_weight(const RowCodes *codes, const OwnParts *own, const int r, const int i,
+                               const Scales *scales, const int type) {
+    const int half = has_halves(type) ? r / 2 : 0;
+    Floats number;
+#if LANES == 16 /* the instruction takes the lowest four bits of a lane */
+    if (has_levels(type))
+        number = (Floats)_mm512_permutexvar_ps((__m512i)(codes->low >> 4 * i), (__m512)own->numbers);
+    else
+#endif
+    if (planes_of(type) == BYTES || has_levels(type))
+        number = number_of_byte(i % 2 ? codes->high : codes->low, i, type);
+    else
+        number = number_of_code(codes->low, codes->high, i, type);
+    (void)own;
+    if (has_minimum(type)) return multiply_add(number, scales->scale[half], scales->minimum[half]);
+    return number * scales->scale[half];
 }
 
 /* Round floats to bfloat16 and return them as pairs. */
@@ -156,7 +265,7 @@ typedef struct {
 } Two;
 
 /* Return the weights at places 8 r + i and 8 r + i + 1 of the group. */
-INLINE Two two_weights(const char *codes, const Words low, const Words high, const int v, const int r, const int i,
+INLINE Two two_weights(const char *codes, const RowCodes *row, const OwnParts *own, const int v, const int r, const int i,
                        const Scales *scales, const int type) {
     Two two;
     if (type == WHOLE_PANEL) {
@@ -165,8 +274,8 @@ INLINE Two two_weights(const char *codes, const Words low, const Words high, con
         if (!BY_PAIRS) two.steps[STEPS_OF_TWO - 1] = pairs & 0xffff0000;
         return two;
     }
-    const Floats even = unrounded_weight(low, high, r, i, scales, type);
-    const Floats odd = unrounded_weight(low, high, r, i + 1, scales, type);
+    const Floats even = unrounded_weight(row, own, r, i, scales, type);
+    const Floats odd = unrounded_weight(row, own, r, i + 1, scales, type);
     if (BY_PAIRS) {
         two.steps[0] = pairs_of(even, odd);
     } else {

@@ -6,7 +6,7 @@
 /* The blocks of one column of a panel. */
 typedef struct {
     const uint8_t *blocks;
-    int32_t type; /* of dequantize.h; or PLAIN_PART + element type */
+    int32_t type; /* of block_types.h; or PLAIN_PART + element type */
 } Column;
 
 static int64_t num_panels(const Quantize *args) { return (args->num_columns + PANEL_COLUMNS - 1) / PANEL_COLUMNS; }
@@ -26,18 +26,17 @@ static Column column_of(const Quantize *args, int64_t panel, int64_t column) {
 /* Find the panel's columns. Return the type that the panel gets. */
 static int32_t columns_of(const Quantize *args, int64_t panel, Column columns[PANEL_COLUMNS]) {
     for (int64_t i = 0; i < PANEL_COLUMNS; i++) columns[i] = column_of(args, panel, i);
-    int32_t type = columns[0].type;
+    int32_t type = panel_type_of(columns[0].type);
     for (int64_t i = 1; i < PANEL_COLUMNS; i++)
-        if (columns[i].type != type) type = WHOLE_PANEL;
+        if (panel_type_of(columns[i].type) != type) type = WHOLE_PANEL;
     return type >= PLAIN_PART || args->must_be_whole[panel] ? WHOLE_PANEL : type;
 }
 
 /* Read `count` weights of a column from place k on as float32; both are multiples of the column's blocks. */
 static void read_column(Column column, int64_t k, int64_t count, float *out) {
     if (column.type < PLAIN_PART) {
-        const int weights = block_weights(column.type), bytes = block_bytes(column.type);
-        for (int64_t i = 0; i < count; i += weights)
-            read_block(column.blocks + (k + i) / weights * bytes, column.type, out + i);
+        const int weights = block_weights(column.type);
+        read_blocks(column.blocks + k / weights * block_bytes(column.type), column.type, count / weights, out);
         return;
     }
     const int dtype = column.type - PLAIN_PART;
@@ -52,74 +51,97 @@ static void read_column(Column column, int64_t k, int64_t count, float *out) {
     }
 }
 
-/* Write the factors of the column's block to a head. */
-static void write_head(const uint8_t *block, int32_t type, int column, char *head) {
-    if (type == Q4_K || type == Q5_K) {
-        memcpy(head + column * 2, block, 2);
-        memcpy(head + PANEL_COLUMNS * 2 + column * 2, block + 2, 2);
-    } else if (type == Q6_K) {
-        memcpy(head + column * 2, block + 208, 2);
-    }
+/* Write the factors of a column's block to a head. */
+INLINE void write_head(const StoredScales *scales, QuantizedLayout layout, int column, char *head) {
+    if (layout.head_bytes) memcpy(head + column * 2, &scales->factor, 2);
+    if (layout.head_bytes > 2 * PANEL_COLUMNS) memcpy(head + (PANEL_COLUMNS + column) * 2, &scales->factor_of_minima, 2);
 }
 
-/* Write the column's scales to group `g` of a block. */
-static void write_scales(const uint8_t *block, int32_t type, int g, int column, char *group) {
-    if (type == Q4_K || type == Q5_K) {
-        int scale, minimum;
-        codes_of_scales(block, g, &scale, &minimum);
-        group[column] = (char)scale;
-        group[PANEL_COLUMNS + column] = (char)minimum;
-    } else if (type == Q6_K) {
-        for (int i = 0; i < 2; i++) group[i * PANEL_COLUMNS + column] = (char)block[192 + g * 2 + i];
-    } else {
-        memcpy(group + column * 2, block, 2);
-        if (type == Q4_1 || type == Q5_1) memcpy(group + PANEL_COLUMNS * 2 + column * 2, block + 2, 2);
+/* Write a column's scales to group `g` of a block. */
+INLINE void write_scales(const StoredScales *scales, const int32_t type, int g, int column, char *group) {
+    const BlockType traits = BLOCK_TYPES[type];
+    switch (traits.scales) {
+    case FACTORS: return;
+    case FLOATS:
+        memcpy(group + column * 2, &scales->factor, 2);
+        if (traits.has_minimum) memcpy(group + (PANEL_COLUMNS + column) * 2, &scales->factor_of_minima, 2);
+        return;
+    case UNSIGNED:
+        group[column] = (char)scales->scales[g];
+        group[PANEL_COLUMNS + column] = (char)scales->minima[g];
+        return;
+    case EXPONENTS: group[column] = (char)(scales->scales[0] ? scales->scales[0] - 1 : 0); return;
+    default:
+        for (int i = 0; i <= traits.has_halves; i++)
+            group[i * PANEL_COLUMNS + column] = (char)scales->scales[g * (1 + traits.has_halves) + i];
     }
 }
 
 /* Return the bytes at even places. */
-static uint32_t even_bytes(uint64_t bytes) {
+INLINE uint32_t even_bytes(uint64_t bytes) {
     bytes &= 0x00ff00ff00ff00ff;
     bytes = (bytes | bytes >> 8) & 0x0000ffff0000ffff;
     return (uint32_t)(bytes | bytes >> 16);
 }
 
-/* Write the column's codes of a group. Of each eight consecutive codes, those at even places are one step, those at
- * odd places the next. */
-static void write_codes(const uint8_t codes[GROUP], int32_t type, int column, char *rows) {
-    const int bits = type == Q6_K ? 2 : type == Q5_0 || type == Q5_1 || type == Q5_K ? 1 : 0;
-    uint32_t *words = (uint32_t *)rows + column, upper[2] = {0, 0};
+/* Return the bits of two steps' codes from bit `from` on, as a plane of `bits` bits has them. */
+INLINE uint32_t plane_of(uint32_t even, uint32_t odd, int from, int bits, int step) {
+    const uint32_t mask = ((1u << bits) - 1) * 0x01010101;
+    return (even >> from & mask) << (step * bits) | (odd >> from & mask) << ((step + 1) * bits);
+}
+
+/* Write the column's codes of a group. Of each eight neighbours those at even places are one step, those at odd places
+ * the next. */
+INLINE void write_codes(const uint8_t codes[GROUP], const int32_t type, int column, char *rows) {
+    const int planes = BLOCK_TYPES[type].planes, above = planes & FOURS ? 4 : 0;
+    uint32_t *words = (uint32_t *)rows + column, twos[2] = {0, 0}, ones = 0;
+#pragma GCC unroll 4
     for (int r = 0; r < GROUP / 8; r++) {
         uint64_t eight;
         memcpy(&eight, codes + r * 8, sizeof eight);
-        if (type == Q8_0) {
-            words[2 * r * PANEL_COLUMNS] = even_bytes(eight);
-            words[(2 * r + 1) * PANEL_COLUMNS] = even_bytes(eight >> 8);
+        const uint32_t even = even_bytes(eight), odd = even_bytes(eight >> 8);
+        if (planes == BYTES) {
+            words[2 * r * PANEL_COLUMNS] = even;
+            words[(2 * r + 1) * PANEL_COLUMNS] = odd;
             continue;
         }
-        const uint64_t low = eight & 0x0f0f0f0f0f0f0f0f, high = eight >> 4 & 0x0f0f0f0f0f0f0f0f;
-        words[r * PANEL_COLUMNS] = even_bytes(low | low >> 4);
-        if (bits) {
-            const int row = r * bits / 4, step = 2 * r % (8 / bits);
-            upper[row] |= even_bytes(high) << (step * bits) | even_bytes(high >> 8) << ((step + 1) * bits);
-        }
+        if (planes & FOURS) words[r * PANEL_COLUMNS] = plane_of(even, odd, 0, 4, 0);
+        if (planes & TWOS) twos[r / 2] |= plane_of(even, odd, above, 2, 2 * r % 4);
+        if (planes & ONES) ones |= plane_of(even, odd, above + (planes & TWOS ? 2 : 0), 1, 2 * r);
     }
-    for (int row = 0; row < bits; row++) words[(4 + row) * PANEL_COLUMNS] = upper[row];
+    for (int row = 0; row < 2 && planes & TWOS; row++)
+        words[(first_row_of(planes, TWOS) + row) * PANEL_COLUMNS] = twos[row];
+    if (planes & ONES) words[first_row_of(planes, ONES) * PANEL_COLUMNS] = ones;
 }
 
-/* Write the groups from place k on that share a head: `to` is the head's place. */
-static void write_groups(const Column columns[PANEL_COLUMNS], int32_t type, int64_t k, char *to) {
+/* Write a block of a column, of type `own`, to groups that share a head: `to` is the head's place. */
+INLINE void write_block(const uint8_t *block, const int32_t own, int column, char *to) {
+    const int32_t type = panel_type_of(own);
     const QuantizedLayout layout = layout_of(type);
-    const int64_t block = k / block_weights(type) * block_bytes(type);
+    StoredScales scales = {0};
+    uint8_t codes[LARGE];
+    read_codes(block, own, codes);
+    read_scales(block, own, &scales);
+    write_head(&scales, layout, column, to);
+    for (int g = 0; g < layout.groups; g++) {
+        char *group = to + group_offset(layout, g);
+        write_scales(&scales, type, g, column, group);
+        write_codes(codes + g * GROUP, type, column, group + layout.scale_bytes);
+    }
+}
+
+#define WRITE_BLOCK(name, type, unused) \
+    case type: write_block(block, type, column, to); break;
+
+/* Write the groups from place k on that share a head. Packing is half of a model's start, so most types have code of their
+ * own. */
+static void write_groups(const Column columns[PANEL_COLUMNS], int64_t k, char *to) {
     for (int column = 0; column < PANEL_COLUMNS; column++) {
-        const uint8_t *from = columns[column].blocks + block;
-        uint8_t codes[LARGE];
-        read_codes(from, type, codes);
-        write_head(from, type, column, to);
-        for (int g = 0; g < layout.groups; g++) {
-            char *group = to + group_offset(layout, g);
-            write_scales(from, type, g, column, group);
-            write_codes(codes + g * GROUP, type, column, group + layout.scale_bytes);
+        const int32_t own = columns[column].type;
+        const uint8_t *block = columns[column].blocks + k / block_weights(own) * block_bytes(own);
+        switch (own) {
+            EACH_PANEL_TYPE(WRITE_BLOCK, )
+        default: write_block(block, own, column, to);
         }
     }
 }
@@ -147,11 +169,11 @@ static int are_exact(const Column columns[PANEL_COLUMNS], int32_t type, int64_t 
     quantized_unpack(panel, type, k / GROUP, (k + count) / GROUP, steps);
     for (int column = 0; column < PANEL_COLUMNS; column++) {
         read_column(columns[column], k, count, weights);
-        Floats differences = {0}; /* NaN if a weight is not finite */
+        Floats differences = {0}; /* NaN where a weight is not finite, or so large that rounded_exactly() would overflow */
         for (int i = 0; i < count; i += LANES) {
-            const Floats some = load_floats(weights + i);
+            const Floats some = load_floats(weights + i), larger_ones = some * 0x1p17f;
             store_bfloat16(wanted + i, some);
-            differences += some - some;
+            differences += larger_ones - larger_ones;
         }
         float sum = 0;
         for (int i = 0; i < LANES; i++) sum += differences[i];
@@ -186,7 +208,7 @@ static int write_panel(const Quantize *args, int64_t panel) {
     for (int64_t k = 0; k < args->depth; k += LARGE) {
         const int count = args->depth - k < LARGE ? (int)(args->depth - k) : LARGE;
         for (int64_t i = k; i < k + count; i += layout.groups * GROUP)
-            write_groups(columns, entry->type, i, to + head_offset(layout, i / GROUP));
+            write_groups(columns, i, to + head_offset(layout, i / GROUP));
         if (!are_exact(columns, entry->type, k, count, to)) return 0;
     }
     return 1;

@@ -83,8 +83,8 @@ def write_gguf(path: Path, tensors: dict[str, torch.Tensor], kind: str = "F32") 
     writer = gguf.GGUFWriter(path, "llama")
     for name, tensor in tensors.items():
         stored = gguf.GGMLQuantizationType[kind if tensor.dim() > 1 else "F32"]
-        made = gguf.GGMLQuantizationType.Q4_0 if kind == "IQ4_NL" and tensor.dim() > 1 else stored  # of equal size
-        writer.add_tensor(name, gguf.quantize(tensor.numpy(), made), raw_dtype=stored)
+        data = tensor.double().numpy() if stored.name == "F64" else gguf.quantize(tensor.numpy(), stored)
+        writer.add_tensor(name, data, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -332,9 +332,9 @@ def test_missing_unexpected_and_misshapen_tensors_of_a_gguf_file(tmp_path: Path)
 
 @pytest.mark.usefixtures("no_conversion")
 def test_a_quantization_that_is_not_supported(tmp_path: Path) -> None:
-    path = write_gguf(tmp_path / "m.gguf", to_gguf(random_weights()), "IQ4_NL")
+    path = write_gguf(tmp_path / "m.gguf", to_gguf(random_weights()), "F64")
     with pytest.raises(
-        UnsupportedModelError, match=r"token_embd\.weight has type IQ4_NL; supported are F32, F16, BF16, Q8_0"
+        UnsupportedModelError, match=r"token_embd\.weight has type F64; supported are F32, F16, BF16, Q8_0"
     ):
         load_weights(path, CONFIG, FLOAT32)
 

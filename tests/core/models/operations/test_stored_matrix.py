@@ -14,17 +14,20 @@ from core.model_files.tensors.weights import load_weights
 from core.models.llama import Llama
 from core.models.operations import stored_matrix
 from core.models.operations.stored_matrix import StoredMatrix, StoredPart
+from core.models.operations.weight_form import WeightForm
 from core.models.parts.weight_parts import WeightParts
 from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.dequantize import BLOCK_SIZES, PLAIN_TYPES, dequantize
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, rounded
 from tests.core.models.test_llama import Requests, prompts
+from tests.kernels.block_scales import TYPES as BLOCK_TYPES
+from tests.kernels.block_scales import set_scales
 from tests.numbers import dense
 
 DTYPES = [FLOAT32, BFLOAT16]
 DEPTH = 512
 #: Rows of each type.
-MIXED = {"Q4_K": 3, "Q6_K": 2, "F32": 1, "BF16": 4, "Q8_0": 5, "F16": 2, "Q5_1": 1}
+MIXED = {"Q4_K": 3, "Q6_K": 2, "F32": 1, "BF16": 4, "Q8_0": 5, "F16": 2, "Q5_1": 1, "IQ4_XS": 3, "IQ1_M": 1, "NVFP4": 2}
 CONFIG = ModelConfig(
     architecture="LlamaForCausalLM",
     vocab_size=40,
@@ -61,9 +64,7 @@ def stored(type_name: str, rows: int, **options: Any) -> StoredPart:
     else:
         shape = rows, DEPTH // weights, block_bytes
         blocks = np.random.default_rng(rows).integers(0, 256, shape, np.uint8)
-        scales = [block_bytes - 2] if type_name == "Q6_K" else [0] if type_name == "Q8_0" else [0, 2]
-        for place in scales:  # finite float16 numbers
-            blocks[..., place : place + 2] = np.frombuffer(np.float16(0.01).tobytes(), np.uint8)
+        set_scales(blocks, type_name, 0.01)
         data = blocks.reshape(rows, -1)
     return StoredPart(type_name, data, DEPTH, **options)
 
@@ -141,3 +142,46 @@ def test_a_model_of_mixed_types_is_that_of_its_dense_weights(
     ]
     assert np.array_equal(*logits)
     assert logits[0].isfinite().all()
+
+
+def write_in_one_type(path: Path, name: str) -> dict[str, np.ndarray[Any, Any]]:
+    """A file of CONFIG with random blocks of this type in every matrix. Return what the gguf package reads in each."""
+    rng, kind = np.random.default_rng(1), gguf.GGMLQuantizationType[name]
+    weights, block_bytes = BLOCK_SIZES[name]
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, CONFIG.num_hidden_layers)
+    writer, read = gguf.GGUFWriter(path, "llama"), {}
+    for ours, shape in expected_shapes(CONFIG).items():
+        there = str(names.get_name(ours, try_suffixes=(".weight",)))
+        if len(shape) == 1:
+            read[ours] = np.ones(shape, np.float32)
+            writer.add_tensor(there, read[ours])
+            continue
+        blocks = rng.integers(0, 256, (shape[0], shape[1] // weights, block_bytes), np.uint8)
+        set_scales(blocks, name, rng.standard_normal((*blocks.shape[:2], 1)) * 0.002)
+        rows = blocks.reshape(shape[0], -1)
+        writer.add_tensor(there, rows, raw_dtype=kind)
+        read[ours] = gguf.dequantize(rows, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return read
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_a_model_in_one_type_is_that_of_the_gguf_packages_numbers(name: str, tmp_path: Path) -> None:
+    """In float32, and in bfloat16 with the blocks as stored; logits are equal bit for bit."""
+    path, library = tmp_path / "one.gguf", load_cpu_library()
+    theirs = write_in_one_type(path, name)
+    for dtype in DTYPES:
+        ours = dict(load_weights(path, CONFIG, dtype, library))
+        for key in theirs.keys() - {key for key in theirs if key.endswith(("q_proj.weight", "k_proj.weight"))}:
+            expected = theirs[key] if theirs[key].ndim == 1 else rounded(theirs[key], dtype)
+            assert np.array_equal(dense(ours[key], dtype), expected), key  # of Q and K the rows have another order
+        converted = [(key, dense(weight, dtype).copy()) for key, weight in ours.items()]
+        logits = []
+        for weights, form in ((ours.items(), WeightForm.STORED), (converted, WeightForm.DENSE)):
+            model = Llama(CONFIG, iter(weights), dtype, library=library, form=form)
+            logits.append(Requests(model, prompts(9, vocab_size=40)).step({0: 9})[0])
+        assert logits[0].isfinite().all()
+        assert np.array_equal(*logits)

@@ -305,4 +305,6 @@ def _forms(weight: torch.Tensor) -> Iterator[tuple[str, PackedRows]]:
     for type_name, weights, num_bytes in (("Q4_0", 32, 18), ("Q4_K", 256, 144)):
         if depth % weights == 0:
             blocks = torch.full((columns, depth // weights, num_bytes), 0x21, dtype=torch.uint8)  # scales of 0.01
-            yield type_name, pack_blocks(blocks.view(columns, -1).numpy(), type_name, weight.device)
+            rows = pack_blocks(blocks.view(columns, -1).numpy(), type_name, weight.device)
+            assert rows is not None, type_name
+            yield type_name, rows

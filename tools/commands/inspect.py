@@ -1,0 +1,96 @@
+"""`engine-core inspect`: what a model's files hold, what it needs in memory, what runs and what is refused."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from core.model_files.inspection import Inspection, Needs, TypeUse, inspect_model
+from ipc.errors import ModelFileError
+from ipc.files.hub_cache import cached_models
+from ipc.files.hub_name import is_hub_name, parse_hub_name
+from ipc.files.model_files import resolve_model
+from tools.commands.list import bytes_in_words
+from tools.flags.options import ArgumentParser
+
+EXIT_REFUSED = 3
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print what is known of the model, and return the exit status: EXIT_REFUSED for a model that does not run.
+
+    Errors: ModelFileError, UnsupportedModelError for files whose headers cannot be read.
+    """
+    parser = ArgumentParser(
+        prog="engine-core inspect",
+        usage="engine-core inspect [MODEL] [--json]",
+        description="Say what a model's files hold, what it needs in memory, and what of it runs. No weight is read.",
+        epilog=f"The exit status is {EXIT_REFUSED} if the model does not run.",
+    )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help="a folder, a .gguf file, or a name in the Hub's cache; default: the demo",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parsed = parser.parse_args(arguments)
+    found = inspect_model(resolve_model(_in_cache(parsed.model)))
+    print(msgspec.json.encode(found).decode() if parsed.json else "\n".join(_lines(found)))
+    return 0 if found.runs_with else EXIT_REFUSED
+
+
+def _in_cache(model: str | None) -> str | None:
+    """Return `model`, with a name on the Hub replaced by its path in the cache. Nothing is downloaded."""
+    if model is None or not is_hub_name(model):
+        return model
+    try:
+        return str(resolve_model(model))  # a file or folder of that name takes precedence
+    except ModelFileError:
+        wanted = parse_hub_name(model)
+    assert wanted is not None, model
+    for cached in cached_models():
+        name = cached.name
+        if name.repo == wanted.repo and (name.quantization or "").lower() == (wanted.quantization or "").lower():
+            return str(cached.path)
+    raise ModelFileError(f"{model} is no file or folder here, and not in the cache: engine-core pull {model}")
+
+
+def _lines(found: Inspection) -> list[str]:
+    lines = [found.path, f"{found.format}, {bytes_in_words(found.file_bytes)} of tensors, {_named(found.architecture)}"]
+    lines += ["", *_table([("TYPE", "TENSORS", "IN FILE", "IN MEMORY"), *map(_row, found.types)]), ""]
+    if found.needs is not None:
+        lines += [*_table(_needs_rows(found.needs, found.max_model_len)), ""]
+    lines += [f"runs with {found.runs_with}"] if found.runs_with else []
+    return lines + [f"refused: {reason}" for reason in found.refusals]
+
+
+def _named(architecture: str) -> str:
+    return f"architecture {architecture:.80}" if architecture else "no architecture"
+
+
+def _row(use: TypeUse) -> tuple[str, ...]:
+    if not use.runs:
+        form = "refused"
+    elif use.bits_in_memory is None:
+        form = "converted"
+    else:
+        form = f"{use.bits_in_memory:g} bits a weight"
+    return use.type, str(use.tensors), bytes_in_words(use.bytes), form
+
+
+def _needs_rows(needs: Needs, length: int | None) -> list[tuple[str, ...]]:
+    rows = list[tuple[str, ...]]()
+    if needs.weights_as_stored is not None:
+        rows.append(("weights, as stored", bytes_in_words(needs.weights_as_stored)))
+    rows.append(("weights in bfloat16", bytes_in_words(needs.weights_dequantized)))
+    rows.append(("KV cache in bfloat16", f"{bytes_in_words(needs.kv_cache_per_token)} a token"))
+    if length is not None and needs.kv_cache_per_token:
+        rows.append((f"  for {length} tokens", bytes_in_words(needs.kv_cache_per_token * length)))
+    if needs.state_per_request:
+        rows.append(("recurrent states", f"{bytes_in_words(needs.state_per_request)} a request"))
+    return rows
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
