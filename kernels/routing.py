@@ -15,6 +15,7 @@ class Routing(NamedTuple):
     num_chosen_groups: int = 1  # groups whose experts can be chosen
     best_of_group: int = 1  # this many of a group's largest numbers are added up to choose groups
     scaling: float = 1.0  # of the weights
-    correction: Floats | None = None  # [experts] added to the scores for choosing, but not to weights
-    added_to_sum: float = 0.0  # for weights that are normalised
-    has_shared_gate: bool = False  # the router's last number is for the shared expert's gate
+    correction: Floats | None = None  # [experts] is added to the scores that choose, and not to weights
+    added_to_sum: float = 0.0  # of weights that are normalised
+    scales: Floats | None = None  # [experts] of the experts' weights, after all else
+    has_shared_gate: bool = False  # the router's last number is that of the shared expert's gate

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from core.device import cuda_device, start_cpu_kernels, start_torch
 from core.model_files.load_format import open_weights
-from core.model_files.model_config import is_foreign, read_model_config
+from core.model_files.model_config import is_foreign, read_model_config, refuse_missing_parts
 from core.model_files.parts import NO_PARTS, check_parts, part_option
 from core.model_files.pooling import pools, read_pooler
 from core.model_files.tensors.vision_weights import open_vision
@@ -85,6 +85,7 @@ def load_model(
         _return_free_memory()
         identity = _with_projector(weights.fingerprint, projector)
         return LoadedModel(native, identity, weights.label, pooler, model_config.encoder, sees_all, vision)
+    refuse_missing_parts(path)
     _check_fit(path, config, rank, stage, None)
     projector_of(path, config.mmproj)
     if config.quantization in ("stored", "int8"):

@@ -13,9 +13,10 @@ from core.models.architectures.by_name import FORMS
 from core.models.architectures.encoder_architectures import ENCODER_FORMS
 from core.models.architectures.vision_architectures import VISION_ARCHITECTURES
 from core.models.config import ModelConfig
+from ipc.errors import UnsupportedModelError
 from ipc.files.projector import projector_of
 
-__all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "is_foreign", "read_model_config"]
+__all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "is_foreign", "read_model_config", "refuse_missing_parts"]
 
 SUPPORTED_ARCHITECTURES = (*FORMS, *ENCODER_FORMS, *VISION_ARCHITECTURES, *TEXT_PARTS)
 
@@ -36,13 +37,50 @@ def read_model_config(path: Path, mmproj: str | None = None) -> ModelConfig:
     return config if projector is None else msgspec.structs.replace(config, vision=read_gguf_vision(projector))
 
 
+def _architectures(path: Path) -> list[str]:
+    """Return the architectures named by the model folder's config.json, or none if the file cannot be read."""
+    try:
+        names = json.loads((path / "config.json").read_bytes()).get("architectures")
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return []
+    return list(map(str, names)) if isinstance(names, list) else []
+
+
 def is_foreign(path: Path) -> bool:
     """Return whether the model folder's config.json names only architectures that are not in-tree.
 
     It is False for unreadable files: the in-tree reader reports their errors.
     """
-    try:
-        names = json.loads((path / "config.json").read_bytes()).get("architectures")
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return False
-    return isinstance(names, list) and bool(names) and not set(map(str, names)) & set(SUPPORTED_ARCHITECTURES)
+    names = _architectures(path)
+    return bool(names) and not set(names) & set(SUPPORTED_ARCHITECTURES)
+
+
+_INDEXER = "sparse attention, in which an indexer chooses the tokens that a query sees"
+_SIDE_BY_SIDE = "attention and a recurrent state side by side in one layer"
+_ONE_PART = "layers of one part each: attention, a recurrent state or an MLP"
+_CHANNELS = "delta attention with a decay for each channel"
+#: Architectures that neither our code nor our use of transformers' code runs -> what they need that is missing.
+MISSING_PARTS: dict[str, str] = {
+    "DeepseekV32ForCausalLM": _INDEXER,
+    "DeepseekV4ForCausalLM": f"hyper-connections, and {_INDEXER}",
+    "GlmMoeDsaForCausalLM": _INDEXER,
+    "Glm5NextForConditionalGeneration": f"hyper-connections, {_CHANNELS}, and {_INDEXER}",
+    "KimiLinearForCausalLM": _CHANNELS,
+    "BailingHybridForCausalLM": _CHANNELS,
+    "MiniMaxForCausalLM": "lightning attention",
+    "MiniMaxM3VLForCausalLM": _INDEXER,
+    "MiniMaxM3SparseForConditionalGeneration": _INDEXER,
+    "Qwen4ExpForCausalLM": f"hyper-connections, tables of n-grams, and {_INDEXER}",
+    "Llama4ForCausalLM": "attention within chunks of the context",
+    "Llama4ForConditionalGeneration": "attention within chunks of the context",
+    "NemotronHForCausalLM": _ONE_PART,
+    "FalconH1ForCausalLM": _SIDE_BY_SIDE,
+    "OlmoHybridForCausalLM": "gated delta nets whose steps may be larger than 1",
+}
+
+
+def refuse_missing_parts(path: Path) -> None:
+    """Refuse an architecture by the name of what it needs. Errors: UnsupportedModelError."""
+    for name in _architectures(path):
+        if name in MISSING_PARTS:
+            raise UnsupportedModelError(f"{path}: {name} needs {MISSING_PARTS[name]}, which this version does not have")

@@ -40,6 +40,9 @@ def check_parts(path: Path, config: EngineConfig, model: ModelConfig | None, num
         raise ConfigError(f"{option}{NO_PARTS}, for decoders of our own, and {path} {kind}: leave {option} out")
     if num_stages > 1 and model.recurrent is not None:
         raise ConfigError(f"{path} has recurrent layers, whose states no stage keeps: leave pipeline_parallel_size out")
+    if num_stages > 1 and (model.num_shared_layers or model.per_layer is not None):
+        what = "layers that share K and V" if model.num_shared_layers else "inputs of single layers"
+        raise ConfigError(f"{path} has {what}, which stages do not divide: leave pipeline_parallel_size out")
     if num_stages > 1:
         layers_of_stages(model, num_stages)
     if num_ranks == 1:
@@ -66,7 +69,11 @@ def _undivided(model: ModelConfig) -> str:
         "a cap of its logits": model.logits_cap is not None,
         "norms of whole rows of Q and K": model.qk_norm_of_rows,
         "recurrent layers": model.recurrent is not None,
-        "gates of attention's output": model.output_gate,
+        "gates of attention's output": model.output_gate or model.head_gates,
         "fused matrices": model.fused_qkv or model.fused_gate_up,
+        "layers with other heads": model.full_heads is not None,
+        "layers that share K and V": model.num_shared_layers > 0,
+        "inputs of single layers": model.per_layer is not None,
+        "normalised values": model.value_norm,
     }
     return ", ".join(reason for reason, has_it in reasons.items() if has_it)

@@ -6,13 +6,14 @@ architecture names.
 """
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
 from core.models.layers.rope_scaling import RopeScaling
 from core.models.vision_parts import VisionParts
 from kernels.recurrence import RecurrenceKind, RecurrenceSizes
+from kernels.value_form import ValueForm
 
 #: clamped_silu: min(gate, 7) * sigmoid(1.702 * min(gate, 7)) * (1 + up), with up between -7 and 7 (gpt-oss).
 #: gelu and relu2 (the square of relu) are for MLPs without a gate.
@@ -66,6 +67,23 @@ class ExpertParts(msgspec.Struct, frozen=True, kw_only=True):
     scaling: float = 1.0
     has_correction: bool = False
     added_to_sum: float = 0.0
+    has_scales: bool = False  # of the experts' weights
+    #: They run alongside a dense MLP: norms of both results, which are added, and of what experts and router read.
+    beside_dense: bool = False
+
+
+class HeadSizes(NamedTuple):
+    """The heads of K and V of a layer, and the numbers of a head."""
+
+    num_key_value_heads: int
+    head_dim: int
+
+
+class PerLayerParts(msgspec.Struct, frozen=True, kw_only=True):
+    """The properties of inputs that each layer has for each token (kernels/cpu/c/layers/per_layer.h)."""
+
+    width: int
+    vocab_size: int  # tokens that have such inputs: at least those of the model
 
 
 class LatentParts(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,11 +168,19 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_head: bool = True  # computes logits; without a head the model only pools
     num_labels: int = 0  # for a classifier of prompts, with weight score.weight; 0 = none
     rope_scaling: RopeScaling | None = None
-    sliding_window: int | None = None  # number of tokens that a token in a sliding layer sees, including itself
-    sliding_layers: tuple[int, ...] = ()  # indices of sliding layers; the others see all earlier tokens
-    sliding_rope_theta: float | None = None  # theta of the sliding layers, which is never scaled; None: rope_theta
-    unrotated_layers: tuple[int, ...] = ()  # indices of layers without rotary embedding
-    #: Queries at position p are multiplied by 1 + query_growth * ln(1 + p // the original length in rope_scaling).
+    sliding_window: int | None = None  # tokens that a row of a sliding layer sees, itself included
+    sliding_layers: tuple[int, ...] = ()  # indices of the sliding layers; the others see all earlier tokens
+    sliding_rope_theta: float | None = None  # theta of the sliding layers, which are never scaled; None: rope_theta
+    full_heads: HeadSizes | None = None  # of the layers without a window, where those with one have others
+    full_keys_are_values: bool = False  # in layers without a window V is K before its norm and rotation
+    value_norm: bool = False  # each head of V is normalised, without weights
+    #: The last layers, so many, have no K and V: they read those of the last layer of their kind before them.
+    num_shared_layers: int = 0
+    per_layer: PerLayerParts | None = None  # None: layers have no inputs of their own
+    layer_scales: bool = False  # each layer multiplies the hidden states by a number at its end
+    wide_mlps: bool = False  # the MLPs of layers without K and V are of twice the size
+    unrotated_layers: tuple[int, ...] = ()  # indices of the layers without rotary embedding
+    #: Queries at position p are multiplied by 1 + query_growth * ln(1 + p // original length of rope_scaling).
     query_growth: float | None = None
     rotary_dim: int | None = None  # how many leading numbers of a head are rotated, in the file's order; None = all
     query_pre_attn_scalar: float | None = None  # scores are scaled by 1 / sqrt of this; None: head_dim
@@ -186,7 +212,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     fused_gate_up: bool = False  # the file has the MLP's gate and up as one matrix
     latent: LatentParts | None = None  # None: K and V are cached
     experts: ExpertParts | None = None  # None: no layer has a router
-    output_gate: bool = False  # attention's output is multiplied by the sigmoid of a projection of its input
+    output_gate: bool = False  # attention's output is multiplied by the sigmoid of a product of its input
+    head_gates: bool = False  # so is each head, by the sigmoid of one number
     recurrent: RecurrentParts | None = None  # None: all layers have attention
     encoder: EncoderParts | None = None  # None: the layers are a decoder's
     sees_all: bool = False  # a decoder's layers in which tokens see the whole prompt, like an encoder's
@@ -202,19 +229,13 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Return the factor of attention's scores."""
         return 1 / math.sqrt(self.query_pre_attn_scalar or self.head_dim)
 
-    @property
-    def table_dim(self) -> int:
-        """Return how many numbers of a head have an angle in the rotary tables."""
-        return self.head_dim if self.latent is None else self.latent.rotated_dim
-
-    @property
-    def num_attention_weights(self) -> int:
-        """Return the number of weights of a layer's attention, divided by the hidden size."""
+    def num_attention_weights(self, layer: int) -> int:
+        """Return the number of weights of the layer's attention, divided by the hidden size."""
         if (latent := self.latent) is None:
+            (kv_heads, head_dim), form = self.heads_of(layer), self.value_form(layer)
             gates = self.num_attention_heads if self.output_gate else 0
-            return (
-                2 * self.num_attention_heads + 2 * self.num_key_value_heads + gates
-            ) * self.head_dim  # Q and O, K, V
+            kv_heads *= 0 if form == "shared" else 1 if form == "keys" else 2
+            return (2 * self.num_attention_heads + kv_heads + gates) * head_dim  # Q and O, K, V
         heads, width = self.num_attention_heads, latent.plain_dim + latent.rotated_dim
         queries = heads * width
         if latent.query_dim is not None:
@@ -229,8 +250,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_caches(self) -> int:
-        """Return the number of layers with attention, each of which has K and V."""
-        return self.num_hidden_layers - len(self.recurrent_layers)
+        """Number of the layers that have K and V."""
+        return self.num_hidden_layers - len(self.recurrent_layers) - self.num_shared_layers
 
     @property
     def state_size(self) -> int:
@@ -239,10 +260,40 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def has_dense_mlp(self, layer: int) -> bool:
         """Return whether the layer has an MLP without a router."""
-        return self.experts is None or layer in self.experts.dense_layers
+        return self.experts is None or self.experts.beside_dense or layer in self.experts.dense_layers
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether the layer has a routed MLP."""
+        return self.experts is not None and layer not in self.experts.dense_layers
+
+    def mlp_size(self, layer: int) -> int:
+        """Return the size of the layer's dense MLP."""
+        return self.intermediate_size * (2 if self.wide_mlps and self.value_form(layer) == "shared" else 1)
+
+    def heads_of(self, layer: int) -> HeadSizes:
+        """Return the sizes of the layer's heads."""
+        if self.full_heads is not None and layer not in self.sliding_layers:
+            return self.full_heads
+        return HeadSizes(self.num_key_value_heads, self.head_dim)
+
+    def value_form(self, layer: int) -> ValueForm:
+        """Return what V of the layer is."""
+        if layer >= self.num_hidden_layers - self.num_shared_layers:
+            return "shared"
+        if self.full_keys_are_values and layer not in self.sliding_layers:
+            return "keys"
+        return "normalised" if self.value_norm else "own"
+
+    def source_of(self, layer: int) -> int:
+        """Return the layer whose K and V this one reads: itself, or the last one of its kind that has any."""
+        if self.value_form(layer) != "shared":
+            return layer
+        is_sliding, first = layer in self.sliding_layers, self.num_hidden_layers - self.num_shared_layers
+        return max(one for one in range(first) if (one in self.sliding_layers) == is_sliding)
 
     def place_of(self, layer: int) -> int:
-        """Return the index of the layer's K and V among the caches, or of its state in a request's states."""
+        """Return the place of the layer's K and V among the caches, or of its state in a request's states."""
+        layer = self.source_of(layer)
         if self.recurrent is None:
             return layer
         before = sum(1 for one in self.recurrent.layers if one < layer)
@@ -250,19 +301,18 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_matrix_weights(self) -> int:
-        """Return the number of weights that steps multiply with, including the head and all experts."""
-        num_dense, num_routed, routed = self.num_hidden_layers, 0, 0
+        """Number of weights that steps multiply with, head and all experts included."""
+        every, routed = range(self.num_hidden_layers), 0
         if self.experts is not None:
-            num_dense, num_routed = (
-                len(self.experts.dense_layers),
-                self.num_hidden_layers - len(self.experts.dense_layers),
-            )
             routed = self.experts.num_experts * (1 + 3 * self.experts.intermediate_size)
             routed += 3 * self.experts.shared_size
-        mixers = self.num_caches * self.num_attention_weights
+        products = sum(self.num_attention_weights(one) for one in every if one not in self.recurrent_layers)
         if self.recurrent is not None:
             sizes = self.recurrent.sizes
-            mixers += len(self.recurrent.layers) * (sum(sizes.parts) + sizes.out_width)
+            products += len(self.recurrent.layers) * (sum(sizes.parts) + sizes.out_width)
+        if self.per_layer is not None:  # their projection, gates and products
+            products += 3 * self.num_hidden_layers * self.per_layer.width
         matrices = 3 if self.is_gated else 2  # of a dense MLP
-        products = mixers + num_dense * matrices * self.intermediate_size + num_routed * routed
+        products += sum(matrices * self.mlp_size(one) for one in every if self.has_dense_mlp(one))
+        products += routed * sum(map(self.has_experts, every))
         return (products + self.vocab_size) * self.hidden_size

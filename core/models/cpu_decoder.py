@@ -6,22 +6,23 @@ from typing import Any
 import numpy as np
 
 from core.models.config import ModelConfig
-from core.models.layers.layer import Layer
-from core.models.layers.mlp import DenseMlp, Mlp, RoutedMlp
+from core.models.layers.layer import Layer, OwnInputs
+from core.models.layers.mlp import DenseMlp, ExpertsBeside, Mlp, RoutedMlp
 from core.models.operations.cpu_latent import CpuLatentAttend
 from core.models.operations.cpu_operations import CpuAttend, CpuOperations, CpuRecur
-from core.models.operations.operations import Norm, Operations, Product
+from core.models.operations.operations import Norm, Operations, PerLayerInputs, Product
 from core.models.operations.tensor import Operation, Tensor
 from core.models.operations.unchanged import unchanged
 from core.models.parts.rank import Rank
 from ipc.tables.arrays import Ints
 from kernels.cpu.decoder import CpuDecoder
-from kernels.cpu.decoder_parts import AttentionParts, DenseParts, LayerParts
+from kernels.cpu.decoder_parts import AttentionParts, BesideParts, DenseParts, LayerParts, OwnInputParts
 from kernels.cpu.embedding import CpuEmbedding
 from kernels.cpu.experts import CpuExperts
 from kernels.cpu.gemm import PackedMatrix
 from kernels.cpu.group import DecoderGroup
 from kernels.cpu.norm import CpuNorm
+from kernels.cpu.per_layer import CpuPerLayerInputs
 from kernels.cpu.recurrence import CpuRecurrence
 
 
@@ -33,16 +34,19 @@ def cpu_decoder(
     norm: Norm,
     float_norm: Norm,
     head: Product | None,
+    *,
     rank: Rank | None = None,
+    per_layer: PerLayerInputs | None = None,
 ) -> CpuDecoder | None:
     """Return the decoder built from these parts of a model, or None if its operations are not the C kernels'.
 
-    config: for all ranks together. head: None = logits are not needed. rank: the process in a group to which these
-    parts belong.
+    config: that of all ranks. head: None = logits are never asked for. rank: of the process in a group, whose parts
+    these are. per_layer: the inputs of single layers; None = there are none.
     """
     if not isinstance(operations, CpuOperations):
         return None
     assert isinstance(embedding, CpuEmbedding), type(embedding)
+    assert per_layer is None or isinstance(per_layer, CpuPerLayerInputs), type(per_layer)
     return CpuDecoder(
         operations.library,
         [_parts(layer) for layer in layers],
@@ -55,6 +59,7 @@ def cpu_decoder(
         residual_multiplier=config.residual_multiplier,
         logits_cap=config.logits_cap,
         group=None if rank is None else _group(config, rank),
+        per_layer=per_layer,
     )
 
 
@@ -93,7 +98,26 @@ def _parts(layer: Layer) -> LayerParts:
         mlp=_mlp(layer.mlp),
         mlp_out_norm=None if layer.mlp_out is unchanged else _norm(layer.mlp_out),
         kind=layer.kind,
+        beside=None if layer.beside is None else _beside(layer.beside),
+        own_inputs=None if layer.own_inputs is None else _own_inputs(layer.own_inputs),
+        scale=layer.scale,
     )
+
+
+def _beside(beside: ExpertsBeside) -> BesideParts:
+    experts = _mlp(beside.routed)
+    assert isinstance(experts, CpuExperts), type(experts)
+    return BesideParts(
+        _norm(beside.input_norm),
+        _norm(beside.router_norm),
+        experts,
+        _norm(beside.dense_norm),
+        _norm(beside.output_norm),
+    )
+
+
+def _own_inputs(own: OwnInputs) -> OwnInputParts:
+    return OwnInputParts(_matrix(own.gate), _matrix(own.out), _norm(own.norm))
 
 
 def _mix(mix: Callable[[Tensor, Any, int], Tensor]) -> AttentionParts | CpuRecurrence:
@@ -111,6 +135,7 @@ def _mix(mix: Callable[[Tensor, Any, int], Tensor]) -> AttentionParts | CpuRecur
         mix.sinks,
         centred_norms=rope.is_centred,
         norms_after=rope.is_after,
+        values=rope.values,
     )
 
 

@@ -42,5 +42,10 @@ def missing_on_device(config: ModelConfig) -> str | None:
     features = {
         "latent attention": config.latent is not None,
         "recurrent layers": config.recurrent is not None,
+        "heads of several sizes": config.full_heads is not None,
+        "normalised values": config.value_norm,
+        "gates of heads": config.head_gates,
+        "inputs of single layers": config.per_layer is not None,
+        "experts beside dense MLPs": config.experts is not None and config.experts.beside_dense,
     }
     return next((name for name, is_wanted in features.items() if is_wanted), None)

@@ -138,7 +138,9 @@ class DraftHead:
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> CpuKVCache:
         """Allocate the cache of its K and V. Errors: MemoryError."""
-        return self._operations.allocate_cache(num_blocks, block_size)
+        cache = self._operations.allocate_cache(num_blocks, block_size)
+        assert isinstance(cache, CpuKVCache), type(cache)
+        return cache
 
     def states(self, taps: Floats) -> Floats:
         """Return the states [T, hidden] float32 for the model's hidden states [T, taps, width] float32."""

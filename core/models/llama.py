@@ -4,18 +4,26 @@ The differences between models are in the config and in the operations of the la
 """
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from core.models.config import ModelConfig
 from core.models.cpu_decoder import cpu_decoder
 from core.models.layers.adapted import adapted_layer
-from core.models.layers.cache_pages import blocks_per_page
 from core.models.layers.layer import Layer, NormNumbers, build_layer, take_norm
-from core.models.layers.layer_kinds import windows
+from core.models.layers.layer_kinds import places, windows
 from core.models.layers.rope_scaling import LongropeScaling
 from core.models.operations.cpu_operations import CpuOperations, lora_rows
-from core.models.operations.operations import AdaptingOperations, AttentionWork, Operations, Product, choose_operations
+from core.models.operations.operations import (
+    AdaptingOperations,
+    AttentionWork,
+    LayerwiseOperations,
+    Operations,
+    PerLayerInputs,
+    Product,
+    choose_operations,
+)
 from core.models.operations.stored_matrix import StoredMatrix, Weight
 from core.models.operations.tensor import Tensor
 from core.models.operations.token_adapters import TokenAdapters
@@ -28,7 +36,7 @@ from ipc.tables.arrays import AnyInts, Floats, Ints
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
 from kernels.elements import FLOAT32, Dtype, Numbers, rounded, to_floats
-from kernels.memory.kv_cache import KVCache
+from kernels.memory.kv_cache import KVCache, MixedKVCache
 from kernels.memory.states import allocate_states
 
 
@@ -36,7 +44,30 @@ def embedding_scale(config: ModelConfig, dtype: Dtype) -> float:
     """Return the factor of embeddings. One derived from the width is rounded to dtype, as in training."""
     if not config.scale_embeddings:
         return config.embedding_multiplier
-    return float(to_floats(rounded(np.array([config.hidden_size**0.5], np.float32), dtype)).item())
+    return _rounded_root(config.hidden_size, dtype)
+
+
+def _rounded_root(width: int, dtype: Dtype) -> float:
+    return float(to_floats(rounded(np.array([width**0.5], np.float32), dtype)).item())
+
+
+def per_layer_inputs(
+    operations: Operations, parts: WeightParts, config: ModelConfig, dtype: Dtype
+) -> PerLayerInputs | None:
+    """Build the inputs of single layers; None for a model without any.
+
+    The projection is divided by the square root of hidden_size before its norm: that is, the norm's eps is multiplied
+    by hidden_size. The sum of both parts is divided by the square root of 2.
+    """
+    if config.per_layer is None:
+        return None
+    table = parts.take_matrix("model.embed_tokens_per_layer.weight")
+    projection = parts.take_matrix("model.per_layer_model_projection.weight")
+    norm, half = parts.take("model.per_layer_projection_norm.weight"), 0.5**0.5
+    scale = _rounded_root(config.per_layer.width, dtype) * half
+    eps = config.rms_norm_eps * config.hidden_size
+    assert isinstance(operations, LayerwiseOperations), type(operations)
+    return operations.per_layer_inputs(table, projection, norm * np.float32(half), scale=scale, eps=eps)
 
 
 class Llama:
@@ -81,17 +112,27 @@ class Llama:
         self.numerics: Numerics = "L2" if numerics == "L2" and operations.is_exact else "L0"
         #: For each kind of layer here, and in the whole model, of which this may be a part.
         self.windows = self.windows_of_model = windows(config)
-        #: Set by split_cache(); 0: layers with and without a window share their blocks.
-        self.num_blocks_per_page = blocks_per_page(whole) if isinstance(operations, CpuOperations) else 0
+        self._places = places(config)
+        #: Of split_cache(); 0: layers with and without a window have their blocks in common.
+        self.num_blocks_per_page = operations.blocks_per_page(whole) if isinstance(operations, CpuOperations) else 0
         parts = WeightParts(weights) if rank is None else rank.shard.parts(whole, weights)
         self.head: Product | None = None
         self.classifier: Numbers | None = None  # [labels, hidden]; for a classifier of prompts
         head = self._build_begin(parts)
+        self.per_layer = per_layer_inputs(operations, parts, config, dtype)
         indices = range(config.num_hidden_layers)
         self.layers = [build_layer(operations, parts, config, index, dtype) for index in indices]
         self._build_end(parts, head)
         self.decoder = cpu_decoder(
-            whole, operations, self.layers, self.embedding, self._norm, self._float_norm, self.head, rank
+            whole,
+            operations,
+            self.layers,
+            self.embedding,
+            self._norm,
+            self._float_norm,
+            self.head,
+            rank=rank,
+            per_layer=self.per_layer,
         )
 
     def _build_begin(self, parts: WeightParts) -> Product | None:
@@ -134,9 +175,11 @@ class Llama:
     def product_variants(self) -> dict[str, str]:
         """Return the variants of the products by name: those of the first layer, of the last layer, and the head's."""
         attending = next((layer for layer in self.layers if not layer.mixer.is_recurrent), self.layers[0])
-        products = {**attending.products, **self.layers[0].products, **self.layers[-1].products}
+        products: dict[str, Any] = {**attending.products, **self.layers[0].products, **self.layers[-1].products}
         if self.head is not None:
             products["head"] = self.head
+        if self.per_layer is not None:
+            products["per_layer"] = self.per_layer
         return {name: product.variant for name, product in products.items()}
 
     @property
@@ -146,8 +189,11 @@ class Llama:
 
     @property
     def reads_features(self) -> bool:
-        """Return whether ModelInputs.given may be set. Only the C decoder reads it, and not in a group of ranks."""
-        return self.decoder is not None and self._is_alone
+        """Whether ModelInputs.given may be set: the C decoder reads it, where this process computes the model alone.
+
+        Inputs of single layers are of tokens: given embeddings have none.
+        """
+        return self.decoder is not None and self._is_alone and self.per_layer is None
 
     def tap(self, places: Sequence[int]) -> None:
         """In each step, keep the residual stream as it is after these numbers of layers, for StepResult.states_of().
@@ -194,19 +240,20 @@ class Llama:
     ) -> tuple[AttentionWork, ...]:
         """Return the attention work of a step, one per kind of layer in the model; see Model."""
         of_windows = block_tables if window_tables is None else window_tables
+        parts = [(window, cache.part(place)[0]) for window, place in zip(self.windows, self._places, strict=True)]
         work = {
-            window: self.operations.attention_work(
+            (window, id(part)): self.operations.attention_work(
                 num_tokens,
                 context_lens,
                 block_tables if window is None else of_windows,
-                cache,
+                part,
                 window,
                 generation,
                 wholes,
             )
-            for window in dict.fromkeys(self.windows)
+            for window, part in parts
         }
-        return tuple(work[window] for window in self.windows)
+        return tuple(work[window, id(part)] for window, part in parts)
 
     def forward(self, inputs: ModelInputs) -> StepResult:
         """Run one step.
@@ -217,7 +264,7 @@ class Llama:
         if self.decoder is None:
             return self.result(self.hidden_states(inputs), inputs.logits_rows)
         token_ids, positions, slots, attention, cache, logits_rows, generation, adapters, *_ = inputs
-        assert isinstance(cache, CpuKVCache), type(cache)
+        assert isinstance(cache, CpuKVCache | MixedKVCache), type(cache)
         lora = None if adapters is None else lora_rows(adapters)
         return self.decoder(
             token_ids,
@@ -236,15 +283,27 @@ class Llama:
     def hidden_states(self, inputs: ModelInputs) -> Tensor:
         """Run the layers operation by operation, and return the last layer's output [T, hidden] float32."""
         step = self.operations.step(inputs.positions, inputs.slots, inputs.attention, inputs.cache, inputs.requests)
+        operations, own = self.operations, self.per_layer
         hidden = self.embedding(inputs.token_ids)
+        projected = None if own is None else own.project(hidden)
         x = self.layers[0].input_norm(hidden)
         for index, layer in enumerate(self.layers if inputs.adapters is None else self._adapted(inputs.adapters)):
             x = layer.attention_out(layer.mixer(x, step))
-            x = layer.mlp_norm.after(hidden, x)
-            x = layer.mlp_out(layer.mlp(x))
-            if index + 1 < len(self.layers):
+            x = layer.mlp(layer.mlp_norm.after(hidden, x))
+            x = layer.mlp_out(x if layer.beside is None else layer.beside(hidden, x))
+            if layer.own_inputs is not None and own is not None:
+                operations.add(hidden, x)
+                x = layer.own_inputs(hidden, own, inputs.token_ids, projected, index)
+            follows = index + 1 < len(self.layers)
+            if layer.scale is None and follows:
                 x = self.layers[index + 1].input_norm.after(hidden, x)
-        self.operations.add(hidden, x)
+                continue
+            operations.add(hidden, x)
+            if layer.scale is not None:
+                assert isinstance(operations, LayerwiseOperations), type(operations)
+                operations.scaled(hidden, layer.scale)
+            if follows:
+                x = self.layers[index + 1].input_norm(hidden)
         return hidden
 
     def _adapted(self, adapters: TokenAdapters) -> list[Layer]:

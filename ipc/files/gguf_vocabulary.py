@@ -106,6 +106,9 @@ PRE_TOKENIZERS: dict[str, PreTokenizer] = {
 }
 
 
+#: Kinds of vocabularies with SentencePiece's spaces and bytes.
+SENTENCEPIECE_KINDS = ("llama", "gemma4")
+
 # Token types of llama.cpp: 1 normal, 2 unknown, 3 control, 4 user-defined, 5 unused, 6 byte.
 _NORMAL = 1
 _UNKNOWN = 2
@@ -130,8 +133,8 @@ _Item = TypeVar("_Item", str, int, float)
 
 
 def build_gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> tokenizers.Tokenizer:
-    """Return the tokenizer that this metadata describes: "gpt2" is byte-level BPE, "llama" is SentencePiece with merges
-    by scores, "t5" SentencePiece's unigram model, "bert" is WordPiece.
+    """Return the tokenizer that this metadata describes: "gpt2" is byte-level BPE, "llama" is SentencePiece with
+    merges by scores, "gemma4" with listed merges, "t5" SentencePiece's unigram model, "bert" is WordPiece.
 
     Control tokens and the unknown token become special tokens. User-defined ones (`<think>`) become added tokens, which
     are matched as a whole but are part of the text. Errors: UnsupportedModelError naming a vocabulary or pre-tokenizer
@@ -140,10 +143,10 @@ def build_gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> tokenizers.Tokeni
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None:
         raise ModelFileError("the GGUF file has no tokenizer: tokenizer.ggml.model is missing")
-    if kind not in ("gpt2", "llama", "t5", "bert"):
+    if kind not in ("gpt2", *SENTENCEPIECE_KINDS, "t5", "bert"):
         raise UnsupportedModelError(
             f"the GGUF file's vocabulary is of kind {kind!r}; only 'gpt2' (byte-level BPE), 'llama' (SentencePiece "
-            "with scores), 't5' (unigram) and 'bert' (WordPiece) are supported"
+            "with scores), 'gemma4' (with merges), 't5' (unigram) and 'bert' (WordPiece) are supported"
         )
     tokens = _list(metadata, "tokenizer.ggml.tokens", str)
     vocabulary = {token: index for index, token in enumerate(tokens)}
@@ -156,8 +159,8 @@ def build_gguf_tokenizer(metadata: Mapping[str, GgufValue]) -> tokenizers.Tokeni
     if kind == "t5":
         tokenizer = _unigram(metadata, tokens)
     else:
-        is_llama = kind == "llama"
-        tokenizer = _sentencepiece(metadata, vocabulary, types) if is_llama else _byte_level(metadata, vocabulary)
+        is_byte_level = kind == "gpt2"
+        tokenizer = _byte_level(metadata, vocabulary) if is_byte_level else _sentencepiece(metadata, vocabulary, types)
     tokenizer.add_tokens(
         [
             tokenizers.AddedToken(token, normalized=False, special=kind != _USER_DEFINED)
@@ -227,7 +230,7 @@ def _sentencepiece(
     for key in ("tokenizer.ggml.remove_extra_whitespaces", "tokenizer.ggml.precompiled_charsmap"):
         if metadata.get(key):
             raise UnsupportedModelError(f"the GGUF file's tokenizer normalizes text by {key}, which is not supported")
-    if "tokenizer.ggml.merges" in metadata:
+    if "tokenizer.ggml.merges" in metadata or metadata["tokenizer.ggml.model"] == "gemma4":
         merges = _merges(_list(metadata, "tokenizer.ggml.merges", str), vocabulary)
     else:
         scores = _per_token(metadata, "tokenizer.ggml.scores", float, list(vocabulary))
@@ -236,7 +239,9 @@ def _sentencepiece(
         vocabulary,
         merges,
         unknown=gguf_token_id(metadata, "unknown"),
-        add_space_prefix=_flag(metadata, "tokenizer.ggml.add_space_prefix", default=True),
+        add_space_prefix=_flag(
+            metadata, "tokenizer.ggml.add_space_prefix", default=metadata["tokenizer.ggml.model"] == "llama"
+        ),
     )
 
 
@@ -269,7 +274,9 @@ def _add_ends(tokenizer: tokenizers.Tokenizer, tokens: Sequence[str], metadata: 
     """Set the tokens before and after an encoded text: BOS and EOS, if the file or its kind requires them."""
     ids = {name: gguf_token_id(metadata, name) for name in ("bos", "eos")}
     kind = metadata["tokenizer.ggml.model"]
-    adds_bos = kind == "llama" or (kind == "gpt2" and _pre_tokenizer(metadata).adds_bos and ids["bos"] is not None)
+    adds_bos = kind in SENTENCEPIECE_KINDS or (
+        kind == "gpt2" and _pre_tokenizer(metadata).adds_bos and ids["bos"] is not None
+    )
     ends: dict[str, tuple[str, int]] = {}
     adds_eos = kind == "t5"
     for name, default in (("bos", adds_bos), ("eos", adds_eos)):

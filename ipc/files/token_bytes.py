@@ -78,7 +78,7 @@ def token_bytes_of_gguf(metadata: Mapping[str, GgufValue]) -> TokenBytes:
     if not isinstance(tokens, list):
         raise ModelFileError("the GGUF file has no tokenizer: tokenizer.ggml.tokens is missing")
     kind = metadata.get("tokenizer.ggml.model")
-    if kind not in ("gpt2", "llama"):
+    if kind not in ("gpt2", "llama", "gemma4"):
         raise UnsupportedModelError(f"the bytes of tokens in a GGUF vocabulary of kind {kind!r} are not known")
     read = byte_level_bytes if kind == "gpt2" else _sentencepiece_bytes
     kinds = types if isinstance(types, list) else [_NORMAL] * len(tokens)

@@ -9,24 +9,29 @@ from kernels.arrays import Floats, Int32s, Ints
 from kernels.cpu.attention import CpuAttention
 from kernels.cpu.attention_plan import AttentionPlan
 from kernels.cpu.decoder_parts import (
+    AttentionParts,
     LayerParts,
+    beside_arguments,
     decoder_arguments,
     deepest_in_8_bits,
     exceed_caches,
     latent_of,
     layer_arguments,
     mixed_width,
+    own_input_arguments,
+    tail_length,
     weight_bytes,
     widths_of,
 )
 from kernels.cpu.embedding import CpuEmbedding
-from kernels.cpu.experts import CpuExperts, Room
+from kernels.cpu.experts import Room
 from kernels.cpu.gemm import PackedMatrix, blocks_in_8_bits, row_bytes_in_8_bits
 from kernels.cpu.group import DecoderGroup, SeparateMemory, SharedMemory
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import CpuLibrary
 from kernels.cpu.lora import LoraRows
 from kernels.cpu.norm import CpuNorm
+from kernels.cpu.per_layer import CpuPerLayerInputs
 from kernels.cpu.rope import RotaryTable
 from kernels.cpu.structs import (
     KindArguments,
@@ -35,6 +40,7 @@ from kernels.cpu.structs import (
 )
 from kernels.elements import FLOAT32, Dtype, Numbers
 from kernels.memory.aligned import aligned_empty
+from kernels.memory.kv_cache import MixedKVCache
 from kernels.recurrence import StateRows
 
 
@@ -68,8 +74,9 @@ class CpuDecoder:
     previous one.
     """
 
-    _cache: CpuKVCache | None = None
-    _memory: SharedMemory | SeparateMemory | None = None  # for a rank's group
+    _cache: CpuKVCache | MixedKVCache | None = None
+    _parts: Sequence[CpuKVCache] = ()  # of the cache, for each kind of layer
+    _memory: SharedMemory | SeparateMemory | None = None  # of a rank's group
     _columns: tuple[Ints, ...] = ()  # the last step's, kept alive
     _lora: LoraRows | None = None  # the last step's, kept alive
     _given: Floats | None = None  # the last step's, kept alive
@@ -92,13 +99,12 @@ class CpuDecoder:
         group: DecoderGroup | None = None,
         residual_multiplier: float = 1.0,
         logits_cap: float | None = None,
+        per_layer: CpuPerLayerInputs | None = None,
     ) -> None:
-        """Prepare the C structs of a model.
-
-        `head` must return float32; None = no logits. `float_norm` is `norm` with float32 results. `tables`: a rotary
-        table per kind of layer, None = no rotation; kinds may share one. `group`: the parts are a rank's, and num_heads
-        its heads; None = there is no group.
-        """
+        """Prepare the C structs of a model. `head` must return float32, None = no logits; `float_norm` is `norm` with
+        float32 results. `tables`: a rotary table for each kind of layer, None = no rotation; kinds may share one.
+        `group`: the parts are a rank's, and num_heads its heads; None = this process is alone. per_layer: the inputs of
+        single layers, None = there are none."""
         assert float_norm.dtype == FLOAT32, float_norm.dtype
         assert head is None or head.out_dtype == FLOAT32, head
         self._kept = (layers, embedding, norm, head)  # the C structs point into these
@@ -109,7 +115,10 @@ class CpuDecoder:
         self._decoder.layers, self._decoder.num_layers = ctypes.addressof(self._layers), len(layers)
         self._decoder.num_heads = self._num_heads = num_heads
         self._decoder.residual_multiplier, self._decoder.logits_cap = residual_multiplier, logits_cap or 0.0
-        self._experts = [parts.mlp for parts in layers if isinstance(parts.mlp, CpuExperts)]
+        self._experts = [parts.experts for parts in layers if parts.experts is not None]
+        self._per_layer = per_layer
+        self._decoder.num_tail = self._num_tail = tail_length(layers)
+        self._point_to_parts(layers)
         self._room = Room()
         self._set_streams(exceed_caches(weight_bytes(layers, head)))
         self._widths, self._mixed_width = widths_of(self._width, layers), mixed_width(layers)
@@ -140,6 +149,19 @@ class CpuDecoder:
         self._widths |= {"q": group.own_attended, "own_attended": group.own_attended}
         self._widths["qkv"] = max(first.qkv.out_features, first.o.in_features)  # also picked rows of `attended`
 
+    def _point_to_parts(self, layers: Sequence[LayerParts]) -> None:
+        """Point the layers to experts alongside their MLPs, and to what they make of their own inputs."""
+        self._beside = {i: beside_arguments(one.beside) for i, one in enumerate(layers) if one.beside is not None}
+        self._own_inputs = {
+            i: own_input_arguments(one.own_inputs) for i, one in enumerate(layers) if one.own_inputs is not None
+        }
+        for index, beside in self._beside.items():
+            self._layers[index].beside = ctypes.addressof(beside)
+        for index, own in self._own_inputs.items():
+            self._layers[index].per_layer = ctypes.addressof(own)
+        if self._per_layer is not None:
+            self._decoder.per_layer = ctypes.addressof(self._per_layer.arguments)
+
     def _set_streams(self, streams: bool) -> None:
         """Set whether the caches are too small to keep the weights from one step to the next (gemm.h)."""
         self._decoder.head.streams = streams
@@ -148,6 +170,10 @@ class CpuDecoder:
         for parts in self._kept[0]:
             if parts.output_gate is not None:
                 parts.output_gate.arguments.streams = streams
+        for own in self._own_inputs.values():
+            own.gate.streams = own.out.streams = streams
+        if self._per_layer is not None:
+            self._per_layer.arguments.projection.streams = streams
         for experts in self._experts:
             experts.set_streams(streams)
         for latent in filter(None, map(latent_of, self._kept[0])):
@@ -159,7 +185,7 @@ class CpuDecoder:
         positions: Ints,
         slots: Ints,
         plans: Sequence[AttentionPlan],
-        cache: CpuKVCache,
+        cache: CpuKVCache | MixedKVCache,
         logits_rows: Ints,
         generation: int,
         lora: LoraRows | None = None,
@@ -187,8 +213,8 @@ class CpuDecoder:
             self._generation = generation
         if (longest := plans[0].arguments.longest) > self._num_positions:
             self._reach(longest)
-        for plan, (attention, arguments) in zip(plans, self._attention, strict=True):
-            attention.reserve(arguments, cache, plan, self._num_heads)
+        for plan, part, (attention, arguments) in zip(plans, self._parts, self._attention, strict=True):
+            attention.reserve(arguments, part, plan, self._num_heads)
         self._run(self._step)
         self._number += 1
         return DecoderResult(self, self._number, *self._results)
@@ -285,18 +311,26 @@ class CpuDecoder:
         logits, largest = self._buffers["logits"][:num_logits], self._buffers["largest"][:num_logits]
         self._results = logits, largest
 
-    def _use(self, cache: CpuKVCache, plans: Sequence[AttentionPlan]) -> None:
-        """Point the step to this cache and these plans, which are usually the same as before."""
+    def _use(self, cache: CpuKVCache | MixedKVCache, plans: Sequence[AttentionPlan]) -> None:
+        """Point the step to this cache and these plans, which most steps share."""
         if cache is self._cache and self._plans == tuple(plans):
             return
         self._cache, self._plans = cache, tuple(plans)
-        for plan, kind, (_, arguments) in zip(plans, self._kinds, self._attention, strict=True):
+        self._parts = [self._part_of_kind(cache, kind) for kind in range(len(self._kinds))]
+        for plan, part, kind, (_, arguments) in zip(plans, self._parts, self._kinds, self._attention, strict=True):
             kind.plan = ctypes.addressof(plan.arguments)
-            arguments.shape, arguments.num_heads = cache.shape, self._num_heads
+            arguments.shape, arguments.num_heads = part.shape, self._num_heads
         pointers = [layer.ctypes.data for layer in cache.layers]
         places = [one.place % len(pointers) for one in self._kept[0]]  # one array may serve all layers
         self._cache_layers = (ctypes.c_void_p * len(self._layers))(*(pointers[place] for place in places))
         self._step.cache = ctypes.addressof(self._cache_layers)
+
+    def _part_of_kind(self, cache: CpuKVCache | MixedKVCache, kind: int) -> CpuKVCache:
+        """Return the cache with the heads of the layers of a kind."""
+        places = [one.place for one in self._kept[0] if one.kind == kind and isinstance(one.mix, AttentionParts)]
+        part = cache.part(places[0] % len(cache.layers) if places else 0)[0]
+        assert isinstance(part, CpuKVCache), type(part)
+        return part
 
     def _point_to_slots(self, plans: Sequence[AttentionPlan], window_slots: Ints | None) -> None:
         """Point each kind of layer to the slots of the step's tokens in its layers."""
@@ -366,6 +400,15 @@ class CpuDecoder:
                 self._step.mixed_stride = self._mixed_width
             if self._normalises_added:
                 self._keep("normed", (rows, self._width), FLOAT32)
+            if self._beside:
+                self._keep("beside", (rows, self._width), FLOAT32)
+                self._keep("router_x", (rows, self._width), self._dtype)
+            if self._per_layer is not None:
+                self._keep("projected", (rows, self._per_layer.projection.out_features), self._dtype)
+                self._keep("own_inputs", (rows, self._per_layer.table.width), self._dtype)
+            if self._num_tail:
+                for name in ("tail_q", "tail_attended", "tail_picked"):
+                    self._keep(name, (rows, self._widths["attended"]), self._dtype)
         if "logits" not in self._buffers or num_logits > len(self._buffers["logits"]):
             rows = 1 << (num_logits - 1).bit_length()
             self._keep("logits", (rows, self._vocab_size), FLOAT32)

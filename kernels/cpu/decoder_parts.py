@@ -1,6 +1,7 @@
 """The parts of a C decoder (kernels/cpu/decoder.py): layers, their C structs, and values derived from their sizes."""
 
 import ctypes
+import itertools
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,9 +14,12 @@ from kernels.cpu.experts import CpuExperts
 from kernels.cpu.gemm import INT8, PackedMatrix
 from kernels.cpu.latent import CpuLatent
 from kernels.cpu.library import ELEMENT_NUMBERS
+from kernels.cpu.mixer_structs import PerLayerArguments
 from kernels.cpu.norm import CpuNorm
 from kernels.cpu.recurrence import CpuRecurrence
-from kernels.cpu.structs import DecoderArguments, GemmArguments, LayerArguments, NormWeights
+from kernels.cpu.rope import VALUE_NUMBERS
+from kernels.cpu.structs import BesideArguments, DecoderArguments, GemmArguments, LayerArguments, NormWeights
+from kernels.value_form import ValueForm
 
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
 #: Bytes of the last level cache for each CPU that this process may use. A virtual machine reports the cache of a whole
@@ -41,6 +45,25 @@ class AttentionParts(NamedTuple):
     latent: CpuLatent | None = None  # around attention
     centred_norms: bool = False
     norms_after: bool = False
+    values: ValueForm = "own"
+
+
+class BesideParts(NamedTuple):
+    """Experts alongside a dense MLP, and the norms around them."""
+
+    input_norm: CpuNorm
+    router_norm: CpuNorm
+    experts: CpuExperts
+    dense_norm: CpuNorm  # to float32
+    output_norm: CpuNorm  # to float32
+
+
+class OwnInputParts(NamedTuple):
+    """What a layer makes of its own inputs (c/layers/per_layer.h)."""
+
+    gate: PackedMatrix  # has the activation
+    out: PackedMatrix
+    norm: CpuNorm  # to float32
 
 
 class LayerParts(NamedTuple):
@@ -54,9 +77,19 @@ class LayerParts(NamedTuple):
     mlp_norm: CpuNorm
     mlp: DenseParts | CpuExperts
     mlp_out_norm: CpuNorm | None
-    kind: int  # index into a step's plans and tables, one per kind of layer
-    place: int = 0  # index of the layer's K and V in the cache
-    output_gate: PackedMatrix | None = None  # for attention's output
+    kind: int  # index into a step's plans and tables, one for each kind of layer
+    place: int = 0  # of the layer's K and V in the cache
+    output_gate: PackedMatrix | None = None  # of attention's output
+    beside: BesideParts | None = None
+    own_inputs: OwnInputParts | None = None
+    scale: float | None = None  # of the hidden states at the layer's end
+
+    @property
+    def experts(self) -> CpuExperts | None:
+        """The layer's routed MLP."""
+        if self.beside is not None:
+            return self.beside.experts
+        return self.mlp if isinstance(self.mlp, CpuExperts) else None
 
 
 def latent_of(parts: LayerParts) -> CpuLatent | None:
@@ -81,14 +114,21 @@ def widths_of(width: int, layers: Sequence[LayerParts]) -> dict[str, int]:
     return {"x": width, "added": width, **inner, "gated": gated}
 
 
+def tail_length(layers: Sequence[LayerParts]) -> int:
+    """Return how many of the last layers read K and V of others: no later token needs anything of them."""
+    mixes = [parts.mix for parts in reversed(layers)]
+    shared = (isinstance(mix, AttentionParts) and mix.values == "shared" for mix in mixes)
+    return sum(1 for _ in itertools.takewhile(bool, shared))
+
+
 def mixed_width(layers: Sequence[LayerParts]) -> int:
     """Return the row width of the recurrent layers' buffer; 0 without such layers."""
     return max((parts.mix.sizes.mixed_width for parts in layers if isinstance(parts.mix, CpuRecurrence)), default=0)
 
 
 def weight_bytes(layers: Sequence[LayerParts], head: PackedMatrix | None) -> int:
-    """Return the bytes of weights that steps read, including those of all experts."""
-    routed = sum(parts.mlp.num_bytes for parts in layers if isinstance(parts.mlp, CpuExperts))
+    """Return the bytes of weights that steps read, those of all experts included."""
+    routed = sum(parts.experts.num_bytes for parts in layers if parts.experts is not None)
     return routed + sum(matrix.packed.nbytes for matrix in _matrices(layers, head))
 
 
@@ -101,6 +141,7 @@ def _matrices(layers: Sequence[LayerParts], head: PackedMatrix | None) -> list[P
     own = [] if head is None else [head]
     dense = [matrix for parts in layers if isinstance(parts.mlp, DenseParts) for matrix in parts.mlp]
     gates = [parts.output_gate for parts in layers if parts.output_gate is not None]
+    gates += [matrix for parts in layers if (inputs := parts.own_inputs) is not None for matrix in inputs[:2]]
     latent = [matrix for parts in layers if (inner := latent_of(parts)) is not None for matrix in inner.matrices]
     return [*own, *dense, *gates, *latent, *(matrix for parts in layers for matrix in (parts.qkv, parts.o))]
 
@@ -113,6 +154,17 @@ def exceed_caches(num_bytes: int) -> bool:
         sizes = []
     share = len(os.sched_getaffinity(0)) * _CACHE_BYTES_PER_CPU
     return num_bytes > min(share, max(sizes, default=share))
+
+
+def beside_arguments(parts: BesideParts) -> BesideArguments:
+    """Return the C struct of the norms around experts alongside a dense MLP."""
+    norms = parts.input_norm, parts.router_norm, parts.dense_norm, parts.output_norm
+    return BesideArguments(*[norm.constants for norm in norms])
+
+
+def own_input_arguments(parts: OwnInputParts) -> PerLayerArguments:
+    """Return the C struct of what a layer makes of its own inputs."""
+    return PerLayerArguments(parts.gate.arguments, parts.out.arguments, parts.norm.constants)
 
 
 def decoder_arguments(embedding: CpuEmbedding, norm: CpuNorm, head: PackedMatrix | None) -> DecoderArguments:
@@ -144,7 +196,8 @@ def layer_arguments(parts: LayerParts) -> LayerArguments:
         o=parts.o.arguments,
         gate_up=parts.mlp.gate_up.arguments if isinstance(parts.mlp, DenseParts) else GemmArguments(),
         down=parts.mlp.down.arguments if isinstance(parts.mlp, DenseParts) else GemmArguments(),
-        experts=ctypes.addressof(parts.mlp.arguments) if isinstance(parts.mlp, CpuExperts) else None,
+        experts=None if parts.experts is None else ctypes.addressof(parts.experts.arguments),
+        layer_scale=parts.scale or 0.0,
         input_norm=constants(parts.input_norm),
         mlp_norm=constants(parts.mlp_norm),
         attention_out_norm=constants(parts.attention_out_norm),
@@ -158,6 +211,7 @@ def layer_arguments(parts: LayerParts) -> LayerArguments:
     arguments.scale, arguments.cap_factor = score_factors(mix.scale, mix.cap)
     arguments.norms, arguments.norms_of_rows = address(mix.norms), mix.norms_of_rows
     arguments.centred_norms, arguments.norms_after = mix.centred_norms, mix.norms_after
+    arguments.values = VALUE_NUMBERS[mix.values]
     arguments.sinks = address(mix.sinks)
     arguments.latent = None if mix.latent is None else ctypes.addressof(mix.latent.arguments)
     return arguments

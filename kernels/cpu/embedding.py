@@ -50,25 +50,27 @@ class CpuEmbedding:
         self.scale, self.kinds, self.places, self.num_words = scale, kinds, places, len(self.table)
         self._run = library.function("embedding", ctypes.POINTER(EmbeddingArguments))
 
+    @property
+    def constants(self) -> EmbeddingArguments:
+        """The C struct without ids and output; it points into this object."""
+        return EmbeddingArguments(
+            table=self.table.ctypes.data,
+            width=self.width,
+            dtype=ELEMENT_NUMBERS[self.dtype],
+            scale=self.scale,
+            packing=self.packing,
+            kinds=address(self.kinds),
+            places=address(self.places),
+            num_words=self.num_words,
+        )
+
     def __call__(self, ids: Ints, positions: Ints | None = None) -> Floats:
         """Return the scaled rows [T, d] float32 for these ids [T] int64, plus the rows for kinds and positions [T]."""
         assert self.places is None or positions is not None, "rows are added by position"
-        out = aligned_empty((len(ids), self.width), FLOAT32)
-        self._run(
-            EmbeddingArguments(
-                ids.ctypes.data,
-                self.table.ctypes.data,
-                out.ctypes.data,
-                *out.shape,
-                ELEMENT_NUMBERS[self.dtype],
-                self.scale,
-                self.packing,
-                address(self.kinds),
-                address(self.places),
-                address(positions),
-                self.num_words,
-            )
-        )
+        out, arguments = aligned_empty((len(ids), self.width), FLOAT32), self.constants
+        arguments.ids, arguments.out, arguments.num_rows = ids.ctypes.data, out.ctypes.data, len(ids)
+        arguments.positions = address(positions)
+        self._run(arguments)
         return out
 
 

@@ -60,15 +60,19 @@ class CpuExperts:
         self._matrices = [
             (GemmArguments * len(each))(*(one.arguments for one in each)) for each in (gate_ups, downs, *own)
         ]
-        self._correction = None if routing.correction is None else np.ascontiguousarray(routing.correction, np.float32)
-        #: The C struct. It points into this object.
+        self._vectors = [
+            None if one is None else np.ascontiguousarray(one, np.float32)
+            for one in (routing.correction, routing.scales)
+        ]
+        correction, scales = (None if one is None else one.ctypes.data for one in self._vectors)
+        #: The C struct; it points into this object.
         self.arguments = ExpertsArguments(
             router=router.arguments,
             gate_up=ctypes.addressof(self._matrices[0]),
             down=ctypes.addressof(self._matrices[1]),
             shared=ctypes.addressof(self._matrices[2]) if own else None,
             routing=RoutingArguments(
-                correction=None if self._correction is None else self._correction.ctypes.data,
+                correction=correction,
                 scaling=routing.scaling,
                 num_experts=len(experts),
                 num_chosen=routing.num_chosen,
@@ -78,23 +82,29 @@ class CpuExperts:
                 num_chosen_groups=routing.num_chosen_groups,
                 best_of_group=routing.best_of_group,
                 added_to_sum=routing.added_to_sum,
+                scales=scales,
             ),
             has_shared_gate=routing.has_shared_gate,
             width=router.in_features,
         )
         self._run = library.function("experts", ctypes.POINTER(ExpertsStepArguments))
 
-    def __call__(self, x: Numbers) -> Numbers:
-        """Return the MLP's output [T, width] with the model's dtype.
+    def __call__(self, x: Numbers, router_x: Numbers | None = None) -> Numbers:
+        """Return the MLP's output [T, width] of the model's dtype. x is [T, width] of that dtype, contiguous.
 
-        x is [T, width] with the same dtype, contiguous.
-        """
+        router_x: the same for the router; None = x."""
         assert x.dtype == self.experts[0].gate_up.dtype, x.dtype
         assert x.flags.c_contiguous, x.strides
+        assert router_x is None or (router_x.dtype == x.dtype and router_x.flags.c_contiguous), router_x
         y, room = aligned_empty(x.shape, x.dtype), Room()
         room.reserve(len(x), self)
         step = ExpertsStepArguments(
-            ctypes.addressof(self.arguments), ctypes.addressof(room.arguments), x.ctypes.data, y.ctypes.data, len(x)
+            ctypes.addressof(self.arguments),
+            ctypes.addressof(room.arguments),
+            x.ctypes.data,
+            y.ctypes.data,
+            len(x),
+            None if router_x is None else router_x.ctypes.data,
         )
         self._run(step)
         return y

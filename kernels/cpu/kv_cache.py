@@ -5,8 +5,12 @@ token], V is [pairs of tokens, dimension]. A head's width is padded to a multipl
 are plain rows. The kernels read and write the arrays directly; the methods here serve tests and reference code.
 """
 
+import copy
+import math
 from collections.abc import Sequence
 from typing import ClassVar
+
+import numpy as np
 
 from kernels.arrays import Ints
 from kernels.cpu.library import ELEMENT_NUMBERS
@@ -52,8 +56,33 @@ class CpuKVCache(KVCache):
         sizes, is_quantized = (num_kv_heads, head_dim, block_size), bool(self.stored_as)
         token_bytes = width * stored.itemsize
         self.value_dim = head_dim if value_dim is None else value_dim
-        element = ELEMENT_NUMBERS[dtype]
-        self.shape = CacheShape(*sizes, element, is_quantized, token_bytes, self.num_sides, self.value_dim)
+        element, block_bytes = ELEMENT_NUMBERS[dtype], self.num_sides * num_kv_heads * block_size * token_bytes
+        self.shape = CacheShape(*sizes, element, is_quantized, token_bytes, self.num_sides, self.value_dim, block_bytes)
+
+    def within(self, num_kv_heads: int, head_dim: int, places: Sequence[tuple[int, int]]) -> "CpuKVCache":
+        """Return a cache of layers with other heads, in this one's memory.
+
+        places: of each layer, its array, and the place of its block behind the first one of a page: so many blocks of
+        its own size further. Its tables have the numbers of pages' first blocks (core/models/layers/cache_pages.py).
+        """
+        other = copy.copy(self)
+        width, stored = self.stored_width(head_dim, self.dtype)
+        shape = self.num_sides, num_kv_heads, self.block_size, width
+        own, step = math.prod(shape) * stored.itemsize, self.shape.block_bytes
+        other.num_kv_heads, other.head_dim, other.value_dim, other.memory = num_kv_heads, head_dim, head_dim, ()
+        other.shape = CacheShape.from_buffer_copy(self.shape)
+        other.shape.num_kv_heads, other.shape.head_dim, other.shape.value_dim = num_kv_heads, head_dim, head_dim
+        other.shape.token_bytes = width * stored.itemsize
+        inner = [math.prod(shape[axis + 1 :]) * stored.itemsize for axis in range(len(shape))]
+        layers = []
+        for array, place in places:
+            numbers = self.memory[array].reshape(-1)[place * own // stored.itemsize :]
+            count = (numbers.nbytes - own) // step + 1
+            layers.append(np.lib.stride_tricks.as_strided(numbers, (count, *shape), (step, *inner)))
+        other.layers = layers
+        for layer in layers:
+            layer[:1] = 0
+        return other
 
     @staticmethod
     def stored_width(head_dim: int, dtype: Dtype) -> tuple[int, Dtype]:

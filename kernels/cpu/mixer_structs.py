@@ -1,6 +1,7 @@
-"""The structs of recurrent layers and output gates as ctypes classes; see kernels/cpu/structs.py."""
+"""The structs of recurrent layers, output gates and inputs per layer as ctypes classes; see kernels/cpu/structs.py."""
 
 from kernels.cpu.c_struct import FLOAT, INT32, INT64, POINTER, CStruct, fields
+from kernels.cpu.structs import EmbeddingArguments, GemmArguments, NormWeights
 
 
 class OutputGateArguments(CStruct):
@@ -10,7 +11,7 @@ class OutputGateArguments(CStruct):
     _fields_ = (
         *fields("x gates", POINTER),
         *fields("num_rows width", INT64),
-        *fields("dtype reserved", INT32),
+        *fields("dtype group", INT32),
     )
 
 
@@ -35,3 +36,32 @@ class RecurrenceStepArguments(CStruct):
         *fields("layer in out mixed states rows firsts positions saves", POINTER),
         *fields("state_stride mixed_stride num_requests", INT64),
     )
+
+
+class PerLayerInputsArguments(CStruct):
+    """What all layers with inputs of their own share (per_layer.h)."""
+
+    c_name = "PerLayerInputs"
+    _fields_ = (
+        ("table", EmbeddingArguments),
+        ("projection", GemmArguments),
+        ("norm", POINTER),
+        ("width", INT64),
+        *fields("num_layers dtype", INT32),
+        ("eps", FLOAT),
+        ("reserved", INT32),
+    )
+
+
+class PerLayerArguments(CStruct):
+    """The products and the norm of a layer's own inputs (per_layer.h)."""
+
+    c_name = "PerLayer"
+    _fields_ = (*fields("gate out", GemmArguments), ("norm", NormWeights))
+
+
+class PerLayerStepArguments(CStruct):
+    """Arguments of per_layer() (per_layer.h)."""
+
+    c_name = "PerLayerStep"
+    _fields_ = (*fields("inputs ids tokens projected x", POINTER), *fields("num_rows layer", INT64))

@@ -8,12 +8,12 @@ from kernels.elements import Numbers
 
 
 def open_gates(library: CpuLibrary, mixed: Numbers, gates: Numbers) -> None:
-    """Multiply mixed [T, width] by the sigmoid of gates [T, width], in place.
+    """Multiply mixed [T, width] by the sigmoid of gates [T, width], or [T, heads], in place.
 
-    Both have the same dtype and are contiguous.
-    """
-    assert mixed.shape == gates.shape, (mixed.shape, gates.shape)
+    Both are of one dtype and contiguous."""
+    assert mixed.shape[1] % gates.shape[1] == 0, (mixed.shape, gates.shape)
     assert mixed.flags.c_contiguous, mixed.strides
     assert gates.flags.c_contiguous, gates.strides
+    group = mixed.shape[1] // gates.shape[1]
     run = library.function("output_gate", ctypes.POINTER(OutputGateArguments))
-    run(OutputGateArguments(mixed.ctypes.data, gates.ctypes.data, *mixed.shape, ELEMENT_NUMBERS[mixed.dtype], 0))
+    run(OutputGateArguments(mixed.ctypes.data, gates.ctypes.data, *mixed.shape, ELEMENT_NUMBERS[mixed.dtype], group))

@@ -11,9 +11,11 @@ from kernels.cpu.structs import RopeArguments
 from kernels.elements import Numbers
 from kernels.memory.aligned import aligned_empty
 from kernels.rotary import query_factors, rotary_tables
+from kernels.value_form import SIDES, ValueForm
 
-MAX_HEAD_DIM = 4096  # from cache_codes.h: a head is rotated and quantized in stack buffers of this size
-_LEAST_POSITIONS = 1024  # minimum size of a table that is not empty
+MAX_HEAD_DIM = 4096  # of cache_codes.h: a head is rotated and quantized in stack buffers of this size
+VALUE_NUMBERS = {form: number for number, form in enumerate(SIDES)}  # enum in rope.h
+_LEAST_POSITIONS = 1024  # of a table that is not empty
 
 
 class RotaryTable:
@@ -47,10 +49,10 @@ class RotaryTable:
 class CpuRope:
     """Rotates one layer's Q and K, and writes K and V to the cache.
 
-    norms [H + Hkv, D] float32: weights of the norms of Q's and K's heads; None = no norms. of_rows: Q's heads are
-    normalised together, and so are K's; then qkv is overwritten. is_centred: the norms are layer normalisations,
-    otherwise RMS norms. is_after: they follow the rotation, otherwise they precede it.
-    """
+    norms [H + Hkv, D] float32: weights of the norms of Q's and K's heads; None = no norms. of_rows:
+    Q's heads are normalised together, and so are K's; qkv is overwritten then. is_centred: the norms are layer
+    normalisations; else of root mean squares. is_after: they follow the rotation; else they precede it. values: what V
+    is (kernels/value_form.py); where it is normalised, norms has Hkv more rows."""
 
     def __init__(
         self,
@@ -62,10 +64,11 @@ class CpuRope:
         of_rows: bool = False,
         is_centred: bool = False,
         is_after: bool = False,
+        values: ValueForm = "own",
     ) -> None:
         assert not (of_rows and is_after), "rows of heads are normalised before the rotation"
         self.num_heads, self.eps, self.of_rows, self.is_centred = num_heads, eps, of_rows, is_centred
-        self.is_after = is_after
+        self.is_after, self.values = is_after, values
         self.norms = None if norms is None else np.ascontiguousarray(norms)
         self._run = library.function("rope_kv_write", ctypes.POINTER(RopeArguments))
 
@@ -80,9 +83,8 @@ class CpuRope:
     ) -> Numbers:
         """Write K and V to the cache, and return the rotated Q [T, H, D] with the cache's dtype.
 
-        qkv is [T, (H + 2 * Hkv) * D] with the cache's dtype, positions [T] int64 within the table, slots [T] int64 (-1
-        = do not store).
-        """
+        qkv is [T, (H + 2 * Hkv) * D] of the cache's dtype, or with fewer columns of K and V as `values` says; positions
+        [T] int64 within the table, slots [T] int64 (-1 = do not store)."""
         assert qkv.flags.c_contiguous, qkv.strides
         assert qkv.dtype == cache.dtype, (qkv.dtype, cache.dtype)
         assert cache.head_dim <= MAX_HEAD_DIM, cache.head_dim
@@ -107,6 +109,7 @@ class CpuRope:
                 self.of_rows,
                 self.is_centred,
                 self.is_after,
+                VALUE_NUMBERS[self.values],
             )
         )
         return q

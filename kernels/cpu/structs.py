@@ -18,6 +18,7 @@ class CacheShape(CStruct):
     c_name = "CacheShape"
     _fields_ = (
         *_fields("num_kv_heads head_dim block_size dtype is_quantized token_bytes num_sides value_dim", _INT32),
+        ("block_bytes", _INT64),
     )
 
 
@@ -113,6 +114,7 @@ class RoutingArguments(CStruct):
         *_fields("num_experts num_chosen is_sigmoid normalises num_groups num_chosen_groups best_of_group", _INT32),
         ("added_to_sum", _FLOAT),
         ("reserved", _INT32),
+        ("scales", _POINTER),
     )
 
 
@@ -143,7 +145,7 @@ class ExpertsStepArguments(CStruct):
     """Arguments of experts() (experts.h)."""
 
     c_name = "ExpertsStep"
-    _fields_ = (*_fields("experts room x y", _POINTER), ("num_rows", _INT64))
+    _fields_ = (*_fields("experts room x y", _POINTER), ("num_rows", _INT64), ("router_x", _POINTER))
 
 
 class PackArguments(CStruct):
@@ -183,6 +185,13 @@ class NormWeights(CStruct):
     _fields_ = (*_fields("weight bias", _POINTER), *_fields("is_centred replaces precedes reserved", _INT32))
 
 
+class BesideArguments(CStruct):
+    """The norms of a layer whose experts run alongside a dense MLP (decoder.h)."""
+
+    c_name = "ExpertsBeside"
+    _fields_ = (*_fields("input_norm router_norm dense_norm output_norm", NormWeights),)
+
+
 class LayerArguments(CStruct):
     """One layer's weights and constants (decoder.h)."""
 
@@ -194,8 +203,10 @@ class LayerArguments(CStruct):
         *_fields("scale cap_factor", _FLOAT),
         ("kind", _INT32),
         ("tap", _INT64),
-        *_fields("norms_of_rows centred_norms norms_after", _INT32),
-        *_fields("experts sinks latent recurrence output_gate", _POINTER),
+        *_fields("norms_of_rows centred_norms norms_after values", _INT32),
+        ("layer_scale", _FLOAT),
+        ("reserved", _INT32),
+        *_fields("experts beside per_layer sinks latent recurrence output_gate", _POINTER),
     )
 
 
@@ -249,6 +260,8 @@ class DecoderArguments(CStruct):
         ("num_words", _INT64),
         ("group", _POINTER),
         *_fields("residual_multiplier logits_cap", _FLOAT),
+        ("per_layer", _POINTER),
+        ("num_tail", _INT64),
     )
 
 
@@ -274,6 +287,7 @@ class StepArguments(CStruct):
         ("lowered_stride", _INT64),
         *_fields("given output_gates mixed states state_rows firsts saves", _POINTER),
         *_fields("state_stride mixed_stride num_requests", _INT64),
+        *_fields("projected own_inputs router_x beside tail_q tail_attended tail_picked", _POINTER),
     )
 
 
@@ -342,7 +356,8 @@ class NormArguments(CStruct):
         ("out", _POINTER),
         *_fields("num_rows width", _INT64),
         *_fields("x_dtype out_dtype", _INT32),
-        *_fields("eps multiplier", _FLOAT),
+        *_fields("eps multiplier scale", _FLOAT),
+        ("reserved", _INT32),
     )
 
 
@@ -355,7 +370,8 @@ class RopeArguments(CStruct):
         ("shape", CacheShape),
         *_fields("num_heads num_tokens", _INT32),
         ("eps", _FLOAT),
-        *_fields("norms_of_rows is_centred is_after", _INT32),
+        *_fields("norms_of_rows is_centred is_after values", _INT32),
+        ("tokens", _POINTER),
     )
 
 

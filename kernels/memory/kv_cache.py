@@ -93,6 +93,10 @@ class KVCache:
         shape = self.block_size, self.num_kv_heads, self.head_dim
         return f"{type(self).__name__} {shape} {len(self.memory)} x {self.memory[0].shape[1:]} {self.memory[0].dtype}"
 
+    def part(self, place: int) -> "tuple[Any, int]":
+        """Return the cache whose heads are those of the layer at this place, and the layer's place there."""
+        return self, place
+
     def copy_blocks(self, sources: Int32s, target: "KVCache", targets: Int32s) -> None:
         """Copy whole blocks of all layers to a cache with the same layout, sources[i] to targets[i].
 
@@ -101,3 +105,35 @@ class KVCache:
         if len(sources):
             for layer, other in zip(self.memory, target.memory, strict=True):
                 other[targets] = layer[sources]
+
+
+class MixedKVCache(KVCache):
+    """A KV cache of layers whose heads are of several sizes: one cache for each size, with the same blocks.
+
+    A part may lie within the memory of the first one (CpuKVCache.within()); it has no memory of its own then.
+    """
+
+    def __init__(self, parts: Sequence[KVCache], places: Sequence[tuple[int, int]]) -> None:
+        """places: of each layer, its part, and its place there."""
+        first = max(parts, key=lambda part: len(part.memory))
+        self.parts, self._places = tuple(parts), tuple(places)
+        self.num_blocks, self.block_size, self.dtype = first.num_blocks, first.block_size, first.dtype
+        self.memory = [array for part in parts for array in part.memory]
+        self.layers = [parts[part].layers[place] for part, place in places]
+
+    def part(self, place: int) -> tuple[KVCache, int]:
+        """Return the cache whose heads are those of the layer at this place, and the layer's place there."""
+        part, own = self._places[place]
+        return self.parts[part], own
+
+    @property
+    def layout(self) -> str:
+        """What the bytes of a block depend on apart from the numbers in it."""
+        return " ".join(part.layout for part in self.parts if part.memory)
+
+    def copy_blocks(self, sources: Int32s, target: KVCache, targets: Int32s) -> None:
+        """Copy whole blocks of all layers to a cache of the same layout, sources[i] to targets[i]."""
+        assert isinstance(target, MixedKVCache), type(target)
+        if len(sources):
+            for array, other in zip(self.memory, target.memory, strict=True):
+                other[targets] = array[sources]

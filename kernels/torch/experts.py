@@ -39,9 +39,9 @@ class TorchExperts:
         """Return the names of the choices that determine the results' bits; part of the fingerprint."""
         return self.router.variant
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output [T, d] for x [T, d], with its dtype."""
-        logits = self.router(x)
+    def __call__(self, x: torch.Tensor, router_x: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the output [T, d] of x [T, d], of its dtype. router_x: the same for the router; None = x."""
+        logits = self.router(x if router_x is None else router_x)
         chosen, weights = choose_experts(self.routing, logits[:, : len(self.experts)])
         out = torch.zeros(x.shape, dtype=torch.float32)
         for number in sorted(set(chosen.flatten().tolist())):
@@ -70,7 +70,8 @@ def choose_experts(routing: Routing, logits: torch.Tensor) -> tuple[torch.Tensor
     weights = scores.gather(1, chosen)
     if routing.normalises:
         weights /= weights.sum(-1, keepdim=True).clamp(min=1e-20) + routing.added_to_sum
-    return chosen, weights * routing.scaling
+    weights = weights * routing.scaling
+    return chosen, weights if routing.scales is None else weights * torch.from_numpy(routing.scales)[chosen]
 
 
 def _largest(numbers: torch.Tensor, count: int) -> torch.Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 
 from kernels.torch.kv_cache import TorchKVCache
+from kernels.value_form import SIDES, ValueForm
 
 
 def rotary_tables(
@@ -47,18 +48,29 @@ def rope_kv_write(
     write_tokens: torch.Tensor | slice,
     before: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float,
     after: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float,
+    *,
+    values: ValueForm = "own",
+    value_norm: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.float,
 ) -> torch.Tensor:
     """Rotate Q and K, store K and V; return Q [T, H, D] float32.
 
-    before maps the heads of Q and K, [T, H + Hkv, D] in the cache's dtype, to the float32 values to rotate; after maps
-    the rotated ones. qkv [T, (H + 2 * Hkv) * D] is in the cache's dtype; cos and sin come from rotary_tables.
-    write_tokens selects the tokens that have a slot, write_rows = cache.slot_rows(their slots). K is overwritten in
-    qkv.
+    before maps the heads of Q and K, [T, H + Hkv, D] in the cache's dtype, to the float32 values to rotate; after
+    maps those that are rotated. qkv [T, (H
+    + 2 * Hkv) * D] is in the cache's dtype; cos and sin come from rotary_tables. write_tokens picks the tokens that
+    have a slot, write_rows = cache.slot_rows(their slots). K may be overwritten in qkv. values: what V is, and how many
+    columns of K and V there are (kernels/value_form.py). value_norm: of V's heads [T, Hkv, D], where it is normalised.
     """
-    kv_width = cache.num_kv_heads * cache.head_dim
-    q_width = qkv.shape[1] - 2 * kv_width
-    rotated = after(rotate(before(qkv[:, : q_width + kv_width].view(len(qkv), -1, cache.head_dim)), cos, sin))
-    num_heads = q_width // cache.head_dim
-    qkv[:, q_width : q_width + kv_width] = rotated[:, num_heads:].flatten(1)
-    cache.write(layer, write_rows, qkv[write_tokens, q_width:])
+    kv_width, head_dim = cache.num_kv_heads * cache.head_dim, cache.head_dim
+    q_width = qkv.shape[1] - SIDES[values] * kv_width
+    num_rotated = qkv.shape[1] if values == "shared" else q_width + kv_width
+    rotated = after(rotate(before(qkv[:, :num_rotated].reshape(len(qkv), -1, head_dim)), cos, sin))
+    num_heads = q_width // head_dim
+    if values == "shared":
+        return rotated[:, :num_heads]
+    kv = qkv[:, q_width:]
+    if values != "own":
+        v = value_norm(kv[:, -kv_width:].reshape(len(qkv), -1, head_dim)).flatten(1).to(qkv.dtype)
+        kv = torch.cat((kv[:, :kv_width], v), 1)
+    kv[:, :kv_width] = rotated[:, num_heads:].flatten(1)
+    cache.write(layer, write_rows, kv[write_tokens])
     return rotated[:, :num_heads]

@@ -66,13 +66,13 @@ class TritonExperts:
         """Return the name of the products, for reports."""
         return f"triton-{self.down.weight.device.type}"
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the output [T, d] for x [T, d] contiguous, with its dtype."""
+    def __call__(self, x: torch.Tensor, router_x: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the output [T, d] of x [T, d] contiguous, of its dtype. router_x: what the router reads; None = x."""
         if len(x) == 0:
             return torch.empty_like(x)
         routing, num_experts = self._choose.routing, self._choose.num_experts
         shape = tile_shape(len(x) * routing.num_chosen, num_experts, x.dtype, has_room=self._has_room)
-        logits = self._router(x)
+        logits = self._router(x if router_x is None else router_x)
         weights, tiles = self._choose(logits, shape.rows)
         hidden = gate_up_products(x, self.gate_up, tiles, routing.num_chosen, self._function, shape)
         results = down_products(hidden, self.down, tiles, shape)

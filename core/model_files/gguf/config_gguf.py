@@ -12,6 +12,7 @@ import numpy as np
 
 from core.model_files.gguf.encoder_gguf import gguf_encoder_config
 from core.model_files.gguf.gguf_experts import gguf_experts
+from core.model_files.gguf.layers_gguf import as_proportional, gguf_layer_settings, without_lists
 from core.model_files.settings.architecture_settings import every, residuals, unrotated_beside
 from core.model_files.settings.config_json import pattern_layers
 from core.model_files.settings.latent_settings import as_one_head, checked_latent, scalar_of
@@ -82,6 +83,11 @@ _KEYS = {
     "full_attention_interval": "full_attention_interval",
     "is_rotated": "rope.scaling.finetuned",
     "use_parallel_residual": "use_parallel_residual",
+    "head_dim_swa": "attention.key_length_swa",
+    "value_length_swa": "attention.value_length_swa",
+    "rotary_dim_swa": "rope.dimension_count_swa",
+    "num_kv_shared_layers": "attention.shared_kv_layers",
+    "hidden_size_per_layer_input": "embedding_length_per_layer_input",
 }
 _EPS_OF_CENTRED = "attention.layer_norm_epsilon"
 #: Keys of features that are not implemented -> the value without effect.
@@ -118,11 +124,17 @@ def read_gguf_config(path: Path) -> ModelConfig:
     values, architecture = _named(header, path)
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     vocab_size = values.integer("vocab_size", len(tokens) if isinstance(tokens, list) else None)
+    window = _window(values, architecture, values.integer("num_hidden_layers"))
+    sliding, full = window.get("sliding_layers", ()), None
+    if architecture.full_heads:
+        full = without_lists(values, sliding)
     sizes, latent = model_sizes(values), gguf_latent(values, header, architecture)
     sizes |= _own_sizes(values, architecture, sizes, latent)
     rotated_from = sizes["head_dim"] if latent is None else latent.rotated_dim
     width = _rotary_dim(values, architecture, rotated_from)
-    window = _window(values, architecture, sizes["num_hidden_layers"])
+    scaled = width if full is None else full.head_dim
+    most = sizes["max_position_embeddings"]
+    scaling = as_proportional(gguf_rope_scaling(values, header, path, architecture, most, scaled), architecture)
     eos: tuple[int, ...] = ()
     for name in GGUF_ENDS:
         eos += values.token_ids(f"tokenizer.ggml.{name}_token_id", vocab_size)
@@ -138,12 +150,13 @@ def read_gguf_config(path: Path) -> ModelConfig:
         eos_token_ids=tuple(dict.fromkeys(eos)),
         dtype=_dtype(header, first),
         rope_theta=values.number("rope_theta", 1.0, 1e12, architecture.rope_theta),
-        rope_scaling=gguf_rope_scaling(values, header, path, architecture, sizes["max_position_embeddings"], width),
+        rope_scaling=scaling,
         query_growth=_query_growth(values, architecture),
         rotary_dim=width if width != rotated_from else None,
         unrotated_layers=_unrotated(values, architecture, window, sizes["num_hidden_layers"]),
         **sizes,
         **window,
+        **({} if full is None else gguf_layer_settings(values, header, full, sizes, sliding)),
         **(features | _multipliers(values, architecture) | scale_of(values, latent)),
         **_caps(values, architecture),
         latent=latent,
@@ -199,6 +212,8 @@ def _refuse_features(values: Values, name: str, architecture: Architecture) -> N
         names = ", ".join(name for name, row in GGUF_ARCHITECTURES.items() if _may_slide(row))
         values.refuse("sliding_window", f"in a GGUF file only {names} have one; safetensors are the alternative")
     absent = {} if architecture.soft_caps else _CAPS
+    if architecture.own_cap == "logits_cap":
+        absent = {"attn_logit_softcapping": 0.0}
     absent = absent | ({} if architecture.query_growth or architecture.latent else _GROWTH)
     absent = absent | ({"num_experts": 0} if architecture.experts is None else {})
     absent = absent | ({} if architecture.further_layers else {"num_nextn_predict_layers": 0})
@@ -206,7 +221,8 @@ def _refuse_features(values: Values, name: str, architecture: Architecture) -> N
     for setting, plain in absent.items():
         if values.get(setting) not in (None, plain):
             values.refuse(setting, f"only {plain!r} is")
-    for setting in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+    listed = () if architecture.full_heads else ("num_key_value_heads", "intermediate_size")
+    for setting in ("num_attention_heads", *listed):
         if isinstance(values.get(setting), list):
             values.refuse(setting, "all layers must be alike")
 
@@ -216,7 +232,7 @@ def _features(header: GgufHeader, values: Values, architecture: Architecture, si
 
     A model has a bias if the file has its tensor. The file's norm weights already include the offset.
     """
-    scalar = None
+    scalar = architecture.scores_scalar
     if architecture.query_pre_attn_scalar and sizes["num_hidden_layers"] == architecture.gguf_scalar_layers:
         scalar = sizes["hidden_size"] / sizes["num_attention_heads"]
     # Phi-2's files may have Q, K and V fused or separate. Recurrent layers also have a matrix of that name.
@@ -267,6 +283,8 @@ def _query_growth(values: Values, architecture: Architecture) -> float | None:
 
 
 def _caps(values: Values, architecture: Architecture) -> dict[str, Any]:
+    if architecture.own_cap == "logits_cap" and values.get("final_logit_softcapping") not in (None, 0.0):
+        return {"logits_cap": values.number("final_logit_softcapping", 1e-3, 1e6)}
     if not architecture.soft_caps:
         return {}
     return {  # llama.cpp's defaults

@@ -21,12 +21,13 @@ def gguf_experts(values: Values, header: GgufHeader, architecture: Architecture,
     if row is None:
         return None
     is_sigmoid = _gating(values, row.gguf_gating) == SIGMOID
-    if values.get("num_experts") in (None, 0) and architecture.recurrent is not None:
+    if values.get("num_experts") in (None, 0) and (architecture.recurrent is not None or row.enabled_key):
         return None
     size = "moe_intermediate_size" if values.get("moe_intermediate_size") is not None else "intermediate_size"
     normalises = values.boolean("norm_topk_prob", row.gguf_normalises)
     parts = expert_parts(values, "num_experts", size, normalises=normalises)
-    dense = tuple(layer for layer in range(num_layers) if f"blk.{layer}.ffn_gate.weight" in header.tensors)
+    every = range(0 if row.beside_dense else num_layers)
+    dense = tuple(layer for layer in every if f"blk.{layer}.ffn_gate.weight" in header.tensors)
     shared = 0
     if values.get("shared_expert_intermediate_size") not in (None, 0):
         shared = values.integer("shared_expert_intermediate_size")
@@ -46,6 +47,8 @@ def gguf_experts(values: Values, header: GgufHeader, architecture: Architecture,
         has_shared_gate=row.has_shared_gate and shared > 0,
         is_sigmoid=is_sigmoid,
         added_to_sum=row.added_to_sum,
+        has_scales=row.beside_dense and any(name.endswith(".ffn_down_exps.scale") for name in header.tensors),
+        beside_dense=row.beside_dense,
         has_correction=any(name.endswith(".exp_probs_b.bias") for name in header.tensors),
         scaling=scaling,
         **(expert_groups(values, 2 if is_sigmoid else 1, parts) if row.groups != "none" else {}),

@@ -65,8 +65,8 @@ def activation(values: Values, architecture: Architecture) -> Activation:
 def caps(values: Values, architecture: Architecture) -> dict[str, Any]:
     """Return the soft caps of scores and logits. They are refused if the architecture has none."""
     fields = {"attn_logit_softcapping": "scores_cap", "final_logit_softcapping": "logits_cap"}
-    for name in fields:
-        if values.get(name) is not None and not architecture.soft_caps:
+    for name, field in fields.items():
+        if values.get(name) is not None and not (architecture.soft_caps or architecture.own_cap == field):
             values.refuse(name, "only null is")
     return {field: values.number(name, 1e-3, _MOST) for name, field in fields.items() if values.get(name) is not None}
 
@@ -101,6 +101,9 @@ def unrotated_layers(
     match architecture.unrotated:
         case "none":
             return ()
+        case "by layer_rope_theta":
+            thetas = _layer_thetas(values, num_layers)
+            return tuple(layer for layer, theta in enumerate(thetas) if theta == 0)
         case "full beside sliding":
             return unrotated_beside(sliding, num_layers) if values.get("sliding_window") is not None else ()
         case "by position_embedding_type":
@@ -115,6 +118,34 @@ def unrotated_layers(
             if not isinstance(flags, list) or len(flags) != num_layers or any(flag not in (0, 1) for flag in flags):
                 values.fail("no_rope_layers", f"must be a list of {num_layers} zeros and ones, got {flags!r:.80}")
             return tuple(layer for layer, is_rotated in enumerate(flags) if not is_rotated)
+
+
+def layer_thetas(
+    values: Values, architecture: Architecture, sliding: tuple[int, ...], rope: dict[str, Any]
+) -> dict[str, Any]:
+    """Return the thetas of layer_rope_theta by ModelConfig's names; empty without it. rope: what _rope() has read."""
+    if architecture.unrotated != "by layer_rope_theta" or values.get("layer_rope_theta") is None:
+        return {}
+    thetas = _layer_thetas(values, values.integer("num_hidden_layers"))
+    kinds = [
+        {theta for layer, theta in enumerate(thetas) if theta and (layer in sliding) == has} for has in (False, True)
+    ]
+    if any(len(kind) > 1 for kind in kinds) or (rope["rope_scaling"] is not None and len(kinds[0] | kinds[1]) > 1):
+        values.refuse("layer_rope_theta", "one theta, or one of layers with a window and one of the others, is")
+    full, own = (kind.pop() if kind else None for kind in kinds)
+    theta = full or own or rope["rope_theta"]
+    return {"rope_theta": theta, "sliding_rope_theta": own if own not in (None, theta) else None}
+
+
+def _layer_thetas(values: Values, num_layers: int) -> list[float]:
+    """Return the theta of each layer; 0 = it is not rotated."""
+    thetas = values.get("layer_rope_theta")
+    if thetas is None:
+        return [1.0] * num_layers
+    if not isinstance(thetas, list) or len(thetas) != num_layers:
+        values.fail("layer_rope_theta", f"must be a list of {num_layers} numbers, got {thetas!r:.80}")
+    own = [Values({"layer_rope_theta": theta}, values.source) for theta in thetas]
+    return [each.number("layer_rope_theta", 0.0, 1e12) for each in own]
 
 
 def every(interval: int, num_layers: int) -> tuple[int, ...]:

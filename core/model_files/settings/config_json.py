@@ -12,6 +12,7 @@ import msgspec
 from core.model_files.settings.architecture_settings import (
     activation,
     caps,
+    layer_thetas,
     multipliers,
     residuals,
     rotary_dim,
@@ -20,7 +21,8 @@ from core.model_files.settings.architecture_settings import (
 from core.model_files.settings.encoder_config import encoder_of, most_tokens_of, read_encoder_config
 from core.model_files.settings.expert_settings import experts
 from core.model_files.settings.latent_settings import as_one_head, latent_features, latent_parts
-from core.model_files.settings.recurrent_settings import adjusted_sizes, recurrent_parts
+from core.model_files.settings.layer_settings import layer_settings, of_text_alone, refuse_own_settings
+from core.model_files.settings.recurrent_settings import RECURRENT_NAMES, adjusted_sizes, recurrent_parts
 from core.model_files.settings.rope_scaling import read_rope_scaling
 from core.model_files.settings.text_part import text_part
 from core.model_files.settings.values import Values, model_sizes
@@ -29,7 +31,7 @@ from core.models.architectures.by_name import ARCHITECTURES, FORMS, Architecture
 from core.models.architectures.encoder_architectures import EncoderArchitecture, EncoderForm
 from core.models.architectures.vision_architectures import VisionArchitecture
 from core.models.config import ModelConfig, Packing
-from core.models.layers.rope_scaling import YarnScaling
+from core.models.layers.rope_scaling import ProportionalScaling, YarnScaling
 from ipc.errors import ModelFileError
 from ipc.files.model_files import read_small_file
 from ipc.files.projector import PROCESSOR_FILE
@@ -50,7 +52,7 @@ def read_json_config(folder: Path) -> ModelConfig:
     feature.
     """
     values = Values(read_json_object(folder / "config.json"), str(folder / "config.json"))
-    _refuse_own_settings(values)
+    refuse_own_settings(values)
     if (encoder := encoder_of(values)) is not None:
         return _encoder_config(folder, values, *encoder)
     if (vision := vision_architecture(values)) is not None:
@@ -66,6 +68,8 @@ def read_json_config(folder: Path) -> ModelConfig:
 def decoder_config(folder: Path, values: Values, architecture: Architecture, form: Form) -> ModelConfig:
     """Return the configuration of a decoder from the settings in config.json. Errors: those of read_json_config()."""
     values.values = _with_defaults(values.values, architecture)
+    if architecture.full_heads:
+        of_text_alone(values)
     adjusted_sizes(values, architecture)
     _refuse_features(values, architecture)
     routed = experts(values, architecture)
@@ -77,6 +81,12 @@ def decoder_config(folder: Path, values: Values, architecture: Architecture, for
     features = _features(values, architecture, sizes) | ({} if latent is None else latent_features(values, latent))
     bos = values.token_ids("bos_token_id", vocab_size)
     eos = values.token_ids("eos_token_id", vocab_size)
+    window = _window(values, architecture, sizes["num_hidden_layers"])
+    sliding = window.get("sliding_layers", ())
+    own = layer_settings(values, architecture, sizes, sliding)
+    rotated = own["full_heads"].head_dim if own.get("full_heads") else sizes["head_dim"]
+    rotated = rotated if latent is None else latent.rotated_dim
+    rope = _rope(values, architecture, {**sizes, "head_dim": rotated})
     generation = folder / "generation_config.json"
     if generation.is_file():
         eos += Values(read_json_object(generation), str(generation)).token_ids("eos_token_id", vocab_size)
@@ -91,15 +101,16 @@ def decoder_config(folder: Path, values: Values, architecture: Architecture, for
         dtype=_dtype(values),
         packing=read_packing(values),
         **sizes,
-        **_rope(values, architecture, sizes if latent is None else {**sizes, "head_dim": latent.rotated_dim}),
-        **(window := _window(values, architecture, sizes["num_hidden_layers"])),
+        **(rope | layer_thetas(values, architecture, sliding, rope)),
+        **window,
+        **own,
         sees_all=_sees_all(values, architecture, form),
         **features,
         **caps(values, architecture),
         latent=latent,
         experts=routed,
         recurrent=recurrent_parts(values, architecture, sizes),
-        unrotated_layers=unrotated_layers(values, architecture, sizes, window.get("sliding_layers", ())),
+        unrotated_layers=unrotated_layers(values, architecture, sizes, sliding),
     )
 
 
@@ -163,16 +174,6 @@ def _num_labels(values: Values) -> int:
     return count or 2
 
 
-def _refuse_own_settings(values: Values) -> None:
-    """Refuse settings for single layers (transformers 5.23 and newer) in any group of the file."""
-    groups = [
-        Values(group, values.source, prefix=f"{name}.") for name, group in values.values.items() if type(group) is dict
-    ]
-    for group in (values, *groups):
-        if group.get("per_layer_config"):
-            group.refuse("per_layer_config", "all layers must have the settings of the whole model")
-
-
 def _with_defaults(settings: dict[str, Any], architecture: Architecture) -> dict[str, Any]:
     """Return the settings, with the architecture's defaults for missing ones.
 
@@ -220,7 +221,7 @@ def _dtype(values: Values) -> str:
 def _features(values: Values, architecture: Architecture, sizes: dict[str, Any]) -> dict[str, Any]:
     """Return the layer features by ModelConfig's names, except for rotation and window."""
     configured = values.boolean(architecture.attention_bias_key) and architecture.attention_bias == "as configured"
-    scalar = None
+    scalar = architecture.scores_scalar
     if architecture.query_pre_attn_scalar:
         scalar = values.number("query_pre_attn_scalar", 1e-6, 1e6)
     return {
@@ -241,6 +242,7 @@ def _features(values: Values, architecture: Architecture, sizes: dict[str, Any])
         "post_norms": architecture.post_norms,
         "attention_sinks": architecture.attention_sinks,
         "output_gate": architecture.output_gate,
+        "head_gates": architecture.head_gates,
         "norm_offset": architecture.norm_offset,
         "scale_embeddings": architecture.scale_embeddings,
         "query_pre_attn_scalar": scalar,
@@ -306,6 +308,8 @@ def _rope_group(
         if not architecture.query_growth:
             group.refuse("llama_4_scaling_beta", "only null is")
         growth = group.number("llama_4_scaling_beta", 0.0, 1e6)
+    if architecture.proportional_rope and group.get("rope_type") == "proportional":
+        return _proportional(group, theta, sizes["head_dim"])
     width = rotary_dim(values, group, architecture, sizes["head_dim"])
     scaling = read_rope_scaling(group, sizes["max_position_embeddings"], width // 2 if architecture.longrope else None)
     return {
@@ -314,6 +318,13 @@ def _rope_group(
         "query_growth": growth if isinstance(scaling, YarnScaling) else None,
         "rotary_dim": width if width != sizes["head_dim"] else None,
     }
+
+
+def _proportional(group: Values, theta: float, head_dim: int) -> dict[str, Any]:
+    """Return the settings of a rotation of a head's first pairs, with the frequencies of the whole head."""
+    proportion = group.number("partial_rotary_factor", 1e-3, 1.0, 1.0)
+    scaling = ProportionalScaling(group.number("factor", 1e-6, 1e6, 1.0), int(proportion * head_dim // 2))
+    return {"rope_theta": group.number("rope_theta", 1.0, 1e12, theta), "rope_scaling": scaling}
 
 
 def _ntk_factor(group: Values, architecture: Architecture, width: int) -> float:
@@ -350,32 +361,38 @@ def _window(values: Values, architecture: Architecture, num_layers: int) -> dict
             layers = ()
             if values.boolean("use_sliding_window"):
                 first = values.integer("max_window_layers") if values.get("sliding_window") is not None else num_layers
-                layers = _named_layers(values, num_layers, tuple(range(first, num_layers)))
+                layers = _named_layers(values, architecture, tuple(range(first, num_layers)))
         case "by sliding_window_pattern":
             layers = ()
             if values.get("sliding_window") is not None or values.get("layer_types") is None:
                 pattern = values.integer("sliding_window_pattern")
-                layers = _named_layers(values, num_layers, pattern_layers(pattern, num_layers))
+                layers = _named_layers(values, architecture, pattern_layers(pattern, num_layers))
+        case "by_first_of_pattern":
+            pattern = values.integer("sliding_window_pattern")
+            layers = _named_layers(values, architecture, tuple(n for n in range(num_layers) if n % pattern))
         case "by layer_types":
-            layers = _named_layers(values, num_layers, ()) if values.boolean("use_sliding_window") else ()
+            layers = _named_layers(values, architecture, ()) if values.boolean("use_sliding_window") else ()
         case "by layer_types, else all":
             all_layers = tuple(range(num_layers)) if values.get("sliding_window") is not None else ()
-            layers = _named_layers(values, num_layers, all_layers)
+            layers = _named_layers(values, architecture, all_layers)
+    if architecture.full_heads:  # transformers makes the last layer so
+        layers = tuple(layer for layer in layers if layer != num_layers - 1)
     if not layers:
         return {}
     window = values.integer("sliding_window")  # the token itself, and half of the window on each side
     return {"sliding_window": window // 2 + 1 if _is_bidirectional(values) else window, "sliding_layers": layers}
 
 
-def _named_layers(values: Values, num_layers: int, default: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the sliding layers that layer_types names, or the default if there is no such list."""
-    names = values.get("layer_types")
+def _named_layers(values: Values, architecture: Architecture, default: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the sliding layers that layer_types names; the default if there is no such list."""
+    names, num_layers = values.get("layer_types"), values.integer("num_hidden_layers")
     if names is None:
         return default
     if not isinstance(names, list) or len(names) != num_layers:
         values.fail("layer_types", f"must be a list of {num_layers} names, one for each layer; got {names!r:.80}")
-    if any(name not in ("full_attention", "sliding_attention") for name in names):
-        values.refuse("layer_types", "'full_attention' and 'sliding_attention' are")
+    known = ("full_attention", "sliding_attention", *(RECURRENT_NAMES if architecture.recurrent else ()))
+    if any(name not in known for name in names):
+        values.refuse("layer_types", f"{' and '.join(map(repr, known))} are")
     return tuple(layer for layer, name in enumerate(names) if name == "sliding_attention")
 
 

@@ -12,8 +12,8 @@ from core.models.config import ExpertParts
 
 #: Names in config.json of the number of experts, and of the number of experts per token.
 _COUNTS = ("num_experts", "n_routed_experts", "moe_num_experts", "num_local_experts")
-_CHOSEN = ("num_experts_per_tok", "moe_k")
-#: Settings of shared experts, refused if the architecture has none.
+_CHOSEN = ("num_experts_per_tok", "moe_k", "top_k_experts")
+#: Settings of shared experts, which are refused where the architecture has none.
 _SHARED = ("shared_expert_intermediate_size", "shared_intermediate_size", "n_shared_experts", "moe_num_shared_experts")
 
 
@@ -21,7 +21,7 @@ def experts(values: Values, architecture: Architecture) -> ExpertParts | None:
     """Return the properties of the routed MLPs, or None for a model without them."""
     row = architecture.experts
     count = next((name for name in _COUNTS if values.get(name) is not None), _COUNTS[0])
-    if row is None or values.get(count) == 0:
+    if row is None or values.get(count) == 0 or (row.enabled_key and not values.boolean(row.enabled_key)):
         return None
     for name in ("clip_qkv", *_SHARED):
         if values.get(name) not in (None, 0) and name not in (row.shared_size_key, row.shared_count_key):
@@ -41,6 +41,8 @@ def experts(values: Values, architecture: Architecture) -> ExpertParts | None:
         is_sigmoid=row.is_sigmoid,
         has_correction=row.has_correction,
         added_to_sum=row.added_to_sum,
+        has_scales=row.beside_dense,
+        beside_dense=row.beside_dense,
         scaling=values.number("routed_scaling_factor", 1e-6, 1e6, 1.0) if row.scales else 1.0,
         **_groups(values, row, parts),
     )

@@ -13,8 +13,8 @@ from core.models.architectures.architecture import Architecture
 from core.models.config import RecurrentParts
 from kernels.recurrence import MAX_TAPS
 
-_RECURRENT_NAMES = ("conv", "linear_attention", "mamba")
-#: In a GGUF file's values: the recurrent layers, found by spread_heads().
+RECURRENT_NAMES = ("conv", "linear_attention", "mamba")
+#: In the values of a GGUF file: the recurrent layers, which spread_heads() finds.
 _LAYERS = "recurrent layers"
 
 
@@ -108,9 +108,9 @@ def _named_layers(values: Values, num_layers: int) -> tuple[int, ...]:
         return tuple(layer for layer in range(num_layers) if (layer + 1) % interval)
     if not isinstance(names, list) or len(names) != num_layers:
         values.fail("layer_types", f"must be a list of {num_layers} names, one for each layer; got {names!r:.80}")
-    if not {*_RECURRENT_NAMES, "attention", "full_attention"}.issuperset(map(str, names)):
-        values.refuse("layer_types", f"'full_attention' and {', '.join(map(repr, _RECURRENT_NAMES))} are")
-    return tuple(layer for layer, name in enumerate(names) if name in _RECURRENT_NAMES)
+    if not {*RECURRENT_NAMES, "attention", "full_attention", "sliding_attention"}.issuperset(map(str, names)):
+        values.refuse("layer_types", f"'full_attention' and {', '.join(map(repr, RECURRENT_NAMES))} are")
+    return tuple(layer for layer, name in enumerate(names) if name in RECURRENT_NAMES)
 
 
 def _convolution(values: Values, layers: tuple[int, ...], channels: int) -> RecurrentParts:

@@ -16,6 +16,8 @@ TEXT_PARTS: dict[str, tuple[str, ...]] = {
     "Qwen2VLForConditionalGeneration": ("Qwen2ForCausalLM",),
     "Mistral3ForConditionalGeneration": ("Ministral3ForCausalLM", "MistralForCausalLM"),
     "InternVLForConditionalGeneration": ("Qwen2ForCausalLM", "Qwen3ForCausalLM"),
+    "Gemma4ForConditionalGeneration": ("Gemma4ForCausalLM",),
+    "Gemma4UnifiedForConditionalGeneration": ("Gemma4UnifiedForCausalLM",),
 }
 #: The first configs of these have the text settings among the others, not in text_config.
 _FLAT = ("Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration")
@@ -26,7 +28,12 @@ _DEFAULTS = {"Qwen3VLMoeForConditionalGeneration": {"norm_topk_prob": True}}
 #: Name prefixes in safetensors -> those in the text model.
 _TEXT = {"model.language_model.": "model.", "language_model.model.": "model.", "language_model.lm_head.": "lm_head."}
 _IMAGES = tuple(
-    f"{stem}{part}." for stem in ("", "model.") for part in ("visual", "vision_tower", "multi_modal_projector")
+    f"{stem}{part}."
+    for stem in ("", "model.")
+    for part in (
+        *("visual", "vision_tower", "vision_embedder", "multi_modal_projector", "embed_vision"),
+        *("audio_tower", "embed_audio"),
+    )
 )
 
 

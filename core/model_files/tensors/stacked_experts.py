@@ -11,7 +11,8 @@ from core.models.config import ModelConfig
 
 #: gpt-oss's names: what follows the name of a matrix -> the last part of our tensor's name.
 _ENDINGS = {"": "weight", "_bias": "bias", "_blocks": "blocks", "_scales": "exponents"}
-_OF_ALL = re.compile(r"(.*\.mlp\.experts\.)(gate_up|down)_proj")
+_OF_ALL = re.compile(r"(.*\.experts\.)(gate_up|down)_proj")
+_GGUF_HALVES = re.compile(r"(blk\.\d+\.)ffn_gate_up_exps\.weight")
 _TURNED = re.compile(r"(.*\.experts\.)(gate_up_proj|down_proj)(|_bias|_blocks|_scales)")
 
 
@@ -41,7 +42,7 @@ def unturned(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     for name, stored in found.items():
         match = _TURNED.fullmatch(name)
         if match is None:
-            tensors[f"{name}.weight" if name.endswith(".sinks") else name] = stored
+            tensors[name] = stored
             continue
         prefix, part, ending = match.groups()
         for number, each in enumerate(_each(stored)):
@@ -77,6 +78,22 @@ def by_expert(found: Mapping[str, StoredTensor], config: ModelConfig) -> dict[st
             for place, part in enumerate(parts):
                 own = f"{match[1]}{number}.{part}_proj.weight"
                 tensors[own] = _rows_of(each, place * rows, (rows, depth), whole, is_turned=is_turned)
+    return tensors
+
+
+def by_halves(found: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors of a GGUF file, with those of gate and up of all experts cut: [experts, 2 * size, depth]."""
+    tensors: dict[str, StoredTensor] = {}
+    for name, stored in found.items():
+        match = _GGUF_HALVES.fullmatch(name)
+        if match is None or len(stored.shape) != 3 or stored.shape[1] % 2:
+            tensors[name] = stored
+            continue
+        rows = stored.shape[1] // 2
+        for number, each in enumerate(_each(stored)):
+            for place, part in enumerate(("gate", "up")):
+                own = f"{match[1]}ffn_{part}_exps.{number}.weight"
+                tensors[own] = _rows_of(each, place * rows, (rows, each.shape[1]), 2 * rows, is_turned=False)
     return tensors
 
 

@@ -9,10 +9,16 @@ from core.models.config import ModelConfig
 
 #: Numbered parts: matrices of experts, those of heads in latent attention, and per-head norms.
 _NUMBERED = re.compile(r"(mlp\.experts|self_attn\.heads)\.(\d+)\.(\w+)")
+_KEYS_AND_VALUES = re.compile(
+    r"(?:model\.layers|blk)\.(\d+)\.(?:self_attn\.(?:[kv]_proj|k_norm)|attn_(?:[kv]|k_norm))\.(?:weight|bias)"
+)
 _GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
+    "model.embed_tokens_per_layer": "per_layer_token_embd",
+    "model.per_layer_model_projection": "per_layer_model_proj",
+    "model.per_layer_projection_norm": "per_layer_proj_norm",
 }
 _GGUF_LAYER_NAMES = {
     "input_layernorm": "attn_norm",
@@ -110,6 +116,12 @@ def is_of_further_layer(name: str, config: ModelConfig) -> bool:
         return False
     match = re.match(r"(?:model\.layers|blk)\.(\d+)\.", name)
     return name.startswith(("model.mtp_", "mtp.")) or (match is not None and int(match[1]) >= config.num_hidden_layers)
+
+
+def is_of_shared_layer(name: str, config: ModelConfig) -> bool:
+    """Return whether a tensor of a file is of K or V in a layer that reads those of another one."""
+    match = _KEYS_AND_VALUES.fullmatch(name)
+    return match is not None and int(match[1]) >= config.num_hidden_layers - config.num_shared_layers
 
 
 def _part_name(part: str, names: Mapping[str, str]) -> str:

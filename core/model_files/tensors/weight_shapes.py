@@ -3,7 +3,8 @@
 from core.model_files.tensors.encoder_weights import encoder_shapes
 from core.model_files.tensors.latent_tensors import latent_shapes
 from core.model_files.tensors.recurrent_tensors import recurrence_shapes
-from core.models.config import ModelConfig
+from core.models.config import ExpertParts, ModelConfig
+from kernels.value_form import SIDES
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -12,6 +13,11 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         return encoder_shapes(config)
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
+    if (own := config.per_layer) is not None:
+        width = config.num_hidden_layers * own.width
+        shapes["model.embed_tokens_per_layer.weight"] = (own.vocab_size, width)
+        shapes["model.per_layer_model_projection.weight"] = (width, hidden)
+        shapes["model.per_layer_projection_norm.weight"] = (own.width,)
     for layer in range(config.num_hidden_layers):
         for name, shape in layer_shapes(config, layer).items():
             shapes[f"model.layers.{layer}.{name}"] = shape
@@ -34,12 +40,22 @@ def layer_shapes(config: ModelConfig, layer: int = 0) -> dict[str, tuple[int, ..
         norms += ["pre_feedforward_layernorm"] if config.pre_norms else []
         norms += ["post_feedforward_layernorm"]
     shapes |= _norm_shapes(config, *norms)
-    experts = config.experts
-    if experts is None or layer in experts.dense_layers:
-        dense = _mlp_shapes(config, "mlp.", config.intermediate_size)
+    if config.has_dense_mlp(layer):
+        dense = _mlp_shapes(config, "mlp.", config.mlp_size(layer))
         biases = {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in dense.items()}
-        return shapes | dense | (biases if config.mlp_bias else {})
-    shapes["mlp.router.weight"] = (experts.num_experts, hidden)
+        shapes |= dense | (biases if config.mlp_bias else {})
+    if config.experts is not None and config.has_experts(layer):
+        shapes |= _experts_shapes(config, config.experts)
+    if (own := config.per_layer) is not None:
+        shapes["per_layer_input_gate.weight"] = (own.width, hidden)
+        shapes["per_layer_projection.weight"] = (hidden, own.width)
+        shapes |= _norm_shapes(config, "post_per_layer_input_norm")
+    return shapes | ({"layer_scale.weight": (1,)} if config.layer_scales else {})
+
+
+def _experts_shapes(config: ModelConfig, experts: ExpertParts) -> dict[str, tuple[int, ...]]:
+    hidden = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"mlp.router.weight": (experts.num_experts, hidden)}
     if experts.has_shared_gate:
         shapes["mlp.shared_expert_gate.weight"] = (1, hidden)
     if experts.has_correction:
@@ -51,6 +67,11 @@ def layer_shapes(config: ModelConfig, layer: int = 0) -> dict[str, tuple[int, ..
         shapes |= {f"{name.removesuffix('weight')}bias": shape[:1] for name, shape in routed.items()}
     if experts.shared_size:
         shapes |= _mlp_shapes(config, "mlp.shared_expert.", experts.shared_size)
+    if experts.has_scales:
+        shapes["mlp.expert_scales.weight"] = (experts.num_experts,)
+    if experts.beside_dense:
+        shapes["mlp.router_norm.weight"] = (hidden,)
+        shapes |= _norm_shapes(config, "experts_layernorm", "post_mlp_layernorm", "post_experts_layernorm")
     return shapes
 
 
@@ -77,14 +98,14 @@ def mixer_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
     """Return the shape of every weight of attention, or of what replaces it in the layer, by name."""
     if layer in config.recurrent_layers:
         return recurrence_shapes(config)
-    return _attention_shapes(config) if config.latent is None else latent_shapes(config, config.latent)
+    return _attention_shapes(config, layer) if config.latent is None else latent_shapes(config, config.latent)
 
 
-def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    hidden = config.hidden_size
-    query_size = config.num_attention_heads * config.head_dim
-    kv_size = config.num_key_value_heads * config.head_dim
-    products = {"q": query_size * (2 if config.output_gate else 1), "k": kv_size, "v": kv_size}
+def _attention_shapes(config: ModelConfig, layer: int) -> dict[str, tuple[int, ...]]:
+    hidden, (kv_heads, head_dim), values = config.hidden_size, config.heads_of(layer), config.value_form(layer)
+    query_size, kv_size = config.num_attention_heads * head_dim, kv_heads * head_dim
+    products = {"q": query_size * (2 if config.output_gate else 1)}
+    products |= dict.fromkeys("kv"[: SIDES[values]], kv_size)
     if config.fused_qkv:
         products = {"qkv": query_size + 2 * kv_size}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -94,12 +115,15 @@ def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         for name, size in products.items():
             shapes[f"self_attn.{name}_proj.bias"] = (size,)
     if config.qk_norm and config.qk_norm_by_head:
-        heads = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
+        heads = {"q": config.num_attention_heads, "k": kv_heads}
         names = [f"heads.{head}.{name}_norm" for name, count in heads.items() for head in range(count)]
-        shapes |= {f"self_attn.{name}.weight": (config.head_dim,) for name in names}
+        shapes |= {f"self_attn.{name}.weight": (head_dim,) for name in names}
     elif config.qk_norm:
-        widths = (query_size, kv_size) if config.qk_norm_of_rows else (config.head_dim, config.head_dim)
-        shapes |= {f"self_attn.{name}_norm.weight": (width,) for name, width in zip("qk", widths, strict=True)}
+        widths = (query_size, kv_size) if config.qk_norm_of_rows else (head_dim, head_dim)
+        normed = zip("q" if values == "shared" else "qk", widths, strict=False)
+        shapes |= {f"self_attn.{name}_norm.weight": (width,) for name, width in normed}
+    if config.head_gates:
+        shapes["self_attn.g_proj.weight"] = (config.num_attention_heads, hidden)
     shapes["self_attn.o_proj.weight"] = (hidden, query_size)
     if config.output_bias:
         shapes["self_attn.o_proj.bias"] = (hidden,)

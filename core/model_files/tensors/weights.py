@@ -23,13 +23,14 @@ from core.model_files.tensors.latent_tensors import latent_orders
 from core.model_files.tensors.packed_layout import UNUSED_KINDS, fault_of, kinds_of
 from core.model_files.tensors.packed_matrix import ELEMENT_DTYPES, unpack
 from core.model_files.tensors.recurrent_tensors import input_order, like_others
-from core.model_files.tensors.stacked_experts import by_expert, unstacked, unturned
+from core.model_files.tensors.stacked_experts import by_expert, by_halves, unstacked, unturned
 from core.model_files.tensors.stored_tensor import PackedTensor, StoredTensor
 from core.model_files.tensors.tensor_names import (
     gates_last,
     gguf_name,
     head_order,
     is_of_further_layer,
+    is_of_shared_layer,
     json_name,
     parts_in_turn,
 )
@@ -52,6 +53,10 @@ from kernels.elements import FLOAT32, Dtype
 #: safetensors dtype -> type name in kernels.dequantize, which converts both formats.
 _SAFETENSORS_TYPES = {"F32": "F32", "F16": "F16", "BF16": "BF16"}
 _INTEGER_TYPES = {"I64": "<i8", "I32": "<i4"}
+
+#: Ends of names of vectors without .weight: of attention sinks, and of Gemma 4's scales, in GGUF files too.
+_VECTORS: tuple[str, ...] = (".sinks", ".layer_scalar", ".router.scale", ".per_expert_scale")
+_VECTORS += (".ffn_gate_inp.scale", ".ffn_down_exps.scale")
 
 #: Tables of rotary embedding in files; the config contains their information already.
 _HARMLESS = re.compile(
@@ -125,7 +130,7 @@ def read_integers(folder: Path, name: str) -> Ints | None:
 
 
 def _plan_gguf(path: Path, config: ModelConfig) -> Mapping[str, StoredTensor | PackedTensor]:
-    found = unstacked(like_others(_gguf_tensors(path), config), by_head=config.qk_norm_by_head)
+    found = unstacked(by_halves(like_others(_gguf_tensors(path), config)), by_head=config.qk_norm_by_head)
     plan = {name: _take(found, gguf_name(name, config), shape, path) for name, shape in expected_shapes(config).items()}
     _check_rest(found, config)
     if config.encoder is not None:
@@ -136,7 +141,7 @@ def _plan_gguf(path: Path, config: ModelConfig) -> Mapping[str, StoredTensor | P
 
 def _gguf_tensors(path: Path) -> dict[str, StoredTensor]:
     tensors = read_gguf(path).tensors.items()
-    return {n: StoredTensor(path, n, t.type, t.shape, t.offset, t.offset + t.num_bytes) for n, t in tensors}
+    return {_ended(n): StoredTensor(path, n, t.type, t.shape, t.offset, t.offset + t.num_bytes) for n, t in tensors}
 
 
 def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -148,8 +153,9 @@ def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _ended(name: str) -> str:
-    """Return the name ending in .bias if a file has _bias after a name that is not a matrix's."""
-    return name.replace("e_score_correction_bias", "e_score_correction.bias").replace("expert_bias", "expert.bias")
+    """Return the name with .bias or .weight at the end where a file has neither."""
+    name = name.replace("e_score_correction_bias", "e_score_correction.bias").replace("expert_bias", "expert.bias")
+    return f"{name}.weight" if name.endswith(_VECTORS) else name
 
 
 def _plan_folder(folder: Path, config: ModelConfig) -> Mapping[str, StoredTensor | PackedTensor]:
@@ -254,7 +260,7 @@ def _check_rest(found: dict[str, StoredTensor], config: ModelConfig) -> None:
             continue
         if config.encoder is None and (prefix := ARCHITECTURES[config.architecture].mtp) and name.startswith(prefix):
             continue
-        if is_of_further_layer(name, config):
+        if is_of_further_layer(name, config) or is_of_shared_layer(name, config):
             continue
         raise UnsupportedModelError(
             f"{stored.path}: unexpected tensor {name!r:.80} of shape {stored.shape}; "

@@ -31,6 +31,8 @@ class ExpertRow(msgspec.Struct, frozen=True, kw_only=True):
     scales: bool = False  # the setting routed_scaling_factor exists
     groups: Literal["none", "group_limited_greedy", "always"] = "none"  # by n_group: with this topk_method, or always
     best_of_group: int = 1
+    enabled_key: str | None = None  # the setting without which there are no experts
+    beside_dense: bool = False  # they run alongside a dense MLP, and their weights have scales
     #: Safetensors have the matrices of all experts as [experts, in, out], or in MXFP4 as blocks and scales
     #: (core/model_files/tensors/stacked_experts.py); rows of gate and up alternate.
     is_turned: bool = False
@@ -60,13 +62,15 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     head_bias: bool = False
     is_gated: bool = True  # MLPs have gates
     residual: Residual = "in turn"
-    residual_key: str | None = None  # the setting for parallel residuals; None: residuals are sequential
-    #: Which layers have a sliding window, if there is one: those that layer_types names. Without layer_types: the
-    #: layers from max_window_layers on; all but the last of every sliding_window_pattern layers; none, unless
-    #: use_sliding_window is true; or all.
+    residual_key: str | None = None  # the setting without which residuals are in turn; None: there is none
+    #: The layers with a sliding window, if there is a window: those that layer_types names. Without layer_types: the
+    #: layers from max_window_layers on, all but the last of every sliding_window_pattern layers, with
+    #: use_sliding_window none, or all.
+    #: With by_first_of_pattern: all but the first of every sliding_window_pattern layers.
     sliding: Literal[
         "none",
         "all",
+        "by_first_of_pattern",
         "from max_window_layers",
         "by sliding_window_pattern",
         "by layer_types",
@@ -90,12 +94,16 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     rope_theta: float = 10_000.0  # if a file does not state it
     sliding_rope_theta: float | None = None  # of sliding layers, if a file does not state it; None: they use rope_theta
     own_sliding_rope: bool = False  # the sliding layers' embedding is never scaled; rope_parameters has two groups
-    #: Which layers have no rotary embedding: those with 0 in no_rope_layers, or every no_rope_layer_interval-th one;
-    #: those without a window, if others have one; or all, unless position_embedding_type is rope.
-    unrotated: Literal["none", "no_rope_layers", "full beside sliding", "by position_embedding_type"] = "none"
+    #: The layers without rotary embedding: those with 0 in no_rope_layers, or every no_rope_layer_interval-th one; or
+    #: the layers without a window, if others have one; or all, unless position_embedding_type is rope.
+    #: Or those with 0 in layer_rope_theta, which has the theta of each layer.
+    unrotated: Literal[
+        "none", "no_rope_layers", "full beside sliding", "by position_embedding_type", "by layer_rope_theta"
+    ] = "none"
     partial_rotary: bool = False  # the setting partial_rotary_factor exists; GGUF: rope.dimension_count may be less
     query_growth: bool = False  # the setting llama_4_scaling_beta exists; GGUF: attention.temperature_scale
     longrope: bool = False  # the scaling exists
+    proportional_rope: bool = False  # so does this one, of layers without a window
     ntk_alpha: bool = (
         False  # the setting alpha of a "dynamic" scaling exists: a fixed factor of theta (GGUF: of freq_base)
     )
@@ -111,12 +119,16 @@ class Architecture(msgspec.Struct, frozen=True, kw_only=True):
     recurrent: RecurrenceKind | None = None  # what layers without attention have instead
     delta_inputs: tuple[str, ...] = ("qkv_proj", "z_proj", "b_proj", "a_proj")  # see RecurrentParts.inputs
     gguf_delta_inputs: tuple[str, ...] = ("qkv_proj", "z_proj", "b_proj", "a_proj")
-    gguf_heads_take_turns: bool = False  # llama.cpp's converter reorders the value heads: see RecurrenceSizes
-    output_gate: bool = False  # the rows of q have each head's queries, then its gates for attention's output
-    # standard name of a setting -> this architecture's name
-    settings: Mapping[str, str] = msgspec.field(default_factory=dict)
-    # the MLP's real size is derived from intermediate_size, as block_auto_adjust_ff_dim says
-    adjusts_size: bool = False
+    gguf_heads_take_turns: bool = False  # llama.cpp's converter reorders the heads of values: see RecurrenceSizes
+    head_gates: bool = False  # the matrix g_proj makes a gate for each head of attention's output
+    output_gate: bool = False  # the rows of q have each head's queries, then its gates of attention's output
+    settings: Mapping[str, str] = msgspec.field(default_factory=dict)  # the name of a setting -> what others call it
+    #: Gemma 4's layers: heads of layers without a window may have sizes of their own, and K as V; V is normalised; the
+    #: last layers may share K and V; each layer may have inputs of its own, and multiplies hidden states at its end.
+    full_heads: bool = False
+    scores_scalar: float | None = None  # scores are scaled by its square root's inverse, whatever a file says
+    own_cap: Literal["none", "logits_cap"] = "none"  # of the soft caps without `soft_caps`: the one that exists
+    adjusts_size: bool = False  # the MLP's real size follows from intermediate_size, as block_auto_adjust_ff_dim says
     fused_qkv: bool = False
     qkv_by_kv_heads: bool = False  # with fused_qkv, safetensors have each KV head's queries, K and V together
     fused_gate_up: bool = False

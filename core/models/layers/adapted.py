@@ -13,6 +13,7 @@ from core.models.operations.operations import AdaptingOperations, Product
 from core.models.operations.tensor import Tensor
 from core.models.operations.token_adapters import TokenAdapters
 from kernels.low_rank import ProductShape
+from kernels.value_form import SIDES
 
 #: The matrices of each product of a layer, in the order of kernels/cpu/c/layers/decoder.h. MLPs without gates have no
 #: gate_proj.
@@ -26,6 +27,8 @@ _PRODUCTS = {
 
 #: The products that all layers have. Experts do not support adapters, so the MLP products of their layers are empty.
 _ATTENTION = ("qkv", "o")
+#: Products of layers alongside those above, which take no adapters.
+_WITHOUT = ("own_gate", "own_out")
 
 
 class AdaptedMatrices:
@@ -40,36 +43,46 @@ class AdaptedMatrices:
     ) -> None:
         """peft_layers, gguf_layers: the same matrices in these file formats; None = no file is read."""
         self.peft_layers, self.gguf_layers = peft_layers or {}, gguf_layers or {}
-        self._operations, self._num_layers = operations, config.num_hidden_layers
-        hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
-        kv_heads = config.num_key_value_heads * config.head_dim
-        matrices = {**_PRODUCTS, **({} if config.is_gated else {"gate_up": ("mlp.up_proj",)})}
-        sizes = (config.intermediate_size,) * len(matrices["gate_up"])
-        layer = {
-            "qkv": ProductShape(hidden, (heads, kv_heads, kv_heads)),
-            "o": ProductShape(heads, (hidden,)),
-            "gate_up": ProductShape(hidden, sizes, is_gated=config.is_gated),
-            "down": ProductShape(config.intermediate_size, (hidden,)),
-        }
-        self._matrices: Mapping[str, tuple[str, ...]] = matrices
-        self._layer_shapes = [layer[name] for name in _PRODUCTS]
+        self._operations, every = operations, range(config.num_hidden_layers)
+        #: Of each layer, by product: its shape, and the names of its matrices.
+        self._layers = [_shapes(config, index) for index in every]
+        self._names = [_names(config, index) for index in every]
         #: [out, in] of each matrix by name.
         self.shapes: Mapping[str, tuple[int, int]] = {
-            f"model.layers.{index}.{name}": (size, layer[product].depth)
-            for index in range(self._num_layers)
-            for product, names in matrices.items()
+            f"model.layers.{index}.{name}": (size, self._layers[index][product].depth)
+            for index in every
+            for product, names in self._names[index].items()
             if product in _ATTENTION or config.has_dense_mlp(index)
-            for name, size in zip(names, layer[product].parts, strict=True)
+            for name, size in zip(names, self._layers[index][product].parts, strict=True)
         }
 
     def pack(self, weights: AdapterWeights) -> Any:
         """Return the adapter in the form that the model's operations use. Its matrices have the names of `shapes`."""
         products = [
             [weights.matrices.get(f"model.layers.{index}.{name}") for name in names]
-            for index in range(self._num_layers)
-            for names in self._matrices.values()
+            for index, layer in enumerate(self._names)
+            for names in layer.values()
         ]
-        return self._operations.pack_adapter(self._layer_shapes * self._num_layers, products)
+        shapes = [shape for layer in self._layers for shape in layer.values()]
+        return self._operations.pack_adapter(shapes, products)
+
+
+def _names(config: ModelConfig, index: int) -> dict[str, tuple[str, ...]]:
+    """Return the names of the matrices of each product of a layer."""
+    names = {**_PRODUCTS, **({} if config.is_gated else {"gate_up": ("mlp.up_proj",)})}
+    return names | {"qkv": names["qkv"][: 1 + SIDES[config.value_form(index)]]}
+
+
+def _shapes(config: ModelConfig, index: int) -> dict[str, ProductShape]:
+    """Return the shape of each product of a layer."""
+    hidden, size, (kv_heads, head_dim) = config.hidden_size, config.mlp_size(index), config.heads_of(index)
+    heads = config.num_attention_heads * head_dim
+    return {
+        "qkv": ProductShape(hidden, (heads, *(kv_heads * head_dim,) * SIDES[config.value_form(index)])),
+        "o": ProductShape(heads, (hidden,)),
+        "gate_up": ProductShape(hidden, (size,) * (2 if config.is_gated else 1), is_gated=config.is_gated),
+        "down": ProductShape(size, (hidden,)),
+    }
 
 
 @dataclass(frozen=True)
@@ -103,6 +116,7 @@ def adapted_layer(layer: Layer, index: int, operations: AdaptingOperations, adap
 
 
 def takes_adapters(layers: list[Layer]) -> bool:
-    """Return whether all layers have the products that adapters support, or experts instead of the MLP's."""
-    known = ([*_PRODUCTS], [*_ATTENTION, "experts"])
-    return all(list(layer.products) in known and not layer.mixer.is_recurrent for layer in layers)
+    """Return whether all layers have the products that adapters know, or experts in place of the MLP's."""
+    known = ([*_PRODUCTS], [*_ATTENTION, "experts"], [*_PRODUCTS, "experts"])
+    own = ([name for name in layer.products if name not in _WITHOUT] for layer in layers)
+    return all(names in known for names in own) and not any(layer.mixer.is_recurrent for layer in layers)

@@ -9,8 +9,11 @@ same as for any cache; only a layer's array starts some blocks later.
 from typing import NamedTuple
 
 from core.models.config import ModelConfig
-from core.models.layers.layer_kinds import layers
+from core.models.layers.layer_kinds import cached_layers
 from ipc.tables.rounding import ceil_div
+
+#: The bytes of a token in a layer that sees everything, and in one with a window; or any numbers in proportion.
+Widths = tuple[int, int]
 
 
 class CachePages(NamedTuple):
@@ -18,12 +21,13 @@ class CachePages(NamedTuple):
 
     num_blocks: int  # per page
     num_arrays: int
-    #: For each layer: its array, and the offset in blocks from the number in its table to its own block.
+    #: Of each layer with K and V: its array, and how many blocks of its own size its block is behind the one with the
+    #: number in its table.
     places: tuple[tuple[int, int], ...]
 
 
-def blocks_per_page(config: ModelConfig) -> int:
-    """Return how many blocks a page of this model has; 0: all its layers share their blocks.
+def blocks_per_page(config: ModelConfig, widths: Widths = (1, 1)) -> int:
+    """Return how many blocks a page of this model has; 0: its layers have their blocks in common.
 
     That is the case if all layers see the same tokens, or if fewer than half have a window, because then most of a page
     would be empty.
@@ -31,14 +35,16 @@ def blocks_per_page(config: ModelConfig) -> int:
     num_windowed = sum(_windowed(config))
     num_others = config.num_caches - num_windowed
     is_split = 0 < num_others <= num_windowed and config.is_causal
-    return ceil_div(num_windowed, num_others) if is_split and config.recurrent is None else 0
+    # Each array has room for as many layers with a window.
+    is_split = is_split and config.recurrent is None
+    return ceil_div(ceil_div(num_windowed, num_others) * widths[1], widths[0]) if is_split else 0
 
 
-def cache_pages(config: ModelConfig, num_blocks: int) -> CachePages:
-    """Return the arrays for these layers, which may be part of the model. num_blocks: per page of the whole model."""
+def cache_pages(config: ModelConfig, num_blocks: int, widths: Widths = (1, 1)) -> CachePages:
+    """Return the arrays of these layers, which may be a part of the model. num_blocks: of a page of the whole model."""
     windowed = _windowed(config)
     count = sum(windowed)
-    num_arrays = max(len(windowed) - count, ceil_div(count, num_blocks))
+    num_arrays = max(len(windowed) - count, ceil_div(count, num_blocks * widths[0] // widths[1]))
     places, num_before = [], [0, 0]
     for has_window in windowed:
         index = num_before[has_window]
@@ -48,4 +54,4 @@ def cache_pages(config: ModelConfig, num_blocks: int) -> CachePages:
 
 
 def _windowed(config: ModelConfig) -> list[bool]:
-    return [kind.window is not None for kind in layers(config)]
+    return [kind.window is not None for kind in cached_layers(config)]

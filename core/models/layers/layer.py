@@ -8,13 +8,29 @@ import numpy as np
 from core.models.config import ModelConfig
 from core.models.layers.layer_kinds import kind_of
 from core.models.layers.mixers import Mixer, build_mixer
-from core.models.layers.mlp import Mlp, build_mlp
-from core.models.operations.operations import Norm, Operations
-from core.models.operations.tensor import Operation
+from core.models.layers.mlp import ExpertsBeside, Mlp, RoutedMlp, build_mlp
+from core.models.operations.operations import Norm, Operations, PerLayerInputs, Product
+from core.models.operations.tensor import Operation, Tensor
 from core.models.operations.unchanged import unchanged
 from core.models.parts.weight_parts import WeightParts
 from ipc.tables.arrays import Floats
 from kernels.elements import FLOAT32, Dtype
+
+
+@dataclass(frozen=True)
+class OwnInputs:
+    """What a layer makes of inputs that it alone has for each token; it is added to the hidden states."""
+
+    rounding: Norm
+    gate: Product
+    activation: Operation
+    out: Product
+    norm: Norm  # to float32
+
+    def __call__(self, hidden: Tensor, inputs: PerLayerInputs, ids: Tensor, projected: Tensor, index: int) -> Tensor:
+        """Return what is added [T, d] float32. projected: of inputs.project(). index: of the layer."""
+        x = self.activation(self.gate(self.rounding(hidden)))
+        return self.norm(self.out(inputs.multiply(x, ids, projected, index)))
 
 
 @dataclass(frozen=True)
@@ -24,7 +40,8 @@ class Layer:
     hidden += attention_out(mixer(input_norm(hidden)))
     hidden += mlp_out(mlp(mlp_norm(hidden)))
 
-    With an mlp_norm that precedes, the MLP reads hidden as it was before the first addition.
+    With an mlp_norm that precedes, it reads hidden as it was before the first addition. Experts alongside the MLP are
+    added to what it yields. Then own_inputs are added, and hidden is multiplied by the scale.
     """
 
     kind: int  # see layer_kinds.py
@@ -34,14 +51,17 @@ class Layer:
     mlp_norm: Norm
     mlp: Mlp
     mlp_out: Operation
+    beside: ExpertsBeside | None = None
+    own_inputs: OwnInputs | None = None
+    scale: float | None = None  # None = hidden is not multiplied
 
     @property
     def products(self) -> dict[str, Any]:
-        """Return the layer's products by name.
-
-        All experts are one product, and so are those within latent attention.
-        """
-        return {**self.mixer.products, **self.mlp.products}
+        """The layer's products by name; all experts are one, and so are those within latent attention."""
+        more: dict[str, Any] = {} if self.beside is None else self.beside.routed.products
+        if self.own_inputs is not None:
+            more = more | {"own_gate": self.own_inputs.gate, "own_out": self.own_inputs.out}
+        return {**self.mixer.products, **self.mlp.products, **more}
 
 
 class NormNumbers(NamedTuple):
@@ -86,7 +106,7 @@ def build_layer(
     # In the order of the weights' iterator, so that each one is packed before the next is read.
     input_norm = before("input_layernorm")
     mixer = build_mixer(operations, parts, config, index, dtype)
-    mlp = build_mlp(operations, parts, config, index)
+    mlp = build_mlp(operations, parts, config, index, is_dense=config.has_dense_mlp(index))
     attention_out, mlp_norm = after("post_attention_layernorm"), input_norm
     if config.residual != "parallel with one norm":
         mlp_norm = before("pre_feedforward_layernorm" if config.post_norms else "post_attention_layernorm")
@@ -98,4 +118,40 @@ def build_layer(
         mlp_norm=mlp_norm.build(operations, config, dtype, precedes=config.residual != "in turn"),
         mlp=mlp,
         mlp_out=after("post_feedforward_layernorm"),
+        beside=_experts_beside(operations, parts, config, index, dtype),
+        own_inputs=None if config.per_layer is None else _own_inputs(operations, parts, config, index, dtype),
+        scale=float(parts.take(f"{prefix}layer_scale.weight").item()) if config.layer_scales else None,
+    )
+
+
+def _experts_beside(
+    operations: Operations, parts: WeightParts, config: ModelConfig, index: int, dtype: Dtype
+) -> ExpertsBeside | None:
+    """Build the experts alongside the layer's dense MLP; None if there are none."""
+    if config.experts is None or not config.experts.beside_dense:
+        return None
+    prefix = f"model.layers.{index}."
+    routed = build_mlp(operations, parts, config, index, is_dense=False)
+    assert isinstance(routed, RoutedMlp), type(routed)
+    scale = parts.take(f"{prefix}mlp.router_norm.weight") * np.float32(config.hidden_size**-0.5)
+    return ExpertsBeside(
+        build_norm(operations, parts, f"{prefix}experts_layernorm", config, dtype),
+        NormNumbers(scale).build(operations, config, dtype),
+        routed,
+        build_norm(operations, parts, f"{prefix}post_mlp_layernorm", config, FLOAT32),
+        build_norm(operations, parts, f"{prefix}post_experts_layernorm", config, FLOAT32),
+    )
+
+
+def _own_inputs(operations: Operations, parts: WeightParts, config: ModelConfig, index: int, dtype: Dtype) -> OwnInputs:
+    prefix = f"model.layers.{index}."
+    gate, activation = operations.activated(
+        parts.take_matrix(f"{prefix}per_layer_input_gate.weight"), config.hidden_act
+    )
+    return OwnInputs(
+        NormNumbers(None).build(operations, config, dtype),
+        gate,
+        activation,
+        operations.linear(parts.take_matrix(f"{prefix}per_layer_projection.weight")),
+        build_norm(operations, parts, f"{prefix}post_per_layer_input_norm", config, FLOAT32),
     )

@@ -16,11 +16,12 @@ from core.models.parts.weight_parts import WeightParts
 from ipc.tables.arrays import Floats
 from kernels.elements import FLOAT32, Dtype, to_floats
 from kernels.recurrence import RecurrenceParts
+from kernels.value_form import SIDES
 
 
 @dataclass(frozen=True)
 class OutputGate:
-    """The gate of attention's output: each number is multiplied by the sigmoid of one output of the product."""
+    """The gate of attention's output: each number, or head, is multiplied by the sigmoid of one of the product."""
 
     product: Product
     open_gates: Callable[[Tensor, Tensor], Tensor]  # (attention's output, the product's result) -> gated output
@@ -71,8 +72,9 @@ def build_mixer(operations: Operations, parts: WeightParts, config: ModelConfig,
 
 def _attention(operations: Operations, parts: WeightParts, config: ModelConfig, index: int) -> Mixer:
     prefix, kind = f"model.layers.{index}.self_attn.", kind_of(config, index)
-    # In the order of the weights' iterator, so that each one is packed before the next is read.
-    names = [f"{prefix}{name}_proj" for name in (("qkv",) if config.fused_qkv else "qkv")]
+    # In the order of the weights' iterator, so that each is packed before the next is read.
+    values = config.value_form(index)
+    names = [f"{prefix}{name}_proj" for name in (("qkv",) if config.fused_qkv else "qkv"[: 1 + SIDES[values]])]
     weight = parts.take_matrix(*(f"{name}.weight" for name in names))
     bias = parts.take(*(f"{name}.bias" for name in names)) if config.qkv_bias else None
     gate = None
@@ -84,16 +86,19 @@ def _attention(operations: Operations, parts: WeightParts, config: ModelConfig, 
         bias = None if bias is None else np.concatenate((bias[:size], bias[2 * size :]))
         gate = OutputGate(operations.linear(gates, biases), operations.open_gates)
     qkv = operations.linear(weight, bias)
+    if config.head_gates:
+        gate = OutputGate(operations.linear(parts.take_matrix(f"{prefix}g_proj.weight")), operations.open_gates)
     o = _product(operations, parts, f"{prefix}o_proj", has_bias=config.output_bias)
     sinks = parts.take(f"{prefix}sinks.weight") if config.attention_sinks else None
-    attend = operations.attention(kind, _query_key_norms(parts, prefix, config), sinks)
+    attend = operations.attention(kind, _head_norms(parts, prefix, config, index), sinks, values)
     return Mixer(qkv, attend, o, config.place_of(index), gate)
 
 
-def _query_key_norms(parts: WeightParts, attention: str, config: ModelConfig) -> Floats | None:
+def _head_norms(parts: WeightParts, attention: str, config: ModelConfig, index: int) -> Floats | None:
     """Return the norm weights of all query and key heads [H + Hkv, D] float32; None without qk_norm.
 
-    All query heads share one weight, and so do all key heads. With qk_norm_of_rows or _by_head each has its own.
+    All query heads share one weight, and so do all key heads; with qk_norm_of_rows or _by_head each has its own. The
+    rows of value heads, where they are normalised, follow; a layer that shares K and V has those of query heads only.
     """
     if not config.qk_norm:
         return None
@@ -105,8 +110,11 @@ def _query_key_norms(parts: WeightParts, attention: str, config: ModelConfig) ->
         names = (f"heads.{head}.{name}_norm.weight" for name, count in heads.items() for head in range(count))
         own = parts.take(*(attention + name for name in names))
         return own.reshape(-1, config.head_dim) + np.float32(config.norm_offset)
+    form, count = config.value_form(index), config.heads_of(index).num_key_value_heads
+    heads = {"q": config.num_attention_heads} | ({} if form == "shared" else {"k": count})
     weights = [np.tile(parts.take(f"{attention}{name}_norm.weight"), (count, 1)) for name, count in heads.items()]
-    return np.concatenate(weights) + np.float32(config.norm_offset)
+    weights = [weight + np.float32(config.norm_offset) for weight in weights]
+    return np.concatenate(weights if form in ("own", "shared") else [*weights, np.ones_like(weights[1])])
 
 
 def _recurrence(operations: Operations, parts: WeightParts, config: ModelConfig, index: int) -> Mixer:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from core.models.config import ExpertParts, ModelConfig
-from core.models.operations.operations import Operations, Product
+from core.models.operations.operations import Experts, Norm, Operations, Product
 from core.models.operations.tensor import Operation, Tensor
 from core.models.parts.weight_parts import WeightParts
 from ipc.tables.arrays import Floats
@@ -44,7 +44,7 @@ class DenseMlp:
 class RoutedMlp:
     """The weighted sum of the experts that the router chooses for each token, plus the shared expert."""
 
-    experts: Product
+    experts: Experts
 
     @property
     def products(self) -> dict[str, Product]:
@@ -55,11 +55,33 @@ class RoutedMlp:
         return self.experts(x)
 
 
-def build_mlp(operations: Operations, parts: WeightParts, config: ModelConfig, index: int) -> Mlp:
-    """Build the MLP of the layer with this index. Errors: ModelFileError naming missing tensors."""
+@dataclass(frozen=True)
+class ExpertsBeside:
+    """A routed MLP beside a dense one: both read the hidden states, under norms of their own, and are added."""
+
+    input_norm: Norm
+    router_norm: Norm
+    routed: RoutedMlp
+    dense_norm: Norm  # of what the dense MLP yields, to float32
+    output_norm: Norm  # of what the experts yield, to float32
+
+    def __call__(self, hidden: Tensor, dense: Tensor) -> Tensor:
+        """Return the sum [T, d] float32. hidden [T, d] float32: the hidden states. dense: the dense MLP's output."""
+        routed = self.routed.experts(self.input_norm(hidden), self.router_norm(hidden))
+        total = self.dense_norm(dense)
+        total += self.output_norm(routed)
+        return total
+
+
+def build_mlp(
+    operations: Operations, parts: WeightParts, config: ModelConfig, index: int, *, is_dense: bool
+) -> DenseMlp | RoutedMlp:
+    """Build the MLP of the layer with this index. is_dense: the one without a router, where a layer has both.
+
+    Errors: ModelFileError naming tensors that are missing.
+    """
     prefix, routed = f"model.layers.{index}.mlp.", config.experts
     halves = ("gate_up",) if config.fused_gate_up else ("gate", "up") if config.is_gated else ("up",)
-    is_dense = routed is None or index in routed.dense_layers
     has_biases = config.mlp_bias if is_dense else routed is not None and routed.has_biases
 
     def gate_up(name: str) -> tuple[Product, Operation]:
@@ -87,19 +109,21 @@ def build_mlp(operations: Operations, parts: WeightParts, config: ModelConfig, i
 
     experts = [expert(f"{prefix}experts.{number}.") for number in range(routed.num_experts)]
     shared = expert(f"{prefix}shared_expert.") if routed.shared_size else None
-    return RoutedMlp(operations.experts(router, experts, _routing(routed, correction), shared))
+    scales = parts.take(f"{prefix}expert_scales.weight") if routed.has_scales else None
+    return RoutedMlp(operations.experts(router, experts, _routing(routed, correction, scales), shared))
 
 
-def _routing(routed: ExpertParts, correction: Floats | None) -> Routing:
+def _routing(routed: ExpertParts, correction: Floats | None, scales: Floats | None) -> Routing:
     return Routing(
         routed.num_chosen,
         routed.normalises,
         routed.is_sigmoid,
-        routed.num_groups,
-        routed.num_chosen_groups,
-        routed.best_of_group,
-        routed.scaling,
-        correction,
-        routed.added_to_sum,
-        routed.has_shared_gate,
+        num_groups=routed.num_groups,
+        num_chosen_groups=routed.num_chosen_groups,
+        best_of_group=routed.best_of_group,
+        scaling=routed.scaling,
+        correction=correction,
+        added_to_sum=routed.added_to_sum,
+        scales=scales,
+        has_shared_gate=routed.has_shared_gate,
     )

@@ -45,10 +45,17 @@ class LongropeScaling(msgspec.Struct, frozen=True):
         return length > self.original_max_position_embeddings
 
 
+class ProportionalScaling(msgspec.Struct, frozen=True):
+    """Gemma 4's rotation: the frequencies of the whole head, of which only the first pairs are rotated."""
+
+    factor: float  # divides the frequencies
+    num_pairs: int  # that are rotated
+
+
 class FrequencyDivisors(msgspec.Struct, frozen=True):
     """One divisor per frequency: GGUF's tensor rope_freqs.weight, which holds Llama 3's computed scaling."""
 
     divisors: tuple[float, ...]  # [rotary_dim / 2]
 
 
-RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongropeScaling | FrequencyDivisors
+RopeScaling = LinearScaling | Llama3Scaling | YarnScaling | LongropeScaling | ProportionalScaling | FrequencyDivisors

@@ -12,6 +12,7 @@ from core.models.layers.rope_scaling import (
     LinearScaling,
     Llama3Scaling,
     LongropeScaling,
+    ProportionalScaling,
     RopeScaling,
     YarnScaling,
 )
@@ -25,7 +26,7 @@ _Made = TypeVar("_Made")
 class Rotary(NamedTuple):
     """One rotary embedding: the arguments of kernels.rotary.rotary_tables."""
 
-    frequencies: Floats  # [table_dim / 2] float32, radians per token; 0 = a pair that is not rotated
+    frequencies: Floats  # [head_dim / 2] float32, radians per token; 0 = a pair that is not rotated
     factor: float  # multiplies cosine and sine of rotated pairs
     growth: tuple[float, float] | None = None  # for queries: the arguments of kernels.rotary.query_factors
 
@@ -36,15 +37,19 @@ def rotary_embeddings(config: ModelConfig, length: int | None = None) -> tuple[R
     length: of the longest context, in tokens; None = max_position_embeddings.
     """
     length = length or config.max_position_embeddings
-    full = sliding = _rotary(config, config.rope_theta, config.rope_scaling, length)
-    if config.sliding_rope_theta is not None:
-        sliding = _rotary(config, config.sliding_rope_theta, None, length)
-    none = Rotary(np.zeros(config.table_dim // 2, np.float32), 1.0)
+    made: dict[tuple[bool, bool, int], Rotary] = {}
 
     def of(kind: LayerKind) -> Rotary:
-        if not kind.is_rotated:
-            return none
-        return full if kind.window is None else sliding
+        width = kind.heads.head_dim if config.latent is None else config.latent.rotated_dim
+        is_own = kind.window is not None and config.sliding_rope_theta is not None
+        key = kind.is_rotated, kind.is_rotated and is_own, width
+        if key not in made:
+            theta, scaling = config.rope_theta, config.rope_scaling
+            if is_own and config.sliding_rope_theta is not None:
+                theta, scaling = config.sliding_rope_theta, None
+            none = Rotary(np.zeros(width // 2, np.float32), 1.0)
+            made[key] = _rotary(config, width, theta, scaling, length) if kind.is_rotated else none
+        return made[key]
 
     return tuple(of(kind) for kind in kinds(config))
 
@@ -55,13 +60,13 @@ def of_each_kind(make: Callable[[_Kind], _Made], rotaries: Sequence[_Kind]) -> t
     return tuple(made[id(each)] for each in rotaries)
 
 
-def _rotary(config: ModelConfig, theta: float, scaling: RopeScaling | None, length: int) -> Rotary:
-    """Return the embedding. Dimensions of a head that are not rotated have the frequency 0."""
-    frequencies, factor, _ = _scaled(config.rotary_dim or config.table_dim, theta, scaling, length)
+def _rotary(config: ModelConfig, width: int, theta: float, scaling: RopeScaling | None, length: int) -> Rotary:
+    """Return the embedding of heads of this width; dimensions that are not rotated have the frequency 0."""
+    frequencies, factor, _ = _scaled(config.rotary_dim or width, theta, scaling, length)
     growth = None
     if config.query_growth is not None and isinstance(scaling, YarnScaling):
         growth = config.query_growth, scaling.original_max_position_embeddings
-    return Rotary(np.pad(frequencies, (0, config.table_dim // 2 - len(frequencies))), factor, growth)
+    return Rotary(np.pad(frequencies, (0, width // 2 - len(frequencies))), factor, growth)
 
 
 def _scaled(width: int, theta: float, scaling: RopeScaling | None, length: int) -> Rotary:
@@ -88,6 +93,10 @@ def _scaled(width: int, theta: float, scaling: RopeScaling | None, length: int) 
         case LongropeScaling(short, long):
             divisors = long if scaling.is_long(length) else short
             return Rotary(rotary.longrope(width, theta, divisors), scaling.attention_factor)
+        case ProportionalScaling(factor, num_pairs):
+            slowed = rotary.linear(frequencies, factor)
+            slowed[num_pairs:] = 0
+            return Rotary(slowed, 1.0)
         case FrequencyDivisors(divisors):
             divided: Floats = np.divide(frequencies, np.array(divisors, np.float32))
             return Rotary(divided, 1.0)

@@ -1,14 +1,15 @@
 """CpuOperations: a model's operations with C kernels. Each operation is one call for the whole batch."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from core.models.config import Activation, EncoderActivation, LatentParts, ModelConfig
-from core.models.layers.cache_pages import CachePages, cache_pages
-from core.models.layers.layer_kinds import windows
+from core.models.config import Activation, EncoderActivation, HeadSizes, LatentParts, ModelConfig
+from core.models.layers.cache_pages import CachePages, Widths, blocks_per_page, cache_pages
+from core.models.layers.layer_kinds import cached_layers, places_of_parts, windows
 from core.models.layers.rotary import of_each_kind, rotary_embeddings
 from core.models.operations.cpu_latent import CpuLatentAttend
 from core.models.operations.latent_weights import LatentWeights
@@ -30,17 +31,19 @@ from kernels.cpu.library import ARITHMETIC, CpuLibrary
 from kernels.cpu.lora import CpuAdapter, LoraRows, multiply_adapted
 from kernels.cpu.norm import CpuNorm
 from kernels.cpu.output_gate import open_gates
+from kernels.cpu.per_layer import CpuPerLayerInputs
 from kernels.cpu.quantized import BlockRows
 from kernels.cpu.recurrence import CpuRecurrence
 from kernels.cpu.rope import CpuRope, RotaryTable
 from kernels.cpu.sampling import CpuSampler
 from kernels.cpu.soft_cap import cap_logits
-from kernels.dequantize import PLAIN_TYPES
+from kernels.dequantize import BLOCK_SIZES, PLAIN_TYPES
 from kernels.elements import BFLOAT16, FLOAT32, Dtype, Numbers, to_floats
 from kernels.low_rank import LowRank, ProductShape
-from kernels.memory.kv_cache import KVCache
+from kernels.memory.kv_cache import KVCache, MixedKVCache
 from kernels.recurrence import RecurrenceParts, StateRows
 from kernels.routing import Routing
+from kernels.value_form import ValueForm
 
 
 class CpuStep(NamedTuple):
@@ -48,10 +51,10 @@ class CpuStep(NamedTuple):
 
     positions: Ints  # [T]
     slots: Ints  # [T], -1 = do not store
-    tables: tuple[RotaryTable, ...]  # one per kind of layer
-    work: tuple[AttentionPlan, ...]  # one per kind of layer
-    cache: CpuKVCache
-    requests: StateRows | None = None  # where the recurrent states are
+    tables: tuple[RotaryTable, ...]  # one for each kind of layer
+    work: tuple[AttentionPlan, ...]  # one for each kind of layer
+    cache: KVCache
+    requests: StateRows | None = None  # of recurrent states
 
 
 @dataclass(frozen=True)
@@ -78,8 +81,9 @@ class CpuAttend:
     sinks: Floats | None = None  # [H], from sink_scores()
 
     def __call__(self, qkv: Numbers, step: CpuStep, index: int) -> Numbers:
-        q = self.rope(qkv, step.tables[self.kind], step.positions, step.cache, index, step.slots)
-        return self.attention(q, step.cache, index, step.work[self.kind], self.scale, self.cap, self.sinks)
+        cache, place = step.cache.part(index)
+        q = self.rope(qkv, step.tables[self.kind], step.positions, cache, place, step.slots)
+        return self.attention(q, cache, place, step.work[self.kind], self.scale, self.cap, self.sinks)
 
 
 class CpuOperations:
@@ -101,11 +105,10 @@ class CpuOperations:
         self._is_kept = not exceed_caches(config.num_matrix_weights * dtype.itemsize)
         self.tables = _rotary_tables(config)
         self._attention = CpuAttention(library)
-        self._plan = AttentionPlanner(
-            library, config.num_attention_heads, config.num_key_value_heads, is_causal=config.is_causal
-        )
-        #: A whole prompt is computed in one step, so each layer may overwrite the previous layer's K and V.
-        self._num_caches = config.num_caches if config.is_causal else 1
+        self._plans: dict[int, AttentionPlanner] = {}  # by KV heads
+        #: The layers with K and V. Where tokens see later ones, a whole prompt is computed in one step, and each layer
+        #: may overwrite the K and V of the one before.
+        self._cached = cached_layers(config) if config.is_causal else cached_layers(config)[:1]
         self.sampler = CpuSampler(library)
         self._pages: CachePages | None = None
 
@@ -207,6 +210,21 @@ class CpuOperations:
         numbers = weight.dense(self._dtype)
         return PackedMatrix(self.library, numbers, bias, dtype=self._dtype, out_dtype=FLOAT32, is_kept=self._is_kept)
 
+    def per_layer_inputs(
+        self, table: StoredMatrix, projection: StoredMatrix, norm: Floats, *, scale: float, eps: float
+    ) -> CpuPerLayerInputs:
+        """Return the inputs of all layers. The table stays in the mapped file if its numbers can be read there."""
+        width, part = len(norm), table.parts[0]
+        row_bytes = part.data.shape[1] * width // part.depth
+        is_stored = self._dtype == BFLOAT16 and len(table.parts) == 1 and part.type_name not in PLAIN_TYPES
+        rows: Numbers | BlockRows
+        if is_stored and width % BLOCK_SIZES[part.type_name][0] == 0:
+            rows = BlockRows(part.type_name, part.data.reshape(-1, row_bytes))
+        else:
+            rows = table.dense(self._dtype).reshape(-1, width)
+        lookup = CpuEmbedding(self.library, rows, scale)
+        return CpuPerLayerInputs(self.library, lookup, self._packed(projection), norm=norm, eps=eps)
+
     def experts(
         self,
         router: PackedMatrix,
@@ -217,7 +235,9 @@ class CpuOperations:
         """Return the routed MLP of these experts."""
         return CpuExperts(self.library, router, experts, routing, shared=shared)
 
-    def attention(self, kind: int, norms: Floats | None, sinks: Floats | None = None) -> CpuAttend:
+    def attention(
+        self, kind: int, norms: Floats | None, sinks: Floats | None = None, values: ValueForm = "own"
+    ) -> CpuAttend:
         """Return the attention of one layer."""
         config = self._config
         rope = CpuRope(
@@ -228,6 +248,7 @@ class CpuOperations:
             of_rows=config.qk_norm_of_rows,
             is_centred=config.centred_norms,
             is_after=config.qk_norm_after,
+            values=values,
         )
         scores = None if sinks is None else sink_scores(sinks)
         return CpuAttend(rope, self._attention, kind, config.scores_scale, config.scores_cap, scores)
@@ -274,8 +295,8 @@ class CpuOperations:
         cache: KVCache,
         requests: StateRows | None = None,
     ) -> CpuStep:
-        """Return the step's inputs for attention, with rotary tables as long as the longest context."""
-        assert isinstance(cache, CpuKVCache), type(cache)
+        """Return the step's inputs of attention, with rotary tables as long as the longest context."""
+        assert isinstance(cache, CpuKVCache | MixedKVCache), type(cache)
         tables = tuple(table for table in self.tables if table is not None)
         for table in tables:
             table.reach(work[0].longest)
@@ -292,6 +313,10 @@ class CpuOperations:
     def add(self, hidden: Floats, x: Numbers) -> None:
         """Add x times the residual multiplier to hidden, in place."""
         hidden += to_floats(x) * np.float32(self._config.residual_multiplier)
+
+    def scaled(self, hidden: Floats, scale: float) -> None:
+        """Multiply hidden by the scale, in place."""
+        hidden *= np.float32(scale)
 
     def capped(self, logits: Floats, cap: float) -> Floats:
         """Return cap * tanh(logits / cap), in place."""
@@ -316,45 +341,79 @@ class CpuOperations:
         generation: int,
         wholes: Ints | None = None,
     ) -> AttentionPlan:
-        """Return the plan that distributes the step's attention among threads."""
-        return self._plan(num_tokens, context_lens, block_tables, cache.block_size, window, generation, wholes)
+        """Return the plan that splits the step's attention among threads."""
+        plan = self._plans.get(cache.num_kv_heads)
+        if plan is None:
+            heads, is_causal = self._config.num_attention_heads, self._config.is_causal
+            plan = AttentionPlanner(self.library, heads, cache.num_kv_heads, is_causal=is_causal)
+            self._plans[cache.num_kv_heads] = plan
+        return plan(num_tokens, context_lens, block_tables, cache.block_size, window, generation, wholes)
 
     def split_cache(self, num_blocks: int) -> None:
-        """Divide caches into pages of num_blocks (core/models/layers/cache_pages.py).
+        """Divide caches, before any is allocated, into pages of num_blocks (core/models/layers/cache_pages.py)."""
+        self._pages = cache_pages(self._config, num_blocks, self._widths(self._config))
 
-        Call this before any is allocated.
-        """
-        self._pages = cache_pages(self._config, num_blocks)
-        self._num_caches = self._pages.num_arrays
+    def blocks_per_page(self, whole: ModelConfig) -> int:
+        """Return how many blocks a page has; 0: pages do not pay. whole: the model of which this may be a part."""
+        return blocks_per_page(whole, self._widths(whole))
+
+    def _widths(self, config: ModelConfig) -> Widths:
+        """Return what a token takes in layers that see everything, and in those with a window."""
+        full, sliding = config.full_heads, HeadSizes(config.num_key_value_heads, config.head_dim)
+        every = [
+            heads.num_key_value_heads * self._cache_type.stored_width(heads.head_dim, self._dtype)[0]
+            for heads in (full or sliding, sliding)
+        ]
+        return every[0], every[1]
+
+    def _counts(self) -> dict[HeadSizes, int]:
+        """Return how many arrays the cache has for heads of each size; with pages, one size has those of all layers."""
+        counts = dict(Counter(kind.heads for kind in self._cached))
+        if self._pages is None:
+            return counts
+        first = next((kind.heads for kind in self._cached if kind.window is None), self._cached[0].heads)
+        return {first: self._pages.num_arrays}
 
     def bytes_per_block(self, block_size: int) -> int:
-        """Return the bytes of KV cache for one block, all layers together. Heads are padded."""
-        config = self._config
-        return self._cache_type.bytes_per_block(
-            block_size,
-            config.num_key_value_heads,
-            config.head_dim,
-            self._num_caches,
-            self._dtype,
-            num_sides=2 if config.latent is None else 1,
+        """Return the bytes of KV cache of one block, all layers together; heads are padded."""
+        num_sides = 2 if self._config.latent is None else 1
+        return sum(
+            self._cache_type.bytes_per_block(block_size, *heads, count, self._dtype, num_sides=num_sides)
+            for heads, count in self._counts().items()
         )
 
-    def allocate_cache(self, num_blocks: int, block_size: int) -> CpuKVCache:
+    def allocate_cache(self, num_blocks: int, block_size: int) -> CpuKVCache | MixedKVCache:
         """Allocate a KV cache. Errors: MemoryError."""
-        config = self._config
-        value_dim = None if config.latent is None else config.latent.latent_dim
-        cache = self._cache_type(
-            self._num_caches,
-            num_blocks,
-            block_size,
-            config.num_key_value_heads,
-            head_dim=config.head_dim,
-            dtype=self._dtype,
-            value_dim=value_dim,
-        )
+        latent = self._config.latent
+        value_dim = None if latent is None else latent.latent_dim
+        parts = {
+            heads: self._cache_type(
+                count,
+                num_blocks,
+                block_size,
+                heads.num_key_value_heads,
+                head_dim=heads.head_dim,
+                dtype=self._dtype,
+                value_dim=value_dim,
+            )
+            for heads, count in self._counts().items()
+        }
+        first = next(iter(parts.values()))
+        own = [kind.heads for kind in self._cached]
+        sizes = list(dict.fromkeys(own))
         if self._pages is not None:
-            cache.share(self._pages.places)
-        return cache
+            of_size = {
+                heads: [place for place, size in zip(self._pages.places, own, strict=True) if size == heads]
+                for heads in sizes
+            }
+            for heads in sizes:
+                if heads in parts:
+                    first.share(of_size[heads])
+                else:
+                    parts[heads] = first.within(*heads, of_size[heads])
+        if len(sizes) == 1:
+            return first
+        return MixedKVCache([parts[heads] for heads in sizes], places_of_parts(own))
 
 
 def lora_rows(adapters: TokenAdapters) -> LoraRows:

@@ -20,6 +20,7 @@ from kernels.low_rank import LowRank, ProductShape
 from kernels.memory.kv_cache import KVCache
 from kernels.recurrence import RecurrenceParts, StateRows
 from kernels.routing import Routing
+from kernels.value_form import ValueForm
 
 #: A step's attention work for the layers with one window. Its type depends on the operations that made it.
 AttentionWork = Any
@@ -49,6 +50,13 @@ class Product(Protocol):
         """Return the product [T, out] of x [T, in]."""
 
 
+class Experts(Product, Protocol):
+    """A routed MLP, whose router may read something else than the experts."""
+
+    def __call__(self, x: Tensor, router_x: Tensor | None = None) -> Tensor:
+        """Return the output [T, d] of x [T, d]. router_x [T, d]: what the router reads; None = x."""
+
+
 class LatentAttention(Protocol):
     """Attention in which K and V of all heads are computed from one vector per token."""
 
@@ -61,6 +69,20 @@ class LatentAttention(Protocol):
 
         The columns are the queries or their latent vector, then the latent vector, then the rotated numbers.
         """
+
+
+class PerLayerInputs(Protocol):
+    """The inputs that each layer of a model has for each token; kernels/cpu/c/layers/per_layer.h defines them."""
+
+    @property
+    def variant(self) -> str:
+        """Name of the choices that fix the results' bits; part of the fingerprint."""
+
+    def project(self, embedded: Tensor) -> Tensor:
+        """Return the projection [T, layers * width] of embeddings [T, hidden] float32."""
+
+    def multiply(self, x: Tensor, ids: Tensor, projected: Tensor, layer: int) -> Tensor:
+        """Return x [T, width] times the layer's inputs of the tokens ids [T]; x may be overwritten."""
 
 
 class Operations(Protocol):
@@ -127,8 +149,8 @@ class Operations(Protocol):
     def router(self, weight: StoredMatrix, bias: Floats | None = None) -> Product:
         """Return the product of a routed MLP's router, to float32. Its weights keep the model's dtype in every form."""
 
-    def experts(self, router: Any, experts: Sequence[Any], routing: Routing, shared: Any = None) -> Product:
-        """Return the routed MLP. Its router gives one float32 number per expert, and one for a shared gate.
+    def experts(self, router: Any, experts: Sequence[Any], routing: Routing, shared: Any = None) -> Experts:
+        """Return the routed MLP whose router gives float32, one number for each expert, and one for a shared gate.
 
         experts: for each one, gate_up and activation, from gate_up(), and down, from linear(). shared: the same for the
         shared expert, whose size may differ. Its weight is 1 or, with a shared gate, the sigmoid of the gate's number.
@@ -136,14 +158,15 @@ class Operations(Protocol):
         """
 
     def attention(
-        self, kind: int, norms: Floats | None, sinks: Floats | None = None
+        self, kind: int, norms: Floats | None, sinks: Floats | None = None, values: ValueForm = "own"
     ) -> Callable[[Tensor, Any, int], Tensor]:
         """Return the function (qkv [T, (H + 2 * Hkv) * D], step, index of the layer) -> [T, H * D].
 
-        It normalises the heads of Q and K with norms [H + Hkv, D] float32 (None: not at all): each head separately or,
-        with qk_norm_of_rows, all of Q's together and all of K's. Then it rotates them (with qk_norm_after, before the
-        norm), stores K and V, and attends. kind: see layer_kinds.py. sinks [H] float32: extra scores of the heads that
-        have no value but take part in the softmax.
+        It normalises the heads of Q and K with norms [H + Hkv, D] float32 (None: not at all), each by itself or, with
+        qk_norm_of_rows, Q's together and K's together; rotates them (with qk_norm_after, before that), stores K and V
+        and attends. kind: see layer_kinds.py. sinks [H] float32: the heads' scores that have no value but take part in
+        the softmax. values: what V is, and which columns of K and V there are (kernels/value_form.py); where V is
+        normalised, norms has Hkv more rows.
         """
 
     def latent_attention(self, kind: int, latent: LatentParts, weights: LatentWeights) -> LatentAttention:
@@ -203,7 +226,9 @@ class Operations(Protocol):
         generation: int,
         wholes: Ints | None = None,
     ) -> AttentionWork:
-        """Return the attention work of a step for one window; see kernels.torch.attention.attention_metadata.
+        """Return the attention work of a step for one window and size of heads, those of the cache.
+
+        See kernels.torch.attention.attention_metadata.
 
         generation: number of the columns, see ModelInputs.generation. wholes: see Model.attention_metadata(); only the
         C kernels support any.
@@ -228,6 +253,22 @@ class AdaptingOperations(Protocol):
 
     def multiply_adapted(self, product: Product, x: Tensor, adapters: TokenAdapters, number: int) -> Tensor:
         """Return the product [T, out] of x [T, in], plus what the tokens' adapters add. number: of the product."""
+
+
+@runtime_checkable
+class LayerwiseOperations(Protocol):
+    """The further operations of those that run layers with inputs, or with a scale, of their own."""
+
+    def per_layer_inputs(
+        self, table: StoredMatrix, projection: StoredMatrix, norm: Floats, *, scale: float, eps: float
+    ) -> PerLayerInputs:
+        """Return the inputs of all layers: norm(projection) + table * scale.
+
+        table [vocab, layers * width]; projection [layers * width, hidden]; norm [width] float32.
+        """
+
+    def scaled(self, hidden: Tensor, scale: float) -> None:
+        """Multiply hidden [T, d] float32 by the scale, in place."""
 
 
 def choose_operations(

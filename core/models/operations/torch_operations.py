@@ -1,5 +1,6 @@
 """TorchOperations: a model's operations with torch, for machines without the C kernels; numerics level L0."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -8,6 +9,7 @@ import torch
 from torch.nn.functional import layer_norm
 
 from core.models.config import Activation, LatentParts, ModelConfig
+from core.models.layers.layer_kinds import cached_layers, kinds, places_of_parts
 from core.models.layers.rotary import of_each_kind, rotary_embeddings
 from core.models.operations.latent_weights import LatentWeights
 from core.models.operations.stored_matrix import StoredMatrix
@@ -16,7 +18,7 @@ from core.models.operations.token_adapters import TokenAdapters
 from ipc.tables.arrays import AnyInts, Floats, Ints
 from kernels.elements import FLOAT32, Dtype
 from kernels.low_rank import LowRank, ProductShape
-from kernels.memory.kv_cache import KVCache, bytes_per_block
+from kernels.memory.kv_cache import KVCache, MixedKVCache, bytes_per_block
 from kernels.recurrence import RecurrenceParts, StateRows, recur
 from kernels.rotary import query_factors
 from kernels.routing import Routing
@@ -32,6 +34,7 @@ from kernels.torch.output_gate import open_gates
 from kernels.torch.rms_norm import rms_norm
 from kernels.torch.rope import rope_kv_write, rotary_tables, rotate
 from kernels.torch.tensors import DTYPES, to_array, to_tensor
+from kernels.value_form import ValueForm
 
 # TorchLatentAttend: one layer's latent attention (kernels/cpu/c/attention/latent.h) with torch's operations.
 
@@ -75,7 +78,7 @@ class TorchLatentAttend:
         key = torch.cat(
             (self._norm(latent, self._latent_norm), rotate(rotated[:, None], cos, sin)[:, 0].to(self._dtype)), -1
         )
-        step.cache.write(index, step.write_rows, torch.cat((key, key), -1)[step.write_tokens])
+        step.cache.write(index, step.write_rows[1], torch.cat((key, key), -1)[step.write_tokens])
         sizes = [parts.plain_dim, parts.rotated_dim]
         plain, turned = torch.split(queries.reshape(len(x), heads, -1), sizes, -1)
         product = torch.einsum("thp,hlp->thl", plain, self._keys).float()
@@ -98,14 +101,38 @@ ACTIVATIONS: dict[Activation, Operation] = {
 }
 
 
+class TorchPerLayerInputs(NamedTuple):
+    """Inputs that each layer has for each token, made of torch's operations (kernels/cpu/c/layers/per_layer.h)."""
+
+    table: torch.Tensor  # [vocab, layers, width]
+    projection: TorchLinear
+    norm: TorchNorm  # to float32
+    scale: float
+
+    @property
+    def variant(self) -> str:
+        """Name of the choices that fix the results' bits; part of the fingerprint."""
+        return self.projection.variant
+
+    def project(self, embedded: torch.Tensor) -> torch.Tensor:
+        """Return the projection [T, layers * width] of embeddings [T, hidden] float32."""
+        return self.projection(embedded.to(self.table.dtype))
+
+    def multiply(self, x: torch.Tensor, ids: Ints, projected: torch.Tensor, layer: int) -> torch.Tensor:
+        """Return x [T, width] times the layer's inputs of the tokens ids [T]."""
+        own = self.norm(projected.view(len(x), *self.table.shape[1:])[:, layer])
+        own += self.table[torch.as_tensor(ids), layer].float() * self.scale
+        return (x.float() * own).to(x.dtype)
+
+
 class TorchStep(NamedTuple):
     """The inputs that attention needs in one step of T tokens."""
 
-    tables: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # cosines and sines of all tokens, per kind of layer
-    query_factors: torch.Tensor | None  # [T, 1, 1]; for queries
-    work: tuple[AttentionMetadata, ...]  # one per kind of layer
-    cache: TorchKVCache
-    write_rows: torch.Tensor  # cache rows of the tokens that are stored
+    tables: tuple[tuple[torch.Tensor, torch.Tensor], ...]  # cosines and sines of all tokens, for each kind of layer
+    query_factors: torch.Tensor | None  # [T, 1, 1]: of queries
+    work: tuple[AttentionMetadata, ...]  # one for each kind of layer
+    cache: KVCache
+    write_rows: dict[int, torch.Tensor]  # cache rows of the tokens that are stored, by KV heads
     write_tokens: torch.Tensor | slice  # indices of the tokens that are stored
     positions: Ints  # [T]
     requests: StateRows | None = None  # where the recurrent states are
@@ -195,21 +222,44 @@ class TorchOperations:
         """Return the routed MLP of these experts."""
         return TorchExperts(router, tuple(experts), routing, shared)
 
+    def per_layer_inputs(
+        self, table: StoredMatrix, projection: StoredMatrix, norm: Floats, *, scale: float, eps: float
+    ) -> TorchPerLayerInputs:
+        """Return the inputs of all layers."""
+        rows = to_tensor(table.own(self._dtype)).view(table.shape[0], -1, len(norm))
+        return TorchPerLayerInputs(rows, self.linear(projection), TorchNorm(to_tensor(norm), eps, torch.float32), scale)
+
     def attention(
-        self, kind: int, norms: Floats | None, sinks: Floats | None = None
+        self, kind: int, norms: Floats | None, sinks: Floats | None = None, values: ValueForm = "own"
     ) -> Callable[[torch.Tensor, TorchStep, int], torch.Tensor]:
         """Return the attention of one layer; see Operations."""
-        scale, cap = self._config.scores_scale, self._config.scores_cap
+        scale, cap, eps = self._config.scores_scale, self._config.scores_cap, self._config.rms_norm_eps
         scores = None if sinks is None else to_tensor(sinks)
+        value_norm: Operation = torch.Tensor.float
+        if norms is not None and values in ("normalised", "keys"):
+            count = kinds(self._config)[kind].heads.num_key_value_heads
+            norms, value_norm = norms[:-count], self.norm(norms[-count:], eps, FLOAT32)
         unchanged, normed = torch.Tensor.float, self._head_norms(norms)
         around = (unchanged, normed) if self._config.qk_norm_after else (normed, unchanged)
 
         def attend(qkv: torch.Tensor, step: TorchStep, index: int) -> torch.Tensor:
-            cos, sin = step.tables[kind]
-            q = rope_kv_write(qkv, cos, sin, step.cache, index, step.write_rows, step.write_tokens, *around)
+            (cos, sin), (cache, place) = step.tables[kind], step.cache.part(index)
+            rows = step.write_rows[cache.num_kv_heads]
+            q = rope_kv_write(
+                qkv,
+                cos,
+                sin,
+                cache,
+                place,
+                rows,
+                step.write_tokens,
+                *around,
+                values=values,
+                value_norm=value_norm,
+            )
             if step.query_factors is not None:
                 q = q * step.query_factors
-            return paged_attention(q, step.cache, index, step.work[kind], scale, cap, scores)
+            return paged_attention(q, cache, place, step.work[kind], scale, cap, scores)
 
         return attend
 
@@ -280,16 +330,19 @@ class TorchOperations:
         cache: KVCache,
         requests: StateRows | None = None,
     ) -> TorchStep:
-        """Return the step's inputs for attention, with the rotary tables of its positions."""
-        assert isinstance(cache, TorchKVCache), type(cache)
+        """Return the step's inputs of attention, with the rotary tables of its positions."""
         tables = of_each_kind(lambda rotary: rotary_tables(to_tensor(positions), *rotary), self._rotary)
         stored = np.flatnonzero(slots >= 0)
         write_tokens = slice(0, len(slots)) if len(stored) == len(slots) else to_tensor(stored)
         factors = None
         if self._growth is not None:
             factors = to_tensor(query_factors(positions, *self._growth))[:, None, None]
-        stored_rows = cache.slot_rows(to_tensor(slots[stored]))
-        return TorchStep(tables, factors, work, cache, stored_rows, write_tokens, positions, requests)
+        stored_slots, parts = to_tensor(slots[stored]), cache.parts if isinstance(cache, MixedKVCache) else (cache,)
+        rows: dict[int, torch.Tensor] = {}
+        for part in parts:
+            assert isinstance(part, TorchKVCache), type(part)
+            rows[part.num_kv_heads] = part.slot_rows(stored_slots)
+        return TorchStep(tables, factors, work, cache, rows, write_tokens, positions, requests)
 
     def pack_adapter(
         self, shapes: Sequence[ProductShape], products: Sequence[Sequence[LowRank | None]]
@@ -310,6 +363,10 @@ class TorchOperations:
     def add(self, hidden: torch.Tensor, x: torch.Tensor) -> None:
         """Add x times the residual multiplier to hidden, in place."""
         add(hidden, x, self._config.residual_multiplier)
+
+    def scaled(self, hidden: torch.Tensor, scale: float) -> None:
+        """Multiply hidden by the scale, in place."""
+        hidden.mul_(scale)
 
     def capped(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
         """Return cap * tanh(logits / cap), in place."""
@@ -338,18 +395,22 @@ class TorchOperations:
         return attention_metadata(num_tokens, context_lens, block_tables, cache, window)
 
     def bytes_per_block(self, block_size: int) -> int:
-        """Return the bytes of KV cache for one block, all layers together."""
-        config = self._config
-        return bytes_per_block(block_size, config.num_key_value_heads, config.head_dim, config.num_caches, self._dtype)
+        """Return the bytes of KV cache of one block, all layers together."""
+        counts = Counter(kind.heads for kind in cached_layers(self._config))
+        return sum(bytes_per_block(block_size, *heads, count, self._dtype) for heads, count in counts.items())
 
-    def allocate_cache(self, num_blocks: int, block_size: int) -> TorchKVCache:
+    def allocate_cache(self, num_blocks: int, block_size: int) -> TorchKVCache | MixedKVCache:
         """Allocate a KV cache. Errors: MemoryError."""
-        config = self._config
-        return TorchKVCache(
-            config.num_caches,
-            num_blocks,
-            block_size,
-            config.num_key_value_heads,
-            head_dim=config.head_dim,
-            dtype=self._dtype,
-        )
+        own = [kind.heads for kind in cached_layers(self._config)]
+        parts = [
+            TorchKVCache(
+                count,
+                num_blocks,
+                block_size,
+                heads.num_key_value_heads,
+                head_dim=heads.head_dim,
+                dtype=self._dtype,
+            )
+            for heads, count in Counter(own).items()
+        ]
+        return parts[0] if len(parts) == 1 else MixedKVCache(parts, places_of_parts(own))

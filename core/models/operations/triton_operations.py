@@ -40,6 +40,7 @@ from kernels.triton.output_gate import open_gates
 from kernels.triton.packed_linear import PackedLinear
 from kernels.triton.prefill_attention import prefill_attention
 from kernels.triton.rope import TritonRope
+from kernels.value_form import ValueForm
 
 GATES: dict[Activation, Operation] = {
     "silu": silu_mul,
@@ -171,9 +172,10 @@ class TritonOperations:
         raise UnsupportedModelError("device='cuda' does not support latent attention; use device='cpu'")
 
     def attention(
-        self, kind: int, norms: Floats | None, sinks: Floats | None = None
+        self, kind: int, norms: Floats | None, sinks: Floats | None = None, values: ValueForm = "own"
     ) -> Callable[[torch.Tensor, TritonStep, int], torch.Tensor]:
         """Return the attention of one layer; see Operations."""
+        assert values == "own", values
         config = self._config
         head_norms, scores = (None if one is None else self._send(one) for one in (norms, sinks))
         rope = TritonRope(

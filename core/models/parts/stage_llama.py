@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 
 from core.models.config import ModelConfig
-from core.models.layers.cache_pages import blocks_per_page
 from core.models.layers.layer_kinds import windows
 from core.models.llama import Llama, embedding_scale
+from core.models.operations.cpu_operations import CpuOperations
 from core.models.operations.operations import Product
 from core.models.operations.stored_matrix import StoredMatrix, Weight
 from core.models.parts.stage import Stage
@@ -35,8 +35,9 @@ class StageLlama(Llama):
         """
         self.stage = stage
         super().__init__(stage.config(config), stage.renamed(config, weights), dtype, **options)
-        self.windows_of_model, self.num_blocks_per_page = windows(config), blocks_per_page(config)
-        #: Whether steps come from the previous stage and go to the next one. Steps for time measurements do not.
+        assert isinstance(self.operations, CpuOperations), "a stage needs the C kernels"
+        self.windows_of_model, self.num_blocks_per_page = windows(config), self.operations.blocks_per_page(config)
+        #: Whether steps come from the stage before and go to the next one. Steps that measure times do not.
         self.is_linked = False
         own = [f"{name}={product.variant}" for name, product in self.layers[0].products.items()]
         kernels = f"{element_name(dtype)} {self.operations.variant}"

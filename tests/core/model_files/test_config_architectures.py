@@ -203,6 +203,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "llama", "rope_scaling": {"type": "dynamic", "alpha": 50.0}}, "alpha=50.0.*only null is"),
     ({"model_type": "ernie4_5", "use_bias": True}, "use_bias=True.*only false is"),
     (
+        {"model_type": "granite_swa", "layer_rope_theta": [1e4, 1e5] * 4, "sliding_window_pattern": 9},
+        "layer_rope_theta=.*one theta, or one of layers with a window and one of the others, is",
+    ),
+    ({"model_type": "lfm3", "use_attention_gate": False}, "use_attention_gate=False.*only true is"),
+    (
         {"model_type": "llama", "layer_types": ["mamba", "attention"] * 4},
         "layer_types=.*all layers of a Llama.* have full",
     ),
@@ -235,6 +240,7 @@ def test_what_is_not_supported_is_refused_by_name(settings: dict[str, Any], mess
 SENSELESS: list[tuple[dict[str, Any], str]] = [
     ({"model_type": "mistral", "sliding_window": 0}, "sliding_window must be an integer from 1"),
     ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers must be a list of 8 zeros and ones"),
+    ({"model_type": "granite_swa", "layer_rope_theta": [1, 0]}, "layer_rope_theta must be a list of 8 numbers"),
     (
         {"model_type": "qwen3_moe", **ROUTED, "num_experts_per_tok": 9},
         "num_experts_per_tok must be at most num_experts=8",
@@ -353,7 +359,7 @@ GGUF_REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "qwen2",
         {"attention.sliding_window": 9},
-        "only gemma3, gemma2, phi3, .*, cohere2, gpt-oss, exaone-moe have one",
+        "only gemma3, gemma4, gemma2, phi3, .*, cohere2, gpt-oss, exaone-moe have one",
     ),
     ("qwen2", {"rope.scaling.attn_factor": 1.2}, "attn_factor=1.2.* is not supported; only 1.0 is"),
     ("qwen3", {"expert_count": 8}, "qwen3.expert_count=8 is not supported; only 0 is"),

@@ -18,6 +18,7 @@ from kernels.cpu.library import CpuLibrary, load_cpu_library
 from kernels.elements import FLOAT32
 from tests.core.models.centred_checkpoints import CENTRED_CASES
 from tests.core.models.exact_delta_rule import delta_rule_in_float64
+from tests.core.models.gemma4_checkpoints import GEMMA4_CASES
 from tests.core.models.routed_checkpoints import ROUTED_CASES
 from tests.core.models.test_golden import generate
 from tests.core.models.test_llama import Requests
@@ -262,8 +263,44 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "glm4": ("glm4", {"head_dim": 20}),
+    "lfm3": (
+        "lfm3",
+        {
+            "num_hidden_layers": 4,
+            "head_dim": 16,
+            "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
+            "sliding_window": 100,
+        },
+    ),
+    "granite-swa": (
+        "granite_swa",
+        {
+            "num_hidden_layers": 4,
+            "sliding_window": 100,
+            "layer_rope_theta": [0, 1e4, 1e4, 1e4],
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.4,
+        },
+    ),
+    "granite-swa with two thetas": (
+        "granite_swa",
+        {"sliding_window": 100, "layer_rope_theta": [3e5, 1e4, 1e4], "attention_multiplier": 0.4},
+    ),
+    "mellum2": (
+        "mellum",
+        {
+            "head_dim": 16,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "sliding_window": 100,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "mlp_layer_types": ["dense", "sparse", "sparse"],
+        },
+    ),
     **ROUTED_CASES,
     **CENTRED_CASES,
+    **GEMMA4_CASES,
 }
 
 
@@ -295,6 +332,8 @@ def build(case: str, **other: Any) -> Any:
         for name, correction in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias")):
                 correction.copy_(torch.randn(correction.shape, generator=generator) * 0.3)
+            if name.endswith("layer_scalar"):
+                correction.copy_(1 + torch.randn(correction.shape, generator=generator) * 0.3)
     return model
 
 

@@ -19,6 +19,7 @@ from tests.core.models.centred_checkpoints import (
     parts_in_turn,
 )
 from tests.core.models.checkpoints import Golden
+from tests.core.models.gemma4_checkpoints import GEMMA4_GGUF_CASES, gemma4_metadata, gemma4_tensors
 from tests.core.models.recurrent_gguf import (
     feed_forward_length,
     kv_heads,
@@ -68,6 +69,7 @@ GGUF_CASES = {
     "granite4-hybrid-experts": "granitehybrid",
     **ROUTED_GGUF_CASES,
     **CENTRED_GGUF_CASES,
+    **GEMMA4_GGUF_CASES,
 }
 #: Architectures whose rows of q and k the converter interleaves; llama.cpp rotates neighbours in these.
 INTERLEAVED = ("llama", "mistral3", "smollm3", "granite", "granitemoe", "granitehybrid", "minicpm", "arcee")
@@ -82,6 +84,8 @@ def interleaved(rows: torch.Tensor, heads: int) -> torch.Tensor:
 
 def converted(model: Any, architecture: str) -> dict[str, torch.Tensor]:
     config = model.config
+    if architecture == "gemma4":
+        return gemma4_tensors(model)
     names = gguf.get_tensor_name_map(
         next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), config.num_hidden_layers
     )
@@ -154,6 +158,9 @@ def divisors(config: Any) -> torch.Tensor:
 
 def metadata(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_name("no name")
+    if writer.arch == "gemma4":
+        gemma4_metadata(writer, config)
+        return
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)

@@ -124,7 +124,7 @@ class Tapped:
         return result
 
 
-@pytest.mark.parametrize("kind", ["plain", "local and global"])
+@pytest.mark.parametrize("kind", ["plain", "local and global", "shared keys and values"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_taps_have_the_bits_of_the_residual_stream(dtype: str, kind: str) -> None:
     model, library = random_model(KINDS[kind], DTYPES[dtype]), load_cpu_library()

@@ -1,6 +1,7 @@
 """The generic path refuses, and says why, what it would run wrongly."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,10 @@ from typing import Any
 import pytest
 
 from core.executors.local import LocalExecutor
+from core.model_files.loading import MISSING_PARTS, load_model
 from core.models.transformers.transformers_model import TransformersModel
 from ipc.errors import ModelFileError, UnsupportedModelError
+from ipc.options.config import EngineConfig
 from kernels.elements import FLOAT32
 from tests.core.models.transformers.test_transformers_model import GPT, GPTJ_RUNS, SIZES, VOCAB, config_for, save
 
@@ -154,3 +157,14 @@ def test_transformers_missing_names_the_install_line(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModelFileError, match=r"with its extra \[transformers\]"):
         TransformersModel(tmp_path, FLOAT32)
+
+
+@pytest.mark.parametrize("name", MISSING_PARTS)
+def test_what_runs_in_neither_way_is_refused_by_the_name_of_what_it_needs(name: str, tmp_path: Path) -> None:
+    import transformers
+
+    assert name in dir(transformers)
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [name]}))
+    text = f"{name} needs {MISSING_PARTS[name]}, which this version does not have"
+    with pytest.raises(UnsupportedModelError, match=re.escape(text)):
+        load_model(tmp_path, FLOAT32, EngineConfig())

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from tests.core.models.checkpoints import SIZES
+from tests.core.models.gemma4_checkpoints import GEMMA4_CASES
 
 _MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 256}
@@ -31,6 +32,16 @@ TEXT_PART_CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "InternVL",
         {"model_type": "qwen3", "head_dim": 16},
         {"model_type": "internvl_vision", **_LAYERS},
+    ),
+    "gemma4": (
+        "Gemma4",
+        {**GEMMA4_CASES["gemma4-e2b"][1], "pad_token_id": 0},
+        {**_LAYERS, "num_key_value_heads": 2, "head_dim": 16},
+    ),
+    "gemma4-unified": (
+        "Gemma4Unified",
+        {**GEMMA4_CASES["gemma4-12b"][1], "pad_token_id": 0},
+        {"mm_embed_dim": 48, "mm_posemb_size": 16, "output_proj_dims": 48},
     ),
 }
 

@@ -36,6 +36,7 @@ from ipc.wire.messages import AddRequest, FinishReason
 from kernels.cpu.kv_cache import CpuKVCache
 from kernels.cpu.library import load_cpu_library
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
+from kernels.memory.kv_cache import MixedKVCache
 from tests.core.runner.given_features import with_features
 from tests.core.runner.heard import Heard
 from tests.core.runner.invariance_kinds import KINDS as KINDS
@@ -168,11 +169,20 @@ class Recorder(ModelRunner):
         """where: [blocks, block_size], or [blocks]."""
         fresh = np.broadcast_to(where.reshape(len(where), -1), self._is_poisoned.shape) & ~self._is_poisoned
         slots, cache = np.flatnonzero(fresh), self.cache
-        assert isinstance(cache, CpuKVCache), type(cache)
-        poison = np.full((len(slots), 2 * cache.num_kv_heads * cache.head_dim), nan(cache.dtype))
-        for layer, blocks in enumerate(cache.layers):
-            if len(blocks) == cache.num_blocks:  # others use the same arrays
-                cache.write(layer, slots, poison)
+        if self._pages and isinstance(cache, MixedKVCache):  # tokens of layers with a window are of other widths
+            pages = np.broadcast_to(where.reshape(len(where), -1), fresh.shape).reshape(
+                -1, self._pages * self.block_size
+            )
+            fresh = np.repeat(pages.all(1), self._pages)[:, None]
+            for array in cache.memory:
+                array[fresh[:, 0]] = nan(cache.dtype)
+        else:
+            for part in cache.parts if isinstance(cache, MixedKVCache) else [cache]:
+                assert isinstance(part, CpuKVCache), type(part)
+                poison = np.full((len(slots), 2 * part.num_kv_heads * part.head_dim), nan(cache.dtype))
+                for layer, blocks in enumerate(part.layers):
+                    if len(blocks) == cache.num_blocks:  # others use the same arrays
+                        part.write(layer, slots, poison)
         self._is_poisoned |= fresh
 
     def sample(self, rows: Ints, result: StepResult, offsets: Ints | None = None) -> Int32s:

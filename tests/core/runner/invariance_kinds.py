@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from core.model_files.tensors.weight_shapes import expected_shapes
-from core.models.config import ExpertParts, LatentParts, ModelConfig, RecurrentParts
-from core.models.layers.rope_scaling import LinearScaling, Llama3Scaling, YarnScaling
+from core.models.config import ExpertParts, HeadSizes, LatentParts, ModelConfig, PerLayerParts, RecurrentParts
+from core.models.layers.rope_scaling import LinearScaling, Llama3Scaling, ProportionalScaling, YarnScaling
 from kernels.elements import Dtype, Numbers, rounded
 
 TINY = ModelConfig(
@@ -52,6 +52,19 @@ _STATE_SPACE = RecurrentParts(kind="state space", layers=(1, 2), channels=2 * 2 
 #: Layer normalisations with biases; MLPs without gates that read what attention reads.
 _BESIDE: dict[str, Any] = {"residual": "parallel", "centred_norms": True, "norm_bias": True, "hidden_act": "relu2"}
 _BESIDE |= {"is_gated": False, "mlp_bias": True, "head_bias": True, "tie_word_embeddings": False}
+
+#: Gemma 4's layers: two sizes of heads, the last layers read K and V of others and have wide MLPs, inputs of their own.
+_OWN_LAYERS: dict[str, Any] = {"num_hidden_layers": 6, "sliding_layers": (0, 1, 3, 4), "sliding_window": 90}
+_OWN_LAYERS |= {"full_heads": HeadSizes(1, 40), "qk_norm": True, "post_norms": True, "value_norm": True}
+_OWN_LAYERS |= {"layer_scales": True, "query_pre_attn_scalar": 1.0, "hidden_act": "gelu_pytorch_tanh"}
+_OWN_LAYERS |= {"sliding_rope_theta": 1000.0, "rope_scaling": ProportionalScaling(2.0, 5)}
+_SHARED_LAYERS: dict[str, Any] = {**_OWN_LAYERS, "num_shared_layers": 3, "wide_mlps": True}
+_SHARED_LAYERS |= {"per_layer": PerLayerParts(width=24, vocab_size=600)}
+_ROUTED_LAYERS: dict[str, Any] = {**_OWN_LAYERS, "full_keys_are_values": True, "num_hidden_layers": 3}
+_ROUTED_LAYERS |= {
+    "sliding_layers": (0, 1),
+    "experts": msgspec.structs.replace(_EXPERTS, dense_layers=(), has_scales=True, beside_dense=True),
+}
 
 #: What changes attention, rotation or the head, by name. Windows end within KV tiles of 128 tokens and blocks of 16;
 #: scalings begin within the prompt.
@@ -97,6 +110,16 @@ KINDS: dict[str, ModelConfig] = {
     ),
     "head norms after rotation": msgspec.structs.replace(TINY, qk_norm=True, qk_norm_after=True),
     "beside attention": msgspec.structs.replace(TINY, **_BESIDE),
+    "gates of heads": msgspec.structs.replace(
+        TINY,
+        head_gates=True,
+        post_norms=True,
+        sliding_window=90,
+        sliding_layers=(1,),
+        rope_scaling=ProportionalScaling(1.0, 5),
+    ),
+    "shared keys and values": msgspec.structs.replace(TINY, **_SHARED_LAYERS),
+    "experts beside": msgspec.structs.replace(TINY, **_ROUTED_LAYERS),
 }
 
 #: (dtype, kind): every kind in bfloat16, and half of them in float32; the others are the soak's.

@@ -12,6 +12,7 @@ import pytest
 
 from core.engine import EngineCore
 from core.inputs import EngineInput
+from core.models.config import HeadSizes
 from core.models.llama import Llama
 from tests.core.hostile_drafts import speculative, use
 from tests.core.runner.invariance import (
@@ -37,8 +38,12 @@ MIXES = {
         _GLOBAL, num_hidden_layers=13, sliding_layers=tuple(set(range(13)) - {5, 11}), sliding_window=60
     ),
     "sinks": KINDS["sinks"],
+    "narrow": KINDS[
+        "shared keys and values"
+    ],  # 2:1, where heads are 40 and 2 x 16 numbers wide, in the cache 48 and 32
+    "wide": msgspec.structs.replace(KINDS["experts beside"], full_heads=HeadSizes(1, 16)),  # 2:1, 16 and 32 numbers
 }
-PAGE_BLOCKS = {"1:1": 1, "2:1": 2, "5:1": 5, "11:2": 6, "sinks": 2}
+PAGE_BLOCKS = {"1:1": 1, "2:1": 2, "5:1": 5, "11:2": 6, "sinks": 2, "narrow": 2, "wide": 4}
 
 
 @lru_cache(maxsize=16)

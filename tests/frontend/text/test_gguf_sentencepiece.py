@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import ModelFileError, UnsupportedModelError
-from ipc.files.gguf_vocabulary import build_gguf_tokenizer
+from ipc.files.gguf_vocabulary import build_gguf_tokenizer, merges_of_scores
 from tests.frontend.text.sentencepiece_vocabulary import TRAINING_TEXT, greedy_merge, sentencepiece_metadata
 
 METADATA = sentencepiece_metadata()
@@ -145,3 +145,30 @@ def test_bad_vocabulary(changes: dict[str, Any], error: type[Exception], message
     with pytest.raises(error, match=message) as caught:
         build_gguf_tokenizer(sentencepiece_metadata(**changes))
     assert caught.type is error
+
+
+@pytest.mark.parametrize(
+    "text", [*TRAINING_TEXT, "", " ", "  x", "a\n\nb", "👋🏽 \x00 ไทย", "a<s>b", "a </s> <think> b"]
+)
+def test_a_vocabulary_of_gemma_4_has_merges_and_adds_no_space(text: str) -> None:
+    """As transformers' tokenizer of Gemma, which splits nothing before the merges."""
+    import transformers
+
+    tokens, types = METADATA["tokenizer.ggml.tokens"], METADATA["tokenizer.ggml.token_type"]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    merges = merges_of_scores(vocabulary, METADATA["tokenizer.ggml.scores"], types)
+    own = {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": [" ".join(pair) for pair in merges]}
+    names = {"unk_token": tokens[0], "bos_token": "<s>", "eos_token": "</s>", "pad_token": "</s>"}
+    oracle = transformers.GemmaTokenizer(vocab=vocabulary, merges=merges, **names)
+    oracle.add_tokens("<think>")
+    tokenizer = Tokenizer(build_gguf_tokenizer({**METADATA, **own}), bos_token_id=1, eos_token_ids=[2])
+    ids = oracle.encode(text, add_special_tokens=False)
+    assert tokenizer.encode(text, add_special_tokens=False) == ids
+    assert tokenizer.encode(text) == [1, *ids]
+    assert tokenizer.decode(ids) == oracle.decode(ids)
+
+
+def test_a_vocabulary_of_gemma_4_without_merges_is_refused() -> None:
+    metadata = {**METADATA, "tokenizer.ggml.model": "gemma4"}
+    with pytest.raises(ModelFileError, match=r"tokenizer\.ggml\.merges must be a list"):
+        build_gguf_tokenizer(metadata)

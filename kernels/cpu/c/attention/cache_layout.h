@@ -35,7 +35,8 @@ INLINE size_t stored_bytes(const CacheShape *shape, int tokens) {
 
 /* Byte offset of one head's K (is_value 0) or V (1) of a block within the layer. */
 INLINE size_t head_offset(const CacheShape *shape, int64_t block, int is_value, int head) {
-    return ((size_t)(block * shape->num_sides + is_value) * shape->num_kv_heads + head) * stored_bytes(shape, shape->block_size);
+    const size_t place = (size_t)is_value * shape->num_kv_heads + head;
+    return (size_t)block * shape->block_bytes + place * stored_bytes(shape, shape->block_size);
 }
 
 /* Copy one token's row of head_dim numbers, K or V of a head, into a chunk. */

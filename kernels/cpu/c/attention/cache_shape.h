@@ -11,6 +11,7 @@ typedef struct {
     int32_t token_bytes;  /* that a token takes in a head, for K or V */
     int32_t num_sides;    /* 2: K and V are stored; 1: K is, and V is the first value_dim numbers of it */
     int32_t value_dim;    /* numbers of a row of V; with 2 sides head_dim */
+    int64_t block_bytes;  /* from one block to the next: of K and V of all heads, or of a larger block alongside them */
 } CacheShape;
 
 #endif

@@ -1,4 +1,4 @@
-#include "layers/decoder.h"
+#include "layers/decoder_share.h"
 
 #include "layers/embedding.h"
 #include "threads/group.h"
@@ -8,18 +8,6 @@
 #include "layers/rope.h"
 #include "sampling/sampling.h"
 #include "layers/soft_cap.h"
-
-/* A thread's view of the step. */
-typedef struct {
-    const DecoderStep *step;
-    const Decoder *decoder;
-    const DecoderLayer *layer;
-    void *const *cache; /* of this layer */
-    float *hidden;      /* [num_rows, hidden_size]: the rows that are computed */
-    int64_t num_rows;
-    const LoraProduct *const *adapters; /* [num_rows]; NULL = no row has one */
-    int thread, num_threads; /* in run_by_rows(): index and number of pieces of the rows */
-} Share;
 
 /* Minimum rows of a piece. The intermediate results of a piece stay in a second level cache. But each piece reads the
  * weights again; the larger minimum is for weights that the caches do not keep. */
@@ -41,105 +29,12 @@ static void go_on_by_rows(const Share *share) {
     if (!gemm_splits_rows(share->num_rows, share->num_threads, share->decoder->dtype)) pool_barrier();
 }
 
-/* Wait for all threads of all ranks. */
-static void wait_for_group(const Share *share) {
-    const DecoderGroup *group = share->decoder->group;
-    pool_barrier();
-    if (share->thread == 0) group_wait(group->state, group->size);
-    pool_barrier();
-}
-
-/* Copy the columns of a rank in y to its part, or back. */
-static void copy_part(char *part, char *y, const Place *place, int rank, int64_t rows, int64_t element, int is_back) {
-    const int64_t bytes = (place->bounds[rank + 1] - place->bounds[rank]) * element;
-    for (int64_t row = 0; row < rows; row++) {
-        char *columns = y + (row * place->width + place->bounds[rank]) * element;
-        memcpy(is_back ? columns : part + row * bytes, is_back ? part + row * bytes : columns, bytes);
-    }
-}
-
-/* Exchange the columns of y [num_rows, width] with ranks that share no memory. to_first: only rank 0 gets them. */
-static void exchange_columns(const Share *share, char *y, const Place *place, int64_t element, int to_first) {
-    GroupStreams *streams = share->decoder->group->streams;
-    const int64_t rows = share->num_rows;
-    int64_t ends[MAX_RANKS + 1];
-    for (int rank = 0; rank <= streams->size; rank++) ends[rank] = place->bounds[rank] * rows * element;
-    char *room = group_room(streams, ends[streams->size]);
-    copy_part(room + ends[streams->rank], y, place, streams->rank, rows, element, 0);
-    group_exchange(streams, ends, to_first);
-    if (to_first && streams->rank) return;
-    for (int rank = 0; rank < streams->size; rank++) {
-        if (rank != streams->rank) copy_part(room + ends[rank], y, place, rank, rows, element, 1);
-    }
-}
-
-/* Wait for all threads of all ranks, and for the columns of y that others have. Elements have element_bytes bytes. */
-static void gather_columns(const Share *share, void *y, const Place *place, int64_t element, int to_first) {
-    if (!share->decoder->group->streams) {
-        wait_for_group(share);
-        return;
-    }
-    pool_barrier();
-    if (share->thread == 0) exchange_columns(share, y, place, element, to_first);
-    pool_barrier();
-}
-
 /* Separate two parts, the second of which reads what all ranks wrote to y in the first: a product's result. */
 static void gather(const Share *share, void *y, const Place *place, int y_dtype) {
     if (share->decoder->group)
         gather_columns(share, y, place, element_bytes(y_dtype), 0);
     else
         go_on_by_rows(share);
-}
-
-/* Return the first row of a thread's share; the share ends at the next thread's first row. */
-static int64_t first_row(const Share *share, int thread) { return share->num_rows * thread / share->num_threads; }
-
-/* Exchange the rows of `embedded` with ranks that share no memory: each has those of its part of the vocabulary. */
-static void exchange_embedded(const Share *share) {
-    const DecoderStep *step = share->step;
-    const DecoderGroup *group = share->decoder->group;
-    const int64_t *bounds = group->vocabulary.bounds, row_bytes = share->decoder->hidden_size * sizeof(float);
-    char *room = group_room(group->streams, step->num_tokens * row_bytes);
-    int64_t ends[MAX_RANKS + 1];
-    for (int pass = 0; pass < 2; pass++) { /* own rows to the room, then those of others from it */
-        int64_t at = 0;
-        for (int rank = 0; rank < group->size; rank++) {
-            ends[rank] = at;
-            for (int64_t row = 0; row < step->num_tokens; row++) {
-                const int64_t id = step->token_ids[row];
-                if (id < bounds[rank] || id >= bounds[rank + 1]) continue;
-                char *embedded = (char *)step->embedded + row * row_bytes;
-                if (pass == 0 && rank == group->rank) memcpy(room + at, embedded, row_bytes);
-                if (pass == 1 && rank != group->rank) memcpy(embedded, room + at, row_bytes);
-                at += row_bytes;
-            }
-        }
-        ends[group->size] = at;
-        if (pass == 0) group_exchange(group->streams, ends, 0);
-    }
-}
-
-/* Embed this rank's tokens, then collect all tokens' embeddings. */
-static void embed_in_group(const Share *share, Embedding args) {
-    const DecoderStep *step = share->step;
-    const int64_t begin = first_row(share, share->thread), end = first_row(share, share->thread + 1);
-    args.num_rows = 1;
-    for (int64_t row = begin; row < end; row++) {
-        const int64_t id = step->token_ids[row] - share->decoder->group->vocabulary.first;
-        if (id < 0 || id >= share->decoder->group->num_words) continue;
-        args.ids = &id, args.out = step->embedded + row * args.width;
-        embedding_part(&args, 0, 1);
-    }
-    if (share->decoder->group->streams) {
-        pool_barrier();
-        if (share->thread == 0) exchange_embedded(share);
-        pool_barrier();
-    } else {
-        wait_for_group(share);
-    }
-    memcpy(step->hidden + begin * args.width, step->embedded + begin * args.width,
-           (end - begin) * args.width * sizeof(float));
 }
 
 static void embed(const Share *share) {
@@ -202,23 +97,47 @@ static void normalise_hidden(const Share *share, const NormWeights *norm) {
     norm_part(&args, share->thread, share->num_threads);
 }
 
-/* hidden += added, normalised by out_norm first if there is one; then x = hidden normalised by next_norm, if given. */
-static void add(const Share *share, const NormWeights *out_norm, const NormWeights *next_norm) {
-    const DecoderStep *step = share->step;
+/* Write x, rows of x_dtype, normalised to out. */
+static void normalise_rows(const Share *share, const void *x, int x_dtype, const NormWeights *norm, void *out,
+                           int out_dtype) {
     const Decoder *decoder = share->decoder;
-    Norm args = {.num_rows = share->num_rows, .width = decoder->hidden_size, .eps = decoder->eps};
-    args.multiplier = decoder->residual_multiplier;
-    args.x = step->added, args.x_dtype = decoder->dtype;
-    if (out_norm->weight) {
-        args.norm = *out_norm, args.out = step->normed, args.out_dtype = FLOAT32;
-        norm_part(&args, share->thread, share->num_threads);
-        args.x = step->normed, args.x_dtype = FLOAT32;
-    }
-    args.hidden = share->hidden;
-    args.out = NULL;
-    if (next_norm) args.norm = *next_norm, args.out = step->x, args.out_dtype = decoder->dtype;
+    const Norm args = {NULL, x, *norm, out, share->num_rows, decoder->hidden_size, x_dtype, out_dtype, decoder->eps};
     norm_part(&args, share->thread, share->num_threads);
 }
+
+/* hidden += x, rows of x_dtype, times the layer's scale if it ends here; then the step's x = hidden normalised by next_norm,
+ * if given. */
+static void add_rows(const Share *share, const void *x, int x_dtype, const NormWeights *next_norm, float scale) {
+    const Decoder *decoder = share->decoder;
+    Norm args = {.hidden = share->hidden, .x = x, .x_dtype = x_dtype, .num_rows = share->num_rows};
+    args.width = decoder->hidden_size, args.eps = decoder->eps;
+    args.multiplier = decoder->residual_multiplier, args.scale = scale;
+    if (next_norm) args.norm = *next_norm, args.out = share->step->x, args.out_dtype = decoder->dtype;
+    norm_part(&args, share->thread, share->num_threads);
+}
+
+/* hidden += added, normalised by out_norm first if there is one; else as add_rows(). */
+static void add(const Share *share, const NormWeights *out_norm, const NormWeights *next_norm, float scale) {
+    const DecoderStep *step = share->step;
+    if (!out_norm->weight) {
+        add_rows(share, step->added, share->decoder->dtype, next_norm, scale);
+        return;
+    }
+    normalise_rows(share, step->added, share->decoder->dtype, out_norm, step->normed, FLOAT32);
+    add_rows(share, step->normed, FLOAT32, next_norm, scale);
+}
+
+static const DecoderLayer *last_layer(const DecoderStep *step) {
+    return step->decoder->layers + step->decoder->num_layers - 1;
+}
+
+/* Return the last layer that is computed up to its attention for all rows. Those behind it are the tail: later tokens need
+ * nothing of them. Taps are of all rows. */
+static const DecoderLayer *last_of_all_rows(const DecoderStep *step) {
+    return last_layer(step) - (step->num_taps ? 0 : step->decoder->num_tail);
+}
+
+static int is_in_tail(const Share *share) { return share->tokens && share->layer > last_of_all_rows(share->step); }
 
 static void rotate(const Share *share) {
     const DecoderStep *step = share->step;
@@ -235,12 +154,14 @@ static void rotate(const Share *share) {
         .norms_of_rows = layer->norms_of_rows,
         .is_centred = layer->centred_norms,
         .is_after = layer->norms_after,
+        .values = layer->values,
         .slots = kind->slots,
-        .q = step->q,
+        .tokens = share->tokens,
+        .q = is_in_tail(share) ? step->tail_q : step->q,
         .layer = *share->cache,
         .shape = kind->attention.shape,
         .num_heads = share->decoder->num_heads,
-        .num_tokens = (int32_t)step->num_tokens,
+        .num_tokens = (int32_t)share->num_rows,
         .eps = share->decoder->eps,
     };
     rope_kv_write_part(&args, share->thread, share->num_threads);
@@ -310,6 +231,7 @@ static void attend(const Share *share, int is_narrow) {
     use_plan(&args, kind->plan, is_narrow);
     args.q = share->step->q, args.layer = *share->cache;
     args.out = share->decoder->group ? share->step->own_attended : share->step->attended;
+    if (is_in_tail(share)) args.q = share->step->tail_q, args.out = share->step->tail_attended;
     args.scale = layer->scale, args.cap_factor = layer->cap_factor, args.sinks = layer->sinks;
     attention_part(&args, share->thread, share->num_threads);
 }
@@ -318,9 +240,11 @@ static void attend(const Share *share, int is_narrow) {
 static void apply_output_gate(const Share *share) {
     const DecoderStep *step = share->step;
     const int64_t width = share->layer->o.depth, bytes = element_bytes(share->decoder->dtype);
+    const int64_t count = share->layer->output_gate->num_columns;
+    const char *gates = step->output_gates;
     for (int64_t row = first_row(share, share->thread); row < first_row(share, share->thread + 1); row++)
-        output_gate_row((char *)step->attended + row * width * bytes, (const char *)step->output_gates + row * width * bytes,
-                        width, share->decoder->dtype);
+        output_gate_row((char *)step->attended + row * width * bytes, gates + row * count * bytes, width, width / count,
+                        share->decoder->dtype);
     pool_barrier();
 }
 
@@ -355,8 +279,19 @@ static void begin_layer(const Share *share) {
         rotate(share);
 }
 
+/* Compute the projection of the tokens' embeddings for the inputs of all layers (per_layer.h). */
+static void project_inputs(const Share *share) {
+    const DecoderStep *step = share->step;
+    const NormWeights rounding = {0};
+    normalise_hidden(share, &rounding);
+    go_on_by_rows(share);
+    multiply(share, &share->decoder->per_layer->projection, step->x, step->projected, NULL, NULL, NULL);
+    go_on_by_rows(share);
+}
+
 static void begin_step(const Share *share) {
     embed(share);
+    if (share->decoder->per_layer) project_inputs(share);
     normalise_hidden(share, &share->layer->input_norm);
     go_on_by_rows(share);
     begin_layer(share);
@@ -368,9 +303,9 @@ static void add_attention(const Share *share, const void *attended) {
     const DecoderGroup *group = share->decoder->group;
     if (layer->latent) attended = expand_values(share, attended);
     multiply_adapted(share, &layer->o, O_PRODUCT, attended, share->step->added, group ? &group->hidden : NULL,
-                     layer->experts ? NULL : &layer->gate_up);
+                     layer->experts && !layer->beside ? NULL : &layer->gate_up);
     gather(share, share->step->added, group ? &group->hidden : NULL, layer->o.y_dtype);
-    add(share, &layer->attention_out_norm, &layer->mlp_norm);
+    add(share, &layer->attention_out_norm, &layer->mlp_norm, 0.0f);
 }
 
 /* Compute the MLP from x. `next` is the product that follows. */
@@ -386,10 +321,64 @@ static void run_mlp(const Share *share, const Gemm *next) {
     gather(share, step->added, hidden, layer->down.y_dtype);
 }
 
+/* Compute the dense MLP beside experts from x; then what experts and router read. */
+static void run_dense_beside(const Share *share) {
+    const DecoderStep *step = share->step;
+    const ExpertsBeside *beside = share->layer->beside;
+    const int dtype = share->decoder->dtype;
+    run_mlp(share, NULL);
+    normalise_rows(share, step->added, dtype, &beside->dense_norm, step->beside, FLOAT32);
+    normalise_rows(share, share->hidden, FLOAT32, &beside->input_norm, step->x, dtype);
+    normalise_rows(share, share->hidden, FLOAT32, &beside->router_norm, step->router_x, dtype);
+}
+
+/* Add what experts alongside a dense MLP yield to hidden, with what that MLP does; else as add_rows(). */
+static void add_beside(const Share *share, const NormWeights *next_norm, float scale) {
+    const DecoderStep *step = share->step;
+    const DecoderLayer *layer = share->layer;
+    const int64_t width = share->decoder->hidden_size;
+    normalise_rows(share, step->added, share->decoder->dtype, &layer->beside->output_norm, step->normed, FLOAT32);
+    Norm sum = {step->beside, step->normed, layer->mlp_out_norm, step->normed, share->num_rows, width, FLOAT32, FLOAT32};
+    sum.eps = share->decoder->eps, sum.multiplier = 1.0f;
+    norm_part(&sum, share->thread, share->num_threads);
+    add_rows(share, step->normed, FLOAT32, next_norm, scale);
+}
+
+/* Multiply what the layer's gate makes of x by the layer's own inputs, and leave the product of that in `added`. */
+static void use_own_inputs(const Share *share) {
+    const DecoderStep *step = share->step;
+    const PerLayer *own = share->layer->per_layer;
+    const PerLayerStep args = {share->decoder->per_layer, step->token_ids, share->tokens, step->projected, step->own_inputs,
+                               share->num_rows, share->layer - share->decoder->layers};
+    go_on_by_rows(share);
+    multiply(share, &own->gate, step->x, step->own_inputs, NULL, &own->out, NULL);
+    go_on_by_rows(share);
+    per_layer_part(&args, share->thread, share->num_threads);
+    go_on_by_rows(share);
+    multiply(share, &own->out, step->own_inputs, step->added, NULL, NULL, NULL);
+    go_on_by_rows(share);
+}
+
+/* Add what the MLP yields to hidden, and what the layer's own inputs make. x is hidden normalised by next_norm then. */
+static void end_layer(const Share *share, const NormWeights *next_norm) {
+    const DecoderLayer *layer = share->layer;
+    const NormWeights rounding = {0};
+    const NormWeights *next = layer->per_layer ? &rounding : next_norm;
+    const float scale = layer->per_layer ? 0.0f : layer->layer_scale;
+    if (layer->beside)
+        add_beside(share, next, scale);
+    else
+        add(share, &layer->mlp_out_norm, next, scale);
+    if (!layer->per_layer) return;
+    use_own_inputs(share);
+    add(share, &layer->per_layer->norm, next_norm, layer->layer_scale);
+}
+
 /* Compute the routed MLP from x, for all rows together. */
 static void run_experts(const Share *share) {
     const DecoderStep *step = share->step;
-    const ExpertsStep args = {share->layer->experts, step->experts_room, step->x, step->added, share->num_rows};
+    const void *router_x = share->layer->beside ? step->router_x : NULL;
+    const ExpertsStep args = {share->layer->experts, step->experts_room, step->x, step->added, share->num_rows, router_x};
     pool_barrier();
     experts_part(&args, share->thread, share->num_threads);
     pool_barrier();
@@ -405,7 +394,7 @@ static void copy_tap(const Share *share, int64_t tap) {
 
 static void begin_next_layer(const Share *share) {
     const DecoderLayer *layer = share->layer;
-    add(share, &layer->mlp_out_norm, &layer[1].input_norm);
+    end_layer(share, &layer[1].input_norm);
     go_on_by_rows(share);
     if (layer[1].tap) copy_tap(share, layer[1].tap);
     Share next = *share;
@@ -413,25 +402,36 @@ static void begin_next_layer(const Share *share) {
     begin_layer(&next);
 }
 
-static void add_attention_output(const Share *share) { add_attention(share, share->step->attended); }
+/* Copy the rows that have logits: attention's output of the layer; and of the last layer of all rows, whose hidden is that of
+ * all tokens, hidden to last_hidden, and their adapters. Return the first. */
+static const void *pick_rows(const Share *share) {
+    const DecoderStep *step = share->step;
+    const Latent *latent = share->layer->latent;
+    const int64_t width = latent ? (int64_t)latent->num_heads * latent->latent_dim : share->layer->o.depth;
+    const int64_t bytes = width * element_bytes(share->decoder->dtype), hidden_size = share->decoder->hidden_size;
+    const char *attended = is_in_tail(share) ? step->tail_attended : step->attended;
+    char *picked = share->decoder->num_tail ? step->tail_picked : step->qkv;
+    for (int64_t i = first_row(share, share->thread); i < first_row(share, share->thread + 1); i++) {
+        const int64_t row = share->tokens[i];
+        memcpy(picked + i * bytes, attended + row * bytes, bytes);
+        if (is_in_tail(share)) continue;
+        memcpy(step->last_hidden + i * hidden_size, step->hidden + row * hidden_size, hidden_size * sizeof(float));
+        if (step->adapters) step->picked[i] = step->adapters[row];
+    }
+    go_on_by_rows(share);
+    return picked;
+}
+
+/* Add attention's output; if the MLP runs alongside experts, compute it too. */
+static void add_attention_output(const Share *share) {
+    add_attention(share, share->tokens ? pick_rows(share) : share->step->attended);
+    if (share->layer->beside) run_dense_beside(share);
+}
 
 static void go_to_next_layer(const Share *share) {
     add_attention_output(share);
     run_mlp(share, &share->layer[1].qkv);
     begin_next_layer(share);
-}
-
-/* Copy the rows that have logits: hidden to last_hidden, the last layer's attention output to qkv, their adapters. */
-static void pick_rows(const Share *share, size_t attended_bytes) {
-    const DecoderStep *step = share->step;
-    const int64_t width = share->decoder->hidden_size;
-    for (int64_t i = first_row(share, share->thread); i < first_row(share, share->thread + 1); i++) {
-        const int64_t row = step->logits_rows[i];
-        memcpy(step->last_hidden + i * width, step->hidden + row * width, width * sizeof(float));
-        memcpy((char *)step->qkv + i * attended_bytes, (const char *)step->attended + row * attended_bytes,
-               attended_bytes);
-        if (step->adapters) step->picked[i] = step->adapters[row];
-    }
 }
 
 static void cap_logits(const Share *share) {
@@ -455,20 +455,11 @@ static void find_largest_logits(const Share *share) {
     find_largest(step->logits + begin * size, end - begin, size, step->largest + begin);
 }
 
-/* Add attention's output in the last layer, for the rows that have logits. */
-static void add_picked_attention(const Share *share) {
-    const Latent *latent = share->layer->latent;
-    const int64_t width = latent ? (int64_t)latent->num_heads * latent->latent_dim : share->layer->o.depth;
-    pick_rows(share, width * element_bytes(share->decoder->dtype));
-    go_on_by_rows(share);
-    add_attention(share, share->step->qkv);
-}
-
 /* Finish the step for the rows that have logits, after the last layer's MLP: final norm and head. */
 static void run_head(const Share *share) {
     const DecoderStep *step = share->step;
     const Decoder *decoder = share->decoder;
-    add(share, &share->layer->mlp_out_norm, step->logits ? &decoder->norm : NULL);
+    end_layer(share, step->logits ? &decoder->norm : NULL);
     if (!step->logits) return;
     const DecoderGroup *group = decoder->group;
     go_on_by_rows(share);
@@ -483,7 +474,7 @@ static void run_head(const Share *share) {
 }
 
 static void finish_step(const Share *share) {
-    add_picked_attention(share);
+    add_attention_output(share);
     run_mlp(share, share->step->logits ? &share->decoder->head : NULL);
     run_head(share);
 }
@@ -507,21 +498,6 @@ static void run_by_rows(const Share *share, void (*phase)(const Share *)) {
     }
 }
 
-/* Compute the rest only for rows that have logits. For the other rows the last layer's K and V are enough: no later
- * result depends on more of them. */
-static void compute_logits(const Share *share) {
-    Share picked = *share;
-    picked.hidden = share->step->last_hidden, picked.num_rows = share->step->num_logits;
-    if (picked.adapters) picked.adapters = share->step->picked;
-    if (!picked.layer->experts) {
-        run_by_rows(&picked, finish_step);
-        return;
-    }
-    run_by_rows(&picked, add_picked_attention);
-    run_experts(&picked);
-    run_by_rows(&picked, run_head);
-}
-
 /* Compute the rest of a layer from the output of attention, and the next layer up to its attention. */
 static void continue_layer(const Share *share) {
     if (!share->layer->experts) {
@@ -533,23 +509,50 @@ static void continue_layer(const Share *share) {
     run_by_rows(share, begin_next_layer);
 }
 
-static const DecoderLayer *last_layer(const DecoderStep *step) {
-    return step->decoder->layers + step->decoder->num_layers - 1;
+/* Compute the rest only for rows that have logits. For the other rows the K and V of the last layer of all rows are enough:
+ * no later result depends on more of them. */
+static void compute_logits(const Share *share) {
+    Share picked = *share;
+    picked.hidden = share->step->last_hidden, picked.num_rows = share->step->num_logits;
+    picked.tokens = share->step->logits_rows;
+    if (picked.adapters) picked.adapters = share->step->picked;
+    while (picked.layer != last_layer(share->step)) {
+        continue_layer(&picked);
+        picked.layer++, picked.cache++;
+        pool_barrier();
+        attend(&picked, picked.is_narrow);
+        finish_attention(&picked);
+    }
+    if (!picked.layer->experts) {
+        run_by_rows(&picked, finish_step);
+        return;
+    }
+    run_by_rows(&picked, add_attention_output);
+    run_experts(&picked);
+    run_by_rows(&picked, run_head);
 }
 
 static Share share_of(const DecoderStep *step, int64_t layer, int thread, int num_threads) {
     const Decoder *decoder = step->decoder;
-    return (Share){step,         decoder,          decoder->layers + layer, step->cache + layer,
-                   step->hidden, step->num_tokens, step->adapters,          thread,
-                   num_threads};
+    return (Share){step,         decoder,          decoder->layers + layer, step->cache + layer, step->hidden,
+                   step->num_tokens, NULL, step->adapters, (int)step->is_narrow, thread, num_threads};
+}
+
+/* Narrow the plans of the last layer of all rows, and of the tail, to the rows that have logits. */
+static void narrow_plans(const DecoderStep *step) {
+    const DecoderLayer *first = last_of_all_rows(step);
+    for (const DecoderLayer *layer = first; layer <= last_layer(step); layer++) {
+        const DecoderLayer *same = first;
+        while (same->kind != layer->kind) same++;
+        if (same == layer) narrow_plan(step->kinds[layer->kind].plan, step->logits_rows, step->num_logits);
+    }
 }
 
 static void step_job(void *args, int thread, int num_threads) {
     const DecoderStep *step = args;
-    const DecoderLayer *last = last_layer(step);
+    const DecoderLayer *last = last_of_all_rows(step);
     Share share = share_of(step, 0, thread, num_threads);
-    if (step->is_narrow && thread == 0)
-        narrow_plan(step->kinds[last->kind].plan, step->logits_rows, step->num_logits);
+    if (step->is_narrow && thread == 0) narrow_plans(step);
     run_by_rows(&share, begin_step);
     for (;; share.layer++, share.cache++) {
         pool_barrier();
@@ -563,16 +566,21 @@ static void step_job(void *args, int thread, int num_threads) {
 
 static void logits_job(void *args, int thread, int num_threads) {
     const DecoderStep *step = args;
-    const Share share = share_of(step, step->decoder->num_layers - 1, thread, num_threads);
+    Share share = share_of(step, last_of_all_rows(step) - step->decoder->layers, thread, num_threads);
     if (step->is_narrow) {
         attend(&share, 0);
         finish_attention(&share);
+    }
+    if (share.layer != last_layer(step)) { /* the tail's attention is of these rows */
+        share.is_narrow = 1;
+        if (thread == 0) narrow_plans(step);
+        pool_barrier();
     }
     compute_logits(&share);
 }
 
 EXPORT void decoder_step(DecoderStep *args) {
-    args->is_narrow = args->num_logits < args->num_tokens && !last_layer(args)->recurrence;
+    args->is_narrow = args->num_logits < args->num_tokens && !last_of_all_rows(args)->recurrence;
     pool_run(step_job, args);
 }
 

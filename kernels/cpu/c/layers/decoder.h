@@ -17,7 +17,15 @@
 #include "attention/latent.h"
 #include "products/lora.h"
 #include "layers/norm.h"
+#include "layers/per_layer.h"
 #include "layers/recurrence.h"
+
+/* The norms of a layer whose experts run alongside a dense MLP: hidden += mlp_out_norm(dense_norm(MLP) + output_norm(experts)),
+ * and both read hidden as attention leaves it. */
+typedef struct {
+    NormWeights input_norm, router_norm; /* of what experts and router read */
+    NormWeights dense_norm, output_norm;
+} ExpertsBeside;
 
 /* A layer of a model; made once. The Gemms have weights, bias, sizes and dtypes. */
 typedef struct {
@@ -28,8 +36,12 @@ typedef struct {
     float scale, cap_factor;                  /* see attention.h */
     int32_t kind;                             /* kind of window and rotation: index into the step's kinds */
     int64_t tap;                              /* place + 1 among the taps of what the layer reads; 0 = none */
-    int32_t norms_of_rows, centred_norms, norms_after; /* of heads: see rope.h */
-    const Experts *experts;                   /* instead of gate_up and down; or NULL */
+    int32_t norms_of_rows, centred_norms, norms_after, values; /* of heads: see rope.h */
+    float layer_scale;                        /* of hidden, at the layer's end; 0 = none */
+    int32_t reserved;
+    const Experts *experts;                   /* instead of gate_up and down, or alongside them; or NULL */
+    const ExpertsBeside *beside;              /* of experts alongside a dense MLP; or NULL */
+    const PerLayer *per_layer;                /* what the layer's own inputs make, after the MLP; or NULL */
     const float *sinks;                       /* see attention.h; or NULL */
     const Latent *latent;                     /* around attention; qkv has the columns of LatentStep.qkv. Or NULL */
     const Recurrence *recurrence;             /* instead of attention, with qkv and o as its products; or NULL */
@@ -71,6 +83,8 @@ typedef struct {
                                 * then only rank 0 has logits and largest */
     float residual_multiplier; /* see norm.h */
     float logits_cap;          /* see soft_cap.h; 0 = none */
+    const PerLayerInputs *per_layer; /* inputs of single layers; or NULL */
+    int64_t num_tail;          /* last layers, all without K and V: they are computed for rows with logits only */
 } Decoder;
 
 /* A step's inputs for the layers of one kind. */
@@ -114,11 +128,18 @@ typedef struct {
     float *mixed, *states; /* of layers with a recurrence, as all below: see recurrence.h */
     const int64_t *state_rows, *firsts, *saves;
     int64_t state_stride, mixed_stride, num_requests;
+    void *projected;    /* [T, num_layers * width] of dtype: see per_layer.h; or NULL */
+    void *own_inputs;   /* [max(T, S), width] of dtype: what a layer's gate makes; or NULL. Rows of `gated` are of other widths,
+                         * and threads that divide rows do not wait for each other */
+    void *router_x;     /* [max(T, S), hidden_size] of dtype: what routers alongside dense MLPs read; or NULL */
+    float *beside;      /* [max(T, S), hidden_size]: what dense MLPs alongside experts yield; or NULL */
+    void *tail_q, *tail_attended, *tail_picked; /* of layers in the tail, in place of q and attended, of which rows with
+                                                 * logits are written only; and room for these rows of attended. Or NULL */
 } DecoderStep;
 
 void decoder_step(DecoderStep *args);
 
-/* Compute logits of other rows of the last step. Its hidden, q and attended must be unchanged. */
+/* Compute logits of other rows of the last step. Its hidden, q, attended and projected must be unchanged. */
 void decoder_logits(DecoderStep *args);
 
 #endif

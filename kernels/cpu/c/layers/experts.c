@@ -8,7 +8,7 @@
 typedef struct {
     const Experts *experts;
     const ExpertsRoom *room;
-    const char *x;
+    const char *x, *router_x;
     char *y;
     int64_t num_rows;
     int dtype;
@@ -19,7 +19,7 @@ static int64_t share_of(int64_t count, int thread, int num_threads) { return cou
 
 static void route(const Batch *batch) {
     Gemm args = batch->experts->router;
-    args.x = batch->x, args.x_stride = args.depth;
+    args.x = batch->router_x, args.x_stride = args.depth;
     args.y = batch->room->logits, args.y_stride = args.num_columns;
     args.num_rows = batch->num_rows;
     gemm_part(&args, batch->thread, batch->num_threads);
@@ -208,7 +208,8 @@ void experts_part(const ExpertsStep *args, int thread, int num_threads) {
     const int64_t bytes = experts->width * element_bytes(dtype);
     for (int64_t row = 0; row < args->num_rows; row += EXPERT_ROWS) {
         const int64_t left = args->num_rows - row;
-        const Batch batch = {experts, args->room, (const char *)args->x + row * bytes, (char *)args->y + row * bytes,
+        const char *x = args->x, *router_x = args->router_x ? args->router_x : args->x;
+        const Batch batch = {experts, args->room, x + row * bytes, router_x + row * bytes, (char *)args->y + row * bytes,
                              left < EXPERT_ROWS ? left : EXPERT_ROWS, dtype, thread, num_threads};
         if (row > 0) pool_barrier(); /* the room is in use until all have combined */
         run_batch(&batch);

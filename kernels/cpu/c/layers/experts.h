@@ -50,6 +50,7 @@ typedef struct {
     const void *x; /* [num_rows, width] of dtype */
     void *y;       /* [num_rows, width] of dtype */
     int64_t num_rows;
+    const void *router_x; /* [num_rows, width] of dtype: what the router multiplies; NULL = x */
 } ExpertsStep;
 
 /* Compute y. All threads call this; there are barriers inside, but none at the end. */

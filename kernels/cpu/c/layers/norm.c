@@ -14,6 +14,13 @@ INLINE void add_row(const Norm *args, float *hidden, const char *x, const int x_
     }
 }
 
+/* Multiply the row of hidden by the scale. */
+static void scale_row(const Norm *args, float *hidden) {
+    const int64_t width = args->width, whole = width / LANES * LANES;
+    for (int64_t i = 0; i < whole; i += LANES) store_floats(hidden + i, load_floats(hidden + i) * args->scale);
+    for (int64_t i = whole; i < width; i++) hidden[i] *= args->scale;
+}
+
 /* Write the normalised row: of hidden, or of x without it. */
 INLINE void write_row(const Norm *args, float *hidden, const char *x, char *out, const int x_dtype,
                       const int out_dtype) {
@@ -41,6 +48,7 @@ INLINE void norm_row(const Norm *args, int64_t row, const int x_dtype, const int
     const int precedes = args->norm.precedes;
     if (out && precedes) write_row(args, hidden, x, out, x_dtype, out_dtype);
     if (hidden && x) add_row(args, hidden, x, x_dtype);
+    if (hidden && args->scale != 0.0f) scale_row(args, hidden);
     if (out && !precedes) write_row(args, hidden, x, out, x_dtype, out_dtype);
 }
 

@@ -4,9 +4,10 @@
  *
  * A norm that precedes the addition normalises hidden as it was before: `out` is what a parallel branch reads.
  *
- * A centred norm is layer normalisation (Ba et al. 2016, arXiv 1607.06450): the row's mean is subtracted first, and a
- * bias may be added. Everything is done row by row. All intermediate numbers are float32. The sums of a row have a
- * fixed order.
+ * With a scale, hidden is multiplied by it after the addition.
+ *
+ * A centred one is layer normalisation (Ba et al. 2016, arXiv 1607.06450): the row's mean is subtracted first, and a bias
+ * may be added. All is done row by row. All intermediate numbers are float32. The sums of a row have a fixed order.
  */
 #ifndef NORM_H
 #define NORM_H
@@ -31,6 +32,8 @@ typedef struct {
     int64_t num_rows, width;
     int32_t x_dtype, out_dtype; /* BFLOAT16 or FLOAT32 */
     float eps, multiplier;
+    float scale;         /* of hidden, after the addition; 0 = none */
+    int32_t reserved;
 } Norm;
 
 void norm_part(const Norm *args, int thread, int num_threads);

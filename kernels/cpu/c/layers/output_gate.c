@@ -13,8 +13,23 @@ INLINE void open_row(void *x, const void *gates, int64_t width, const int dtype)
                    dtype);
 }
 
-void output_gate_row(void *x, const void *gates, int64_t width, int dtype) {
-    if (dtype == BFLOAT16)
+/* Like open_row(), with one gate for each `group` numbers. */
+INLINE void open_heads(void *x, const void *gates, int64_t width, int64_t group, const int dtype) {
+    for (int64_t head = 0; head < width / group; head++) {
+        char *numbers = (char *)x + head * group * element_bytes(dtype);
+        const Floats gate = all_floats(load_tail(gates, head, 1, dtype)[0]);
+        int64_t i = 0;
+        for (; i + LANES <= group; i += LANES) store_numbers(numbers, i, opened(load_numbers(numbers, i, dtype), gate), dtype);
+        if (i < group) store_tail(numbers, i, group - i, opened(load_tail(numbers, i, group - i, dtype), gate), dtype);
+    }
+}
+
+void output_gate_row(void *x, const void *gates, int64_t width, int64_t group, int dtype) {
+    if (group > 1 && dtype == BFLOAT16)
+        open_heads(x, gates, width, group, BFLOAT16);
+    else if (group > 1)
+        open_heads(x, gates, width, group, FLOAT32);
+    else if (dtype == BFLOAT16)
         open_row(x, gates, width, BFLOAT16);
     else
         open_row(x, gates, width, FLOAT32);
@@ -23,5 +38,6 @@ void output_gate_row(void *x, const void *gates, int64_t width, int dtype) {
 EXPORT void output_gate(const OutputGate *args) {
     const int64_t bytes = args->width * element_bytes(args->dtype);
     for (int64_t row = 0; row < args->num_rows; row++)
-        output_gate_row((char *)args->x + row * bytes, (const char *)args->gates + row * bytes, args->width, args->dtype);
+        output_gate_row((char *)args->x + row * bytes, (const char *)args->gates + row * bytes / args->group, args->width,
+                        args->group, args->dtype);
 }

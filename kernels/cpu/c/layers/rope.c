@@ -5,7 +5,7 @@
 #include "math/row_math.h"
 
 enum {
-    CHUNK_HEAD_DIM = 256, /* limit for rotating a whole chunk's heads on the stack */
+    CHUNK_HEAD_DIM = 512, /* limit for rotating a whole chunk's heads on the stack */
 };
 
 INLINE void normalise_numbers(const RopeKvWrite *args, const void *x, const int dtype, const float *weight,
@@ -57,10 +57,29 @@ static int is_finite_head(const CacheShape *shape, const char *x) {
     return shape->dtype == FLOAT32 ? is_finite_row(x, bytes, FLOAT32) : is_finite_row(x, bytes, BFLOAT16);
 }
 
+/* Return how many heads a row of qkv has. */
+static int heads_of_row(const RopeKvWrite *args) {
+    const int sides = args->values == SHARED_VALUES ? 0 : args->values == KEY_VALUES ? 1 : 2;
+    return args->num_heads + sides * args->shape.num_kv_heads;
+}
+
 /* Return a head of a token's row of qkv: Q heads come first, then K, then V. */
 static const char *head_of(const RopeKvWrite *args, int token, int head) {
-    const size_t num_heads = args->num_heads + 2 * args->shape.num_kv_heads;
+    const size_t num_heads = heads_of_row(args);
     return (const char *)args->qkv + (token * num_heads + head) * args->shape.head_dim * number_bytes(&args->shape);
+}
+
+/* Return V of a token's KV head for the cache: in qkv, or made in `room`. */
+static const char *make_value(const RopeKvWrite *args, int token, int kv_head, char *room) {
+    const int num_kv_heads = args->shape.num_kv_heads, behind = args->num_heads + num_kv_heads + kv_head;
+    if (args->values == OWN_VALUES) return head_of(args, token, behind);
+    const char *value = head_of(args, token, args->values == KEY_VALUES ? behind - num_kv_heads : behind);
+    const float *weight = args->norms + (size_t)behind * args->shape.head_dim;
+    if (args->shape.dtype == FLOAT32)
+        normalise_numbers(args, value, FLOAT32, weight, args->shape.head_dim, room, FLOAT32);
+    else
+        normalise_numbers(args, value, BFLOAT16, weight, args->shape.head_dim, room, BFLOAT16);
+    return room;
 }
 
 /* Normalise some heads of a token together, in place. */
@@ -81,19 +100,19 @@ static void normalise_rows(const RopeKvWrite *args, int token, int end) {
     }
 }
 
-/* Compute a token's rotated K for the cache. */
-static void make_key(const RopeKvWrite *args, int token, int kv_head, char *key) {
+/* Compute a token's rotated K for the cache. value: its V there. */
+static void make_key(const RopeKvWrite *args, int token, int kv_head, const char *value, char *key) {
     const int head = args->num_heads + kv_head;
     rotate_head(args, token, head, head_of(args, token, head), key);
-    const char *value = head_of(args, token, head + args->shape.num_kv_heads);
     if (!is_finite_head(&args->shape, key) || !is_finite_head(&args->shape, value)) memset(key, 0xff, 4);
 }
 
-static void write_q(const RopeKvWrite *args, int token) {
+/* Write Q of a row of qkv. token: its row of positions and q. */
+static void write_q(const RopeKvWrite *args, int row, int token) {
     const size_t head_bytes = args->shape.head_dim * number_bytes(&args->shape);
     char *q = (char *)args->q + (size_t)token * args->num_heads * head_bytes;
     for (int head = 0; head < args->num_heads; head++)
-        rotate_head(args, token, head, head_of(args, token, head), q + head * head_bytes);
+        rotate_head(args, token, head, head_of(args, row, head), q + head * head_bytes);
 }
 
 /* Write K and V of one token to the cache. */
@@ -102,9 +121,9 @@ static void write_kv(const RopeKvWrite *args, int token) {
     const int64_t slot = args->slots[token];
     if (slot < 0) return;
     for (int head = 0; head < shape->num_kv_heads; head++) {
-        char key[MAX_HEAD_DIM * 4] __attribute__((aligned(64)));
-        make_key(args, token, head, key);
-        const char *value = head_of(args, token, args->num_heads + shape->num_kv_heads + head);
+        char key[MAX_HEAD_DIM * 4] __attribute__((aligned(64))), made[MAX_HEAD_DIM * 4] __attribute__((aligned(64)));
+        const char *value = make_value(args, token, head, made);
+        make_key(args, token, head, value, key);
         const int64_t block = slot / shape->block_size;
         const int offset = (int)(slot % shape->block_size);
         put_in_cache(shape, args->layer, block, offset, 0, head, key);
@@ -131,7 +150,7 @@ static void fetch_chunk(const char *chunk, size_t bytes) {
 /* Write K and V of all tokens of a chunk to the cache. */
 static void write_chunk(const RopeKvWrite *args, int token) {
     const CacheShape *shape = &args->shape;
-    const int num_heads = args->num_heads + 2 * shape->num_kv_heads, block_size = shape->block_size;
+    const int num_heads = heads_of_row(args), block_size = shape->block_size;
     const size_t head_bytes = shape->head_dim * number_bytes(shape), bytes = chunk_bytes(shape);
     const int64_t block = args->slots[token] / block_size;
     char *place = (char *)args->layer + args->slots[token] % block_size / CHUNK * bytes;
@@ -140,19 +159,28 @@ static void write_chunk(const RopeKvWrite *args, int token) {
         char *keys = place + head_offset(shape, block, 0, head), *values = place + head_offset(shape, block, 1, head);
         fetch_chunk(keys, bytes);
         fetch_chunk(values, bytes);
-        for (int i = 0; i < CHUNK; i++) make_key(args, token + i, head, rows + i * head_bytes);
+        char made[CHUNK * CHUNK_HEAD_DIM * 4] __attribute__((aligned(64)));
+        for (int i = 0; i < CHUNK; i++) {
+            const char *value = make_value(args, token + i, head, made + i * head_bytes);
+            make_key(args, token + i, head, value, rows + i * head_bytes);
+        }
         put_keys(keys, shape, rows, head_bytes);
-        const char *value_rows = head_of(args, token, args->num_heads + shape->num_kv_heads + head);
-        put_values(values, shape, value_rows, num_heads * head_bytes);
+        const int is_own = args->values == OWN_VALUES;
+        const char *value_rows = is_own ? head_of(args, token, args->num_heads + shape->num_kv_heads + head) : made;
+        put_values(values, shape, value_rows, is_own ? num_heads * head_bytes : head_bytes);
     }
 }
 
 static void write_tokens(const RopeKvWrite *args, int token, int end) {
+    if (args->values == SHARED_VALUES) {
+        for (; token < end; token++) write_q(args, token, args->tokens ? (int)args->tokens[token] : token);
+        return;
+    }
     while (token < end) {
         const int is_whole = is_chunk(args, token, end);
         if (is_whole) write_chunk(args, token);
         for (const int after = token + (is_whole ? CHUNK : 1); token < after; token++) {
-            write_q(args, token);
+            write_q(args, token, token);
             if (!is_whole) write_kv(args, token);
         }
     }
@@ -170,7 +198,7 @@ static void rope_kv_write_job(void *args, int thread, int num_threads) {
 }
 
 EXPORT void rope_kv_write(const RopeKvWrite *args) {
-    const int64_t width = (int64_t)(args->num_heads + 2 * args->shape.num_kv_heads) * args->shape.head_dim;
+    const int64_t width = (int64_t)heads_of_row(args) * args->shape.head_dim;
     if (args->num_tokens * width <= NOT_SHARED)
         rope_kv_write_part(args, 0, 1);
     else

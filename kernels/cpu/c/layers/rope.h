@@ -10,12 +10,17 @@
 
 #include "attention/cache_shape.h"
 
+/* What V is (kernels/value_form.py): columns behind those of K, as they are; these, normalised as heads; K's columns, before
+ * K is, so normalised; or nothing, and K neither: the cache has K and V of another layer. */
+enum { OWN_VALUES = 0, NORMALISED_VALUES = 1, KEY_VALUES = 2, SHARED_VALUES = 3 };
+
 typedef struct {
-    void *qkv;               /* [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] of dtype: Q, K, V */
+    void *qkv;               /* [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim] of dtype: Q, K, V; see `values` */
     const float *cos, *sin;  /* [positions, head_dim]; sin's halves have the signs (-, +). NULL = no rotation */
     const float *query_cos, *query_sin; /* the same for Q; NULL if cos is */
     const int64_t *positions; /* [num_tokens]: rows of cos and sin */
-    const float *norms;      /* weights [num_heads + num_kv_heads, head_dim]; NULL = heads are not normalised */
+    const float *norms;      /* weights [num_heads + num_kv_heads, head_dim], then [num_kv_heads, head_dim] of V if it is
+                              * normalised; NULL = heads are not normalised */
     const int64_t *slots;    /* [num_tokens]: block * block_size + offset, -1 = do not store */
     void *q;                 /* [num_tokens, num_heads, head_dim] of dtype */
     void *layer;             /* this layer of the cache */
@@ -25,6 +30,8 @@ typedef struct {
     int32_t norms_of_rows; /* Q's heads are normalised together, in qkv, and so are K's */
     int32_t is_centred;    /* norms are layer normalisations without biases (norm.h); otherwise RMS norms */
     int32_t is_after;      /* heads are normalised after the rotation; not with norms_of_rows */
+    int32_t values;        /* one of those above; normalised ones only with norms of each head */
+    const int64_t *tokens; /* [num_tokens] rows of positions and q, of SHARED_VALUES; NULL = row i of qkv is row i there */
 } RopeKvWrite;
 
 void rope_kv_write_part(const RopeKvWrite *args, int thread, int num_threads);

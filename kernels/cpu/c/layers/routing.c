@@ -98,4 +98,6 @@ void choose_experts(const Routing *routing, const float *logits, float *keys, in
         for (int i = 0; i < num_chosen; i++) weights[i] /= (sum < LEAST_SUM ? LEAST_SUM : sum) + routing->added_to_sum;
     if (routing->scaling != 1.0f)
         for (int i = 0; i < num_chosen; i++) weights[i] *= routing->scaling;
+    if (routing->scales)
+        for (int i = 0; i < num_chosen; i++) weights[i] *= routing->scales[chosen[i]];
 }

@@ -1,10 +1,10 @@
 /* Which experts a row of a routed MLP has (experts.h), and the weights of their results.
  *
- * An expert's score is the softmax or the sigmoid of its logit. The experts with the largest scores are chosen, and the
- * lower number on a tie. With a correction (Wang et al. 2024, arXiv 2408.15664) the scores plus it are compared. With
- * groups (DeepSeek V2, arXiv 2405.04434) only experts in some groups of consecutive experts can be chosen: those groups
- * whose best experts have the largest sum. A weight is the expert's score, without the correction; the weights of a row
- * may be divided by their sum, to which a small number may be added; then they are multiplied by the scaling.
+ * An expert's score is the softmax or the sigmoid of its logit. Chosen are the experts with the largest scores; of equal
+ * ones the lower number. With a correction (Wang et al. 2024, arXiv 2408.15664) the scores plus it are compared. With
+ * groups (DeepSeek V2, arXiv 2405.04434) only experts of some groups of neighbours can be chosen: of those whose best ones
+ * have the largest sum. A weight is the expert's score, without the correction; the weights of a row may be divided by their
+ * sum, to which a small number may be added; then they are multiplied by the scaling, and by the expert's own scale.
  */
 #ifndef ROUTING_H
 #define ROUTING_H
@@ -21,6 +21,7 @@ typedef struct {
     int32_t best_of_group; /* how many of a group's largest compared numbers are added up: 1 or 2 */
     float added_to_sum;    /* of weights that are normalised */
     int32_t reserved;
+    const float *scales;   /* [num_experts] of the experts' weights; or NULL */
 } Routing;
 
 /* Choose the experts of a row with these logits [num_experts]: their numbers in ascending order and their weights, both

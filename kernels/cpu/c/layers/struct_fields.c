@@ -28,7 +28,7 @@ typedef struct {
 EXPORT const StructField struct_fields[] = {
 #define STRUCT CacheShape
     WHOLE FIELD(num_kv_heads) FIELD(head_dim) FIELD(block_size) FIELD(dtype) FIELD(is_quantized) FIELD(token_bytes)
-    FIELD(num_sides) FIELD(value_dim)
+    FIELD(num_sides) FIELD(value_dim) FIELD(block_bytes)
 #undef STRUCT
 #define STRUCT BlockTables
     WHOLE FIELD(blocks) FIELD(width) FIELD(block_size)
@@ -76,7 +76,7 @@ EXPORT const StructField struct_fields[] = {
 #undef STRUCT
 #define STRUCT Routing
     WHOLE FIELD(correction) FIELD(scaling) FIELD(num_experts) FIELD(num_chosen) FIELD(is_sigmoid) FIELD(normalises)
-    FIELD(num_groups) FIELD(num_chosen_groups) FIELD(best_of_group) FIELD(added_to_sum) FIELD(reserved)
+    FIELD(num_groups) FIELD(num_chosen_groups) FIELD(best_of_group) FIELD(added_to_sum) FIELD(reserved) FIELD(scales)
 #undef STRUCT
 #define STRUCT ExpertsRoom
     WHOLE FIELD(logits) FIELD(chosen) FIELD(weights) FIELD(places) FIELD(starts) FIELD(active) FIELD(gathered)
@@ -84,7 +84,7 @@ EXPORT const StructField struct_fields[] = {
     FIELD(shared_results)
 #undef STRUCT
 #define STRUCT ExpertsStep
-    WHOLE FIELD(experts) FIELD(room) FIELD(x) FIELD(y) FIELD(num_rows)
+    WHOLE FIELD(experts) FIELD(room) FIELD(x) FIELD(y) FIELD(num_rows) FIELD(router_x)
 #undef STRUCT
 #define STRUCT Gemm
     WHOLE FIELD(x) FIELD(weights) FIELD(bias) FIELD(y) FIELD(num_rows) FIELD(num_columns) FIELD(depth) FIELD(x_stride)
@@ -108,7 +108,7 @@ EXPORT const StructField struct_fields[] = {
 #define STRUCT DecoderLayer
     WHOLE FIELD(qkv) FIELD(o) FIELD(gate_up) FIELD(down) FIELD(input_norm) FIELD(mlp_norm) FIELD(attention_out_norm)
     FIELD(mlp_out_norm) FIELD(norms) FIELD(scale) FIELD(cap_factor) FIELD(kind) FIELD(tap) FIELD(norms_of_rows)
-    FIELD(centred_norms) FIELD(norms_after) FIELD(experts) FIELD(sinks) FIELD(latent) FIELD(recurrence) FIELD(output_gate)
+    FIELD(centred_norms) FIELD(norms_after) FIELD(values) FIELD(layer_scale) FIELD(reserved) FIELD(beside) FIELD(per_layer) FIELD(experts) FIELD(sinks) FIELD(latent) FIELD(recurrence) FIELD(output_gate)
 #undef STRUCT
 #define STRUCT Place
     WHOLE FIELD(first) FIELD(width) FIELD(bounds)
@@ -123,7 +123,7 @@ EXPORT const StructField struct_fields[] = {
 #define STRUCT Decoder
     WHOLE FIELD(layers) FIELD(head) FIELD(embeddings) FIELD(norm) FIELD(hidden_size) FIELD(num_layers) FIELD(num_heads)
     FIELD(dtype) FIELD(eps) FIELD(embedding_scale) FIELD(embeddings_packing) FIELD(kinds) FIELD(places) FIELD(num_words)
-    FIELD(group) FIELD(residual_multiplier) FIELD(logits_cap)
+    FIELD(group) FIELD(residual_multiplier) FIELD(logits_cap) FIELD(per_layer) FIELD(num_tail)
 #undef STRUCT
 #define STRUCT DecoderKind
     WHOLE FIELD(cos) FIELD(sin) FIELD(query_cos) FIELD(query_sin) FIELD(plan) FIELD(slots) FIELD(attention)
@@ -136,6 +136,20 @@ EXPORT const StructField struct_fields[] = {
     FIELD(experts_room) FIELD(num_tokens) FIELD(num_logits) FIELD(num_taps) FIELD(is_narrow)
     FIELD(adapters) FIELD(picked) FIELD(lowered) FIELD(lowered_stride) FIELD(given) FIELD(output_gates) FIELD(mixed)
     FIELD(states) FIELD(state_rows) FIELD(firsts) FIELD(saves) FIELD(state_stride) FIELD(mixed_stride) FIELD(num_requests)
+    FIELD(projected) FIELD(own_inputs) FIELD(router_x) FIELD(beside)
+    FIELD(tail_q) FIELD(tail_attended) FIELD(tail_picked)
+#undef STRUCT
+#define STRUCT ExpertsBeside
+    WHOLE FIELD(input_norm) FIELD(router_norm) FIELD(dense_norm) FIELD(output_norm)
+#undef STRUCT
+#define STRUCT PerLayerInputs
+    WHOLE FIELD(table) FIELD(projection) FIELD(norm) FIELD(width) FIELD(num_layers) FIELD(dtype) FIELD(eps) FIELD(reserved)
+#undef STRUCT
+#define STRUCT PerLayer
+    WHOLE FIELD(gate) FIELD(out) FIELD(norm)
+#undef STRUCT
+#define STRUCT PerLayerStep
+    WHOLE FIELD(inputs) FIELD(ids) FIELD(tokens) FIELD(projected) FIELD(x) FIELD(num_rows) FIELD(layer)
 #undef STRUCT
 #define STRUCT Dequantize
     WHOLE FIELD(blocks) FIELD(out) FIELD(num_blocks) FIELD(type) FIELD(dtype)
@@ -161,10 +175,10 @@ EXPORT const StructField struct_fields[] = {
 #undef STRUCT
 #define STRUCT Norm
     WHOLE FIELD(hidden) FIELD(x) FIELD(norm) FIELD(out) FIELD(num_rows) FIELD(width) FIELD(x_dtype) FIELD(out_dtype)
-    FIELD(eps) FIELD(multiplier)
+    FIELD(eps) FIELD(multiplier) FIELD(scale) FIELD(reserved)
 #undef STRUCT
 #define STRUCT OutputGate
-    WHOLE FIELD(x) FIELD(gates) FIELD(num_rows) FIELD(width) FIELD(dtype) FIELD(reserved)
+    WHOLE FIELD(x) FIELD(gates) FIELD(num_rows) FIELD(width) FIELD(dtype) FIELD(group)
 #undef STRUCT
 #define STRUCT Recurrence
     WHOLE FIELD(kernel) FIELD(bias) FIELD(rates) FIELD(step_biases) FIELD(skips) FIELD(norm) FIELD(channels) FIELD(width)
@@ -178,6 +192,7 @@ EXPORT const StructField struct_fields[] = {
 #define STRUCT RopeKvWrite
     WHOLE FIELD(qkv) FIELD(cos) FIELD(sin) FIELD(query_cos) FIELD(query_sin) FIELD(positions) FIELD(norms) FIELD(slots) FIELD(q) FIELD(layer)
     FIELD(shape) FIELD(num_heads) FIELD(num_tokens) FIELD(eps) FIELD(norms_of_rows) FIELD(is_centred) FIELD(is_after)
+    FIELD(values) FIELD(tokens)
 #undef STRUCT
 #define STRUCT Sampling
     WHOLE FIELD(logits) FIELD(temperature) FIELD(top_k) FIELD(top_p) FIELD(min_p) FIELD(seed) FIELD(position)

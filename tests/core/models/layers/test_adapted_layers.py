@@ -41,6 +41,8 @@ CASES = ("stablelm-head-norms", "nemotron", "cohere-head-norms", "ernie4.5", "gl
 CASES += ("starcoder2", "exaone", "llama2")
 #: Routed MLPs, of which only the attention takes adapters, and the dense MLP of a first layer.
 CASES += ("qwen3-moe", "gpt-oss", "glm4.5-air")
+#: Layers whose matrices differ: of two sizes, without K and V or without V, and with a dense MLP next to experts.
+CASES += ("gemma4-e2b", "gemma4-31b", "gemma4-26b-a4b")
 RANK, ALPHA = 4, 6.0
 
 Pairs = dict[str, tuple[Floats, Floats]]
@@ -58,7 +60,9 @@ def random_adapter(model: Any) -> Pairs:
     """A and B of every linear layer but the head and shared experts."""
     generator, pairs = np.random.default_rng(3), {}
     for name, layer in model.named_modules():
-        is_other = layer is model.get_output_embeddings() or "shared" in name
+        is_other = layer is model.get_output_embeddings() or any(
+            part in name for part in ("shared", "per_layer", "router")
+        )
         if isinstance(layer, torch.nn.Linear) and not is_other:
             columns, depth = layer.weight.shape
             a = generator.standard_normal((RANK, depth), np.float32) * np.float32(depth**-0.5)

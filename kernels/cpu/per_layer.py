@@ -1,0 +1,67 @@
+"""CpuPerLayerInputs: inputs of single layers alongside the residual stream, by the C kernel (c/layers/per_layer.h)."""
+
+import ctypes
+
+import numpy as np
+
+from kernels.arrays import Floats, Ints
+from kernels.cpu.embedding import CpuEmbedding
+from kernels.cpu.gemm import PackedMatrix
+from kernels.cpu.library import ELEMENT_NUMBERS, CpuLibrary
+from kernels.cpu.mixer_structs import PerLayerInputsArguments, PerLayerStepArguments
+from kernels.elements import Dtype, Numbers, rounded
+
+MAX_WIDTH = 4096  # enum in per_layer.h
+
+
+class CpuPerLayerInputs:
+    """What all layers with inputs of their own share: a table of tokens, and a projection of the tokens' embeddings."""
+
+    def __init__(
+        self, library: CpuLibrary, table: CpuEmbedding, projection: PackedMatrix, *, norm: Floats, eps: float
+    ) -> None:
+        """table: of rows [tokens * layers, width]. projection: to layers * width. norm [width] float32: of a layer's
+        part of the projection."""
+        width = table.width
+        assert projection.out_features % width == 0, (projection.out_features, width)
+        assert width <= MAX_WIDTH, width
+        self.table, self.projection, self.norm = table, projection, np.ascontiguousarray(norm, np.float32)
+        self.num_layers = projection.out_features // width
+        self.dtype: Dtype = projection.out_dtype
+        #: The C struct; it points into this object.
+        self.arguments = PerLayerInputsArguments(
+            table=table.constants,
+            projection=projection.arguments,
+            norm=self.norm.ctypes.data,
+            width=width,
+            num_layers=self.num_layers,
+            dtype=ELEMENT_NUMBERS[self.dtype],
+            eps=eps,
+        )
+        self._run = library.function("per_layer", ctypes.POINTER(PerLayerStepArguments))
+
+    @property
+    def variant(self) -> str:
+        """Name of the choices that fix the results' bits; part of the fingerprint."""
+        return self.projection.variant
+
+    def project(self, embedded: Floats) -> Numbers:
+        """Return the projection [T, layers * width] of embeddings [T, hidden] float32."""
+        return self.projection(rounded(embedded, self.dtype))
+
+    def multiply(self, x: Numbers, ids: Ints, projected: Numbers, layer: int) -> Numbers:
+        """Multiply x [T, width] by the layer's inputs of the tokens ids [T], in place. projected: of project()."""
+        assert x.dtype == projected.dtype, (x.dtype, projected.dtype)
+        assert x.flags.c_contiguous, x.strides
+        ids = np.ascontiguousarray(ids)
+        self._run(
+            PerLayerStepArguments(
+                inputs=ctypes.addressof(self.arguments),
+                ids=ids.ctypes.data,
+                projected=projected.ctypes.data,
+                x=x.ctypes.data,
+                num_rows=len(x),
+                layer=layer,
+            )
+        )
+        return x
