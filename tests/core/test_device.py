@@ -59,7 +59,7 @@ def test_every_variant_has_a_name_in_the_options() -> None:
 def test_a_variant_that_this_cpu_lacks_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_library_file, "runnable_variants", lambda: ["avx2", "portable"])
     with pytest.raises(
-        ConfigError, match=r"cpu_kernels=amx is not available here: .* kernels avx2, portable; not 'amx'"
+        ConfigError, match=r"cpu_kernels=amx is not available here: .* kernels avx2, portable, but not 'amx'"
     ):
         start_cpu_kernels(EngineConfig(cpu_kernels="amx"))
 
@@ -80,7 +80,7 @@ def test_with_neither_the_error_names_both(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(core.device, "find_spec", without_torch)
     with pytest.raises(
         ConfigError,
-        match=r"no C kernels here: no C compiler.*pip install torch, or engine-core with its extra \[torch\]",
+        match=r"C kernels are not available: no C compiler.*pip install torch, or engine-core with its extra \[torch\]",
     ):
         start_cpu_kernels(EngineConfig())
 

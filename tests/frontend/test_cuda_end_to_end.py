@@ -35,5 +35,5 @@ def test_the_engine_process_gives_the_tokens_of_the_cpu(model: str, monkeypatch:
 def test_without_a_gpu_the_engine_does_not_start(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(ConfigError, match=r"device=cuda needs an NVIDIA GPU: .*; device=cpu needs none"):
+    with pytest.raises(ConfigError, match=r"device=cuda needs an NVIDIA GPU: .*; use device=cpu without one"):
         LLM(model=model, skip_tokenizer_init=True, device="cuda", **OPTIONS)

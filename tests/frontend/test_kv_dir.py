@@ -73,7 +73,7 @@ def test_a_folder_that_cannot_be_used_fails_the_start_with_its_reason(model: str
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(ConfigError, match="link or not a folder"):
         LLM(model, **SIZES, kv_dir=tmp_path / "link")
-    with pytest.raises(ConfigError, match="keeps no blocks"):
+    with pytest.raises(ConfigError, match="does not share its blocks"):
         LLM(executor="fake", num_host_blocks=10, kv_dir=tmp_path / "kv")
 
 

@@ -57,7 +57,7 @@ class RoutedMlp:
 
 @dataclass(frozen=True)
 class ExpertsBeside:
-    """A routed MLP beside a dense one: both read the hidden states, under norms of their own, and are added."""
+    """A routed MLP alongside a dense one: both read the hidden states, under norms of their own, and are added."""
 
     input_norm: Norm
     router_norm: Norm

@@ -89,7 +89,7 @@ def test_the_digest_is_of_the_content(tmp_path: Path, folder: Path) -> None:
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA"),
         ({"of_a_later_peft": {"x": 1}}, "of_a_later_peft is .* this version does not support"),
         ({"r": 0}, "r must be a whole number above 0; got 0"),
-        ({"r": 8}, "has rank 4 and adapter_config.json says 8"),
+        ({"r": 8}, "has rank 4, but adapter_config.json says 8"),
         ({"lora_alpha": None}, "lora_alpha must be a number; got None"),
         ({"lora_alpha": 1e40}, "lora_alpha must be a number; got 1e"),
         ({"alpha_pattern": {"q_proj": -1e300}}, "alpha_pattern must be a number; got -1e"),

@@ -102,7 +102,7 @@ def test_exception_in_a_step_ends_the_engine_and_tells_every_client(
     assert codes == [process.EXIT_FAILED]
     error_text = logged()
     assert "Traceback" in error_text
-    assert "a step failed, the engine ends: RuntimeError: matrix is singular" in error_text
+    assert "a step failed and the engine ends: RuntimeError: matrix is singular" in error_text
 
 
 def test_overfull_inbox_is_not_filled_further(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:

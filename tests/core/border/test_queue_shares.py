@@ -38,7 +38,7 @@ def test_a_greedy_client_leaves_room(start: Callable[..., Running]) -> None:
         first.add(BOUND + 1, [1])
         refused = first.receive(RequestFailed)
         assert refused.message.startswith(
-            "36 of the requests that wait to begin are this client's, and the last 9 places"
+            "36 of the requests that are waiting to start are this client's, and the last 9 places"
         )
         first.send(Resume(2))
         first.receive(CallDone)
@@ -59,7 +59,9 @@ def test_a_client_with_much_to_read_leaves_room_for_tokens(start: Callable[..., 
             greedy.add(number, [1] * 10_000)
         refused, last = greedy.receive(RequestFailed), greedy.receive(RequestFailed)
         assert (refused.number, last.number) == (3, 4)
-        assert refused.message.startswith("30000 of the tokens that wait to begin are this client's, and the last")
+        assert refused.message.startswith(
+            "30000 of the tokens that are waiting to start are this client's, and the last"
+        )
         other.add(1, [1] * 14_000)
         assert other.statistics().num_waiting == 4
         greedy.send(Resume(2))
@@ -78,7 +80,7 @@ def test_a_greedy_tenant_leaves_room_within_its_client_too(start: Callable[..., 
         refused = [server.receive(RequestFailed)]
         while refused[-1].number < BOUND:
             refused.append(server.receive(RequestFailed))
-        assert "wait to begin are this tenant's, and the last" in refused[0].message
+        assert "are waiting to start are this tenant's, and the last" in refused[0].message
         taken = BOUND + 1 - len(refused)
         assert taken == (BOUND + 2 * NUM_ROWS) // 3 + 1
         second.send(msgspec.structs.replace(request(0, [1]), tenant="greedy"))  # it is the same in another session

@@ -42,7 +42,7 @@ def test_good_requests(change: dict[str, object]) -> None:
     [
         ({"prompt_token_ids": b""}, "the prompt is empty: it needs at least one token"),
         ({"prompt_token_ids": b"12345"}, "the prompt has 5 bytes"),
-        ({"prompt_token_ids": ids(*[1] * 10)}, "has 10 tokens, but max_model_len is 10"),
+        ({"prompt_token_ids": ids(*[1] * 10)}, "has 10 tokens and max_model_len is 10"),
         ({"prompt_token_ids": ids(*[1] * 15)}, "shorten it by at least 6"),
         (
             {"prompt_token_ids": ids(1, 100)},

@@ -90,7 +90,7 @@ def test_a_snapshot_has_no_object_and_no_field_beside_the_registry() -> None:
     with pytest.raises(UnknownObjectError, match="Delay has fields that differ from the state's registry: later"):
         Snapshot([delay])
     other = type("Other", (Delay,), {"__module__": "core.scheduling.other"})(1.0)
-    with pytest.raises(UnknownObjectError, match=r"core\.scheduling\.other:Other is no class"):
+    with pytest.raises(UnknownObjectError, match=r"core\.scheduling\.other:Other is not a class"):
         Snapshot([other])
 
 

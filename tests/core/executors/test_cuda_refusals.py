@@ -25,7 +25,7 @@ def test_a_missing_device_is_refused_with_what_was_found(monkeypatch: pytest.Mon
         cuda_device()
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"finds no device and driver; use device=cpu needs none"):
+    with pytest.raises(ConfigError, match=r"finds no device and driver; use device=cpu without one"):
         cuda_device()
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ConfigError, match=NO_TRITON):

@@ -295,7 +295,7 @@ def test_heads_that_do_not_fit(llama: str, tmp_path: Path, settings: Any, error:
 @pytest.mark.parametrize(
     ("tensors", "error", "match"),
     [
-        ({"d2t": None}, ModelFileError, "tensor d2t is missing; the head guesses 120 of 300 tokens"),
+        ({"d2t": None}, ModelFileError, "tensor d2t is missing; the head predicts 120 of 300 tokens"),
         ({"d2t": np.zeros(119, np.int64)}, ModelFileError, "d2t has 119 numbers; the config says 120"),
         ({"d2t": np.full(120, 181)}, ModelFileError, "d2t names a token twice, or one outside the 300"),
         ({"d2t": -np.arange(120)}, ModelFileError, "d2t names a token twice, or one outside the 300"),

@@ -69,8 +69,8 @@ def test_a_built_in_name_stays_ours(install: Install) -> None:
 @pytest.mark.parametrize(
     ("name", "text"),
     [
-        ("nup", "there is no executor 'nup': there are local, fake, npu; did you mean npu?"),
-        ("quantum", f"there are local, fake, npu; a plug-in registers its own in the group {EXECUTORS}"),
+        ("nup", "there is no executor 'nup'; available: local, fake, npu; did you mean npu?"),
+        ("quantum", f"available: local, fake, npu; a plug-in registers its executor in the group {EXECUTORS}"),
     ],
 )
 def test_an_unknown_name_is_refused_with_those_that_there_are(install: Install, name: str, text: str) -> None:
@@ -83,7 +83,7 @@ def test_an_unknown_name_is_refused_with_those_that_there_are(install: Install, 
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        (GOOD.replace("(1, 0)", "(2, 0)"), r"is written for EXECUTOR_API \(2, 0\), and this engine serves \(1, 0\)$"),
+        (GOOD.replace("(1, 0)", "(2, 0)"), r"is written for EXECUTOR_API \(2, 0\), but this engine supports \(1, 0\)$"),
         (GOOD.replace("(1, 0)", f"(1, {EXECUTOR_API[1] + 1})"), "is written for EXECUTOR_API"),
         (GOOD.replace("EXECUTOR_API", "OTHER"), "is written for EXECUTOR_API None"),
         ("EXECUTOR_API = (1, 0)", r"executor 'npu' \(ascend_module, of ascend 1.5\) has no create\(config\)"),

@@ -227,7 +227,7 @@ def put(features: Features, kind: str, shape: list[int], data: bytes) -> AddRequ
 
 
 WRONG: list[tuple[str, list[int], int, str]] = [
-    ("sounds", [2, 4], 32, "kind is one of embeds, pixels; got 'sounds'"),
+    ("sounds", [2, 4], 32, "kind must be one of embeds, pixels; got 'sounds'"),
     ("embeds", [2, 4], 31, r"of shape \[2, 4\] of embeds has 31 bytes"),
     ("embeds", [2, -4], 32, r"of shape \[2, -4\]"),
     ("embeds", [], 32, r"of shape \[\]"),

@@ -32,7 +32,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     *(
         (
             ("gptj", GPT, "its code does not use transformers' attention interface"),
-            ("codegen", GPT, "^CodeGenForCausalLM: 0 of 2 layers use .* compute attention by themselves"),
+            ("codegen", GPT, "^CodeGenForCausalLM: 0 of 2 layers use .* compute attention themselves"),
         )
         if not GPTJ_RUNS
         else ()

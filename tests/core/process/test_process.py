@@ -205,7 +205,7 @@ def check_answers(engine: EngineProcess, client: RawClient, frames: list[bytes])
         hostile.socket.send_multipart([b"two", b"frames"])
         assert hostile.receive(Refused).message == "a message must be one frame, this one has 2"
         hostile.socket.send_multipart([b"x"] * 3000)
-        assert "this has 3000" in hostile.receive(Refused).message
+        assert "this one has 3000" in hostile.receive(Refused).message
         check_still_right(hostile)
 
 

@@ -145,5 +145,5 @@ def test_draft_heads_are_refused(folder: Path) -> None:
 
 def test_adapters_are_refused(tmp_path: Path) -> None:
     config = EngineConfig(model=str(lfm2_folder(tmp_path)), load_format="dummy", enable_lora=True, threads=1)
-    with pytest.raises(ConfigError, match=r"enable_lora: layers of .* take no adapters"):
+    with pytest.raises(ConfigError, match=r"enable_lora: layers of .* do not support adapters"):
         LocalExecutor(config)

@@ -82,7 +82,7 @@ def test_bad_sizes_are_refused_by_name(folder: str, monkeypatch: pytest.MonkeyPa
         config_of(folder, 2, executor="npu")
     with pytest.raises(ConfigError, match="pipeline_parallel_size=2 needs worker processes"):
         config_of(folder, 1, pipeline_parallel_size=2, distributed_executor_backend="uni")
-    with pytest.raises(ConfigError, match="pipeline_parallel_size=3 is more than the 2 layers of the model"):
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=3 is more than the model's 2 layers"):
         load_executor(config_of(folder, 1, pipeline_parallel_size=3))
     with monkeypatch.context() as patch:  # no worker is started for a number that cannot be
         patch.setattr("core.workers.executor.WorkersExecutor", None)

@@ -128,7 +128,7 @@ def test_a_stopped_worker_is_killed_as_hung(monkeypatch: pytest.MonkeyPatch, log
     with Run() as run:
         assert run.answer(messages(), {30: run.kill(signal.SIGSTOP)}) == expected()
         assert len(run.executor._losses) == 1
-    assert "a step of 8 tokens has not ended for" in logged()
+    assert "a step of 8 tokens has not ended after" in logged()
 
 
 @pytest.mark.soak
@@ -146,7 +146,7 @@ def test_an_idle_worker_that_dies_is_started_again() -> None:
 @pytest.mark.soak
 def test_a_step_that_always_kills_ends_the_engine() -> None:
     config = with_fake_options(CONFIG, poison="abort:3:20")
-    with Run(config) as run, pytest.raises(ExecutorEndedError, match=r"lost 3 times within 60 s; at last worker 0"):
+    with Run(config) as run, pytest.raises(ExecutorEndedError, match=r"lost 3 times within 60 s; last: worker 0"):
         run.answer(messages(), {})
 
 

@@ -64,7 +64,7 @@ def test_no_attribute_of_an_array_leads_to_a_function(
         ["object", "ipc.tables.columns:Columns", ["method", reference(1), "num_promised_blocks"]],
     ]
     for text in run_all(write(tmp_path / "a.cap", parts, pack(nodes, reference(2))), capfd):
-        assert "names 'ipc.tables.columns:Columns', which is none of an engine's state" in text
+        assert "names 'ipc.tables.columns:Columns', which is not part of an engine's state" in text
     nodes[2] = ["list", reference(1)]
     for text in run_all(write(tmp_path / "a.cap", parts, pack(nodes, reference(2))), capfd):
         assert "the method ctypes of ndarray" in text

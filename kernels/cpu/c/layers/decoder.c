@@ -321,7 +321,7 @@ static void run_mlp(const Share *share, const Gemm *next) {
     gather(share, step->added, hidden, layer->down.y_dtype);
 }
 
-/* Compute the dense MLP beside experts from x; then what experts and router read. */
+/* Compute the dense MLP alongside experts from x; then what experts and router read. */
 static void run_dense_beside(const Share *share) {
     const DecoderStep *step = share->step;
     const ExpertsBeside *beside = share->layer->beside;

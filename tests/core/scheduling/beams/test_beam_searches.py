@@ -182,7 +182,10 @@ def test_disturbed_searches_have_their_results(count: int) -> None:
     [
         ({"max_num_seqs": 3}, "the search has 4 beams, and max_num_seqs is 3"),
         ({"num_blocks": 12}, "beams may need"),
-        ({"num_blocks": 30, "watermark": 0.3}, "may need 22 KV blocks together beside the watermark of 9, and there"),
+        (
+            {"num_blocks": 30, "watermark": 0.3},
+            "may need 22 KV blocks together in addition to the watermark of 9, and there",
+        ),
     ],
 )
 def test_a_search_that_never_fits_is_refused(options: dict[str, Any], text: str) -> None:
