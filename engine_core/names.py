@@ -29,6 +29,7 @@ from ipc.errors import (
     ModelFileError,
     OutOfMemoryError,
     PromptTooLongError,
+    ReceiptError,
     RequestFailedError,
     UnsupportedModelError,
     UnsupportedParameterError,
@@ -37,6 +38,7 @@ from ipc.params.beam_search import BeamSearchParams
 from ipc.params.pooling_params import PoolingParams
 from ipc.params.sampling_params import RequestOutputKind, SamplingParams
 from ipc.params.structured_outputs import StructuredOutputsParams
+from ipc.records.receipt import Receipt
 
 __all__ = [
     "LLM",
@@ -67,6 +69,8 @@ __all__ = [
     "PoolingParams",
     "PoolingRequestOutput",
     "PromptTooLongError",
+    "Receipt",
+    "ReceiptError",
     "RequestFailedError",
     "RequestMetrics",
     "RequestOutput",

@@ -29,6 +29,7 @@ from ipc.errors import EngineCoreError, EngineDeadError, InvalidRequestError
 from ipc.params.beam_search import BeamSearchParams
 from ipc.params.pooling_params import PoolingParams, PoolingTask
 from ipc.params.sampling_params import SamplingParams
+from ipc.records.receipt import Receipt
 from ipc.wire.messages import Statistics
 from ipc.wire.scheduling_messages import KVEvents
 
@@ -260,6 +261,10 @@ class AsyncLLM(AbsentMethods):
         names = [request_id] if isinstance(request_id, str) else request_id
         numbers = [self._numbers.get(name) for name in names]
         self._engine.client.abort([number for number in numbers if number is not None])
+
+    def receipt(self, output: RequestOutput, key: str | os.PathLike[str] | None = None) -> Receipt:
+        """Return the receipt of a finished output, as LLM.receipt() does."""
+        return self._engine.receipt(output, key)
 
     async def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters that the model recommends; see LLM.get_default_sampling_params()."""

@@ -24,6 +24,7 @@ from frontend.text.tokenizer import Tokenizer
 from ipc.errors import EngineCoreError, InvalidRequestError
 from ipc.params.beam_search import BeamSearchParams
 from ipc.params.sampling_params import SamplingParams
+from ipc.records.receipt import Receipt
 from ipc.wire.messages import Statistics
 
 
@@ -212,6 +213,14 @@ class LLM(PoolingCalls, AbsentMethods):
         tokenizer = self._engine.tokenizer
         texts = ["" if tokenizer is None else tokenizer.decode(output.prompt_token_ids) for output in outputs]
         return [beam_search_output(output, params, text) for output, text in zip(outputs, texts, strict=True)]
+
+    def receipt(self, output: RequestOutput, key: str | os.PathLike[str] | None = None) -> Receipt:
+        """Return the receipt of a finished output of this engine, with which others can compute it again.
+
+        key: file of the private key that signs it (`engine-core keys receipts`); None = it is not signed. See
+        docs/receipts.md. Errors: InvalidRequestError for an output that can have none; ConfigError for the key.
+        """
+        return self._engine.receipt(output, key)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters that the model's generation_config.json or GGUF file recommends, as vLLM does.

@@ -24,6 +24,7 @@ from frontend.fleet.transport import FleetTransport
 from frontend.images.image_prompts import ImagePrompts, image_prompts
 from frontend.lora import LoadedAdapters, LoRAInput
 from frontend.results.completion_state import needs_every_token
+from frontend.results.outputs import RequestOutput, Submitted
 from frontend.results.request_state import RequestState
 from frontend.results.state import Output, State
 from frontend.text.bad_words import bad_words_token_ids
@@ -34,11 +35,14 @@ from frontend.text.prompts import Prompt, read_prompts
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import ConfigError, InvalidRequestError, ModelFileError
 from ipc.files.model_files import read_chat_template, read_tokenizer_files, tokenizer_hash
+from ipc.keys.signing import SigningKey
 from ipc.options.config import EngineConfig
 from ipc.options.given_options import config_from_options
 from ipc.options.tokenizer_files import client_files_of
 from ipc.params.sampling_params import RequestOutputKind, SamplingParams, check_num_logprobs
+from ipc.records.receipt import Answered, Receipt, ids_bytes, make_receipt
 from ipc.wire.lora_messages import AdapterId
+from ipc.wire.messages import AddRequest
 
 Message: TypeAlias = dict[str, Any]
 
@@ -253,7 +257,26 @@ class EngineHandle:
             features=prompt.features,
         )
         name = str(number) if request_id is None else request_id
-        return RequestState(name, number, prompt, params, tokenizer=self.tokenizer)
+        state = RequestState(name, number, prompt, params, tokenizer=self.tokenizer)
+        state.submitted = Submitted(number, params, own, adapter, prompt.features)
+        return state
+
+    def receipt(self, output: RequestOutput, key: str | os.PathLike[str] | None) -> Receipt:
+        """Return the receipt of a finished output; see LLM.receipt()."""
+        sent = output.submitted
+        if sent is None or not output.finished:
+            raise InvalidRequestError("no receipt can be made of this output: it is not that of a finished request")
+        seed = self.derive_seed(sent.number) if sent.seed is None else sent.seed
+        uses = [one.use for one in sent.features]
+        prompt = ids_bytes(output.prompt_token_ids)
+        request = AddRequest(sent.number, prompt, sent.params, seed, adapter=sent.adapter, features=uses)
+        if sent.params.output_kind == RequestOutputKind.DELTA:
+            raise InvalidRequestError(
+                "no receipt can be made of the parts of an answer: use another output_kind than DELTA"
+            )
+        answers = [Answered(one.token_ids, one.finish_reason) for one in output.outputs]
+        signing = None if key is None else SigningKey(os.fspath(key))
+        return make_receipt(self.client.welcome, request, answers, signing)
 
     def advance(self, state: State[Output]) -> Output | None:
         """Update a request with its news; return its output, or None if there is nothing to show.

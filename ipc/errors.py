@@ -15,6 +15,7 @@ EngineCoreError
 ├── HandshakeError                      the engine refused this client (version, limits)
 ├── CallFailedError                     a typed call (statistics, tokenizer, ...) was answered with an error
 ├── CaptureFileError                    a capture is damaged, or is no capture that this version can read
+├── ReceiptError                        a receipt is malformed, or its signature is not that of its key
 ├── AddressError (ValueError)           an address cannot be used: malformed, too long, or in use by a live engine
 └── MalformedMessageError               received bytes are not a message of this protocol
 """
@@ -98,6 +99,10 @@ class CallFailedError(EngineCoreError):
 
 class CaptureFileError(EngineCoreError):
     """A capture is damaged, or is not one that this version can read."""
+
+
+class ReceiptError(EngineCoreError):
+    """A receipt is malformed or too large, or its signature is not that of its key, or of a trusted one."""
 
 
 class AddressError(EngineCoreError, ValueError):

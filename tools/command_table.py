@@ -21,6 +21,7 @@ COMMANDS = {
     "keys": ("tools.commands.keys", "make keys for engines that listen on a network"),
     "control": ("tools.commands.control", "pause, resume or drain a running engine"),
     "replay": ("tools.commands.replay.__main__", "run an engine's capture again and compare"),
+    "verify": ("tools.commands.verify.__main__", "compute receipts or a capture's answers again and compare"),
     "traces": ("tools.lab.traces.__main__", "run public request traces through the scheduler, in virtual time"),
     "simulate": ("tools.lab.simulate.__main__", "run a trace on a fleet of engines, in virtual time"),
     "prove": ("tools.lab.prove", "show that tokens do not depend on batch neighbours, preemption and cache"),
@@ -34,7 +35,7 @@ GROUPS = {
     "models": ("pull", "list", "inspect", "rm"),
     "serve a model": ("serve", "worker", "route", "ray", "http"),
     "inspect and control a running engine": ("top", "explain", "control"),
-    "prove, replay, measure": ("prove", "replay", "traces", "simulate", "bench"),
+    "prove, replay, measure": ("prove", "replay", "verify", "traces", "simulate", "bench"),
 }
 #: Prefix of the package "tools": "" in a checkout, "engine_core." in an installed wheel.
 HOME = __package__.removesuffix("tools")

@@ -47,6 +47,11 @@ class ModelInfo(msgspec.Struct, frozen=True):
     state_bytes: int = 0
     #: If only some layers have kv_window, they have their own KV blocks: this many in a page. 0: all layers have it.
     kv_page_blocks: int = 0
+    #: Parts of the fingerprint: hex digest of config and weights ("dummy-" before it if made up), and the name of every
+    #: kernel and summation order. "": not known.
+    weights: str = ""
+    variant: str = ""
+    cpu_kernels: str = ""  # the value of this option that selects these kernels
 
 
 class StepHandle(Protocol):

@@ -132,9 +132,10 @@ class FakeExecutor:
     def __init__(self, config: EngineConfig, options: FakeOptions | None = None) -> None:
         """options: None = those of the config. Errors: ConfigError."""
         self.options = options = options or read_fake_options(config)
+        fingerprint = f"fake-1-{options.vocab_size}-{options.eos_token_id}"
         self.info = ModelInfo(
             name=config.model or "fake",
-            fingerprint=f"fake-1-{options.vocab_size}-{options.eos_token_id}",
+            fingerprint=fingerprint,
             dtype="float32" if config.dtype == "auto" else config.dtype,
             vocab_size=options.vocab_size,
             max_model_len=options.max_model_len,
@@ -142,6 +143,8 @@ class FakeExecutor:
             numerics="L2",
             tasks={"generate": 0, "embed": _WIDTH, "token_embed": _WIDTH},
             whole_prompt_tasks=("token_embed",),
+            weights=fingerprint,
+            variant="fake",
         )
         self.grammars = model_grammars(config, self.info.vocab_size, self.info.eos_token_ids)
         self.adapters = Adapters(config, _FakeHost()) if config.enable_lora else None

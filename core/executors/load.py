@@ -37,7 +37,8 @@ class Loaded(NamedTuple):
         Rotary frequencies that depend on this length are part of the fingerprint.
         """
         self.model.settle_length(max_model_len)
-        return msgspec.structs.replace(self.info, fingerprint=_fingerprint(self.source, self.dtype))
+        fingerprint, variant = _fingerprint(self.source, self.dtype), _variant(self.source)
+        return msgspec.structs.replace(self.info, fingerprint=fingerprint, variant=variant)
 
 
 def load(
@@ -73,6 +74,9 @@ def load(
         kv_page_blocks=kv_page_blocks,
         max_whole_tokens=most_whole,
         state_bytes=4 * model.config.state_size if isinstance(model, Llama) else 0,
+        weights=source.label + source.fingerprint,
+        variant=_variant(source),
+        cpu_kernels=library.variant if isinstance(model, Llama) and (library := model.library) is not None else "",
     )
     return Loaded(model, info, source, dtype)
 
@@ -142,12 +146,18 @@ def _kv_window(model: Model, config: EngineConfig) -> tuple[int, int]:
 
 
 def _fingerprint(source: LoadedModel, dtype: Dtype) -> str:
-    parts = [source.fingerprint, element_name(dtype), source.model.variant, f"draw={DRAW}"]
+    parts = [source.fingerprint, element_name(dtype), _variant(source)]
+    return source.label + hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _variant(source: LoadedModel) -> str:
+    """Return the name of every kernel and summation order, a line for each part of the model."""
+    parts = [source.model.variant, f"draw={DRAW}"]
     if source.pooler is not None:
         parts.append(source.pooler.variant)
     if source.vision is not None:
         parts.append(source.vision.variant)
-    return source.label + hashlib.sha256("\n".join(parts).encode()).hexdigest()
+    return "\n".join(parts)
 
 
 # The pages for a config whose window layers free KV blocks (core/models/layers/cache_pages.py).

@@ -37,6 +37,7 @@ from ipc.wire.messages import (
     MAX_CLIENT_MESSAGE_BYTES,
     PROTOCOL_MAJOR,
     PROTOCOL_MINOR,
+    Arithmetic,
     Limits,
     ModelInformation,
     TokenizerFiles,
@@ -201,6 +202,7 @@ def _welcome(
         tasks=info.tasks,
         is_encoder=info.is_encoder,
         features=features.limits,
+        arithmetic=Arithmetic(info.weights, info.dtype, info.variant, info.cpu_kernels) if info.weights else None,
     )
 
 

@@ -94,6 +94,20 @@ class DraftRule:
         return any(self.choose(size, np.ones(size), np.full(size, most), MAX_STEP_DRAFTS).any() for size in sizes)
 
 
+class AllDrafts(DraftRule):
+    """The rule for drafts that are worth any cost: as many as a step has room for, row after row."""
+
+    def may_pay(self, num_tokens: int, chance: float) -> bool:
+        """Return whether there is a step at all."""
+        return num_tokens > 0
+
+    def choose(self, num_tokens: int, chances: Doubles, counts: Ints, limit: int) -> Ints:
+        """Return counts [n], cut where the limit is reached."""
+        before = counts.cumsum() - counts
+        chosen: Ints = np.clip(limit - before, 0, counts)
+        return chosen
+
+
 @lru_cache(maxsize=2)
 def _tables(step_ns: tuple[int, ...], alone_ns: tuple[int, ...]) -> tuple[Ints, Ints, Doubles]:
     """Return the costs of steps of 0, 1, ... tokens, the same without a step to overlap, and the least per draft.

@@ -13,7 +13,7 @@ from core.proposers.build import build_proposer
 from core.proposers.offered import OfferedDrafts
 from core.proposers.proposer import NUM_KINDS, OFFERED, Proposals, Proposer
 from core.scheduling.draft import Draft, DraftTokens
-from core.scheduling.draft_rule import DraftRule
+from core.scheduling.draft_rule import AllDrafts, DraftRule
 from core.scheduling.outputs import OutputCollector
 from core.scheduling.parts import SchedulerParts
 from ipc.options.speculation import MAX_DRAFTS
@@ -59,6 +59,14 @@ class Speculation(Columns):
         self.proposers: list[Proposer] = []
         if settings is not None and (proposer := build_proposer(config, settings, batch.table)) is not None:
             self.proposers.append(proposer)
+
+    def use_only(self, source: Proposer, most: int) -> None:
+        """Take drafts from this source alone, whatever they cost, `most` of them in a step.
+
+        It is called before the first step, of engines that verify given answers. These are not captured.
+        """
+        self.proposers, self.offered = [source], OfferedDrafts(self._batch.table, 0)
+        self._rule, self._most, self.most_in_step = AllDrafts(), most, most
 
     def fill(self, draft: Draft) -> None:
         """Add drafts to a step that has all its known tokens, out of its budget."""

@@ -151,6 +151,7 @@ class CompletionBody(SamplingFields, kw_only=True):
     logprobs: int | None = None
     add_special_tokens: bool | None = None
     prompt_embeds: str | list[str] | None = None  # see frontend/http/openai/prompt_embeds.py; refused unless enabled
+    receipt: bool | None = None  # docs/receipts.md
     suffix: Any = None
 
 
@@ -184,6 +185,7 @@ class ChatBody(ChatFields, kw_only=True):
     top_logprobs: int | None = None
     tools: list[Json] | None = None
     tool_choice: str | Json | None = None
+    receipt: bool | None = None  # docs/receipts.md
 
 
 class TokenizeBody(msgspec.Struct, kw_only=True):

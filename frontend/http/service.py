@@ -34,6 +34,7 @@ from frontend.text.prompt_forms import PromptInput
 from frontend.text.prompts import check_text_fits
 from frontend.text.request_templates import RequestTemplates
 from frontend.text.tokenizer import Tokenizer
+from ipc.keys.signing import SigningKey
 from ipc.params.sampling_params import RequestOutputKind, SamplingParams
 
 #: Bodies above this many bytes are rendered and tokenized on a thread: they would block the loop for milliseconds.
@@ -73,6 +74,7 @@ class Service:
         }
         self.form = choose_form(engine.tokenizer, options.tool_call_parser, options.reasoning_parser)
         self.special_tokens = {} if engine.tokenizer is None else engine.tokenizer.special_tokens()
+        self.receipt_key = None if options.receipt_key is None else SigningKey(options.receipt_key)
         self.keys = KeyRing(options.key_digests, options.api_key_file)
         self.quotas = Quotas()
         self.holdings = Holdings()

@@ -1,9 +1,13 @@
 """The results of generate(): RequestOutput and its parts, in vLLM's form."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from frontend.client.request_events import RequestEvent
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.lora_messages import AdapterId
+from ipc.wire.placed_feature import PlacedFeature
 
 #: finish_reason of a prompt that was too long to run, if that is not an error (LLM.generate, ignore_too_long).
 IGNORED = "ignored"
@@ -73,6 +77,16 @@ class CompletionOutput:
         return self.finish_reason is not None
 
 
+class Submitted(NamedTuple):
+    """What the engine was sent in addition to the prompt's tokens. seed: None = the session derives it from the number."""
+
+    number: int
+    params: SamplingParams
+    seed: int | None
+    adapter: AdapterId | None
+    features: Sequence[PlacedFeature]
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """A request and what it has produced."""
@@ -89,3 +103,4 @@ class RequestOutput:
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = None
     kv_transfer_params: None = None
+    submitted: Submitted | None = None  # for receipts; None: the request did not run

@@ -7,7 +7,7 @@ from frontend.client.received_logprobs import ReceivedLogprobs
 from frontend.client.request_events import time_in_queue
 from frontend.results.completion_state import CompletionState
 from frontend.results.logprobs import logprob_dicts
-from frontend.results.outputs import RequestMetrics, RequestOutput, TokenLogprobs
+from frontend.results.outputs import RequestMetrics, RequestOutput, Submitted, TokenLogprobs
 from frontend.text.prompt_context import prompt_context
 from frontend.text.prompts import Prompt
 from frontend.text.token_texts import TokenTexts
@@ -30,6 +30,7 @@ class RequestState:
         self.request_id = request_id
         self.number = number
         self.finished = False
+        self.submitted: Submitted | None = None  # set by who submits it
         self.prompt = prompt
         self._params = params
         self._tokenizer = tokenizer if params.detokenize else None
@@ -69,6 +70,7 @@ class RequestState:
             metrics=self._metrics(),
             prompt_logprobs=self._take_prompt_logprobs(),
             num_cached_tokens=self._progress[changed[0].index].num_cached_tokens,
+            submitted=self.submitted,
         )
 
     def take_stopped(self) -> list[int]:

@@ -176,6 +176,15 @@ class ModelDescription(msgspec.Struct, frozen=True, array_like=True):
     labels: list[str] = []  # of a classifier, by number
 
 
+class Arithmetic(msgspec.Struct, frozen=True, array_like=True):
+    """What the model's fingerprint is made of, part by part, for receipts."""
+
+    weights: str  # hex digest of the model's files; "dummy-" before it if the weights are made up
+    dtype: str
+    variant: str  # of every kernel and summation order
+    cpu_kernels: str  # the value of this option that selects the kernels
+
+
 class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=64):
     """Answer to Hello: the session is open."""
 
@@ -197,6 +206,7 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=64):
     is_encoder: bool = False  # tokens see the whole prompt
     features: FeatureLimits | None = None  # None: requests have none
     description: ModelDescription | None = None  # None: the model has no files
+    arithmetic: Arithmetic | None = None  # None: not known, as of executors without weights
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=65):

@@ -25,6 +25,7 @@ ALLOWED = {
     "frontend/http/service.py": "created",
     "frontend/http/callers/spans.py": "a span's end",
     "frontend/text/chat_template.py": "today's date in a prompt",
+    "ipc/records/receipt.py": "created",
     "ipc/log_lines.py": "a line's time",
     "ipc/wire/sockets.py": "the age of a folder that nobody holds, as files have wall times",
 }

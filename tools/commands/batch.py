@@ -15,6 +15,7 @@ from frontend.http.openai.batch_files import BatchOutput, check_requests
 from frontend.http.process.options import HttpOptions
 from frontend.http.wire.server import open_engine
 from ipc.errors import ConfigError
+from tools.commands.http import add_receipt_key, read_receipt_key
 from tools.flags.options import ArgumentParser, add_engine_options, engine_options
 from tools.service.start import check_connect, engine_at
 
@@ -54,6 +55,7 @@ def _answer(address: str, parsed: argparse.Namespace, source: Path, output: Batc
         checks_host=False,
         tool_call_parser=parsed.tool_call_parser,
         reasoning_parser=parsed.reasoning_parser,
+        receipt_key=read_receipt_key(parsed.receipt_key),
     )
     engine = open_engine(address, client_name="batch")
     try:
@@ -73,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model; default: the demo model")
     parser.add_argument("-o", "--output", metavar="FILE", help="default: FILE.out.jsonl")
     parser.add_argument("--connect", metavar="ADDR", help="use the engine at this address (of `engine-core serve`)")
+    add_receipt_key(parser)
     parser.add_argument(
         "--max-in-flight",
         type=int,

@@ -22,6 +22,7 @@ from frontend.http.process.options import EXIT_CUT, HttpOptions
 from frontend.http.process.supervised_worker import SupervisedWorker
 from frontend.http.wire.listen import UNIX, bind_http, close_http, is_loopback, is_unix, url_of
 from ipc.errors import ConfigError
+from ipc.keys.signing import SigningKey
 from ipc.log_lines import log_line
 from tools.flags.options import ArgumentParser, bytes_argument
 
@@ -121,10 +122,18 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--access-log", action="store_true", help="write a line for each request at its end, on standard error"
     )
+    add_receipt_key(group)
     group.add_argument(
         "--otlp-traces-endpoint", metavar="URL", help="send OpenTelemetry spans there: http://HOST:4318/v1/traces"
     )
     group.add_argument("--enable-auto-tool-choice", action="store_true", help="no effect: the request's tools decide")
+
+
+def add_receipt_key(group: Any) -> None:
+    """Add the flag that names the key of receipts."""
+    group.add_argument(
+        "--receipt-key", metavar="FILE", help="sign receipts with this key, of `engine-core keys receipts`"
+    )
 
 
 def add_wire_options(group: Any) -> None:
@@ -203,6 +212,13 @@ def _otlp_endpoint(url: str | None) -> str | None:
     return url
 
 
+def read_receipt_key(path: str | None) -> str | None:
+    """Return the absolute path of a key that signs receipts. Errors: ConfigError if it has none."""
+    if path is not None:
+        SigningKey(path)  # for its errors
+    return None if path is None else os.path.abspath(path)
+
+
 def _has_open_telemetry() -> bool:
     try:
         return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http.trace_exporter") is not None
@@ -250,6 +266,7 @@ def read_http_options(parsed: argparse.Namespace) -> HttpOptions:
         "enable_prompt_embeds": parsed.enable_prompt_embeds,
         "include_usage": parsed.enable_force_include_usage,
         "hang_timeout": getattr(parsed, "hang_timeout", DEFAULT_HANG_S),  # of `engine-core serve`
+        "receipt_key": read_receipt_key(parsed.receipt_key),
         "access_log": parsed.access_log,
         "otlp_traces_endpoint": _otlp_endpoint(parsed.otlp_traces_endpoint),
         "log_format": getattr(parsed, "log_format", "text"),

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 
 from ipc.keys.curve import add_client, limit_client, make_engine_keys, read_allowed, remove_client
 from ipc.keys.quota import Quota, read_quota
+from ipc.keys.signing import make_signing_key
 from ipc.options.block_stores import make_key_file
 from tools.flags.options import ArgumentParser
 
 _USAGE = (
     "engine-core keys {new FOLDER | add FOLDER NAME FILE [LIMIT ...] | limit FOLDER NAME [LIMIT ...] | "
-    "remove FOLDER NAME | list FOLDER | blocks FILE}"
+    "remove FOLDER NAME | list FOLDER | blocks FILE | receipts FILE}"
 )
 _LIMITS = {
     "concurrent": "unfinished requests at the same time",
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
         prog="engine-core keys",
         usage=_USAGE,
         description="Manage keys of engines that listen on a network, at tcp://HOST:PORT?keys=FOLDER "
-        "(docs/operations.md).",
+        "(docs/operations.md), and keys that sign receipts (docs/receipts.md).",
     )
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION", parser_class=ArgumentParser)
     for name, words, text in (
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str]) -> int:
         ("remove", ("folder", "name"), "remove a client; its open connections stay"),
         ("list", ("folder",), "print the names of the clients that may connect"),
         ("blocks", ("file",), "write a new key for kv_key_file: engines with the same key find each other's KV blocks"),
+        ("receipts", ("file",), "write a new key that signs receipts to FILE, and its public key to FILE.pub"),
     ):
         action = actions.add_parser(name, help=text, description=text)
         for word in words:
@@ -53,6 +55,8 @@ def main(arguments: Sequence[str]) -> int:
         remove_client(parsed.folder, parsed.name)
     elif parsed.action == "blocks":
         make_key_file(parsed.file)
+    elif parsed.action == "receipts":
+        print(make_signing_key(parsed.file))
     else:
         for client in read_allowed(parsed.folder).values():
             print(client.name, *client.quota.words())

@@ -29,7 +29,8 @@ class HttpOptions(msgspec.Struct, frozen=True, kw_only=True):
     forwarded_allow_ips: tuple[str, ...] = ()  # addresses or networks of proxies whose X-Forwarded-For is trusted
     ssl_certfile: str | None = None  # PEM: the server's certificate chain; None = no TLS
     ssl_keyfile: str | None = None  # PEM; None = the key is in ssl_certfile
-    ssl_ca_certs: str | None = None  # PEM: authorities that must have signed callers' certificates
+    ssl_ca_certs: str | None = None  # PEM: callers must show a certificate of one of these; None = they need none
+    receipt_key: str | None = None  # PEM: the key that signs receipts; None = they are not signed
     access_log: bool = False  # a line for each request at its end
     log_format: LogFormat = "text"
     otlp_traces_endpoint: str | None = None  # URL of a collector of OpenTelemetry spans; None = no spans

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from core.scheduling.draft_rule import LARGEST_STEP, MAX_STEP_DRAFTS, OVERHEAD_NS, DraftRule
+from core.scheduling.draft_rule import LARGEST_STEP, MAX_STEP_DRAFTS, OVERHEAD_NS, AllDrafts, DraftRule
 
 MS = 1_000_000
 #: A memory-bound start, and from 16 tokens on as long as there are tokens.
@@ -49,6 +49,15 @@ def test_may_pay_never_denies_what_choose_would_take() -> None:
     for num_tokens, chance in itertools.product((1, 2, 5, 9, 15, 16, 17, 31, 100, 500), (0.05, 0.3, 0.6, 0.9, 0.99)):
         chosen = rule.choose(num_tokens, np.full(40, chance), np.full(40, 7), 1000)
         assert rule.may_pay(num_tokens, chance) or not chosen.any(), (num_tokens, chance)
+
+
+def test_given_drafts_are_all_taken_row_after_row() -> None:
+    rule, chances = AllDrafts(), np.full(3, 1e-9)
+    assert rule.may_pay(5000, 0.0)
+    assert not rule.may_pay(0, 1.0)
+    assert rule.choose(9, chances, np.array([300, 0, 200]), 400).tolist() == [300, 0, 100]
+    assert rule.choose(9, chances, np.array([1, 2, 3]), 400).tolist() == [1, 2, 3]
+    assert rule.choose(9, chances, np.array([1, 2, 3]), 0).tolist() == [0, 0, 0]
 
 
 def test_without_durations_all_are_taken() -> None:

@@ -21,6 +21,7 @@ from ipc.wire.lora_messages import AdapterId, ListLora, LoadLora, LoraAdapter, L
 from ipc.wire.messages import (
     Abort,
     AddRequest,
+    Arithmetic,
     BeginDrain,
     CallDone,
     CallFailed,
@@ -173,6 +174,7 @@ SERVER_MESSAGES: list[msgspec.Struct] = [
     Metrics(1, True, {"a_seconds": Histogram([0.5, 1.0], [1, 0, 2], 7.5)}, {"stop": 3}, {"UNAVAILABLE": 1}, 2),
     ReplicaList(1, [], 0, 0),
     ReplicaList(2, [ReplicaStatus("ipc:///a", "lost", "why", "id", 3, 4, 5, 6)], 7, 8),
+    Welcome(1, 0, "", "", 0, b"", "", "", "", "L2", 4, Limits(8, 1, 9), arithmetic=Arithmetic("w", "d", "v", "avx2")),
 ]
 OWNER_MESSAGES: list[msgspec.Struct] = [
     Start(EngineConfig(model="m", threads=2), "ipc:///x", 3, b"owner", True),

@@ -1,0 +1,58 @@
+"""Receipts over HTTP, of chats and completions, whole and streamed."""
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from ipc.files.model_files import resolve_model
+from ipc.records.receipt import Receipt
+from tests.frontend.http.caller import Caller
+from tests.frontend.http.conftest import FAKE
+from tools.commands.verify.__main__ import verify_receipts
+from tools.commands.verify.sources import Named
+
+OPTIONS: dict[str, Any] = {
+    "model": str(resolve_model(None)),
+    "executor": "fake",
+    "executor_options": dict(word.split("=") for word in FAKE if "=" in word),
+}
+
+
+def receipts_of(answer: Any) -> list[Receipt]:
+    found = [msgspec.convert(one, Receipt) for one in answer["receipts"]]
+    named = [Named(str(index), one) for index, one in enumerate(found)]
+    assert [one.status for one in verify_receipts(named, OPTIONS)] == ["verified"] * len(found)
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions(served: Caller, stream: bool) -> None:
+    body = {"max_tokens": 12, "temperature": 0.9, "n": 2, "receipt": True, "return_token_ids": True}
+    answer = served.complete(["One", "Two"], stream=stream, **body)
+    events = answer.events if stream else [answer.json]
+    receipts = receipts_of(events[-1])
+    ids: list[list[int]] = [[], [], [], []]
+    for choice in [choice for event in events for choice in event["choices"]]:
+        ids[choice["index"]] += choice["token_ids"]
+    assert [answer for one in receipts for answer in one.contents.answers] == ids  # type: ignore[union-attr]
+    assert len({one.header.seed for one in receipts}) == 2, "a seed was drawn for each prompt"
+    assert not receipts[0].signature, "this server has no key"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chats(served: Caller, stream: bool) -> None:
+    answer = served.chat("Hello", max_tokens=12, seed=5, receipt=True, stream=stream)
+    (receipt,) = receipts_of(answer.events[-1] if stream else answer.json)
+    assert receipt.header.seed == f"{5:016x}"
+    assert receipt.header.num_prompt_tokens > 10
+    plain = served.chat("Hello", max_tokens=12, seed=5, return_token_ids=True).json
+    assert "receipts" not in plain
+    assert receipt.contents is not None
+    assert receipt.contents.answers == [plain["choices"][0]["token_ids"]]
+
+
+def test_what_has_no_receipt_is_refused(served: Caller) -> None:
+    for body in ({"use_beam_search": True, "n": 2}, {"echo": True, "max_tokens": 0}):
+        answer = served.complete("One", receipt=True, **body)
+        assert (answer.status, "receipt" in answer.json["error"]["message"]) == (400, True)

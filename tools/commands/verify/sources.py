@@ -1,0 +1,205 @@
+"""What `engine-core verify` reads: receipts, alone or within answers of HTTP and batch files, and captures."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from core.capture.bounds import bounded_memory
+from core.capture.file import CaptureFile
+from core.capture.records import MAGIC
+from ipc.errors import CaptureFileError, ReceiptError
+from ipc.options.config import EngineConfig
+from ipc.options.config_checks import BUILT_IN_EXECUTORS
+from ipc.options.workers import in_one_process
+from ipc.params.sampling_params import SamplingParams
+from ipc.records.receipt import MAX_RECEIPT_BYTES, Contents, Finish, Receipt, read_receipt
+from ipc.wire.messages import DECODE_ERRORS, AddRequest, FinishReason
+from tools.commands.replay.rerun import replay_config
+from tools.commands.replay.what_if.recording import read_recording
+from tools.commands.verify.verifier import Answer, Claim
+
+#: Options of a captured engine that may decide tokens. No other is taken from a file: some open files and sockets.
+_OPTIONS = (
+    *(
+        "model",
+        "executor",
+        "executor_options",
+        "load_format",
+        "dtype",
+        "quantization",
+        "device",
+        "model_impl",
+        "runner",
+    ),
+    *("enable_lora", "max_loras", "max_lora_rank", "lora_modules", "numerics", "max_model_len", "cpu_kernels"),
+    *("kv_cache_dtype", "max_num_seqs", "block_size"),
+)
+_FINISHES: dict[Finish, FinishReason | None] = {
+    "stop": FinishReason.STOP,
+    "length": FinishReason.LENGTH,
+    "abort": None,
+}
+
+
+class Named(NamedTuple):
+    """A receipt, or why it is none, with the name under which it is reported."""
+
+    name: str
+    receipt: Receipt | ReceiptError
+
+
+class _Body(msgspec.Struct):
+    receipts: list[msgspec.Raw] = []
+
+
+class _Response(msgspec.Struct):
+    body: _Body | None = None
+
+
+class _Carrier(msgspec.Struct):
+    """What a receipt may be in: an answer, or a line of a batch's output file. header: it is a receipt itself."""
+
+    header: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    receipts: list[msgspec.Raw] = []
+    response: _Response | None = None
+
+
+def is_capture(path: str) -> bool:
+    """Return whether a file begins as a capture does. Errors: OSError."""
+    with Path(path).open("rb") as file:
+        return MAGIC.encode() in file.read(256)
+
+
+def read_receipts(path: str) -> Iterator[Named]:
+    """Yield the receipts of a file: one JSON object, or one a line. Errors: OSError."""
+    with Path(path).open("rb") as file:
+        whole = file.read(MAX_RECEIPT_BYTES + 1)
+        if len(whole) <= MAX_RECEIPT_BYTES and _is_one(whole):
+            yield from _receipts_in(path, whole)
+            return
+        file.seek(0)
+        number = 0
+        while line := file.readline(MAX_RECEIPT_BYTES + 1):
+            number += 1
+            if line.strip():
+                yield from _receipts_in(f"{path}:{number}", line)
+            if len(line) > MAX_RECEIPT_BYTES:  # where the next one begins is not known
+                return
+
+
+def _is_one(data: bytes) -> bool:
+    """Return whether this is not several JSON objects, one a line."""
+    first, _, rest = data.partition(b"\n")
+    return not rest.strip() or not first.rstrip().endswith(b"}")
+
+
+def _receipts_in(name: str, data: bytes) -> Iterator[Named]:
+    try:
+        carrier = _read_carrier(data)
+        if carrier.header is not msgspec.UNSET:
+            yield Named(name, read_receipt(data))
+            return
+    except ReceiptError as error:
+        yield Named(name, error)
+        return
+    body = None if carrier.response is None else carrier.response.body
+    found = carrier.receipts or ([] if body is None else body.receipts)
+    if not found:
+        yield Named(name, ReceiptError("there is no receipt in it"))
+    for index, raw in enumerate(found):
+        own = name if len(found) == 1 else f"{name}#{index}"
+        try:
+            yield Named(own, read_receipt(bytes(raw)))
+        except ReceiptError as error:
+            yield Named(own, error)
+
+
+def _read_carrier(data: bytes) -> _Carrier:
+    if len(data) > MAX_RECEIPT_BYTES:
+        raise ReceiptError(f"a receipt has at most {MAX_RECEIPT_BYTES} bytes, and this is longer")
+    try:
+        return msgspec.json.decode(data, type=_Carrier)
+    except DECODE_ERRORS as error:
+        raise ReceiptError(f"not a receipt: {error}") from None
+
+
+def claim_of(receipt: Receipt) -> Claim:
+    """Return what a receipt with contents claims. Errors: ReceiptError."""
+    request, contents = receipt.request(), receipt.contents
+    assert contents is not None
+    finishes = [one.finish_reason for one in receipt.header.answers]
+    answers = zip(contents.answers, finishes, strict=True)
+    return Claim(request, [Answer(ids, _end_of(reason, request.params)) for ids, reason in answers])
+
+
+def _end_of(reason: Finish, params: SamplingParams) -> FinishReason | None:
+    """Return the end to compare; None: it was the client's, which knows the text."""
+    return None if reason == "stop" and params.stop_strings else _FINISHES[reason]
+
+
+def early_ends(receipt: Receipt, contents: Contents) -> list[int]:
+    """Return the answers that are said to have reached their length, and have not."""
+    params = receipt.request().params
+    limit = receipt.header.max_model_len - len(contents.prompt_token_ids)
+    limit = limit if params.max_tokens is None else min(limit, params.max_tokens)
+    pairs = enumerate(zip(contents.answers, receipt.header.answers, strict=True))
+    return [index for index, (ids, one) in pairs if one.finish_reason == "length" and len(ids) != limit]
+
+
+# Captures.
+
+
+class CapturedAnswers(NamedTuple):
+    """The answers of a capture: the config of its engine, and each request's claim by its name."""
+
+    config: EngineConfig
+    fingerprint: str
+    weights: str  # "" = the capture does not say
+    variant: str
+    claims: dict[str, Claim]
+    skipped: dict[str, str]  # why a request is left out, by its name
+
+
+def read_capture(path: str, changed: Mapping[str, object]) -> CapturedAnswers:
+    """Return the answers of a capture with contents. changed: engine options in place of those of the capture.
+
+    Errors: CaptureFileError; OtherModelError.
+    """
+    with bounded_memory(path):
+        file = CaptureFile(path)
+        if file.header.is_redacted:
+            raise CaptureFileError(f"{path}: it is redacted, so its tokens are no model's")
+        if file.begins_inside or file.num_lost:
+            raise CaptureFileError(f"{path}: it lacks its beginning, or records: its answers are not whole")
+        recording = read_recording(file)
+    claims, skipped = dict[str, Claim](), dict[str, str]()
+    for one in recording.requests:
+        name, message = f"client {one.client} request {one.message.number}", one.message
+        if not isinstance(message, AddRequest):
+            skipped[name] = "it asks for vectors"
+        elif message.params.use_beam_search:
+            skipped[name] = "it is a beam search"
+        elif message.features:
+            skipped[name] = "it has images or embeddings, of which a capture has the digests alone"
+        elif any(one.tokens):
+            claims[name] = Claim(message, [Answer(tokens) for tokens in one.tokens])
+    return CapturedAnswers(
+        _config_of(path, file, changed),
+        file.header.model.fingerprint,
+        file.header.model.weights,
+        file.header.model.variant,
+        claims,
+        skipped,
+    )
+
+
+def _config_of(path: str, file: CaptureFile, changed: Mapping[str, object]) -> EngineConfig:
+    captured = in_one_process(replay_config(file.header))
+    if captured.executor not in BUILT_IN_EXECUTORS:  # a file chooses no code
+        raise CaptureFileError(f"{path}: its engine ran the plug-in {captured.executor!r:.80}, which is not run here")
+    options = {name: getattr(captured, name) for name in _OPTIONS}
+    if file.header.model.cpu_kernels:
+        options["cpu_kernels"] = file.header.model.cpu_kernels
+    return EngineConfig(**{**options, **changed})
