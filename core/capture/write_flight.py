@@ -1,6 +1,6 @@
 """The process that writes a dead engine's flight recorder to a file: `python -m core.capture.write_flight FD PID FORM`.
 
-Started by frontend/engine/flight_writers.py. FD: of the ring; PID: the dead engine's; FORM: of log lines. It has the
+Started by frontend/engine/supervised_engine.py. FD: of the ring; PID: the dead engine's; FORM: of log lines. It has the
 lowest priority, because the next engine starts at the same time.
 """
 

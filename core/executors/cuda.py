@@ -1,22 +1,32 @@
 """The CUDA executor: runs one model on one GPU from the engine process. Results are read after the launch."""
 
+from collections.abc import Callable
+
+import numpy as np
 import torch
 
 from core.device import cuda_device, num_threads
 from core.execution.executor import Costs, StepCosts, StepHandle
 from core.execution.plan import SchedulerOutput
-from core.executors.cuda_memory import CudaMemory, most_alone
+from core.execution.token_budget import token_budget
 from core.executors.load import load
 from core.executors.run import caches_that_fit, runner_sizes
 from core.grammars.grammars import model_grammars
 from core.models.llama import Llama
 from core.models.operations.triton_operations import TritonOperations
+from core.models.step import ModelInputs
 from core.runner.cuda_model_runner import CudaModelRunner
+from core.runner.decode_graphs import padded_rows, padded_splits
 from core.runner.trial_loop import loop_costs
+from core.scheduling.draft_rule import MAX_STEP_DRAFTS
+from ipc.errors import OutOfMemoryError
 from ipc.options.config import EngineConfig
 from ipc.options.resolved import ResolvedConfig
 from ipc.options.workers import overlaps
 from kernels.elements import BFLOAT16, FLOAT32
+from kernels.rounding import ceil_div
+from kernels.triton.attention_work import SPLIT, TritonWork, triton_work
+from kernels.triton.sampling import Kinds, pack_columns, sample_tokens
 
 
 class CudaExecutor:
@@ -98,3 +108,127 @@ class CudaExecutor:
 def create(config: EngineConfig) -> CudaExecutor:
     """Create the executor for this config."""
     return CudaExecutor(config)
+
+
+# CudaMemory: measures the GPU memory available for the KV cache; a part of the CUDA executor.
+
+
+def most_alone(config: EngineConfig) -> int:
+    """Return the most tokens of a step that attention computes one by one: one per row, and its drafts.
+
+    Memory for the partial results of their contexts is kept free. Drafts from grammars alone need none: without
+    speculation, a step with more tokens than rows computes those of a row together.
+    """
+    if (settings := config.speculative_config) is None:
+        return config.max_num_seqs
+    return config.max_num_seqs + min(MAX_STEP_DRAFTS, config.max_num_seqs * settings.num_speculative_tokens)
+
+
+class CudaMemory:
+    """Measures free GPU memory after the model is loaded and before the KV cache is allocated."""
+
+    def __init__(self, model: Llama, operations: TritonOperations, config: EngineConfig) -> None:
+        """Keep the arguments. operations: the model's."""
+        self._model, self._operations, self._config = model, operations, config
+        self._device = operations.device
+
+    def cache_bytes(self) -> int | None:
+        """Return the bytes that gpu_memory_utilization leaves after the weights and the largest step.
+
+        The largest step is run to measure its memory. The result is None in Triton's interpreter, which uses host
+        memory. Errors: OutOfMemoryError.
+        """
+        if self._device.type != "cuda":
+            return None
+        total = torch.cuda.mem_get_info(self._device)[1]
+        try:
+            peak = self._peak_bytes(self.largest_step)
+            # The memory of a decode step comes on top of a mixed step's, because CUDA graphs keep theirs.
+            peak += self._peak_bytes(self.largest_decode) - torch.cuda.memory_allocated(self._device)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"a step of max_num_batched_tokens={self._token_budget()} tokens or of max_num_seqs="
+                f"{self._config.max_num_seqs} requests of maximum length does not fit the GPU next to the weights; "
+                f"lower them or max_model_len: {error}"
+            ) from error
+        torch.cuda.empty_cache()
+        peak += self._tables_bytes()
+        used_by_others = total - torch.cuda.mem_get_info(self._device)[0] - torch.cuda.memory_reserved(self._device)
+        left = int(total * self._config.gpu_memory_utilization) - peak - used_by_others
+        if left <= 0:
+            raise OutOfMemoryError(
+                f"of {total} bytes of GPU memory, the model and its largest step use {peak} and other programs "
+                f"{used_by_others}: nothing is left for the KV cache below "
+                f"gpu_memory_utilization={self._config.gpu_memory_utilization}; raise it, or lower "
+                "max_num_batched_tokens"
+            )
+        return left
+
+    def _peak_bytes(self, step: Callable[[], None]) -> int:
+        """Run the step and return the peak memory of all tensors during it, including weights, in bytes."""
+        torch.cuda.reset_peak_memory_stats(self._device)
+        step()
+        torch.cuda.synchronize(self._device)
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def _max_model_len(self) -> int:
+        most = self._model.max_model_len
+        return min(self._config.max_model_len or most, most)
+
+    def _token_budget(self) -> int:
+        """Return the tokens of the largest step."""
+        return token_budget(self._config, self._max_model_len())
+
+    def _tables_bytes(self) -> int:
+        """Return the bytes of the tables in core/runner/cuda_model_runner.py, which are allocated later."""
+        num_tokens = self._max_model_len() + 1
+        return 4 * self._config.max_num_seqs * (num_tokens + ceil_div(num_tokens, self._config.block_size))
+
+    @torch.inference_mode()
+    def largest_step(self) -> None:
+        """Run a step with all tokens of the budget, for as many requests as may run.
+
+        Its cache has only the null block.
+        """
+        model = self._model
+        num_tokens = self._token_budget()
+        num_requests = min(most_alone(self._config), num_tokens)  # a draft has logits, like a request
+        counts = np.full(num_requests, num_tokens // num_requests)
+        counts[: num_tokens % num_requests] += 1
+        block_size = self._config.block_size
+        cache = model.allocate_cache(1, block_size)
+        blocks = np.zeros((num_requests, ceil_div(int(counts.max()), block_size)), np.int32)
+        work = triton_work(counts, counts, blocks, self._operations.group_size, self._device)
+        zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self._device)
+        metadata = tuple(work._replace(window=window) for window in model.windows)
+        inputs = ModelInputs(zeros, work.positions, zeros - 1, metadata, cache, zeros[:num_requests])
+        logits = model.logits(model.hidden_states(inputs), inputs.logits_rows)
+        none, one = np.zeros(num_requests), np.ones(num_requests)
+        words = pack_columns(
+            temperature=one,
+            top_k=none,
+            top_p=one,
+            min_p=none,
+            seed=none.astype(np.uint64),
+            position=none,
+            choice=none,
+        )
+        reported = logits.clone()  # a step keeps a copy for log probabilities
+        sample_tokens(reported, torch.from_numpy(words).to(self._device), Kinds(draws=True, cuts=True))
+
+    @torch.inference_mode()
+    def largest_decode(self) -> None:
+        """Run a decode step with one token for each request that may run, and for each draft.
+
+        Its memory is that of the longest possible context, but its time is that of a context of one token, in the null
+        block.
+        """
+        model = self._model
+        num_rows, device = padded_rows(most_alone(self._config)), self._device
+        zeros = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        splits = padded_splits(ceil_div(self._max_model_len(), SPLIT))
+        alone = torch.arange(num_rows, dtype=torch.int32, device=device)
+        work = TritonWork(zeros, zeros, zeros[:1, None], alone, zeros[:0], zeros[:0], splits)
+        metadata = tuple(work._replace(window=window) for window in model.windows)
+        ids, cache = zeros.long(), model.allocate_cache(1, self._config.block_size)
+        model.hidden_states(ModelInputs(ids, zeros, ids - 1, metadata, cache, ids[:0]))

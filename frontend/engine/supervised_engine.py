@@ -1,8 +1,11 @@
 """SupervisedEngine: an engine process that is restarted when it dies. A thread watches it; Supervisor decides."""
 
+import contextlib
 import os
 import select
 import signal
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -11,7 +14,6 @@ from collections.abc import Callable
 import zmq
 
 from frontend.engine.death import Cause, Death, classify, count_oom_kills
-from frontend.engine.flight_writers import FlightWriters
 from frontend.engine.process import EngineProcess
 from frontend.engine.restart_policy import RestartRules
 from frontend.engine.signs import DEFAULT_HANG_S, describe_silence, limit_s
@@ -19,7 +21,10 @@ from frontend.engine.standby import Standby
 from frontend.engine.standby_plan import StandbyKind, StandbyState
 from frontend.engine.supervisor import State, Supervisor
 from ipc.errors import AddressError, EngineCoreError
+from ipc.log_lines import LogFormat
+from ipc.machine.child_process import HOME_PACKAGE, child_environment, inherited_stream
 from ipc.records.black_box import Reading, Suspect
+from ipc.records.flight_ring import FlightFile
 from ipc.wire.messages import ErrorCode, Refused, encode
 from ipc.wire.sockets import Context, bind_router
 
@@ -381,3 +386,52 @@ class Watchdog:
         self.text = describe_silence(reading, self._still_s, limit)
         self._still_s = 0.0
         return True
+
+
+# FlightWriters: the processes that write the flight recorders of dead engines to files, while the next engine runs.
+
+
+#: Deaths whose flight recorders are written.
+WRITTEN = (Cause.FAILED, Cause.CRASHED, Cause.OUT_OF_MEMORY, Cause.HUNG, Cause.KILLED)
+_MOST = 3  # at the same time; if an engine dies faster than they write, further deaths add nothing
+_CLOSE_S = 2.0  # for the last ones to end
+
+
+class FlightWriters:
+    """The writers of one owner."""
+
+    def __init__(self) -> None:
+        self._running: list[subprocess.Popen[bytes]] = []
+
+    def take(self, flight: FlightFile | None, pid: int, cause: Cause, log_format: LogFormat) -> None:
+        """Have a dead engine's flight recorder written, if its cause of death requires it. pid: the engine's;
+        log_format: of its log lines. This does not wait.
+        """
+        self._running = [one for one in self._running if one.poll() is None]
+        if flight is None or cause not in WRITTEN or len(self._running) >= _MOST or not sys.executable:
+            return
+        with contextlib.suppress(OSError):  # no memory or no processes: the next engine matters more
+            self._running.append(
+                subprocess.Popen(
+                    [
+                        *(sys.executable, "-P", "-m", f"{HOME_PACKAGE}core.capture.write_flight"),
+                        *(str(flight.fd), str(pid), log_format),
+                    ],
+                    pass_fds=[flight.fd],
+                    stdin=subprocess.DEVNULL,
+                    env=child_environment({"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}),
+                    start_new_session=True,  # Ctrl-C at a terminal is meant for the engine
+                    stdout=inherited_stream(1),
+                    stderr=inherited_stream(2),
+                )
+            )
+
+    def close(self) -> None:
+        """Wait for the writers; those that take longer continue without this process."""
+        end = time.monotonic() + _CLOSE_S
+        for one in self._running:
+            try:
+                one.wait(max(0.0, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                threading.Thread(target=one.wait, daemon=True).start()
+        self._running = []

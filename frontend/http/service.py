@@ -2,21 +2,22 @@
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from frontend.calls.choose import choose_form
-from frontend.http.adapters import ServedAdapters
+from frontend.client.client import EngineClient
+from frontend.engine.signs import trouble
 from frontend.http.bodies import SamplingFields
-from frontend.http.body_bounds import has_few_values, is_small
 from frontend.http.callers.access_log import AccessLog
 from frontend.http.callers.keys import KeyRing
 from frontend.http.callers.meter import HttpMeter
 from frontend.http.callers.quotas import Quotas
 from frontend.http.callers.spans import Spans
-from frontend.http.errors import HttpError
+from frontend.http.errors import HttpError, retry_after
 from frontend.http.holdings import Holdings, cost_of, sum_of
 from frontend.http.pages.recent_statistics import RecentStatistics
 from frontend.http.process.options import HttpOptions
@@ -25,7 +26,6 @@ from frontend.http.replies.pump import Pump
 from frontend.http.replies.reply import Reply
 from frontend.http.replies.text_frames import TokenJson
 from frontend.http.request import Request, Response
-from frontend.http.standing import Standing
 from frontend.http.turns import Turns
 from frontend.results.request_state import RequestState
 from frontend.session import EngineHandle, PreparedRequest
@@ -34,8 +34,11 @@ from frontend.text.prompt_forms import PromptInput
 from frontend.text.prompts import check_text_fits
 from frontend.text.request_templates import RequestTemplates
 from frontend.text.tokenizer import Tokenizer
+from ipc.errors import CallFailedError, EngineCoreError
 from ipc.keys.signing import SigningKey
 from ipc.params.sampling_params import RequestOutputKind, SamplingParams
+from ipc.records.black_box import BlackBoxReader, find_black_box
+from ipc.wire.lora_messages import AdapterId, LoraAdapter
 
 #: Bodies above this many bytes are rendered and tokenized on a thread: they would block the loop for milliseconds.
 _LONG_BODY_BYTES = 4096
@@ -321,3 +324,158 @@ def _salted(prompt: PromptInput, salt: str) -> PromptInput:
         return {**prompt, "cache_salt": salt}  # type: ignore[return-value]
     key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
     return {key: prompt, "cache_salt": salt}  # type: ignore[return-value]
+
+
+# How many values a body of JSON has, before it is decoded in one piece that holds Python's lock.
+
+
+#: The start of a JSON value or field; a string is skipped as a whole.
+_PARTS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{:,]', re.DOTALL)
+_LOOKED_AT = 1 << 18  # bytes, between two checks of the counts
+_COMMA, _QUOTE = b',"'
+
+
+def is_small(body: bytes, most_fields: int, most_values: int) -> bool:
+    """Return whether a body has at most this many values; False if only has_few_values() can tell.
+
+    It counts starts of values, also inside strings.
+    """
+    num_fields = num_values = 0
+    for at in range(0, len(body), _LOOKED_AT):
+        end = at + _LOOKED_AT
+        num_fields += sum(body.count(sign, at, end) for sign in (b"[", b"{", b":"))
+        num_values += body.count(b",", at, end)
+        if num_fields > most_fields or num_values > most_values:
+            return False
+    return True
+
+
+def has_few_values(body: bytes, most_fields: int, most_values: int) -> bool:
+    """Return whether a body has at most this many arrays, objects and fields, and this many values in all.
+
+    To be run on a thread; it works in short steps.
+    """
+    num_fields = num_values = 0
+    for found in _PARTS.finditer(body):
+        sign = body[found.start()]
+        if sign == _COMMA:
+            num_values += 1
+        elif sign != _QUOTE:
+            num_fields += 1
+        if num_fields > most_fields or num_values > most_values:
+            return False
+    return True
+
+
+# ServedAdapters: the engine's adapters as separate models, by name.
+
+
+#: How long a list of the engine's adapters is used: loaded or unloaded names take effect here after that time.
+_FRESH_S = 1.0
+
+
+class ServedAdapters:
+    """The adapters that the engine has loaded. For the event loop's thread.
+
+    An engine without adapters is asked only once.
+    """
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._by_name: dict[str, LoraAdapter] = {}
+        self._may_have = True  # until the engine has said that it has none
+        self._looked_at = float("-inf")  # monotonic seconds
+        self._looking: asyncio.Task[None] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the adapters' names from the last answer."""
+        return tuple(self._by_name)
+
+    def find(self, name: str) -> AdapterId | None:
+        """Return the adapter of this name from the last answer."""
+        listed = self._by_name.get(name)
+        return None if listed is None else AdapterId(listed.digest)
+
+    async def catch_up(self) -> None:
+        """Ask for the engine's adapters, unless the last answer is new enough. Several callers share one call."""
+        if not self._may_have or time.monotonic() - self._looked_at < _FRESH_S:
+            return
+        await self.look()
+
+    async def look(self) -> None:
+        """Ask for the engine's adapters now."""
+        if not self._may_have:
+            return
+        if self._looking is None or self._looking.done():
+            self._looking = asyncio.get_running_loop().create_task(self._look())
+        await asyncio.shield(self._looking)
+
+    async def _look(self) -> None:
+        self._looked_at = time.monotonic()
+        try:
+            listed = await asyncio.to_thread(self._client.lora_adapters)
+        except CallFailedError:  # the engine is being restarted: keep the known list
+            return
+        self._may_have = listed.is_enabled
+        self._by_name = {one.name: one for one in listed.adapters}
+
+
+# Standing: whether this server accepts new requests, and why not. Probes and requests get the same answer from it.
+#
+# | state | /live | /health, /ready, /ping | a new request |
+# |---|---|---|---|
+# | serving, or the engine is being restarted | 200 | 200 | is answered |
+# | the engine hangs, and will be restarted | 200 | 503 | waits |
+# | this server has received SIGTERM | 200 | 503 | 503 |
+# | the engine drains, or its owner has paused it | 200 | 503 | 503 |
+# | there is no engine | 200 | 503 | 503 |
+
+
+_TIMEOUT_S = 0.5
+
+
+class Standing:
+    """The standing of one server with one engine. hang_timeout: see HttpOptions."""
+
+    def __init__(self, client: EngineClient, hang_timeout: float) -> None:
+        self.is_draining = False  # this server ends
+        self._client, self._hang_timeout = client, hang_timeout
+        self._not_taking = ""  # why the engine accepts no requests, from its last answer
+        self._asking: asyncio.Future[None] | None = None
+        self._box: BlackBoxReader | None = None  # of the engine, if it is on this machine
+        self._box_epoch = -1  # when it was last looked for
+
+    def refuse_requests(self) -> None:
+        """Do nothing while new requests are accepted. Errors: HttpError 503."""
+        if self.is_draining:
+            raise HttpError(503, "the server is shutting down", headers=retry_after(1000))
+        if self._client.error is not None:
+            raise HttpError(503, "the engine is not running", headers=retry_after(1000))
+        if self._not_taking:
+            raise HttpError(503, self._not_taking, headers=retry_after(1000))
+
+    def refuse_probe(self) -> None:
+        """Do nothing while new requests are accepted and answered soon. It never waits. Errors: HttpError 503."""
+        self.refuse_requests()
+        if text := self._describe_hang():
+            raise HttpError(503, f"the engine hangs: {text}")
+
+    def ask(self) -> None:
+        """Ask the engine, without waiting, whether it accepts requests; called regularly."""
+        if self._asking is None or self._asking.done():
+            self._asking = asyncio.ensure_future(asyncio.to_thread(self._ask))
+
+    def _ask(self) -> None:
+        try:
+            self._not_taking = self._client.model_information(_TIMEOUT_S).not_taking
+        except EngineCoreError:  # it hangs or is being restarted: then requests are accepted, and wait
+            self._not_taking = ""
+
+    def _describe_hang(self) -> str:
+        """Return why the engine counts as hung, "" if it does not; by its black box, so this never waits."""
+        welcome = self._client.welcome
+        if self._box_epoch != welcome.epoch:
+            self._box_epoch = welcome.epoch
+            self._box = find_black_box(welcome.pid, welcome.limits.max_num_seqs)
+        return "" if self._box is None else trouble(self._box.read(), time.monotonic_ns(), self._hang_timeout)

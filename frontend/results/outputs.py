@@ -78,7 +78,7 @@ class CompletionOutput:
 
 
 class Submitted(NamedTuple):
-    """What the engine was sent in addition to the prompt's tokens. seed: None = the session derives it from the number."""
+    """What the engine was sent with the prompt's tokens. seed: None = the session derives it from the number."""
 
     number: int
     params: SamplingParams

@@ -5,7 +5,10 @@ Face's apply_chat_template (trim_blocks, lstrip_blocks, tojson without HTML esca
 break and continue, generation blocks). It gets only plain JSON-like data, never a caller's objects.
 """
 
+import hashlib
 import json
+import re
+import string
 from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
@@ -16,9 +19,7 @@ import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 
-from frontend.text.call_ids import fit_call_ids
 from frontend.text.chat_messages import plain_data, read_messages
-from frontend.text.final_message import cut_at_mark, mark_final_text
 from frontend.text.template_sandbox import MAX_PROMPT_CHARS, TemplateSandbox, check_size
 from ipc.errors import InvalidRequestError
 
@@ -243,3 +244,102 @@ def _names_content(node: jinja2.nodes.Node | None) -> bool:
 
 def _explain(error: Exception) -> str:
     return str(error) or type(error).__name__
+
+
+# Ids of tool calls in a chat's history, for templates that require ids of a certain length (Mistral's: 9).
+#
+# A history may come from another server, whose ids have another form, or from an API whose calls have none (Ollama's).
+
+
+_LETTERS = string.ascii_letters + string.digits
+_Pending = list[tuple[object, str]]  # (function's name, id) of calls whose results have not arrived
+
+
+def fit_call_ids(messages: list[dict[str, Any]], length: int) -> None:
+    """Set the ids of calls and their results, in place, to `length` letters and digits.
+
+    An id of this form is kept. Another is replaced by one that depends on it alone, so a call and its result keep the
+    same id, and a chat's prompt is the same each time. A result without an id belongs to the first call without a
+    result that has its name, otherwise to the first call without a result.
+    """
+    pending: _Pending = []
+    for index, message in enumerate(messages):
+        for at, call in enumerate(message.get("tool_calls") or ()):
+            call["id"] = _fitted(call.get("id") or f"{index}.{at}", length)
+            function = call.get("function")
+            pending.append((function.get("name") if isinstance(function, dict) else call.get("name"), call["id"]))
+        if message.get("role") == "tool":
+            given = message.get("tool_call_id")
+            message["tool_call_id"] = _fitted(given, length) if given else _next(pending, message, length)
+            pending = [one for one in pending if one[1] != message["tool_call_id"]]
+
+
+def _next(pending: _Pending, message: dict[str, Any], length: int) -> str:
+    name = message.get("tool_name") or message.get("name")
+    named = [identity for function, identity in pending if function == name]
+    return next(iter(named or [identity for _, identity in pending]), None) or _fitted("", length)
+
+
+def _fitted(given: object, length: int) -> str:
+    text = str(given)
+    if re.fullmatch(rf"[A-Za-z0-9]{{{length}}}", text):
+        return text
+    number = int.from_bytes(hashlib.sha512(text.encode("utf-8", "surrogatepass")).digest())
+    letters = []
+    for _ in range(length):
+        number, rest = divmod(number, len(_LETTERS))
+        letters.append(_LETTERS[rest])
+    return "".join(letters)
+
+
+# continue_final_message: a prompt that ends with the text of the last message, so that the output continues it.
+#
+# A chat template puts the end of a turn after each message. So a mark is added after the text of the last message, and
+# the prompt is cut at the mark. This is the method of transformers 5.24: the template gets the text, so its processing
+# (trimming, separating reasoning) is in the prompt.
+
+
+_MARK = "\ue0f0\ue0f1continued here\ue0f1\ue0f0"  # from the private use area: no template or tokenizer contains it
+_END = " "  # after the mark: a template that trims removes it
+
+
+def mark_final_text(messages: Any, *, add_generation_prompt: bool) -> tuple[list[dict[str, Any]], str]:
+    """Return the messages with the mark after the last one's text, and that text: for content parts, the last text.
+
+    Errors: InvalidRequestError.
+    """
+    if add_generation_prompt:
+        raise InvalidRequestError(
+            "continue_final_message and add_generation_prompt cannot be combined: a prompt continues the last "
+            "message or begins a new one; set add_generation_prompt to False"
+        )
+    last = messages[-1] if isinstance(messages, (list, tuple)) and messages else None
+    content = last.get("content") if isinstance(last, dict) else None
+    if isinstance(content, str):
+        return [*messages[:-1], {**last, "content": content + _MARK + _END}], content  # type: ignore[dict-item]
+    parts = list(content) if isinstance(content, (list, tuple)) else []
+    for at in reversed(range(len(parts))):
+        text = parts[at].get("text") if isinstance(parts[at], dict) else parts[at]
+        if isinstance(text, str):
+            marked = text + _MARK + _END
+            parts[at] = {**parts[at], "text": marked} if isinstance(parts[at], dict) else marked
+            return [*messages[:-1], {**last, "content": parts}], text  # type: ignore[dict-item]
+    raise InvalidRequestError(
+        "continue_final_message needs a last message whose content is a str or has a part that is text; the last "
+        f"message is {last!r:.80}"
+    )
+
+
+def cut_at_mark(prompt: str, text: str) -> str:
+    """Return the prompt up to the mark, without the spaces before it if the template trims.
+
+    Errors: InvalidRequestError for a template that does not show the whole text.
+    """
+    at = prompt.rfind(_MARK)
+    if at < 0 or text.strip() not in prompt[:at]:
+        raise InvalidRequestError(
+            "continue_final_message: the chat template does not show the last message's content unchanged: templates "
+            "of reasoning models may leave reasoning out"
+        )
+    trims = not prompt.startswith(_END, at + len(_MARK))
+    return prompt[:at].rstrip() if trims else prompt[:at]

@@ -191,7 +191,7 @@ def modules_named_by_text(source: str) -> set[str]:
 
 def test_no_module_is_named_by_text() -> None:
     """A module has another name in a wheel. Modules named in text get the prefix from tools/command_table.py,
-    frontend/engine/flight_writers.py or run_package(); core/capture/state_classes.py and
+    frontend/engine/supervised_engine.py or run_package(); core/capture/state_classes.py and
     tools/commands/replay/shrink/written.py find the prefix in their own names.
     """
     assert modules_named_by_text("x('core.log'); y = ['-m', 'core']; 'core.nothing'") == {"core.log", "core"}
@@ -199,7 +199,7 @@ def test_no_module_is_named_by_text() -> None:
     named = {str(path.relative_to(ROOT)): names for path, names in found.items() if names}
     assert named.pop("core/capture/state_classes.py") == {"core.capture.state_classes"}
     assert named.pop("tools/commands/replay/shrink/written.py") == {"tools.commands.replay.shrink.written"}
-    assert named.pop("frontend/engine/flight_writers.py") == {"core.capture.write_flight"}
+    assert named.pop("frontend/engine/supervised_engine.py") == {"core.capture.write_flight"}
     assert named.pop("core/grammars/checker.py") == {"core.grammars.check"}  # for run_package()
     assert named.pop("frontend/text/request_templates.py") == {"frontend.text.template_process"}  # likewise
     assert named.pop("tools/cli.py") == {"tools.commands.completion"}

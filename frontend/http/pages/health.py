@@ -10,6 +10,6 @@ async def get_live(service: Service, request: Request) -> Response:
 
 
 async def get_health(service: Service, request: Request) -> Response:
-    """Answer while new requests are accepted (frontend/http/standing.py)."""
+    """Answer while new requests are accepted (frontend/http/service.py)."""
     service.standing.refuse_probe()
     return Response(b"", content_type=b"text/plain")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from core.adapters.file_matrix import FileMatrix, FilePart
-from core.adapters.gguf_adapter import read_gguf_adapter
 from core.adapters.peft_folder import read_peft_folder
+from core.adapters.store import read_gguf_adapter
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.tables.arrays import Floats
 from tests.core.adapters.peft_files import random_matrices, write_peft

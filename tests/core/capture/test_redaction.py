@@ -14,9 +14,9 @@ from core.capture import writer as capture_writer
 from core.capture.file import CaptureFile
 from core.capture.records import Checkpoint, Header, Record, decode_config, decode_record, encode_config
 from core.capture.redaction import redact
+from core.capture.renaming import TokenNames
 from core.capture.restore import restore
 from core.capture.snapshot import Snapshot
-from core.capture.token_names import TokenNames
 from core.proposers.offered import OfferedDrafts
 from ipc.errors import CaptureFileError, ConfigError
 from ipc.options.speculation import SpeculativeConfig

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from core.execution.executor import StepCosts
-from core.executors.cuda import CudaExecutor
-from core.executors.cuda_memory import most_alone
+from core.executors.cuda import CudaExecutor, most_alone
 from core.model_files.loading import load_model
 from core.runner.trial_loop import LoopDurations
 from ipc.errors import ConfigError, OutOfMemoryError

@@ -14,7 +14,7 @@ import torch
 
 from core.batch.table import BatchTable
 from core.engine import EngineCore
-from core.executors.cuda_memory import most_alone
+from core.executors.cuda import most_alone
 from core.inputs import EngineInput
 from core.models.llama import Llama
 from core.models.operations.triton_operations import TritonOperations

@@ -2,8 +2,7 @@
 
 import pytest
 
-from core.grammars.gbnf import lark_of_gbnf
-from core.grammars.gbnf_parser import parse_gbnf
+from core.grammars.gbnf import lark_of_gbnf, parse_gbnf
 from core.grammars.grammars import Grammars
 from ipc.errors import InvalidRequestError
 from tests.core.grammars.test_grammars import accepts

@@ -9,9 +9,8 @@ import pytest
 from core import __main__ as process
 from core.execution.executor import Executor
 from core.execution.shared_blocks import BlockMemory, SharedBlocks
-from core.process.kv_store import open_stores
 from core.process.loop import EXIT_FAILED
-from core.process.start import StartedEngine
+from core.process.start import StartedEngine, open_stores
 from core.tiers.block_file import HEAD_BYTES
 from ipc.errors import ConfigError
 from ipc.wire.start_messages import EXIT_RESTART

@@ -13,8 +13,8 @@ from core.execution.plan import NewRow, SchedulerOutput
 from core.execution.runner_table import RunnerTable
 from core.sampling.columns import SamplingColumns
 from core.sampling.logit_edits import apply_edits, edit_groups
+from core.sampling.penalties import TokenCounts
 from core.sampling.sampler import NOT_A_TOKEN, sample
-from core.sampling.token_counts import TokenCounts
 from core.sampling.xtc import XTC
 from ipc.params.sampling_params import SamplingParams
 from kernels.gumbel import noise, philox4x32

@@ -13,7 +13,7 @@ import zmq
 from core.execution.shared_blocks import BlockMemory, SharedBlocks
 from core.inputs import BlocksArrived, BlocksFound
 from core.kv.orders import Fetch, Leave, Look, Store
-from core.process.kv_store import _listen
+from core.process.start import _listen
 from core.tiers import peers as peers_module
 from core.tiers.block_file import HEAD_BYTES, pack_block
 from core.tiers.block_folder import BlockFolder

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from frontend.engine.death import Cause
-from frontend.engine.poison_hunt import MAX_FREE_DEATHS, PoisonHunt
+from frontend.engine.supervisor import MAX_FREE_DEATHS, PoisonHunt
 from ipc.records.black_box import Suspect
 
 PLACE = 40  # tokens: where all requests are, in lockstep, and the poisons kill

@@ -12,8 +12,7 @@ import pytest
 
 from frontend.http import request as request_module
 from frontend.http.request import new_id
-from frontend.text.call_ids import fit_call_ids
-from frontend.text.chat_template import render_chat
+from frontend.text.chat_template import fit_call_ids, render_chat
 from ipc.files.model_files import resolve_model
 from tests.frontend.http.caller import Caller, serving
 from tests.frontend.http.conftest import FAKE

@@ -10,7 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from core.border.meter import RequestMeter
-from frontend.metrics.families import COUNTERS, GAUGES, Sighted, families
+from frontend.metrics.collector import COUNTERS, GAUGES, Sighted, families
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import AddRequest, ErrorCode, ModelInformation, RequestFailed, Statistics
 from ipc.wire.metrics_messages import STEP_TOKEN_BOUNDS, Histogram

@@ -8,8 +8,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processo
 
 from frontend.text import tokenizer as tokenizer_module
 from frontend.text.prompts import read_prompts
-from frontend.text.text_bounds import text_bound, text_cuts
-from frontend.text.tokenizer import Tokenizer
+from frontend.text.tokenizer import Tokenizer, text_bound, text_cuts
 from ipc.errors import PromptTooLongError
 from ipc.files.model_files import read_tokenizer_files, resolve_model
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from frontend.http.body_bounds import has_few_values, is_small
+from frontend.http.service import has_few_values, is_small
 
 MOST = 1000
 

@@ -9,10 +9,10 @@ import pytest
 
 from ipc.errors import EngineCoreError, InvalidRequestError, UnsupportedParameterError
 from ipc.params.list_parameters import MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
-from ipc.params.refused_parameters import REFUSED
 from ipc.params.sampling_params import (
     MIN_TEMPERATURE,
     NUMBERS,
+    REFUSED,
     RequestOutputKind,
     SamplingParams,
     check_num_logprobs,

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from ipc.errors import InvalidRequestError
-from ipc.params.finite_pattern import texts_of
+from ipc.params.schema_names import texts_of
 from ipc.params.schema_texts import plain_texts, rust_pattern
 
 

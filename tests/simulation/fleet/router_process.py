@@ -39,7 +39,7 @@ class RouterProcess(EngineProcess):
         self.links = PlayedLinks(sites, self._hear)
         self.fleet = Fleet(policy=policy, seed=seed, epoch=generation, patience_s=1000.0)
         driver = Driver(self.fleet, self.links)
-        from tools.commands.route.engine import RouterEngine
+        from tools.commands.route.__main__ import RouterEngine
 
         self.core = RouterEngine(driver, site.seconds)  # type: ignore[assignment]
         self.is_dead, self.stopped_until_ns = False, 0

@@ -19,9 +19,9 @@ from tests.fake_options import fake_options, with_options
 from tests.grammar_vocabulary import EOS, VOCAB_SIZE, tokenizer_files
 from tests.tools.commands.test_what_if import Arrival, mixed, record, simulator, workload
 from tools.commands.replay.what_if import simulation
-from tools.commands.replay.what_if.joined_steps import JoinedSteps
 from tools.commands.replay.what_if.options import Change, changed
 from tools.commands.replay.what_if.recording import read_recording
+from tools.commands.replay.what_if.simulation import JoinedSteps
 
 LONG = msgspec.structs.replace(CONFIG, max_model_len=200, num_blocks_override=120)
 CHANGES: tuple[Change, ...] = (

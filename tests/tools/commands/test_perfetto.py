@@ -13,7 +13,7 @@ from core.capture.file import CaptureFile
 from core.executors.by_name import load_executor
 from tests.captures import CONFIG, capture_in_process
 from tools.cli import main
-from tools.commands.replay.traces import End, read_traces
+from tools.commands.replay.live import End, read_traces
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from tests.core.capture.test_checkpoints import capture
 from tests.tools.commands.planted_bugs import ANY, BUGS, Bug, Patch
 from tools.cli import main
 from tools.commands.replay.fails_when import FailsWhen
-from tools.commands.replay.shrink.passes import minimize, smallest
+from tools.commands.replay.shrink.command import minimize, smallest
 
 MOST_REQUESTS = 8
 NUM_SOAK_STEPS = int(os.environ.get("SOAK_SHRINK_STEPS", "2700"))  # some 2,000 requests

@@ -25,11 +25,10 @@ from kernels.triton.device import NoDeviceError
 from tests import grammar_vocabulary
 from tools.commands.replay.latency import percentile
 from tools.lab.bench import gemm, ipc, kernels, quiet, step, structured
-from tools.lab.bench.__main__ import main
+from tools.lab.bench.__main__ import main, summary_ms
 from tools.lab.bench.costs import capture_cost, metrics_cost
 from tools.lab.bench.gpu import gpu_kernels
-from tools.lab.bench.gpu.gpu_experts import ExpertShape
-from tools.lab.bench.report import summary_ms
+from tools.lab.bench.gpu.gpu_kernels import ExpertShape
 from tools.lab.bench.runs import is_clean
 from tools.lab.bench.startup import kernel_cache
 from tools.lab.bench.startup_parts import has_parts, measure_parts

@@ -14,7 +14,7 @@ from ipc.options.config import EngineConfig
 from tests.fake_options import fake_options
 from tools.cli import main
 from tools.lab.bench.tiny_model import write_tiny_model
-from tools.lab.check_executor.checks import Finding, check_executor
+from tools.lab.check_executor.__main__ import Finding, check_executor
 
 NUM_REQUESTS = 24
 Fault = Callable[[SchedulerOutput, ModelRunnerOutput], dict[str, object]]

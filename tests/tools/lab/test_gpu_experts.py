@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.triton_device import ANYWHERE, DEVICE, ON_GPU
-from tools.lab.bench.gpu.gpu_experts import ExpertShape, TorchMlp, expert_cases
+from tools.lab.bench.gpu.gpu_kernels import ExpertShape, TorchMlp, expert_cases
 
 pytestmark = ANYWHERE
 

@@ -9,10 +9,13 @@ import argparse
 import contextlib
 import os
 import secrets
+import select
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -22,21 +25,209 @@ from core.border.allow_list import AllowList
 from core.border.doorway import raise_descriptor_limit
 from core.border.io_thread import IOThread
 from core.border.meter import RequestMeter
+from core.border.reception import Served
 from core.border.zap import start_zap
+from core.inputs import (
+    BlocksArrived,
+    BlocksFound,
+    BlocksStored,
+    EndPause,
+    EngineInput,
+    ExecutorLost,
+    ExecutorRestored,
+    HoldClient,
+    ReleaseClient,
+    RenewKVEvents,
+    SetClientWeight,
+)
 from core.process.garbage import settle_garbage
 from core.process.loop import run
 from frontend.fleet.driver import Driver
 from frontend.fleet.fleet import PREFILL_MIN_TOKENS, Fleet
 from frontend.fleet.links import Links
+from frontend.fleet.membership import fleet_welcome
 from frontend.fleet.placement import POLICIES
-from ipc.errors import ConfigError
-from ipc.wire.messages import EngineStopping
+from frontend.fleet.replicas import ReplicaState
+from ipc.errors import ConfigError, EngineDeadError, EngineStartError
+from ipc.version import VERSION
+from ipc.wire.call import Call
+from ipc.wire.messages import (
+    Abort,
+    AddRequest,
+    CallFailed,
+    EngineStopping,
+    GetModelInformation,
+    GetTokenizer,
+    Goodbye,
+    ModelInformation,
+    ServerMessage,
+    TokenizerFiles,
+)
+from ipc.wire.pooling_messages import AddPooling
 from ipc.wire.sockets import Context, bind_router, check_address, keys_of
 from tools.commands.control import write_owner_file
-from tools.commands.route.engine import RouterEngine
-from tools.commands.route.start import Bounds, served_by, wait_for_replicas
 from tools.flags.options import ArgumentParser
 from tools.service.notify import notify
+
+# The start of a router: its replicas' answers, and the information that it gives its clients.
+
+
+_NOBODY = 0  # client number of the router's own calls
+_OTHERS_S = 2.0  # for further replicas to answer and to send what they have cached
+_LOOK_MS = 50
+_MISSING = (ReplicaState.CONNECTING, ReplicaState.LOST)
+
+
+class Bounds(NamedTuple):
+    """A router's own limits: leases, and the queue; 0 = as long as all replicas' together."""
+
+    lease_ms: int
+    resume_ms: int
+    max_num_queued_requests: int
+
+
+def wait_for_replicas(driver: Driver, links: Links, timeout_s: float, is_stopped: Callable[[], bool]) -> None:
+    """Wait until all replicas have answered and sent what they have cached, or until some have and the rest does not
+    answer.
+
+    Errors: EngineStartError if none has answered within timeout_s seconds.
+    """
+    begin, first = time.monotonic(), 0.0
+    replicas = driver.fleet.replicas
+    while not is_stopped():
+        now = _turn(driver, links)
+        if replicas.sessions:
+            first = first or now
+            is_whole = all(one.has_picture for one in replicas.sessions)
+            if now - first > _OTHERS_S or (
+                is_whole and not any(one.state in _MISSING for one in replicas.by_row.values())
+            ):
+                return
+        elif now - begin > timeout_s:
+            states = [f"{one.address}: {one.reason or one.state.value}" for one in replicas.by_row.values()]
+            raise EngineStartError(f"no replica has answered within {timeout_s:g} s; {'; '.join(states)}")
+
+
+def ask(driver: Driver, links: Links, call: Call, timeout_s: float) -> ServerMessage:
+    """Return a replica's answer to a call of the router's own. Errors: EngineDeadError."""
+    fleet, end = driver.fleet, time.monotonic() + timeout_s
+    fleet.call(_NOBODY, call, time.monotonic())
+    while not fleet.to_clients:
+        if _turn(driver, links) > end:
+            raise EngineDeadError(f"no replica has answered {type(call).__name__} within {timeout_s:g} s")
+    ((_, answer),) = fleet.take_messages()
+    if isinstance(answer, CallFailed):
+        raise EngineDeadError(f"{type(call).__name__}: {answer.message}")
+    return answer
+
+
+def _turn(driver: Driver, links: Links) -> float:
+    """Wait briefly for the replicas and take in what they send; return the time."""
+    driver.carry_out(time.monotonic())
+    if not links.has_unread:
+        select.select([links.fd], [], [], _LOOK_MS / 1000)
+    now = time.monotonic()
+    driver.look()
+    driver.take_in(now)
+    driver.pass_time(now)
+    return now
+
+
+def served_by(
+    driver: Driver, links: Links, engine_id: str, owner_token: bytes, bounds: Bounds, timeout_s: float
+) -> Served:
+    """Return the information that the border sends to clients. Errors: EngineDeadError."""
+    fleet: Fleet = driver.fleet
+    tokenizer = ask(driver, links, GetTokenizer(0), timeout_s)
+    model = ask(driver, links, GetModelInformation(0), timeout_s)
+    assert isinstance(tokenizer, TokenizerFiles), tokenizer
+    assert isinstance(model, ModelInformation), model
+    assert fleet.membership.model is not None
+    sessions = fleet.replicas.sessions
+    welcome = fleet_welcome(
+        fleet.membership.model, sessions, engine_id=engine_id, server_version=VERSION, session_token=b""
+    )
+    limits = msgspec.structs.replace(
+        welcome.limits, heartbeat_ms=bounds.lease_ms // 3, lease_ms=bounds.lease_ms, resume_ms=bounds.resume_ms
+    )
+    if bounds.max_num_queued_requests:
+        limits = msgspec.structs.replace(limits, max_num_queued_requests=bounds.max_num_queued_requests)
+    return Served(msgspec.structs.replace(welcome, limits=limits), tokenizer, model, owner_token)
+
+
+# RouterEngine: a fleet instead of an engine, behind the engine's own border and loop.
+
+
+_NS = 1e9
+
+
+class RouterEngine:
+    """core/process/loop.py's Engine. clock: monotonic seconds."""
+
+    def __init__(self, driver: Driver, clock: Callable[[], float] = time.monotonic) -> None:
+        self._driver = driver
+        self._clock = clock
+        self._fleet = driver.fleet
+
+    @property
+    def has_work(self) -> bool:
+        """Return False: look_ahead() reads what replicas send."""
+        return False
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Return whether there are live requests or calls, or messages from replicas or for clients wait."""
+        return self._driver.has_arrived or self._fleet.has_unfinished or bool(self._fleet.to_clients)
+
+    def look_ahead(self) -> bool:
+        """Read what replicas have sent; return whether there is anything for the next step."""
+        return self._driver.look() or bool(self._fleet.to_clients)
+
+    def count_waiting(self) -> tuple[int, int]:
+        """Return the numbers of choices that have not begun, and of their tokens."""
+        requests = self._fleet.requests
+        return requests.num_waiting, requests.num_waiting_tokens
+
+    def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> Sequence[tuple[int, ServerMessage]]:
+        """Take in the messages of clients and replicas; return those for clients.
+
+        After they are sent, turn() follows.
+        """
+        now = now_ns / _NS
+        if not self._driver.has_arrived:  # this step takes in the messages that have woken it, instead of the next one
+            self._driver.look()
+        self._driver.take_in(now)
+        for client, message in inbox:
+            self._receive(client, message, now)
+        self._driver.carry_out(now)
+        return self._fleet.take_messages()
+
+    def turn(self, _: int) -> None:
+        """Let the fleet apply the effects of its messages, and do what is due by time."""
+        self._driver.pass_time(self._clock())
+
+    def _receive(self, client: int, message: EngineInput, now: float) -> None:
+        fleet = self._fleet
+        match message:
+            case AddRequest() | AddPooling():
+                fleet.submit(client, message, now)
+            case Abort():
+                fleet.abort(client, message)
+            case Goodbye():
+                fleet.leave(client)
+            case HoldClient():
+                fleet.hold(client)
+            case ReleaseClient():
+                fleet.release(client, now)
+            case EndPause():
+                fleet.resume(now)
+            case SetClientWeight() | RenewKVEvents():
+                pass  # replicas handle shares, and no client of a fleet follows KV events
+            case ExecutorLost() | ExecutorRestored() | BlocksFound() | BlocksArrived() | BlocksStored():
+                pass  # a router has no executor and no blocks
+            case Call():
+                fleet.call(client, message, now)
+
 
 EXIT_STOPPED = 128 + signal.SIGTERM  # stopped before the work was done
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -4,11 +4,15 @@ A format is detected from the file's first line, never from its name. Each has i
 known not to be request traces are refused with the reason.
 """
 
+import ast
+import csv
+import datetime
 import json
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,11 +20,12 @@ from core.capture.file import CaptureFile
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import ConfigError
 from ipc.files.model_files import read_tokenizer_files
+from ipc.tables.arrays import Doubles, Ints
+from ipc.tables.rounding import ceil_div
 from ipc.wire.messages import AddRequest
 from tools.commands.replay.what_if.foreign import read_requests
 from tools.commands.replay.what_if.recording import Recorded
-from tools.lab.traces import lines, servegen
-from tools.lab.traces.row import HASH_BLOCK, Making, Parse, Row, Trace
+from tools.lab.traces.row import HASH_BLOCK, Format, Making, Parse, Row, Trace
 
 _MAX_LENGTH = 2**31
 _FIRST_BYTES = 4096
@@ -41,12 +46,12 @@ def read_trace(path: Path, num_rows: int | None = None, making: Making | None = 
         return _sorted(path, read_capture(path, num_rows), BLOCK)
     if is_sharegpt(beginning):
         return _sorted(path, read_conversations(path, num_rows, making), HASH_BLOCK)
-    if servegen.is_windows(beginning):
-        return _sorted(path, servegen.generate(path, num_rows, making), HASH_BLOCK)
+    if is_windows(beginning):
+        return _sorted(path, generate(path, num_rows, making), HASH_BLOCK)
     try:
         with path.open(encoding="utf-8") as text:
             first = text.readline()
-            known = lines.format_of(path, first.rstrip("\r\n"), text.readline())
+            known = format_of(path, first.rstrip("\r\n"), text.readline())
             text.seek(0)
             found = list(islice(_rows(path, islice(text, known.header, None), known.parse), num_rows))
     except UnicodeDecodeError as error:
@@ -159,3 +164,212 @@ def _first_pair(conversation: Any) -> tuple[str, str] | None:
             return question, answer
         case _:
             return None
+
+
+# ServeGen's windows (Xiang et al., arXiv:2505.09999): requests generated, with a seed, from a client's parameters.
+#
+# A file NAME-trace.csv has a line for each window: its start in seconds, requests a second, their coefficient of
+# variation, the distribution of their gaps (Gamma or Weibull) and its shape and scale. NAME-dataset.json next to it has
+# the lengths of longer windows: Python dicts as text, length: probability, which are read as literals.
+
+
+_SUFFIX = "-trace.csv"
+_KINDS = ("Gamma", "Weibull")
+_COLUMNS = 6
+
+
+class _Lengths(NamedTuple):
+    """Lengths and their probabilities."""
+
+    values: Ints
+    shares: Doubles
+
+
+def is_windows(beginning: bytes) -> bool:
+    """Return whether a file's first line is one of ServeGen's windows."""
+    columns = beginning.partition(b"\n")[0].split(b",")
+    return len(columns) == _COLUMNS and columns[3].strip().decode(errors="replace") in _KINDS
+
+
+def generate(path: Path, num_rows: int | None, making: Making) -> list[Row]:
+    """Return the requests that the windows describe; making.seed decides which. Errors: ConfigError."""
+    if not path.name.endswith(_SUFFIX):
+        raise ConfigError(
+            f"{path} has ServeGen's windows; their lengths are found by the file's name, which must end in {_SUFFIX}"
+        )
+    windows = _windows(path)
+    lengths = _read_lengths(path.with_name(path.name.removesuffix(_SUFFIX) + "-dataset.json"))
+    draw = np.random.default_rng(making.seed)
+    rows: list[Row] = []
+    for begin, end, kind, shape, scale in windows:
+        at = max(key for key in lengths if key <= max(begin, min(lengths)))
+        inputs, outputs = lengths[at]
+        now = begin
+        while True:
+            gap = draw.gamma(shape, scale) if kind == "Gamma" else scale * draw.weibull(shape)
+            now += max(gap, 1e-9)
+            if now >= end:
+                break
+            sizes = [int(draw.choice(one.values, p=one.shares)) for one in (inputs, outputs)]
+            rows.append(Row(now, max(1, sizes[0]), max(1, sizes[1])))
+            if len(rows) == num_rows:
+                return rows
+    return rows
+
+
+def _windows(path: Path) -> list[tuple[float, float, str, float, float]]:
+    """Return (begin, end, distribution, shape, scale) of each window with requests."""
+    with path.open(encoding="utf-8", newline="") as file:
+        lines = list(csv.reader(file))
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            begin, rate, _, kind, shape, scale = line
+            numbers = float(begin), float(rate), float(shape or 0), float(scale or 0)
+        except ValueError as error:
+            raise ConfigError(f"{path}, row {number}: {error}: {','.join(line):.80}") from None
+        if numbers[1] > 0 and (kind not in _KINDS or min(numbers[2:]) <= 0):
+            raise ConfigError(f"{path}, row {number}: expected Gamma or Weibull with a shape and a scale above 0")
+        found.append((*numbers, kind))
+    steps = np.diff([one[0] for one in found])
+    width = float(steps[0]) if len(steps) else 600.0
+    return [(begin, begin + width, kind, shape, scale) for begin, rate, shape, scale, kind in found if rate > 0]
+
+
+def _read_lengths(path: Path) -> dict[float, tuple[_Lengths, _Lengths]]:
+    """Return (input, output) lengths by the second from which they apply. Errors: ConfigError."""
+    try:
+        windows: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+        found = {
+            float(begin): (_lengths(one["input_tokens"]), _lengths(one["output_tokens"]))
+            for begin, one in windows.items()
+            if one.get("input_tokens") and one.get("output_tokens")
+        }
+    except (OSError, ValueError, KeyError, SyntaxError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} has no readable lengths ({error}); it belongs to the windows next to it") from None
+    if not found:
+        raise ConfigError(f"{path} has no lengths")
+    return found
+
+
+def _lengths(text: str) -> _Lengths:
+    shares = ast.literal_eval(text)
+    values = np.array(list(shares), np.int64)
+    weights = np.array(list(shares.values()), np.float64)
+    if not len(values) or not weights.sum() > 0 or weights.min() < 0:
+        raise ValueError("expected lengths with probabilities")
+    return _Lengths(values, weights / weights.sum())
+
+
+# Traces with a request on each line: JSON lines and CSV, distinguished by the first line.
+
+
+BAILIAN_BLOCK = 16  # prompt tokens that one of Qwen-Bailian's hash ids stands for
+_AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_BURST_GPT = ("Timestamp", "Request tokens", "Response tokens")
+_KNOWN = (
+    "Mooncake's and Qwen-Bailian's JSON lines, the Azure CSVs of 2023 and 2024 (header TIMESTAMP,ContextTokens,"
+    "GeneratedTokens), BurstGPT's CSV, ShareGPT's JSON, ServeGen's windows, LLMServingSim's requests.jsonl and "
+    "captures of this engine"
+)
+
+
+def format_of(path: Path, first: str, second: str) -> Format:
+    """Return the format of a file with these first lines. Errors: ConfigError that says why there is none."""
+    columns = next(csv.reader([first]), []) if not first.startswith("{") else []
+    if any("image" in column.lower() for column in columns):
+        raise ConfigError(f"{path} has requests with images, which traces do not support: {first:.80}")
+    if set(_AZURE) <= set(columns):
+        return Format(_azure(*map(columns.index, _AZURE)), header=1)
+    if set(_BURST_GPT) <= set(columns):
+        return Format(_burst_gpt(*map(columns.index, _BURST_GPT)), header=1)
+    if '"hash_ids"' in first and '"chat_id"' in first:
+        return Format(_bailian, hash_block=BAILIAN_BLOCK)
+    if '"hash_ids"' in first:
+        return Format(_mooncake)
+    if '"queued_ts"' in first:
+        return Format(_vllm_measured)
+    if '"input_tokens"' in first + second:
+        raise ConfigError(f"{path} holds ServeGen's lengths; give its windows, the -trace.csv file next to it")
+    raise ConfigError(f"{path} is not a known trace; known are {_KNOWN}; its first line is {first:.80}")
+
+
+def _mooncake(line: str) -> Row:
+    record = json.loads(line)
+    num_input, hash_ids = _hashed(record)
+    if len(hash_ids) != (expected := ceil_div(num_input, HASH_BLOCK)):
+        raise ValueError(f"{len(hash_ids)} hash_ids; {num_input} tokens have {expected} blocks of {HASH_BLOCK}")
+    return Row(_number(record["timestamp"]) / 1e3, num_input, _integer(record["output_length"]), hash_ids)
+
+
+def _bailian(line: str) -> Row:
+    """Parse a row: seconds, and blocks of 16 tokens, of which the last may be missing if it is incomplete."""
+    record = json.loads(line)
+    num_input, hash_ids = _hashed(record)
+    whole, expected = num_input // BAILIAN_BLOCK, ceil_div(num_input, BAILIAN_BLOCK)
+    if len(hash_ids) not in (whole, expected):
+        raise ValueError(f"{len(hash_ids)} hash_ids; {num_input} tokens have {expected} blocks of {BAILIAN_BLOCK}")
+    return Row(_number(record["timestamp"]), num_input, _integer(record["output_length"]), hash_ids)
+
+
+def _hashed(record: dict[str, Any]) -> tuple[int, tuple[int, ...]]:
+    return _integer(record["input_length"]), tuple(_integer(one) for one in record["hash_ids"])
+
+
+def _azure(time: int, num_input: int, num_output: int) -> Callable[[str], Row]:
+    """Return the parser of a CSV with these columns: the times of 2023 have no zone, those of 2024 have one."""
+
+    def parse(line: str) -> Row:
+        values = _values(line, max(time, num_input, num_output))
+        return Row(_seconds(values[time]), int(values[num_input]), int(values[num_output]))
+
+    return parse
+
+
+def _burst_gpt(time: int, num_input: int, num_output: int) -> Callable[[str], Row | None]:
+    """Return the parser of a CSV with these columns. A row without response tokens is a request that failed."""
+
+    def parse(line: str) -> Row | None:
+        values = _values(line, max(time, num_input, num_output))
+        row = Row(float(values[time]), int(values[num_input]), int(values[num_output]))
+        return row if row.num_output else None
+
+    return parse
+
+
+def _values(line: str, last: int) -> list[str]:
+    values = next(csv.reader([line]), [])
+    if len(values) <= last:
+        raise ValueError(f"{len(values)} columns; expected at least {last + 1}")
+    return values
+
+
+def _seconds(text: str) -> float:
+    """Return a time such as 2023-11-16 18:15:46.6805900 or 2024-05-10 00:00:00.009930+00:00 in seconds."""
+    moment, _, rest = text.partition(".")  # with up to 7 digits of a second
+    fraction = rest.partition("+")[0].partition("-")[0].removesuffix("Z")
+    zone = rest[len(fraction) :]
+    parsed = datetime.datetime.fromisoformat(moment + zone.replace("Z", "+00:00"))
+    parsed = parsed if parsed.tzinfo else parsed.replace(tzinfo=datetime.UTC)
+    return parsed.timestamp() + int(fraction or 0) / float(10 ** len(fraction))
+
+
+def _vllm_measured(line: str) -> Row:
+    """Parse a row. arrival_time is on another clock than the other three times."""
+    record = json.loads(line)
+    ttft_s = _number(record["first_token_ts"]) - _number(record["queued_ts"])
+    return Row(
+        _number(record["arrival_time"]), _integer(record["input_toks"]), _integer(record["output_toks"]), None, ttft_s
+    )
+
+
+def _integer(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**53:
+        raise ValueError(f"expected a whole number from 0, got {value!r:.40}")
+    return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"expected a number, got {value!r:.40}")
+    return float(value)

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from core.adapters.adapter import AdapterWeights
-from core.adapters.gguf_adapter import read_gguf_adapter
 from core.adapters.peft_folder import read_peft_folder
+from core.adapters.store import read_gguf_adapter
 from core.model_files.model_config import read_model_config
 from core.model_files.tensors.adapted_layers import gguf_layers, peft_layers
 from core.model_files.tensors.weights import load_weights

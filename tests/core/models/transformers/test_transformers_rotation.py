@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from core.executors.local import LocalExecutor
-from core.models.transformers.transformers_model import TransformersModel
-from core.models.transformers.transformers_rotation import Rotation
+from core.models.transformers.transformers_model import Rotation, TransformersModel
 from core.process.resolve import resolve
 from ipc.errors import UnsupportedModelError
 from ipc.options.config import EngineConfig
