@@ -73,18 +73,16 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--port", type=int, metavar="N", help=f"with --host instead of --http; default: {DEFAULT_PORT}")
     group.add_argument("--uds", metavar="PATH", help="listen at this file (a Unix socket) instead of a port")
     add_wire_options(group)
-    names = ("--served-model-name", "--alias", "-a")  # the last two are llama.cpp's
-    group.add_argument(*names, nargs="+", default=[], metavar="NAME", help="the model's names; default: the engine's")
-    keys = "a file of lines NAME SHA256 [LIMIT=VALUE ...], see docs/http.md; read again when it changes"
-    group.add_argument("--api-key-file", metavar="FILE", help=keys)
     group.add_argument(
-        "--api-key",
-        action="append",
+        "--served-model-name",
+        "--alias",
+        "-a",
+        nargs="+",
         default=[],
-        metavar="KEY",
-        help="prefer ENGINE_CORE_API_KEY: others can see arguments",
+        metavar="NAME",
+        help="the model's names; default: the engine's",
     )
-    group.add_argument("--insecure", action="store_true", help="serve other machines without keys")
+    _add_key_options(group)
     group.add_argument("--allowed-hosts", nargs="+", default=[], metavar="NAME", help="further names in Host headers")
     group.add_argument(
         "--allowed-origins",
@@ -127,6 +125,19 @@ def add_http_options(parser: argparse.ArgumentParser) -> None:
         "--otlp-traces-endpoint", metavar="URL", help="send OpenTelemetry spans there: http://HOST:4318/v1/traces"
     )
     group.add_argument("--enable-auto-tool-choice", action="store_true", help="no effect: the request's tools decide")
+
+
+def _add_key_options(group: argparse._ArgumentGroup) -> None:
+    keys = "a file of lines NAME SHA256 [LIMIT=VALUE ...], see docs/http.md; read again when it changes"
+    group.add_argument("--api-key-file", metavar="FILE", help=keys)
+    group.add_argument(
+        "--api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="prefer ENGINE_CORE_API_KEY: others can see arguments",
+    )
+    group.add_argument("--insecure", action="store_true", help="serve other machines without keys")
 
 
 def add_receipt_key(group: Any) -> None:
