@@ -42,13 +42,13 @@ def check_parts(path: Path, config: EngineConfig, model: ModelConfig | None, num
         raise ConfigError(f"{path} has recurrent layers, whose states no stage keeps: leave pipeline_parallel_size out")
     if num_stages > 1 and (model.num_shared_layers or model.per_layer is not None):
         what = "layers that share K and V" if model.num_shared_layers else "inputs of single layers"
-        raise ConfigError(f"{path} has {what}, which stages do not divide: leave pipeline_parallel_size out")
+        raise ConfigError(f"{path} has {what}, which cannot be split among stages: leave pipeline_parallel_size out")
     if num_stages > 1:
         layers_of_stages(model, num_stages)
     if num_ranks == 1:
         return
     if reason := _undivided(model):
-        raise ConfigError(f"{path} has {reason}, which ranks do not divide: leave tensor_parallel_size out")
+        raise ConfigError(f"{path} has {reason}, which cannot be split among ranks: leave tensor_parallel_size out")
     if num_ranks > model.num_attention_heads:
         raise ConfigError(
             f"tensor_parallel_size={num_ranks} is more than the {model.num_attention_heads} query heads of "

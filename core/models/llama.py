@@ -76,6 +76,11 @@ class Llama:
     The residual stream and all intermediate numbers of attention are float32.
     """
 
+    _cache: KVCache | None = None  # that of the last step
+    #: Of each kind of layer: the key of its work. Kinds that see the same tokens of the same part share it.
+    _kinds: list[tuple[int | None, int]]
+    _parts: dict[tuple[int | None, int], tuple[int | None, KVCache]]
+
     def __init__(
         self,
         config: ModelConfig,
@@ -240,9 +245,10 @@ class Llama:
     ) -> tuple[AttentionWork, ...]:
         """Return the attention work of a step, one per kind of layer in the model; see Model."""
         of_windows = block_tables if window_tables is None else window_tables
-        parts = [(window, cache.part(place)[0]) for window, place in zip(self.windows, self._places, strict=True)]
+        if cache is not self._cache:
+            self._use(cache)
         work = {
-            (window, id(part)): self.operations.attention_work(
+            key: self.operations.attention_work(
                 num_tokens,
                 context_lens,
                 block_tables if window is None else of_windows,
@@ -251,9 +257,15 @@ class Llama:
                 generation,
                 wholes,
             )
-            for window, part in parts
+            for key, (window, part) in self._parts.items()
         }
-        return tuple(work[window, id(part)] for window, part in parts)
+        return tuple([work[key] for key in self._kinds])
+
+    def _use(self, cache: KVCache) -> None:
+        """Note which part of this cache each kind of layer has. Most steps use the same cache."""
+        parts = [(window, cache.part(place)[0]) for window, place in zip(self.windows, self._places, strict=True)]
+        self._cache, self._kinds = cache, [(window, id(part)) for window, part in parts]
+        self._parts = dict(zip(self._kinds, parts, strict=True))
 
     def forward(self, inputs: ModelInputs) -> StepResult:
         """Run one step.

@@ -38,7 +38,9 @@ def test_of_an_engine_and_of_a_client(tmp_path: Path) -> None:
             LLM(connect=address, chat_template="{{ 1 }}", max_num_seqs=3)
 
 
-@pytest.mark.parametrize(("given", "text"), [("no/file", "is no file here"), ("{% for", "is not valid Jinja")])
+@pytest.mark.parametrize(
+    ("given", "text"), [("no/file", "is not a file on this machine"), ("{% for", "is not valid Jinja")]
+)
 def test_what_is_no_template_is_refused_at_the_start(given: str, text: str) -> None:
     with pytest.raises(ModelFileError, match=text):
         LLM(str(resolve_model(None)), executor="fake", chat_template=given)

@@ -27,7 +27,8 @@ from engine_core import LLM, SamplingParams, TokensPrompt
 llm = LLM(model=None, executor="fake", tokenizer_mode="auto", trust_remote_code=True, tensor_parallel_size=1,
           dtype="float", seed=None, gpu_memory_utilization=0.9, swap_space=0, cpu_offload_gb=0, enforce_eager=True,
           max_seq_len_to_capture=8192, disable_custom_all_reduce=False, kv_cache_dtype="auto", revision=None,
-          generation_config="auto", num_gpu_blocks_override=64, distributed_executor_backend="mp", enable_lora=False,
+          generation_config="auto", num_gpu_blocks_override=64, max_model_len=1008,
+          distributed_executor_backend="mp", enable_lora=False,
           hf_token=None, served_model_name=None, attention_backend=None, skip_tokenizer_init=True)
 params = llm.get_default_sampling_params()
 params.max_tokens = 4

@@ -96,9 +96,7 @@ def refused_value(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "flag", ["--data-parallel-size", "-ngl", "--alias", "--n-predict", "-md", "--spec-type", "--num-speculative-tokens"]
-)
+@pytest.mark.parametrize("flag", ["--data-parallel-size", "-ngl", "-md", "--spec-type", "--num-speculative-tokens"])
 def test_a_flag_of_another_engine_gets_its_hint(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert FLAGS[flag] in refused(capsys, "serve", flag, "8")
 

@@ -86,8 +86,6 @@ FLAGS: dict[str, str] = {
     "--json-schema": "requests say it: structured_outputs or response_format",
     "--rpc": "workers on other machines are --nnodes and --node-rank",
     "--mlock": "memory is not locked; leave it out",
-    "--alias": "it is --served-model-name",
-    "-a": "it is --served-model-name",
     "--log-level": "there is one log level; log requests with --access-log and --log-requests",
     "--keepalive": "a model is never unloaded by itself; leave it out",
     "--keep-alive": "a model is never unloaded by itself; leave it out",

@@ -115,7 +115,7 @@ def test_a_row_is_removed_and_given_again_in_one_plan() -> None:
 
 
 def test_plans_that_schedule_too_much_are_broken_invariants() -> None:
-    with pytest.raises(AssertionError, match=r"scheduled up to \[4\] of \[3\] tokens"):
+    with pytest.raises(AssertionError, match=r"scheduled up to \[4\] tokens, but \[3\] are known"):
         ready().execute(plan(0, [0], [4], [new_row(0, [5, 6, 7], [1])]))
     with pytest.raises(AssertionError, match=r"scheduled up to \[5\] tokens, but the blocks hold \[4\]"):
         ready().execute(plan(0, [0], [5], [new_row(0, [5, 6, 7, 8, 9], [1])]))

@@ -78,7 +78,7 @@ def test_texts(grammars: Grammars, grammar: str, good: list[str], bad: list[str]
         ('root ::= "a"\n | "b"', "expected a rule's name, in line 2"),
         ("root ::= <think>", "expected a line's end"),
         ("root ::= *", "expected something to repeat before it"),
-        ("root ::= " + "(" * 30_000, "more than 100 brackets"),
+        ("root ::= " + "(" * 30_000, "more than 100 nested brackets"),
     ],
 )
 def test_what_is_refused(grammar: str, why: str) -> None:

@@ -37,7 +37,7 @@ def test_files(tiny: Path) -> None:
         opened = open_weights(name, tiny, config, BFLOAT16)
         assert (opened.label, opened.fingerprint) == ("", model_fingerprint(tiny))
         assert [name for name, _ in opened.tensors] == list(expected_shapes(config))
-    with pytest.raises(ConfigError, match=r"load_format='gguf' does not fit .* which is safetensors"):
+    with pytest.raises(ConfigError, match=r"load_format='gguf' does not match .* which is safetensors"):
         open_weights("gguf", tiny, config, BFLOAT16)
 
 

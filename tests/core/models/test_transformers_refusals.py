@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from core.executors.local import LocalExecutor
-from core.model_files.loading import MISSING_PARTS, load_model
+from core.model_files.loading import load_model
+from core.model_files.model_config import MISSING_PARTS
 from core.models.transformers.transformers_model import TransformersModel
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.options.config import EngineConfig
@@ -47,12 +48,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (
         "bert",
         SIZES,
-        "^BertLMHeadModel: the mask of layer 0 shows 256 tokens to the one at position 0, and .*=None\\) shows 1",
+        "^BertLMHeadModel: the mask of layer 0 shows 256 tokens to the one at position 0, but .*=None\\) shows 1",
     ),
     (
         "phimoe",
         {**SIZES, "num_key_value_heads": 2, "num_local_experts": 4, "sliding_window": 200},
-        "^PhimoeForCausalLM: the mask of layer 0 shows 200 tokens to the one at position 255, and .*=None\\) shows 256",
+        "^PhimoeForCausalLM: the mask of layer 0 shows 200 tokens to the one at position 255, but .*=None\\) shows 256",
     ),
     ("whisper", WHISPER, "^WhisperForCausalLM: its code does not run up to position 255 .*: set max_model_len to"),
     ("llama4_text", {**SIZES, "head_dim": 16}, "^Llama4ForCausalLM: its layers and its head are not apart"),
@@ -82,7 +83,7 @@ WRONG_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"num_attention_heads": 0}, "transformers cannot load it: ZeroDivisionError in modeling_olmo2.py, line"),
     ({"hidden_act": "no_such"}, "transformers cannot load it: KeyError in activations.py, line .*'no_such'"),
     ({"vocab_size": 299}, r"lm_head.weight has the shape \[300, 64\]; by its config.json it is \[299, 64\]"),
-    ({"num_hidden_layers": 3}, r"no file has model.layers.2\..* and 10 more weights, which its config.json asks for"),
+    ({"num_hidden_layers": 3}, r"no file has model.layers.2\..* and 10 more weights, which its config.json requires"),
 ]
 
 

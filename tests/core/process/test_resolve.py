@@ -141,7 +141,7 @@ def test_explicit_length_beyond_the_cache() -> None:
     with pytest.raises(OutOfMemoryError) as caught:
         resolved(max_model_len=1000, kv_cache_memory_bytes=needed - 1)
     assert str(caught.value) == (
-        "a request of max_model_len=1000 tokens needs 64 KV blocks of 16 tokens (the null block included) and the "
+        "a request of max_model_len=1000 tokens needs 64 KV blocks of 16 tokens (including the null block), but the "
         "cache has 63: set max_model_len to at most 992, "
         f"or set kv_cache_memory_bytes to at least {needed} (it is {needed - 1})"
     )
@@ -169,7 +169,7 @@ def test_a_block_of_one_token_is_not_enough_for_prompt_and_output() -> None:
 
 
 def test_length_beyond_the_model() -> None:
-    with pytest.raises(ConfigError, match="max_model_len=2049 is more than the 2048 tokens that tiny was made for"):
+    with pytest.raises(ConfigError, match="max_model_len=2049 is more than the 2048 tokens that tiny supports"):
         resolved(max_model_len=2049)
 
 

@@ -216,7 +216,7 @@ def test_a_machine_with_other_files_is_refused_and_one_that_is_missing_is_named(
         WorkersExecutor(config_of(folder, 1, pipeline_parallel_size=2, **over(port, 2)))
     assert machine.process.wait(10) == 1
     assert "refuses this machine: the files of" in machine.log
-    assert "waits for machine 1 of 2 to join at tcp://127.0.0.2:" in logged()
+    assert "waiting for machine 1 of 2 to join at tcp://127.0.0.2:" in logged()
 
 
 @pytest.mark.soak

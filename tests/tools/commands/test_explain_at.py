@@ -42,8 +42,8 @@ def test_the_past_is_explained_as_the_engine_did_then(
     waiting = next(one for one in said[29].requests if one.state is SchedulingState.WAITING)
     assert main(["explain", f"{waiting.session}/{waiting.number}", "--at", "29", str(path)]) == 0
     assert "in the queue" in capsys.readouterr().out
-    for wrong, text in ((["--at", "60", str(path)], "the steps 0 to 59"), (["--at", "x", str(path)], "from 0 on")):
+    for wrong, text in ((["--at", "60", str(path)], "the steps 0 to 59"), (["--at", "x", str(path)], "from 0,")):
         assert main(["explain", *wrong]) != 0
         assert text in capsys.readouterr().err
     assert main(["explain", "2/29", "--at", "3", str(path)]) != 0
-    assert "no request 2/29 lives" in capsys.readouterr().err
+    assert "no live request 2/29" in capsys.readouterr().err

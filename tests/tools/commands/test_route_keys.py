@@ -82,9 +82,9 @@ def test_keys_on_both_sides_of_a_router_and_in_a_program(tmp_path: Path) -> None
         assert asyncio.run(tokens_by_own_routing([at_replica.connect(replica)])) == expected
         with routing(at_router.listen(), at_replica.connect(replica)) as router:
             assert tokens_at(at_router.connect(router), PROMPT) == expected
-            with pytest.raises(InvalidRequestError, match="the key alice has 40"):
+            with pytest.raises(InvalidRequestError, match="the key alice is limited to 40"):
                 tokens_at(at_router.connect(router), list(range(3, 53)))
-            with pytest.raises(EngineDeadError, match="closed the connection"):
+            with pytest.raises(EngineDeadError, match="refused the connection"):
                 tokens_at(at_replica.connect(router), PROMPT)
 
 

@@ -81,7 +81,7 @@ def test_no_hint_opens_the_server(capsys: pytest.CaptureFixture[str], flag: str)
         (["--batch-size", "512"], "--max-num-batched-tokens"),
         (["-mu", "http://x"], "a model is a folder"),
         (["--cache-type-k", "q8_0"], "only f16 or bf16 is: use --kv-cache-dtype"),
-        (["-ngl", "99"], "only 0 is: a model is on the GPU as a whole"),
+        (["-ngl", "99"], "only 0 is: a model is on the GPU completely"),
         (["--lora-module", "x"], "it is --lora-modules"),
         (["--return-tokens-as-token-ids"], "requests ask for it"),
         (["--structured-outputs-config.backend", "outlines"], "grammars are run by llguidance"),

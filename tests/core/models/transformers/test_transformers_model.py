@@ -188,7 +188,7 @@ def test_made_up_weights_need_a_config_only(tmp_path: Path) -> None:
     assert torch.equal(torch.random.get_rng_state(), before)
     info = LocalExecutor(config_for(tmp_path, load_format="dummy")).info
     assert (info.vocab_size, info.eos_token_ids, info.fingerprint[:6]) == (VOCAB, (2,), "dummy-")
-    with pytest.raises(ConfigError, match="load_format='gguf' does not fit"):
+    with pytest.raises(ConfigError, match="load_format='gguf' does not support"):
         LocalExecutor(config_for(tmp_path, load_format="gguf"))
 
 
