@@ -134,6 +134,7 @@ REQUESTS: dict[str, tuple[dict[str, Any], Callable[[PreparedRequest], bool]]] = 
 ANSWERS: dict[str, tuple[dict[str, Any], Callable[[Any], bool]]] = {
     "model": ({"model": "other/name"}, lambda answer: answer["model"] == "other/name"),
     "return_token_ids": ({"return_token_ids": True}, lambda answer: len(answer["choices"][0]["token_ids"] or ()) == 2),
+    "receipt": ({"receipt": True}, lambda answer: len(answer.get("receipts") or ()) == 1),
     "return_tokens_as_token_ids": (
         {"logprobs": True, "return_tokens_as_token_ids": True},
         lambda answer: "token_id:" in str(answer["choices"][0]["logprobs"]),
