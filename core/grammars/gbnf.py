@@ -51,13 +51,13 @@ class Repeat(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """These nodes, one after the other."""
+    """A sequence of nodes: the text of each follows that of the one before."""
 
     nodes: "tuple[Node, ...]"
 
 
 class Choice(NamedTuple):
-    """One of these nodes."""
+    """Alternatives: the text is that of one of the nodes."""
 
     nodes: "tuple[Node, ...]"
 

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 #: What the name of the file with the public key has behind that of the private one.
 PUBLIC_SUFFIX = ".pub"
 _MAX_BYTES = 4096  # of a key's file
-_NEEDED = "receipts are signed with cryptography, which is not installed: pip install 'llm-engine-core[receipts]'"
+_NEEDED = (
+    "receipts are signed with cryptography, which is not installed: pip install cryptography, or engine-core with its "
+    "extra [receipts]"
+)
 
 
 class SigningKey:

@@ -111,3 +111,9 @@ two = "nobody"
         ["beside"],
         ["hence"],
     ]
+
+
+def test_no_text_sends_users_to_an_index_that_has_no_package() -> None:
+    """The package is not on the public index, where anybody could take its name."""
+    files = [*_code_files(), *pages()]
+    assert [str(path) for path in files if "pip install 'llm-engine-core[" in (ROOT / path).read_text()] == []

@@ -246,6 +246,6 @@ def test_keys_are_files_that_openssl_knows(tmp_path: Path) -> None:
 def test_without_cryptography_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(__import__("sys").modules, "cryptography", None)
     for call in (make_signing_key, SigningKey, read_public_key):
-        with pytest.raises(ConfigError, match=r"llm-engine-core\[receipts\]"):
+        with pytest.raises(ConfigError, match=r"engine-core with its extra \[receipts\]"):
             call(str(tmp_path / "key"))
     made().check_signature()
