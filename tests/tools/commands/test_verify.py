@@ -207,6 +207,19 @@ def test_flipped_tokens_are_found(site: Site) -> None:
     assert [found(one) for one in verdicts(lies, site.options)] == expected
 
 
+def test_tokens_that_the_model_does_not_have_are_found(site: Site) -> None:
+    """They never reach the model, which would look up a row beyond its embedding."""
+    receipt = site.receipts[0]
+    assert receipt.contents is not None
+    ids = receipt.contents.answers[0]
+    wrong = []
+    for at, token in ((0, VOCAB_SIZE), (3, 2**31 - 1), (len(ids) - 1, VOCAB_SIZE)):
+        answers = [[*ids[:at], token, *ids[at + 1 :]], *receipt.contents.answers[1:]]
+        wrong.append((forged(receipt, msgspec.structs.replace(receipt.contents, answers=answers)), at, token))
+    for verdict, (_, at, token) in zip(verdicts([one for one, _, _ in wrong], site.options), wrong, strict=True):
+        assert found(verdict) == Difference(0, at, ids[at], token)
+
+
 def test_cut_and_continued_answers_are_found(site: Site) -> None:
     """An answer that ends too early goes on here, and one that goes on after its end has ended here."""
     receipt = next(one for one in site.receipts if one.header.answers[0].finish_reason == "stop")

@@ -112,7 +112,7 @@ class Verifier:
                 continue
             open_[number] = _Open(claim)
             for choice, answer in enumerate(claim.answers):
-                self._drafts.give((_CLIENT, number, choice), answer.token_ids)
+                self._drafts.give((_CLIENT, number, choice), self._known(answer.token_ids))
             inbox.append((_CLIENT, message))
         while open_:
             ended = [pair for reply in self._step(inbox) for pair in self._take(reply, open_)]
@@ -129,6 +129,14 @@ class Verifier:
         self._now_ns += _STEP_NS
         self.num_steps += 1
         return [reply for _, reply in self._engine.step(inbox, self._now_ns)]
+
+    def _known(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Return the tokens before the first that the model does not have: the model reads drafts unchecked.
+
+        The token that the model gives in that place is then the difference.
+        """
+        outside = (at for at, token in enumerate(token_ids) if token >= self.info.vocab_size)
+        return token_ids[: next(outside, len(token_ids))]
 
     def _check(self, message: AddRequest) -> Outcome | None:
         """Check and prepare a request as an engine's border does; return why it is refused, None if it is not.
