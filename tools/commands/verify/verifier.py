@@ -135,7 +135,7 @@ class Verifier:
 
         The token that the model gives in that place is then the difference.
         """
-        outside = (at for at, token in enumerate(token_ids) if token >= self.info.vocab_size)
+        outside = (at for at, token in enumerate(token_ids) if not 0 <= token < self.info.vocab_size)
         return token_ids[: next(outside, len(token_ids))]
 
     def _check(self, message: AddRequest) -> Outcome | None:
