@@ -44,6 +44,8 @@ def _values(declared: DeclaredOption) -> str:
         return "key and value"
     if declared.name == "limit_mm_per_prompt":
         return "kind and number"
+    if declared.name == "override_generation_config":
+        return "name and number"
     return "text" if declared.plain is str else "name and weight"
 
 

@@ -30,7 +30,8 @@ _OLLAMA: tuple[_Row, ...] = (
     ("GET", "/api/ps", ollama.list_running, None),
     ("POST", "/api/show", ollama.show, None),
     ("GET", "/api/version", ollama.get_version, None),
-    *(("POST", f"/api/{name}", ollama.refuse, None) for name in ("pull", "push", "create", "copy")),
+    ("POST", "/api/pull", ollama.pull, None),
+    *(("POST", f"/api/{name}", ollama.refuse, None) for name in ("push", "create", "copy")),
     ("DELETE", "/api/delete", ollama.refuse, None),
 )
 _LLAMA_CPP: tuple[_Row, ...] = (

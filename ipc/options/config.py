@@ -295,6 +295,7 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
         checks.check_model(self.model)
         checks.check_mmproj(self.mmproj)
         checks.check_media(self.limit_mm_per_prompt)
+        checks.check_numbers_by_name("override_generation_config", self.override_generation_config)
         checks.check_chat_template(self.chat_template)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(f"block_size must be a power of two from 1 to 128; got {self.block_size}")

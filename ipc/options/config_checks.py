@@ -66,6 +66,15 @@ def check_media(limits: object) -> None:
             )
 
 
+def check_numbers_by_name(option: str, numbers: object) -> None:
+    """Check that an option is a dict of numbers, not which names and numbers are right. Errors: ConfigError."""
+    if not isinstance(numbers, dict) or not all(
+        isinstance(name, str) and isinstance(number, int | float) and not isinstance(number, bool)
+        for name, number in numbers.items()
+    ):
+        raise ConfigError(f"{option} must be a dict of numbers by name; got {numbers!r:.80}")
+
+
 def check_executor(name: object, options: object) -> None:
     """Check the name of an executor, not whether it exists, and its own options. Errors: ConfigError."""
     if not isinstance(name, str) or not name.isprintable() or not 0 < len(name) <= _MAX_EXECUTOR_LENGTH:

@@ -180,6 +180,10 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             "model", "default sampling parameters; auto = the model's own, vllm = neutral ones, or those in a folder"
         ),
     ] = "auto"
+    override_generation_config: Annotated[
+        dict[str, float],
+        Option("model", "default sampling parameters in place of those of generation_config, as temperature=0.5"),
+    ] = {}
     cpu_kernels: Annotated[
         CpuKernels,
         Option(

@@ -188,7 +188,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "num_speculative_tokens": (),
     "otlp_traces_endpoint": (),
     "override_attention_dtype": (),
-    "override_generation_config": ({},),
     "override_neuron_config": ({},),
     "override_pooler_config": (),
     "pooler_config": (),

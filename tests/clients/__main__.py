@@ -1,9 +1,9 @@
 """Run real HTTP clients against `engine-core serve --http` on the demo model: `make clients`.
 
 Each folder here with a requirements.txt is an environment of its own (litellm needs another openai than the others).
-node/ is one too, whose clients need Node.js 20 and npm; without these they are left out, which the output says. Each
-use_*.py and use_*.mjs is a program as the client's users write it, and fails by its exit code. The output has each
-client with its version, the result, and each distinct request that the client was seen to send.
+node/ and agents/ are such, too; their clients need Node.js 20 and npm, and are otherwise left out, which the output
+says. Each use_*.py and use_*.mjs is a program as the client's users write it, and fails by its exit code. The output
+has each client with its version, the result, and each distinct request that the client was seen to send.
 """
 
 import argparse

@@ -67,7 +67,7 @@ class ArgumentParser(argparse.ArgumentParser):
         shown = [flag for action in self._actions if action.help != argparse.SUPPRESS for flag in action.option_strings]
         name = unknown[0].split("=", 1)[0]
         if (field := _field_of(name)) is not None and flag_of(field) not in shown and self.has_engine_options:
-            text = f"requests say {field}; defaults are in the generation_config.json of --generation-config FOLDER"
+            text = f"requests say {field}; defaults are set by --override-generation-config NAME=X"
             self.error(f"unknown argument {unknown[0]}: {text}")
         if name in FLAGS and name not in shown:
             self.error(f"unknown argument {unknown[0]}: {FLAGS[name]}")
@@ -153,6 +153,8 @@ def _argument(declared: DeclaredOption) -> dict[str, Any]:
         return {"action": _Weights, "metavar": "NAME=W"}
     if declared.name == "limit_mm_per_prompt":
         return {"action": _Counts, "metavar": "KIND=N"}
+    if declared.name == "override_generation_config":
+        return {"action": _Weights, "metavar": "NAME=X"}
     if declared.name == "executor_options":
         return {"action": _Pairs, "metavar": "KEY=VALUE"}
     if declared.name == "lora_modules":

@@ -24,10 +24,31 @@ _GGUF_KEYS = {f"general.sampling.{key}": name for name, key in _KEYS.items()}
 
 
 def read_default_sampling(config: EngineConfig) -> dict[str, float | int]:
-    """Return the parameters selected by the option generation_config, by their names in SamplingParams.
+    """Return the parameters selected by the options generation_config and override_generation_config, by their names in
+    SamplingParams.
 
-    Errors: ModelFileError for a file with invalid sampling parameters; ConfigError for a folder without the file.
+    Errors: ModelFileError for a file with invalid sampling parameters; ConfigError for a folder without the file, and
+    for an override that is none of the parameters or that is out of range.
     """
+    return {**_read_selected(config), **_overrides(config.override_generation_config)}
+
+
+def _overrides(given: Mapping[str, float]) -> dict[str, float | int]:
+    option = "override_generation_config"
+    if unknown := given.keys() - _JSON_KEYS.keys():
+        raise ConfigError(f"{option} takes {', '.join(sorted(_JSON_KEYS))}; got {', '.join(sorted(unknown))!r:.80}")
+    parameters: dict[str, float | int] = {}
+    for key, number in given.items():
+        name = _JSON_KEYS[key]
+        value: Any = int(number) if float(number).is_integer() else number
+        try:
+            parameters[name] = getattr(SamplingParams(**{name: value}), name)
+        except InvalidRequestError as error:
+            raise ConfigError(f"{option}: {error}") from None
+    return parameters
+
+
+def _read_selected(config: EngineConfig) -> dict[str, float | int]:
     if config.generation_config == "vllm":
         return {}
     if config.generation_config != "auto":

@@ -35,7 +35,9 @@ from ipc.wire.messages import ModelDescription
 
 _Body = TypeVar("_Body", ChatBody, CompletionBody)
 _TAG = ":latest"
-_VERSION = "0.12.11"  # version of Ollama with this API, including log probabilities
+#: The first version of Ollama with all of these APIs: log probabilities came with 0.12.11, /v1/responses with 0.13.3,
+#: /v1/messages with 0.14.0. Programs require a minimum: VS Code 0.6.4, Codex 0.13.4.
+_VERSION = "0.14.0"
 _ARCHITECTURE = "engine-core"  # of a model without files; the context's length is read under the architecture's name
 _chat_decoder = msgspec.json.Decoder(OllamaChatBody)
 _generate_decoder = msgspec.json.Decoder(OllamaGenerateBody)
@@ -46,6 +48,12 @@ class _ShowBody(msgspec.Struct):
     name: str | None = None
 
 
+class _PullBody(_ShowBody):
+    stream: bool = True
+    insecure: bool = False
+
+
+_pull_decoder = msgspec.json.Decoder(_PullBody)
 _show_decoder = msgspec.json.Decoder(_ShowBody)
 
 
@@ -153,8 +161,20 @@ def _now() -> str:
 
 
 async def get_version(service: Service, request: Request) -> Response:
-    """Return the version of Ollama with this API: programs require a minimum."""
+    """Return the version of Ollama with this API."""
     return Response(json_bytes({"version": _VERSION}))
+
+
+async def pull(service: Service, request: Request) -> Response:
+    """Say that a model that is served is up to date. Programs pull what they are told to use (Codex: a name without
+    its tag).
+
+    Errors: HttpError 501 for another model.
+    """
+    body = request.decode(_pull_decoder)
+    if (body.model or body.name or "").removesuffix(_TAG) not in service.names_for(request):
+        return await refuse(service, request)
+    return Response(json_bytes({"status": "success"}) + b"\n", content_type=OllamaFormat.stream_type)
 
 
 async def refuse(service: Service, request: Request) -> Response:

@@ -44,6 +44,7 @@ def test_every_option_is_checked_by_some_rule() -> None:
         "chat_template",
         "device",
         "limit_mm_per_prompt",
+        "override_generation_config",
     }
     assert set(FIELDS) == {*CHOICES, *names_of(bool), *names_of(int), *names_of(float), *others}
     assert list(OPTIONS) == list(FIELDS)

@@ -74,7 +74,7 @@ def test_no_hint_opens_the_server(capsys: pytest.CaptureFixture[str], flag: str)
     [
         (["--n-predict", "5"], "requests say max_tokens"),
         (["-n", "5"], "requests say max_tokens"),
-        (["--temp", "0.5"], "requests say temperature; defaults are in the generation_config.json"),
+        (["--temp", "0.5"], "requests say temperature; defaults are set by --override-generation-config NAME=X"),
         (["--repeat-penalty", "1.1"], "requests say repetition_penalty"),
         (["--typical", "0.5"], "requests say typical_p"),
         (["--ignore-eos"], "requests say ignore_eos"),

@@ -57,6 +57,30 @@ def test_vllm_is_neutral_and_a_folder_replaces_the_models(tmp_path: Path) -> Non
         read(model, generation_config="/nowhere")
 
 
+def test_an_override_is_in_place_of_each(tmp_path: Path) -> None:
+    model = write_folder(tmp_path, {"temperature": 0.6, "top_k": 20})
+    override = {"temperature": 0.1, "max_new_tokens": 64.0}
+    assert read(model, override_generation_config=override) == {"temperature": 0.1, "top_k": 20, "max_tokens": 64}
+    assert read(model, generation_config="vllm", override_generation_config={"top_k": 5.0}) == {"top_k": 5}
+    assert isinstance(read(model, override_generation_config={"top_k": 5.0})["top_k"], int)
+    assert read(None, executor="fake", override_generation_config={"min_p": 0.5}) == {"min_p": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ({"temprature": 0.5}, "takes .*temperature.*; got 'temprature'"),
+        ({"temperature": -1.0}, "override_generation_config: temperature must be"),
+        ({"top_k": 1.5}, "override_generation_config: top_k must be"),
+        ({"top_k": "5"}, "must be a dict of numbers"),
+        ({"max_new_tokens": float("nan")}, "override_generation_config: max_tokens must be"),
+    ],
+)
+def test_a_wrong_override_is_refused(override: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read(None, executor="fake", override_generation_config=override)
+
+
 @pytest.mark.parametrize(
     ("generation", "message"),
     [

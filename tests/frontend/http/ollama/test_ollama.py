@@ -98,7 +98,7 @@ def test_what_programs_ask_first(served: Caller) -> None:
     assert card["details"].items() >= {**details, "families": ["llama"]}.items()
     assert served.get("/api/ps").json["models"][0].items() >= {**card, "context_length": 4096}.items()
     version = tuple(map(int, served.get("/api/version").json["version"].split(".")))
-    assert version >= (0, 6, 4)  # below it VS Code and Raycast refuse
+    assert version >= (0, 13, 4)  # below it Codex refuses; below 0.6.4 VS Code and Raycast
     shown = served.post("/api/show", {"model": "demo"}).json
     assert shown["model_info"]["general.context_length"] == 4096
     assert shown["model_info"][f"{shown['model_info']['general.architecture']}.context_length"] == 4096
@@ -108,6 +108,8 @@ def test_what_programs_ask_first(served: Caller) -> None:
     assert isinstance(shown["parameters"], str)
     assert shown["capabilities"] == ["completion", "tools", "embedding"]  # of the fake executor
     assert served.post("/api/pull", {"model": "x"}).status == 501
+    pulled = served.post("/api/pull", {"model": "other/name"})  # as Codex does if the name that it uses has no tag
+    assert (pulled.status, pulled.json) == (200, {"status": "success"})
     assert served.call("DELETE", "/api/delete").status == 501
 
 
