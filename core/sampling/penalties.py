@@ -1,4 +1,8 @@
-"""Penalties: the options repetition_penalty, frequency_penalty and presence_penalty."""
+"""Penalties: the options repetition_penalty, frequency_penalty and presence_penalty, and their window repeat_last_n.
+
+A row looks at its whole text, whose counts are kept, or at a window of its last tokens, which are counted anew for each
+sample.
+"""
 
 from typing import NamedTuple
 
@@ -12,7 +16,7 @@ _NEUTRAL = (1.0, 0.0, 0.0)
 
 
 class Penalties(EditGroup):
-    """The three penalties of each row of the table, and token counts of the rows that have a penalty."""
+    """The three penalties of each row of the table, and token counts of the rows that look at their whole text."""
 
     options = ("repetition_penalty", "frequency_penalty", "presence_penalty")
 
@@ -20,17 +24,23 @@ class Penalties(EditGroup):
         self._repetition = np.ones(num_rows, np.float32)
         self._frequency = np.zeros(num_rows, np.float32)
         self._presence = np.zeros(num_rows, np.float32)
-        self._is_penalized = np.zeros(num_rows, np.bool_)
+        self._is_penalized = np.zeros(num_rows, np.bool_)  # by the whole text
+        self._windows = np.zeros(num_rows, np.int64)  # tokens; 0 = no window
+        self._num_windows = 0  # rows with one
         self._counts = TokenCounts()
 
     def add(self, new: NewRow) -> bool:
         """Add the row if its parameters use the option; return whether they do."""
         row, params = new.row, new.params
         penalties = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-        if penalties == _NEUTRAL:
+        if penalties == _NEUTRAL or params.repeat_last_n == 0:
             return False
-        self._is_penalized[row] = True
         self._repetition[row], self._frequency[row], self._presence[row] = penalties
+        if params.repeat_last_n > 0:
+            self._windows[row] = params.repeat_last_n
+            self._num_windows += 1
+            return True
+        self._is_penalized[row] = True
         # the other penalties count only output
         repeated = new.num_prompt_tokens if params.repetition_penalty != 1 else 0
         prompt = new.token_ids[:repeated]
@@ -39,6 +49,9 @@ class Penalties(EditGroup):
 
     def remove(self, row: int) -> None:
         """Remove the row's penalties and counts, if it has any."""
+        if self._windows[row]:
+            self._windows[row] = 0
+            self._num_windows -= 1
         if self._is_penalized[row]:
             self._is_penalized[row] = False
             self._counts.remove(row)
@@ -50,8 +63,11 @@ class Penalties(EditGroup):
             self._counts.append(rows[counted], token_ids[counted], is_distinct=is_distinct)
 
     def edit(self, sampled: SampledRows) -> "Penalized | None":
-        """Return the edit that applies the penalties, or None if no sampled row has counted tokens."""
+        """Return the edit that applies the penalties, or None if no sampled row has tokens that they look at."""
         samples, tokens, occurrences = self._counted(sampled)
+        if self._num_windows:
+            columns = zip((samples, tokens, occurrences), self._in_windows(sampled), strict=True)
+            samples, tokens, occurrences = (np.concatenate(pair) for pair in columns)
         if not len(samples):
             return None
         rows = sampled.samples.rows[samples]
@@ -76,6 +92,19 @@ class Penalties(EditGroup):
         own = drafted, table.tokens.get(owners, table.num_tokens[owners] + places)
         return add_drafts(samples, tokens, occurrences, own)
 
+    def _in_windows(self, sampled: SampledRows) -> tuple[Ints, Ints, Ints]:
+        """Return (sample, token, occurrences in the window before the sample) for the rows with a window."""
+        index, table = sampled.samples, sampled.table
+        samples = np.flatnonzero(self._windows[index.rows])
+        rows = index.rows[samples]
+        ends = table.num_tokens[rows] + (0 if index.offsets is None else index.offsets[samples])
+        lengths = np.minimum(self._windows[rows], ends)
+        firsts: Ints = ends - lengths.cumsum()  # of each window, less the entries before it
+        tokens = table.tokens.get(rows.repeat(lengths), np.arange(int(lengths.sum())) + firsts.repeat(lengths))
+        keys = _keys(samples.repeat(lengths), tokens)[tokens >= 0]  # below 0: a vector or an image in the prompt
+        pairs, occurrences = np.unique(keys, return_counts=True)
+        return pairs >> _ROW_SHIFT, pairs & ((1 << _ROW_SHIFT) - 1), occurrences
+
 
 class Penalized(NamedTuple):
     """An edit by the number of occurrences of tokens, as columns [n].
@@ -85,7 +114,7 @@ class Penalized(NamedTuple):
 
     row: Ints  # index of the sample
     token: Ints
-    occurrences: Ints  # in the output; 0 = only in the prompt
+    occurrences: Ints  # in the output or in the window; 0 = only in the prompt
     repetition: Floats  # the row's penalty, repeated for each of its tokens
     frequency: Floats
     presence: Floats

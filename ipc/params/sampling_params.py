@@ -171,6 +171,16 @@ class SamplingParams(msgspec.Struct, array_like=True, omit_defaults=True, kw_onl
             is_of_draws=True,
         ),
     ] = 1.0
+    repeat_last_n: Annotated[
+        int,
+        Parameter(
+            "the penalties look at this many last tokens of prompt and output; 0 = at none, -1 = at the whole text, "
+            "where presence and frequency count the output only",
+            -1,
+            8192,
+            names=("penalty_last_n",),
+        ),
+    ] = -1
 
     def __post_init__(self) -> None:
         refuse_parameters(self)

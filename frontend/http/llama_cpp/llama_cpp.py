@@ -237,7 +237,6 @@ def settings_of(params: SamplingParams, max_model_len: int, name: str) -> Json:
         "model": name,
         "seed": -1 if params.seed is None else params.seed,
         "repeat_penalty": params.repetition_penalty,
-        "repeat_last_n": -1,
         "max_tokens": limit,
         "n_predict": limit,
         "n_probs": params.logprobs or 0,

@@ -39,7 +39,6 @@ class LlamaCppBody(SamplingFields, kw_only=True):
     grammar: str | None = None
     json_schema: Any = None
     samplers: list[str] | None = None
-    repeat_last_n: int | None = None
     cache_prompt: bool | None = None
     return_tokens: bool | None = None
     timings_per_token: bool | None = None
@@ -99,7 +98,6 @@ def completion_of(body: LlamaCppBody, tokenizer: Tokenizer | None) -> tuple[Comp
     fields["max_tokens"] = None if limit in (-1, -2) else 1 if limit == 0 else limit  # one token at least is made
     fields["n"] = body.n_cmpl if fields["n"] is None else fields["n"]
     fields["logit_bias"] = _biases(body.logit_bias, tokenizer)
-    fields |= {name: 1.0 if "repe" in name else 0.0 for name in _window(body, fields)}
     fields |= _off(body.samplers)
     if body.cache_prompt is False:
         fields["cache_salt"] = secrets.token_hex(16)
@@ -132,21 +130,6 @@ def _off(samplers: Sequence[str] | None) -> Json:
         raise HttpError(400, text, param="samplers")
     off = (fields for name, fields in _SAMPLERS.items() if name not in names)
     return {name: value for fields in off for name, value in fields.items()}
-
-
-def _window(body: LlamaCppBody, fields: Json) -> Sequence[str]:
-    """Return the penalties that repeat_last_n turns off. Here they look at the whole text, which is -1.
-
-    Errors: HttpError 400 for another window of penalties that have an effect.
-    """
-    names = ("repeat_penalty", *_PENALTIES)
-    if body.repeat_last_n == 0:
-        return names
-    used = next((name for name in names if fields[name] not in (None, 1.0 if "repe" in name else 0.0)), None)
-    if body.repeat_last_n not in (None, -1) and used:
-        text = f"repeat_last_n={body.repeat_last_n} is not supported: {used} looks at the whole text; use -1"
-        raise HttpError(400, text, param="repeat_last_n")
-    return ()
 
 
 def _biases(given: Any, tokenizer: Tokenizer | None) -> dict[str, float] | None:

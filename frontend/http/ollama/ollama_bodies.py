@@ -15,7 +15,7 @@ _NAMES = {name: one.name for one in NUMBERS.values() for name in (one.name, *one
 #: Options of the machine and of loading a model, which this server's operator decides.
 _OWNERS = (
     *("num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap", "use_mlock", "low_vram", "numa"),
-    *("vocab_only", "f16_kv", "logits_all", "embedding_only", "repeat_last_n", "penalize_newline"),
+    *("vocab_only", "f16_kv", "logits_all", "embedding_only", "penalize_newline"),
 )
 #: Options of another sampler, used if "mirostat" is 1 or 2.
 _INERT = ("mirostat_eta", "mirostat_tau")

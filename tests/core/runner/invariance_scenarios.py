@@ -35,6 +35,8 @@ FILTERS: dict[str, Any] = {
     "typical_p": 0.95,
     "xtc_probability": 0.5,
     "xtc_threshold": 0.08,
+    "frequency_penalty": 0.6,
+    "repeat_last_n": 6,
     "allowed_token_ids": list(range(3, 400, 2)),
 }
 

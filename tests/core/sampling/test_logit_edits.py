@@ -21,7 +21,7 @@ from kernels.gumbel import noise, philox4x32
 
 VOCAB_SIZE = 60
 EOS = 7
-NUM_ROWS = 70
+NUM_ROWS = 88
 
 
 def int32s(*values: int) -> np.ndarray:
@@ -69,8 +69,10 @@ def edited(logits: np.ndarray, params: SamplingParams, prompt: list[int], output
         logits[[*([] if params.ignore_eos else [EOS]), *(params.stop_token_ids or [])]] = -np.inf
     for token, bias in (params.logit_bias or {}).items():
         logits[token] += np.float32(bias)
-    counts = Counter(output)
-    for token in {*prompt, *output}:
+    last = params.repeat_last_n
+    window = [] if last == 0 else [*prompt, *output][-last:]
+    counts = Counter(output if last < 0 else window)
+    for token in {*prompt, *output} if last < 0 else {*window}:
         repetition = np.float32(params.repetition_penalty)
         logits[token] = logits[token] / repetition if logits[token] > 0 else logits[token] * repetition
     for token, count in counts.items():
@@ -132,6 +134,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"presence_penalty": 1.5},
     {"frequency_penalty": -1.25},
     {"repetition_penalty": 1.2, "presence_penalty": -0.5, "frequency_penalty": 0.75},
+    {"repetition_penalty": 1.2, "presence_penalty": -0.5, "frequency_penalty": 0.75, "repeat_last_n": 3},
+    {"repetition_penalty": 1.7, "repeat_last_n": 8192},
+    {"frequency_penalty": 1.25, "repeat_last_n": 0},
     {"logit_bias": {3: 5.0, 9: -100.0, 11: 1.5}},
     {"allowed_token_ids": [2, 3, 5, EOS, 11, 13]},
     {"bad_words_token_ids": [[4], [5, 6], [6, 5, 6], [1, 1, 1], [8, 9, 10, 11]]},

@@ -30,7 +30,7 @@ class Drafted(Rows):
         self.known: dict[int, tuple[list[int], list[int]]] = {}  # row -> prompt, output
         self.drafts: dict[int, list[int]] = {}
         for place, options in enumerate(OPTIONS * len(FILTERS)):
-            row = 69 - place
+            row = len(OPTIONS) * len(FILTERS) - place
             self.params[row] = SamplingParams(max_tokens=None, **{**FILTERS[place // len(OPTIONS)], **options})
             self.known[row] = rng.integers(0, 14, 6).tolist(), rng.integers(0, 14, int(rng.integers(0, 12))).tolist()
             self.drafts[row] = rng.integers(0, 14, int(rng.integers(0, 6))).tolist()

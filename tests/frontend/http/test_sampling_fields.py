@@ -29,6 +29,7 @@ VALUES: dict[str, Any] = {
     "xtc_probability": 0.5,
     "xtc_threshold": 0.25,
     "typical_p": 0.75,
+    "repeat_last_n": 64,
 }
 NAMES = [(name, one.name) for one in NUMBERS.values() for name in (one.name, *one.parameter.names)]
 

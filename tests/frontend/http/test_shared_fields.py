@@ -125,7 +125,6 @@ SGLANG = "regex ebnf max_new_tokens min_new_tokens"
 INERT = {
     "return_token_offsets": "vLLM reads it on /render only, which is not here",
     "return_mm_kwargs": "vLLM reads it on /render only, which is not here",
-    "repeat_last_n": "programs for llama.cpp always send it; the log says that penalties look at the whole text",
     "n_cmpl": "llama.cpp reads it on /completion; chats and completions have n",
 }
 

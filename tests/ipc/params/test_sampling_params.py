@@ -39,6 +39,7 @@ INTEGERS = {
     "seed": (-(2**63), 2**64 - 1),
     "max_tokens": (1, 2**31 - 1),
     "min_tokens": (0, 2**31 - 1),
+    "repeat_last_n": (-1, 8192),
 }
 SWITCHES = (
     "ignore_eos",

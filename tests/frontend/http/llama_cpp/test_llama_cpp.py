@@ -127,9 +127,9 @@ def params_of(**fields: Any) -> SamplingParams:
     [
         ({"n_predict": -1}, {"max_tokens": None}),
         ({"n_predict": 5, "typical_p": 0.5, "top_n_sigma": 2}, {"max_tokens": 5, "typical_p": 0.5, "top_n_sigma": 2.0}),
-        ({"repeat_last_n": 0, "repeat_penalty": 2}, {"repetition_penalty": 1.0}),
+        ({"repeat_last_n": 0, "repeat_penalty": 2}, {"repetition_penalty": 2.0, "repeat_last_n": 0}),
         ({"repeat_last_n": -1, "repeat_penalty": 2}, {"repetition_penalty": 2.0}),
-        ({"repeat_last_n": 64, "repeat_penalty": 1.0}, {"repetition_penalty": 1.0}),
+        ({"repeat_last_n": 64, "repeat_penalty": 1.5}, {"repetition_penalty": 1.5, "repeat_last_n": 64}),
         ({"logit_bias": [[7, 1.5], ["word", -2], [9, False]]}, {"logit_bias": {7: 1.5, 4: -2.0, 9: -100.0}}),
         ({"logit_bias": {"7": 1}}, {"logit_bias": {7: 1.0}}),
         ({"samplers": ["top_k", "temperature"], "top_p": 0.5, "top_k": 3}, {"top_p": 1.0, "top_k": 3}),
@@ -174,11 +174,6 @@ def test_fields_reach_the_engine(fields: dict[str, Any], wanted: dict[str, Any])
 def test_what_is_not_here_is_refused_by_name(name: str, value: Any) -> None:
     with pytest.raises(HttpError, match=name if name != "logit_bias" else "bias"):
         params_of(**{name: value})
-
-
-def test_a_window_of_penalties_is_refused() -> None:
-    with pytest.raises(HttpError, match="repeat_last_n=64"):
-        params_of(repeat_last_n=64, repeat_penalty=1.1)
 
 
 #: What llama.cpp's README documents as its options' defaults, which programs send.
