@@ -1,6 +1,6 @@
 """Penalties: the options repetition_penalty, frequency_penalty and presence_penalty, and their window repeat_last_n.
 
-A row looks at its whole text, whose counts are kept, or at a window of its last tokens, which are counted anew for each
+A row looks at its whole text, whose counts are kept, or at a window of its last tokens, which are counted again for each
 sample.
 """
 
