@@ -1,4 +1,4 @@
-"""A Hugging Face Hub on 127.0.0.1: the calls that huggingface_hub makes to find and download a model's files."""
+"""A Hugging Face Hub and a ModelScope on 127.0.0.1: the calls of their libraries to find and get a model's files."""
 
 import contextlib
 import hashlib
@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 
 def commit_of(repo: str) -> str:
@@ -78,6 +78,9 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         self.hub.calls.append(f"{self.command} {path}")
         words = path.strip("/").split("/")
+        if words[:3] == ["api", "v1", "models"]:
+            self._answer_modelscope(words[3:])
+            return
         is_call = words[:2] == ["api", "models"]
         words = words[2:] if is_call else words
         if len(words) < 4:  # what the library asks beside: not a model
@@ -96,6 +99,18 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(repo, content, "application/octet-stream")
         else:
             self._refuse(404, "EntryNotFound")
+
+    def _answer_modelscope(self, words: list[str]) -> None:
+        repo, call = "/".join(words[:2]), words[2:]
+        files = self.hub.repos.get(repo, {})
+        wanted = parse_qs(urlsplit(self.path).query).get("FilePath", [""])[0]
+        if call == ["repo", "files"] and files:
+            listed = [{"Path": name, "Size": len(one), "Type": "blob"} for name, one in files.items()]
+            self._send(repo, json.dumps({"Code": 200, "Data": {"Files": listed}}).encode(), "application/json")
+        elif call == ["repo"] and wanted in files:
+            self._send(repo, files[wanted], "application/octet-stream")
+        else:
+            self._refuse(404, "")
 
     def _described(self, repo: str, verb: str) -> object:
         files = self.hub.repos[repo]

@@ -1,4 +1,4 @@
-"""Models by their Hugging Face names: find them in the Hub's cache or download them.
+"""Models by their Hugging Face names: find them in the Hub's cache or download them, or from ModelScope.
 
 Only the process that starts an engine does this. It passes the path on, so that both processes read one snapshot. A
 snapshot in the cache is used without network access; `engine-core pull` updates it.
@@ -6,6 +6,7 @@ snapshot in the cache is used without network access; `engine-core pull` updates
 
 import errno
 import glob
+import os
 import re
 import sys
 from pathlib import Path
@@ -34,6 +35,8 @@ def fetch_model(text: str, *, with_weights: bool = True, is_update: bool = False
     """
     name = parse_hub_name(text)
     assert name is not None, text
+    if uses_modelscope():
+        return _from_modelscope(name, with_weights, is_update)
     try:
         import huggingface_hub  # noqa: F401
     except ImportError as error:
@@ -63,6 +66,11 @@ def _cached(name: HubName, with_weights: bool) -> tuple[Path | None, str]:
     folder = home / "snapshots" / commit
     if not folder.is_dir():
         return None, f"{constants.HF_HUB_CACHE} has no {name.repo}"
+    return _in_folder(folder, name, with_weights)
+
+
+def _in_folder(folder: Path, name: HubName, with_weights: bool) -> tuple[Path | None, str]:
+    """Return the model's path in a snapshot and ""; or None and what the snapshot lacks."""
     lacks = ""
     if name.quantization is None:
         lacks = _lacks(folder, with_weights)
@@ -80,30 +88,36 @@ def _download(name: HubName, with_weights: bool) -> Path:
 
     # Not list_repo_files(), which tries for half a minute if there is no network.
     files = [one.rfilename for one in HfApi().model_info(name.repo, revision=name.branch).siblings or ()]
+    found = snapshot_download(
+        name.repo,
+        revision=name.branch,
+        allow_patterns=[glob.escape(file) for file in _wanted(files, name, with_weights)],
+        tqdm_class=_progress_bar(),
+    )
+    return _complete(Path(found), name, with_weights)
+
+
+def _wanted(files: list[str], name: HubName, with_weights: bool) -> list[str]:
+    """Return the files of a repository that a model needs. Errors: ModelFileError for a repository without a model."""
     has_safetensors = any(file.endswith(".safetensors") and "/" not in file for file in files)
     if name.quantization is None and "config.json" in files and (has_safetensors or not with_weights):
         wanted = [file for file in files if is_text_file(file) or _MODULES.fullmatch(file)]
-        wanted += [file for file in files if with_weights and _WEIGHTS.fullmatch(file)]
-        found = snapshot_download(
-            name.repo,
-            revision=name.branch,
-            allow_patterns=[glob.escape(file) for file in wanted],
-            tqdm_class=_progress_bar(),
-        )
-        if lacks := _lacks(Path(found), with_weights):
-            raise ModelFileError(f"{name} on the Hub is not complete: {lacks}")
-        return Path(found)
+        return wanted + [file for file in files if with_weights and _WEIGHTS.fullmatch(file)]
     if not gguf_files(files) and name.quantization is None:
         others = [file for file in files if file.endswith((".bin", ".pt", ".pth", ".onnx", ".h5"))]
         raise ModelFileError(
             f"{name} is not a model that runs here: it needs config.json with *.safetensors, or a .gguf file"
             + (f", and it has {', '.join(others[:3])}" if others else "")
         )
-    file = choose_gguf(files, name.quantization, name.repo)
-    found = snapshot_download(
-        name.repo, revision=name.branch, allow_patterns=[glob.escape(file)], tqdm_class=_progress_bar()
-    )
-    return Path(found, file)
+    return [choose_gguf(files, name.quantization, name.repo)]
+
+
+def _complete(folder: Path, name: HubName, with_weights: bool) -> Path:
+    """Return the model's path in a snapshot that was downloaded. Errors: ModelFileError."""
+    found, lacks = _in_folder(folder, name, with_weights)
+    if found is None:
+        raise ModelFileError(f"{name} on the Hub is not complete: {lacks}")
+    return found
 
 
 def _progress_bar() -> Any:
@@ -204,3 +218,55 @@ def _reason(error: Exception) -> str:
     """Return the first line of the original error."""
     first = _chain(error)[0]
     return f"{type(first).__name__}: {str(first).strip().partition(chr(10))[0]:.300}".rstrip(".")
+
+
+# Models of ModelScope. Its own library downloads them, into its own cache.
+
+#: Variables that ask for it. The first one that is set counts.
+_MODELSCOPE = ("ENGINE_CORE_USE_MODELSCOPE", "VLLM_USE_MODELSCOPE")
+_YES, _NO = ("true", "1", "yes", "on"), ("false", "0", "no", "off", "")
+
+
+def uses_modelscope() -> bool:
+    """Return whether names of models are names on ModelScope. Errors: ModelFileError for a variable without meaning."""
+    for variable in _MODELSCOPE:
+        if (value := os.environ.get(variable)) is not None:
+            if value.lower() not in (*_YES, *_NO):
+                raise ModelFileError(f"{variable} must be True or False; got {value!r:.80}")
+            return value.lower() in _YES
+    return False
+
+
+def _from_modelscope(name: HubName, with_weights: bool, is_update: bool) -> Path:
+    try:
+        from modelscope.hub.api import HubApi
+        from modelscope.hub.snapshot_download import snapshot_download
+    except ImportError as error:
+        raise ModelFileError(
+            f"{name} is not a file or folder on this machine, and names on ModelScope need the package modelscope "
+            f"({error}): pip install modelscope, or engine-core with its extra [modelscope], or unset "
+            f"{' and '.join(_MODELSCOPE)}"
+        ) from error
+    lacks = "the cache was not read"
+    # The library lets the errors of its HTTP client through, and raises many of its own.
+    try:
+        if not is_update:
+            try:
+                folder = snapshot_download(name.repo, revision=name.revision, local_files_only=True)
+            except Exception as error:
+                lacks = f"ModelScope's cache has no {name.repo} ({_reason(error)})"
+            else:
+                found, lacks = _in_folder(Path(folder), name, with_weights)
+                if found is not None:
+                    return found
+        files = [str(one["Path"]) for one in HubApi().get_model_files(name.repo, name.revision, recursive=True)]
+        wanted = [glob.escape(file) for file in _wanted(files, name, with_weights)]
+        folder = snapshot_download(name.repo, revision=name.revision, allow_patterns=wanted)
+        return _complete(Path(folder), name, with_weights)
+    except ModelFileError:
+        raise
+    except Exception as error:
+        raise ModelFileError(
+            f"{name} was not downloaded from ModelScope, and {lacks}: {_reason(error)}. Check the spelling and the "
+            "network; for a private model run `modelscope login`; or give a folder"
+        ) from None

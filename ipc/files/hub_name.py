@@ -62,14 +62,17 @@ def is_hub_name(model: str) -> bool:
 def hub_name(path: Path) -> str | None:
     """Return the name of a snapshot in the Hub's cache, or of a GGUF file in one; None for another path.
 
-    Snapshots are folders models--org--name/snapshots/commit.
+    Snapshots are folders models--org--name/snapshots/commit; ModelScope's are models/org--name/snapshots/branch.
     """
-    folder = path if path.suffix != ".gguf" else next((up for up in path.parents if _is_snapshot(up)), path)
-    if not _is_snapshot(folder):
+    folder = path if path.suffix != ".gguf" else next((up for up in path.parents if _repo_of(up)), path)
+    repo = _repo_of(folder)
+    return repo if repo is None or folder == path else str(HubName(repo, quantization_of(path.name)))
+
+
+def _repo_of(folder: Path) -> str | None:
+    """Return the repository whose snapshot a folder is; None for another folder."""
+    home = folder.parent.parent
+    is_modelscope = home.parent.name == "models" and "--" in home.name
+    if folder.parent.name != "snapshots" or not (home.name.startswith("models--") or is_modelscope):
         return None
-    repo = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
-    return repo if folder == path else str(HubName(repo, quantization_of(path.name)))
-
-
-def _is_snapshot(folder: Path) -> bool:
-    return folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--")
+    return home.name.removeprefix("models--").replace("--", "/")

@@ -20,7 +20,7 @@ def main(arguments: Sequence[str]) -> int:
         description="Download models from the Hugging Face Hub into its cache on this machine, or update the cached "
         "copies.",
         epilog="HF_TOKEN gives access to private and gated models, HF_HOME sets the cache folder, HF_ENDPOINT another "
-        "Hub.",
+        "Hub. ENGINE_CORE_USE_MODELSCOPE=1 takes ModelScope.",
     )
     parser.add_argument(
         "models", nargs="+", metavar="MODEL", help="org/name, org/name@revision, or org/name:Q4_K_M for a GGUF file"

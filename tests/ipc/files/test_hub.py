@@ -1,18 +1,20 @@
 """Hugging Face names, in a cache made here, and with a Hub on this machine."""
 
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from huggingface_hub import constants
 
 from ipc.errors import ModelFileError
-from ipc.files.hub import fetch_model
+from ipc.files.hub import fetch_model, uses_modelscope
 from ipc.files.hub_cache import remove_cached
 from ipc.files.hub_gguf import choose_gguf
 from ipc.files.hub_name import HubName, hub_name, is_hub_name, parse_hub_name
@@ -311,3 +313,132 @@ def test_the_environment_decides_and_nothing_is_imported_for_a_path(tmp_path: Pa
         check=True,
     )
     assert done.stdout.strip() == str(snapshot)
+
+
+# --- ModelScope -----------------------------------------------------------------------------------------------------
+
+#: Enough of its library to see what it is asked for: calls of both functions, files of FILES in the folder FOLDER.
+LIBRARY = """
+import pathlib
+FILES, calls, FOLDER = {files!r}, [], pathlib.Path({folder!r})
+
+class HubApi:
+    def get_model_files(self, model_id, revision=None, root=None, recursive=True):
+        calls.append(("files", model_id, revision))
+        return [dict(Path=name, Size=2) for name in FILES]
+
+def snapshot_download(model_id, revision=None, local_files_only=False, allow_patterns=None):
+    calls.append(("cache" if local_files_only else "download", model_id, revision))
+    if local_files_only and not FOLDER.is_dir():
+        raise ValueError("Cannot find cached snapshot")
+    if not local_files_only:
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        for name in allow_patterns:
+            (FOLDER / name).write_text("{{}}")
+    return str(FOLDER)
+"""
+FILES = ["config.json", "tokenizer.json", "model.safetensors", "pytorch_model.bin", "README.md"]
+
+
+@pytest.fixture
+def modelscope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[str]], ModuleType]]:
+    """A function that makes a library modelscope with these files, and returns the module that it is."""
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+
+    def made(files: list[str]) -> ModuleType:
+        folder = tmp_path / "models" / "org--name" / "snapshots" / "master"
+        library = tmp_path / "library" / "modelscope" / "hub"
+        library.mkdir(parents=True)
+        (library / "api.py").write_text(LIBRARY.format(files=files, folder=str(folder)))
+        (library / "snapshot_download.py").write_text("from modelscope.hub.api import snapshot_download\n")
+        monkeypatch.syspath_prepend(str(library.parent.parent))
+        return importlib.import_module("modelscope.hub.api")
+
+    before = {name for name in sys.modules if name.partition(".")[0] == "modelscope"}
+    assert not before
+    yield made
+    for name in [name for name in sys.modules if name.partition(".")[0] == "modelscope"]:
+        del sys.modules[name]
+
+
+def test_a_model_comes_from_modelscope(modelscope: Callable[[list[str]], ModuleType], tmp_path: Path) -> None:
+    library = modelscope(FILES)
+    path = fetch_model("org/name@v1")
+    assert path == library.FOLDER
+    assert sorted(file.name for file in path.iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert library.calls == [(call, "org/name", "v1") for call in ("cache", "files", "download")]
+    assert hub_name(path) == "org/name"
+    library.calls.clear()
+    assert locate_model("org/name") == str(path)  # without a call that needs a network
+    assert library.calls == [("cache", "org/name", None)]
+    fetch_model("org/name", is_update=True)
+    assert library.calls[1:] == [("files", "org/name", None), ("download", "org/name", None)]
+    (path / "model.safetensors").unlink()
+    assert fetch_model("org/name", with_weights=False) == path
+    assert locate_model("org/name") == str(path)
+    assert (path / "model.safetensors").is_file()
+
+
+def test_a_gguf_file_comes_from_modelscope(modelscope: Callable[[list[str]], ModuleType]) -> None:
+    library = modelscope(["m-Q4_0.gguf", "m-Q8_0.gguf"])
+    path = fetch_model("org/name:q8_0")
+    assert path == library.FOLDER / "m-Q8_0.gguf"
+    assert hub_name(path) == "org/name:Q8_0"
+    assert [file.name for file in library.FOLDER.iterdir()] == ["m-Q8_0.gguf"]
+
+
+def test_what_modelscope_has_not_is_said(modelscope: Callable[[list[str]], ModuleType]) -> None:
+    modelscope(["pytorch_model.bin"])
+    with pytest.raises(ModelFileError, match=r"needs config.json with \*.safetensors.* it has pytorch_model.bin"):
+        fetch_model("org/name")
+
+
+@pytest.mark.parametrize(
+    ("ours", "vllms", "is_asked_for"),
+    [("1", None, True), ("no", "True", False), (None, "true", True), (None, "False", False), (None, None, False)],
+)
+def test_the_environment_asks_for_modelscope(
+    ours: str | None, vllms: str | None, is_asked_for: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("ENGINE_CORE_USE_MODELSCOPE", ours), ("VLLM_USE_MODELSCOPE", vllms)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert uses_modelscope() == is_asked_for
+    monkeypatch.setenv("ENGINE_CORE_USE_MODELSCOPE", "perhaps")
+    with pytest.raises(ModelFileError, match="ENGINE_CORE_USE_MODELSCOPE must be True or False; got 'perhaps'"):
+        fetch_model("org/name")
+
+
+def test_without_modelscopes_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_MODELSCOPE", "True")
+    monkeypatch.setitem(sys.modules, "modelscope", None)
+    with pytest.raises(
+        ModelFileError, match=r"the package modelscope \(.*\): pip install modelscope, or .*\[modelscope\]"
+    ):
+        fetch_model("org/name")
+
+
+def test_modelscopes_own_library(tmp_path: Path) -> None:
+    """Its functions have the arguments that we give them, and its cache the form in which we find names."""
+    pytest.importorskip("modelscope_hub", reason="the extra modelscope is not installed")
+    asked = "print(*map(locate_model, ('org/name', 'org/name', 'org/other:Q8_0')), sep='\\n')"
+    program = f"from ipc.files.model_files import locate_model; {asked}"
+    files = dict.fromkeys(FILES, b"{}")
+    with hub_server({"org/name": files, "org/other": {"m-Q4_0.gguf": b"4", "m-Q8_0.gguf": b"8"}}) as server:
+        environment = {
+            **os.environ,
+            "ENGINE_CORE_USE_MODELSCOPE": "1",
+            "MODELSCOPE_ENDPOINT": server.url,
+            "MODELSCOPE_CACHE": str(tmp_path),
+        }
+        command = [sys.executable, "-c", program]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=60)
+        calls = [call for call in server.calls if call.startswith("GET") and call.endswith("/repo")]
+    assert run.returncode == 0, run.stderr
+    first, second, third = map(Path, run.stdout.splitlines()[-3:])
+    assert first == second
+    assert (hub_name(first), hub_name(third)) == ("org/name", "org/other:Q8_0")
+    assert {file.name for file in first.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
+    assert third.read_bytes() == b"8"
+    assert len(calls) == 4  # no file twice, and none that is not needed
