@@ -12,6 +12,10 @@ _LORA = "give a lora_request to generate(), or use `engine-core control` (docs/l
 _PAUSE = "use client.pause() and client.resume(), as the engine's owner"
 _MEDIA = "an image's rows are cached by content and need no reset; reset_prefix_cache() also drops prompts with images"
 _CONFIG = "there is no such object; client.welcome has the engine's limits and names"
+_SCHEDULER = (
+    "the scheduler runs in the engine's process; statistics() and get_metrics() have its counts, client.explain() says "
+    "why a request waits"
+)
 
 #: vLLM's name -> why it does not exist here, or what to use.
 ABSENT = {
@@ -24,6 +28,10 @@ ABSENT = {
     "reset_mm_cache": _MEDIA,
     **dict.fromkeys(("vllm_config", "get_vllm_config", "from_vllm_config", "cache_config"), _CONFIG),
     **dict.fromkeys(("get_decoding_config", "get_scheduler_config", "get_lora_config"), _CONFIG),
+    **dict.fromkeys(("scheduler", "make_stats", "get_request_counts", "has_finished_requests"), _SCHEDULER),
+    **dict.fromkeys(("block_manager", "cache_engine", "determine_num_available_blocks"), _SCHEDULER),
+    "finish_requests": "use abort_request(), or AsyncLLM.abort(); a request ends by itself at its deadline",
+    "process_model_inputs": "generate() and add_request() tokenize; get_tokenizer() does it alone",
     "set_tokenizer": "give tokenizer=PATH to the constructor",
     "reward": "use encode() with a pooling model",
     "preprocess_chat": "use get_tokenizer().apply_chat_template()",

@@ -1,6 +1,5 @@
 """config_from_options: an EngineConfig from a caller's options, under our names or vLLM's."""
 
-import difflib
 import os
 from typing import Any
 
@@ -8,8 +7,8 @@ from ipc.errors import ConfigError
 from ipc.options.config import OPTIONS, EngineConfig
 from ipc.options.config_checks import with_revision
 from ipc.options.devices import BUILT_IN_DEVICES, executor_of_device
-from ipc.options.neutral_options import check_neutral, is_neutral
-from ipc.options.option import DeclaredOption, Option, parse_bytes
+from ipc.options.neutral_options import ELSEWHERE, check_neutral, is_neutral
+from ipc.options.option import DeclaredOption, Option, nearest, parse_bytes
 from ipc.options.speculation import parse_speculative_config
 
 #: vLLM's name -> ours, for options that are named differently.
@@ -47,8 +46,10 @@ def config_from_options(**options: Any) -> EngineConfig:
             given = f"{{{name.removeprefix('fake_')!r}: {str(value)!r:.80}}}"
             raise ConfigError(f"{name} is an option of the fake executor: executor_options={given}")
         else:
-            near = difflib.get_close_matches(name, OPTIONS, n=1, cutoff=_LIKENESS)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            near = nearest(name, OPTIONS, _LIKENESS)
+            hint = f"did you mean {near!r}? " if near else ""
+            if name in ELSEWHERE:
+                hint = f"{ELSEWHERE[name]}; "
             raise ConfigError(f"unknown option {name!r}; {hint}known options: {', '.join(OPTIONS)}")
     if (revision := accepted.pop(_REVISION, None)) is not None:
         accepted["model"] = with_revision(accepted.get("model"), revision)

@@ -227,10 +227,41 @@ _INSTEAD = {
     "max_num_encoder_input_tokens": _ENCODED_BEFORE,
     "num_scheduler_steps": "async_scheduling computes a step while the next one is scheduled",
     "otlp_traces_endpoint": "engine-core serve --http --otlp-traces-endpoint sends spans",
+    "scheduler_cls": "scheduling_policy and preemption_mode change what the scheduler does (docs/scheduling.md)",
     "served_model_name": "use engine-core http --served-model-name",
     "sliding_window": "it is kv_window",
     "speculative_model": "use speculative_config",
     "worker_use_ray": _BY_RAY,
+}
+_A_REQUESTS = "it is an argument of generate() and add_request()"
+_A_PROMPTS = "it is a key of a prompt: {'prompt_token_ids': ..., 'cache_salt': ...}"
+_NO_OBJECT = "there are no config objects; each of its fields is an option"
+_BY_DEVICE = "device='cpu', device='cuda' or an installed executor's device chooses it (docs/executors.md)"
+#: Names that are no options, neither here nor of LLM() in vLLM, and what has their meaning.
+ELSEWHERE = {
+    **dict.fromkeys(("sampling_params", "pooling_params", "lora_request", "priority", "use_tqdm"), _A_REQUESTS),
+    **dict.fromkeys(("cache_salt", "prompt_embeds", "prompt_token_ids", "multi_modal_data"), _A_PROMPTS),
+    **dict.fromkeys(
+        ("vllm_config", "scheduler_config", "cache_config", "kv_cache_config", "lora_config", "model_config"),
+        _NO_OBJECT,
+    ),
+    **dict.fromkeys(("cpu_executor", "gpu_executor"), _BY_DEVICE),
+    **dict.fromkeys(("token_budget", "num_batched_tokens", "max_num_scheduled_tokens"), "it is max_num_batched_tokens"),
+    **dict.fromkeys(("block_manager", "kv_cache_manager"), "there is one: a pool of KV blocks"),
+    "ray_gpu_executor": _BY_RAY,
+    "arrival_time": "a request arrives when the engine receives it",
+    "enable_caching": "it is enable_prefix_caching",
+    "enable_chunking": "it is enable_chunked_prefill",
+    "eos_token_id": "it is read from the model's files",
+    "is_attention_free": "it is read from the model's files",
+    "log_stats": "engine-core top and engine-core serve --metrics show statistics",
+    "lora_enabled": "it is enable_lora",
+    "max_chunk_size": "it is long_prefill_token_threshold",
+    "output_proc_callback": "async_scheduling computes a step while the next one is scheduled",
+    "prompt_limit": "it is max_model_len",
+    "user_specified_preemption_mode": "it is preemption_mode",
+    "watermark_blocks": "watermark is their share of all blocks",
+    "world_size": "it is tensor_parallel_size times pipeline_parallel_size",
 }
 
 

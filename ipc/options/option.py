@@ -1,7 +1,9 @@
 """Option: the declaration of an engine option, next to its field (help text, bounds, other names), and its check."""
 
+import difflib
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from types import UnionType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
@@ -13,6 +15,9 @@ from ipc.errors import ConfigError
 _BYTE_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 #: Most digits of such a number; none that is allowed has more.
 _MAX_DIGITS = 20
+#: How much names without their underscores, or two of their words, have in common if they are the same.
+_SAME, _SAME_WORD = 0.93, 0.75
+_STEM = 3  # letters that a word and its short form begin with: seqs for sequences
 
 
 class Option(msgspec.Struct, frozen=True):
@@ -98,6 +103,37 @@ def parse_bytes(text: str) -> int:
     if not digits.isascii() or not digits.isdigit() or len(digits) > _MAX_DIGITS:
         raise ValueError(f"expected bytes as 1048576, 512M or 2G, got {text!r:.80}")
     return int(digits) * (unit or 1)
+
+
+def nearest(name: str, names: Iterable[str], likeness: float = 0.6) -> str | None:
+    """Return the one of `names` that `name` is a misspelling of; None if there is none.
+
+    Their words are compared too. A name with another word, such as num_gpu_slots against num_swap_slots, has another
+    meaning. likeness: from 0 to 1, the least that both must have in common.
+    """
+    near = difflib.get_close_matches(name, names, n=3, cutoff=likeness)
+    return next((one for one in near if _has_its_words(name, one)), None)
+
+
+def _has_its_words(name: str, other: str) -> bool:
+    """Return whether each word of the shorter of two names is in the other one, misspelled or shortened perhaps."""
+    fewer, more = sorted(([word for word in re.split("[_-]", text) if word] for text in (name, other)), key=len)
+    if len(fewer) == len(more) == 1 or _ratio("".join(fewer), "".join(more)) >= _SAME:
+        return True
+    for word in fewer:
+        found = next((one for one in more if _is_same_word(word, one)), None)
+        if found is None:
+            return False
+        more.remove(found)
+    return True
+
+
+def _is_same_word(word: str, other: str) -> bool:
+    return _ratio(word, other) >= _SAME_WORD or word[:_STEM] == other[:_STEM]
+
+
+def _ratio(text: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, text, other).ratio()
 
 
 def declared_options(config: type[msgspec.Struct]) -> Mapping[str, DeclaredOption]:

@@ -1,7 +1,6 @@
 """Command line flags of the engine's options, made from their declarations in ipc/options/."""
 
 import argparse
-import difflib
 import os
 import re
 import sys
@@ -14,8 +13,8 @@ import msgspec
 
 from ipc.errors import ConfigError
 from ipc.options.config import OPTIONS
-from ipc.options.neutral_options import WITHOUT_EFFECT, is_neutral
-from ipc.options.option import DeclaredOption, parse_bytes
+from ipc.options.neutral_options import ELSEWHERE, WITHOUT_EFFECT, is_neutral
+from ipc.options.option import DeclaredOption, nearest, parse_bytes
 from ipc.options.speculation import SpeculativeConfig
 from ipc.params.sampling_params import NUMBERS
 from tools.flags.hints import FLAGS, NUMBER_FLAGS
@@ -75,8 +74,10 @@ class ArgumentParser(argparse.ArgumentParser):
         if is_neutral(option):
             what = "has no effect here" if option in WITHOUT_EFFECT else "is not supported in this version"
             self.error(f"unknown argument {unknown[0]}: it is a flag of vLLM and {what}; leave it out")
-        near = difflib.get_close_matches(name, [flag for flag in shown if flag not in _NEVER_OFFERED], n=1)
-        self.error(f"unknown argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+        if option in ELSEWHERE and self.has_engine_options:
+            self.error(f"unknown argument {unknown[0]}: {ELSEWHERE[option]}")
+        near = nearest(name, [flag for flag in shown if flag not in _NEVER_OFFERED])
+        self.error(f"unknown argument {unknown[0]}" + (f"; did you mean {near}?" if near else ""))
 
 
 def _field_of(flag: str) -> str | None:
@@ -260,7 +261,7 @@ _CONNECT = "--connect"
 #: A variable that begins with PREFIX may belong to another program (Kubernetes sets such for a service of that name):
 #: it is refused only if it is at least this similar to an option's.
 _LIKENESS = 0.85
-_OTHER_VARIABLES = ("ENGINE_CORE_API_KEY",)
+_OTHER_VARIABLES = ("ENGINE_CORE_API_KEY", "ENGINE_CORE_USE_MODELSCOPE")
 _YES, _NO = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 
@@ -279,8 +280,8 @@ def words_from_elsewhere(words: Sequence[str]) -> list[str]:
             continue
         if name in OPTIONS:
             found += _words(name, value, variable) if value else []
-        elif near := difflib.get_close_matches(name, OPTIONS, n=1, cutoff=_LIKENESS):
-            raise ConfigError(f"{variable} is no option; did you mean {PREFIX}{near[0].upper()}?")
+        elif near := nearest(name, OPTIONS, _LIKENESS):
+            raise ConfigError(f"{variable} is no option; did you mean {PREFIX}{near.upper()}?")
     if (path := _path(words)) is not None:
         found += _words_of_file(path)
     return found
@@ -307,8 +308,8 @@ def _words_of_file(path: str) -> list[str]:
     for key, value in values.items():
         name = key.replace("-", "_")
         if name not in OPTIONS:
-            near = difflib.get_close_matches(name, OPTIONS, n=1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
+            near = nearest(name, OPTIONS)
+            hint = f"did you mean {near!r}? " if near else ""
             raise ConfigError(f"{CONFIG_FLAG} {path}: unknown option {key!r}; {hint}docs/options.md lists all")
         parts = [f"{one}={part}" for one, part in value.items()] if isinstance(value, dict) else [value]
         for part in parts:

@@ -10,7 +10,7 @@ import pytest
 from ipc.errors import ConfigError, EngineCoreError
 from ipc.options.config import OPTIONS, EngineConfig
 from ipc.options.given_options import config_from_options
-from ipc.options.neutral_options import NEUTRAL, WITHOUT_EFFECT
+from ipc.options.neutral_options import ELSEWHERE, NEUTRAL, WITHOUT_EFFECT
 from ipc.options.option import Option, declared_options
 from ipc.options.workers import most_in_flight
 
@@ -195,6 +195,8 @@ def test_steps_overlap_on_a_gpu_unless_the_config_says_no() -> None:
         ("num_threads", "threads"),
         ("max_num_batched_token", "max_num_batched_tokens"),
         ("prefix_caching", "enable_prefix_caching"),
+        ("preempted_mode", "preemption_mode"),
+        ("tensor_parallelism_size", "tensor_parallel_size"),
     ],
 )
 def test_an_unknown_option_names_the_nearest(name: str, near: str) -> None:
@@ -296,6 +298,7 @@ def test_generation_config() -> None:
         ({"delay_factor": 0.5}, {"scheduler_delay_factor": 0.5}),
         ({"num_gpu_blocks": 64}, {"num_blocks_override": 64}),
         ({"num_cpu_blocks": 64}, {"num_swap_blocks": 64}),
+        ({"swap_space": 4}, {"swap_space_bytes": 4 << 30}),
         ({"kv_cache_memory_bytes": "64M"}, {"kv_cache_memory_bytes": 64 << 20}),
         ({"kv_host_bytes": "1g"}, {"kv_host_bytes": 1 << 30}),
         ({"kv_dir_bytes": "1048576"}, {"kv_dir_bytes": 1 << 20}),
@@ -332,7 +335,71 @@ def test_what_is_refused_names_the_substitute(given: dict[str, Any], said: str) 
         config_from_options(**given)
 
 
-@pytest.mark.parametrize("name", ["num_gpu_slots", "swap_policy"])
+#: The options of vLLM that docs/origins.md speaks of -> a value with which LLM() takes them, and what they become.
+OF_THE_DESIGN_NOTES: dict[str, tuple[object, dict[str, Any]]] = {
+    "block_size": (32, {"block_size": 32}),
+    "delay_factor": (0.5, {"scheduler_delay_factor": 0.5}),
+    "device": ("cpu", {"device": "cpu"}),
+    "disable_cascade_attn": (True, {}),
+    "distributed_executor_backend": ("mp", {"distributed_executor_backend": "mp"}),
+    "enable_chunked_prefill": (False, {"enable_chunked_prefill": False}),
+    "enable_lora": (True, {"enable_lora": True}),
+    "enable_prefix_caching": (False, {"enable_prefix_caching": False}),
+    "encoder_cache_size": (None, {}),
+    "engine_use_ray": (False, {}),
+    "gpu_memory_utilization": (0.8, {"gpu_memory_utilization": 0.8}),
+    "kv_transfer_config": (None, {}),
+    "logits_processors": ([], {}),
+    "long_prefill_token_threshold": (64, {"long_prefill_token_threshold": 64}),
+    "max_loras": (2, {"max_loras": 2}),
+    "max_model_len": (512, {"max_model_len": 512}),
+    "max_num_batched_tokens": (256, {"max_num_batched_tokens": 256}),
+    "max_num_encoder_input_tokens": (None, {}),
+    "max_num_seqs": (8, {"max_num_seqs": 8}),
+    "num_cpu_blocks": (64, {"num_swap_blocks": 64}),
+    "num_gpu_blocks": (64, {"num_blocks_override": 64}),
+    "num_gpu_blocks_override": (64, {"num_blocks_override": 64}),
+    "num_lookahead_slots": (4, {}),
+    "num_scheduler_steps": (1, {}),
+    "otlp_traces_endpoint": (None, {}),
+    "pipeline_parallel_size": (2, {"pipeline_parallel_size": 2}),
+    "policy": ("priority", {"scheduling_policy": "priority"}),
+    "preemption_mode": ("swap", {"preemption_mode": "swap"}),
+    "scheduler_cls": (None, {}),
+    "scheduling_policy": ("priority", {"scheduling_policy": "priority"}),
+    "sliding_window": (None, {}),
+    "swap_space": (1.5, {"swap_space_bytes": 3 << 29}),
+    "task": ("embedding", {"runner": "pooling"}),
+    "tensor_parallel_size": (2, {"tensor_parallel_size": 2}),
+    "use_async_output_proc": (True, {}),
+    "use_v2_block_manager": (True, {}),
+    "watermark": (0.05, {"watermark": 0.05}),
+    "worker_use_ray": (False, {}),
+}
+
+
+def test_every_option_of_the_design_notes_is_taken_or_named() -> None:
+    for name, (value, ours) in OF_THE_DESIGN_NOTES.items():
+        assert config_from_options(**{name: value}) == EngineConfig(**ours), name
+        if value is None and name in NEUTRAL:  # taken at no value: refused, with what to use
+            with pytest.raises(ConfigError, match=f"{name}=.* is not supported by this version; .*: "):
+                config_from_options(**{name: 1})
+
+
+def test_names_that_are_no_options_say_what_is_meant() -> None:
+    assert not set(ELSEWHERE) & {*OPTIONS, *NEUTRAL, *WITHOUT_EFFECT, *OF_THE_DESIGN_NOTES}
+    for name, meant in ELSEWHERE.items():
+        with pytest.raises(ConfigError, match=re.escape(f"unknown option '{name}'; {meant}; known options: ")):
+            config_from_options(**{name: 1})
+        option = re.fullmatch(r"it is ([a-z_]+)", meant)
+        assert option is None or option[1] in OPTIONS, name
+
+
+#: Words of the design notes which are like an option's name and mean something else.
+OF_ANOTHER_MEANING = ("from_request", "pop_request", "request_ids", "add_num_seqs", "num_gpu_slots", "swap_policy")
+
+
+@pytest.mark.parametrize("name", [*OF_ANOTHER_MEANING, "max_num_encoder_tokens", "num_host_slots", "kv_host_blocks"])
 def test_no_option_of_another_meaning_is_suggested(name: str) -> None:
     with pytest.raises(ConfigError, match=f"unknown option '{name}'; known options: "):
         config_from_options(**{name: 1})

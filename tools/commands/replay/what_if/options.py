@@ -1,6 +1,5 @@
 """The options of a what-if: NAME=VALUE, with several values for a sweep."""
 
-import difflib
 import itertools
 from collections.abc import Sequence
 from math import prod
@@ -10,6 +9,7 @@ import msgspec
 
 from ipc.errors import ConfigError
 from ipc.options.config import OPTIONS, Config
+from ipc.options.option import nearest
 
 #: The changes from the captured engine, by option name.
 Change: TypeAlias = dict[str, bool | int | float | str]
@@ -34,8 +34,8 @@ def parse_changes(texts: Sequence[str]) -> list[Change]:
         given, _, words = text.partition("=")
         name = given.strip().replace("-", "_")
         if name not in CHANGEABLE:
-            near = difflib.get_close_matches(name, CHANGEABLE, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
+            near = nearest(name, CHANGEABLE)
+            hint = f"did you mean {near}? " if near else ""
             raise ConfigError(
                 f"--what-if {given:.80}: {hint}the options that affect scheduling are {', '.join(CHANGEABLE)}"
             )
