@@ -192,3 +192,23 @@ def test_recompute_never_swaps_whatever_room_the_host_has() -> None:
         hand.step()
     assert hand.scheduler.stats.num_preemptions > 0
     assert hand.scheduler.stats.num_swapped_out_blocks == 0
+
+
+def test_a_row_that_lacks_a_block_waits_and_the_swapped_one_stays_out() -> None:
+    """1, 2 and 3 run, 4 is swapped, 5 and 6 wait: there is a block for 1 and for 2, and none for 3."""
+    hand = ByHand(small_config(9, preemption_mode="swap", num_swap_blocks=8, prefix_caching=False, max_model_len=16))
+    for number in (1, 2, 3, 4):
+        add(hand, number, 8, 5)
+    assert hand.step() == {1: 8, 2: 8, 3: 8, 4: 8}
+    assert hand.step() == {1: 1, 2: 1}
+    assert preempted(hand) == [(4, 2)]
+    add(hand, 5, 8, 5)
+    add(hand, 6, 8, 5)
+    for _ in range(2):  # 1 and 2 end with the next one
+        assert hand.step() == {1: 1, 2: 1}
+        assert preempted(hand) == []
+        assert hand.scheduler.get_request_counts() == (3, 3)
+    stats = hand.scheduler.stats
+    while hand.scheduler.has_unfinished_requests:
+        hand.step()
+    assert (stats.num_preemptions, stats.num_swapped_in_blocks, stats.num_recomputed_tokens) == (1, 2, 0)
