@@ -11,6 +11,7 @@ import pytest
 
 from core.executors.fake import checksum, fake_vector
 from engine_core import LLM, AsyncLLM, InvalidRequestError, PoolingParams, RequestFailedError
+from frontend.results.pooling_outputs import PoolingOutput, PoolingRequestOutput, cosine_score
 from ipc.tables.arrays import Floats
 from ipc.wire.messages import PauseMode
 from tests.fake_options import fake_options
@@ -33,6 +34,14 @@ def expected(ids: list[int]) -> Floats:
 def llm() -> Iterator[LLM]:
     with LLM(**FAKE) as engine:
         yield engine
+
+
+def test_a_cosine_is_at_most_1() -> None:
+    """Sums of float64 make it 1.0000000000000002 for this vector."""
+    one = PoolingRequestOutput("a", PoolingOutput(np.array([1, 2, 1], np.float32)), [1])
+    other = PoolingRequestOutput("b", PoolingOutput(np.array([-1, -2, -1], np.float32)), [1])
+    assert cosine_score(one, one).outputs.score == 1.0
+    assert cosine_score(one, other).outputs.score == -1.0
 
 
 def test_embed_encode_and_score(llm: LLM) -> None:

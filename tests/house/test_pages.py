@@ -72,6 +72,35 @@ def test_each_recipe_names_files_and_tests() -> None:
         assert re.search(r"\*\*Tests?:\*\* ", text), f"{page} names no test"
 
 
+def blocks(text: str) -> list[str]:
+    """Return a page's blocks of code, fenced or indented."""
+    fenced = r"(?ms)^ *```\w*\n(.*?)^ *```"
+    return [*re.findall(fenced, text), *re.findall(r"(?m)^    .*$", re.sub(fenced, "", text))]
+
+
+def test_no_path_below_tmp_is_used_by_two_pages() -> None:
+    """Who runs the commands of two pages finds no file, socket or key of the first in the way of the second."""
+    users: dict[str, set[str]] = {}
+    for page in known_files("*.md"):
+        for block in blocks((ROOT / page).read_text()):
+            for path in re.findall(r"(?<![\w.])/tmp/[\w.-]+", block):
+                users.setdefault(path, set()).add(str(page))
+    assert len(users) > 20
+    assert {path: sorted(names) for path, names in users.items() if len(names) > 1} == {}
+
+
+def test_each_loop_of_a_page_ends() -> None:
+    """A loop that waits for a server ends if the server does not come: for i in $(seq 60); do ... && break; ..."""
+    endless = [
+        f"{page}: {line}"
+        for page in known_files("*.md")
+        for block in blocks((ROOT / page).read_text())
+        for line in block.splitlines()
+        if re.match(r"\$? *(until|while) .*; *do\b", line)
+    ]
+    assert endless == []
+
+
 def test_contributing_has_every_target_of_make() -> None:
     phony = re.findall(r"(?m)^\.PHONY: (.*)$", (ROOT / "Makefile").read_text())[0].split()
     text = (ROOT / "CONTRIBUTING.md").read_text()

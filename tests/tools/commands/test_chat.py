@@ -114,6 +114,17 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(engine: EngineProcess) -> None:
         chat.close()
 
 
+def test_a_full_context_names_clear(
+    engine: EngineProcess, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = iter(("Tell me more. " * 200_000, "/bye"))
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    assert cli(["chat", "--connect", engine.address]) == 0
+    error = capsys.readouterr().err
+    assert re.search(r"error: .* at most \d+ fit: the maximum context length is .*; /clear begins a new conv", error)
+
+
 def run(engine: EngineProcess, *words: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     given = command("run", "--connect", engine.address, "--max-tokens", "8", "--ignore-eos", *words)
     return subprocess.run(given, env=environment(), input=stdin, capture_output=True, text=True, check=False)
