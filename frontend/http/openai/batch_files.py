@@ -15,7 +15,11 @@ import msgspec
 from frontend.http.wire.local_caller import LocalAnswer
 from ipc.errors import ConfigError
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
+#: Of requests for tokens, then of requests for vectors and scores.
+URLS = (
+    *("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"),
+    *("/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/v2/rerank", "/rerank"),
+)
 MAX_LINE_BYTES = 8 << 20
 _MAX_ID_CHARS = 512
 

@@ -46,28 +46,36 @@ def test_a_batch_is_answered_as_over_http_and_goes_on_where_it_ended(served: Cal
     requests.append(
         line("message", "/v1/messages", model="demo", max_tokens=4, temperature=0, messages=CHAT["messages"])
     )
+    pooled = {
+        "/v1/embeddings": {"input": ["Why?", "Name three."], "dimensions": 4},
+        "/v1/score": {"text_1": "Why?", "text_2": ["Because.", "Never."]},
+        "/v1/rerank": {"query": "Why?", "documents": ["Because.", "Never."], "top_n": 1},
+    }
+    requests += [line(url, url, **body) for url, body in pooled.items()]
     requests.append(line("bad", **{**CHAT, "temperature": -1}))
     source.write_text("\n".join(requests))  # with empty lines
     options = (str(source), "--connect", served.connect, "--served-model-name", "demo")
     first = run(*options, "--max-in-flight", "3")
     assert first.returncode == 1, first.stderr
-    assert "24 answered in" in first.stderr
+    assert "27 answered in" in first.stderr
     assert "1 failed" in first.stderr
     answers = read(target)
-    assert len(answers) == 24
+    assert len(answers) == 27
     assert (answers["bad"]["status_code"], answers["bad"]["body"]["error"]["param"]) == (400, "temperature")
     for custom_id, answer in answers.items():
         assert (answer["status_code"] == 200) is (custom_id != "bad"), answer
         assert answer["request_id"]
     over_http = served.chat(**{name: CHAT[name] for name in ("max_tokens", "temperature")}).json["choices"]
     assert answers["chat-7"]["body"]["choices"] == over_http
+    for url, body in pooled.items():
+        assert without_ids(answers[url]) == without_ids({"body": served.post(url, body).json})
     # Killed: a cut last line, one answer that another attempt may change, and the rest missing.
     lines = target.read_bytes().splitlines(keepends=True)
     failed = json.loads(lines[3])
     failed["response"]["status_code"] = 503
     target.write_bytes(b"".join([*lines[:3], json.dumps(failed).encode() + b"\n", *lines[4:10], lines[10][:50]]))
     second = run(*options)
-    assert "15 answered in" in second.stderr
+    assert "18 answered in" in second.stderr
     assert "9 were already there" in second.stderr
     again = read(target)
     shown = {name: without_ids(answer) for name, answer in answers.items()}
