@@ -1,4 +1,7 @@
-"""Log lines of the engine process and of the programs: text for people, or one JSON object a line for programs."""
+"""Log lines of the engine process and of the programs: text for people, or one JSON object a line for programs.
+
+counted() is for all texts that people read.
+"""
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -8,6 +11,14 @@ import msgspec
 
 LogFormat = Literal["text", "json"]
 _PREFIX = "engine-core: "
+
+
+def counted(number: int, one: str, many: str | None = None) -> str:
+    """Return a number with its noun: 1 request, 2 requests.
+
+    one: the noun after 1; many: after other numbers, None = with an s.
+    """
+    return f"{number} {one}" if number == 1 else f"{number} {many or one + 's'}"
 
 
 def log_line(form: LogFormat, message: str, fields: Mapping[str, object]) -> str:

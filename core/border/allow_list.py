@@ -9,6 +9,7 @@ from core import log
 from ipc.errors import ConfigError
 from ipc.keys.curve import ALLOWED_FILE, AllowedClient, read_allowed, read_keys
 from ipc.keys.quota import NO_QUOTA, Quota
+from ipc.log_lines import counted
 
 
 class AllowList:
@@ -41,7 +42,9 @@ class AllowList:
             self._version = version
             try:
                 self._set(read_allowed(self._folder))
-                log.say(f"engine-core: the list of clients has changed: {len(self._clients)} clients may connect")
+                log.say(
+                    f"engine-core: the list of clients has changed: {counted(len(self._clients), 'client')} may connect"
+                )
             except ConfigError as error:
                 log.say(f"engine-core: the changed list of clients is not used: {error}")
         key = z85.encode(public_key).decode() if len(public_key) == 32 else ""

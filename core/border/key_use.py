@@ -11,6 +11,7 @@ import numpy as np
 from core.border.accounts import Account
 from ipc.keys.bucket import Bucket
 from ipc.keys.quota import Quota
+from ipc.log_lines import counted
 from ipc.wire.messages import ErrorCode, Outputs, RequestFailed, Submission
 
 _OWN = "/"  # separates the name of a key from the name of a tenant
@@ -40,7 +41,8 @@ class KeyUse:
         quota, number = self.quota, message.number
         size = len(message.prompt_token_ids) // 4
         if quota.tpm is not None and size > quota.tpm:
-            text = f"the prompt has {size} tokens, but the key {self.name} is limited to {quota.tpm} a minute (tpm)"
+            has = f"the prompt has {counted(size, 'token')}"
+            text = f"{has}, but the key {self.name} is limited to {quota.tpm} a minute (tpm)"
             return RequestFailed(number, ErrorCode.INVALID_ARGUMENT, text)
         if quota.concurrent is not None and self.account.num_requests >= quota.concurrent:
             text = f"the key {self.name} has {quota.concurrent} unfinished requests, its limit (concurrent)"

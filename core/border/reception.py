@@ -25,6 +25,7 @@ from core.border.sessions import MAX_SESSIONS, Session, Sessions
 from core.border.validation import decode_request_number, validate_request
 from ipc.errors import InvalidRequestError, MalformedMessageError
 from ipc.keys.quota import Quota
+from ipc.log_lines import counted
 from ipc.wire.feature_messages import PutFeature
 from ipc.wire.lora_messages import ListLora, LoadLora, UnloadLora
 from ipc.wire.messages import (
@@ -168,7 +169,7 @@ class Reception:
             if lost is not session:
                 self._sessions.lose(lost)  # its connection was cut, and so far only the client has noticed
         if session is None and len(self._sessions) >= MAX_SESSIONS:
-            text = f"the engine has {len(self._sessions)} clients, which is its limit; try again later"
+            text = f"the engine has {counted(len(self._sessions), 'client')}, which is its limit; try again later"
             self._refuse(identity, ErrorCode.RESOURCE_EXHAUSTED, text)
             return
         if session is None:
@@ -368,7 +369,7 @@ class Reception:
         if self._isolation.is_quarantined(message):
             return RequestFailed(number, ErrorCode.QUARANTINED, QUARANTINED_TEXT)
         if preparation is not None and preparation.needs(message) and preparation.is_full and not is_resumed:
-            text = f"{len(preparation)} requests are being prepared; send again later"
+            text = f"{counted(len(preparation), 'request is', 'requests are')} being prepared; send again later"
             return RequestFailed(number, ErrorCode.RESOURCE_EXHAUSTED, text, RETRY_AFTER_MS)
         return None
 
@@ -468,9 +469,10 @@ class Room:
         queued, tokens = self._inbox.num_queued_requests, self._inbox.num_queued_tokens
         num_left, tokens_left = limits.max_num_queued_requests - queued, limits.max_num_queued_tokens - tokens
         if num_left <= 0:
-            return f"{queued} requests are waiting to start, which is max_num_queued_requests"
+            return f"{counted(queued, 'request is', 'requests are')} waiting to start, which is max_num_queued_requests"
         if tokens > 0 and load.num_tokens > tokens_left:
-            return f"{tokens} tokens are waiting to start, and max_num_queued_tokens is {limits.max_num_queued_tokens}"
+            waiting = f"{counted(tokens, 'token is', 'tokens are')} waiting to start"
+            return f"{waiting}, and max_num_queued_tokens is {limits.max_num_queued_tokens}"
         full = self._beyond_share("this client's", account, load, num_left, tokens_left)
         if tenant and not full:  # half of that, so that other tenants of the same client also find room
             account = self._sessions.tenant(tenant)

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 
 from ipc.errors import InvalidRequestError
+from ipc.log_lines import counted
 from ipc.params.pooling_params import check_task, generates
 from ipc.params.sampling_params import SamplingParams, check_num_logprobs
 from ipc.wire.messages import DECODE_ERRORS, AddRequest, Submission
@@ -75,8 +76,8 @@ def validate_request(
         _check_range("second_from", message.second_from, 0, num_prompt - 1)
         if num_prompt > max_model_len:
             raise InvalidRequestError(
-                f"the prompt has {num_prompt} tokens, but max_model_len is {max_model_len}: shorten it, or use "
-                "truncate_prompt_tokens"
+                f"the prompt has {counted(num_prompt, 'token')}, but max_model_len is {max_model_len}: shorten it, or "
+                "use truncate_prompt_tokens"
             )
         return
     _check_generation(message, num_prompt, vocab_size, max_model_len, max_logprobs, tasks or {})
@@ -93,15 +94,15 @@ def _check_generation(
     check_num_logprobs(message.params, vocab_size=vocab_size, max_logprobs=max_logprobs)
     if num_prompt >= max_model_len:
         raise InvalidRequestError(
-            f"the prompt has {num_prompt} tokens and max_model_len is {max_model_len}, which leaves no room for an "
-            f"output token: shorten it by at least {num_prompt + 1 - max_model_len}"
+            f"the prompt has {counted(num_prompt, 'token')} and max_model_len is {max_model_len}, which leaves no room "
+            f"for an output token: shorten it by at least {num_prompt + 1 - max_model_len}"
         )
     _check_prompt_logprobs(message.params.prompt_logprobs, num_prompt, vocab_size)
     if message.params.use_beam_search and any(message.delivered):
         raise InvalidRequestError("delivered must be empty for a beam search, which delivers all tokens at its end")
     if len(message.delivered) > message.params.n:
         raise InvalidRequestError(
-            f"delivered has tokens for {len(message.delivered)} choices, but n={message.params.n}"
+            f"delivered has tokens for {counted(len(message.delivered), 'choice')}, but n={message.params.n}"
         )
     delivered = [
         _check_token_ids(f"delivered[{choice}]", token_ids, vocab_size)
@@ -133,9 +134,9 @@ def _check_prompt_logprobs(wanted: int | None, num_prompt: int, vocab_size: int)
     each = vocab_size if wanted == -1 else min(wanted or 0, vocab_size)
     if num_prompt * each > MAX_PROMPT_LOGPROBS:
         raise InvalidRequestError(
-            f"prompt_logprobs={wanted} needs {each} numbers for each of {num_prompt} prompt tokens, but only "
-            f"{MAX_PROMPT_LOGPROBS} are allowed: request at most {MAX_PROMPT_LOGPROBS // num_prompt} of the most "
-            f"likely tokens, or shorten the prompt to {MAX_PROMPT_LOGPROBS // each} tokens"
+            f"prompt_logprobs={wanted} needs {each} numbers for each of {counted(num_prompt, 'prompt token')}, but "
+            f"only {MAX_PROMPT_LOGPROBS} are allowed: request at most {MAX_PROMPT_LOGPROBS // num_prompt} of the most "
+            f"likely tokens, or shorten the prompt to {counted(MAX_PROMPT_LOGPROBS // each, 'token')}"
         )
 
 
@@ -147,7 +148,7 @@ def _check_delivered(num_prompt: int, num_delivered: int, max_tokens: int | None
     """
     room = max_model_len - num_prompt if max_tokens is None else min(max_tokens, max_model_len - num_prompt)
     if num_delivered > room:
-        raise InvalidRequestError(f"delivered has {num_delivered} tokens, but the request ends after {room}")
+        raise InvalidRequestError(f"delivered has {counted(num_delivered, 'token')}, but the request ends after {room}")
 
 
 def _check_token_ids(name: str, data: bytes, vocab_size: int) -> int:

@@ -2,6 +2,7 @@
 
 import ast
 import io
+import itertools
 import re
 import tokenize
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ipc.log_lines import counted
 from tests.house.source import ROOT, known_files
 from tests.wrap_pages import pages
 
@@ -21,6 +23,13 @@ _WORDS = re.compile(r"\b(?:anew|alike|besides?|foretell?s?|foretold|meanwhile|no
 _WORDS_OF_CODE = re.compile(r"\b(?:hence|lest|thereby|upon|whence|whoever|whom|shall|nought|for\s+ever)\b", re.I)
 #: A name of the code: `beside`, host.beside, beside=None, Beside(...), "beside: what a parameter means", kv/beside.py.
 _NAME = re.compile(r"`[^`\n]*`|\w*[./_]\w+|\b\w+(?=[:(=])")
+#: Folders in which numbers and their nouns agree: what the command line prints, and what the engine answers.
+COUNTED = ("tools/commands", "tools/terminal", "core/border")
+_NOUNS = (
+    "aborts|answers|blocks|choices|clients|differences|engines|events|failures|files|images|keys|lines|messages|"
+    "preemptions|prompts|records|replicas|requests|rows|runs|sessions|steps|tokens"
+)
+_PLURAL = re.compile(rf" (?:(?:prompt|output|prefix-cache|KV) )?(?:{_NOUNS})\b")
 _COMMENT = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/\*.*?\*/', re.S)
 
 
@@ -117,3 +126,40 @@ def test_no_text_sends_users_to_an_index_that_has_no_package() -> None:
     """The package is not on the public index, where anybody could take its name."""
     files = [*_code_files(), *pages()]
     assert [str(path) for path in files if "pip install 'llm-engine-core[" in (ROOT / path).read_text()] == []
+
+
+def uncounted(source: str) -> list[int]:
+    """Return the lines of texts such as f"{number} requests", which would say "1 requests".
+
+    Constants in capitals, numbers with a format, also by a function, and broken invariants may do so.
+    """
+    tree = ast.parse(source)
+    asserted = {id(node) for one in ast.walk(tree) if isinstance(one, ast.Assert) for node in ast.walk(one)}
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.JoinedStr) or id(node) in asserted:
+            continue
+        for value, text in itertools.pairwise(node.values):
+            if not isinstance(value, ast.FormattedValue) or value.format_spec or not isinstance(text, ast.Constant):
+                continue
+            name = ast.unparse(value.value)
+            is_text = isinstance(value.value, ast.Call) and not name.startswith(("len(", "int(", "max("))
+            if _PLURAL.match(str(text.value)) and not is_text and not name.rpartition(".")[2].isupper():
+                found.append(value.lineno)
+    return found
+
+
+def test_a_number_and_its_noun_agree() -> None:
+    """ipc/log_lines.py has counted() for this."""
+    files = [file for folder in COUNTED for file in known_files(f"{folder}/*.py")]
+    assert len(files) > 50
+    wrong = [f"{file}:{line}" for file in files for line in uncounted((ROOT / file).read_text())]
+    assert wrong == []
+
+
+def test_a_number_that_does_not_agree_is_found() -> None:
+    lines = ['f"{n} requests"', 'f"{a.n} prompt tokens"', 'f"{n:,} requests"', 'f"{MOST} keys"', 'f"{n} of them"']
+    assert uncounted("\n".join(lines)) == [1, 2]
+    assert uncounted('assert n, f"{n} requests"') == []
+    assert [counted(number, "reply", "replies") for number in (0, 1, 2)] == ["0 replies", "1 reply", "2 replies"]
+    assert counted(1, "step") + counted(3, "step") == "1 step3 steps"

@@ -16,6 +16,7 @@ from frontend.async_llm import AsyncLLM
 from frontend.lora import LoRARequest
 from frontend.session import Message
 from ipc.errors import EngineCoreError, EngineDeadError, PromptTooLongError
+from ipc.log_lines import counted
 from ipc.params.sampling_params import RequestOutputKind, SamplingParams
 from tools.flags.options import ArgumentParser, add_engine_options, engine_options
 from tools.flags.sampling_options import add_lora_option, add_sampling_options, sampling_params
@@ -185,4 +186,4 @@ def _say(chat: Conversation, question: str, *, is_quiet: bool) -> None:
         return
     print()
     if not is_quiet:
-        print(f"({num_tokens} tokens, {rate:.1f} a second)", file=sys.stderr)
+        print(f"({counted(num_tokens, 'token')}, {rate:.1f} a second)", file=sys.stderr)

@@ -11,6 +11,7 @@ from core.capture.write_flight import describe
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from ipc.errors import ConfigError
+from ipc.log_lines import counted
 from ipc.records.flight_ring import find_ring
 from ipc.wire.fleet_messages import ReplicaList
 from ipc.wire.messages import PauseMode
@@ -140,8 +141,8 @@ def describe_replicas(answer: ReplicaList) -> list[str]:
         numbers = f"{one.num_live:8}  {one.num_queued_tokens:10}  {one.num_cached_blocks:8}  {one.num_lost:4}"
         lines.append(f"{one.address:{width}}  {one.state:10}  {numbers}  {one.reason}".rstrip())
     lines.append(
-        f"{answer.num_queued} requests wait for a replica; {answer.num_moved} times a request continued at another "
-        "replica"
+        f"{counted(answer.num_queued, 'request waits', 'requests wait')} for a replica; {answer.num_moved} times a "
+        "request continued at another replica"
     )
     return lines
 

@@ -9,6 +9,7 @@ import msgspec
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
 from ipc.errors import ConfigError
+from ipc.log_lines import counted
 from ipc.wire.scheduling_messages import (
     EVERY_REQUEST,
     OWN_SESSION,
@@ -102,11 +103,12 @@ def describe_all(explanation: Explanation) -> list[str]:
     e = explanation
     step = f"step {e.step}" if e.step >= 0 else "no step yet"
     lines = [
-        f"{step}, policy {e.policy}: {e.num_running} of {e.max_num_seqs} rows run, {e.num_waiting} requests wait "
+        f"{step}, policy {e.policy}: {e.num_running} of {counted(e.max_num_seqs, 'row')} run, "
+        f"{counted(e.num_waiting, 'request waits', 'requests wait')} "
         f"({e.num_swapped} swapped out, {e.num_on_hold} whose clients do not read, {e.num_unbegun} because of a pause)",
         _blocks(e),
-        f"last step: {e.max_num_batched_tokens - e.budget} of {e.max_num_batched_tokens} tokens used, {e.num_skipped} "
-        "rows skipped",
+        f"last step: {e.max_num_batched_tokens - e.budget} of {counted(e.max_num_batched_tokens, 'token')} used, "
+        f"{counted(e.num_skipped, 'row')} skipped",
     ]
     if e.pause:
         lines.append(_PAUSES[e.pause])
@@ -128,13 +130,13 @@ def describe_request(one: RequestExplanation, explanation: Explanation) -> list[
     name = f"request {one.session}/{one.number}" + (f", choice {one.choice}" if one.choice else "")
     lines = [
         f"{name}: {_state(one)} - {describe_reason(one)}",
-        f"  arrived {one.waited_ns / 1e9:.3f} s ago with priority {one.priority}; {one.num_prompt_tokens} prompt "
-        f"tokens, {one.num_tokens} tokens so far, at most {one.max_total_tokens}; {one.num_computed_tokens} computed "
-        "or found in the cache",
+        f"  arrived {one.waited_ns / 1e9:.3f} s ago with priority {one.priority}; "
+        f"{counted(one.num_prompt_tokens, 'prompt token')}, {counted(one.num_tokens, 'token')} so far, at most "
+        f"{one.max_total_tokens}; {one.num_computed_tokens} computed or found in the cache",
     ]
     if one.state is SchedulingState.RUNNING:
         lines.append(
-            f"  number {one.position} in the order of service; holds {one.num_blocks} blocks, lacks "
+            f"  number {one.position} in the order of service; holds {counted(one.num_blocks, 'block')}, lacks "
             f"{one.num_missing_blocks} for the tokens that it has"
         )
     else:
@@ -144,8 +146,8 @@ def describe_request(one: RequestExplanation, explanation: Explanation) -> list[
             else "not in the queue of requests that may start"
         )
         lines.append(
-            f"  {place}; to start it needs {one.num_missing_blocks} blocks in addition to {one.num_blocks} found in "
-            f"the prefix cache, and {one.num_reserve_blocks} must stay free (watermark and hysteresis)"
+            f"  {place}; to start it needs {counted(one.num_missing_blocks, 'block')} in addition to {one.num_blocks} "
+            f"found in the prefix cache, and {one.num_reserve_blocks} must stay free (watermark and hysteresis)"
         )
         lines.append("  " + _blocks(explanation))
     lines.append(
@@ -162,11 +164,11 @@ def describe_reason(one: RequestExplanation) -> str:
     holder = f"{one.holder_session}/{one.holder_number}"
     match one.reason:
         case Reason.NONE:
-            return f"got {one.last_tokens} tokens in the last step"
+            return f"got {counted(one.last_tokens, 'token')} in the last step"
         case Reason.NO_ROW:
             return "every row is taken (max_num_seqs)"
         case Reason.NO_BUDGET:
-            return f"needs {one.needed} tokens of a step's budget, {one.available} were left"
+            return f"needs {counted(one.needed, 'token')} of a step's budget, {one.available} were left"
         case Reason.PREEMPTED:
             return "was preempted in the last step"
         case Reason.FENCED:
@@ -186,7 +188,7 @@ def describe_reason(one: RequestExplanation) -> str:
         case Reason.NO_REPLICA:
             return "no replica of the fleet takes it"
         case Reason.NO_BLOCKS:
-            return f"needs {one.needed} KV blocks, {one.available} are available"
+            return f"needs {counted(one.needed, 'KV block')}, {one.available} are available"
         case Reason.PARTIAL_PREFILLS:
             return "the limit of prompts computed in chunks is reached (max_num_partial_prefills)"
         case Reason.NO_ADAPTER:
@@ -194,13 +196,15 @@ def describe_reason(one: RequestExplanation) -> str:
         case Reason.IN_FLIGHT:
             return "its last token is being computed"
         case Reason.SKIPPED_BUDGET:
-            return f"skipped: needs {one.needed} tokens, {one.available} were left after the requests before it"
+            return (
+                f"skipped: needs {counted(one.needed, 'token')}, {one.available} were left after the requests before it"
+            )
         case Reason.PROMPTS_FIRST:
             return "the last step had only prompts, which come first without chunked prefill"
         case Reason.NEXT_TURN:
             return "its turn comes in a later step: the pipeline's stages have other rows"
         case Reason.SKIPPED_BLOCKS:
-            return f"skipped: needs {one.needed} KV blocks, {one.available} were free"
+            return f"skipped: needs {counted(one.needed, 'KV block')}, {one.available} were free"
 
 
 def _state(one: RequestExplanation) -> str:

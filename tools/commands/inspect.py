@@ -9,6 +9,7 @@ from ipc.errors import ModelFileError
 from ipc.files.hub_cache import cached_models
 from ipc.files.hub_name import is_hub_name, parse_hub_name
 from ipc.files.model_files import resolve_model
+from ipc.log_lines import counted
 from tools.commands.list import bytes_in_words
 from tools.flags.options import ArgumentParser
 
@@ -85,7 +86,7 @@ def _needs_rows(needs: Needs, length: int | None) -> list[tuple[str, ...]]:
     rows.append(("weights in bfloat16", bytes_in_words(needs.weights_dequantized)))
     rows.append(("KV cache in bfloat16", f"{bytes_in_words(needs.kv_cache_per_token)} a token"))
     if length is not None and needs.kv_cache_per_token:
-        rows.append((f"  for {length} tokens", bytes_in_words(needs.kv_cache_per_token * length)))
+        rows.append((f"  for {counted(length, 'token')}", bytes_in_words(needs.kv_cache_per_token * length)))
     if needs.state_per_request:
         rows.append(("recurrent states", f"{bytes_in_words(needs.state_per_request)} a request"))
     return rows

@@ -26,7 +26,7 @@ from frontend.engine.signs import DEFAULT_HANG_S
 from frontend.engine.standby_plan import StandbyKind
 from frontend.engine.supervised_engine import SupervisedEngine
 from ipc.errors import ConfigError, EngineCoreError, EngineDeadError, EngineStartError
-from ipc.log_lines import log_line
+from ipc.log_lines import counted, log_line
 from ipc.options.config import EngineConfig
 from ipc.options.given_options import config_from_options
 from ipc.options.workers import master_address
@@ -246,7 +246,7 @@ def _describe(process: EngineProcess) -> str:
     client = EngineClient(ZmqTransport(process.address, pidfd=process.pidfd, describe_exit=process.describe_exit))
     try:
         welcome = client.welcome
-        return f"{welcome.model_name}, numerics {welcome.numerics}, {client.statistics().num_blocks} blocks"
+        return f"{welcome.model_name}, numerics {welcome.numerics}, {counted(client.statistics().num_blocks, 'block')}"
     finally:
         client.close()
 

@@ -20,6 +20,7 @@ from frontend.lora import LoRARequest
 from frontend.results.outputs import CompletionOutput, RequestOutput
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import CallFailedError, EngineCoreError, EngineDeadError, InvalidRequestError
+from ipc.log_lines import counted
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import Statistics
 from tools.flags.options import engine_options, print_error
@@ -163,7 +164,8 @@ def _engine_table(engine: EngineSummary) -> Table:
         "steps": str(engine.num_steps),
         "batch size, mean / max": f"{_show(engine.mean_batch_size, '.2f')} / {engine.max_batch_size}",
         "prefix cache hits": _show(engine.prefix_cache_hit_rate, ".1%"),
-        "KV blocks used at most / of": f"{engine.max_used_blocks} / {engine.num_usable_blocks} ({tokens} tokens)",
+        "KV blocks used at most / of": f"{engine.max_used_blocks} / {engine.num_usable_blocks} "
+        f"({counted(tokens, 'token')})",
         "preemptions": str(engine.num_preemptions),
         "output tokens": str(engine.num_output_tokens),
         "output tokens/s": f"{engine.output_tokens_per_s:.1f}",
@@ -278,7 +280,7 @@ async def _answer(
     assert last is not None, f"request {index} ended without an output"
     if streams is not None:
         for choice in last.outputs:
-            streams.finish(first + choice.index, f"{len(choice.token_ids)} tokens, {choice.finish_reason}")
+            streams.finish(first + choice.index, f"{counted(len(choice.token_ids), 'token')}, {choice.finish_reason}")
     return last
 
 

@@ -141,7 +141,7 @@ def test_live_finds_a_token(copy: Path, server: str, capfd: pytest.CaptureFixtur
     assert (status, found["expected"], found["got"]) == (3, right ^ 1, right)
     assert main(["replay", str(copy), "--mode", "live", "--connect", server, "--asap"]) == 3
     out = capfd.readouterr().out
-    assert f"position {found['position']}: expected token {right ^ 1}, got {right}\n1 differences, 0 failures" in out
+    assert f"position {found['position']}: expected token {right ^ 1}, got {right}\n1 difference, 0 failures" in out
     assert "TTFT recorded" in out
 
 

@@ -74,7 +74,7 @@ class RayFleet:
             found = self._ray.get(refs, timeout=timeout)
         except self._ray.exceptions.GetTimeoutError:
             text = "does the cluster have the CPUs, GPUs and resources for them? `ray status` says so"
-            raise EngineStartError(f"not all {len(refs)} replicas serve after {timeout:g} s: {text}") from None
+            raise EngineStartError(f"not every replica serves after {timeout:g} s: {text}") from None
         except self._ray.exceptions.RayActorError as error:
             raise EngineStartError(f"a replica has not started: {error}") from None
         self._addresses = [f"{address}{self._suffix}" for address in found]

@@ -12,6 +12,7 @@ from core.capture.bounds import bounded_memory
 from core.capture.file import CaptureFile
 from core.capture.redaction import redact
 from ipc.errors import CaptureFileError, ConfigError, ModelFileError
+from ipc.log_lines import counted
 from ipc.wire.messages import Submission
 from tools.commands.replay.compare import run_compare
 from tools.commands.replay.differences import Difference, name_request
@@ -40,7 +41,10 @@ def run_redact(arguments: Sequence[str]) -> int:
     parser.add_argument("out", metavar="OUT", help="a new file")
     parsed = parser.parse_args(arguments)
     done = redact(CaptureFile(parsed.file), parsed.out)
-    print(f"{parsed.out}: {done.num_steps} steps, {done.num_requests} requests, every decision as in {parsed.file}")
+    print(
+        f"{parsed.out}: {counted(done.num_steps, 'step')}, {counted(done.num_requests, 'request')}, every decision as "
+        f"in {parsed.file}"
+    )
     return 0
 
 
@@ -112,7 +116,7 @@ def _run_mode(parsed: argparse.Namespace) -> int:
     if parsed.perfetto:
         count = write_perfetto(file, parsed.perfetto)
         cut = f", of which the file has the first {MAX_EVENTS}" if count > MAX_EVENTS else ""
-        print(f"{parsed.perfetto}: {count} events{cut}; open it at ui.perfetto.dev or chrome://tracing")
+        print(f"{parsed.perfetto}: {counted(count, 'event')}{cut}; open it at ui.perfetto.dev or chrome://tracing")
         return EXIT_SAME
     return _play(file, parsed) if parsed.mode == "live" else _run(file, parsed)
 
@@ -230,7 +234,8 @@ def _check_options(parsed: argparse.Namespace) -> None:
 def _check_complete(file: CaptureFile) -> None:
     """Check that the capture can be replayed exactly. Errors: CaptureFileError if records are missing."""
     if file.num_lost:
-        raise CaptureFileError(f"{file.path}: {file.num_lost} records are missing (the disk was too slow for them)")
+        lost = counted(file.num_lost, "record is", "records are")
+        raise CaptureFileError(f"{file.path}: {lost} missing (the disk was too slow for them)")
     if not file.num_steps and file.close is None:
         raise CaptureFileError(f"{file.path}: it has no complete step ({file.num_dropped_bytes} bytes dropped)")
 
@@ -305,8 +310,8 @@ def print_report(report: Report) -> None:
     """Print the report as text."""
     run = report.run
     print(
-        f"{report.capture}: {report.num_steps} steps of {report.model} ({report.fingerprint:.16}, {report.numerics}), "
-        f"written by engine-core {report.engine_version}"
+        f"{report.capture}: {counted(report.num_steps, 'step')} of {report.model} "
+        f"({report.fingerprint:.16}, {report.numerics}), written by engine-core {report.engine_version}"
     )
     if not report.has_close:
         print(
@@ -314,13 +319,14 @@ def print_report(report: Report) -> None:
             "dropped"
         )
     if report.num_last_inputs:
-        what = f"{report.num_last_inputs} messages arrived for a step that it did not finish: {report.last_requests}"
-        print(f"  {what}")
+        what = f"{counted(report.num_last_inputs, 'message')} arrived for a step that it did not finish"
+        print(f"  {what}: {report.last_requests}")
     if run.engine_error:
         print(f"  the captured engine failed in step {run.num_steps - 1}: {run.engine_error}")
     print(
-        f"  {report.mode}: {run.num_steps} steps, {run.num_requests} requests, {run.num_aborted} aborts, "
-        f"{run.num_preemptions} preemptions, {run.num_cached_tokens} prefix-cache tokens, {run.num_tokens} tokens "
+        f"  {report.mode}: {counted(run.num_steps, 'step')}, {counted(run.num_requests, 'request')}, "
+        f"{counted(run.num_aborted, 'abort')}, {counted(run.num_preemptions, 'preemption')}, "
+        f"{counted(run.num_cached_tokens, 'prefix-cache token')}, {counted(run.num_tokens, 'token')} "
         f"in {report.seconds:.2f} s"
     )
     print("  0 differences" if run.difference is None else _describe(run.difference))

@@ -19,6 +19,7 @@ import msgspec
 
 from core.capture.file import CaptureFile
 from ipc.errors import CaptureFileError, ConfigError
+from ipc.log_lines import counted
 from tools.commands.replay.rerun import recorded_executor, replay_config, rerun
 from tools.commands.replay.shrink.workload import read_workload
 from tools.commands.replay.shrink.written import write_capture
@@ -101,7 +102,7 @@ def _replay(command: list[str], environment: dict[str, str], path: Path) -> dict
 
 def _print(comparison: Comparison) -> None:
     where = "" if comparison.is_own else ", its requests run again here, because this version decides differently"
-    print(f"{comparison.capture}: {comparison.num_steps} steps{where}")
+    print(f"{comparison.capture}: {counted(comparison.num_steps, 'step')}{where}")
     found = comparison.difference
     if found is None:
         print(f"  {comparison.other} makes the same decisions")

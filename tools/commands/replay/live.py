@@ -15,6 +15,7 @@ from frontend.client.client import EngineClient
 from frontend.client.progress import Progress
 from frontend.client.transport import ZmqTransport
 from ipc.errors import CaptureFileError, EngineCoreError
+from ipc.log_lines import counted
 from ipc.wire.messages import AddRequest, FinishReason, Goodbye, Outputs, RequestFailed
 from tools.commands.replay.differences import unpack
 from tools.commands.replay.latency import Latencies, Summary, Times, latencies, print_latencies, summarize
@@ -354,8 +355,8 @@ def print_live(report: LiveReport) -> None:
     """Print the report as text."""
     timing = "as soon as possible" if report.speed is None else f"at {report.speed:g} times the recorded speed"
     print(
-        f"{report.capture}: {report.num_requests} requests {timing}, {report.num_aborted} aborted, "
-        f"{report.num_tokens} tokens compared in {report.seconds:.2f} s"
+        f"{report.capture}: {counted(report.num_requests, 'request')} {timing}, {report.num_aborted} aborted, "
+        f"{counted(report.num_tokens, 'token')} compared in {report.seconds:.2f} s"
     )
     print_latencies(Console(file=sys.stdout, highlight=False), report.recorded, report.replayed, report.lateness_ms)
     print(
@@ -370,4 +371,4 @@ def print_live(report: LiveReport) -> None:
             f"{found.position}: expected token "
             f"{found.expected}, got {found.got}"
         )
-    print(f"{len(report.differences)} differences, {len(report.failures)} failures")
+    print(f"{counted(len(report.differences), 'difference')}, {counted(len(report.failures), 'failure')}")

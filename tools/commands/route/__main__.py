@@ -49,6 +49,7 @@ from frontend.fleet.membership import fleet_welcome
 from frontend.fleet.placement import POLICIES
 from frontend.fleet.replicas import ReplicaState
 from ipc.errors import ConfigError, EngineDeadError, EngineStartError
+from ipc.log_lines import counted
 from ipc.version import VERSION
 from ipc.wire.call import Call
 from ipc.wire.messages import (
@@ -280,7 +281,7 @@ def main(arguments: Sequence[str]) -> int:
         stop.serve(io)
         names = f"{served.welcome.model_name}, numerics {served.welcome.numerics}"
         count = len(fleet.replicas.sessions)
-        replicas = "1 replica" if count == 1 else f"{count} replicas"
+        replicas = counted(count, "replica")
         text = f"engine-core: ready at {router.address} ({names}, {replicas})"
         print(text, flush=True)
         notify(f"READY=1\nSTATUS={text.removeprefix('engine-core: ')}")

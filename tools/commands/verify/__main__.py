@@ -9,6 +9,7 @@ import msgspec
 
 from ipc.errors import CaptureFileError, ConfigError, OutOfMemoryError, ReceiptError
 from ipc.keys.signing import read_public_key
+from ipc.log_lines import counted
 from ipc.options.given_options import config_from_options
 from ipc.records.receipt import Contents, Header, Receipt
 from tools.commands.replay.rerun import OtherModelError
@@ -246,7 +247,7 @@ def describe(verdict: Verdict) -> str:
         parts.append(verdict.text)
     if verdict.status == "verified":
         key = f"signed by {verdict.key:.16}{'' if verdict.is_trusted else ' (not compared with --key)'}"
-        parts.append(f"{verdict.num_tokens} tokens, {key if verdict.key else 'not signed'}")
+        parts.append(f"{counted(verdict.num_tokens, 'token')}, {key if verdict.key else 'not signed'}")
     return f"{verdict.name}: {verdict.status}: {'; '.join(parts)}"
 
 

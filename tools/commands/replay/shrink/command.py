@@ -13,6 +13,7 @@ from core.capture.file import CaptureFile
 from core.capture.output import check_capture
 from core.kv.cache_kinds import room_of
 from ipc.errors import CaptureFileError, ConfigError, EngineCoreError
+from ipc.log_lines import counted
 from ipc.options.resolved import ResolvedConfig
 from ipc.params.sampling_params import SamplingParams
 from tools.commands.replay.fails_when import NAMES, TIMES, FailsWhen
@@ -75,7 +76,8 @@ def run_shrink(arguments: Sequence[str]) -> int:
         Path(parsed.pytest).write_text(pytest_text(left, parsed.fails_when, Path(parsed.file).name))
     late = ", out of time" if shrinker.is_out_of_time else ""
     print(f"{parsed.file}: {describe(workload.requests)}")
-    print(f"{parsed.out}: {describe(left.requests)}; {trial.num_runs} runs in {time.monotonic() - begin:.1f} s{late}")
+    seconds = time.monotonic() - begin
+    print(f"{parsed.out}: {describe(left.requests)}; {counted(trial.num_runs, 'run')} in {seconds:.1f} s{late}")
     return 0
 
 

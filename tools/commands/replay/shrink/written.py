@@ -10,6 +10,7 @@ from core.capture.output import CaptureOutput, Item, open_capture
 from core.capture.records import TAGS, Input, Step, encode_record
 from core.capture.snapshot import Snapshot
 from core.inputs import EngineInput
+from ipc.log_lines import counted
 from ipc.version import VERSION
 from tools.commands.replay.shrink.mirrored_oracle import MirroredOracle
 from tools.commands.replay.shrink.workload import Workload, literal
@@ -113,4 +114,6 @@ def _in_docstring(text: str) -> str:
 def describe(requests: Sequence[Recorded]) -> str:
     """Return how many requests and tokens there are."""
     num_prompt = sum(len(one.message.prompt_token_ids) // 4 for one in requests)
-    return f"{len(requests)} requests of {len({one.client for one in requests})} clients, {num_prompt} prompt tokens"
+    clients = {one.client for one in requests}
+    sent = f"{counted(len(requests), 'request')} of {counted(len(clients), 'client')}"
+    return f"{sent}, {counted(num_prompt, 'prompt token')}"

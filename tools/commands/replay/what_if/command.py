@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from core.capture.file import CaptureFile
+from ipc.log_lines import counted
 from ipc.options.block_stores import NO_STORE
 from tools.commands.replay.rerun import replay_config
 from tools.commands.replay.what_if.options import parse_changes
@@ -43,7 +44,8 @@ def run_what_if(file: CaptureFile, texts: Sequence[str], *, is_open: bool, as_js
 def print_what_if(report: WhatIf) -> None:
     """Print the report as a table: a column for each figure, a row for each run."""
     print(
-        f"{report.capture}: {report.num_requests} requests, {report.recorded.num_steps} steps of {report.model}; "
+        f"{report.capture}: {counted(report.num_requests, 'request')}, {counted(report.recorded.num_steps, 'step')} of "
+        f"{report.model}; "
         f"step times fitted within {report.step_error_median_percent:g} % (median), "
         f"{report.step_error_mean_percent:g} % (mean), {report.slow_steps_percent:g} % of the steps disturbed"
     )
@@ -74,7 +76,8 @@ def _print_doubts(change: Changed, numerics: str) -> None:
     if change.uncovered_percent > _UNCOVERED_PERCENT:
         print(f"{name}: {change.uncovered_percent:g} % of the steps are larger than any measured one: extrapolated")
     if change.num_made_up_tokens:
-        print(f"{name}: {change.num_made_up_tokens} tokens are made up: requests get further than in the capture")
+        made_up = counted(change.num_made_up_tokens, "token is", "tokens are")
+        print(f"{name}: {made_up} made up: requests get further than in the capture")
     if numerics != "L2":
         print(f"{name}: tokens as recorded; at numerics level {numerics} another schedule may give others")
 

@@ -13,6 +13,7 @@ from core.execution.executor import ModelInfo
 from core.inputs import EngineInput, EngineReply
 from core.kv.block_names import block_key, hash_blocks
 from ipc.errors import CaptureFileError
+from ipc.log_lines import counted
 from ipc.options.resolved import ResolvedConfig
 from ipc.options.workers import most_in_flight
 from ipc.tables.arrays import NO_INTS, Doubles, Ints
@@ -262,7 +263,8 @@ def simulate(
         if features is None:
             num_empty += 1
             if num_empty > most_empty_steps:
-                raise StuckError(f"with these options no request makes progress after {clock.num_steps} steps")
+                steps = counted(clock.num_steps, "step")
+                raise StuckError(f"with these options no request makes progress after {steps}")
             end_ns = clock.now_ns + (recording.empty_ns if run.engine.has_work else _POLL_NS)
         else:
             end_ns, num_empty = clock.end_of(features), 0
