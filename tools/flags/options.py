@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 import sys
+import textwrap
 import tomllib
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,6 +28,21 @@ _SHORT = re.compile(r"-[A-Za-z]+")
 _NEVER_OFFERED = ("--insecure", "--allow-request-templates")
 
 
+class _HelpFormatter(argparse.HelpFormatter):
+    """argparse's formatter; a usage line that was given is wrapped, too, and texts keep their paragraphs."""
+
+    def _format_usage(self, usage: str | None, *further: Any) -> str:
+        text = super()._format_usage(usage, *further)
+        if usage is None:  # argparse has wrapped it
+            return text
+        wrap = partial(textwrap.fill, width=self._width, break_long_words=False, break_on_hyphens=False)
+        return wrap(text, subsequent_indent="  ") + "\n\n"
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        fill = super()._fill_text
+        return "\n\n".join(fill(paragraph, width, indent) for paragraph in text.split("\n\n"))
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """argparse's parser without abbreviated flags; its error for an unknown flag suggests the nearest known one."""
 
@@ -34,7 +50,7 @@ class ArgumentParser(argparse.ArgumentParser):
     before_parsing: "ClassVar[Callable[[ArgumentParser], None] | None]" = None
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(allow_abbrev=False, **options)
+        super().__init__(allow_abbrev=False, formatter_class=options.pop("formatter_class", _HelpFormatter), **options)
         self.has_engine_options = False  # then they may also come from the environment and a file
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:

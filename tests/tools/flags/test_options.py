@@ -7,6 +7,8 @@ import pytest
 from ipc.errors import ConfigError
 from ipc.options.config import OPTIONS
 from tests.make_options import PAGE, made
+from tools.command_table import COMMANDS
+from tools.commands.completion import declared_parser
 from tools.flags.options import ArgumentParser, add_engine_options, aliases_of, engine_options, flag_of, help_of
 
 
@@ -21,6 +23,17 @@ def test_help_shows_every_option_with_its_text_and_default() -> None:
         assert re.search(rf"{heading}((?!engine options).)*{flag_of(name)}[ ,][^;]*{text}", shown), name
     assert "share of the KV blocks that starting a request leaves free while others run; default: 0.01" in shown
     assert "reuse the KV blocks of equal prefixes; default: yes" in shown
+
+
+def test_help_fits_a_terminal_and_an_address_is_no_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for command in COMMANDS:
+        parser = declared_parser(command)
+        for line in parser.format_help().splitlines():
+            is_one = " " not in line.strip() or line.startswith("  -")  # a word, or the names of a flag
+            assert len(line) <= 80 or is_one, (command, line)
+        for action in parser._actions:
+            assert action.metavar != "PATH" or "address" not in str(action.help), (command, action.option_strings)
 
 
 @pytest.mark.checkout  # docs/

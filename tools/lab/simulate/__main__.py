@@ -34,7 +34,9 @@ _OPTIONS = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "num_blocks_over
 _EPILOG = """\
 Lengths are scaled as `engine-core traces` does. Step times are those of --step-model, fitted to a capture's own steps,
 otherwise step-ms + token-us * tokens computed + context-ns * tokens of KV cache that decoding rows read.
+
 --slo names ttft_mean, ttft_p99, tpot_mean, e2e_mean, e2e_p99 (milliseconds), tokens_per_s, preemptions, unfinished.
+
 exit status: 0, 1 the SLO is missed, or cannot be held with the allowed number of replicas, 2 usage"""
 
 
@@ -172,7 +174,6 @@ def _parser() -> argparse.ArgumentParser:
         description="Run a trace, or a capture's requests, on a fleet of engines in virtual time, each with the real "
         "scheduler.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "file", type=Path, metavar="TRACE", help="a trace in any format that `engine-core traces` reads"

@@ -35,9 +35,12 @@ _OPTIONS = {"max_num_seqs": 64, "max_num_batched_tokens": 2048, "num_blocks_over
 _EPILOG = """\
 Lengths: if a trace's longest request has more than --max-tokens tokens, all lengths are multiplied by k/512, with
 the largest whole k for which it fits. Prompt blocks that are equal in a trace (hash_ids) get equal tokens.
+
 Every fifth request is urgent (priority 0, the others 1). Client 0 sends every other request; the rest take turns.
+
 A step takes step-ms + token-us * tokens computed + context-ns * tokens of KV cache read. The defaults are round numbers
 near those of an 8B model on a large GPU.
+
 exit status: 0 all finished, 1 not all, 2 usage"""
 
 
@@ -183,7 +186,6 @@ def _parser() -> argparse.ArgumentParser:
         "LLMServingSim's from vLLM, captures) through the scheduler\nunder each policy, or under "
         "--scheduling-policy, in virtual time; prints one\nJSON line for each.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "files", type=Path, nargs="+", metavar="FILE", help="a trace; its format is detected from its content"
