@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ipc.errors import ConfigError, InvalidRequestError, UnsupportedParameterError
+from ipc.log_lines import counted
 
 _MAX_PRIORITY = 2**31 - 1
 _MAX_DEADLINE_S = 1e9  # AddRequest counts milliseconds up to 2**40
@@ -51,11 +52,17 @@ def read_deadline(seconds: object) -> float | None:
     return time.monotonic() + seconds  # type: ignore[operator]
 
 
+def wrong_number(name: str, num_prompts: int, got: int) -> InvalidRequestError:
+    """Return the error for an argument that is given for each prompt, but not as often as there are prompts."""
+    prompts = counted(num_prompts, "prompt needs", "prompts need")
+    return InvalidRequestError(f"{prompts} one {name} each, or one for all; got {got}")
+
+
 def read_priorities(priority: int | Sequence[int] | None, count: int) -> list[int]:
     """Return one priority for each of `count` prompts; None = 0. Errors: InvalidRequestError."""
     priorities = [priority or 0] * count if priority is None or isinstance(priority, int) else list(priority)
     if len(priorities) != count:
-        raise InvalidRequestError(f"{count} prompts need one priority each; got {len(priorities)}")
+        raise wrong_number("priority", count, len(priorities))
     for one in priorities:
         if isinstance(one, bool) or not isinstance(one, int) or abs(one) > _MAX_PRIORITY:
             raise InvalidRequestError(f"a priority must be an integer within +-{_MAX_PRIORITY}, got {one!r}")

@@ -6,6 +6,7 @@ from typing import TypeAlias
 
 import msgspec
 
+from frontend.call_arguments import wrong_number
 from frontend.client.client import EngineClient
 from ipc.errors import CallFailedError, InvalidRequestError
 from ipc.wire.lora_messages import AdapterId, LoraAdapter
@@ -68,7 +69,7 @@ class LoadedAdapters:
             return [asked] * count
         given = [asked] * count if isinstance(asked, LoRARequest) else list(asked)
         if len(given) != count:
-            raise InvalidRequestError(f"{count} prompts need one lora_request each, or one for all; got {len(given)}")
+            raise wrong_number("lora_request", count, len(given))
         return [None if one is None else AdapterId(self._digest(one)) for one in given]
 
     def _digest(self, asked: LoRARequest) -> str:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from frontend.call_arguments import read_deadline, read_priorities
+from frontend.call_arguments import read_deadline, read_priorities, wrong_number
 from frontend.lora import LoRAInput
 from frontend.results.pooling_state import PoolingState
 from frontend.session import EngineHandle
@@ -88,9 +88,7 @@ def _with_tasks(
     if not isinstance(params, Sequence):
         many *= num_prompts
     if len(many) != num_prompts:
-        raise InvalidRequestError(
-            f"{num_prompts} prompts need one pooling_params each, or one for all; got {len(many)}"
-        )
+        raise wrong_number("pooling_params", num_prompts, len(many))
     for one in many:
         if not isinstance(one, PoolingParams):
             raise InvalidRequestError(f"pooling_params must be PoolingParams, got {type(one).__name__}")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
-from frontend.call_arguments import read_deadline, read_path, read_priorities, read_template_kwargs
+from frontend.call_arguments import read_deadline, read_path, read_priorities, read_template_kwargs, wrong_number
 from frontend.client.alternatives import Alternatives
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
@@ -419,9 +419,7 @@ class EngineHandle:
                 )
         if isinstance(given, Sequence):
             if len(many) != count:
-                raise InvalidRequestError(
-                    f"{count} prompts need one sampling_params each, or one for all; got {len(many)}"
-                )
+                raise wrong_number("sampling_params", count, len(many))
             return [self._for_engine(one, is_shared=is_shared) for one in many]
         return [self._for_engine(given, is_shared=is_shared and params is not None)] * count
 

@@ -12,6 +12,7 @@ from core.execution.state_slots import num_draft_states, num_state_slots
 from core.execution.token_budget import token_budget
 from core.kv.cache_kinds import CacheRoom, cache_room
 from ipc.errors import ConfigError, OutOfMemoryError
+from ipc.log_lines import counted
 from ipc.options.config import EngineConfig
 from ipc.options.resolved import ResolvedConfig
 from ipc.options.workers import has_workers, overlaps
@@ -112,15 +113,15 @@ def resolve_costs(
 def _check_length(config: EngineConfig, info: ModelInfo) -> None:
     if config.max_model_len is not None and config.max_model_len > info.max_model_len:
         raise ConfigError(
-            f"max_model_len={config.max_model_len} is more than the {info.max_model_len} tokens that {info.name} "
-            f"supports: use at most {info.max_model_len}, or leave it out"
+            f"max_model_len={config.max_model_len} is more than the {counted(info.max_model_len, 'token')} that "
+            f"{info.name} supports: use at most {info.max_model_len}, or leave it out"
         )
 
 
 def _kv_window(config: EngineConfig, info: ModelInfo) -> int:
     given = config.kv_window
     if given and not 0 < info.kv_window <= given:
-        seen = f"{info.kv_window} tokens" if info.kv_window else "all tokens before it"
+        seen = counted(info.kv_window, "token") if info.kv_window else "all tokens before it"
         raise ConfigError(f"kv_window={given}: a token of {info.name} may see {seen}; leave it out, or use 0")
     return info.kv_window if given is None else given
 
@@ -129,8 +130,8 @@ def _room(config: EngineConfig, info: ModelInfo) -> CacheRoom:
     """Return how much of the cache requests take: pages, if layers with a window have their own blocks."""
     if config.kv_page_blocks not in (None, info.kv_page_blocks):
         raise ConfigError(
-            f"kv_page_blocks={config.kv_page_blocks}: a page of {info.name} has {info.kv_page_blocks} KV blocks: leave "
-            "it out, or use 0"
+            f"kv_page_blocks={config.kv_page_blocks}: a page of {info.name} has "
+            f"{counted(info.kv_page_blocks, 'KV block')}: leave it out, or use 0"
         )
     num_step_tokens = token_budget(config, 0, info.max_whole_tokens) if info.kv_page_blocks else 0
     return cache_room(config, _kv_window(config, info), info.kv_page_blocks, num_step_tokens)
@@ -158,7 +159,7 @@ def _num_host_blocks(config: EngineConfig, info: ModelInfo, bytes_per_page: int)
         given = "num_host_blocks" if config.num_host_blocks is not None else "kv_host_bytes"
         least = fewest * (1 if config.num_host_blocks is not None else bytes_per_block)
         raise ConfigError(
-            f"{stores[0]} needs room for {fewest} KV blocks on the host, and "
+            f"{stores[0]} needs room for {counted(fewest, 'KV block')} on the host, and "
             f"{given}={getattr(config, given)} is {count} (a block has {bytes_per_block} bytes): set {given} to at "
             f"least {least}, or leave out {stores[0]}"
         )
@@ -177,17 +178,18 @@ def _max_model_len(
     if fitting < 2:
         needed = room.num_pages(2) + 1
         raise OutOfMemoryError(
-            f"the KV cache has room for {max(0, available)} blocks of {config.block_size} tokens, but needs at least "
-            f"{needed} (including the null block): {_remedy(config, memory_bytes, needed, bytes_per_block)}"
+            f"the KV cache has room for {counted(max(0, available), 'block')} of "
+            f"{counted(config.block_size, 'token')}, but needs at least {needed} (including the null block): "
+            f"{_remedy(config, memory_bytes, needed, bytes_per_block)}"
         )
     if config.max_model_len is None:
         return min(info.max_model_len, fitting)
     if config.max_model_len > fitting:
         needed = room.num_pages(config.max_model_len) + 1
         raise OutOfMemoryError(
-            f"a request of max_model_len={config.max_model_len} tokens needs {needed} KV blocks of "
-            f"{config.block_size} tokens (including the null block), but the cache has {available}: set max_model_len "
-            f"to at most {fitting}, or {_remedy(config, memory_bytes, needed, bytes_per_block)}"
+            f"a request of max_model_len={counted(config.max_model_len, 'token')} needs {counted(needed, 'KV block')} "
+            f"of {counted(config.block_size, 'token')} (including the null block), but the cache has {available}: set "
+            f"max_model_len to at most {fitting}, or {_remedy(config, memory_bytes, needed, bytes_per_block)}"
         )
     return config.max_model_len
 

@@ -14,6 +14,7 @@ from frontend.images.processed import ProcessedImages
 from frontend.images.rules import PROCESSOR_FILE, ImageRules
 from frontend.images.sources import MAX_PROMPT_PIXELS, find_image, read_pixels, turn_of
 from ipc.errors import InvalidRequestError, ModelFileError, UnsupportedModelError
+from ipc.log_lines import counted
 from ipc.wire.feature_messages import FeatureLimits, FeatureUse, PutFeature
 from ipc.wire.placed_feature import PlacedFeature
 
@@ -45,8 +46,8 @@ class ImageText(NamedTuple):
         places = [at for at, token in enumerate(token_ids) if token == mark]
         if len(places) != self.num_tokens:
             raise InvalidRequestError(
-                f"the prompt has {len(places)} tokens for images, but its text has {self.num_tokens} times "
-                f"{self.rules.token}: write {self.rules.mark} once for each image"
+                f"the prompt has {counted(len(places), 'token')} for images, but its text has "
+                f"{counted(self.num_tokens, 'time')} {self.rules.token}: write {self.rules.mark} once for each image"
             )
         return [
             PlacedFeature(FeatureUse(places[first], size, digest), feature)
@@ -70,12 +71,14 @@ class ImagePrompts:
         """
         if self._max_images is not None and len(images) > self._max_images:
             raise InvalidRequestError(
-                f"{name} has {len(images)} images; this engine takes at most {self._max_images} (limit_mm_per_prompt)"
+                f"{name} has {counted(len(images), 'image')}; this engine takes at most {self._max_images} "
+                "(limit_mm_per_prompt)"
             )
         parts = self._between(text, marks)
         if len(parts) - 1 != len(images):
             raise InvalidRequestError(
-                f"{name} has {self.mark} {len(parts) - 1} times but {len(images)} images: write it once for each"
+                f"{name} has {self.mark} {counted(len(parts) - 1, 'time')} but {counted(len(images), 'image')}: "
+                "write it once for each"
             )
         written, squares, num_pixels = [parts[0]], list[tuple[bytes, PutFeature]](), 0
         firsts, num_tokens = list[int](), parts[0].count(self.rules.token)

@@ -2,6 +2,7 @@
 
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import InvalidRequestError
+from ipc.log_lines import counted
 from ipc.params.list_parameters import MAX_BAD_WORD_TOKENS
 
 
@@ -17,7 +18,8 @@ def bad_words_token_ids(words: list[str], tokenizer: Tokenizer) -> list[list[int
         spaced = tokenizer.encode(" " + word.lstrip(), add_special_tokens=False)
         if len(bare) > MAX_BAD_WORD_TOKENS:
             raise InvalidRequestError(
-                f"the bad word {word!r:.80} has {len(bare)} tokens; at most {MAX_BAD_WORD_TOKENS} are allowed"
+                f"the bad word {word!r:.80} has {counted(len(bare), 'token')}; at most {MAX_BAD_WORD_TOKENS} are "
+                "allowed"
             )
         sequences += [bare] if bare else []
         if bare and len(spaced) == len(bare) and spaced[0] != bare[0]:

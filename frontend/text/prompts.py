@@ -10,6 +10,7 @@ from frontend.images.image_prompts import ImagePrompts, ImageText
 from frontend.text.prompt_forms import PromptInput
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import InvalidRequestError, PromptTooLongError, UnsupportedParameterError
+from ipc.log_lines import counted
 from ipc.tables.arrays import Floats
 from ipc.wire.feature_messages import FeatureLimits
 from ipc.wire.placed_feature import PlacedFeature, placed_embeds
@@ -155,7 +156,7 @@ def _check_length(ids: list[int], name: str, most: int, max_model_len: int, num_
         which = "" if num_prompts == 1 else f" ({name})"
         raise InvalidRequestError(f"the prompt cannot be empty{which}; a prompt needs at least one token")
     if len(ids) > most:
-        raise _too_long(f"{name} has {len(ids)} tokens; at most {most} fit", max_model_len)
+        raise _too_long(f"{name} has {counted(len(ids), 'token')}; at most {most} fit", max_model_len)
 
 
 def _check_texts(
@@ -179,12 +180,13 @@ def check_text_fits(
     """Refuse a text of more bytes than `most` tokens can have, without reading it. Errors: PromptTooLongError."""
     if not isinstance(text, str) or len(text) <= most or (fewest := tokenizer.bound.fewest_tokens(text)) <= most:
         return
-    raise _too_long(f"{name} has {len(text)} characters, {fewest} tokens or more; at most {most} fit", max_model_len)
+    has = f"{name} has {len(text)} characters, {counted(fewest, 'token')} or more"
+    raise _too_long(f"{has}; at most {most} fit", max_model_len)
 
 
 def _too_long(excess: str, max_model_len: int) -> PromptTooLongError:
     error = PromptTooLongError(
-        f"{excess}: the maximum context length is {max_model_len} tokens, prompt and output together "
+        f"{excess}: the maximum context length is {counted(max_model_len, 'token')}, prompt and output together "
         f"(max_model_len={max_model_len})"
     )
     error.excess = excess

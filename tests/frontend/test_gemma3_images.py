@@ -109,7 +109,7 @@ def test_squares_are_those_of_transformers(size: tuple[int, int]) -> None:
 
 
 def test_a_mark_without_an_image_and_an_image_that_was_cut(llm: LLM) -> None:
-    with pytest.raises(InvalidRequestError, match="has <start_of_image> 0 times but 1 images"):
+    with pytest.raises(InvalidRequestError, match="has <start_of_image> 0 times but 1 image"):
         llm.generate(asked(IMAGES[1], text="No mark"), GREEDY, use_tqdm=False)
     cut = SamplingParams(temperature=0, max_tokens=2, truncate_prompt_tokens=8)
     with pytest.raises(InvalidRequestError):

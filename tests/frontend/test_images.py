@@ -145,7 +145,7 @@ def test_a_request_goes_on_after_a_crash(llm: LLM) -> None:
 
 
 WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
-    (asked(IMAGES[1], text="No mark"), InvalidRequestError, "<image> 0 times but 1 images"),
+    (asked(IMAGES[1], text="No mark"), InvalidRequestError, "<image> 0 times but 1 image"),
     ({"prompt": "a", "multi_modal_data": {"audio": b""}}, UnsupportedParameterError, "has audio"),
     ({"prompt": "a", "multi_modal_data": IMAGES[1]}, InvalidRequestError, "must be {'image': ...}"),
     ({"prompt_token_ids": [1], "multi_modal_data": {"image": IMAGES[1]}}, InvalidRequestError, "prompt that is text"),

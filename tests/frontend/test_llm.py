@@ -108,7 +108,7 @@ def test_a_wrong_prompt_among_many_is_known_before_anything_is_submitted(llm):
         llm.generate([[1], [2], []], greedy(), use_tqdm=False)
     with pytest.raises(InvalidRequestError, match="3 prompts need one sampling_params each, or one for all; got 2"):
         llm.generate([[1], [2], [3]], [greedy(), greedy()], use_tqdm=False)
-    with pytest.raises(InvalidRequestError, match="3 prompts need one priority each; got 1"):
+    with pytest.raises(InvalidRequestError, match="3 prompts need one priority each, or one for all; got 1"):
         llm.generate([[1], [2], [3]], greedy(), use_tqdm=False, priority=[1])
     after = llm.statistics()
     assert (after.num_finished, after.num_prompt_tokens) == (before.num_finished, before.num_prompt_tokens)

@@ -65,7 +65,7 @@ def test_embed_encode_and_score(llm: LLM) -> None:
         (lambda llm: llm.embed([[3]], pooling_params=PoolingParams(task="classify")), "the parameters ask for"),
         (lambda llm: llm.embed([list(range(65))]), "at most 64 fit"),
         (lambda llm: llm.encode([[3], [4]], [PoolingParams()]), "2 prompts need one pooling_params each"),
-        (lambda llm: llm.encode([[3]], "embed"), "need one pooling_params each|must be PoolingParams"),
+        (lambda llm: llm.encode([[3]], "embed"), "1 prompt needs one pooling_params each|must be PoolingParams"),
         (lambda llm: llm.score("a", 3), "a str or a list of str"),
         (lambda llm: PoolingParams(task="rank"), "task must be one of"),
         (lambda llm: PoolingParams(dimensions=0), "at least 1"),

@@ -78,7 +78,7 @@ def test_an_image_is_processed_once_while_there_is_room() -> None:
 
 @pytest.mark.parametrize("text", ["no mark", "<image><image>"])
 def test_as_many_marks_as_images(text: str) -> None:
-    with pytest.raises(InvalidRequestError, match="times but 1 images: write it once for each"):
+    with pytest.raises(InvalidRequestError, match="times but 1 image: write it once for each"):
         ImagePrompts(RULES).read(text, [noise(9, 9, 1)], "the prompt")
 
 
