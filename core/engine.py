@@ -19,6 +19,7 @@ from core.inputs import (
     ExecutorLost,
     ExecutorRestored,
     HoldClient,
+    NewWeights,
     ReleaseClient,
     RenewKVEvents,
     SetClientWeight,
@@ -50,6 +51,7 @@ from ipc.wire.messages import (
 )
 from ipc.wire.pooling_messages import AddPooling
 from ipc.wire.scheduling_messages import Explain, FollowKVEvents, StopRequest, UnfollowKVEvents
+from ipc.wire.weights_messages import GetWeights, Weights, WeightsMark
 
 NS_PER_MS = 1_000_000
 
@@ -67,6 +69,8 @@ class EngineCore:
         self._max_model_len = config.max_model_len
         self._whole_prompt_tasks = executor.info.whole_prompt_tasks
         self._kind_stride = executor.info.vocab_size if executor.info.num_token_kinds > 1 else 0
+        info = executor.info
+        self._first_weights = WeightsMark(0, info.fingerprint, info.weights, info.variant)
         self._num_requests = 0
         self.scheduler = Scheduler(config, executor.info.eos_token_ids, epoch)
         self._keep_states(config, executor.info.state_bytes)
@@ -97,11 +101,14 @@ class EngineCore:
         """Return whether a step can do anything. If not, only a message or a deadline can change that."""
         exchange = self.scheduler.exchange
         is_freeing = exchange is not None and exchange.is_freeing
-        return self.scheduler.has_work or self.pipeline.num_in_flight > 0 or is_freeing
+        is_updating = self.scheduler.weights.is_due
+        return self.scheduler.has_work or self.pipeline.num_in_flight > 0 or is_freeing or is_updating
 
     @property
     def has_unfinished(self) -> bool:
         """Return whether any request is live or any step is in flight. Requests of clients on hold count."""
+        if self.scheduler.weights.pending is not None:
+            return True
         return self.scheduler.has_unfinished_requests or self.pipeline.num_in_flight > 0
 
     def count_waiting(self) -> tuple[int, int]:
@@ -118,6 +125,8 @@ class EngineCore:
     def take_over(self, state: list[Any]) -> None:
         """Continue from the state of an engine that had the same config. Call this before the first step."""
         self._num_requests, self.scheduler, self.kv_feed, plans = state
+        if (mark := self.scheduler.weights.mark) is not None:
+            self.pipeline.use_weights(mark)
         self.pipeline.resume(plans)
 
     def step(self, inbox: Sequence[tuple[int, EngineInput]], now_ns: int) -> list[tuple[int, EngineReply]]:
@@ -125,6 +134,8 @@ class EngineCore:
         if self.scheduler.exchange is not None:
             self.scheduler.exchange.begin_step(now_ns)
         replies = self._receive(inbox, now_ns)
+        if self.scheduler.weights.is_due and not self.pipeline.num_in_flight:
+            replies.append(self._update_weights())
         plan = self.scheduler.schedule(now_ns)
         done = self.pipeline.execute(plan)
         outputs = self.scheduler.update_from_output(*done) if done else self.scheduler.take_outputs()
@@ -159,11 +170,25 @@ class EngineCore:
                 case ExecutorRestored():
                     self.pipeline.go_on()
                     self.scheduler.has_executor = True
+                case NewWeights():
+                    self.scheduler.weights.begin(client, message)
                 case BlocksFound() | BlocksArrived() | BlocksStored():
                     self._take_news(message)
                 case Call():
                     replies.append((client, self._answer(client, message, now_ns)))
         return replies
+
+    @property
+    def weights(self) -> WeightsMark:
+        """Return the weights in use."""
+        return self.scheduler.weights.mark or self._first_weights
+
+    def _update_weights(self) -> tuple[int, EngineReply]:
+        """Change the weights, and return the answer to the call."""
+        client, update = self.scheduler.weights.take()
+        self.pipeline.use_weights(update.mark)
+        self.scheduler.use_weights(update.mark)
+        return client, Weights(update.call, update.mark)
 
     def _take_news(self, message: StoreNews) -> None:
         exchange = self.scheduler.exchange
@@ -227,6 +252,7 @@ def _no_fleet(call: int) -> CallFailed:
 
 #: The handler of each call that the border passes on. It returns the answer, or None, which means CallDone.
 HANDLERS: dict[type[Call], Callable[[EngineCore, int, Any, int], EngineReply | None]] = {
+    GetWeights: lambda engine, client, message, now_ns: Weights(message.call, engine.weights),
     GetStatistics: lambda engine, client, message, now_ns: engine.statistics(message.call, now_ns),
     ResetPrefixCache: lambda engine, client, message, now_ns: engine.scheduler.reset_prefix_cache(),
     Pause: lambda engine, client, message, now_ns: engine.scheduler.pause(message.mode),

@@ -19,6 +19,7 @@ from ipc.wire.messages import (
     Submission,
 )
 from ipc.wire.scheduling_messages import Explanation, KVEvents
+from ipc.wire.weights_messages import UpdateMode, Weights, WeightsMark
 
 
 class HoldClient(msgspec.Struct, frozen=True, array_like=True, tag=120):
@@ -81,6 +82,14 @@ class BlocksStored(msgspec.Struct, frozen=True, array_like=True, tag=129):
     count: int
 
 
+class NewWeights(msgspec.Struct, frozen=True, array_like=True, tag=130):
+    """Use these weights from now on, as soon as `mode` allows; the executor has them ready. Answered by Weights."""
+
+    call: int
+    mark: WeightsMark
+    mode: UpdateMode
+
+
 #: Answers of the store of blocks beyond the host.
 StoreNews: TypeAlias = BlocksFound | BlocksArrived | BlocksStored
 #: What an executor in other processes reports to the core.
@@ -98,5 +107,6 @@ EngineInput: TypeAlias = (
     | EndPause
     | ExecutorNews
     | StoreNews
+    | NewWeights
 )
-EngineReply: TypeAlias = Outputs | RequestFailed | Statistics | Explanation | KVEvents | CallDone | CallFailed
+EngineReply: TypeAlias = Outputs | RequestFailed | Statistics | Explanation | KVEvents | Weights | CallDone | CallFailed

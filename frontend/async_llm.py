@@ -25,6 +25,7 @@ from frontend.session import EngineHandle, Message
 from frontend.text.prompt_forms import PromptInput
 from frontend.text.prompts import split_prompts
 from frontend.text.tokenizer import Tokenizer
+from frontend.weights import UpdateModeName, WeightsInput, update_weights
 from ipc.errors import EngineCoreError, EngineDeadError, InvalidRequestError
 from ipc.params.beam_search import BeamSearchParams
 from ipc.params.pooling_params import PoolingParams, PoolingTask
@@ -32,6 +33,7 @@ from ipc.params.sampling_params import SamplingParams
 from ipc.records.receipt import Receipt
 from ipc.wire.messages import Statistics
 from ipc.wire.scheduling_messages import KVEvents
+from ipc.wire.weights_messages import WeightsMark
 
 # Waker: wakes the iterators of an event loop when their requests have news.
 
@@ -313,6 +315,12 @@ class AsyncLLM(AbsentMethods):
     async def statistics(self) -> Statistics:
         """Return the engine's counters and gauges over all clients. Errors: CallFailedError, EngineDeadError."""
         return await asyncio.to_thread(self._engine.client.statistics)
+
+    async def update_weights(
+        self, weights: WeightsInput, mode: UpdateModeName = "wait", timeout: float | None = None
+    ) -> WeightsMark:
+        """Give the running model other weights, as LLM.update_weights() does."""
+        return await asyncio.to_thread(update_weights, self._engine.client, weights, mode, timeout)
 
     async def reset_prefix_cache(self) -> None:
         """Drop all cached blocks that no running request holds. Errors: CallFailedError, EngineDeadError."""

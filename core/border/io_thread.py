@@ -27,6 +27,7 @@ from core.border.doorway import Doorway, max_connections, monitor_of
 from core.border.preparation import Preparer
 from core.border.reception import Served
 from core.border.socket_rounds import NOBODY, AddressedMessage, Border
+from core.execution.executor import UpdatesWeights
 from core.inputs import EngineInput, ExecutorNews, StoreNews
 from ipc.wire.messages import EngineStopping
 from ipc.wire.sockets import BoundRouter, Context, signal_fd
@@ -54,9 +55,10 @@ class IOThread:
         preparers: Sequence[Preparer] = (),
         *,
         adapters: AdapterShelf | None = None,
+        updates: UpdatesWeights | None = None,
     ) -> None:
         """Create the thread; start() runs it. preparers: the kinds of preparation for requests. adapters: None = not
-        enabled.
+        enabled. updates: None = the executor cannot change its weights.
         """
         self._thread = threading.Thread(target=self._run, name="io", daemon=True)
         self._stopping: EngineStopping | None = None  # to be sent when the outbox is empty
@@ -90,6 +92,7 @@ class IOThread:
             preparers=preparers,
             doorway=Doorway(max_connections()),
             adapters=adapters,
+            updates=updates,
             on_drain=self.drain,
             on_shutdown=self._wake_up,
             on_prepared=self._wake_up,

@@ -23,6 +23,7 @@ from core.border.meter import RequestMeter
 from core.border.preparation import Preparation
 from core.border.sessions import MAX_SESSIONS, Session, Sessions
 from core.border.validation import decode_request_number, validate_request
+from core.border.weight_calls import WeightCalls
 from ipc.errors import InvalidRequestError, MalformedMessageError
 from ipc.keys.quota import Quota
 from ipc.log_lines import counted
@@ -61,6 +62,7 @@ from ipc.wire.messages import (
 from ipc.wire.metrics_messages import GetMetrics, Metrics
 from ipc.wire.pooling_messages import AddPooling
 from ipc.wire.start_messages import Isolate
+from ipc.wire.weights_messages import UpdateWeights
 
 MAX_MALFORMED = 10  # this many malformed messages of one session ...
 MALFORMED_S = 10.0  # ... within this many seconds end it
@@ -103,6 +105,7 @@ class Reception:
         *,
         preparation: Preparation | None = None,
         adapters: AdapterCalls,
+        weights: WeightCalls,
         isolation: Isolation,
         departure: Departure,
         on_connect: Callable[[], None],
@@ -120,7 +123,7 @@ class Reception:
         self._clock = clock
         self._preparation = preparation  # None: no request needs preparation
         self._room = Room(self._limits, sessions, inbox)
-        self._adapters = adapters
+        self._adapters, self._weights = adapters, weights
         self._features = served.features
         self._restorable = Restorable(self._limits)
         self._key_uses = None if served.quota_of is None else KeyUses(served.quota_of)
@@ -200,7 +203,8 @@ class Reception:
         if not session.has_lease:
             limits = msgspec.structs.replace(limits, heartbeat_ms=0, lease_ms=0)
         minor = max(0, min(PROTOCOL_MINOR, hello.minor))
-        return msgspec.structs.replace(self._served.welcome, minor=minor, session_token=session.token, limits=limits)
+        own = {"minor": minor, "session_token": session.token, "limits": limits, "weights": self._weights.mark}
+        return msgspec.structs.replace(self._served.welcome, **own)
 
     # --- what sessions send ---
 
@@ -267,6 +271,10 @@ class Reception:
                 answer = self._adapters.answer(session.client, message, is_owner=session.is_owner)
                 session.num_calls += answer is None  # until its answer arrives
                 return answer
+            case UpdateWeights():
+                refusal = self._weights.begin(session.client, message)
+                session.num_calls += refusal is None  # until its answer arrives
+                return refusal
             case _:
                 if isinstance(message, Pause | Resume):
                     self._is_paused = isinstance(message, Pause)

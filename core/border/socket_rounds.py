@@ -21,10 +21,13 @@ from core.border.pacing import BURST_UNITS, Message, Pacing
 from core.border.preparation import Preparation, Preparer
 from core.border.reception import RETURN_S, Reception, Served
 from core.border.sessions import Sessions
-from core.inputs import EndPause
+from core.border.weight_calls import WeightCalls
+from core.execution.executor import UpdatesWeights
+from core.inputs import EndPause, NewWeights
 from ipc.wire.messages import CallResult, ErrorCode, Outputs, ServerMessage
 from ipc.wire.sockets import READABLE, Socket, pending_events, receive_event
 from ipc.wire.start_messages import Isolate
+from ipc.wire.weights_messages import Weights
 
 AddressedMessage: TypeAlias = tuple[int, ServerMessage]  # (client, message)
 
@@ -44,7 +47,8 @@ class Border:
     """Socket, monitor, sessions and reception, used by one thread at a time; inbox, outbox and drain_asked are shared.
 
     monitor: reports the socket's connections. doorway: limits their number; None = no limit. now: monotonic seconds.
-    preparers: the kinds of preparation for requests, in order. adapters: None = not enabled.
+    preparers: the kinds of preparation for requests, in order. adapters: None = not enabled. updates: None = the
+    executor cannot change its weights.
     on_prepared: called by another thread when a round is needed for prepared requests. on_drain, on_shutdown: called
     during a round or receive() when the engine's owner requests it.
     """
@@ -59,6 +63,7 @@ class Border:
         preparers: Sequence[Preparer] = (),
         doorway: Doorway | None = None,
         adapters: AdapterShelf | None = None,
+        updates: UpdatesWeights | None = None,
         on_drain: Callable[[], None],
         on_shutdown: Callable[[], None],
         on_prepared: Callable[[], None] = lambda: None,
@@ -83,6 +88,7 @@ class Border:
             else None
         )
         self._adapters = AdapterCalls(adapters, on_prepared)
+        self._weights = WeightCalls(updates, on_prepared)
         self._isolation = Isolation(self.inbox, served.welcome.epoch, served.isolate)
         self._forget_at_close(served)
         self.isolate: Isolate | None = None  # set by any thread: the next round applies it
@@ -93,6 +99,7 @@ class Border:
             self._clock,
             preparation=self._preparation,
             adapters=self._adapters,
+            weights=self._weights,
             isolation=self._isolation,
             departure=self.departure,
             on_connect=self._close_disconnected,
@@ -126,6 +133,7 @@ class Border:
                 self._busy.look(now)
             self.send(self._preparation.take_done(), now)
         self.send(self._adapters.take_done(), now)
+        self._take_weights(now)
         if (isolate := self.isolate) is not None:
             self.isolate = None
             self._isolation.change(isolate, now, self.reception.begin)
@@ -137,6 +145,14 @@ class Border:
         self._retry_s = _MIN_RETRY_S if progress else min(2 * self._retry_s, _MAX_RETRY_S)
         has_unread = self.has_unread  # always ask: otherwise the file descriptor may stay readable
         return 0 if may_receive and has_unread else self.due_s(may_receive=may_receive)
+
+    def _take_weights(self, now: float) -> None:
+        """Pass weights that have been read to the engine, and failures to their clients."""
+        for client, message in self._weights.take_done():
+            if isinstance(message, NewWeights):
+                self.inbox.put(client, message)
+            else:
+                self.send([(client, message)], now)
 
     def _drain_at_call(self) -> None:
         """Refuse new requests before the call is answered: what is received after it, even in this round, is late."""
@@ -161,8 +177,9 @@ class Border:
             self.inbox.put_end()
 
     def close(self) -> None:
-        """Stop the threads that prepare requests and read adapters, if there are any."""
+        """Stop the threads that prepare requests and read adapters and weights, if there are any."""
         self._adapters.close()
+        self._weights.close()
         if self._preparation is not None:
             self._preparation.close()
 
@@ -241,6 +258,8 @@ class Border:
         Measurements come last: no client waits for them, and they are not read before this returns.
         """
         for client, message in messages:
+            if isinstance(message, Weights):
+                self._weights.end(message.mark)
             session = self.sessions.of_client(client)
             if session is not None:
                 self.sessions.send(session, message, now)

@@ -13,6 +13,7 @@ from core.batch.request import Request, Swapped
 from core.capture import state_of_batch, state_of_scheduling
 from core.capture.state_types import Callback
 from core.execution.plan import NewPooling, NewRow, SchedulerOutput
+from core.inputs import NewWeights
 from core.kv.cache_kinds import CacheKind, CacheRoom
 from core.kv.event_feed import KVFeed
 from core.kv.orders import Fetch, Leave, Look, Store, Windows
@@ -29,6 +30,7 @@ from ipc.wire.kv_events import KVBlocksCleared, KVBlocksRemoved, KVBlocksStored
 from ipc.wire.lora_messages import AdapterId
 from ipc.wire.messages import FinishReason, Logprobs, RequestFailed
 from ipc.wire.pooling_messages import Pooled
+from ipc.wire.weights_messages import UpdateMode, WeightsMark
 
 #: The package that contains the checkout's folders: "" in a checkout, "engine_core." in a wheel. Checkpoints omit it.
 _HOME_PACKAGE = __name__.removesuffix("core.capture.state_classes")
@@ -53,7 +55,7 @@ _NAMED = (
     Windows,
     _Rows,
 )
-_ENUMS: tuple[type[Enum], ...] = (Cause, Verdict, FinishReason)
+_ENUMS: tuple[type[Enum], ...] = (Cause, Verdict, FinishReason, UpdateMode)
 _MESSAGES = (
     AdapterId,
     FeatureUse,
@@ -65,6 +67,8 @@ _MESSAGES = (
     PoolingParams,
     RequestFailed,
     SamplingParams,
+    NewWeights,
+    WeightsMark,
 )
 
 

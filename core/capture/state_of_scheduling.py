@@ -18,6 +18,7 @@ from core.batch.index import RequestIndex
 from core.batch.request import Request
 from core.batch.table import BatchTable
 from core.capture.state_types import Callback
+from core.inputs import NewWeights
 from core.kv.block_pool import BlockPool
 from core.kv.orders import Fetch, Leave, Look, Store
 from core.kv.swap_space import SwapSpace
@@ -48,10 +49,12 @@ from core.scheduling.store_queue import StoreQueue, _Unstored
 from core.scheduling.virtual_time import VirtualTime
 from core.scheduling.waiting_lines import FairLine, Line
 from core.scheduling.waiting_queue import WaitingQueue
+from core.scheduling.weight_update import WeightUpdate
 from core.scheduling.whole_features import WholeFeatures
 from ipc.tables.arrays import Doubles, Floats, Ints
 from ipc.wire.messages import Logprobs, RequestFailed
 from ipc.wire.pooling_messages import Pooled
+from ipc.wire.weights_messages import WeightsMark
 
 _Policy = Fcfs | Fair
 _Limit = AdapterSlots | GroupRows | StateEnds | WholeFeatures
@@ -77,6 +80,7 @@ FIELDS: dict[type, dict[Any, str]] = {
         Callback(((Scheduler, "_prompts_first"), (Scheduler, "_running_first"))): "_fill",
         BlockExchange | None: "exchange",
         Parties: "_parties",
+        WeightUpdate: "weights",
         Leads: "_leads",
         Ends: "_ends",
         BeamSearches: "beams",
@@ -129,7 +133,7 @@ FIELDS: dict[type, dict[Any, str]] = {
         dict[int, Candidates]: "candidates",
     },
     BlockExchange: {
-        int: "num_fetched num_stored _num_tickets asks_left _frees_left",
+        int: "num_fetched num_stored _num_tickets asks_left _frees_left _weights_root",
         bool: "_asks",
         Batch: "_batch",
         WaitingQueue: "_waiting",
@@ -164,6 +168,18 @@ FIELDS: dict[type, dict[Any, str]] = {
         Parties: "_parties",
         Leads: "_leads",
     },
+    WeightUpdate: {
+        bool: "reopens",
+        Batch: "_batch",
+        WaitingQueue: "_waiting",
+        OutputCollector: "_outputs",
+        SchedulerStats: "_stats",
+        Preemption: "_preemption",
+        Ends: "_ends",
+        RequestIndex: "_requests",
+        WeightsMark | None: "mark",
+        tuple[int, NewWeights] | None: "pending",
+    },
     GroupRows: {
         int: "_max_num_seqs _left",
         Batch: "_batch",
@@ -186,7 +202,7 @@ FIELDS: dict[type, dict[Any, str]] = {
         None: "_draft",
     },
     OutputCollector: {
-        int: "_epoch",
+        int: "_epoch weights_version",
         RequestEventLog: "events",
         list[_Rows]: "_rows",
         list[tuple[int, ...]]: "_ends",

@@ -10,6 +10,7 @@ from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from core.inputs import ExecutorNews
 from ipc.errors import ConfigError
 from ipc.options.resolved import ResolvedConfig
+from ipc.wire.weights_messages import WeightsMark
 
 if TYPE_CHECKING:
     from core.adapters.store import Adapters
@@ -138,6 +139,24 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Release all resources. The executor must not be used afterwards."""
+
+
+@runtime_checkable
+class UpdatesWeights(Protocol):
+    """Additional methods of an Executor whose model can get other weights while requests live."""
+
+    def prepare_weights(self, path: str, version: int) -> WeightsMark:
+        """Read other weights next to the steps, and keep them until use_weights().
+
+        Called by another thread than the steps', one call at a time. Errors: those of the model's files; ConfigError
+        for a model that cannot change its weights.
+        """
+
+    def use_weights(self, mark: WeightsMark) -> None:
+        """Compute with these weights from the next plan on, which adds all rows from scratch. No step is in flight.
+
+        Errors: ModelFileError if they were not prepared.
+        """
 
 
 class ExecutorEndedError(Exception):

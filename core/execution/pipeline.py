@@ -4,8 +4,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
-from core.execution.executor import Executor, MortalExecutor, StepHandle
+from core.execution.executor import Executor, MortalExecutor, StepHandle, UpdatesWeights
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
+from ipc.wire.weights_messages import WeightsMark
 
 
 class StepWatcher(Protocol):
@@ -53,6 +54,15 @@ class Pipeline:
         """Let an executor whose processes were lost and restarted take plans. It has no requests then."""
         if isinstance(self._executor, MortalExecutor):  # otherwise it belongs to a replay, which has lost nothing
             self._executor.go_on()
+
+    def use_weights(self, mark: WeightsMark) -> None:
+        """Let the executor compute with these weights from the next plan on, which adds all rows from scratch.
+
+        Errors: ModelFileError.
+        """
+        if isinstance(self._executor, UpdatesWeights):  # otherwise it belongs to a replay with recorded tokens
+            assert not self._steps, f"{len(self._steps)} steps are in flight"
+            self._executor.use_weights(mark)
 
     def execute(self, plan: SchedulerOutput) -> tuple[SchedulerOutput, ModelRunnerOutput] | None:
         """Start the plan, and return the plan and output of a finished step, or None.

@@ -9,7 +9,7 @@ import msgspec
 
 from core.execution.executor import ModelInfo
 from core.model_files.draft_head import load_eagle3, load_mtp
-from core.model_files.loading import LoadedModel, load_model
+from core.model_files.loading import LoadedModel, load_model, load_update
 from core.models.draft_head import DraftHead
 from core.models.interface import Model
 from core.models.llama import Llama
@@ -79,6 +79,20 @@ def load(
         cpu_kernels=library.variant if isinstance(model, Llama) and (library := model.library) is not None else "",
     )
     return Loaded(model, info, source, dtype)
+
+
+def load_new_weights(path: Path, loaded: Loaded, config: EngineConfig, identity: str) -> Loaded:
+    """Return the same model with other weights; see load_update(). config: resolved."""
+    source = load_update(path, loaded.source, loaded.dtype, config, identity)
+    model, before = source.model, loaded.model
+    assert isinstance(model, Llama), type(model)
+    assert isinstance(before, Llama), type(before)
+    if loaded.info.kv_page_blocks:
+        model.split_cache(loaded.info.kv_page_blocks)
+    model.sampler = before.sampler  # the rows' token masks belong to it
+    digests = {"fingerprint": _fingerprint(source, loaded.dtype), "weights": source.fingerprint}
+    info = msgspec.structs.replace(loaded.info, variant=_variant(source), **digests)
+    return Loaded(model, info, source, loaded.dtype)
 
 
 def load_drafting_model(config: EngineConfig, loaded: Loaded) -> Model | DraftHead | None:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from core.execution.executor import Costs, FinishedStep, StepCosts, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.execution.shared_blocks import BlockMemory, SharedBlocks
 from core.execution.state_slots import num_draft_states, num_state_slots
-from core.executors.load import Loaded, load, load_drafting_model
+from core.executors.load import Loaded, load, load_drafting_model, load_new_weights
 from core.executors.run import RunnerSizes, caches_that_fit, runner_sizes
 from core.features.store import Features
 from core.grammars.grammars import model_grammars
@@ -34,8 +34,17 @@ from core.runner.state_rows import RowStates
 from ipc.errors import ConfigError, ModelFileError
 from ipc.options.config import EngineConfig
 from ipc.options.resolved import ResolvedConfig
+from ipc.wire.weights_messages import WeightsMark
 from kernels.elements import BFLOAT16, FLOAT32, Dtype
 from kernels.memory.blocks_ahead import BlocksAhead
+
+
+class NewModel(NamedTuple):
+    """A model with other weights, ready to be used, and its draft head if the model has one."""
+
+    mark: WeightsMark
+    loaded: Loaded
+    head: DraftHead | None
 
 
 class LocalExecutor:
@@ -62,6 +71,7 @@ class LocalExecutor:
         #: Ranks sleep while they wait for one another, and torch's threads cannot be counted, so these use wall time.
         self._step_clock = time.perf_counter_ns if library is None else time.thread_time_ns
         self._drafting, self._max_num_seqs = load_drafting_model(config, self._loaded), config.max_num_seqs
+        self._first_weights, self._new_weights = self._loaded.source.fingerprint, dict[int, NewModel]()
         settings = config.speculative_config
         self._num_drafts = 0 if settings is None or self._drafting is None else settings.num_speculative_tokens
         self.adapters = model_adapters(config, self._loaded)
@@ -86,7 +96,7 @@ class LocalExecutor:
 
     def initialize_cache(self, config: ResolvedConfig) -> None:
         """Allocate the KV cache of the resolved config. Errors: OutOfMemoryError."""
-        self.info = self._loaded.settle_length(config.max_model_len)
+        self._config, self.info = config, self._loaded.settle_length(config.max_model_len)
         sizes, pooler = runner_sizes(config, self.info, self.grammars), self._loaded.source.pooler
         with caches_that_fit():
             drafter = self._make_drafter(config.max_model_len, sizes)
@@ -140,6 +150,29 @@ class LocalExecutor:
             np.concatenate([plan.block_ids, *(new.ids for new in plan.others), *(new.block_ids for new in plan.starts)])
         )
         return FinishedStep(self._run(plan))
+
+    def prepare_weights(self, path: str, version: int) -> WeightsMark:
+        """Read other weights, next to the steps; see UpdatesWeights."""
+        self._new_weights.clear()  # of an update that was never used
+        loaded = load_new_weights(Path(path), self._loaded, self._config, self._first_weights)
+        head = load_drafting_model(self._config, loaded) if isinstance(self._drafting, DraftHead) else None
+        info = loaded.info
+        mark = WeightsMark(version, info.fingerprint, info.weights, info.variant)
+        self._new_weights[version] = NewModel(mark, loaded, head if isinstance(head, DraftHead) else None)
+        return mark
+
+    def use_weights(self, mark: WeightsMark) -> None:
+        """Compute with these weights from the next plan on; see UpdatesWeights."""
+        new = self._new_weights.pop(mark.version, None)
+        if new is None or new.mark != mark:
+            raise ModelFileError(
+                f"the weights of version {mark.version}, digest {mark.weights:.16}, are not there: give their file"
+            )
+        self._loaded, self._model, self.info = new.loaded, new.loaded.model, new.loaded.info
+        self.runner.model = self._model
+        if new.head is not None:
+            assert isinstance(self.runner.drafter, HeadDrafter), type(self.runner.drafter)
+            self._drafting = self.runner.drafter.head = new.head
 
     def prepare_ahead(self) -> bool:
         """Allocate memory for blocks of later steps. Return False if no more is needed for now."""

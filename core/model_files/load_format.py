@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,13 +14,17 @@ from core.model_files.model_config import ModelConfig
 from core.model_files.progress import counted
 from core.model_files.tensors.weight_shapes import expected_shapes
 from core.model_files.tensors.weights import load_weights
-from core.models.operations.stored_matrix import Weight
-from ipc.errors import ConfigError
+from core.models.operations.stored_matrix import StoredMatrix, Weight
+from ipc.errors import ConfigError, ModelFileError
 from ipc.files.model_files import model_fingerprint
 from ipc.options.model_options import LoadFormat
+from ipc.tables.arrays import UInt8s
 from kernels.cpu.library import CpuLibrary
+from kernels.dequantize import PLAIN_TYPES
 from kernels.elements import Dtype, Numbers, rounded
 
+#: Numbers checked at a time: they stay in a core's cache.
+_CHECKED_AT_ONCE = 1 << 17
 _STD = 0.02  # standard deviation of made-up weights, as in transformers' initialization
 #: Period of the made-up weights. It is a prime, so that rows of a matrix start at different positions of the pattern.
 _PERIOD = 1_048_573
@@ -55,6 +60,52 @@ def open_weights(
         raise ConfigError(f"load_format={load_format!r} does not match {path}, which is {found}; use 'auto'")
     tensors = counted(load_weights(path, config, dtype, library, reads), wanted)
     return OpenedWeights(tensors, model_fingerprint(path), "")
+
+
+class CheckedWeights:
+    """The weights of a file that replace a model's, to be read one by one like those of open_weights().
+
+    A second thread hashes their numbers, and checks that none is NaN or infinite: each of them would fail all requests.
+    """
+
+    def __init__(self, path: Path, config: ModelConfig, dtype: Dtype, library: CpuLibrary | None) -> None:
+        """Check names and shapes. Errors: those of load_weights()."""
+        self._path, self._weights = path, load_weights(path, config, dtype, library)
+        self._digest = hashlib.sha256()
+
+    def __iter__(self) -> Iterator[tuple[str, Weight]]:
+        """Yield the weights. Errors: ModelFileError after the last one, which names a tensor that is not finite."""
+        faults: list[str] = []
+        with ThreadPoolExecutor(1, "weights") as thread:
+            for name, weight in self._weights:
+                thread.submit(self._read, name, weight, faults)
+                yield name, weight
+        if faults:
+            raise ModelFileError(f"{self._path}: tensor {faults[0]} has numbers that are NaN or infinite")
+
+    def hexdigest(self) -> str:
+        """Return the digest of all tensors, whatever kind of file they came in. Call it after the last one."""
+        return self._digest.hexdigest()
+
+    def _read(self, name: str, weight: Weight, faults: list[str]) -> None:
+        parts = (StoredMatrix.of(np.atleast_2d(weight)) if isinstance(weight, np.ndarray) else weight).parts
+        for part in parts:
+            self._digest.update(f"{name} {part.type_name} {part.rows} {part.depth}\n".encode())
+            self._digest.update(part.data)
+            if part.type_name in PLAIN_TYPES and not are_finite(part.data.reshape(-1), part.type_name):
+                faults.append(name)
+
+
+def are_finite(data: UInt8s, type_name: str) -> bool:
+    """Return whether no number of these bytes is NaN or infinite: whether no exponent has all bits set."""
+    exponent = {"F32": 0x7F800000, "F16": 0x7C00, "BF16": 0x7F80}[type_name]
+    numbers = data.view(np.uint32 if type_name == "F32" else np.uint16)
+    found = np.empty(min(len(numbers), _CHECKED_AT_ONCE), numbers.dtype)
+    for begin in range(0, len(numbers), _CHECKED_AT_ONCE):
+        piece = numbers[begin : begin + _CHECKED_AT_ONCE]
+        if np.bitwise_and(piece, numbers.dtype.type(exponent), out=found[: len(piece)]).max() == exponent:
+            return False
+    return True
 
 
 def made_up(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from core.device import cuda_device, start_cpu_kernels, start_torch
-from core.model_files.load_format import open_weights
+from core.model_files.load_format import CheckedWeights, open_weights
 from core.model_files.model_config import is_foreign, read_model_config, refuse_missing_parts
 from core.model_files.parts import NO_PARTS, check_parts, part_option
 from core.model_files.pooling import pools, read_pooler
@@ -105,6 +105,39 @@ def load_model(
     if made_up:
         return LoadedModel(foreign, hashlib.sha256((path / "config.json").read_bytes()).hexdigest(), "dummy-")
     return LoadedModel(foreign, model_fingerprint(path), "")
+
+
+def load_update(path: Path, base: LoadedModel, dtype: Dtype, config: EngineConfig, identity: str) -> LoadedModel:
+    """Return the same model with the weights of a safetensors file, a folder of them or a .gguf file.
+
+    It may run next to the base's steps. identity: of the weights that the engine started with. Errors: ModelFileError,
+    UnsupportedModelError; ConfigError for a model that cannot change its weights.
+    """
+    model = base.model
+    if reason := why_not_updated(base, config):
+        raise ConfigError(f"the weights of this engine cannot be changed while it runs: {reason}")
+    assert isinstance(model, Llama), type(model)
+    library = model.library
+    with contextlib.nullcontext() if library is None else library.alone():
+        weights = CheckedWeights(path, model.config, dtype, library)
+        tensors, form = iter(weights), _weight_form(config, model.config, library)
+        changed = _native(model.config, tensors, dtype, config, library, form, None, None)
+        for _ in tensors:  # up to the check at the end
+            pass
+    _return_free_memory()
+    digest = hashlib.sha256(f"{identity} {weights.hexdigest()}".encode()).hexdigest()
+    return LoadedModel(changed, digest, "")
+
+
+def why_not_updated(base: LoadedModel, config: EngineConfig) -> str:
+    """Return why a model cannot change its weights while it runs; "" if it can."""
+    if config.device != "cpu":
+        return "it runs on a GPU"
+    if not isinstance(base.model, Llama):
+        return "it is an encoder" if base.sees_all else "it runs with transformers' code"
+    if base.pooler is not None:
+        return "it is a pooling model"
+    return "it has a vision encoder" if base.vision is not None else ""
 
 
 def _load_for_gpu(path: Path, dtype: Dtype, config: EngineConfig, model_config: ModelConfig) -> LoadedModel:

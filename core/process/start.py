@@ -23,7 +23,7 @@ from core.capture.engine import CapturedEngine, capture_path, make_header, start
 from core.capture.flight_recorder import FlightRecorder
 from core.capture.writer import CaptureWriter, check_capture
 from core.engine import EngineCore
-from core.execution.executor import Executor, ModelInfo, MortalExecutor
+from core.execution.executor import Executor, ModelInfo, MortalExecutor, UpdatesWeights
 from core.execution.shared_blocks import SharedBlocks, shared_blocks_of
 from core.features.store import encoder_ns
 from core.grammars.checker import CheckedGrammars
@@ -278,7 +278,8 @@ def start_engine(start: Start, bound: Bound, report: Report, prepared: Prepared 
     preparers: list[Preparer] = [grammars]
     if features is not None:
         preparers.append(features)
-    io = IOThread(bound.context, bound.router, served, preparers, adapters=adapters)
+    updates = executor if isinstance(executor, UpdatesWeights) else None
+    io = IOThread(bound.context, bound.router, served, preparers, adapters=adapters, updates=updates)
     if isinstance(executor, MortalExecutor):
         executor.follow(io.put_news)
     stores = open_stores(config, executor)

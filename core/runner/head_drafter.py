@@ -24,7 +24,7 @@ _PIECE = 256
 
 
 class HeadDrafter:
-    """A draft head and the cache of its K and V."""
+    """A draft head and the cache of its K and V. head: may be replaced by one for other weights of the model."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class HeadDrafter:
         num_swap_blocks: int = 0,
     ) -> None:
         """Allocate the caches. num_drafts: the most drafts per row. Errors: MemoryError."""
-        self._head, self._block_size, self._num_drafts = head, block_size, num_drafts
+        self.head, self._block_size, self._num_drafts = head, block_size, num_drafts
         self._placing = DraftBlocks(num_rows, num_blocks, block_size, num_drafts)
         self._cache = head.allocate_cache(self._placing.num_blocks, block_size)
         self._swap_cache = head.allocate_cache(num_swap_blocks, block_size) if num_swap_blocks else None
@@ -58,7 +58,7 @@ class HeadDrafter:
         counts = np.zeros(len(rows), np.int32)
         starts = inputs.context_lens - inputs.num_tokens
         known = table.num_tokens[rows]
-        ends = np.minimum(np.minimum(inputs.context_lens, known - 1), self._head.max_model_len)
+        ends = np.minimum(np.minimum(inputs.context_lens, known - 1), self.head.max_model_len)
         num_kept = np.maximum(ends - starts, 0)  # of each row's tokens in this step: those with a next token
         drafts = (ends == known - 1) & (num_kept > 0) & (table.num_computed_tokens[rows] == known - 1)
         if self._pause.begins(step.plan):
@@ -70,16 +70,16 @@ class HeadDrafter:
         if not len(drafting):
             return counts, NO_INT32S
         taps = _states_of(step, (first + num_kept - 1)[drafting])
-        token_ids = self._chain(rows[drafting], known[drafting], self._head.states(taps), table, sampling)
-        most = np.minimum(self._num_drafts, self._head.max_model_len - known[drafting] + 2)
+        token_ids = self._chain(rows[drafting], known[drafting], self.head.states(taps), table, sampling)
+        most = np.minimum(self._num_drafts, self.head.max_model_len - known[drafting] + 2)
         counts[drafting] = np.minimum(most, num_drawn(token_ids))
         return counts, token_ids[np.arange(self._num_drafts) < counts[drafting][:, None]]
 
     def step(self, rows: Ints, table: RunnerTable, sampling: SamplingColumns) -> None:
         """Run one round of single-token drafts with meaningless contents, to measure it."""
-        config = self._head.config
+        config = self.head.config
         taps = np.zeros((len(rows), len(config.taps), config.tap_width), np.float32)
-        self._chain(rows, np.full(len(rows), 2), self._head.states(taps), table, sampling)
+        self._chain(rows, np.full(len(rows), 2), self.head.states(taps), table, sampling)
 
     def _store(self, step: RanStep, table: RunnerTable, starts: Ints, first: Ints, num_stored: Ints) -> None:
         """Store K and V of num_stored [R] tokens of each row of the step.
@@ -96,9 +96,9 @@ class HeadDrafter:
         token_ids = table.tokens.get(rows, positions + 1).astype(np.int64)
         for begin in range(0, num_all, _PIECE):
             part = slice(begin, begin + _PIECE)
-            states = self._head.states(_states_of(step, indices[part]))
+            states = self.head.states(_states_of(step, indices[part]))
             slots = step.inputs.slots[indices[part]]
-            self._head.store(token_ids[part], states, positions[part], slots, self._cache)
+            self.head.store(token_ids[part], states, positions[part], slots, self._cache)
 
     def _chain(
         self, rows: Ints, lengths: Ints, states: Floats, table: RunnerTable, sampling: SamplingColumns
@@ -107,18 +107,18 @@ class HeadDrafter:
 
         states [n, hidden]: after the second-to-last tokens.
         """
-        last = self._head.max_model_len - 1
+        last = self.head.max_model_len - 1
         tables = self._placing.tables(rows, int(lengths.max()) + self._num_drafts - 1, table)
 
         def go_on(index: int, tokens: Ints) -> NextLogits:
             nonlocal states
             positions = np.minimum(lengths - 2 + index, last)
-            logits, states = self._head.forward(tokens, states, positions, tables, self._cache)
+            logits, states = self.head.forward(tokens, states, positions, tables, self._cache)
             return NextLogits(logits)
 
         tokens = table.tokens.get(rows, lengths - 1).astype(np.int64)
         first = go_on(0, tokens)
-        return draw_chain(rows, self._num_drafts, first, go_on, table, sampling, self._head.sampler)
+        return draw_chain(rows, self._num_drafts, first, go_on, table, sampling, self.head.sampler)
 
 
 def _states_of(step: RanStep, indices: Ints) -> Floats:

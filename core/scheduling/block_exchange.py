@@ -25,6 +25,8 @@ from core.scheduling.store_queue import StoreQueue
 from core.scheduling.waiting_queue import WaitingQueue
 from ipc.options.config import EngineConfig
 from ipc.tables.arrays import NO_INTS, Int32s, Ints, Rows
+from ipc.wire.block_roots import root_of_weights
+from ipc.wire.weights_messages import WeightsMark
 
 #: A request waits only for at least this many missing blocks: the store's answer takes as long as computing some
 #: tokens.
@@ -76,6 +78,7 @@ class BlockExchange:
         self._fetches: dict[int, PendingFetch] = {}  # by ticket
         self.stores = StoreQueue(batch.host_cache)
         self._num_tickets = 0
+        self._weights_root = 0  # what the weights in use change in the roots that the store sees
         self._freed: deque[Request] = deque()  # these wait no longer but are not back in their queue yet
         self.asks_left = self._frees_left = MAX_AT_ONCE  # in this step
         # evictions of each block since the start
@@ -162,7 +165,7 @@ class BlockExchange:
 
     def _look(self, pending: PendingFetch) -> Look:
         if self._beside is None:
-            return Look(pending.ticket, pending.root, pending.token_ids, pending.first)
+            return Look(pending.ticket, self._root(pending.root), pending.token_ids, pending.first)
         reach, kind = self._reach(pending.root, pending.token_ids, pending.hashes), self._batch.others[0].kind
         is_here = np.zeros(len(pending.hashes), np.bool_)
         is_here[: len(reach.contents)] = reach.others[0].is_there
@@ -170,13 +173,13 @@ class BlockExchange:
         slots += self._beside.page_blocks * kind.num_missing(is_here)
         most = int(np.flatnonzero(slots <= self._room())[-1])
         windows = Windows(kind, pending.first, most, is_here)
-        return Look(pending.ticket, pending.root, pending.token_ids, len(reach.contents), windows)
+        return Look(pending.ticket, self._root(pending.root), pending.token_ids, len(reach.contents), windows)
 
     def _fetch(self, pending: PendingFetch, slots: Ints) -> Fetch:
         num_named, places, own = pending.num_named, pending.places, self._host.in_plan(slots)
         end = max(pending.begin + num_named, 1 + int(places.max(initial=-1)))
         token_ids = pending.token_ids[: end * self._batch.block_size]
-        fetch = Fetch(pending.ticket, pending.root, token_ids, pending.begin, own[:num_named])
+        fetch = Fetch(pending.ticket, self._root(pending.root), token_ids, pending.begin, own[:num_named])
         return fetch._replace(places=places.astype(np.int32), window_slots=own[num_named:]) if len(places) else fetch
 
     def _end_fetch(self, pending: PendingFetch, count: int, *, has_come: bool) -> None:
@@ -335,7 +338,7 @@ class BlockExchange:
         self._issue_stores()
 
     def _leave(self, root: int, token_ids: Int32s, blocks: Int32s, contents: Ints) -> Leave:
-        left = Leave(root, token_ids, blocks, contents, self.evictions[blocks])
+        left = Leave(self._root(root), token_ids, blocks, contents, self.evictions[blocks])
         for beside in self._batch.pool.names.beside:
             found = beside.found[blocks].astype(np.int32)
             found[contents == UNNAMED] = 0
@@ -358,6 +361,14 @@ class BlockExchange:
 
     def _issue_stores(self) -> None:
         self.orders += self.stores.take_orders(self._next_ticket)
+
+    def use_weights(self, mark: WeightsMark) -> None:
+        """Give blocks other names in the store from now on: they were computed with these weights."""
+        self._weights_root = root_of_weights(mark.fingerprint)
+
+    def _root(self, root: int) -> int:
+        """Return a request's root as the store sees it, where blocks computed with other weights have other names."""
+        return root ^ self._weights_root
 
     def _next_ticket(self) -> int:
         self._num_tickets += 1

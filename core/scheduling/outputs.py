@@ -87,7 +87,7 @@ class OutputCollector:
 
     def __init__(self, epoch: int) -> None:
         self.events = RequestEventLog()
-        self._epoch = epoch
+        self._epoch, self.weights_version = epoch, 0
         self._rows: list[_Rows] = []
         self._ends: list[tuple[int, ...]] = []  # ends without a token: the columns of _Rows, and the last token
         self._started: dict[int, list[int]] = {}  # number, cached tokens; number, ...
@@ -212,12 +212,25 @@ class OutputCollector:
             events=self.events.take(client) if self.events else None,
             drafts=_packed(self._drafts.pop(client, [])) if self._drafts else b"",
             pooled=self._pooled.pop(client, None) if self._pooled else None,
+            weights_version=self.weights_version,
         )
 
     def _without_rows(self, step: int, client: int) -> Outputs:
         started, logprobs = _packed(self._started.pop(client, [])), self._logprobs.pop(client, None)
         events = self.events.take(client)
-        return Outputs(self._epoch, step, b"", b"", b"", b"", started=started, logprobs=logprobs, events=events)
+        version = self.weights_version
+        return Outputs(
+            self._epoch,
+            step,
+            b"",
+            b"",
+            b"",
+            b"",
+            started=started,
+            logprobs=logprobs,
+            events=events,
+            weights_version=version,
+        )
 
 
 def _rows_of_ends(ends: list[tuple[int, ...]]) -> _Rows:

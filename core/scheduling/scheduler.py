@@ -33,10 +33,12 @@ from core.scheduling.running_rows import RowsInTurn, running_rows
 from core.scheduling.speculation import Speculation
 from core.scheduling.stats import new_stats
 from core.scheduling.waiting_queue import WaitingQueue
+from core.scheduling.weight_update import WeightUpdate
 from core.scheduling.whole_features import WholeFeatures
 from ipc.options.resolved import ResolvedConfig
 from ipc.tables.arrays import AnyInts, Bools, Int32s, Ints, Rows, TokenIds, UInt8s
 from ipc.wire.messages import ErrorCode, FinishReason, PauseMode
+from ipc.wire.weights_messages import WeightsMark
 
 
 class Scheduler:
@@ -68,6 +70,7 @@ class Scheduler:
         self._parties = Parties(self.policy, config.client_weights)
         self._leads = Leads(self.table, self.batch.forks, self.waiting)
         self._ends = Ends(parts, self.preemption, requests=self._requests, parties=self._parties, leads=self._leads)
+        self.weights = WeightUpdate(parts, self.preemption, self._ends, self._requests)
         self.beams = BeamSearches(
             parts,
             self.preemption,
@@ -201,7 +204,7 @@ class Scheduler:
     def pause_mode(self) -> PauseMode | None:
         """Return the mode of the current pause, or None."""
         mode = PauseMode.NEW if self._token_budget else PauseMode.ALL
-        return mode if self.waiting.is_shut else None
+        return mode if self.waiting.is_shut and not self.weights.reopens else None
 
     @property
     def running(self) -> Ints:
@@ -224,12 +227,16 @@ class Scheduler:
 
         Aborts and deadlines still end requests.
         """
+        self.weights.reopens = False
         self.waiting.shut()
         self._token_budget = 0 if mode == PauseMode.ALL else self.max_num_batched_tokens
 
     def resume(self) -> None:
-        """End any pause."""
-        self.waiting.open()
+        """End any pause. An update of the weights that waits for requests still lets no other begin."""
+        if self.weights.waits:
+            self.weights.reopens = True
+        else:
+            self.waiting.open()
         self._token_budget = self.max_num_batched_tokens
 
     def reset_prefix_cache(self) -> None:
@@ -240,6 +247,12 @@ class Scheduler:
         """Make all requests wait, and run nothing until has_executor is set: rows, blocks and copies are lost."""
         self.preemption.lose_all(self._requests.all())
         self.has_executor = False
+
+    def use_weights(self, mark: WeightsMark) -> None:
+        """Make all requests start again with other weights: what was computed with the earlier ones is forgotten."""
+        self.weights.apply(mark)
+        if self.exchange is not None:
+            self.exchange.use_weights(mark)
 
     def take_outputs(self) -> list[ClientOutput]:
         """Return the messages that do not depend on a step's result: refusals and aborts."""

@@ -66,6 +66,7 @@ from ipc.wire.placed_feature import PlacedFeature
 from ipc.wire.pooling_messages import AddPooling
 from ipc.wire.scheduling_messages import FollowKVEvents, KVEvents
 from ipc.wire.sockets import HANDSHAKE_MS
+from ipc.wire.weights_messages import Weights
 
 # JournalReader: what consumers read about a client's requests, under the lock of the journal.
 
@@ -162,6 +163,7 @@ class EngineClient(JournalReader, TypedCalls):
         self._call_numbers = itertools.count(1)
         self._listeners: list[Callable[[], None]] = []
         self._kv_events: KVEventStream | None = None
+        self.weights_seen = 0  # the latest version of the engine's weights that this client knows of
         self._error: EngineCoreError | None = None
         self._welcome: Future[Welcome] = Future()
         begin = time.monotonic()
@@ -381,6 +383,8 @@ class EngineClient(JournalReader, TypedCalls):
             case Outputs():
                 if message.epoch != self.welcome.epoch:
                     return False
+                if message.weights_version:
+                    self.weights_seen = max(self.weights_seen, message.weights_version)
                 return self._journal.any_ready(self._journal.apply(message, now))
             case RequestFailed():
                 return self._journal.fail(message.number, request_error(message), now)
@@ -401,6 +405,8 @@ class EngineClient(JournalReader, TypedCalls):
                 return False
             case _:  # the answer to a call
                 answer: CallResult = message
+                if isinstance(answer, Weights):
+                    self.weights_seen = max(self.weights_seen, answer.mark.version)
                 if (future := self._calls.pop(answer.call, None)) is not None:
                     future.set_result(answer)
                 return False
@@ -412,10 +418,12 @@ class EngineClient(JournalReader, TypedCalls):
             self._end(refusal(Refused(ErrorCode.VERSION_MISMATCH, "other protocol", welcome.major, welcome.minor)))
             return False
         is_first = not self._welcome.done()
-        if not is_first and (reason := why_not_again(self.welcome, welcome)):
+        if not is_first and (reason := why_not_again(self.welcome, welcome, self.weights_seen)):
             self._end(EngineDeadError(f"the engine was restarted while the connection was lost, and {reason}"))
             return False
         self.welcome = welcome
+        if welcome.weights is not None:
+            self.weights_seen = max(self.weights_seen, welcome.weights.version)
         self._is_connected = True
         self._resumption.opened(welcome.session_token)
         self._transport.keep_alive(encode(Heartbeat()), welcome.limits.heartbeat_ms / 1000)
@@ -498,8 +506,11 @@ def refusal(refused: Refused) -> HandshakeError:
     )
 
 
-def why_not_again(before: Welcome, now: Welcome) -> str:
-    """Return why requests of the engine `before` cannot continue at the engine that answers `now`; "" if they can."""
+def why_not_again(before: Welcome, now: Welcome, weights_seen: int = 0) -> str:
+    """Return why requests of the engine `before` cannot continue at the engine that answers `now`; "" if they can.
+
+    weights_seen: the latest version of the weights that the client knows of.
+    """
     if now.engine_id == before.engine_id:
         return ""
     if now.model_fingerprint != before.model_fingerprint:
@@ -510,6 +521,9 @@ def why_not_again(before: Welcome, now: Welcome) -> str:
     if before.numerics != _SAME_TOKENS or now.numerics != _SAME_TOKENS:
         levels = f"{before.numerics} before and {now.numerics} now"
         return f"its tokens may differ at numerics level {levels} ({_SAME_TOKENS} is needed); requests are lost"
+    version = 0 if now.weights is None else now.weights.version
+    if version != weights_seen:
+        return f"it has weights of version {version}, and the last one had version {weights_seen}; requests are lost"
     lengths = before.limits.max_model_len, now.limits.max_model_len
     if lengths[0] != lengths[1]:  # a request without max_tokens would end at another position
         return (

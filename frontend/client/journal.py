@@ -56,6 +56,7 @@ class Journal(Columns):
     _last_token_time: Doubles = column()
     _finished_time: Doubles = column()
     _seat: Ints = column()  # scratch of apply
+    _version: Ints = column()  # of the weights of its last token
 
     def __init__(self) -> None:
         super().__init__(_FIRST_ROWS)
@@ -70,6 +71,8 @@ class Journal(Columns):
         self._puts: dict[int, Sequence[PutFeature]] = {}  # by row of the first choice, of requests with features
         self._vectors: dict[int, Floats] = {}  # by row, of pooling requests
         self._index = NumberIndex()
+        self._has_versions = False  # whether any token came from other weights than those of an engine's start
+        self._versions: dict[int, list[tuple[int, int]]] = {}  # by row; see Progress
         self._next_news = 0  # row at which take_news() begins if there are too many
 
     # --- events: one request ------------------------------------------------------------------------------------
@@ -173,6 +176,7 @@ class Journal(Columns):
         self._vectors.pop(row, None)
         self._puts.pop(row, None)
         self._events.pop(row, None)
+        self._versions.pop(row, None)
 
     def read(self, number: int, start: int = 0, choice: int = 0) -> Progress:
         """Return the state of one choice of a live request, with its tokens from output position `start` on."""
@@ -195,6 +199,7 @@ class Journal(Columns):
             events=tuple(self._events.get(first, ())),
             num_draft_tokens=self._num_draft_tokens.item(row),
             num_accepted_tokens=self._num_accepted_tokens.item(row),
+            weights_versions=tuple(self._versions.get(row, ())),
         )
 
     def row(self, number: int, choice: int = 0) -> int:
@@ -338,6 +343,8 @@ class Journal(Columns):
         fed = rows[touched]
         self._num_delivered[fed] = ends[touched]
         self._last_token_time[fed] = now
+        if outputs.weights_version or self._has_versions:
+            self._note_version(fed, delivered[touched], outputs.weights_version)
         first = fed[self._first_token_time[fed] == 0.0]
         self._first_token_time[first] = now
         if columns.finish is not None:
@@ -350,6 +357,15 @@ class Journal(Columns):
         awaited = news[self._streaming[news] | (self._finish[news] > 0)]
         self._ready[self._first[awaited]] = True
         return news
+
+    def _note_version(self, rows: Ints, positions: Ints, version: int) -> None:
+        """Note the weights of these rows' new tokens, which begin at these output positions."""
+        self._has_versions = True
+        changed = ((self._version[rows] != version) | (positions == 0)).nonzero()[0]
+        for row, position in zip(rows[changed].tolist(), positions[changed].tolist(), strict=True):
+            first = [(0, self._version.item(row))] if position else []
+            self._versions.setdefault(row, first).append((position, version))
+        self._version[rows] = version
 
     def any_ready(self, rows: Ints) -> bool:
         """Return whether one of these rows has news that its consumer waits for."""
@@ -391,7 +407,7 @@ class Journal(Columns):
             for number, choice, position, logprobs in logprob_columns_of(outputs.logprobs).split():
                 received = self._logprobs.get(self.row(number, choice))
                 if received is not None:
-                    received.add(position, logprobs)
+                    received.add(position, logprobs, outputs.weights_version)
         if outputs.pooled is not None:
             for number, vectors in vectors_of(outputs.pooled):
                 if (row := self.row(number)) >= 0:

@@ -28,9 +28,18 @@ class ReceivedLogprobs:
         self.output: list[PositionLogprobs] = []
         self._num_prompt_tokens = num_prompt_tokens
         self._next: int | None = None  # expected position; None: any
+        self._version = 0  # of the weights that the prompt's are of
 
-    def add(self, position: int, logprobs: PositionLogprobs) -> None:
-        """Add a position; ignore a known one. AssertionError if an earlier one is missing."""
+    def add(self, position: int, logprobs: PositionLogprobs, weights_version: int = 0) -> None:
+        """Add a position; ignore a known one. AssertionError if an earlier one is missing.
+
+        The prompt's are all of one version of the weights: a later one replaces them until the first token.
+        """
+        if weights_version != self._version:
+            self._version = weights_version
+            if not self.output and self.prompt and position < self._num_prompt_tokens:
+                self.prompt.clear()
+                self._next = None
         if self._next is not None and position < self._next:
             return
         assert self._next in (None, position), f"log probabilities of {position} follow, but {self._next} is expected"

@@ -35,6 +35,7 @@ from ipc.wire.scheduling_messages import (
     StopRequest,
     UnfollowKVEvents,
 )
+from ipc.wire.weights_messages import GetWeights, UpdateMode, UpdateWeights, Weights, WeightsMark
 
 _Result = TypeVar(
     "_Result",
@@ -45,6 +46,7 @@ _Result = TypeVar(
     Metrics,
     LoraAdapters,
     ReplicaList,
+    Weights,
     CallDone,
 )
 
@@ -54,7 +56,7 @@ class TypedCalls(Protocol):
 
     Errors of all methods: CallFailedError if the engine refuses, does not answer in time or the connection was lost;
     EngineDeadError at once if the engine is gone. Owner only: pause, resume, stop_request, load_lora, unload_lora,
-    drain, upgrade, shutdown, and for a fleet join and leave.
+    update_weights, drain, upgrade, shutdown, and for a fleet join and leave.
     """
 
     def call(self, make: Callable[[int], Call], name: str, timeout: float | None) -> CallResult:
@@ -137,6 +139,20 @@ class TypedCalls(Protocol):
     def lora_adapters(self, timeout: float | None = None) -> LoraAdapters:
         """Return the adapters that requests may name, and whether the engine has adapters at all."""
         return self._ask(ListLora, LoraAdapters, timeout)
+
+    def update_weights(
+        self, path: str, mode: UpdateMode = UpdateMode.WAIT, timeout: float | None = None
+    ) -> WeightsMark:
+        """Let the engine read other weights while steps go on, then use them; return what it computes with from then.
+
+        path: in the engine's file system: a safetensors file, a folder of them, or a .gguf file, with all tensors of
+        the model. CallFailedError also for files that do not fit the model, with which nothing changes.
+        """
+        return self._ask(lambda call: UpdateWeights(call, path, mode), Weights, timeout, "UpdateWeights").mark
+
+    def weights(self, timeout: float | None = None) -> WeightsMark:
+        """Return the weights that the engine computes with."""
+        return self._ask(GetWeights, Weights, timeout).mark
 
     def stop_request(self, session: int, number: int, timeout: float | None = None) -> None:
         """Abort a request of any session; do nothing if it is not live."""

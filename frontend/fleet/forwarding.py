@@ -71,7 +71,7 @@ def forward(requests: RoutedRequests, routed: Routed, epoch: int) -> Messages:
         whole = _whole(requests, outputs, client, requests.theirs[rows].astype("<u4").tobytes(), epoch)
         if whole is not None:
             return [(client, whole)]
-    parts = _Parts(requests, epoch, outputs.step)
+    parts = _Parts(requests, epoch, outputs)
     parts.add_rows(outputs, rows, clients)
     parts.add_others(outputs)
     return [(client, Outputs(**fields)) for client, fields in parts.by_client.items()]
@@ -143,10 +143,11 @@ def _events_of(requests: RoutedRequests, events: RequestEvents, client: int) -> 
 class _Parts:
     """The fields of each client's message."""
 
-    def __init__(self, requests: RoutedRequests, epoch: int, step: int) -> None:
+    def __init__(self, requests: RoutedRequests, epoch: int, outputs: Outputs) -> None:
         self.by_client: dict[int, dict[str, Any]] = {}
         self._requests = requests
-        self._empty = {"epoch": epoch, "step": step, "numbers": b"", "positions": b"", "counts": b"", "tokens": b""}
+        self._empty: dict[str, Any] = {"epoch": epoch, "step": outputs.step, "weights_version": outputs.weights_version}
+        self._empty |= dict.fromkeys(("numbers", "positions", "counts", "tokens"), b"")
 
     def _fields(self, client: int) -> dict[str, Any]:
         return self.by_client.setdefault(client, dict(self._empty))

@@ -51,6 +51,7 @@ class CompletionState:
             self._detokenizer = self._make_detokenizer(self._tokenizer)
         self._finish = FinishReason.NONE
         self._stop_token: int | None = None
+        self._versions: tuple[tuple[int, int], ...] = ()
         self.token_ids: list[int] = []
         self._received: list[PositionLogprobs] = []  # of the last tokens: they are read when shown
         self._logprobs: list[TokenLogprobs] = []  # that later outputs show again; none with DELTA
@@ -71,7 +72,7 @@ class CompletionState:
         new = progress.token_ids.tolist()
         if self._params.logprobs is not None and progress.logprobs is not None:
             self._received += progress.logprobs.output[self.num_tokens : self.num_tokens + len(new)]
-        self._stop_token = progress.stop_token
+        self._stop_token, self._versions = progress.stop_token, progress.weights_versions
         return self.take(new, progress.finish)
 
     def take(self, new: list[int], finish: FinishReason) -> bool:
@@ -107,6 +108,9 @@ class CompletionState:
         first = self._num_shown if self._params.output_kind == RequestOutputKind.DELTA else 0
         self._num_shown = len(self.token_ids)
         output = CompletionOutput(self.index, self._text(), self.token_ids[first:])
+        if self._versions:
+            last = len(self.token_ids)
+            output.weights_versions = tuple(span for span in self._versions if span[0] < last)
         if self._params.logprobs is not None:
             new = self._read_logprobs()
             if self._params.output_kind == RequestOutputKind.DELTA:

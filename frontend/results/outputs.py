@@ -71,6 +71,9 @@ class CompletionOutput:
     finish_reason: str | None = None  # "stop" | "length" | "abort" | "ignored"; None while it continues
     stop_reason: int | str | None = None  # the stop token id or stop string; None for EOS
     lora_request: None = None
+    #: (index of the first token in the whole answer, version) of the weights that computed the tokens from there on;
+    #: empty: all come from the weights that the engine started with (LLM.update_weights()).
+    weights_versions: tuple[tuple[int, int], ...] = ()
 
     def finished(self) -> bool:
         """Return whether the choice has ended."""

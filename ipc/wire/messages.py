@@ -27,6 +27,7 @@ from ipc.wire.scheduling_messages import (
     StopRequest,
     UnfollowKVEvents,
 )
+from ipc.wire.weights_messages import GetWeights, UpdateWeights, Weights, WeightsMark
 
 PROTOCOL_MAJOR = 1
 #: A release that appends to the messages below increments it; docs/protocol.md has the promise between minors.
@@ -207,6 +208,8 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag=64):
     features: FeatureLimits | None = None  # None: requests have none
     description: ModelDescription | None = None  # None: the model has no files
     arithmetic: Arithmetic | None = None  # None: not known, as of executors without weights
+    #: The weights that it computes with now; None: those that it started with, which the other fields describe.
+    weights: WeightsMark | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, array_like=True, tag=65):
@@ -250,6 +253,7 @@ class Outputs(msgspec.Struct, frozen=True, array_like=True, tag=66):
     events: RequestEvents | None = None
     drafts: bytes = b""  # uint32[F, 4]: (number, choice, verified drafts, accepted ones) of rows that ended and had any
     pooled: Pooled | None = None
+    weights_version: int = 0  # of the weights that computed the tokens; see WeightsMark
 
 
 class RequestFailed(msgspec.Struct, frozen=True, array_like=True, tag=67):
@@ -316,6 +320,7 @@ class Statistics(msgspec.Struct, array_like=True, tag=81):
     num_host_hits: int = 0  # blocks that were copied back from there
     num_fetched_blocks: int = 0  # read from files into that memory
     num_stored_blocks: int = 0  # written from there to files
+    weights_version: int = 0  # now: of the weights in use; see WeightsMark
 
 
 class CallDone(msgspec.Struct, frozen=True, array_like=True, tag=82):
@@ -360,7 +365,7 @@ class EngineStopping(msgspec.Struct, frozen=True, array_like=True, tag=96):
 
 
 _Answer: TypeAlias = TokenizerFiles | Statistics | ModelInformation | Explanation | Metrics | LoraAdapters | ReplicaList
-CallResult: TypeAlias = _Answer | CallDone | CallFailed
+CallResult: TypeAlias = _Answer | Weights | CallDone | CallFailed
 ServerMessage: TypeAlias = Welcome | Refused | Outputs | RequestFailed | KVEvents | CallResult | EngineStopping
 
 #: All calls. A new one needs a Struct, a row here, and a handler in core/border/reception.py or core/engine.py.
@@ -383,6 +388,8 @@ CALLS: dict[type[Call], CallRule] = {
     ListLora: CallRule(LoraAdapters, is_at_border=True),
     GetReplicas: CallRule(ReplicaList),
     ChangeReplica: CallRule(CallDone, is_owners=True),
+    UpdateWeights: CallRule(Weights, is_owners=True, is_at_border=True),
+    GetWeights: CallRule(Weights),
 }
 if TYPE_CHECKING:
     ClientCall: TypeAlias = Call

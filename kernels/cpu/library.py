@@ -3,7 +3,7 @@
 import contextlib
 import ctypes
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,8 +32,8 @@ _CHUNK_BYTES = 32 << 20
 class CpuLibrary:
     """The kernels of one variant, and their threads.
 
-    Kernels must be called from one thread at a time. They hold no Python references: the caller keeps all arguments
-    alive until the call returns.
+    Kernels must be called from one thread at a time, except for those that pack weights; see alone(). They hold no
+    Python references: the caller keeps all arguments alive until the call returns.
     """
 
     def __init__(self, variant: str, path: Path) -> None:
@@ -45,6 +45,7 @@ class CpuLibrary:
         check_structs(self._functions)
         self._start = self.function("pool_start", ctypes.c_int)
         self._wake = self.function("pool_wake")
+        self._leave = self.function("pool_leave", ctypes.c_int)
         self._chunk: UInt8s = np.zeros(0, np.uint8)
         #: Whether AMX's products are computed by other instructions, slowly, with the same bits.
         self.emulates_amx = variant == "amx" and not has_amx()
@@ -75,6 +76,18 @@ class CpuLibrary:
     def stop_threads(self) -> None:
         """Stop all threads but the calling one."""
         self.start_threads(1)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Let the calling thread run its kernels alone in this context, while another thread uses the pool.
+
+        It is for packing weights: the kernels that compute steps share buffers.
+        """
+        self._leave(1)
+        try:
+            yield
+        finally:
+            self._leave(0)
 
     def wake_threads(self) -> None:
         """Wake sleeping threads because a kernel follows within tens of microseconds: waking up takes as long."""

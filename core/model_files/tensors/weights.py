@@ -43,7 +43,7 @@ from core.models.operations.stored_matrix import StoredMatrix, StoredPart, Weigh
 from ipc.errors import ModelFileError, UnsupportedModelError
 from ipc.files.gguf import read_gguf
 from ipc.files.mapped_file import map_file
-from ipc.files.safetensors import read_safetensors_folder
+from ipc.files.safetensors import read_safetensors, read_safetensors_folder
 from ipc.tables.arrays import Ints, UInt8s
 from ipc.tables.rounding import round_up
 from kernels.cpu.library import CpuLibrary
@@ -72,6 +72,8 @@ def load_weights(
     reads: Callable[[str], bool] = lambda name: True,
 ) -> Iterator[tuple[str, Weight]]:
     """Return an iterator over (name, weight) for every name in expected_shapes that `reads` accepts, in that order.
+
+    path: a folder, a .gguf file, or another file, in safetensors' format.
 
     Matrices in a GGUF file are returned as stored; other matrices are in dtype, and packed ones in a quantized folder
     are blocks or in dtype. Vectors are in float32, the dtype in which norms and biases are computed. All checks are
@@ -147,7 +149,9 @@ def _gguf_tensors(path: Path) -> dict[str, StoredTensor]:
 def _folder_tensors(folder: Path) -> dict[str, StoredTensor]:
     return {
         _ended(name): StoredTensor(path, name, _SAFETENSORS_TYPES.get(t.dtype, t.dtype), t.shape, t.begin, t.end)
-        for path, tensors in read_safetensors_folder(folder).items()
+        for path, tensors in (
+            read_safetensors_folder(folder) if folder.is_dir() else {folder: read_safetensors(folder)}
+        ).items()
         for name, t in tensors.items()
     }
 

@@ -29,6 +29,11 @@ static struct {
     } taken[MAX_THREADS];
 } pool;
 
+/* Whether this thread runs its jobs alone, next to those of the pool. */
+static _Thread_local int is_alone;
+
+EXPORT void pool_leave(int leaves) { is_alone = leaves; }
+
 /* Return when the phase has changed, or when woken because it changes soon. */
 static void wait_for_phase_after(uint32_t phase) {
     int64_t end = now_ns() + SPIN_NS;
@@ -52,7 +57,7 @@ EXPORT void pool_wake(void) {
 }
 
 EXPORT void pool_barrier(void) {
-    if (pool.num_threads <= 1) return;
+    if (pool.num_threads <= 1 || is_alone) return;
     uint32_t phase = atomic_load_explicit(&pool.phase, memory_order_acquire);
     if (atomic_fetch_add(&pool.num_arrived, 1) + 1 < pool.num_threads) {
         while (atomic_load_explicit(&pool.phase, memory_order_acquire) == phase) wait_for_phase_after(phase);
@@ -83,7 +88,7 @@ static void *work(void *thread) {
 }
 
 EXPORT void pool_run(Job job, void *args) {
-    if (pool.num_threads <= 1) {
+    if (pool.num_threads <= 1 || is_alone) {
         job(args, 0, 1);
         return;
     }
@@ -104,7 +109,7 @@ static void forget_threads(void) {
 EXPORT void pool_start(int num_threads) {
     if (num_threads < 1) num_threads = 1;
     if (num_threads > MAX_THREADS) num_threads = MAX_THREADS;
-    if (num_threads == pool.num_threads) return;
+    if (num_threads == pool.num_threads || is_alone) return; /* a thread next to the pool leaves it as it is */
     pool_stop();
     if (!pool.fork_is_handled) pool.fork_is_handled = pthread_atfork(NULL, NULL, forget_threads) == 0;
     pool.num_threads = num_threads;
@@ -130,4 +135,4 @@ EXPORT void pool_stop(void) {
     pool.num_threads = 0;
 }
 
-EXPORT int pool_num_threads(void) { return pool.num_threads > 1 ? pool.num_threads : 1; }
+EXPORT int pool_num_threads(void) { return pool.num_threads > 1 && !is_alone ? pool.num_threads : 1; }

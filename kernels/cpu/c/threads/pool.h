@@ -36,6 +36,10 @@ int64_t pool_take(int owner);
 /* End all threads but the caller; returns after they have ended. */
 void pool_stop(void);
 
+/* Make the calling thread run its jobs alone from now on (1), next to those of the pool, or on the pool again (0).
+ * So one thread can pack weights while another one computes steps. */
+void pool_leave(int leaves);
+
 /* Return the number of threads that run a job, the caller included. */
 int pool_num_threads(void);
 

@@ -1,0 +1,86 @@
+"""WeightCalls: the owner's calls that change the weights: a separate thread reads them, then the engine uses them.
+
+A file on the engine's machine is named, and weights never pass through the socket: hundreds of megabytes would hold up
+every client's streams, and who may name an adapter's path may name this one too.
+"""
+
+import threading
+import traceback
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from core import log
+from core.execution.executor import UpdatesWeights
+from core.inputs import NewWeights
+from ipc.errors import EngineCoreError
+from ipc.wire.messages import CallFailed, ErrorCode
+from ipc.wire.weights_messages import UpdateWeights, WeightsMark
+
+_JOIN_S = 1.0  # seconds that close() waits for the weights being read; then their thread is abandoned
+_UNSUPPORTED = "this engine's executor cannot change its weights while it runs"
+
+
+class WeightCalls:
+    """One update at a time, from its call until the engine uses it. Call all methods except _run() with the socket's
+    lock held.
+
+    executor: None = it cannot change its weights. wake: called by the reading thread when take_done() has something.
+    """
+
+    def __init__(self, executor: UpdatesWeights | None, wake: Callable[[], None]) -> None:
+        self._executor, self._wake = executor, wake
+        self._asked: SimpleQueue[tuple[int, UpdateWeights, int] | None] = SimpleQueue()
+        self._done: SimpleQueue[tuple[int, NewWeights | CallFailed]] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_busy = False
+        #: The weights in use; None = those that the engine started with.
+        self.mark: WeightsMark | None = None
+
+    def begin(self, client: int, call: UpdateWeights) -> CallFailed | None:
+        """Start to read weights, or return why not. take_done() has what follows."""
+        if self._executor is None:
+            return CallFailed(call.call, ErrorCode.INVALID_ARGUMENT, _UNSUPPORTED)
+        if self._is_busy:
+            text = "another update of the weights has not finished; call again after its answer"
+            return CallFailed(call.call, ErrorCode.RESOURCE_EXHAUSTED, text)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, args=(self._executor,), name="weights", daemon=True)
+            self._thread.start()
+        self._is_busy = True
+        self._asked.put((client, call, 1 + (0 if self.mark is None else self.mark.version)))
+        return None
+
+    def take_done(self) -> list[tuple[int, NewWeights | CallFailed]]:
+        """Return (client, message): an input for the engine, or an answer to the client."""
+        done = [self._done.get_nowait() for _ in range(self._done.qsize())]
+        self._is_busy &= not any(isinstance(message, CallFailed) for _, message in done)
+        return done
+
+    def end(self, mark: WeightsMark) -> None:
+        """Note that the engine uses these weights."""
+        if self.mark is None or mark.version > self.mark.version:
+            self.mark, self._is_busy = mark, False
+
+    def close(self) -> None:
+        """Stop the thread after the weights that are being read."""
+        if self._thread is not None:
+            self._asked.put(None)
+            self._thread.join(_JOIN_S)
+
+    # --- the reading thread ---
+
+    def _run(self, executor: UpdatesWeights) -> None:
+        while (asked := self._asked.get()) is not None:
+            client, call, version = asked
+            self._done.put((client, self._read(executor, call, version)))
+            self._wake()
+
+    def _read(self, executor: UpdatesWeights, call: UpdateWeights, version: int) -> NewWeights | CallFailed:
+        try:
+            return NewWeights(call.call, executor.prepare_weights(call.path, version), call.mode)
+        except EngineCoreError as error:
+            return CallFailed(call.call, ErrorCode.INVALID_ARGUMENT, str(error))
+        except Exception as error:  # only this call fails; the engine continues with the weights that it has
+            log.say(traceback.format_exc())
+            text = f"the weights could not be read: {type(error).__name__}: {error}"
+            return CallFailed(call.call, ErrorCode.INTERNAL, text)

@@ -1,0 +1,105 @@
+"""New weights for a running engine: a path, or arrays that are written to a memory file which the engine reads."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from frontend.client.client import EngineClient
+from ipc.errors import CallFailedError, InvalidRequestError, ModelFileError
+from ipc.machine.memory_files import make_memory_file
+from ipc.tables.arrays import UInt8s
+from ipc.wire.weights_messages import UpdateMode, WeightsMark
+
+#: A path in the engine's file system, or (name, array) pairs: NumPy arrays or torch tensors.
+WeightsInput = str | os.PathLike[str] | Iterable[tuple[str, Any]]
+UpdateModeName = Literal["wait", "keep", "abort"]
+
+UPDATE_S = 600.0  # limit for reading weights, and for the requests that they wait for
+_ALIGNMENT = 64
+_NUMPY_TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_MAX_NAME_CHARS = 1024
+
+
+class _Tensor(NamedTuple):
+    name: str
+    type_name: str  # as in safetensors
+    shape: tuple[int, ...]
+    data: UInt8s  # [bytes]
+
+
+def update_weights(client: EngineClient, weights: WeightsInput, mode: str, timeout: float | None = None) -> WeightsMark:
+    """Give the engine other weights; see LLM.update_weights()."""
+    if mode.upper() not in UpdateMode.__members__:
+        raise InvalidRequestError(f"mode must be one of wait, keep, abort; got {mode!r:.80}")
+    limit, which = UPDATE_S if timeout is None else timeout, UpdateMode[mode.upper()]
+    if isinstance(weights, (str, os.PathLike)):
+        return client.update_weights(os.path.abspath(os.path.expanduser(weights)), which, limit)
+    if not os.path.exists(f"/proc/{client.welcome.pid}"):
+        raise CallFailedError(
+            "UpdateWeights: arrays are for an engine on this machine; give the path of a file on the engine's"
+        )
+    with _file_of(_tensors(weights)) as path:
+        return client.update_weights(path, which, limit)
+
+
+def _tensors(weights: Iterable[tuple[str, Any]]) -> list[_Tensor]:
+    """Return the tensors in the order given. Errors: ModelFileError for a name that comes twice, or a type."""
+    found: dict[str, _Tensor] = {}
+    for name, array in weights:
+        if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME_CHARS:
+            raise ModelFileError(f"a tensor's name is a str of 1 to {_MAX_NAME_CHARS} characters; got {name!r:.80}")
+        if name in found:
+            raise ModelFileError(f"tensor {name!r:.80} is given twice")
+        found[name] = _tensor(name, array)
+    if not found:
+        raise ModelFileError("no weights are given: give all tensors of the model")
+    return list(found.values())
+
+
+def _tensor(name: str, array: Any) -> _Tensor:
+    if hasattr(array, "detach"):  # torch's, whose bfloat16 NumPy does not have
+        array = array.detach().to("cpu").contiguous()
+        type_name = str(array.dtype).removeprefix("torch.")
+        if type_name == "bfloat16":
+            array = array.view(array.new_empty(0).short().dtype)
+        array = array.numpy()
+    else:
+        array = np.ascontiguousarray(array)
+        type_name = array.dtype.name
+    if type_name not in _NUMPY_TYPES:
+        raise ModelFileError(f"tensor {name!r:.80} has type {type_name}; supported are {', '.join(_NUMPY_TYPES)}")
+    return _Tensor(name, _NUMPY_TYPES[type_name], array.shape, array.reshape(-1).view(np.uint8))
+
+
+@contextmanager
+def _file_of(tensors: list[_Tensor]) -> Iterator[str]:
+    """Yield the path of a safetensors file with these tensors, for processes of this user on this machine.
+
+    It has no name on any disk, and is gone when this process ends or the context does.
+    """
+    header, begin = dict[str, Any](), 0
+    for one in tensors:
+        end = begin + len(one.data)
+        header[one.name] = {"dtype": one.type_name, "shape": list(one.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    fd = make_memory_file("engine-core-weights", 0)
+    try:
+        with open(fd, "wb", closefd=False, buffering=0) as file:
+            _write(file, len(text).to_bytes(8, "little") + text)
+            for one in tensors:
+                _write(file, memoryview(one.data))
+        yield f"/proc/{os.getpid()}/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
+def _write(file: Any, data: bytes | memoryview) -> None:
+    rest = memoryview(data)
+    while len(rest):
+        rest = rest[file.write(rest) :]

@@ -1,0 +1,47 @@
+"""Messages on a running engine's weights: the calls that change them and let them sleep, and what the engine computes
+with.
+"""
+
+from enum import IntEnum
+
+import msgspec
+
+from ipc.wire.call import Call
+
+
+class UpdateMode(IntEnum):
+    """What happens to requests that have begun when the weights change."""
+
+    WAIT = 0  # they end with the old weights first; until then no request begins
+    KEEP = 1  # they continue with the new ones: their keys and values are computed again, and their outputs are marked
+    ABORT = 2  # they are aborted
+
+
+class WeightsMark(msgspec.Struct, frozen=True, array_like=True):
+    """Weights that an engine has computed with."""
+
+    version: int  # counts the updates of this engine; 0 = those that it started with
+    fingerprint: str  # of the model with these weights, as in Welcome
+    weights: str  # and its parts, as in Arithmetic
+    variant: str
+
+
+class UpdateWeights(Call, frozen=True, array_like=True, tag=34):
+    """Owner only. Read other weights for the model while steps go on, then use them. Answered by Weights.
+
+    All tensors of the model must be there, with its shapes and without NaN and infinity; otherwise nothing changes.
+    """
+
+    path: str  # in the engine's file system: a safetensors file, a folder of them, or a .gguf file
+    mode: UpdateMode = UpdateMode.WAIT
+
+
+class GetWeights(Call, frozen=True, array_like=True, tag=35):
+    """Ask which weights the engine computes with. Answered by Weights, between two steps."""
+
+
+class Weights(msgspec.Struct, frozen=True, array_like=True, tag=87):
+    """The weights that the engine computes with from this step on."""
+
+    call: int
+    mark: WeightsMark
