@@ -252,7 +252,9 @@ def _no_fleet(call: int) -> CallFailed:
 
 #: The handler of each call that the border passes on. It returns the answer, or None, which means CallDone.
 HANDLERS: dict[type[Call], Callable[[EngineCore, int, Any, int], EngineReply | None]] = {
-    GetWeights: lambda engine, client, message, now_ns: Weights(message.call, engine.weights),
+    GetWeights: lambda engine, client, message, now_ns: Weights(
+        message.call, engine.weights, engine.scheduler.weights.waits
+    ),
     GetStatistics: lambda engine, client, message, now_ns: engine.statistics(message.call, now_ns),
     ResetPrefixCache: lambda engine, client, message, now_ns: engine.scheduler.reset_prefix_cache(),
     Pause: lambda engine, client, message, now_ns: engine.scheduler.pause(message.mode),

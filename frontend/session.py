@@ -276,7 +276,12 @@ class EngineHandle:
             )
         answers = [Answered(one.token_ids, one.finish_reason) for one in output.outputs]
         signing = None if key is None else SigningKey(os.fspath(key))
-        return make_receipt(self.client.welcome, request, answers, signing)
+        versions = {version for one in output.outputs for _, version in one.weights_versions or [(0, 0)]}
+        if len(versions) > 1:
+            raise InvalidRequestError(
+                f"no receipt can be made of this output: the weights changed while it was computed: {sorted(versions)}"
+            )
+        return make_receipt(self.client.welcome_of(*versions), request, answers, signing)
 
     def advance(self, state: State[Output]) -> Output | None:
         """Update a request with its news; return its output, or None if there is nothing to show.

@@ -258,8 +258,8 @@ class Border:
         Measurements come last: no client waits for them, and they are not read before this returns.
         """
         for client, message in messages:
-            if isinstance(message, Weights):
-                self._weights.end(message.mark)
+            if isinstance(message, Weights) and self._weights.end(message.mark):
+                self.send_to_all(Weights(0, message.mark), now)
             session = self.sessions.of_client(client)
             if session is not None:
                 self.sessions.send(session, message, now)

@@ -56,10 +56,12 @@ class WeightCalls:
         self._is_busy &= not any(isinstance(message, CallFailed) for _, message in done)
         return done
 
-    def end(self, mark: WeightsMark) -> None:
-        """Note that the engine uses these weights."""
-        if self.mark is None or mark.version > self.mark.version:
-            self.mark, self._is_busy = mark, False
+    def end(self, mark: WeightsMark) -> bool:
+        """Note that the engine uses these weights; return whether it did not before."""
+        if mark.version == (0 if self.mark is None else self.mark.version):
+            return False
+        self.mark, self._is_busy = mark, False
+        return True
 
     def close(self) -> None:
         """Stop the thread after the weights that are being read."""

@@ -66,7 +66,7 @@ from ipc.wire.placed_feature import PlacedFeature
 from ipc.wire.pooling_messages import AddPooling
 from ipc.wire.scheduling_messages import FollowKVEvents, KVEvents
 from ipc.wire.sockets import HANDSHAKE_MS
-from ipc.wire.weights_messages import Weights
+from ipc.wire.weights_messages import Weights, WeightsMark
 
 # JournalReader: what consumers read about a client's requests, under the lock of the journal.
 
@@ -125,6 +125,7 @@ class JournalReader(Protocol):
 
 
 _MAX_NUMBER = 2**32 - 1
+_MAX_MARKS = 256
 _LOST = "the connection to the engine was lost and is being restored; try again"
 
 
@@ -163,7 +164,7 @@ class EngineClient(JournalReader, TypedCalls):
         self._call_numbers = itertools.count(1)
         self._listeners: list[Callable[[], None]] = []
         self._kv_events: KVEventStream | None = None
-        self.weights_seen = 0  # the latest version of the engine's weights that this client knows of
+        self.marks: dict[int, WeightsMark] = {}  # by version: the last ones that the engine has changed its weights to
         self._error: EngineCoreError | None = None
         self._welcome: Future[Welcome] = Future()
         begin = time.monotonic()
@@ -296,6 +297,28 @@ class EngineClient(JournalReader, TypedCalls):
             raise fresh(self._error)
 
     @property
+    def weights_version(self) -> int:
+        """Return the version of the weights that the engine computes with, as far as this client knows."""
+        return next(reversed(self.marks), 0)
+
+    def _note_weights(self, mark: WeightsMark) -> None:
+        self.marks[mark.version] = mark
+        if len(self.marks) > _MAX_MARKS:
+            del self.marks[next(iter(self.marks))]
+
+    def welcome_of(self, weights_version: int) -> Welcome:
+        """Return the engine's Welcome as it would be with these weights. Errors: InvalidRequestError if they are not
+        known: this client knows the last ones since its beginning.
+        """
+        if not weights_version:
+            return replace(self.welcome, weights=None)
+        mark, arithmetic = self.marks.get(weights_version), self.welcome.arithmetic
+        if mark is None or arithmetic is None:
+            raise InvalidRequestError(f"nothing is known of the weights of version {weights_version}")
+        own = replace(arithmetic, weights=mark.weights, variant=mark.variant)
+        return replace(self.welcome, model_fingerprint=mark.fingerprint, arithmetic=own, weights=mark)
+
+    @property
     def num_live(self) -> int:
         """Return the number of requests submitted and not discarded."""
         return self._journal.num_live
@@ -383,8 +406,6 @@ class EngineClient(JournalReader, TypedCalls):
             case Outputs():
                 if message.epoch != self.welcome.epoch:
                     return False
-                if message.weights_version:
-                    self.weights_seen = max(self.weights_seen, message.weights_version)
                 return self._journal.any_ready(self._journal.apply(message, now))
             case RequestFailed():
                 return self._journal.fail(message.number, request_error(message), now)
@@ -405,8 +426,8 @@ class EngineClient(JournalReader, TypedCalls):
                 return False
             case _:  # the answer to a call
                 answer: CallResult = message
-                if isinstance(answer, Weights):
-                    self.weights_seen = max(self.weights_seen, answer.mark.version)
+                if isinstance(answer, Weights) and answer.mark.version:
+                    self._note_weights(answer.mark)
                 if (future := self._calls.pop(answer.call, None)) is not None:
                     future.set_result(answer)
                 return False
@@ -418,12 +439,12 @@ class EngineClient(JournalReader, TypedCalls):
             self._end(refusal(Refused(ErrorCode.VERSION_MISMATCH, "other protocol", welcome.major, welcome.minor)))
             return False
         is_first = not self._welcome.done()
-        if not is_first and (reason := why_not_again(self.welcome, welcome, self.weights_seen)):
+        if not is_first and (reason := why_not_again(self.welcome, welcome, self.weights_version)):
             self._end(EngineDeadError(f"the engine was restarted while the connection was lost, and {reason}"))
             return False
         self.welcome = welcome
         if welcome.weights is not None:
-            self.weights_seen = max(self.weights_seen, welcome.weights.version)
+            self._note_weights(welcome.weights)
         self._is_connected = True
         self._resumption.opened(welcome.session_token)
         self._transport.keep_alive(encode(Heartbeat()), welcome.limits.heartbeat_ms / 1000)
@@ -506,10 +527,10 @@ def refusal(refused: Refused) -> HandshakeError:
     )
 
 
-def why_not_again(before: Welcome, now: Welcome, weights_seen: int = 0) -> str:
+def why_not_again(before: Welcome, now: Welcome, weights_version: int = 0) -> str:
     """Return why requests of the engine `before` cannot continue at the engine that answers `now`; "" if they can.
 
-    weights_seen: the latest version of the weights that the client knows of.
+    weights_version: that of the engine `before`, as far as the client knows.
     """
     if now.engine_id == before.engine_id:
         return ""
@@ -522,8 +543,8 @@ def why_not_again(before: Welcome, now: Welcome, weights_seen: int = 0) -> str:
         levels = f"{before.numerics} before and {now.numerics} now"
         return f"its tokens may differ at numerics level {levels} ({_SAME_TOKENS} is needed); requests are lost"
     version = 0 if now.weights is None else now.weights.version
-    if version != weights_seen:
-        return f"it has weights of version {version}, and the last one had version {weights_seen}; requests are lost"
+    if version != weights_version:
+        return f"it has weights of version {version}, and the last one had {weights_version}; requests are lost"
     lengths = before.limits.max_model_len, now.limits.max_model_len
     if lengths[0] != lengths[1]:  # a request without max_tokens would end at another position
         return (

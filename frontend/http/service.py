@@ -71,7 +71,7 @@ class Service:
         welcome = engine.client.welcome
         self.adapters = ServedAdapters(engine.client)
         self.names = options.served_model_names or (_short_name(welcome.model_name),)
-        self.fingerprint = f"ec-{welcome.model_fingerprint[:16]}-{welcome.numerics}"
+        self._fingerprint = f"ec-{welcome.model_fingerprint[:16]}-{welcome.numerics}"
         self._defaults: dict[str, Any] = {
             name: value for name, value in welcome.default_sampling.items() if name in SamplingParams.__struct_fields__
         }
@@ -93,6 +93,12 @@ class Service:
             _ = engine.tokenizer.bound  # takes about 20 ms, once
 
     @property
+    @property
+    def fingerprint(self) -> str:
+        """Return the field system_fingerprint: the model's, and the version of weights that have replaced its own."""
+        version = self.engine.client.weights_version
+        return f"{self._fingerprint}-w{version}" if version else self._fingerprint
+
     def max_model_len(self) -> int:
         """Return the most tokens that a prompt and its output may have together."""
         return self.engine.client.welcome.limits.max_model_len

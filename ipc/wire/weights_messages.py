@@ -43,5 +43,6 @@ class GetWeights(Call, frozen=True, array_like=True, tag=35):
 class Weights(msgspec.Struct, frozen=True, array_like=True, tag=87):
     """The weights that the engine computes with from this step on."""
 
-    call: int
+    call: int  # 0: of no call, but sent to all clients when the weights change
     mark: WeightsMark
+    is_waiting: bool = False  # an update waits for requests to end, and until then no request begins

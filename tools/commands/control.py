@@ -1,4 +1,6 @@
-"""`engine-core control`: pause, resume, drain, upgrade, dump or shut down a running engine or router, as its owner."""
+"""`engine-core control`: pause, resume, drain, upgrade, dump or shut down a running engine or router, change its
+adapters or weights, as its owner.
+"""
 
 import argparse
 import fcntl
@@ -10,6 +12,7 @@ from core.capture.flight_file import write_flight
 from core.capture.write_flight import describe
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
+from frontend.weights import update_weights
 from ipc.errors import ConfigError
 from ipc.log_lines import counted
 from ipc.records.flight_ring import find_ring
@@ -27,12 +30,13 @@ _ACTIONS: dict[str, Callable[[EngineClient, argparse.Namespace], None]] = {
     "reset-prefix-cache": lambda client, _: client.reset_prefix_cache(),
     "dump": lambda client, options: dump(client, options.out),
     "lora": lambda client, options: steer_adapters(client, options.words),
+    "weights": lambda client, options: change_weights(client, options.words, options.in_flight),
     "replicas": lambda client, _: print("\n".join(describe_replicas(client.replicas()))),
     "join": lambda client, options: client.join(_replica(options), prefills=options.prefill),
     "leave": lambda client, options: client.leave(_replica(options), move_after=options.move_after),
 }
 #: Those that print something of their own.
-_TELLING = ("dump", "lora", "replicas")
+_TELLING = ("dump", "lora", "weights", "replicas")
 _LOAD_S = 300.0  # limit for reading an adapter
 _OF_A_REPLICA = ("join", "leave")
 _OWNER_FILE = re.compile(rb"([0-9a-f]*\n)?")
@@ -43,9 +47,9 @@ def main(arguments: Sequence[str]) -> int:
     parser = ArgumentParser(
         prog="engine-core control",
         usage=f"engine-core control {{{','.join(_ACTIONS)}}} [WORD ...] [--connect ADDR] [--owner-file FILE]",
-        description="Control a running engine or router. All actions except reset-prefix-cache, lora list, replicas "
-        "and dump need the owner file: see serve --owner-file. dump reads the engine's memory, so it "
-        "must run as the engine's user. For a router: replicas shows its engines, join and leave change "
+        description="Control a running engine or router. All actions except reset-prefix-cache, lora list, weights "
+        "without a path, replicas and dump need the owner file: see serve --owner-file. dump reads the engine's "
+        "memory, so it must run as the engine's user. For a router: replicas shows its engines, join and leave change "
         "them.",
     )
     parser.add_argument("action", choices=tuple(_ACTIONS))
@@ -54,12 +58,20 @@ def main(arguments: Sequence[str]) -> int:
         nargs="*",
         metavar="WORD",
         help="for join and leave: a replica's address. For lora: load NAME=PATH reads an adapter's files while steps "
-        "go on; unload NAME removes its name; list prints what is loaded",
+        "go on; unload NAME removes its name; list prints what is loaded. For weights: PATH, of the model's new "
+        "weights; without it the present ones are shown",
     )
     parser.add_argument("--connect", metavar="ADDR", help="the engine's address; default: that of `engine-core serve`")
     parser.add_argument("--owner-file", metavar="FILE", help="the file of `engine-core serve --owner-file FILE`")
     parser.add_argument(
         "--mode", choices=("new", "all"), default="new", help="for pause: no request begins, or none runs; default: new"
+    )
+    parser.add_argument(
+        "--in-flight",
+        choices=("wait", "keep", "abort"),
+        default="wait",
+        help="for weights: requests that have begun end with the old weights first, continue with the new ones, or are "
+        "aborted; default: wait",
     )
     parser.add_argument(
         "--move-after",
@@ -79,7 +91,7 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("--out is for dump only")
     if parsed.action in _OF_A_REPLICA and len(parsed.words) != 1:
         parser.error(f"{parsed.action} needs the address of one replica")
-    if parsed.words and parsed.action not in ("lora", *_OF_A_REPLICA):
+    if parsed.words and parsed.action not in ("lora", "weights", *_OF_A_REPLICA):
         parser.error(f"{parsed.action} takes no words: {' '.join(parsed.words)}")
     owner_file = owner_file_to_read(parsed.owner_file, parsed.connect)
     token = b"" if owner_file is None else read_owner_file(owner_file)
@@ -127,6 +139,14 @@ def steer_adapters(client: EngineClient, words: Sequence[str]) -> None:
     for one in shown:
         where = f"  {one.path}" if one.path else ""
         print(f"{one.name}  rank {one.rank}  {one.num_bytes / 2**20:.1f} MiB  {one.digest}{where}")
+
+
+def change_weights(client: EngineClient, words: Sequence[str], in_flight: str) -> None:
+    """Give the engine other weights, or show which it has. Errors: ConfigError for several paths; CallFailedError."""
+    if len(words) > 1:
+        raise ConfigError(f"weights needs one PATH, or none; got {' '.join(words)!r:.80}")
+    mark = update_weights(client, words[0], in_flight) if words else client.weights()
+    print(f"weights of version {mark.version}: {mark.weights}; fingerprint {mark.fingerprint}")
 
 
 def _replica(options: argparse.Namespace) -> str:

@@ -13,6 +13,7 @@ from frontend.http.request import new_id
 from frontend.http.service import Service
 from frontend.results.outputs import CompletionOutput
 from frontend.session import PreparedRequest
+from ipc.errors import InvalidRequestError
 from ipc.params.sampling_params import SamplingParams
 from ipc.records.receipt import Answered, check_provable, ids_bytes, make_receipt
 from ipc.wire.messages import AddRequest
@@ -22,7 +23,7 @@ class Receipts:
     """The receipts of one answer, a receipt for each prompt. Errors: InvalidRequestError, if there can be none."""
 
     def __init__(self, service: Service, prepared: Sequence[PreparedRequest]) -> None:
-        self._service = service
+        self._service, self._version = service, service.engine.client.weights_version
         self._requests = [_request(one) for one in prepared]
         for request in self._requests:
             check_provable(service.engine.client.welcome, request)
@@ -39,7 +40,10 @@ class Receipts:
     def fields(self) -> dict[str, object]:
         """Return the field `receipts` of an answer that has ended."""
         choices = [Answered(*one) for one in zip(self._token_ids, self._finishes, strict=True)]
-        welcome, key = self._service.engine.client.welcome, self._service.receipt_key
+        client, key = self._service.engine.client, self._service.receipt_key
+        if client.weights_version != self._version:
+            raise InvalidRequestError("no receipt can be made of this answer: the weights changed meanwhile")
+        welcome = client.welcome_of(self._version)
         parts = [choices[first : first + self._n] for first in range(0, len(choices), self._n)]
         made = [make_receipt(welcome, *one, key) for one in zip(self._requests, parts, strict=True)]
         return {"receipts": made}

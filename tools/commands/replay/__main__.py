@@ -149,6 +149,13 @@ def _parser() -> argparse.ArgumentParser:
         metavar="NAME=PATH",
         help="full: adapters that the engine loaded while it ran, or the paths of its initial adapters on this machine",
     )
+    parser.add_argument(
+        "--weights",
+        default=[],
+        nargs="+",
+        metavar="PATH",
+        help="full: files of the weights that the engine got while it ran",
+    )
     parser.add_argument("--connect", metavar="ADDR", help="live: address of the engine")
     timing = parser.add_mutually_exclusive_group()
     timing.add_argument(
@@ -227,6 +234,8 @@ def _check_options(parsed: argparse.Namespace) -> None:
         parser.error("--mmproj is for --mode full only")
     if parsed.lora_modules and parsed.mode != "full":
         parser.error("--lora-modules is for --mode full only")
+    if parsed.weights and parsed.mode != "full":
+        parser.error("--weights is for --mode full only")
     if parsed.speed is not None and not 0 < parsed.speed < float("inf"):
         parser.error(f"--speed must be a number above 0, got {parsed.speed:g}")
 
@@ -260,7 +269,7 @@ def _run(file: CaptureFile, parsed: argparse.Namespace) -> int:
     else:
         config, executor = replay_config(file.header), recorded_executor(file)
     try:
-        run = rerun(file, config, executor)
+        run = rerun(file, config, executor, weights=parsed.weights)
     finally:
         executor.close()
     report = make_report(file, parsed.mode, run, time.monotonic() - begin)

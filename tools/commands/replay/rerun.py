@@ -1,7 +1,7 @@
 """A capture run again through the engine core, step by step, with recorded tokens or with the model."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol, cast
 
 import msgspec
@@ -16,17 +16,18 @@ from core.capture.recorded_executor import RecordedExecutor
 from core.capture.records import Header, Input, Step, decode_config
 from core.capture.snapshot import Snapshot
 from core.engine import EngineCore
-from core.execution.executor import Executor, StepHandle
+from core.execution.executor import Executor, StepHandle, UpdatesWeights
 from core.execution.pipeline import StepWatcher
 from core.execution.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 from core.executors.by_name import load_executor
-from core.inputs import BlocksArrived, EngineReply
+from core.inputs import BlocksArrived, EngineReply, NewWeights
 from ipc.errors import CaptureFileError, EngineCoreError, InvalidRequestError
 from ipc.options.resolved import ResolvedConfig
 from ipc.options.workers import in_one_process
 from ipc.tables.columns import unpack_numbers
 from ipc.wire.feature_messages import without_ids
 from ipc.wire.messages import DECODE_ERRORS, Abort, AddRequest, Submission
+from ipc.wire.weights_messages import WeightsMark
 from tools.commands.replay.differences import Batch, Difference, find_difference
 
 OnTurn = Callable[[Turn, Sequence[tuple[int, EngineReply]]], None]
@@ -69,7 +70,10 @@ def recorded_executor(file: CaptureFile) -> RecordedExecutor:
 
 
 def real_executor(
-    file: CaptureFile, model: str | None, modules: Mapping[str, str] | None = None, mmproj: str | None = None
+    file: CaptureFile,
+    model: str | None,
+    modules: Mapping[str, str] | None = None,
+    mmproj: str | None = None,
 ) -> tuple[ResolvedConfig, Executor]:
     """Load the captured engine's model; return (config, executor). model, mmproj: paths on this machine, None = as in
     the capture.
@@ -115,8 +119,9 @@ class TableWatcher(StepWatcher, Protocol):
 class Replay:
     """A capture's engine, whose steps run again from the beginning of the file or from a checkpoint in it.
 
-    config: the engine's. start: a checkpoint of the file; None: the file's beginning. watcher: gets every plan. Errors:
-    CaptureFileError for impossible options or an impossible state.
+    config: the engine's. start: a checkpoint of the file; None: the file's beginning. watcher: gets every plan.
+    weights: paths of those that the engine got while it ran. Errors: CaptureFileError for impossible options or an
+    impossible state.
     """
 
     def __init__(
@@ -127,9 +132,10 @@ class Replay:
         start: Place | None = None,
         *,
         watcher: TableWatcher | None = None,
+        weights: Sequence[str] = (),
     ) -> None:
         self._file, self._log = file, _Comparison()
-        self._executor = executor if isinstance(executor, RecordedExecutor) else LostSteps(executor)
+        self._executor = executor if isinstance(executor, RecordedExecutor) else LostSteps(executor, weights)
         self._start = file.checkpoints[0] if start is None and file.begins_inside else start
         try:
             watchers = [watcher] if watcher else []
@@ -158,6 +164,8 @@ class Replay:
         """
         for turn in self._file.turns(self._start):
             is_recorded = isinstance(self._executor, RecordedExecutor)
+            if isinstance(self._executor, LostSteps):
+                self._executor.prepare_all(message.mark for _, message in turn.inbox if isinstance(message, NewWeights))
             _check_inputs(self._file, turn, has_features=is_recorded)
             with untrusted_file(self._file.path) if is_recorded else contextlib.nullcontext():
                 difference, replies = self._step(turn)
@@ -183,13 +191,14 @@ def rerun(
     on_turn: OnTurn | None = None,
     watcher: TableWatcher | None = None,
     start: Place | None = None,
+    weights: Sequence[str] = (),
 ) -> Rerun:
     """Run every step up to the first difference.
 
-    on_turn: called with each turn that was equal, and the engine's replies. watcher, start: see Replay.
+    on_turn: called with each turn that was equal, and the engine's replies. watcher, start, weights: see Replay.
     Errors: CaptureFileError for records that no engine can have written.
     """
-    replay = Replay(file, config, executor, start, watcher=watcher)
+    replay = Replay(file, config, executor, start, watcher=watcher, weights=weights)
     difference, num_steps, engine_error = None, 0, ""
     num_requests = num_aborted = 0
     for turn, difference, replies in replay.steps():
@@ -261,14 +270,35 @@ class LostSteps:
     step that computes a part of a prompt has none in either, and may have drafts.
     """
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, weights: Sequence[str] = ()) -> None:
+        """weights: paths of those that the captured engine got while it ran."""
         self.info, self.grammars = executor.info, executor.grammars
-        self._executor = executor
+        self._executor, self._weights = executor, weights
         self._step: Step | None = None
 
     def feed(self, step: Step) -> None:
         """Set the step that is replayed next."""
         self._step = step
+
+    def prepare_all(self, marks: Iterable[WeightsMark]) -> None:
+        """Read these weights, which the next step may use. Errors: OtherModelError if their files are not given."""
+        for mark in marks:
+            paths = iter(self._weights if isinstance(self._executor, UpdatesWeights) else ())
+            if not any(self.prepare_weights(path, mark.version) == mark for path in paths):
+                raise OtherModelError(
+                    f"the capture changes the weights to version {mark.version}, digest {mark.weights:.16}, and they "
+                    "are not among the files given: name each with --weights"
+                )
+
+    def prepare_weights(self, path: str, version: int) -> WeightsMark:
+        """Read weights; see UpdatesWeights."""
+        assert isinstance(self._executor, UpdatesWeights), type(self._executor)
+        return self._executor.prepare_weights(path, version)
+
+    def use_weights(self, mark: WeightsMark) -> None:
+        """Compute with these weights; see UpdatesWeights."""
+        assert isinstance(self._executor, UpdatesWeights), type(self._executor)
+        self._executor.use_weights(mark)
 
     def execute(self, plan: SchedulerOutput) -> StepHandle:
         """Begin a step."""

@@ -1,0 +1,227 @@
+"""LLM.update_weights(): a running model with other weights is the model that starts with them, bit for bit; nothing
+computed with the earlier ones is used again, and every token says which weights it comes from.
+"""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from frontend.llm import LLM
+from frontend.results.outputs import RequestOutput
+from ipc.errors import CallFailedError, InvalidRequestError, ModelFileError
+from ipc.params.sampling_params import SamplingParams
+from ipc.tables.arrays import Floats
+from ipc.wire.messages import FinishReason, PauseMode
+from ipc.wire.weights_messages import GetWeights
+from tests.captures import error, replay
+from tests.core.draft_heads import LLAMA, model_shapes, random_weights, write
+
+MODEL = {**LLAMA, "num_hidden_layers": 2}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "threads": 1,
+    "max_model_len": 256,
+    "block_size": 4,
+    "skip_tokenizer_init": True,
+}
+PROMPT = list(range(10, 50))
+LENGTH = 60
+PARAMS = SamplingParams(temperature=0.7, seed=5, max_tokens=LENGTH, ignore_eos=True, logprobs=1)
+
+
+class Site(NamedTuple):
+    """An engine, the folders of three versions of its weights, and what a fresh engine answers with each."""
+
+    llm: LLM
+    folders: list[Path]
+    answers: list[RequestOutput]
+    capture: Path
+
+    def weights(self, which: int) -> dict[str, Floats]:
+        return random_weights(model_shapes(MODEL), which)
+
+    def use(self, which: int, **options: Any) -> int:
+        return self.llm.update_weights(self.folders[which], **options).version
+
+
+def answer(llm: LLM, prompt: list[int] = PROMPT, params: SamplingParams = PARAMS) -> RequestOutput:
+    return llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)[0]
+
+
+def bits(output: RequestOutput) -> list[Any]:
+    """Return the tokens, and the log probabilities of all entries."""
+    (one,) = output.outputs
+    assert one.logprobs is not None
+    return [one.token_ids, [[(token, entry.logprob) for token, entry in each.items()] for each in one.logprobs]]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("weights")
+    folders = [folder / str(which) for which in range(3)]
+    answers = []
+    for which, one in enumerate(folders):
+        write(one, MODEL, random_weights(model_shapes(MODEL), which))
+        with LLM(str(one), **OPTIONS) as llm:
+            answers.append(answer(llm))
+    capture = folder / "run.cap"
+    with LLM(str(folders[0]), **OPTIONS, capture=str(capture)) as llm:
+        assert bits(answer(llm)) == bits(answers[0])
+        yield Site(llm, folders, answers, capture)
+
+
+def test_arrays_make_the_model_that_starts_with_them(site: Site) -> None:
+    before = site.llm.client.weights()
+    arrays = [(name, torch.from_numpy(numbers)) for name, numbers in site.weights(1).items()]
+    mark = site.llm.update_weights(arrays)
+    assert mark.version == before.version + 1
+    assert mark.weights != before.weights
+    assert mark.fingerprint != before.fingerprint
+    assert mark.variant == before.variant
+    first, second = answer(site.llm), answer(site.llm)
+    assert bits(first) == bits(second) == bits(site.answers[1]) != bits(site.answers[0])
+    assert first.outputs[0].weights_versions == ((0, mark.version),)
+    assert (first.num_cached_tokens, second.num_cached_tokens) == (0, 36)
+    assert site.llm.statistics().weights_version == site.llm.client.weights_version == mark.version
+    site.use(2)
+    assert bits(answer(site.llm)) == bits(site.answers[2])
+    assert site.use(1) == mark.version + 2
+    assert site.llm.client.weights().fingerprint == mark.fingerprint, "the same numbers from a file and from arrays"
+
+
+def changed(weights: dict[str, Floats], name: str, numbers: Any) -> list[tuple[str, Any]]:
+    return list({**weights, name: numbers}.items())
+
+
+NORM, HEAD = "model.norm.weight", "lm_head.weight"
+
+
+def test_weights_that_do_not_fit_change_nothing(site: Site) -> None:
+    version = site.use(1)
+    whole = site.weights(0)
+    nan, infinite = whole[HEAD].copy(), whole[NORM].copy()
+    nan[3, 5], infinite[-1] = np.nan, np.inf
+    refused: list[tuple[list[tuple[str, Any]], type[Exception], str]] = [
+        ([pair for pair in whole.items() if pair[0] != NORM], CallFailedError, f"tensor {NORM} is missing"),
+        (changed(whole, "model.other.weight", whole[NORM]), CallFailedError, "unexpected tensor 'model.other.weight'"),
+        (changed(whole, HEAD, whole[HEAD][:-1]), CallFailedError, r"lm_head.weight has shape \(299, 64\)"),
+        (changed(whole, HEAD, nan), CallFailedError, f"tensor {HEAD} has numbers that are NaN or infinite"),
+        (changed(whole, NORM, infinite), CallFailedError, f"tensor {NORM} has numbers that are NaN or infinite"),
+        ([*whole.items(), (NORM, whole[NORM])], ModelFileError, "'model.norm.weight' is given twice"),
+        (changed(whole, NORM, whole[NORM].astype(np.float64)), ModelFileError, "has type float64"),
+        ([], ModelFileError, "no weights are given"),
+    ]
+    for weights, kind, text in refused:
+        with pytest.raises(kind, match=text):
+            site.llm.update_weights(weights)
+    with pytest.raises(CallFailedError, match="cannot be read"):
+        site.llm.update_weights("/nowhere.safetensors")
+    with pytest.raises(InvalidRequestError, match="mode must be one of wait, keep, abort; got 'now'"):
+        site.llm.update_weights(site.folders[0], mode="now")  # type: ignore[arg-type]
+    assert site.llm.client.weights().version == version
+    assert bits(answer(site.llm)) == bits(site.answers[1])
+
+
+def begin(site: Site, count: int) -> int:
+    """Submit a request, pause the engine once it has this many tokens, and return its number."""
+    client = site.llm.client
+    number = client.submit(PROMPT, PARAMS, seed=5, streaming=True)
+    while len(client.read(number).token_ids) < count:
+        client.wait(np.array([number]), 10)
+    client.pause(PauseMode.ALL)
+    assert not client.read(number).finish, "it must not have finished"
+    return number
+
+
+def test_requests_that_are_kept_continue_with_the_new_weights_and_say_from_where(site: Site) -> None:
+    client, old = site.llm.client, site.use(1)
+    number = begin(site, 3)
+    new = site.use(2, mode="keep")
+    client.resume()
+    while not client.read(number).finish:
+        client.wait(np.array([number]), 10)
+    got = client.read(number)
+    client.discard([number])
+    ((begin_old, version_old), (place, version_new)) = got.weights_versions
+    assert (begin_old, version_old, version_new) == (0, old, new)
+    assert 3 <= place < LENGTH
+    tokens = got.token_ids.tolist()
+    assert tokens[:place] == site.answers[1].outputs[0].token_ids[:place]
+    # the rest is drawn from the new weights' logits of the whole sequence, of which none is left over
+    given = PARAMS.changed(prompt_logprobs=0, max_tokens=1, logprobs=None)
+    whole = answer(site.llm, PROMPT + tokens, given)
+    assert whole.prompt_logprobs is not None
+    forced = [
+        entry[token].logprob
+        for entry, token in zip(whole.prompt_logprobs[-len(tokens) :], tokens, strict=True)
+        if entry
+    ]
+    assert got.logprobs is not None
+    reported = [float(entry.values[0]) for entry in got.logprobs.output]
+    assert forced[place:] == reported[place:]
+    assert forced[:place] != reported[:place]
+
+
+def test_requests_that_are_waited_for_end_with_the_old_weights(site: Site) -> None:
+    old = site.use(1)
+    number = begin(site, 3)
+    done: list[int] = []
+    update = threading.Thread(target=lambda: done.append(site.use(2)))
+    update.start()
+    client = site.llm.client
+    while not client.call(GetWeights, "GetWeights", 10).is_waiting:  # type: ignore[union-attr]
+        pass
+    later = client.submit(PROMPT, PARAMS, seed=5)
+    with pytest.raises(CallFailedError, match="another update of the weights has not finished"):
+        site.use(0)
+    assert not done
+    client.resume()
+    update.join(30)
+    assert done == [old + 1]
+    for one, version in ((number, old), (later, old + 1)):
+        while not (got := site.llm.client.read(one)).finish:
+            site.llm.client.wait(np.array([one]), 10)
+        assert got.weights_versions == ((0, version),)
+        assert got.token_ids.tolist() == site.answers[1 if version == old else 2].outputs[0].token_ids
+        site.llm.client.discard([one])
+
+
+def test_requests_can_be_aborted(site: Site) -> None:
+    number = begin(site, 3)
+    version = site.use(1, mode="abort")
+    site.llm.client.resume()
+    got = site.llm.client.read(number)
+    assert got.finish is FinishReason.ABORT
+    assert version not in [which for _, which in got.weights_versions]
+    site.llm.client.discard([number])
+    assert bits(answer(site.llm)) == bits(site.answers[1])
+
+
+def test_a_receipt_names_the_weights_of_its_answer(site: Site) -> None:
+    site.use(1)
+    first = answer(site.llm)
+    mark = site.llm.client.weights()
+    site.use(2)
+    header = site.llm.receipt(first).header
+    assert (header.weights, header.fingerprint) == (mark.weights, mark.fingerprint)
+    first.outputs[0].weights_versions += ((9, mark.version + 1),)
+    with pytest.raises(InvalidRequestError, match="the weights changed while it was computed"):
+        site.llm.receipt(first)
+
+
+def test_a_capture_replays_with_its_weights_and_is_refused_without(
+    site: Site, capfd: pytest.CaptureFixture[str]
+) -> None:
+    site.llm.close()  # the last test: the file is complete
+    assert replay(capfd, site.capture)[0] == 0
+    status, text = error(capfd, site.capture, "--mode", "full")
+    assert status == 5
+    assert "the capture changes the weights to version 1" in text
+    files = [str(folder) for folder in site.folders]
+    status, report = replay(capfd, site.capture, "--mode", "full", "--weights", *files)
+    assert (status, report["run"]["difference"]) == (0, None)
