@@ -51,7 +51,7 @@ from ipc.wire.messages import (
 )
 from ipc.wire.pooling_messages import AddPooling
 from ipc.wire.scheduling_messages import Explain, FollowKVEvents, StopRequest, UnfollowKVEvents
-from ipc.wire.weights_messages import GetWeights, Weights, WeightsMark
+from ipc.wire.weights_messages import GetWeights, Sleep, WakeUp, Weights, WeightsMark
 
 NS_PER_MS = 1_000_000
 
@@ -218,6 +218,15 @@ class EngineCore:
         deadline_ns = now_ns + message.deadline_ms * NS_PER_MS if message.deadline_ms else 0
         self.scheduler.add_request(choices, now_ns, deadline_ns)
 
+    def _wake_up(self, call: int) -> CallFailed | None:
+        reason = self.scheduler.wake_up()
+        return CallFailed(call, ErrorCode.INVALID_ARGUMENT, reason) if reason else None
+
+    def _sleep(self, level: int) -> None:
+        assert not self.pipeline.num_in_flight, "a step is in flight"
+        self.scheduler.sleep(level)
+        self.pipeline.sleep(level)
+
     def statistics(self, call: int, now_ns: int = 0) -> Statistics:
         """Return counters and gauges as the answer to this call. now_ns: the step's clock, in ns."""
         scheduler, swap_space = self.scheduler, self.scheduler.preemption.swap_space
@@ -253,7 +262,7 @@ def _no_fleet(call: int) -> CallFailed:
 #: The handler of each call that the border passes on. It returns the answer, or None, which means CallDone.
 HANDLERS: dict[type[Call], Callable[[EngineCore, int, Any, int], EngineReply | None]] = {
     GetWeights: lambda engine, client, message, now_ns: Weights(
-        message.call, engine.weights, engine.scheduler.weights.waits
+        message.call, engine.weights, engine.scheduler.weights.waits, engine.scheduler.weights.are_gone
     ),
     GetStatistics: lambda engine, client, message, now_ns: engine.statistics(message.call, now_ns),
     ResetPrefixCache: lambda engine, client, message, now_ns: engine.scheduler.reset_prefix_cache(),
@@ -267,6 +276,8 @@ HANDLERS: dict[type[Call], Callable[[EngineCore, int, Any, int], EngineReply | N
     StopRequest: lambda engine, client, message, now_ns: engine.scheduler.finish_requests(
         message.session, [message.number]
     ),
+    Sleep: lambda engine, client, message, now_ns: engine._sleep(message.level),
+    WakeUp: lambda engine, client, message, now_ns: engine._wake_up(message.call),
     GetReplicas: lambda engine, client, message, now_ns: _no_fleet(message.call),
     ChangeReplica: lambda engine, client, message, now_ns: _no_fleet(message.call),
 }

@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING, Any, NoReturn
 
 _WORKERS = "an engine does not run its callers' code"
-_SLEEP = "an engine keeps its weights; stop it with shutdown(), or keep it: an idle one takes no CPU"
 _PROFILE = (
     "there is no profiler; `engine-core control dump` and then `engine-core replay FILE --perfetto OUT` show the steps "
     "of a running engine"
@@ -20,7 +19,6 @@ _SCHEDULER = (
 #: vLLM's name -> why it does not exist here, or what to use.
 ABSENT = {
     **dict.fromkeys(("collective_rpc", "apply_model", "scale_elastic_ep"), _WORKERS),
-    **dict.fromkeys(("sleep", "wake_up", "is_sleeping"), _SLEEP),
     **dict.fromkeys(("start_profile", "stop_profile"), _PROFILE),
     **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), _LORA),
     **dict.fromkeys(("pause_generation", "resume_generation", "is_paused"), _PAUSE),

@@ -25,7 +25,7 @@ from frontend.session import EngineHandle, Message
 from frontend.text.prompt_forms import PromptInput
 from frontend.text.prompts import split_prompts
 from frontend.text.tokenizer import Tokenizer
-from frontend.weights import UpdateModeName, WeightsInput, update_weights
+from frontend.weights import UpdateModeName, WeightsInput, update_weights, wake_up
 from ipc.errors import EngineCoreError, EngineDeadError, InvalidRequestError
 from ipc.params.beam_search import BeamSearchParams
 from ipc.params.pooling_params import PoolingParams, PoolingTask
@@ -321,6 +321,18 @@ class AsyncLLM(AbsentMethods):
     ) -> WeightsMark:
         """Give the running model other weights, as LLM.update_weights() does."""
         return await asyncio.to_thread(update_weights, self._engine.client, weights, mode, timeout)
+
+    async def sleep(self, level: int = 1) -> None:
+        """Free memory until wake_up(), as LLM.sleep() does."""
+        await asyncio.to_thread(self._engine.client.sleep, level)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Run requests again after sleep(), as LLM.wake_up() does."""
+        await asyncio.to_thread(wake_up, self._engine.client, tags)
+
+    async def is_sleeping(self) -> bool:
+        """Return whether the engine sleeps. Errors: CallFailedError, EngineDeadError."""
+        return (await self.statistics()).sleep_level > 0
 
     async def reset_prefix_cache(self) -> None:
         """Drop all cached blocks that no running request holds. Errors: CallFailedError, EngineDeadError."""

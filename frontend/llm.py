@@ -31,14 +31,13 @@ from frontend.session import EngineHandle, Message
 from frontend.text.prompt_forms import PromptInput
 from frontend.text.prompts import split_prompts
 from frontend.text.tokenizer import Tokenizer
-from frontend.weights import UpdateModeName, WeightsInput, update_weights
+from frontend.weights import WeightMethods
 from ipc.errors import EngineCoreError, InvalidRequestError
 from ipc.params.beam_search import BeamSearchParams
 from ipc.params.pooling_params import PoolingParams, PoolingTask
 from ipc.params.sampling_params import SamplingParams
 from ipc.records.receipt import Receipt
 from ipc.wire.messages import Statistics
-from ipc.wire.weights_messages import WeightsMark
 
 # PoolingCalls: the calls of LLM whose answers are vectors: encode, embed, classify and score.
 
@@ -135,7 +134,7 @@ class PoolingCalls:
         return [score_of(output) for output in outputs]
 
 
-class LLM(PoolingCalls, AbsentMethods):
+class LLM(PoolingCalls, WeightMethods, AbsentMethods):
     """An engine with a synchronous interface, which is vLLM's.
 
     model: folder with config.json and safetensors files, or a .gguf file; None = the demo model. connect: address of a
@@ -363,21 +362,6 @@ class LLM(PoolingCalls, AbsentMethods):
     def statistics(self) -> Statistics:
         """Return the engine's counters and gauges over all clients. Errors: CallFailedError, EngineDeadError."""
         return self._engine.client.statistics()
-
-    def update_weights(
-        self, weights: WeightsInput, mode: UpdateModeName = "wait", timeout: float | None = None
-    ) -> WeightsMark:
-        """Give the running model other weights, for all clients, and return what it computes with from then on.
-
-        weights: (name, array) pairs of all the model's tensors, with the names of its Hugging Face files, as NumPy
-        arrays or torch tensors; or a path in the engine's file system: a safetensors file, a folder of them, or a
-        .gguf file. mode: what happens to requests that have begun. "wait": they end with the old weights first, and
-        until then none begins; "keep": they continue with the new ones, and their outputs say from which token on
-        (weights_versions); "abort". Reading and packing go on next to the steps. timeout: seconds; None = 600. See
-        docs/weights.md. Errors: CallFailedError for weights that do not fit the model, with which nothing changes;
-        ModelFileError for arrays that cannot be weights; EngineDeadError.
-        """
-        return update_weights(self._engine.client, weights, mode, timeout)
 
     def reset_prefix_cache(self) -> None:
         """Drop all cached blocks that no running request holds. Errors: CallFailedError, EngineDeadError."""

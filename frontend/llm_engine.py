@@ -17,6 +17,7 @@ from frontend.session import EngineHandle
 from frontend.text.prompt_forms import PromptInput
 from frontend.text.prompts import split_prompts
 from frontend.text.tokenizer import Tokenizer
+from frontend.weights import WeightMethods
 from ipc.errors import EngineCoreError, EngineDeadError, InvalidRequestError
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import ModelInformation, Statistics
@@ -90,7 +91,7 @@ def read_metrics(statistics: Statistics, model: str) -> list[Gauge | Counter | V
     return [*gauges, *counters, *vectors]
 
 
-class LLMEngine(AbsentMethods):
+class LLMEngine(WeightMethods, AbsentMethods):
     """An engine to which requests are added, and whose outputs are fetched by step().
 
     The engine runs its steps by itself: step() waits until there is something new for a request. All methods are for

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from frontend.client.client import EngineClient
+from frontend.session import EngineHandle
 from ipc.errors import CallFailedError, InvalidRequestError, ModelFileError
 from ipc.machine.memory_files import make_memory_file
 from ipc.tables.arrays import UInt8s
@@ -29,6 +30,58 @@ class _Tensor(NamedTuple):
     type_name: str  # as in safetensors
     shape: tuple[int, ...]
     data: UInt8s  # [bytes]
+
+
+class WeightMethods:
+    """Methods of an engine's user that change its weights or let it sleep. The owner has an EngineHandle."""
+
+    _engine: EngineHandle
+
+    def update_weights(
+        self, weights: WeightsInput, mode: UpdateModeName = "wait", timeout: float | None = None
+    ) -> WeightsMark:
+        """Give the running model other weights, for all clients, and return what it computes with from then on.
+
+        weights: (name, array) pairs of all the model's tensors, with the names of its Hugging Face files, as NumPy
+        arrays or torch tensors; or a path in the engine's file system: a safetensors file, a folder of them, or a
+        .gguf file. mode: what happens to requests that have begun. "wait": they end with the old weights first, and
+        until then none begins; "keep": they continue with the new ones, and their outputs say from which token on
+        (weights_versions); "abort". Reading and packing go on next to the steps. timeout: seconds; None = 600. See
+        docs/weights.md. Errors: CallFailedError for weights that do not fit the model, with which nothing changes;
+        ModelFileError for arrays that cannot be weights; EngineDeadError.
+        """
+        return update_weights(self._engine.client, weights, mode, timeout)
+
+    def sleep(self, level: int = 1) -> None:
+        """Free memory until wake_up(): the KV cache's (level 1), and the weights' too (level 2).
+
+        Live requests wait, and continue afterwards. Errors: CallFailedError, EngineDeadError.
+        """
+        self._engine.client.sleep(level)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Run requests again after sleep(). tags: vLLM's; "weights" alone changes nothing.
+
+        After level 2 the weights come from update_weights(); if the engine had those of its start, it reads them again.
+        Errors: CallFailedError, EngineDeadError.
+        """
+        wake_up(self._engine.client, tags)
+
+    def is_sleeping(self) -> bool:
+        """Return whether the engine sleeps. Errors: CallFailedError, EngineDeadError."""
+        return self._engine.client.statistics().sleep_level > 0
+
+
+def wake_up(client: EngineClient, tags: list[str] | None = None) -> None:
+    """Wake an engine up; see WeightMethods.wake_up()."""
+    if tags is not None and (unknown := set(tags) - {"weights", "kv_cache"}):
+        raise InvalidRequestError(f"tags are weights and kv_cache; got {sorted(map(str, unknown))}")
+    if tags is not None and "kv_cache" not in tags:
+        return
+    weights = client.weights()
+    if weights.are_gone and weights.mark.fingerprint == client.welcome.model_fingerprint:
+        client.update_weights("", UpdateMode.KEEP, UPDATE_S)
+    client.wake_up()
 
 
 def update_weights(client: EngineClient, weights: WeightsInput, mode: str, timeout: float | None = None) -> WeightsMark:
@@ -93,7 +146,7 @@ def _file_of(tensors: list[_Tensor]) -> Iterator[str]:
         with open(fd, "wb", closefd=False, buffering=0) as file:
             _write(file, len(text).to_bytes(8, "little") + text)
             for one in tensors:
-                _write(file, memoryview(one.data))
+                _write(file, one.data.data)
         yield f"/proc/{os.getpid()}/fd/{fd}"
     finally:
         os.close(fd)

@@ -62,7 +62,7 @@ from ipc.wire.messages import (
 from ipc.wire.metrics_messages import GetMetrics, Metrics
 from ipc.wire.pooling_messages import AddPooling
 from ipc.wire.start_messages import Isolate
-from ipc.wire.weights_messages import UpdateWeights
+from ipc.wire.weights_messages import Sleep, UpdateWeights, WakeUp
 
 MAX_MALFORMED = 10  # this many malformed messages of one session ...
 MALFORMED_S = 10.0  # ... within this many seconds end it
@@ -275,6 +275,8 @@ class Reception:
                 refusal = self._weights.begin(session.client, message)
                 session.num_calls += refusal is None  # until its answer arrives
                 return refusal
+            case Sleep() | WakeUp() if (failed := self._weights.refusal(message)) is not None:
+                return failed
             case _:
                 if isinstance(message, Pause | Resume):
                     self._is_paused = isinstance(message, Pause)

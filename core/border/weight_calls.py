@@ -1,4 +1,4 @@
-"""WeightCalls: the owner's calls that change the weights: a separate thread reads them, then the engine uses them.
+"""WeightCalls: the owner's calls on the weights: a separate thread reads them, then the engine uses them.
 
 A file on the engine's machine is named, and weights never pass through the socket: hundreds of megabytes would hold up
 every client's streams, and who may name an adapter's path may name this one too.
@@ -14,7 +14,7 @@ from core.execution.executor import UpdatesWeights
 from core.inputs import NewWeights
 from ipc.errors import EngineCoreError
 from ipc.wire.messages import CallFailed, ErrorCode
-from ipc.wire.weights_messages import UpdateWeights, WeightsMark
+from ipc.wire.weights_messages import Sleep, UpdateWeights, WakeUp, WeightsMark
 
 _JOIN_S = 1.0  # seconds that close() waits for the weights being read; then their thread is abandoned
 _UNSUPPORTED = "this engine's executor cannot change its weights while it runs"
@@ -35,6 +35,17 @@ class WeightCalls:
         self._is_busy = False
         #: The weights in use; None = those that the engine started with.
         self.mark: WeightsMark | None = None
+
+    def refusal(self, call: Sleep | WakeUp) -> CallFailed | None:
+        """Return why the engine cannot sleep; None: it can."""
+        reason = ""
+        if self._executor is None:
+            reason = "this engine's executor cannot free its memory while it runs"
+        elif isinstance(call, Sleep) and call.level not in (1, 2):
+            reason = f"level must be 1 (without the KV cache) or 2 (without the weights too); got {call.level}"
+        elif isinstance(call, Sleep) and call.level > 1 and self._executor.why_fixed:
+            reason = f"level 2 frees the weights, and this engine cannot get them again: {self._executor.why_fixed}"
+        return CallFailed(call.call, ErrorCode.INVALID_ARGUMENT, reason) if reason else None
 
     def begin(self, client: int, call: UpdateWeights) -> CallFailed | None:
         """Start to read weights, or return why not. take_done() has what follows."""

@@ -169,7 +169,7 @@ FIELDS: dict[type, dict[Any, str]] = {
         Leads: "_leads",
     },
     WeightUpdate: {
-        bool: "reopens",
+        bool: "reopens are_gone",
         Batch: "_batch",
         WaitingQueue: "_waiting",
         OutputCollector: "_outputs",

@@ -143,10 +143,14 @@ class Executor(Protocol):
 
 @runtime_checkable
 class UpdatesWeights(Protocol):
-    """Additional methods of an Executor whose model can get other weights while requests live."""
+    """Additional methods of an Executor whose model can get other weights while requests live, and sleep."""
+
+    @property
+    def why_fixed(self) -> str:
+        """Return why this model's weights cannot change; "" if they can."""
 
     def prepare_weights(self, path: str, version: int) -> WeightsMark:
-        """Read other weights next to the steps, and keep them until use_weights().
+        """Read other weights next to the steps, and keep them until use_weights(). path: "" = those of the start.
 
         Called by another thread than the steps', one call at a time. Errors: those of the model's files; ConfigError
         for a model that cannot change its weights.
@@ -156,6 +160,12 @@ class UpdatesWeights(Protocol):
         """Compute with these weights from the next plan on, which adds all rows from scratch. No step is in flight.
 
         Errors: ModelFileError if they were not prepared.
+        """
+
+    def sleep(self, level: int) -> None:
+        """Free the memory of the KV cache, and from level 2 on of the weights. No step is in flight.
+
+        After level 2 the next plan comes after use_weights().
         """
 
 

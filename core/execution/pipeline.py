@@ -64,6 +64,11 @@ class Pipeline:
             assert not self._steps, f"{len(self._steps)} steps are in flight"
             self._executor.use_weights(mark)
 
+    def sleep(self, level: int) -> None:
+        """Let the executor free its memory; see UpdatesWeights."""
+        if isinstance(self._executor, UpdatesWeights):
+            self._executor.sleep(level)
+
     def execute(self, plan: SchedulerOutput) -> tuple[SchedulerOutput, ModelRunnerOutput] | None:
         """Start the plan, and return the plan and output of a finished step, or None.
 

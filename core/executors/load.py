@@ -81,16 +81,16 @@ def load(
     return Loaded(model, info, source, dtype)
 
 
-def load_new_weights(path: Path, loaded: Loaded, config: EngineConfig, identity: str) -> Loaded:
+def load_new_weights(path: Path | None, loaded: Loaded, config: EngineConfig, first: LoadedModel) -> Loaded:
     """Return the same model with other weights; see load_update(). config: resolved."""
-    source = load_update(path, loaded.source, loaded.dtype, config, identity)
+    source = load_update(path, loaded.source, loaded.dtype, config, first)
     model, before = source.model, loaded.model
     assert isinstance(model, Llama), type(model)
     assert isinstance(before, Llama), type(before)
     if loaded.info.kv_page_blocks:
         model.split_cache(loaded.info.kv_page_blocks)
     model.sampler = before.sampler  # the rows' token masks belong to it
-    digests = {"fingerprint": _fingerprint(source, loaded.dtype), "weights": source.fingerprint}
+    digests = {"fingerprint": _fingerprint(source, loaded.dtype), "weights": source.label + source.fingerprint}
     info = msgspec.structs.replace(loaded.info, variant=_variant(source), **digests)
     return Loaded(model, info, source, loaded.dtype)
 

@@ -16,6 +16,7 @@ from core.executors.load import Loaded, load, load_drafting_model, load_new_weig
 from core.executors.run import RunnerSizes, caches_that_fit, runner_sizes
 from core.features.store import Features
 from core.grammars.grammars import model_grammars
+from core.model_files.loading import why_not_updated
 from core.model_files.model_config import read_model_config
 from core.model_files.tensors.adapted_layers import gguf_layers, peft_layers
 from core.models.draft_head import DraftHead
@@ -71,7 +72,8 @@ class LocalExecutor:
         #: Ranks sleep while they wait for one another, and torch's threads cannot be counted, so these use wall time.
         self._step_clock = time.perf_counter_ns if library is None else time.thread_time_ns
         self._drafting, self._max_num_seqs = load_drafting_model(config, self._loaded), config.max_num_seqs
-        self._first_weights, self._new_weights = self._loaded.source.fingerprint, dict[int, NewModel]()
+        #: The start's, whose model is dropped when the weights change; and those that are ready to be used.
+        self._first, self._new_weights = self._loaded.source, dict[int, NewModel]()
         settings = config.speculative_config
         self._num_drafts = 0 if settings is None or self._drafting is None else settings.num_speculative_tokens
         self.adapters = model_adapters(config, self._loaded)
@@ -154,12 +156,25 @@ class LocalExecutor:
     def prepare_weights(self, path: str, version: int) -> WeightsMark:
         """Read other weights, next to the steps; see UpdatesWeights."""
         self._new_weights.clear()  # of an update that was never used
-        loaded = load_new_weights(Path(path), self._loaded, self._config, self._first_weights)
+        loaded = load_new_weights(Path(path) if path else None, self._loaded, self._config, self._first)
         head = load_drafting_model(self._config, loaded) if isinstance(self._drafting, DraftHead) else None
         info = loaded.info
         mark = WeightsMark(version, info.fingerprint, info.weights, info.variant)
         self._new_weights[version] = NewModel(mark, loaded, head if isinstance(head, DraftHead) else None)
         return mark
+
+    @property
+    def why_fixed(self) -> str:
+        """Return why this model's weights cannot change; "" if they can."""
+        return why_not_updated(self._loaded.source, self._config)
+
+    def sleep(self, level: int) -> None:
+        """Free the memory of the KV cache, and from level 2 on of the weights; see UpdatesWeights."""
+        for cache in filter(None, (self.runner.cache, self.runner.swap_cache)):
+            cache.release()
+        self._ahead = BlocksAhead(self.runner.cache)
+        if level > 1 and isinstance(self._model, Llama):
+            self._model.drop_weights()
 
     def use_weights(self, mark: WeightsMark) -> None:
         """Compute with these weights from the next plan on; see UpdatesWeights."""
@@ -168,6 +183,8 @@ class LocalExecutor:
             raise ModelFileError(
                 f"the weights of version {mark.version}, digest {mark.weights:.16}, are not there: give their file"
             )
+        assert isinstance(self._model, Llama), type(self._model)
+        self._model.drop_weights()  # others may still have the object
         self._loaded, self._model, self.info = new.loaded, new.loaded.model, new.loaded.info
         self.runner.model = self._model
         if new.head is not None:

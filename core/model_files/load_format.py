@@ -68,9 +68,9 @@ class CheckedWeights:
     A second thread hashes their numbers, and checks that none is NaN or infinite: each of them would fail all requests.
     """
 
-    def __init__(self, path: Path, config: ModelConfig, dtype: Dtype, library: CpuLibrary | None) -> None:
-        """Check names and shapes. Errors: those of load_weights()."""
-        self._path, self._weights = path, load_weights(path, config, dtype, library)
+    def __init__(self, path: Path, weights: Iterator[tuple[str, Weight]]) -> None:
+        """weights: of the file, whose names and shapes are right."""
+        self._path, self._weights = path, weights
         self._digest = hashlib.sha256()
 
     def __iter__(self) -> Iterator[tuple[str, Weight]]:

@@ -13,6 +13,7 @@ from core.model_files.model_config import is_foreign, read_model_config, refuse_
 from core.model_files.parts import NO_PARTS, check_parts, part_option
 from core.model_files.pooling import pools, read_pooler
 from core.model_files.tensors.vision_weights import open_vision
+from core.model_files.tensors.weights import load_weights
 from core.models.config import EncoderParts, ModelConfig
 from core.models.encoder import Encoder
 from core.models.interface import Model
@@ -26,7 +27,7 @@ from core.models.vision_encoder import VisionEncoder
 from core.pooling.pooler import Pooler
 from ipc.errors import ConfigError
 from ipc.files.gguf import forget_gguf
-from ipc.files.model_files import model_fingerprint
+from ipc.files.model_files import model_fingerprint, resolve_model
 from ipc.files.projector import projector_of
 from ipc.options.config import EngineConfig
 from kernels.cpu.kv_cache import CpuKVCache
@@ -107,25 +108,35 @@ def load_model(
     return LoadedModel(foreign, model_fingerprint(path), "")
 
 
-def load_update(path: Path, base: LoadedModel, dtype: Dtype, config: EngineConfig, identity: str) -> LoadedModel:
+def load_update(
+    path: Path | None, base: LoadedModel, dtype: Dtype, config: EngineConfig, first: LoadedModel
+) -> LoadedModel:
     """Return the same model with the weights of a safetensors file, a folder of them or a .gguf file.
 
-    It may run next to the base's steps. identity: of the weights that the engine started with. Errors: ModelFileError,
-    UnsupportedModelError; ConfigError for a model that cannot change its weights.
+    It may run next to the base's steps. path: None = the weights that the engine started with. first: the model with
+    these, perhaps without its weights. Errors: ModelFileError, UnsupportedModelError; ConfigError for a model that
+    cannot change its weights.
     """
     model = base.model
     if reason := why_not_updated(base, config):
         raise ConfigError(f"the weights of this engine cannot be changed while it runs: {reason}")
     assert isinstance(model, Llama), type(model)
+    own = resolve_model(config.model)
     library = model.library
     with contextlib.nullcontext() if library is None else library.alone():
-        weights = CheckedWeights(path, model.config, dtype, library)
+        if path is None:
+            opened = open_weights(config.load_format, own, model.config, dtype, library).tensors
+        else:
+            opened = load_weights(path, model.config, dtype, library)
+        weights = CheckedWeights(path or own, opened)
         tensors, form = iter(weights), _weight_form(config, model.config, library)
         changed = _native(model.config, tensors, dtype, config, library, form, None, None)
         for _ in tensors:  # up to the check at the end
             pass
     _return_free_memory()
-    digest = hashlib.sha256(f"{identity} {weights.hexdigest()}".encode()).hexdigest()
+    if path is None:
+        return first._replace(model=changed)
+    digest = hashlib.sha256(f"{first.fingerprint} {weights.hexdigest()}".encode()).hexdigest()
     return LoadedModel(changed, digest, "")
 
 

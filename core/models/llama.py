@@ -165,6 +165,13 @@ class Llama:
     def _make_head(self, weight: StoredMatrix, bias: Floats | None = None) -> Product:
         return self.operations.linear(weight, bias, out_dtype=FLOAT32)
 
+    def drop_weights(self) -> None:
+        """Free the memory of the weights. The model cannot compute any more; its config and sizes stay."""
+        self.decoder = self.per_layer = self.head = None
+        self.layers.clear()
+        for name in ("embedding", "_norm", "_float_norm"):
+            self.__dict__.pop(name, None)
+
     @property
     def variant(self) -> str:
         """Return the names of all kernels and summation orders in use.

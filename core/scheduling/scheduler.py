@@ -248,6 +248,18 @@ class Scheduler:
         self.preemption.lose_all(self._requests.all())
         self.has_executor = False
 
+    def sleep(self, level: int) -> None:
+        """Make all requests wait until wake_up(): the executor frees its memory."""
+        self.weights.sleep(level)
+        self.lose_executor()
+
+    def wake_up(self) -> str:
+        """Run requests again, and return ""; or return why that is not possible."""
+        if self.weights.are_gone:
+            return "the engine sleeps without weights: give it weights first, with update_weights"
+        self.has_executor, self.stats.sleep_level = True, 0
+        return ""
+
     def use_weights(self, mark: WeightsMark) -> None:
         """Make all requests start again with other weights: what was computed with the earlier ones is forgotten."""
         self.weights.apply(mark)

@@ -25,6 +25,7 @@ class WeightUpdate:
         self.mark: WeightsMark | None = None
         self.pending: tuple[int, NewWeights] | None = None
         self.reopens = False  # the queue is shut for the update alone
+        self.are_gone = False  # the executor sleeps without weights
 
     def begin(self, client: int, update: NewWeights) -> None:
         """Take an update in. The border gives the next one after this one's end."""
@@ -32,14 +33,15 @@ class WeightUpdate:
         self.pending = client, update
         if update.mode is UpdateMode.ABORT:
             self._abort()
-        elif update.mode is UpdateMode.WAIT:
+        elif self.waits:
             self.reopens = not self._waiting.is_shut
             self._waiting.shut()
 
     @property
     def waits(self) -> bool:
         """Return whether an update waits for requests to end, and no request may begin."""
-        return self.pending is not None and self.pending[1].mode is UpdateMode.WAIT
+        is_awake = not self._stats.sleep_level  # asleep, requests cannot end
+        return self.pending is not None and self.pending[1].mode is UpdateMode.WAIT and is_awake
 
     @property
     def is_due(self) -> bool:
@@ -60,12 +62,17 @@ class WeightUpdate:
 
     def apply(self, mark: WeightsMark) -> None:
         """Change the weights: nothing computed with the earlier ones is used again."""
-        self.mark = mark
+        self.mark, self.are_gone = mark, False
         self._outputs.weights_version = self._stats.weights_version = mark.version
         self._preemption.lose_all(self._requests.all())
         if self.reopens:
             self.reopens = False
             self._waiting.open()
+
+    def sleep(self, level: int) -> None:
+        """Note that the executor sleeps, which loses K and V, and from level 2 on the weights."""
+        self._stats.sleep_level = max(level, self._stats.sleep_level)
+        self.are_gone |= level > 1
 
     def _abort(self) -> None:
         """Abort all requests of which a choice has begun."""

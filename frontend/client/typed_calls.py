@@ -35,7 +35,7 @@ from ipc.wire.scheduling_messages import (
     StopRequest,
     UnfollowKVEvents,
 )
-from ipc.wire.weights_messages import GetWeights, UpdateMode, UpdateWeights, Weights, WeightsMark
+from ipc.wire.weights_messages import GetWeights, Sleep, UpdateMode, UpdateWeights, WakeUp, Weights, WeightsMark
 
 _Result = TypeVar(
     "_Result",
@@ -56,7 +56,7 @@ class TypedCalls(Protocol):
 
     Errors of all methods: CallFailedError if the engine refuses, does not answer in time or the connection was lost;
     EngineDeadError at once if the engine is gone. Owner only: pause, resume, stop_request, load_lora, unload_lora,
-    update_weights, drain, upgrade, shutdown, and for a fleet join and leave.
+    update_weights, sleep, wake_up, drain, upgrade, shutdown, and for a fleet join and leave.
     """
 
     def call(self, make: Callable[[int], Call], name: str, timeout: float | None) -> CallResult:
@@ -150,9 +150,17 @@ class TypedCalls(Protocol):
         """
         return self._ask(lambda call: UpdateWeights(call, path, mode), Weights, timeout, "UpdateWeights").mark
 
-    def weights(self, timeout: float | None = None) -> WeightsMark:
-        """Return the weights that the engine computes with."""
-        return self._ask(GetWeights, Weights, timeout).mark
+    def weights(self, timeout: float | None = None) -> Weights:
+        """Return the weights that the engine computes with, and whether others wait or they are gone."""
+        return self._ask(GetWeights, Weights, timeout)
+
+    def sleep(self, level: int = 1, timeout: float | None = None) -> None:
+        """Let the engine free its memory until wake_up(): the KV cache's (1), and the weights' too (2)."""
+        self._ask(lambda call: Sleep(call, level), CallDone, timeout, "Sleep")
+
+    def wake_up(self, timeout: float | None = None) -> None:
+        """Let the engine run requests again. CallFailedError if it sleeps without weights."""
+        self._ask(WakeUp, CallDone, timeout)
 
     def stop_request(self, session: int, number: int, timeout: float | None = None) -> None:
         """Abort a request of any session; do nothing if it is not live."""

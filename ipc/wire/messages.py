@@ -27,7 +27,7 @@ from ipc.wire.scheduling_messages import (
     StopRequest,
     UnfollowKVEvents,
 )
-from ipc.wire.weights_messages import GetWeights, UpdateWeights, Weights, WeightsMark
+from ipc.wire.weights_messages import GetWeights, Sleep, UpdateWeights, WakeUp, Weights, WeightsMark
 
 PROTOCOL_MAJOR = 1
 #: A release that appends to the messages below increments it; docs/protocol.md has the promise between minors.
@@ -321,6 +321,7 @@ class Statistics(msgspec.Struct, array_like=True, tag=81):
     num_fetched_blocks: int = 0  # read from files into that memory
     num_stored_blocks: int = 0  # written from there to files
     weights_version: int = 0  # now: of the weights in use; see WeightsMark
+    sleep_level: int = 0  # now: 0 = awake; 1 = without its KV cache, 2 = without its weights too
 
 
 class CallDone(msgspec.Struct, frozen=True, array_like=True, tag=82):
@@ -390,6 +391,8 @@ CALLS: dict[type[Call], CallRule] = {
     ChangeReplica: CallRule(CallDone, is_owners=True),
     UpdateWeights: CallRule(Weights, is_owners=True, is_at_border=True),
     GetWeights: CallRule(Weights),
+    Sleep: CallRule(CallDone, is_owners=True),
+    WakeUp: CallRule(CallDone, is_owners=True),
 }
 if TYPE_CHECKING:
     ClientCall: TypeAlias = Call

@@ -32,12 +32,26 @@ class UpdateWeights(Call, frozen=True, array_like=True, tag=34):
     All tensors of the model must be there, with its shapes and without NaN and infinity; otherwise nothing changes.
     """
 
-    path: str  # in the engine's file system: a safetensors file, a folder of them, or a .gguf file
+    #: In the engine's file system: a safetensors file, a folder of them, or a .gguf file; "" = those of its start.
+    path: str
     mode: UpdateMode = UpdateMode.WAIT
 
 
 class GetWeights(Call, frozen=True, array_like=True, tag=35):
     """Ask which weights the engine computes with. Answered by Weights, between two steps."""
+
+
+class Sleep(Call, frozen=True, array_like=True, tag=36):
+    """Owner only. Free memory until WakeUp: that of the KV cache (level 1), and of the weights too (level 2).
+
+    Requests that live wait, and continue afterwards as after a preemption. Answered by CallDone.
+    """
+
+    level: int = 1
+
+
+class WakeUp(Call, frozen=True, array_like=True, tag=37):
+    """Owner only. Run requests again. Answered by CallDone; after level 2 the weights must have been given again."""
 
 
 class Weights(msgspec.Struct, frozen=True, array_like=True, tag=87):
@@ -46,3 +60,4 @@ class Weights(msgspec.Struct, frozen=True, array_like=True, tag=87):
     call: int  # 0: of no call, but sent to all clients when the weights change
     mark: WeightsMark
     is_waiting: bool = False  # an update waits for requests to end, and until then no request begins
+    are_gone: bool = False  # the engine sleeps without them

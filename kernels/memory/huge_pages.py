@@ -29,6 +29,14 @@ def take_pages(array: Numbers, begin: int, end: int) -> bool:
     return _advise(array.ctypes.data + begin, end - begin, _POPULATE_WRITE)
 
 
+def give_back_pages(array: Numbers) -> None:
+    """Give the whole pages of a contiguous array back to the system, until they are written again. They hold zeros."""
+    begin, end = array.ctypes.data, array.ctypes.data + array.nbytes
+    first, last = round_up(begin, mmap.PAGESIZE), end // mmap.PAGESIZE * mmap.PAGESIZE
+    if last > first:
+        _advise(first, last - first, mmap.MADV_DONTNEED)
+
+
 def _advise(address: int, num_bytes: int, advice: int) -> bool:
     """Call madvise for all pages that contain one of these bytes. Return whether it succeeded."""
     page = mmap.PAGESIZE

@@ -13,7 +13,7 @@ from typing import Any
 from kernels.arrays import Int32s
 from kernels.elements import Dtype, Numbers
 from kernels.memory.aligned import aligned_empty
-from kernels.memory.huge_pages import want_huge_pages
+from kernels.memory.huge_pages import give_back_pages, want_huge_pages
 
 
 def bytes_per_block(
@@ -81,6 +81,11 @@ class KVCache:
         self.layers = [self.memory[array][first:] for array, first in places]
         for layer in self.layers:
             layer[:1] = 0
+
+    def release(self) -> None:
+        """Give the memory of all blocks back to the system, until they are written again. What was in them is lost."""
+        for array in self.memory:
+            give_back_pages(array)
 
     @property
     def num_blocks_of_all(self) -> int:

@@ -17,7 +17,6 @@ from ipc.errors import CallFailedError, InvalidRequestError, ModelFileError
 from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import Floats
 from ipc.wire.messages import FinishReason, PauseMode
-from ipc.wire.weights_messages import GetWeights
 from tests.captures import error, replay
 from tests.core.draft_heads import LLAMA, model_shapes, random_weights, write
 
@@ -76,7 +75,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 def test_arrays_make_the_model_that_starts_with_them(site: Site) -> None:
-    before = site.llm.client.weights()
+    before = site.llm.client.weights().mark
     arrays = [(name, torch.from_numpy(numbers)) for name, numbers in site.weights(1).items()]
     mark = site.llm.update_weights(arrays)
     assert mark.version == before.version + 1
@@ -91,7 +90,9 @@ def test_arrays_make_the_model_that_starts_with_them(site: Site) -> None:
     site.use(2)
     assert bits(answer(site.llm)) == bits(site.answers[2])
     assert site.use(1) == mark.version + 2
-    assert site.llm.client.weights().fingerprint == mark.fingerprint, "the same numbers from a file and from arrays"
+    assert site.llm.client.weights().mark.fingerprint == mark.fingerprint, (
+        "the same numbers from a file and from arrays"
+    )
 
 
 def changed(weights: dict[str, Floats], name: str, numbers: Any) -> list[tuple[str, Any]]:
@@ -123,7 +124,7 @@ def test_weights_that_do_not_fit_change_nothing(site: Site) -> None:
         site.llm.update_weights("/nowhere.safetensors")
     with pytest.raises(InvalidRequestError, match="mode must be one of wait, keep, abort; got 'now'"):
         site.llm.update_weights(site.folders[0], mode="now")  # type: ignore[arg-type]
-    assert site.llm.client.weights().version == version
+    assert site.llm.client.weights().mark.version == version
     assert bits(answer(site.llm)) == bits(site.answers[1])
 
 
@@ -174,7 +175,7 @@ def test_requests_that_are_waited_for_end_with_the_old_weights(site: Site) -> No
     update = threading.Thread(target=lambda: done.append(site.use(2)))
     update.start()
     client = site.llm.client
-    while not client.call(GetWeights, "GetWeights", 10).is_waiting:  # type: ignore[union-attr]
+    while not client.weights().is_waiting:
         pass
     later = client.submit(PROMPT, PARAMS, seed=5)
     with pytest.raises(CallFailedError, match="another update of the weights has not finished"):
@@ -202,10 +203,34 @@ def test_requests_can_be_aborted(site: Site) -> None:
     assert bits(answer(site.llm)) == bits(site.answers[1])
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_sleeps_and_its_requests_continue(site: Site, level: int) -> None:
+    site.use(1)
+    number, client = begin(site, 3), site.llm.client
+    site.llm.sleep(level)
+    client.resume()
+    assert site.llm.is_sleeping()
+    assert len(client.read(number).token_ids) < LENGTH
+    if level == 2:
+        with pytest.raises(CallFailedError, match="sleeps without weights: give it weights first"):
+            site.llm.wake_up()
+        site.llm.wake_up(["weights"])
+        site.use(1)
+    site.llm.wake_up(["kv_cache"])
+    assert not site.llm.is_sleeping()
+    while not (got := client.read(number)).finish:
+        client.wait(np.array([number]), 10)
+    assert got.token_ids.tolist() == site.answers[1].outputs[0].token_ids, "the same weights, so the same tokens"
+    client.discard([number])
+    assert bits(answer(site.llm)) == bits(site.answers[1])
+    with pytest.raises(CallFailedError, match="level must be 1"):
+        site.llm.sleep(3)
+
+
 def test_a_receipt_names_the_weights_of_its_answer(site: Site) -> None:
     site.use(1)
     first = answer(site.llm)
-    mark = site.llm.client.weights()
+    mark = site.llm.client.weights().mark
     site.use(2)
     header = site.llm.receipt(first).header
     assert (header.weights, header.fingerprint) == (mark.weights, mark.fingerprint)

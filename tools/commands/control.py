@@ -1,5 +1,5 @@
 """`engine-core control`: pause, resume, drain, upgrade, dump or shut down a running engine or router, change its
-adapters or weights, as its owner.
+adapters or weights, or let it sleep, as its owner.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from core.capture.flight_file import write_flight
 from core.capture.write_flight import describe
 from frontend.client.client import EngineClient
 from frontend.client.transport import ZmqTransport
-from frontend.weights import update_weights
+from frontend.weights import update_weights, wake_up
 from ipc.errors import ConfigError
 from ipc.log_lines import counted
 from ipc.records.flight_ring import find_ring
@@ -31,6 +31,8 @@ _ACTIONS: dict[str, Callable[[EngineClient, argparse.Namespace], None]] = {
     "dump": lambda client, options: dump(client, options.out),
     "lora": lambda client, options: steer_adapters(client, options.words),
     "weights": lambda client, options: change_weights(client, options.words, options.in_flight),
+    "sleep": lambda client, options: client.sleep(options.level),
+    "wake-up": lambda client, _: wake_up(client),
     "replicas": lambda client, _: print("\n".join(describe_replicas(client.replicas()))),
     "join": lambda client, options: client.join(_replica(options), prefills=options.prefill),
     "leave": lambda client, options: client.leave(_replica(options), move_after=options.move_after),
@@ -72,6 +74,13 @@ def main(arguments: Sequence[str]) -> int:
         default="wait",
         help="for weights: requests that have begun end with the old weights first, continue with the new ones, or are "
         "aborted; default: wait",
+    )
+    parser.add_argument(
+        "--level",
+        type=int,
+        choices=(1, 2),
+        default=1,
+        help="for sleep: free the memory of the KV cache (1), and of the weights too (2); default: 1",
     )
     parser.add_argument(
         "--move-after",
@@ -145,7 +154,7 @@ def change_weights(client: EngineClient, words: Sequence[str], in_flight: str) -
     """Give the engine other weights, or show which it has. Errors: ConfigError for several paths; CallFailedError."""
     if len(words) > 1:
         raise ConfigError(f"weights needs one PATH, or none; got {' '.join(words)!r:.80}")
-    mark = update_weights(client, words[0], in_flight) if words else client.weights()
+    mark = update_weights(client, words[0], in_flight) if words else client.weights().mark
     print(f"weights of version {mark.version}: {mark.weights}; fingerprint {mark.fingerprint}")
 
 

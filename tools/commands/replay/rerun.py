@@ -295,6 +295,16 @@ class LostSteps:
         assert isinstance(self._executor, UpdatesWeights), type(self._executor)
         return self._executor.prepare_weights(path, version)
 
+    @property
+    def why_fixed(self) -> str:
+        """Return why the weights cannot change; see UpdatesWeights."""
+        return self._executor.why_fixed if isinstance(self._executor, UpdatesWeights) else "its executor has none"
+
+    def sleep(self, level: int) -> None:
+        """Free memory; see UpdatesWeights."""
+        if isinstance(self._executor, UpdatesWeights):
+            self._executor.sleep(level)
+
     def use_weights(self, mark: WeightsMark) -> None:
         """Compute with these weights; see UpdatesWeights."""
         assert isinstance(self._executor, UpdatesWeights), type(self._executor)
