@@ -66,6 +66,12 @@ def test_embeddings(tmp_path: Path) -> None:
     assert float(near.split()[0]) > float(far.split()[0])
 
 
+def test_a_policy_gradient(tmp_path: Path) -> None:
+    share, differing = lines_of("policy_gradient.py", tmp_path, "3")
+    assert share.endswith("after 3 updates")
+    assert differing == "0 of 576 log probabilities differed"
+
+
 @pytest.mark.filterwarnings("ignore")  # of transformers, which makes the tiny model
 def test_an_image(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
