@@ -41,6 +41,7 @@ _PROMPTS = {name: ("frontend.text.prompt_forms", name) for name in ("TextPrompt"
 _PARAMS = {"SamplingParams": ("ipc.params.sampling_params", "SamplingParams")}
 _TOKENIZER = {"get_tokenizer": ("frontend.vllm_functions", "get_tokenizer")}
 _FUNCTIONS = "frontend.vllm_functions"
+_NCCL = (_FUNCTIONS, "refuse_nccl")
 #: Module of vLLM -> its names -> module and name here.
 MODULES: dict[str, dict[str, tuple[str, str]]] = {
     "vllm": {
@@ -62,6 +63,9 @@ MODULES: dict[str, dict[str, tuple[str, str]]] = {
         name: (_FUNCTIONS, name)
         for name in ("cleanup_dist_env_and_memory", "destroy_distributed_environment", "destroy_model_parallel")
     },
+    "vllm.distributed.weight_transfer": {},
+    "vllm.distributed.weight_transfer.nccl_common": {"trainer_init": _NCCL},
+    "vllm.distributed.weight_transfer.packed_tensor": {"packed_nccl_broadcast_producer": _NCCL},
     "vllm.engine": {},
     "vllm.engine.arg_utils": {**_ARGS, **_ASYNC_ARGS},
     "vllm.engine.async_llm_engine": {"AsyncLLMEngine": _ASYNC_LLM},
@@ -90,6 +94,7 @@ MODULES: dict[str, dict[str, tuple[str, str]]] = {
     "vllm.transformers_utils.tokenizer": _TOKENIZER,
     "vllm.utils": _PARSER,
     "vllm.utils.argparse_utils": _PARSER,
+    "vllm.utils.network_utils": {"get_ip": (_FUNCTIONS, "get_ip"), "get_open_port": (_FUNCTIONS, "get_open_port")},
     "vllm.v1": {},
     "vllm.v1.engine": {},
     "vllm.v1.engine.async_llm": {"AsyncLLM": _ASYNC_LLM},

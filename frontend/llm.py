@@ -250,6 +250,7 @@ class LLM(PoolingCalls, WeightMethods, AbsentMethods):
         once. The last three have the finished outputs in `outputs`.
         """
         check_neutral(tokenization_kwargs=tokenization_kwargs)
+        self._use_pushed_weights()
         given = split_prompts(prompts)
         prepare = self._engine.prepare_each if return_exceptions or ignore_too_long else self._engine.prepare
         prepared: list[Any] = [*prepare(given, sampling_params, priority, deadline, tenant=tenant, lora=lora_request)]
@@ -364,8 +365,16 @@ class LLM(PoolingCalls, WeightMethods, AbsentMethods):
         return self._engine.client.statistics()
 
     def reset_prefix_cache(self) -> None:
-        """Drop all cached blocks that no running request holds. Errors: CallFailedError, EngineDeadError."""
+        """Drop all cached blocks that no running request holds. Errors: CallFailedError, EngineDeadError.
+
+        Weights that a program for vLLM has pushed (docs/vllm.md) are used from then on.
+        """
+        self._use_pushed_weights()
         self._engine.client.reset_prefix_cache()
+
+    def _use_pushed_weights(self) -> None:
+        if "llm_engine" in self.__dict__:
+            self.llm_engine.pushed.flush()
 
     def close(self) -> None:
         """End the session, and stop the engine if this object started it. A second call does nothing."""

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -17,7 +18,7 @@ from frontend.session import EngineHandle
 from frontend.text.prompt_forms import PromptInput
 from frontend.text.prompts import split_prompts
 from frontend.text.tokenizer import Tokenizer
-from frontend.weights import WeightMethods
+from frontend.weights import PushedWeights, WeightMethods
 from ipc.errors import EngineCoreError, EngineDeadError, InvalidRequestError
 from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import ModelInformation, Statistics
@@ -102,7 +103,10 @@ class LLMEngine(WeightMethods, AbsentMethods):
         self._engine = engine
         self._states: dict[str, RequestState] = {}
         self._model: ModelDescription | None = None
-        self.model_executor: object = None  # programs for vLLM delete it; the executor is in the engine's process
+        #: What programs for vLLM find of the model, which is in the engine's process: load_weights(). Some delete it.
+        self.pushed = PushedWeights(engine.client)
+        runner = SimpleNamespace(model_runner=SimpleNamespace(model=self.pushed))
+        self.model_executor: object = SimpleNamespace(driver_worker=runner)
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs, **others: object) -> Self:
@@ -139,6 +143,7 @@ class LLMEngine(WeightMethods, AbsentMethods):
         prompts = split_prompts(prompt)
         if len(prompts) != 1:
             raise InvalidRequestError(f"add_request() takes one prompt; got {len(prompts)}")
+        self.pushed.flush()
         (prepared,) = self._engine.prepare(prompts, params, priority, lora=lora_request)
         self._states[request_id] = self._engine.submit(prepared, request_id)
 
@@ -204,7 +209,11 @@ class LLMEngine(WeightMethods, AbsentMethods):
         return read_metrics(self._client.statistics(), self._client.welcome.model_name)
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all cached blocks that no running request holds. Errors: CallFailedError, EngineDeadError."""
+        """Drop all cached blocks that no running request holds, and use weights that were pushed.
+
+        Errors: CallFailedError, EngineDeadError.
+        """
+        self.pushed.flush()
         self._client.reset_prefix_cache()
         return True
 

@@ -2,12 +2,14 @@
 
 import importlib
 import operator
+import socket
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 from frontend.text.tokenizer import Tokenizer
+from ipc.errors import ConfigError
 from ipc.files.model_files import locate_model, read_tokenizer_files, resolve_model
 
 
@@ -49,6 +51,24 @@ def resolve_chat_template(tokenizer: Any, chat_template: str | None = None, tool
         return tokenizer.get_chat_template(chat_template, tools=tools)
     except ValueError:  # transformers': there is none
         return None
+
+
+def get_ip() -> str:
+    """Return this machine's address, for programs that connect its processes: the loopback's."""
+    return "127.0.0.1"
+
+
+def get_open_port() -> int:
+    """Return a TCP port that no program of this machine has now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    return port
+
+
+def refuse_nccl(*arguments: object, **others: object) -> NoReturn:
+    """Refuse to send weights over NCCL, as trainers do to vLLM's server. Errors: ConfigError."""
+    raise ConfigError("this engine does not receive weights over NCCL: use the trainer's colocated mode")
 
 
 def destroy_model_parallel() -> None:

@@ -72,6 +72,32 @@ class WeightMethods:
         return self._engine.client.statistics().sleep_level > 0
 
 
+class PushedWeights:
+    """Weights that a trainer pushes tensor by tensor, as with vLLM's load_weights(), until flush() gives them over."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self._tensors: dict[str, _Tensor] = {}
+
+    def load_weights(self, weights: Iterable[tuple[str, Any]]) -> None:
+        """Take copies of some tensors. The engine gets them when all are here: at the next flush().
+
+        Errors: ModelFileError.
+        """
+        for name, array in weights:
+            tensor = _tensor(name, array)
+            self._tensors[name] = tensor._replace(data=tensor.data.copy())
+
+    def flush(self) -> None:
+        """Give the engine the tensors pushed since the last call, if there are any: all of the model's.
+
+        Errors: those of update_weights().
+        """
+        tensors, self._tensors = list(self._tensors.values()), {}
+        if tensors:
+            _update_from(self._client, tensors, UpdateMode.WAIT, UPDATE_S)
+
+
 def wake_up(client: EngineClient, tags: list[str] | None = None) -> None:
     """Wake an engine up; see WeightMethods.wake_up()."""
     if tags is not None and (unknown := set(tags) - {"weights", "kv_cache"}):
@@ -91,12 +117,16 @@ def update_weights(client: EngineClient, weights: WeightsInput, mode: str, timeo
     limit, which = UPDATE_S if timeout is None else timeout, UpdateMode[mode.upper()]
     if isinstance(weights, (str, os.PathLike)):
         return client.update_weights(os.path.abspath(os.path.expanduser(weights)), which, limit)
+    return _update_from(client, _tensors(weights), which, limit)
+
+
+def _update_from(client: EngineClient, tensors: list[_Tensor], mode: UpdateMode, timeout: float) -> WeightsMark:
     if not os.path.exists(f"/proc/{client.welcome.pid}"):
         raise CallFailedError(
             "UpdateWeights: arrays are for an engine on this machine; give the path of a file on the engine's"
         )
-    with _file_of(_tensors(weights)) as path:
-        return client.update_weights(path, which, limit)
+    with _file_of(tensors) as path:
+        return client.update_weights(path, mode, timeout)
 
 
 def _tensors(weights: Iterable[tuple[str, Any]]) -> list[_Tensor]:

@@ -67,6 +67,7 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
             "mp = the executor runs in worker processes, which may crash and restart; uni = in the engine; auto = uni "
             "if possible",
             refused={"ray": checks.NOT_BY_RAY},
+            spellings={"external_launcher": "uni"},  # of trainers: each of their processes has an engine
         ),
     ] = "auto"
     tensor_parallel_size: Annotated[
@@ -122,7 +123,11 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     ] = "cpu"
     model_impl: Annotated[
         ModelImpl,
-        Option("model", "source of the model code; auto = ours if it has the architecture, otherwise transformers"),
+        Option(
+            "model",
+            "source of the model code; auto = ours if it has the architecture, otherwise transformers",
+            spellings={"vllm": "native"},
+        ),
     ] = "auto"
     runner: Annotated[
         RunnerKind,
