@@ -2,7 +2,9 @@
 
 import json
 import random
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +32,7 @@ pytestmark = pytest.mark.timeout(120)
 
 MODEL = {**LLAMA, "vocab_size": VOCAB_SIZE, "eos_token_id": EOS, "num_hidden_layers": 2}
 LENGTH = 24
+MAX_ROWS = 16
 SIZES: dict[str, Any] = {"dtype": "float32", "threads": 1, "max_model_len": 128, "block_size": 4}
 NAMES = schema(name={"type": "string", "maxLength": 6}, age={"type": "integer", "minimum": 0, "maximum": 99})
 OPTIONS: list[dict[str, Any]] = [
@@ -44,6 +47,8 @@ OPTIONS: list[dict[str, Any]] = [
     {"structured_outputs": structured(regex="[a-e]{3,9}(00)?"), "ignore_eos": False, "n": 2},
     {"stop": ["é", "a", "b", "c"], "ignore_eos": False, "n": 2},
 ]
+#: One token again and again: every draft for it is right, whatever runs beside it.
+FORCED: dict[str, Any] = {"temperature": 0.0, "allowed_token_ids": [9]}
 
 
 class Site(NamedTuple):
@@ -70,6 +75,17 @@ def answered(
     return llm.generate([{"prompt_token_ids": one} for one in prompts], given, use_tqdm=False, lora_request=lora)
 
 
+def answered_together(llm: LLM, prompts: Sequence[Any], given: Sequence[SamplingParams]) -> list[RequestOutput]:
+    """As answered(), but the engine has all rows' requests before its first step, however late they arrive."""
+    llm.client.pause()
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(answered, llm, prompts, given)
+        while llm.statistics().num_waiting < MAX_ROWS and not asked.done():
+            time.sleep(0.01)
+        llm.client.resume()
+        return asked.result()
+
+
 def write_model(folder: Path, seed: int) -> str:
     path = write(folder, MODEL, random_weights(model_shapes(MODEL), seed))
     for name, content in tokenizer_files().items():
@@ -90,17 +106,18 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         adapters[name] = str(write_peft(folder / name, matrices, rank=4, alpha=8.0))
     key = str(folder / "key")
     make_signing_key(key)
-    own = {"enable_lora": True, "lora_modules": adapters, "num_blocks_override": 60, "max_num_seqs": 16}
+    own = {"enable_lora": True, "lora_modules": adapters, "num_blocks_override": 60, "max_num_seqs": MAX_ROWS}
     drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "step_ns": [10**6] * 8}
-    with LLM(model, **SIZES, **own, speculative_config=drafts, restart_engine=False) as llm:
+    with LLM(model, **SIZES, **own, seed=5, speculative_config=drafts, restart_engine=False) as llm:
         rng = random.Random(5)
-        prompts = [[rng.randrange(250) for _ in range(rng.randrange(3, 30))] for _ in range(3 * len(OPTIONS))]
-        outputs = answered(llm, prompts, [params(one) for one in OPTIONS * 3])
+        prompts = [[rng.randrange(250) for _ in range(rng.randrange(3, 30))] for _ in range(3 * len(OPTIONS) + 1)]
+        outputs = answered_together(llm, prompts, [params(one) for one in [*OPTIONS * 3, FORCED]])
         loras = [LoRARequest(name, number, path) for number, (name, path) in enumerate(adapters.items(), 1)]
         for lora in loras:
             outputs += answered(llm, prompts[:2], [params({"seed": 3})] * 2, lora)
         statistics = llm.statistics()
-        assert min(statistics.num_preemptions, statistics.num_accepted_tokens) > 0
+        assert statistics.num_preemptions > 0
+        assert statistics.num_accepted_tokens > 0
         yield Site(model, llm, key, adapters, [llm.receipt(output, key) for output in outputs])
 
 
