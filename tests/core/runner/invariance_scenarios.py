@@ -11,6 +11,7 @@ from core.inputs import EngineInput
 from core.models.llama import Llama
 from core.scheduling.decisions import Cause
 from core.scheduling.draft import Draft
+from ipc.params.sampling_params import SamplingParams
 from ipc.wire.messages import AddRequest
 from tests.core.runner.invariance import TARGET, Recorder, Run, neighbours, request, run
 
@@ -54,6 +55,14 @@ def mixed(plain: Sequence[tuple[int, AddRequest]]) -> list[tuple[int, AddRequest
     return [(client, msgspec.structs.replace(message, params=params(message))) for client, message in plain]
 
 
+def without_options(sent: tuple[int, AddRequest]) -> tuple[int, AddRequest]:
+    """The same request, one choice of its tokens by temperature alone."""
+    client, message = sent
+    params = message.params
+    plain = SamplingParams(temperature=params.temperature, max_tokens=params.max_tokens, ignore_eos=True)
+    return client, msgspec.structs.replace(message, params=plain)
+
+
 class Scenario(NamedTuple):
     """group: what it varies: neighbours, chunks, preempted or cached; settings: of run()."""
 
@@ -80,10 +89,13 @@ SCENARIOS: dict[str, Scenario] = {
 ONE_OF_EACH = [*{each.group: name for name, each in reversed(SCENARIOS.items())}.values(), "chunks of 7"]
 
 
-def scenario(name: str, model: Llama, *, reads_cache: bool = True, **target: Any) -> Run:
+def scenario(name: str, model: Llama, *, reads_cache: bool = True, mixes: bool = True, **target: Any) -> Run:
     """The target with these arguments of run(), in the scenario, which must have done what it is named after.
-    reads_cache: False for a target with prompt_logprobs, whose prompt is computed."""
+    reads_cache: False for a target with prompt_logprobs, whose prompt is computed. mixes: its neighbours have options
+    of every kind. What these do with logits does not depend on the model, so most models do without."""
     group, settings = SCENARIOS[name]
+    if not mixes and "neighbours" in settings:
+        settings = {**settings, "neighbours": [without_options(one) for one in settings["neighbours"]]}
     got = run(model, PROMPT, **settings, **target)
     if group == "preempted":
         assert got.num_preemptions > 0, "the target was not preempted: the pool is too large"
