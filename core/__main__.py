@@ -162,6 +162,7 @@ def _start(lease_fd: int, report_fd: int) -> StartedEngine | None:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # nor does it look through the modules later
     gc.enable()
     code = main(sys.argv[1:])
     log.flush(_LOG_S)

@@ -92,5 +92,6 @@ def _write(report: int, data: bytes) -> None:
 
 
 if __name__ == "__main__":
+    gc.freeze()  # nor does it look through the modules later
     gc.enable()
     sys.exit(main())

@@ -25,8 +25,8 @@ esac
 
 @pytest.fixture(scope="session")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file, with one variant of the kernels, which is not compiled again; `make test-wheel` compiles all. Workers of
-    one run share it.
+    """The file, with one variant of the kernels, which is not compiled again; `make test-wheel` compiles all variants.
+    Workers of one run share it.
     """
     base = tmp_path_factory.getbasetemp()
     folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "shared-dist"
