@@ -41,6 +41,8 @@ from ipc.wire.sockets import (
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 #: Most frames received in one batch, so that a slow reader still polls its other file descriptors.
 MAX_BATCH = 64
+#: Most bytes of a batch, unless its first frame is longer: applying 64 KiB of a step's events takes some 5 ms.
+_MAX_BATCH_BYTES = 64 << 10
 
 
 class Connection(NamedTuple):
@@ -62,15 +64,18 @@ def connect(context: Context, address: str) -> Connection:
     return Connection(socket, socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _REFUSED))
 
 
-def receive_batch(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """Return the frames that have arrived, at most MAX_BATCH.
+def receive_batch(socket: zmq.Socket[bytes]) -> tuple[list[bytes], bool]:
+    """Return the frames that have arrived, up to MAX_BATCH and _MAX_BATCH_BYTES, and whether there may be more.
 
-    If fewer are returned, the socket had no more: its file descriptor signals the next one.
+    If there are no more, the socket's file descriptor signals the next one.
     """
-    frames: list[bytes] = []
-    while len(frames) < MAX_BATCH and pending_events(socket) & READABLE:
+    frames, size = list[bytes](), 0
+    while pending_events(socket) & READABLE:
+        if len(frames) == MAX_BATCH or size >= _MAX_BATCH_BYTES:
+            return frames, True
         frames.append(socket.recv(zmq.NOBLOCK))
-    return frames
+        size += len(frames[-1])
+    return frames, False
 
 
 Locate = Callable[[], str | None]
@@ -237,8 +242,7 @@ class ZmqTransport:
         with self._using:
             if self._open_socket is None:
                 return False
-            frames = receive_batch(socket)
-            has_more = len(frames) == MAX_BATCH
+            frames, has_more = receive_batch(socket)
         if frames and self._on_frames is not None:
             self._lost_at, self._is_refused = None, False
             self._on_frames(frames)
@@ -434,7 +438,8 @@ class ZmqTransport:
 
     def _pass_on_last(self, socket: zmq.Socket[bytes]) -> bool:
         """Pass on the frames of a socket that is no longer used otherwise; return whether there were any."""
-        if (frames := receive_batch(socket)) and self._on_frames is not None:
+        frames, _ = receive_batch(socket)
+        if frames and self._on_frames is not None:
             self._on_frames(frames)
         return bool(frames)
 

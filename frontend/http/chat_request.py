@@ -68,9 +68,9 @@ async def prepare_chat(
     if body.max_completion_tokens is not None:  # the newer name of both
         body.max_tokens = body.max_completion_tokens
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    params = read_sampling(body, service.default_sampling, max_tokens=None, logprobs=logprobs)
 
     def prepare() -> PreparedChat:
+        params = read_sampling(body, service.default_sampling, max_tokens=None, logprobs=logprobs)
         try:
             return _prepare(service, request, body, params, _read_tools(body, service.meter.note_left_out), context)
         except RecursionError:

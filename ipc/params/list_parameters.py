@@ -22,6 +22,7 @@ MAX_ALLOWED_TOKENS = 300_000
 MAX_LOGIT_BIASES = 65_536
 #: Logit biases are clamped to [-MAX_LOGIT_BIAS, MAX_LOGIT_BIAS], as in vLLM.
 MAX_LOGIT_BIAS = 100.0
+_MAX_DIGITS = 20  # of a token id as text
 
 #: Types for a decoder. It checks a list's length before it makes the list, so a long one costs nothing.
 StopStrings = Annotated[list[str], msgspec.Meta(max_length=MAX_STOP_STRINGS)]
@@ -82,12 +83,23 @@ def check_logit_bias(bias: object) -> dict[int, float] | None:
 def _plain_bias(bias: dict[Any, Any]) -> dict[int, float]:
     """Return the same with Python's own ints and floats: JSON keys are strings, and NumPy has scalars."""
     plain = {}
+    if _are_numbers(bias):
+        return dict(zip(map(int, bias), bias.values(), strict=True))
     for token, value in bias.items():
-        key = int(token) if isinstance(token, str) and token.isdecimal() else token
+        is_number = isinstance(token, str) and token.isdecimal() and len(token) <= _MAX_DIGITS
+        key = int(token) if is_number else token
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise InvalidRequestError(f"logit_bias of token {token!r:.80} must be a number, got {value!r:.80}")
         plain[integer("a token id in logit_bias", key, 0, 2**31 - 1)] = value
     return plain
+
+
+def _are_numbers(bias: dict[Any, Any]) -> bool:
+    """Return whether all tokens are numbers as text, and all biases Python's own numbers: JSON, with nothing wrong."""
+    types = {*map(type, bias)}, {*map(type, bias.values())}
+    if types[0] != {str} or not types[1] <= {int, float}:
+        return False
+    return all(map(str.isdecimal, bias)) and max(map(len, bias)) <= _MAX_DIGITS
 
 
 def check_allowed_token_ids(ids: object) -> list[int] | None:

@@ -65,9 +65,9 @@ async def _complete(
 ) -> Reply:
     name = service.check_model(request, body.model)
     completion, has_no_output = completion_of(body, service.engine.tokenizer)
-    params = read_sampling(completion, service.default_sampling, max_tokens=None, logprobs=body.n_probs or None)
 
     def prepare() -> list[PreparedRequest]:
+        params = read_sampling(completion, service.default_sampling, max_tokens=None, logprobs=body.n_probs or None)
         return service.prepare(request, completion, prompts_of(), params, add_special_tokens=True)
 
     prepared = await service.run(request, prepare)

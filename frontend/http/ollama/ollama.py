@@ -31,6 +31,7 @@ from frontend.http.sampling import read_sampling
 from frontend.http.service import Service
 from frontend.http.whole_numbers import convert
 from frontend.results.outputs import CompletionOutput
+from frontend.session import PreparedRequest
 from ipc.wire.messages import ModelDescription
 
 _Body = TypeVar("_Body", ChatBody, CompletionBody)
@@ -82,15 +83,13 @@ async def generate(service: Service, request: Request) -> Reply | Response:
         fields = sampling_fields(given, service.max_model_len, service.meter.note_left_out)
         body = _convert(CompletionBody, {**fields, "prompt": given.prompt or ""})
         logprobs = (given.top_logprobs or 0) if given.logprobs else None
-        params = read_sampling(body, service.default_sampling, max_tokens=None, logprobs=logprobs)
-        prepared = PreparedChat(
-            await service.run(
-                request,
-                lambda: service.prepare(
-                    request, body, [behind(service, given.context, given.prompt or "")], params, add_special_tokens=True
-                ),
-            )
-        )
+
+        def prepare() -> list[PreparedRequest]:
+            params = read_sampling(body, service.default_sampling, max_tokens=None, logprobs=logprobs)
+            prompt = behind(service, given.context, given.prompt or "")
+            return service.prepare(request, body, [prompt], params, add_special_tokens=True)
+
+        prepared = PreparedChat(await service.run(request, prepare))
     else:
         system: list[Json] = [{"role": "system", "content": given.system}] if given.system else []
         messages = [*system, with_parts({"role": "user", "content": given.prompt or "", "images": given.images})]

@@ -21,6 +21,7 @@ from frontend.session import PreparedRequest
 from frontend.text.prompt_forms import PromptInput
 from frontend.text.prompts import split_prompts
 from frontend.text.tokenizer import Tokenizer
+from ipc.params.sampling_params import SamplingParams
 
 _PLAIN_TAIL = b',"logprobs":null,"finish_reason":null}]}\n\n'
 _decoder = msgspec.json.Decoder(CompletionBody)
@@ -39,15 +40,11 @@ async def create_completion(service: Service, request: Request) -> Reply:
     has_only_echo = bool(body.echo) and body.max_tokens == 0
     if has_only_echo:
         body.max_tokens = 1  # the engine generates at least one token; it is not shown
-    params = read_sampling(body, service.default_sampling, max_tokens=_MAX_TOKENS, logprobs=body.logprobs)
     if has_only_echo and body.receipt:
         raise HttpError(400, "an echo alone has no receipt: leave out receipt, or ask for tokens", param="receipt")
-    if body.echo and body.logprobs is not None:
-        if body.stream and params.n > 1:
-            raise HttpError(400, "n choices with echo and logprobs cannot be streamed: leave out stream", param="echo")
-        params.prompt_logprobs = body.logprobs
 
     def prepare() -> list[PreparedRequest]:
+        params = _read_params(service, body)
         limits = service.engine.client.welcome.features
         most = MAX_EMBEDS_BYTES if limits is None else limits.max_bytes
         prompts: list[PromptInput] = [{"prompt_embeds": read_prompt_embeds(one, most)} for one in embeds]
@@ -63,6 +60,16 @@ async def create_completion(service: Service, request: Request) -> Reply:
     prepared = with_seeds(await service.run(request, prepare, is_long=bool(embeds)), body)
     answer = CompletionFormat(service, body, name, prepared, drops_output=has_only_echo)
     return await service.submit(request, prepared, answer)
+
+
+def _read_params(service: Service, body: CompletionBody) -> SamplingParams:
+    """Return the parameters of a body. Errors: HttpError, InvalidRequestError."""
+    params = read_sampling(body, service.default_sampling, max_tokens=_MAX_TOKENS, logprobs=body.logprobs)
+    if body.echo and body.logprobs is not None:
+        if body.stream and params.n > 1:
+            raise HttpError(400, "n choices with echo and logprobs cannot be streamed: leave out stream", param="echo")
+        params.prompt_logprobs = body.logprobs
+    return params
 
 
 def _embeds_of(service: Service, body: CompletionBody) -> list[str]:

@@ -44,6 +44,7 @@ class Pump:
         self._news: Iterator[tuple[int, int, list[int], int]] | None = None  # the rest of the last batch of news
         self._has_more = False  # there is more news after that
         self._discarded: deque[int] = deque()  # requests for the client to discard
+        self._is_discarding = False  # the next part of them is scheduled
         self._tasks: set[asyncio.Task[None]] = set()
         self.replies: dict[Reply, None] = {}
         self.num_events = 0  # choices with news since the start
@@ -82,8 +83,7 @@ class Pump:
             self._parts.pop(number, None)
         self._discarded.extend(numbers[_DISCARDS_EACH_TURN:])
         self.client.discard(numbers[:_DISCARDS_EACH_TURN])
-        if self._discarded:
-            self._loop.call_soon(self._discard)
+        self._discard_more()
 
     def make(self, reply: Reply, size: int, work: Callable[[], bytes], done: Callable[[bytes], None]) -> None:
         """Run `work` on a thread, then done() with its result, then flush the reply; see Owner."""
@@ -103,11 +103,17 @@ class Pump:
             self._flush()
         self._on_news()  # of the time on hold
 
+    def _discard_more(self) -> None:
+        """Schedule the next part of what is to be discarded, one in each turn, however many replies end."""
+        if self._discarded and not self._is_discarding:
+            self._is_discarding = True
+            self._loop.call_soon(self._discard)
+
     def _discard(self) -> None:
+        self._is_discarding = False
         count = min(_DISCARDS_EACH_TURN, len(self._discarded))
         self.client.discard([self._discarded.popleft() for _ in range(count)])
-        if self._discarded:
-            self._loop.call_soon(self._discard)
+        self._discard_more()
 
     def ended(self, number: int) -> "asyncio.Future[None]":
         """Return a future that is done when this request, which has no reply, has ended.

@@ -73,6 +73,7 @@ class HttpProtocol(HttpToolsProtocol):
     def __init__(self, config: Config, state: ServerState, bounds: Bounds, bodies: HeldBodies) -> None:
         super().__init__(config, state, {})
         self.is_full = False  # written data waits for the peer to read
+        self._full_since = 0.0  # monotonic seconds
         self.exchange: Exchange | None = None  # of the request that is being answered
         self._bounds, self._bodies = bounds, bodies
         self._phase = _Phase.IDLE
@@ -230,7 +231,7 @@ class HttpProtocol(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Stop reading from a peer that reads too slowly: further answers would wait here."""
         super().pause_writing()
-        self.is_full = True
+        self.is_full, self._full_since = True, time.monotonic()
         self.flow.pause_reading()
 
     def resume_writing(self) -> None:
@@ -301,6 +302,9 @@ class HttpProtocol(HttpToolsProtocol):
             limit = _LAST_BYTES_S if self.transport.get_write_buffer_size() else _LINGER_S
             if not self._num_open and age > limit:
                 self.transport.abort()
+        elif self.is_full and self.exchange is not None and self.exchange.is_complete:
+            if now - self._full_since > IDLE_S:
+                self.transport.abort()  # its peer does not read the rest of an answer
         elif self.flow.read_paused:
             self._deadline = max(self._deadline, now + _BODY_GRACE_S)  # the delay was not the peer's
         elif self._phase is _Phase.BODY:

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 import zmq
@@ -47,6 +48,26 @@ def peer(tmp_path: Path) -> Iterator[Peer]:
         yield peer
         peer.transport.close()
         peer.socket.close()
+
+
+class Frames:
+    """A socket with frames to receive, in the place of one of ZeroMQ's."""
+
+    def __init__(self, *frames: bytes) -> None:
+        self.frames = list(frames)
+
+    def recv(self, flags: int) -> bytes:
+        return self.frames.pop(0)
+
+
+def test_a_batch_is_bounded_by_its_frames_and_their_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transports, "pending_events", lambda socket: transports.READABLE if socket.frames else 0)
+    many: Any = Frames(*[b""] * 70)
+    assert [(len(frames), more) for frames, more in (transports.receive_batch(many) for _ in range(3))] == [
+        (64, True), (6, False), (0, False),
+    ]  # fmt: skip
+    large: Any = Frames(b"x" * 60_000, b"x" * 500_000, b"x" * 70_000, b"", b"")
+    assert [len(transports.receive_batch(large)[0]) for _ in range(3)] == [2, 1, 2]
 
 
 def test_a_frame_is_sent_without_waking_the_io_thread(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:

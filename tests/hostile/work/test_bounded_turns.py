@@ -144,7 +144,10 @@ def test_a_turn_with_slow_news_ends_by_the_clock(monkeypatch: pytest.MonkeyPatch
     assert calls[-1] == ("resume", 200)
 
 
-def test_many_requests_are_forgotten_in_parts() -> None:
+@pytest.mark.parametrize("num_others", [0, 60])
+def test_many_requests_are_forgotten_in_parts(num_others: int) -> None:
+    """One part in a turn, also if further replies end in the meantime."""
+
     async def run() -> list[int]:
         client: Any = Client([])
         pump = Pump(client)
@@ -152,11 +155,17 @@ def test_many_requests_are_forgotten_in_parts() -> None:
         reply.parts = [SimpleNamespace(reply=reply, state=SimpleNamespace(number=number)) for number in range(1000)]
         pump.add(reply, [])  # type: ignore[arg-type]
         pump.remove(reply)  # type: ignore[arg-type]
-        while sum(map(len, client.discarded)) < 1000:
+        for number in range(1000, 1000 + num_others):
+            other = Taker(number, 1, [], [0])
+            pump.remove(other)  # type: ignore[arg-type]
+        sizes = list[int]()
+        while sum(map(len, client.discarded)) < 1000 + num_others:
+            before = len(client.discarded)
             await asyncio.sleep(0)
+            sizes.append(sum(map(len, client.discarded[before:])))
         pump.close()
-        assert [number for part in client.discarded for number in part] == list(range(1000))
-        return list(map(len, client.discarded))
+        assert sorted(number for part in client.discarded for number in part) == list(range(1000 + num_others))
+        return sizes
 
     assert max(asyncio.run(run())) <= 128
 

@@ -70,7 +70,12 @@ def http_pid(caller: Caller) -> int:
 
 def peak_mib(pid: int) -> int:
     """The most memory that a process had, in MiB."""
-    line = next(line for line in _read(pid, "status").splitlines() if line.startswith(b"VmHWM:"))
+    return memory_mib(pid, b"VmHWM:")
+
+
+def memory_mib(pid: int, field: bytes = b"VmRSS:") -> int:
+    """The memory that a process has, in MiB."""
+    line = next(line for line in _read(pid, "status").splitlines() if line.startswith(field))
     return int(line.split()[1]) >> 10
 
 

@@ -284,6 +284,7 @@ def test_whatever_is_accepted_survives_the_wire(options: dict[str, Any]) -> None
 def test_logit_bias() -> None:
     wrong: Any
     assert make(logit_bias={"7": 3, 8: -1e9, 9: 0.5}).logit_bias == {7: 3.0, 8: -100.0, 9: 0.5}
+    assert make(logit_bias={"7": 3, "08": -1e9, "9": 0.5}).logit_bias == {7: 3.0, 8: -100.0, 9: 0.5}
     assert make(logit_bias={}).logit_bias is None
     for wrong in ([], 3, "x", [(1, 2)]):
         with pytest.raises(InvalidRequestError, match="logit_bias must map token ids to numbers, got "):
@@ -291,7 +292,9 @@ def test_logit_bias() -> None:
     for wrong in (NAN, None, "1", True):
         with pytest.raises(InvalidRequestError, match="logit_bias of token 7 must be a number, got "):
             make(logit_bias={7: wrong})
-    for wrong in (-1, 2**31, 1.5, True, "x", "-1"):
+        with pytest.raises(InvalidRequestError, match=r"logit_bias of token '?7'? must be a number, got "):
+            make(logit_bias={"7": wrong})
+    for wrong in (-1, 2**31, 1.5, True, "x", "-1", "1.0", str(2**31), "9" * 5000):
         with pytest.raises(InvalidRequestError, match="a token id in logit_bias must be "):
             make(logit_bias={wrong: 1.0})
 

@@ -1,11 +1,15 @@
 """The framing of answers for each kind of peer, and what leaves the server when."""
 
+import random
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from frontend.http.errors import Headers
-from frontend.http.wire.exchange import Exchange
+from frontend.http.wire.exchange import PIECE_BYTES, Exchange
+from frontend.http.wire.protocol import IDLE_S
 from tests.frontend.http.peer import App, Peer, Transport, connected, spin, turning
 
 FIELDS: Headers = [(b"content-type", b"text/plain")]
@@ -103,6 +107,46 @@ def test_what_is_written_to_a_full_connection_is_sent_later() -> None:
     peer.resume_writing()
     assert transport.written.endswith(b"1\r\n1\r\n" + b"1\r\n2\r\n" + b"1\r\n3\r\n0\r\n\r\n")
     assert told == ["again"]
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_long_answer_waits_for_its_reader(is_whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """10 MB in one piece would take a turn of the loop of 20 ms."""
+    one, peer, transport = asked()
+    protocol: Any = one._wire
+    write, sizes = transport.write, list[int]()
+
+    def take(data: bytes) -> None:
+        write(data)
+        sizes.append(len(data))
+        if len(data) >= PIECE_BYTES:
+            protocol.pause_writing()
+
+    monkeypatch.setattr(protocol.transport._transport, "write", take)
+    protocol.uncork()  # looks at the transport again
+    body = random.Random(1).randbytes(2 * PIECE_BYTES + 5)
+    if is_whole:
+        one.write_whole(200, FIELDS, body)
+    else:
+        one.begin(FIELDS)
+        one.end(body)
+    for num_pieces in (1, 2):
+        assert sum(sizes) // PIECE_BYTES == num_pieces
+        peer.resume_writing()
+    assert body[-5:] in transport.written
+    assert not is_whole or transport.written.partition(b"\r\n\r\n")[2] == body
+    assert max(sizes) < PIECE_BYTES + 500
+
+
+def test_a_peer_that_does_not_read_the_rest_of_an_answer_is_cut_off() -> None:
+    one, peer, transport = asked()
+    peer.pause_writing()
+    one.write_whole(200, FIELDS, b"rest")
+    peer.sweep(time.monotonic() + IDLE_S - 5)
+    assert "abort" not in transport.calls
+    peer.sweep(time.monotonic() + IDLE_S + 5)
+    assert "abort" in transport.calls
+    peer.connection_lost(None)
 
 
 def test_no_field_can_end_its_line() -> None:
