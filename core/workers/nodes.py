@@ -51,6 +51,7 @@ _REMIND_S = 30.0  # between two log lines that name missing machines
 _DESCRIBE_S = 60.0  # for a machine to read what identifies its model files
 _LOG_S = 0.5  # for writing the last lines to standard error
 _LOOK_S = 0.5  # between two checks whether the wait is over
+_FRAMES_AT_ONCE = 64  # received before the thread looks at machines, streams and commands again
 
 
 class _Seat:
@@ -190,13 +191,12 @@ class Nodes:
         self._poller.register(fd, select.POLLIN)
         self._poller.register(self._wake, select.POLLIN)
         while not self._is_closing:
-            while pending_events(socket) & READABLE:
-                self._receive(socket)
+            has_more = self._receive_some(socket)
             now = time.monotonic()
             if now >= beat:
                 beat = now + BEAT_S
                 self._look_at_seats(now)
-            ready = self._poller.poll(max(0.0, beat - time.monotonic()) * 1000)
+            ready = self._poller.poll(0 if has_more else max(0.0, beat - time.monotonic()) * 1000)
             for each, events in ready:
                 if each == self._wake:
                     os.eventfd_read(self._wake)
@@ -206,6 +206,18 @@ class Nodes:
                 self._commands.popleft()()
         for identity in list(self._seats):
             self._send(identity, Unknown())
+
+    def _receive_some(self, socket: Socket) -> bool:
+        """Receive frames, and return whether there are more.
+
+        Whoever sends without a pause must not keep the thread from noticing that a machine is lost: the engine would
+        count as hung before that. The socket takes from each peer in turn.
+        """
+        for _ in range(_FRAMES_AT_ONCE):
+            if not pending_events(socket) & READABLE:
+                return False
+            self._receive(socket)
+        return True
 
     def _look_at_seats(self, now: float) -> None:
         for seat in list(self._seats.values()):

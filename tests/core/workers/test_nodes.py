@@ -237,6 +237,36 @@ def test_machines_with_keys_and_streams_of_a_whole_engine(tmp_path: Path, folder
     assert "machine 1 of 2" not in stranger.log
 
 
+def test_whoever_sends_without_a_pause_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines are looked at, and commands run, in the middle of a flood: it has as many frames as are taken."""
+    port, turns, looks = free_port(), 3, list[float]()
+    enough = threading.Event()
+    received = 0
+
+    def receive(self: nodes.Nodes, socket: Any) -> None:
+        nonlocal received
+        received += 1
+
+    def look(self: nodes.Nodes, now: float) -> None:
+        looks.append(now)
+        if len(looks) == turns:
+            enough.set()
+
+    monkeypatch.setattr(nodes.Nodes, "_receive", receive)
+    monkeypatch.setattr(nodes.Nodes, "_look_at_seats", look)
+    monkeypatch.setattr(nodes, "BEAT_S", 0.0)
+    monkeypatch.setattr(nodes, "pending_events", lambda socket: nodes.READABLE)
+    ours = nodes.Nodes(EngineConfig(executor="fake", pipeline_parallel_size=2, **over(port, 2)))
+    try:
+        ran = threading.Event()
+        ours._tell(ran.set)
+        assert ran.wait(20)
+        assert enough.wait(20)
+        assert received >= nodes._FRAMES_AT_ONCE
+    finally:
+        ours.close()
+
+
 def test_options_of_several_machines_are_checked(folder: str) -> None:
     with pytest.raises(ConfigError, match="nnodes=2 is more than the 1 workers"):
         config_of(folder, 1, **over(1, 2))
