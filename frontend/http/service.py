@@ -50,6 +50,9 @@ MAX_FIELDS, MAX_VALUES = 65_536, 262_144
 MAX_CHOICES = 4096
 #: Most bytes of one text, or 16 for each token of the model's context if that is more.
 _MAX_TEXT_BYTES = 1 << 20
+#: Most bytes of a part of a text without a space between two words, or 4 for each token of the context: it is tokenized
+#: in one piece, with up to 350 bytes of memory for each byte.
+_MAX_UNCUT_BYTES = 512 << 10
 SUBMITTED_EACH_TURN = 16  # requests of one reply in a turn, 0.1 to 0.3 ms each
 #: Code of the error for an unknown model name.
 MODEL_NOT_FOUND = "model_not_found"
@@ -91,6 +94,7 @@ class Service:
             self._token_json = {skip: TokenJson(engine.tokenizer.token_table(skip)) for skip in (True, False)}
         if engine.tokenizer is not None:
             _ = engine.tokenizer.bound  # takes about 20 ms, once
+            engine.tokenizer.most_uncut = max(_MAX_UNCUT_BYTES, 4 * self.max_model_len)
 
     @property
     @property

@@ -76,8 +76,8 @@ def text_bound(hf: tokenizers.Tokenizer) -> TextBound:
 
 
 #: Where all known patterns for words begin another word: between a letter and a space before a letter; and between a
-#: letter and a line's end, or a mark of Chinese and Japanese.
-_CUTS = r"(?<=[A-Za-z])(?= [A-Za-z])|(?<=[A-Za-z\u3041-\u30ff\u4e00-\u9fff])(?=[\n\u3001\u3002\uff0c])"
+#: letter and a line's end, or a mark of Chinese and Japanese. [^\W\d_] is a letter of any script.
+_CUTS = r"(?<=[^\W\d_])(?= [^\W\d_]|[\n\u3001\u3002\uff0c])"
 _BETWEEN_DIGITS = r"|(?<=[0-9])(?=[0-9])"  # if each is a word of its own
 #: Steps that find the next word by what follows the last one, so that a word does not depend on those before it.
 _FORWARD = ("ByteLevel", "Digits", "NFC", "Sequence", "Split")
@@ -288,6 +288,8 @@ class Tokenizer(TokenizerCalls):
         decoder = hf.decoder.__getstate__() if hf.decoder else b""
         self.has_byte_fallback = b'"ByteFallback"' in decoder
         self._has_byte_names = b'"ByteLevel"' in decoder  # also in a sequence of decoders
+        #: Most bytes of a part of a long text without a place to cut it; None = no bound. Set by who reads for others.
+        self.most_uncut: int | None = None
         self._tables = {
             skip: TokenTable(hf, self.special_token_ids if skip else frozenset(), byte_level=self.is_byte_level)
             for skip in (True, False)
@@ -366,6 +368,12 @@ class Tokenizer(TokenizerCalls):
 
         ids: list[int] = []
         for part in cuts.parts_of(text, _CALL_CHARS):
+            size = len(part.encode(errors="replace")) if len(part) > _CALL_CHARS else 0
+            if self.most_uncut is not None and size > self.most_uncut:
+                raise InvalidRequestError(
+                    f"the text has {size} bytes in a row without a space between two words; at most "
+                    f"{self.most_uncut} are read in one piece"
+                )
             ids += encode(part)
         if not add_special_tokens:
             return ids

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, models, normalizers, pre_tokenizers, processo
 from frontend.text import tokenizer as tokenizer_module
 from frontend.text.prompts import read_prompts
 from frontend.text.tokenizer import Tokenizer, text_bound, text_cuts
-from ipc.errors import PromptTooLongError
+from ipc.errors import InvalidRequestError, PromptTooLongError
 from ipc.files.model_files import read_tokenizer_files, resolve_model
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -123,6 +123,19 @@ PROSE = [
 ]
 
 
+#: Words of other scripts, between which there are spaces, line ends or marks.
+OTHER_PROSE = [
+    "\n\u0441\u043b\u043e",
+    " \u03bb\u03ad\u03be",
+    " \u0643\u0644\u0645\u0629",
+    " \u0936\u092c\u094d\u0926",
+    " \ud55c\uad6d",
+    "\u6587\u5b57\u3002",
+]
+OTHER_PROSE += [" word", " e\u0301", " \u01c5", " \u00aa", "\ufb01", ", ", "12"]
+CYRILLIC = [" \u0441\u043b\u043e\u0432\u043e", " \u043d\u0435\u0431\u043e"]
+
+
 def split_by(pattern: str, *merged: str) -> tokenizers.Tokenizer:
     hf = byte_level(*merged)
     words = pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")
@@ -141,9 +154,10 @@ def cut_kinds() -> dict[str, tokenizers.Tokenizer]:
 
 @pytest.mark.parametrize("kind", cut_kinds())
 @pytest.mark.parametrize("seed", range(5))
-def test_parts_have_the_tokens_of_the_whole(kind: str, seed: int) -> None:
+@pytest.mark.parametrize("words", [PROSE, OTHER_PROSE, CYRILLIC], ids=["", "other", "cyrillic"])
+def test_parts_have_the_tokens_of_the_whole(kind: str, seed: int, words: list[str]) -> None:
     hf, draw = cut_kinds()[kind], random.Random(seed)
-    text = "".join(draw.choice(PROSE) for _ in range(3000))
+    text = "".join(draw.choice(words) for _ in range(3000))
     cuts = text_cuts(hf)
     assert cuts is not None
 
@@ -188,6 +202,22 @@ def test_a_text_without_a_cut_is_whole() -> None:
     assert cuts is not None
     for text in ("7" * 5000, "#" * 5000, " " * 5000):
         assert list(cuts.parts_of(text, 500)) == [text]
+
+
+def test_a_long_part_without_a_cut_is_refused_where_that_is_asked_for(
+    demo: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_module, "_CALL_CHARS", 600)
+    cut, uncut = "word fox " * 300, "word " * 300 + "\u044f" * 1000
+    wanted = demo.encode(cut), demo.encode(uncut)
+    monkeypatch.setattr(demo, "most_uncut", 1999)
+    assert demo.encode(cut) == wanted[0]
+    with pytest.raises(
+        InvalidRequestError, match=r"has 2\d\d\d bytes in a row without a space between two words; at m"
+    ):
+        demo.encode(uncut)
+    monkeypatch.setattr(demo, "most_uncut", 4000)
+    assert demo.encode(uncut) == wanted[1]
 
 
 def test_a_cut_that_changes_tokens_is_not_made() -> None:
