@@ -26,6 +26,8 @@ class Wire(Protocol):
 
     is_full: bool  # written data waits for the peer to read, so no more should be written
 
+    is_chunked: bool  # the parts of a stream are framed as chunks (RFC 9112, 7.1)
+
     def write_raw(self, data: bytes) -> None:
         """Write bytes after an answer's headers, without a frame."""
 
@@ -54,8 +56,8 @@ class Exchange:
         self.is_received = False  # the request's body is complete
         self._scope, self._send, self._wire = scope, send, wire
         self._is_http_1_0 = scope["http_version"] == "1.0"
-        self._is_raw = False  # parts are not framed by the server
-        self._part: Message = {"type": "http.response.body", "body": b"", "more_body": True}  # made once for all parts
+        self._is_raw = False  # parts are not framed
+        self._is_chunked = False  # parts may be framed here
         self._late: deque[Message] = deque()  # messages for a full connection
         self._head: Message | None = None  # of a stream, for its first part
         wire.exchange = self
@@ -84,6 +86,7 @@ class Exchange:
             # answer to HEAD, so the parts are written after such headers, and the end of the connection is their end.
             self._scope["method"], self._is_raw = "HEAD", True
             fields = [*fields, (b"connection", b"close")]
+        self._is_chunked = self._wire.is_chunked and self._scope["method"] != "HEAD"
         self._head = {"type": "http.response.start", "status": 200, "headers": fields}
 
     def write(self, part: bytes) -> bool:
@@ -97,15 +100,10 @@ class Exchange:
             return wire.is_full
         if not part or self.has_left:
             return False
-        if wire.is_full or self._late or self._is_raw:
+        if wire.is_full or self._late or not self._is_chunked:
             self._push({"type": "http.response.body", "body": part, "more_body": True})
-        else:  # _push() inlined: nearly every event takes this path
-            message = self._part
-            message["body"] = part
-            try:
-                self._send(message).send(None)
-            except StopIteration:
-                return wire.is_full
+        else:  # nearly every event takes this path, and the server's send() takes five times as long
+            wire.write_raw(b"%x\r\n%b\r\n" % (len(part), part))
         return wire.is_full
 
     def end(self, part: bytes) -> None:

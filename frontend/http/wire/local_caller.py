@@ -19,7 +19,7 @@ class LocalAnswer(NamedTuple):
 class LocalWire:
     """A connection within the process, which is never full."""
 
-    is_full = False
+    is_full = is_chunked = False
 
     def __init__(self) -> None:
         self.exchange: Exchange | None = None

@@ -70,6 +70,8 @@ class _Flow(FlowControl):
 class HttpProtocol(HttpToolsProtocol):
     """See the module's docstring. A request's scope has its Wire and its HeldBody in `state`."""
 
+    is_chunked = True
+
     def __init__(self, config: Config, state: ServerState, bounds: Bounds, bodies: HeldBodies) -> None:
         super().__init__(config, state, {})
         self.is_full = False  # written data waits for the peer to read

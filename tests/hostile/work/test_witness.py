@@ -23,6 +23,8 @@ FAKE = (
 #: Generous: a busy machine stops everybody. What these requests did before was 3 to 16 s, or the end of all streams.
 MAX_GAP_S = 2.5
 MAX_MEMORY_MIB = 400
+#: The longest waits of streams and of /health on a machine that is not busy otherwise, without its own delays.
+QUIET_GAP_S, QUIET_HEALTH_S = 0.25, 0.1
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +50,16 @@ def test_all_of_them(caller: Caller) -> None:
 @pytest.mark.soak
 @pytest.mark.parametrize("harm", harms(8), ids=lambda harm: harm.name)
 def test_each_again_and_again(caller: Caller, harm: Harm) -> None:
-    """Ten times, with bodies of up to 8 MB."""
+    """Ten times, with bodies of up to 8 MB. On a machine that others use it may fail, by what it prints."""
     before = http_pid(caller)
     with witness(caller, 64, 400) as seen:
         for _ in range(10):
             assert caller.post(harm.path, harm.body).status in harm.statuses
-    print(f"{harm.name}: streams {1e3 * seen[0].stream_gap:.0f} ms, /health {1e3 * seen[0].health_gap:.0f} ms")
+    gap, health, late = 1e3 * seen[0].stream_gap, 1e3 * seen[0].health_gap, 1e3 * seen[0].late
+    print(f"{harm.name}: streams {gap:.0f} ms, /health {health:.0f} ms; the witness itself {late:.0f} ms late")
     assert (seen[0].cut, seen[0].wrong, http_pid(caller)) == (0, 0, before)
-    assert max(seen[0].stream_gap, seen[0].health_gap) < MAX_GAP_S
+    assert seen[0].stream_gap < QUIET_GAP_S + seen[0].late
+    assert seen[0].health_gap < QUIET_HEALTH_S + seen[0].late
     assert peak_mib(before) < MAX_MEMORY_MIB
 
 

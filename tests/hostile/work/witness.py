@@ -16,11 +16,15 @@ from typing import Any, NamedTuple
 
 from tests.frontend.http.caller import ROOT, Caller, environment
 
-_HEALTH_S = 0.02
+_HEALTH_S, _TICK_S = 0.02, 0.005
 
 
 class Seen(NamedTuple):
-    """What the witness saw. Gaps and times: seconds. cut: streams that ended early. wrong: those with other tokens."""
+    """What the witness saw. Gaps and times: seconds. cut: streams that ended early. wrong: those with other tokens.
+
+    late: the longest time by which the witness itself woke too late. If a machine has more to do than it can, that is a
+    part of the gaps which the server has not caused.
+    """
 
     num_streams: int
     cut: int
@@ -28,6 +32,7 @@ class Seen(NamedTuple):
     stream_gap: float
     health_gap: float
     num_health: int
+    late: float
 
 
 @contextlib.contextmanager
@@ -123,6 +128,13 @@ async def _ask_health(port: int, times: list[float]) -> None:
         writer.close()
 
 
+async def _note_lateness(lates: list[float]) -> None:
+    while True:
+        begin = time.monotonic()
+        await asyncio.sleep(_TICK_S)
+        lates.append(time.monotonic() - begin - _TICK_S)
+
+
 async def _main(port: int, num_streams: int, max_tokens: int) -> Seen:
     streams = [_Stream(port, index, max_tokens) for index in range(num_streams)]
     tasks = [asyncio.create_task(stream.run()) for stream in streams]
@@ -130,7 +142,8 @@ async def _main(port: int, num_streams: int, max_tokens: int) -> Seen:
         await asyncio.wait_for(stream.has_begun.wait(), 60)
     for stream in streams:
         stream.longest = 0.0
-    times = list[float]()
+    times, lates = list[float](), list[float]()
+    tasks.append(asyncio.create_task(_note_lateness(lates)))
     health = asyncio.create_task(_ask_health(port, times))
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -150,6 +163,7 @@ async def _main(port: int, num_streams: int, max_tokens: int) -> Seen:
         max(stream.longest for stream in streams),
         float("inf") if has_failed else max(times, default=0.0),
         len(times),
+        max(lates, default=0.0),
     )
 
 
