@@ -210,8 +210,8 @@ class Nodes:
     def _receive_some(self, socket: Socket) -> bool:
         """Receive frames, and return whether there are more.
 
-        Whoever sends without a pause must not keep the thread from noticing that a machine is lost: the engine would
-        count as hung before that. The socket takes from each peer in turn.
+        A peer that sends without a pause must not keep the thread from noticing that a machine is lost: the engine
+        would count as hung before that. The socket takes from each peer in turn.
         """
         for _ in range(_FRAMES_AT_ONCE):
             if not pending_events(socket) & READABLE:
