@@ -26,6 +26,11 @@ COMMANDS = {
     "simulate": ("tools.lab.simulate.__main__", "run a trace on a fleet of engines, in virtual time"),
     "prove": ("tools.lab.prove", "show that tokens do not depend on batch neighbours, preemption and cache"),
     "bench": ("tools.lab.bench.__main__", "measure latency, throughput and start-up"),
+    "check-failover": (
+        "tools.lab.check_failover.__main__",
+        "kill a service under its streams and compare each with an undisturbed one",
+    ),
+    "eval-check": ("tools.lab.eval_check", "show that evaluations have one result at any batch size and under faults"),
     "check-executor": ("tools.lab.check_executor.__main__", "check that a plug-in executor follows the contract"),
     "completion": ("tools.commands.completion", "print the completion script for bash, zsh or fish"),
 }
@@ -35,7 +40,16 @@ GROUPS = {
     "models": ("pull", "list", "inspect", "rm"),
     "serve a model": ("serve", "worker", "route", "ray", "http"),
     "inspect and control a running engine": ("top", "explain", "control"),
-    "prove, replay, measure": ("prove", "replay", "verify", "traces", "simulate", "bench"),
+    "prove, replay, measure": (
+        "prove",
+        "eval-check",
+        "replay",
+        "verify",
+        "check-failover",
+        "traces",
+        "simulate",
+        "bench",
+    ),
 }
 #: Prefix of the package "tools": "" in a checkout, "engine_core." in an installed wheel.
 HOME = __package__.removesuffix("tools")

@@ -1,0 +1,280 @@
+"""`engine-core check-failover`: what a service loses, doubles, changes or delays on purpose is found; ours holds."""
+
+import contextlib
+import json
+import shlex
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ipc.files.model_files import resolve_model
+from tests.frontend.http.caller import serving
+from tests.frontend.http.conftest import FAKE
+from tools.cli import main
+from tools.lab.check_failover.__main__ import EXIT_BROKEN, EXIT_HELD, EXIT_NOT_JUDGED, Cell, Stream, conclusion
+from tools.lab.check_failover.calls import Received, Request, Service, wait_until_back
+from tools.lab.check_failover.verdict import Verdict, judge, longest_pause
+
+WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "went", "home", "again", "to", "sleep", "now"]
+PIECE_S = 0.01
+HURT_S = 0.4  # the pause that the fake service makes
+
+
+class Fake(ThreadingHTTPServer):
+    """A service whose answers are WORDS, a piece each. Once the file `killed` is there, it does harm."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, killed: Path, harm: str) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.killed, self.harm = killed, harm
+        self.num_answers = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Fake
+
+    def log_request(self, *args: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.answer_json({"data": [{"id": "fake"}]})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.num_answers += 1
+        with contextlib.suppress(ConnectionError):
+            if body["max_tokens"] == 1:  # the probe
+                self.answer_json(self.choice("the", "length"))
+            elif body["stream"]:
+                self.stream()
+            else:
+                self.whole()
+
+    def whole(self) -> None:
+        for _ in WORDS:
+            threading.Event().wait(PIECE_S)
+        is_hurt = self.server.killed.exists()
+        if is_hurt and self.server.harm in ("lost", "ends early"):
+            self.close_connection = True
+            return
+        words = self.server.harm == "different" and is_hurt
+        text = "".join(["other " * len(WORDS)] if words else [f"{word} " for word in WORDS])
+        self.answer_json(self.choice(text, "length"))
+
+    def stream(self) -> None:
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        words, harm = list(WORDS), self.server.harm
+        while words:
+            threading.Event().wait(PIECE_S)
+            if harm and self.server.killed.exists():
+                harm = self.hurt(harm, words)
+            if words:
+                self.event(self.choice(f"{words.pop(0)} ", None))
+        if harm != "cut":
+            self.event(self.choice("", "length"))
+            self.wfile.write(b"data: [DONE]\n\n")
+
+    def hurt(self, harm: str, words: list[str]) -> str:
+        if harm == "lost":
+            words.clear()
+            return "cut"
+        if harm == "error":
+            self.event({"error": {"message": "the engine died"}})
+            words.clear()
+            return "cut"
+        if harm == "gap":
+            del words[:2]
+        if harm == "ends early":
+            words.clear()
+        if harm == "doubled":
+            words[:] = WORDS
+        if harm == "different":
+            words[:] = ["other"] * len(words)
+        if harm == "paused":
+            threading.Event().wait(HURT_S)
+        return ""
+
+    def choice(self, text: str, finish: str | None) -> dict[str, Any]:
+        part = {"text": text} if self.path == "/v1/completions" else {"delta": {"content": text}}
+        if self.server.harm == "unsteady":
+            part = {"text": f"{text}{self.server.num_answers}"}
+        return {"choices": [{**part, "finish_reason": finish}]}
+
+    def event(self, answer: dict[str, Any]) -> None:
+        self.wfile.write(b"data: " + json.dumps(answer).encode() + b"\n\n")
+
+    def answer_json(self, answer: dict[str, Any]) -> None:
+        data = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@contextlib.contextmanager
+def faking(killed: Path, harm: str) -> Iterator[Fake]:
+    with Fake(killed, harm) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def check(url: str, kill: str, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, Any]:
+    """-> exit status, what --json printed."""
+    words = ["check-failover", "--url", url, "--kill", kill, "--patience", "20", "--prompt-words", "3", *options]
+    status = main([*words, "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("harm", "verdict"),
+    [
+        ("lost", "lost"),
+        ("error", "lost"),
+        ("gap", "lost"),
+        ("ends early", "lost"),
+        ("doubled", "doubled"),
+        ("different", "different"),
+    ],
+)
+def test_harm_is_found(harm: str, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    killed = tmp_path / "killed"
+    with faking(killed, harm) as server:
+        options = "--moments", "mid", "--requests", "4"
+        status, found = check(server.url, f"touch {shlex.quote(str(killed))}", capsys, *options)
+    undisturbed, mid = found["cells"]
+    assert {one["verdict"] for one in undisturbed["streams"]} == {"exact"}
+    streamed = [one["verdict"] for one in mid["streams"] if " streamed " in one["request"]]
+    assert (status, found["held"], streamed) == (EXIT_BROKEN, False, [verdict] * 2), found
+    whole = [one["verdict"] for one in mid["streams"] if " whole " in one["request"]]
+    assert (
+        whole
+        == [{"ends early": "lost"}.get(harm, harm) if harm in ("lost", "ends early", "different") else "exact"] * 2
+    )
+    assert mid["num_open"] == 4
+    assert mid["back_s"] < 10
+
+
+def test_a_pause_is_found_and_may_be_forbidden(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    killed = tmp_path / "killed"
+    with faking(killed, "paused") as server:
+        kill = f"touch {shlex.quote(str(killed))}"
+        status, found = check(server.url, kill, capsys, "--moments", "early", "--requests", "2", "--apis", "chat")
+        assert status == EXIT_HELD, found
+        assert found["cells"][1]["streams"][0]["pause_s"] > HURT_S - PIECE_S
+        killed.unlink()
+        options = "--moments", "early", "--requests", "1", "--max-pause", str(HURT_S / 2)
+        status, found = check(server.url, kill, capsys, *options)
+    assert status == EXIT_BROKEN
+    assert found["reasons"][0].startswith("early: a stream paused for 0.")
+
+
+def test_a_service_of_many_answers_is_not_judged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with faking(tmp_path / "killed", "unsteady") as server:
+        options = "--moments", "mid", "--requests", "2", "--apis", "completions"
+        assert main(["check-failover", "--url", server.url, "--kill", "true", *options]) == EXIT_NOT_JUDGED
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0] == f"{server.url}, model 'fake': 2 requests at once"
+    assert printed[2].split()[:7] == ["not", "killed", "0", "0", "0", "0", "2"]
+    assert printed[-1] == "not judged: undisturbed: 2 of 2 answers are not those that they are alone"
+
+
+def test_what_cannot_be_checked_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with faking(tmp_path / "killed", "") as server:
+        options = "--moments", "mid", "--requests", "1"
+        assert main(["check-failover", "--url", server.url, "--kill", "exit 3", *options]) == 1
+        assert "the kill command ended with status 3" in capsys.readouterr().err
+    assert main(["check-failover", "--url", server.url, "--kill", "true"]) == 1
+    assert "/v1/models lists no model" in capsys.readouterr().err
+    assert main(["check-failover", "--url", "ftp://x", "--kill", "true"]) == 1
+    assert "--url must be like" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["check-failover", "--url", server.url, "--kill", "true", "--extra", "[]"])
+
+
+def test_what_is_not_back(tmp_path: Path) -> None:
+    with faking(tmp_path / "killed", "") as server:
+        service = Service(server.url)
+    assert wait_until_back(service, Request("chat", False, False, {}), 0.1) is None
+    held = Stream("chat", "exact", 0, 0, "", 0.1)
+    cells = [Cell("undisturbed", 0, 0.0, [held]), Cell("mid", 0, None, [held])]
+    assert conclusion(cells, None) == (
+        EXIT_BROKEN,
+        ["mid: the service is not back", "mid: nothing was in flight when it was killed: ask for more --tokens"],
+    )
+
+
+def received(text: str, finish: str = "stop", error: str = "") -> Received:
+    return Received(text, finish, error, 0.0, [1.0, 2.0, 5.0], 5.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "verdict"),
+    [
+        ("abcdefgh", "stop", Verdict("exact")),
+        ("abcdefgh", "length", Verdict("different", 8, 0, "it ended by length, and undisturbed by stop")),
+        ("abc", "", Verdict("lost", 3, 5, "it ended without a finish_reason")),
+        ("abX", "", Verdict("different", 2, 0, "and then it ended without a finish_reason")),
+        ("abc", "stop", Verdict("lost", 3, 5, "though it ended as if it were whole")),
+        ("abcgh", "stop", Verdict("lost", 3, 3, "in the middle")),
+        ("gh", "stop", Verdict("lost", 0, 6, "in the middle")),
+        ("abcabcdefgh", "stop", Verdict("doubled", 3, 3)),
+        ("abcdcdefgh", "stop", Verdict("doubled", 4, 2)),
+        ("abcdefghgh", "stop", Verdict("doubled", 8, 2)),
+        ("abcXYdefgh", "stop", Verdict("different", 3)),
+        ("abcdefghX", "stop", Verdict("different", 8)),
+        ("Xbcdefgh", "stop", Verdict("different", 0)),
+        ("", "stop", Verdict("lost", 0, 8, "though it ended as if it were whole")),
+    ],
+)
+def test_judge(text: str, finish: str, verdict: Verdict) -> None:
+    assert judge(received(text, finish), received("abcdefgh")) == verdict
+
+
+def test_judge_what_is_unsteady() -> None:
+    whole = received("abcdefgh")
+    assert judge(received("abX"), whole, is_steady=False) == Verdict("unsteady", 2)
+    assert judge(received("abX", "", "cut"), whole, is_steady=False) == Verdict("lost", 3, 5, "cut")
+
+
+def test_pauses() -> None:
+    whole = received("abc")
+    assert longest_pause(received("abc"), 1.5, whole) == 3.0
+    assert longest_pause(received("abc"), 4.0, whole) == 1.0
+    assert longest_pause(received("abc"), 6.0, whole) == 0.0
+    assert longest_pause(received("abc", ""), 1.5, whole) is None
+    late = received("abc")._replace(times=[9.0], end=9.0)
+    assert longest_pause(late, 1.5, whole) == 3.5
+
+
+def test_answers_are_bounded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tools.lab.check_failover.calls._MAX_ANSWER_BYTES", 100)
+    with faking(tmp_path / "killed", "") as server:
+        assert main(["check-failover", "--url", server.url, "--kill", "true", "--requests", "1"]) == 1
+    assert "or the answer is too long" in capsys.readouterr().err
+
+
+def test_an_engine_that_is_killed_holds(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(*FAKE, "--executor-option", "step_us=3000", "-m", str(resolve_model(None))) as caller:
+        kill = f"kill -9 $(pgrep -P {caller.process.pid} -f -- '-m core')"
+        status, found = check(f"http://127.0.0.1:{caller.port}", kill, capsys, "--moments", "mid", "--tokens", "64")
+    assert (status, found["reasons"]) == (EXIT_HELD, []), found
+    assert [one["verdict"] for one in found["cells"][1]["streams"]] == ["exact"] * 8
