@@ -38,14 +38,13 @@ _TokenIds: TypeAlias = Annotated[
 Finish: TypeAlias = Literal["stop", "length", "abort"]
 
 #: Fields of SamplingParams that decide no token: what is reported, how text is made of tokens, and what is in the
-#: header. bad_words are text, and the engine reads their token ids.
+#: header. bad_words are text, and the engine reads their token ids. skip_special_tokens decides where stop strings are.
 _UNDECIDING = (
     "seed",
     "logprobs",
     "prompt_logprobs",
     "flat_logprobs",
     "detokenize",
-    "skip_special_tokens",
     "spaces_between_special_tokens",
     "output_kind",
     "bad_words",
@@ -257,7 +256,9 @@ def _deciding_parameters(params: SamplingParams) -> dict[str, Any]:
     return {
         name: msgspec.to_builtins(value, str_keys=True)
         for name, default in _DEFAULTS.items()
-        if (value := getattr(params, name)) != default and value != []
+        if (value := getattr(params, name)) != default
+        and value != []
+        and (name != "skip_special_tokens" or params.stop_strings)
     }
 
 

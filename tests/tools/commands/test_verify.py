@@ -252,6 +252,39 @@ def test_cut_and_continued_answers_are_found(site: Site) -> None:
     assert (verdict.status, verdict.fields) == ("differs", ["finish_reason"])
 
 
+def test_ends_by_stop_strings_are_compared(site: Site) -> None:
+    """An answer that ends before its stop string is found, and one that goes on after it with the right tokens."""
+    given = [params({"stop": ["a", "b", "ce"], "seed": seed, "ignore_eos": False}) for seed in range(12)]
+    outputs = answered(site.llm, [[5, 6]] * len(given), given)
+    texts = [index for index, output in enumerate(outputs) if output.outputs[0].stop_reason in ("a", "b", "ce")]
+    texts = [index for index in texts if 1 < len(outputs[index].outputs[0].token_ids) < LENGTH]
+    assert len(texts) > 3
+    unstopped = answered(site.llm, [[5, 6]] * len(given), [one.changed(stop=None, ignore_eos=True) for one in given])
+    honest, lies, expected = [], list[Receipt](), []
+    for index in texts:
+        ids = outputs[index].outputs[0].token_ids
+        honest.append(site.llm.receipt(outputs[index]))
+        contents = contents_of(honest[-1])
+        further = list(unstopped[index].outputs[0].token_ids[: len(ids) + 2])
+        assert further[: len(ids)] == ids
+        if not {EOS, *ids} & set(further[len(ids) :]):
+            lies.append(forged(honest[-1], msgspec.structs.replace(contents, answers=[further])))
+            expected.append(Difference(0, len(ids), None, further[len(ids)]))
+        lies.append(forged(honest[-1], msgspec.structs.replace(contents, answers=[list(ids[:-1])])))
+        expected.append(Difference(0, len(ids) - 1, ids[-1], None))
+    assert {one.status for one in verdicts(honest, site.options)} == {"verified"}
+    assert len({one.got is None for one in expected}) == 2
+    assert [found(one) for one in verdicts(lies, site.options)] == expected
+
+
+def test_what_decides_where_a_stop_string_is(site: Site) -> None:
+    """Special tokens that are shown may complete one; without stop strings they decide nothing."""
+    given = [params({"skip_special_tokens": False, **more}) for more in ({"stop": ["<"]}, {})]
+    receipts = [site.llm.receipt(output) for output in answered(site.llm, [[5]] * 2, given)]
+    assert [contents_of(one).parameters.get("skip_special_tokens") for one in receipts] == [False, None]
+    assert {one.status for one in verdicts(receipts, site.options)} == {"verified"}
+
+
 @pytest.mark.parametrize("what", ["seed", "parameters", "prompt"])
 def test_other_seeds_parameters_and_prompts_are_found(site: Site, what: str) -> None:
     """The position is that at which a generated answer with them first differs."""

@@ -164,9 +164,9 @@ def _verify_some(verifier: Verifier, group: Sequence[tuple[str, Receipt]], trust
             continue
         fields[place] += receipt.broken_digests()
         try:
-            if early_ends(receipt, receipt.contents):
+            claims[place] = claim_of(receipt, None if "tokenizer" in differing else verifier.tokenizer)
+            if early_ends(receipt, claims[place]):
                 fields[place].append("finish_reason")
-            claims[place] = claim_of(receipt)
         except ReceiptError as error:
             texts[place] = str(error)
             fields[place].append("parameters")

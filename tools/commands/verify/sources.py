@@ -1,6 +1,6 @@
 """What `engine-core verify` reads: receipts, alone or within answers of HTTP and batch files, and captures."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,12 +9,15 @@ import msgspec
 from core.capture.bounds import bounded_memory
 from core.capture.file import CaptureFile
 from core.capture.records import MAGIC
+from frontend.text.detokenizer import Detokenizer
+from frontend.text.prompt_context import prompt_context
+from frontend.text.tokenizer import Tokenizer
 from ipc.errors import CaptureFileError, ReceiptError
 from ipc.options.config import EngineConfig
 from ipc.options.config_checks import BUILT_IN_EXECUTORS
 from ipc.options.workers import in_one_process
 from ipc.params.sampling_params import SamplingParams
-from ipc.records.receipt import MAX_RECEIPT_BYTES, Contents, Finish, Receipt, read_receipt
+from ipc.records.receipt import MAX_RECEIPT_BYTES, Finish, Receipt, read_receipt
 from ipc.wire.messages import DECODE_ERRORS, AddRequest, FinishReason
 from tools.commands.replay.rerun import replay_config
 from tools.commands.replay.what_if.recording import read_recording
@@ -125,27 +128,55 @@ def _read_carrier(data: bytes) -> _Carrier:
         raise ReceiptError(f"not a receipt: {error}") from None
 
 
-def claim_of(receipt: Receipt) -> Claim:
-    """Return what a receipt with contents claims. Errors: ReceiptError."""
+def claim_of(receipt: Receipt, tokenizer: Tokenizer | None = None) -> Claim:
+    """Return what a receipt with contents claims.
+
+    tokenizer: finds the stop strings in the answers' text; None = ends by them are not compared. Errors: ReceiptError.
+    """
     request, contents = receipt.request(), receipt.contents
     assert contents is not None
-    finishes = [one.finish_reason for one in receipt.header.answers]
-    answers = zip(contents.answers, finishes, strict=True)
-    return Claim(request, [Answer(ids, _end_of(reason, request.params)) for ids, reason in answers])
+    cuts = [_text_end(ids, contents.prompt_token_ids, request.params, tokenizer) for ids in contents.answers]
+    ends = [
+        _FINISHES[one.finish_reason] if _is_engines(one.finish_reason, request.params, tokenizer, cut) else None
+        for one, cut in zip(receipt.header.answers, cuts, strict=True)
+    ]
+    return Claim(request, [Answer(*each) for each in zip(contents.answers, ends, cuts, strict=True)])
 
 
-def _end_of(reason: Finish, params: SamplingParams) -> FinishReason | None:
-    """Return the end to compare; None: it was the client's, which knows the text."""
-    return None if reason == "stop" and params.stop_strings else _FINISHES[reason]
+def _text_end(
+    token_ids: Sequence[int], prompt: Sequence[int], params: SamplingParams, tokenizer: Tokenizer | None
+) -> int | None:
+    """Return the number of tokens up to and including the one that completes a stop string; None = none does."""
+    if tokenizer is None or not params.stop_strings:
+        return None
+    text = Detokenizer(
+        tokenizer,
+        skip_special_tokens=params.skip_special_tokens,
+        stop=params.stop_strings,
+        min_tokens=params.min_tokens,
+        context=prompt_context(tokenizer, prompt, params.skip_special_tokens),
+    )
+    text.update(token_ids)
+    text.finish()
+    return None if text.stop_string is None else text.num_tokens
 
 
-def early_ends(receipt: Receipt, contents: Contents) -> list[int]:
-    """Return the answers that are said to have reached their length, and have not."""
-    params = receipt.request().params
-    limit = receipt.header.max_model_len - len(contents.prompt_token_ids)
+def _is_engines(reason: Finish, params: SamplingParams, tokenizer: Tokenizer | None, cut: int | None) -> bool:
+    """Return whether the engine, and not the text, is said to have ended an answer, as far as that is known."""
+    return reason != "stop" or not params.stop_strings or (tokenizer is not None and cut is None)
+
+
+def early_ends(receipt: Receipt, claim: Claim) -> list[int]:
+    """Return the answers that are said to have reached their length, and have not, or end by a stop string."""
+    params = claim.message.params
+    limit = receipt.header.max_model_len - len(claim.message.prompt_token_ids) // 4  # int32
     limit = limit if params.max_tokens is None else min(limit, params.max_tokens)
-    pairs = enumerate(zip(contents.answers, receipt.header.answers, strict=True))
-    return [index for index, (ids, one) in pairs if one.finish_reason == "length" and len(ids) != limit]
+    pairs = enumerate(zip(claim.answers, receipt.header.answers, strict=True))
+    return [
+        index
+        for index, (answer, one) in pairs
+        if one.finish_reason == "length" and (len(answer.token_ids) != limit or answer.text_ends is not None)
+    ]
 
 
 # Captures.

@@ -6,6 +6,7 @@ as much as a prompt of n tokens.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 import msgspec
@@ -18,7 +19,8 @@ from core.grammars.checker import CheckedGrammars
 from core.inputs import EngineInput, EngineReply
 from core.process.prepare import prepare
 from core.proposers.given import GivenDrafts
-from ipc.errors import InvalidRequestError
+from frontend.text.tokenizer import Tokenizer
+from ipc.errors import InvalidRequestError, ModelFileError
 from ipc.options.config import EngineConfig
 from ipc.options.speculation import MAX_DRAFTS, SpeculativeConfig
 from ipc.params.sampling_params import RequestOutputKind, SamplingParams
@@ -34,10 +36,15 @@ _STEP_NS = 1_000_000
 
 
 class Answer(NamedTuple):
-    """One choice, as it is claimed to be. ends: how the engine ended it; None = that is not to be compared."""
+    """One choice, as it is claimed to be.
+
+    ends: how the engine ended it; None = that is not to be compared. text_ends: number of tokens up to and including
+    the one that completes a stop string; None = none does.
+    """
 
     token_ids: Sequence[int]
     ends: FinishReason | None = None
+    text_ends: int | None = None
 
 
 class Claim(NamedTuple):
@@ -77,6 +84,7 @@ class Verifier:
         prepared = prepare(config, lambda phase: None)
         self.config, self._executor = prepared.config, prepared.executor
         self.tokenizer_hash = prepared.tokenizer.tokenizer_hash
+        self._tokenizer_files = prepared.tokenizer.files
         self._engine = EngineCore(self.config, self._executor)
         speculation = self._engine.scheduler.speculation
         most = min(MOST_DRAFTS, max(MAX_DRAFTS, _MAX_LOGITS_BYTES // (4 * self.info.vocab_size)))
@@ -92,6 +100,14 @@ class Verifier:
     def info(self) -> ModelInfo:
         """The model's description."""
         return self._executor.info
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer; None = it has none that this version reads. Then no answer was cut by its text."""
+        try:
+            return Tokenizer.from_files(self._tokenizer_files)
+        except ModelFileError:
+            return None
 
     def close(self) -> None:
         """Release the engine."""
@@ -217,6 +233,8 @@ def _compare(answer: Answer, row: OutputRow, place: int) -> Difference | None:
     for position, token in enumerate(row.tokens, place):
         if position == len(claimed):
             return None if answer.ends is None else Difference(row.choice, position, token, None)
+        if position == answer.text_ends:
+            return Difference(row.choice, position, None, claimed[position])
         if token != claimed[position]:
             return Difference(row.choice, position, token, claimed[position])
     end = place + len(row.tokens)
