@@ -4,6 +4,7 @@ import contextlib
 import json
 import shlex
 import threading
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,7 +17,7 @@ from tests.frontend.http.caller import serving
 from tests.frontend.http.conftest import FAKE
 from tools.cli import main
 from tools.lab.check_failover.__main__ import EXIT_BROKEN, EXIT_HELD, EXIT_NOT_JUDGED, Cell, Stream, conclusion
-from tools.lab.check_failover.calls import Received, Request, Service, wait_until_back
+from tools.lab.check_failover.calls import Call, Received, Request, Service, wait_until_back
 from tools.lab.check_failover.verdict import Verdict, judge, longest_pause
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "then", "it", "went", "home", "again", "to", "sleep", "now"]
@@ -33,7 +34,7 @@ class Fake(ThreadingHTTPServer):
     def __init__(self, killed: Path, harm: str) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.killed, self.harm = killed, harm
-        self.num_answers = 0
+        self.num_answers, self.is_over = 0, threading.Event()
 
     @property
     def url(self) -> str:
@@ -76,6 +77,10 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("content-type", "text/event-stream")
         self.end_headers()
         words, harm = list(WORDS), self.server.harm
+        if harm == "hangs":
+            self.event(self.choice("the ", None))
+            self.server.is_over.wait(20)
+            return
         while words:
             threading.Event().wait(PIECE_S)
             if harm and self.server.killed.exists():
@@ -131,6 +136,7 @@ def faking(killed: Path, harm: str) -> Iterator[Fake]:
         try:
             yield server
         finally:
+            server.is_over.set()
             server.shutdown()
             thread.join()
 
@@ -270,6 +276,14 @@ def test_answers_are_bounded(
     with faking(tmp_path / "killed", "") as server:
         assert main(["check-failover", "--url", server.url, "--kill", "true", "--requests", "1"]) == 1
     assert "or the answer is too long" in capsys.readouterr().err
+
+
+def test_a_stream_that_hangs_is_given_up(tmp_path: Path) -> None:
+    with faking(tmp_path / "killed", "hangs") as server:
+        request = Request("chat", True, False, {"stream": True, "max_tokens": 9})
+        got = Call(Service(server.url), request, 30.0, lambda: None).join(time.monotonic() + 0.2)
+    assert (got.text, got.finish, got.error) == ("the ", "", "it did not end in time")
+    assert judge(got, received("the end")) == Verdict("lost", 4, 3, "it did not end in time")
 
 
 def test_an_engine_that_is_killed_holds(capsys: pytest.CaptureFixture[str]) -> None:
