@@ -53,6 +53,11 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.num_answers += 1
+        if self.server.harm == "escapes":
+            self.send_response(500)
+            self.end_headers()
+            self.wfile.write(b"\x1b[2J")
+            return
         with contextlib.suppress(ConnectionError):
             if body["max_tokens"] == 1:  # the probe
                 self.answer_json(self.choice("the", "length"))
@@ -234,7 +239,7 @@ def received(text: str, finish: str = "stop", error: str = "") -> Received:
     ("text", "finish", "verdict"),
     [
         ("abcdefgh", "stop", Verdict("exact")),
-        ("abcdefgh", "length", Verdict("different", 8, 0, "it ended by length, and undisturbed by stop")),
+        ("abcdefgh", "length", Verdict("different", 8, 0, "it ended by 'length', and undisturbed by 'stop'")),
         ("abc", "", Verdict("lost", 3, 5, "it ended without a finish_reason")),
         ("abX", "", Verdict("different", 2, 0, "and then it ended without a finish_reason")),
         ("abc", "stop", Verdict("lost", 3, 5, "though it ended as if it were whole")),
@@ -267,6 +272,14 @@ def test_pauses() -> None:
     assert longest_pause(received("abc", ""), 1.5, whole) is None
     late = received("abc")._replace(times=[9.0], end=9.0)
     assert longest_pause(late, 1.5, whole) == 3.5
+
+
+def test_what_a_service_says_cannot_control_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with faking(tmp_path / "killed", "escapes") as server:
+        assert main(["check-failover", "--url", server.url, "--kill", "true", "--requests", "1"]) == 1
+    text = capsys.readouterr().err
+    assert "\x1b" not in text
+    assert r"status 500: '\x1b[2J" in text
 
 
 def test_answers_are_bounded(

@@ -1,6 +1,7 @@
 """Requests to an OpenAI-compatible service, and what came of each: text, end and the time of each piece.
 
-A service may send anything: every answer is bounded in bytes and in time, and is text to compare, nothing else.
+A service may send anything: every answer is bounded in bytes and in time, and is text to compare, nothing else. What
+is shown of it is escaped, so that it cannot control a terminal.
 """
 
 import contextlib
@@ -117,7 +118,7 @@ class Service:
                 data = connection.getresponse().read(_MAX_LINE_BYTES)
                 return msgspec.json.decode(data, type=_Models).data[0].id
             except (OSError, http.client.HTTPException, IndexError, *DECODE_ERRORS) as error:
-                text = f"{self._base}/models lists no model ({error}): name one with --model"
+                text = f"{self._base}/models lists no model ({str(error)!r:.{_MAX_ERROR_CHARS}}): name one with --model"
                 raise ServiceError(text) from None
 
 
@@ -165,13 +166,13 @@ class Call:
             response = self._connection.getresponse()
             if response.status != 200:
                 detail = response.read(_MAX_LINE_BYTES).decode(errors="replace")
-                self._error = f"status {response.status}: {detail:.{_MAX_ERROR_CHARS}}"
+                self._error = f"status {response.status}: {detail!r:.{_MAX_ERROR_CHARS}}"
             elif self._request.is_streamed:
                 self._read_events(response)
             else:
                 self._take(response.read(_MAX_ANSWER_BYTES))
         except (OSError, http.client.HTTPException, *DECODE_ERRORS) as error:
-            self._error = self._error or f"{type(error).__name__}: {error!s:.{_MAX_ERROR_CHARS}}"
+            self._error = self._error or f"{type(error).__name__}: {str(error)!r:.{_MAX_ERROR_CHARS}}"
         finally:
             self._connection.close()
             self._end = time.monotonic()
@@ -194,7 +195,7 @@ class Call:
     def _take(self, data: bytes) -> None:
         answer = msgspec.json.decode(data, type=_Answer)
         if bytes(answer.error) != b"null":
-            self._error = f"error {bytes(answer.error).decode(errors='replace'):.{_MAX_ERROR_CHARS}}"
+            self._error = f"error {bytes(answer.error).decode(errors='replace')!r:.{_MAX_ERROR_CHARS}}"
         for choice in answer.choices[:1]:
             part = choice.delta or choice.message or _Part()
             text = (choice.text or "") + (part.reasoning_content or "") + (part.content or "")

@@ -34,7 +34,7 @@ def judge(got: Received, whole: Received, *, is_steady: bool = True) -> Verdict:
     if not is_steady:
         return Verdict("unsteady", _num_shared(got.text, whole.text))
     if got.text == whole.text:
-        why = got.error or f"it ended by {got.finish:.40}, and undisturbed by {whole.finish:.40}"
+        why = got.error or f"it ended by {got.finish!r:.40}, and undisturbed by {whole.finish!r:.40}"
         return Verdict("different", len(got.text), why=why)
     return _compare(got.text, whole.text)
 
