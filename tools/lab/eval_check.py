@@ -27,6 +27,7 @@ from ipc.errors import ConfigError
 from ipc.params.sampling_params import SamplingParams
 from tools.flags.options import ArgumentParser, add_engine_options, engine_options
 from tools.lab.eval_tasks import METRICS, MOST_NEW_TOKENS, TASKS, UNTIL, Task, write_tasks
+from tools.service.start import check_connect
 
 EXIT_SAME = 0
 EXIT_DIFFERS = 3
@@ -84,36 +85,45 @@ def main(arguments: Sequence[str]) -> int:
     options = engine_options(parsed)
     if parsed.model_name is not None:
         options["model"] = parsed.model_name
+    check_connect(parsed.connect, options)
+    modes = parsed.modes or (MODES if parsed.connect is None else ("plain",))
+    if parsed.connect is not None:
+        options = {"connect": parsed.connect, "client_name": "eval-check"}
+        if set(modes) != {"plain"}:
+            parser.error("--connect uses an engine as it runs: only --modes plain")
     runs, results = list[Run](), dict[str, bytes]()
-    for mode, batch_size in product(parsed.modes, parsed.batch_sizes):
+    for mode, batch_size in product(modes, parsed.batch_sizes):
         run, result = evaluate(mode, batch_size, options)
         runs.append(run)
         results.setdefault(run.sha256, result)
         if not parsed.json:
             _print_run(run, with_head=len(runs) == 1)
     lacking = [run for run in runs if run.mode != "plain" and not run.count]
-    first = results[runs[0].sha256]
     if parsed.output is not None:
         _write(Path(parsed.output), list(results.values()))
     status = EXIT_DIFFERS if len(results) > 1 else EXIT_NOT_PROVED if lacking else EXIT_SAME
     if parsed.json:
-        found = {"runs": msgspec.to_builtins(runs), "scores": scores(first), "hashes": list(results)}
+        found = {"runs": msgspec.to_builtins(runs), "scores": scores(results[runs[0].sha256]), "hashes": list(results)}
         print(json.dumps({**found, "difference": difference(list(results.values()))}))
-        return status
-    for name, (metric, value) in scores(first).items():
+    else:
+        _print_end(runs, results, lacking)
+    return status
+
+
+def _print_end(runs: Sequence[Run], results: Mapping[str, bytes], lacking: Sequence[Run]) -> None:
+    for name, (metric, value) in scores(results[runs[0].sha256]).items():
         print(f"{name:>12}: {metric} {value:.4f}")
     for run in lacking:
         print(f"nothing is proved by {run.mode} at batch size {run.batch_size}: there was none")
     if len(results) > 1:
         print(f"the first difference: {difference(list(results.values()))}")
     print(f"{len(runs)} configurations, {len(results)} result{'s' * (len(results) > 1)}: {', '.join(results)}")
-    return status
 
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="engine-core eval-check",
-        usage="engine-core eval-check [MODEL] [-o FILE] [OPTION ...]",
+        usage="engine-core eval-check [MODEL | --connect ADDR] [-o FILE] [OPTION ...]",
         description="Run five small evaluations at several batch sizes, with speculation, preempted and with a killed "
         "engine, and compare the result files.",
         epilog="exit status: 0 all result files are the same, 1 error, 2 usage, 3 they differ, 4 a configuration had "
@@ -121,7 +131,8 @@ def _parser() -> ArgumentParser:
     )
     parser.add_argument("model_name", nargs="?", metavar="MODEL", help="the same as --model; default: the demo model")
     parser.add_argument("--batch-sizes", nargs="+", type=int, default=list(_BATCH_SIZES), metavar="N")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: all")
+    parser.add_argument("--modes", nargs="+", choices=MODES, help="default: all; with --connect: plain")
+    parser.add_argument("--connect", metavar="ADDR", help="use the engine at this address, among its other requests")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the result there; another one to FILE.2, ...")
     parser.add_argument("--json", action="store_true", help="print one JSON object, and nothing else")
     parser.add_argument(
@@ -134,9 +145,12 @@ def _parser() -> ArgumentParser:
 def evaluate(mode: str, batch_size: int, options: Mapping[str, Any]) -> tuple[Run, bytes]:
     """Return what an engine of its own has in this configuration, and its result file.
 
+    options: of the engine; or connect, for a running one.
+
     Errors: ConfigError; those of the engine.
     """
-    common = {"max_model_len": _MODEL_LEN, "max_num_seqs": max(batch_size, _FEWEST_ROWS), **options}
+    sizes = {"max_model_len": _MODEL_LEN, "max_num_seqs": max(batch_size, _FEWEST_ROWS)}
+    common = {**({} if "connect" in options else sizes), **options}
     if mode == "speculation":
         common["speculative_config"] = _DRAFTS
     if mode == "killed":

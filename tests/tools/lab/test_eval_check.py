@@ -1,12 +1,17 @@
 """`engine-core eval-check`: one result at any batch size and under faults, and a result that differs is shown."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from frontend.engine.process import EngineProcess
+from frontend.llm import LLM
+from ipc.options.config import EngineConfig
+from ipc.params.sampling_params import SamplingParams
 from tests.programs.__main__ import write_model
 from tools.cli import main
 from tools.lab import eval_check
@@ -41,6 +46,22 @@ def test_each_mode_has_the_same_result(model: str, tmp_path: Path, capsys: pytes
     assert [sample["task"] for sample in samples].count("copies") == 6
     assert all(sample["sum"] < 0 or sample["text"] for sample in samples if sample["task"] != "copies")
     assert not list(tmp_path.glob("result.*"))
+
+
+def test_a_running_engine_has_it_among_its_other_requests(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, alone = check(model, capsys, "--batch-sizes", "8", "--modes", "plain")
+    config = EngineConfig(model=model, threads=1, max_model_len=2048)
+    with EngineProcess(config) as engine, LLM(connect=engine.address) as llm, ThreadPoolExecutor(1) as other:
+        params = SamplingParams(max_tokens=1500, ignore_eos=True, seed=1)
+        stream = other.submit(llm.generate, [[5, 6]] * 4, params, use_tqdm=False)
+        words = "--connect", engine.address, "--batch-sizes", "1", "--json"
+        assert main(["eval-check", *words]) == EXIT_SAME
+        assert json.loads(capsys.readouterr().out)["hashes"] == alone["hashes"]
+        assert len(stream.result()) == 4
+        with pytest.raises(SystemExit):
+            main(["eval-check", *words, "--modes", "killed"])
+        assert main(["eval-check", *words, "--threads", "1"]) == 1
+    assert "leave out --threads" in capsys.readouterr().err
 
 
 @pytest.mark.soak
