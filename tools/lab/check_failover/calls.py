@@ -179,6 +179,7 @@ class Call:
             self._on_news()
 
     def _read_events(self, response: http.client.HTTPResponse) -> None:
+        # http.client ends the lines of a cut chunked answer as those of a whole one, so the end is the finish_reason.
         while line := response.readline(_MAX_LINE_BYTES):
             self._num_bytes += len(line)
             if self._num_bytes > _MAX_ANSWER_BYTES or not line.endswith(b"\n"):
