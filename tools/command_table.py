@@ -20,6 +20,7 @@ COMMANDS = {
     "top": ("tools.commands.top.__main__", "show a running engine live"),
     "keys": ("tools.commands.keys", "make keys for engines that listen on a network"),
     "control": ("tools.commands.control", "pause, resume or drain a running engine"),
+    "record": ("tools.commands.record.__main__", "record how another server is used, as a proxy in front of it"),
     "replay": ("tools.commands.replay.__main__", "run an engine's capture again and compare"),
     "verify": ("tools.commands.verify.__main__", "compute receipts or a capture's answers again and compare"),
     "traces": ("tools.lab.traces.__main__", "run public request traces through the scheduler, in virtual time"),
@@ -42,6 +43,7 @@ GROUPS = {
     "inspect and control a running engine": ("top", "explain", "control"),
     "prove, replay, measure": (
         "prove",
+        "record",
         "eval-check",
         "replay",
         "verify",
