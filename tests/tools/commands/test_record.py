@@ -23,7 +23,7 @@ from tests.frontend.http.caller import environment
 from tools.commands.record.bodies import read_part, read_prompt, route_of
 from tools.commands.record.exchanges import Connection, Recording, salted_blocks
 from tools.commands.record.relay import HostField, Observer, Relay, new_recording, parse_upstream
-from tools.commands.record.traffic import Exchange, Totals, TrafficWriter, read_traffic
+from tools.commands.record.traffic import BLOCK_BYTES, Exchange, Totals, TrafficWriter, read_traffic
 
 CANARY = "the quick brown canary"
 KEY = "sk-canary-key"
@@ -353,7 +353,7 @@ def test_texts_are_written_only_if_asked_and_keys_never(tmp_path: Path, content:
     assert (tmp_path / "t").stat().st_mode & 0o777 == 0o600
     (one,) = read_traffic(tmp_path / "t")[1]
     assert one.input_bytes == len("user") + 40 * len(CANARY)
-    assert len(one.blocks) == one.input_bytes // 256
+    assert len(one.blocks) == one.input_bytes // BLOCK_BYTES
     if content:
         assert json.loads(bytes(one.request)) == CHAT
         assert one.answer == CANARY + "b"
@@ -381,11 +381,11 @@ def test_only_the_host_field_is_replaced_and_only_if_asked(size: int) -> None:
 
 
 def test_equal_beginnings_have_equal_hashes_in_one_recording_only() -> None:
-    one, other = salted_blocks(b"a" * 600 + b"b" * 600, b"key"), salted_blocks(b"a" * 600 + b"c" * 600, b"key")
-    assert len(one) == len(other) == 4
+    first, size = b"a" * (2 * BLOCK_BYTES + 9), BLOCK_BYTES
+    one, other = salted_blocks(first + b"b" * 2 * size, b"key"), salted_blocks(first + b"c" * 2 * size, b"key")
     assert [x == y for x, y in zip(one, other, strict=True)] == [True, True, False, False]
     assert len(set(one)) == 4, "the same bytes at another place are another beginning"
-    assert not set(one) & set(salted_blocks(b"a" * 600 + b"b" * 600, b"other key"))
+    assert not set(one) & set(salted_blocks(first + b"b" * 2 * size, b"other key"))
     assert max(one) < 2**53
 
 
@@ -456,7 +456,7 @@ def test_a_file_is_read_up_to_a_cut_line_and_refused_by_name(tmp_path: Path) -> 
     writer.add([Exchange(1.5, "/completions", blocks=(1, 2)), Exchange(2.5, "/completions")])
     writer.close(Totals(1, 0, 0))
     head, exchanges = read_traffic(path)
-    assert (head.block_bytes, [one.arrival_ms for one in exchanges]) == (256, [1.5, 2.5])
+    assert (head.block_bytes, [one.arrival_ms for one in exchanges]) == (BLOCK_BYTES, [1.5, 2.5])
     data = path.read_bytes()
     path.write_bytes(data[: data.index(b'"arrival_ms":2.5') + 4])
     assert len(list(read_traffic(path)[1])) == 1

@@ -19,7 +19,7 @@ _MS = 1e-6  # of a nanosecond
 _MAX_BODY = 32 << 20  # bytes that are read of a body; the relay passes on all
 _MAX_LINE = 4 << 20  # bytes of one event
 _MAX_TIMES = 65_536  # of one stream
-_MAX_BLOCKS = 4096
+_MAX_BLOCKS = 16_384
 _MAX_PENDING = 1024  # requests of a connection that wait for their answers
 _HEAD_END = b"\r\n\r\n"
 _HASH_BYTES = 6  # of a block: a JSON number holds them exactly
@@ -230,7 +230,7 @@ class _Parser:
                 return
 
 
-class _Requests:
+class _Requests(httptools.HTTPProtocol):
     """The callbacks of the parser of requests."""
 
     parser: Any
@@ -259,7 +259,7 @@ class _Requests:
             self.connection.received(self._open)
 
 
-class _Answers:
+class _Answers(httptools.HTTPProtocol):
     """The callbacks of the parser of answers. lasts_until_end: the present answer ends with the connection."""
 
     parser: Any

@@ -15,8 +15,8 @@ from ipc.errors import ConfigError
 
 FORMAT = "engine-core traffic"
 VERSION = 1
-#: Bytes of a prompt that one of an exchange's blocks stands for.
-BLOCK_BYTES = 256
+#: Bytes of a prompt that one of an exchange's blocks stands for: about 16 tokens, as in a KV block.
+BLOCK_BYTES = 64
 _MODE = 0o600
 
 
@@ -37,7 +37,7 @@ class Exchange(msgspec.Struct, omit_defaults=True):
     model: str = ""
     is_stream: bool = False
     status: int = 0  # 0: there was no answer
-    end: str = ""  # who ended it early: client, server, or proxy; empty: nobody did
+    end: str = ""  # who ended it early: client, server, or proxy; empty: it is whole
     input_tokens: int | None = None
     cached_tokens: int | None = None  # of them, found in the server's cache
     output_tokens: int | None = None

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from core.capture.file import CaptureFile
+from core.execution.executor import ModelInfo
 from core.executors.fake import create
 from core.executors.fake_options import read_fake_options, with_fake_options
 from core.process.resolve import resolve, resolve_costs
@@ -57,26 +58,34 @@ def main(arguments: Sequence[str]) -> int:
         num_clients=1,
         vocab_size=read_fake_options(config).vocab_size,
     )
-    simulator = _Simulator(config, workload, _step_time(parsed), parsed.route, slo=slo)
+    simulator = FleetSimulator(config, workload, _step_time(parsed), parsed.route, info=create(config).info, slo=slo)
     if not parsed.find:
         return 0 if simulator.holds(parsed.replicas) else EXIT_MISSED
-    return _find(simulator, parsed.replicas)
+    return EXIT_MISSED if find_replicas(simulator, parsed.replicas) is None else 0
 
 
-class _Simulator:
+class FleetSimulator:
     """Runs of one workload on fleets of several sizes."""
 
     def __init__(
-        self, config: ResolvedConfig, workload: Workload, step_time: StepTime, route: str, *, slo: FailsWhen | None
+        self,
+        config: ResolvedConfig,
+        workload: Workload,
+        step_time: StepTime,
+        route: str,
+        *,
+        info: ModelInfo,
+        slo: FailsWhen | None,
     ) -> None:
         self._config, self._workload, self._time, self._route, self._slo = config, workload, step_time, route, slo
+        self._info = info
 
     def holds(self, num_replicas: int) -> bool:
         """Simulate a fleet, print its record, and return whether all requests ended and the SLO is held."""
         begin = time.perf_counter()
         run = simulate_fleet(
             self._config,
-            create(self._config).info,
+            self._info,
             self._workload.requests,
             self._time,
             num_replicas=num_replicas,
@@ -120,8 +129,8 @@ def values_of(run: FleetRun) -> dict[str, Value]:
     }
 
 
-def _find(simulator: _Simulator, most: int) -> int:
-    """Print the smallest number of replicas up to `most` that holds the SLO; return the exit status.
+def find_replicas(simulator: FleetSimulator, most: int) -> int | None:
+    """Print and return the smallest number of replicas up to `most` that holds the SLO; None: there is none.
 
     More replicas are assumed to be no worse than fewer.
     """
@@ -130,7 +139,7 @@ def _find(simulator: _Simulator, most: int) -> int:
         misses, holds = holds, min(most, 2 * holds)
     if holds == most and not simulator.holds(most):
         print(json.dumps({"found": None, "most": most}))
-        return EXIT_MISSED
+        return None
     while holds - misses > 1:
         middle = (misses + holds) // 2
         if simulator.holds(middle):
@@ -138,7 +147,7 @@ def _find(simulator: _Simulator, most: int) -> int:
         else:
             misses = middle
     print(json.dumps({"found": holds, "most": most}))
-    return 0
+    return holds
 
 
 def _step_time(parsed: argparse.Namespace) -> StepTime:

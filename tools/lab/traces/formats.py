@@ -23,6 +23,7 @@ from ipc.files.model_files import read_tokenizer_files
 from ipc.tables.arrays import Doubles, Ints
 from ipc.tables.rounding import ceil_div
 from ipc.wire.messages import AddRequest
+from tools.commands.record.traffic import BLOCK_BYTES, Exchange, is_traffic, read_traffic
 from tools.commands.replay.what_if.foreign import read_requests
 from tools.commands.replay.what_if.recording import Recorded
 from tools.lab.traces.row import HASH_BLOCK, Format, Making, Parse, Row, Trace
@@ -44,6 +45,8 @@ def read_trace(path: Path, num_rows: int | None = None, making: Making | None = 
         raise ConfigError(f"{path} is not a trace that can be read: {error}") from error
     if is_capture(beginning):
         return _sorted(path, read_capture(path, num_rows), BLOCK)
+    if is_traffic(beginning):
+        return read_recorded(path, num_rows)
     if is_sharegpt(beginning):
         return _sorted(path, read_conversations(path, num_rows, making), HASH_BLOCK)
     if is_windows(beginning):
@@ -123,6 +126,56 @@ def read_capture(path: Path, num_rows: int | None) -> list[Row]:
 def _wanted(one: Recorded) -> int:
     """Return the tokens that a request asked for if it has none yet; a pooling request has none."""
     return (one.message.params.max_tokens or 1) if isinstance(one.message, AddRequest) else 1
+
+
+# Traffic of another server, as `engine-core record` writes it.
+
+
+_BYTES_PER_TOKEN = 4.0  # if the file has no exchange with both
+
+
+def read_recorded(path: Path, num_rows: int | None) -> Trace:
+    """Return the exchanges that were answered, or cancelled. Errors: ConfigError.
+
+    A length that the server did not say is estimated by the file's other exchanges: tokens by bytes of the prompt's
+    text, and by events of the answer's stream, or else by bytes of its text.
+    """
+    found = list(read_traffic(path)[1])
+    kept = [one for one in found if 200 <= one.status < 300 or (one.end == "client" and not one.status)]
+    kept = sorted(kept, key=lambda one: one.arrival_ms)[:num_rows]
+    per_byte = _ratio([(one.input_tokens, one.input_bytes) for one in kept if not one.num_images])
+    per_byte = per_byte or 1 / _BYTES_PER_TOKEN
+    per_event = _ratio([(one.output_tokens, one.output_events) for one in kept if one.is_stream and not one.end]) or 1.0
+    of_answers = _ratio([(one.output_tokens, one.output_bytes) for one in kept]) or 1 / _BYTES_PER_TOKEN
+    rows = [_exchanged(one, per_byte, per_event if one.is_stream else of_answers) for one in kept]
+    if not rows:
+        raise ConfigError(f"{path} holds no requests that were answered")
+    trace = _sorted(path, rows, max(1, round(BLOCK_BYTES * per_byte)), len(found) - len(kept))
+    return trace._replace(num_estimated=sum(None in (one.input_tokens, one.output_tokens) for one in kept))
+
+
+def _ratio(pairs: list[tuple[int | None, int]]) -> float:
+    """Return tokens for each unit, over those that have both; 0: none has."""
+    known = [(tokens, units) for tokens, units in pairs if tokens and units]
+    return sum(tokens for tokens, _ in known) / sum(units for _, units in known) if known else 0.0
+
+
+def _exchanged(one: Exchange, per_byte: float, per_unit: float) -> Row:
+    num_input, num_output = one.input_tokens, one.output_tokens
+    if num_input is None:
+        num_input = round(one.input_bytes * per_byte)
+    if num_output is None:
+        num_output = round((one.output_events if one.is_stream else one.output_bytes) * per_unit)
+    last = one.last_ms if one.is_stream else one.total_ms
+    return Row(
+        one.arrival_ms / 1e3,
+        max(1, num_input),
+        num_output,
+        one.blocks,
+        None if one.ttft_ms is None else one.ttft_ms / 1e3,
+        None if last is None or one.end else last / 1e3,
+        one.end == "client",
+    )
 
 
 # ShareGPT's conversations: texts without times, measured with a tokenizer and sent at a rate.
@@ -269,8 +322,8 @@ _AZURE = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _BURST_GPT = ("Timestamp", "Request tokens", "Response tokens")
 _KNOWN = (
     "Mooncake's and Qwen-Bailian's JSON lines, the Azure CSVs of 2023 and 2024 (header TIMESTAMP,ContextTokens,"
-    "GeneratedTokens), BurstGPT's CSV, ShareGPT's JSON, ServeGen's windows, LLMServingSim's requests.jsonl and "
-    "captures of this engine"
+    "GeneratedTokens), BurstGPT's CSV, ShareGPT's JSON, ServeGen's windows, LLMServingSim's requests.jsonl, AIPerf's "
+    "profile_export.jsonl, vllm-vcr's traces, recordings of `engine-core record` and captures of this engine"
 )
 
 
@@ -287,6 +340,12 @@ def format_of(path: Path, first: str, second: str) -> Format:
         return Format(_bailian, hash_block=BAILIAN_BLOCK)
     if '"hash_ids"' in first:
         return Format(_mooncake)
+    if '"request_start_ns"' in first:
+        return Format(_aiperf)
+    if '"ttft_ms"' in first and '"prompt_tokens"' in first:
+        return Format(_vllm_vcr)
+    if first.startswith('{"meta"') and '"ttft_ms"' in second:
+        return Format(_vllm_vcr, header=1, hash_block=_vcr_block(path, first))
     if '"queued_ts"' in first:
         return Format(_vllm_measured)
     if '"input_tokens"' in first + second:
@@ -357,10 +416,78 @@ def _seconds(text: str) -> float:
 def _vllm_measured(line: str) -> Row:
     """Parse a row. arrival_time is on another clock than the other three times."""
     record = json.loads(line)
-    ttft_s = _number(record["first_token_ts"]) - _number(record["queued_ts"])
+    queued = _number(record["queued_ts"])
     return Row(
-        _number(record["arrival_time"]), _integer(record["input_toks"]), _integer(record["output_toks"]), None, ttft_s
+        _number(record["arrival_time"]),
+        _integer(record["input_toks"]),
+        _integer(record["output_toks"]),
+        None,
+        _number(record["first_token_ts"]) - queued,
+        _number(record["last_token_ts"]) - queued,
     )
+
+
+_SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0}
+
+
+def _aiperf(line: str) -> Row | None:
+    """Parse a line of AIPerf's profile_export.jsonl. A request that failed, or of the warm-up, is none."""
+    record = json.loads(line)
+    about, metrics = record["metadata"], record.get("metrics") or {}
+    is_cancelled = bool(about.get("was_cancelled"))
+    if about.get("benchmark_phase") == "warmup" or (record.get("error") and not is_cancelled):
+        return None
+    num_input = metrics.get("input_sequence_length") or metrics["error_isl"]
+    num_output = metrics.get("output_sequence_length") or metrics.get("output_token_count") or {"value": 0}
+    return Row(
+        _number(about["request_start_ns"]) / 1e9,
+        round(_number(num_input["value"])),
+        round(_number(num_output["value"])),
+        None,
+        _measured(metrics.get("time_to_first_token")),
+        None if is_cancelled else _measured(metrics.get("request_latency")),
+        is_cancelled,
+    )
+
+
+def _measured(metric: Any) -> float | None:
+    """Return a metric of AIPerf in seconds; None: there is none."""
+    return None if metric is None else _number(metric["value"]) * _SECONDS[metric["unit"]]
+
+
+_DIGITS = 2**53  # ids up to here are whole numbers in every reader
+
+
+def _vllm_vcr(line: str) -> Row | None:
+    """Parse a line of vllm-vcr's trace. Its hashes have 64 bits and stand for whole blocks."""
+    record = json.loads(line)
+    reason, hashes = record.get("finish_reason"), record.get("block_hashes") or ()
+    if reason == "error":
+        return None
+    if "arrival_ms" not in record:
+        raise ValueError("no arrival_ms; traces made from benchmark reports have none")
+    ttft_s, gaps = _number(record["ttft_ms"]) / 1e3, record.get("itl_summary") or {"mean_ms": 0, "count": 0}
+    told = record.get("itl_ms")
+    decode_ms = _number(gaps["mean_ms"]) * gaps["count"] if told is None else sum(map(_number, told))
+    is_cancelled = reason == "abort"
+    return Row(
+        _number(record["arrival_ms"]) / 1e3,
+        _integer(record["prompt_tokens"]),
+        _integer(record["output_tokens"]),
+        tuple(one % _DIGITS for one in hashes),
+        ttft_s,
+        None if is_cancelled else ttft_s + decode_ms / 1e3,
+        is_cancelled,
+    )
+
+
+def _vcr_block(path: Path, first: str) -> int:
+    """Return the tokens of a block of a vllm-vcr trace, from its first line."""
+    try:
+        size = json.loads(first)["meta"].get("block_size") or 1
+        return max(1, _integer(size))
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{path}, row 1: {error}") from None
 
 
 def _integer(value: Any) -> int:

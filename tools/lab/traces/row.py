@@ -13,16 +13,22 @@ class Row(NamedTuple):
     num_input: int
     num_output: int
     hash_ids: tuple[int, ...] | None = None  # one for hash_block tokens of the prompt; the last may be partial
-    ttft_s: float | None = None  # as measured when the trace was recorded
+    ttft_s: float | None = None  # to the first token, as measured when the trace was recorded
+    end_s: float | None = None  # to the last token, as measured then
+    is_cancelled: bool = False  # its client left after num_output tokens
 
 
 class Trace(NamedTuple):
-    """A trace: rows in order of arrival, the first at 0 s. num_skipped: requests that failed when it was recorded."""
+    """A trace: rows in order of arrival, the first at 0 s.
+
+    num_skipped: requests that failed when it was recorded. num_estimated: rows whose lengths are estimates.
+    """
 
     name: str
     rows: list[Row]
     hash_block: int = HASH_BLOCK
     num_skipped: int = 0
+    num_estimated: int = 0
 
 
 #: Parses a line; None: a request that failed when the trace was recorded.

@@ -67,7 +67,7 @@ def _prompt(row: Row, number: int, scale: int, vocab_size: int, hash_block: int)
     positions = np.arange(max(1, row.num_input * scale // HASH_BLOCK), dtype=np.uint64)
     if row.hash_ids is None:  # one block, with an id that is no hash id
         blocks, offsets = np.full(len(positions), 2**53 + number, np.uint64), positions
-    elif hash_block == HASH_BLOCK:
+    elif hash_block == HASH_BLOCK and len(row.hash_ids) * HASH_BLOCK >= row.num_input:
         blocks = np.array(row.hash_ids, np.uint64)[positions // np.uint64(scale)]
         offsets = positions % np.uint64(scale)
     else:  # smaller blocks may not become a whole number of tokens: each is placed by its original position

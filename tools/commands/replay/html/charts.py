@@ -30,6 +30,30 @@ def timeline(title: str, times: Doubles, values: Mapping[str, Ints | Doubles], s
     return _svg(parts)
 
 
+def bands(
+    title: str, times: Doubles, lines: Mapping[str, Doubles], seconds: float, *, low: Doubles, high: Doubles
+) -> str:
+    """Return a chart of lines [n] at times [n] in seconds, on the band from low [n] to high [n]; NaN leaves a gap."""
+    values = [one[np.isfinite(one)] for one in (*lines.values(), high)]
+    most = max((float(one.max()) for one in values if len(one)), default=0.0) or 1.0
+    seconds = max(seconds, 1e-9)
+    parts = _frame(title, [f"{share * seconds:,.3g} s" for share in (0, 0.25, 0.5, 0.75, 1)], most)
+    places = times / seconds
+    area = _points(places, high) + _points(places, low)[::-1]
+    text = "L".join(f"{_x(place):.1f} {_y(min(value, most) / most):.1f}" for place, value in area)
+    parts.append(f'<path d="M{text}Z" fill="{_COLORS[0]}" fill-opacity="0.2" stroke="none"/>' if area else "")
+    for number, (name, line) in enumerate(lines.items()):
+        color = _COLORS[number % len(_COLORS)]
+        parts.append(_path(_points(places, line), most, color))
+        parts.append(_legend(number, name, color))
+    return _svg(parts)
+
+
+def _points(places: Doubles, values: Doubles) -> list[tuple[float, float]]:
+    known = np.isfinite(values)
+    return list(zip(places[known].tolist(), values[known].tolist(), strict=True))
+
+
 def distribution(title: str, values: Mapping[str, Sequence[float]]) -> str:
     """Return cumulative distributions of values > 0 in seconds, on a logarithmic axis; empty ones are left out."""
     lines = {name: np.maximum(np.array(line), 1e-6) for name, line in values.items() if len(line)}

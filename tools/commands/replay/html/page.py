@@ -20,7 +20,8 @@ _BAR_WIDTH = 420
 _NS = 1e-9
 _COLORS = {PROMPT: "#2f9e62", DECODE: "#4269d0", ARRIVING: "#bbb", OTHER_CHOICE: "#9ab"}
 _WAIT_COLORS = ("#e0641a", "#c02c4e", "#9c6ade", "#b8860b", "#7a4a2a", "#555")
-_HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8">
+#: The beginning of a page. {title}: escaped text.
+HEAD = """<!doctype html><html lang="en"><head><meta charset="utf-8">
 <meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'">
 <title>{title}</title><style>
 body{{font:14px/1.4 sans-serif;color:#222;max-width:960px;margin:24px auto;padding:0 12px}}
@@ -61,7 +62,7 @@ def page(
     config = decode_config(header)
     num_blocks = config.num_blocks_override - 1
     used = 100 * (num_blocks - series.free_blocks) / max(1, num_blocks)
-    parts = [_HEAD.format(title=escape(f"{name}: an engine's run"))]
+    parts = [HEAD.format(title=escape(f"{name}: an engine's run"))]
     parts.append(f"<h1>{escape(name)}</h1><p>{escape(_summary(header, series, seconds))}</p>")
     parts.append(_latency_table(series.requests))
     parts.append("<h2>Over time</h2>")

@@ -17,7 +17,7 @@ from tools.commands.replay.latency import Times, latencies
 from tools.commands.replay.shrink.mirrored_oracle import MirroredOracle
 from tools.commands.replay.shrink.workload import Workload
 from tools.commands.replay.what_if.oracle_executor import Candidates, ChoiceKey, Offers
-from tools.commands.replay.what_if.recording import Recording
+from tools.commands.replay.what_if.recording import unmeasured
 from tools.commands.replay.what_if.simulation import Moments, Run, StuckError, simulate
 from tools.commands.replay.what_if.step_time import FEATURES, StepTime
 
@@ -69,7 +69,7 @@ class Trial:
             simulate(
                 workload.config,
                 workload.info,
-                _recording(workload),
+                unmeasured(workload.requests, 0, _STEP_NS // 10),
                 self._time,
                 is_open=True,
                 executor=self._executor,
@@ -130,22 +130,6 @@ def _recount(engine: EngineCore) -> None:
         engine.scheduler.check_integrity()
     except AssertionError as error:
         raise BrokenError(str(error)) from None
-
-
-def _recording(workload: Workload) -> Recording:
-    begin_ns = workload.requests[0].received_ns
-    return Recording(
-        requests=workload.requests,
-        features=np.zeros((0, len(FEATURES)), np.int64),
-        durations=np.zeros(0, np.int64),
-        gap_ns=0,
-        empty_ns=_STEP_NS // 10,
-        num_tokens=0,
-        num_cached_tokens=0,
-        num_preemptions=0,
-        begin_ns=begin_ns,
-        end_ns=begin_ns,
-    )
 
 
 # KVContents: an executor that tracks the content of a KV cache and reads each context back through the block tables.

@@ -19,7 +19,7 @@ from ipc.wire.messages import Abort, AddRequest, FinishReason, Goodbye, Outputs,
 from tools.commands.replay.output_rows import OutputRow, output_rows
 from tools.commands.replay.rerun import replay_config
 from tools.commands.replay.what_if.oracle_executor import beam_key
-from tools.commands.replay.what_if.step_time import FeatureWatcher
+from tools.commands.replay.what_if.step_time import FEATURES, FeatureWatcher
 
 #: (client, request number)
 RequestKey = tuple[int, int]
@@ -69,6 +69,7 @@ class Recording(msgspec.Struct):
     requests: list[Recorded]
     features: Ints  # [steps, 8], see step_time.FEATURES
     durations: Ints  # ns [steps]
+    begins: Ints  # ns [steps]
     gap_ns: int  # median time from one step's end to the next one's start, if there is work
     empty_ns: int  # median duration of a step without a plan
     num_tokens: int
@@ -78,6 +79,24 @@ class Recording(msgspec.Struct):
     end_ns: int  # of the last step
     candidates: dict[bytes, tuple[Int32s, Floats]] = {}  # of beam searches, by oracle_executor.beam_key()
     offers: dict[tuple[int, int, int, int], Int32s] = {}  # drafts of the executor, see oracle_executor.Offers
+
+
+def unmeasured(requests: Sequence[Recorded], gap_ns: int, empty_ns: int) -> Recording:
+    """Return requests to simulate that no engine has run: there are no steps."""
+    begin_ns = requests[0].received_ns if requests else 0
+    return Recording(
+        requests=list(requests),
+        features=np.zeros((0, len(FEATURES)), np.int64),
+        durations=np.zeros(0, np.int64),
+        begins=np.zeros(0, np.int64),
+        gap_ns=gap_ns,
+        empty_ns=empty_ns,
+        num_tokens=0,
+        num_cached_tokens=0,
+        num_preemptions=0,
+        begin_ns=begin_ns,
+        end_ns=begin_ns,
+    )
 
 
 class _Executor(RecordedExecutor):
@@ -125,7 +144,7 @@ def read_recording(file: CaptureFile) -> Recording:
     executor, watcher = _Executor(file.header.model), FeatureWatcher()
     engine = EngineCore(replay_config(file.header), executor, file.header.epoch, [watcher])
     watcher.table = executor.table = engine.scheduler.table
-    reader, features, durations = Requests(), list[Ints](), list[int]()
+    reader, features, durations, begins = Requests(), list[Ints](), list[int](), list[int]()
     gaps, empty, last_end_ns, end_ns = list[int](), list[int](), 0, 0
     for turn in file.turns():
         step = turn.step
@@ -149,6 +168,7 @@ def read_recording(file: CaptureFile) -> Recording:
         else:
             features.append(found)
             durations.append(step.elapsed_ns)
+            begins.append(step.now_ns)
         last_end_ns = end_ns if engine.has_work else 0
     if not features:
         raise CaptureFileError(f"{file.path}: no step of it ran anything, so there is nothing to measure")
@@ -157,6 +177,7 @@ def read_recording(file: CaptureFile) -> Recording:
         reader.requests,
         np.stack(features),
         np.array(durations),
+        np.array(begins),
         int(np.median(gaps)) if gaps else 0,
         int(np.median(empty)) if empty else 10_000,
         stats.num_generation_tokens,

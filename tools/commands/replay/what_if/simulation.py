@@ -226,6 +226,7 @@ class Simulated(NamedTuple):
     end_ns: int
     num_uncovered_steps: int  # beyond the steps that the step time was fitted to
     num_made_up_tokens: int  # beyond those recorded
+    max_used_blocks: int  # of the KV cache at a time
 
 
 def simulate(
@@ -354,6 +355,7 @@ class Run:
             self.end_ns,
             clock.num_uncovered,
             self.executor.num_made_up,
+            stats.max_used_blocks,
         )
 
     def take_inbox(self, now_ns: int) -> list[tuple[int, EngineInput]]:

@@ -1,0 +1,314 @@
+"""`engine-core forecast`: held-out requests come as predicted; lengths, cancellations, errors of recorded traffic."""
+
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from core.capture.file import CaptureFile
+from ipc.errors import ConfigError
+from ipc.files.model_files import resolve_model
+from ipc.options.config import EngineConfig
+from ipc.params.sampling_params import SamplingParams
+from ipc.wire.messages import AddRequest
+from tests.fake_options import fake_options
+from tests.resolved import resolved_config
+from tests.tools.commands.test_what_if import Arrival, record
+from tools.cli import main
+from tools.commands.record.traffic import Exchange, Totals, TrafficWriter
+from tools.commands.replay.rerun import replay_config
+from tools.commands.replay.what_if.recording import read_recording
+from tools.lab.forecast import __main__ as command
+from tools.lab.forecast.forecast import Outcome, fitting, forecast, measure, observed, requests_of, windows
+from tools.lab.forecast.rehearsal import busiest, rehearsal_of
+from tools.lab.traces.formats import read_trace
+from tools.lab.traces.row import Row, Trace
+
+CONFIG = resolved_config(
+    executor_options=fake_options(vocab_size=1000, max_model_len=400),
+    max_model_len=300,
+    max_num_seqs=16,
+    max_num_batched_tokens=128,
+    block_size=8,
+    num_blocks_override=400,
+)
+NOISE = 0.3  # of a step's time
+SHARED = list(range(100, 196))
+KINDS = ("poisson", "bursts", "shared")
+
+
+def arrivals(kind: str, count: int, gap_ms: float = 24.0) -> list[Arrival]:
+    rng, now_ns, found = random.Random(kind), 10**9, []
+    for number in range(count):
+        prompt = [rng.randrange(3, 1000) for _ in range(min(200, 1 + round(rng.lognormvariate(3.5, 0.8))))]
+        if kind == "shared" and number % 3 == 0:
+            prompt = (SHARED + prompt)[:200]
+        most = min(90, 2 + round(rng.lognormvariate(2.8, 0.6)))
+        params = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
+        now_ns += round((rng.gammavariate(0.3, 1 / 0.3) if kind == "bursts" else rng.expovariate(1)) * gap_ms * 1e6)
+        message = AddRequest(number, np.array(prompt, "<i4").tobytes(), params, 0)
+        found.append(Arrival(now_ns, number % 3, message, 5 if number % 19 == 4 else 0))
+    return found
+
+
+def day(path: Path, kind: str, count: int) -> tuple[Path, Path]:
+    """A run under a law with noise: its capture, and what its clients saw as recorded traffic."""
+    capture, traffic = path / f"{kind}.cap", path / f"{kind}.jsonl"
+    record(capture, CONFIG, arrivals(kind, count), NOISE)
+    exchanges = []
+    for one in read_recording(CaptureFile(capture)).requests:
+        prompt = np.frombuffer(one.message.prompt_token_ids, "<i4")
+        times = [(at - one.received_ns) * 1e-6 for at in one.token_times]
+        exchanges.append(
+            Exchange(
+                one.received_ns * 1e-6,
+                "/completions",
+                is_stream=True,
+                status=200,
+                end="client" if one.aborted_ns else "",
+                input_tokens=len(prompt),
+                input_bytes=4 * len(prompt),
+                output_tokens=len(times),
+                output_events=len(times),
+                ttft_ms=times[0],
+                last_ms=times[-1],
+                total_ms=times[-1],
+                blocks=tuple(hash(prompt[:end].tobytes()) % 2**48 for end in range(16, len(prompt) + 1, 16)),
+            )
+        )
+    writer = TrafficWriter(str(traffic), has_content=False)
+    writer.add(exchanges)
+    writer.close(Totals(0, 0, 0))
+    return capture, traffic
+
+
+def held_out(path: Path, kind: str, count: int, num_runs: int) -> tuple[Outcome, Outcome, list[tuple[int, int]]]:
+    """(seen, predicted) times of the second half, and how many of its windows are within their bars."""
+    capture, traffic = day(path, kind, count)
+    file, trace, half = CaptureFile(capture), read_trace(traffic), count // 2
+    recording, seen = read_recording(file), observed(trace)
+    engine = measure(
+        replay_config(file.header), file.header.model, recording, seen, num_requests=half, num_runs=num_runs
+    )
+    found = forecast(engine, requests_of(trace, engine.config, engine.info), num_runs)
+    means = [np.mean([getattr(run.outcome, name) for run in found.runs], axis=0) for name in Outcome._fields]
+    covered = [found.bars(name, half).covers(windows(getattr(seen, name)[half:])) for name in ("ttft", "tpot")]
+    return seen.part(half, count), Outcome(*means).part(half, count), covered
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_held_out_half_comes_as_predicted(tmp_path: Path, kind: str) -> None:
+    seen, predicted, covered = held_out(tmp_path, kind, 160, 4)
+    real, found = seen.figures(), predicted.figures()
+    assert found["ttft_p99"] == pytest.approx(real["ttft_p99"], rel=0.15)
+    assert {name: found[name] for name in ("ttft_mean", "tpot_mean", "e2e_mean", "tokens_per_s")} == pytest.approx(
+        {name: real[name] for name in ("ttft_mean", "tpot_mean", "e2e_mean", "tokens_per_s")}, rel=0.05
+    )
+    assert [(inside >= 5, count) for inside, count in covered] == [(True, 8)] * 2, covered
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("kind", KINDS)
+def test_bars_cover_what_they_promise(tmp_path: Path, kind: str) -> None:
+    seen, predicted, covered = held_out(tmp_path, kind, 2000, 12)
+    assert predicted.figures()["ttft_p99"] == pytest.approx(seen.figures()["ttft_p99"], rel=0.1)
+    assert all(inside >= 0.85 * count for inside, count in covered), covered
+
+
+def test_the_way_to_the_client_is_part_of_the_time(tmp_path: Path) -> None:
+    """Clients that saw every token 5 ms later: so will those of the forecast."""
+    capture, traffic = day(tmp_path, "poisson", 40)
+    file, trace = CaptureFile(capture), read_trace(traffic)
+    recording, seen = read_recording(file), observed(trace)
+    late = seen._replace(ttft=seen.ttft + 0.005, e2e=seen.e2e + 0.005)
+    config, info = replay_config(file.header), file.header.model
+    here, there = (measure(config, info, recording, one, num_runs=2) for one in (seen, late))
+    assert [here.overhead_s, there.overhead_s] == pytest.approx([0.0, 0.005], abs=1e-6)
+    requests = requests_of(trace, config, info)
+    early, later = (forecast(one, requests, 2).runs[0].outcome for one in (here, there))
+    assert np.nanmean(later.ttft - early.ttft) == pytest.approx(0.005, abs=1e-6)
+    assert np.nanmean(later.tpot - early.tpot) == pytest.approx(0.0, abs=1e-9)
+
+
+def run(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    status = main(["forecast", *arguments])
+    return status, capsys.readouterr().out
+
+
+def test_the_command_writes_a_page_without_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    capture, traffic = day(tmp_path, "shared", 60)
+    common = [str(traffic), "--step-model", str(capture), "--observed", str(traffic), "--runs", "2"]
+    out = tmp_path / "page.html"
+    status, text = run(
+        [*common, "-o", str(out), "--slo", "ttft_p99 < 60000", "--find", "replicas", "--replicas", "2"], capsys
+    )
+    assert status == 0
+    assert '{"found": 1, "most": 2}' in text
+    assert "1 replicas hold ttft_p99 < 60000" in text
+    assert "60 requests of shared.jsonl" in text
+    assert re.search(r"time to the first token, mean, ms │ +\d+\.\d │ +\d+\.\d │ +\d+\.\d to \d+\.\d", text)
+    cached = re.search(r"prefix cache: ([\d,]+) of", text)
+    assert cached is not None
+    assert int(cached[1].replace(",", "")) >= 96 * 19, "a shared beginning, for all but the first"
+    page = out.read_text()
+    assert page.count("<svg") == 4
+    assert "<script" not in page
+    assert "http" not in page.replace("http-equiv", "")
+    status, _ = run([*common, "-o", str(out.with_name("2")), "--slo", "ttft_p99 < 0", "--find", "replicas"], capsys)
+    assert status == 1
+    assert main(["forecast", *common, "-o", str(out)]) == 1, "the page exists"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--step-model", "x.cap", "--max-num-seqs", "4"], "has its options already"),
+        (["--observed", "x.jsonl"], "give both"),
+        (["--slo", "ttft_p99 < 1"], "belong together"),
+        (["--runs", "0"], "--runs must be from 1 to 1000"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(tmp_path: Path, arguments: list[str], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        command.main([str(tmp_path / "none"), *arguments])
+
+
+def test_a_rehearsal_is_held_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real engine behind HTTP; the second forecast of the day starts none."""
+    traffic, folder = day(tmp_path, "poisson", 30)[1], tmp_path / "kept"
+    options = ["-m", str(resolve_model(None)), "--executor", "fake", "--executor-option", "vocab_size=49152"]
+    options += ["--executor-option", "max_model_len=4096", "--rehearsals", str(folder), "--runs", "2"]
+    assert run([str(traffic), *options, "-o", str(tmp_path / "1")], capsys)[0] == 0
+    (capture,), (seen,) = folder.glob("*.cap"), folder.glob("*.jsonl")
+    assert len(read_recording(CaptureFile(capture)).requests) == 30
+    trace = read_trace(seen)
+    assert len(trace.rows) == 30
+    assert sorted(row.num_input for row in trace.rows) == sorted(row.num_input for row in read_trace(traffic).rows)
+    assert all(row.ttft_s and row.end_s and row.end_s >= row.ttft_s for row in trace.rows)
+    monkeypatch.setattr(command, "hold", None)
+    assert run([str(traffic), *options, "-o", str(tmp_path / "2")], capsys)[0] == 0
+    config = EngineConfig(executor="fake")
+    names = {rehearsal_of(folder, config, one).capture for one in (trace, trace._replace(rows=trace.rows[1:]))}
+    assert len(names) == 2
+
+
+def test_the_busiest_stretch_is_rehearsed() -> None:
+    rows = [Row(float(second), 10, 1) for second in range(100)] + [Row(50.5, 500, 1)] * 30
+    trace = Trace("t", sorted(rows, key=lambda row: row.arrival_s))
+    stretch = busiest(trace, 5.0)
+    assert sum(row.num_input == 500 for row in stretch.rows) == 30
+    assert (stretch.rows[0].arrival_s, stretch.rows[-1].arrival_s <= 5.0) == (0.0, True)
+    assert len(busiest(Trace("t", rows[:100]), 1.0).rows) == 20, "at least some"
+    assert len(busiest(Trace("t", rows[:3]), 1.0).rows) == 3
+
+
+def test_too_long_rows_are_counted_and_cancelled_ones_are_cut() -> None:
+    rows = [Row(0.0, 299, 2), Row(0.1, 290, 5, (), 0.1, None, True), Row(0.2, 10, 0, None, None, None, True)]
+    trace, num_too_long = fitting(Trace("t", rows, 64), CONFIG)
+    assert (num_too_long, len(trace.rows)) == (1, 2)
+    cut, early = requests_of(trace, CONFIG, CaptureInfo)
+    assert isinstance(cut.message, AddRequest)
+    assert (cut.message.params.max_tokens, len(cut.token_times), cut.aborted_ns > 0) == (10, 5, True)
+    assert (len(early.token_times), early.aborted_ns > early.received_ns) == (0, True)
+
+
+class CaptureInfo:
+    vocab_size = 1000
+
+
+def recorded(tmp_path: Path, *exchanges: Exchange) -> Trace:
+    path = tmp_path / "t.jsonl"
+    path.unlink(missing_ok=True)
+    writer = TrafficWriter(str(path), has_content=False)
+    writer.add(list(exchanges))
+    writer.close(Totals(0, 0, 0))
+    return read_trace(path)
+
+
+def exchange(at: float, **fields: Any) -> Exchange:
+    return Exchange(at, "/chat/completions", **{"status": 200, "is_stream": True, **fields})
+
+
+def test_missing_lengths_are_estimated_by_the_others(tmp_path: Path) -> None:
+    known = exchange(10, input_bytes=1000, input_tokens=500, output_events=10, output_tokens=20, ttft_ms=5, last_ms=9)
+    trace = recorded(
+        tmp_path,
+        exchange(30, input_bytes=400, output_events=7, end="client", ttft_ms=1, last_ms=2, blocks=(4,)),
+        known,
+        exchange(20, status=500),
+        exchange(25, status=0, end="client", input_bytes=40),
+        exchange(40, is_stream=False, input_tokens=9, output_tokens=3, total_ms=8),
+    )
+    assert trace.rows == [
+        Row(0.0, 500, 20, (), 0.005, 0.009, False),
+        Row(pytest.approx(0.015), 20, 0, (), None, None, True),
+        Row(pytest.approx(0.02), 200, 14, (4,), 0.001, None, True),
+        Row(pytest.approx(0.03), 9, 3, (), None, 0.008, False),
+    ]
+    assert (trace.num_skipped, trace.num_estimated, trace.hash_block) == (1, 2, 32)
+    assert recorded(tmp_path, exchange(1, input_bytes=400, output_events=3)).rows == [Row(0.0, 100, 3, ())]
+    with pytest.raises(ConfigError, match="no requests that were answered"):
+        recorded(tmp_path, exchange(20, status=500))
+
+
+AIPERF = {
+    "metadata": {"request_start_ns": 5 * 10**9, "benchmark_phase": "profiling", "was_cancelled": False},
+    "metrics": {
+        "input_sequence_length": {"value": 550, "unit": "tokens"},
+        "output_sequence_length": {"value": 9, "unit": "tokens"},
+        "time_to_first_token": {"value": 250.0, "unit": "ms"},
+        "request_latency": {"value": 0.5, "unit": "sec"},
+    },
+    "error": None,
+}
+
+
+def test_aiperfs_records_are_read(tmp_path: Path) -> None:
+    meta = AIPERF["metadata"]
+    assert isinstance(meta, dict)
+    failed = {**AIPERF, "error": {"code": 500}}
+    warm = {**AIPERF, "metadata": {**meta, "benchmark_phase": "warmup"}}
+    left = {
+        "metadata": {**meta, "request_start_ns": 6 * 10**9, "was_cancelled": True},
+        "metrics": {"error_isl": {"value": 40, "unit": "tokens"}},
+        "error": {"code": 499},
+    }
+    path = tmp_path / "profile_export.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in (AIPERF, failed, warm, left)))
+    trace = read_trace(path)
+    assert trace.rows == [Row(0.0, 550, 9, None, 0.25, 0.5), Row(1.0, 40, 0, None, None, None, True)]
+    assert trace.num_skipped == 2
+
+
+def test_vllm_vcrs_traces_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    lines: list[Any] = [
+        {"meta": {"model": "m", "block_size": 16}},
+        {"prompt_tokens": 40, "output_tokens": 3, "ttft_ms": 20.0, "itl_ms": [5.0, 7.0], "arrival_ms": 100.0,
+         "block_hashes": [2**64 - 1, 5], "finish_reason": "stop"},
+        {"prompt_tokens": 33, "output_tokens": 5, "ttft_ms": 10.0, "arrival_ms": 50.0,
+         "itl_summary": {"mean_ms": 2.0, "count": 4}},
+        {"prompt_tokens": 33, "output_tokens": 2, "ttft_ms": 10.0, "arrival_ms": 60.0, "finish_reason": "abort"},
+        {"prompt_tokens": 33, "output_tokens": 0, "ttft_ms": 0.0, "arrival_ms": 61.0, "finish_reason": "error"},
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    trace = read_trace(path)
+    assert (trace.hash_block, trace.num_skipped) == (16, 1)
+    assert [row[:3] for row in trace.rows] == [(0.0, 33, 5), (pytest.approx(0.01), 33, 2), (pytest.approx(0.05), 40, 3)]
+    assert [row.end_s for row in trace.rows] == [pytest.approx(0.018), None, pytest.approx(0.032)]
+    assert trace.rows[2].hash_ids == (2**53 - 1, 5)
+    path.write_text(json.dumps({key: value for key, value in lines[2].items() if key != "arrival_ms"}))
+    with pytest.raises(ConfigError, match="no arrival_ms"):
+        read_trace(path)
+
+
+def test_windows_hold_all_requests() -> None:
+    values = np.array([*range(20), np.nan, 100.0])
+    assert windows(values).tolist() == [4.5, (sum(range(10, 20)) + 100) / 11]
+    assert np.isnan(windows(np.full(3, np.nan))).all()
