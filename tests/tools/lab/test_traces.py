@@ -60,7 +60,7 @@ def test_measured_rows_never_mix_the_two_clocks(tmp_path: Path) -> None:
     ]
     path = tmp_path / "requests.jsonl"
     path.write_text("\n".join(lines))
-    assert read_trace(path).rows == [Row(0.0, 7, 3, None, 1.5), Row(1.0, 7, 3, None, 2.0)]
+    assert read_trace(path).rows == [Row(0.0, 7, 3, None, 1.5, 10.0), Row(1.0, 7, 3, None, 2.0, 10.0)]
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,9 @@
 
 The steps' durations are fitted to a measured run (tools/commands/replay/what_if/step_time.py). Each simulation draws
 the deviations of its steps from those of the measured run, in stretches, because a disturbed step often follows
-another one. What the simulations do not know (the way between client and engine, a fit that is no law) is seen in the
-measured run itself: it is simulated too, and the distance between its prediction and what its clients saw widens the
-bars (split conformal prediction, Vovk et al., 2005).
+another one; and the delays between engine and client in the same way. What the simulations do not know (a fit that is
+no law, a machine that changes) is seen in the measured run itself: it is simulated too, and the distance between its
+prediction and what its clients saw widens the bars (split conformal prediction, Vovk et al., 2005).
 """
 
 from collections.abc import Sequence
@@ -73,10 +73,11 @@ class Outcome(NamedTuple):
 
 
 class Engine(NamedTuple):
-    """An engine that was measured. overhead_s: from the engine's first token to the client's.
+    """An engine that was measured.
 
-    widen: by figure of a window (ttft, tpot), the factor on its bars. errors: by figure of a run, the prediction's
-    relative error on the measured run.
+    delays: for each measured request, the seconds from the engine's first and last token to the client's, float64
+    [requests, 2]. widen: by figure of a window (ttft, tpot), the factor on its bars. errors: by figure of a run, the
+    prediction's relative error on the measured run.
     """
 
     config: ResolvedConfig
@@ -84,7 +85,7 @@ class Engine(NamedTuple):
     time: StepTime
     gap_ns: int  # between steps
     empty_ns: int
-    overhead_s: float
+    delays: Doubles
     widen: dict[str, float]
     errors: dict[str, float]
     num_windows: int  # of the measured run
@@ -184,16 +185,29 @@ def measure(
     recorded = _recorded(recording.requests).part(0, count)
     observed = None if observed is None else observed.part(0, count)
     if observed is None or not np.isfinite(observed.ttft).any():
-        observed, overhead = recorded, 0.0
-    else:
-        overhead = max(0.0, float(np.nanmedian(observed.ttft) - np.nanmedian(recorded.ttft)))  # whatever disturbed few
-    engine = Engine(config, info, time, recording.gap_ns, recording.empty_ns, overhead, {}, {}, 0)
+        observed = recorded
+    delays = _delays(observed, recorded)
+    engine = Engine(config, info, time, recording.gap_ns, recording.empty_ns, delays, {}, {}, 0)
     runs = _simulate(engine, recording.requests, num_runs, recording)
     widen = {name: _factor(runs, name, observed, count) for name in ("ttft", "tpot")}
     parts = [run.outcome.part(0, count).figures() for run in runs]
     seen = observed.figures()
     errors = {name: float(np.mean([one[name] for one in parts])) / seen[name] - 1 for name in FIGURES if seen[name]}
     return engine._replace(widen=widen, errors=errors, num_windows=max(1, count // WINDOW))
+
+
+def _delays(observed: Outcome, recorded: Outcome) -> Doubles:
+    """Return the seconds from the engine's first and last tokens to the clients'.
+
+    The same request has the same place in both. If their numbers differ (some came from elsewhere), the difference of
+    the medians is all that is known.
+    """
+    if len(observed.ttft) != len(recorded.ttft):
+        constant = max(0.0, float(np.nanmedian(observed.ttft) - np.nanmedian(recorded.ttft)))
+        return np.full((1, 2), constant)
+    pairs = np.stack([observed.ttft - recorded.ttft, observed.e2e - recorded.e2e], axis=1)
+    pairs = pairs[np.isfinite(pairs).all(axis=1)]
+    return np.maximum(pairs, 0.0) if len(pairs) else np.zeros((1, 2))
 
 
 def _factor(runs: Sequence[Run], name: str, observed: Outcome, count: int) -> float:
@@ -218,17 +232,17 @@ def _simulate(engine: Engine, requests: Sequence[Recorded], num_runs: int, recor
     recording = recording or unmeasured(requests, engine.gap_ns, engine.empty_ns)
     runs = []
     for _ in range(num_runs):
-        ratios = _drawn(engine.time.ratios, draw)
+        ratios = _drawn(engine.time.ratios, len(engine.time.ratios), draw)
         run = simulate(engine.config, engine.info, recording, engine.time, is_open=True, ratios=ratios)
-        runs.append(_run(run, engine.overhead_s))
+        runs.append(_run(run, _drawn(engine.delays, len(run.moments), draw)))
     return runs
 
 
-def _drawn(ratios: Doubles, draw: np.random.Generator) -> Doubles:
-    """Return as many deviations, in stretches of the measured ones."""
-    size = min(_STRETCH, len(ratios))
-    firsts = draw.integers(0, len(ratios) - size + 1, -(-len(ratios) // size))
-    return np.concatenate([ratios[first : first + size] for first in firsts.tolist()])
+def _drawn(measured: Doubles, count: int, draw: np.random.Generator) -> Doubles:
+    """Return `count` values of measured ones [n] or [n, 2], drawn in stretches of consecutive ones."""
+    size = min(_STRETCH, len(measured))
+    firsts = draw.integers(0, len(measured) - size + 1, -(-count // size))
+    return np.concatenate([measured[first : first + size] for first in firsts.tolist()])[:count]
 
 
 def fitting(trace: Trace, config: ResolvedConfig) -> tuple[Trace, int]:
@@ -283,7 +297,7 @@ def _recorded(requests: Sequence[Recorded]) -> Outcome:
     )
 
 
-def _run(run: Simulated, overhead_s: float) -> Run:
+def _run(run: Simulated, delays: Doubles) -> Run:
     moments = run.moments
     arrival = np.array([one.arrived for one in moments], np.float64) * _NS
     first = _column([one.first_token * _NS if one.first_token else None for one in moments])
@@ -291,7 +305,7 @@ def _run(run: Simulated, overhead_s: float) -> Run:
         [one.last_token * _NS if one.ended and one.last_token and not one.was_aborted else None for one in moments]
     )
     counts = np.array([one.num_tokens for one in moments], np.float64)
-    outcome = _outcome(arrival, first - arrival + overhead_s, last - arrival + overhead_s, counts)
+    outcome = _outcome(arrival, first - arrival + delays[:, 0], last - arrival + delays[:, 1], counts)
     uncovered = run.num_uncovered_steps / max(1, run.num_steps)
     return Run(outcome, run.num_preemptions, run.num_cached_tokens, run.max_used_blocks, uncovered)
 

@@ -116,11 +116,19 @@ def read_capture(path: Path, num_rows: int | None) -> list[Row]:
         Row(
             one.received_ns / 1e9,
             len(one.message.prompt_token_ids) // 4,
-            len(one.tokens[0]) or _wanted(one),
+            len(one.tokens[0]) or (0 if one.aborted_ns else _wanted(one)),
             hash_ids(one.message.prompt_token_ids),
+            _since(one, one.token_times[:1]),
+            None if one.aborted_ns else _since(one, one.token_times[-1:]),
+            bool(one.aborted_ns),
         )
         for one in read_requests(CaptureFile(path))[:num_rows]
     ]
+
+
+def _since(one: Recorded, times: list[int]) -> float | None:
+    """Return the seconds from a request's arrival to this time; None: it is empty."""
+    return (times[0] - one.received_ns) / 1e9 if times else None
 
 
 def _wanted(one: Recorded) -> int:
