@@ -20,6 +20,7 @@ import uvloop
 
 from ipc.errors import ConfigError
 from tests.frontend.http.caller import environment
+from tools.commands.record import relay
 from tools.commands.record.bodies import read_part, read_prompt, route_of
 from tools.commands.record.exchanges import Connection, Recording, salted_blocks
 from tools.commands.record.relay import HostField, Observer, Relay, new_recording, parse_upstream
@@ -213,7 +214,7 @@ class Site:
             self.relay.cut()
             for one in (listening, server):
                 one.close()
-            await asyncio.sleep(0.06)
+            await self.observer.read_all()
             self.observer.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -448,6 +449,33 @@ def test_prompts_are_read_in_the_order_of_templates() -> None:
     assert read_prompt(None).data == read_prompt([]).data == b""
     assert read_prompt({"messages": 5, "n": "x", "options": {"num_predict": 7}}).max_tokens == 7
     assert [route_of(path) for path in (b"/x/v1/chat/completions?k=1", b"/v1/models")] == ["/chat/completions", None]
+
+
+def test_bodies_that_take_too_much_memory_are_given_up_and_still_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "_MAX_HELD", 500)
+
+    async def scene() -> None:
+        async with Site(tmp_path / "t").open() as site:
+            case = CASES["events"]
+            assert len(case.sent) > 700
+            site.answered, site.wanted = case.answered, len(case.sent)
+            reader, writer = await asyncio.open_connection("127.0.0.1", site.port)
+            writer.write(case.sent[:-1])
+            while len(site.received) < len(case.sent) - 1:
+                await asyncio.sleep(0.001)
+            await site.observer.read_all()
+            writer.write(case.sent[-1:])
+            assert await reader.readexactly(len(case.answered)) == case.answered
+            writer.close()
+            await asyncio.wait_for(site.left.wait(), 10)
+            assert bytes(site.received) == case.sent
+
+    run(scene)
+    assert list(read_traffic(tmp_path / "t")[1]) == []
+    totals = msgspec.json.decode((tmp_path / "t").read_bytes().splitlines()[-1], type=Totals)
+    assert totals == Totals(0, 0, 1)
 
 
 def test_a_file_is_read_up_to_a_cut_line_and_refused_by_name(tmp_path: Path) -> None:

@@ -62,6 +62,7 @@ async def _serve(relay: "Relay", bound: socket.socket, upstream: str) -> None:
     await stopped.wait()
     server.close()
     relay.cut()
+    await relay.observer.read_all()
 
 
 def _tell(text: str) -> None:

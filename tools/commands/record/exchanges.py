@@ -83,6 +83,20 @@ class Connection:
         except (httptools.HttpParserError, _NotUnderstood):
             self.is_understood = False
 
+    @property
+    def held(self) -> int:
+        """Return the bytes of bodies that are kept until they are complete."""
+        answers = self._answers.reader
+        assert isinstance(answers, _Answers)
+        return len(answers.buffer) + sum(len(one.body) for one in self._pending)
+
+    def give_up(self) -> None:
+        """Read nothing more, and forget what is not complete."""
+        self.is_understood = False
+        for one in self._pending:
+            one.body = bytearray()
+        self._answers = _Parser(httptools.HttpResponseParser, _Answers(self))
+
     def end(self, now_ns: int, who: str) -> None:
         """End all exchanges: the connection is closed. who: client, server or proxy, which closed it first."""
         self.now_ns = now_ns
@@ -160,7 +174,7 @@ class Connection:
             one.last_ns = self.now_ns
             if len(one.times) < _MAX_TIMES:
                 one.times.append(self.now_ns)
-            if self._recording.keeps_content:
+            if self._recording.keeps_content and exchange.output_bytes <= _MAX_BODY:
                 one.texts.append(part.text)
 
     def answered(self, status: int) -> None:
@@ -272,7 +286,7 @@ class _Answers(httptools.HTTPProtocol):
         self._status, self.lasts_until_end = 0, False
         self._fields: dict[bytes, bytes] = {}
         self._lines = False
-        self._buffer = bytearray()
+        self.buffer = bytearray()
         self._unpack: Any = None
 
     def on_message_begin(self) -> None:
@@ -305,13 +319,13 @@ class _Answers(httptools.HTTPProtocol):
             except zlib.error:
                 self._unpack = zlib.decompressobj(-15)
                 data = b""
-        if len(self._buffer) + len(data) > (_MAX_LINE if self._lines else _MAX_BODY):
-            self._buffer.clear()
+        if len(self.buffer) + len(data) > (_MAX_LINE if self._lines else _MAX_BODY):
+            self.buffer.clear()
             return
-        self._buffer += data
+        self.buffer += data
         if self._lines and b"\n" in data:
-            *lines, rest = bytes(self._buffer).split(b"\n")
-            self._buffer = bytearray(rest)
+            *lines, rest = bytes(self.buffer).split(b"\n")
+            self.buffer = bytearray(rest)
             for line in lines:
                 self._read_line(one, line)
 
@@ -326,11 +340,11 @@ class _Answers(httptools.HTTPProtocol):
         if self._status < 200 and not self.connection.is_tunnel:
             return  # an interim answer: the final one follows
         one = self.connection.answering
-        if one is not None and one.exchange is not None and self._buffer:
-            part = NO_PART if self._lines else read_part(bytes(self._buffer))
+        if one is not None and one.exchange is not None and self.buffer:
+            part = NO_PART if self._lines else read_part(bytes(self.buffer))
             if self._lines:
-                self._read_line(one, bytes(self._buffer))
+                self._read_line(one, bytes(self.buffer))
             else:
                 self.connection.note(one, part)
-        self._buffer.clear()
+        self.buffer.clear()
         self.connection.answered(self._status)

@@ -22,6 +22,7 @@ from tools.commands.record.traffic import Totals, TrafficWriter
 
 _SHOW_S = 0.05  # in which bytes are gathered for the observer
 _MAX_SHOWN = 64 << 20  # bytes that wait for the observer
+_MAX_HELD = 256 << 20  # bytes of all bodies that are kept until they are complete
 _CONNECT_S = 30.0
 _KEY_BYTES = 32
 #: Seconds after which the observer's thread gives Python's lock to the relay.
@@ -161,7 +162,7 @@ class Observer:
         self._writer, self._recording, self._tell = writer, recording, tell
         self._thread = ThreadPoolExecutor(1, "observer")
         self._shown: list[_Shown] = []
-        self._num_bytes = 0
+        self._num_bytes = self._num_held = 0
         self._is_due = self._is_failed = False
         self._connections: dict[_Link, Connection] = {}
         self._num_others = self._num_not_understood = self._num_lost = 0
@@ -197,11 +198,11 @@ class Observer:
         for one in batch:
             connection = self._connections[one.link]
             if one.data:
-                connection.feed(one.data, one.now_ns, from_client=one.from_client)
+                self._feed(connection, one)
             elif one.who == "lost":
-                self._num_lost += connection.is_understood
-                connection.is_understood = False
+                self._give_up(connection)
             else:
+                self._num_held -= connection.held
                 connection.end(one.now_ns, one.who)
                 ended.append(one.link)
         exchanges = [exchange for link in touched for exchange in self._connections[link].take()]
@@ -217,6 +218,23 @@ class Observer:
                 self._is_failed = True
                 self._tell(f"the recording ends here, the server goes on: {error.strerror}")
         return sum(len(one.data) for one in batch)
+
+    def _feed(self, connection: Connection, shown: _Shown) -> None:
+        before = connection.held
+        connection.feed(shown.data, shown.now_ns, from_client=shown.from_client)
+        self._num_held += connection.held - before
+        if self._num_held > _MAX_HELD:
+            self._give_up(connection)
+
+    def _give_up(self, connection: Connection) -> None:
+        self._num_lost += connection.is_understood
+        self._num_held -= connection.held
+        connection.give_up()
+
+    async def read_all(self) -> None:
+        """Wait until what has passed so far is read."""
+        while self._is_due:
+            await asyncio.sleep(_SHOW_S)
 
     def close(self) -> None:
         """Read the rest and close the file."""
