@@ -491,6 +491,13 @@ def test_a_file_is_read_up_to_a_cut_line_and_refused_by_name(tmp_path: Path) -> 
     path.write_bytes(data.replace(b'"arrival_ms":2.5', b'"arrival_ms":"x"'))
     with pytest.raises(ConfigError, match="line 3"):
         list(read_traffic(path)[1])
+    for wrong in (b"1e999", b"-1"):
+        path.write_bytes(data.replace(b'"arrival_ms":2.5', b'"arrival_ms":' + wrong))
+        with pytest.raises(ConfigError, match="line 3"):
+            list(read_traffic(path)[1])
+    path.write_bytes(data.replace(b"[1,2]", b"[9007199254740992]"))
+    with pytest.raises(ConfigError, match="line 2"):
+        list(read_traffic(path)[1])
     path.write_bytes(data.replace(b'"version":1', b'"version":2'))
     with pytest.raises(ConfigError, match="this one reads 1"):
         read_traffic(path)

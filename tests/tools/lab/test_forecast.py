@@ -217,6 +217,9 @@ def test_the_busiest_stretch_is_rehearsed() -> None:
     assert (stretch.rows[0].arrival_s, stretch.rows[-1].arrival_s <= 5.0) == (0.0, True)
     assert len(busiest(Trace("t", rows[:100]), 1.0).rows) == 20, "at least some"
     assert len(busiest(Trace("t", rows[:3]), 1.0).rows) == 3
+    assert busiest(Trace("t", [Row(0.0, 2**30, 1), Row(1.0, 5, 1)]), 9.0).rows == [Row(0.0, 5, 1)]
+    with pytest.raises(ConfigError, match="more than 1,048,576 tokens"):
+        busiest(Trace("t", [Row(0.0, 2**30, 1)]), 9.0)
 
 
 def test_too_long_rows_are_counted_and_cancelled_ones_are_cut() -> None:

@@ -7,7 +7,7 @@ tokens is what the server said; without one, the bytes of the text and the event
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
@@ -18,6 +18,12 @@ VERSION = 1
 #: Bytes of a prompt that one of an exchange's blocks stands for: about 16 tokens, as in a KV block.
 BLOCK_BYTES = 64
 _MODE = 0o600
+
+
+#: The values that a file may have, whoever wrote it.
+Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+Hash: TypeAlias = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+Milliseconds: TypeAlias = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -32,26 +38,28 @@ class Head(msgspec.Struct, frozen=True):
 class Exchange(msgspec.Struct, omit_defaults=True):
     """One request for tokens and its answer. None: it is not known."""
 
-    arrival_ms: float  # when the last byte of the request came
+    arrival_ms: Milliseconds  # when the last byte of the request came
     route: str
     model: str = ""
     is_stream: bool = False
-    status: int = 0  # 0: there was no answer
+    status: Count = 0  # 0: there was no answer
     end: str = ""  # who ended it early: client, server, or proxy; empty: it is whole
-    input_tokens: int | None = None
-    cached_tokens: int | None = None  # of them, found in the server's cache
-    output_tokens: int | None = None
-    input_bytes: int = 0  # of the prompt's text; four for each token id
-    output_bytes: int = 0  # of the answer's text
-    output_events: int = 0  # of a stream, with a part of the answer
-    num_images: int = 0
-    num_choices: int = 1
-    max_tokens: int | None = None
-    ttft_ms: float | None = None  # to the first part of the answer; streams only
-    last_ms: float | None = None  # to the last part
-    total_ms: float | None = None  # to the last byte
-    gaps_ms: tuple[float, float, float, float] | None = None  # between parts: p50, p90, p99, largest
-    blocks: tuple[int, ...] = ()  # salted hashes of the prompt's beginnings, one for each whole block
+    input_tokens: Count | None = None
+    cached_tokens: Count | None = None  # of them, found in the server's cache
+    output_tokens: Count | None = None
+    input_bytes: Count = 0  # of the prompt's text; four for each token id
+    output_bytes: Count = 0  # of the answer's text
+    output_events: Count = 0  # of a stream, with a part of the answer
+    num_images: Count = 0
+    num_choices: Count = 1
+    max_tokens: Count | None = None
+    ttft_ms: Milliseconds | None = None  # to the first part of the answer; streams only
+    last_ms: Milliseconds | None = None  # to the last part
+    total_ms: Milliseconds | None = None  # to the last byte
+    gaps_ms: tuple[Milliseconds, Milliseconds, Milliseconds, Milliseconds] | None = (
+        None  # between parts: p50, p90, p99, largest
+    )
+    blocks: tuple[Hash, ...] = ()  # salted hashes of the prompt's beginnings, one for each whole block
     request: msgspec.Raw = msgspec.Raw()  # its body, and
     answer: str = ""  # the answer's text, only with --content
 

@@ -32,6 +32,7 @@ from tools.lab.traces.workload import make_workload
 
 _VOCAB = 1000  # ids of made-up prompts: every model has as many
 _LATE_S = 120.0  # for answers after the last request was sent
+_LONGEST = 2**20  # tokens of a request that is rehearsed
 _LEAST = 20  # requests: fewer say nothing about deviations
 
 
@@ -48,7 +49,14 @@ class Rehearsal(msgspec.Struct, frozen=True):
 
 
 def busiest(trace: Trace, seconds: float) -> Trace:
-    """Return the stretch of this length with the most tokens; at least some requests, if the trace has them."""
+    """Return the stretch of this length with the most tokens; at least some requests, if the trace has them.
+
+    Errors: ConfigError if all of them are absurdly long.
+    """
+    fitting = [row for row in trace.rows if row.num_input + row.num_output <= _LONGEST]
+    if not fitting:
+        raise ConfigError(f"every request of {trace.name} has more than {_LONGEST:,} tokens")
+    trace = trace._replace(rows=fitting)
     arrivals = np.array([row.arrival_s for row in trace.rows])
     tokens = np.array([row.num_input + row.num_output for row in trace.rows], np.float64)
     first = _first(arrivals, tokens, seconds)
