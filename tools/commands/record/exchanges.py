@@ -244,7 +244,38 @@ class _Parser:
                 return
 
 
-class _Requests(httptools.HTTPProtocol):
+class _Callbacks(httptools.HTTPProtocol):
+    """What a parser may call; most of it says nothing here."""
+
+    def on_message_begin(self) -> None:
+        return
+
+    def on_url(self, url: bytes) -> None:
+        return
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        return
+
+    def on_headers_complete(self) -> None:
+        return
+
+    def on_body(self, body: bytes) -> None:
+        return
+
+    def on_message_complete(self) -> None:
+        return
+
+    def on_chunk_header(self) -> None:
+        return
+
+    def on_chunk_complete(self) -> None:
+        return
+
+    def on_status(self, status: bytes) -> None:
+        return
+
+
+class _Requests(_Callbacks, httptools.HTTPProtocol):
     """The callbacks of the parser of requests."""
 
     parser: Any
@@ -273,7 +304,7 @@ class _Requests(httptools.HTTPProtocol):
             self.connection.received(self._open)
 
 
-class _Answers(httptools.HTTPProtocol):
+class _Answers(_Callbacks, httptools.HTTPProtocol):
     """The callbacks of the parser of answers. lasts_until_end: the present answer ends with the connection."""
 
     parser: Any
