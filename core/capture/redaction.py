@@ -29,7 +29,7 @@ from core.proposers.offered import OfferedDrafts
 from core.scheduling.adapter_slots import AdapterSlots
 from core.scheduling.scheduler import Scheduler
 from ipc.errors import CaptureFileError
-from ipc.options.block_stores import NO_STORE
+from ipc.options.block_stores import redacted_stores
 from ipc.options.resolved import ResolvedConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import NO_INT32S, Int32s
@@ -127,9 +127,13 @@ class _Redaction:
             stops.update(message.params.stop_token_ids or ())
         self._renaming = Renaming(model.vocab_size, model.eos_token_ids, stops)
         weights = {self._renaming.tokens.word(name): weight for name, weight in config.client_weights.items()}
-        kept = {name: None if getattr(config, name) is None else "redacted" for name in NO_STORE}
         config = msgspec.structs.replace(
-            config, client_weights=weights, lora_modules={}, capture_rotate_bytes=0, capture_keep_files=0, **kept
+            config,
+            client_weights=weights,
+            lora_modules={},
+            capture_rotate_bytes=0,
+            capture_keep_files=0,
+            **redacted_stores(config),
         )
         self.header = msgspec.structs.replace(file.header, config=encode_config(config), is_redacted=True)
         self._executor, self._log = _RenamedExecutor(file, self._renaming), _Log()

@@ -35,6 +35,7 @@ from core.process.prepare import Prepared, Report, features_of, prepare
 from core.tiers.block_file import HEAD_BYTES
 from core.tiers.block_folder import BlockFolder
 from core.tiers.block_store import BesideContents, BlocksServed, BlockStore, Shelves
+from core.tiers.connector import Guard, Tier, create_connector
 from core.tiers.memory_shelf import Contents, MemoryShelf
 from core.tiers.peer_server import PeerServer, Shelf
 from core.tiers.peers import Peers
@@ -63,20 +64,23 @@ from ipc.wire.start_messages import Start
 
 
 class OpenStores(NamedTuple):
-    """What an engine's config names, checked and opened. key: for the blocks' names and digests."""
+    """What an engine's config names, checked and opened. key: for the blocks' names and digests.
+
+    tiers: in the order in which they are asked. folder: of one of them, which peers get blocks from too.
+    """
 
     blocks: SharedBlocks
     key: bytes
+    tiers: list[Tier]
     folder: BlockFolder | None
-    peers: Peers | None
     listening: tuple[Context, BoundRouter] | None
 
 
 def open_stores(config: ResolvedConfig, executor: Executor) -> OpenStores | None:
     """Open what the config names. None: it names nothing, or the engine has no prefix cache.
 
-    Errors: ConfigError for a folder or key that cannot be used, a folder without room for one block, and an executor
-    that does not share its blocks; AddressError.
+    Errors: ConfigError for a folder, key or connector that cannot be used, a folder without room for one block, and an
+    executor that does not share its blocks; AddressError.
     """
     stores = config.kv_stores
     if not stores or not config.num_host_blocks:
@@ -85,7 +89,12 @@ def open_stores(config: ResolvedConfig, executor: Executor) -> OpenStores | None
     if blocks is None:
         raise ConfigError(f"{stores[0]}: executor {config.executor!r} does not share its blocks: leave it out")
     key = b"" if config.kv_key_file is None else read_key_file(config.kv_key_file)
-    peers = None if config.kv_peers is None else _peers(config.kv_peers, key)
+    tiers: list[Tier] = []
+    if config.kv_peers is not None:
+        tiers.append(Tier("kv_peers", _peers(config.kv_peers), stores=False))
+    if (settings := config.kv_transfer_config) is not None:
+        connector = Guard(settings.kv_connector, create_connector(config))
+        tiers.append(Tier("kv_transfer_config", connector, loads=settings.loads, stores=settings.stores))
     listening = None if config.kv_listen is None else _listen(config.kv_listen)
     try:
         largest = blocks.cache.bytes_per_block * max(1, config.kv_page_blocks)
@@ -95,8 +104,10 @@ def open_stores(config: ResolvedConfig, executor: Executor) -> OpenStores | None
             listening[1].close(0)
             listening[0].destroy(0)
         raise
+    if folder is not None:
+        tiers.insert(0, Tier("kv_dir", folder, is_near=True))
     assert key or folder is not None, "no key: ResolvedConfig asks for kv_key_file"
-    return OpenStores(blocks, key or (folder.key if folder is not None else b""), folder, peers, listening)
+    return OpenStores(blocks, key or (folder.key if folder is not None else b""), tiers, folder, listening)
 
 
 def _open_folder(path: str, max_bytes: int, block_bytes: int, key: bytes) -> BlockFolder:
@@ -109,11 +120,11 @@ def _open_folder(path: str, max_bytes: int, block_bytes: int, key: bytes) -> Blo
     return BlockFolder(path, max_bytes, key)
 
 
-def _peers(kv_peers: str, key: bytes) -> Peers:
+def _peers(kv_peers: str) -> Peers:
     addresses = addresses_of(kv_peers)
     for address in addresses:
         check_address(address, binding=False)
-    return Peers(addresses, key)
+    return Peers(addresses)
 
 
 def _listen(address: str) -> tuple[Context, BoundRouter]:
@@ -153,12 +164,11 @@ def _block_store(stores: OpenStores, names: PortableNames, batch: Batch, evictio
     of_beside = None if beside is None else shelves(beside, host.beside[0].content)
     served = _served(stores, shelves(block_names.content, host.names.content), of_beside)
     return BlockStore(
-        stores.folder,
+        stores.tiers,
         names,
         blocks,
         block_names.content,
         evictions,
-        peers=stores.peers,
         served=served,
         beside=beside,
     )

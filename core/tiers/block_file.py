@@ -1,5 +1,8 @@
 """The file of one KV block: a header with its name and a digest, then the block's bytes. Peers send the same bytes.
 
+KV connectors (core/tiers/connector.py) get BlockToStore and BlockToLoad: they keep and bring these bytes, and cannot
+read or write the memory of the cache in another way.
+
 The digest is an HMAC (SHA-256, its first 16 bytes) with the key of the blocks' names. So a file that is not exactly
 what was written is not accepted as a block, whether it is damaged or forged without the key. It is read into memory
 first and checked there, so that changes during reading are detected too.
@@ -9,7 +12,8 @@ import errno
 import hmac
 import os
 import struct
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 
 from core.tiers.portable_names import NAME_BYTES
@@ -21,6 +25,79 @@ _PERSON = b"engine-core mac"  # 16 bytes at most
 _HEAD = struct.Struct(f"<8s{NAME_BYTES}sQ{_DIGEST_BYTES}s")
 HEAD_BYTES = _HEAD.size
 _IOV_MAX = 1024  # buffers per call (POSIX: at least 16, Linux: 1024)
+
+
+class BlockToStore:
+    """A block of the engine, for a connector to keep. Valid until the call that it is given to returns.
+
+    name: NAME_BYTES, secret as the key is. num_bytes: of the packed block.
+    """
+
+    __slots__ = ("_is_unchanged", "_key", "_parts", "name", "num_bytes")
+
+    def __init__(
+        self, name: bytes, parts: Sequence[memoryview], key: bytes, is_unchanged: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Make it of a block's bytes, in parts. is_unchanged: whether they are still the block's."""
+        self.name, self.num_bytes = name, HEAD_BYTES + sum(map(len, parts))
+        self._parts, self._key, self._is_unchanged = parts, key, is_unchanged
+
+    def is_unchanged(self) -> bool:
+        """Return whether all bytes that were read until now are the block's: the engine does not hold it."""
+        return self._is_unchanged()
+
+    def pack(self) -> bytearray | None:
+        """Return the block with its header. None: the engine has overwritten it."""
+        data = pack_block(self.name, self._parts, self._key)
+        return data if self._is_unchanged() else None
+
+    def write_to(self, fd: int) -> None:
+        """Write the packed block to an empty file without a copy; is_unchanged() then tells whether it is whole.
+
+        Errors: OSError.
+        """
+        write_block(fd, self.name, self._parts, self._key)
+
+
+class BlockToLoad:
+    """Room for a block in the engine's memory. It accepts the packed block of its name, and nothing else.
+
+    name: NAME_BYTES. num_bytes: of the packed block. is_loaded: whether the block is there. was_damaged: whether it was
+    given something else.
+    """
+
+    __slots__ = ("_key", "_lock", "_parts", "is_loaded", "name", "num_bytes", "was_damaged")
+
+    def __init__(self, name: bytes, parts: Sequence[memoryview], key: bytes) -> None:
+        self.name, self.num_bytes = name, HEAD_BYTES + sum(map(len, parts))
+        self._parts: Sequence[memoryview] | None = parts
+        self._key, self._lock = key, threading.Lock()
+        self.is_loaded = self.was_damaged = False
+
+    def take(self, data: bytes | bytearray | memoryview) -> bool:
+        """Copy a packed block into its place. Return False if it is not an intact one of this name and size."""
+        view = memoryview(data).cast("B")
+        return self._fill(lambda parts: unpack_block(view, self.name, parts, self._key))
+
+    def read_from(self, fd: int) -> bool:
+        """Read a packed block from the start of a file into its place, without a copy. Return as take().
+
+        Errors: OSError.
+        """
+        return self._fill(lambda parts: read_block(fd, self.name, parts, self._key))
+
+    def close(self) -> None:
+        """Accept nothing from now on: the place may be given to another block."""
+        with self._lock:
+            self._parts = None
+
+    def _fill(self, fill: Callable[[Sequence[memoryview]], bool]) -> bool:
+        with self._lock:  # a connector's own thread may still be filling it when it is closed
+            if self._parts is None or self.is_loaded:
+                return self.is_loaded
+            self.is_loaded = fill(self._parts)
+            self.was_damaged |= not self.is_loaded
+            return self.is_loaded
 
 
 def write_block(fd: int, name: bytes, parts: Sequence[memoryview], key: bytes) -> None:

@@ -2,7 +2,8 @@
 
 The folder is private to its owner (0700, files 0600). A link, or a folder or file of another user, is refused. Names
 are digests (core/tiers/portable_names.py), so equal names mean equal bytes, and writers need no lock: a file appears
-complete, by a rename. Any problem with a file makes it a miss. Not thread-safe, except for has() and pack().
+complete, by a rename. Any problem with a file makes it a miss. It is a KVConnector (core/tiers/connector.py). Not
+thread-safe, except for has() and pack().
 """
 
 import contextlib
@@ -10,10 +11,10 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from core.tiers.block_file import HEAD_BYTES, is_block, read_block, write_block
+from core.tiers.block_file import BlockToLoad, BlockToStore, is_block
 from core.tiers.portable_names import KEY_BYTES
 from ipc.errors import ConfigError
 
@@ -67,6 +68,10 @@ class BlockFolder:
         self._num_written = 0  # number of files written by this engine
         self.num_bytes = self._new_bytes = 0  # at the last count, and written after it by this engine
 
+    def open(self) -> None:
+        """Bring the folder below its limit, which may have been larger before. Errors: OSError."""
+        self.make_room()
+
     def close(self) -> None:
         """Close the folder."""
         os.close(self._blocks)
@@ -79,29 +84,33 @@ class BlockFolder:
         except OSError:
             return False
 
-    def read(self, name: bytes, parts: Sequence[memoryview]) -> bool:
-        """Read a block into these parts. Return False, with undefined contents, if there is no intact file of it.
+    def find(self, lookup: int, names: Sequence[bytes]) -> int:
+        """Return how many of these blocks, from the first on, have files."""
+        return next((count for count, name in enumerate(names) if not self.has(name)), len(names))
 
-        A damaged file is removed.
-        """
-        file = _file_of(name)
+    def load(self, lookup: int, blocks: Sequence[BlockToLoad]) -> None:
+        """Read those of these blocks that have intact files. A damaged file is removed."""
+        for block in blocks:
+            self._read(block)
+
+    def _read(self, block: BlockToLoad) -> None:
+        file = _file_of(block.name)
         try:
             fd = os.open(file, _FILE, dir_fd=self._blocks)
         except OSError:
-            return False
+            return
         try:
             if not _is_own_file(os.fstat(fd)):
-                return False
-            if read_block(fd, name, parts, self._digest_key):
+                return
+            if block.read_from(fd):
                 with contextlib.suppress(OSError):
                     os.utime(fd)
-                return True
+                return
             os.unlink(file, dir_fd=self._blocks)
         except OSError:
-            return False
+            return
         finally:
             os.close(fd)
-        return False
 
     def pack(self, name: bytes) -> bytearray | None:
         """Return the bytes of a block's file, or None if there is no intact one. Errors: OSError."""
@@ -114,16 +123,12 @@ class BlockFolder:
             data = bytearray(file.read(found.st_size)) if _is_own_file(found) else bytearray()
         return data if is_block(memoryview(data), name, self._digest_key) else None
 
-    def write(self, name: bytes, parts: Sequence[memoryview], is_still_so: Callable[[], bool] = lambda: True) -> bool:
-        """Write a block unless there is a file of it. Return whether it was written. Errors: OSError.
-
-        is_still_so: called after the bytes were read; False = they may have changed, so no file is created.
-        """
-        file = _file_of(name)
+    def store(self, block: BlockToStore) -> bool:
+        """Write a block unless there is a file of it. Return whether it was written. Errors: OSError."""
+        file, size = _file_of(block.name), block.num_bytes
         with contextlib.suppress(FileNotFoundError):
             os.utime(file, dir_fd=self._blocks, follow_symlinks=False)
             return False
-        size = HEAD_BYTES + sum(map(len, parts))
         if size > self._max_bytes:
             return False
         self._num_written += 1
@@ -131,10 +136,10 @@ class BlockFolder:
         fd = os.open(new, _NEW_FILE, 0o600, dir_fd=self._blocks)
         try:
             try:
-                write_block(fd, name, parts, self._digest_key)
+                block.write_to(fd)
             finally:
                 os.close(fd)
-            if not is_still_so():
+            if not block.is_unchanged():
                 os.unlink(new, dir_fd=self._blocks)
                 return False
             os.rename(new, file, src_dir_fd=self._blocks, dst_dir_fd=self._blocks)

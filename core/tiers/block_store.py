@@ -1,11 +1,11 @@
-"""BlockStore: carries out the scheduler's orders (core/kv/orders.py) on a folder of blocks and on peers.
+"""BlockStore: carries out the scheduler's orders (core/kv/orders.py) on KV connectors: a folder, peers, a plug-in's.
 
-A block is looked up in the folder first, then at the peers. It is only written to the folder. No request ever gets an
+A block is looked up in each connector in this order. It is written to those that store blocks. No request ever gets an
 error: what cannot be read is a miss, and what cannot be written is left out. After a disk error nothing is written for
 a while.
 
 Layers with a window may have their own blocks (core/models/layers/cache_pages.py). The name of such a block is derived
-from that of the named block with the same tokens, and it has the bytes of all blocks of its page. So a folder or a peer
+from that of the named block with the same tokens, and it has the bytes of all blocks of its page. So a connector
 handles it like any other block.
 """
 
@@ -14,19 +14,17 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from core import log
 from core.execution.shared_blocks import SharedBlocks
 from core.inputs import BlocksArrived, BlocksFound, BlocksStored, StoreNews
 from core.kv.block_names import UNNAMED, BlockNames
 from core.kv.orders import Fetch, Leave, Look, Order, Store, Windows
-from core.tiers.block_folder import BlockFolder
+from core.tiers.block_file import BlockToLoad, BlockToStore
+from core.tiers.connector import Tier
 from core.tiers.memory_shelf import Contents, MemoryShelf
 from core.tiers.peer_server import PeerServer
-from core.tiers.peers import Peers
 from core.tiers.portable_names import PortableNames
 from ipc.tables.arrays import Ints
 
-_PAUSE_S = 30.0  # pause in writing after a disk error
 #: A block that requests use in memory is marked as used on disk at most this often. If its file is gone, it is written
 #: again.
 _RENEW_S = 60.0
@@ -36,7 +34,7 @@ _NAMES_PER_BLOCK = 4
 MAX_UNSAVED = 1 << 16
 
 
-#: The most prefixes for which peers are asked for window blocks in one lookup. Each question takes a round trip.
+#: The most prefixes for which far connectors are asked for window blocks in one lookup: each takes a round trip.
 _MOST_QUESTIONS = 4
 
 
@@ -93,27 +91,30 @@ class BlocksServed(NamedTuple):
 
 
 class BlockStore:
-    """The blocks of a folder and of peers, used by one thread at a time.
+    """The blocks of some connectors, used by one thread at a time.
 
-    folder, peers, served: None = there is none. contents, evictions [blocks of the KV cache]: the scheduler's columns,
-    which change concurrently; see Leave. beside: for layers with a window; None = they share the other layers' blocks.
+    tiers: the connectors, in the order in which they are asked. served: None = no peers get blocks. contents, evictions
+    [blocks of the KV cache]: the scheduler's columns, which change concurrently; see Leave. beside: for layers with a
+    window; None = they share the other layers' blocks.
     """
 
     def __init__(
         self,
-        folder: BlockFolder | None,
+        tiers: Sequence[Tier],
         names: PortableNames,
         blocks: SharedBlocks,
         contents: Contents,
         evictions: Ints,
         *,
-        peers: Peers | None = None,
         served: BlocksServed | None = None,
         beside: BesideContents | None = None,
     ) -> None:
         self._beside = beside
-        self._folder, self._names, self._host, self._cache = folder, names, blocks.host, blocks.cache
-        self.peers, self._served = peers, served
+        self._names, self._host, self._cache = names, blocks.host, blocks.cache
+        self._tiers, self._served = tiers, served
+        self._near = [tier for tier in tiers if tier.loads and tier.is_near]
+        self._far = [tier for tier in tiers if tier.loads and not tier.is_near]
+        self._stores = any(tier.stores for tier in tiers)
         self.settle: Callable[[], None] = lambda: None  # waits until every Leave given so far has been carried out
         self._contents, self._evictions = contents, evictions
         self._unsaved: deque[Left] = deque()
@@ -122,28 +123,20 @@ class BlockStore:
         self._name_of: OrderedDict[int, bytes] = OrderedDict()  # by content, most recently recorded last
         #: By key: when a block that is written, or about to be, is due again, in monotonic seconds; see _RENEW_S.
         self._due_at: dict[int, float] = {}
-        self._paused_until = 0.0  # monotonic seconds
 
     def open(self) -> None:
-        """Bring the folder below its limit, which may have been larger before; connect to peers, and answer them."""
-        if self.peers is not None:
-            self.peers.open()
+        """Open the connectors, and answer peers."""
+        for tier in self._tiers:
+            tier.open()
         if self._served is not None:
             self._served.server.start(lambda: self.settle())
-        if self._folder is not None:
-            try:
-                self._folder.make_room()
-            except OSError as error:
-                self.pause(error)
 
     def close(self) -> None:
-        """Close the connections and the folder."""
-        if self.peers is not None:
-            self.peers.close()
+        """Close the connectors, and stop answering peers."""
         if self._served is not None:
             self._served.server.close()
-        if self._folder is not None:
-            self._folder.close()
+        for tier in self._tiers:
+            tier.connector.close()
 
     def carry_out(self, order: Order) -> StoreNews | None:
         """Carry out one order, and return the answer if it has one."""
@@ -194,11 +187,15 @@ class BlockStore:
         return self._count(order.ticket, list(self._names.chain(order.root, order.token_ids))[order.first :])
 
     def _count(self, ticket: int, names: list[bytes]) -> int:
-        """Return how many of these blocks, from the first on, the folder and the peers have."""
-        count = self._count_in_folder(names)
-        if self.peers is None or count == len(names):
-            return count
-        return count + self.peers.find(ticket, names[count:])
+        """Return how many of these blocks, from the first on, the connectors have."""
+        return self._count_in(self._far, ticket, names, self._count_in(self._near, ticket, names))
+
+    def _count_in(self, tiers: Sequence[Tier], ticket: int, names: list[bytes], count: int = 0) -> int:
+        """Return how many of these blocks, of which `count` are there, these connectors add to them, one by one."""
+        for tier in tiers:
+            if count < len(names):
+                count += tier.connector.find(ticket, names[count:])
+        return count
 
     def _look_beside(self, order: Look, windows: Windows) -> int:
         most = len(order.token_ids) // len(windows.is_here) * windows.most
@@ -207,38 +204,33 @@ class BlockStore:
         for number in range(len(names)):
             if count <= windows.least:
                 break
-            asked = self.peers if number < _MOST_QUESTIONS else None
-            missing, found = self._missing(names, windows, count, has, asked), 0
-            if missing and asked is not None:
-                found = asked.find(-order.ticket, [self._names.beside(names[place]) for place in missing])
+            asked = self._far if number < _MOST_QUESTIONS else []
+            missing, found = self._missing(names, windows, count, has, finds_all=bool(asked)), 0
+            if missing:
+                found = self._count_in(asked, -order.ticket, [self._names.beside(names[place]) for place in missing])
             if found == len(missing):
                 return count - windows.least
             count = missing[found]
         return 0
 
     def _missing(
-        self, names: list[bytes], windows: Windows, count: int, has: dict[int, bool], peers: Peers | None
+        self, names: list[bytes], windows: Windows, count: int, has: dict[int, bool], *, finds_all: bool
     ) -> list[int]:
-        """List the window positions after `count` blocks that neither the engine nor the folder has, last first.
+        """List the window positions after `count` blocks that neither the engine nor a near connector has, last first.
 
-        peers: None = the first of them is enough. has: what is known of the folder.
+        finds_all: False = the first of them is enough. has: what is known of the near connectors.
         """
         missing: list[int] = []
         for place in range(count - 1, windows.kind.num_passed(count * windows.kind.block_size) - 1, -1):
             if windows.is_here[place]:
                 continue
             if place not in has:
-                has[place] = self._count_in_folder([self._names.beside(names[place])]) == 1
+                has[place] = self._count_in(self._near, 0, [self._names.beside(names[place])]) == 1
             if not has[place]:
                 missing.append(place)
-                if peers is None:
+                if not finds_all:
                     break
         return missing
-
-    def _count_in_folder(self, names: list[bytes]) -> int:
-        if self._folder is None:
-            return 0
-        return next((count for count, name in enumerate(names) if not self._folder.has(name)), len(names))
 
     def _fetch(self, order: Fetch) -> int:
         names = list(self._names.chain(order.root, order.token_ids))
@@ -248,27 +240,18 @@ class BlockStore:
             return count
         beside = [self._names.beside(names[place]) for place in order.places.tolist()]
         slots = order.window_slots.reshape(-1, self._beside.page_blocks).tolist()
-        return count + self._read_beside(-order.ticket, beside, [self._host.views(*one) for one in slots])
+        return count + self._read(-order.ticket, beside, [self._host.views(*one) for one in slots])
 
     def _read(self, ticket: int, names: list[bytes], places: list[list[memoryview]]) -> int:
-        """Read blocks into these places. Return how many were read, from the first on."""
-        count = 0
-        if self._folder is not None:
-            while count < len(names) and self._folder.read(names[count], places[count]):
-                count += 1
-        if self.peers is None or count == len(names):
-            return count
-        return count + self.peers.read(ticket, names[count:], places[count:])
-
-    def _read_beside(self, ticket: int, names: list[bytes], places: list[list[memoryview]]) -> int:
-        """Read window blocks, each from the folder or from the peer. Return how many were read, from the first on."""
-        folder = self._folder
-        has_come = [folder is not None and folder.read(*one) for one in zip(names, places, strict=True)]
-        rest = [index for index, come in enumerate(has_come) if not come]
-        if rest and self.peers is not None:
-            count = self.peers.read(ticket, [names[index] for index in rest], [places[index] for index in rest])
-            rest = rest[count:]
-        return rest[0] if rest else len(names)
+        """Read blocks into these places, each from any connector. Return how many were read, from the first on."""
+        rest = blocks = [BlockToLoad(*one, self._names.key) for one in zip(names, places, strict=True)]
+        for tier in (*self._near, *self._far):
+            if rest:
+                tier.connector.load(ticket, rest)
+                rest = [block for block in rest if not block.is_loaded]
+        for block in rest:
+            block.close()
+        return next((count for count, block in enumerate(blocks) if not block.is_loaded), len(blocks))
 
     # --- what they leave ---------------------------------------------------------------------------------------------
 
@@ -299,7 +282,7 @@ class BlockStore:
 
     def _note(self, left: Left, now: float) -> None:
         """Record a block that a request has left, for peers and, if due, for writing."""
-        if self._folder is not None and self._due_at.get(left.key, now) <= now:
+        if self._stores and self._due_at.get(left.key, now) <= now:
             self._due_at[left.key] = now + _RENEW_S
             self._unsaved.append(left)
         if self._served is not None:
@@ -322,17 +305,14 @@ class BlockStore:
 
     def pause(self, error: OSError) -> None:
         """Stop writing for a while, after a disk error."""
-        self._paused_until = time.monotonic() + _PAUSE_S
-        log.say(f"engine-core: kv_dir: {error.strerror or error}; no blocks are written for {_PAUSE_S:.0f} s")
+        for tier in self._tiers:
+            if tier.stores:
+                tier.pause(error)
 
     def _write(
-        self, name: bytes, parts: Sequence[memoryview], is_still_so: Callable[[], bool] = lambda: True
+        self, name: bytes, parts: Sequence[memoryview], is_unchanged: Callable[[], bool] = lambda: True
     ) -> bool | None:
-        """Write a block if the disk accepts it. Return whether it was new; None: the disk does not accept it."""
-        if self._folder is None or time.monotonic() < self._paused_until:
-            return None
-        try:
-            return self._folder.write(name, parts, is_still_so)
-        except OSError as error:
-            self.pause(error)
-            return None
+        """Give a block to the connectors. Return whether it was new to one; None: none accepts it at present."""
+        block = BlockToStore(name, parts, self._names.key, is_unchanged)
+        answers = [tier.store(block) for tier in self._tiers]
+        return None if all(answer is None for answer in answers) else any(answers)

@@ -1,4 +1,4 @@
-"""Peers: other engines from which KV blocks are requested by name.
+"""Peers: other engines from which KV blocks are requested by name; a KVConnector that stores nothing.
 
 A peer that is not connected, does not answer in time, or sends something else is a miss: the blocks are computed. Each
 wait has a limit, and a peer that exceeded one is not asked for a while.
@@ -13,7 +13,8 @@ import msgspec
 import zmq
 
 from core import log
-from core.tiers.block_file import unpack_block
+from core.tiers.block_file import BlockToLoad, BlockToStore
+from core.tiers.connector import FETCH_S, LOOK_S
 from core.tiers.peer_messages import (
     MAX_BLOCKS,
     FindBlocks,
@@ -24,10 +25,6 @@ from core.tiers.peer_messages import (
 )
 from ipc.wire.sockets import Context, Socket, connect_dealer, receive_event
 
-#: The longest waits, in seconds, for the answers to one lookup and for the blocks of one fetch. A request waits at most
-#: 2 s (core/scheduling/block_exchange.py). Blocks that have arrived by then are used.
-LOOK_S = 0.2
-FETCH_S = 1.5
 #: How long, in seconds, a peer is not asked after it did not answer in time, and after it sent something that is not
 #: the block.
 PAUSE_S = 5.0
@@ -37,13 +34,10 @@ _MAX_FOUND = 64  # lookups whose peer is remembered; the scheduler has fewer at 
 
 
 class Peers:
-    """The peers at these addresses, used by one thread from open() to close().
+    """The peers at these addresses, used by one thread from open() to close(). clock: monotonic seconds."""
 
-    key: for the blocks' names; the peers have the same one. clock: monotonic seconds.
-    """
-
-    def __init__(self, addresses: Sequence[str], key: bytes, clock: Callable[[], float] = time.monotonic) -> None:
-        self._addresses, self._key, self._clock = addresses, key, clock
+    def __init__(self, addresses: Sequence[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._addresses, self._clock = addresses, clock
         self.connections: list[_Peer] = []
         self._found: dict[int, _Peer] = {}  # by ticket: the peer that has the blocks
         self._numbers = itertools.count(1)
@@ -62,8 +56,8 @@ class Peers:
             self._context.term()
         self.connections, self._context = [], None
 
-    def find(self, ticket: int, names: list[bytes]) -> int:
-        """Return how many of these blocks, from the first on, one peer has. read() with this ticket reads from it."""
+    def find(self, lookup: int, names: Sequence[bytes]) -> int:
+        """Return how many of these blocks, from the first on, one peer has. load() of this lookup asks that peer."""
         number, now = next(self._numbers), self._clock()
         question = FindBlocks(number, b"".join(names))
         waits = [peer for peer in self.connections if peer.paused_until <= now and peer.ask(question)]
@@ -79,7 +73,7 @@ class Peers:
                 waits.remove(peer)
                 peer.unwatch(poller)
                 if here is not None and most < (count := min(here[0], len(names))):
-                    most, self._found[ticket] = count, peer
+                    most, self._found[lookup] = count, peer
         if most < len(names):
             for peer in waits:
                 peer.pause(self._clock(), f"has not answered within {LOOK_S:g} s")
@@ -87,31 +81,35 @@ class Peers:
             del self._found[next(iter(self._found))]
         return most
 
-    def read(self, ticket: int, names: list[bytes], places: Sequence[Sequence[memoryview]]) -> int:
-        """Read blocks into their places from the peer that has them. Return how many were read, from the first on."""
-        peer = self._found.pop(ticket, None)
+    def load(self, lookup: int, blocks: Sequence[BlockToLoad]) -> None:
+        """Fetch blocks from the peer that has them, up to the first that it does not have or that is damaged."""
+        peer = self._found.pop(lookup, None)
         if peer is None:
-            return 0
+            return
         count, end, asked = 0, self._clock() + FETCH_S, 0  # number of blocks
         numbers: deque[int] = deque()
-        while count < len(names):
-            while asked < len(names) and len(numbers) < _IN_FLIGHT:
+        while count < len(blocks):
+            while asked < len(blocks) and len(numbers) < _IN_FLIGHT:
                 numbers.append(next(self._numbers))
-                if not peer.ask(GetBlocks(numbers[-1], b"".join(names[asked : asked + MAX_BLOCKS]))):
-                    return count
+                names = b"".join(block.name for block in blocks[asked : asked + MAX_BLOCKS])
+                if not peer.ask(GetBlocks(numbers[-1], names)):
+                    return
                 asked += MAX_BLOCKS
-            number, wanted = numbers.popleft(), min(MAX_BLOCKS, len(names) - count)
+            number, wanted = numbers.popleft(), min(MAX_BLOCKS, len(blocks) - count)
             frames = self._wait(peer, number, end)
             if frames is None:
-                return count
+                return
             for frame in frames[:wanted]:
-                if not unpack_block(frame, names[count], places[count], self._key):
+                if not blocks[count].take(frame):
                     peer.pause(self._clock(), "has sent a damaged or forged KV block, or none", DISTRUST_S)
-                    return count
+                    return
                 count += 1
             if len(frames) < wanted:
-                return count  # that many are gone at the peer
-        return count
+                return  # that many are gone at the peer
+
+    def store(self, block: BlockToStore) -> bool:
+        """Return False: peers ask for what they need."""
+        return False
 
     def _wait(self, peer: "_Peer", number: int, end: float) -> list[memoryview] | None:
         """Wait for the answer to a request for blocks; None: it did not arrive in time, or the peer is gone."""

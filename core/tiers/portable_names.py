@@ -28,7 +28,7 @@ class PortableNames:
 
     def __init__(self, key: bytes, content: str, block_size: int) -> None:
         assert len(key) == KEY_BYTES, f"a key of {len(key)} bytes"
-        self._key = key
+        self.key = key
         self._begin = self._digest(f"{block_size}\n{content}".encode())
         self._block_size = block_size
 
@@ -53,4 +53,4 @@ class PortableNames:
         return self._digest(name + _BESIDE)
 
     def _digest(self, data: bytes) -> bytes:
-        return blake2b(data, digest_size=NAME_BYTES, key=self._key, person=_PERSON).digest()
+        return blake2b(data, digest_size=NAME_BYTES, key=self.key, person=_PERSON).digest()

@@ -103,7 +103,7 @@ class StoreThread:
             has_ended = True
         finally:
             if not has_ended:
-                log.say("engine-core: kv_dir: its thread has died; no more blocks are read or written")
+                log.say("engine-core: the thread of KV blocks has died; no more of them are read or written")
                 with self._wake:
                     self._has_died = True
                     left = self._take_all()

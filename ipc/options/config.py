@@ -7,7 +7,7 @@ import msgspec
 from ipc.errors import ConfigError
 from ipc.log_lines import LogFormat
 from ipc.options import config_checks as checks
-from ipc.options.block_stores import STORE_OPTIONS
+from ipc.options.block_stores import STORE_OPTIONS, KVTransferConfig
 from ipc.options.devices import check_device
 from ipc.options.model_options import ModelOptions
 from ipc.options.option import Option, declared_options
@@ -93,6 +93,14 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
     ] = None
     kv_key_file: Annotated[
         str | None, Option("KV cache", "key file of `engine-core keys blocks`, the same at all peers")
+    ] = None
+    kv_transfer_config: Annotated[
+        KVTransferConfig | None,
+        Option(
+            "KV cache",
+            'store of KV blocks of an installed package, a JSON object: {"kv_connector": NAME, "kv_role": "kv_both", '
+            '"kv_connector_extra_config": {...}} (docs/scale_out.md)',
+        ),
     ] = None
     enable_prefix_caching: Annotated[bool, Option("KV cache", "reuse the KV blocks of equal prefixes")] = True
     scheduling_policy: Annotated[
@@ -282,7 +290,8 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
         """Return whether requests may find blocks in a store: an engine that only sends its own blocks to peers has
         none to ask.
         """
-        return self.kv_dir is not None or self.kv_peers is not None
+        settings = self.kv_transfer_config
+        return self.kv_dir is not None or self.kv_peers is not None or (settings is not None and settings.loads)
 
     def __post_init__(self) -> None:
         for name, declared in OPTIONS.items():
@@ -318,6 +327,7 @@ def _check_kv_tiers(config: EngineConfig, *, has_workers: bool) -> None:
     if has_host and not config.enable_prefix_caching:
         raise ConfigError("kv_host_bytes keeps blocks of the prefix cache, but enable_prefix_caching is false")
     checks.check_store_names(config.kv_dir, config.kv_key_file, config.kv_listen, config.kv_peers)
+    checks.check_connector(config.kv_transfer_config, config.kv_key_file)
     for name in config.kv_stores:
         if not has_host:
             raise ConfigError(f"{name} needs blocks in the host's memory: also give kv_host_bytes")

@@ -1,7 +1,7 @@
 """Checks of options that are not plain choices or numbers: names, paths, weights."""
 
 from ipc.errors import ConfigError
-from ipc.options.block_stores import addresses_of
+from ipc.options.block_stores import BUILT_IN_CONNECTORS, KVTransferConfig, addresses_of
 
 #: Executors that are not plug-ins.
 BUILT_IN_EXECUTORS = ("local", "fake")
@@ -107,11 +107,24 @@ def check_store_names(kv_dir: object, kv_key_file: object, kv_listen: object, kv
             continue
         if not isinstance(address, str) or not addresses_of(address):
             raise ConfigError(f"{name} must be an address, such as ipc:///run/user/1000/kv.sock; got {address!r:.80}")
-        if kv_key_file is None:
-            raise ConfigError(
-                f"{name} needs kv_key_file, the key of block names: make one with `engine-core keys blocks FILE`, and "
-                "give the same file to all peers"
-            )
+        _check_key(name, kv_key_file)
+
+
+def check_connector(settings: object, kv_key_file: object) -> None:
+    """Check kv_transfer_config, not whether its connector is installed. Errors: ConfigError."""
+    if settings is None:
+        return
+    if not isinstance(settings, KVTransferConfig) or settings.kv_connector in BUILT_IN_CONNECTORS:
+        raise ConfigError(f"kv_transfer_config must name an installed connector; got {settings!r:.80}")
+    _check_key("kv_transfer_config", kv_key_file)
+
+
+def _check_key(name: str, kv_key_file: object) -> None:
+    if kv_key_file is None:
+        raise ConfigError(
+            f"{name} needs kv_key_file, the key of block names: make one with `engine-core keys blocks FILE`, and "
+            "give the same file to all engines that share blocks"
+        )
 
 
 def check_flight_recorder(num_bytes: int) -> None:

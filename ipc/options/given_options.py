@@ -4,6 +4,7 @@ import os
 from typing import Any
 
 from ipc.errors import ConfigError
+from ipc.options.block_stores import options_of_connector, parse_kv_transfer_config
 from ipc.options.config import OPTIONS, EngineConfig
 from ipc.options.config_checks import with_revision
 from ipc.options.devices import BUILT_IN_DEVICES, executor_of_device
@@ -63,6 +64,8 @@ def config_from_options(**options: Any) -> EngineConfig:
         accepted.setdefault("kv_host_bytes", round(gibibytes * 2**30))
     if "speculative_config" in accepted:
         accepted["speculative_config"] = parse_speculative_config(accepted["speculative_config"])
+    if "kv_transfer_config" in accepted:
+        _take_connector(accepted)
     device = accepted.get("device")
     if "executor" not in accepted and isinstance(device, str) and device not in BUILT_IN_DEVICES:
         accepted["executor"] = executor_of_device(device)
@@ -70,6 +73,19 @@ def config_from_options(**options: Any) -> EngineConfig:
         if isinstance(value, str):
             accepted[name] = _from_text(OPTIONS[name], value)
     return EngineConfig(**accepted)
+
+
+def _take_connector(accepted: dict[str, Any]) -> None:
+    """Replace kv_transfer_config by its parsed form, or by the options of a built-in connector. Errors: ConfigError."""
+    accepted["kv_transfer_config"] = settings = parse_kv_transfer_config(accepted["kv_transfer_config"])
+    options = None if settings is None else options_of_connector(settings)
+    if options is None:
+        return
+    del accepted["kv_transfer_config"]
+    for name, value in options.items():
+        if name in accepted:
+            raise ConfigError(f"{name} is given twice: in kv_transfer_config too; leave one of them out")
+        accepted[name] = value
 
 
 def _from_text(declared: DeclaredOption, text: str) -> object:

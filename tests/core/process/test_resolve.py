@@ -47,6 +47,7 @@ def test_nothing_is_left_open() -> None:
         "kv_listen",
         "kv_peers",
         "kv_key_file",
+        "kv_transfer_config",
         "capture",
         "flight_recorder_folder",
         "speculative_config",

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from core.tiers import block_folder
-from core.tiers.block_file import HEAD_BYTES
+from core.tiers import block_file
+from core.tiers.block_file import HEAD_BYTES, BlockToLoad, BlockToStore
 from core.tiers.block_folder import BlockFolder
 from core.tiers.portable_names import KEY_BYTES, PortableNames
 from ipc.errors import ConfigError
@@ -25,15 +25,21 @@ def parts(data: bytes = DATA, count: int = 3) -> list[memoryview]:
     return [memoryview(bytearray(data[size * index : size * (index + 1)])) for index in range(count)]
 
 
-def read(folder: BlockFolder, name: bytes = NAME, size: int = len(DATA)) -> bytes | None:
-    into = parts(bytes(size))
-    return b"".join(into) if folder.read(name, into) else None
+def store(folder: BlockFolder, name: bytes = NAME) -> bool:
+    return folder.store(BlockToStore(name, parts(), folder.key))
+
+
+def read(folder: BlockFolder, name: bytes = NAME, size: int = len(DATA), count: int = 3) -> bytes | None:
+    into = parts(bytes(size), count)
+    block = BlockToLoad(name, into, folder.key)
+    folder.load(1, [block])
+    return b"".join(into) if block.is_loaded else None
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> BlockFolder:
     made = BlockFolder(str(tmp_path / "kv"), 2**30)
-    assert made.write(NAME, parts())
+    assert store(made)
     return made
 
 
@@ -44,9 +50,7 @@ def file_of(folder: Path, name: bytes = NAME) -> Path:
 def test_a_block_comes_back_also_in_other_parts(folder: BlockFolder) -> None:
     assert folder.has(NAME)
     assert read(folder) == DATA
-    into = parts(bytes(len(DATA)), 1)
-    assert folder.read(NAME, into)
-    assert bytes(into[0]) == DATA
+    assert read(folder, count=1) == DATA
     assert not folder.has(bytes(16))
     assert read(folder, bytes(16)) is None
 
@@ -69,7 +73,7 @@ def test_every_byte_flipped_is_a_miss(folder: BlockFolder, tmp_path: Path) -> No
         file_of(tmp_path).write_bytes(damaged)
         assert read(folder) is None, index
         assert not file_of(tmp_path).exists(), "a damaged file goes"
-        assert folder.write(NAME, parts())
+        assert store(folder)
 
 
 def test_every_length_but_the_right_one_is_a_miss(folder: BlockFolder, tmp_path: Path) -> None:
@@ -77,7 +81,7 @@ def test_every_length_but_the_right_one_is_a_miss(folder: BlockFolder, tmp_path:
     for size in (*range(len(whole)), len(whole) + 1):
         file_of(tmp_path).write_bytes((whole + b"x")[:size])
         assert read(folder) is None, size
-        assert folder.write(NAME, parts())
+        assert store(folder)
     assert read(folder) == DATA
 
 
@@ -108,7 +112,7 @@ def test_short_reads_and_writes_go_on(folder: BlockFolder, monkeypatch: pytest.M
     readv, writev, other = os.readv, os.writev, bytes(16)
     monkeypatch.setattr(os, "readv", lambda fd, buffers: readv(fd, [buffers[0][:7]]))
     monkeypatch.setattr(os, "writev", lambda fd, buffers: writev(fd, [memoryview(buffers[0])[:7]]))
-    assert folder.write(other, parts())
+    assert store(folder, other)
     assert read(folder, other) == DATA
 
 
@@ -198,10 +202,10 @@ def test_the_oldest_go_when_the_bound_is_reached(tmp_path: Path) -> None:
     size = HEAD_BYTES + len(DATA)
     folder = BlockFolder(str(tmp_path / "kv"), 20 * size)
     for number in range(20):
-        folder.write(name_of(number), parts())
+        store(folder, name_of(number))
         age(tmp_path, number, 1000 - number)
     assert read(folder, name_of(0)) == DATA, "it is in use"
-    folder.write(name_of(20), parts())
+    store(folder, name_of(20))
     left = [number for number in range(21) if folder.has(name_of(number))]
     assert left == [0, *range(4, 21)], "of 21 blocks those stay that leave a sixteenth of the bound free"
 
@@ -210,7 +214,7 @@ def test_blocks_of_other_engines_count(tmp_path: Path) -> None:
     size = HEAD_BYTES + len(DATA)
     one, other = (BlockFolder(str(tmp_path / "kv"), 32 * size) for _ in range(2))
     for number in range(200):
-        (one, other)[number % 2].write(name_of(number), parts())
+        store((one, other)[number % 2], name_of(number))
     held = sum(path.stat().st_size for path in (tmp_path / "kv" / "blocks").iterdir())
     assert held <= 32 * size * 18 // 16, "each engine may be a sixteenth above the bound"
 
@@ -235,21 +239,21 @@ def test_a_full_disk_leaves_nothing_behind(
         os.write(fd, b"half")
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(block_folder, "write_block", fail)
+    monkeypatch.setattr(block_file, "write_block", fail)
     with pytest.raises(OSError, match=os.strerror(code)):
-        folder.write(bytes(16), parts())
+        store(folder, bytes(16))
     assert [path.name for path in (tmp_path / "kv" / "blocks").iterdir()] == [file_of(tmp_path).name]
 
 
 def test_a_block_larger_than_the_bound_is_not_written(tmp_path: Path) -> None:
     folder = BlockFolder(str(tmp_path / "kv"), 50)
-    assert not folder.write(NAME, parts())
+    assert not store(folder)
     assert not folder.has(NAME)
 
 
 def test_a_block_that_is_there_is_not_written_again(folder: BlockFolder, tmp_path: Path) -> None:
     os.utime(file_of(tmp_path), (0, 0))
-    assert not folder.write(NAME, parts())
+    assert not store(folder)
     assert file_of(tmp_path).stat().st_mtime > 0, "but counts as used"
 
 

@@ -11,9 +11,10 @@ import pytest
 from core.execution.shared_blocks import BlockMemory, SharedBlocks
 from core.inputs import BlocksArrived, BlocksFound, BlocksStored, StoreNews
 from core.kv.orders import Fetch, Leave, Look, Store
-from core.tiers import block_store
+from core.tiers import block_store, connector
 from core.tiers.block_folder import BlockFolder
 from core.tiers.block_store import BlockStore
+from core.tiers.connector import Tier
 from core.tiers.portable_names import PortableNames
 
 pytestmark = pytest.mark.timeout(60)
@@ -30,10 +31,11 @@ class Parts:
         self.cache = [rng.integers(0, 2**16, (8, 5), np.uint16) for _ in range(2)]
         self.host = [np.zeros((8, 5), np.uint16) for _ in range(2)]
         self.folder = BlockFolder(str(folder), 2**20)
+        self.tier = Tier("kv_dir", self.folder, is_near=True)
         self.contents, self.evictions = np.arange(8), np.zeros(8, np.int64)
-        blocks = SharedBlocks(BlockMemory(self.cache), BlockMemory(self.host), "layout")
+        self.blocks = SharedBlocks(BlockMemory(self.cache), BlockMemory(self.host), "layout")
         self.names = PortableNames(self.folder.key, "model", SIZE)
-        self.store = BlockStore(self.folder, self.names, blocks, self.contents, self.evictions)
+        self.store = BlockStore([self.tier], self.names, self.blocks, self.contents, self.evictions)
 
     def leave(self) -> Leave:
         """A request leaves its tokens in blocks 1, 2 and 3."""
@@ -102,9 +104,9 @@ def test_an_error_of_the_disk_stops_writing_for_a_while(
 
     monkeypatch.setattr(block_store.time, "monotonic", lambda: clock[0])
     said: list[str] = []
-    monkeypatch.setattr(block_store.log, "say", said.append)
+    monkeypatch.setattr(connector.log, "say", said.append)
     with monkeypatch.context() as patch:
-        patch.setattr(parts.folder, "write", full)
+        patch.setattr(parts.folder, "store", full)
         parts.store.carry_out(parts.leave())
         assert parts.save() == []
     assert len(calls) == len(said) == 1
@@ -125,9 +127,9 @@ def test_what_was_not_written_is_written_when_it_is_left_again(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(block_store.time, "monotonic", lambda: clock[0])
-    monkeypatch.setattr(block_store.log, "say", lambda text: None)
+    monkeypatch.setattr(connector.log, "say", lambda text: None)
     with monkeypatch.context() as patch:
-        patch.setattr(parts.folder, "write", full)
+        patch.setattr(parts.folder, "store", full)
         parts.store.carry_out(parts.leave())
         assert parts.save() == []
     clock[0] += 31

@@ -18,6 +18,7 @@ from core.tiers import peers as peers_module
 from core.tiers.block_file import HEAD_BYTES, pack_block
 from core.tiers.block_folder import BlockFolder
 from core.tiers.block_store import BlocksServed, BlockStore, Shelves
+from core.tiers.connector import Tier
 from core.tiers.memory_shelf import MemoryShelf
 from core.tiers.peer_messages import (
     BlocksHere,
@@ -55,20 +56,26 @@ class Site:
         self.contents, self.evictions = np.arange(1, NUM + 1), np.zeros(NUM, np.int64)
         self.host_contents, self.times_given = np.full(NUM, -1), np.zeros(NUM, np.int64)
         self.store: BlockStore
+        self.peers: Peers
 
     def serve(self, address: str, folder: BlockFolder | None = None) -> None:
         cache = MemoryShelf(self.blocks.cache, self.contents, self.evictions, KEY)
         host = MemoryShelf(self.blocks.host, self.host_contents, self.times_given, KEY, first=3)
         shelves = [cache, host] if folder is None else [cache, host, folder]
         served = BlocksServed(Shelves(cache, host), PeerServer(*_listen(address), shelves))
-        self.store = BlockStore(folder, self.names, self.blocks, self.contents, self.evictions, served=served)
+        tiers = [] if folder is None else [Tier("kv_dir", folder, is_near=True)]
+        self.store = BlockStore(tiers, self.names, self.blocks, self.contents, self.evictions, served=served)
         self.store.open()
 
     def ask(self, address: str, clock: Callable[[], float] | None = None) -> None:
-        peers = Peers([address], KEY) if clock is None else Peers([address], KEY, clock)
-        self.store = BlockStore(None, self.names, self.blocks, self.contents, self.evictions, peers=peers)
-        self.store.open()
+        peers = Peers([address]) if clock is None else Peers([address], clock)
+        self.ask_all(peers)
         self.wait_for_connection(peers)
+
+    def ask_all(self, peers: Peers) -> None:
+        self.peers, tiers = peers, [Tier("kv_peers", peers, stores=False)]
+        self.store = BlockStore(tiers, self.names, self.blocks, self.contents, self.evictions)
+        self.store.open()
 
     def wait_for_connection(self, peers: Peers) -> None:
         for peer in peers.connections:
@@ -170,10 +177,9 @@ def test_a_peer_that_is_gone_is_a_miss_at_once_and_one_that_comes_back_is_asked(
     assert taker.store.carry_out(LOOK) == BlocksFound(7, 0)
     giver.serve(address)
     giver.leave()
-    assert taker.store.peers is not None
-    for peer in taker.store.peers.connections:
+    for peer in taker.peers.connections:
         peer.paused_until = 0.0
-    taker.wait_for_connection(taker.store.peers)
+    taker.wait_for_connection(taker.peers)
     assert taker.store.carry_out(LOOK) == BlocksFound(7, NUM)
 
 
@@ -184,9 +190,8 @@ def test_the_peer_with_the_longest_beginning_is_read_from(tmp_path: Path) -> Non
         site.serve(address)
         site.leave()
     short.contents[5] = 99
-    peers = Peers([*addresses, f"ipc://{tmp_path}/nobody"], KEY)
-    taker.store = BlockStore(None, taker.names, taker.blocks, taker.contents, taker.evictions, peers=peers)
-    taker.store.open()
+    peers = Peers([*addresses, f"ipc://{tmp_path}/nobody"])
+    taker.ask_all(peers)
     for peer in peers.connections[:2]:
         while not peer.is_connected():
             assert peer.monitor.poll(10_000), "no connection"
@@ -211,11 +216,8 @@ def test_over_tcp_a_peer_needs_a_key_that_is_allowed(tmp_path: Path) -> None:
     assert taker.store.carry_out(LOOK) == BlocksFound(7, NUM)
     assert taker.store.carry_out(FETCH) == BlocksArrived(7, NUM)
     for suffix in ("", f"?keys={tmp_path}/others"):
-        peers = Peers([f"{address}{suffix}"], KEY)
-        stranger.store = BlockStore(
-            None, stranger.names, stranger.blocks, stranger.contents, stranger.evictions, peers=peers
-        )
-        stranger.store.open()
+        peers = Peers([f"{address}{suffix}"])
+        stranger.ask_all(peers)
         assert peers.connections[0].monitor.poll(10_000), "the end of the attempt"
         assert not peers.connections[0].is_connected()
         assert stranger.store.carry_out(LOOK) == BlocksFound(7, 0)
@@ -320,8 +322,7 @@ def test_answers_that_make_no_sense_or_do_not_come_are_misses(address: str, monk
     answers: list[Callable[[bytes], list[bytes]]] = [right]
     liar = Liar(address, lambda frame: answers[-1](frame))
     taker.ask(address)
-    assert taker.store.peers is not None
-    (peer,) = taker.store.peers.connections
+    (peer,) = taker.peers.connections
 
     def outcome(look: Callable[[bytes], list[bytes]], fetch: Callable[[bytes], list[bytes]]) -> tuple[int, int]:
         peer.paused_until = 0.0

@@ -12,7 +12,7 @@ import pytest
 
 from core.inputs import BlocksArrived, BlocksFound, BlocksStored, StoreNews
 from core.kv.orders import Leave, Look, Order, Store
-from core.tiers import block_store, store_thread
+from core.tiers import connector, store_thread
 from core.tiers.store_thread import StoreThread
 from tests.core.tiers.test_block_store import TOKENS, Parts, fetch
 
@@ -84,7 +84,7 @@ def test_an_error_of_the_disk_is_an_answer_of_none(parts: Parts, monkeypatch: py
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     said: list[str] = []
-    monkeypatch.setattr(block_store.log, "say", said.append)
+    monkeypatch.setattr(connector.log, "say", said.append)
     answers = Answers()
     thread = StoreThread(parts.store, answers.tell)
     with monkeypatch.context() as patch:
@@ -108,7 +108,7 @@ def test_after_the_death_of_the_thread_each_order_has_its_answer(parts: Parts, m
 
     said: list[str] = []
     hooked: list[Any] = []
-    monkeypatch.setattr(block_store.log, "say", said.append)
+    monkeypatch.setattr(connector.log, "say", said.append)
     monkeypatch.setattr(threading, "excepthook", hooked.append)
     monkeypatch.setattr(parts.store, "carry_out", die)
     answers = Answers()

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,8 +12,10 @@ from core.kv.beside import Beside
 from core.kv.block_names import BlockNames
 from core.kv.cache_kinds import CacheKind
 from core.kv.orders import Fetch, Leave, Look, Store, Windows
+from core.tiers.block_file import BlockToLoad, BlockToStore
 from core.tiers.block_folder import BlockFolder
 from core.tiers.block_store import BesideContents, BlockStore
+from core.tiers.connector import Tier
 from core.tiers.portable_names import PortableNames
 
 pytestmark = pytest.mark.timeout(60)
@@ -26,23 +27,29 @@ ROOT = -1
 
 
 class FakePeers:
-    """Peers that have blocks of these names."""
+    """A connector that has blocks of these names."""
 
     def __init__(self, blocks: dict[bytes, bytes]) -> None:
         self.blocks, self.num_questions = blocks, 0
 
-    def find(self, ticket: int, names: list[bytes]) -> int:
+    def open(self) -> None:
+        """There is nothing to open."""
+
+    def close(self) -> None:
+        """There is nothing to close."""
+
+    def find(self, lookup: int, names: Sequence[bytes]) -> int:
         self.num_questions += 1
         return next((count for count, name in enumerate(names) if name not in self.blocks), len(names))
 
-    def read(self, ticket: int, names: list[bytes], places: Sequence[Sequence[memoryview]]) -> int:
-        for count, (name, parts) in enumerate(zip(names, places, strict=True)):
-            if name not in self.blocks:
-                return count
-            data, at = self.blocks[name], 0
-            for part in parts:
-                part[:], at = data[at : at + len(part)], at + len(part)
-        return len(names)
+    def load(self, lookup: int, blocks: Sequence[BlockToLoad]) -> None:
+        for block in blocks:
+            if block.name not in self.blocks:
+                return
+            assert block.take(self.blocks[block.name])
+
+    def store(self, block: BlockToStore) -> bool:
+        return False
 
 
 class Parts:
@@ -57,10 +64,9 @@ class Parts:
         blocks = SharedBlocks(BlockMemory(self.cache), BlockMemory(self.host), "layout")
         self.names = PortableNames(self.folder.key, "model", SIZE)
         self.peers = FakePeers({})
-        columns, peers = (self.pages.content, self.evictions), cast("Any", self.peers)
-        self.store = BlockStore(
-            self.folder, self.names, blocks, *columns, peers=peers, beside=BesideContents(self.pages)
-        )
+        tiers = [Tier("kv_dir", self.folder, is_near=True), Tier("kv_peers", self.peers, stores=False)]
+        columns = self.pages.content, self.evictions
+        self.store = BlockStore(tiers, self.names, blocks, *columns, beside=BesideContents(self.pages))
         self.chain = list(self.names.chain(ROOT, TOKENS))
         self.blocks = np.arange(2, 2 + NUM)
         self.pages.content[self.blocks] = 100 + np.arange(NUM)
@@ -84,7 +90,7 @@ class Parts:
     def give_to_peers(self, places: Sequence[int], *, beside: bool) -> None:
         """Let the peers have these blocks, and not the folder."""
         for path in self.paths(places, beside=beside):
-            self.peers.blocks[bytes.fromhex(path.stem)] = path.read_bytes()[-20 * (PAGE if beside else 1) :]
+            self.peers.blocks[bytes.fromhex(path.stem)] = path.read_bytes()
             path.unlink()
 
     def look(self, least: int = 0, most: int = NUM, here: Sequence[int] = ()) -> int:

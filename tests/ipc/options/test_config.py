@@ -28,7 +28,7 @@ OPTIONAL = [name for name, declared in OPTIONS.items() if declared.is_optional]
 
 
 def test_every_option_is_checked_by_some_rule() -> None:
-    others = {"model", "capture", "client_weights", "generation_config", "speculative_config"}
+    others = {"model", "capture", "client_weights", "generation_config", "speculative_config", "kv_transfer_config"}
     others |= {
         "classifier_from_token",
         "executor",
@@ -315,7 +315,6 @@ def test_other_names_and_texts_of_options(given: dict[str, Any], ours: dict[str,
         ({"kv_host_bytes": "9" * 5000}, "kv_host_bytes: expected bytes"),
         ({"task": "transcription"}, "runner must be one of .*: speech is not read"),
         ({"num_scheduler_steps": 8}, "async_scheduling computes"),
-        ({"kv_transfer_config": {}}, "kv_dir, kv_listen and kv_peers"),
         ({"otlp_traces_endpoint": "grpc://a"}, "engine-core serve --http --otlp-traces-endpoint"),
         ({"worker_use_ray": True}, "engine-core ray"),
         ({"engine_use_ray": True}, "engine-core ray"),
