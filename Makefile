@@ -5,7 +5,7 @@
 # make pythons  the tests that need no torch under every Python >= 3.11 of this machine, with the newest packages of each
 #             (PYTHONS="..." names them, ARGS="..." is for pytest; installs into .pythons/)
 # make clients  real HTTP clients against the server (ARGS="openai" runs only those; installs them into .clients/)
-# make ray    replicas as actors of a real Ray cluster on this machine (installs Ray into .ray/)
+# make ray    replicas and workers as actors of a real Ray cluster on this machine (installs Ray into .ray/)
 # make programs  programs for vLLM (lm_eval and others), unchanged (installs them into .programs/)
 # make gpu    the tests that need an NVIDIA GPU (TORCH has to be a CUDA build)
 # make check  the same without the tests

@@ -31,11 +31,11 @@ from core.workers.messages import (
 from core.workers.nodes import Nodes
 from core.workers.step_clock import StepClock
 from core.workers.wires import places_of
-from ipc.errors import EngineCoreError, EngineStartError
+from ipc.errors import ConfigError, EngineCoreError, EngineStartError
 from ipc.machine.channel import ChannelEndedError
 from ipc.options.config import EngineConfig
 from ipc.options.resolved import ResolvedConfig
-from ipc.options.workers import in_one_process
+from ipc.options.workers import first_machine, in_one_process, num_machines
 
 MAX_LOSSES = 3  # within _LOSSES_S; the last of these ends the engine
 _LOSSES_S = 60.0
@@ -55,8 +55,9 @@ class WorkersExecutor:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = in_one_process(config)
-        self._places = places_of(config.tensor_parallel_size, config.pipeline_parallel_size, config.nnodes)
-        self._nodes = Nodes(config) if config.nnodes > 1 else None
+        size, stages = config.tensor_parallel_size, config.pipeline_parallel_size
+        self._places = places_of(size, stages, config.nnodes, first_machine(config))
+        self._nodes = Nodes(config) if num_machines(config) > 1 else None
         self._resolved: ResolvedConfig | None = None
         self._tell: Callable[[ExecutorNews], None] | None = None
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -341,4 +342,6 @@ def create(config: EngineConfig) -> WorkersExecutor:
     from core.model_files.parts import check_workers
 
     check_workers(config)
+    if num_machines(config) > 1 and config.master_addr is None:
+        raise ConfigError("distributed_executor_backend='ray' is for engines of LLM() and serve, whose owner asks Ray")
     return WorkersExecutor(config)

@@ -38,6 +38,7 @@ from core.workers.processes import ChildProcess
 from core.workers.wires import Place, make_wires
 from ipc.errors import ConfigError, EngineCoreError, MalformedMessageError
 from ipc.options.config import EngineConfig
+from ipc.options.workers import num_machines
 from ipc.version import VERSION
 from ipc.wire.sockets import READABLE, Socket, connect_dealer, pending_events, signal_fd
 
@@ -181,9 +182,8 @@ class Node:
             found = files_fingerprint(self._own(config))
         except EngineCoreError as error:
             return Described("", f"{type(error).__name__}: {error}")
-        log.say(
-            f"engine-core: machine {self._node} of {config.nnodes} of the engine at {self._address.partition('?')[0]}"
-        )
+        which = f"machine {self._node} of {num_machines(config)}"
+        log.say(f"engine-core: {which} of the engine at {self._address.partition('?')[0]}")
         return Described(found)
 
     def _own(self, config: EngineConfig) -> EngineConfig:

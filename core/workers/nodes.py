@@ -43,7 +43,7 @@ from core.workers.wires import Place, ends_of_streams
 from ipc.errors import EngineStartError, MalformedMessageError
 from ipc.files.model_files import model_fingerprint, resolve_model
 from ipc.options.config import EngineConfig
-from ipc.options.workers import master_address
+from ipc.options.workers import master_address, num_machines
 from ipc.version import VERSION
 from ipc.wire.sockets import READABLE, Context, Socket, bind_router, keys_of, pending_events, signal_fd
 
@@ -83,7 +83,7 @@ class Nodes:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._num_nodes, self._config = config.nnodes, config
+        self._num_nodes, self._config = num_machines(config), config
         self._fingerprint = files_fingerprint(config)
         address = master_address(config)
         keys = keys_of(address)

@@ -15,13 +15,14 @@ import msgspec
 
 
 class Place(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's place: a rank of `size`, in a stage of `num_stages`; workers are spread over `num_nodes`."""
+    """A worker's place: a rank of `size`, in a stage of `num_stages`. Workers are spread over `num_nodes` machines."""
 
     rank: int = 0
     size: int = 1
     stage: int = 0
     num_stages: int = 1
     num_nodes: int = 1
+    first_node: int = 0
 
     @property
     def number(self) -> int:
@@ -37,13 +38,13 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     def node(self) -> int:
         """Return the machine that the worker runs on.
 
-        Machine 0 is the engine's. Consecutive workers share a machine.
+        Machine 0 is the engine's, which has no workers if first_node is 1. Consecutive workers share a machine.
         """
         return self.node_of(self.number)
 
     def node_of(self, number: int) -> int:
         """Return the machine of a worker of this executor."""
-        return number * self.num_nodes // self.count
+        return self.first_node + number * self.num_nodes // self.count
 
     @property
     def neighbours(self) -> list[int]:
@@ -113,9 +114,13 @@ class Wiring(NamedTuple):
             os.close(fd)
 
 
-def places_of(size: int, num_stages: int, num_nodes: int = 1) -> list[Place]:
+def places_of(size: int, num_stages: int, num_nodes: int = 1, first_node: int = 0) -> list[Place]:
     """Return the places of all workers, by number."""
-    return [Place(rank, size, stage, num_stages, num_nodes) for stage in range(num_stages) for rank in range(size)]
+    return [
+        Place(rank, size, stage, num_stages, num_nodes, first_node)
+        for stage in range(num_stages)
+        for rank in range(size)
+    ]
 
 
 def links_of(places: list[Place]) -> list[Link]:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -27,6 +28,9 @@ from ipc.records.flight_ring import FlightFile
 from ipc.wire.pipes import FrameReader, decode_start_report, write_frame
 from ipc.wire.sockets import check_address, private_ipc_address, remove_private_address
 from ipc.wire.start_messages import Drain, Isolate, Prepared, Ready, Start, StartFailed, StartPhase, StartReport
+
+if TYPE_CHECKING:
+    from frontend.engine.ray_workers import RayWorkers
 
 OnPhase = Callable[[str, float], None]
 
@@ -80,7 +84,8 @@ class EngineProcess:
         self._isolate = Isolate()
         self._box: BlackBoxFile | None = None  # of all processes, one after the other
         self._flight: FlightFile | None = None  # of the present process, or the last one
-        self._adapters_fd = -1  # of all processes too: a memory file with the names of adapters
+        self.ray_workers: RayWorkers | None = None  # of all processes too
+        self._adapters_fd = -1  # the same: a memory file with the names of adapters
         self._exit_code: int | None = None  # of the last process
         self.last_address = ""  # that the present process got, or the last one had
 
@@ -94,6 +99,7 @@ class EngineProcess:
         if self._child is not None:
             raise EngineStartError(f"engine process {self.pid} was already started; close() it first")
         self.config = _with_local_model(self.config)
+        self._place_workers()
         self.epoch += 1
         self._phase, self._address = "start of Python", None
         self._has_begun = standby is None
@@ -130,6 +136,15 @@ class EngineProcess:
             raise
         self.last_address = address
         self._finalizer = weakref.finalize(self, self._child.release, 0.5)
+
+    def _place_workers(self) -> None:
+        """Let Ray place the workers of all processes, before the first one. Errors: ConfigError, EngineStartError."""
+        if self.config.distributed_executor_backend != "ray" or self.ray_workers is not None:
+            return
+        from frontend.engine.ray_workers import RayWorkers  # needed with Ray only
+
+        self.ray_workers = RayWorkers(self.config, self._start_timeout)
+        self.config = self.ray_workers.config
 
     def prepare_next(self, *, loads_model: bool) -> Standby:
         """Return a process that prepares to become the next one, after start(). Errors: EngineStartError."""
@@ -209,9 +224,16 @@ class EngineProcess:
             raise EngineStartError("an engine that has not been started has no black box")
         return self._box.reader
 
-    def drop_black_box(self) -> None:
-        """Free the black box and the flight recorder, after close(); a later start() makes new ones."""
+    def release(self) -> None:
+        """Free what is of all processes, after close(): black box, flight recorder and Ray's actors.
+
+        A later start() makes new ones.
+        """
         self._box = self._flight = None
+        placed, self.ray_workers = self.ray_workers, None
+        if placed is not None:
+            self.config = msgspec.structs.replace(self.config, master_addr=placed.given_address)
+            placed.close()
 
     def take_flight(self) -> FlightFile | None:
         """Return the flight recorder of the present or last process, once; None: it has none."""
@@ -278,7 +300,7 @@ class EngineProcess:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-        self.drop_black_box()
+        self.release()
 
     def _live(self) -> Child:
         if self._child is None:

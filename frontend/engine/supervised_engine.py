@@ -120,7 +120,7 @@ class SupervisedEngine:
             self._thread.join()
         self.process.close()
         if threading.current_thread() is not self._thread:  # which may read it once more
-            self.process.drop_black_box()
+            self.process.release()
             self._flights.close()
         self._release()
 

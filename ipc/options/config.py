@@ -375,11 +375,13 @@ def _check_overlap(config: EngineConfig) -> None:
 def _check_workers(config: EngineConfig) -> bool:
     """Return whether there are worker processes. Errors: ConfigError for an executor that cannot run in that many."""
     backend, executor, sizes = config.distributed_executor_backend, config.executor, _given_sizes(config)
-    if config.enable_lora and (backend == "mp" or sizes):
+    if config.enable_lora and (backend in SEPARATE or sizes):
         raise ConfigError("enable_lora runs in the engine's process only: leave out the workers, or enable_lora")
-    _check_nodes(config, sizes)
+    if backend == "ray" and config.device != "cpu":
+        raise ConfigError(f"distributed_executor_backend='ray' is for device='cpu'; got {config.device!r}")
+    _check_nodes(config)
     if not sizes:
-        return backend == "mp"
+        return backend in SEPARATE
     name, size = sizes[0]
     if backend == "uni":
         raise ConfigError(
@@ -390,7 +392,7 @@ def _check_workers(config: EngineConfig) -> bool:
     return True
 
 
-def _check_nodes(config: EngineConfig, sizes: list[tuple[str, int]]) -> None:
+def _check_nodes(config: EngineConfig) -> None:
     """Check the options of several machines. Errors: ConfigError."""
     address = config.master_addr
     if address is not None and (not isinstance(address, str) or not address):
@@ -403,7 +405,7 @@ def _check_nodes(config: EngineConfig, sizes: list[tuple[str, int]]) -> None:
             f"nnodes={config.nnodes} is more than the {count} workers of tensor_parallel_size and "
             f"pipeline_parallel_size: give pipeline_parallel_size={config.nnodes}, or fewer nodes"
         )
-    if address is None:
+    if address is None and config.distributed_executor_backend != "ray":
         raise ConfigError(
             f"nnodes={config.nnodes} needs master_addr, the address at which other machines join: a host name of this "
             "one"
@@ -416,6 +418,8 @@ def _given_sizes(config: EngineConfig) -> list[tuple[str, int]]:
     return [(name, size) for name in names if (size := getattr(config, name)) > 1]
 
 
+#: Backends whose executors run in other processes.
+SEPARATE = ("mp", "ray")
 #: An EngineConfig, or a resolved one (ipc/options/resolved.py).
 Config = TypeVar("Config", bound=EngineConfig)
 #: Every option by name, in the order of the fields.

@@ -5,11 +5,6 @@ from ipc.options.block_stores import BUILT_IN_CONNECTORS, KVTransferConfig, addr
 
 #: Executors that are not plug-ins.
 BUILT_IN_EXECUTORS = ("local", "fake")
-#: Why distributed_executor_backend has no "ray".
-NOT_BY_RAY = (
-    "an engine's workers run on its machine and end with it, by a pipe; Ray places whole engines: engine-core ray, "
-    "engine_core.ray.deploy() (docs/scale_out.md)"
-)
 _MIN_WEIGHT, _MAX_WEIGHT = 1e-3, 1e3
 #: Least size of a flight recorder that is on: two halves, each with a header and a small checkpoint.
 MIN_FLIGHT_BYTES = 1 << 16

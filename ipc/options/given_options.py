@@ -20,11 +20,13 @@ _SWAP_SPACE = DeclaredOption("swap_space", Option("preemption", "", 0, 2**14), f
 _OFFLOADING = DeclaredOption(
     "kv_offloading_size", Option("KV cache", "", 0, 2**14), float, is_optional=True, default=None
 )
+#: vLLM's worker_use_ray, a switch; ours is distributed_executor_backend.
+_BY_RAY = DeclaredOption("worker_use_ray", Option("machine", ""), bool, is_optional=True, default=None)
 _REVISION = "revision"
 #: How much an unknown name is like an option that is suggested for it: less suggests options of another meaning.
 _LIKENESS = 0.75
 #: Options that become part of another one.
-_NO_FIELDS = (_SWAP_SPACE.name, _OFFLOADING.name, _REVISION)
+_NO_FIELDS = (_SWAP_SPACE.name, _OFFLOADING.name, _BY_RAY.name, _REVISION)
 
 
 def config_from_options(**options: Any) -> EngineConfig:
@@ -62,6 +64,13 @@ def config_from_options(**options: Any) -> EngineConfig:
     if (gibibytes := accepted.pop(_OFFLOADING.name, None)) is not None:
         _OFFLOADING.check(gibibytes)
         accepted.setdefault("kv_host_bytes", round(gibibytes * 2**30))
+    if (is_by_ray := accepted.pop(_BY_RAY.name, None)) is not None:
+        _BY_RAY.check(is_by_ray)
+        if is_by_ray and accepted.setdefault("distributed_executor_backend", "ray") != "ray":
+            raise ConfigError(
+                f"worker_use_ray is distributed_executor_backend='ray', but "
+                f"{accepted['distributed_executor_backend']!r:.80} was given; leave one of them out"
+            )
     if "speculative_config" in accepted:
         accepted["speculative_config"] = parse_speculative_config(accepted["speculative_config"])
     if "kv_transfer_config" in accepted:

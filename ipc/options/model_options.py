@@ -4,7 +4,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ipc.options import config_checks as checks
 from ipc.options.option import Option
 
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -13,7 +12,7 @@ Numerics = Literal["L0", "L2"]
 RunnerKind = Literal["auto", "generate", "pooling"]
 ModelImpl = Literal["auto", "native", "transformers"]
 CpuKernels = Literal["auto", "c", "amx", "avx512bf16", "avx512", "avx2", "portable", "torch"]
-DistributedExecutorBackend = Literal["auto", "uni", "mp"]
+DistributedExecutorBackend = Literal["auto", "uni", "mp", "ray"]
 Quantization = Literal["auto", "stored", "none", "int8"]
 
 
@@ -64,9 +63,8 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         DistributedExecutorBackend,
         Option(
             "machine",
-            "mp = the executor runs in worker processes, which may crash and restart; uni = in the engine; auto = uni "
-            "if possible",
-            refused={"ray": checks.NOT_BY_RAY},
+            "mp = the executor runs in worker processes, which may crash and restart; ray = in those that Ray places "
+            "(pip install ray); uni = in the engine; auto = uni if possible",
             spellings={"external_launcher": "uni"},  # of trainers: each of their processes has an engine
         ),
     ] = "auto"
@@ -77,7 +75,13 @@ class ModelOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         int, Option("machine", "stages: groups of workers, each with some of the layers", 1, 256, flags=("-pp",))
     ] = 1
     nnodes: Annotated[
-        int, Option("machine", "number of machines for the workers; the others run `engine-core worker`", 1, 256)
+        int,
+        Option(
+            "machine",
+            "number of machines for the workers; the others run `engine-core worker`, with ray by themselves",
+            1,
+            256,
+        ),
     ] = 1
     master_addr: Annotated[
         str | None,

@@ -207,7 +207,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "tokens_only": (False,),
     "weight_transfer_config": (),
     "worker_cls": ("auto",),
-    "worker_use_ray": (False,),
     "worker_extension_cls": ("",),
 }
 #: An image is encoded before its request is scheduled.
@@ -229,7 +228,6 @@ _INSTEAD = {
     "served_model_name": "use engine-core http --served-model-name",
     "sliding_window": "it is kv_window",
     "speculative_model": "use speculative_config",
-    "worker_use_ray": _BY_RAY,
 }
 _A_REQUESTS = "it is an argument of generate() and add_request()"
 _A_PROMPTS = "it is a key of a prompt: {'prompt_token_ids': ..., 'cache_salt': ...}"

@@ -4,7 +4,7 @@ import re
 
 import msgspec
 
-from ipc.options.config import Config, EngineConfig
+from ipc.options.config import SEPARATE, Config, EngineConfig
 
 MASTER_PORT = 29_501  # as vLLM's master_port
 _HAS_PORT = re.compile(r"(^[^:]+|\]):[0-9]+$")  # of a name, an IPv4 address or [an IPv6 address]
@@ -12,12 +12,22 @@ _HAS_PORT = re.compile(r"(^[^:]+|\]):[0-9]+$")  # of a name, an IPv4 address or 
 
 def has_workers(config: EngineConfig) -> bool:
     """Return whether the executor runs in separate processes."""
-    return config.distributed_executor_backend == "mp" or num_workers(config) > 1
+    return config.distributed_executor_backend in SEPARATE or num_workers(config) > 1
 
 
 def num_workers(config: EngineConfig) -> int:
     """Return the number of processes that compute the model together."""
     return config.tensor_parallel_size * config.pipeline_parallel_size
+
+
+def first_machine(config: EngineConfig) -> int:
+    """Return the first machine with workers: 0, the engine's, or 1 if Ray places all of them."""
+    return 1 if config.distributed_executor_backend == "ray" else 0
+
+
+def num_machines(config: EngineConfig) -> int:
+    """Return the number of machines, with the engine's."""
+    return config.nnodes + first_machine(config)
 
 
 def in_one_process(config: Config) -> Config:

@@ -1,7 +1,8 @@
-"""Engines as actors of a real Ray cluster on this machine: `make ray`.
+"""Engines, and the workers of one engine, as actors of a real Ray cluster on this machine: `make ray`.
 
 A replica's actor is killed with SIGKILL under 64 streams: all of them go on exactly, Ray starts the actor again, and
-the router, or the client that routes, learns of its new address. Prints what was seen, with its times.
+the router, or the client that routes, learns of its new address. Before that, the workers of one model run on two
+nodes. Prints what was seen, with its times.
 """
 
 import os
@@ -20,6 +21,8 @@ from frontend.fleet.transport import FleetTransport
 from ipc.params.sampling_params import SamplingParams
 from tests.fake_options import fake_options
 from tests.fake_tokens import fake_tokens
+from tests.ray_cluster.placed_workers import CUT
+from tests.ray_cluster.two_nodes import own_token, two_nodes
 from tools.commands.ray_fleet.fleet import Change, RayFleet, deploy
 
 VOCAB, NUM_STREAMS, NUM_TOKENS = 1000, 64, 300
@@ -145,8 +148,30 @@ def through_the_command(folder: Path) -> None:
     wait_until(lambda: not Path(f"/proc/{engine}").exists(), "no engine stays behind")
 
 
+def placed_workers(folder: Path) -> None:
+    """Run one model's workers on two nodes, as a program of the first (tests/ray_cluster/placed_workers.py)."""
+    cut = folder / "cut"
+    with two_nodes(folder, num_cpus=4) as cluster:
+        print(f"workers: {cluster.kind} stand for two machines", flush=True)
+        environment = {**cluster.environment, CUT: str(cut) if cluster.namespaces else ""}
+        program = subprocess.Popen(cluster.command("-m", "tests.ray_cluster.placed_workers"), env=environment)
+        try:
+            while program.poll() is None:
+                if cut.exists():
+                    cut.unlink()
+                    cluster.cut(6.0)
+                time.sleep(0.05)
+        finally:
+            program.kill()
+            program.wait()
+        assert program.returncode == 0, program.returncode
+
+
 def main() -> int:
     """Run all; an assertion fails it."""
+    with tempfile.TemporaryDirectory(prefix="engine-core-ray-") as folder:
+        placed_workers(Path(folder))
+    os.environ.update(own_token())
     begin = time.monotonic()
     with deploy(replicas=2, num_cpus=0.5, network=True, threads=1, **ENGINE) as fleet:
         print(f"deployed in {time.monotonic() - begin:.1f} s: {', '.join(fleet.addresses)}")

@@ -29,7 +29,7 @@ from ipc.errors import ConfigError, EngineCoreError, EngineDeadError, EngineStar
 from ipc.log_lines import counted, log_line
 from ipc.options.config import EngineConfig
 from ipc.options.given_options import config_from_options
-from ipc.options.workers import master_address
+from ipc.options.workers import master_address, num_machines
 from ipc.wire.sockets import hold_private_address, private_ipc_address, remove_private_address
 from tools.commands.control import write_owner_file
 from tools.commands.http import HttpFront, add_http_options, http_address
@@ -167,7 +167,7 @@ def _standby(parsed: argparse.Namespace, config: EngineConfig) -> StandbyKind:
         raise ConfigError(
             f"--standby {kind.value} is for restarts, and --restarts 0 allows none: leave one of them out"
         )
-    if kind is StandbyKind.MODEL and config.nnodes > 1:
+    if kind is StandbyKind.MODEL and num_machines(config) > 1:
         raise ConfigError("--standby model does not support workers on other machines (--nnodes): use --standby import")
     if kind is StandbyKind.MODEL and config.device == "cuda":
         raise ConfigError("--standby model would load a second model into the GPU's memory: use --standby import")

@@ -97,6 +97,27 @@ def test_stages_on_two_machines(tmp_path: Path, folder: str, alone: list[Any]) -
         assert answers(config_of(folder, 1, pipeline_parallel_size=2, **over(port, 2))) == alone
 
 
+def test_all_workers_may_be_on_other_machines(tmp_path: Path, folder: str, alone: list[Any]) -> None:
+    """As Ray places them: two stages on machines 1 and 2, of which one dies."""
+    port = free_port()
+    options = {"distributed_executor_backend": "ray", "pipeline_parallel_size": 2, **over(port, 2)}
+    with machines(tmp_path, port, 2) as others:
+        fail: Disturb = {9: lambda _: others[0].fail()}
+        assert answers(config_of(folder, 1, **options), fail) == alone
+
+
+def test_ray_is_asked_by_an_engine_s_owner_alone(folder: str) -> None:
+    with pytest.raises(ConfigError, match=r"for engines of LLM\(\) and serve"):
+        answers(config_of(folder, 1, distributed_executor_backend="ray"))
+
+
+def test_places_are_consecutive_from_the_first_machine_with_workers() -> None:
+    assert [place.node for place in places_of(2, 2, 2)] == [0, 0, 1, 1]
+    assert [place.node for place in places_of(2, 2, 2, 1)] == [1, 1, 2, 2]
+    assert all(place.shares_memory for place in places_of(2, 2, 2, 1))
+    assert make_wires(places_of(2, 1, 1, 1)).wires == {}
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(

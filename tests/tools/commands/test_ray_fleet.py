@@ -208,7 +208,7 @@ def test_what_cannot_be_deployed_is_said_and_leaves_nothing(ray: Ray, monkeypatc
 @pytest.fixture(name="replica")
 def real_replica(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[RayReplica, str]]:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr("tools.commands.ray_fleet.fleet._node_address", lambda: "127.0.0.1")
+    monkeypatch.setattr("tools.commands.ray_fleet.fleet.node_address", lambda: "127.0.0.1")
     keys = new_keys()
     write_engine_keys(str(tmp_path / "ours"), keys)
     replica = RayReplica(FAKE, "theirs", (keys.public, keys.secret, keys.engine), 60.0)

@@ -4,12 +4,10 @@ Ray places, starts and restarts them. Requests and tokens travel over our own so
 `ray`, and is imported only when it is used.
 """
 
-import importlib
 import os
 import secrets
 import select
 import shutil
-import socket
 import sys
 import tempfile
 import threading
@@ -18,12 +16,21 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from frontend.engine.process import EngineProcess
+from frontend.engine.ray_workers import (
+    LOOPBACK,
+    connect,
+    free_port,
+    has_other_nodes,
+    import_ray,
+    make_folder,
+    node_address,
+    own_keys,
+)
 from frontend.engine.supervised_engine import SupervisedEngine
 from ipc.errors import ConfigError, EngineCoreError, EngineStartError
-from ipc.keys.curve import Keys, new_keys, write_engine_keys
+from ipc.keys.curve import Keys, new_keys
 from ipc.options.given_options import config_from_options
 
-_OBJECT_STORE_BYTES = 100 << 20  # of a cluster started here; Ray's default is a third of the memory
 _LOOK_S = 0.5  # between two checks of the actors
 _END_S = 10.0  # for all replicas to end by themselves
 
@@ -172,13 +179,14 @@ def deploy(
     if replicas < 1:
         raise ConfigError(f"a fleet needs at least one replica; got replicas={replicas}")
     options = {"model": model, "threads": max(1, int(num_cpus)), **options}
-    config_from_options(**options)
-    ray = _import_ray()
-    owns_ray = _connect(ray, ray_address, num_cpus=replicas * num_cpus)
+    if config_from_options(**options).distributed_executor_backend == "ray":
+        raise ConfigError("Ray places whole engines here: leave distributed_executor_backend='ray' out, or use LLM()")
+    ray = import_ray()
+    owns_ray = connect(ray, ray_address, num_cpus=replicas * num_cpus)
     if network is None:
-        network = sum(bool(node["Alive"]) for node in ray.nodes()) > 1
+        network = has_other_nodes(ray)
     keys = new_keys() if network else None
-    folder = _make_folder(keys)
+    folder = make_folder(keys)
     kind = ray.remote(RayReplica).options(
         num_cpus=num_cpus,
         num_gpus=num_gpus,
@@ -201,36 +209,6 @@ def deploy(
     return fleet
 
 
-def _make_folder(keys: Keys | None) -> str:
-    """Return a new folder of this program's own, with these keys in it."""
-    folder = tempfile.mkdtemp(prefix="engine-core-ray-")
-    if keys is not None:
-        write_engine_keys(folder, keys)
-    return folder
-
-
-def _connect(ray: Any, address: str | None, *, num_cpus: float) -> bool:
-    """Connect to Ray; return whether a cluster was started here."""
-    if ray.is_initialized():
-        return False
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # otherwise Ray sends usage statistics to its makers
-    if address is not None or os.environ.get("RAY_ADDRESS"):
-        ray.init(address=address)
-        return False
-    own = {"num_cpus": max(num_cpus, os.cpu_count() or 1), "object_store_memory": _OBJECT_STORE_BYTES}
-    ray.init(include_dashboard=False, **own)
-    return True
-
-
-def _import_ray() -> Any:
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        raise ConfigError(
-            f"Ray is not installed ({error}): pip install ray, or engine-core with its extra [ray]"
-        ) from None
-
-
 # RayReplica: runs in a Ray actor and owns one engine, to which clients and routers connect over our own sockets.
 #
 # If the engine dies, it is restarted here, at its address. If the actor dies, its engine ends too, and Ray restarts the
@@ -238,7 +216,6 @@ def _import_ray() -> Any:
 
 
 _RESUME_S = 60.0  # within which clients may expect the next engine at the same address
-_LOOPBACK = "127.0.0.1"
 
 
 class RayReplica:
@@ -250,12 +227,10 @@ class RayReplica:
 
     def __init__(self, options: dict[str, Any], folder: str, keys: tuple[str, str, str] | None, start_s: float) -> None:
         self._folder = Path(tempfile.gettempdir(), folder)
-        self._host, listen = _LOOPBACK, ""
+        self._host, listen = LOOPBACK, ""
         if keys is not None:
-            self._host, listen = _node_address(), f"?keys={self._folder}"
-            shutil.rmtree(self._folder, ignore_errors=True)  # the folder of this actor before it died
-            write_engine_keys(str(self._folder), Keys(*keys))
-        self._port = _free_port(self._host)
+            self._host, listen = node_address(), own_keys(self._folder, keys)
+        self._port = free_port(self._host)
         process = EngineProcess(
             config_from_options(**options),
             listen=f"tcp://{self._host}:{self._port}{listen}",
@@ -292,14 +267,3 @@ class RayReplica:
 
 def _say(text: str) -> None:
     print(f"engine-core: {text}", file=sys.stderr, flush=True)
-
-
-def _node_address() -> str:
-    return str(importlib.import_module("ray").util.get_node_ip_address())
-
-
-def _free_port(host: str) -> int:
-    """Return a port that is free now: the engine keeps its address across restarts."""
-    with socket.socket() as listener:
-        listener.bind((host, 0))
-        return int(listener.getsockname()[1])
