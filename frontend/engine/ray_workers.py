@@ -53,7 +53,8 @@ def connect(ray: Any, address: str | None, *, num_cpus: float) -> bool:
             ray.init(address=address)
             return False
         own = {"num_cpus": max(num_cpus, os.cpu_count() or 1), "object_store_memory": OBJECT_STORE_BYTES}
-        ray.init(include_dashboard=False, **own)
+        # Without an address Ray would look for a cluster of this machine, and refuse these options if it finds one.
+        ray.init(address="local", include_dashboard=False, **own)
     finally:
         if before is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)

@@ -26,7 +26,7 @@ from tests.ray_cluster.two_nodes import own_token, two_nodes
 from tools.commands.ray_fleet.fleet import Change, RayFleet, deploy
 
 VOCAB, NUM_STREAMS, NUM_TOKENS = 1000, 64, 300
-ENGINE = {
+ENGINE: dict[str, Any] = {
     "executor": "fake",
     "executor_options": fake_options(vocab_size=VOCAB, step_us=5000, max_model_len=2048),
     "max_num_seqs": 64,
@@ -109,7 +109,10 @@ def in_the_client(fleet: RayFleet) -> None:
 def through_the_command(folder: Path) -> None:
     """Kill an actor of `engine-core ray` under the streams of a client of its router."""
     address = f"ipc://{folder}/router"
-    options = [word for name, value in ENGINE.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    own = ENGINE["executor_options"]
+    options = [word for key, value in own.items() for word in ("--executor-options", f"{key}={value}")]
+    plain = {name: value for name, value in ENGINE.items() if value is not own}
+    options += [word for name, value in plain.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     command = [
         sys.executable,
         "-m",

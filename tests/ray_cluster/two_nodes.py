@@ -56,7 +56,8 @@ def two_nodes(folder: Path, num_cpus: int) -> Iterator[TwoNodes]:
         ray = [str(Path(sys.executable).parent / "ray"), "start", "--block", "--disable-usage-stats"]
         ray += ["--num-cpus", str(num_cpus), "--object-store-memory", str(_OBJECT_STORE_BYTES)]
         for node, host in enumerate(hosts):
-            where = ["--head", "--port", str(_PORT)] if node == 0 else ["--address", address]
+            head = ["--head", "--port", str(_PORT), "--temp-dir", str(folder / "ray")]
+            where = head if node == 0 else ["--address", address]
             command = [*_inside(namespaces, node), *ray, *where, "--node-ip-address", host]
             stack.enter_context(_ray(command, environment, folder / f"ray{node}.log"))
         yield TwoNodes(namespaces, {**environment, "RAY_ADDRESS": address})

@@ -91,6 +91,7 @@ FLAGS: dict[str, str] = {
     "--keep-alive": "a model is never unloaded by itself; leave it out",
     "--data-parallel-size": "start several engines, each with its own --listen",
     "--swap-space": "it is --swap-space-bytes, such as 4G",
+    "--worker-use-ray": "it is --distributed-executor-backend ray",
     "--max-seq-len": "it is --max-model-len",
     "--tokenizer": "the tokenizer is the model's",
     "--hf-file": "a GGUF file of the Hub is org/name:Q4_K_M, or org/name:FILE.gguf",

@@ -146,6 +146,7 @@ def test_deploy_asks_ray_for_actors_that_it_starts_again(ray: Ray) -> None:
         assert keys is None, "one node: loopback"
         assert folder != ray.made[1][1]
         assert ray.inits[0]["include_dashboard"] is False
+        assert ray.inits[0]["address"] == "local", "not a cluster that happens to run on this machine"
     assert [actor.ends for actor in ray.actors] == [1, 1]
     assert ray.killed == ray.actors
     assert not ray.is_up, "what deploy() has started"

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
@@ -29,6 +30,8 @@ _WORDS = {True: "ok", False: "FAILED", None: "seen"}
 _SIZES = (1, 4096, 65_537, 1 << 20)  # bytes of a block
 _MANY = 128
 _SLACK_S = 1.0  # for a busy machine
+_ATTEMPTS = 3  # of a check that ends with OSError
+_REST_S = 0.05  # before the next one
 _BACK_S = 10.0  # within which a connector must work again after a fault
 _KEY = secrets.token_bytes(KEY_BYTES)
 
@@ -94,7 +97,7 @@ def check_kv_connector(settings: KVTransferConfig, server_option: str | None = N
     with _maker(settings) as make:
         with _opened(make) as connector:
             for name, check in _CHECKS.items():
-                yield _found(name, lambda check=check: check(connector))  # type: ignore[misc]
+                yield _found(name, partial(check, connector))
         yield _found("restart", lambda: _restart(make))
     if server_option is None:
         yield Finding("faults of the server", None, "not checked; --server-option KEY names the option with HOST:PORT")
@@ -104,16 +107,21 @@ def check_kv_connector(settings: KVTransferConfig, server_option: str | None = N
         own = msgspec.structs.replace(settings, kv_connector_extra_config={**options, server_option: wire.address})
         with _maker(own) as make, _opened(make) as connector:
             for fault in Fault:
-                yield _found(fault.value, lambda fault=fault: _through(fault, wire, connector))  # type: ignore[misc]
+                yield _found(fault.value, partial(_through, fault, wire, connector))
 
 
 def _found(name: str, check: Callable[[], str]) -> Finding:
+    for _ in range(_ATTEMPTS - 1):
+        try:
+            return Finding(name, True, check())
+        except BrokenContractError as error:
+            return Finding(name, False, str(error))
+        except OSError:
+            time.sleep(_REST_S)  # it cannot be asked now, as on a busy machine
     try:
         return Finding(name, True, check())
-    except BrokenContractError as error:
-        return Finding(name, False, str(error))
-    except OSError as error:
-        return Finding(name, False, f"it has raised {type(error).__name__}: {error}")
+    except (BrokenContractError, OSError) as error:
+        return Finding(name, False, str(error) or type(error).__name__)
 
 
 @contextmanager
@@ -187,13 +195,13 @@ def _blocks(count: int, size: int = 4096) -> list[_Block]:
 
 
 def _store(connector: KVConnector, block: _Block) -> bool:
-    is_new = _call("store", lambda: connector.store(BlockToStore(block.name, block.parts, _KEY)), FETCH_S)
+    is_new: bool = _call("store", lambda: connector.store(BlockToStore(block.name, block.parts, _KEY)), FETCH_S)
     _expect(isinstance(is_new, bool), f"store() has returned {is_new!r:.80}, not whether the block is new")
     return is_new
 
 
 def _find(connector: KVConnector, blocks: Sequence[_Block]) -> int:
-    count = _call("find", lambda: connector.find(1, [block.name for block in blocks]), LOOK_S)
+    count: int = _call("find", lambda: connector.find(1, [block.name for block in blocks]), LOOK_S)
     is_count = isinstance(count, int) and not isinstance(count, bool) and 0 <= count <= len(blocks)
     _expect(is_count, f"find() of {len(blocks)} blocks has returned {count!r:.80}")
     return count
@@ -286,7 +294,7 @@ def _damage(connector: KVConnector) -> str:
     for at in spots:
         (block,) = _blocks(1)
         damaged = _Damaged(block, at)
-        _call("store", lambda damaged=damaged: connector.store(damaged), FETCH_S)
+        _call("store", partial(connector.store, damaged), FETCH_S)
         _expect(not _load(connector, [block])[0], "a damaged block is loaded")
         _store(connector, block)
         is_loaded = _load(connector, [block])[0]
@@ -326,31 +334,40 @@ _CHECKS: dict[str, Callable[[KVConnector], str]] = {
 def _through(fault: Fault, wire: Wire, connector: KVConnector) -> str:
     """Use the connector while its wire has a fault, and after it."""
     blocks, longest = _blocks(16), 0.0
-    for block in blocks:
-        _store(connector, block)
-    wire.fault = fault
+    _until_kept(connector, blocks, "it does not work before the fault")
     num_errors = 0
     calls: list[Callable[[], object]] = [
         lambda: _find(connector, blocks),
         lambda: _load(connector, blocks),
         lambda: _store(connector, blocks[0]),
     ]
-    for call in calls:
-        begun = time.monotonic()
-        try:
-            call()
-        except OSError:
-            num_errors += 1
-        longest = max(longest, time.monotonic() - begun)
-    wire.fault = None
+    wire.fault = fault
+    try:
+        for call in calls:
+            begun = time.monotonic()
+            try:
+                call()
+            except OSError:
+                num_errors += 1
+            longest = max(longest, time.monotonic() - begun)
+    finally:
+        wire.fault = None  # also after a broken contract: the next check begins without a fault
+    _until_kept(connector, blocks, f"it does not work again {_BACK_S:g} s after the fault")
+    return f"{num_errors} of 3 calls raised OSError, the longest took {longest:.2f} s; all blocks after it"
+
+
+def _until_kept(connector: KVConnector, blocks: Sequence[_Block], fault: str) -> None:
+    """Store these blocks until all can be loaded. Errors: BrokenContractError with the fault after _BACK_S."""
     end = time.monotonic() + _BACK_S
     while time.monotonic() < end:
         try:
-            if all(_store(connector, block) in (True, False) for block in blocks) and all(_load(connector, blocks)):
-                return f"{num_errors} of 3 calls raised OSError, the longest took {longest:.2f} s; all blocks after it"
+            for block in blocks:
+                _store(connector, block)
+            if all(_load(connector, blocks)):
+                return
         except OSError:
-            time.sleep(0.05)
-    raise BrokenContractError(f"it does not work again {_BACK_S:g} s after the fault")
+            time.sleep(_REST_S)
+    raise BrokenContractError(fault)
 
 
 if __name__ == "__main__":
