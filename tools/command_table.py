@@ -33,11 +33,11 @@ COMMANDS = {
         "kill a service under its streams and compare each with an undisturbed one",
     ),
     "eval-check": ("tools.lab.eval_check", "show that evaluations have one result at any batch size and under faults"),
-    "check-executor": ("tools.lab.check_executor.__main__", "check that a plug-in executor follows the contract"),
     "check-kv-connector": (
         "tools.lab.check_kv_connector.__main__",
         "check that a plug-in store of KV blocks follows the contract",
     ),
+    "check-executor": ("tools.lab.check_executor.__main__", "check that a plug-in executor follows the contract"),
     "completion": ("tools.commands.completion", "print the completion script for bash, zsh or fish"),
 }
 #: Headings of --help; commands under no heading come last.

@@ -3,12 +3,15 @@
 import importlib
 from types import ModuleType
 
-from core.execution.executor import Executor, check_triton
+from core.execution.executor import EXECUTOR_API, Executor, check_triton
 from core.executors.fake_options import read_fake_options
-from core.executors.plug_ins import import_plug_in
+from core.plug_ins import PlugInKind
 from ipc.options.config import EngineConfig
 from ipc.options.config_checks import BUILT_IN_EXECUTORS
+from ipc.options.devices import EXECUTORS
 from ipc.options.workers import has_workers
+
+_PLUG_INS = PlugInKind("executor", EXECUTORS, BUILT_IN_EXECUTORS, EXECUTOR_API)
 
 
 def import_executor(config: EngineConfig) -> ModuleType:
@@ -19,7 +22,7 @@ def import_executor(config: EngineConfig) -> ModuleType:
     if has_workers(config):
         return importlib.import_module(f"{__package__.removesuffix('executors')}workers.executor")
     if config.executor not in BUILT_IN_EXECUTORS:
-        return import_plug_in(config.executor)
+        return _PLUG_INS.import_module(config.executor)
     on_gpu = config.executor == "local" and config.device == "cuda"
     if on_gpu:
         check_triton()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from core import log
-from core.executors.plug_ins import PlugInKind, import_plug_in
+from core.plug_ins import PlugInKind
 from core.tiers.block_file import BlockToLoad, BlockToStore
 from ipc.errors import ConfigError
 from ipc.options.block_stores import BUILT_IN_CONNECTORS, KV_CONNECTORS
@@ -29,13 +29,6 @@ STORE_PAUSE_S = 30.0
 DISTRUST_S = 60.0
 #: How much longer than it may take a call can last before that counts as too long.
 _SLACK = 1.5
-_KIND = PlugInKind(
-    noun="KV connector",
-    group=KV_CONNECTORS,
-    version_name="KV_CONNECTOR_API",
-    version=KV_CONNECTOR_API,
-    built_in=BUILT_IN_CONNECTORS,
-)
 Result = TypeVar("Result")
 
 
@@ -192,11 +185,21 @@ class Guard:
         log.say(f"engine-core: kv_transfer_config: {self._name}: {text:.300}")
 
 
+class _Connectors(PlugInKind):
+    @property
+    def api_name(self) -> str:
+        """Return the name under which a module states the version it is written for."""
+        return "KV_CONNECTOR_API"
+
+
+_PLUG_INS = _Connectors("KV connector", KV_CONNECTORS, BUILT_IN_CONNECTORS, KV_CONNECTOR_API)
+
+
 def create_connector(config: EngineConfig) -> KVConnector:
     """Return the connector that kv_transfer_config names, not opened. Errors: ConfigError."""
     settings = config.kv_transfer_config
     assert settings is not None, "the config names no connector"
-    connector: KVConnector = import_plug_in(settings.kv_connector, _KIND).create(config)
+    connector: KVConnector = _PLUG_INS.import_module(settings.kv_connector).create(config)
     calls = ("open", "find", "load", "store", "close")
     if missing := [call for call in calls if not callable(getattr(connector, call, None))]:
         raise ConfigError(f"KV connector {settings.kv_connector!r} has no {' and no '.join(missing)}()")
