@@ -110,6 +110,7 @@ def serve(started: StartedEngine) -> int:
         if started.store is not None:
             started.store.close(0.0 if code == EXIT_FAILED else _STORE_S)
         started.close_capture()
+        started.scheduler.shutdown()
         started.executor.close()
     return code
 

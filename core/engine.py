@@ -8,7 +8,6 @@ import msgspec
 from core.batch.request import requests_from_message
 from core.execution.executor import Executor, ExecutorEndedError
 from core.execution.pipeline import Pipeline, StepWatcher
-from core.execution.state_slots import num_draft_states, num_state_slots
 from core.inputs import (
     BlocksArrived,
     BlocksFound,
@@ -27,10 +26,10 @@ from core.inputs import (
 )
 from core.kv.event_feed import KVFeed
 from core.kv.orders import Order
+from core.scheduling.by_name import load_scheduler
 from core.scheduling.explain import explain
-from core.scheduling.scheduler import Scheduler
-from core.scheduling.state_ends import keep_states
 from ipc.options.resolved import ResolvedConfig
+from ipc.options.schedulers import BUILT_IN_SCHEDULER
 from ipc.options.workers import most_in_flight
 from ipc.tables.columns import unpack_choices, unpack_numbers
 from ipc.wire.call import Call
@@ -72,29 +71,11 @@ class EngineCore:
         info = executor.info
         self._first_weights = WeightsMark(0, info.fingerprint, info.weights, info.variant)
         self._num_requests = 0
-        self.scheduler = Scheduler(config, executor.info.eos_token_ids, epoch)
-        self._keep_states(config, executor.info.state_bytes)
-        self.scheduling_policy = config.scheduling_policy
+        self.scheduler = load_scheduler(config, executor.info, epoch)
+        is_built_in = config.scheduler_cls == BUILT_IN_SCHEDULER
+        self.scheduling_policy = config.scheduling_policy if is_built_in else config.scheduler_cls
         self.kv_feed = KVFeed(self.scheduler.pool.names, epoch)
         self.pipeline = Pipeline(executor, depth=most_in_flight(config), watchers=watchers)
-
-    def _keep_states(self, config: ResolvedConfig, state_bytes: int) -> None:
-        """Let requests of a model with recurrent layers start from kept states instead of other requests' rows.
-
-        A copied row gets a copy of its state. A step has at most as many drafts as there are slots for the states
-        before them.
-        """
-        if not state_bytes:
-            return
-        batch, admission = self.scheduler.batch, self.scheduler.admission
-        batch.on_copy.append(batch.copy_state)
-        self.scheduler.speculation.most_in_step = num_draft_states(config, state_bytes)
-        batch.forks.is_off, batch.forks.least_shared = True, config.max_model_len
-        num_slots = num_state_slots(config, state_bytes)
-        assert num_slots or not config.enable_prefix_caching, "the config is not resolved"
-        if num_slots:
-            ends = keep_states(batch, admission.add_limit, config.max_num_seqs, num_slots)
-            self.scheduler.cuts.append(ends.cut)
 
     @property
     def has_work(self) -> bool:
@@ -169,7 +150,7 @@ class EngineCore:
                     self.scheduler.lose_executor()
                 case ExecutorRestored():
                     self.pipeline.go_on()
-                    self.scheduler.has_executor = True
+                    self.scheduler.restore_executor()
                 case NewWeights():
                     self.scheduler.weights.begin(client, message)
                 case BlocksFound() | BlocksArrived() | BlocksStored():
@@ -229,30 +210,7 @@ class EngineCore:
 
     def statistics(self, call: int, now_ns: int = 0) -> Statistics:
         """Return counters and gauges as the answer to this call. now_ns: the step's clock, in ns."""
-        scheduler, swap_space = self.scheduler, self.scheduler.preemption.swap_space
-        num_running, num_waiting = scheduler.get_request_counts()
-        exchange = scheduler.exchange
-        gauges = {
-            "call": call,
-            "num_running": num_running,
-            "num_waiting": num_waiting,
-            "num_blocks": scheduler.pool.num_blocks,
-            "num_free_blocks": scheduler.pool.num_free,
-            "block_size": scheduler.block_size,
-            "num_swapped": scheduler.preemption.num_swapped,
-            "num_on_hold": scheduler.waiting.num_held,
-            "num_unbegun": scheduler.waiting.num_unbegun,
-            "num_swap_blocks": swap_space.num_slots,
-            "num_free_swap_blocks": swap_space.num_free,
-            "num_host_blocks": scheduler.batch.host_cache.num_slots,
-            "num_kept_blocks": scheduler.batch.host_cache.num_kept,
-            "num_host_hits": scheduler.batch.host_cache.num_hits,
-            "num_fetched_blocks": 0 if exchange is None else exchange.num_fetched,
-            "num_stored_blocks": 0 if exchange is None else exchange.num_stored,
-            "engine_ns": now_ns,
-            "step_tokens": scheduler.stats.step_tokens.copy(),
-        }
-        return Statistics(**{**msgspec.structs.asdict(scheduler.stats), **gauges})
+        return msgspec.structs.replace(self.scheduler.make_stats(), call=call, engine_ns=now_ns)
 
 
 def _no_fleet(call: int) -> CallFailed:

@@ -38,6 +38,7 @@ COMMANDS = {
         "check that a plug-in store of KV blocks follows the contract",
     ),
     "check-executor": ("tools.lab.check_executor.__main__", "check that a plug-in executor follows the contract"),
+    "check-scheduler": ("tools.lab.check_scheduler.__main__", "check that a plug-in scheduler follows the contract"),
     "completion": ("tools.commands.completion", "print the completion script for bash, zsh or fish"),
 }
 #: Headings of --help; commands under no heading come last.

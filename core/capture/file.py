@@ -16,14 +16,17 @@ from core.capture.records import (
     Gap,
     Header,
     Input,
+    OtherModelError,
     Record,
     Step,
     decode_format,
     decode_record,
+    scheduler_of,
 )
 from core.inputs import EngineInput
 from ipc.errors import CaptureFileError, ModelFileError
 from ipc.files.mapped_file import map_file
+from ipc.options.schedulers import BUILT_IN_SCHEDULER
 from ipc.records.log_frames import Frame, read_frame, read_frames
 
 
@@ -52,11 +55,13 @@ class Place(NamedTuple):
 class CaptureFile:
     """A capture opened for reading. An incomplete end, left by a killed engine, is ignored and counted.
 
-    Errors: CaptureFileError if the file cannot be opened, is damaged before its end, lacks records without a Gap, or
-    has another major version of the format.
+    scheduler_cls: the scheduler that may run its steps again, because a file chooses no code; None: any name, for a
+    reader that runs none. Errors: OtherModelError if the capture was made with another one. CaptureFileError if the
+    file cannot be opened, is damaged before its end, lacks records without a Gap, or has another major version of the
+    format.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], scheduler_cls: str | None = BUILT_IN_SCHEDULER) -> None:
         self.path = Path(path)
         self._data = _map(self.path)
         self.num_lost = 0  # records in gaps: the engine could not write them in time
@@ -77,6 +82,11 @@ class CaptureFile:
         except CaptureFileError as error:
             raise CaptureFileError(f"{self.path}: {error}") from None
         self.num_dropped_bytes = len(self._data) - end
+        if scheduler_cls is not None and scheduler_cls != (captured := scheduler_of(self.header)):
+            raise OtherModelError(
+                f"{self.path}: it was captured with the scheduler {captured!r:.80}, and this is {scheduler_cls!r:.80}: "
+                f"only `engine-core replay FILE --scheduler-cls {captured:.80}` runs its steps again"
+            )
 
     @property
     def num_steps(self) -> int:

@@ -53,7 +53,7 @@ def write_flight(halves: Sequence[Half], pid: int, path: str | None = None) -> F
     for some in (frames, frames[-1:]):  # if the whole cannot be redacted, its last part may be
         with _MemoryFile(_as_capture(some)) as memory:
             try:
-                file = CaptureFile(memory.path)
+                file = CaptureFile(memory.path, config.scheduler_cls)
                 if not file.num_steps:
                     continue
                 _write(file, target, memory.data if config.flight_recorder_contents else None)

@@ -10,8 +10,9 @@ import msgspec
 
 from core.execution.executor import ModelInfo
 from core.inputs import EngineInput
-from ipc.errors import CaptureFileError
+from ipc.errors import CaptureFileError, EngineCoreError
 from ipc.options.resolved import ResolvedConfig
+from ipc.options.schedulers import BUILT_IN_SCHEDULER
 from ipc.wire.messages import DECODE_ERRORS
 
 MAGIC = "engine-core capture"
@@ -20,6 +21,10 @@ FORMAT_MAJOR = 1
 FORMAT_MINOR = 0
 #: In Step.result_step: no result arrived in this step.
 NO_RESULT = -1
+
+
+class OtherModelError(EngineCoreError):
+    """The capture is valid, but the replay's model, options or engine differ from the captured ones."""
 
 
 class FormatHead(msgspec.Struct, frozen=True, array_like=True):
@@ -125,6 +130,12 @@ class LoggedConfig(ResolvedConfig, frozen=True, kw_only=True, omit_defaults=Fals
     """The config with every option's value, because defaults may change. An unknown option is an error."""
 
 
+class _SchedulerName(msgspec.Struct, frozen=True):
+    """The only option of a LoggedConfig that chooses code in every replay."""
+
+    scheduler_cls: str = BUILT_IN_SCHEDULER  # captures of engines without the option
+
+
 _encoder = msgspec.msgpack.Encoder()
 _head_decoder = msgspec.msgpack.Decoder(FormatHead)
 _config_decoder = msgspec.msgpack.Decoder(LoggedConfig)
@@ -165,3 +176,11 @@ def decode_config(header: Header) -> ResolvedConfig:
     """Return the config with capture=None. Errors: DECODE_ERRORS for unknown options."""
     options = msgspec.structs.asdict(_config_decoder.decode(header.config))
     return ResolvedConfig(**{**options, "capture": None})
+
+
+def scheduler_of(header: Header) -> str:
+    """Return the name of the captured engine's scheduler. Errors: CaptureFileError."""
+    try:
+        return msgspec.msgpack.decode(header.config, type=_SchedulerName).scheduler_cls
+    except DECODE_ERRORS as error:
+        raise CaptureFileError(f"the options of the captured engine are invalid: {error}") from error

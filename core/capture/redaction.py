@@ -27,6 +27,7 @@ from core.execution.plan import ModelRunnerOutput, SchedulerOutput
 from core.kv.block_names import rename_blocks
 from core.proposers.offered import OfferedDrafts
 from core.scheduling.adapter_slots import AdapterSlots
+from core.scheduling.interface import SchedulerInterface
 from core.scheduling.scheduler import Scheduler
 from ipc.errors import CaptureFileError
 from ipc.options.block_stores import redacted_stores
@@ -52,7 +53,7 @@ class _RenamedExecutor(RecordedExecutor):
 
     def __init__(self, file: CaptureFile, renaming: Renaming) -> None:
         super().__init__(file.header.model)
-        self.scheduler: Scheduler | None = None
+        self.scheduler: SchedulerInterface | None = None
         self._renaming = renaming
 
     def tokens_of(self, plan: SchedulerOutput) -> ModelRunnerOutput:

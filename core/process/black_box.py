@@ -12,7 +12,7 @@ from typing import Any
 
 from core.execution.executor import WARM_UP_TOKENS
 from core.execution.plan import ModelRunnerOutput, SchedulerOutput
-from core.scheduling.scheduler import Scheduler
+from core.scheduling.interface import SchedulerInterface
 from core.scheduling.stats import SchedulerStats
 from ipc.records.black_box import (
     BEGUN,
@@ -66,7 +66,7 @@ class BlackBox:
         self._sizes = (0, 0)  # requests and tokens of the last step
         self._rows = b""  # of the last step
         self._stored = 0  # see Reading
-        self._scheduler: Scheduler | None = None
+        self._scheduler: SchedulerInterface | None = None
         self._stats: SchedulerStats | None = None  # the scheduler's
         self._kind = self._kinds[0]  # of the last step
         self._num_scheduled = 0  # tokens, up to the last step
@@ -74,7 +74,7 @@ class BlackBox:
         TURNED.pack_into(self._memory, TURNED_AT, 0, 0, time.monotonic_ns(), 0)
         PROCESS.pack_into(self._memory, 0, epoch + 1, os.getpid())
 
-    def watch(self, scheduler: Scheduler) -> None:
+    def watch(self, scheduler: SchedulerInterface) -> None:
         """Set the scheduler whose steps are recorded. Called once, before the first of them."""
         self._scheduler, self._stats = scheduler, scheduler.stats
         self._num_scheduled = scheduler.stats.num_scheduled_tokens

@@ -13,6 +13,7 @@ from core.execution.executor import Executor
 from core.executors.by_name import import_executor, load_executor
 from core.model_files.progress import following
 from core.process.resolve import resolve, resolve_costs
+from core.scheduling.by_name import import_scheduler
 from core.scheduling.draft_rule import DraftRule
 from ipc.errors import ConfigError
 from ipc.files.model_files import tokenizer_hash
@@ -117,6 +118,7 @@ def prepare_imports(config: EngineConfig, report: Report) -> None:
         find_library_soon(wanted, lambda: report("compile kernels"))  # in parallel with the import of the executor
     with _keeping_all():
         import_executor(config)
+        import_scheduler(config)
 
 
 @contextlib.contextmanager

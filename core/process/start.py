@@ -32,6 +32,7 @@ from core.process.black_box import BlackBox
 from core.process.garbage import settle_garbage
 from core.process.loop import Engine
 from core.process.prepare import Prepared, Report, features_of, prepare
+from core.scheduling.interface import SchedulerInterface
 from core.tiers.block_file import HEAD_BYTES
 from core.tiers.block_folder import BlockFolder
 from core.tiers.block_store import BesideContents, BlocksServed, BlockStore, Shelves
@@ -148,7 +149,7 @@ def start_store(
         return None
     blocks = stores.blocks
     content = f"{executor.info.fingerprint}\n{executor.info.dtype}\n{blocks.layout}"
-    names = PortableNames(stores.key, content, scheduler.block_size)
+    names = PortableNames(stores.key, content, scheduler.batch.block_size)
     return StoreThread(_block_store(stores, names, scheduler.batch, scheduler.exchange.evictions), tell)
 
 
@@ -225,6 +226,7 @@ class StartedEngine(NamedTuple):
     io: IOThread  # bound, not yet running
     turn: Callable[[int], None]  # called at the end of each round of the loop
     store: StoreThread | None
+    scheduler: SchedulerInterface  # the engine's
     close_capture: Callable[[], None]  # writes what is pending; callable from any thread, and repeatedly
     rest: Callable[[], None] = lambda: None  # called while the engine is idle
 
@@ -322,14 +324,18 @@ def _make_engine(
         core = EngineCore(config, executor, start.epoch, [box])
         box.watch(core.scheduler)
         store = start_store(stores, executor, core, io.put_news)
-        return StartedEngine(with_orders(core, core, store), executor, io, box.turn, store, lambda: None)
+        return StartedEngine(
+            with_orders(core, core, store), executor, io, box.turn, store, core.scheduler, lambda: None
+        )
     captured = CapturedEngine(
         config, executor, writer, start.epoch, watchers=[box], received=io.inbox.received_ns, copies_early=True
     )
     core = captured.engine
     box.watch(core.scheduler)
     store = start_store(stores, executor, core, io.put_news)
-    return StartedEngine(with_orders(captured, core, store), executor, io, box.turn, store, writer.close)
+    return StartedEngine(
+        with_orders(captured, core, store), executor, io, box.turn, store, core.scheduler, writer.close
+    )
 
 
 def _meter(config: ResolvedConfig) -> RequestMeter | None:

@@ -160,7 +160,10 @@ class Admission:
         No row is preempted for a request that could not start afterwards. Only fences can delay the start.
         """
         request, rows = start.request, self._batch.rows
-        yields = self._preemption.victims_first(rows[self._policy.must_yield(request, rows)])
+        rows = rows[self._policy.must_yield(request, rows)]
+        if start.fork is not None:  # its source stays: its blocks must not be freed before they are shared
+            rows = rows[~np.isin(rows, [choice.row for choice in request.choices])]
+        yields = self._preemption.victims_first(rows)
         num_victims, given = self._count_victims(yields, start, 1 - room.rows, lack)
         needed = start.num_lacking
         if given < lack:

@@ -7,6 +7,7 @@ import numpy as np
 
 from core.batch.request import NO_ROW, Request
 from core.scheduling.decisions import Examined, Verdict
+from core.scheduling.interface import SchedulerInterface
 from core.scheduling.scheduler import Scheduler
 from ipc.wire.messages import CallFailed, ErrorCode, PauseMode
 from ipc.wire.scheduling_messages import (
@@ -23,8 +24,16 @@ from ipc.wire.scheduling_messages import (
 MAX_EXPLAINED = 1000
 
 
-def explain(scheduler: Scheduler, policy: str, client: int, call: Explain, now_ns: int) -> Explanation | CallFailed:
-    """Return the answer for this client, or CallFailed for an unknown request. now_ns: the step's clock, in ns."""
+def explain(
+    scheduler: SchedulerInterface, policy: str, client: int, call: Explain, now_ns: int
+) -> Explanation | CallFailed:
+    """Return the answer for this client, or CallFailed for an unknown request. now_ns: the step's clock, in ns.
+
+    A scheduler that is not made of the built-in one's parts has no decision record: then CallFailed too.
+    """
+    if not isinstance(scheduler, Scheduler):
+        text = f"scheduler {policy!r} does not record why requests run or wait (docs/schedulers.md)"
+        return CallFailed(call.call, ErrorCode.INVALID_ARGUMENT, text)
     return _Explainer(scheduler, now_ns).answer(policy, client, call)
 
 

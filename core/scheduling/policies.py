@@ -5,7 +5,8 @@ blocks and token budget from running ones of a larger level). Everything else is
 core/scheduling/admission.py and core/scheduling/preemption.py.
 """
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -54,7 +55,8 @@ class Policy(Protocol):
     def must_yield(self, request: Request, rows: Rows) -> Bools:
         """Return which of the rows must yield to this waiting request, bool [n].
 
-        rows: all that are running. Those of one party are in the order of rank and arrival.
+        rows: all that are running. Those of one party are in the order of rank and arrival. A choice never takes the
+        room of another choice whose blocks it shares, whatever this returns.
         """
 
     def victim_keys(self, rows: Rows) -> tuple[Ints, ...]:
@@ -203,6 +205,10 @@ class Fair:
 
     def _at(self, rows: Rows) -> Ints:
         return self._times.at(self._table.party[rows])
+
+
+#: Creates a policy for a table of running requests.
+BuildPolicy: TypeAlias = Callable[[ResolvedConfig, BatchTable], Policy]
 
 
 def build_policy(config: ResolvedConfig, table: BatchTable) -> Policy:

@@ -14,7 +14,9 @@ from core.batch.batch import Batch
 from core.batch.carried import Carried
 from core.batch.index import RequestIndex
 from core.batch.request import NO_ROW, Request
+from core.execution.executor import ModelInfo
 from core.execution.plan import FAILED_TOKEN, ModelRunnerOutput, SchedulerOutput
+from core.execution.state_slots import num_draft_states, num_state_slots
 from core.scheduling.adapter_slots import AdapterSlots
 from core.scheduling.admission import Admission
 from core.scheduling.beams.beam_searches import BeamSearches
@@ -27,34 +29,42 @@ from core.scheduling.leads import Leads
 from core.scheduling.outputs import ClientOutput, OutputCollector
 from core.scheduling.parties import Parties
 from core.scheduling.parts import SchedulerParts
-from core.scheduling.policies import build_policy
+from core.scheduling.policies import BuildPolicy, build_policy
 from core.scheduling.preemption import Preemption
 from core.scheduling.running_rows import RowsInTurn, running_rows
 from core.scheduling.speculation import Speculation
-from core.scheduling.stats import new_stats
+from core.scheduling.state_ends import keep_states
+from core.scheduling.stats import new_stats, statistics
 from core.scheduling.waiting_queue import WaitingQueue
 from core.scheduling.weight_update import WeightUpdate
 from core.scheduling.whole_features import WholeFeatures
 from ipc.options.resolved import ResolvedConfig
 from ipc.tables.arrays import AnyInts, Bools, Int32s, Ints, Rows, TokenIds, UInt8s
-from ipc.wire.messages import ErrorCode, FinishReason, PauseMode
+from ipc.wire.messages import ErrorCode, FinishReason, PauseMode, Statistics
 from ipc.wire.weights_messages import WeightsMark
 
 
 class Scheduler:
-    """The pure scheduler: no tensors, no sockets, no clock (now_ns is a parameter), no randomness, no set order.
+    """The built-in scheduler, pure as core/scheduling/interface.py asks. policy: creates another scheduling policy.
 
     `schedule` may be called again before the last plan's result is known. `update_from_output` takes the results in
     step order. Invariants, checked by check_integrity(): every request is in one place; rows are in the policy's
     order; blocks are owned as the tables say; a plan holds only rows whose blocks cover what it schedules.
     """
 
-    def __init__(self, config: ResolvedConfig, eos_token_ids: tuple[int, ...], epoch: int = 0) -> None:
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        eos_token_ids: tuple[int, ...],
+        epoch: int = 0,
+        *,
+        policy: BuildPolicy = build_policy,
+    ) -> None:
         self.block_size, self.max_num_seqs = config.block_size, config.max_num_seqs
         self.max_num_batched_tokens = self._token_budget = config.max_num_batched_tokens
         self.stats, self.outputs, self.batch = new_stats(), OutputCollector(epoch), Batch(config, eos_token_ids)
         self.table, self.pool, self.cuts = self.batch.table, self.batch.pool, list[Callable[[Draft], None]]()
-        self.policy = build_policy(config, self.table)
+        self.policy = policy(config, self.table)
         self.waiting, self._requests = WaitingQueue(self.policy.line), RequestIndex()
         parts = SchedulerParts(config, self.batch, self.waiting, self.policy, self.outputs, self.stats)
         self.preemption = Preemption(parts)
@@ -82,6 +92,22 @@ class Scheduler:
         self._wholes = WholeFeatures(self.batch, self.admission.add_limit, self.cuts)
         self.has_executor, self._step = True, 0  # has_executor: whether it can take plans
         self.decision: Decision | None = None  # the last step's
+
+    def keep_states(self, config: ResolvedConfig, state_bytes: int) -> None:
+        """Let requests of a model with recurrent layers start from kept states instead of other requests' rows.
+
+        A copied row gets a copy of its state. A step has at most as many drafts as there are slots for the states
+        before them.
+        """
+        batch = self.batch
+        batch.on_copy.append(batch.copy_state)
+        self.speculation.most_in_step = num_draft_states(config, state_bytes)
+        batch.forks.is_off, batch.forks.least_shared = True, config.max_model_len
+        num_slots = num_state_slots(config, state_bytes)
+        assert num_slots or not config.enable_prefix_caching, "the config is not resolved"
+        if num_slots:
+            ends = keep_states(batch, self.admission.add_limit, config.max_num_seqs, num_slots)
+            self.cuts.append(ends.cut)
 
     # --- requests ------------------------------------------------------------------------------------------------
 
@@ -217,6 +243,11 @@ class Scheduler:
         return len(self.batch) > 0 or len(self.waiting) > 0
 
     @property
+    def has_finished_requests(self) -> bool:
+        """Return whether the next plan that runs has rows to remove."""
+        return bool(self.batch.carried.removed_rows)
+
+    @property
     def has_work(self) -> bool:
         """Return whether a step can change anything. If not, only a message or a deadline can change that."""
         has_requests = len(self.batch) > 0 or self.waiting.num_ready > 0
@@ -244,7 +275,7 @@ class Scheduler:
         self.pool.forget()
 
     def lose_executor(self) -> None:
-        """Make all requests wait, and run nothing until has_executor is set: rows, blocks and copies are lost."""
+        """Make all requests wait, and run nothing until restore_executor(): rows, blocks and copies are lost."""
         self.preemption.lose_all(self._requests.all())
         self.has_executor = False
 
@@ -265,6 +296,27 @@ class Scheduler:
         self.weights.apply(mark)
         if self.exchange is not None:
             self.exchange.use_weights(mark)
+
+    def restore_executor(self) -> None:
+        """Plan again: the executor is back, and has no requests."""
+        self.has_executor = True
+
+    def shutdown(self) -> None:
+        """Do nothing: it holds only memory."""
+
+    def make_stats(self) -> Statistics:
+        """Return counters since the start, and gauges. call and engine_ns are 0."""
+        swap_space, exchange = self.preemption.swap_space, self.exchange
+        return statistics(
+            self.stats,
+            self.batch,
+            self.waiting,
+            num_swapped=self.preemption.num_swapped,
+            num_swap_blocks=swap_space.num_slots,
+            num_free_swap_blocks=swap_space.num_free,
+            num_fetched_blocks=0 if exchange is None else exchange.num_fetched,
+            num_stored_blocks=0 if exchange is None else exchange.num_stored,
+        )
 
     def take_outputs(self) -> list[ClientOutput]:
         """Return the messages that do not depend on a step's result: refusals and aborts."""
@@ -428,3 +480,11 @@ class Scheduler:
         assert counts[0] == counts[1] + counts[2], f"(live, running, waiting) = {counts}"
         swapped = [request.swapped.slots for request in self._requests.all() if request.swapped is not None]
         self.preemption.swap_space.check_integrity(swapped)
+
+
+def create(config: ResolvedConfig, info: ModelInfo, epoch: int, *, policy: BuildPolicy = build_policy) -> Scheduler:
+    """Return the built-in scheduler for a model. policy: see Scheduler."""
+    scheduler = Scheduler(config, info.eos_token_ids, epoch, policy=policy)
+    if info.state_bytes:
+        scheduler.keep_states(config, info.state_bytes)
+    return scheduler

@@ -5,10 +5,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from core.batch.batch import Batch
 from core.batch.table import RequestStart
 from core.execution.plan import SchedulerOutput
 from core.kv.block_pool import BlockPool
 from core.scheduling.decisions import Decision, Verdict
+from core.scheduling.waiting_queue import WaitingQueue
 from ipc.tables.arrays import Ints
 from ipc.wire.messages import Statistics
 from ipc.wire.metrics_messages import STEP_TOKEN_BOUNDS, step_token_bucket
@@ -21,7 +23,7 @@ _HEAD_COUNTERS: dict[Verdict, str] = {
 class SchedulerStats(Statistics):
     """The Statistics message with the counters kept up to date.
 
-    The message's gauges stay 0 here: EngineCore.statistics() reads them when a client asks.
+    The message's gauges stay 0 here: statistics() reads them when a client asks.
     """
 
     def count_starts(self, starts: list[RequestStart]) -> None:
@@ -70,3 +72,21 @@ def new_stats() -> SchedulerStats:
     """Return counters that are all 0."""
     required: dict[str, Any] = {field.name: 0 for field in msgspec.structs.fields(SchedulerStats) if field.required}
     return SchedulerStats(**required, step_tokens=[0] * (len(STEP_TOKEN_BOUNDS) + 1))
+
+
+def statistics(stats: SchedulerStats, batch: Batch, waiting: WaitingQueue, **gauges: int) -> Statistics:
+    """Return the counters and the gauges of these parts, and other gauges of the scheduler by name."""
+    found = {
+        "num_running": len(batch),
+        "num_waiting": len(waiting),
+        "num_blocks": batch.pool.num_blocks,
+        "num_free_blocks": batch.pool.num_free,
+        "block_size": batch.block_size,
+        "num_on_hold": waiting.num_held,
+        "num_unbegun": waiting.num_unbegun,
+        "num_host_blocks": batch.host_cache.num_slots,
+        "num_kept_blocks": batch.host_cache.num_kept,
+        "num_host_hits": batch.host_cache.num_hits,
+        "step_tokens": stats.step_tokens.copy(),
+    }
+    return Statistics(**{**msgspec.structs.asdict(stats), **found, **gauges})

@@ -11,6 +11,7 @@ from ipc.options.block_stores import STORE_OPTIONS, KVTransferConfig
 from ipc.options.devices import check_device
 from ipc.options.model_options import ModelOptions
 from ipc.options.option import Option, declared_options
+from ipc.options.schedulers import BUILT_IN_SCHEDULER, check_scheduler
 from ipc.options.speculation import SpeculativeConfig
 
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
@@ -103,6 +104,14 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
         ),
     ] = None
     enable_prefix_caching: Annotated[bool, Option("KV cache", "reuse the KV blocks of equal prefixes")] = True
+    scheduler_cls: Annotated[
+        str,
+        Option(
+            "scheduling",
+            "scheduler: default, an installed plug-in's name, or MODULE:NAME (docs/schedulers.md)",
+            metavar="NAME",
+        ),
+    ] = BUILT_IN_SCHEDULER
     scheduling_policy: Annotated[
         SchedulingPolicy,
         Option(
@@ -300,6 +309,7 @@ class EngineConfig(ModelOptions, frozen=True, kw_only=True, omit_defaults=True):
         checks.check_flight_recorder(self.flight_recorder_bytes)
         checks.check_weights(self.client_weights)
         checks.check_executor(self.executor, self.executor_options)
+        check_scheduler(self.scheduler_cls, self.capture_rotate_bytes)
         check_device(self.device, self.executor, checks.BUILT_IN_EXECUTORS)
         checks.check_model(self.model)
         checks.check_mmproj(self.mmproj)

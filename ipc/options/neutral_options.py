@@ -196,7 +196,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "reasoning_parser_plugin": ("",),
     "rope_scaling": ({},),
     "rope_theta": (),
-    "scheduler_cls": (),
     "served_model_name": (),
     "speculative_model": (),
     "sliding_window": (),

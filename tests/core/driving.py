@@ -20,10 +20,10 @@ from ipc.options.resolved import ResolvedConfig
 from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import Int32s
 from ipc.wire.messages import AddRequest, FinishReason, Outputs, RequestFailed
-from tests.core.paged_executor import PagedExecutor
 from tests.fake_options import fake_options
 from tests.fake_tokens import fake_tokens
 from tests.resolved import resolved_config
+from tools.lab.check_scheduler.paged_executor import PagedExecutor
 
 VOCAB_SIZE = 1000
 EOS = 2

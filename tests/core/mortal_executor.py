@@ -8,7 +8,7 @@ from core.execution.executor import StepHandle
 from core.execution.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 from core.inputs import ExecutorLost, ExecutorNews, ExecutorRestored
 from ipc.options.config import EngineConfig
-from tests.core.paged_executor import PagedExecutor
+from tools.lab.check_scheduler.paged_executor import PagedExecutor
 
 
 class MortalPagedExecutor(PagedExecutor):
@@ -16,7 +16,6 @@ class MortalPagedExecutor(PagedExecutor):
 
     def __init__(self, config: EngineConfig, poison: int | None = None) -> None:
         super().__init__(config, poison)
-        self._config, self._poison_id = config, poison
         self.is_lost = False
         self.num_lost_steps = 0
         self._lives = 0
@@ -32,9 +31,8 @@ class MortalPagedExecutor(PagedExecutor):
         raise AssertionError("the tests tell the core themselves")
 
     def go_on(self) -> None:
-        plans = self.plans
-        super().__init__(self._config, self._poison_id)
-        self.plans, self.is_lost = plans, False
+        self.forget()
+        self.is_lost = False
         self._lives += 1
 
     def execute(self, plan: SchedulerOutput) -> "_MortalHandle":  # type: ignore[override]

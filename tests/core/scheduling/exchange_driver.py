@@ -20,7 +20,7 @@ from ipc.options.config import EngineConfig
 from ipc.wire.block_roots import root_of_message
 from ipc.wire.messages import AddRequest
 from tests.core.driving import Driver, Received, expected_tokens, small_config
-from tests.core.paged_executor import MARK, prefix_sums
+from tools.lab.check_scheduler.paged_executor import MARK, prefix_sums
 
 BLOCK = 4
 

@@ -45,6 +45,7 @@ def test_every_option_is_checked_by_some_rule() -> None:
         "device",
         "limit_mm_per_prompt",
         "override_generation_config",
+        "scheduler_cls",
     }
     assert set(FIELDS) == {*CHOICES, *names_of(bool), *names_of(int), *names_of(float), *others}
     assert list(OPTIONS) == list(FIELDS)

@@ -10,16 +10,18 @@ import msgspec
 
 from core.capture.bounds import bounded_memory
 from core.capture.file import CaptureFile
+from core.capture.records import OtherModelError
 from core.capture.redaction import redact
 from ipc.errors import CaptureFileError, ConfigError, ModelFileError
 from ipc.log_lines import counted
+from ipc.options.schedulers import BUILT_IN_SCHEDULER
 from ipc.wire.messages import Submission
 from tools.commands.replay.compare import run_compare
 from tools.commands.replay.differences import Difference, name_request
 from tools.commands.replay.html.page import write_html
 from tools.commands.replay.live import LiveReport, print_live, run_live
 from tools.commands.replay.perfetto import MAX_EVENTS, write_perfetto
-from tools.commands.replay.rerun import OtherModelError, Rerun, real_executor, recorded_executor, replay_config, rerun
+from tools.commands.replay.rerun import Rerun, real_executor, recorded_executor, replay_config, rerun
 from tools.commands.replay.shrink.command import judge, run_shrink
 from tools.commands.replay.what_if.command import run_what_if
 from tools.commands.replay.what_if.options import parse_changes
@@ -39,13 +41,23 @@ def run_redact(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("file", metavar="FILE")
     parser.add_argument("out", metavar="OUT", help="a new file")
+    _add_scheduler(parser)
     parsed = parser.parse_args(arguments)
-    done = redact(CaptureFile(parsed.file), parsed.out)
+    done = redact(CaptureFile(parsed.file, parsed.scheduler_cls), parsed.out)
     print(
         f"{parsed.out}: {counted(done.num_steps, 'step')}, {counted(done.num_requests, 'request')}, every decision as "
         f"in {parsed.file}"
     )
     return 0
+
+
+def _add_scheduler(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--scheduler-cls",
+        default=BUILT_IN_SCHEDULER,
+        metavar="NAME",
+        help="the scheduler that the capture was made with; a file never chooses it",
+    )
 
 
 EXIT_SAME = 0
@@ -101,7 +113,7 @@ def _replay(arguments: Sequence[str]) -> int:
 def _run_mode(parsed: argparse.Namespace) -> int:
     if parsed.fails_when is not None:
         return judge(parsed.file, parsed.fails_when)
-    file = CaptureFile(parsed.file)
+    file = CaptureFile(parsed.file, parsed.scheduler_cls)
     _check_complete(file)
     if parsed.what_if or parsed.perfetto or parsed.html or parsed.mode != "resched":
         _check_whole(file, parsed.mode)
@@ -169,6 +181,7 @@ def _parser() -> argparse.ArgumentParser:
         help="simulate the capture's requests with another scheduler option, the recorded tokens and a step time "
         "fitted to its steps; several values with commas; may be repeated",
     )
+    _add_scheduler(parser)
     _add_views(parser)
     parser.add_argument(
         "--arrivals",

@@ -50,7 +50,7 @@ class Batch:
     def of(engine: EngineCore) -> "Batch":
         """Return the requests in the rows of an engine that continues from a checkpoint."""
         batch, table = Batch(), engine.scheduler.table
-        rows = engine.scheduler.running.tolist()
+        rows = engine.scheduler.batch.rows.tolist()
         batch._requests = {row: (int(table.client[row]), int(table.number[row])) for row in rows}
         plans = engine.pipeline.plans
         for plan in plans:

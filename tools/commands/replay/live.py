@@ -10,6 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from core.capture.file import CaptureFile, Turn
+from core.capture.records import OtherModelError
 from core.inputs import EngineReply
 from frontend.client.client import EngineClient
 from frontend.client.progress import Progress
@@ -20,7 +21,7 @@ from ipc.wire.messages import AddRequest, FinishReason, Goodbye, Outputs, Reques
 from tools.commands.replay.differences import unpack
 from tools.commands.replay.latency import Latencies, Summary, Times, latencies, print_latencies, summarize
 from tools.commands.replay.output_rows import output_rows
-from tools.commands.replay.rerun import OtherModelError, recorded_executor, replay_config, rerun
+from tools.commands.replay.rerun import recorded_executor, replay_config, rerun
 
 # The requests of a captured engine, with the times of their arrival and of their tokens: a trace for each.
 

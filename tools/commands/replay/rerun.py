@@ -13,7 +13,7 @@ from core.capture.bounds import untrusted_file
 from core.capture.engine import CapturedEngine
 from core.capture.file import CaptureFile, Place, Turn
 from core.capture.recorded_executor import RecordedExecutor
-from core.capture.records import Header, Input, Step, decode_config
+from core.capture.records import Header, Input, OtherModelError, Step, decode_config
 from core.capture.snapshot import Snapshot
 from core.engine import EngineCore
 from core.execution.executor import Executor, StepHandle, UpdatesWeights
@@ -21,7 +21,7 @@ from core.execution.pipeline import StepWatcher
 from core.execution.plan import NO_TOKEN, ModelRunnerOutput, SchedulerOutput
 from core.executors.by_name import load_executor
 from core.inputs import BlocksArrived, EngineReply, NewWeights
-from ipc.errors import CaptureFileError, EngineCoreError, InvalidRequestError
+from ipc.errors import CaptureFileError, InvalidRequestError
 from ipc.options.resolved import ResolvedConfig
 from ipc.options.workers import in_one_process
 from ipc.tables.columns import unpack_numbers
@@ -31,10 +31,6 @@ from ipc.wire.weights_messages import WeightsMark
 from tools.commands.replay.differences import Batch, Difference, find_difference
 
 OnTurn = Callable[[Turn, Sequence[tuple[int, EngineReply]]], None]
-
-
-class OtherModelError(EngineCoreError):
-    """The capture is valid, but the replay's model, options or engine differ from the captured ones."""
 
 
 class Rerun(msgspec.Struct, frozen=True):

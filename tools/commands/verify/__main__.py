@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 
+from core.capture.records import OtherModelError
 from ipc.errors import CaptureFileError, ConfigError, OutOfMemoryError, ReceiptError
 from ipc.keys.signing import read_public_key
 from ipc.log_lines import counted
 from ipc.options.given_options import config_from_options
 from ipc.records.receipt import Contents, Header, Receipt
-from tools.commands.replay.rerun import OtherModelError
 from tools.commands.verify.sources import Named, claim_of, early_ends, is_capture, read_capture, read_receipts
 from tools.commands.verify.verifier import Outcome, Verifier
 from tools.flags.options import ArgumentParser, add_engine_options, engine_options

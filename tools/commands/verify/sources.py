@@ -199,7 +199,7 @@ def read_capture(path: str, changed: Mapping[str, object]) -> CapturedAnswers:
     Errors: CaptureFileError; OtherModelError.
     """
     with bounded_memory(path):
-        file = CaptureFile(path)
+        file = CaptureFile(path, None)
         if file.header.is_redacted:
             raise CaptureFileError(f"{path}: it is redacted, so its tokens are no model's")
         if file.begins_inside or file.num_lost:

@@ -7,7 +7,7 @@ as much as a prompt of n tokens.
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -19,9 +19,11 @@ from core.grammars.checker import CheckedGrammars
 from core.inputs import EngineInput, EngineReply
 from core.process.prepare import prepare
 from core.proposers.given import GivenDrafts
+from core.scheduling.scheduler import Scheduler
 from frontend.text.tokenizer import Tokenizer
 from ipc.errors import InvalidRequestError, ModelFileError
 from ipc.options.config import EngineConfig
+from ipc.options.schedulers import BUILT_IN_SCHEDULER
 from ipc.options.speculation import MAX_DRAFTS, SpeculativeConfig
 from ipc.params.sampling_params import RequestOutputKind, SamplingParams
 from ipc.wire.messages import Abort, AddRequest, FinishReason, Outputs, RequestFailed
@@ -79,13 +81,15 @@ class Verifier:
 
     def __init__(self, config: EngineConfig) -> None:
         drafts = SpeculativeConfig(method="ngram", num_speculative_tokens=MAX_DRAFTS, step_ns=_ANY_STEP_NS)
-        none = {"capture": None, "async_scheduling": False, "request_metrics": False}
+        none: dict[str, Any] = {"capture": None, "async_scheduling": False, "request_metrics": False}
+        none["scheduler_cls"] = BUILT_IN_SCHEDULER  # it takes the drafts, and no token depends on it
         config = msgspec.structs.replace(config, speculative_config=drafts, **none)
         prepared = prepare(config, lambda phase: None)
         self.config, self._executor = prepared.config, prepared.executor
         self.tokenizer_hash = prepared.tokenizer.tokenizer_hash
         self._tokenizer_files = prepared.tokenizer.files
         self._engine = EngineCore(self.config, self._executor)
+        assert isinstance(self._engine.scheduler, Scheduler), "the built-in scheduler was asked for"
         speculation = self._engine.scheduler.speculation
         most = min(MOST_DRAFTS, max(MAX_DRAFTS, _MAX_LOGITS_BYTES // (4 * self.info.vocab_size)))
         if self.info.state_bytes:  # each draft needs a place for the state before it

@@ -15,6 +15,7 @@ from frontend.fleet.placement import Placement
 from frontend.fleet.prefix_index import PrefixIndex
 from frontend.fleet.replicas import Replicas
 from ipc.options.resolved import ResolvedConfig
+from ipc.options.schedulers import BUILT_IN_SCHEDULER
 from ipc.tables.arrays import Ints
 from ipc.wire.block_roots import root_of_message
 from ipc.wire.kv_events import KVEvent
@@ -107,7 +108,7 @@ class Replica:
         self._executor = LengthExecutor(config, info)
         self._engine = EngineCore(config, self._executor)
         self._executor.engine = self._engine
-        self._time, self._joins = time, joins_steps
+        self._time, self._joins = time, joins_steps and config.scheduler_cls == BUILT_IN_SCHEDULER
         self._budget = config.max_num_batched_tokens
         #: Rows that no waiting request can take from a running one; 0: the policy may preempt.
         self._safe_rows = config.max_num_seqs if config.scheduling_policy == "fcfs" else 0
@@ -179,7 +180,7 @@ class Replica:
     def _look_ahead(self) -> None:
         """Set how many steps the next call may cover, the ns of the first, and the ns added by each later one."""
         scheduler, self._most_steps = self._engine.scheduler, 1
-        rows, table = scheduler.running, scheduler.table
+        rows, table = scheduler.batch.rows, scheduler.table
         if not self._joins or not len(rows):
             return
         if len(scheduler.waiting) and len(rows) != self._safe_rows:

@@ -122,7 +122,7 @@ def read_capture(path: Path, num_rows: int | None) -> list[Row]:
             None if one.aborted_ns else _since(one, one.token_times[-1:]),
             bool(one.aborted_ns),
         )
-        for one in read_requests(CaptureFile(path))[:num_rows]
+        for one in read_requests(CaptureFile(path, None))[:num_rows]
     ]
 
 

@@ -9,7 +9,7 @@ from core.engine import EngineCore
 from core.execution.executor import Costs, StepCosts, StepHandle
 from core.execution.plan import SchedulerOutput
 from core.executors.fake import create
-from core.scheduling.scheduler import Scheduler
+from core.scheduling.interface import SchedulerInterface
 from core.scheduling.stats import SchedulerStats
 from ipc.options.resolved import ResolvedConfig
 from ipc.tables.arrays import Ints
@@ -60,7 +60,7 @@ class TimedExecutor:
         self._inner.initialize_cache(config)
         self._step_time = step_time
         self.info, self.grammars, self.adapters = self._inner.info, self._inner.grammars, self._inner.adapters
-        self.scheduler: Scheduler | None = None
+        self.scheduler: SchedulerInterface | None = None
         self.duration_ns = 0
 
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:

@@ -12,9 +12,12 @@ from core.engine import EngineCore
 from core.execution.executor import ModelInfo
 from core.inputs import EngineInput, EngineReply
 from core.kv.block_names import block_key, hash_blocks
+from core.scheduling.policies import Policy
+from core.scheduling.scheduler import Scheduler
 from ipc.errors import CaptureFileError
 from ipc.log_lines import counted
 from ipc.options.resolved import ResolvedConfig
+from ipc.options.schedulers import BUILT_IN_SCHEDULER
 from ipc.options.workers import most_in_flight
 from ipc.tables.arrays import NO_INTS, Doubles, Ints
 from ipc.wire.messages import Abort, Outputs, RequestFailed
@@ -39,10 +42,13 @@ class JoinedSteps:
 
     def __init__(self, config: ResolvedConfig, engine: EngineCore, executor: OracleExecutor) -> None:
         self._scheduler, self._executor = engine.scheduler, executor
+        ours = engine.scheduler if config.scheduler_cls == BUILT_IN_SCHEDULER else None
+        self._policy: Policy | None = None  # None: its steps are never joined
+        if isinstance(ours, Scheduler) and _may_join(config, executor) and not ours.cuts:
+            self._policy = ours.policy
         self._size = config.block_size
         self._most_rows = config.max_num_seqs
         self._budget = config.max_num_batched_tokens
-        self._is_possible = _may_join(config, executor) and not self._scheduler.cuts
         self.count = 0
         self.rows: Ints = NO_INTS
         self._grows: Ints = NO_INTS  # [R] step, from 0, in which each row gets a block; past the last if none
@@ -53,14 +59,18 @@ class JoinedSteps:
         self.count = 0
         scheduler, batch = self._scheduler, self._scheduler.batch
         self.rows = rows = batch.rows
-        if not self._is_possible or not 0 < len(rows) < self._budget:
+        if self._policy is None or not 0 < len(rows) < self._budget:
             return 0
         table, pool = scheduler.table, scheduler.pool
         lengths, num_prompt = table.num_tokens[rows], table.num_prompt_tokens[rows]
         positions = lengths - num_prompt
         ends = self._executor.next_end(rows, positions, table.max_total_tokens[rows] - num_prompt)
         count = int((ends - positions).min()) - 1
-        if count < 2 or np.count_nonzero(lengths - table.num_computed_tokens[rows] != 1) or not self._starts_nothing():
+        if (
+            count < 2
+            or np.count_nonzero(lengths - table.num_computed_tokens[rows] != 1)
+            or not self._starts_nothing(self._policy)
+        ):
             return 0
         count = min(count, self._size)
         self._grows = table.num_blocks[rows] * self._size - lengths + 1
@@ -108,13 +118,13 @@ class JoinedSteps:
         if scheduler.waiting.peek() is not None:
             stats.num_head_no_row += count
 
-    def _starts_nothing(self) -> bool:
+    def _starts_nothing(self, policy: Policy) -> bool:
         """Return whether no waiting request could start or preempt another one as long as no row ends."""
         first = self._scheduler.waiting.peek()
         if first is None:
             return True
         rows = self.rows
-        return len(rows) == self._most_rows and not self._scheduler.policy.must_yield(first, rows).any()
+        return len(rows) == self._most_rows and not policy.must_yield(first, rows).any()
 
     def _evicts_what_it_names(self, num_blocks: int, count: int) -> bool:
         """Return whether the steps may evict a block whose content they also name: then the order matters."""

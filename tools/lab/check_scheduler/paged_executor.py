@@ -1,7 +1,7 @@
-"""PagedExecutor: keeps what a KV cache would hold and reads every context back through the block tables.
+"""PagedExecutor: keeps what a KV cache would hold, and reads every context back through the block tables.
 
-So a block given away too early, shared wrongly or named wrongly is seen at once; the plain fake executor never looks at
-blocks.
+It finds a block that is given away too early, shared wrongly or named wrongly at once. The plain fake executor never
+looks at blocks.
 """
 
 import numpy as np
@@ -26,7 +26,10 @@ MARK = np.uint64(1 << 63)
 
 
 class PagedExecutor:
-    """Fake tokens computed from what the blocks hold. `poison`: a request with this id among its tokens fails.
+    """Fake tokens computed from what the blocks hold. poison: a request with this id among its tokens fails.
+
+    Errors: AssertionError for a block with foreign content, one that is reused too early, or two copies to one block.
+    plans: all encoded plans so far. in_flight: (step, the blocks that it touches) of each step without a result.
 
     Each slot holds the checksum of the whole prefix up to its token; -1 marks what no step has written. With kv_window
     a token reads back only what it sees. With kv_page_blocks it is read from all blocks of the windows' pages, too, and
@@ -34,10 +37,11 @@ class PagedExecutor:
     """
 
     def __init__(self, config: EngineConfig, poison: int | None = None) -> None:
-        assert config.num_blocks_override is not None
+        assert config.num_blocks_override is not None, "the config is resolved"
+        self._config = config
         self.info = FakeExecutor(config).info
         self.plans: list[bytes] = []
-        self.in_flight: list[tuple[int, set[int]]] = []  # (step, blocks that it touches)
+        self.in_flight: list[tuple[int, set[int]]] = []
         self._poison = poison
         self._block_size = config.block_size
         self._pages = config.kv_page_blocks or 0
@@ -49,19 +53,29 @@ class PagedExecutor:
         self.seed = np.zeros(config.max_num_seqs, np.uint64)
         self.num_candidates = np.zeros(config.max_num_seqs, np.int64)  # of rows of beam searches
 
+    def forget(self) -> None:
+        """Lose rows, blocks and steps in flight, as if its processes had been started again."""
+        plans = self.plans
+        PagedExecutor.__init__(self, self._config, self._poison)
+        self.plans = plans
+
     def determine_num_available_blocks(self, memory_bytes: int, block_size: int) -> int:
-        raise AssertionError("the config of these tests is resolved")
+        """Raise AssertionError: the config is resolved."""
+        raise AssertionError("the config is resolved")
 
     def initialize_cache(self, config: EngineConfig) -> None:
-        raise AssertionError("the config of these tests is resolved")
+        """Raise AssertionError: the config is resolved."""
+        raise AssertionError("the config is resolved")
 
     def prepare_ahead(self) -> bool:
-        raise AssertionError("nobody is idle here")
+        """Raise AssertionError: this engine is never idle."""
+        raise AssertionError("this engine is never idle")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: it holds only memory."""
 
     def execute(self, plan: SchedulerOutput) -> "_Handle":
+        """Run the plan, and read back the context of each row that samples."""
         assert not plan.is_empty
         self.plans.append(encode_plan(plan))
         self._check_new_blocks(plan)
@@ -92,7 +106,7 @@ class PagedExecutor:
         return _Handle(self, self.sample(plan, samples))
 
     def sample(self, plan: SchedulerOutput, samples: npt.NDArray[np.bool_]) -> ModelRunnerOutput:
-        """The step's result; its tokens are in the table then."""
+        """Return the step's result, whose tokens are in the table from then on."""
         if len(plan.num_draft_tokens):
             return self._verified(plan, samples)
         candidates = self._candidates(plan, samples)
@@ -116,12 +130,12 @@ class PagedExecutor:
             end, count = int(self.table.num_tokens[row]), int(self.num_candidates[row])
             sums, position = np.array([checksum(self.table.tokens.read(row, 0, end))]), np.array([end], np.uint64)
             ids, values = fake_candidates(sums, position, count, self.info.vocab_size)
-            one = np.array([index, end, len(ids[0]), 1], np.int32)[:, None]
-            parts.append(LogprobColumns(*one, ids[0], values[0]))
+            rows, positions, counts, ranks = np.array([index, end, len(ids[0]), 1], np.int32)[:, None]
+            parts.append(LogprobColumns(rows, positions, counts, ranks, ids[0], values[0]))
         return concat_logprobs(parts)
 
     def _verified(self, plan: SchedulerOutput, samples: npt.NDArray[np.bool_]) -> ModelRunnerOutput:
-        """A token after the known ones of each row, and after each draft that is the token in its place."""
+        """Return a token after the known ones of each row, and after each draft that is right."""
         runs = [
             self._run_of_drafts(row, count) if sampled else []
             for row, count, sampled in zip(plan.rows.tolist(), plan.num_draft_tokens.tolist(), samples, strict=True)
@@ -146,7 +160,7 @@ class PagedExecutor:
         return run
 
     def _copy_blocks(self, plan: SchedulerOutput) -> None:
-        """Out of the cache, within it, then back into it; token() sees what was copied wrongly or too late."""
+        """Copy out of the cache, within it, then back into it. token() finds what was copied wrongly or too late."""
         blocks = self._kv.reshape(-1, self._block_size)
         for targets in (plan.swapped_out_slots, plan.swapped_in_blocks, plan.copied_to):
             assert len(set(targets.tolist())) == len(targets), f"plan {plan.step} copies twice to one of {targets}"
@@ -155,7 +169,7 @@ class PagedExecutor:
         blocks[plan.swapped_in_blocks] = self._host[plan.swapped_in_slots]
 
     def _check_new_blocks(self, plan: SchedulerOutput) -> None:
-        """Blocks that this plan begins to fill are touched by no step in flight."""
+        """Check that no step in flight touches the blocks that this plan begins to fill."""
         fresh = set(plan.block_ids.tolist())
         for other in plan.others:
             fresh |= {block + inside for block in other.ids.tolist() for inside in range(self._pages)}
@@ -169,7 +183,7 @@ class PagedExecutor:
             assert not fresh & blocks, f"plan {plan.step} reuses blocks {fresh & blocks} of step {step} in flight"
 
     def token(self, row: int, end: int | None = None) -> int:
-        """Next token of the row after `end` tokens, all computed ones, after its whole context has been read back."""
+        """Return the row's next token after `end` tokens (None: all computed ones), whose context is read back."""
         end = int(self.table.num_computed_tokens[row]) if end is None else end
         first = max(0, end - self._window)
         begin = 0 if self._pages else first
@@ -194,7 +208,7 @@ class PagedExecutor:
         return blocks
 
     def _seen_blocks(self, row: int, start: int) -> list[int]:
-        """The blocks of windows that tokens from this place on read and write."""
+        """Return the blocks of windows that tokens from this place on read and write."""
         first = max(0, start - self._window + 1) // self._block_size if self._pages else 0
         tables = self.table.others
         seen = [
@@ -216,7 +230,7 @@ class PagedExecutor:
 
 
 def prefix_sums(ids: Int32s) -> UInt64s:
-    """What the slots of these tokens hold, from the first token on."""
+    """Return what the slots of these tokens hold, from the first token on."""
     positions = np.arange(1, len(ids) + 1, dtype=np.uint64)
     golden = np.uint64(0x9E3779B97F4A7C15)
     return np.cumsum(mix((ids.astype(np.uint64) + np.uint64(1)) * golden + mix(positions)))
