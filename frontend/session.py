@@ -446,6 +446,7 @@ def _end(process: EngineProcess, supervised: SupervisedEngine | None, timeout: f
     else:
         process.stop(timeout)
         process.close()
+        process.release()
 
 
 def final_only(params: SamplingParams) -> SamplingParams:

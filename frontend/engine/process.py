@@ -144,6 +144,7 @@ class EngineProcess:
         from frontend.engine.ray_workers import RayWorkers  # needed with Ray only
 
         self.ray_workers = RayWorkers(self.config, self._start_timeout)
+        weakref.finalize(self, self.ray_workers.close).atexit = False  # at a program's end Ray ends them itself
         self.config = self.ray_workers.config
 
     def prepare_next(self, *, loads_model: bool) -> Standby:

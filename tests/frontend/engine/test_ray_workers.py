@@ -1,5 +1,6 @@
 """An engine's workers as Ray's actors, with a stand-in for Ray; `make ray` runs a real cluster of two nodes."""
 
+import gc
 import os
 import select
 import signal
@@ -174,6 +175,26 @@ def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch, 
     process = EngineProcess(config_of(executor="fake"))
     with pytest.raises(ConfigError, match=r"Ray is not installed .* its extra \[ray\]"):
         process.start()
+
+
+def test_all_processes_of_an_engine_have_the_same_workers(ray: Ray) -> None:
+    process = EngineProcess(config_of(executor="fake"))
+    for _ in range(2):
+        process.start()
+        address = process.config.master_addr
+        process.close()
+    assert process.ray_workers is not None
+    assert (len(ray.actors), ray.actors[0].ends) == (1, 0)
+    assert ray.actors[0].arguments[0] == address == process.ray_workers.config.master_addr
+    process.release()
+    process.release()
+    assert ray.actors[0].ends == 1
+    assert process.config.master_addr is None, "the next start asks Ray again"
+    process.start()
+    process.close()
+    del process
+    gc.collect()
+    assert [actor.ends for actor in ray.actors] == [1, 1], "an engine that nobody holds has no workers"
 
 
 def wait_for_end(pidfd: int) -> bool:
