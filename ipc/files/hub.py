@@ -247,7 +247,7 @@ def _from_modelscope(name: HubName, with_weights: bool, is_update: bool) -> Path
             f"({error}): pip install modelscope, or engine-core with its extra [modelscope], or unset "
             f"{' and '.join(_MODELSCOPE)}"
         ) from error
-    lacks = "the cache was not read"
+    lacks = ""
     # The library lets the errors of its HTTP client through, and raises many of its own.
     try:
         if not is_update:
@@ -266,7 +266,8 @@ def _from_modelscope(name: HubName, with_weights: bool, is_update: bool) -> Path
     except ModelFileError:
         raise
     except Exception as error:
+        failed = f"{name} was not downloaded from ModelScope" + (f", and {lacks}" if lacks else "")
         raise ModelFileError(
-            f"{name} was not downloaded from ModelScope, and {lacks}: {_reason(error)}. Check the spelling and the "
-            "network; for a private model run `modelscope login`; or give a folder"
+            f"{failed} ({_reason(error)}): check the spelling and the network; for a private model run "
+            "`modelscope login`; or give a folder"
         ) from None

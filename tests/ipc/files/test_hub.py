@@ -379,6 +379,22 @@ def test_a_model_comes_from_modelscope(modelscope: Callable[[list[str]], ModuleT
     assert (path / "model.safetensors").is_file()
 
 
+def test_an_error_of_its_library_is_said_with_what_the_cache_lacks(
+    modelscope: Callable[[list[str]], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = modelscope(FILES)
+    path = fetch_model("org/name")
+    monkeypatch.setattr(library.HubApi, "get_model_files", lambda *args, **options: [][0])
+    assert fetch_model("org/name") == path
+    with pytest.raises(ModelFileError, match=r"^org/name was not downloaded from ModelScope \(IndexError: .*a folder$"):
+        fetch_model("org/name", is_update=True)
+    (path / "model.safetensors").unlink()
+    with pytest.raises(
+        ModelFileError, match=r"ModelScope, and .*/snapshots/master: expected model.safetensors .* \(Index"
+    ):
+        fetch_model("org/name")
+
+
 def test_a_gguf_file_comes_from_modelscope(modelscope: Callable[[list[str]], ModuleType]) -> None:
     library = modelscope(["m-Q4_0.gguf", "m-Q8_0.gguf"])
     path = fetch_model("org/name:q8_0")
