@@ -97,12 +97,12 @@ class Service:
             engine.tokenizer.most_uncut = max(_MAX_UNCUT_BYTES, 4 * self.max_model_len)
 
     @property
-    @property
     def fingerprint(self) -> str:
         """Return the field system_fingerprint: the model's, and the version of weights that have replaced its own."""
         version = self.engine.client.weights_version
         return f"{self._fingerprint}-w{version}" if version else self._fingerprint
 
+    @property
     def max_model_len(self) -> int:
         """Return the most tokens that a prompt and its output may have together."""
         return self.engine.client.welcome.limits.max_model_len
