@@ -23,7 +23,7 @@ _ROW_COLUMNS = frozenset(
 _OTHER_FIELDS = tuple(
     (field.name, field.default_factory() if callable(field.default_factory) else field.default)
     for field in msgspec.structs.fields(Outputs)
-    if field.name not in _ROW_COLUMNS | {"epoch", "step"}
+    if field.name not in _ROW_COLUMNS | {"epoch", "step", "weights_version"}
 )
 
 
@@ -45,6 +45,8 @@ class Backlog:
     def append(self, message: ServerMessage) -> None:
         """Add a message at the end."""
         if isinstance(message, Outputs) and _is_mergeable(message):
+            if self._outputs and self._outputs[-1].weights_version != message.weights_version:
+                self._seal()
             self._outputs.append(message)
             self._outputs_bytes += _num_bytes(message)
             if self._outputs_bytes >= MAX_MERGED_BYTES:
@@ -82,7 +84,10 @@ class Backlog:
 
 
 def merge_outputs(parts: Sequence[Outputs]) -> Outputs:
-    """Merge messages for one client, in order, into one message with one row per choice of a request."""
+    """Merge messages for one client, in order, into one message with one row per choice of a request.
+
+    They are of one version of the weights.
+    """
     started = b"".join(part.started for part in parts)
     drafts = b"".join(part.drafts for part in parts)
     events = _join_events([part.events for part in parts if part.events is not None])
@@ -116,6 +121,7 @@ def merge_outputs(parts: Sequence[Outputs]) -> Outputs:
         started=started,
         events=events,
         drafts=drafts,
+        weights_version=parts[0].weights_version,
     )
 
 

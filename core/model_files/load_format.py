@@ -91,7 +91,7 @@ class CheckedWeights:
         parts = (StoredMatrix.of(np.atleast_2d(weight)) if isinstance(weight, np.ndarray) else weight).parts
         for part in parts:
             self._digest.update(f"{name} {part.type_name} {part.rows} {part.depth}\n".encode())
-            self._digest.update(part.data)
+            self._digest.update(part.data.data)
             if part.type_name in PLAIN_TYPES and not are_finite(part.data.reshape(-1), part.type_name):
                 faults.append(name)
 

@@ -154,7 +154,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "enable_prompt_adapter": (False,),
     "enable_prompt_embeds": (True, False),
     "enable_reasoning": (False,),
-    "enable_sleep_mode": (False,),
+    "enable_sleep_mode": (True, False),
     "enable_tower_connector_lora": (False,),
     "engine_use_ray": (False,),
     "guided_decoding_disable_additional_properties": (False,),

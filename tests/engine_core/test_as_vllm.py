@@ -155,8 +155,8 @@ def test_an_example_of_vllms_reads_its_command_line(tmp_path: Path) -> None:
     done = run(str(tmp_path / "generate.py"), *words, "--trust-remote-code", "--enforce-eager", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "3\n"
-    done = run(str(tmp_path / "generate.py"), *words, "--enable-sleep-mode", cwd=tmp_path)
-    assert "enable_sleep_mode=True is not supported" in done.stderr
+    done = run(str(tmp_path / "generate.py"), *words, "--enable-tower-connector-lora", cwd=tmp_path)
+    assert "enable_tower_connector_lora=True is not supported" in done.stderr
 
 
 def test_a_vllm_that_is_there_already_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,7 @@ from core.inputs import (
     ExecutorLost,
     ExecutorRestored,
     HoldClient,
+    NewWeights,
     ReleaseClient,
     RenewKVEvents,
     SetClientWeight,
@@ -224,8 +225,8 @@ class RouterEngine:
                 fleet.resume(now)
             case SetClientWeight() | RenewKVEvents():
                 pass  # replicas handle shares, and no client of a fleet follows KV events
-            case ExecutorLost() | ExecutorRestored() | BlocksFound() | BlocksArrived() | BlocksStored():
-                pass  # a router has no executor and no blocks
+            case ExecutorLost() | ExecutorRestored() | BlocksFound() | BlocksArrived() | BlocksStored() | NewWeights():
+                pass  # a router has no executor, no blocks and no weights
             case Call():
                 fleet.call(client, message, now)
 
