@@ -27,7 +27,7 @@ from core.border.doorway import Doorway, max_connections, monitor_of
 from core.border.preparation import Preparer
 from core.border.reception import Served
 from core.border.socket_rounds import NOBODY, AddressedMessage, Border
-from core.execution.executor import UpdatesWeights
+from core.border.weight_calls import WeightReader
 from core.inputs import EngineInput, ExecutorNews, StoreNews
 from ipc.wire.messages import EngineStopping
 from ipc.wire.sockets import BoundRouter, Context, signal_fd
@@ -55,7 +55,7 @@ class IOThread:
         preparers: Sequence[Preparer] = (),
         *,
         adapters: AdapterShelf | None = None,
-        updates: UpdatesWeights | None = None,
+        updates: WeightReader | None = None,
     ) -> None:
         """Create the thread; start() runs it. preparers: the kinds of preparation for requests. adapters: None = not
         enabled. updates: None = the executor cannot change its weights.

@@ -21,8 +21,7 @@ from core.border.pacing import BURST_UNITS, Message, Pacing
 from core.border.preparation import Preparation, Preparer
 from core.border.reception import RETURN_S, Reception, Served
 from core.border.sessions import Sessions
-from core.border.weight_calls import WeightCalls
-from core.execution.executor import UpdatesWeights
+from core.border.weight_calls import WeightCalls, WeightReader
 from core.inputs import EndPause, NewWeights
 from ipc.wire.messages import CallResult, ErrorCode, Outputs, ServerMessage
 from ipc.wire.sockets import READABLE, Socket, pending_events, receive_event
@@ -63,7 +62,7 @@ class Border:
         preparers: Sequence[Preparer] = (),
         doorway: Doorway | None = None,
         adapters: AdapterShelf | None = None,
-        updates: UpdatesWeights | None = None,
+        updates: WeightReader | None = None,
         on_drain: Callable[[], None],
         on_shutdown: Callable[[], None],
         on_prepared: Callable[[], None] = lambda: None,

@@ -8,9 +8,9 @@ import threading
 import traceback
 from collections.abc import Callable
 from queue import SimpleQueue
+from typing import Protocol
 
 from core import log
-from core.execution.executor import UpdatesWeights
 from core.inputs import NewWeights
 from ipc.errors import EngineCoreError
 from ipc.wire.messages import CallFailed, ErrorCode
@@ -20,6 +20,17 @@ _JOIN_S = 1.0  # seconds that close() waits for the weights being read; then the
 _UNSUPPORTED = "this engine's executor cannot change its weights while it runs"
 
 
+class WeightReader(Protocol):
+    """The part of UpdatesWeights (core/execution/executor.py) that the border needs."""
+
+    @property
+    def why_fixed(self) -> str:
+        """Return why this model's weights cannot change; "" if they can."""
+
+    def prepare_weights(self, path: str, version: int) -> WeightsMark:
+        """Read other weights. Called by one thread. Errors: those of ipc.errors."""
+
+
 class WeightCalls:
     """One update at a time, from its call until the engine uses it. Call all methods except _run() with the socket's
     lock held.
@@ -27,7 +38,7 @@ class WeightCalls:
     executor: None = it cannot change its weights. wake: called by the reading thread when take_done() has something.
     """
 
-    def __init__(self, executor: UpdatesWeights | None, wake: Callable[[], None]) -> None:
+    def __init__(self, executor: WeightReader | None, wake: Callable[[], None]) -> None:
         self._executor, self._wake = executor, wake
         self._asked: SimpleQueue[tuple[int, UpdateWeights, int] | None] = SimpleQueue()
         self._done: SimpleQueue[tuple[int, NewWeights | CallFailed]] = SimpleQueue()
@@ -82,13 +93,13 @@ class WeightCalls:
 
     # --- the reading thread ---
 
-    def _run(self, executor: UpdatesWeights) -> None:
+    def _run(self, executor: WeightReader) -> None:
         while (asked := self._asked.get()) is not None:
             client, call, version = asked
             self._done.put((client, self._read(executor, call, version)))
             self._wake()
 
-    def _read(self, executor: UpdatesWeights, call: UpdateWeights, version: int) -> NewWeights | CallFailed:
+    def _read(self, executor: WeightReader, call: UpdateWeights, version: int) -> NewWeights | CallFailed:
         try:
             return NewWeights(call.call, executor.prepare_weights(call.path, version), call.mode)
         except EngineCoreError as error:

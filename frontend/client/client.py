@@ -25,6 +25,7 @@ from frontend.client.news import News
 from frontend.client.progress import Progress
 from frontend.client.transport_interface import Borrower, Transport
 from frontend.client.typed_calls import TypedCalls
+from frontend.client.weight_marks import WeightMarks
 from ipc.errors import (
     CallFailedError,
     DeadlineExceededError,
@@ -66,7 +67,7 @@ from ipc.wire.placed_feature import PlacedFeature
 from ipc.wire.pooling_messages import AddPooling
 from ipc.wire.scheduling_messages import FollowKVEvents, KVEvents
 from ipc.wire.sockets import HANDSHAKE_MS
-from ipc.wire.weights_messages import Weights, WeightsMark
+from ipc.wire.weights_messages import Weights
 
 # JournalReader: what consumers read about a client's requests, under the lock of the journal.
 
@@ -125,7 +126,6 @@ class JournalReader(Protocol):
 
 
 _MAX_NUMBER = 2**32 - 1
-_MAX_MARKS = 256
 _LOST = "the connection to the engine was lost and is being restored; try again"
 
 
@@ -164,7 +164,7 @@ class EngineClient(JournalReader, TypedCalls):
         self._call_numbers = itertools.count(1)
         self._listeners: list[Callable[[], None]] = []
         self._kv_events: KVEventStream | None = None
-        self.marks: dict[int, WeightsMark] = {}  # by version: the last ones that the engine has changed its weights to
+        self._marks = WeightMarks()
         self._error: EngineCoreError | None = None
         self._welcome: Future[Welcome] = Future()
         begin = time.monotonic()
@@ -299,24 +299,11 @@ class EngineClient(JournalReader, TypedCalls):
     @property
     def weights_version(self) -> int:
         """Return the version of the weights that the engine computes with, as far as this client knows."""
-        return next(reversed(self.marks), 0)
-
-    def _note_weights(self, mark: WeightsMark) -> None:
-        self.marks[mark.version] = mark
-        if len(self.marks) > _MAX_MARKS:
-            del self.marks[next(iter(self.marks))]
+        return self._marks.version
 
     def welcome_of(self, weights_version: int) -> Welcome:
-        """Return the engine's Welcome as it would be with these weights. Errors: InvalidRequestError if they are not
-        known: this client knows the last ones since its beginning.
-        """
-        if not weights_version:
-            return replace(self.welcome, weights=None)
-        mark, arithmetic = self.marks.get(weights_version), self.welcome.arithmetic
-        if mark is None or arithmetic is None:
-            raise InvalidRequestError(f"nothing is known of the weights of version {weights_version}")
-        own = replace(arithmetic, weights=mark.weights, variant=mark.variant)
-        return replace(self.welcome, model_fingerprint=mark.fingerprint, arithmetic=own, weights=mark)
+        """Return the engine's Welcome as it would be with these weights; see WeightMarks.apply()."""
+        return self._marks.apply(self.welcome, weights_version)
 
     @property
     def num_live(self) -> int:
@@ -426,8 +413,8 @@ class EngineClient(JournalReader, TypedCalls):
                 return False
             case _:  # the answer to a call
                 answer: CallResult = message
-                if isinstance(answer, Weights) and answer.mark.version:
-                    self._note_weights(answer.mark)
+                if isinstance(answer, Weights):
+                    self._marks.note(answer.mark)
                 if (future := self._calls.pop(answer.call, None)) is not None:
                     future.set_result(answer)
                 return False
@@ -443,8 +430,7 @@ class EngineClient(JournalReader, TypedCalls):
             self._end(EngineDeadError(f"the engine was restarted while the connection was lost, and {reason}"))
             return False
         self.welcome = welcome
-        if welcome.weights is not None:
-            self._note_weights(welcome.weights)
+        self._marks.note(welcome.weights)
         self._is_connected = True
         self._resumption.opened(welcome.session_token)
         self._transport.keep_alive(encode(Heartbeat()), welcome.limits.heartbeat_ms / 1000)

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from engine_core import LLM, SamplingParams
 from ipc.errors import ConfigError, EngineStartError
@@ -90,3 +91,20 @@ def test_a_folder_that_cannot_be_used_fails_the_start_with_its_reason(model: str
 def test_what_does_not_go_together_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises((ConfigError, EngineStartError), match=message):
         LLM(**{**SIZES, "kv_dir": "somewhere", **options})
+
+
+def test_blocks_of_other_weights_are_not_found_and_those_of_the_same_are(model: str, tmp_path: Path) -> None:
+    folder, other = tmp_path / "kv", load_file(f"{model}/model.safetensors")
+    other = {name: tensor + tensor.roll(1) for name, tensor in other.items()}
+    with LLM(model, **SIZES, kv_dir=folder) as llm:
+        first = answers(llm, stores=True)
+        llm.update_weights(other.items())
+        second = answers(llm)
+        assert llm.statistics().num_fetched_blocks == 0
+        wait_for_stored(llm, 160)
+    assert second[0] != first[0]
+    assert second[1] == first[1]
+    with LLM(model, **SIZES, kv_dir=folder) as llm:
+        llm.update_weights(other.items())
+        assert answers(llm)[0] == second[0]
+        assert llm.statistics().num_fetched_blocks > 0

@@ -127,7 +127,10 @@ def test_switches_are_options_without_effect() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--enable-tower-connector-lora"], "argument --enable-tower-connector-lora: enable_tower_connector_lora=True is not supported"),
+        (
+            ["--enable-tower-connector-lora"],
+            "argument --enable-tower-connector-lora: enable_tower_connector_lora=True is not",
+        ),
         (["--data-parallel-rank", "1"], "argument --data-parallel-rank: data_parallel_rank=1 is not supported by this"),
         (["--data-parallel-rank"], "argument --data-parallel-rank: data_parallel_rank='' is not supported"),
     ],

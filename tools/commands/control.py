@@ -46,6 +46,29 @@ _OWNER_FILE = re.compile(rb"([0-9a-f]*\n)?")
 
 def main(arguments: Sequence[str]) -> int:
     """Do one action on a running engine and return the exit status. Errors: ConfigError; those of the client."""
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
+    if parsed.prefill and parsed.action != "join":
+        parser.error("--prefill is for join only")
+    if parsed.out is not None and parsed.action != "dump":
+        parser.error("--out is for dump only")
+    if parsed.action in _OF_A_REPLICA and len(parsed.words) != 1:
+        parser.error(f"{parsed.action} needs the address of one replica")
+    if parsed.words and parsed.action not in ("lora", "weights", *_OF_A_REPLICA):
+        parser.error(f"{parsed.action} takes no words: {' '.join(parsed.words)}")
+    owner_file = owner_file_to_read(parsed.owner_file, parsed.connect)
+    token = b"" if owner_file is None else read_owner_file(owner_file)
+    client = EngineClient(ZmqTransport(address_to_connect(parsed.connect)), name="control", owner_token=token)
+    try:
+        _ACTIONS[parsed.action](client, parsed)
+    finally:
+        client.close()
+    if parsed.action not in _TELLING:
+        print(f"{parsed.action}: done")
+    return 0
+
+
+def _parser() -> ArgumentParser:
     parser = ArgumentParser(
         prog="engine-core control",
         usage=f"engine-core control {{{','.join(_ACTIONS)}}} [WORD ...] [--connect ADDR] [--owner-file FILE]",
@@ -93,25 +116,7 @@ def main(arguments: Sequence[str]) -> int:
         "--prefill", action="store_true", help="for join: from now on the replica computes long prompts for the others"
     )
     parser.add_argument("--out", metavar="FILE", help="for dump: the new file; default: one in the engine's folder")
-    parsed = parser.parse_args(arguments)
-    if parsed.prefill and parsed.action != "join":
-        parser.error("--prefill is for join only")
-    if parsed.out is not None and parsed.action != "dump":
-        parser.error("--out is for dump only")
-    if parsed.action in _OF_A_REPLICA and len(parsed.words) != 1:
-        parser.error(f"{parsed.action} needs the address of one replica")
-    if parsed.words and parsed.action not in ("lora", "weights", *_OF_A_REPLICA):
-        parser.error(f"{parsed.action} takes no words: {' '.join(parsed.words)}")
-    owner_file = owner_file_to_read(parsed.owner_file, parsed.connect)
-    token = b"" if owner_file is None else read_owner_file(owner_file)
-    client = EngineClient(ZmqTransport(address_to_connect(parsed.connect)), name="control", owner_token=token)
-    try:
-        _ACTIONS[parsed.action](client, parsed)
-    finally:
-        client.close()
-    if parsed.action not in _TELLING:
-        print(f"{parsed.action}: done")
-    return 0
+    return parser
 
 
 def dump(client: EngineClient, out: str | None) -> None:

@@ -42,7 +42,9 @@ class Receipts:
         choices = [Answered(*one) for one in zip(self._token_ids, self._finishes, strict=True)]
         client, key = self._service.engine.client, self._service.receipt_key
         if client.weights_version != self._version:
-            raise InvalidRequestError("no receipt can be made of this answer: the weights changed meanwhile")
+            raise InvalidRequestError(
+                "no receipt can be made of this answer: the weights changed while it was computed"
+            )
         welcome = client.welcome_of(self._version)
         parts = [choices[first : first + self._n] for first in range(0, len(choices), self._n)]
         made = [make_receipt(welcome, *one, key) for one in zip(self._requests, parts, strict=True)]

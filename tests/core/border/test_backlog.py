@@ -2,6 +2,7 @@
 
 import random
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -121,3 +122,21 @@ def test_a_message_with_nothing_but_starts() -> None:
     only = Outputs(3, 1, b"", b"", b"", b"", started=bytes(8))
     assert merge_outputs([only, only]).started == bytes(16)
     assert merge_outputs([step_outputs(0, [(1, 0, 4)]), only]).tokens == b"\4\0\0\0"
+
+
+def test_outputs_of_other_weights_stay_apart() -> None:
+    """A merged message says one version of the weights for all its tokens."""
+    waiting, journal = Backlog(), Journal()
+    for step, version in enumerate([0, 0, 4, 4, 5]):
+        outputs = step_outputs(step, [(1, step, 30 + step)])
+        waiting.append(msgspec.structs.replace(outputs, weights_version=version))
+    sent = []
+    while (frame := waiting.head()) is not None:
+        sent.append(decode_server_message(frame))
+        waiting.pop_head()
+    assert [(one.weights_version, len(one.tokens) // 4) for one in sent] == [(0, 2), (4, 2), (5, 1)]  # type: ignore[union-attr]
+    journal.add(AddRequest(1, b"", SamplingParams(), 0), streaming=True, now=0.0)
+    for one in sent:
+        assert isinstance(one, Outputs)
+        journal.apply(one, 1.0)
+    assert journal.read(1).weights_versions == ((0, 0), (2, 4), (4, 5))

@@ -1,0 +1,105 @@
+"""The owner's calls on the weights: one update at a time, read by another thread; what fails changes nothing."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from core.border.weight_calls import WeightCalls
+from core.inputs import NewWeights
+from ipc.errors import ModelFileError
+from ipc.wire.messages import CallFailed, ErrorCode
+from ipc.wire.weights_messages import Sleep, UpdateMode, UpdateWeights, WakeUp, WeightsMark
+
+
+class Reader:
+    """An executor that reads weights when it is told to."""
+
+    why_fixed = ""
+
+    def __init__(self) -> None:
+        self.may_read = threading.Event()
+
+    def prepare_weights(self, path: str, version: int) -> WeightsMark:
+        assert self.may_read.wait(10)
+        if path == "bad":
+            raise ModelFileError("bad: a tensor is missing")
+        if path == "worse":
+            raise RuntimeError("a bug")
+        return WeightsMark(version, f"fingerprint of {path}", path, "")
+
+    def use_weights(self, mark: WeightsMark) -> None:
+        raise AssertionError("the engine does that")
+
+    def sleep(self, level: int) -> None:
+        raise AssertionError("the engine does that")
+
+
+@pytest.fixture(name="reader")
+def made() -> Reader:
+    return Reader()
+
+
+@pytest.fixture(name="calls")
+def opened(reader: Reader) -> Iterator[WeightCalls]:
+    calls = WeightCalls(reader, lambda: None)
+    yield calls
+    reader.may_read.set()
+    calls.close()
+
+
+def done(calls: WeightCalls) -> list[tuple[int, NewWeights | CallFailed]]:
+    while not (found := calls.take_done()):
+        pass
+    return found
+
+
+def test_one_update_at_a_time(calls: WeightCalls, reader: Reader) -> None:
+    assert calls.begin(7, UpdateWeights(1, "one", UpdateMode.KEEP)) is None
+    refused = calls.begin(8, UpdateWeights(2, "two"))
+    assert refused is not None
+    assert refused.code == ErrorCode.RESOURCE_EXHAUSTED
+    reader.may_read.set()
+    ((client, new),) = done(calls)
+    assert isinstance(new, NewWeights)
+    assert (client, new) == (7, NewWeights(1, WeightsMark(1, "fingerprint of one", "one", ""), UpdateMode.KEEP))
+    assert calls.begin(8, UpdateWeights(3, "two")) is not None, "the engine does not use them yet"
+    assert calls.end(new.mark)
+    assert not calls.end(new.mark), "told once"
+    assert calls.mark == new.mark
+    assert calls.begin(8, UpdateWeights(4, "two")) is None
+    ((_, second),) = done(calls)
+    assert isinstance(second, NewWeights)
+    assert second.mark.version == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "code", "text"),
+    [
+        ("bad", ErrorCode.INVALID_ARGUMENT, "bad: a tensor is missing"),
+        ("worse", ErrorCode.INTERNAL, "the weights could not be read: RuntimeError: a bug"),
+    ],
+)
+def test_after_a_failure_the_next_one_may_come(
+    calls: WeightCalls, reader: Reader, path: str, code: ErrorCode, text: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reader.may_read.set()
+    assert calls.begin(7, UpdateWeights(1, path)) is None
+    assert done(calls) == [(7, CallFailed(1, code, text))]
+    assert calls.mark is None
+    assert calls.begin(7, UpdateWeights(2, "one")) is None
+    assert isinstance(done(calls)[0][1], NewWeights)
+
+
+def test_what_an_executor_cannot_do_is_refused(calls: WeightCalls, reader: Reader) -> None:
+    without = WeightCalls(None, lambda: None)
+    for failed in (without.begin(7, UpdateWeights(1, "one")), without.refusal(Sleep(1)), without.refusal(WakeUp(1))):
+        assert failed is not None
+        assert failed.code == ErrorCode.INVALID_ARGUMENT
+    assert calls.refusal(Sleep(1, 2)) is calls.refusal(WakeUp(1)) is None
+    assert calls.refusal(Sleep(1, 0)) is not None
+    reader.why_fixed = "it is an encoder"
+    refused = calls.refusal(Sleep(1, 2))
+    assert refused is not None
+    assert refused.message.endswith("cannot get them again: it is an encoder")
+    assert calls.refusal(Sleep(1, 1)) is None
