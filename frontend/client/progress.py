@@ -25,7 +25,7 @@ class Progress(NamedTuple):
     events: tuple[RequestEvent, ...] = ()  # of all choices of the request
     num_draft_tokens: int = 0  # drafts of its next tokens that the engine has verified; known at its end
     num_accepted_tokens: int = 0  # of these: accepted
+    vectors: Floats | None = None  # [n, width] float32 of a pooling request that has its answer
     #: (output position of the first token, version) of the weights that computed it and those after it, ascending;
     #: empty: all come from those of the engine's start.
     weights_versions: tuple[tuple[int, int], ...] = ()
-    vectors: Floats | None = None  # [n, width] float32 of a pooling request that has its answer

@@ -80,6 +80,7 @@ from ipc.wire.start_messages import (
     StartPhase,
     StartReport,
 )
+from ipc.wire.weights_messages import GetWeights, Sleep, UpdateMode, UpdateWeights, WakeUp, Weights, WeightsMark
 from tests.columns import pack_numbers
 
 PARAMS = SamplingParams(
@@ -133,6 +134,10 @@ CLIENT_MESSAGES: list[msgspec.Struct] = [
     LoadLora(15, "sql", "/models/sql"),
     UnloadLora(16, "sql"),
     ListLora(17),
+    UpdateWeights(34, "/data/step-3", UpdateMode.KEEP),
+    GetWeights(35),
+    Sleep(36, 2),
+    WakeUp(37),
     GetReplicas(18),
     ChangeReplica(19, ReplicaChange.LEAVE, "tcp://127.0.0.1:5555", 20_000),
 ]
@@ -162,6 +167,7 @@ SERVER_MESSAGES: list[msgspec.Struct] = [
     EngineStopping("", True),
     Statistics(1, *range(32), [1, 2], 33, 34, 35, [3, 2]),
     Statistics(1, *range(32), [1, 2], 33, 34, 35, [3, 2], 36),
+    Weights(34, WeightsMark(3, "ab", "cd", "c-avx512"), True, False),
     LoraAdapters(1, [LoraAdapter("sql", "ab" * 16, 8, 2**20, "/models/sql")]),
     LoraAdapters(1, [], False),
     Outputs(0, 1, b"\1\0\0\0", b"\0\0\0\0", b"\1\0", b"\5\0\0\0", finish=b"\1", drafts=bytes(16)),
