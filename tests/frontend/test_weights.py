@@ -18,7 +18,7 @@ from ipc.params.sampling_params import SamplingParams
 from ipc.tables.arrays import Floats
 from ipc.wire.messages import FinishReason, PauseMode
 from tests.captures import error, replay
-from tests.core.draft_heads import LLAMA, model_shapes, random_weights, write
+from tests.core.draft_heads import LLAMA, MIMO, model_shapes, random_weights, write
 
 MODEL = {**LLAMA, "num_hidden_layers": 2}
 OPTIONS: dict[str, Any] = {
@@ -225,6 +225,45 @@ def test_an_engine_sleeps_and_its_requests_continue(site: Site, level: int) -> N
     assert bits(answer(site.llm)) == bits(site.answers[1])
     with pytest.raises(CallFailedError, match="level must be 1"):
         site.llm.sleep(3)
+
+
+INT8 = {**OPTIONS, "dtype": "bfloat16", "quantization": "int8"}
+MTP = {**OPTIONS, "speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}
+
+
+@pytest.mark.parametrize(("settings", "options"), [(MODEL, INT8), (MIMO, MTP)], ids=["int8", "draft head"])
+def test_packed_matrices_and_draft_heads_follow(
+    settings: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    old, new = (random_weights(model_shapes(settings), which) for which in (3, 4))
+    with LLM(write(tmp_path / "new", settings, new), **options) as llm:
+        wanted = answer(llm)
+    with LLM(write(tmp_path / "old", settings, old), **options) as llm:
+        assert bits(answer(llm)) != bits(wanted)
+        llm.update_weights(new.items())
+        assert bits(answer(llm)) == bits(wanted)
+        llm.sleep(2)
+        llm.update_weights(old.items())
+        llm.wake_up()
+        assert bits(answer(llm)) != bits(wanted)
+
+
+def test_the_weights_of_the_start_come_back_after_a_sleep_without_them(site: Site) -> None:
+    with LLM(str(site.folders[0]), **OPTIONS) as llm:
+        before = llm.client.weights().mark
+        llm.sleep(2)
+        llm.wake_up()
+        after = llm.client.weights().mark
+        assert (after.version, after.fingerprint, after.weights) == (1, before.fingerprint, before.weights)
+        assert bits(answer(llm)) == bits(site.answers[0])
+
+
+def test_an_executor_without_weights_refuses() -> None:
+    with LLM(executor="fake", skip_tokenizer_init=True) as llm:
+        with pytest.raises(CallFailedError, match="this engine's executor cannot change its weights"):
+            llm.update_weights("/data/step-3")
+        with pytest.raises(CallFailedError, match="cannot free its memory"):
+            llm.sleep()
 
 
 def test_a_receipt_names_the_weights_of_its_answer(site: Site) -> None:
