@@ -1,7 +1,7 @@
 """Penalties: the options repetition_penalty, frequency_penalty and presence_penalty, and their window repeat_last_n.
 
-A row looks at its whole text, whose counts are kept, or at a window of its last tokens, which are counted again for each
-sample.
+A row looks at its whole text, whose counts are kept, or at a window of its last tokens, which are counted again for
+each sample.
 """
 
 from typing import NamedTuple

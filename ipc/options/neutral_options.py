@@ -210,7 +210,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 #: An image is encoded before its request is scheduled.
 _ENCODED_BEFORE = "images are encoded before they are scheduled; limit_mm_per_prompt bounds those of a prompt"
-_BY_RAY = "Ray places whole engines: engine-core ray (docs/scale_out.md)"
+_BY_RAY = "distributed_executor_backend='ray' lets Ray place an engine's ranks; engine-core ray places whole engines"
 #: What to do instead.
 _INSTEAD = {
     "data_parallel_size": "start several engines",
@@ -223,7 +223,6 @@ _INSTEAD = {
     "max_num_encoder_input_tokens": _ENCODED_BEFORE,
     "num_scheduler_steps": "async_scheduling computes a step while the next one is scheduled",
     "otlp_traces_endpoint": "engine-core serve --http --otlp-traces-endpoint sends spans",
-    "scheduler_cls": "scheduling_policy and preemption_mode change what the scheduler does (docs/scheduling.md)",
     "served_model_name": "use engine-core http --served-model-name",
     "sliding_window": "it is kv_window",
     "speculative_model": "use speculative_config",

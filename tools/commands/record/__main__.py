@@ -72,11 +72,10 @@ def _tell(text: str) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         prog="engine-core record",
-        usage="engine-core record --upstream URL --listen ADDR --output FILE [OPTION ...]",
+        usage="engine-core record --upstream URL --listen ADDR --output FILE [...]",
         description="Pass everything between clients and a server with the API of OpenAI, Anthropic or Ollama on, byte "
-        "for byte,\nand write lengths, times and shared beginnings of its requests to a file for `engine-core "
-        "forecast`.\nNo text and no key is written.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "for byte, and write lengths, times and shared beginnings of its requests to a file for `engine-core "
+        "forecast`. No text and no key is written.",
     )
     parser.add_argument("--upstream", required=True, metavar="URL", help="the server, such as http://127.0.0.1:8080")
     parser.add_argument(

@@ -144,7 +144,6 @@ def _parser() -> argparse.ArgumentParser:
         description="Predict recorded requests on an engine: times, throughput, memory and preemptions, with error "
         "bars,\nnext to what was observed there.",
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "file", type=Path, metavar="CAPTURE", help="of `engine-core record`, or any trace `engine-core traces` reads"
